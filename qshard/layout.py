@@ -80,8 +80,7 @@ class PlaneLayout:
 
     @property
     def unit(self) -> int:
-        """Alignment of flat slices in elements: a multiple splits no block, no byte and no row with its own global scale.
-        """
+        """Alignment of flat slices in elements: multiples split no block, byte, or row with its own global scale."""
         if self.block is None:
             return 16  # No block can be split. 16 elements align codes and masters of each rank to 16 bytes.
         columns = matrix_shape(self.shape)[1]

@@ -1,4 +1,4 @@
-"""Plots of results: of reports, and of results that are rows. matplotlib is imported when one is drawn."""
+"""Plots of reports and of results with rows. matplotlib is imported when a plot is drawn."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ if TYPE_CHECKING:
     from qshard.numerics._statistics import Stats
 
 BAR = 0.24
-"""Inches."""
+"""Height of a bar in inches."""
 
 ENTRIES = 18
-"""How many lines of a legend are as high as its plot."""
+"""Number of legend entries that fit the height of a plot."""
 LEAST_ERROR = 1e-3
-"""Smaller ones are of a few elements that happen to be on the grid, and would press all others together."""
+"""Lower limit of the error axis.
+
+Smaller errors come from a few elements that happen to be on the grid, and would compress the rest of the plot.
+"""
 
 
 def report_figure(rows: Sequence[Stats]) -> Figure:
     """SQNR, relative error by size of element, histogram of scales; each format in one style throughout."""
-    # Not pyplot, which would keep the figure alive and choose a backend for the whole process.
+    # Not pyplot, which would keep the figure alive and select a backend for the process.
     heights = (0.9 + 0.24 * len(rows), 3.6, 3.6)
     size = (11, sum(heights))
     figure: Figure = load("matplotlib.figure", "report").Figure(figsize=size, layout="constrained")
@@ -44,7 +47,7 @@ def report_figure(rows: Sequence[Stats]) -> Figure:
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=columns, fontsize="small", frameon=False)
     seen = [error for row in rows for error in row.error_by_exponent.values() if error]
     lowest, highest = min(seen, default=LEAST_ERROR), max(seen, default=1.0)
-    # Limits first: a logarithm has none of its own where all errors are 0.
+    # Set the limits first: a logarithmic axis has no limits of its own if all errors are 0.
     errors.set(ylim=(max(0.7 * lowest, LEAST_ERROR), max(1.4 * highest, 10 * LEAST_ERROR)), yscale="log")
     errors.set(title="mean relative error by size of element", xlabel="floor(log2 |x|)")
     scales.set(title="scales", xlabel="floor(log2 scale)", ylabel="share of blocks", ylim=(0, None))
@@ -87,7 +90,7 @@ def _style(i: int, count: int) -> dict[str, Any]:
 
 
 def bar_chart(names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> Figure:
-    """Bars beside each other: for each part a column of bars, for each name a row."""
+    """Draw horizontal bars: a column of axes per part, a row per name."""
     figure: Figure = load("matplotlib.figure", "plot").Figure(
         figsize=(11, 1 + BAR * max(len(names), 1)), layout="constrained"
     )
@@ -103,7 +106,7 @@ def bar_chart(names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> Fig
 
 
 def line_chart(lines: Mapping[str, Mapping[int, float]], title: str, below: str) -> Figure:
-    """A line for each name, over whole numbers; on a logarithmic axis where all values allow it."""
+    """Draw a line per name over integer positions, on a logarithmic axis if all values are positive."""
     figure: Figure = load("matplotlib.figure", "plot").Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots()
     for i, (name, line) in enumerate(lines.items()):
@@ -120,7 +123,7 @@ def line_chart(lines: Mapping[str, Mapping[int, float]], title: str, below: str)
 
 
 def histograms(parts: Mapping[str, Mapping[str, int]]) -> Figure:
-    """Histograms below each other."""
+    """Draw one histogram per part, one below the other."""
     figure: Figure = load("matplotlib.figure", "plot").Figure(figsize=(11, 3.2 * len(parts)), layout="constrained")
     for axes, (title, counts) in zip(figure.subplots(len(parts), 1, squeeze=False)[:, 0], parts.items(), strict=True):
         axes.bar(range(len(counts)), list(counts.values()))
