@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qshard.formats import E3M2, E5M2, FloatScaling, Format, PowerScaling, TwoLevelScaling
 from qshard.numerics._display import load
 
 if TYPE_CHECKING:
@@ -26,16 +27,16 @@ Smaller errors come from a few elements that happen to be on the grid, and would
 
 
 def report_figure(rows: Sequence[Stats]) -> Figure:
-    """SQNR, relative error by size of element, histogram of scales; each format in one style throughout."""
+    """Draw SQNR, mean relative error by exponent, and the histogram of scales, with one style per format."""
     # Not pyplot, which would keep the figure alive and select a backend for the process.
     heights = (0.9 + 0.24 * len(rows), 3.6, 3.6)
     size = (11, sum(heights))
     figure: Figure = load("matplotlib.figure", "report").Figure(figsize=size, layout="constrained")
     bars, errors, scales = figure.subplots(3, 1, height_ratios=heights)
-    names, styles = [str(row.format) for row in rows], [_style(i, len(rows)) for i in range(len(rows))]
+    names, styles = [str(row.format) for row in rows], line_styles([row.format for row in rows])
     _draw_bars(bars, rows, names, styles)
     for row, name, style in zip(rows, names, styles, strict=True):
-        line = {key: value for key, value in style.items() if key != "hatch"} | {"label": name}
+        line = style | {"label": name}
         blocks = sum(row.scale_histogram.values())
         _plot(errors, row.error_by_exponent, math.nan, line)
         _plot(scales, {e: n / blocks for e, n in row.scale_histogram.items()}, 0.0, line)
@@ -43,8 +44,7 @@ def report_figure(rows: Sequence[Stats]) -> Figure:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         if names:
-            columns = -(-len(names) // ENTRIES)
-            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=columns, fontsize="small", frameon=False)
+            _add_legend(axes, len(names))
     seen = [error for row in rows for error in row.error_by_exponent.values() if error]
     lowest, highest = min(seen, default=LEAST_ERROR), max(seen, default=1.0)
     # Set the limits first: a logarithmic axis has no limits of its own if all errors are 0.
@@ -54,8 +54,20 @@ def report_figure(rows: Sequence[Stats]) -> Figure:
     return figure
 
 
+def _add_legend(axes: Any, entries: int) -> None:
+    columns = -(-entries // ENTRIES)
+    axes.legend(
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+        ncols=columns,
+        fontsize="small",
+        frameon=False,
+        handlelength=3.5,  # long enough to show the dashes
+    )
+
+
 def _plot(axes: Any, values: Mapping[int, float], absent: float, line: dict[str, Any]) -> None:
-    """A line over exponents, with a marker at each that is there. What is `absent` between them is no slope."""
+    """Draw a line over exponents, with a marker at each exponent in `values` and the value `absent` at the others."""
     there = sorted(values)
     every = list(range(there[0], there[-1] + 1)) if there else []
     axes.plot(every, [values.get(e, absent) for e in every], markevery=[every.index(e) for e in there], **line)
@@ -65,7 +77,7 @@ def _draw_bars(bars: Any, rows: Sequence[Stats], names: list[str], styles: list[
     decibels = [row.sqnr_db for row in rows]
     patches = bars.barh(range(len(names)), [db if math.isfinite(db) else 0 for db in decibels])
     for bar, style in zip(patches, styles, strict=True):
-        bar.set(facecolor=style["color"], hatch=style["hatch"], edgecolor="white")
+        bar.set(facecolor=style["color"], hatch=_HATCHES[style["linestyle"]], edgecolor="white")
     labels = ["-" if math.isnan(db) else f"{db:.1f}" for db in decibels]
     noted = ["*" if row.notes else "" for row in rows]
     bars.bar_label(patches, [label + star for label, star in zip(labels, noted, strict=True)], padding=3)
@@ -76,17 +88,43 @@ def _draw_bars(bars: Any, rows: Sequence[Stats], names: list[str], styles: list[
     bars.set(title="SQNR in dB" + (" (*: see the notes in the table)" if any(noted) else ""))
 
 
-def _style(i: int, count: int) -> dict[str, Any]:
-    """Ten colors, then the same with other lines. Of lines that lie on each other the first is the widest."""
-    part = i / max(count - 1, 1)
-    return {
-        "linewidth": 3 - 2 * part,
-        "markersize": 8 - 4 * part,
-        "color": f"C{i % 10}",
-        "linestyle": ("-", "--", ":", "-.")[i // 10 % 4],
-        "marker": "os^Dv<>P*X"[(i + i // 10 * 3) % 10],
-        "hatch": ("", "//", "..", "xx")[i // 10 % 4],
-    }
+_COLORS = {
+    (FloatScaling, 8): "#1f77b4",
+    (PowerScaling, 8): "#e0700b",
+    (PowerScaling, 6): "#2a9a3a",
+    (PowerScaling, 4): "#d62757",
+    (TwoLevelScaling, 4): "#7a52c7",
+}
+"""Color of each family of formats: scaling method and code width."""
+_TINT = 0.45
+"""Share of white in the color of E5M2 and E3M2, the second element formats of their families."""
+_HATCHES = {"-": "", "--": "//", ":": ".."}
+_MARKERS = "os^Dv<>P*X"
+
+
+def line_styles(formats: Sequence[Format]) -> list[dict[str, Any]]:
+    """Return the matplotlib line style of each format.
+
+    The color is the family, lighter for its second element format. The line is solid for one scale per tensor, dashed
+    for 1-D blocks and dotted for 2-D blocks. Formats that share both differ in their markers. Lines that coincide stay
+    visible because earlier ones are wider.
+    """
+    styles: list[dict[str, Any]] = []
+    for i, fmt in enumerate(formats):
+        color = _COLORS[type(fmt.scaling), fmt.element.bits]
+        if fmt.element in (E5M2, E3M2):
+            color = _lighten(color)
+        look = {"color": color, "linestyle": "-" if fmt.block is None else "--" if fmt.block[0] == 1 else ":"}
+        alike = sum(look.items() <= style.items() for style in styles)
+        part = i / max(len(formats) - 1, 1)
+        marker = _MARKERS[alike % len(_MARKERS)]
+        styles.append({**look, "marker": marker, "linewidth": 3 - 1.5 * part, "markersize": 8 - 4 * part})
+    return styles
+
+
+def _lighten(color: str) -> str:
+    channels = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(value + (255 - value) * _TINT):02x}" for value in channels)
 
 
 def bar_chart(names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> Figure:
@@ -110,15 +148,15 @@ def line_chart(lines: Mapping[str, Mapping[int, float]], title: str, below: str)
     figure: Figure = load("matplotlib.figure", "plot").Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots()
     for i, (name, line) in enumerate(lines.items()):
-        axes.plot(list(line), list(line.values()), label=name, color=f"C{i % 10}", linestyle="-" if i < 10 else "--")
+        style = ("-", "--", ":", "-.")[i // 10 % 4]
+        axes.plot(list(line), list(line.values()), label=name, color=f"C{i % 10}", linestyle=style)
     values = [value for line in lines.values() for value in line.values() if math.isfinite(value)]
     if values and min(values) > 0:
         axes.set_yscale("log")
     axes.set(title=title, xlabel=below)
     axes.grid(alpha=0.3)
     if lines:
-        columns = -(-len(lines) // ENTRIES)
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=columns, fontsize="small", frameon=False)
+        _add_legend(axes, len(lines))
     return figure
 
 
