@@ -1,7 +1,7 @@
 """Serialization of quantized tensors as plain arrays and a JSON string, shared by both front ends.
 
-    {"w": <a quantized tensor>, "b": <an array>}     in memory {"w.rowwise.data": ..., "w.rowwise.scale_inv": ..., "b":
-    ...}  and  {"qshard": "..."}     plain
+    {"w": <a quantized tensor>, "b": <an array>}     in memory
+    {"w.rowwise.data": ..., "w.rowwise.scale_inv": ..., "b": ...}  and  {"qshard": "..."}     plain
 
 `to_plain` and `from_plain` of a front end convert between the two. Both front ends read and write the same form. Any
 file format that stores named arrays and strings can hold it, such as safetensors with the string in its metadata.
