@@ -63,7 +63,7 @@ class Recommendation:
 
 
 def rank(layers: Sequence[Layer]) -> tuple[str, list[tuple[Layer, float | None]]]:
-    """Rank layers by harm, worst first, in the smallest format that supports half of the layers, or as many as any does.
+    """Rank layers by harm, worst first, in the smallest format that supports half of the layers (or the most).
 
     Returns:
       The name of the format ("" if there is none), and the layers that it supports with their harm. Unknown harm is

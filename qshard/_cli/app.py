@@ -1,4 +1,4 @@
-"""Commands of `qshard`, their options, and the exit of the process. Each command imports its dependencies when it runs."""
+"""Commands of `qshard`, their options, and the exit status. Each command imports its dependencies when it runs."""
 
 from __future__ import annotations
 
