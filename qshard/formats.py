@@ -18,6 +18,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 
+def constructor_call(value: Any) -> str:
+    """Format a frozen dataclass as a call of its constructor, without arguments that equal their defaults.
+
+    >>> constructor_call(FloatScaling(pow2=True)), constructor_call(FloatScaling())
+    ('FloatScaling(pow2=True)', 'FloatScaling()')
+    """
+    values = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
+    arguments = [f"{name}={given!r}" for name, given, default in values if given != default]
+    return f"{type(value).__name__}({', '.join(arguments)})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ElementFormat:
     """A floating-point format of at most 8 bits: optional sign, exponent and mantissa, from the high bit down.
@@ -47,6 +58,10 @@ class ElementFormat:
 
     def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        known = ELEMENTS.get(self.name)
+        return _CONSTANTS[self.name] if known == self else constructor_call(self)
 
     @property
     def signed(self) -> bool:
@@ -92,6 +107,7 @@ E8M0 = ElementFormat(
     name="float8_e8m0fnu", bits=8, exponent_bits=8, mantissa_bits=0, bias=127, max=2.0**127, nan_code=0xFF
 )
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M3, E3M2, E2M1, E8M0)}
+_CONSTANTS = dict(zip(ELEMENTS, ("E4M3", "E5M2", "E2M3", "E3M2", "E2M1", "E8M0"), strict=True))
 
 FLOATS_16 = ("bfloat16", "float16")
 FLOATS = ("float32", *FLOATS_16)
@@ -109,12 +125,15 @@ class Usage(enum.Flag):
     first axis).
 
     >>> list(Usage.BOTH)
-    [<Usage.ROWWISE: 1>, <Usage.COLUMNWISE: 2>]
+    [Usage.ROWWISE, Usage.COLUMNWISE]
     """
 
     ROWWISE = 1
     COLUMNWISE = 2
     BOTH = ROWWISE | COLUMNWISE
+
+    def __repr__(self) -> str:
+        return str(self)
 
     @property
     def planes(self) -> tuple[Usage, ...]:
@@ -153,12 +172,15 @@ class Scaling:
     scale_max: float = E4M3.max
     four_over_six: Literal["mae", "mse"] | None = None
 
+    def __repr__(self) -> str:
+        return constructor_call(self)
+
     def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
         """Return `(option, is_legal, legal_values)` for each option; the last is text for an error."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FloatScaling(Scaling):
     """One fp32 scale per tensor or per block: `element.max / amax`.
 
@@ -187,7 +209,7 @@ def _is_pair(block: Any) -> bool:
     return isinstance(block, tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PowerScaling(Scaling):
     """One power-of-two scale per block of 32, stored as E8M0.
 
@@ -209,7 +231,7 @@ class PowerScaling(Scaling):
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TwoLevelScaling(Scaling):
     """One E4M3 scale per block of 16, and one fp32 global scale per tensor or per row.
 
@@ -246,7 +268,7 @@ class Format:
     `gather_refusal`) and `layout.plane` for shapes, instead of reading the structure of a format.
 
     Attributes:
-      name: name that `str` prints, followed by the options that differ from `FORMATS[name]` in brackets.
+      name: name of the format. `str` prints it, followed by the options that differ from `FORMATS[name]` in brackets.
       element: format of the elements of `data`, or its name.
       scaling: scaling method with its options.
       block: (rows, cols) that share a scale in the rowwise plane; None: the whole tensor shares one.
@@ -260,6 +282,8 @@ class Format:
 
     >>> print(MXFP8_E4M3, MXFP8_E4M3.with_options(scale_rounding="floor"))
     MXFP8_E4M3 MXFP8_E4M3[scale_rounding=floor]
+    >>> MXFP8_E4M3.with_options(scale_rounding="floor")
+    MXFP8_E4M3.with_options(scale_rounding='floor')
     >>> MXFP8_E4M3.block, MXFP8_E4M3.block_of(Usage.COLUMNWISE)
     ((1, 32), (32, 1))
     """
@@ -299,6 +323,13 @@ class Format:
         changed = [f"{name}={value}" for name, value in self.options.items() if value != default.get(name)]
         return f"{self.name}[{', '.join(changed)}]" if changed else self.name
 
+    def __repr__(self) -> str:
+        default = FORMATS.get(self.name)
+        if default is None or type(default.scaling) is not type(self.scaling):
+            return constructor_call(self)
+        changed = [f"{name}={value!r}" for name, value in self.options.items() if value != default.options[name]]
+        return f"{self.name}.with_options({', '.join(changed)})" if changed else self.name
+
     @property
     def options(self) -> dict[str, Any]:
         """Current values of the options that `with_options` accepts."""
@@ -318,7 +349,7 @@ class Format:
           ValueError: the format has no such option, or the value is illegal.
 
         >>> NVFP4.with_options(global_scale="row").scaling
-        TwoLevelScaling(global_scale='row', scale_max=448.0, four_over_six=None)
+        TwoLevelScaling(global_scale='row')
         >>> FP8_E4M3.with_options(global_scale="row")
         Traceback (most recent call last):
         ValueError: Format FP8_E4M3 has no option global_scale; it has element, block, pow2, eps, hadamard, rounding, \

@@ -50,7 +50,7 @@ The masks set the highest bits, which seeds that count up with steps or ranks do
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe:
     """A format for each role.
 
@@ -71,6 +71,8 @@ class Recipe:
       ValueError: a format is not of the accepted kind; or one operand of a product would be rotated and the other not.
         Only both operands of `dw`, activation and gradient, may be rotated.
 
+    >>> CurrentScaling(), CurrentScaling(gradient="FP8_E4M3")
+    (CurrentScaling(), CurrentScaling(gradient=FP8_E4M3))
     >>> CurrentScaling().format(Role.GRADIENT).name
     'FP8_E5M2'
     >>> mix = Recipe(weight="NVFP4_16x16", activation="MXFP8_E4M3", gradient=formats.MXFP8_E5M2)
@@ -108,6 +110,9 @@ class Recipe:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields, so that unpickling validates them."""
         return _recipe, (type(self), {field.name: getattr(self, field.name) for field in fields(self)})
+
+    def __repr__(self) -> str:
+        return formats.constructor_call(self)
 
     def format(self, role: Role) -> Format:
         """Return the format of the tensor in `role`."""
@@ -150,7 +155,7 @@ def _recipe(kind: type[Recipe], options: dict[str, Any]) -> Recipe:
     return kind(**options)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CurrentScaling(Recipe):
     """Per-tensor FP8, scaled by the amax of the tensor itself."""
 
@@ -160,7 +165,7 @@ class CurrentScaling(Recipe):
     gradient: Format = _showing(formats.FP8_E5M2)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DelayedScaling(Recipe):
     """Per-tensor FP8, scaled by the amaxes of earlier steps, so that the cast reads `x` once.
 
@@ -197,7 +202,7 @@ class DelayedScaling(Recipe):
         return {"scale": (), "amax_history": (self.history,)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BlockScaling(Recipe):
     """FP8 in blocks of 128 with fp32 scales: 2-D blocks for weights, 1-D blocks for activations and gradients."""
 
@@ -207,7 +212,7 @@ class BlockScaling(Recipe):
     gradient: Format = _showing(formats.FP8_1x128)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MXFP8(Recipe):
     """FP8 in blocks of 32 with power-of-two scales."""
 
@@ -217,7 +222,7 @@ class MXFP8(Recipe):
     gradient: Format = _showing(formats.MXFP8_E4M3)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MXFP6(Recipe):
     """FP6 in blocks of 32 with power-of-two scales.
 
@@ -234,7 +239,7 @@ class MXFP6(Recipe):
     gradient: Format = _showing(formats.MXFP6_E2M3)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MXFP4(Recipe):
     """FP4 in blocks of 32 with power-of-two scales.
 
@@ -247,7 +252,7 @@ class MXFP4(Recipe):
     gradient: Format = _showing(formats.MXFP4)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class NVFP4(Recipe):
     """FP4 in blocks of 16 with E4M3 scales and one fp32 scale per tensor.
 

@@ -33,7 +33,7 @@ class Note(enum.StrEnum):
     SCALES = "some scales are 0, infinite or NaN, and so not among the exponents"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Stats:
     """Statistics of the quantization of `x` to one plane; `value` stands for the dequantized elements.
 
@@ -83,6 +83,15 @@ class Stats:
     bits_per_element: float
     scale_histogram: Mapping[int, int]
     error_by_exponent: Mapping[int, float]
+
+    def __repr__(self) -> str:
+        """Return the main statistics in one line. Shares of 0 are left out; `notes` is their number."""
+        numbers = {"sqnr_db": self.sqnr_db, "mean_relative_error": self.mean_relative_error}
+        numbers |= {name: share for name in ("zeros_made", "saturated") if (share := getattr(self, name))}
+        shown = {"format": self.format} | ({} if self.usage is Usage.ROWWISE else {"usage": self.usage})
+        shown |= {"shape": self.shape} | {name: f"{value:.4g}" for name, value in numbers.items()}
+        shown |= {"notes": len(self.notes)} if self.notes else {}
+        return f"Stats({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
     @property
     def notes(self) -> tuple[Note, ...]:
@@ -135,6 +144,8 @@ def stats(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: int = 
 
     >>> from qshard.formats import FP8_E4M3
     >>> s = stats([448.0, 1.0, 17.0, 0.0009], FP8_E4M3)  # the scale is 1: 17 is rounded to 16, and 0.0009 to 0
+    >>> s
+    Stats(format=FP8_E4M3, shape=(4,), sqnr_db=53.03, mean_relative_error=0.2647, zeros_made=0.25)
     >>> s.zeros_made, s.max_relative_error, round(s.sqnr_db, 2), s.scale_histogram
     (0.25, 1.0, 53.03, {0: 1})
 
