@@ -102,10 +102,10 @@ class Binding:
 
     @functools.cached_property
     def reduced(self) -> tuple[Factor, ...]:
-        """Factors of the first operand that no result has in full, which must be reduced over if they are sharded.
+        """Factors of the first operand that some result lacks.
 
-        Each shard along such a factor gives a partial result: amaxes need a max-reduction over shards. Other results of
-        such an op that are derived from the amax are invalid on a shard; results that have the factor are not affected.
+        If such a factor is sharded, that result is partial: amaxes must be max-reduced over the shards, and scales
+        computed from the amax of one shard are invalid. Other results are not affected.
 
         >>> amax = table()["amax_tensor"].bind([(4, 64)], ["float32"], {"lead": 1}, cuttable=True)
         >>> [factor.name for factor in amax.reduced]

@@ -52,14 +52,14 @@ The masks set the highest bits, which seeds that count up with steps or ranks do
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe:
-    """A format for each role.
+    """A format for each role of a linear layer.
 
-    The base class accepts any mix whose rotations cancel; named recipes accept one kind of format.
+    This class accepts any mix of formats with rotations that cancel. Named recipes accept one kind of format.
 
-    By default weights have 2-D blocks or one scale, so that one plane serves forward and backward. Default formats have
-    `nonfinite="nan"`: an infinity or NaN in `x`, `w` or `dy` makes the results that depend on it NaN, so loss scaling,
-    `optax.apply_if_finite` and the loss itself show it. Formats that you pass are used unchanged, and the formats of
-    `qshard.formats` saturate.
+    In named recipes, weights by default have 2-D blocks or one scale, so that one plane serves forward and backward.
+    Their default formats have `nonfinite="nan"`: an infinity or NaN in `x`, `w` or `dy` makes the results that depend
+    on it NaN, so loss scaling, `optax.apply_if_finite` and the loss itself show it. Formats that you pass are used
+    unchanged, and the formats of `qshard.formats` saturate.
 
     Attributes:
       weight: format of `w`, or its name. Formats may be passed by name for every role.

@@ -1,14 +1,14 @@
 """Quantize, dequantize and transpose as sequences of ops, shared by JAX, PyTorch and NumPy.
 
-Each function takes `ops`, a front end's namespace of `ops.def`: every op as a function of arrays with attributes as
-keywords; `ops.swap_last_axes(array)`, a row-major copy with the last two axes swapped; and
-`ops.transposed_squares(data, scale_inv, packed=)`, such copies of the codes and scales of a plane with 2-D blocks. The
-structure of a format decides which ops compute a plane: one scale or blocks, 1-D or 2-D blocks, global scale or not,
-options. Only `gemm_dispatch` also branches on this structure, to choose the ops of products.
+Each function takes `ops`, a front end's namespace of `ops.def`: every op as a function of arrays, with attributes as
+keywords; `ops.swap_last_axes(array)`, a row-major copy of a matrix transposed, or of `[*outer, M, K]` as
+`[K, *outer, M]`; and `ops.transposed_squares(data, scale_inv, packed=)`, such copies of the codes and scales of a plane
+with 2-D blocks. The structure of a format decides which ops compute a plane: one scale or blocks, 1-D or 2-D blocks,
+global scale or not, options. Only `gemm_dispatch` also branches on this structure, to choose the ops of products.
 
-`x` is a matrix `[M, K]`, or in JAX `[*outer, M, K]`, with blocks that do not cross M; transposed planes are then `[K,
-*outer, M]`. If the format does not distinguish rows, `x` may be any `[*lead, K]`. Planes of a matrix have the shapes of
-`layout.plane`; the front end has already raised its errors.
+`x` is a matrix `[M, K]`. In JAX it may be `[*outer, M, K]` if no block spans two matrices; transposed planes are then
+`[K, *outer, M]`. If the format does not distinguish rows, `x` may be any `[*lead, K]`. Planes of a matrix have the
+shapes of `layout.plane`, and the front end has already raised the errors of `layout.plane`.
 
 Blocks that a shard boundary splits are quantized in steps: `block_amax` of the local part, an integer maximum over
 ranks, `scales` on every rank, `cast`. The result has the bits of `quantize` on the whole tensor.

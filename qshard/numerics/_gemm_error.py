@@ -88,8 +88,8 @@ def gemm_error(
       TypeError: an operand does not have real numbers.
       ValueError: the operands differ in K, a format does not support the shape of an operand, or an operand is sharded.
 
-    Non-finite elements, original or quantized, count as 0 in both products. Sharded arrays raise: pass a local shard,
-    or a few rows.
+    Non-finite elements, original or quantized, count as 0 in both products. Sharded arrays are not supported: pass a
+    local shard, or a few rows.
 
     >>> found = gemm_error(np.eye(2), [[448.0, 17.0]], None, "FP8_E4M3")  # 17 is rounded to 16
     >>> round(found.of_b_db, 2), found.of_a_db

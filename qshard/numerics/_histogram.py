@@ -72,8 +72,8 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
       seed: seed of stochastic rounding, 64 bits.
 
     Returns:
-      Exact counts: `sum(given.values()) + zeros_given + nonfinite_given` is the number of elements. For a rotated
-        plane, all counts refer to the rotated tensor.
+      The histogram. Counts are exact, and `sum(given.values()) + zeros_given + nonfinite_given` is the number of
+      elements. For a rotated plane, all counts refer to the rotated tensor.
 
     Raises:
       TypeError: as for `stats`.

@@ -97,7 +97,8 @@ def sensitivity(
         quantizes it already.
 
     Each weight is restored before the next one is quantized, even after an exception. JAX arrays may be sharded over
-    the devices of one process and keep their sharding. FSDP2 models raise: pass the model before sharding it.
+    the devices of one process and keep their sharding. FSDP2 models are not supported: pass the model before it is
+    sharded.
 
     >>> w = {"up": np.float32([[448.0, 17.0]]), "down": np.float32([[1.0, 1.0]])}
     >>> found = sensitivity(lambda w, x: float((x @ w["up"].T).sum() + x.sum()), (np.ones((1, 2), np.float32),),

@@ -128,8 +128,8 @@ def stats(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: int = 
       seed: seed of stochastic rounding, 64 bits.
 
     Returns:
-      The statistics. They do not depend on the number of threads (`qshard.num_threads()`). Peak memory is about 2.5
-      times that of `x`, in addition to `x`.
+      The statistics. They do not depend on the number of threads (`qshard.num_threads()`). Peak memory, beyond
+      `x`, is about 2.5 times the size of `x`.
 
     Raises:
       TypeError: `x` does not have real numbers.
@@ -138,9 +138,9 @@ def stats(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: int = 
 
     Sharded JAX arrays and torch DTensors, such as FSDP2 parameters: each process measures its local shards on the host,
     and amaxes, sums and counts are reduced. No elements are communicated. Every process with a shard must call `stats`
-    with the same arguments, and each gets the result. Counts, scales and maxima equal those of the whole array; sums
-    are added in a different order, in float64. Shard boundaries may split blocks, except for four over six and rotated
-    planes, whose block scales depend on more than amaxes.
+    with the same arguments, and each gets the result. Counts, scales and maxima are exact for the whole array; sums are
+    added in a different order, in float64. Shard boundaries may split blocks, except with four over six and in rotated
+    planes: their block scales depend on more than amaxes.
 
     >>> from qshard.formats import FP8_E4M3
     >>> s = stats([448.0, 1.0, 17.0, 0.0009], FP8_E4M3)  # the scale is 1: 17 is rounded to 16, and 0.0009 to 0
