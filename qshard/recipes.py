@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-def _showing(fmt: Format) -> Format:
+def _with_nan(fmt: Format) -> Format:
     return fmt.with_options(nonfinite="nan")
 
 
@@ -160,9 +160,9 @@ class CurrentScaling(Recipe):
     """Per-tensor FP8, scaled by the amax of the tensor itself."""
 
     accepts = formats.FP8_E4M3
-    weight: Format = _showing(formats.FP8_E4M3)
-    activation: Format = _showing(formats.FP8_E4M3)
-    gradient: Format = _showing(formats.FP8_E5M2)
+    weight: Format = _with_nan(formats.FP8_E4M3)
+    activation: Format = _with_nan(formats.FP8_E4M3)
+    gradient: Format = _with_nan(formats.FP8_E5M2)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -179,9 +179,9 @@ class DelayedScaling(Recipe):
     """
 
     accepts = formats.FP8_E4M3
-    weight: Format = _showing(formats.FP8_E4M3)
-    activation: Format = _showing(formats.FP8_E4M3)
-    gradient: Format = _showing(formats.FP8_E5M2)
+    weight: Format = _with_nan(formats.FP8_E4M3)
+    activation: Format = _with_nan(formats.FP8_E4M3)
+    gradient: Format = _with_nan(formats.FP8_E5M2)
     history: int = 16
     margin: int = 0
     algorithm: Literal["max", "most_recent"] = "max"
@@ -207,9 +207,9 @@ class BlockScaling(Recipe):
     """FP8 in blocks of 128 with fp32 scales: 2-D blocks for weights, 1-D blocks for activations and gradients."""
 
     accepts = formats.FP8_128x128
-    weight: Format = _showing(formats.FP8_128x128)
-    activation: Format = _showing(formats.FP8_1x128)
-    gradient: Format = _showing(formats.FP8_1x128)
+    weight: Format = _with_nan(formats.FP8_128x128)
+    activation: Format = _with_nan(formats.FP8_1x128)
+    gradient: Format = _with_nan(formats.FP8_1x128)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -217,9 +217,9 @@ class MXFP8(Recipe):
     """FP8 in blocks of 32 with power-of-two scales."""
 
     accepts = formats.MXFP8_E4M3
-    weight: Format = _showing(formats.MXFP8_32x32)
-    activation: Format = _showing(formats.MXFP8_E4M3)
-    gradient: Format = _showing(formats.MXFP8_E4M3)
+    weight: Format = _with_nan(formats.MXFP8_32x32)
+    activation: Format = _with_nan(formats.MXFP8_E4M3)
+    gradient: Format = _with_nan(formats.MXFP8_E4M3)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -234,9 +234,9 @@ class MXFP6(Recipe):
     """
 
     accepts = formats.MXFP6_E2M3
-    weight: Format = _showing(formats.MXFP6_E2M3_32x32)
-    activation: Format = _showing(formats.MXFP6_E2M3)
-    gradient: Format = _showing(formats.MXFP6_E2M3)
+    weight: Format = _with_nan(formats.MXFP6_E2M3_32x32)
+    activation: Format = _with_nan(formats.MXFP6_E2M3)
+    gradient: Format = _with_nan(formats.MXFP6_E2M3)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -247,9 +247,9 @@ class MXFP4(Recipe):
     """
 
     accepts = formats.MXFP4
-    weight: Format = _showing(formats.MXFP4_32x32)
-    activation: Format = _showing(formats.MXFP4)
-    gradient: Format = _showing(formats.MXFP4)
+    weight: Format = _with_nan(formats.MXFP4_32x32)
+    activation: Format = _with_nan(formats.MXFP4)
+    gradient: Format = _with_nan(formats.MXFP4)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -261,9 +261,9 @@ class NVFP4(Recipe):
     """
 
     accepts = formats.NVFP4
-    weight: Format = _showing(formats.NVFP4_16x16)
-    activation: Format = _showing(formats.NVFP4.with_options(hadamard=True))
-    gradient: Format = _showing(formats.NVFP4.with_options(hadamard=True, rounding="stochastic"))
+    weight: Format = _with_nan(formats.NVFP4_16x16)
+    activation: Format = _with_nan(formats.NVFP4.with_options(hadamard=True))
+    gradient: Format = _with_nan(formats.NVFP4.with_options(hadamard=True, rounding="stochastic"))
 
 
 NAMED = {kind.__name__: kind() for kind in (CurrentScaling, DelayedScaling, BlockScaling, MXFP8, MXFP6, MXFP4, NVFP4)}

@@ -83,7 +83,7 @@ def quantize_to(
     weights, unfit = _fitting(selection, fmt, usage)
     kept = selection.left_out | unfit
     if not weights:
-        raise Misuse(f"{quote(checkpoint.path)} has nothing to quantize: {_nothing(kept, unfit)}")
+        raise Misuse(f"{quote(checkpoint.path)} has nothing to quantize: {_explain_nothing(kept, unfit)}")
     tensors = _tensors(entries, weights)
     metadata = checkpoint.metadata | {KEY: text_of(weights)}
     remarks = [*checkpoint.notes, *selection.notes, *selection.remarks.values()]
@@ -141,7 +141,7 @@ def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str,
     return weights, unfit
 
 
-def _nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
+def _explain_nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
     """Explain why nothing is left to quantize: the reason that is easiest to change, with an example and a remedy."""
     by_name = {name: why for name, why in kept.items() if why == KEPT}
     for names, advice in (

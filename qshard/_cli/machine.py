@@ -100,9 +100,9 @@ def contenders(size: int, formats: list[Format]) -> Contenders:
             ("cast_transpose", each + 2, (x, scale), {"element": E4M3.name, "batch": 0}, None),
             ("dequantize", each + 1, (codes, scale), {"element": E4M3.name}, name),
         ):
-            call = kernels.into(op, inputs, options_of, dtype)
+            call = kernels.call_into(op, inputs, options_of, dtype)
             found[f"{op} {name}"] = float(nbytes * count), call
-    found["transpose uint8"] = 2.0 * count, kernels.into("transpose", (codes,), {"batch": 0}, None)
+    found["transpose uint8"] = 2.0 * count, kernels.call_into("transpose", (codes,), {"batch": 0}, None)
     x16 = arrays["bfloat16"]
     for fmt in formats:
         draws = kernels.draws("qshard bench", SEED) if fmt.stochastic else None

@@ -64,7 +64,7 @@ def settings(lr: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: Any, grad_
       beta1: decay rate of the first moment.
       beta2: decay rate of the second moment.
       eps: term added to the denominator.
-      weight_decay: decoupled weight decay.
+      weight_decay: weight decay.
       grad_scale: factor of the gradient.
 
     >>> settings(0.5, 0.9, 0.5, 0.0, 0.0)

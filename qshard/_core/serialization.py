@@ -219,14 +219,14 @@ def plain(
 def restore(
     arrays: Mapping[str, Array],
     metadata: Mapping[str, str] | None,
-    made_of: Callable[[str, Description, dict[Usage, Plane]], Any],
+    build: Callable[[str, Description, dict[Usage, Plane]], Any],
 ) -> dict[str, Any]:
     """Implement `from_plain` of a front end.
 
     Args:
       arrays: arrays that `plain` returned. Arrays without a description are returned unchanged.
       metadata: metadata that `plain` returned. Other keys are ignored.
-      made_of: builds a quantized tensor from a name, a description and planes as bytes.
+      build: builds a quantized tensor from a name, a description and planes as bytes.
 
     Returns:
       Quantized tensors and arrays by name.
@@ -242,7 +242,7 @@ def restore(
     rest = dict(arrays)
     made = {}
     for name, each in descriptions.items():
-        made[name] = made_of(name, each, each.take(arrays, name))
+        made[name] = build(name, each, each.take(arrays, name))
         for key in each.arrays():
             del rest[key_of(name, key)]
     return rest | made

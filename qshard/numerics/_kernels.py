@@ -43,12 +43,12 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     return run
 
 
-def into(
+def call_into(
     op: str, inputs: tuple[Array, ...], attributes: Mapping[str, Any], dtype: str | None = None
 ) -> Callable[[], None]:
     """Return a call of an op that writes to the same output arrays every time, for benchmarks.
 
-    >>> into("amax_tensor", (np.ones(4, np.float32),), {})()
+    >>> call_into("amax_tensor", (np.ones(4, np.float32),), {})()
     """
     spec = table()[op]
     results = spec.results([x.shape for x in inputs], [x.dtype.name for x in inputs], attributes, dtype)

@@ -38,15 +38,17 @@ def compare_shards(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> I
         pieces = [Shard(quantize_steps.rotate(kernels.ops, piece.array, fmt), piece.start) for piece in pieces]
     else:
         plain = fmt
-    whole = None if is_one else _amax_of_all(x, pieces, plain)
+    whole = None if is_one else _reduced_amax(x, pieces, plain)
     layout = plane(plain, matrix, stored)
     if not is_one and splits_blocks(layout, x):
-        yield from _of_split_blocks(x, pieces, layout, whole, key)
+        yield from _compare_partial_blocks(x, pieces, layout, whole, key)
         return
     block, shared = plain.block_shape(stored), not is_one and plain.per_tensor
     for piece in pieces:
         array, (first_row, first_column) = piece
-        merged = None if whole is None else functools.partial(_return_reduced, _of_rows(whole, first_row, len(array)))
+        merged = (
+            None if whole is None else functools.partial(_return_reduced, _slice_rows(whole, first_row, len(array)))
+        )
         draws = _draws(key, piece.box(matrix))
         parts = quantize_steps.quantize(kernels.ops, array, plain, stored, reduce_max=merged, draws=draws)[stored]
         scales, of_piece = kernels.block_scales(parts, plain), plane(plain, array.shape, stored)
@@ -60,7 +62,7 @@ def _return_reduced(amax: NDArray[np.float32], own: Any) -> NDArray[np.float32]:
     return amax
 
 
-def _amax_of_all(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.float32] | None:
+def _reduced_amax(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.float32] | None:
     """Compute the reduced amax of the tensor or of its rows, or return None if the format has no such scale."""
     if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
@@ -71,7 +73,7 @@ def _amax_of_all(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.float
     return x.maximum(whole)
 
 
-def _of_split_blocks(
+def _compare_partial_blocks(
     x: Whole, pieces: list[Shard], layout: PlaneLayout, whole: NDArray[np.float32] | None, key: Array | None
 ) -> Iterator[Comparison]:
     """Implement `compare_shards` for shards that split blocks. Matrices are in plane order: `x` or `x.T`."""
@@ -102,7 +104,7 @@ def _of_split_blocks(
         yield Comparison(kernels.ops, given, parts, fmt, of_piece, scales, (first[0], first[1]), (own[0], own[1]))
 
 
-def _of_rows(whole: NDArray[np.float32], first: int, rows: int) -> NDArray[np.float32]:
+def _slice_rows(whole: NDArray[np.float32], first: int, rows: int) -> NDArray[np.float32]:
     return whole[first : first + rows] if whole.ndim else whole
 
 

@@ -65,7 +65,7 @@ class Floats:
 def as_float(x: Any, op: str) -> Floats:
     """Convert an array to float32, bfloat16 or float16 in NumPy. Host arrays of these dtypes are not copied."""
     if hasattr(x, "detach"):  # torch
-        x = _of_torch(x.detach().cpu())
+        x = _torch_to_numpy(x.detach().cpu())
     array = np.from_dlpack(x) if hasattr(x, "__dlpack__") and not hasattr(x, "__array__") else np.asarray(x)
     if array.dtype.kind in "cOSUMm" or array.dtype.names:
         raise TypeError(f"{op}: x ({array.dtype}) is not an array of real numbers; take its parts")
@@ -79,7 +79,7 @@ def as_float(x: Any, op: str) -> Floats:
     )
 
 
-def _of_torch(x: Any) -> Any:
+def _torch_to_numpy(x: Any) -> Any:
     """Convert a torch tensor to NumPy. bfloat16 shares memory; narrower dtypes become float32, which is exact."""
     torch = sys.modules["torch"]
     if x.dtype == torch.bfloat16:
@@ -176,7 +176,7 @@ class Comparison:
     shared: bool = False
 
     @property
-    def begun(self) -> NDArray[np.float32]:
+    def starting_scales(self) -> NDArray[np.float32]:
         """Scales of the blocks that start in this piece, so that all pieces together count each block once."""
         if self.own is None:
             return self.scales if self.first == (0, 0) or not self.shared else self.scales.reshape(-1)[:0]
@@ -194,7 +194,7 @@ class Comparison:
         tiles = list(itertools.product(*map(cuts, shape, block, steps)))
         jobs = [tiles[i : i + TILES_OF_A_JOB] for i in range(0, len(tiles), TILES_OF_A_JOB)]
         total = Sums()
-        for part in _in_order(self._job, jobs):
+        for part in _map_in_order(self._job, jobs):
             total += part
             advance(part.elements)
         return total
@@ -219,14 +219,14 @@ class Comparison:
         codes = magnitudes(part.data, self.format)
         nonzero, finite, counted = given != 0, np.isfinite(given), np.isfinite(value)
         counted &= finite
-        ours = self._ours(tile)
+        ours = self._measured(tile)
         size = given[ours].size  # zero padding causes no error unless its scale is NaN
         nonfinite = given.size - _count(finite)
         total = Sums(
             elements=size,
             zeros_made=_count(nonzero & (value == 0)),
             subnormal=_count(codes - np.uint8(1) < 2**self.format.element.mantissa_bits - 1),  # 0 - 1 wraps to 255
-            saturated=self._saturated(given, codes, tile),
+            saturated=self._count_saturated(given, codes, tile),
             nonfinite_given=nonfinite,
             nonfinite_made=size - nonfinite - _count(counted[ours]),
         )
@@ -238,7 +238,7 @@ class Comparison:
             _add_errors(total, given.reshape(-1), value.reshape(-1))
         return total
 
-    def _ours(self, tile: Tile) -> Tile:
+    def _measured(self, tile: Tile) -> Tile:
         """Return the region of a tile that is measured."""
         if self.own is None:
             return slice(None), slice(None)
@@ -285,7 +285,7 @@ class Comparison:
             first + cut.start // length
             for first, cut, length in zip((0, 0) if self.format.per_tensor else self.first, tile, block, strict=True)
         )
-        signal, noise = (_of_blocks(np.square(part, out=part), block) for part in (size, error))
+        signal, noise = (_block_sums(np.square(part, out=part), block) for part in (size, error))
         ends = zip(tile, block, self._stored_shape, strict=True)
         cuts_blocks = any(cut.start % length or (cut.stop % length and cut.stop != end) for cut, length, end in ends)
         if cuts_blocks or self._has_others(tile):
@@ -298,7 +298,7 @@ class Comparison:
             i, j = divmod(int(ratio.argmax()), ratio.shape[1])
             total.worst = WorstBlock(float(ratio[i, j]), (row + i, col + j))
 
-    def _saturated(self, given: NDArray[np.float32], codes: NDArray[np.uint8], tile: Tile) -> int:
+    def _count_saturated(self, given: NDArray[np.float32], codes: NDArray[np.uint8], tile: Tile) -> int:
         """Count the elements that are too large for their scale. All of them are stored as the largest code."""
         element, block = self.format.element, self.where.scaled_shape
         largest = np.flatnonzero(codes == element.max_code)
@@ -318,7 +318,7 @@ def _worse(a: WorstBlock | None, b: WorstBlock | None) -> WorstBlock | None:
     return min(a, b, key=lambda each: (-each.ratio, each.block))
 
 
-def _of_blocks(x: NDArray[np.float64], block: tuple[int, int]) -> NDArray[np.float64]:
+def _block_sums(x: NDArray[np.float64], block: tuple[int, int]) -> NDArray[np.float64]:
     """Sum over blocks. The last block of an axis may be shorter."""
     for axis in (1, 0):
         if x.shape[axis] % block[axis]:
@@ -359,7 +359,7 @@ def exponent_counts(x: NDArray[np.float32]) -> dict[int, int]:
     return {i + LEAST: int(counts[i]) for i in np.flatnonzero(counts).tolist()}
 
 
-def _in_order(run: Callable[[Any], Sums], jobs: list[Any]) -> Iterator[Sums]:
+def _map_in_order(run: Callable[[Any], Sums], jobs: list[Any]) -> Iterator[Sums]:
     """Yield the results of all jobs in order. On Ctrl-C or an error, wait for running jobs and start no others."""
     threads = min(num_threads(), len(jobs))
     if threads <= 1:

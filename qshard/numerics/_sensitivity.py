@@ -220,12 +220,12 @@ class FunctionModel:
         return list(self._paths)
 
     def weight(self, name: str) -> NDArray[Any]:
-        return np.asarray(_at(self._params, self._paths[name]))
+        return np.asarray(_get_leaf(self._params, self._paths[name]))
 
     @contextlib.contextmanager
     def replaced(self, name: str, value: NDArray[np.float32]) -> Iterator[None]:
         before, path = self._params, self._paths[name]
-        self._params = _with(before, path, _like(_at(before, path), value))
+        self._params = _replace_leaf(before, path, _convert_like(_get_leaf(before, path), value))
         try:
             yield
         finally:
@@ -236,25 +236,25 @@ class FunctionModel:
         return [np.asarray(leaf, np.float64) for _, leaf in leaves(made)]
 
 
-def _at(tree: Any, path: tuple[Any, ...]) -> Any:
+def _get_leaf(tree: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         tree = tree[key]
     return tree
 
 
-def _with(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+def _replace_leaf(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
     """Return a copy of a tree with one leaf replaced."""
     if not path:
         return value
     key, *rest = path
-    made = _with(tree[key], tuple(rest), value)
+    made = _replace_leaf(tree[key], tuple(rest), value)
     if isinstance(tree, Mapping):
         return type(tree)({**tree, key: made})  # type: ignore[call-arg]
     items = [made if i == key else each for i, each in enumerate(tree)]
     return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
 
 
-def _like(leaf: Any, value: NDArray[np.float32]) -> Any:
+def _convert_like(leaf: Any, value: NDArray[np.float32]) -> Any:
     """Convert values to an array with the type, dtype and, in JAX, the placement of a leaf."""
     made = value.astype(leaf.dtype)
     if type(leaf).__module__.partition(".")[0] in ("jax", "jaxlib"):

@@ -88,7 +88,7 @@ class Stats:
         """Return the main statistics in one line. Shares of 0 are left out; `notes` is their number."""
         numbers = {"sqnr_db": self.sqnr_db, "mean_relative_error": self.mean_relative_error}
         numbers |= {name: share for name in ("zeros_made", "saturated") if (share := getattr(self, name))}
-        shown = {"format": self.format} | ({} if self.usage is Usage.ROWWISE else {"usage": self.usage})
+        shown: dict[str, Any] = {"format": self.format} | ({} if self.usage is Usage.ROWWISE else {"usage": self.usage})
         shown |= {"shape": self.shape} | {name: f"{value:.4g}" for name, value in numbers.items()}
         shown |= {"notes": len(self.notes)} if self.notes else {}
         return f"Stats({', '.join(f'{name}={value}' for name, value in shown.items())})"
@@ -207,7 +207,7 @@ def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, a
     own, own_scales = Sums(), Counter[int]()
     for piece in compare_shards(whole, fmt, usage, seed, op):
         own += piece.sums(advance)
-        own_scales.update(exponent_counts(piece.begun))
+        own_scales.update(exponent_counts(piece.starting_scales))
     total, scales, beyond = Sums(), Counter[int](), 0
     for part, part_scales, part_beyond in whole.gathered((own, own_scales, whole.beyond)):
         total += part
