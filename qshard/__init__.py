@@ -1,8 +1,8 @@
 """Quantization of sharded weights to FP8, MXFP8, MXFP6, MXFP4 and NVFP4, with the same bits in JAX, PyTorch and NumPy.
 
 `qshard.formats` defines number formats; `qshard.recipes` assigns a format to each tensor of a layer. A format and a
-recipe may share a name (`NVFP4`), so refer to both through their modules. Submodules are imported on first use: `import
-qshard` imports neither jax nor torch; `qshard.jax` imports jax, and `qshard.torch_bridge` imports torch.
+recipe may share a name (`NVFP4`), so refer to both through their modules. Submodules are imported on first use. Only
+`qshard.jax` imports jax, and only `qshard.torch_bridge` imports torch.
 
 >>> import qshard
 >>> qshard.formats.MXFP8_E4M3.block

@@ -17,16 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-
-def constructor_call(value: Any) -> str:
-    """Format a frozen dataclass as a call of its constructor, without arguments that equal their defaults.
-
-    >>> constructor_call(FloatScaling(pow2=True)), constructor_call(FloatScaling())
-    ('FloatScaling(pow2=True)', 'FloatScaling()')
-    """
-    values = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
-    arguments = [f"{name}={given!r}" for name, given, default in values if given != default]
-    return f"{type(value).__name__}({', '.join(arguments)})"
+from qshard._core.reprs import constructor_call
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from qshard import formats
+from qshard._core.reprs import constructor_call
 from qshard._core.validation import as_format, closest, quote
 from qshard.formats import Format, Usage
 from qshard.layout import plane, source, whole_units
@@ -112,7 +113,7 @@ class Recipe:
         return _recipe, (type(self), {field.name: getattr(self, field.name) for field in fields(self)})
 
     def __repr__(self) -> str:
-        return formats.constructor_call(self)
+        return constructor_call(self)
 
     def format(self, role: Role) -> Format:
         """Return the format of the tensor in `role`."""

@@ -44,7 +44,7 @@ def slice_amax(x: ArrayLike, fmt: Format, shape: Shape, start: int, usage: Usage
            [4.]], dtype=float32)
     """
     slice_plane(fmt, shape, usage, op="slice_amax")
-    return plane_amax(_embed(x, shape, start, usage), fmt)
+    return plane_amax(_place_in_whole(x, shape, start, usage), fmt)
 
 
 def cast_slice(
@@ -82,7 +82,7 @@ def cast_slice(
            [126,   0]], dtype=uint8)
     """
     slice_plane(fmt, shape, usage, op="cast_slice")
-    whole = _embed(x, shape, start, usage)
+    whole = _place_in_whole(x, shape, start, usage)
     index = _matrix(np.arange(whole.size), shape, usage)
     codes = cast(whole, fmt, scales_from_amax(amax, fmt).multiplier, seed=seed, index=index)
     in_order = (codes.T if usage is Usage.COLUMNWISE else codes).reshape(-1)
@@ -93,7 +93,7 @@ def cast_slice(
         out.flat[byte] = (int(out.flat[byte]) & ~mask) | (int(in_order[i]) << shift)
 
 
-def _embed(x: ArrayLike, shape: Shape, start: int, usage: Usage) -> Float32:
+def _place_in_whole(x: ArrayLike, shape: Shape, start: int, usage: Usage) -> Float32:
     part = np.asarray(x, np.float32)
     whole = np.zeros(math.prod(shape), np.float32)
     whole[start : start + part.size] = part
