@@ -33,7 +33,7 @@ def slice_amax(x: ArrayLike, fmt: Format, shape: Shape, start: int, usage: Usage
       usage: a plane that is stored in the order of the weight: `ROWWISE`, or `COLUMNWISE` for MXFP8 with 1-D blocks.
 
     Returns:
-      Amaxes with `block` in the orientation of the plane: for the columnwise plane `[K, M / 32]`.
+      Amaxes, with `block` in the orientation of the plane, which is `[K, M / 32]` for the columnwise plane.
 
     Raises:
       ValueError: the plane is stored transposed, or its scales depend on more than amaxes (`four_over_six`).
