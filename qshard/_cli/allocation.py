@@ -1,7 +1,7 @@
 """Format allocation: ranks layers by harm, and chooses a format per layer for a budget of bytes.
 
-The harm of a choice is the sum over layers of the noise-to-signal ratio. For `y = x @ w.T` with white `x`, this is the
-relative variance of the error of `y`. All layers count equally, regardless of size.
+The harm of a choice of formats is the sum over layers of the noise-to-signal ratio. For `y = x @ w.T` with white `x`,
+this is the relative variance of the error of `y`. All layers count equally, regardless of size.
 
 For each layer, the choices that no mix of two others beats form a convex curve of harm over bytes. The steps along all
 curves, in order of decreasing gain per byte, are the trade-off of the checkpoint: each of its points has the least harm

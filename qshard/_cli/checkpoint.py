@@ -61,7 +61,7 @@ FILE, INDEX = ".safetensors", ".safetensors.index.json"
 LARGEST_INDEX = 2**26
 """Maximum size in bytes. The index of a model with 100,000 tensors has about 2**23."""
 MOST_NESTED = 1000
-"""Maximum number of objects and lists in an index. A valid index has two."""
+"""Maximum number of objects and lists in an index. A valid index needs two."""
 CONFIGS = ("config.json", "hf_quant_config.json")
 QUANTIZATION = re.compile(rb'"(?:quantization_config|compression_config|quantization)"\s*:\s*(?!null|\{\s*\}|\s)')
 """A nonempty key of a config file that marks a quantized model, at any depth: a text model's config may be nested."""
