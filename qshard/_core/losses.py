@@ -1,4 +1,4 @@
-"""Cross entropy as both front ends know it: its options, what they refuse, and how many rows a head takes at a time."""
+"""Cross entropy in both front ends: options, argument checks, and chunks of rows for `linear_cross_entropy`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from qshard._core.validation import join_names, quote, seed_missing
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
 CHUNK_BYTES = 1 << 28
-"""Logits that `linear_cross_entropy` has at a time."""
+"""Maximum bytes of logits that `linear_cross_entropy` computes at a time."""
 LABELS = ("int64", "int32")
 WORD = (-(1 << 31), (1 << 31) - 1)
-"""Of labels as the ops read them."""
+"""Range of labels in ops: int32."""
 _REDUCTIONS = ("mean", "sum", "none")
 _ROWS = 128
-"""Chunks have a multiple of so many rows, unless a caller says how many: what GEMMs like, and whole blocks."""
+"""Default row alignment of chunks: whole blocks, and efficient sizes for GEMMs."""
 CHUNK_SEED_BIT = 48
-"""Chunk `i` rounds with `seed ^ (i << CHUNK_SEED_BIT)`: bits in which neither layers nor ranks count."""
+"""Chunk `i` rounds with `seed ^ (i << CHUNK_SEED_BIT)`, in bits that layers and ranks do not use."""
 
 
 @dataclass(frozen=True)
 class LossRule:
-    """The options of a loss, as ops take them."""
+    """Options of a cross entropy loss, as the ops take them.
+
+    Attributes:
+      ignore_index: label of rows that are left out.
+      smoothing: label smoothing, from 0 to 1.
+      z_loss: weight of the squared log of the partition function.
+    """
 
     ignore_index: int
     smoothing: float
@@ -33,7 +39,7 @@ class LossRule:
 
     @classmethod
     def of(cls, op: str, ignore_index: Any, label_smoothing: Any, z_loss: Any) -> LossRule:
-        """Of what a caller of `op` gave.
+        """Validate the arguments of `op`, and build the rule.
 
         >>> LossRule.of("cross_entropy", -100, 1.5, 0.0)
         Traceback (most recent call last):
@@ -56,7 +62,7 @@ class LossRule:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Attributes of the ops that make losses and gradients."""
+        """Attributes of the ops that compute losses and gradients."""
         return {"ignore_index": self.ignore_index, "smoothing": self.smoothing, "z_loss": self.z_loss}
 
 
@@ -70,12 +76,16 @@ def check_rows(
     *,
     where: tuple[object, object] = ("", ""),
 ) -> None:
-    """Raises unless there is a label for each row of what `op` calls `name`, and a reduction.
+    """Raise unless there is one label per row and `reduction` is known.
 
     Args:
-      shape, labels: `[*rows, ...]` and `[*rows]`.
-      dtype: of labels.
-      where: on which devices the two are, where arrays have one: on the same one.
+      op: name of the caller in errors.
+      name: name of the logits or of their input in errors.
+      shape: shape of the logits or of their input, `[*rows, ...]`.
+      labels: shape of the labels, `[*rows]`.
+      dtype: dtype of the labels.
+      reduction: the argument to check.
+      where: devices of both arrays, which must be equal.
     """
     if reduction not in _REDUCTIONS:
         raise ValueError(f"{op}: reduction ({quote(reduction)}) is not {join_names(_REDUCTIONS)}; pass one of these")
@@ -90,7 +100,7 @@ def check_rows(
 
 
 def check_num_classes(op: str, num_classes: Any) -> None:
-    """Raises unless `num_classes` is None or a number of classes.
+    """Raise unless `num_classes` is None or a positive integer.
 
     >>> check_num_classes("cross_entropy", 0)
     Traceback (most recent call last):
@@ -106,10 +116,10 @@ def check_num_classes(op: str, num_classes: Any) -> None:
 
 
 def count_classes(op: str, name: str, columns: int, num_classes: int | None) -> int:
-    """The number of classes of `name`, given its columns on all ranks or devices together.
+    """Return the number of classes; `columns` counts the columns of `name` on all ranks or devices.
 
     Raises:
-      ValueError: there are none, more than 32 bits hold, or fewer columns than classes.
+      ValueError: the number is 0, exceeds int32, or exceeds `columns`.
     """
     if num_classes is not None and num_classes > columns:
         raise ValueError(
@@ -125,7 +135,7 @@ def count_classes(op: str, name: str, columns: int, num_classes: int | None) -> 
 
 
 def wrong_label(op: str, label: int, classes: int, ignore_index: int) -> ValueError:
-    """What is raised where labels are known on the host, and one is no class."""
+    """Return the error for a label that is not a class, for labels that are known on the host."""
     return ValueError(
         f"{op}: labels ({label} among them) are not all from 0 to {classes - 1}, nor ignore_index ({ignore_index}); "
         "mark rows to leave out with ignore_index"
@@ -133,7 +143,7 @@ def wrong_label(op: str, label: int, classes: int, ignore_index: int) -> ValueEr
 
 
 def check_head(op: str, x: Sequence[int], x_dtype: str, w: Sequence[int], w_dtype: str, chunk: Any) -> None:
-    """Raises unless `x @ w.T` is a product of one dtype, of so many rows at a time."""
+    """Raise unless `x @ w.T` is a valid product of equal dtypes and `chunk` is None or a positive number of rows."""
     if len(w) != 2 or len(x) < 1 or x[-1] != w[-1] or x_dtype != w_dtype:
         raise ValueError(
             f"{op}: w ({tuple(w)}, {w_dtype}) does not fit x ({tuple(x)}, {x_dtype}); give w as [classes, K] and x as "
@@ -144,7 +154,7 @@ def check_head(op: str, x: Sequence[int], x_dtype: str, w: Sequence[int], w_dtyp
 
 
 def rows_at_a_time(chunk: int | None, rows: int, classes: int, itemsize: int) -> int:
-    """Of so many rows: `chunk`, or as many as have 256 MiB of logits, in chunks alike.
+    """Return the number of rows per chunk: `chunk`, or at most 256 MiB of logits in chunks of similar size.
 
     >>> rows_at_a_time(None, 8192, 32000, 2), rows_at_a_time(None, 100, 32000, 2), rows_at_a_time(7, 8192, 32000, 2)
     (4096, 128, 7)
@@ -157,16 +167,21 @@ def rows_at_a_time(chunk: int | None, rows: int, classes: int, itemsize: int) ->
 
 
 def makes_gradients_early(reduction: str, dtype: str) -> bool:
-    """True where `linear_cross_entropy` makes gradients with the loss: one number then multiplies them in backward.
+    """Return whether `linear_cross_entropy` computes gradients in forward, and only scales them in backward.
 
-    With "none" each row has its own number. In float16, values that have been rounded to 0 stay 0, however far a loss
-    scale would lift them.
+    Not with reduction "none", where each row has its own factor. Not in float16, where gradients that underflow before
+    a loss scale is applied are lost.
     """
     return reduction != "none" and dtype != "float16"
 
 
 def head_recipe(op: str, given: RecipeLike, seed: Any) -> Recipe:
-    """The recipe by which a head multiplies chunks of rows, of what a caller of `op` gave."""
+    """Return the recipe for the products of a head in chunks of rows.
+
+    Raises:
+      TypeError: `given` is not a recipe.
+      ValueError: the recipe uses scales of earlier steps, or needs a seed that is not passed.
+    """
     recipe = as_recipe(given, op)
     if recipe.stateful:
         raise ValueError(

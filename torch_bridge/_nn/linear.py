@@ -336,7 +336,7 @@ class WeightLayer(Extends):
 
     def extra_repr(self) -> str:
         own = super().extra_repr()
-        return ", ".join([own] * bool(own) + [f"{role.value}={self.recipe.format(role)}" for role in Role])
+        return ", ".join([own] * bool(own) + [f"recipe={self.recipe!r}"])
 
 
 class Linear(WeightLayer, nn.Linear):
