@@ -81,7 +81,7 @@ class Config:
 
     @property
     def sums_alike(self) -> bool:
-        """Whether devices that sum gradients of w surely share the scales of x and dy, so that the sum can be scaled."""
+        """Whether devices that sum gradients of w surely share the scales of x and dy, so that sums can be scaled."""
         own = self.sharding
         return self.shards is own and (not own.spec.local or set(own.gather_axes) <= set(self.axes))
 
