@@ -264,7 +264,7 @@ def _check_pair(op: str, gate: Any, up: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _over_runs(op: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Run an elementwise op on equally sharded arrays. Return the results in their shape, then the amax `[]` of each."""
+    """Run an elementwise op on equally sharded arrays. Returns the results in their shape, then the amax of each."""
     like = arrays[0]
     runs = [partitionable_ops.split_rows(x, longest=x.shape[-1] // _PARTS) if x.ndim else x for x in arrays]
     lead = 0 if runs[0] is like else like.ndim

@@ -115,7 +115,7 @@ class MatrixAxes(NamedTuple):
         return (*(x.shape[axis] for (axis,) in self.x[:-1]), *left)
 
     def folded(self, x: jax.Array, groups: tuple[Axes, ...], parts: Sequence[int]) -> jax.Array:
-        """Fold each group of axes into one axis. Of axes split into parts, the part numbers come first in the folded axis.
+        """Fold each group of axes into one axis. Part numbers of split axes come first in the folded axis.
 
         The folded axis is then sharded along the mesh axes of the group, and no element moves between devices.
 
