@@ -25,17 +25,17 @@ class Processes:
     def maximum(self, bits: NDArray[np.int32]) -> NDArray[np.int32]:
         flat = bits.reshape(-1)
         parts = [flat[first : first + CHUNK] for first in range(0, flat.size, CHUNK)]
-        merged = [_of_all(part).max(axis=0) for part in parts]
+        merged = [_all_gather(part).max(axis=0) for part in parts]
         return np.concatenate([flat[:0], *merged])
 
     def gathered(self, own: T) -> list[T]:
         data = np.frombuffer(pickle.dumps(own), np.uint8)
-        sizes = _of_all(np.array([data.size], np.int32)).reshape(-1)
-        rows = _of_all(np.pad(data, (0, int(sizes.max()) - data.size)))
+        sizes = _all_gather(np.array([data.size], np.int32)).reshape(-1)
+        rows = _all_gather(np.pad(data, (0, int(sizes.max()) - data.size)))
         return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
-def _of_all(own: NDArray[Any]) -> NDArray[Any]:
+def _all_gather(own: NDArray[Any]) -> NDArray[Any]:
     """All-gather equally shaped host arrays of all processes, along a new first axis."""
     found: NDArray[Any] = np.asarray(multihost_utils.process_allgather(own))
     return found.reshape(jax.process_count(), *own.shape)

@@ -150,7 +150,7 @@ def _total(seen: NDArray[np.float32], name: str, role: Role) -> Totals:
     return total
 
 
-class How(NamedTuple):
+class ProbeOptions(NamedTuple):
     """Static options of the operands of a call: the recipe and the sharding of x."""
 
     recipe: Recipe
@@ -165,14 +165,16 @@ def check_probe(op: str, probe: Any, apart: bool) -> None:
         raise ValueError(f"{op}: probe is not for local_axes, gather_rows, scatter_rows, vmap_as_rows; leave them out")
 
 
-def before(how: How, x: jax.Array, probe: Probe, seed: Any, state: LinearState | None) -> jax.Array:
+def observe_activation(
+    how: ProbeOptions, x: jax.Array, probe: Probe, seed: Any, state: LinearState | None
+) -> jax.Array:
     """Return x, with the statistics of x as the gradient of `probe.activation`."""
     given, state = lax.stop_gradient((x, state))
-    seen = _of_operand(how, given, Role.ACTIVATION, probe.activation, seed, state)
-    return _carry(x, probe.activation, seen)
+    seen = _operand_stats(how, given, Role.ACTIVATION, probe.activation, seed, state)
+    return _attach(x, probe.activation, seen)
 
 
-def of_weight(
+def observe_weight(
     x: jax.Array, w: jax.Array, whole: QuantizedArray, probe: Probe, spec: Any, gather_axes: tuple[str, ...]
 ) -> jax.Array:
     """Return x, with the statistics of `w` as the gradient of `probe.weight`.
@@ -186,37 +188,39 @@ def of_weight(
       gather_axes: the mesh axes that `whole` was gathered over.
     """
     given = lax.stop_gradient(w).astype(jnp.float32)
-    value, scale = (_part_of(values, given, spec, gather_axes) for values in _values(lax.stop_gradient(whole)))
+    value, scale = (_slice_shard(values, given, spec, gather_axes) for values in _values(lax.stop_gradient(whole)))
     if jax.typeof(given).sharding.mesh.explicit_axes:
         value, scale = (jax.sharding.reshard(values, jax.typeof(given).sharding) for values in (value, scale))
     seen = _reduce(_pack(given, value, scale, whole.format.element), probe.weight, gather_axes)
-    return _carry(x, probe.weight, seen)
+    return _attach(x, probe.weight, seen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def after(how: How, y: jax.Array, probe: jax.Array, seed: Any, state: LinearState | None) -> jax.Array:
+def observe_gradient(
+    how: ProbeOptions, y: jax.Array, probe: jax.Array, seed: Any, state: LinearState | None
+) -> jax.Array:
     """Return y, with the statistics of its gradient as the gradient of `probe`."""
     return y
 
 
-def _after_backward(how: How, kept: Any, dy: jax.Array) -> tuple[Any, ...]:
-    probe, seed, state = kept
-    return dy, _of_operand(how, dy, Role.GRADIENT, probe, seed, state), None, None
+def _observe_gradient_backward(how: ProbeOptions, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
+    probe, seed, state = saved
+    return dy, _operand_stats(how, dy, Role.GRADIENT, probe, seed, state), None, None
 
 
-after.defvjp(lambda how, y, probe, seed, state: (y, (probe, seed, state)), _after_backward)
+observe_gradient.defvjp(lambda how, y, probe, seed, state: (y, (probe, seed, state)), _observe_gradient_backward)
 
 
 @jax.custom_vjp
-def _carry(x: jax.Array, probe: jax.Array, seen: jax.Array) -> jax.Array:
+def _attach(x: jax.Array, probe: jax.Array, seen: jax.Array) -> jax.Array:
     return x
 
 
-_carry.defvjp(lambda x, probe, seen: (x, seen), lambda seen, dx: (dx, seen, None))
+_attach.defvjp(lambda x, probe, seen: (x, seen), lambda seen, dx: (dx, seen, None))
 
 
-def _of_operand(
-    how: How, x: jax.Array, role: Role, probe: jax.Array, seed: Any, state: LinearState | None
+def _operand_stats(
+    how: ProbeOptions, x: jax.Array, role: Role, probe: jax.Array, seed: Any, state: LinearState | None
 ) -> jax.Array:
     """Pack the statistics of x or dy, quantized as `linear` quantizes it."""
     scales, rows = None, math.prod(x.shape[:-1])
@@ -239,7 +243,7 @@ def _values(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     return q.dequantize(jnp.float32, usage=usage), of_ones.dequantize(jnp.float32, usage=usage)
 
 
-def _part_of(values: jax.Array, w: jax.Array, spec: Any, gather_axes: tuple[str, ...]) -> jax.Array:
+def _slice_shard(values: jax.Array, w: jax.Array, spec: Any, gather_axes: tuple[str, ...]) -> jax.Array:
     """In `shard_map`, slice the local shard of `w` out of values of the gathered weight."""
     manual = set(mesh_of(w, spec).manual_axes).intersection(gather_axes)
     for axis, entry in enumerate(spec_of(spec, gather_axes or None)):

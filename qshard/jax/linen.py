@@ -45,13 +45,13 @@ class DotGeneral(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, w: jax.Array, dimension_numbers: Any, precision: Any = None, **asked: Any
+        self, x: jax.Array, w: jax.Array, dimension_numbers: Any, precision: Any = None, **per_call: Any
     ) -> jax.Array:
         """Call `qshard.jax.DotGeneral` with the state and the seed of this layer."""
         dot_general = self.recipe if isinstance(self.recipe, dot.DotGeneral) else dot.DotGeneral(self.recipe)
         made = dot_general.recipe
         if made.stateful:
-            asked["state"] = self.variable(STATES, "state", lambda: init_delayed(made)).value
+            per_call["state"] = self.variable(STATES, "state", lambda: init_delayed(made)).value
         if made.stochastic:
-            asked["seed"] = self.make_rng("qshard")
-        return dot_general(x, w, dimension_numbers, precision, **asked)
+            per_call["seed"] = self.make_rng("qshard")
+        return dot_general(x, w, dimension_numbers, precision, **per_call)

@@ -77,12 +77,12 @@ class DotGeneral(nnx.Module):
         self.rngs: nnx.RngStream | None = nnx.data(stream)
 
     def __call__(
-        self, x: jax.Array, w: jax.Array, dimension_numbers: Any, precision: Any = None, **asked: Any
+        self, x: jax.Array, w: jax.Array, dimension_numbers: Any, precision: Any = None, **per_call: Any
     ) -> jax.Array:
         """Call `qshard.jax.DotGeneral` with the state and the seed of this layer."""
-        return self.dot_general(x, w, dimension_numbers, precision, **asked, **self._kept())
+        return self.dot_general(x, w, dimension_numbers, precision, **per_call, **self._state_and_seed())
 
-    def _kept(self) -> dict[str, Any]:
+    def _state_and_seed(self) -> dict[str, Any]:
         """The state and a new seed for one call."""
         state = None if self.state is None else self.state.get_value()
         return {"state": state, "seed": None if self.rngs is None else self.rngs()}
@@ -96,6 +96,6 @@ class Einsum(DotGeneral):
     (2, 4, 8)
     """
 
-    def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **asked: Any) -> jax.Array:  # type: ignore[override]
+    def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **per_call: Any) -> jax.Array:  # type: ignore[override]
         """Call `qshard.jax.einsum` with the state and the seed of this layer."""
-        return self.dot_general.einsum(subscripts, x, w, **asked, **self._kept())
+        return self.dot_general.einsum(subscripts, x, w, **per_call, **self._state_and_seed())

@@ -99,15 +99,17 @@ def convert(
             chosen[name], recipes[name] = layer, own
     check_chosen("convert", model, chosen, why, "linear layer")
     meaning = MeshAxisRoles.of("convert", gather_axis, kept_axes)
-    placed = {name: layer.placed(meaning, name) for name, layer in chosen.items()}
-    meaning.check_used(placed)
-    asked = {each: DotGeneral(each, **options) for each in recipes.values()}
+    sharding_options = {name: layer.sharding_options(meaning, name) for name, layer in chosen.items()}
+    meaning.check_used(sharding_options)
+    multipliers = {each: DotGeneral(each, **options) for each in recipes.values()}
     for name, layer in chosen.items():
-        layer.check(name, asked[recipes[name]])
-    made = {name: layer.multiplier(recipes[name], rngs, options | placed[name]) for name, layer in chosen.items()}
+        layer.check(name, multipliers[recipes[name]])
+    made = {
+        name: layer.multiplier(recipes[name], rngs, options | sharding_options[name]) for name, layer in chosen.items()
+    }
     warn_of_rest("convert", chosen, why)
     for name, layer in chosen.items():
-        layer.put(made[name])
+        layer.install(made[name])
     return model
 
 

@@ -87,7 +87,7 @@ def check_equation(op: str, name: str, module: nnx.Module, parameter: str, equat
     graph, state = nnx.split(module)
     flat, structure = jax.tree_util.tree_flatten_with_path(state)
     arrays = [jax.ShapeDtypeStruct(leaf.shape[stacked:], leaf.dtype) for _, leaf in flat]
-    at = [i for i, (path, _) in enumerate(flat) if _first_of(path) == parameter]
+    at = [i for i, (path, _) in enumerate(flat) if _attribute_of(path) == parameter]
     w = arrays[at[0]]
     terms = terms_of(equation, w.ndim)
     sizes = dict(zip(terms.w, w.shape, strict=True))
@@ -122,7 +122,7 @@ def terms_of(equation: str, ndim: int) -> Terms:
     return Terms.of(equation, x, w)
 
 
-def _first_of(path: Any) -> str:
+def _attribute_of(path: Any) -> str:
     return str(getattr(path[0], "key", getattr(path[0], "name", path[0])))
 
 

@@ -104,7 +104,7 @@ class Layer:
                 return "its kernel has batch axes"
         return None
 
-    def placed(self, meaning: MeshAxisRoles, name: str) -> dict[str, Any]:
+    def sharding_options(self, meaning: MeshAxisRoles, name: str) -> dict[str, Any]:
         """The sharding of the kernel, as options of `linear`."""
         array, more = self.kernel, len(self.stacked)
         sharding = sharding_of(array) or _annotate(self._variable)
@@ -120,14 +120,14 @@ class Layer:
             f"{name}.{self.parameter}", NamedSharding(sharding.mesh, PartitionSpec(*entries[more:])), self.ndim
         )
 
-    def check(self, name: str, asked: dot_general.DotGeneral) -> None:
+    def check(self, name: str, multiplier: dot_general.DotGeneral) -> None:
         """Raise TypeError or ValueError unless the recipe can quantize the kernel."""
         array = self.kernel
         check_float("convert", f"{name}.{self.parameter}", str(array.dtype))
         shape = array.shape[len(self.stacked) :]
         k = math.prod(shape[axis] for axis in self.contracted)
-        why = dot_general.broken_blocks(asked.recipe, k, math.prod(shape) // max(1, k))
-        if why is not None and asked.otherwise == "raise":
+        why = dot_general.broken_blocks(multiplier.recipe, k, math.prod(shape) // max(1, k))
+        if why is not None and multiplier.otherwise == "raise":
             raise ValueError(
                 f"convert: {name}.{self.parameter} {shape} has {why}; leave it out with filter=, or pass "
                 "otherwise='plain'"
@@ -141,16 +141,16 @@ class Layer:
         kind = modules.Einsum if isinstance(self.module, nnx.Einsum) else modules.DotGeneral
         return kind(recipe, rngs=rngs, layers=self.stacked, **options)
 
-    def put(self, multiplier: Any) -> None:
+    def install(self, multiplier: Any) -> None:
         """Make the layer multiply with `multiplier`, and quantize the kernel in its own dtype."""
         module = isinstance(multiplier, nnx.Module)
         setattr(self.module, self._attribute, nnx.data(multiplier) if module else nnx.static(multiplier))
-        if not isinstance(self.module.promote_dtype, _KernelAsItIs):
-            self.module.promote_dtype = _KernelAsItIs(self.module.promote_dtype)
+        if not isinstance(self.module.promote_dtype, _KeepKernelDtype):
+            self.module.promote_dtype = _KeepKernelDtype(self.module.promote_dtype)
 
 
 @dataclass(frozen=True)
-class _KernelAsItIs:
+class _KeepKernelDtype:
     """A `promote_dtype` of a layer that leaves the kernel alone, so that masters are quantized, not bfloat16 copies."""
 
     promote: Any
@@ -161,7 +161,7 @@ class _KernelAsItIs:
 
 
 @dataclass(frozen=True)
-class OwnEinsum(Layer):
+class EinsumModule(Layer):
     """A module with an einsum of its own, as a linear layer.
 
     Attributes:
@@ -194,16 +194,16 @@ class OwnEinsum(Layer):
         terms = self._terms_of_layer
         return "its weight has batch axes" if {*terms.x} & {*terms.w} & {*terms.out} else None
 
-    def check(self, name: str, asked: dot_general.DotGeneral) -> None:
+    def check(self, name: str, multiplier: dot_general.DotGeneral) -> None:
         if not nnx_einsum.is_extended(type(self.module)):
             stacked = len(self.stacked)
             nnx_einsum.check_equation("convert", name, self.module, self.weight, self.equation, stacked)
-        super().check(name, asked)
+        super().check(name, multiplier)
 
     def multiplier(self, recipe: Recipe, rngs: Any, options: dict[str, Any]) -> Any:
         return modules.Einsum(recipe, rngs=rngs, layers=self.stacked, **options)
 
-    def put(self, multiplier: Any) -> None:
+    def install(self, multiplier: Any) -> None:
         object.__setattr__(self.module, "__class__", nnx_einsum.extend_class(type(self.module)))
         self.module.einsum_op = nnx.data(multiplier)
         self.module.einsum_rule = nnx.static((self.equation, self.weight))
@@ -247,7 +247,7 @@ def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate
             found[name] = Candidate(Layer(module), module, (name, f"{prefix}kernel"), None)
             continue
         if nnx_einsum.is_extended(type(module)):
-            layer = OwnEinsum(module, *cast(Any, module).einsum_rule)
+            layer = EinsumModule(module, *cast(Any, module).einsum_rule)
             found[name] = Candidate(layer, module, (name, prefix + layer.weight), None)
             used |= {pattern for pattern in einsums if fnmatchcase(name, pattern)}
             continue
@@ -266,7 +266,7 @@ def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate
                 f"convert: {name} ({type(module).__name__}) has weights {', '.join(weights)}, and einsums[{pattern!r}] "
                 "is the equation of one; call qshard.jax.einsum in its __call__, or give a narrower pattern"
             )
-        found[name] = Candidate(OwnEinsum(module, equation, *weights), module, names, None)
+        found[name] = Candidate(EinsumModule(module, equation, *weights), module, names, None)
     if unused := [pattern for pattern in einsums if pattern not in used]:
         known = [each for candidate in found.values() if candidate.layer is None for each in candidate.names]
         like = closest_names(unused[0], known)

@@ -35,7 +35,7 @@ from qshard.jax._ops.custom_partitioning import call_partitionable, local, parti
 from qshard.jax._ops.mesh import MeshKind, mesh_of
 from qshard.jax._quantized.array import QuantizedArray
 
-OfPlanes = Callable[[Plane, Plane], jax.Array]
+PlaneProduct = Callable[[Plane, Plane], jax.Array]
 Usages = tuple[Usage, Usage]
 
 PLATFORM = "cuda"
@@ -92,36 +92,36 @@ class Product:
 
     def over_devices(self, sharding: ProductSharding, a: Plane, b: Plane) -> jax.Array:
         """Multiply local planes, and sum over the devices that shard contracted axes."""
-        return sharding.added(self.local(a, b))
+        return sharding.sum_over_devices(self.local(a, b))
 
 
 def product(
-    a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any, of_values: OfPlanes
+    a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any, multiply_values: PlaneProduct
 ) -> jax.Array:
-    """Multiply two tensors: their codes where tensor cores take them, otherwise by `of_values`.
+    """Multiply two tensors: their codes where tensor cores take them, otherwise by `multiply_values`.
 
     Args:
       a: the left operand.
       b: the right operand.
       usages: for each operand, the plane to read and its contracted axes.
       dtype: float32 or bfloat16.
-      of_values: multiplies dequantized planes.
+      multiply_values: multiplies dequantized planes.
     """
     planes = a.plane(usages[0][0]), b.plane(usages[1][0])
     what = _block_product(a, b, usages, dtype)
-    of_codes = None if what is None else _of_codes(what, planes, of_values)
-    if of_codes is None:
-        return of_values(*planes)
+    multiply_codes = None if what is None else _multiply_codes(what, planes, multiply_values)
+    if multiply_codes is None:
+        return multiply_values(*planes)
 
     @jax.custom_batching.custom_vmap
     def batched(a: Plane, b: Plane) -> jax.Array:
-        return of_codes(a, b)
+        return multiply_codes(a, b)
 
     @batched.def_vmap
     def _(_: int, axes: Any, a: Plane, b: Plane) -> tuple[jax.Array, bool]:
-        return jax.vmap(of_values, jax.tree.map(lambda is_batched: 0 if is_batched else None, axes))(a, b), True
+        return jax.vmap(multiply_values, jax.tree.map(lambda is_batched: 0 if is_batched else None, axes))(a, b), True
 
-    made: jax.Array = lax.platform_dependent(*planes, **{PLATFORM: batched}, default=of_values)
+    made: jax.Array = lax.platform_dependent(*planes, **{PLATFORM: batched}, default=multiply_values)
     return made
 
 
@@ -140,19 +140,19 @@ def _block_product(a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, U
     return Product(kind, left, right, jnp.dtype(dtype).name)
 
 
-def _of_codes(what: Product, planes: tuple[Plane, Plane], of_values: OfPlanes) -> OfPlanes | None:
+def _multiply_codes(what: Product, planes: tuple[Plane, Plane], multiply_values: PlaneProduct) -> PlaneProduct | None:
     """The function that multiplies codes on the mesh of the operands; None if the mesh has axes of several kinds."""
     kind = MeshKind.of(planes[0].data)
     if kind is MeshKind.LOCAL:
         return what.local
     if kind is MeshKind.MIXED:
         return None
-    return functools.partial(_explicit if kind is MeshKind.EXPLICIT else _auto, what, of_values)
+    return functools.partial(_explicit if kind is MeshKind.EXPLICIT else _auto, what, multiply_values)
 
 
-def _explicit(what: Product, of_values: OfPlanes, a: Plane, b: Plane) -> jax.Array:
+def _explicit(what: Product, multiply_values: PlaneProduct, a: Plane, b: Plane) -> jax.Array:
     """Multiply on an Explicit mesh, in a `shard_map`."""
-    wanted = jax.eval_shape(of_values, a, b).sharding.spec
+    wanted = jax.eval_shape(multiply_values, a, b).sharding.spec
     given = tuple(jax.typeof(plane.data).sharding for plane in (a, b))
     mesh, shapes = given[0].mesh, (a.data.shape, b.data.shape)
     own = ProductSharding.of((what.a, what.b), dict(mesh.shape), shapes, (given[0].spec, given[1].spec), wanted)
@@ -168,13 +168,13 @@ def _explicit(what: Product, of_values: OfPlanes, a: Plane, b: Plane) -> jax.Arr
     return made
 
 
-def _auto(what: Product, of_values: OfPlanes, a: Plane, b: Plane) -> jax.Array:
+def _auto(what: Product, multiply_values: PlaneProduct, a: Plane, b: Plane) -> jax.Array:
     """Multiply on an Auto mesh, by a custom partitioning rule."""
 
     def codes(a: Plane, b: Plane) -> jax.Array:
         return _partitionable(what)(a.data, a.scale_inv, b.data, b.scale_inv)
 
-    (made,) = call_partitionable(codes, of_values, what, a, b)
+    (made,) = call_partitionable(codes, multiply_values, what, a, b)
     return made
 
 

@@ -72,7 +72,7 @@ def gemm(
     narrow = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
     if not multiplies_codes(a.format, b.format):
 
-        def of_values(a_plane: Plane, b_plane: Plane) -> jax.Array:
+        def multiply_values(a_plane: Plane, b_plane: Plane) -> jax.Array:
             x, x_axes = _values(a.with_planes({a_stored: a_plane}), a_stored, a_contracted)
             y, y_axes = _values(b.with_planes({b_stored: b_plane}), b_stored, b_contracted)
             if len(x_axes) != len(y_axes):
@@ -83,8 +83,8 @@ def gemm(
             )
 
         usages = (a_stored, a_contracted), (b_stored, b_contracted)
-        of_planes = of_values if by_rows else gather_codes(a, b, usages, narrow, of_values)
-        return block_gemm.product(a, b, usages, narrow, of_planes).astype(dtype), None
+        multiply_planes = multiply_values if by_rows else gather_codes(a, b, usages, narrow, multiply_values)
+        return block_gemm.product(a, b, usages, narrow, multiply_planes).astype(dtype), None
     a_plane, b_plane = a.plane(a_stored), b.plane(b_stored)
     product = lax.dot_general(
         a_plane.data,
@@ -94,10 +94,10 @@ def gemm(
         preferred_element_type=narrow,
         out_sharding=out_sharding,
     )
-    return product, scale_of(a.format, b.format, a_plane.scale_inv * b_plane.scale_inv, narrow)
+    return product, product_scale(a.format, b.format, a_plane.scale_inv * b_plane.scale_inv, narrow)
 
 
-def scale_of(a: Format, b: Format, scale: jax.Array, dtype: Any) -> jax.Array:
+def product_scale(a: Format, b: Format, scale: jax.Array, dtype: Any) -> jax.Array:
     """Cast the scale of a product to the dtype to scale in: `dtype` if both scales are powers of two, else float32."""
     return scale.astype(dtype if a.power_scales and b.power_scales else jnp.float32)
 

@@ -105,7 +105,7 @@ class ProductSharding(NamedTuple):
     scattered: Scattered
     summed: Names
 
-    def added(self, product: jax.Array) -> jax.Array:
+    def sum_over_devices(self, product: jax.Array) -> jax.Array:
         """Sum local products over devices."""
         return sum_over(product, self.scattered, self.summed)
 

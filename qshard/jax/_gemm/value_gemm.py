@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
-from qshard.jax._gemm.block_gemm import OfPlanes, Usages
+from qshard.jax._gemm.block_gemm import PlaneProduct, Usages
 from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
 from qshard.jax._ops.custom_partitioning import call_partitionable, local, mesh_of_call, partitionable, spec_on
 from qshard.jax._ops.mesh import is_auto, may_be_sharded, mesh_of, names_of
@@ -99,43 +99,43 @@ class ValueProduct:
         x, y = self.a.values(arrays[:count]), self.b.values(arrays[count:])
         contracted = ((self.a.contracted, self.b.contracted), ((), ()))
         made = lax.dot_general(x, y, contracted, preferred_element_type=jnp.dtype(self.dtype))
-        return made if sharding is None else sharding.added(made)
+        return made if sharding is None else sharding.sum_over_devices(made)
 
 
 def gather_codes(
-    a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any, of_values: OfPlanes
-) -> OfPlanes:
-    """Return a product of two planes for which XLA can gather codes on an Auto mesh; elsewhere `of_values`.
+    a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any, multiply_values: PlaneProduct
+) -> PlaneProduct:
+    """Return a product of two planes for which XLA can gather codes on an Auto mesh; elsewhere `multiply_values`.
 
     Args:
       a: the left operand.
       b: the right operand.
       usages: for each operand, the plane to read and its contracted axes.
       dtype: dtype of the product.
-      of_values: multiplies dequantized planes.
+      multiply_values: multiplies dequantized planes.
     """
     data = a.plane(usages[0][0]).data
     mesh = mesh_of(data)
     if not may_be_sharded(data) or not is_auto(mesh):
-        return of_values
+        return multiply_values
     left, right = (Operand.on(q, *usage, dict(mesh.shape)) for q, usage in zip((a, b), usages, strict=True))
     if left is None or right is None or len(left.contracted) != len(right.contracted):
-        return of_values
+        return multiply_values
     what = ValueProduct(left, right, jnp.dtype(dtype).name)
 
     @jax.custom_batching.custom_vmap
-    def of_codes(a: Plane, b: Plane) -> jax.Array:
+    def multiply_codes(a: Plane, b: Plane) -> jax.Array:
         def partitioned(a: Plane, b: Plane) -> jax.Array:
             return _partitionable(what, mesh.abstract_mesh)(*left.arrays(a), *right.arrays(b))
 
-        (made,) = call_partitionable(partitioned, of_values, (what, mesh.abstract_mesh), a, b)
+        (made,) = call_partitionable(partitioned, multiply_values, (what, mesh.abstract_mesh), a, b)
         return made
 
-    @of_codes.def_vmap
+    @multiply_codes.def_vmap
     def _(_: int, axes: Any, a: Plane, b: Plane) -> tuple[jax.Array, bool]:
-        return jax.vmap(of_values, jax.tree.map(lambda is_batched: 0 if is_batched else None, axes))(a, b), True
+        return jax.vmap(multiply_values, jax.tree.map(lambda is_batched: 0 if is_batched else None, axes))(a, b), True
 
-    return of_codes
+    return multiply_codes
 
 
 @functools.lru_cache(maxsize=1024)

@@ -80,11 +80,11 @@ def cross_entropy(
     names, logits = as_axes("cross_entropy", axis_name), jnp.asarray(logits)
     rule = LossRule.of("cross_entropy", ignore_index, label_smoothing, z_loss)
     check_num_classes("cross_entropy", num_classes)
-    columns = (logits.shape[-1] if logits.ndim else 0) * shards_of(names)
+    columns = (logits.shape[-1] if logits.ndim else 0) * count_class_shards(names)
     check_shapes("cross_entropy", "logits", logits.shape, labels, reduction)
     of = RowLoss(rule, count_classes("cross_entropy", "logits", columns, num_classes), names, columns)
     words = as_words("cross_entropy", labels, of)
-    (logits,), words = vary((logits,), words, names)
+    (logits,), words = cast_varying((logits,), words, names)
     return reduce_losses(_losses(of, logits, words), words, reduction, ignore_index)
 
 
@@ -106,8 +106,8 @@ class RowLoss:
 
     def losses(self, held: RowSharding, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Compute the loss and the lse of each row."""
-        of_own, _ = self._counted(held, logits, labels)
-        valid, smooth = self._valid(held, logits), self.rule.smoothing > 0
+        of_own, _ = self._local_labels(held, logits, labels)
+        valid, smooth = self._class_mask(held, logits), self.rule.smoothing > 0
         if valid is None:
             stats = held.ops.cross_entropy_stats(logits, of_own, first=0, total=smooth)
         else:
@@ -132,14 +132,14 @@ class RowLoss:
           grad: the gradient of each loss, float32 `[*rows]`.
           op: another primitive to use for `cross_entropy_grad`.
         """
-        of_own, options = self._counted(held, logits, labels)
+        of_own, options = self._local_labels(held, logits, labels)
         options |= {"classes": self.classes, "first": 0}
-        valid = self._valid(held, logits)
+        valid = self._class_mask(held, logits)
         logits = logits if valid is None else _mask(logits, valid)
         d: jax.Array = (op or held.ops.cross_entropy_grad)(logits, of_own, lse, grad, **options)
         return d if valid is None else jnp.where(valid, d, 0)
 
-    def _valid(self, held: RowSharding, logits: jax.Array) -> jax.Array | None:
+    def _class_mask(self, held: RowSharding, logits: jax.Array) -> jax.Array | None:
         """A mask of the local columns that are classes; None without padding."""
         if self.classes == self.columns:
             return None
@@ -147,7 +147,9 @@ class RowLoss:
         valid: jax.Array = held.first(own) + jnp.arange(own, dtype=jnp.int32) < self.classes
         return valid
 
-    def _counted(self, held: RowSharding, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+    def _local_labels(
+        self, held: RowSharding, logits: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, dict[str, Any]]:
         """Renumber labels so that the first local class is 0. Labels of other devices' classes become the last class.
 
         An op takes the first class as an attribute, but one program serves all devices. Also returns the options of the
@@ -198,9 +200,9 @@ def _losses_forward(of: RowLoss, logits: jax.Array, labels: jax.Array) -> tuple[
     return losses, (logits, labels, lse)
 
 
-def _losses_backward(of: RowLoss, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, None]:
-    (d,) = on_devices(_Gradient(of), of.names, *kept, RowSharding(of.names).of_losses(grad))
-    return shard_as(d, kept[0]), None
+def _losses_backward(of: RowLoss, saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, None]:
+    (d,) = on_devices(_Gradient(of), of.names, *saved, RowSharding(of.names).of_losses(grad))
+    return shard_as(d, saved[0]), None
 
 
 _losses.defvjp(_losses_forward, _losses_backward)
@@ -223,12 +225,14 @@ def rows_that_count(labels: jax.Array, ignore_index: int) -> jax.Array:
     return jnp.sum(labels != ignore_index).astype(jnp.float32)
 
 
-def shards_of(classes: Names) -> int:
+def count_class_shards(classes: Names) -> int:
     """The number of devices that shard classes, in `shard_map`."""
     return int(lax.axis_size(classes)) if classes else 1
 
 
-def vary(arrays: Sequence[jax.Array], labels: jax.Array, classes: Names) -> tuple[tuple[jax.Array, ...], jax.Array]:
+def cast_varying(
+    arrays: Sequence[jax.Array], labels: jax.Array, classes: Names
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Cast arrays and labels to vary over the same manual axes, except labels over `classes`: they are equal there."""
     own = [frozenset(jax.typeof(a).manual_axis_type.varying) for a in (*arrays, labels)]
     parts = frozenset(classes) if types_tell(classes) else frozenset()

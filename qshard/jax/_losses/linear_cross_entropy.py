@@ -23,14 +23,14 @@ from qshard._core.losses import (
 from qshard.jax._losses.cross_entropy import (
     RowLoss,
     as_words,
+    cast_varying,
     check_shapes,
+    count_class_shards,
     reduce_losses,
     rows_that_count,
     shard_as,
-    shards_of,
-    vary,
 )
-from qshard.jax._losses.quantized_head import Codes, recipe_of
+from qshard.jax._losses.quantized_head import QuantizedHead, check_recipe
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.mesh import AxisName
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, seed_words
@@ -105,15 +105,15 @@ def linear_cross_entropy(
     names, x, w = as_axes(op, axis_name), jnp.asarray(x), jnp.asarray(w)
     check_head(op, x.shape, str(x.dtype), w.shape, str((w if recipe is None else x).dtype), chunk)
     rule = LossRule.of(op, ignore_index, label_smoothing, z_loss)
-    coded = None if recipe is None else recipe_of(recipe, x, w, seed)
+    coded = None if recipe is None else check_recipe(recipe, x, w, seed)
     drawn = seed_words(op, seed) if coded is not None and coded.stochastic else None
     check_num_classes(op, num_classes)
     check_shapes(op, "x", x.shape, labels, reduction)
-    columns = w.shape[0] * shards_of(names)
+    columns = w.shape[0] * count_class_shards(names)
     of = RowLoss(rule, count_classes(op, "x", columns, num_classes), names, columns)
     head = Head(of, reduction, chunk, str(w.dtype), coded)
     words = as_words(op, labels, of)
-    (x, w), words = vary((x, w), words, names)
+    (x, w), words = cast_varying((x, w), words, names)
     if makes_gradients_early(reduction, str(x.dtype)):
         return _early(head, x, w, words, drawn)
     return reduce_losses(_late(head, x, w, words, drawn), words, reduction, ignore_index)
@@ -143,7 +143,7 @@ class Head:
 
     def products(self, w: jax.Array, seed: jax.Array | None, *, backward: bool) -> _Values | _Codes:
         """The products of chunks with `w`, quantized if there is a recipe."""
-        return _Values(w) if self.recipe is None else _Codes(w, Codes(self.recipe, seed), backward)
+        return _Values(w) if self.recipe is None else _Codes(w, QuantizedHead(self.recipe, seed), backward)
 
     def losses(
         self, held: RowSharding, x: jax.Array, w: jax.Array, labels: jax.Array, seed: jax.Array | None = None
@@ -192,14 +192,14 @@ class Head:
         def step(made: Any, chunk: Any, part: Any, put: Any) -> Any:
             losses, dx, dw = made
             rows, own = part(x), part(labels)
-            logits, kept = products.logits(rows, chunk)
+            logits, saved = products.logits(rows, chunk)
             if lses is None:
                 loss, lse = self.of.losses(held, logits, own)
                 losses = put(losses, loss)
             else:
                 lse = part(lses)
             d = self.of.gradient(held, logits, own, lse, part(grad), in_place)
-            of_rows, of_w = products.gradients(d, kept, chunk, x.dtype)
+            of_rows, of_w = products.gradients(d, saved, chunk, x.dtype)
             return losses, put(dx, of_rows), dw + of_w
 
         begin = _zeros(labels.shape, labels), _zeros(x.shape, x, x.dtype), _zeros(w.shape, w)
@@ -249,7 +249,7 @@ class _Values:
 class _Codes:
     """The three products of a chunk, quantized. The codes of w are computed once."""
 
-    def __init__(self, w: jax.Array, codes: Codes, backward: bool):
+    def __init__(self, w: jax.Array, codes: QuantizedHead, backward: bool):
         self.codes, self.backward, self.w = codes, backward, codes.weight(w, backward=backward)
 
     def logits(self, x: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
@@ -316,19 +316,19 @@ Seeds = jax.Array | None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _early(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> jax.Array:
-    losses, _ = _losses_of(head, _Losses(head), x, w, labels, *_there(seed))
+    losses, _ = _losses_of(head, _Losses(head), x, w, labels, *_optional(seed))
     return losses.sum() / head.count(labels)
 
 
 def _early_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, Any]:
     count = head.count(labels)
     share = jnp.broadcast_to(1 / count, labels.shape)
-    losses, dx, dw = _losses_of(head, _LossesAndGradients(head), x, w, labels, share, *_there(seed))
+    losses, dx, dw = _losses_of(head, _LossesAndGradients(head), x, w, labels, share, *_optional(seed))
     return losses.sum() / count, (shard_as(dx, x), shard_as(dw, w))
 
 
-def _early_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
-    dx, dw = kept
+def _early_backward(head: Head, saved: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
+    dx, dw = saved
     grad = RowSharding(head.of.names).of_losses(grad)
     return (dx * grad).astype(dx.dtype), (dw * grad).astype(head.w_dtype), None, None
 
@@ -341,18 +341,18 @@ _early.defvjp(_early_forward, _early_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _late(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> jax.Array:
-    return _losses_of(head, _Losses(head), x, w, labels, *_there(seed))[0]
+    return _losses_of(head, _Losses(head), x, w, labels, *_optional(seed))[0]
 
 
 def _late_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, Any]:
-    losses, lse = _losses_of(head, _Losses(head), x, w, labels, *_there(seed))
+    losses, lse = _losses_of(head, _Losses(head), x, w, labels, *_optional(seed))
     return losses, (x, w, labels, lse, seed)
 
 
-def _late_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
-    x, w, labels, lse, seed = kept
+def _late_backward(head: Head, saved: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
+    x, w, labels, lse, seed = saved
     grad = RowSharding(head.of.names).of_losses(grad)
-    dx, dw = _losses_of(head, _Gradients(head), x, w, labels, grad, lse, *_there(seed))
+    dx, dw = _losses_of(head, _Gradients(head), x, w, labels, grad, lse, *_optional(seed))
     return shard_as(dx, x), shard_as(dw.astype(w.dtype), w), None, None
 
 
@@ -363,5 +363,5 @@ def _losses_of(head: Head, function: Any, *operands: jax.Array) -> tuple[jax.Arr
     return on_devices(function, head.of.names, *operands, spreads=head.recipe is None)
 
 
-def _there(seed: Seeds) -> tuple[jax.Array, ...]:
+def _optional(seed: Seeds) -> tuple[jax.Array, ...]:
     return () if seed is None else (seed,)

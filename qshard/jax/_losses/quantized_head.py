@@ -23,7 +23,7 @@ _OP = "linear_cross_entropy"
 _NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of logits"}
 
 
-def recipe_of(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Recipe:
+def check_recipe(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Recipe:
     """Check the recipe of a call against the arrays, and return it.
 
     Raises:
@@ -44,7 +44,7 @@ def recipe_of(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Recip
 
 
 @dataclass(frozen=True)
-class Codes:
+class QuantizedHead:
     """The recipe and seed of a call. The seed may be traced, so do not keep this object beyond a trace."""
 
     recipe: Recipe

@@ -104,7 +104,7 @@ def swiglu_quantize(
     Source: arXiv:2002.05202.
     """
     arrays = _check_pair("swiglu_quantize", gate, up)
-    return _quantize_result("swiglu_quantize", _swiglu_made, arrays, (), fmt, usage, axis_name, spec, seed)
+    return _quantize_result("swiglu_quantize", _swiglu_with_amax, arrays, (), fmt, usage, axis_name, spec, seed)
 
 
 def rms_norm(x: jax.typing.ArrayLike, weight: jax.typing.ArrayLike, eps: float) -> jax.Array:
@@ -131,7 +131,7 @@ def rms_norm(x: jax.typing.ArrayLike, weight: jax.typing.ArrayLike, eps: float) 
 
     Source: arXiv:1910.07467.
     """
-    y = _rms_norm(*_checked_norm("rms_norm", x, weight, eps), float(eps))
+    y = _rms_norm(*_check_norm("rms_norm", x, weight, eps), float(eps))
     cut = jax.typeof(jnp.asarray(x)).sharding
     return jax.sharding.reshard(y, cut) if jax.typeof(y).sharding.spec != cut.spec else y
 
@@ -175,9 +175,9 @@ def rms_norm_quantize(
 
     Source: arXiv:1910.07467.
     """
-    arrays = _checked_norm("rms_norm_quantize", x, weight, eps)
+    arrays = _check_norm("rms_norm_quantize", x, weight, eps)
     return _quantize_result(
-        "rms_norm_quantize", _rms_norm_made, arrays, (float(eps),), fmt, usage, axis_name, spec, seed
+        "rms_norm_quantize", _rms_norm_with_amax, arrays, (float(eps),), fmt, usage, axis_name, spec, seed
     )
 
 
@@ -226,20 +226,20 @@ def _with_scales(
 
 @jax.custom_vjp
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return _swiglu_made(gate, up)[0]
+    return _swiglu_with_amax(gate, up)[0]
 
 
-def _swiglu_made(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _swiglu_with_amax(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
     h, amax = _over_runs("swiglu", gate, up)
     return h, amax
 
 
 def _swiglu_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _swiglu_made(gate, up)[0], (gate, up)
+    return _swiglu_with_amax(gate, up)[0], (gate, up)
 
 
-def _swiglu_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    d_gate, d_up, *_ = _over_runs("swiglu_grad", *kept, grad)
+def _swiglu_backward(saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    d_gate, d_up, *_ = _over_runs("swiglu_grad", *saved, grad)
     return d_gate, d_up
 
 
@@ -279,7 +279,7 @@ def _over_runs(op: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    return _rms_norm_made(x, weight, eps)[0]
+    return _rms_norm_with_amax(x, weight, eps)[0]
 
 
 def _rms_norm_forward(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -287,18 +287,20 @@ def _rms_norm_forward(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.
     return y, (x, weight, rstd)
 
 
-def _rms_norm_backward(_: float, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, weight, rstd = kept
+def _rms_norm_backward(_: float, saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight, rstd = saved
     rows, lead = partitionable_ops.split_lead(x)
     grad_rows, _ = partitionable_ops.split_lead(grad)
-    dx, dweight, _ = ops.rms_norm_grad(rows, _for_each(weight, rows, lead), rstd, grad_rows, lead=lead, rows=_SUM_ROWS)
+    dx, dweight, _ = ops.rms_norm_grad(
+        rows, _broadcast_weight(weight, rows, lead), rstd, grad_rows, lead=lead, rows=_SUM_ROWS
+    )
     return partitionable_ops.reshape_as(dx, x), jnp.sum(dweight, axis=tuple(range(lead))).astype(weight.dtype)
 
 
 _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-def _rms_norm_made(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+def _rms_norm_with_amax(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
     y, amax, _ = _normalize(x, weight, eps)
     return y, amax
 
@@ -306,16 +308,16 @@ def _rms_norm_made(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Arr
 def _normalize(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return y, its amax `[]`, and the factor 1/rms of each row, in the matrices of `split_lead`."""
     rows, lead = partitionable_ops.split_lead(x)
-    y, rstd, amax = ops.rms_norm(rows, _for_each(weight, rows, lead), eps=eps, lead=lead)
+    y, rstd, amax = ops.rms_norm(rows, _broadcast_weight(weight, rows, lead), eps=eps, lead=lead)
     return partitionable_ops.reshape_as(y, x), max_along(amax), rstd
 
 
-def _for_each(weight: jax.Array, rows: jax.Array, lead: int) -> jax.Array:
+def _broadcast_weight(weight: jax.Array, rows: jax.Array, lead: int) -> jax.Array:
     """Repeat the weight for each matrix of `split_lead`: XLA shards an op only along axes that all operands have."""
     return jnp.broadcast_to(weight, (*rows.shape[:lead], weight.shape[0])) if lead else weight
 
 
-def _checked_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, jax.Array]:
+def _check_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, jax.Array]:
     """Check x and weight, cast them to vary over the same manual axes, and unshard weight, and K of x.
 
     A sharded weight, as with FSDP, would otherwise shard y on Auto meshes.

@@ -114,7 +114,7 @@ class MatrixAxes(NamedTuple):
         left = (w.shape[axis] * parts.gathered[axis] for axis in self.group("N"))
         return (*(x.shape[axis] for (axis,) in self.x[:-1]), *left)
 
-    def folded(self, x: jax.Array, groups: tuple[Axes, ...], parts: Sequence[int]) -> jax.Array:
+    def fold(self, x: jax.Array, groups: tuple[Axes, ...], parts: Sequence[int]) -> jax.Array:
         """Fold each group of axes into one axis. Part numbers of split axes come first in the folded axis.
 
         The folded axis is then sharded along the mesh axes of the group, and no element moves between devices.
@@ -137,7 +137,7 @@ class MatrixAxes(NamedTuple):
             x = lax.transpose(x, order)
         return reshape(x, sizes, tuple(cut))
 
-    def unfolded(self, y: jax.Array, sizes: tuple[int, ...], parts: AxisSplits) -> jax.Array:
+    def unfold(self, y: jax.Array, sizes: tuple[int, ...], parts: AxisSplits) -> jax.Array:
         """Unfold the result `[*lead, N]` to the free axes of w."""
         group, lead = self.group("N"), len(self.x) - 1
         entries = (*jax.typeof(y).sharding.spec, *[None] * len(sizes))
@@ -174,7 +174,7 @@ def _merge(entries: Iterable[Any]) -> tuple[str, ...] | None:
     return tuple(name for entry in entries for name in names_of(entry)) or None
 
 
-def respec(spec: Spec, entries: Any) -> Spec:
+def replace_entries(spec: Spec, entries: Any) -> Spec:
     """Replace the entries of `spec`; a NamedSharding keeps its mesh."""
     made = PartitionSpec(*entries)
     return NamedSharding(spec.mesh, made) if isinstance(spec, NamedSharding) else made

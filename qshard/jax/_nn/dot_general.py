@@ -14,7 +14,7 @@ from jax import lax
 from qshard._core.validation import closest, quote
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState
-from qshard.jax._nn.dimension_numbers import MatrixAxes, Terms, entries_of, respec
+from qshard.jax._nn.dimension_numbers import MatrixAxes, Terms, entries_of, replace_entries
 from qshard.jax._nn.linear import linear
 from qshard.jax._ops.mesh import Spec, mesh_of
 from qshard.jax._ops.validation import Seed, as_names, check_array, check_dtype, check_spec, check_spec_fits
@@ -137,8 +137,8 @@ class DotGeneral:
         Raises:
           TypeError, ValueError: as for `linear`; or the product cannot be quantized and `otherwise` is "raise".
         """
-        asked = (precision, preferred_element_type, out_sharding)
-        return self._product("dot_general", x, w, dimension_numbers, *asked, per_call)
+        result_options = (precision, preferred_element_type, out_sharding)
+        return self._product("dot_general", x, w, dimension_numbers, *result_options, per_call)
 
     def einsum(
         self,
@@ -177,12 +177,12 @@ class DotGeneral:
         made = (*batch, *(label for term in terms[:2] for label in term if label not in shared))
         if out_sharding is not None:
             entries = entries_of(out_sharding, len(made))
-            out_sharding = respec(out_sharding, [entries[terms.out.index(label)] for label in made])
+            out_sharding = replace_entries(out_sharding, [entries[terms.out.index(label)] for label in made])
         pairs, batch_axes = (
             tuple(tuple(map(term.index, labels)) for term in terms[:2]) for labels in (contracted, batch)
         )
-        asked = (precision, preferred_element_type, out_sharding)
-        y = self._product("einsum", x, w, (pairs, batch_axes), *asked, per_call)
+        result_options = (precision, preferred_element_type, out_sharding)
+        y = self._product("einsum", x, w, (pairs, batch_axes), *result_options, per_call)
         return lax.transpose(y, tuple(made.index(label) for label in terms.out))
 
     def _product(
@@ -206,8 +206,8 @@ class DotGeneral:
             )
         result = jnp.dtype(x.dtype if preferred is None else preferred)
         (x_axes, w_axes), batch = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
-        fold = MatrixAxes.of(x.ndim, w.ndim, x_axes, w_axes)
-        if (why := self._refusal(x, w, x_axes, batch, fold)) is not None:
+        matrix = MatrixAxes.of(x.ndim, w.ndim, x_axes, w_axes)
+        if (why := self._refusal(x, w, x_axes, batch, matrix)) is not None:
             if self.otherwise == "raise":
                 raise ValueError(f"{op}: {why}; make it another way, or pass otherwise='plain'")
             dims: Any = ((x_axes, w_axes), batch)
@@ -217,28 +217,28 @@ class DotGeneral:
         options = dict(self.options)
         spec, gathers = options.pop("weight_spec", None), as_names(op, "gather_axis", options.get("gather_axis"))
         check_spec_fits(op, "weight_spec", spec, mesh_of(w, spec), w.ndim)
-        parts = fold.parts(op, x, w, spec, gathers, self.recipe)
-        sizes = fold.sizes(x, w, parts)
+        parts = matrix.parts(op, x, w, spec, gathers, self.recipe)
+        sizes = matrix.sizes(x, w, parts)
         if out_sharding is not None:
-            lead = len(fold.x) - 1
+            lead = len(matrix.x) - 1
             groups = (*((axis,) for axis in range(lead)), tuple(range(lead, len(sizes))))
-            out_sharding = respec(out_sharding, fold.spec(entries_of(out_sharding, len(sizes)), groups))
+            out_sharding = replace_entries(out_sharding, matrix.spec(entries_of(out_sharding, len(sizes)), groups))
         if spec is not None:
-            options["weight_spec"] = respec(spec, fold.spec(entries_of(spec, w.ndim), fold.w))
+            options["weight_spec"] = replace_entries(spec, matrix.spec(entries_of(spec, w.ndim), matrix.w))
         # The wider dtype holds x exactly, and the product is not rounded to less than the requested dtype.
         x = x.astype(jnp.promote_types(x.dtype, result))
         y = linear(
-            fold.folded(x, fold.x, parts.x),
-            fold.folded(w, fold.w, parts.w),
+            matrix.fold(x, matrix.x, parts.x),
+            matrix.fold(w, matrix.w, parts.w),
             self.recipe,
-            weight_layout=fold.layout,
+            weight_layout=matrix.layout,
             out_sharding=out_sharding,
             **options,
             **per_call,
         )
-        return fold.unfolded(y, sizes, parts).astype(result)
+        return matrix.unfold(y, sizes, parts).astype(result)
 
-    def _refusal(self, x: jax.Array, w: jax.Array, x_axes: Sequence[int], batch: Any, fold: MatrixAxes) -> str | None:
+    def _refusal(self, x: jax.Array, w: jax.Array, x_axes: Sequence[int], batch: Any, matrix: MatrixAxes) -> str | None:
         """The reason why a product cannot be quantized; None if it can, or if `linear` will raise the error."""
         what = f"the product of x {x.shape} and w {w.shape}"
         if any(batch):
@@ -247,7 +247,7 @@ class DotGeneral:
             return f"{what} contracts nothing"
         if self.otherwise == "raise":
             return None  # linear raises for broken blocks.
-        k, n = (math.prod(w.shape[axis] for axis in fold.w[fold.layout.index(each)]) for each in "KN")
+        k, n = (math.prod(w.shape[axis] for axis in matrix.w[matrix.layout.index(each)]) for each in "KN")
         why = broken_blocks(self.recipe, k, n)
         return None if why is None else f"{what} has {why}"
 
@@ -310,10 +310,10 @@ def einsum(
     >>> einsum("...hk,hkd->...d", jnp.ones((2, 3, 4, 8)), jnp.ones((4, 8, 16)), "CurrentScaling").shape
     (2, 3, 16)
     """
-    asked: dict[str, Any] = {
+    result_options: dict[str, Any] = {
         "precision": precision,
         "preferred_element_type": preferred_element_type,
         "out_sharding": out_sharding,
     }
     given: dict[str, Any] = {"seed": seed, "state": state, "weight_scales": weight_scales}
-    return DotGeneral(recipe, otherwise=otherwise, **options).einsum(subscripts, x, w, **asked, **given)
+    return DotGeneral(recipe, otherwise=otherwise, **options).einsum(subscripts, x, w, **result_options, **given)

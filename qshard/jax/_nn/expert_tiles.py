@@ -17,7 +17,7 @@ from jax import lax
 from qshard._core.operands import OperandSpec, quantize_operand
 from qshard._core.quantize_steps import Draws
 from qshard.formats import Usage
-from qshard.jax._gemm.gemm import apply_scale, scale_of
+from qshard.jax._gemm.gemm import apply_scale, product_scale
 from qshard.jax._ops.collectives import max_of_groups, max_over
 from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.uint64 import words_times, xor_words
@@ -177,7 +177,7 @@ def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: 
     if codes:
         own = jnp.minimum(tiles.experts, w.shape[0] - 1)
         scale = q.plane(Usage.ROWWISE).scale_inv * w.plane(source(w.format, contracted)).scale_inv[own]
-        scale = scale_of(q.format, w.format, jnp.repeat(scale, tiles.unit)[:, None], product.dtype)
+        scale = product_scale(q.format, w.format, jnp.repeat(scale, tiles.unit)[:, None], product.dtype)
         product = apply_scale(product, scale, dtype)
     back = product.astype(dtype).at[tiles.target].get(mode="fill", fill_value=0)
     return jnp.where(tiles.fits, back, jnp.nan)
@@ -203,5 +203,5 @@ def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: A
         of_tiles = a.plane(Usage.ROWWISE).scale_inv * b.plane(Usage.ROWWISE).scale_inv
         scale, of_tiles, experts = vary_alike(jnp.zeros(tiles.sizes.shape, jnp.float32), of_tiles, tiles.experts)
         scale = scale.at[experts].set(of_tiles, mode="drop")
-        product = apply_scale(product, scale_of(a.format, b.format, scale[:, None, None], product.dtype), dtype)
+        product = apply_scale(product, product_scale(a.format, b.format, scale[:, None, None], product.dtype), dtype)
     return product.astype(dtype)

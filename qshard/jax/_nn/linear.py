@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from qshard._core.validation import quote, seed_missing
-from qshard.jax import _probes as watch
+from qshard.jax import _probes as probes
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._nn.linear_parallel import TensorParallelOptions
 from qshard.jax._nn.linear_vjp import Config, NonDifferentiable, folding_product, product, whole_weight
@@ -60,7 +60,7 @@ def linear(
     vmap_as_rows: bool = False,
     seed: Seed = None,
     state: LinearState | None = None,
-    probe: watch.Probe | None = None,
+    probe: probes.Probe | None = None,
 ) -> jax.Array:
     """Multiply by a weight in the formats of a recipe: `y = x @ w.T`, differentiable.
 
@@ -161,9 +161,9 @@ def linear(
         x, w, given = jax.tree.map(jnp.asarray, (x, w, given))
     if probe is not None:
         apart = local_axes is not None or tensor_parallel is not None or vmap_as_rows
-        watch.check_probe("linear", probe, apart)
+        probes.check_probe("linear", probe, apart)
         check_shared("linear", names, "probe")
-        how = watch.How(as_recipe(recipe, "linear"), as_axes("linear", names), rows)
+        how = probes.ProbeOptions(as_recipe(recipe, "linear"), as_axes("linear", names), rows)
         x = jnp.asarray(x)
         if not isinstance(w, CODED):
             whole = gathered_weight(
@@ -176,8 +176,8 @@ def linear(
                 seed=seed,
                 state=state,
             )
-            x = watch.of_weight(x, w, whole, probe, weight_spec, gather_axes)
-        x = watch.before(how, x, probe, given.seed, state)
+            x = probes.observe_weight(x, w, whole, probe, weight_spec, gather_axes)
+        x = probes.observe_activation(how, x, probe, given.seed, state)
     call = functools.partial(
         _checked_linear if staged else _jitted_linear,
         recipe=as_recipe(recipe, "linear"),  # Before jit, so that a recipe and its name share a compiled program.
@@ -192,9 +192,9 @@ def linear(
         vmap_as_rows=vmap_as_rows,
     )
     if local_axes is not None:
-        return _on_each_device(call, x, w, given, weight_spec, gather_axes, local_axes)
+        return _in_shard_map(call, x, w, given, weight_spec, gather_axes, local_axes)
     y: jax.Array = call(x, w, given, weight_spec=weight_spec)
-    return y if probe is None else watch.after(how, y, probe.gradient, given.seed, state)
+    return y if probe is None else probes.observe_gradient(how, y, probe.gradient, given.seed, state)
 
 
 def gathered_weight(
@@ -243,7 +243,7 @@ def gathered_weight(
     return whole
 
 
-def _on_each_device(
+def _in_shard_map(
     call: Callable[..., jax.Array],
     x: jax.Array,
     w: Any,

@@ -50,7 +50,7 @@ _Multiply = Callable[[QuantizedArray, Shape], tuple[jax.Array, jax.Array | None]
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["gather"])
 @dataclass(frozen=True, eq=False)
-class OfDw:
+class DwOperands:
     """The operands of dw, codes of dy and x, and how to gather all rows of both while dx is computed."""
 
     operands: Any = None
@@ -228,28 +228,28 @@ class TensorParallelAxis:
     overlap: bool
     shared: bool
 
-    def has_part_of_rows(self, role: Role) -> bool:
+    def shards_rows(self, role: Role) -> bool:
         """Whether x or dy is sharded by rows on this axis; otherwise it is sharded by columns."""
         return self.gathers is (role is Role.ACTIVATION)
 
-    def cut_of(self, x: jax.Array, role: Role, axes: tuple[str, ...]) -> ShardSpec:
+    def shard_spec(self, x: jax.Array, role: Role, axes: tuple[str, ...]) -> ShardSpec:
         """The sharding of x or dy."""
         entries = [*self.others, ()]
-        entries[self.at if self.has_part_of_rows(role) else -1] += (self.axis,)
+        entries[self.at if self.shards_rows(role) else -1] += (self.axis,)
         return ShardSpec.of(x, axes, PartitionSpec(*(names or None for names in entries)), own_blocks=True)
 
     def check_columns(self, op: str, name: str, size: int, role: Role, recipe: Recipe) -> None:
         """Raise ValueError unless a device's columns of x or dy are whole blocks, so that no block spans devices."""
         fmt = recipe.format(role)
         unit = fmt.block_shape()[1]
-        if self.size > 1 and not self.has_part_of_rows(role) and size % unit:
+        if self.size > 1 and not self.shards_rows(role) and size % unit:
             raise ValueError(
                 f"{op}: {name}, of which a device has {size} columns, is cut along {self.axis!r} within the blocks of "
                 f"{unit} columns of {fmt}; cut w at blocks"
             )
 
     def row_products(
-        self, q: QuantizedArray, lead: Shape, role: Role, multiply: _Multiply, of_dw: OfDw
+        self, q: QuantizedArray, lead: Shape, role: Role, multiply: _Multiply, dw_operands: DwOperands
     ) -> tuple[jax.Array, jax.Array | None, Any]:
         """Compute the rows of y or dx that this device keeps.
 
@@ -258,64 +258,68 @@ class TensorParallelAxis:
           lead: the leading axes of `q`.
           role: ACTIVATION for x, GRADIENT for dy.
           multiply: multiplies rows by w.
-          of_dw: the operands of dw, to gather behind the products.
+          dw_operands: the operands of dw, to gather behind the products.
 
         Returns:
           The product, a scale that is still to be applied (or None), and the operands of dw with all rows.
         """
         if self.size == 1:
-            return *multiply(q, lead), of_dw.operands
+            return *multiply(q, lead), dw_operands.operands
         rows = _PlaneRows.of(q, Usage.ROWWISE, math.prod(lead[: self.at]))
         sizes = list(lead)
-        if self.has_part_of_rows(role):
+        if self.shards_rows(role):
             sizes[self.at] *= self.size
-            made, scale, operands = self._of_gathered(rows, multiply, of_dw)
+            made, scale, operands = self._gathered_rows(rows, multiply, dw_operands)
         else:
             sizes[self.at] //= self.size
-            made, scale, operands = self._scattered(rows, multiply, of_dw)
+            made, scale, operands = self._scattered_sums(rows, multiply, dw_operands)
         return made.reshape(*sizes, made.shape[-1]), scale, operands
 
     def all_rows(self, q: QuantizedArray, usage: Usage, lead: Shape, role: Role) -> QuantizedArray:
         """The plane of x or dy for one usage as a matrix of all rows, gathered if rows are sharded."""
         rows = _PlaneRows.of(q, usage, math.prod(lead[: self.at]))
-        if self.has_part_of_rows(role):
+        if self.shards_rows(role):
             # Gather to a new first axis, then concatenate: one copy. Gathering along the axis itself takes XLA two
             # transposing copies.
-            every = rows.changed(lambda x, _: lax.all_gather(x, self.axis))
-            rows = every.changed(lambda x, axis: lax.concatenate([*x], axis))
+            every = rows.map_parts(lambda x, _: lax.all_gather(x, self.axis))
+            rows = every.map_parts(lambda x, axis: lax.concatenate([*x], axis))
         return rows.matrix
 
-    def _of_gathered(self, rows: _PlaneRows, multiply: _Multiply, of_dw: OfDw) -> tuple[jax.Array, Any, Any]:
+    def _gathered_rows(
+        self, rows: _PlaneRows, multiply: _Multiply, dw_operands: DwOperands
+    ) -> tuple[jax.Array, Any, Any]:
         """Gather all rows and multiply them: the rows of each device as one chunk."""
         made: list[tuple[jax.Array, Any]] = []
         if not self.overlap:
-            every = rows.changed(lambda x, _: lax.all_gather(x, self.axis))
+            every = rows.map_parts(lambda x, _: lax.all_gather(x, self.axis))
             for i in range(self.size):
                 chunk = every._replace(parts=tuple(part if part is None else part[i] for part in every.parts)).matrix
                 made.append(multiply(chunk, chunk.shape[:-1]))
-            products = [_apart(each, rows.outer) for each, _ in made]
-            return lax.concatenate(products, 1), made[0][1], of_dw.gathered
+            products = [_split_outer(each, rows.outer) for each, _ in made]
+            return lax.concatenate(products, 1), made[0][1], dw_operands.gathered
         from_next = [((i + 1) % self.size, i) for i in range(self.size)]
         arriving = rows
         for step in range(self.size):
             if step:  # Multiply a chunk only after the GEMM that hid its transfer.
-                (parts, of_dw), made = barrier((arriving.parts, of_dw), made)
+                (parts, dw_operands), made = barrier((arriving.parts, dw_operands), made)
                 arriving = arriving._replace(parts=parts)
             chunk = arriving.matrix
             if step + 1 < self.size:
-                arriving = arriving.changed(lambda x, _: lax.ppermute(x, self.axis, from_next))
+                arriving = arriving.map_parts(lambda x, _: lax.ppermute(x, self.axis, from_next))
             made.append(multiply(chunk, chunk.shape[:-1]))
         # The gather of the operands of dw is hidden behind the last GEMM.
-        products, operands = barrier([_apart(each, rows.outer) for each, _ in made], of_dw.gathered)
+        products, operands = barrier([_split_outer(each, rows.outer) for each, _ in made], dw_operands.gathered)
         # The first chunk is from this device; rotate chunks to the order of devices.
         count = products[0].shape[1]
         start = (self.size - lax.axis_index(self.axis)) % self.size * count
-        turned = lax.concatenate([*products, *products[:-1]], 1)
-        return lax.dynamic_slice_in_dim(turned, start, self.size * count, axis=1), made[0][1], operands
+        rotated = lax.concatenate([*products, *products[:-1]], 1)
+        return lax.dynamic_slice_in_dim(rotated, start, self.size * count, axis=1), made[0][1], operands
 
-    def _scattered(self, rows: _PlaneRows, multiply: _Multiply, of_dw: OfDw) -> tuple[jax.Array, Any, Any]:
+    def _scattered_sums(
+        self, rows: _PlaneRows, multiply: _Multiply, dw_operands: DwOperands
+    ) -> tuple[jax.Array, Any, Any]:
         """Multiply the rows of every device, send each device its product, and add the products that arrive."""
-        rank, operands = lax.axis_index(self.axis), of_dw.gathered
+        rank, operands = lax.axis_index(self.axis), dw_operands.gathered
         scale: Any = None
         # A partial sum may overflow float16 even if the sum does not.
         dtype = jnp.dtype(jnp.float32) if rows.q.dtype == jnp.float16 else rows.q.dtype
@@ -327,7 +331,7 @@ class TensorParallelAxis:
             made, scale = multiply(chunk, chunk.shape[:-1])
             if not self.shared or (scale is not None and _varies(scale, self.axis)):
                 made, scale = apply_scale(made, scale, made.dtype), None
-            return _apart(made, rows.outer)
+            return _split_outer(made, rows.outer)
 
         if self.overlap:
             arrived: list[jax.Array] = []
@@ -358,7 +362,7 @@ class TensorParallelAxis:
             size = x.shape[axis] // self.size
             return lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
-        return rows.changed(part)
+        return rows.map_parts(part)
 
 
 class _PlaneRows(NamedTuple):
@@ -367,7 +371,7 @@ class _PlaneRows(NamedTuple):
     Attributes:
       q, usage: the tensor and the plane.
       outer: the number of matrices: the product of the leading axes before the sharded one.
-      turned: whether parts are `[K, outer, rows]`, as in a transposed plane; otherwise they are `[outer, rows, K]`.
+      transposed: whether parts are `[K, outer, rows]`, as in a transposed plane; otherwise they are `[outer, rows, K]`.
       parts: codes and scales as unsigned integers. None for a part that is missing, or a per-tensor scale, which
         devices share.
     """
@@ -375,26 +379,26 @@ class _PlaneRows(NamedTuple):
     q: QuantizedArray
     usage: Usage
     outer: int
-    turned: bool
+    transposed: bool
     parts: tuple[jax.Array | None, ...]
 
     @classmethod
     def of(cls, q: QuantizedArray, usage: Usage, outer: int) -> _PlaneRows:
-        turned = is_transposed(q.format, usage)
+        transposed = is_transposed(q.format, usage)
         parts: list[jax.Array | None] = []
         for name, part in q.plane(usage)._asdict().items():
             if part is None or not part.ndim:
                 parts.append(None)
                 continue
             bits = lax.bitcast_convert_type(part, jnp.dtype(f"uint{8 * part.dtype.itemsize}"))
-            columns = 1 if name == "global_scale_inv" else part.shape[0 if turned else -1]
+            columns = 1 if name == "global_scale_inv" else part.shape[0 if transposed else -1]
             rows = part.size // max(1, outer * columns)
-            parts.append(bits.reshape((columns, outer, rows) if turned else (outer, rows, columns)))
-        return cls(q, usage, outer, turned, tuple(parts))
+            parts.append(bits.reshape((columns, outer, rows) if transposed else (outer, rows, columns)))
+        return cls(q, usage, outer, transposed, tuple(parts))
 
-    def changed(self, change: Callable[[jax.Array, int], jax.Array]) -> _PlaneRows:
+    def map_parts(self, change: Callable[[jax.Array, int], jax.Array]) -> _PlaneRows:
         """Apply `change(part, axis of rows)` to each part."""
-        axis = 2 if self.turned else 1
+        axis = 2 if self.transposed else 1
         return self._replace(parts=tuple(None if part is None else change(part, axis) for part in self.parts))
 
     @property
@@ -406,14 +410,14 @@ class _PlaneRows(NamedTuple):
                 plane.append(own)
                 continue
             a, b, c = part.shape
-            flat = part.reshape((a, b * c) if self.turned else (a * b, c))
+            flat = part.reshape((a, b * c) if self.transposed else (a * b, c))
             flat = flat[:, 0] if name == "global_scale_inv" else flat
             plane.append(lax.bitcast_convert_type(flat, own.dtype))
         made = QuantizedArray(format=self.q.format, dtype=self.q.dtype, axes=(None, None))
         return made.with_planes({self.usage: Plane(*plane)})
 
 
-def _apart(made: jax.Array, outer: int) -> jax.Array:
+def _split_outer(made: jax.Array, outer: int) -> jax.Array:
     """Reshape a product of rows to `[outer, rows, columns]`."""
     rows, columns = made.shape
     return made.reshape(outer, rows // max(1, outer), columns)

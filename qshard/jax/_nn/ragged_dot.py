@@ -311,35 +311,35 @@ def _forward(
     config: _Config, x: jax.Array, w: CodedWeight, given: _NonDifferentiable, *, learns: bool = True
 ) -> tuple[jax.Array, _Residuals]:
     recipe, rows, columns, none = config.recipe, Usage.ROWWISE, Usage.COLUMNWISE, Usage(0)
-    x_kept = source(recipe.activation, columns) if learns and config.learns else none
+    x_saved = source(recipe.activation, columns) if learns and config.learns else none
     read = source(recipe.weight, config.sharding.contracted)
-    w_kept = source(recipe.weight, config.sharding.contracted_back) if learns else none
+    w_saved = source(recipe.weight, config.sharding.contracted_back) if learns else none
     tiles = tiles_of(recipe, x.shape[0], given.group_sizes)
-    xq, x_amax = _quantize_rows(config, x, given, Role.ACTIVATION, rows | x_kept, tiles)
-    wq, w_amax = _weight(config, w, given, read | w_kept)
-    whole = _whole(config, wq, read)
+    xq, x_amax = _quantize_rows(config, x, given, Role.ACTIVATION, rows | x_saved, tiles)
+    wq, w_amax = _weight(config, w, given, read | w_saved)
+    whole = _gather_plane(config, wq, read)
     y = row_product(xq, whole, config.sharding.contracted, tiles, x.dtype)
     if learns and not config.reshard_after_forward:
-        wq = whole if w_kept is read else _whole(config, wq, w_kept)
-    return y, _Residuals(_only(xq, x_kept), _only(wq, w_kept), given, (x_amax, w_amax))
+        wq = whole if w_saved is read else _gather_plane(config, wq, w_saved)
+    return y, _Residuals(_keep_planes(xq, x_saved), _keep_planes(wq, w_saved), given, (x_amax, w_amax))
 
 
-def _backward(config: _Config, kept: _Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _NonDifferentiable]:
-    recipe, given, wq, columns = config.recipe, kept.given, kept.w, Usage.COLUMNWISE
+def _backward(config: _Config, saved: _Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _NonDifferentiable]:
+    recipe, given, wq, columns = config.recipe, saved.given, saved.w, Usage.COLUMNWISE
     if config.sharding.gather_axes and config.reshard_after_forward:
         wq, dy = barrier(wq, dy)
-        wq = _whole(config, wq, source(recipe.weight, config.sharding.contracted_back))
+        wq = _gather_plane(config, wq, source(recipe.weight, config.sharding.contracted_back))
     tiles = tiles_of(recipe, dy.shape[0], given.group_sizes)
     read = Usage.ROWWISE | (source(recipe.gradient, columns) if config.learns else Usage(0))
     dyq, dy_amax = _quantize_rows(config, dy, given, Role.GRADIENT, read, tiles)
     dx = row_product(dyq, wq, config.sharding.contracted_back, tiles, dy.dtype)
     dw = None
     if config.learns:
-        pair = (dyq, kept.x) if config.sharding.layout == "NK" else (kept.x, dyq)
+        pair = (dyq, saved.x) if config.sharding.layout == "NK" else (saved.x, dyq)
         dw = jax.vmap(config.sharding.scatter)(expert_products(*pair, tiles, wq.dtype))
         if config.sharding.gather_axes:  # As in `linear`: `scheduling.py`.
             dw, dx = barrier(dw, dx)
-    x_amax, w_amax = kept.amaxes
+    x_amax, w_amax = saved.amaxes
     observed = None
     if given.state is not None:
         observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
@@ -381,12 +381,12 @@ def _weight(
     return made
 
 
-def _whole(config: _Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
+def _gather_plane(config: _Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
     """Gather one plane of all weights from local codes."""
     check_weight_format("ragged_dot", "w", wq.format, config.recipe)
-    wq = _only(wq, usage)
+    wq = _keep_planes(wq, usage)
     return jax.vmap(config.sharding.gather)(wq) if config.sharding.gather_axes else wq
 
 
-def _only(q: QuantizedArray, usage: Usage) -> QuantizedArray:
+def _keep_planes(q: QuantizedArray, usage: Usage) -> QuantizedArray:
     return q.with_planes({each: plane for each, plane in q.planes.items() if each in usage})
