@@ -37,8 +37,8 @@ def cross_entropy(
 ) -> jax.Array:
     """Compute the cross entropy of logits: `lse - logits[label] + z_loss * lse^2` per row.
 
-    Here `lse = log(sum(exp(logits)))` over the classes of a row. Label smoothing s replaces `logits[label]` by `(1 - s)
-    * logits[label] + s * mean(logits)`.
+    Here `lse = log(sum(exp(logits)))` over the classes of a row. Label smoothing s replaces `logits[label]` by
+    `(1 - s) * logits[label] + s * mean(logits)`.
 
     Args:
       logits: float32, bfloat16 or float16, `[*rows, classes]`.

@@ -157,7 +157,7 @@ def _ragged_product(a: jax.Array, b: jax.Array, tiles: Tiles, contracted: tuple[
 
 
 def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: Tiles, dtype: Any) -> jax.Array:
-    """Multiply each row by the weight of its expert. Returns `[M, N]` in the order of x.
+    """Multiply each row by the weight of its expert.
 
     Args:
       q: the tiles of x or dy.
@@ -167,8 +167,8 @@ def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: 
       dtype: dtype of the result.
 
     Returns:
-      `[M, N]`: zeros for rows after the last group, and NaN everywhere if x has fewer rows than `group_sizes` add up
-      to.
+      `[M, N]` in the order of x: zeros for rows after the last group, and NaN everywhere if x has fewer rows than
+      `group_sizes` add up to.
     """
     codes = multiplies_codes(q.format, w.format)
     rows, weights = _operand(q, Usage.ROWWISE, codes), _operand(w, contracted, codes)

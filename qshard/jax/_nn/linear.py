@@ -105,9 +105,9 @@ def linear(
       grad_dtype: float32 or bfloat16, to compute and reduce-scatter the gradient of `w` in; None: the dtype of `w`. The
         gradient is returned in the dtype of `w`. float32 sends 4 bytes an element. bfloat16 sends 2, and rounds each
         device's gradient and the sums to 8 bits.
-      vmap_as_rows: make the axis that `vmap` over `x` alone adds rows of one matrix, with the bits of that matrix.
-        Models written for one example, as in equinox, need this. False: each example is a tensor with its own scales
-        and blocks, and `dw` is a sum of as many products.
+      vmap_as_rows: treat the examples of a `vmap` over `x` alone as rows of one matrix, bit for bit. Use it for models
+        written for one example, as in equinox. False: each example is a tensor with its own scales and blocks, and `dw`
+        is a sum of as many products.
       seed: seed of stochastic rounding: an integer, a uint64 as two uint32 (`[2]`, low first) or a `jax.random` key.
         Pass a new one for each call and step, such as `jax.random.fold_in(key, layer)`: equal seeds draw equal numbers.
       state: the state of delayed scaling, from `init_delayed` and `update_delayed`. The gradient with respect to it is
@@ -120,7 +120,7 @@ def linear(
       `scatter_rows` divides it.
 
     Raises:
-      TypeError: an operand is not of a float dtype, or another argument has the wrong type.
+      TypeError: an operand does not have a float dtype, or another argument has the wrong type.
       ValueError: shapes do not match each other or the formats; with `gather_rows` or `scatter_rows`, a device does not
         have whole blocks of rows or columns; the recipe needs a seed or a state; or `gather_axis` is not in the mesh or
         `weight_spec`. MX formats and NVFP4 need whole blocks along K, and along N for gradients. They also need whole
@@ -131,8 +131,8 @@ def linear(
     plus the scales that shards do not share. The gradient of `w` has its dtype, and is reduce-scattered to
     `weight_spec`.
 
-    Any axes of `x` may be sharded, batch and sequence at once. Each device multiplies its own rows, and nothing but
-    amaxes moves that a bfloat16 product would not move. On Explicit meshes, devices share the amaxes of partial blocks.
+    Any axes of `x` may be sharded, batch and sequence at once. Each device multiplies its own rows, and communicates no
+    more than for a bfloat16 product, except for amaxes. On Explicit meshes, devices share the amaxes of partial blocks.
     On Auto meshes only the sharding of K and N is known, from `weight_spec`; XLA gathers operands if shards break
     blocks.
 

@@ -121,8 +121,8 @@ def ragged_dot(
       reshard_after_forward: as for `linear`.
       axis_name: in `shard_map`, the mesh axes over which the rows of an expert are sharded: one set of scales then
         serves them. None: each device has its own.
-      seed: the seed of stochastic rounding, as for `linear`. Expert e draws what `linear` draws with `seed XOR (e <<
-        32)`. Pass a different seed on each device.
+      seed: the seed of stochastic rounding, as for `linear`. Expert e draws what `linear` draws with
+        `seed XOR (e << 32)`. Pass a different seed on each device.
       state: the state of delayed scaling, from `init_delayed(recipe, (E,))`.
 
     Returns:
