@@ -37,7 +37,7 @@ def convert(
     `filter` or a pattern leaves out. Linear layers stay if they override `__call__`, have a `dot_general` of the user,
     request a precision, or have a kernel with batch axes. Other modules are listed if they have a float `nnx.Param`
     with two or more axes; embeddings, norms and adapters are not. `einsums` converts modules with one einsum, as in
-    tunix and gemma: their class becomes a subclass of it.
+    tunix and gemma: each becomes an instance of a subclass of its class.
 
     Args:
       model: an `nnx.Module`, also an abstract one of `nnx.eval_shape`.

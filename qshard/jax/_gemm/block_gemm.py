@@ -5,8 +5,8 @@ XLA sees one. The local product and the sum over devices are the same for all ki
 
 - on one device, and in `shard_map`, arrays are local;
 - on Explicit meshes types give the shardings, and a `shard_map` multiplies the shards of each device;
-- on Auto meshes XLA shards after tracing. Ops with one axis pattern shard along axes that all buffers share
-  (`bind.py`), and a product has no such axis, so it has a custom partitioning rule (`custom_partitioning.py`).
+- on Auto meshes XLA shards after tracing. It can shard an op only along axes that all buffers of the op share
+  (`bind.py`). A product has no such axis, so it has a custom partitioning rule (`custom_partitioning.py`).
 
 Exports for several devices multiply values (`custom_partitioning.py`).
 """

@@ -21,7 +21,7 @@ from qshard.jax._ops.validation import as_axes, check_array, check_dtype
 from qshard.jax._sharding.row_partitioning import Names, RowSharding, on_devices
 
 _IGNORED, _NO_CLASS = -1, -2
-"""Labels of ignored rows and of invalid labels, once `RowLoss._counted` has renumbered classes."""
+"""Labels of ignored rows and of invalid labels, once `RowLoss._local_labels` has renumbered classes."""
 
 
 def cross_entropy(
@@ -61,12 +61,12 @@ def cross_entropy(
       ValueError: shapes do not match, an option is out of range, or a label that the host knows (a NumPy array, or an
         array on a CPU outside of `jit`) is not a class. Otherwise such a row has NaN as its loss and gradients.
 
-    Each loss is within 4 ulp of lse of the fp64 result. A second derivative raises. Options are static.
+    Each loss differs from the fp64 result by at most 4 ulp of lse. A second derivative raises. Options are static.
 
     On Auto and Explicit meshes rows stay in place, whatever axes are sharded, with the same bits, and the mean is over
     all rows. Sharded classes stay in place too: devices gather 16 bytes a row, and the order of sums changes. In
-    `shard_map` the loss is of the local rows: average means weighted by the number of labels that are not ignored. With
-    `check_vma=False` gradients are with respect to the sum of all devices' losses there, as after `lax.psum`.
+    `shard_map` the loss is over the local rows: to average means over devices, weight them by the number of labels that
+    are not ignored. With `check_vma=False`, gradients there are of the sum of all devices' losses, as after `lax.psum`.
 
     >>> logits = jnp.array([[0.0, 0.0], [0.0, 1.0986123]])
     >>> loss, grad = jax.value_and_grad(cross_entropy)(logits, jnp.array([0, 1]))

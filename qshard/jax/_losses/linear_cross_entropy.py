@@ -84,8 +84,8 @@ def linear_cross_entropy(
       TypeError, ValueError: as for `cross_entropy`; or x and w do not match, or the recipe cannot be used.
 
     With "mean" and "sum", the forward pass computes gradients with the loss, and backward multiplies them by the
-    gradient of the loss, a number. Not so in float16, where a scaled loss could not recover gradients that were rounded
-    to 0, and with "none": there backward recomputes logits.
+    gradient of the loss, a number. In float16 a scaled loss could not recover gradients that were rounded to 0. So in
+    float16, and with "none", backward recomputes the logits.
 
     On Auto and Explicit meshes rows stay in place, whatever axes of x are sharded. Classes stay in place too, unless
     the same mesh axis shards rows: then w is gathered once for all chunks, as it is if its K is sharded, and its

@@ -47,7 +47,7 @@ class DotGeneral:
     Args:
       recipe: the recipe, or its name, such as "MXFP8".
       otherwise: what to do with a product that cannot be quantized: one with batch axes, as in attention scores, or K
-        or N that is not whole blocks. "raise" raises; "plain" multiplies in the dtypes of the operands.
+        or N that is not whole blocks. "raise" raises; "plain" multiplies in the dtype of `x`.
       options: options of `linear`, such as `gather_axis`. `weight_spec` names the axes of the weight before folding,
         and may shard any of them. If several axes fold into K or N, shards of all but the first must be whole blocks;
         then codes are as on one device. Stochastic rounding draws other random numbers there than one device would.
