@@ -90,6 +90,12 @@ class DotGeneral:
 
         Returns:
           A new `DotGeneral`.
+
+        Raises:
+          TypeError: as for `DotGeneral`.
+
+        >>> DotGeneral("CurrentScaling").with_options(grad_dtype="float32").options
+        {'grad_dtype': 'float32'}
         """
         return DotGeneral(self.recipe, otherwise=self.otherwise, **(self.options | options))
 

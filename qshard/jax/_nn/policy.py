@@ -81,6 +81,14 @@ class Weight:
 
         Returns:
           `[*lead, N]` in the dtype of `x`.
+
+        Raises:
+          TypeError, ValueError: as for `qshard.jax.linear`.
+
+        >>> params = {"up": jnp.ones((32, 16))}
+        >>> weights = Policy.of(params, "CurrentScaling")(params)
+        >>> weights["up"].linear(jnp.ones((2, 16))).shape
+        (2, 32)
         """
         own = self._own()
         return linear(x, self.array, own.recipe, **(own.options | options))
@@ -95,6 +103,14 @@ class Weight:
 
         Returns:
           The product, in the dtype of `x`.
+
+        Raises:
+          TypeError, ValueError: as for `qshard.jax.einsum`.
+
+        >>> params = {"up": jnp.ones((16, 4, 8))}
+        >>> weights = Policy.of(params, "CurrentScaling")(params)
+        >>> weights["up"].einsum("btd,dhk->bthk", jnp.ones((2, 3, 16))).shape
+        (2, 3, 4, 8)
         """
         return self._own().einsum(subscripts, x, self.array, **per_call)
 
@@ -304,6 +320,14 @@ class Policy:
 
         Returns:
           A pytree of the structure of `params`: a NamedSharding for each sharded weight, None elsewhere.
+
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> specs = {"up": PartitionSpec("fsdp"), "scale": None}
+        >>> policy = Policy("CurrentScaling", specs, mesh=mesh, gather_axis="fsdp")
+        >>> params = {"up": jnp.ones((16, 32)), "scale": jnp.ones(16)}
+        >>> shardings = policy.shardings(params)
+        >>> tuple(shardings["up"].spec), shardings["scale"]
+        (('fsdp',), None)
         """
         return jax.tree_util.tree_map_with_path(
             lambda path, _: place.sharding if (place := self._places.get(_name(path))) is not None else None, params
