@@ -1,4 +1,4 @@
-"""The JAX front end: quantized arrays and gathers, layers, losses, optimizers and model conversion.
+"""JAX front end: quantized arrays and gathers, layers, losses, optimizers and model conversion.
 
 Everything here is implemented in private packages. The flax modules `linen` and `nnx` are imported on first access, so
 flax is optional.

@@ -35,18 +35,17 @@ def cross_entropy(
     num_classes: int | None = None,
     axis_name: AxisName = None,
 ) -> jax.Array:
-    """Compute the cross entropy of logits: `lse - logits[label] + z_loss * lse^2` per row.
+    """Compute `lse - logits[label] + z_loss * lse^2` for each row, with `lse = log(sum(exp(logits)))`.
 
-    Here `lse = log(sum(exp(logits)))` over the classes of a row. Label smoothing s replaces `logits[label]` by
-    `(1 - s) * logits[label] + s * mean(logits)`.
+    With smoothing s, `(1 - s) * logits[label] + s * mean(logits)` replaces `logits[label]`.
 
     Args:
       logits: float32, bfloat16 or float16, `[*rows, classes]`.
       labels: int32 or int64, `[*rows]`.
       reduction: "mean" over the rows that are not ignored, "sum", or "none".
-      ignore_index: the label of rows to ignore: their loss and gradients are 0.
+      ignore_index: a row with this label has loss 0 and gradients 0.
       label_smoothing: from 0 to 1.
-      z_loss: weight of a penalty that keeps lse near 0; 0 or more.
+      z_loss: weight of the penalty that keeps lse near 0, 0 or more.
       num_classes: the number of classes over all devices. Further columns are padding, as in a vocabulary padded to a
         multiple of the devices: they add nothing to the loss, and their gradient is 0. None: every column is a class.
       axis_name: in `shard_map`, the mesh axis that shards classes, or several, major to minor. Devices have equally
@@ -61,7 +60,8 @@ def cross_entropy(
       ValueError: shapes do not match, an option is out of range, or a label that the host knows (a NumPy array, or an
         array on a CPU outside of `jit`) is not a class. Otherwise such a row has NaN as its loss and gradients.
 
-    Each loss differs from the fp64 result by at most 4 ulp of lse. A second derivative raises. Options are static.
+    The error of each loss is within 4 units in the last place of lse, compared with fp64. Second derivatives raise.
+    Options are static.
 
     On Auto and Explicit meshes rows stay in place, whatever axes are sharded, with the same bits, and the mean is over
     all rows. Sharded classes stay in place too: devices gather 16 bytes a row, and the order of sums changes. In

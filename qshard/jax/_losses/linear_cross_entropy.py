@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head, computed a chunk of rows at a time, so that whole logits never exist."""
+"""Cross entropy of a linear head, computed in chunks of rows, so that all logits are never stored."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def linear_cross_entropy(
     recipe: RecipeLike | None = None,
     seed: Seed = None,
 ) -> jax.Array:
-    """Compute `cross_entropy(x @ w.T, labels)` a chunk of rows at a time. The gradient of logits overwrites the logits.
+    """Compute `cross_entropy(x @ w.T, labels)` in chunks of rows. The gradient of a chunk overwrites its logits.
 
     Args:
       x: float32, bfloat16 or float16, `[*rows, K]`.

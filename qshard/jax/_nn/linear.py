@@ -62,7 +62,7 @@ def linear(
     state: LinearState | None = None,
     probe: probes.Probe | None = None,
 ) -> jax.Array:
-    """Multiply by a weight in the formats of a recipe: `y = x @ w.T`, differentiable.
+    """Compute `y = x @ w.T` with x, w and the gradient of y quantized. Differentiable.
 
     With Q the cast by role, `y = Q(x) @ Q(w).T`, `dx = Q(dy) @ Q(w)` and `dw = Q(dy).T @ Q(x)`. Blocks run along the
     axis that a product contracts. A random Hadamard transform of both `dy` and `x` cancels in `dw`. Products accumulate

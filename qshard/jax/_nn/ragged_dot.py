@@ -101,7 +101,7 @@ def ragged_dot(
     seed: Seed = None,
     state: LinearState | None = None,
 ) -> jax.Array:
-    """Multiply the rows of each expert by its weight, as `linear` does for one: `x_e @ w[e].T`, or `x_e @ w[e]`.
+    """Compute `linear` for each expert: rows of group e give `x_e @ w[e].T`, or `x_e @ w[e]`.
 
     Differentiable. Codes and scales are those that `linear` would compute from the rows of one expert alone, whatever
     the other rows are. Products are equal up to the order of fp32 sums: products of codes for formats with one scale,
