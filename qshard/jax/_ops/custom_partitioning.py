@@ -1,7 +1,7 @@
 """Ops with a custom partitioning rule, for Auto meshes.
 
-XLA partitions an op over axes that all its buffers share (`bind.py`). An op that sums over other axes, or whose buffers
-share no axis, defines the computation of each device itself, with JAX's `custom_partitioning`.
+XLA partitions an op over axes that all its buffers share (`bind.py`). An op without such axes, or with sums over other
+axes, defines the computation of each device itself, with JAX's `custom_partitioning`.
 
 XLA then calls a Python function of this process, and JAX writes its address into the program. This has two effects.
 `jax.export` cannot save such a program, so exports for several devices use another function in its place. And the keys

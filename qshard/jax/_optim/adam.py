@@ -78,7 +78,7 @@ def adam(
     Parameters with fewer than two axes have float32 states instead.
 
     With masters, an update moves a parameter to its rounded master: `optax.apply_updates` gives the rounded master
-    exactly, unless that is smaller than 2^-15 of the old parameter. The next update then adds what is missing, because
+    exactly, unless that is smaller than 2^-15 of the old parameter. The next update corrects the difference, because
     only masters carry over.
 
     Args:
@@ -302,7 +302,7 @@ def _shard_alike(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _views(given: dict[str, jax.Array], constants: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Return operands whose leading axes XLA may shard, and the constants repeated over these axes."""
+    """Return operands with leading axes that XLA may shard, and the constants repeated over these axes."""
     if not may_be_sharded(given["grad"]):
         return given, constants
     scaled = any(name.endswith("scale_inv") for name in given)

@@ -42,17 +42,17 @@ def cast_master(
 ) -> list[Any]:
     """Cast slices of master weights to codes, with the scales of the whole weights.
 
-    The codes are those of `quantize(master)` of the whole master, first rounded to a dtype if `plan` says so: gathered
-    slices have the same bits.
+    Gathered slices have the bits of `quantize(master)` of the whole master, or of the master first rounded to a dtype,
+    if `plan` says so.
 
     Args:
-      weights: whole weights, in which the codes of the slices are replaced. None: return the codes of each slice alone.
+      weights: whole weights. The codes of the slices are replaced in them. None: return the codes of each slice alone.
       masters: for each weight, the slice of this device: flat, in the dtype of the plan, possibly empty.
       starts: for each slice, the index of its first element in the weight: an int, a traced integer, or, for weights of
         2**31 elements or more, uint32 `[n, 2]` for all slices, low halves first. Elements past the end of a weight are
         padding, so slices of one length serve all devices.
-      axis_name: inside `shard_map`, the mesh axes that shard the slices. None: there are no other slices, or they share
-        no block and no scale (`_core.flat_shards.plan_shards`).
+      axis_name: inside `shard_map`, the mesh axes that shard the weights. None: one slice is the whole weight, or
+        slices share neither a block nor a scale (`_core.flat_shards.plan_shards`).
       plan: `_core.flat_shards.plan_master` of the weights; static.
       seeds: for stochastic rounding, a seed for each weight, as for `quantize`. Pass new ones each step.
 

@@ -48,7 +48,7 @@ class PrimaryOptimizer:
 
     Attributes:
       inner: the inner optimizer.
-      recipe: the recipe whose weight format is used.
+      recipe: the recipe. Masters are cast to its weight format.
       filter: whether a parameter is a primary weight, given its path and value.
       spec: the sharding of the weights, or a function that returns it.
       axis_name: in `shard_map`, the mesh axes that shard the weights.

@@ -139,8 +139,8 @@ class ZeroPlan:
           states: states of delayed scaling, or None.
 
         Returns:
-          `(value, gradient)`. With `states`, `(value, (gradient, amaxes))`, where `amaxes` are those of this device,
-          for `update_delayed(..., axis_name=)`.
+          `(value, gradient)`. With `states`, `(value, (gradient, amaxes))`: pass the amaxes, which this device
+          observed, to `update_delayed(..., axis_name=)`.
 
         Call it inside `shard_map`, on all devices of the axis. The communication is an int32 all-reduce of amaxes, an
         all-gather of bytes (codes, and parameters that are not quantized), and a float32 all-to-all for each gradient.
