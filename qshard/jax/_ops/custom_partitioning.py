@@ -119,7 +119,7 @@ def call_partitionable(
     both = {"function": jax.make_jaxpr(function)(*operands), "exported": jax.make_jaxpr(exported)(*operands)}
     text = f"{__version__} {static!r} {both['exported']}"
     name = f"qshard_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    made: list[jax.Array] = _asked.bind(*jax.tree.leaves(operands), **both, name=name)
+    made: list[jax.Array] = _call_p.bind(*jax.tree.leaves(operands), **both, name=name)
     return made
 
 
@@ -139,8 +139,8 @@ def _run(*operands: Any, function: Any, **_: Any) -> Any:
 
 
 # This primitive is lowered to `exported` in an export for several devices, and to `function` otherwise.
-_asked = Primitive("qshard_asked")
-_asked.multiple_results = True
-_asked.def_impl(_run)
-_asked.def_abstract_eval(lambda *operands, function, **_: function.out_avals)
-mlir.register_lowering(_asked, _lower)
+_call_p = Primitive("qshard_custom_partitioning")
+_call_p.multiple_results = True
+_call_p.def_impl(_run)
+_call_p.def_abstract_eval(lambda *operands, function, **_: function.out_avals)
+mlir.register_lowering(_call_p, _lower)

@@ -55,7 +55,7 @@ def cse(made: _Tree, of: Any, how: Hashable) -> _Tree:
       how: a hashable description of the computation.
     """
     leaves, structure = jax.tree.flatten(made)
-    first: _Tree = jax.tree.unflatten(structure, _once.bind(*leaves, *jax.tree.leaves(of), count=len(leaves), how=how))
+    first: _Tree = jax.tree.unflatten(structure, _cse_p.bind(*leaves, *jax.tree.leaves(of), count=len(leaves), how=how))
     return first
 
 
@@ -68,21 +68,21 @@ def name_residual(x: jax.Array, name: str) -> jax.Array:
     return lax.bitcast_convert_type(checkpoint_name(bits, name), x.dtype)
 
 
-_once = Primitive("qshard_once")
-_once.multiple_results = True
-_once.def_impl(lambda *arrays, count, how: list(arrays[:count]))
-_once.def_abstract_eval(lambda *types, count, how: list(types[:count]))
+_cse_p = Primitive("qshard_cse")
+_cse_p.multiple_results = True
+_cse_p.def_impl(lambda *arrays, count, how: list(arrays[:count]))
+_cse_p.def_abstract_eval(lambda *types, count, how: list(types[:count]))
 
 
 def _batch(arrays: Any, axes: Any, *, count: int, how: Hashable) -> Any:
-    return _once.bind(*arrays, count=count, how=how), axes[:count]
+    return _cse_p.bind(*arrays, count=count, how=how), axes[:count]
 
 
 def _lower(ctx: Any, *values: Any, count: int, how: Hashable) -> Any:
     # Values of the same block of the module precede this one, so they may replace it.
     block = ir.InsertionPoint.current.block
-    return lower_once(ctx, (_once, block, values[count:], how), values[:count])
+    return lower_once(ctx, (_cse_p, block, values[count:], how), values[:count])
 
 
-batching.primitive_batchers[_once] = _batch
-mlir.register_lowering(_once, _lower, cacheable=False)
+batching.primitive_batchers[_cse_p] = _batch
+mlir.register_lowering(_cse_p, _lower, cacheable=False)

@@ -56,13 +56,13 @@ def rules_of_product(op: str | None, fwd: Callable[..., Any], bwd: Callable[...,
       bwd: the backward rule.
     """
 
-    def held_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
-        return fwd(config, _hold(second_derivative, op or config.op, x, *_floats(rest)), *rest)
+    def checked_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
+        return fwd(config, _refuse_derivative(second_derivative, op or config.op, x, *_floats(rest)), *rest)
 
-    def held_bwd(config: Any, kept: Any, dy: jax.Array) -> Any:
-        return bwd(config, kept, _hold(second_derivative, op or config.op, dy, *_floats(kept)))
+    def checked_bwd(config: Any, kept: Any, dy: jax.Array) -> Any:
+        return bwd(config, kept, _refuse_derivative(second_derivative, op or config.op, dy, *_floats(kept)))
 
-    return held_fwd, held_bwd
+    return checked_fwd, checked_bwd
 
 
 def _floats(tree: Any) -> list[jax.Array]:
@@ -71,16 +71,16 @@ def _floats(tree: Any) -> list[jax.Array]:
 
 def without_derivative(op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
     """Return `x`, for a function `op` that rounds to codes: differentiating it, or one of the others, raises."""
-    held: jax.Array = _hold(of_op, op, x, *others)
-    return held
+    unchanged: jax.Array = _refuse_derivative(of_op, op, x, *others)
+    return unchanged
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _hold(error: Callable[[str], Exception], op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
+def _refuse_derivative(error: Callable[[str], Exception], op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
     """Return `x`, and raise if it, or one of the others, is differentiated. Compiled programs get no op for it."""
     return x
 
 
-@_hold.defjvp
+@_refuse_derivative.defjvp
 def _raise_at_derivative(error: Callable[[str], Exception], op: str, *_: Any) -> Any:
     raise error(op)

@@ -289,9 +289,7 @@ def _quantize_partial_blocks(
         amax = None if amax is None else partitionable_ops.swap_last_axes(amax)
         x = partitionable_ops.swap_last_axes(x)
     amax = (
-        pieces.merged(quantize_steps.block_amax(partitionable_ops, x, pieces.size))
-        if amax is None
-        else pieces.own(amax)
+        pieces.merge(quantize_steps.block_amax(partitionable_ops, x, pieces.size)) if amax is None else pieces.own(amax)
     )
     whole = scales.amax
     if whole is None and where.global_scale_shape is not None:
@@ -381,7 +379,7 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: ShardSpec) -> WeightScales:
     if (pieces := _partial_blocks(where, cut, matrix.shape)) is not None:
         pieces = pieces.of_whole if cut.local else pieces
         block_amax = matrix_of(
-            pieces.merged(quantize_steps.block_amax(partitionable_ops, matrix, pieces.size), reduce=False)
+            pieces.merge(quantize_steps.block_amax(partitionable_ops, matrix, pieces.size), reduce=False)
         )
     return WeightScales(amax=amax, block_amax=block_amax)
 

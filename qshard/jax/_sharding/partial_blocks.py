@@ -61,7 +61,7 @@ class PartialBlocks:
         return dataclasses.replace(self, grid=self.grid.without(self.grid.axes))
 
     @property
-    def shared(self) -> list[tuple[str, ...]]:
+    def shared_axes(self) -> list[tuple[str, ...]]:
         """For each axis of the grid, the mesh axes over which devices share its blocks."""
         if self.rows is not None:
             return [()] * len(self.each)
@@ -72,12 +72,12 @@ class PartialBlocks:
         """Return the number of pieces along each axis of an array of this shape."""
         return (*shape[:-2], *(-(-size // piece) for size, piece in zip(shape[-2:], self.size, strict=True)))
 
-    def merged(self, amax: jax.Array, *, reduce: bool = True) -> jax.Array:
+    def merge(self, amax: jax.Array, *, reduce: bool = True) -> jax.Array:
         """Merge the amaxes of pieces into the amaxes of blocks.
 
         Without `reduce`, the result in `shard_map` has this shard's amaxes only, and 0 for other blocks.
         """
-        bits, shared = as_bits(amax), self.shared
+        bits, shared = as_bits(amax), self.shared_axes
         if self.spec.local:
             shape = tuple(size * self.spec.count(names) for size, names in zip(bits.shape, shared, strict=True))
             whole, bits = vary_alike(jnp.zeros(shape, bits.dtype), bits)
@@ -100,7 +100,7 @@ class PartialBlocks:
         return reshard(grid, self.of_whole.grid, self.grid) if self.spec.local else pin(grid, self.grid)
 
     def spread(self, grid: jax.Array, shape: Shape) -> jax.Array:
-        """Repeat the value of each block for its pieces: the inverse of `merged`.
+        """Repeat the value of each block for its pieces: the inverse of `merge`.
 
         `shape` is the number of pieces along each axis of the array.
         """
@@ -108,7 +108,7 @@ class PartialBlocks:
         if self.rows is not None:
             start, stop = self.rows
             shape = (*shape[:start], math.prod(shape[start:stop]), *shape[stop:])
-        for axis, (each, shared) in enumerate(zip(self.each, self.shared, strict=True)):
+        for axis, (each, shared) in enumerate(zip(self.each, self.shared_axes, strict=True)):
             if each > 1:
                 grid = repeat_axis(grid, axis, each)
                 size, local = shape[axis], self.spec.local and bool(shared)

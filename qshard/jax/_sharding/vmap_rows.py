@@ -30,10 +30,10 @@ def vmap_as_rows(product: Callable[..., Any], fwd: Callable[..., Any], bwd: Call
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def folded(config: Any, x: jax.Array, *rest: Any) -> Any:
         # One result and no residuals.
-        return _call_as_rows(lambda x, *rest: (product(config, x, *rest), ()), _enough, x, *rest)[0]
+        return _call_as_rows(lambda x, *rest: (product(config, x, *rest), ()), _enough_rows, x, *rest)[0]
 
     def folded_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
-        return _call_as_rows(lambda x, *rest: _with_rows(fwd(config, x, *rest)), _enough, x, *rest)
+        return _call_as_rows(lambda x, *rest: _with_rows(fwd(config, x, *rest)), _enough_rows, x, *rest)
 
     def folded_bwd(config: Any, kept_rows: Any, dy: jax.Array) -> Any:
         def gradients(dy: jax.Array, kept: Any, rows: jax.Array) -> Any:
@@ -55,13 +55,13 @@ def _with_rows(made: tuple[jax.Array, Any]) -> Any:
     return y, (kept, jnp.zeros((len(y), 0), jnp.bool_))
 
 
-def _enough(x: jax.Array, *_: Any) -> int:
+def _enough_rows(x: jax.Array, *_: Any) -> int:
     return 128 * len(x)  # A whole number of blocks in every format.
 
 
-def _call_as_rows(function: Callable[..., Any], enough: Callable[..., int], x: jax.Array, *rest: Any) -> Any:
+def _call_as_rows(function: Callable[..., Any], enough_rows: Callable[..., int], x: jax.Array, *rest: Any) -> Any:
     """Call `function(x, *rest)`, which returns a matrix and more. `vmap` over `x` alone adds rows to both matrices."""
-    call = custom_vmap(functools.partial(_or_refused, function, enough))
+    call = custom_vmap(functools.partial(_call_or_raise_later, function, enough_rows))
 
     @call.def_vmap
     def rule(size: int, batched: list[Any], x: jax.Array, *rest: Any) -> Any:
@@ -75,7 +75,9 @@ def _call_as_rows(function: Callable[..., Any], enough: Callable[..., int], x: j
     return call(x, *rest)
 
 
-def _or_refused(function: Callable[..., Any], enough: Callable[..., int], x: jax.Array, *rest: Any) -> Any:
+def _call_or_raise_later(
+    function: Callable[..., Any], enough_rows: Callable[..., int], x: jax.Array, *rest: Any
+) -> Any:
     """Call `function(x, *rest)`, or if `x` has too few rows for it, return results that raise when they are computed.
 
     JAX first traces the program of one example and drops it when it applies the rule of `vmap`.
@@ -83,11 +85,11 @@ def _or_refused(function: Callable[..., Any], enough: Callable[..., int], x: jax
     try:
         return function(x, *rest)
     except ValueError as error:
-        copies = enough(x, *rest) // len(x)
+        copies = enough_rows(x, *rest) // len(x)
         made = jax.eval_shape(lambda x, *rest: function(jnp.tile(x, (copies, 1)), *rest), x, *rest)
         leaves, structure = jax.tree.flatten(made)
         leaves[0] = leaves[0].update(shape=(len(x), *leaves[0].shape[1:]))
-        return jax.tree.unflatten(structure, _refused.bind(avals=tuple(leaves), error=error))
+        return jax.tree.unflatten(structure, _error_p.bind(avals=tuple(leaves), error=error))
 
 
 def refuse(tree: Any, error: ValueError) -> Any:
@@ -97,17 +99,17 @@ def refuse(tree: Any, error: ValueError) -> Any:
     would fail with "Store empty".
     """
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _refused.bind(avals=tuple(map(jax.typeof, leaves)), error=error))
+    return jax.tree.unflatten(structure, _error_p.bind(avals=tuple(map(jax.typeof, leaves)), error=error))
 
 
-def _refuse(*, error: ValueError, **_: Any) -> Any:
+def _raise(*, error: ValueError, **_: Any) -> Any:
     raise error
 
 
-_refused = Primitive("qshard_refused")
-_refused.multiple_results = True
-_refused.def_impl(_refuse)
-_refused.def_abstract_eval(
+_error_p = Primitive("qshard_error")
+_error_p.multiple_results = True
+_error_p.def_impl(_raise)
+_error_p.def_abstract_eval(
     lambda *, avals, **_: [x if isinstance(x, ShapedArray) else ShapedArray(x.shape, x.dtype) for x in avals]
 )
-mlir.register_lowering(_refused, lambda _, **options: _refuse(**options))
+mlir.register_lowering(_error_p, lambda _, **options: _raise(**options))
