@@ -3,7 +3,8 @@
 XLA for GPUs has one collective in flight at a time, and starts it as late as it expects to be early enough. Left alone,
 it gathers a weight right before its GEMM, because the all-reduce of an amax lies between that GEMM and the GEMM before
 it. It also delays the gradients of all weights to the end of a step, and keeps their operands until then. With
-barriers, each `linear` hides its own collectives, in a loop and under `jax.checkpoint` too (`linear_vjp.py`):
+barriers, each `linear` hides its own collectives, in a loop and under `jax.checkpoint` too (`linear_vjp.py`). Here `|`
+means "at the same time as":
 
     forward    GEMM of the layer before | gather w;  amax of x, all-reduce, cast;  GEMM
     backward   amax of dy, all-reduce, cast;  GEMM of dw | gather w;  GEMM of dx | reduce-scatter dw
