@@ -81,8 +81,8 @@ def target_of(name: str) -> str:
 def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     """Return the argument `disabled_checks` of `jax.export.export` for programs with ops of qshard.
 
-    Without it, an export refuses custom calls that JAX does not know. The process that loads the program needs `import
-    qshard.jax`, which registers the targets, in a version with the same ops.
+    Without it, an export refuses custom calls that JAX does not know. The process that loads the program must import
+    qshard.jax, which registers the targets, in a version with the same ops.
 
     Returns:
       One entry for each FFI target of qshard.
@@ -139,7 +139,7 @@ class Op:
 
         Args:
           operands: arrays or numbers, in the order of the op's row.
-          options: the attributes of the op, and the other options above.
+          options: the attributes of the op, and the other options of this class.
 
         Returns:
           An array, or a tuple of arrays if the op has several results.

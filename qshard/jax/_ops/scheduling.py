@@ -32,7 +32,7 @@ _Other = TypeVar("_Other")
 def barrier(first: _Tree, second: _Other) -> tuple[_Tree, _Other]:
     """Return both trees unchanged, but compute nothing from either before all of both is available.
 
-    XLA then also does not reuse an earlier equal computation on `first`, and so does not keep its result until here.
+    XLA then also repeats a computation on `first` that occurs earlier, instead of keeping its result until here.
     """
     leaves, structure = jax.tree.flatten((first, second))
     # A barrier makes all its operands vary over the same axes. Scales that all shards share must not vary.

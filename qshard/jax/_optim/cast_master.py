@@ -59,7 +59,7 @@ def cast_master(
     Returns:
       With `weights`, the updated weights: `QuantizedArray`s with the plane that the plan computes. With None, a `Plane`
       for each weight: `data` is uint8 `[piece_bytes(format, length)]`, the codes from the byte of the first element on.
-      If a byte is shared with another device, the half of that device is 0. Scales are those of the whole weight.
+      If a byte is shared with another device, the other half is 0. The scales belong to the whole weight.
 
     Raises:
       TypeError: an argument has the wrong type, or a master is not of the dtype of the plan.

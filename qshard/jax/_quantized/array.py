@@ -124,7 +124,7 @@ class QuantizedArray(NoArithmetic):
 
         Args:
           dtype: float32, bfloat16 or float16. None: the dtype of the original tensor.
-          usage: the plane to read. None: the rowwise plane, or the columnwise plane if there is no rowwise one.
+          usage: the plane to read. None: the rowwise plane if it is stored, else the columnwise plane.
 
         Returns:
           The tensor in `dtype`, sharded like the plane, without communication. A rotated columnwise plane gives the
@@ -185,7 +185,7 @@ def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int 
 def _join_matrices(
     plane: Plane, fmt: Format, block: tuple[int, int], start: int, stop: int
 ) -> tuple[Plane, tuple[int, int]]:
-    """Fold the row axes `start` to `stop` of a plane whose blocks continue from one matrix to the next.
+    """Fold the row axes `start` to `stop` of a plane, where blocks continue from one matrix to the next.
 
     Where an Explicit mesh shards axes that cannot be folded, divide the blocks into smaller ones instead, each with the
     scale of the block that it is part of. A block spans more than one of these rows.

@@ -189,8 +189,8 @@ class CodedWeight:
     Attributes:
       codes: a `QuantizedArray` of the whole weight, or the pytree that `shards.gather` converts to one. `linear` calls
         `shards.gather` in the forward pass and again in the backward pass.
-      sink: an array whose gradient is `shards.scatter` of the gradient of the whole weight. Its values are not used.
-        None: the weight has no gradient.
+      sink: an array of unused values. Its gradient is `shards.scatter` of the gradient of the whole weight. None: the
+        weight has no gradient.
       shards: static. None: `codes` is a `QuantizedArray`, sharded as the call of `linear` says.
     """
 

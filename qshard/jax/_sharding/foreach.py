@@ -1,6 +1,6 @@
 """Multi-tensor ops: one custom call on lists of arrays, for all weights of a model.
 
-An op changes operands in place: those that `ffi/ops.def` also names as results. XLA copies such an operand if it is
+An op changes those operands in place that `ffi/ops.def` also names as results. XLA copies such an operand if it is
 needed elsewhere, and otherwise reuses its memory, as for a donated argument.
 
 The ops run on local arrays: eagerly, under `jit` on one device, and inside `shard_map`, where results vary over every

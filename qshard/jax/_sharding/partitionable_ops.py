@@ -52,7 +52,7 @@ class ShardedOps:
 
 
 def _by_runs(op: str, x: jax.Array, *scale: jax.Array, shards: int = 1, **options: Any) -> Any:
-    """Run an elementwise op under one scale for all elements, or an amax, on runs of rows."""
+    """Run an elementwise op with one scale for all elements, or an amax op, on runs of rows."""
     runs, lead = split_rows(x, shards), options.get("lead", 0)
     axes = 0 if runs is x else x.ndim  # The number of leading axes that index runs.
     if "lead" in options:

@@ -130,7 +130,7 @@ def on_devices(
 ) -> tuple[jax.Array, ...]:
     """Run a row function on the rows and classes that each device has.
 
-    Differentiating it raises: the rules of gradients call it.
+    The rules of gradients call it. Differentiating it raises.
 
     Args:
       function: the row function.
@@ -274,7 +274,7 @@ def _partitionable(function: RowFunction, ndim: int) -> Callable[..., Any]:
         return mesh, functools.partial(function, held), gives, takes
 
     lead = " ".join(f"r{i}" for i in range(rows))
-    # K has another letter in each form, so that Shardy does not propagate the sharding of one K to the other.
+    # K has a different letter in each form, so that Shardy does not propagate the sharding of one K to the other.
     factors = {"rows": lead, "rows classes": f"{lead} c", "rows K": f"{lead} k", "classes K": "c h"}
     sides = [[factors[form] for form in forms] for forms in (function.takes, function.gives)]
     whole = functools.partial(function, RowSharding(own=True))

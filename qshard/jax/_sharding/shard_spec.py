@@ -229,7 +229,7 @@ class ShardSpec:
         return tuple(size * self.count(axes) for size, axes in zip(shape, self.entries, strict=True))
 
     def box(self, shape: Shape) -> Box:
-        """Return the box of the whole tensor that a shard of this shape is, in `shard_map`.
+        """Return the box that a shard of this shape occupies in the whole tensor. Call it in `shard_map`.
 
         For `[*outer, M, K]` there is one box for each matrix: starts along outer axes are arrays that broadcast to
         `outer`.
@@ -247,8 +247,8 @@ class ShardSpec:
 def reshard(x: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.Array:
     """Move `x` from one sharding to another as integers: all-gather it along some mesh axes, slice it along others.
 
-    XLA replicates some arrays by summing zero-padded copies, which changes bytes of scales, but no integers. XLA may
-    move a gather past a cast, but not past a constraint on each side.
+    XLA replicates some arrays by summing zero-padded copies. Such a sum changes bytes of scales, but not integers. XLA
+    may move a gather past a cast, but not past a constraint on each side.
     """
     integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = lax.bitcast_convert_type(x, integer)
@@ -334,7 +334,7 @@ def unfold(y: jax.Array, shape: tuple[int, ...], added: int = 0) -> jax.Array:
 
 
 def may_shard_rows(x: jax.Array, spec: Spec = None) -> bool:
-    """Whether the rows of `x` `[*lead, K]`, in `shard_map` of the shard, may be sharded, by its type or by `spec`."""
+    """Whether the rows of `x` `[*lead, K]` may be sharded, by its type or `spec`. In `shard_map`: sharded further."""
     sharding = jax.typeof(x).sharding
     if sharding.mesh.size == 1 or set(sharding.mesh.axis_types) <= {AxisType.Manual}:
         return False
