@@ -6,7 +6,7 @@ axes, defines the computation of each device itself, with JAX's `custom_partitio
 XLA then calls a Python function of this process, and JAX writes its address into the program. This has two effects.
 `jax.export` cannot save such a program, so exports for several devices use another function in its place. And the keys
 of JAX's persistent cache contain the address, so another process misses, unless
-`jax_remove_custom_partitioning_ptr_from_cache_key` is set.With that flag the key does not identify the function, and
+`jax_remove_custom_partitioning_ptr_from_cache_key` is set. With that flag the key does not identify the function, and
 two functions of operands of the same types would share an entry. So each op is called through a function that is named
 by a digest of its parameters, and the name stays in the key.
 
