@@ -144,7 +144,7 @@ def join_pieces(
     Raises:
       ValueError: `pieces` is not uint8 `[slices, bytes]`, or `starts` does not have an entry for each slice.
 
-    It is local: every device joins all slices itself, without communication.
+    The computation is local: every device joins all slices itself.
 
     >>> from qshard.formats import FP8_E4M3
     >>> pieces = jnp.array([[0x38, 0x40], [0x48, 0x50]], jnp.uint8)  # 1, 2 and 4, 8 in E4M3

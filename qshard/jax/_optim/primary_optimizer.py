@@ -254,8 +254,8 @@ def optimizer(
 ) -> PrimaryOptimizer:
     """Wrap an optax optimizer for primary weights: parameters are codes, and their float32 masters are in its state.
 
-    A step has the same bits as with masters as parameters, which each call of `linear` quantizes. But codes are
-    computed once a step, for any number of microbatches, and a gather needs neither a cast nor a reduction.
+    A step gives the same bits as if the masters were the parameters and each call of `linear` quantized them. But codes
+    are computed once a step, for any number of microbatches, and a gather needs neither a cast nor a reduction.
 
     Args:
       inner: a `GradientTransformation`. It sees masters in place of primary weights, and all other parameters

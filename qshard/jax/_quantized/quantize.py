@@ -75,8 +75,8 @@ def quantize(
     Args:
       x: float32, bfloat16 or float16, `[*lead, K]`, treated as a matrix `[M, K]`.
       fmt: a format such as `qshard.formats.MXFP8_E4M3`, or its name, "MXFP8_E4M3".
-      usage: the planes to compute: codes and scales for a GEMM that contracts K (`ROWWISE`), M (`COLUMNWISE`) or
-        `BOTH`.
+      usage: the planes to compute: codes and scales for a GEMM that contracts K (`ROWWISE`), M (`COLUMNWISE`), or both
+        (`BOTH`).
       axis_name: in `shard_map`, the mesh axes that shard the tensor. `x` is then a shard, and amaxes that shards share
         are reduced over these axes. None: `x` is a tensor of its own.
       spec: the sharding of the tensor. None: by rows in `shard_map`; left to XLA on Auto meshes. On Explicit meshes the
