@@ -153,25 +153,25 @@ class Op:
         for operand, array in zip(self.spec.inputs, arrays, strict=False):
             check_sizes(self.spec.name, operand.name, array.shape)
         options.setdefault("cuttable", may_be_sharded(arrays[0]))
-        if not self._elementwise or not 0 < arrays[0].ndim == self._bound(arrays, options).lead:
-            return self._patterned(arrays, options)
+        if not self._elementwise or not 0 < arrays[0].ndim == self._bind(arrays, options).lead:
+            return self._call_views(arrays, options)
         # XLA does not shard the last axis of an op, even if all axes are leading ones. So append an axis of size 1.
         star = self.spec.inputs[0].terms
         wider = [a[..., None] if o.terms == star else a for a, o in zip(arrays, self.spec.inputs, strict=True)]
-        return jax.tree.map(lambda result: result[..., 0], self._patterned(wider, options))
+        return jax.tree.map(lambda result: result[..., 0], self._call_views(wider, options))
 
-    def _patterned(self, arrays: Sequence[jax.Array], options: dict[str, Any]) -> Any:
+    def _call_views(self, arrays: Sequence[jax.Array], options: dict[str, Any]) -> Any:
         """Run the op on the primitive's view of the operands, and return results in the shapes of the pattern."""
         shapes = tuple(a.shape for a in arrays)
-        binding = self._bound(arrays, options)
+        binding = self._bind(arrays, options)
         if self.spec.splits and options.setdefault("split", binding.split) != binding.split:
             raise ValueError(f"{self.spec.name}: split ({options['split']}) is not the form of {shapes}; leave it out")
-        logical = list(map(self._factored, self.spec.inputs, arrays, binding.inputs))
+        logical = list(map(self._split_factors, self.spec.inputs, arrays, binding.inputs))
         results = self._primitive.bind(*_alike(logical, binding), shapes=shapes, **options)
         patterned = tuple(map(_join_factors, results, binding.outputs))
         return patterned if len(patterned) > 1 else patterned[0]
 
-    def _factored(self, operand: Operand, array: jax.Array, view: View) -> jax.Array:
+    def _split_factors(self, operand: Operand, array: jax.Array, view: View) -> jax.Array:
         """View an operand with one axis for each factor, in logical order."""
         if all(len(axis) == 1 for axis in view.axes):
             return array if view.order == tuple(range(array.ndim)) else jnp.transpose(array, _inverse(view.order))
@@ -188,7 +188,7 @@ class Op:
         sizes = [factor.size for axis in view.axes for factor in axis]
         return jnp.transpose(reshape(array, sizes, entries), _inverse(view.order))
 
-    def _bound(
+    def _bind(
         self, arrays: Sequence[Any], options: Mapping[str, Any], shapes: Sequence[tuple[int, ...]] | None = None
     ) -> Binding:
         """Bind operands and options to the row of the op.
@@ -201,7 +201,7 @@ class Op:
         return self.spec.bind(shapes, dtypes, given, options.get("dtype"), cuttable=options["cuttable"])
 
     def _type(self, *avals: Any, shapes: tuple[tuple[int, ...], ...], **options: Any) -> tuple[Any, ...]:
-        binding = self._bound(avals, options, shapes)
+        binding = self._bind(avals, options, shapes)
         entries = _entries(avals[0], binding)
         # `update` keeps the manual axes over which the operand varies, which a ShapeDtypeStruct lacks.
         return tuple(
@@ -228,7 +228,7 @@ class Op:
                 f"{self.spec.name}: operands (on one device, as far as was known) are compiled for {devices}, and XLA "
                 "would gather all of them; trace within jax.set_mesh(mesh)"
             )
-        binding = self._bound(ctx.avals_in, options, shapes)
+        binding = self._bind(ctx.avals_in, options, shapes)
         batch_dims = min(binding.lead, max(0, ctx.avals_in[0].ndim - 1))
         rule = jax.ffi.ffi_lowering(
             target_of(self.spec.name),
@@ -266,7 +266,7 @@ class Op:
         # These attributes describe the operands of one example.
         options = {name: value for name, value in options.items() if name not in ("shared", "turned")}
         shapes = tuple((size, *shape) if grows else shape for shape, grows in zip(shapes, grow, strict=True))
-        results = self._primitive.bind(*_alike(moved, self._bound(moved, options, shapes)), shapes=shapes, **options)
+        results = self._primitive.bind(*_alike(moved, self._bind(moved, options, shapes)), shapes=shapes, **options)
         return results, (0,) * len(results)
 
     def _run(self, *operands: Any, **options: Any) -> Any:

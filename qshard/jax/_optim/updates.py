@@ -81,11 +81,12 @@ class CodesUpdate(NoArithmetic):
                 f"apply_updates: the update of a PrimaryWeight ({quote(codes)}) does not fit params ({quote(old)}): "
                 f"they are others, or a function of trees changed the update; {_REMEDY}"
             )
-        return codes if getattr(self, "_untouched", False) else self._sealed(codes)
+        return codes if getattr(self, "_untouched", False) else self._check_seal(codes)
 
     __radd__ = __add__
 
-    def _sealed(self, codes: jax.Array) -> jax.Array:
+    def _check_seal(self, codes: jax.Array) -> jax.Array:
+        """Return `codes` if the seal is intact. Else raise, or under `jit` return all bits set: scales that are NaN."""
         sealed = jnp.all(jax.random.key_data(self.seal) == _SEAL[0])
         if not isinstance(sealed, jax.core.Tracer) and not sealed:
             raise ValueError(

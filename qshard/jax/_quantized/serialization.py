@@ -42,7 +42,7 @@ def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
     With safetensors: `save_file(arrays, "w.safetensors", metadata)` of `safetensors.flax`.
     """
-    return serialization.plain(values, _parts_of)
+    return serialization.plain(values, _to_planes)
 
 
 def from_plain(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict[str, Any]:
@@ -67,10 +67,10 @@ def from_plain(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None) ->
     >>> float(from_plain(arrays, metadata)["w"].dequantize()[0, 0])
     3.0
     """
-    return serialization.restore(arrays, metadata, _made_of)
+    return serialization.restore(arrays, metadata, _from_planes)
 
 
-def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] | None:
+def _to_planes(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] | None:
     if not isinstance(value, QuantizedArray):
         return None
     if not value.planes:
@@ -88,7 +88,7 @@ def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] |
     return description, planes
 
 
-def _made_of(name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedArray:
+def _from_planes(name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedArray:
     fmt = description.format
 
     def own(parts: Plane) -> Plane:
