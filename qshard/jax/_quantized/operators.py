@@ -1,4 +1,4 @@
-"""Base class of quantized arrays: arithmetic raises, and says what to do."""
+"""Base class of quantized containers: arithmetic raises an error with a remedy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _UNARY = {"neg": "-", "pos": "+", "abs": "abs", "invert": "~"}
 
 
 class NoArithmetic:
-    """Operators that raise, with the name of the operator and a remedy.
+    """Operators that raise TypeError with the operator and a remedy.
 
-    Without them Python says "unsupported operand type(s)", and NumPy makes an array of objects.
+    Without them Python says "unsupported operand type(s)", and NumPy builds an array of objects.
     """
 
     _REMEDY: ClassVar[str] = "an op on codes; call .dequantize() and use its result"
-    __array_ufunc__ = None  # NumPy's operators leave the answer to ours.
+    __array_ufunc__ = None  # NumPy's operators then defer to ours.
 
     def _refuse(self, what: str) -> NoReturn:
         raise TypeError(f"{type(self).__name__}: {what} is not {self._REMEDY}")

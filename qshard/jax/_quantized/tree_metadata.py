@@ -1,7 +1,7 @@
-"""Trees with quantized arrays in checkpoints: what of them is no array, as metadata; and flax's serialization.
+"""Checkpoint metadata of trees with quantized arrays, and their handlers for `flax.serialization`.
 
-A checkpoint has the arrays of a tree by their names, and gives them back as dicts and lists where it is told nothing of
-the tree. What makes quantized arrays of those again is one string, for the metadata that every library keeps.
+A checkpoint stores the arrays of a tree by name. Without a target it restores them as dicts and lists. `describe` puts
+formats and places of quantized arrays into one string for the checkpoint's metadata, and `rebuild` applies it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.primary import PrimaryWeight
 
 KEY = "qshard.tree"
-"""Of the metadata."""
+"""The key of the description in the metadata of a checkpoint."""
 VERSION = 1
 _Keys = tuple[str, ...]
 _FIELDS: dict[type, dict[str, type | None]] = {
@@ -36,26 +36,26 @@ _FIELDS: dict[type, dict[str, type | None]] = {
     TensorState: {"scale": None, "amax_history": None, "observed": Observed},
     Observed: {"amax": None, "seal": None},
 }
-"""Of the nodes that are ours: their arrays, and the nodes below them."""
+"""The fields of each node type of this package: None for an array, else the type of the nested node."""
 _CODES = (QuantizedArray, PrimaryWeight)
 _ROOTS = (*_CODES, LinearState, TensorState)
 
 
 def describe(tree: Any) -> dict[str, str]:
-    """What of a tree is no array, for the metadata of a checkpoint: where it has quantized arrays, and in which format.
+    """Describe the quantized arrays of a tree, their places and formats, for the metadata of a checkpoint.
 
     Args:
-      tree: any pytree: parameters, or all that a training has. Its leaves are not read; `jax.eval_shape` makes such a
-        tree, too.
+      tree: any pytree: parameters, or a whole training state. Its leaves are not read, so the result of
+        `jax.eval_shape` works too.
 
     Returns:
-      Metadata of one string, by a key of qshard's: `{**describe(tree), ...}` with what else you keep.
+      A dict with one string, under a key of qshard. Merge it with your own metadata: `{**describe(tree), ...}`.
 
     >>> from qshard.jax import quantize
     >>> tree = {"w": quantize(jnp.ones((32, 32)), "MXFP8_32x32"), "b": jnp.ones(32)}
     >>> metadata = describe(tree)
     >>> w = {"data": tree["w"].rowwise.data, "scale_inv": tree["w"].rowwise.scale_inv, "global_scale_inv": None}
-    >>> dicts = {"w": {"rowwise": w, "columnwise": None}, "b": tree["b"]}  # as checkpoints give it back
+    >>> dicts = {"w": {"rowwise": w, "columnwise": None}, "b": tree["b"]}  # as a checkpoint restores it
     >>> print(rebuild(dicts, metadata)["w"])
     QuantizedArray(MXFP8_32x32, float32, rowwise)
 
@@ -70,26 +70,31 @@ def describe(tree: Any) -> dict[str, str]:
 
 
 def rebuild(tree: Any, metadata: Mapping[str, Any] | None) -> Any:
-    """The tree that `describe` has described, of what a checkpoint gave back of it.
+    """Restore the quantized arrays of a tree that a checkpoint returned as dicts and lists.
 
     Args:
-      tree: of dicts and lists, where quantized arrays and the states of delayed scaling are dicts, too. Its leaves are
-        arrays, or what describes them. Where it has quantized arrays already, as after a restore with a target, these
-        are compared with the metadata.
-      metadata: of the same checkpoint, with all that it has.
+      tree: dicts and lists. Quantized arrays and the states of delayed scaling are dicts too. Leaves are arrays, or
+        descriptions of arrays. Quantized arrays that are already there, as after a restore with a target,
+        are checked against the metadata.
+      metadata: the whole metadata of the same checkpoint.
 
     Returns:
-      The tree with quantized arrays and states in their places, and all else as it was.
+      The tree with quantized arrays and states in their places, and everything else unchanged.
 
     Raises:
-      ValueError: the metadata is not of `describe`, or of a later version; or the tree has something else at a place,
-        such as codes of another format.
+      ValueError: the metadata is not from `describe`, or is of a later version; or the tree does not match it, for
+        example because codes have another format.
 
     Nothing is moved or computed: sharded arrays stay sharded.
 
-    With orbax, no target: `rebuild(checkpointer.restore(path), checkpointer.metadata(path).custom_metadata)`. Onto
-    another mesh: `rebuild` what `checkpointer.metadata(path).item_metadata.tree` has, give its leaves shardings, and
-    restore to that.
+    >>> from qshard.jax import quantize
+    >>> tree = {"w": quantize(jnp.ones((32, 32)), "MXFP8_32x32")}
+    >>> print(rebuild(tree, describe(tree))["w"])
+    QuantizedArray(MXFP8_32x32, float32, rowwise)
+
+    With orbax, without a target: `rebuild(checkpointer.restore(path), checkpointer.metadata(path).custom_metadata)`. To
+    restore onto another mesh, `rebuild` the tree `checkpointer.metadata(path).item_metadata.tree`, give its leaves
+    shardings, and pass it as the target.
     """
     text = (metadata or {}).get(KEY)
     if text is None:
@@ -106,7 +111,7 @@ def _is_ours(node: Any) -> bool:
 
 
 def _keys(path: Sequence[Any]) -> _Keys:
-    """As names of dicts, fields and places of lists are in a checkpoint."""
+    """Return a path as a checkpoint names it: dict keys, field names and list indices, as strings."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
@@ -123,7 +128,7 @@ def _static(terms: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nodes(text: str) -> list[tuple[_Keys, Callable[[Any, str], Any]]]:
-    """Where nodes are, and what makes each of what is there."""
+    """Return the path of each described node, with the function that rebuilds it."""
     try:
         read = json.loads(text)
     except (TypeError, ValueError):
@@ -149,7 +154,7 @@ def _nodes(text: str) -> list[tuple[_Keys, Callable[[Any, str], Any]]]:
 
 
 def _replace(tree: Any, keys: _Keys, make: Callable[[Any, str], Any], at: _Keys) -> Any:
-    """The tree with another node at a place."""
+    """Return the tree with the node at `keys` replaced by `make(node, name)`."""
     where = "/".join(at) or "tree"
     if not keys:
         return make(tree, where)
@@ -161,7 +166,7 @@ def _replace(tree: Any, keys: _Keys, make: Callable[[Any, str], Any], at: _Keys)
     elif isinstance(tree, list | tuple) and first.isdecimal() and int(first) < len(tree):
         parts = [_replace(part, tuple(rest), make, at) if str(i) == first else part for i, part in enumerate(tree)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    elif hasattr(tree, first):  # A node of the user's, where there was a target: whose fields stay as they are.
+    elif hasattr(tree, first):  # A node of the user's, from a restore with a target: check its fields and keep it.
         _replace(getattr(tree, first), tuple(rest), make, at)
         return tree
     raise ValueError(f"rebuild: tree has nothing at {where} ({first} is absent); pass what the checkpoint gave back")
@@ -172,7 +177,7 @@ def _like(tree: Any, items: dict[Any, Any]) -> Any:
 
 
 def _make(kind: type, static: Mapping[str, Any], node: Any, where: str) -> Any:
-    """A node of some kind, of the dict of its fields."""
+    """Rebuild a node of type `kind` from the dict of its fields, or check a node that exists."""
     if isinstance(node, kind):
         for name, value in static.items():
             if getattr(node, name) != value:
@@ -193,8 +198,8 @@ def _make(kind: type, static: Mapping[str, Any], node: Any, where: str) -> Any:
     return kind(**static, **{name: part(name) for name in below})
 
 
-# What follows is for flax, where it is installed. `flax.serialization` has states by type, and is told of ours as soon
-# as both libraries are imported, in any order, so that nobody has to import a module for its effects.
+# `flax.serialization` has a registry of handlers by type. Our handlers are registered once both libraries are imported,
+# in any order, so users need not import a module for its side effects.
 
 
 def _to_state(serialization: ModuleType, node: Any) -> dict[str, Any]:
