@@ -1,10 +1,7 @@
-"""What autograd keeps of a `linear`, and its backward pass.
+"""Autograd nodes of `linear`: tensors saved for backward, and the backward pass.
 
-    Gradients   the node that has the operands, and makes both gradients
-    Product     that of the product, where it has one of its own
-    How         which tensors are which operand, and which are made again
-
-Hooks see what is kept, so under them it comes before the product.
+`Gradients` saves the operands and computes both gradients. `Product` computes y in a node of its own when
+`saved_tensors_hooks` are active. `How` describes the layout of the saved tensors.
 """
 
 from __future__ import annotations
@@ -34,18 +31,22 @@ aten = torch.ops.aten
 
 
 class How(NamedTuple):
-    """How the backward pass has its operands, and in which of the tensors that it is given.
+    """Layout of the tensors that `Gradients` saves for the backward pass.
 
     Attributes:
+      recipe: the format of each role.
       dtype: of y.
-      x_again: x is quantized again, from what `activations.source_of` found; None: its codes are kept.
-      w_again: so is the weight, a parameter, which is there anyway. If codes are kept, `w_format` and `w_usage` say of
-        which plane; None if there are none.
-      given, of_x: how many of the tensors are those of delayed scaling, and how many are of x.
+      x_again: recomputes x from the tensors that `saved_input.source_of` found; None: the codes of x are saved.
+      w_again: quantize the weight again in the backward pass; it is a parameter, so it stays in memory anyway.
+      w_format: the format of the saved codes of the weight.
+      w_usage: the plane of the saved codes of the weight; None if no codes are saved.
+      given: number of leading tensors that belong to delayed scaling.
+      of_x: number of saved tensors that belong to x. The tensors of the weight follow.
       y_shape: of y.
-      parts: which parts of larger tensors the operands are, if they are.
-      x_rows, y_rows: how rows of theirs are cut, of whose planes others have the rest.
-      join: gathers the codes of x from the parts of an `ActivationGroup`; None: this rank keeps all codes.
+      parts: how each operand is sharded under tensor parallelism; empty otherwise.
+      x_rows: how rows of x are sharded under sequence parallelism, if they are.
+      y_rows: how rows of y are sharded under sequence parallelism, if they are.
+      join: gathers the codes of x that the ranks of an `ActivationGroup` saved; None: this rank saved all of them.
       is_kn: the weight is `[K, N]`.
     """
 
@@ -66,10 +67,10 @@ class How(NamedTuple):
 
 
 class Gradients(Node):
-    """The backward pass of `linear`: it keeps what that needs.
+    """Autograd node that saves the operands of `linear` and computes both gradients.
 
-    A node of its own, before that of the product, where hooks see what is kept: activation checkpointing ends when the
-    last tensor is, so what it recomputes last need not be multiplied.
+    Under `saved_tensors_hooks` it runs before `Product`. Activation checkpointing stops recomputing once the last saved
+    tensor is recomputed, so it skips the last matmul.
     """
 
     op, degree = "linear", 2
@@ -85,21 +86,31 @@ class Gradients(Node):
         ready: tuple[Tensor] | None,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """`ready`: y; None: y has no memory yet, and `Product` gives it some. `tensors`: of delayed scaling, the scale
-        of each role and the amax of the gradient, else none; then those of x, then those of the weight.
+        """Save the operands and return y.
+
+        Args:
+          ctx: the autograd context.
+          x: the input of `linear`.
+          weight: the weight of `linear`.
+          how: layout of `tensors`.
+          seed: for stochastic rounding.
+          ready: y; None: return a placeholder for y without memory, which `Product` computes later.
+          tensors: under delayed scaling the scale of each role and the amax of the gradient, then the tensors saved for x
+            and for the weight.
         """
         given, kept = tensors[: how.given], tensors[how.given :]
         ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, x.shape, x.dtype, weight.dtype
-        ctx.given = given  # Not saved: autograd would object to the amax that is noted in it.
+        ctx.given = given  # Not saved: the backward pass writes an amax into one of them, and autograd would raise.
         y = x.new_empty((), dtype=how.dtype).expand(how.y_shape) if ready is None else ready[0]
         return y, (*kept, *([weight] if how.w_again else []), seed)
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of the weight."""
         how: How = ctx.how
         seed = saved.pop()
         count, of_x, of_w = len(saved), saved[: how.of_x], saved[how.of_x :]
-        saved.clear()  # Operands go as soon as they are multiplied: checkpointing has left no others of them.
+        saved.clear()  # Each operand is freed once it is multiplied.
         if how.join is not None:
             of_x[0] = how.join(of_x[0])
         dy, made = matrix_of(grad, grad.dtype), None
@@ -116,7 +127,7 @@ class Gradients(Node):
 
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""The gradients of x and of the weight, and the amax of that of y, if its scale is given."""
+"""Gradients of x and of the weight, and under delayed scaling the amax of the gradient of y."""
 
 
 def _gradients_in_one_call(
@@ -164,7 +175,7 @@ def _gradients_op_by_op(
 
 
 def _again(how: How, kept: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | None]:
-    """x as a matrix, from what autograd keeps of it, and its amax if that comes with it."""
+    """Recompute x as a matrix from the saved tensors, and its amax if the recomputation also gives it."""
     assert how.x_again is not None
     x, amax = how.x_again(*kept)
     return matrix_of(x, how.dtype, ctx.x_shape[-1]), amax if x.dtype == how.dtype else None
@@ -175,7 +186,7 @@ def _quantizer(ctx: Any, seed: Tensor | None) -> LayerQuantizer:
 
 
 def _x_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
-    """x, columnwise, from what is kept of it, which leaves the list."""
+    """Return x columnwise from its saved tensors, and empty the list `kept` to free them."""
     parts, role, columns = tuple(kept), Role.ACTIVATION, Usage.COLUMNWISE
     kept.clear()
     fmt = how.recipe.format(role)
@@ -190,7 +201,7 @@ def _x_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
 
 
 def _w_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
-    """The weight, in the plane that contracts N, likewise."""
+    """Return the plane of the weight that contracts N, and empty the list `kept` to free the saved tensors."""
     parts = tuple(kept)
     kept.clear()
     usage = Usage.ROWWISE if how.is_kn else Usage.COLUMNWISE
@@ -205,7 +216,7 @@ def _w_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
 def multiply(
     x: Operand, w: Operand, dtype: torch.dtype, shape: Sequence[int], x_rows: Rows | None, y_rows: Rows | None
 ) -> Tensor:
-    """y. Not a view, to which FSDP2 could not attach its hooks."""
+    """Compute y in its final shape. It is not a view, because FSDP2 cannot attach its hooks to one."""
     made: Tensor = aten._unsafe_view.default(_product_of(x, w, dtype, x_rows, y_rows, fast=True), shape)
     return made
 
@@ -213,7 +224,7 @@ def multiply(
 def _product_of(
     x: Operand, w: Operand, dtype: torch.dtype, x_rows: Rows | None, y_rows: Rows | None, *, fast: bool = False
 ) -> Tensor:
-    """`x @ w.T`, where rows of x, or of what it gives, are cut or not."""
+    """Compute `x @ w.T`, with the rows of x or of the result sharded over ranks if `x_rows` or `y_rows` is given."""
     if x_rows is not None:
         return x_rows.product_of_own(x, w, dtype, fast=fast)
     if y_rows is not None:
@@ -222,7 +233,10 @@ def _product_of(
 
 
 class Product(torch.autograd.Function):
-    """`y = x @ w.T`, with the identity as its backward pass: `Gradients` comes next, and refuses second ones."""
+    """Autograd node of `y = x @ w.T`, with the identity as its backward pass.
+
+    `Gradients` runs next in the backward pass and computes the gradients. It also rejects second derivatives.
+    """
 
     @staticmethod
     def forward(
@@ -235,6 +249,7 @@ class Product(torch.autograd.Function):
         rows: tuple[Rows | None, Rows | None],
         *parts: Tensor | None,
     ) -> Tensor:
+        """Multiply the planes of x and of the weight in `parts`."""
         half = len(Plane._fields)
         ctx.count = len(parts)
         usage = Usage.COLUMNWISE if is_kn else Usage.ROWWISE
@@ -243,4 +258,5 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Pass the gradient of y on to `Gradients`."""
         return grad, None, None, None, None, None, *(None for _ in range(ctx.count))
