@@ -26,8 +26,8 @@ from qshard.torch_bridge._nn.linear import Linear
 class ColwiseParallel(_ColwiseParallel):
     """PyTorch's `ColwiseParallel`, except that a sequence-sharded input is quantized before it is gathered.
 
-    Codes and scales are bit for bit what one device computes from the whole input, for every recipe. The gradient of the
-    input is reduce-scattered. If the sequence is sharded unevenly or a shard boundary splits a block, the input is
+    Codes and scales are bit for bit what one device computes from the whole input, for every recipe. The gradient of
+    the input is reduce-scattered. If the sequence is sharded unevenly or a shard boundary splits a block, the input is
     gathered unquantized. Layers that are not qshard's are parallelized by PyTorch's style.
 
     Args:

@@ -247,7 +247,7 @@ class RMSNorm(Extends, nn.RMSNorm):
             return nn.RMSNorm.forward(self, input)
         if input.shape[-axes:] != self.normalized_shape or weight.device != input.device:
             return nn.RMSNorm.forward(self, input)  # PyTorch raises its own errors.
-        # PyTorch's default is the epsilon of the dtype that it computes in.
+        # PyTorch's default is the epsilon of its compute dtype, fp32.
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         if axes == 1:  # The amax is cached on the result, which a view would lose.
             return rms_norm(input, weight, eps)

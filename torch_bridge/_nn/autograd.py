@@ -95,8 +95,8 @@ class Gradients(Node):
           how: layout of `tensors`.
           seed: for stochastic rounding.
           ready: y; None: return a placeholder for y without memory, which `Product` computes later.
-          tensors: under delayed scaling the scale of each role and the amax of the gradient, then the tensors saved for x
-            and for the weight.
+          tensors: under delayed scaling the scale of each role and the amax of the gradient, then the tensors saved for
+            x and for the weight.
         """
         given, kept = tensors[: how.given], tensors[how.given :]
         ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, x.shape, x.dtype, weight.dtype

@@ -1,13 +1,17 @@
-"""Rows that are sorted by expert, in tiles of which none has rows of two experts: their codes and their products.
+"""Tiles of rows sorted by expert: their planes, and the grouped products on them.
 
-    unit      rows of a tile: the longest block along rows, so blocks end where an expert's rows end
-    places    rows of all tiles, one after the other; those after an expert's rows are zeros
-    factor    the scale of a whole tensor, of which each expert has its own: all of a format without blocks, or the
-              global one of NVFP4
+    row alignment (`unit`)   rows of a tile: the longest block along rows, at least 16, so no block and no tile has rows
+                             of two experts
+    padded rows (`places`)   the rows of all tiles in order; each expert's rows are followed by zeros up to whole tiles
+    expert scale (`factor`)  the per-tensor scale of each expert: the only scale of a per-tensor format, or the
+                             global scale of NVFP4
 
-Codes are then those that the rows of an expert have alone. There are as many tiles as any sizes could need, since the
-host does not know them, and one for each expert without rows, so that its gradient is a sum of zeros; the last is
-nobody's. An expert's rows are quantized by the ops that quantize a matrix, all experts' in one launch.
+The codes of each expert are therefore bit for bit the codes of its rows alone. The ops that quantize one matrix
+quantize the rows of all experts in one launch.
+
+The host does not know the group sizes, so the number of tiles is the most that any sizes could need. An expert without
+rows gets one tile of zeros, so that its weight gradient is a sum of zeros. Tiles left over at the end belong to no
+expert.
 """
 
 from __future__ import annotations
@@ -32,19 +36,20 @@ from qshard.torch_bridge._quantized.gemm import Operand, matmul_into
 from qshard.torch_bridge._quantized.plane_programs import transpose
 
 _LEAST_UNIT = 16
-"""PyTorch's grouped products want the rows that they contract in runs of 16 bytes."""
+"""Minimum row alignment. PyTorch's grouped GEMMs require contracted rows in runs of 16 bytes."""
 
 
 class Tiles(NamedTuple):
-    """Where rows are.
+    """Map between the rows of x and padded rows.
 
     Attributes:
-      unit: see above.
-      sizes: how many rows of x each expert has, on the device.
-      experts: of each tile; E of those that are left over.
-      first: the first row of each tile, among those of its expert.
-      place: of each row of x; the last one, for rows of no expert.
-      starts, stops: where the tiles of each expert begin and end, in places.
+      unit: row alignment, the number of rows in a tile.
+      sizes: number of rows of x of each expert, on the device.
+      experts: the expert of each tile; E, the number of experts, for the tiles left over.
+      first: index of the first row of each tile among the padded rows of its expert.
+      place: padded row index of each row of x; the last padded row for rows of no expert.
+      starts: first padded row of each expert.
+      stops: end of the padded rows of each expert.
     """
 
     unit: int
@@ -60,31 +65,44 @@ class Tiles(NamedTuple):
         return self.experts.shape[0]
 
     def spread(self, x: Tensor) -> Tensor:
-        """Rows of x in their places: `[tiles, unit, columns]`."""
+        """Scatter the rows of x into zero-padded tiles `[tiles, unit, columns]`."""
         places = x.new_zeros((self.number * self.unit, x.shape[1])).index_copy_(0, self.place, x)
         return places.view(self.number, self.unit, x.shape[1])
 
     def gathered(self, places: Tensor) -> Tensor:
-        """Rows in the order of x, of a result that is written to; zeros for those of no expert."""
+        """Gather padded rows into the order of x, with zeros for rows of no expert.
+
+        Writes zeros to the last padded row, which is the one that rows of no expert read.
+        """
         places[-1].zero_()
         return places.index_select(0, self.place)
 
     def of_tiles(self, of_experts: Tensor) -> Tensor:
-        """For each tile what its expert has."""
+        """Expand one value per expert to one value per tile."""
         return of_experts.index_select(0, self.experts.clamp(max=of_experts.shape[0] - 1))
 
     def of_places(self, of_experts: Tensor) -> Tensor:
+        """Expand one value per expert to one value per padded row."""
         return self.of_tiles(of_experts).repeat_interleave(self.unit)
 
     def largest(self, amax: Tensor) -> Tensor:
-        """For each expert the maximum of those of its tiles. As integers: exact, and NaN stays."""
+        """Reduce one amax per tile to one per expert. The maximum is over integers, so it is exact and keeps NaN."""
         table = torch.zeros(self.sizes.shape[0] + 1, dtype=torch.int32, device=amax.device)
         table.scatter_reduce_(0, self.experts, amax.contiguous().view(torch.int32), "amax")
         return table[:-1].view(torch.float32)
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
-    """The tiles of so many rows. What sizes are not checked for here is that they fit the rows."""
+    """Compute the tiles of `rows` rows sorted by expert.
+
+    Args:
+      recipe: decides the row alignment, from the blocks of activations and gradients.
+      rows: number of rows of x.
+      group_sizes: int32 or int64 `[E]`, rows of each expert. Their sum is not compared with `rows` here.
+
+    Returns:
+      `rows // unit + E + 1` tiles, enough for any group sizes.
+    """
     unit = max(_LEAST_UNIT, block_alignment(recipe.activation, recipe.gradient))
     sizes, experts, device = group_sizes.to(torch.int64), group_sizes.shape[0], group_sizes.device
     padded = ((sizes + unit - 1) // unit).clamp(min=1) * unit
@@ -100,11 +118,13 @@ def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
 
 
 class Side(NamedTuple):
-    """One plane of all rows in places, as a matrix; or of the weights of all experts, `[E, ..]`.
+    """One plane of the padded rows of all experts, as a matrix; or of the stacked weights, `[E, ...]`.
 
     Attributes:
-      parts: without factors.
-      factor: of each expert, if the format has one.
+      format: of the codes.
+      usage: which plane it is.
+      parts: the plane, with 1 as its per-tensor scale.
+      factor: the per-tensor scale of each expert, fp32 `[E]`; None if the format has none.
     """
 
     format: Format
@@ -113,11 +133,11 @@ class Side(NamedTuple):
     factor: Tensor | None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """As they are stored, up to the factor: exact in bfloat16."""
+        """Dequantize without the expert scales, which is exact in bfloat16."""
         return quantize_steps.dequantize(ops, self.parts, self.format, self.usage, dtype)  # type: ignore[no-any-return]
 
     def by_expert(self, stops: Sequence[int] | None = None) -> list[Operand]:
-        """The weight of each expert; or its places, which are given by where they stop."""
+        """Split into one operand per expert: stacked weights, or padded rows that end at `stops`."""
         if stops is None:
             parts = [part.unbind() if part is not None and part.ndim else itertools.repeat(part) for part in self.parts]
             planes = [Plane(*each) for each in zip(*parts, strict=False)]
@@ -126,7 +146,7 @@ class Side(NamedTuple):
             rows = [quantize_steps.plane_rows(self.parts, self.format, self.usage, *each) for each in ends]
             planes = [Plane(*(part if part is None else part.contiguous() for part in each)) for each in rows]
         if self.factor is not None:
-            # Apart, since cuBLASLt would have each moved to an address of 16 bytes.
+            # Padded to one scale every 16 bytes. Otherwise cuBLASLt copies each to an aligned address.
             apart = torch.nn.functional.pad(self.factor[:, None], (0, 3))[:, 0].unbind()
             name = "scale_inv" if self.format.per_tensor else "global_scale_inv"
             planes = [each._replace(**{name: factor}) for each, factor in zip(planes, apart, strict=True)]
@@ -134,7 +154,14 @@ class Side(NamedTuple):
 
 
 def side_of(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = None) -> Side:
-    """Of planes that lie one after the other: factors of experts are taken out of them, or are given."""
+    """Build a `Side`, and separate the per-tensor scales from the planes.
+
+    Args:
+      fmt: of the codes.
+      usage: which plane it is.
+      parts: the planes of all experts.
+      factors: the scale of each expert; by default the per-tensor scales in `parts`.
+    """
     if not fmt.tensor_scaled:
         return Side(fmt, usage, parts, None)
     one = torch.ones((), device=parts.data.device)
@@ -145,7 +172,7 @@ def side_of(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = No
 
 
 def stack_weights(weights: Sequence[Operand]) -> Side:
-    """The weights of all experts, each in one plane."""
+    """Stack the planes of all experts' weights."""
     parts = [None if part[0] is None else torch.stack(part) for part in zip(*(w.parts for w in weights), strict=True)]
     return side_of(weights[0].format, weights[0].usage, Plane(*parts))
 
@@ -153,31 +180,37 @@ def stack_weights(weights: Sequence[Operand]) -> Side:
 def quantized_places(
     places: Tensor, spec: OperandSpec, tiles: Tiles, *, seeds: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[dict[Usage, Side], Tensor | None]:
-    """The planes of `places`, under one set of scales an expert.
+    """Quantize padded rows, with one set of scales per expert.
 
     Args:
-      seeds: of each expert, `[E, 2]` words.
-      scale: of delayed scaling, `[E]`. The amaxes of experts then come with the planes.
+      places: padded rows `[tiles, unit, columns]`.
+      spec: format and usage.
+      tiles: the tiles of `places`.
+      seeds: for stochastic rounding, int32 `[E, 2]`: a uint64 per expert as two words.
+      scale: of delayed scaling, fp32 `[E]`.
+
+    Returns:
+      The planes by usage, and with `scale` the amax of each expert, fp32 `[E]`.
     """
     fmt, usage = spec.format, spec.usage
     found: list[Tensor] = []
 
     def merged(amax: Tensor) -> Tensor:
-        if amax.ndim > 1:  # One for each row stays.
+        if amax.ndim > 1:  # Amaxes per row need no reduction.
             return amax
         found.append(tiles.largest(amax))
         return tiles.of_tiles(found[-1])
 
-    # Ops take tiles as one matrix, but for a global scale: it is one for a matrix, and so each tile is one.
+    # Ops take all tiles as one matrix. An op with a global scale has one per matrix, so there each tile is a matrix.
     apart = fmt.tensor_scaled and not fmt.per_tensor
     over = _Apart() if apart else ops
     asked = usage
     if fmt.transposes and fmt.stochastic:
-        asked = Usage.ROWWISE  # Of which the other one is made, as of a matrix.
+        asked = Usage.ROWWISE  # The columnwise plane is the transposed rowwise plane, as for a matrix.
     draws, seeds = None, spec.seed_of(seeds, xor_words)
     if seeds is not None:
         tile = Box(tuple(places.shape[1:]), (tiles.first, 0), tuple(places.shape[1:]))
-        # Words are int32, the low one first.
+        # A uint64 is two int32 words, low word first.
         draws = tile.draws(tiles.of_tiles(seeds).contiguous(), lambda first: first.view(torch.int32).view(-1, 2))
     amax = None
     if fmt.tensor_scaled and not fmt.rotates(asked):
@@ -200,7 +233,7 @@ def quantized_places(
 
 
 class _Apart:
-    """Ops for which the first axis is one of matrices, not of their rows."""
+    """`ops` that treat the first axis as a batch of matrices instead of as rows."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         op = getattr(ops, name)
@@ -208,7 +241,7 @@ class _Apart:
 
 
 def _as_matrix(part: Tensor | None, fmt: Format, usage: Usage, apart: bool) -> Tensor | None:
-    """What there is of each tile, as one matrix."""
+    """Join the parts of a plane of all tiles to one matrix."""
     if part is None or part.ndim < 2:
         return part
     if part.ndim == 2:
@@ -229,14 +262,22 @@ def products_of_rows(
     *,
     fast: bool,
 ) -> Tensor:
-    """Each row with the weight of its expert, in places: `[places, columns]`. Those of nobody are anything.
+    """Multiply each row by the weight of its expert.
 
     Args:
-      x: rowwise.
-      w: the plane that the product reads, or the one that gives it by a transpose. With `stops` also those of each
-        expert, which then need not be put together.
-      contracted: for which axis of the weights the product is.
-      stops: those of the tiles, as the host knows them: then a product is a call for each expert. None: one for all.
+      x: rowwise plane of the padded rows.
+      w: the plane that the product reads, or the plane to transpose for it. With `stops` it may also be one operand per
+        expert, which avoids stacking them.
+      contracted: `ROWWISE` to contract K of the weights, `COLUMNWISE` to contract N.
+      tiles: the tiles of x.
+      stops: end of the padded rows of each expert, if the host knows them: then each expert is a GEMM call of its own.
+        None: one grouped call.
+      columns: of the result.
+      dtype: of the result.
+      fast: let FP8 tensor cores accumulate with fewer bits.
+
+    Returns:
+      `[padded rows, columns]`. Padding rows are undefined.
     """
     turns = isinstance(w, Side) and w.usage is not contracted and w.format.per_tensor
     if isinstance(w, Side) and turns and (stops is not None or _grouped_codes(x, w, dtype)):
@@ -258,7 +299,7 @@ def products_of_rows(
             a, b.transpose(1, 2), tiles.of_places(of_x), of_columns, ends, out_dtype=dtype, use_fast_accum=fast
         )
     a, b = x.values(torch.bfloat16), w.values(torch.bfloat16)
-    # Weights are stored [E, N, K], or transposed; what is contracted is to be their second axis.
+    # Weights are stored as [E, N, K] or transposed. `_grouped_mm` contracts their second axis.
     turned = is_transposed(w.format, w.usage) if w.usage is contracted else False
     last = contracted is Usage.ROWWISE or turned
     y = torch._grouped_mm(a, b.transpose(1, 2) if last else b, offs=ends)
@@ -271,7 +312,19 @@ def products_of_rows(
 def products_of_experts(
     dy: Side, x: Side, tiles: Tiles, stops: Sequence[int] | None, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> Tensor:
-    """The gradients of all weights, `[E, N, K]`: the rows of each expert contracted. Both are columnwise."""
+    """Compute all weight gradients by contracting the rows of each expert.
+
+    Args:
+      dy: columnwise plane of the gradient of y.
+      x: columnwise plane of x.
+      tiles: the tiles of both.
+      stops: as for `products_of_rows`.
+      shape: `(E, N, K)`.
+      dtype: of the result.
+
+    Returns:
+      `[E, N, K]`.
+    """
     if stops is not None:
         dw = torch.empty(shape, dtype=dtype, device=dy.parts.data.device)
         for of_dy, of_x, out in zip(dy.by_expert(stops), x.by_expert(stops), dw, strict=True):
@@ -300,7 +353,7 @@ def _factors(a: Side, b: Side) -> Tensor | None:
 
 
 def _grouped_codes(a: Side, b: Side, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's grouped product of codes takes them: of E4M3 on Hopper, into bfloat16."""
+    """Return True if `torch._scaled_grouped_mm` takes these codes: E4M3 on Hopper, with a bfloat16 result."""
     device = a.parts.data.device
     return (
         multiplies_codes(a.format, b.format)
