@@ -103,7 +103,7 @@ def is_now(moment: ModuleCall | int) -> bool:
 
 
 def cache_amax(x: Tensor, amax: Tensor) -> None:
-    """Cache the amax `[]` of `x` on `x` itself, with the version counter of `x`, so that a write in place invalidates it."""
+    """Cache the amax `[]` of `x` as an attribute of `x`, with the version of `x`, so that a later write voids it."""
     when = moment()
     if when is not None and type(x) is Tensor and not x.is_inference():
         setattr(x, _AMAX, (x._version, _stream_of(x), when, amax))

@@ -102,7 +102,7 @@ def _forget(call: module_calls.ModuleCall, x: weakref.ref[Tensor]) -> None:
 
 
 def _is_remembered(x: Tensor) -> bool:
-    """Return True if codes of x may be cached: a plain tensor with a version counter, outside of tracing and capture."""
+    """Return True if codes of x may be cached: a plain tensor with a version counter, not traced and not captured."""
     if not may_reuse(x) or type(x) not in (Tensor, torch.nn.Parameter):
         return False
     return not (x.is_inference() or torch.is_inference_mode_enabled())
