@@ -80,9 +80,9 @@ def linear_cross_entropy(
     over chunks in float32.
 
     Raises:
-      TypeError: an argument has the wrong type or dtype, or the recipe is `DelayedScaling`.
-      ValueError: as for `cross_entropy`; x and w do not fit each other or the formats; or a DTensor is sharded another
-        way.
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: as for `cross_entropy`; x and w do not fit each other or the formats; the recipe is `DelayedScaling`,
+        or needs a seed; or a DTensor is sharded in another way.
 
     With "mean" and "sum", gradients are computed with the loss, and the backward pass multiplies them by the gradient
     of the loss, a scalar. In float16, scaling up the loss could not recover gradients that were rounded to 0. So in
