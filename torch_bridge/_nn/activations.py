@@ -40,21 +40,21 @@ _SUM_ROWS = int(table()["rms_norm_grad"].attributes["rows"][1][0])
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute `silu(gate) * up`, rounded once.
+    """Compute `silu(gate) * up` in fp32, rounded once to the dtype of the inputs. Differentiable.
 
     Args:
       gate: float32, bfloat16 or float16, of any shape.
-      up: same shape and dtype as gate.
+      up: a tensor with the shape and dtype of `gate`.
 
     Returns:
-      A tensor with the shape and dtype of gate. For DTensors and under `torch.compile` it is PyTorch's expression,
-      which may also round `silu(gate)`.
+      A tensor of the same shape and dtype. For DTensors and under `torch.compile` it is PyTorch's expression, which may
+      also round `silu(gate)`.
 
     Raises:
-      TypeError: an argument is not a tensor, or its dtype is not supported.
-      ValueError: gate and up differ in shape or dtype.
+      TypeError: an argument is not a tensor of such a dtype.
+      ValueError: the inputs differ in shape or dtype.
 
-    Sharded inputs are computed elementwise, without communication.
+    Local shards need no communication, whatever axes are sharded.
 
     >>> gate = torch.tensor([-1.0, 0.0, 2.0], requires_grad=True)
     >>> h = swiglu(gate, torch.ones(3))
@@ -70,20 +70,22 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last axis, in fp32, rounded once.
+    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last axis, in fp32 and rounded once. Differentiable.
 
     Args:
-      x: float32, bfloat16 or float16, `[..., K]`.
-      weight: float32, bfloat16 or float16, `[K]`.
-      eps: added to the mean square, not negative.
+      x: float32, bfloat16 or float16, `[*lead, K]`.
+      weight: `[K]`, any of these dtypes.
+      eps: 0 or more.
 
     Returns:
-      `[..., K]` in the dtype of x. For DTensors and under `torch.compile` it is PyTorch's `rms_norm`, which sums in
+      `[*lead, K]` in the dtype of `x`. For DTensors and under `torch.compile` it is PyTorch's `rms_norm`, which sums in
       another order.
 
     Raises:
-      TypeError: an argument is not a tensor, or its dtype is not supported.
-      ValueError: weight does not fit x, or eps is negative.
+      TypeError: an argument is not a tensor of such a dtype.
+      ValueError: shapes do not match, or `eps` is negative.
+
+    If rows are sharded over ranks, the gradient of weight is the sum over the local rows only.
 
     >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0)
     tensor([[0.8485, 2.2627]])
@@ -97,24 +99,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu_quantize(gate: Tensor, up: Tensor, fmt: FormatLike, *, usage: Usage = Usage.ROWWISE) -> QuantizedTensor:
-    """Compute `quantize(swiglu(gate, up), fmt)` without a separate amax pass over h.
+    """Compute `quantize(swiglu(gate, up), fmt)` without a second read of the activations for their amax.
 
-    The bits equal the two separate calls. Only formats with a per-tensor amax save the pass. The result is not
-    differentiable: for training, pass `swiglu(gate, up)` to `Linear`.
+    Per-tensor formats and NVFP4 take the amax from the pass that computes `h = swiglu(gate, up)`; other formats run the
+    two calls. Not differentiable: for training, pass `swiglu(gate, up)` to `Linear`.
 
     Args:
       gate: as for `swiglu`, but not a DTensor.
-      up: same shape and dtype as gate.
-      fmt: as for `quantize`. Formats with stochastic rounding are not accepted, because they need a seed: call `swiglu`
-        and `quantize` for those.
-      usage: the planes to compute, as for `quantize`.
+      up: a tensor with the shape and dtype of `gate`.
+      fmt: the format of the result, or its name. Formats with stochastic rounding need a seed and are not accepted:
+        call `swiglu` and `quantize` for those.
+      usage: the planes to compute.
 
     Returns:
-      A `QuantizedTensor` with the shape and dtype of gate.
+      A `QuantizedTensor` with the bits of the two calls.
 
     Raises:
-      TypeError: an argument is not a tensor, or its dtype is not supported.
-      ValueError: gate and up differ in shape or dtype, or `fmt` does not fit them or needs a seed.
+      TypeError: an argument is not a tensor of such a dtype, or has the wrong type.
+      ValueError: the inputs differ in shape or dtype, or `fmt` does not fit them or needs a seed.
 
     A local shard is quantized as a tensor of its own.
 
@@ -132,24 +134,24 @@ def swiglu_quantize(gate: Tensor, up: Tensor, fmt: FormatLike, *, usage: Usage =
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, fmt: FormatLike, *, usage: Usage = Usage.ROWWISE
 ) -> QuantizedTensor:
-    """Compute `quantize(rms_norm(x, weight, eps), fmt)` without a separate amax pass over y.
+    """Compute `quantize(rms_norm(x, weight, eps), fmt)` without a second read of the result for its amax.
 
-    The bits equal the two separate calls. Only formats with a per-tensor amax save the pass. The result is not
-    differentiable: for training, pass `rms_norm(x, weight, eps)` to `Linear`.
+    Per-tensor formats and NVFP4 take the amax from the pass that computes `y = rms_norm(x, weight, eps)`; other formats
+    run the two calls. Not differentiable: for training, pass `rms_norm(x, weight, eps)` to `Linear`.
 
     Args:
       x: as for `rms_norm`, but not a DTensor.
       weight: as for `rms_norm`, but not a DTensor.
-      eps: added to the mean square, not negative.
-      fmt: as for `swiglu_quantize`.
-      usage: the planes to compute, as for `quantize`.
+      eps: 0 or more.
+      fmt: the format of the result, or its name; as for `swiglu_quantize`.
+      usage: the planes to compute.
 
     Returns:
-      A `QuantizedTensor` with the shape and dtype of x.
+      A `QuantizedTensor` with the bits of the two calls.
 
     Raises:
-      TypeError: an argument is not a tensor, or its dtype is not supported.
-      ValueError: weight does not fit x, eps is negative, or `fmt` does not fit x or needs a seed.
+      TypeError: an argument is not a tensor of such a dtype, or has the wrong type.
+      ValueError: shapes do not match, `eps` is negative, or `fmt` does not fit x or needs a seed.
 
     A local shard is quantized as a tensor of its own.
 

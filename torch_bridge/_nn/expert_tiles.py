@@ -1,17 +1,13 @@
-"""Tiles of rows sorted by expert: their planes, and the grouped products on them.
+"""Tiles of rows that are sorted by expert: their quantization and their products.
 
-    row alignment (`unit`)   rows of a tile: the longest block along rows, at least 16, so no block and no tile has rows
-                             of two experts
-    padded rows (`places`)   the rows of all tiles in order; each expert's rows are followed by zeros up to whole tiles
-    expert scale (`factor`)  the per-tensor scale of each expert: the only scale of a per-tensor format, or the
-                             global scale of NVFP4
+Each tile has rows of one expert, and as many rows (`unit`) as the tallest block of the recipe, at least 16. So blocks
+end where the rows of an expert end. Zeros pad the last tile of an expert. Codes are therefore the same as if the rows
+of each expert were quantized alone. The ops that quantize one matrix quantize the tiles of all experts in one launch.
 
-The codes of each expert are therefore bit for bit the codes of its rows alone. The ops that quantize one matrix
-quantize the rows of all experts in one launch.
+Per-tensor formats and NVFP4 have a per-tensor scale for each expert.
 
-The host does not know the group sizes, so the number of tiles is the most that any sizes could need. An expert without
-rows gets one tile of zeros, so that its weight gradient is a sum of zeros. Tiles left over at the end belong to no
-expert.
+The host does not know the group sizes, so there are as many tiles as any sizes could need. An expert without rows gets
+one tile of zeros, so that its weight gradient is a sum of zeros. Unused tiles at the end belong to no expert.
 """
 
 from __future__ import annotations
@@ -40,16 +36,16 @@ _LEAST_UNIT = 16
 
 
 class Tiles(NamedTuple):
-    """Map between the rows of x and padded rows.
+    """The assignment of rows to tiles. M is the number of rows of x, E the number of experts.
 
     Attributes:
-      unit: row alignment, the number of rows in a tile.
-      sizes: number of rows of x of each expert, on the device.
-      experts: the expert of each tile; E, the number of experts, for the tiles left over.
-      first: index of the first row of each tile among the padded rows of its expert.
-      place: padded row index of each row of x; the last padded row for rows of no expert.
-      starts: first padded row of each expert.
-      stops: end of the padded rows of each expert.
+      unit: rows per tile.
+      sizes: number of rows of x of each expert, int64 on the device.
+      experts: the expert of each tile; E for unused tiles.
+      first: the index of each tile's first row among the rows of its expert.
+      place: for each row of x, the row of the tiles; the last row of the tiles for rows of no expert.
+      starts: for each expert, its first row in the tiles.
+      stops: for each expert, the end of its rows in the tiles, with padding.
     """
 
     unit: int
@@ -70,9 +66,9 @@ class Tiles(NamedTuple):
         return places.view(self.number, self.unit, x.shape[1])
 
     def gathered(self, places: Tensor) -> Tensor:
-        """Gather padded rows into the order of x, with zeros for rows of no expert.
+        """Gather rows of the tiles into the order of x, with zeros for rows of no expert.
 
-        Writes zeros to the last padded row, which is the one that rows of no expert read.
+        Writes zeros to the last row of the tiles, which rows of no expert read.
         """
         places[-1].zero_()
         return places.index_select(0, self.place)
@@ -82,7 +78,7 @@ class Tiles(NamedTuple):
         return of_experts.index_select(0, self.experts.clamp(max=of_experts.shape[0] - 1))
 
     def of_places(self, of_experts: Tensor) -> Tensor:
-        """Expand one value per expert to one value per padded row."""
+        """Expand one value per expert to one value per row of the tiles."""
         return self.of_tiles(of_experts).repeat_interleave(self.unit)
 
     def largest(self, amax: Tensor) -> Tensor:
@@ -93,15 +89,15 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
-    """Compute the tiles of `rows` rows sorted by expert.
+    """Assign `rows` rows to tiles.
 
     Args:
-      recipe: decides the row alignment, from the blocks of activations and gradients.
-      rows: number of rows of x.
+      recipe: determines the rows per tile, from the blocks of activations and gradients.
+      rows: M, the number of rows of x.
       group_sizes: int32 or int64 `[E]`, rows of each expert. Their sum is not compared with `rows` here.
 
     Returns:
-      `rows // unit + E + 1` tiles, enough for any group sizes.
+      `M // unit + E + 1` tiles, enough for any group sizes.
     """
     unit = max(_LEAST_UNIT, block_alignment(recipe.activation, recipe.gradient))
     sizes, experts, device = group_sizes.to(torch.int64), group_sizes.shape[0], group_sizes.device
@@ -118,7 +114,7 @@ def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
 
 
 class Side(NamedTuple):
-    """One plane of the padded rows of all experts, as a matrix; or of the stacked weights, `[E, ...]`.
+    """One operand of the grouped products: a plane of the rows of all tiles, as a matrix, or of all weights, `[E, ...]`.
 
     Attributes:
       format: of the codes.
@@ -133,11 +129,11 @@ class Side(NamedTuple):
     factor: Tensor | None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Dequantize without the expert scales, which is exact in bfloat16."""
+        """Dequantize without the per-tensor scales of experts, which is exact in bfloat16."""
         return quantize_steps.dequantize(ops, self.parts, self.format, self.usage, dtype)  # type: ignore[no-any-return]
 
     def by_expert(self, stops: Sequence[int] | None = None) -> list[Operand]:
-        """Split into one operand per expert: stacked weights, or padded rows that end at `stops`."""
+        """Split into one operand per expert: stacked weights, or the rows of tiles that end at `stops`."""
         if stops is None:
             parts = [part.unbind() if part is not None and part.ndim else itertools.repeat(part) for part in self.parts]
             planes = [Plane(*each) for each in zip(*parts, strict=False)]
@@ -154,7 +150,7 @@ class Side(NamedTuple):
 
 
 def side_of(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = None) -> Side:
-    """Build a `Side`, and separate the per-tensor scales from the planes.
+    """Build an operand, and separate the per-tensor scales of experts from the planes.
 
     Args:
       fmt: of the codes.
@@ -180,14 +176,14 @@ def stack_weights(weights: Sequence[Operand]) -> Side:
 def quantized_places(
     places: Tensor, spec: OperandSpec, tiles: Tiles, *, seeds: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[dict[Usage, Side], Tensor | None]:
-    """Quantize padded rows, with one set of scales per expert.
+    """Quantize tiles, with one per-tensor scale per expert.
 
     Args:
-      places: padded rows `[tiles, unit, columns]`.
+      places: `[tiles, unit, columns]`.
       spec: format and usage.
-      tiles: the tiles of `places`.
+      tiles: the assignment of rows to tiles.
       seeds: for stochastic rounding, int32 `[E, 2]`: a uint64 per expert as two words.
-      scale: of delayed scaling, fp32 `[E]`.
+      scale: under delayed scaling, fp32 `[E]`.
 
     Returns:
       The planes by usage, and with `scale` the amax of each expert, fp32 `[E]`.
@@ -265,19 +261,19 @@ def products_of_rows(
     """Multiply each row by the weight of its expert.
 
     Args:
-      x: rowwise plane of the padded rows.
+      x: rowwise plane of the tiles.
       w: the plane that the product reads, or the plane to transpose for it. With `stops` it may also be one operand per
         expert, which avoids stacking them.
       contracted: `ROWWISE` to contract K of the weights, `COLUMNWISE` to contract N.
-      tiles: the tiles of x.
-      stops: end of the padded rows of each expert, if the host knows them: then each expert is a GEMM call of its own.
-        None: one grouped call.
+      tiles: the assignment of rows to tiles.
+      stops: for each expert, the end of its rows in the tiles, if the host knows it: then each expert is a GEMM call of
+        its own. None: one grouped call.
       columns: of the result.
       dtype: of the result.
       fast: let FP8 tensor cores accumulate with fewer bits.
 
     Returns:
-      `[padded rows, columns]`. Padding rows are undefined.
+      `[rows of tiles, columns]`. Padding rows are undefined.
     """
     turns = isinstance(w, Side) and w.usage is not contracted and w.format.per_tensor
     if isinstance(w, Side) and turns and (stops is not None or _grouped_codes(x, w, dtype)):
@@ -315,9 +311,9 @@ def products_of_experts(
     """Compute all weight gradients by contracting the rows of each expert.
 
     Args:
-      dy: columnwise plane of the gradient of y.
-      x: columnwise plane of x.
-      tiles: the tiles of both.
+      dy: columnwise plane of the gradient of y, in tiles.
+      x: columnwise plane of x, in tiles.
+      tiles: the assignment of rows to tiles.
       stops: as for `products_of_rows`.
       shape: `(E, N, K)`.
       dtype: of the result.
