@@ -1,4 +1,4 @@
-"""SwiGLU and RMSNorm kernels that also return the amax of each result.
+"""SwiGLU and RMSNorm, computed by kernels that also return the amax of each result.
 
 A per-tensor scale needs the amax of the whole tensor. Computing it in the kernel that writes the tensor saves a later
 read: of h or y in the forward pass, and of both SwiGLU gradients in the backward pass. The amax is cached on the result
@@ -214,7 +214,7 @@ def _quantize(op: str, x: Tensor, amax: Tensor | None, fmt: FormatLike, usage: U
 
 
 class SwiGLU(nn.Module):
-    """Module form of `swiglu(gate, up)`, without parameters.
+    """`swiglu(gate, up)` as a module, without parameters.
 
     >>> SwiGLU()(torch.tensor([2.0]), torch.tensor([3.0]))
     tensor([5.2848])

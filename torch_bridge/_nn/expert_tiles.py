@@ -4,7 +4,7 @@ Each tile has rows of one expert, and as many rows (`unit`) as the tallest block
 end where the rows of an expert end. Zeros pad the last tile of an expert. Codes are therefore the same as if the rows
 of each expert were quantized alone. The ops that quantize one matrix quantize the tiles of all experts in one launch.
 
-Per-tensor formats and NVFP4 have a per-tensor scale for each expert.
+Per-tensor formats and NVFP4 have a per-tensor scale for each expert (`factor`).
 
 The host does not know the group sizes, so there are as many tiles as any sizes could need. An expert without rows gets
 one tile of zeros, so that its weight gradient is a sum of zeros. Unused tiles at the end belong to no expert.
@@ -114,7 +114,7 @@ def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
 
 
 class Side(NamedTuple):
-    """One operand of the grouped products: a plane of the rows of all tiles, as a matrix, or of all weights, `[E, ...]`.
+    """One operand of the grouped products: a plane of all tiles as a matrix, or of all weights as `[E, ...]`.
 
     Attributes:
       format: of the codes.

@@ -92,9 +92,9 @@ def linear(
         whole blocks of its format, or a shard boundary splits its blocks. The number of rows of x may be anything:
         where blocks run along rows, operands are padded with rows of zeros (`Recipe.added_rows`).
 
-    Scales of plain tensors depend on this rank's data only. Under tensor parallelism all operands and the result are
-    DTensors of one mesh, and scales depend on the whole tensors; `tensor_shards.py` lists the shardings. The local
-    shard of the weight may be a `QuantizedTensor`.
+    For a plain x, the scales of x and of the gradient of y depend on this rank's data only. Under tensor parallelism all
+    operands and the result are DTensors of one mesh, and scales depend on the whole tensors; `tensor_shards.py` lists
+    the shardings. The local shard of the weight may be a `QuantizedTensor`.
 
     Layers that receive the same x in one module call, such as q, k and v, quantize it once, if `convert` was called on
     that module or on a parent. Codes of x are saved for backward, unless autograd already saves x or its factors
@@ -127,7 +127,7 @@ def linear(
     is_kn = weight_layout == "KN"
     if is_kn and (isinstance(x, DTensor) or isinstance(weight, DTensor)):
         raise TypeError("linear: weight (DTensor, weight_layout='KN') cannot be a DTensor; pass it as [N, K]")
-    # Dynamo would guard on the id and compile equal layers one by one, up to its recompilation limit.
+    # Dynamo would guard on the id and compile equal layers one by one, until its recompilation limit.
     cut, shared, layer = None, x, 0 if is_compiling() else _id_of(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         _check_shapes(x, weight, bias)

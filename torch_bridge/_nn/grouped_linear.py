@@ -63,8 +63,8 @@ def grouped_linear(
       x: float32, bfloat16 or float16 `[M, K]`, rows sorted by expert.
       weights: one `[N, K]` per expert, each as for `linear`; or one tensor of all experts.
       group_sizes: int32 or int64 `[E]`, the number of rows of each expert, 0 or more. Rows after the last group give
-        zeros. On the GPU, the call does not synchronize with the host. On the CPU, each expert's product is a GEMM call
-        of its own.
+        zeros. If they are on the GPU, the call does not synchronize with the host. If they are on the CPU, each
+        expert's product is a GEMM call of its own.
       recipe: as for `linear`.
       weight_layout: required with one tensor of all experts, because N == K would be ambiguous: "NK" for `[E, N, K]`,
         "KN" for `[E, K, N]`, as in `torch.nn.functional.grouped_mm`. Both give the same bits. "KN" copies the weights

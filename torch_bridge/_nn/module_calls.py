@@ -1,4 +1,4 @@
-"""Tracks running module calls, which bound how long cached codes, amaxes and factors of a tensor are valid.
+"""Running module calls, which limit how long cached codes, amaxes and factors of a tensor are valid.
 
 PyTorch does not see every write to a tensor. NumPy, DLPack, `x.data` and foreign kernels change values without changing
 the object or its version counter. So codes of a tensor are reused only during one call of a module, because only the
