@@ -92,9 +92,9 @@ def linear(
         whole blocks of its format, or a shard boundary splits its blocks. The number of rows of x may be anything:
         where blocks run along rows, operands are padded with rows of zeros (`Recipe.added_rows`).
 
-    For a plain x, the scales of x and of the gradient of y depend on this rank's data only. Under tensor parallelism all
-    operands and the result are DTensors of one mesh, and scales depend on the whole tensors; `tensor_shards.py` lists
-    the shardings. The local shard of the weight may be a `QuantizedTensor`.
+    For a plain x, the scales of x and of the gradient of y depend on this rank's data only. Under tensor parallelism
+    all operands and the result are DTensors of one mesh, and scales depend on the whole tensors; `tensor_shards.py`
+    lists the shardings. The local shard of the weight may be a `QuantizedTensor`.
 
     Layers that receive the same x in one module call, such as q, k and v, quantize it once, if `convert` was called on
     that module or on a parent. Codes of x are saved for backward, unless autograd already saves x or its factors
