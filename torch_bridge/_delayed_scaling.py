@@ -81,7 +81,7 @@ class DelayedScale(Float32Buffers):
         self.group: dist.ProcessGroup | None = None
         self._asked = False  # True if a sharded weight waits to learn whether it has a scale.
         self._made: int | None = None  # The version of `scale` at which it was known to exist.
-        self._look: _Look | None = None
+        self._look: _ScaleReadback | None = None
         shapes = recipe.state_shapes
         for name in ("scale", "scale_inv", "amax", "amax_history"):
             shape = shapes.get(name, shapes["scale"])
@@ -101,7 +101,7 @@ class DelayedScale(Float32Buffers):
 
     def observe(self, amax: Tensor) -> None:
         """Record the amax of one use of the tensor. Amaxes of several uses are merged by maximum, in any order."""
-        note(self.amax, amax)
+        merge_amax(self.amax, amax)
 
     @property
     def margin(self) -> int:
@@ -160,18 +160,18 @@ def keep_amaxes() -> None:
     Otherwise it broadcasts the buffers of the first rank before each pass that follows a gradient reduction.
     """
     ddp = active_ddp()
-    if ddp is not None and ddp not in _told:
-        _told.add(ddp)
+    if ddp is not None and ddp not in _prepared_ddps:
+        _prepared_ddps.add(ddp)
         for name, module in ddp.module.named_modules():
             if isinstance(module, DelayedScale):
                 module.group = ddp.process_group
                 ddp.parameters_to_ignore.add(f"{name}.amax")
 
 
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_prepared_ddps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def note(noted: Tensor, amax: Tensor) -> None:
+def merge_amax(noted: Tensor, amax: Tensor) -> None:
     """Set `noted` to the maximum of both amaxes, in place."""
     if is_compiling():  # Dynamo does not support every `out=`.
         noted.copy_(torch.maximum(noted, amax))
@@ -243,17 +243,17 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
         for name, parts in (("amax_history", histories), ("scale", scales), ("scale_inv", inverses)):
             old += [each[name] for each in alike]
             new += parts.unbind()
-    made = [state for state in states if _is_made(state)]
+    made = [state for state in states if _has_known_scale(state)]
     torch._foreach_copy_(old, new)
     torch._foreach_zero_([each["amax"] for each in buffers])
     for state in made:
         vars(state)["_made"] = _version_of(state._buffers["scale"])  # Setting attributes on modules is slow, too.
-    _look_at([state for state in states if state._asked and state._made is None])
+    _start_readback([state for state in states if state._asked and state._made is None])
     for state in states:
         vars(state)["stepped"] = False
 
 
-class _Look:
+class _ScaleReadback:
     """Asynchronous copy of scales to the host after an update."""
 
     def __init__(self, states: Sequence[DelayedScale]):
@@ -264,7 +264,7 @@ class _Look:
             self._ready.record()
         self._versions = {id(state): (i, _version_of(state.scale)) for i, state in enumerate(states)}
 
-    def shows(self, state: DelayedScale) -> bool:
+    def has_scale(self, state: DelayedScale) -> bool:
         """Return True if a scale exists on this rank, and was not written since.
 
         Called one update after the copy began, it does not have to wait.
@@ -275,19 +275,19 @@ class _Look:
         return bool(self._values[i] != 0) and version == _version_of(state.scale)
 
 
-def _is_made(state: DelayedScale) -> bool:
+def _has_known_scale(state: DelayedScale) -> bool:
     """Return True if this rank knows that a scale exists. All ranks see equal scales, so they agree."""
     scale = state._buffers["scale"]
     if state._look is not None and not is_capturing(state.scale.device):
-        if state._look.shows(state):
+        if state._look.has_scale(state):
             state._made = _version_of(scale)
         state._look = None
     return state._made is not None and state._made == _version_of(scale)
 
 
-def _look_at(states: Sequence[DelayedScale]) -> None:
+def _start_readback(states: Sequence[DelayedScale]) -> None:
     if states and not is_capturing(states[0].scale.device):
-        look = _Look(states)
+        look = _ScaleReadback(states)
         for state in states:
             state._look = look
 
@@ -328,7 +328,7 @@ def _check_alike(model: nn.Module, states: Sequence[DelayedScale], groups: Seque
 @functools.cache
 def _watch_optimizers() -> None:
     """Register, once per process, the optimizer hooks that detect a missing scale update."""
-    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _note_step(optimizer))
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _begin_step(optimizer))
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _end_step(optimizer))
 
 
@@ -341,7 +341,7 @@ def _end_step(optimizer: Optimizer) -> None:
         del _running[_running.index(id(optimizer)) :]
 
 
-def _note_step(optimizer: Optimizer) -> None:
+def _begin_step(optimizer: Optimizer) -> None:
     """Raise RuntimeError at the second step of a weight since its last scale update."""
     if is_compiling():
         return

@@ -30,7 +30,7 @@ from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge._nn.grouped_linear import GroupedLinear, _checked_sizes
-from qshard.torch_bridge._nn.linear import WeightLayer, _rank_of, _seed_taken
+from qshard.torch_bridge._nn.linear import WeightLayer, _next_seed, _rank_of
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, operand_spec
 from qshard.torch_bridge._numerics import whole_of
 from qshard.torch_bridge._ops.bind import ops
@@ -141,10 +141,10 @@ class Watch:
                 self._measure_weight(name, layer)
         names: dict[nn.Module, str] = {layer: name for name, layer in self._layers.items()}
         for name, layer in self._layers.items():
-            self._watch(layer, functools.partial(_Call, self, name, layer))
+            self._hook(layer, functools.partial(_Call, self, name, layer))
         for layers in self._grouped:
             experts = [(names[each], cast(WeightLayer, each)) for each in layers.experts]
-            self._watch(layers, functools.partial(_ExpertsCall, self, experts))
+            self._hook(layers, functools.partial(_ExpertsCall, self, experts))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -154,8 +154,8 @@ class Watch:
         for layer in self._layers.values():
             layer.__dict__.pop("observer", None)
 
-    def _watch(self, module: nn.Module, call: Any) -> None:
-        """Create `call(inputs)` before each call of the module, and hook its `of_gradient` on the result."""
+    def _hook(self, module: nn.Module, call: Any) -> None:
+        """Create `call(inputs)` before each call of the module, and hook its `measure_gradient` on the result."""
         calls: list[Any] = []
 
         @torch.no_grad()
@@ -164,19 +164,19 @@ class Watch:
 
         def after(module: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
             if calls and isinstance(y, Tensor) and y.requires_grad:
-                self._handles.append(y.register_hook(calls[0].of_gradient))
+                self._handles.append(y.register_hook(calls[0].measure_gradient))
             calls.clear()
 
         self._handles.append(module.register_forward_hook(after))
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
 
-    def note(
+    def measure(
         self, name: str, role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
     ) -> None:
         """Measure one operand of a call."""
-        self.keep(name, role, _measured_operand(role, layer, x, dtype, seed))
+        self.add(name, role, _measured_operand(role, layer, x, dtype, seed))
 
-    def keep(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
+    def add(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
         """Add the measurements of one operand of a call, from `_measure`."""
         self._seen.setdefault((name, role), []).extend(measured)
         self._totals.setdefault((name, role), Totals()).calls += 1
@@ -203,7 +203,7 @@ class Watch:
         scale = scales[ROLES.index(Role.WEIGHT)] if scales else None
         made, _ = quantize_operand(ops, matrix, spec, scale=scale, reduce_max=reduce_max)
         if whole.pieces:  # Only the first replica counts.
-            self.keep(name, Role.WEIGHT, _measure(matrix, made[Usage.ROWWISE], fmt))
+            self.add(name, Role.WEIGHT, _measure(matrix, made[Usage.ROWWISE], fmt))
 
     def stats(self) -> StepStats:
         """Return the rows, merged over all ranks. Within the context, it covers the calls so far.
@@ -276,19 +276,19 @@ class _Call:
         else:
             self.gives_loss = False
         if not self.gives_loss and isinstance(input, Tensor) and not _is_in_backward():
-            watch.note(name, Role.ACTIVATION, layer, input, _dtype_of(input), self.seed)
+            watch.measure(name, Role.ACTIVATION, layer, input, _dtype_of(input), self.seed)
 
     @torch.no_grad()
-    def of_gradient(self, grad: Tensor) -> None:
+    def measure_gradient(self, grad: Tensor) -> None:
         """Measure the gradient of y.
 
         A call that returns a loss keeps the gradients of logits instead, computed before or after this hook.
         """
         if not self.gives_loss:
-            self.watch.note(self.name, Role.GRADIENT, self.layer, grad, grad.dtype, self.seed)
+            self.watch.measure(self.name, Role.GRADIENT, self.layer, grad, grad.dtype, self.seed)
             return
         for measured in self.pending or ():
-            self.watch.keep(self.name, Role.GRADIENT, measured)
+            self.watch.add(self.name, Role.GRADIENT, measured)
         self.pending = None
 
     @torch.no_grad()
@@ -301,7 +301,7 @@ class _Call:
             return
         measured = _measured_operand(role, self.layer, x, x.dtype, seed)
         if role is Role.ACTIVATION or self.pending is None:
-            self.watch.keep(self.name, role, measured)
+            self.watch.add(self.name, role, measured)
         else:
             self.pending.append(measured)
 
@@ -314,21 +314,21 @@ class _ExpertsCall:
         self.watch, self.experts, self.sizes = watch, experts, group_sizes.tolist()
         self.seeds = [_seed_of_next_call(layer) for _, layer in experts]
         if not _is_in_backward():
-            self._note(Role.ACTIVATION, input, _dtype_of(input))
+            self._measure(Role.ACTIVATION, input, _dtype_of(input))
 
     @torch.no_grad()
-    def of_gradient(self, grad: Tensor) -> None:
+    def measure_gradient(self, grad: Tensor) -> None:
         """Measure the gradient of y by expert."""
-        self._note(Role.GRADIENT, grad, grad.dtype)
+        self._measure(Role.GRADIENT, grad, grad.dtype)
 
-    def _note(self, role: Role, x: Tensor, dtype: torch.dtype) -> None:
+    def _measure(self, role: Role, x: Tensor, dtype: torch.dtype) -> None:
         rows = x[: sum(self.sizes)].split(self.sizes)
         for (name, layer), seed, part in zip(self.experts, self.seeds, rows, strict=True):
-            self.watch.note(name, role, layer, part, dtype, seed)
+            self.watch.measure(name, role, layer, part, dtype, seed)
 
 
 def _seed_of_next_call(layer: WeightLayer) -> Tensor | None:
-    return None if layer.seed is None else _seed_taken(layer.seed.clone(), _rank_of(layer.weight))
+    return None if layer.seed is None else _next_seed(layer.seed.clone(), _rank_of(layer.weight))
 
 
 def _is_in_backward() -> bool:

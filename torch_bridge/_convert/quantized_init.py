@@ -49,13 +49,13 @@ def quantized_init(
     parents: dict[int, nn.Module] = {}
     children: set[int] = set()
 
-    def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    def record(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         parents[id(parent)] = parent
         if child is not None:
             parents.setdefault(id(child), child)
             children.add(id(child))
 
-    handle = register_module_module_registration_hook(note)
+    handle = register_module_module_registration_hook(record)
     try:
         yield
     finally:

@@ -77,29 +77,29 @@ def cross_entropy(
     check_tensor(op, name, logits, sharded=f"pass {name}.to_local(), and group= of its mesh if classes are sharded")
     columns = logits.shape[-1] if logits.ndim else 0
     rule = LossRule.of(op, ignore_index, label_smoothing, z_loss)
-    of = loss_of_rows(op, name, logits, columns, labels, reduction, rule, group, num_classes)
-    losses: Tensor = apply_node(_RowLosses, logits, as_words(labels), of)
+    of = row_loss(op, name, logits, columns, labels, reduction, rule, group, num_classes)
+    losses: Tensor = apply_node(_RowLosses, logits, as_int32(labels), of)
     return reduce_losses(losses, labels, reduction, ignore_index)
 
 
 @dataclass(frozen=True)
-class LossOfRows:
+class RowLoss:
     """Loss function of rows of logits with sharded classes.
 
     Attributes:
       shard: the shard of the classes on this rank.
-      of: the options of the loss.
+      rule: the options of the loss.
       group: ranks with shards of the classes; None: this rank has all classes.
     """
 
     shard: ClassShard
-    of: LossRule
+    rule: LossRule
     group: dist.ProcessGroup | None
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the loss and the lse of each row. Collective over `group`."""
         shard, logits = self.shard, self._unpadded(logits)
-        stats = ops.cross_entropy_stats(logits, labels, first=shard.first, total=self.of.smoothing > 0)
+        stats = ops.cross_entropy_stats(logits, labels, first=shard.first, total=self.rule.smoothing > 0)
         if self.group is None:
             parts = stats.unsqueeze(-2)
         else:
@@ -107,7 +107,7 @@ class LossOfRows:
             gathered = stats.new_empty(world * stats.numel())
             all_gather(gathered, stats.view(-1), group=self.group)
             parts = gathered.view(world, *stats.shape).movedim(0, -2).contiguous()
-        loss, lse = ops.cross_entropy(parts, labels, classes=shard.classes, **self.of.options)
+        loss, lse = ops.cross_entropy(parts, labels, classes=shard.classes, **self.rule.options)
         return (loss, lse) if shard.is_right is None else (loss * shard.is_right, lse * shard.is_right)
 
     def gradient(self, logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, *, in_place: bool) -> Tensor:
@@ -120,7 +120,7 @@ class LossOfRows:
           grad: gradient of each row's loss.
           in_place: overwrite the logits, unless they have padding columns.
         """
-        options = {"classes": self.shard.classes, "first": self.shard.first, **self.of.options}
+        options = {"classes": self.shard.classes, "first": self.shard.first, **self.rule.options}
         padding = logits.shape[-1] - self.shard.columns
         logits = self._unpadded(logits)
         if in_place:
@@ -140,7 +140,7 @@ class _RowLosses(Node):
     op, instead = "cross_entropy", "use torch.nn.functional.cross_entropy"
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, rule: LossOfRows) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, rule: RowLoss) -> tuple[Tensor, tuple[Tensor, ...]]:
         logits = logits.contiguous()
         loss, lse = rule.losses(logits, labels)
         ctx.rule = rule
@@ -152,7 +152,7 @@ class _RowLosses(Node):
         return ctx.rule.gradient(logits, labels, lse, grad.contiguous(), in_place=False), None, None
 
 
-def count_of(labels: Tensor, ignore_index: int) -> Tensor:
+def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
     """Count the labels that are not ignored, as float32."""
     return (labels != ignore_index).sum().to(torch.float32)
 
@@ -160,17 +160,17 @@ def count_of(labels: Tensor, ignore_index: int) -> Tensor:
 def reduce_losses(losses: Tensor, labels: Tensor, reduction: str, ignore_index: int) -> Tensor:
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / count_of(labels, ignore_index)
+    return losses.sum() if reduction == "sum" else losses.sum() / count_labels(labels, ignore_index)
 
 
-def as_words(labels: Tensor) -> Tensor:
+def as_int32(labels: Tensor) -> Tensor:
     """Convert labels to int32. Labels out of its range are clamped: they are not classes either way."""
     if labels.dtype == torch.int32:
         return labels.contiguous()
     return labels.clamp(*WORD).to(torch.int32).contiguous()
 
 
-def loss_of_rows(
+def row_loss(
     op: str,
     name: str,
     x: Tensor,
@@ -181,7 +181,7 @@ def loss_of_rows(
     group: dist.ProcessGroup | None,
     num_classes: int | None,
     total: int | None = None,
-) -> LossOfRows:
+) -> RowLoss:
     """Check the arguments of `op`, and return the loss function of rows of `x`. Collective over `group`.
 
     Args:
@@ -203,4 +203,4 @@ def loss_of_rows(
     shapes, where = (x.shape, labels.shape), (x.device, labels.device)
     check_rows(op, name, *shapes, dtype_name(labels.dtype), reduction, where=where)
     shard = class_shard(op, name, columns, labels, rule.ignore_index, num_classes, group, total)
-    return LossOfRows(shard, rule, group)
+    return RowLoss(shard, rule, group)

@@ -22,7 +22,7 @@ from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, RecipeLike, Role, check_weight_format, check_weight_shape
 from qshard.torch_bridge._distributed.dtensor import places_tensors
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._losses.cross_entropy import LossOfRows, as_words, count_of, loss_of_rows, reduce_losses
+from qshard.torch_bridge._losses.cross_entropy import RowLoss, as_int32, count_labels, reduce_losses, row_loss
 from qshard.torch_bridge._nn.functional import check_gathered
 from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._nn.operands import LayerQuantizer, matrix_of, planes_of, values_of
@@ -109,16 +109,16 @@ def linear_cross_entropy(
         check_tensor(op, "w", w)
     check_head(op, x.shape, dtype_name(x.dtype), w.shape, dtype_name((w if how is None else x).dtype), chunk)
     of = LossRule.of(op, ignore_index, label_smoothing, z_loss)
-    rule = loss_of_rows(op, "x", x, w.shape[0], labels, reduction, of, group, num_classes, total)
+    rule = row_loss(op, "x", x, w.shape[0], labels, reduction, of, group, num_classes, total)
     if how is not None:
         for width in sorted(set(rule.shard.widths)):  # Check the widths of all ranks, so that all raise.
             check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
-    flat, words = x.reshape(-1, x.shape[-1]), as_words(labels).reshape(-1)
+    flat, words = x.reshape(-1, x.shape[-1]), as_int32(labels).reshape(-1)
     rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
     if not (torch.is_grad_enabled() and makes_gradients_early(reduction, dtype_name(x.dtype))):
         losses: Tensor = apply_node(_LateLosses, flat, w, words, rule, rows, how)
         return reduce_losses(losses.view(labels.shape), labels, reduction, ignore_index)
-    count = count_of(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
+    count = count_labels(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
     loss: Tensor = apply_node(_EarlyLoss, flat, w, words, count, rule, rows, how)
     return loss
 
@@ -225,7 +225,7 @@ class QuantizedHead(Linear, LinearCrossEntropy):
         """Compute the loss of `labels`, or logits without labels."""
         if labels is None:
             return super().forward(input)
-        taken = self.taken(input)
+        taken = self.call_operands(input)
         x = taken.input if taken.dtype is None else taken.input.to(taken.dtype)
         given = {**self.loss, "recipe": self.recipe, "seed": taken.seed}
         with contextlib.nullcontext() if self.observer is None else _observing(self.observer):
@@ -414,7 +414,7 @@ class _EarlyLoss(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, count: Tensor, rule: LossOfRows, rows: int, how: _How | None
+        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, count: Tensor, rule: RowLoss, rows: int, how: _How | None
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x, needed = x.contiguous(), ctx.needs_input_grad[:2]
         products = _products(x, _Weight.of(w, needed[0]), needed, rows, how)
@@ -445,7 +445,7 @@ class _LateLosses(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, rule: LossOfRows, rows: int, how: _How | None
+        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, rule: RowLoss, rows: int, how: _How | None
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x, weight = x.contiguous(), _Weight.of(w, ctx.needs_input_grad[0])
         products = _products(x, weight, (False, False), rows, how)

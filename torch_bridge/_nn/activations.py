@@ -256,7 +256,7 @@ class RMSNorm(Extends, nn.RMSNorm):
         return rms_norm(input.flatten(-axes), weight.flatten(), eps).view(input.shape)
 
 
-def swiglu_again(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def recompute_swiglu(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Recompute h, and its amax, from the tensors that autograd saved."""
     h, made = ops.swiglu(gate, up, lead=0)
     return h, made

@@ -1,7 +1,7 @@
 """Autograd nodes of `linear`: tensors saved for backward, and the backward pass.
 
 `Gradients` saves the operands and computes both gradients. `Product` computes y in a node of its own when
-`saved_tensors_hooks` are active. `How` describes the layout of the saved tensors.
+`saved_tensors_hooks` are active. `SavedLayout` describes the layout of the saved tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, Role
-from qshard.torch_bridge._delayed_scaling import note
+from qshard.torch_bridge._delayed_scaling import merge_amax
 from qshard.torch_bridge._distributed.activation_group import Join
 from qshard.torch_bridge._distributed.sequence_parallel import Rows
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
@@ -25,12 +25,12 @@ from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, v
 from qshard.torch_bridge._ops.autograd_node import Node
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
-from qshard.torch_bridge._quantized.plane_programs import quantized_swiglu_again, transpose
+from qshard.torch_bridge._quantized.plane_programs import recompute_swiglu_plane, transpose
 
 aten = torch.ops.aten
 
 
-class How(NamedTuple):
+class SavedLayout(NamedTuple):
     """Layout of the tensors that `Gradients` saves for the backward pass.
 
     Attributes:
@@ -81,7 +81,7 @@ class Gradients(Node):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        how: How,
+        how: SavedLayout,
         seed: Tensor | None,
         ready: tuple[Tensor] | None,
         *tensors: Tensor | None,
@@ -107,7 +107,7 @@ class Gradients(Node):
     @staticmethod
     def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of the weight."""
-        how: How = ctx.how
+        how: SavedLayout = ctx.how
         seed = saved.pop()
         count, of_x, of_w = len(saved), saved[: how.of_x], saved[how.of_x :]
         saved.clear()  # Each operand is freed once it is multiplied.
@@ -120,7 +120,7 @@ class Gradients(Node):
             made = _gradients_op_by_op(ctx, dy, cached_amax(grad), of_x, of_w, seed)
         grad_x, grad_w, amax = made
         if amax is not None:
-            note(ctx.given[-1], amax)
+            merge_amax(ctx.given[-1], amax)
         if grad_x is not None:
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
         return grad_x, grad_w, *(None,) * (3 + how.given + count - how.w_again)
@@ -133,16 +133,16 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def _gradients_in_one_call(
     ctx: Any, dy: Tensor, of_x: list[Any], of_w: list[Any], seed: Tensor | None
 ) -> _Gradients | None:
-    how: How = ctx.how
+    how: SavedLayout = ctx.how
     need_x, need_w = ctx.needs_input_grad[:2]
     x, w = ([part for part in parts if part is not None] for parts in (of_x, of_w))
     dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
     kept = 1 if how.x_again else len(x), 1 if how.w_again else len(w), how.w_usage
-    plan = linear_program.backward_of(how.recipe, (*dy.shape, ctx.x_shape[-1]), dy.device, dtypes, kept)
+    plan = linear_program.plan_backward(how.recipe, (*dy.shape, ctx.x_shape[-1]), dy.device, dtypes, kept)
     if plan is None:
         return None
     if how.x_again:
-        x = [_again(how, of_x, ctx)[0]]
+        x = [_recompute_x(how, of_x, ctx)[0]]
     if how.w_again:
         w = [values_of(of_w[-1])]
     return linear_program.gradients(plan, how.recipe, dy, x, w, ctx.given[: len(ROLES)], seed)
@@ -151,22 +151,22 @@ def _gradients_in_one_call(
 def _gradients_op_by_op(
     ctx: Any, dy: Tensor, known: Tensor | None, of_x: list[Any], of_w: list[Any], seed: Tensor | None
 ) -> _Gradients:
-    how: How = ctx.how
+    how: SavedLayout = ctx.how
     need_x, need_w = ctx.needs_input_grad[:2]
     usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
     dys, amax = _quantizer(ctx, seed).quantize(dy, Role.GRADIENT, usage, known)
     grad_x = grad_w = travelling = None
     if need_w and (how.x_rows or how.y_rows):
-        sides = (dys.pop(Usage.COLUMNWISE), how.y_rows), (_x_of(how, of_x, seed, ctx), how.x_rows)
+        sides = (dys.pop(Usage.COLUMNWISE), how.y_rows), (_take_x(how, of_x, seed, ctx), how.x_rows)
         travelling = [(lambda own=own: own) if rows is None else rows.gathered(own) for own, rows in sides]
         del sides
     elif need_w:
-        pair = [dys.pop(Usage.COLUMNWISE), _x_of(how, of_x, seed, ctx)]
+        pair = [dys.pop(Usage.COLUMNWISE), _take_x(how, of_x, seed, ctx)]
         if how.is_kn:
             pair.reverse()
         grad_w = matmul(pair.pop(0), pair.pop(), ctx.w_dtype)
     if need_x:
-        dy_row, w_back = dys.pop(Usage.ROWWISE), _w_of(how, of_w, seed, ctx)
+        dy_row, w_back = dys.pop(Usage.ROWWISE), _take_w(how, of_w, seed, ctx)
         grad_x = _product_of(dy_row, w_back, how.dtype, how.y_rows, how.x_rows)
     if travelling is not None:
         dy_column, x_column = (wait() for wait in travelling)
@@ -174,7 +174,7 @@ def _gradients_op_by_op(
     return grad_x, grad_w, amax
 
 
-def _again(how: How, kept: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | None]:
+def _recompute_x(how: SavedLayout, kept: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | None]:
     """Recompute x as a matrix from the saved tensors, and its amax if the recomputation also gives it."""
     assert how.x_again is not None
     x, amax = how.x_again(*kept)
@@ -185,22 +185,22 @@ def _quantizer(ctx: Any, seed: Tensor | None) -> LayerQuantizer:
     return LayerQuantizer(ctx.how.recipe, seed, ctx.how.parts, ctx.given)
 
 
-def _x_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
+def _take_x(how: SavedLayout, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     """Return x columnwise from its saved tensors, and empty the list `kept` to free them."""
     parts, role, columns = tuple(kept), Role.ACTIVATION, Usage.COLUMNWISE
     kept.clear()
     fmt = how.recipe.format(role)
     if how.x_again is None:
         return Operand(fmt, Plane(*parts), columns)
-    if how.x_again is activations.swiglu_again and fmt.per_tensor and not ctx.given and not how.parts:
+    if how.x_again is activations.recompute_swiglu and fmt.per_tensor and not ctx.given and not how.parts:
         gate, up = (matrix_of(part, part.dtype, ctx.x_shape[-1]) for part in parts[:2])
         if len(parts) > 2 and gate.dtype == how.dtype:
-            return Operand(fmt, quantized_swiglu_again(gate, up, fmt, parts[2]), columns)
-    x, amax = _again(how, parts, ctx)
+            return Operand(fmt, recompute_swiglu_plane(gate, up, fmt, parts[2]), columns)
+    x, amax = _recompute_x(how, parts, ctx)
     return _quantizer(ctx, seed).quantize(x, role, columns, amax)[0][columns]
 
 
-def _w_of(how: How, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
+def _take_w(how: SavedLayout, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
     """Return the plane of the weight that contracts N, and empty the list `kept` to free the saved tensors."""
     parts = tuple(kept)
     kept.clear()

@@ -60,12 +60,12 @@ class Tiles(NamedTuple):
     def number(self) -> int:
         return self.experts.shape[0]
 
-    def spread(self, x: Tensor) -> Tensor:
+    def scatter(self, x: Tensor) -> Tensor:
         """Scatter the rows of x into zero-padded tiles `[tiles, unit, columns]`."""
         places = x.new_zeros((self.number * self.unit, x.shape[1])).index_copy_(0, self.place, x)
         return places.view(self.number, self.unit, x.shape[1])
 
-    def gathered(self, places: Tensor) -> Tensor:
+    def gather(self, places: Tensor) -> Tensor:
         """Gather rows of the tiles into the order of x, with zeros for rows of no expert.
 
         Writes zeros to the last row of the tiles, which rows of no expert read.
@@ -73,15 +73,15 @@ class Tiles(NamedTuple):
         places[-1].zero_()
         return places.index_select(0, self.place)
 
-    def of_tiles(self, of_experts: Tensor) -> Tensor:
+    def to_tiles(self, of_experts: Tensor) -> Tensor:
         """Expand one value per expert to one value per tile."""
         return of_experts.index_select(0, self.experts.clamp(max=of_experts.shape[0] - 1))
 
-    def of_places(self, of_experts: Tensor) -> Tensor:
+    def to_rows(self, of_experts: Tensor) -> Tensor:
         """Expand one value per expert to one value per row of the tiles."""
-        return self.of_tiles(of_experts).repeat_interleave(self.unit)
+        return self.to_tiles(of_experts).repeat_interleave(self.unit)
 
-    def largest(self, amax: Tensor) -> Tensor:
+    def max_by_expert(self, amax: Tensor) -> Tensor:
         """Reduce one amax per tile to one per expert. The maximum is over integers, so it is exact and keeps NaN."""
         table = torch.zeros(self.sizes.shape[0] + 1, dtype=torch.int32, device=amax.device)
         table.scatter_reduce_(0, self.experts, amax.contiguous().view(torch.int32), "amax")
@@ -113,7 +113,7 @@ def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
     return Tiles(unit, sizes, of_tile, first, place, stops - padded, stops)
 
 
-class Side(NamedTuple):
+class GroupedOperand(NamedTuple):
     """One operand of the grouped products: a plane of all tiles as a matrix, or of all weights as `[E, ...]`.
 
     Attributes:
@@ -149,7 +149,7 @@ class Side(NamedTuple):
         return [Operand(self.format, each, self.usage) for each in planes]
 
 
-def side_of(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = None) -> Side:
+def make_operand(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = None) -> GroupedOperand:
     """Build an operand, and separate the per-tensor scales of experts from the planes.
 
     Args:
@@ -159,23 +159,23 @@ def side_of(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = No
       factors: the scale of each expert; by default the per-tensor scales in `parts`.
     """
     if not fmt.tensor_scaled:
-        return Side(fmt, usage, parts, None)
+        return GroupedOperand(fmt, usage, parts, None)
     one = torch.ones((), device=parts.data.device)
     if fmt.per_tensor:
-        return Side(fmt, usage, Plane(parts.data, one), parts.scale_inv if factors is None else factors)
+        return GroupedOperand(fmt, usage, Plane(parts.data, one), parts.scale_inv if factors is None else factors)
     factors = parts.global_scale_inv if factors is None else factors
-    return Side(fmt, usage, parts._replace(global_scale_inv=one), factors)
+    return GroupedOperand(fmt, usage, parts._replace(global_scale_inv=one), factors)
 
 
-def stack_weights(weights: Sequence[Operand]) -> Side:
+def stack_weights(weights: Sequence[Operand]) -> GroupedOperand:
     """Stack the planes of all experts' weights."""
     parts = [None if part[0] is None else torch.stack(part) for part in zip(*(w.parts for w in weights), strict=True)]
-    return side_of(weights[0].format, weights[0].usage, Plane(*parts))
+    return make_operand(weights[0].format, weights[0].usage, Plane(*parts))
 
 
-def quantized_places(
+def quantize_tiles(
     places: Tensor, spec: OperandSpec, tiles: Tiles, *, seeds: Tensor | None = None, scale: Tensor | None = None
-) -> tuple[dict[Usage, Side], Tensor | None]:
+) -> tuple[dict[Usage, GroupedOperand], Tensor | None]:
     """Quantize tiles, with one per-tensor scale per expert.
 
     Args:
@@ -194,8 +194,8 @@ def quantized_places(
     def merged(amax: Tensor) -> Tensor:
         if amax.ndim > 1:  # Amaxes per row need no reduction.
             return amax
-        found.append(tiles.largest(amax))
-        return tiles.of_tiles(found[-1])
+        found.append(tiles.max_by_expert(amax))
+        return tiles.to_tiles(found[-1])
 
     # Ops take all tiles as one matrix. An op with a global scale has one per matrix, so there each tile is a matrix.
     apart = fmt.tensor_scaled and not fmt.per_tensor
@@ -207,11 +207,11 @@ def quantized_places(
     if seeds is not None:
         tile = Box(tuple(places.shape[1:]), (tiles.first, 0), tuple(places.shape[1:]))
         # A uint64 is two int32 words, low word first.
-        draws = tile.draws(tiles.of_tiles(seeds).contiguous(), lambda first: first.view(torch.int32).view(-1, 2))
+        draws = tile.draws(tiles.to_tiles(seeds).contiguous(), lambda first: first.view(torch.int32).view(-1, 2))
     amax = None
     if fmt.tensor_scaled and not fmt.rotates(asked):
         amax = ops.amax_tensor(places, lead=1)
-    given: dict[str, Any] = {"scale": None if scale is None else tiles.of_tiles(scale), "draws": draws, "amax": amax}
+    given: dict[str, Any] = {"scale": None if scale is None else tiles.to_tiles(scale), "draws": draws, "amax": amax}
     made, _ = quantize_operand(over, places, spec._replace(usage=asked), **given, reduce_max=merged)
     sides = {}
     for each, parts in made.items():
@@ -220,7 +220,7 @@ def quantized_places(
         if fmt.tensor_scaled:
             assert of_tiles is not None
             factor = of_tiles.index_select(0, tiles.starts // tiles.unit)
-        sides[each] = side_of(fmt, each, Plane(*(_as_matrix(part, fmt, each, apart) for part in parts)), factor)
+        sides[each] = make_operand(fmt, each, Plane(*(_as_matrix(part, fmt, each, apart) for part in parts)), factor)
     if asked is not usage:
         rowwise = sides[Usage.ROWWISE]
         parts = quantize_steps.transpose_plane(ops, rowwise.parts, fmt)
@@ -247,9 +247,9 @@ def _as_matrix(part: Tensor | None, fmt: Format, usage: Usage, apart: bool) -> T
     return (part.transpose(0, 1).contiguous() if apart else part).flatten(1)
 
 
-def products_of_rows(
-    x: Side,
-    w: Side | Sequence[Operand],
+def row_product(
+    x: GroupedOperand,
+    w: GroupedOperand | Sequence[Operand],
     contracted: Usage,
     tiles: Tiles,
     stops: Sequence[int] | None,
@@ -275,38 +275,43 @@ def products_of_rows(
     Returns:
       `[rows of tiles, columns]`. Padding rows are undefined.
     """
-    turns = isinstance(w, Side) and w.usage is not contracted and w.format.per_tensor
-    if isinstance(w, Side) and turns and (stops is not None or _grouped_codes(x, w, dtype)):
+    turns = isinstance(w, GroupedOperand) and w.usage is not contracted and w.format.per_tensor
+    if isinstance(w, GroupedOperand) and turns and (stops is not None or _grouped_codes(x, w, dtype)):
         w = w._replace(usage=contracted, parts=w.parts._replace(data=ops.transpose(w.parts.data, batch=1)))
     if stops is not None:
         y = torch.empty((x.parts.data.shape[0], columns), dtype=dtype, device=x.parts.data.device)
-        weights = w.by_expert() if isinstance(w, Side) else w
+        weights = w.by_expert() if isinstance(w, GroupedOperand) else w
         for rows, weight, start, stop in zip(x.by_expert(stops), weights, (0, *stops[:-1]), stops, strict=True):
             if weight.usage is not contracted:
                 weight = Operand(weight.format, transpose(weight.parts, weight.format), contracted)
             matmul_into(rows, weight, y[start:stop], fast=fast)
         return y
-    assert isinstance(w, Side)
+    assert isinstance(w, GroupedOperand)
     ends = tiles.stops.to(torch.int32)
     if _grouped_codes(x, w, dtype):
         (a, b), of_x, of_w = _codes(x, w), cast(Tensor, x.factor), cast(Tensor, w.factor)
         of_columns = of_w[:, None].expand(-1, b.shape[1]).contiguous()
         return torch._scaled_grouped_mm(
-            a, b.transpose(1, 2), tiles.of_places(of_x), of_columns, ends, out_dtype=dtype, use_fast_accum=fast
+            a, b.transpose(1, 2), tiles.to_rows(of_x), of_columns, ends, out_dtype=dtype, use_fast_accum=fast
         )
     a, b = x.values(torch.bfloat16), w.values(torch.bfloat16)
     # Weights are stored as [E, N, K] or transposed. `_grouped_mm` contracts their second axis.
     turned = is_transposed(w.format, w.usage) if w.usage is contracted else False
     last = contracted is Usage.ROWWISE or turned
     y = torch._grouped_mm(a, b.transpose(1, 2) if last else b, offs=ends)
-    factor = _factors(x, w)
+    factor = _product_scale(x, w)
     if factor is not None:
-        y.mul_(tiles.of_places(factor)[:, None])
+        y.mul_(tiles.to_rows(factor)[:, None])
     return y.to(dtype)
 
 
-def products_of_experts(
-    dy: Side, x: Side, tiles: Tiles, stops: Sequence[int] | None, shape: tuple[int, int, int], dtype: torch.dtype
+def expert_products(
+    dy: GroupedOperand,
+    x: GroupedOperand,
+    tiles: Tiles,
+    stops: Sequence[int] | None,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
 ) -> Tensor:
     """Compute all weight gradients by contracting the rows of each expert.
 
@@ -314,7 +319,7 @@ def products_of_experts(
       dy: columnwise plane of the gradient of y, in tiles.
       x: columnwise plane of x, in tiles.
       tiles: the assignment of rows to tiles.
-      stops: as for `products_of_rows`.
+      stops: as for `row_product`.
       shape: `(E, N, K)`.
       dtype: of the result.
 
@@ -336,19 +341,19 @@ def products_of_experts(
         for side in (dy, x)
     )
     dw = torch._grouped_mm(a, b.t(), offs=ends)
-    factor = _factors(dy, x)
+    factor = _product_scale(dy, x)
     if factor is not None:
         dw.mul_(factor[:, None, None])
     return dw.to(dtype)
 
 
-def _factors(a: Side, b: Side) -> Tensor | None:
+def _product_scale(a: GroupedOperand, b: GroupedOperand) -> Tensor | None:
     if a.factor is None or b.factor is None:
         return b.factor if a.factor is None else a.factor
     return a.factor * b.factor
 
 
-def _grouped_codes(a: Side, b: Side, dtype: torch.dtype) -> bool:
+def _grouped_codes(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype) -> bool:
     """Return True if `torch._scaled_grouped_mm` takes these codes: E4M3 on Hopper, with a bfloat16 result."""
     device = a.parts.data.device
     return (
@@ -360,5 +365,5 @@ def _grouped_codes(a: Side, b: Side, dtype: torch.dtype) -> bool:
     )
 
 
-def _codes(*sides: Side) -> list[Tensor]:
+def _codes(*sides: GroupedOperand) -> list[Tensor]:
     return [side.parts.data.view(torch.float8_e4m3fn) for side in sides]

@@ -19,7 +19,7 @@ from qshard.torch_bridge._distributed.fsdp1 import flat_of
 from qshard.torch_bridge._distributed.tensor_shards import LinearSharding, ShardSpec, linear_sharding
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
-from qshard.torch_bridge._nn.autograd import Gradients, How, Product, multiply
+from qshard.torch_bridge._nn.autograd import Gradients, Product, SavedLayout, multiply
 from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import apply_node
@@ -273,7 +273,7 @@ def _product(
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
     x_again = None if source is None else source.again
     sizes = len(given), len(of_x), shape
-    how = How(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, join, is_kn)
+    how = SavedLayout(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, join, is_kn)
     made: Tensor = apply_node(Gradients, x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w = ws[forward]

@@ -24,12 +24,12 @@ from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, che
 from qshard.torch_bridge._fsdp.scale_state import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.expert_tiles import (
-    Side,
+    GroupedOperand,
     Tiles,
-    products_of_experts,
-    products_of_rows,
-    quantized_places,
-    side_of,
+    expert_products,
+    make_operand,
+    quantize_tiles,
+    row_product,
     stack_weights,
     tiles_of,
 )
@@ -236,13 +236,13 @@ class _GroupedProduct(Node):
         ws, scales = _weights(weights, how, Usage.ROWWISE, seeds)
         stops = _stops(how, tiles)
         row, columns = Usage.ROWWISE, weights[0].shape[-2]
-        y = products_of_rows(sides[row], ws[row], row, tiles, stops, columns, how.dtype, fast=True)
+        y = row_product(sides[row], ws[row], row, tiles, stops, columns, how.dtype, fast=True)
         kept_x = sides[Usage.COLUMNWISE] if need_w else None
         # Codes gathered by FSDP2 are saved by reference: FSDP2 frees their memory and gathers them again.
         kept_w = (weights, scales) if need_x else None
         tensors, ctx.rest = _flat((tiles, kept_x, seeds, kept_w))
         ctx.how, ctx.x_dtype, ctx.w_dtype, ctx.w_shape = how, x.dtype, weights[0].dtype, weights[0].shape
-        return tiles.gathered(y), tensors
+        return tiles.gather(y), tensors
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -255,14 +255,14 @@ class _GroupedProduct(Node):
         of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
         if need_w:
             shape = (len(tiles.sizes), *ctx.w_shape[-2:])
-            dw = products_of_experts(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype)
+            dw = expert_products(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype)
             of_weights = [dw] if len(ctx.w_shape) == 3 else dw.unbind()
         if need_x:
             plane = source(how.recipe.weight, columns)
             (w,) = _weights(kept_w[0], how, plane, seeds, kept_w)[0].values()
             row = sides.pop(Usage.ROWWISE)
-            made = products_of_rows(row, w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
-            grad_x = tiles.gathered(made).to(ctx.x_dtype)
+            made = row_product(row, w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
+            grad_x = tiles.gather(made).to(ctx.x_dtype)
         return grad_x, None, None, None, *of_weights
 
 
@@ -288,11 +288,11 @@ def _whole(tensors: Sequence[Tensor], rest: Any) -> Any:
 
 def _quantize_rows(
     x: Tensor, how: _How, usage: Usage, role: Role, tiles: Tiles, seeds: Tensor | None
-) -> dict[Usage, Side]:
+) -> dict[Usage, GroupedOperand]:
     spec = operand_spec(how.recipe, role, usage)
     spec.layouts((tiles.number * tiles.unit, x.shape[1]))
-    places = tiles.spread(x.detach().to(how.dtype))
-    sides, amaxes = quantized_places(places, spec, tiles, seeds=seeds, scale=how.scales(role))
+    places = tiles.scatter(x.detach().to(how.dtype))
+    sides, amaxes = quantize_tiles(places, spec, tiles, seeds=seeds, scale=how.scales(role))
     how.observe(role, amaxes)
     return sides
 
@@ -303,7 +303,7 @@ def _weights(
     usage: Usage,
     seeds: Tensor | None,
     kept: tuple[Any, Scales | None] | None = None,
-) -> tuple[dict[Usage, Side | Sequence[Operand]], Scales | None]:
+) -> tuple[dict[Usage, GroupedOperand | Sequence[Operand]], Scales | None]:
     """Return planes of all weights, and the scales to quantize them again in the backward pass.
 
     Args:
@@ -315,7 +315,9 @@ def _weights(
     """
     recipe = how.recipe
 
-    def together(each: list[dict[Usage, Operand]], usages: Iterable[Usage]) -> dict[Usage, Side | Sequence[Operand]]:
+    def together(
+        each: list[dict[Usage, Operand]], usages: Iterable[Usage]
+    ) -> dict[Usage, GroupedOperand | Sequence[Operand]]:
         of = {usage: [planes[usage] for planes in each] for usage in usages}
         return {usage: planes if how.sizes is not None else stack_weights(planes) for usage, planes in of.items()}
 
@@ -338,7 +340,7 @@ def _weights(
     return together(made, usage.planes), None
 
 
-def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) -> tuple[Side, Scales]:
+def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) -> tuple[GroupedOperand, Scales]:
     """Quantize all weights rowwise in a constant number of launches, with the list ops of FSDP2 and ZeRO."""
     one = FlatSlice(tuple(values[0].shape), fmt, dtype_name(values[0].dtype))
     flat, whole = flat_plan((one,) * len(values), values[0].device), [value.reshape(-1) for value in values]
@@ -348,7 +350,7 @@ def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) 
     data = torch.empty((len(values), *where.data_shape), dtype=torch.uint8, device=values[0].device)
     flat.cast([*data.unbind()], whole, [scales.scale], pieces=False)
     scale_inv = scales.scale_inv.view(len(values), *where.scale_shape)
-    return side_of(fmt, Usage.ROWWISE, Plane(data, scale_inv, scales.global_scale_inv)), scales
+    return make_operand(fmt, Usage.ROWWISE, Plane(data, scale_inv, scales.global_scale_inv)), scales
 
 
 class GroupedLinear(nn.Module):
@@ -434,7 +436,7 @@ class GroupedLinear(nn.Module):
           `[M, N]`.
         """
         layers = cast(list[Linear], [*self.experts])
-        called = [layer.taken(input) for layer in layers]
+        called = [layer.call_operands(input) for layer in layers]
         first = called[0]
         seeds = None if first.seed is None else torch.stack([one.seed for one in called if one.seed is not None])
         delayed = None if first.delayed is None else [one.delayed for one in called]

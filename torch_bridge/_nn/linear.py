@@ -36,10 +36,10 @@ from qshard.torch_bridge._torch_internals import hooks_of, put_hooks
 
 def _take_seed(seed: Tensor, rank: int) -> Tensor:
     """Return this rank's seed for one call, and advance the buffer `seed`."""
-    return _seed_taken(seed, rank) if may_skip_dispatcher((seed,)) else _take_seed_op(seed, rank)
+    return _next_seed(seed, rank) if may_skip_dispatcher((seed,)) else _take_seed_op(seed, rank)
 
 
-def _seed_taken(seed: Tensor, rank: int) -> Tensor:
+def _next_seed(seed: Tensor, rank: int) -> Tensor:
     taken = seed.clone()
     if rank:
         taken[1].add_(rank)
@@ -49,7 +49,7 @@ def _seed_taken(seed: Tensor, rank: int) -> Tensor:
 
 # A single op, because compilers of torch 2.13 would move a copy that only the backward pass needs into the backward
 # graph, where it would read the next seed.
-_take_seed_op = torch.library.custom_op("qshard::take_seed", _seed_taken, mutates_args=("seed",))
+_take_seed_op = torch.library.custom_op("qshard::take_seed", _next_seed, mutates_args=("seed",))
 
 
 @_take_seed_op.register_fake
@@ -319,7 +319,7 @@ class WeightLayer(Extends):
             self._reset_state()
         return self
 
-    def taken(self, input: Tensor) -> LinearOperands:
+    def call_operands(self, input: Tensor) -> LinearOperands:
         """Return the operands of one call, and take a seed for it."""
         given: Any = input
         if not isinstance(given, Tensor):
@@ -344,7 +344,7 @@ class WeightLayer(Extends):
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute `linear` with the weight, bias and recipe of the layer."""
-        x, weight, seed, delayed, dtype = self.taken(input)
+        x, weight, seed, delayed, dtype = self.call_operands(input)
         return linear(
             x,
             weight,

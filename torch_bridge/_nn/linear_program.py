@@ -31,7 +31,7 @@ Product = Callable[..., Any]
 """GEMM `a @ b.T` of two planes, with a fixed result dtype: `Way.product`."""
 
 
-class Backward(NamedTuple):
+class BackwardPlan(NamedTuple):
     """Plan of one backward pass.
 
     Attributes:
@@ -80,7 +80,7 @@ def product(
 
 
 def gradients(
-    how: Backward,
+    how: BackwardPlan,
     recipe: Recipe,
     grad: Tensor,
     x: Sequence[Tensor],
@@ -91,7 +91,7 @@ def gradients(
     """Compute both gradients of `linear` in one call.
 
     Args:
-      how: the plan, from `backward_of`.
+      how: the plan, from `plan_backward`.
       recipe: the format of each role.
       grad: the gradient of y, a matrix.
       x: the tensors saved for x, as `how` describes them.
@@ -108,13 +108,13 @@ def gradients(
 
 
 @Memo
-def backward_of(
+def plan_backward(
     recipe: Recipe,
     sizes: tuple[int, int, int],
     device: torch.device,
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
     kept: tuple[int, int, Usage | None],
-) -> Backward | None:
+) -> BackwardPlan | None:
     """Plan the backward pass of `x @ w.T`.
 
     Args:
@@ -146,7 +146,7 @@ def backward_of(
     made |= {Role.WEIGHT: (n, k)} if dx and w_parts == 1 else {}
     for role, shape in made.items():  # Recipes may require whole blocks where ops do not.
         operand_spec(recipe, role, usage if role is Role.GRADIENT else Usage.COLUMNWISE).layouts(shape)
-    return Backward(dw, dx, usage, *kept, tuple(role for role in made if recipe.format(role).stochastic))
+    return BackwardPlan(dw, dx, usage, *kept, tuple(role for role in made if recipe.format(role).stochastic))
 
 
 @Memo

@@ -48,7 +48,7 @@ class ModuleCall:
         self.backward = backward_id()
         self.codes: Any = None
 
-    def was_given(self, x: Tensor) -> bool:
+    def received(self, x: Tensor) -> bool:
         return id(x) in self._inputs
 
 
@@ -74,7 +74,7 @@ def call_that_shares(x: Tensor) -> ModuleCall | None:
     """Return the call during which layers may share codes of x."""
     found = _thread.innermost
     for call in running():
-        if not call.was_given(x):
+        if not call.received(x):
             break
         found = call
     return found
@@ -83,13 +83,13 @@ def call_that_shares(x: Tensor) -> ModuleCall | None:
 def call_that_made(x: Tensor) -> ModuleCall | None:
     """Return the innermost running call that did not receive x, if x was computed in it."""
     for call in running():
-        if not call.was_given(x):
+        if not call.received(x):
             node = x.grad_fn
             return None if node is None or node_number(node) < call.first_node else call
     return None
 
 
-def moment() -> ModuleCall | int | None:
+def current_scope() -> ModuleCall | int | None:
     """Return the call or the backward pass that this thread runs, or None."""
     call, backward = _thread.innermost, backward_id()
     if backward is not None and (call is None or call.backward != backward):
@@ -97,14 +97,14 @@ def moment() -> ModuleCall | int | None:
     return call
 
 
-def is_now(moment: ModuleCall | int) -> bool:
-    """Return True while the call or the backward pass `moment` runs."""
-    return moment.is_open if isinstance(moment, ModuleCall) else moment == backward_id()
+def is_current(scope: ModuleCall | int) -> bool:
+    """Return True while the call or the backward pass `scope` runs."""
+    return scope.is_open if isinstance(scope, ModuleCall) else scope == backward_id()
 
 
 def cache_amax(x: Tensor, amax: Tensor) -> None:
     """Cache the amax `[]` of `x` as an attribute of `x`, with the version of `x`, so that a later write voids it."""
-    when = moment()
+    when = current_scope()
     if when is not None and type(x) is Tensor and not x.is_inference():
         setattr(x, _AMAX, (x._version, _stream_of(x), when, amax))
 
@@ -118,7 +118,7 @@ def cached_amax(x: Tensor) -> Tensor | None:
     if is_compiling():
         return None
     noted: Any = x.__dict__.get(_AMAX)
-    if noted is None or noted[:2] != (x._version, _stream_of(x)) or not is_now(noted[2]):
+    if noted is None or noted[:2] != (x._version, _stream_of(x)) or not is_current(noted[2]):
         return None
     amax: Tensor = noted[3]
     return amax

@@ -148,14 +148,14 @@ def source_of(x: Tensor) -> Source | None:
         return None
     saved: Any = node
     try:
-        two = saved.saved_tensors[:2] if made_by is activations.swiglu_again else saved_factors(saved)
+        two = saved.saved_tensors[:2] if made_by is activations.recompute_swiglu else saved_factors(saved)
     # One was written to, or the graph was freed. The backward pass of that node raises its own error.
     except RuntimeError:
         return None
     # Parameters are excluded: FSDP2 may have freed their memory by then.
     if not all(one is not None and one.grad_fn is not None and one.shape == whole.shape for one in two):
         return None
-    amax = cached_amax(x) if made_by is activations.swiglu_again else None
+    amax = cached_amax(x) if made_by is activations.recompute_swiglu else None
     return Source(made_by, (*(one.detach() for one in two), *([] if amax is None else [amax])))
 
 
@@ -169,6 +169,6 @@ def _product(a: Tensor, b: Tensor) -> tuple[Tensor, None]:
 
 _MADE_OF_TWO: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
     "MulBackward0": _product,
-    activations.SWIGLU_NODE: activations.swiglu_again,
+    activations.SWIGLU_NODE: activations.recompute_swiglu,
 }
 """Functions that recompute x from two factors, by the name of the autograd node."""

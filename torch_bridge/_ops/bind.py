@@ -30,7 +30,7 @@ from qshard.formats import ELEMENTS
 from qshard.op_table import OpSpec, multi_table, table
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 
-__all__ = ["bind", "call_in_place", "call_into", "dtype_name", "into", "ops", "seen_size"]
+__all__ = ["bind", "call_in_place", "call_into", "dtype_name", "into", "ops", "traced_size"]
 
 _LIBRARY = torch.library.Library("qshard", "DEF")
 _ffi.follow_num_threads(torch.get_num_threads)
@@ -240,8 +240,8 @@ def plan_call(
     """
     given = dict(keywords)
     dtype = given.pop("dtype", None)
-    sizes = [tuple(map(seen_size, shape)) for shape in shapes]
-    attributes = {name: seen_size(v) if isinstance(v, torch.SymInt) else v for name, v in given.items()}
+    sizes = [tuple(map(traced_size, shape)) for shape in shapes]
+    attributes = {name: traced_size(v) if isinstance(v, torch.SymInt) else v for name, v in given.items()}
     names = [dtype_name(d) for d in dtypes]
     results, axes, _ = spec.match(sizes, names, attributes, None if dtype is None else dtype_name(dtype))
     made = [shape for shape, _ in results]
@@ -255,7 +255,7 @@ def plan_call(
     return _Plan(list(zip(made, kinds, strict=True)), attributes)
 
 
-def seen_size(size: int | torch.SymInt) -> int:
+def traced_size(size: int | torch.SymInt) -> int:
     """Return an extent as an int. A symbolic size gives its traced size; the op checks later sizes at run time."""
     if isinstance(size, torch.SymInt) and (hint := size.node.hint) is not None:
         return int(hint)

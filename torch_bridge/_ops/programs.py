@@ -82,7 +82,7 @@ class Steps:
 
     def __init__(self, function: Callable[..., tuple[Any, ...]]):
         self._function = function
-        self.programs = Memo(self._recorded)
+        self.programs = Memo(self._record)
 
     def __call__(
         self, tensors: tuple[Tensor, ...], *constants: Any, check: Callable[[], object] | None = None
@@ -103,7 +103,7 @@ class Steps:
             check()
         return self._function(ops, *[x.detach() if x.requires_grad else x for x in tensors], *constants)
 
-    def _recorded(
+    def _record(
         self, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, *constants: Any
     ) -> _ffi.Program | None:
         recorder = _Recorder()
@@ -166,11 +166,11 @@ class _Recorder:
             spec, tuple(x.shape for x in operands), tuple(x.dtype for x in operands), tuple(keywords.items())
         )
         made = [self.slot(shape, dtype) for shape, dtype in plan.outputs]
-        self._note(op, operands, made, plan.attributes)
+        self._add_step(op, operands, made, plan.attributes)
         return made[0] if len(made) == 1 else tuple(made)
 
     def _in_place(self, op: str, *operands: Any, **attributes: Any) -> None:
-        self._note(op, *by_lists(multi_table()[op], operands), attributes)
+        self._add_step(op, *by_lists(multi_table()[op], operands), attributes)
 
     def swap_last_axes(self, x: _Slot) -> _Slot:
         raise _NoSuchOpError
@@ -178,11 +178,13 @@ class _Recorder:
     def transposed_squares(self, data: _Slot, scale_inv: _Slot, *, packed: bool) -> Any:
         return transposed_squares(self, data, scale_inv, packed=packed)
 
-    def _note(self, op: str, operands: Sequence[_Slot], written: Sequence[_Slot], attributes: dict[str, Any]) -> None:
+    def _add_step(
+        self, op: str, operands: Sequence[_Slot], written: Sequence[_Slot], attributes: dict[str, Any]
+    ) -> None:
         taken, made = ([self._rows.setdefault(x.as_row(), len(self._rows)) for x in xs] for xs in (operands, written))
         self._steps.append((op, taken, made, attributes))
 
-    def _placed(self, numbers: Sequence[int]) -> tuple[dict[int, int], int]:
+    def _buffer_offsets(self, numbers: Sequence[int]) -> tuple[dict[int, int], int]:
         """Return the byte offset of each intermediate tensor in one buffer, and the size of the buffer.
 
         Tensors that are not live at the same time share bytes.
@@ -218,7 +220,7 @@ class _Recorder:
                 )
         kept = {number: x for number, x in kept.items() if number >= inputs}
         sources = {number: inputs + i for i, number in enumerate(kept)} | {i: i for i in range(inputs)}
-        offsets, end = self._placed([number for number in range(len(self._made)) if number not in sources])
+        offsets, end = self._buffer_offsets([number for number in range(len(self._made)) if number not in sources])
         makers = [_maker(x.shape, x.dtype, device) for x in kept.values()]
         if offsets:
             makers.append(_maker((end,), torch.uint8, device))

@@ -88,7 +88,7 @@ def quantize_operand(
     return planes_of(parts), None
 
 
-def quantized_swiglu_again(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) -> Plane:
+def recompute_swiglu_plane(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) -> Plane:
     """Recompute `swiglu(gate, up)` of two matrices as a columnwise plane: `quantize_steps.quantize_swiglu_again`."""
     return Plane(*_quantize_swiglu_again((gate, up, amax), fmt))
 

@@ -12,7 +12,7 @@ from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import Description
 from qshard._core.validation import quote
 from qshard.formats import Usage
-from qshard.torch_bridge._quantized.tensor import QuantizedTensor, of_description
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor, from_description
 
 
 def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -65,7 +65,7 @@ def from_plain(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
     >>> from_plain(*to_plain({"w": q}))["w"].dequantize()
     tensor([[1.0000, 0.5000]])
     """
-    return serialization.restore(tensors, metadata, _made_of)
+    return serialization.restore(tensors, metadata, _restore_tensor)
 
 
 def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] | None:
@@ -86,9 +86,9 @@ def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] |
     return description, {usage: Plane(*map(own, parts)) for usage, parts in planes.items()}
 
 
-def _made_of(name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
+def _restore_tensor(name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
     for part, array in serialization.flat(planes).items():
         if not isinstance(array, Tensor):
             what = f"{serialization.key_of(name, part)} ({quote(array)}) is not a torch.Tensor"
             raise TypeError(f"from_plain: {what}; load the file with safetensors.torch")
-    return of_description("from_plain", name, description, planes)
+    return from_description("from_plain", name, description, planes)

@@ -120,7 +120,7 @@ class QuantizedTensor(Tensor):
         data = getattr(self, names[0])
         return None if data is None else Plane(data, getattr(self, names[1]), getattr(self, names[2]))
 
-    def _shown(self, usage: Usage) -> Plane | None:
+    def _typed_plane(self, usage: Usage) -> Plane | None:
         parts = self.parts(usage)
         if parts is None:
             return None
@@ -130,12 +130,12 @@ class QuantizedTensor(Tensor):
     @property
     def rowwise(self) -> Plane | None:
         """The `Plane` with blocks along the last axis; None if absent."""
-        return self._shown(Usage.ROWWISE)
+        return self._typed_plane(Usage.ROWWISE)
 
     @property
     def columnwise(self) -> Plane | None:
         """The `Plane` with blocks along the first axis; None if absent or stale."""
-        return self._shown(Usage.COLUMNWISE)
+        return self._typed_plane(Usage.COLUMNWISE)
 
     @property
     def global_scale_inv(self) -> Tensor | None:
@@ -205,7 +205,7 @@ class QuantizedTensor(Tensor):
         shape, dtype = tuple(self.shape), dtype_name(self.dtype)
         return Description(format=self.format, shape=shape, dtype=dtype, planes=tuple(planes)), planes
 
-    def _others(self) -> dict[str, Any]:
+    def _foreign_attributes(self) -> dict[str, Any]:
         """Return attributes set by others: by `nn.Parameter` and by users."""
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
@@ -219,12 +219,12 @@ class QuantizedTensor(Tensor):
         description, planes = self.described(stale=True)
         parts = {name: part if _is_all_of_its_memory(part) else part.clone() for name, part in flat(planes).items()}
         text = text_of({"": description})
-        return _rebuild, (text, parts, self.columnwise_is_stale, self.requires_grad, self._others())
+        return _rebuild, (text, parts, self.columnwise_is_stale, self.requires_grad, self._foreign_attributes())
 
     def __copy__(self) -> QuantizedTensor:
         copied = self._of_planes(lambda part: part)
         copied.requires_grad_(self.requires_grad)
-        copied.__dict__.update(self._others())
+        copied.__dict__.update(self._foreign_attributes())
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
@@ -236,7 +236,7 @@ class QuantizedTensor(Tensor):
             copied = self._of_planes(lambda part: copy.deepcopy(part, memo))
             copied.requires_grad_(self.requires_grad)
             memo[id(self)] = copied
-            copied.__dict__.update(copy.deepcopy(self._others(), memo))
+            copied.__dict__.update(copy.deepcopy(self._foreign_attributes(), memo))
             copied.grad = copy.deepcopy(self.grad, memo)
         found: QuantizedTensor = memo[id(self)]
         return found
@@ -363,7 +363,7 @@ def _rebuild(
     if clash := sorted(_OWN & set(others)):
         raise ValueError(f"{op}: attribute {clash[0]} (saved) is not one to set; the file is damaged")
     tensors = {name: part for name, part in arrays.items() if isinstance(part, Tensor)}
-    made = of_description(op, "tensor", descriptions[""], descriptions[""].take(tensors, op=op))
+    made = from_description(op, "tensor", descriptions[""], descriptions[""].take(tensors, op=op))
     if stale and made.parts(Usage.COLUMNWISE) is None:
         raise ValueError(f"{op}: columnwise plane (stale) is not there; the file is damaged")
     made.columnwise_is_stale = bool(stale)
@@ -372,7 +372,7 @@ def _rebuild(
     return made
 
 
-def of_description(op: str, name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
+def from_description(op: str, name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
     """Build a tensor from the planes that `Description.take` returned, in their memory."""
     parts = [part for of_plane in planes.values() for part in of_plane if part is not None]
     for part in parts:
