@@ -76,8 +76,9 @@ def linear_cross_entropy(
         raises: chunks have no scale history. None: multiply values.
       seed: for stochastic rounding, as for `linear`.
 
-    Returns: The loss, as `cross_entropy` returns it. Logits are rounded to the dtype of x. The gradient of w is summed
-    over chunks in float32.
+    Returns:
+      The loss, as `cross_entropy` returns it. Logits are rounded to the dtype of x. The gradient of w is summed over
+      chunks in float32.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -150,7 +151,7 @@ def _local_operands(
 class LinearCrossEntropy(nn.Linear):
     """Linear head of a model that returns the loss if labels are passed, and logits otherwise.
 
-    Being a module, it lets FSDP2 and ZeRO gather its weight. `convert` replaces it by a head with quantized operands,
+    FSDP2 and ZeRO gather its weight, as for every module. `convert` replaces it by a head with quantized operands,
     except under `DelayedScaling`. It has no bias. Under `parallelize_module` with a `ColwiseParallel`, PyTorch's or the
     one in `tensor_parallel`, each rank has a shard of the classes. The loss covers all classes and is a plain tensor on
     every rank; `output_layouts` applies to logits only. Labels must be the same on all ranks.

@@ -148,8 +148,9 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
 
     Its arguments are the operands, then the attributes by keyword, and `dtype` if the result may have any float dtype.
 
-    Returns: The op as a function. An op on single tensors returns a tensor or a tuple; an op on lists returns the
-    operands that it wrote.
+    Returns:
+      The op as a function. An op on single tensors returns a tensor or a tuple; an op on lists returns the operands
+      that it wrote.
 
     >>> torch.ops.qshard.amax_tensor(torch.tensor([[1.0, -3.0], [2.0, 0.0]]), lead=1)
     tensor([3., 2.])

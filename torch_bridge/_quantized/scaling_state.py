@@ -31,10 +31,11 @@ def scaling_state(model: nn.Module, group: dist.ProcessGroup | None = None) -> d
         save or load the state without changing a bit of the run. Collective. None: this rank's own amaxes. All ranks
         have the same right after `update_scales`, but not after a later forward pass, as in a validation.
 
-    Returns: The buffers themselves, as in `state_dict`, on this rank; empty if no layer has any. `torch.save` and
-    `torch.distributed.checkpoint` accept them. Scales are equal on all ranks after `update_scales`. Seeds are equal if
-    the ranks built the model under the same `torch.manual_seed`. Otherwise a checkpoint of all ranks keeps one of them,
-    and ranks draw different bits after loading it.
+    Returns:
+      The buffers themselves, as in `state_dict`, on this rank; empty if no layer has any. `torch.save` and
+      `torch.distributed.checkpoint` accept them. Scales are equal on all ranks after `update_scales`. Seeds are equal
+      if the ranks built the model under the same `torch.manual_seed`. Otherwise a checkpoint of all ranks keeps one of
+      them, and ranks draw different bits after loading it.
 
     Raises:
       TypeError: `model` is not a module, or `group` is not a process group.

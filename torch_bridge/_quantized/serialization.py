@@ -21,9 +21,10 @@ def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     Args:
       values: by name: `QuantizedTensor`s, and any other values, which are returned unchanged.
 
-    Returns: The tensors, by names such as `w.rowwise.data`, and the metadata, a dict with one string.
-    `_core.serialization` defines the names. Memory is shared with `values`, except that parts of one tensor never share
-    memory, as safetensors requires. A stale columnwise plane counts as absent and is left out.
+    Returns:
+      The tensors, by names such as `w.rowwise.data`, and the metadata, a dict with one string. `_core.serialization`
+      defines the names. Memory is shared with `values`, except that parts of one tensor never share memory, as
+      safetensors requires. A stale columnwise plane counts as absent and is left out.
 
     Raises:
       ValueError: two results have the same name.
