@@ -39,8 +39,8 @@ def convert(
     """Turn every `nn.Linear` of `model` into a `Linear`, in place: module objects, hooks, names and values stay.
 
     `Conv1D` layers of Hugging Face's GPT-2 are converted too, and their weights stay `[in, out]`. Every module above a
-    converted layer gets two hooks that mark the beginning and end of its calls. During a call, layers that receive the same
-    x share its codes. Therefore also call `convert` on a model that is built from `Linear` directly.
+    converted layer gets two hooks that mark the beginning and end of its calls. During a call, layers that receive the
+    same x share its codes. Therefore also call `convert` on a model that is built from `Linear` directly.
 
     Layers of a subclass that does not override `nn.Linear.forward` stay instances of it, with its methods and
     attributes. Parameters stay the same objects, so existing optimizers keep training them. Weights shared by several
