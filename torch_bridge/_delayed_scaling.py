@@ -28,7 +28,7 @@ from qshard.torch_bridge._module_tree import modules_of
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
-from qshard.torch_bridge._quantized.scaling_state import loaded_if_there
+from qshard.torch_bridge._quantized.scaling_state import load_state_if_present
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 from qshard.torch_bridge._torch_internals import active_ddp
 
@@ -150,7 +150,7 @@ class DelayedScale(Float32Buffers):
         """Load the state if the state dict has it, which only older versions wrote."""
         self.restore_buffers()
         self._made = self._look = None
-        with loaded_if_there(self, state_dict, prefix):
+        with load_state_if_present(self, state_dict, prefix):
             super()._load_from_state_dict(state_dict, prefix, *others)
 
 
@@ -171,12 +171,12 @@ def keep_amaxes() -> None:
 _prepared_ddps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def merge_amax(noted: Tensor, amax: Tensor) -> None:
-    """Set `noted` to the maximum of both amaxes, in place."""
+def merge_amax(buffer: Tensor, amax: Tensor) -> None:
+    """Set `buffer` to the maximum of itself and `amax`, in place."""
     if is_compiling():  # Dynamo does not support every `out=`.
-        noted.copy_(torch.maximum(noted, amax))
+        buffer.copy_(torch.maximum(buffer, amax))
     else:
-        torch.maximum(noted, amax, out=noted)
+        torch.maximum(buffer, amax, out=buffer)
 
 
 @torch.no_grad()

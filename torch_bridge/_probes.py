@@ -174,7 +174,7 @@ class Watch:
         self, name: str, role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
     ) -> None:
         """Measure one operand of a call."""
-        self.add(name, role, _measured_operand(role, layer, x, dtype, seed))
+        self.add(name, role, _measure_operand(role, layer, x, dtype, seed))
 
     def add(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
         """Add the measurements of one operand of a call, from `_measure`."""
@@ -299,7 +299,7 @@ class _Call:
         """
         if role is Role.ACTIVATION and _is_in_backward():
             return
-        measured = _measured_operand(role, self.layer, x, x.dtype, seed)
+        measured = _measure_operand(role, self.layer, x, x.dtype, seed)
         if role is Role.ACTIVATION or self.pending is None:
             self.watch.add(self.name, role, measured)
         else:
@@ -341,7 +341,7 @@ def _dtype_of(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _measured_operand(
+def _measure_operand(
     role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
 ) -> list[tuple[Tensor, int]]:
     """Quantize an operand as the layer does it, and measure it."""

@@ -310,7 +310,7 @@ class _Values:
     def _plus(self, made: Tensor, dw: Tensor) -> None:
         dw.add_(made) if self._begun else dw.copy_(made)
 
-    def reduced(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:
+    def reduce(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:
         for made in (self.dx, self.dw):
             if made is not None and not self._begun:
                 made.zero_()
@@ -331,12 +331,12 @@ class _Codes(_Values):
     def logits(self, chunk: slice) -> Tensor:
         usage = Usage.ROWWISE if self.dw is None else Usage.BOTH
         self._seed = self._how.of_chunk(chunk.start // self.rows, self.x.device)
-        self._xs = self._quantized(self.x[chunk], usage, Role.ACTIVATION)
+        self._xs = self._quantize(self.x[chunk], usage, Role.ACTIVATION)
         return matmul(self._xs.pop(Usage.ROWWISE), self._planes[Usage.ROWWISE], self.x.dtype, fast=True)
 
     def add(self, chunk: slice, d: Tensor) -> None:
         usages = [one for one, made in ((Usage.ROWWISE, self.dx), (Usage.COLUMNWISE, self.dw)) if made is not None]
-        self._ds = self._quantized(d, Usage.BOTH if len(usages) > 1 else usages[0], Role.GRADIENT)
+        self._ds = self._quantize(d, Usage.BOTH if len(usages) > 1 else usages[0], Role.GRADIENT)
         super().add(chunk, d)
 
     def _put_dx(self, d: Tensor, dx: Tensor) -> None:
@@ -345,7 +345,7 @@ class _Codes(_Values):
     def _add_dw(self, d: Tensor, x: Tensor, dw: Tensor) -> None:
         self._plus(matmul(self._ds.pop(Usage.COLUMNWISE), self._xs.pop(Usage.COLUMNWISE), dw.dtype), dw)
 
-    def _quantized(self, x: Tensor, usage: Usage, role: Role) -> dict[Usage, Operand]:
+    def _quantize(self, x: Tensor, usage: Usage, role: Role) -> dict[Usage, Operand]:
         if self._how.observer is not None:
             self._how.observer(role, x, self._seed)
         return LayerQuantizer(self._how.recipe, self._seed).quantize(matrix_of(x, x.dtype), role, usage)[0]
@@ -428,7 +428,7 @@ class _EarlyLoss(Node):
                 grad = share[: len(logits)]
                 products.add(chunk, rule.gradient(logits, labels[chunk], lse, grad, in_place=True))
         ctx.dtype = w.dtype
-        return losses.sum() / count, products.reduced(rule.group)
+        return losses.sum() / count, products.reduce(rule.group)
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -465,7 +465,7 @@ class _LateLosses(Node):
         for chunk in _chunks(len(x), rows):
             logits = products.logits(chunk)
             products.add(chunk, rule.gradient(logits, labels[chunk], lses[chunk], grad[chunk], in_place=True))
-        dx, dw = products.reduced(rule.group)
+        dx, dw = products.reduce(rule.group)
         return dx, None if dw is None else dw.to(weight.dtype), None, None, None, None
 
 

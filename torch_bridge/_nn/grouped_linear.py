@@ -371,6 +371,9 @@ class GroupedLinear(nn.Module):
       experts: one `Linear` without bias per expert. Each weight is sharded by FSDP2 or ZeRO, gathered as codes, saved,
         moved and kept as codes under `convert(primary=True)`, like the weight of any `Linear`.
 
+    Raises:
+      ValueError: `num_experts` is not positive, or as for `Linear`.
+
     >>> from qshard.recipes import CurrentScaling
     >>> layer = GroupedLinear(3, 32, 16, recipe=CurrentScaling())
     >>> layer(torch.ones(6, 32), torch.tensor([2, 0, 3])).shape, sorted(layer.state_dict())[0]

@@ -28,7 +28,7 @@ from qshard.torch_bridge._nn.operands import ROLES
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._quantized.device_moves import Move, changes
-from qshard.torch_bridge._quantized.scaling_state import loaded_if_there
+from qshard.torch_bridge._quantized.scaling_state import load_state_if_present
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
 from qshard.torch_bridge._torch_internals import hooks_of, put_hooks
@@ -267,7 +267,7 @@ class WeightLayer(Extends):
             state_dict = {**state_dict, key: loaded}
         foreign = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)
         state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(foreign))}
-        with loaded_if_there(self, state_dict, prefix):
+        with load_state_if_present(self, state_dict, prefix):
             super()._load_from_state_dict(state_dict, prefix, metadata, strict, *others)
         if was_meta and not self.weight.is_meta:
             self._make_state(self.weight.device)

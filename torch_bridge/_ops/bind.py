@@ -184,7 +184,7 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
         try:
             call_into(spec.name, inputs, made, attributes)
         except ValueError:
-            _check_memory(spec, inputs)  # As in `call_in_place`.
+            _check_memory(spec, inputs)  # Checked only after a failure, as in `_call_lists`.
             raise
         return made[0] if single else tuple(made)
 

@@ -120,7 +120,7 @@ def plain_name(model: nn.Module, name: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def loaded_if_there(module: Any, state_dict: Mapping[str, Any], prefix: str) -> Iterator[None]:
+def load_state_if_present(module: Any, state_dict: Mapping[str, Any], prefix: str) -> Iterator[None]:
     """Make `module` load the scaling state in a state dict, if there is any.
 
     State dicts of older versions contain it; current ones do not, and then loading must not report missing keys.
