@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +17,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from qshard._core.flat_shards import FlatSlice
 from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import as_format, quote
+from qshard._core.validation import quote
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name, ops
-from qshard.torch_bridge._ops.foreach import FlatPlan, flat_plan
+from qshard.torch_bridge._ops.foreach import flat_plan
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype
 
@@ -207,54 +206,15 @@ def gather(local: ShardedWeight, cut: RowSharding, dtype: torch.dtype, *, observ
         codes, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
         codes = torch.nn.functional.pad(codes, (0, 0, 0, cut.longest - codes.shape[0]))
     else:
-        amaxes = _amaxes(shard, str(cut.fmt), cut.shape, cut.start)
-        amaxes = cut.group.all_reduce(amaxes.view(torch.int32), "max").view(torch.float32)  # See `max_over_ranks`.
-        codes, scale_inv, *others = _codes(shard, amaxes, str(cut.fmt), cut.shape, cut.start, cut.longest)
-        global_scale_inv = others[0] if others else None
+        flat = flat_plan((FlatSlice(cut.shape, cut.fmt, dtype_name(shard.dtype), cut.start),), shard.device)
+        bits = flat.amaxes([shard.reshape(-1)]).view(torch.int32)
+        (scales,) = flat.scales(cut.group.all_reduce(bits, "max").view(torch.float32))  # See `max_over_ranks`.
+        ((_, scale_inv, global_scale_inv),) = flat.plan.buckets[0].split_scales(scales)
+        per_byte = cut.fmt.element.codes_per_byte
+        width = cut.shape[1] // per_byte
+        room = torch.zeros(cut.longest * width + per_byte - 1, dtype=torch.uint8, device=shard.device)
+        flat.cast([room], [shard.reshape(-1)], [scales.scale], pieces=True)
+        codes = room[: cut.longest * width]
     where = plane(cut.fmt, cut.shape, Usage.ROWWISE, op="gathered_weight")
     codes = cut.group.all_gather(codes.contiguous()).view(-1)[: math.prod(where.data_shape)].view(where.data_shape)
     return QuantizedTensor(cut.fmt, cut.shape, dtype, rowwise=Plane(codes, scale_inv, global_scale_inv))
-
-
-# Ops, so that compilers need not see how slices are planned.
-
-
-def _plan(shard: Tensor, fmt: str, shape: Sequence[int], start: int) -> FlatPlan:
-    known = as_format(fmt, "gathered_weight")
-    return flat_plan((FlatSlice(tuple(shape), known, dtype_name(shard.dtype), start),), shard.device)
-
-
-@torch.library.custom_op("qshard::amaxes_of_shard", mutates_args=())
-def _amaxes(shard: Tensor, fmt: str, shape: Sequence[int], start: int) -> Tensor:
-    """What rows of a weight know of its amaxes."""
-    return _plan(shard, fmt, shape, start).amaxes([shard.reshape(-1)])
-
-
-@_amaxes.register_fake
-def _(shard: Tensor, fmt: str, shape: Sequence[int], start: int) -> Tensor:
-    return shard.new_empty(_plan(shard, fmt, shape, 0).plan.amaxes, dtype=torch.float32)
-
-
-@torch.library.custom_op("qshard::codes_of_shard", mutates_args=())
-def _codes(shard: Tensor, amaxes: Tensor, fmt: str, shape: Sequence[int], start: int, longest: int) -> list[Tensor]:
-    """Rows of a weight cast with the scales of its amaxes, padded to `longest`, and what is stored of those scales."""
-    flat = _plan(shard, fmt, shape, start)
-    (bucket,), (made,) = flat.plan.buckets, flat.scales(amaxes)
-    (scales,) = bucket.split_scales(made)
-    per_byte = bucket.fmt.element.codes_per_byte
-    width = shape[1] // per_byte
-    room = torch.zeros(longest * width + per_byte - 1, dtype=torch.uint8, device=shard.device)
-    flat.cast([room], [shard.reshape(-1)], [made.scale], pieces=True)
-    stored = [part.clone() for part in scales[1:] if part is not None]
-    return [room[: longest * width].view(longest, width).clone(), *stored]
-
-
-@_codes.register_fake
-def _(shard: Tensor, amaxes: Tensor, fmt: str, shape: Sequence[int], start: int, longest: int) -> list[Tensor]:
-    known = as_format(fmt, "gathered_weight")
-    where = plane(known, tuple(shape), Usage.ROWWISE, op="gathered_weight")
-    made = [shard.new_empty((longest, shape[1] // known.element.codes_per_byte), dtype=torch.uint8)]
-    made.append(shard.new_empty(where.scale_shape, dtype=getattr(torch, known.stored_scale_dtype)))
-    if where.global_scale_shape is not None:
-        made.append(shard.new_empty(where.global_scale_shape, dtype=torch.float32))
-    return made
