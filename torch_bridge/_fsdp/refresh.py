@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from qshard._core.flat_shards import Bucket
 from qshard._core.operands import quantize_operand
@@ -29,16 +30,17 @@ from qshard.torch_bridge._fsdp.scale_state import (
     PrefetchedCodes,
     Refresh,
     ScaleState,
+    ShardPlan,
     Status,
     WeightShard,
     state_of,
 )
-from qshard.torch_bridge._fsdp.shard_plan import ShardPlan, check_reshards, groups_of, set_padded_shape
 from qshard.torch_bridge._module_tree import parameters_of
 from qshard.torch_bridge._ops.bind import into, ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
 from qshard.torch_bridge._ops.foreach import flat_plan
 from qshard.torch_bridge._quantized.validation import check_model
+from qshard.torch_bridge._torch_internals import fsdp_groups
 
 _ALIGNMENT = 256  # Of codes that share memory: that of allocations on GPUs.
 
@@ -62,7 +64,7 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
     """The padded codes of a shard of a weight of this shape."""
     state.passes.watch()  # Hooks may have come before ours.
     if not state.agreed:  # The first time.
-        check_reshards(state.passes.root)
+        _check_reshards(state.passes.root)
     if state.primary is not None:
         shard = state.primary.take_master(state.at_home(shard) if state.primary.master is None else shard)
     weight = WeightShard(state, shard, state.plan_of(shard, shape, mesh))
@@ -74,7 +76,7 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
             _cast_into(weight, state.primary.room(weight.plan))
             state.primary.end_cast(weight.plan)
         padded = state.primary.codes_on(weight.plan.device)
-    restore_shape = set_padded_shape(state, padded) if weight.plan.packs_columns else None
+    restore_shape = _set_padded_shape(state, padded) if weight.plan.packs_columns else None
     assert state.refresh is not None
     return padded, Gather(weight.plan, state.refresh, restore_shape)
 
@@ -333,11 +335,8 @@ def _next_in_group(weight: WeightShard) -> Iterator[WeightShard]:
 def _group_of(state: ScaleState) -> Any:
     """FSDP2's group of a weight, which is found once for all weights of a model."""
     if state.group is None:
-        for group in groups_of(state.passes.root):
-            for parameter in group.fsdp_params:
-                known = getattr(local_of(parameter.sharded_param), "scale_state", None)
-                if known is not None:
-                    known.group = weakref.ref(group)
+        for group, _, known in _fsdp_params(state.passes.root):
+            known.group = weakref.ref(group)
         if state.group is None:  # As in a model that was unpickled, which nobody has shown us.
             state.group = _nothing
     return state.group()
@@ -383,3 +382,54 @@ def _cast_into(weight: WeightShard, room: Tensor) -> None:
     scale = weight.staged.scale.to(shard.device)
     quantize_operand(made, shard, state.operand, scale=scale)
     state.delayed.observe(amax)
+
+
+def _set_padded_shape(state: ScaleState, padded: Tensor) -> Callable[[], None]:
+    """Lets FSDP2 take shards of a weight to have the shape of `padded`, until what this returns is called.
+
+    FSDP2 joins columns of ranks by the shape that it stores of the shard; 4-bit codes have half as many columns. It can
+    be told only by a private attribute, which has the same name in torch 2.11 to 2.15.
+    """
+    param = _fsdp_param(state)
+    shape, param.padded_sharded_param_size = param.padded_sharded_param_size, padded.shape
+    return lambda: setattr(param, "padded_sharded_param_size", shape)
+
+
+def _fsdp_param(state: ScaleState) -> Any:
+    """The `FSDPParam` of the weight."""
+    for _, param, known in _fsdp_params(state.passes.root):
+        if known is state:
+            return param
+    raise NotImplementedError(
+        f"fully_shard: {state.name} ({state.fmt}) is cut along columns, but no model is known that FSDP2 has it in; "
+        "call update_scales(model) once after fully_shard, or cut its rows"
+    )
+
+
+def _check_reshards(model: nn.Module | None) -> None:
+    """Raises where weights of ours are to be resharded to fewer ranks after forward, on every rank alike.
+
+    FSDP2 makes a parameter with a gradient of its part of the gathered memory, which codes do not allow, and gathers it
+    without the hooks of the weight.
+
+    Raises:
+      NotImplementedError: `reshard_after_forward` of a module is a number of ranks.
+    """
+    for group, _, known in _fsdp_params(model):
+        if group.post_forward_mesh_info not in (None, group.mesh_info):
+            raise NotImplementedError(
+                f"fully_shard: {known.name} (reshard_after_forward="
+                f"{group.post_forward_mesh_info.shard_mesh_size}) is gathered as codes, which FSDP2 cannot "
+                "reshard to fewer ranks; pass True or False"
+            )
+
+
+def _fsdp_params(model: nn.Module | None) -> Iterator[tuple[Any, Any, ScaleState]]:
+    """Yield the `FSDPParamGroup`, the `FSDPParam` and the state of each quantized weight of a model."""
+    for module in () if model is None else model.modules():
+        if isinstance(module, FSDPModule):
+            for group in fsdp_groups(module):
+                for param in group.fsdp_params:
+                    state = getattr(local_of(param.sharded_param), "scale_state", None)
+                    if state is not None:
+                        yield group, param, state

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -47,16 +48,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from qshard._core.flat_shards import FlatSlice
 from qshard._core.operands import OperandSpec
+from qshard._core.placement import Box, box_amax, cast_box
 from qshard._core.quantize_steps import Scales
-from qshard.formats import Usage
+from qshard.formats import Format, Usage
+from qshard.layout import plane
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, fsdp_axis
 from qshard.torch_bridge._fsdp.primary import Primary
-from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
+from qshard.torch_bridge._ops.bind import dtype_name, into, ops
 from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.foreach import xp
 from qshard.torch_bridge._torch_internals import backward_id, preserve_version_counter, spec_of
 
 
@@ -69,6 +74,90 @@ class Status(enum.Enum):
     """It gathers the weight, but not now."""
     GATHERING = enum.auto()
     """Codes have left this rank, and those of all ranks have not arrived."""
+
+
+class ShardPlan:
+    """How one weight is cut, and which part of it the shard of this rank is. Made once, then looked up.
+
+    Args:
+      shape: of the weight, of which FSDP2 has cut the rows, or columns into even parts.
+      mesh, mesh_dim: the ranks that it is cut over are one axis of it.
+
+    Attributes:
+      group, device: of the ranks; where they compute. An offloaded shard is elsewhere.
+      data_shape: of the codes of the weight.
+      padded_shape: of the padded codes.
+      room: bytes to cast into: 4-bit codes need one more than there are, for half a byte that no cut of rows leaves.
+      packs_columns: whether FSDP2, which joins columns, must be told that codes have fewer than the weight.
+      slice: the flat slice that the shard is; an empty one if it is a box.
+      box: where columns of blocks are in the weight; None: the shard is a slice.
+      block: what shares a scale; all of it, if there are no blocks.
+      described: what all ranks must have in common.
+
+    Raises:
+      NotImplementedError: ranks share a byte. All of them raise.
+    """
+
+    def __init__(self, name: str, fmt: Format, shape: tuple[int, ...], shard: Tensor, mesh: DeviceMesh, mesh_dim: int):
+        rows, columns = shape
+        width = shard.shape[1]
+        of_rows, ranks, per_byte = width == columns, mesh.size(mesh_dim), fmt.element.codes_per_byte
+        if width % per_byte:
+            raise NotImplementedError(
+                f"fully_shard: {name} {tuple(shape)} is cut into {ranks} shards of {width} columns, but "
+                f"{per_byte} codes of {fmt} share a byte; cut its rows"
+            )
+        where = plane(fmt, shape, Usage.ROWWISE, op="fully_shard")
+        longest = -(-(rows if of_rows else columns) // ranks)  # As FSDP2 and `torch.chunk` cut.
+        start = longest * mesh.get_local_rank(mesh_dim)
+        self.group, kind = mesh.get_group(mesh_dim), mesh.device_type
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self.fmt, self.shape, self.dtype = fmt, (rows, columns), dtype_name(shard.dtype)
+        self.data_shape = where.data_shape
+        self.padded_shape = (longest if of_rows else rows, width // per_byte)
+        self.room = math.prod(self.padded_shape) + per_byte - 1
+        self.packs_columns = fmt.element.packed and not of_rows
+        self.described = (self.shape, self.dtype, of_rows, ranks)
+        self.slice = FlatSlice(self.shape, fmt, self.dtype, min(rows, start) * columns if of_rows else 0)
+        self.block = where.scaled_shape
+        self.box: Box | None = None
+        if not of_rows and not fmt.per_tensor:  # Under one scale places do not matter: any shard is a slice.
+            self.box = Box(self.shape, (0, start), (rows, width))
+
+    def note_amaxes_of_columns(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
+        """Writes what columns of blocks know of the amaxes of the weight, those of its blocks and its own."""
+        if self.box is None or not shard.numel():
+            return
+        found = box_amax(ops, xp, shard, self.box, self.block, grid)
+        if whole is not None:
+            whole.copy_(ops.amax_tensor(found))
+
+    def room_in(self, part: Tensor) -> Tensor:
+        """Room to cast into, at the beginning of some bytes: where codes have a byte each, as padded codes."""
+        if self.room == self.padded_shape[0] * self.padded_shape[1]:
+            return part.as_strided(self.padded_shape, (self.padded_shape[1], 1))
+        return part[: self.room]
+
+    def padded_in(self, room: Tensor) -> Tensor:
+        if room.shape == self.padded_shape:
+            return room
+        return room.as_strided(self.padded_shape, (self.padded_shape[1], 1))
+
+    def cast_columns(self, shard: Tensor, scale: Tensor, room: Tensor) -> None:
+        """Casts columns of blocks. Slices are cast by `FlatPlan.cast`."""
+        assert self.box is not None
+        if not shard.numel():
+            return
+        codes, of_blocks = self.padded_in(room), scale[self.box.blocks(self.block)].contiguous()
+        outer = self.box.aligned(self.block)
+        made = cast_box(into(codes) if outer == self.box else ops, xp, shard, self.box, self.fmt, self.block, of_blocks)
+        if outer != self.box:
+            first = self.box.within(outer)[1].start // self.fmt.element.codes_per_byte
+            codes.copy_(made[:, first : first + codes.shape[1]])
+
+    def codes(self, gathered: Tensor) -> Tensor:
+        """The codes of the weight: the memory that was gathered, without the padding at its end."""
+        return gathered.as_strided(self.data_shape, (self.data_shape[1], 1))
 
 
 class ScaleState:
