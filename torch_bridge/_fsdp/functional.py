@@ -46,8 +46,8 @@ def gathered_weight(
             return gathered_weight(x) if is_converted(x) else x.redistribute(...).to_local(...)
 
     Args:
-      weight: a parameter of a `Linear`, that `distribute_tensor` or `fully_shard` has cut by rows over one axis of its
-        mesh; it may be replicated over others. Rows may be cut anywhere.
+      weight: a parameter of a `Linear`, that `distribute_tensor` or `fully_shard` has sharding by rows over one axis of its
+        mesh; it may be replicated over others. Rows may be sharding anywhere.
       param_dtype: that the codes stand for, so that of the gradient; the dtype of `weight` by default.
       reduce_dtype: in which gradients travel; `param_dtype` by default.
       reduce_op: "sum" or "avg" of the gradients of ranks.
@@ -58,7 +58,7 @@ def gathered_weight(
 
     Raises:
       TypeError: `weight` is not a converted weight, or not a DTensor, or an argument is not of its type.
-      NotImplementedError: it is cut in another way.
+      NotImplementedError: it is sharding in another way.
       ValueError: `reduce_op` is not one of these.
 
     Collective: an all-reduce of amaxes, 4 bytes a scale, and an all-gather of codes, 1 or 1/2 byte an element.
@@ -76,16 +76,16 @@ def gathered_weight(
             check_dtype("gathered_weight", name, dtype)
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"gathered_weight: reduce_op ({quote(reduce_op)}) is not 'sum' or 'avg'; pass one of them")
-    cut = row_sharding_of(weight)
-    if cut is None:
+    sharding = row_sharding_of(weight)
+    if sharding is None:
         raise NotImplementedError(
             f"gathered_weight: {local.scale_state.name} {tuple(weight.shape)} (placements {weight.placements}) is not "
             "cut by rows over one axis of its mesh; cut it so, and replicate it over the others"
         )
     dtype = weight.dtype if param_dtype is None else param_dtype
-    # The gradient of a shard is that of the whole DTensor, cut as it is.
+    # The gradient of a shard is that of the whole DTensor, sharding as it is.
     shard = weight.to_local(grad_placements=weight.placements)
-    made: QuantizedTensor = apply_node(_Gather, shard, local, cut, dtype, reduce_dtype or dtype, reduce_op)
+    made: QuantizedTensor = apply_node(_Gather, shard, local, sharding, dtype, reduce_dtype or dtype, reduce_op)
     return made
 
 
@@ -169,52 +169,54 @@ class _Gather(Node):
         ctx: Any,
         shard: Tensor,
         local: ShardedWeight,
-        cut: RowSharding,
+        sharding: RowSharding,
         dtype: torch.dtype,
         reduce_dtype: Any,
         reduce_op: str,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
-        ctx.cut, ctx.reduce_dtype, ctx.reduce_op = cut, reduce_dtype, reduce_op
+        ctx.sharding, ctx.reduce_dtype, ctx.reduce_op = sharding, reduce_dtype, reduce_op
         ctx.shard_shape, ctx.dtype = shard.shape, shard.dtype
-        return gather(local, cut, dtype, observe=True), ()
+        return gather(local, sharding, dtype, observe=True), ()
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
-        cut = ctx.cut
-        missing = cut.longest * cut.group.size - cut.shape[0]
+        sharding = ctx.sharding
+        missing = sharding.longest * sharding.group.size - sharding.shape[0]
         made = torch.nn.functional.pad(grad.to(ctx.reduce_dtype), (0, 0, 0, missing)).contiguous()
-        made = cut.group.reduce_scatter(made)[: ctx.shard_shape[0]]
-        for group in cut.replicas:
+        made = sharding.group.reduce_scatter(made)[: ctx.shard_shape[0]]
+        for group in sharding.replicas:
             made = group.all_reduce(made.contiguous(), "sum")
         if ctx.reduce_op == "avg":
-            made = made / math.prod(group.size for group in (cut.group, *cut.replicas))
+            made = made / math.prod(group.size for group in (sharding.group, *sharding.replicas))
         return made.to(ctx.dtype), None, None, None, None, None
 
 
 @torch.no_grad()
-def gather(local: ShardedWeight, cut: RowSharding, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
+def gather(local: ShardedWeight, sharding: RowSharding, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
     """The whole weight, which stands for `dtype`. Collective. `observe`: whether delayed scaling notes its amax."""
     state, shard = local.scale_state, memory_of(local)
     if state.delayed is not None:
         delayed, scale = state.delayed, state.delayed.scale
         if not delayed.knows_scale():  # The first scale is of the whole weight.
             own = ops.amax_tensor(shard, lead=0)
-            scale, _ = delayed.scales_under(cut.group.all_reduce(own.view(torch.int32), "max").view(torch.float32))
+            scale, _ = delayed.scales_under(sharding.group.all_reduce(own.view(torch.int32), "max").view(torch.float32))
         planes, amax = quantize_operand(ops, shard, state.operand, scale=scale)
         if observe and amax is not None:
             delayed.observe(amax)
         codes, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
-        codes = torch.nn.functional.pad(codes, (0, 0, 0, cut.longest - codes.shape[0]))
+        codes = torch.nn.functional.pad(codes, (0, 0, 0, sharding.longest - codes.shape[0]))
     else:
-        flat = flat_plan((FlatSlice(cut.shape, cut.fmt, dtype_name(shard.dtype), cut.start),), shard.device)
+        flat = flat_plan(
+            (FlatSlice(sharding.shape, sharding.fmt, dtype_name(shard.dtype), sharding.start),), shard.device
+        )
         bits = flat.amaxes([shard.reshape(-1)]).view(torch.int32)
-        (scales,) = flat.scales(cut.group.all_reduce(bits, "max").view(torch.float32))  # See `max_over_ranks`.
+        (scales,) = flat.scales(sharding.group.all_reduce(bits, "max").view(torch.float32))  # See `max_over_ranks`.
         ((_, scale_inv, global_scale_inv),) = flat.plan.buckets[0].split_scales(scales)
-        per_byte = cut.fmt.element.codes_per_byte
-        width = cut.shape[1] // per_byte
-        room = torch.zeros(cut.longest * width + per_byte - 1, dtype=torch.uint8, device=shard.device)
-        flat.cast([room], [shard.reshape(-1)], [scales.scale], pieces=True)
-        codes = room[: cut.longest * width]
-    where = plane(cut.fmt, cut.shape, Usage.ROWWISE, op="gathered_weight")
-    codes = cut.group.all_gather(codes.contiguous()).view(-1)[: math.prod(where.data_shape)].view(where.data_shape)
-    return QuantizedTensor(cut.fmt, cut.shape, dtype, rowwise=Plane(codes, scale_inv, global_scale_inv))
+        per_byte = sharding.fmt.element.codes_per_byte
+        width = sharding.shape[1] // per_byte
+        buffer = torch.zeros(sharding.longest * width + per_byte - 1, dtype=torch.uint8, device=shard.device)
+        flat.cast([buffer], [shard.reshape(-1)], [scales.scale], pieces=True)
+        codes = buffer[: sharding.longest * width]
+    where = plane(sharding.fmt, sharding.shape, Usage.ROWWISE, op="gathered_weight")
+    codes = sharding.group.all_gather(codes.contiguous()).view(-1)[: math.prod(where.data_shape)].view(where.data_shape)
+    return QuantizedTensor(sharding.fmt, sharding.shape, dtype, rowwise=Plane(codes, scale_inv, global_scale_inv))

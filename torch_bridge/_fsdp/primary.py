@@ -43,7 +43,7 @@ class Primary:
         self.name = name
         self.master: Tensor | None = None
         self.codes: Tensor | None = None
-        self._room: Tensor | None = None
+        self._buffer: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self._version = 0
         self._values: list[weakref.ref[Values]] = []  # Of every view and copy of the parameter, FSDP2's too.
@@ -69,17 +69,17 @@ class Primary:
         assert self.master is not None
         return self.master
 
-    def room(self, plan: ShardPlan) -> Tensor:
+    def buffer(self, plan: ShardPlan) -> Tensor:
         """Memory for the codes, which stays. What is past the end of the shard is zeros."""
-        if self._room is None or self._room.numel() != plan.room:
+        if self._buffer is None or self._buffer.numel() != plan.buffer_size:
             with torch.inference_mode(False):
                 master = self.master_to_cast()
                 pinned = master.is_cpu and master.is_pinned()
-                self._room = torch.zeros(plan.room, dtype=torch.uint8, device=master.device, pin_memory=pinned)
+                self._buffer = torch.zeros(plan.buffer_size, dtype=torch.uint8, device=master.device, pin_memory=pinned)
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
-        return self._room
+        return self._buffer
 
     def codes_on(self, device: torch.device) -> Tensor:
         """The codes, where ranks compute: offloaded ones are copied there, a byte or half of one an element."""
@@ -92,7 +92,7 @@ class Primary:
         return copied
 
     def end_cast(self, plan: ShardPlan) -> None:
-        self.codes = plan.padded_in(self.room(plan))
+        self.codes = plan.padded_view(self.buffer(plan))
         self.note_version()
 
     def load(self, values: Tensor) -> None:

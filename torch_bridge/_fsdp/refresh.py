@@ -56,7 +56,7 @@ class Gather(NamedTuple):
         """The plane of the weight. Its codes are the memory that FSDP2 has gathered."""
         if self.restore_shape is not None:
             self.restore_shape()
-        scales = state.arrive(self.refresh)
+        scales = state.end_gather(self.refresh)
         return Plane(self.plan.codes(gathered), scales.scale_inv, scales.global_scale_inv)
 
 
@@ -66,14 +66,14 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
     if not state.agreed:  # The first time.
         _check_reshards(state.passes.root)
     if state.primary is not None:
-        shard = state.primary.take_master(state.at_home(shard) if state.primary.master is None else shard)
+        shard = state.primary.take_master(state.resident_shard(shard) if state.primary.master is None else shard)
     weight = WeightShard(state, shard, state.plan_of(shard, shape, mesh))
     make_scales(weight)
     if state.primary is None:
-        padded = weight.plan.padded_in(_padded_codes(weight))
+        padded = weight.plan.padded_view(_padded_codes(weight))
     else:
         if state.primary.codes is None:
-            _cast_into(weight, state.primary.room(weight.plan))
+            _cast_into(weight, state.primary.buffer(weight.plan))
             state.primary.end_cast(weight.plan)
         padded = state.primary.codes_on(weight.plan.device)
     restore_shape = _set_padded_shape(state, padded) if weight.plan.packs_columns else None
@@ -132,7 +132,7 @@ def recast(parameters: Iterable[Tensor]) -> None:
         _refresh(weights, None)
         primaries = [weight.primary for weight in weights]
         with torch.no_grad():
-            cast_shards(weights, [p.room(weight.plan) for p, weight in zip(primaries, weights, strict=True)])
+            cast_shards(weights, [p.buffer(weight.plan) for p, weight in zip(primaries, weights, strict=True)])
         for p, weight in zip(primaries, weights, strict=True):
             p.end_cast(weight.plan)
 
@@ -144,7 +144,7 @@ def make_scales(weight: WeightShard) -> None:
         state.primary.check()
     else:
         now = state.passes.now()
-        if now is None or state.refresh is None or state.refresh.made_in != now:
+        if now is None or state.refresh is None or state.refresh.pass_id != now:
             weights = [weight]
             if now is not None:
                 others = [weight if other.state is state else other for other in _sharded_weights(state.passes.root)]
@@ -168,7 +168,7 @@ def _sharded_weights(model: nn.Module | None) -> Iterator[WeightShard]:
 
 
 @torch.no_grad()
-def _refresh(weights: Sequence[WeightShard], made_in: object) -> None:
+def _refresh(weights: Sequence[WeightShard], pass_id: object) -> None:
     """Makes the scales of weights that are cut over one group. All ranks give the same list."""
     if not all(weight.state.agreed for weight in weights):
         check_ranks_agree(weights)
@@ -176,7 +176,7 @@ def _refresh(weights: Sequence[WeightShard], made_in: object) -> None:
         chosen = [weight for weight in weights if (weight.state.delayed is not None) is delayed]
         if chosen:
             made = delayed_scales(chosen) if delayed else current_scales(chosen)
-            Refresh([weight.state for weight in chosen], made, made_in)
+            Refresh([weight.state for weight in chosen], made, pass_id)
 
 
 def delayed_scales(weights: Sequence[WeightShard]) -> list[Scales]:
@@ -266,50 +266,50 @@ def check_ranks_agree(weights: Sequence[WeightShard]) -> None:
         weight.state.agreed = True
 
 
-def end_with_zeros(weight: WeightShard, room: Tensor) -> None:
+def zero_padding(weight: WeightShard, buffer: Tensor) -> None:
     """Zeros the padding of codes after the end of a shard that is shorter than others."""
     rows = weight.shard.shape[0]
     if rows < weight.plan.padded_shape[0]:
-        weight.plan.padded_in(room)[rows:].zero_()
+        weight.plan.padded_view(buffer)[rows:].zero_()
 
 
-def cast_shards(weights: Sequence[WeightShard], rooms: Sequence[Tensor]) -> None:
+def cast_shards(weights: Sequence[WeightShard], buffers: Sequence[Tensor]) -> None:
     """Casts shards under their staged scales: all slices of a format that are on one device by one launch."""
     for device in dict.fromkeys(weight.shard.device for weight in weights):
-        of_device = [(w, room) for w, room in zip(weights, rooms, strict=True) if w.shard.device == device]
-        slices = [(weight, room) for weight, room in of_device if weight.plan.box is None]
+        of_device = [(w, buffer) for w, buffer in zip(weights, buffers, strict=True) if w.shard.device == device]
+        slices = [(weight, buffer) for weight, buffer in of_device if weight.plan.box is None]
         if slices:
             flat = flat_plan(tuple(weight.plan.slice for weight, _ in slices), device)
             scales = [weight.staged.scale for weight, _ in slices]
             of_buckets = [_concatenate([scales[i] for i in bucket.indices]).to(device) for bucket in flat.plan.buckets]
-            flat.cast([room for _, room in slices], [w.shard for w, _ in slices], of_buckets, pieces=True)
-        for weight, room in of_device:
+            flat.cast([buffer for _, buffer in slices], [w.shard for w, _ in slices], of_buckets, pieces=True)
+        for weight, buffer in of_device:
             if weight.plan.box is not None:
-                weight.plan.cast_columns(weight.shard, weight.staged.scale.to(device), room)
+                weight.plan.cast_columns(weight.shard, weight.staged.scale.to(device), buffer)
 
 
 def pop_prefetched(weight: WeightShard) -> Tensor | None:
     """The codes of a weight that one before it in its group has cast for it; they are handed out once."""
-    state, ahead = weight.state, weight.state.ahead
-    state.ahead = None
-    if ahead is None or ahead.refresh is not state.refresh or ahead.memory != weight.shard.data_ptr():
+    state, prefetched = weight.state, weight.state.prefetched
+    state.prefetched = None
+    if prefetched is None or prefetched.refresh is not state.refresh or prefetched.memory != weight.shard.data_ptr():
         return None
-    return ahead.room
+    return prefetched.buffer
 
 
 def cast_group(weight: WeightShard) -> Tensor:
     """The codes of a weight whose shard is a slice. Casts the next weights of its FSDP2 group in the same launch."""
     weights = [weight, *_next_in_group(weight)]
-    sizes = [-(-one.plan.room // _ALIGNMENT) * _ALIGNMENT for one in weights]
+    sizes = [-(-one.plan.buffer_size // _ALIGNMENT) * _ALIGNMENT for one in weights]
     whole = torch.empty(sum(sizes), dtype=torch.uint8, device=weight.shard.device)
-    rooms = [one.plan.room_in(part) for one, part in zip(weights, whole.split(sizes), strict=True)]
-    for one, room in zip(weights, rooms, strict=True):
-        end_with_zeros(one, room)
-    cast_shards(weights, rooms)
-    for (state, shard, _), room in zip(weights[1:], rooms[1:], strict=True):
+    buffers = [one.plan.buffer_in(part) for one, part in zip(weights, whole.split(sizes), strict=True)]
+    for one, buffer in zip(weights, buffers, strict=True):
+        zero_padding(one, buffer)
+    cast_shards(weights, buffers)
+    for (state, shard, _), buffer in zip(weights[1:], buffers[1:], strict=True):
         assert state.refresh is not None
-        state.ahead = PrefetchedCodes(room, state.refresh, shard.data_ptr())
-    return rooms[0]
+        state.prefetched = PrefetchedCodes(buffer, state.refresh, shard.data_ptr())
+    return buffers[0]
 
 
 def _next_in_group(weight: WeightShard) -> Iterator[WeightShard]:
@@ -361,24 +361,24 @@ def _concatenate(scales: Sequence[Tensor]) -> Tensor:
 
 def _padded_codes(weight: WeightShard) -> Tensor:
     """Padded codes of a weight that keeps none between gathers."""
-    ahead = pop_prefetched(weight)
-    if ahead is not None:
-        return ahead
+    prefetched = pop_prefetched(weight)
+    if prefetched is not None:
+        return prefetched
     if weight.is_cast_in_gathers:
         return cast_group(weight)
-    room = torch.empty(weight.plan.room, dtype=torch.uint8, device=weight.shard.device)
-    end_with_zeros(weight, room)
-    _cast_into(weight, room)
-    return room
+    buffer = torch.empty(weight.plan.buffer_size, dtype=torch.uint8, device=weight.shard.device)
+    zero_padding(weight, buffer)
+    _cast_into(weight, buffer)
+    return buffer
 
 
-def _cast_into(weight: WeightShard, room: Tensor) -> None:
+def _cast_into(weight: WeightShard, buffer: Tensor) -> None:
     state, shard, plan = weight
     if state.delayed is None:
-        cast_shards([weight], [room])
+        cast_shards([weight], [buffer])
         return
     amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
-    made = into(plan.padded_in(room)[: shard.shape[0]], amax, scale_inv)
+    made = into(plan.padded_view(buffer)[: shard.shape[0]], amax, scale_inv)
     scale = weight.staged.scale.to(shard.device)
     quantize_operand(made, shard, state.operand, scale=scale)
     state.delayed.observe(amax)

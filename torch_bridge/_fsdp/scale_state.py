@@ -6,7 +6,7 @@ Glossary, in the manner of FSDP2's own `_fsdp_param.py`. All code of this packag
   shard       what this rank holds of it in high precision: rows or columns, maybe none
   slice       a shard of rows, as flat elements of the row-major weight
   codes       the shard, cast with the scales of the weight: one uint8 tensor, 4-bit codes two a byte
-  padded      codes with room for those of the longest shard, the rest zeros: what every rank sends
+  padded      codes with buffer for those of the longest shard, the rest zeros: what every rank sends
   gathered    the padded codes of all ranks, one after the other, which begin with the codes of the weight
   unsharded   gathered codes and scales as a `QuantizedTensor`, between a gather and the reshard
   scales      of the weight: the same on every rank, made of amaxes that ranks have max-reduced; they never travel
@@ -22,7 +22,7 @@ that are cut over its ranks. Scales never outlive their pass. So nobody asks who
 on which ranks. A gather outside a pass, as by `unshard()`, refreshes its own weight alone: it is as right, and a
 reduction for each weight.
 
-Autograd keeps codes and stored scales, not the weight. FSDP2 fills the memory of the codes anew before backward; so
+Autograd keeps codes and stored scales, not the weight. FSDP2 fill_count the memory of the codes anew before backward; so
 scales are stored in memory that stays, and both are always of one weight, also in a graph that is older than a step: it
 computes with the new weight then, as with plain FSDP2. Refreshes run on the stream where FSDP2 copies, commits on that
 where layers compute, after all that has read the scales before.
@@ -87,7 +87,7 @@ class ShardPlan:
       group, device: of the ranks; where they compute. An offloaded shard is elsewhere.
       data_shape: of the codes of the weight.
       padded_shape: of the padded codes.
-      room: bytes to cast into: 4-bit codes need one more than there are, for half a byte that no cut of rows leaves.
+      buffer: bytes to cast into: 4-bit codes need one more than there are, for half a byte that no cut of rows leaves.
       packs_columns: whether FSDP2, which joins columns, must be told that codes have fewer than the weight.
       slice: the flat slice that the shard is; an empty one if it is a box.
       box: where columns of blocks are in the weight; None: the shard is a slice.
@@ -115,7 +115,7 @@ class ShardPlan:
         self.fmt, self.shape, self.dtype = fmt, (rows, columns), dtype_name(shard.dtype)
         self.data_shape = where.data_shape
         self.padded_shape = (longest if of_rows else rows, width // per_byte)
-        self.room = math.prod(self.padded_shape) + per_byte - 1
+        self.buffer_size = math.prod(self.padded_shape) + per_byte - 1
         self.packs_columns = fmt.element.packed and not of_rows
         self.described = (self.shape, self.dtype, of_rows, ranks)
         self.slice = FlatSlice(self.shape, fmt, self.dtype, min(rows, start) * columns if of_rows else 0)
@@ -132,23 +132,23 @@ class ShardPlan:
         if whole is not None:
             whole.copy_(ops.amax_tensor(found))
 
-    def room_in(self, part: Tensor) -> Tensor:
+    def buffer_in(self, part: Tensor) -> Tensor:
         """Room to cast into, at the beginning of some bytes: where codes have a byte each, as padded codes."""
-        if self.room == self.padded_shape[0] * self.padded_shape[1]:
+        if self.buffer_size == self.padded_shape[0] * self.padded_shape[1]:
             return part.as_strided(self.padded_shape, (self.padded_shape[1], 1))
-        return part[: self.room]
+        return part[: self.buffer_size]
 
-    def padded_in(self, room: Tensor) -> Tensor:
-        if room.shape == self.padded_shape:
-            return room
-        return room.as_strided(self.padded_shape, (self.padded_shape[1], 1))
+    def padded_view(self, buffer: Tensor) -> Tensor:
+        if buffer.shape == self.padded_shape:
+            return buffer
+        return buffer.as_strided(self.padded_shape, (self.padded_shape[1], 1))
 
-    def cast_columns(self, shard: Tensor, scale: Tensor, room: Tensor) -> None:
+    def cast_columns(self, shard: Tensor, scale: Tensor, buffer: Tensor) -> None:
         """Casts columns of blocks. Slices are cast by `FlatPlan.cast`."""
         assert self.box is not None
         if not shard.numel():
             return
-        codes, of_blocks = self.padded_in(room), scale[self.box.blocks(self.block)].contiguous()
+        codes, of_blocks = self.padded_view(buffer), scale[self.box.blocks(self.block)].contiguous()
         outer = self.box.aligned(self.block)
         made = cast_box(into(codes) if outer == self.box else ops, xp, shard, self.box, self.fmt, self.block, of_blocks)
         if outer != self.box:
@@ -167,7 +167,7 @@ class ScaleState:
     lost their scales would start collectives that the others never join.
 
     Attributes:
-      fills: how often random values have been put there.
+      fill_count: how often random values have been put there.
       operand: how the weight is quantized.
       refusal: why FSDP2 cannot gather it; None if it can.
       delayed: holds the scales instead, if the recipe is `DelayedScaling`.
@@ -176,7 +176,7 @@ class ScaleState:
       whole, first: the shape of what FSDP2 has cut, and where in it the shard begins, in elements.
       status: what FSDP2 does with it now.
       staged, stored: its scales; None before the first refresh.
-      ahead: codes that were cast along with those of another weight.
+      prefetched: codes that were cast along with those of another weight.
       group: a weak reference to FSDP2's group of parameters that it is in; None: nobody has looked.
       part: under tensor parallelism, which part of a larger weight this one is. One scale serves all parts.
     """
@@ -193,12 +193,12 @@ class ScaleState:
         self.shape: tuple[int, ...] = ()
         self.part: ShardSpec | None = None
         self.whole: tuple[int, ...] = ()
-        self.first = self.fills = 0
+        self.first = self.fill_count = 0
         self.status = Status.PLAIN
         self.staged: Scales | None = None
         self.stored: Scales | None = None
         self.refresh: Refresh | None = None
-        self.ahead: PrefetchedCodes | None = None
+        self.prefetched: PrefetchedCodes | None = None
         self.group: Callable[[], object | None] | None = None
         self.passes = Passes.of(root)
         self.agreed = False
@@ -226,7 +226,7 @@ class ScaleState:
         """Whether the parameter has no values: it is a primary weight, and they are its master."""
         return self.primary is not None and self.primary.master is not None
 
-    def at_home(self, shard: Tensor) -> Tensor:
+    def resident_shard(self, shard: Tensor) -> Tensor:
         """The shard that the parameter has: of one that is offloaded, FSDP2 gathers a copy."""
         root = self.passes.root
         for parameter in () if root is None else root.parameters():
@@ -240,7 +240,7 @@ class ScaleState:
         if not self.gathers:
             self.whole = tuple(shape)
 
-    def note_place(self, first: int) -> None:
+    def note_start(self, first: int) -> None:
         """Called for each part that is copied: FSDP2 copies the one of this rank, which begins at element `first`."""
         if not self.gathers:
             self.first = first
@@ -269,7 +269,7 @@ class ScaleState:
         self._last = (key, plan)
         return plan
 
-    def arrive(self, refresh: Refresh) -> Scales:
+    def end_gather(self, refresh: Refresh) -> Scales:
         """The stored scales of codes that have arrived, which were cast after `refresh`."""
         refresh.commit(self)
         self.status = Status.SHARDED
@@ -308,7 +308,7 @@ class PrefetchedCodes(NamedTuple):
       memory: where the shard is.
     """
 
-    room: Tensor
+    buffer: Tensor
     refresh: Refresh
     memory: int
 
@@ -317,11 +317,11 @@ class Refresh:
     """Scales that were made together.
 
     Attributes:
-      made_in: the pass.
+      pass_id: the pass.
     """
 
-    def __init__(self, states: Sequence[ScaleState], made: Sequence[Scales], made_in: object):
-        self.made_in = made_in
+    def __init__(self, states: Sequence[ScaleState], made: Sequence[Scales], pass_id: object):
+        self.pass_id = pass_id
         self._states = [weakref.ref(state) for state in states]  # They hold it, until the next.
         for state, scales in zip(states, made, strict=True):
             state.staged, state.refresh = scales, self
@@ -338,7 +338,7 @@ class Refresh:
         """
         old: list[Tensor] = []
         new: list[Tensor] = []
-        together = self.made_in is not None
+        together = self.pass_id is not None
         states = [state for ref in self._states if (state := ref()) is not None]
         chosen = [state for state in states if together or state is arrived]
         self._states = [] if together else [weakref.ref(state) for state in states if state is not arrived]

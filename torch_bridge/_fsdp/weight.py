@@ -190,7 +190,7 @@ class ShardedWeight(Tensor):
                 _note_split(*args, made)
             return made
         if func is aten.copy_.default and len(states) == 2:
-            states[0].note_place(getattr(args[1], "first", 0))
+            states[0].note_start(getattr(args[1], "first", 0))
         if isinstance(out, Tensor) and _is_mutable(func):  # In place, alone: what was written comes back.
             return args[0] if plain_args and out is plain_args[0] else out
         return out
@@ -203,8 +203,8 @@ class ShardedWeight(Tensor):
         """
         state = self.scale_state
         seeded = torch.initial_seed() if generator is None else generator.initial_seed()
-        fill(func, self.shard, box, a, b, f"{seeded} {state.name} {state.fills}")
-        state.fills += 1
+        fill(func, self.shard, box, a, b, f"{seeded} {state.name} {state.fill_count}")
+        state.fill_count += 1
         return self
 
     @property
@@ -356,7 +356,7 @@ _STAYS_SHARDED = {
     aten.empty_like.default,
     aten._to_copy.default,
     aten._pin_memory.default,
-    aten.where.self,  # `trunc_normal_` fills what it makes again.
+    aten.where.self,  # `trunc_normal_` fill_count what it makes again.
 }
 
 
