@@ -1,7 +1,7 @@
-"""Sharded weights that are gathered as codes by functional collectives, without the hooks of FSDP2.
+"""All-gather of a row-sharded weight as codes, with functional collectives instead of FSDP2's hooks.
 
-For programs that shard parameters as DTensors and gather them in a parametrization, in the manner of SimpleFSDP, and
-for what looks at sharded weights outside of a forward.
+For parametrizations in the manner of SimpleFSDP, which shard parameters as DTensors and gather them in a property, and
+for exports, which read whole weights outside a forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype
 
 
-# Dynamo of torch 2.13 cannot make a format a constant of a graph, unless it came with an input of the graph.
+# Dynamo of torch 2.13 makes a format a graph constant only if it comes with a graph input.
 @torch.compiler.disable
 def gathered_weight(
     weight: Tensor,
@@ -38,32 +38,48 @@ def gathered_weight(
     reduce_dtype: torch.dtype | None = None,
     reduce_op: str = "sum",
 ) -> QuantizedTensor:
-    """The whole of a converted weight that is sharded as a DTensor, gathered as codes: what `Linear` multiplies with.
+    """All-gather a row-sharded weight as codes, for the products of `Linear`.
 
-    It takes the place of `weight.redistribute(placements=[Replicate()]).to_local(...)`, which gathers high precision:
+    It replaces `weight.redistribute(placements=[Replicate()]).to_local(...)`, which gathers in high precision. The
+    forward of a parametrization, as SimpleFSDP registers it, becomes:
 
-        def forward(self, x):  # Of a parametrization that SimpleFSDP registers
+        def forward(self, x):
             return gathered_weight(x) if is_converted(x) else x.redistribute(...).to_local(...)
 
     Args:
-      weight: a parameter of a `Linear`, that `distribute_tensor` or `fully_shard` has sharding by rows over one axis of its
-        mesh; it may be replicated over others. Rows may be sharding anywhere.
-      param_dtype: that the codes stand for, so that of the gradient; the dtype of `weight` by default.
-      reduce_dtype: in which gradients travel; `param_dtype` by default.
-      reduce_op: "sum" or "avg" of the gradients of ranks.
+      weight: the DTensor parameter of a converted `Linear`, `[N, K]`, that `distribute_tensor` or `fully_shard` has
+        sharded by rows over one axis of its mesh. It may be replicated over the other axes. Shard boundaries may split
+        blocks.
+      param_dtype: dtype of the returned tensor, and of the gradient that it receives; by default the dtype of `weight`.
+      reduce_dtype: dtype of the gradient reduction over ranks; by default `param_dtype`.
+      reduce_op: "sum" or "avg", how gradients of ranks are reduced.
 
     Returns:
-      Bit for bit the codes and scales of the whole weight, cast at once. In backward its gradient is reduce-scattered,
-      and all-reduced over axes of replicas.
+      The whole weight as a `QuantizedTensor` `[N, K]` with a rowwise plane: bit for bit the codes and scales of
+        `quantize` of the whole weight. In backward its gradient is reduce-scattered over the shards, and all-reduced
+        over replicas.
 
     Raises:
-      TypeError: `weight` is not a converted weight, or not a DTensor, or an argument is not of its type.
-      NotImplementedError: it is sharding in another way.
-      ValueError: `reduce_op` is not one of these.
+      TypeError: `weight` is not a converted weight or not a DTensor, or an argument has a wrong type.
+      NotImplementedError: `weight` is not sharded by rows over one axis of its mesh.
+      ValueError: `reduce_op` is neither "sum" nor "avg".
 
-    Collective: an all-reduce of amaxes, 4 bytes a scale, and an all-gather of codes, 1 or 1/2 byte an element.
-    Under `DelayedScaling` scales are those of earlier steps, and the amax of the shard is noted. Under `torch.compile`
-    it runs between graphs, so not with `fullgraph=True`.
+    Collective: a max-reduction of amaxes, 4 bytes a scale, then an all-gather of codes, 1 or 1/2 byte an element. Under
+    `DelayedScaling` the scales come from earlier steps, and the amax of the local shard is recorded for the next
+    update.
+
+    Under `torch.compile` the call breaks the graph, so `fullgraph=True` fails.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.tensor import distribute_tensor
+    >>> from qshard.torch_bridge import convert
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> layer = convert(torch.nn.Linear(32, 16), "CurrentScaling")
+    >>> weight = torch.nn.Parameter(distribute_tensor(layer.weight, init_device_mesh("cpu", (1,)), [Shard(0)]))
+    >>> gathered_weight(weight)
+    QuantizedTensor(FP8_E4M3[nonfinite=nan], shape=(16, 32), dtype=torch.float32, device=cpu)
+    >>> dist.destroy_process_group()
     """
     local = local_of(weight)
     if not isinstance(local, ShardedWeight) or not isinstance(weight, DTensor):
@@ -83,22 +99,35 @@ def gathered_weight(
             "cut by rows over one axis of its mesh; cut it so, and replicate it over the others"
         )
     dtype = weight.dtype if param_dtype is None else param_dtype
-    # The gradient of a shard is that of the whole DTensor, sharding as it is.
+    # The backward pass returns a gradient that is sharded like the weight.
     shard = weight.to_local(grad_placements=weight.placements)
     made: QuantizedTensor = apply_node(_Gather, shard, local, sharding, dtype, reduce_dtype or dtype, reduce_op)
     return made
 
 
 def is_converted(weight: Any) -> bool:
-    """Whether `weight` is one of a `Linear`, sharded or not, that is kept in high precision and gathered as codes."""
+    """Return True if `weight` is a quantized weight of a `Linear`: high precision at rest, gathered as codes.
+
+    Args:
+      weight: any object; for a sharded parameter, the DTensor.
+
+    Returns:
+      True for the weight of a layer that `convert` has replaced, whole or sharded by FSDP2 or `distribute_tensor`.
+        False for biases, weights of other layers and anything that is not a tensor.
+
+    >>> from qshard.torch_bridge import convert
+    >>> layer = convert(torch.nn.Linear(32, 16), "CurrentScaling")
+    >>> is_converted(layer.weight), is_converted(layer.bias)
+    (True, False)
+    """
     return isinstance(local_of(weight), ShardedWeight) if isinstance(weight, Tensor) else False
 
 
 @torch.compiler.assume_constant_result
 def warn_of_late_quantization(weight: Tensor) -> None:
-    """Says that a weight of a `Linear` was gathered before it was quantized.
+    """Warn that a weight was gathered in high precision and is quantized only afterwards.
 
-    The values are right, so it is not an error. Compiled programs run it once, as they are traced.
+    The result is right, but the all-gather sends 2 or 4 bytes an element. Compiled programs warn once, while tracing.
     """
     warnings.warn(
         f"Linear: weight {tuple(weight.shape)} was gathered in {dtype_name(weight.dtype)}, {weight.itemsize} bytes an "
@@ -110,18 +139,27 @@ def warn_of_late_quantization(weight: Tensor) -> None:
 
 
 class RowSharding(NamedTuple):
-    """The sharding of a weight by rows, and the rows of this rank."""
+    """Sharding of a weight by rows over one mesh axis, and the rows of this rank.
+
+    Attributes:
+      fmt: the format of the weight.
+      shape: shape of the whole weight, `[N, K]`.
+      start: flat index of the first local element in the whole weight.
+      longest: rows of the longest shard.
+      group: the ranks that the rows are sharded over.
+      replicas: one group for each other mesh axis: ranks with the same rows.
+    """
 
     fmt: Format
     shape: tuple[int, ...]
-    start: int  # The index of their first element.
-    longest: int  # The most rows that a rank has.
+    start: int
+    longest: int
     group: _Group
-    replicas: tuple[_Group, ...]  # Of ranks that hold the same rows.
+    replicas: tuple[_Group, ...]
 
 
 class _Group(NamedTuple):
-    """Ranks, and their collectives as ops that compilers know: those that DTensor calls."""
+    """A process group by name, with the functional collectives that DTensor calls; a group of one rank calls none."""
 
     name: str
     size: int
@@ -145,7 +183,7 @@ def _wait(x: Tensor) -> Tensor:
 
 
 def row_sharding_of(weight: DTensor) -> RowSharding | None:
-    """The sharding of a weight; None if it is not by rows over one axis of its mesh."""
+    """Return the row sharding of a weight; None if it is not sharded by rows over one axis of its mesh."""
     mesh, placements = weight.device_mesh, weight.placements
     dims = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     if len(dims) > 1 or any(placements[i] != Shard(0) for i in dims):
@@ -161,6 +199,8 @@ def row_sharding_of(weight: DTensor) -> RowSharding | None:
 
 
 class _Gather(Node):
+    """Autograd node: all-gather of codes in forward, reduce-scatter of the gradient in backward."""
+
     op, degree = "gathered_weight", 1
     instead = "leave the layer out with convert(filter=)"
 
@@ -193,11 +233,18 @@ class _Gather(Node):
 
 @torch.no_grad()
 def gather(local: ShardedWeight, sharding: RowSharding, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
-    """The whole weight, which stands for `dtype`. Collective. `observe`: whether delayed scaling notes its amax."""
+    """All-gather the whole weight as codes. Collective.
+
+    Args:
+      local: this rank's shard.
+      sharding: how the weight is sharded.
+      dtype: dtype of the result.
+      observe: whether delayed scaling records the amax of the shard.
+    """
     state, shard = local.scale_state, memory_of(local)
     if state.delayed is not None:
         delayed, scale = state.delayed, state.delayed.scale
-        if not delayed.knows_scale():  # The first scale is of the whole weight.
+        if not delayed.knows_scale():  # The first scale needs the amax of the whole weight.
             own = ops.amax_tensor(shard, lead=0)
             scale, _ = delayed.scales_under(sharding.group.all_reduce(own.view(torch.int32), "max").view(torch.float32))
         planes, amax = quantize_operand(ops, shard, state.operand, scale=scale)
@@ -210,7 +257,7 @@ def gather(local: ShardedWeight, sharding: RowSharding, dtype: torch.dtype, *, o
             (FlatSlice(sharding.shape, sharding.fmt, dtype_name(shard.dtype), sharding.start),), shard.device
         )
         bits = flat.amaxes([shard.reshape(-1)]).view(torch.int32)
-        (scales,) = flat.scales(sharding.group.all_reduce(bits, "max").view(torch.float32))  # See `max_over_ranks`.
+        (scales,) = flat.scales(sharding.group.all_reduce(bits, "max").view(torch.float32))  # As in `max_over_ranks`.
         ((_, scale_inv, global_scale_inv),) = flat.plan.buckets[0].split_scales(scales)
         per_byte = sharding.fmt.element.codes_per_byte
         width = sharding.shape[1] // per_byte
