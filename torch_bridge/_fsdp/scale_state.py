@@ -238,7 +238,7 @@ class ScaleState:
         self._axis: tuple[Any, int] = (None, 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleState:
-        """Copy the state with scales of its own. If the model is copied, the copy refers to the passes of the new model."""
+        """Copy the state with scales of its own. If the model is copied too, it refers to the passes of the copy."""
         copied = ScaleState(self._recipe, self.name, memo.get(id(self.passes.root)), primary=self.primary is not None)
         copied.delayed = copy.deepcopy(self.delayed, memo)
         for name in ("shape", "part", "whole", "first"):
