@@ -1,4 +1,4 @@
-"""Process groups over which delayed scaling reduces the amaxes of a model: the ranks that train it."""
+"""Process groups over which delayed scaling reduces amaxes: the ranks that train a model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from qshard.torch_bridge._module_tree import modules_of, parameters_of
 def groups_of(
     model: nn.Module, group: dist.ProcessGroup | None, told: Sequence[dist.ProcessGroup | None]
 ) -> Sequence[dist.ProcessGroup]:
-    """Groups that amaxes are reduced over, one after the other.
+    """Return the groups to reduce amaxes over, one after the other.
 
     Args:
-      group: the argument of `update_scales`.
-      told: the group of each layer, as a wrapper or an optimizer has noted it there; None if none has.
+      model: the model.
+      group: the argument of `update_scales`, which takes precedence.
+      told: the group of each layer, as set by a wrapper or an optimizer; None if none is set.
 
     Raises:
       ValueError: no single group serves the whole model.
@@ -53,7 +54,7 @@ def groups_of(
 
 
 def _groups_of_wrappers(model: nn.Module) -> Sequence[dist.ProcessGroup]:
-    """Groups of FSDP1 or DistributedDataParallel that together are the ranks which train `model`; none: all ranks."""
+    """Return the groups of FSDP1 or DistributedDataParallel that train `model`; an empty list for all ranks."""
     found: dict[tuple[str, ...], list[dist.ProcessGroup]] = {}
     for module in modules_of(model):
         if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
@@ -72,7 +73,7 @@ def _groups_of_wrappers(model: nn.Module) -> Sequence[dist.ProcessGroup]:
 
 
 def _group_of_layers(told: Sequence[dist.ProcessGroup | None]) -> Sequence[dist.ProcessGroup]:
-    """The group that all layers were told; none: all ranks."""
+    """Return the group that is set on all layers; an empty list without layers."""
     everyone: Any = dist.group.WORLD
     found = {group.group_name: group for group in (each or everyone for each in told)}
     if len(found) > 1:

@@ -215,9 +215,9 @@ def _product_of(
 ) -> Tensor:
     """`x @ w.T`, where rows of x, or of what it gives, are cut or not."""
     if x_rows is not None:
-        return x_rows.product_of_own(x, w, dtype, fast=fast)
+        return x_rows.gather_matmul(x, w, dtype, fast=fast)
     if y_rows is not None:
-        return y_rows.own_product(x, w, dtype, fast=fast)
+        return y_rows.matmul_scatter(x, w, dtype, fast=fast)
     return matmul(x, w, dtype, fast=fast)
 
 

@@ -76,8 +76,8 @@ class ZeroOptimizer(Adam):
       units: with `shard_weights`, the modules that gather their weights together. A parameter belongs to the innermost
         unit around it. By default each module with parameters of its own is a unit. A parameter of two modules needs a
         unit that contains both.
-      settings: a function of name and parameter that returns options of `Adam` for it, for example `{"weight_decay":
-        0.0}`.
+      settings: a function of name and parameter that returns options of `Adam` for it, such as
+        `{"weight_decay": 0.0}`.
       parity: "model" casts the master after rounding it to the dtype of the parameter; "master" casts the master
         itself.
       reduce_dtype: dtype of gradients on the wire: float32, bfloat16 or float16. Sums are float32. If gradients already
