@@ -17,14 +17,14 @@ from qshard.torch_bridge._module_tree import modules_of, parameters_of
 
 
 def groups_of(
-    model: nn.Module, group: dist.ProcessGroup | None, told: Sequence[dist.ProcessGroup | None]
+    model: nn.Module, group: dist.ProcessGroup | None, layer_groups: Sequence[dist.ProcessGroup | None]
 ) -> Sequence[dist.ProcessGroup]:
     """Return the groups to reduce amaxes over, one after the other.
 
     Args:
       model: the model.
       group: the argument of `update_scales`, which takes precedence.
-      told: the group of each layer, as set by a wrapper or an optimizer; None if none is set.
+      layer_groups: the group of each layer, as set by a wrapper or an optimizer; None if none is set.
 
     Raises:
       ValueError: no single group serves the whole model.
@@ -40,7 +40,7 @@ def groups_of(
             if mesh not in meshes:
                 meshes[mesh] = set(mesh.mesh.flatten().tolist())
     if not meshes:
-        return _groups_of_wrappers(model) or _group_of_layers(told) or [everyone]
+        return _groups_of_wrappers(model) or _group_of_layers(layer_groups) or [everyone]
     mesh = max(meshes, key=lambda mesh: len(meshes[mesh]))
     for other, ranks in meshes.items():
         if not ranks <= meshes[mesh]:
@@ -72,10 +72,10 @@ def _groups_of_wrappers(model: nn.Module) -> Sequence[dist.ProcessGroup]:
     return next(iter(found.values()))
 
 
-def _group_of_layers(told: Sequence[dist.ProcessGroup | None]) -> Sequence[dist.ProcessGroup]:
+def _group_of_layers(layer_groups: Sequence[dist.ProcessGroup | None]) -> Sequence[dist.ProcessGroup]:
     """Return the group that is set on all layers; an empty list without layers."""
     everyone: Any = dist.group.WORLD
-    found = {group.group_name: group for group in (each or everyone for each in told)}
+    found = {group.group_name: group for group in (each or everyone for each in layer_groups)}
     if len(found) > 1:
         raise ValueError(
             f"update_scales: layers (trained by {len(found)} groups of ranks) are not trained by one; pass group=, the "

@@ -69,11 +69,11 @@ class Rows(NamedTuple):
         if known is not None:
             return lambda: own._replace(parts=known)
         axis = 1 if is_transposed(own.format, own.usage) else 0
-        begun = [self._begun(part) for part in self._cut_parts(own)]
+        gathers = [self._start_gather(part) for part in self._sharded_tensors(own)]
 
         def finish() -> Operand:
-            parts = [self._in_order(wait(), axis) for wait in begun]
-            whole = own.parts._replace(**dict(zip(_cut_fields(own), parts, strict=True)))
+            parts = [self._reorder(wait(), axis) for wait in gathers]
+            whole = own.parts._replace(**dict(zip(_sharded_fields(own), parts, strict=True)))
             _remember(own, whole)
             return own._replace(parts=whole)
 
@@ -93,12 +93,12 @@ class Rows(NamedTuple):
         whole = known or own.parts._replace(
             **{
                 name: part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-                for name, part in zip(_cut_fields(own), self._cut_parts(own), strict=True)
+                for name, part in zip(_sharded_fields(own), self._sharded_tensors(own), strict=True)
             }
         )
         if is_compiling():
-            parts = [self._begun(part)().flatten(0, 1) for part in self._cut_parts(own)]
-            by_rank = own._replace(parts=own.parts._replace(**dict(zip(_cut_fields(own), parts, strict=True))))
+            parts = [self._start_gather(part)().flatten(0, 1) for part in self._sharded_tensors(own)]
+            by_rank = own._replace(parts=own.parts._replace(**dict(zip(_sharded_fields(own), parts, strict=True))))
             order = [rank * self.lead + i for i in runs for rank in range(ranks)]
             return torch.cat([matmul(self._run(by_rank, at), w, dtype, fast=fast) for at in order])
         y: Tensor = x.new_empty((x.shape[0] * ranks, w.rows), dtype=dtype)
@@ -111,14 +111,14 @@ class Rows(NamedTuple):
 
         rank = self.group.rank()
         if known is not None:
-            for other in _from(rank, ranks):
+            for other in _ranks_from(rank, ranks):
                 multiply(other, by_rank, other * self.lead)
             return y
-        given, made = self._cut_parts(own), self._cut_parts(by_rank)
+        given, made = self._sharded_tensors(own), self._sharded_tensors(by_rank)
         if not self.overlap:
             for part, there in zip(given, made, strict=True):
                 all_gather(there, part, group=self.group)
-            for other in _from(rank, ranks):
+            for other in _ranks_from(rank, ranks):
                 multiply(other, by_rank, other * self.lead)
         else:
             _gather_each(
@@ -163,10 +163,10 @@ class Rows(NamedTuple):
         rows = at * self.run, (at + 1) * self.run
         return operand._replace(parts=plane_rows(operand.parts, operand.format, operand.usage, *rows))
 
-    def _cut_parts(self, operand: Operand) -> list[Tensor]:
-        return [getattr(operand.parts, name) for name in _cut_fields(operand)]
+    def _sharded_tensors(self, operand: Operand) -> list[Tensor]:
+        return [getattr(operand.parts, name) for name in _sharded_fields(operand)]
 
-    def _begun(self, part: Tensor) -> Callable[[], Tensor]:
+    def _start_gather(self, part: Tensor) -> Callable[[], Tensor]:
         """Start to gather a tensor from all ranks. The returned function waits and returns `[ranks, *part]`."""
         if is_compiling():
             made = funcol.all_gather_tensor(part, 0, self.group)
@@ -180,7 +180,7 @@ class Rows(NamedTuple):
 
         return wait
 
-    def _in_order(self, received: Tensor, axis: int) -> Tensor:
+    def _reorder(self, received: Tensor, axis: int) -> Tensor:
         """Bring gathered rows, along `axis` of each rank's tensor, into the order of the whole."""
         apart: Tensor = received.unflatten(axis + 1, (self.lead, -1)).movedim(0, axis + 1)
         return apart.flatten(axis, axis + 2).contiguous()
@@ -205,12 +205,12 @@ def rows_of(
     return Rows(group, math.prod(shape[:dim]), run, overlap) if whole and 0 not in shape else None
 
 
-def _cut_fields(operand: Operand) -> list[str]:
+def _sharded_fields(operand: Operand) -> list[str]:
     """Return the tensors of a plane that are sharded with its rows. The others are equal on all ranks."""
     return [name for name in Plane._fields if (part := getattr(operand.parts, name)) is not None and part.ndim]
 
 
-def _from(rank: int, ranks: int) -> Iterable[int]:
+def _ranks_from(rank: int, ranks: int) -> Iterable[int]:
     """Yield all ranks, this one first."""
     return ((rank + step) % ranks for step in range(ranks))
 
@@ -313,9 +313,9 @@ def copies_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
         return False
     found = _copying.get(group)
     if found is None:
-        all_places: list[Any] = [None] * group.size()
-        dist.all_gather_object(all_places, (socket.gethostname(), device.index), group=group)
-        hosts, devices = zip(*all_places, strict=True)
+        locations: list[Any] = [None] * group.size()
+        dist.all_gather_object(locations, (socket.gethostname(), device.index), group=group)
+        hosts, devices = zip(*locations, strict=True)
         others = [other for other in devices if other != device.index]
         found = len(set(hosts)) == 1 and len(set(devices)) == len(devices) and max(devices) < torch.cuda.device_count()
         mine = found and all(torch.cuda.can_device_access_peer(device.index, other) for other in others)

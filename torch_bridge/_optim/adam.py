@@ -18,7 +18,7 @@ from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._fsdp.refresh import recast
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.bind import call_in_place, dtype_name
-from qshard.torch_bridge._optim.adam_state import SCALED, AsItIs, from_plain, to_plain
+from qshard.torch_bridge._optim.adam_state import SCALED, Uncast, from_plain, to_plain
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype
 
@@ -131,7 +131,7 @@ class Adam(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         for parameter, of_parameter in state["state"].items():  # Raises before this optimizer changes.
             for name, value in of_parameter.items():
-                if isinstance(value, AsItIs):
+                if isinstance(value, Uncast):
                     of_parameter[name] = value.on(self._op, name, parameter)
         super().__setstate__(state)
         self._hypers, self._steps = {}, {}
@@ -201,14 +201,14 @@ class Adam(Optimizer):
                 )
                 _run(constants, [tensors for _, tensors in members], decay)
 
-    def _trained(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
+    def _to_update(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
         """Return the states and parameters to update."""
         return [(self.state[p], p) for p in group["params"] if p.grad is not None]
 
     def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
         """Group states and local tensors by device and dtypes: one group is one launch."""
         found: dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]] = {}
-        for state, parameter in self._trained(group):
+        for state, parameter in self._to_update(group):
             assert parameter.grad is not None
             if parameter.grad.is_sparse:
                 raise NotImplementedError(f"{self._op}: grad (sparse) is not dense; call .to_dense() on it")

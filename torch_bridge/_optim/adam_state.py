@@ -14,13 +14,13 @@ from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._ops.bind import dtype_name
 
 SCALED = tuple(getattr(torch, name) for name in adam.SCALED)
-_NOT_TAKEN = (torch.int16, *(dtype for dtype in SCALED if dtype.itemsize == 1))
+_AS_BYTES = (torch.int16, *(dtype for dtype in SCALED if dtype.itemsize == 1))
 """Dtypes that gloo, and partly pickle, rejects. A plain state has them as bytes: `{"int16": <uint8 [*shape, 2]>}`."""
 _DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
 """Settings that are dtypes, stored by name in a state dict."""
 
 
-class AsItIs:
+class Uncast:
     """A wrapped tensor, to keep torch's `load_state_dict` from casting it to the dtype of the parameter."""
 
     def __init__(self, tensor: Tensor):
@@ -67,9 +67,9 @@ def to_plain(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> di
 
 
 def from_plain(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Invert `to_plain`, with tensors as `AsItIs`. Dtypes and tensors that are not converted are accepted too."""
+    """Invert `to_plain`, with tensors as `Uncast`. Dtypes and tensors that are not converted are accepted too."""
     states = {
-        key: {name: _as_it_is(value) for name, value in state.items() if not _is_nothing(value)}
+        key: {name: _from_bytes(value) for name, value in state.items() if not _is_absent(value)}
         for key, state in state_dict["state"].items()
     }
     groups = [
@@ -80,7 +80,7 @@ def from_plain(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_bytes(value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.dtype not in _NOT_TAKEN:
+    if not isinstance(value, Tensor) or value.dtype not in _AS_BYTES:
         return value
     of_each = (value.itemsize,) if value.itemsize > 1 else ()  # An axis of its own keeps the sharding.
     local = local_of(value)
@@ -88,18 +88,18 @@ def _as_bytes(value: Any) -> Any:
     return {dtype_name(value.dtype): wrapped_like(value, data, (*value.shape, *of_each))}
 
 
-def _as_it_is(value: Any) -> Any:
+def _from_bytes(value: Any) -> Any:
     if isinstance(value, dict) and len(value) == 1:
         ((name, data),) = value.items()
         dtype = _dtype_of(name)
-        if dtype in _NOT_TAKEN:
+        if dtype in _AS_BYTES:
             shape, local = data.shape[: data.ndim - (dtype.itemsize > 1)], local_of(data)
             own = local.shape[: len(shape)]
             value = wrapped_like(data, local.contiguous().view(-1).view(dtype).view(own), shape)
-    return AsItIs(value) if isinstance(value, Tensor) else value
+    return Uncast(value) if isinstance(value, Tensor) else value
 
 
-def _is_nothing(value: Any) -> bool:
+def _is_absent(value: Any) -> bool:
     """Return True for an empty dict: torch fills in one for a state that a flat state dict lacks."""
     return isinstance(value, dict) and not value
 

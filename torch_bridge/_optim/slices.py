@@ -147,10 +147,10 @@ def gather_parts(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) 
       lengths: the lengths of all ranks.
       group: the ranks.
     """
-    room = max(lengths)
-    received = own.new_empty(len(lengths) * room)
-    all_gather(received, torch.nn.functional.pad(own, (0, room - own.numel())), group=group)
-    return [received[r * room : r * room + length] for r, length in enumerate(lengths)]
+    longest = max(lengths)
+    received = own.new_empty(len(lengths) * longest)
+    all_gather(received, torch.nn.functional.pad(own, (0, longest - own.numel())), group=group)
+    return [received[r * longest : r * longest + length] for r, length in enumerate(lengths)]
 
 
 def join_pieces(

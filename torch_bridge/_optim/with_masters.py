@@ -94,10 +94,10 @@ class WithMasters(Optimizer):
         recast(parameter for parameter in self._masters if parameter.grad is not None)
         for master in self._masters.values():
             master.grad = None
-        self._show_states()
+        self._expose_states()
         return loss
 
-    def _show_states(self) -> None:
+    def _expose_states(self) -> None:
         """Expose the states of the inner optimizer under the parameters of this one."""
         self.state.clear()
         for group in self.param_groups:
@@ -115,4 +115,4 @@ class WithMasters(Optimizer):
         self.inner.load_state_dict(state_dict)
         for group, of_inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in of_inner.items() if key != "params"})
-        self._show_states()
+        self._expose_states()

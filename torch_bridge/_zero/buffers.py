@@ -79,7 +79,7 @@ class FlatBuffer:
         size = 0
         for weight in self.weights:
             weight.first = size
-            size += -(-weight.room // alignment) * alignment
+            size += -(-weight.buffer_size // alignment) * alignment
         self.part = -(-size // (alignment * ranks.size)) * alignment
         # A whole number of elements of any dtype, or torch.load would reject views that torch.save wrote.
         self._memory = torch.zeros(ranks.size * self.part + ALIGNMENT, dtype=torch.uint8, device=self.device)
@@ -109,7 +109,7 @@ class FlatBuffer:
             channel=reductions,
         )
         for index, weight in enumerate(self.weights):
-            self._show(weight, index, written)
+            self._make_placeholders(weight, index, written)
         self.in_use, self.in_backward = True, False
         self.gradient_is_whole: Callable[[FlatBuffer], None] | None = None  # Called with self.
         self._arriving: Pending | None = None
@@ -146,29 +146,29 @@ class FlatBuffer:
         for module, name in weight.owners:
             module.register_parameter(name, new)
 
-    def _show(self, weight: ZeroParameter, index: int, written: Callable[[], None]) -> None:
+    def _make_placeholders(self, weight: ZeroParameter, index: int, written: Callable[[], None]) -> None:
         """Create the placeholders of a weight and of its gradient."""
         flat = weight.master.detach().view(-1)
-        absent = WeightPlaceholder(flat, weight.start, weight.shape, weight.dtype, weight.name, written)
-        weight.sliced = nn.Parameter(absent)
-        weight.shown = weight.sliced if self.sharded else weight.parameter
-        weight.taken = GradientPlaceholder(
+        placeholder = WeightPlaceholder(flat, weight.start, weight.shape, weight.dtype, weight.name, written)
+        weight.placeholder = nn.Parameter(placeholder)
+        weight.visible = weight.placeholder if self.sharded else weight.parameter
+        weight.grad_placeholder = GradientPlaceholder(
             weight.parameter,
             weight.name,
             weakly(self.gradient.accumulate, index),
             weakly(self.gradient.forget, index),
         )
 
-    def give_gradient(self, mean: Tensor | None) -> None:
+    def set_gradients(self, mean: Tensor | None) -> None:
         """Set `.grad` of the masters to their parts of the mean, or to None."""
         lengths = [weight.master.numel() for weight in self.weights]
         grads = [None] * len(lengths) if mean is None else mean.split(lengths)
         for weight, grad in zip(self.weights, grads, strict=True):
             weight.master.grad = None if grad is None else grad.view(weight.master.shape)
 
-    def take_arrived(self, index: int, _: Tensor) -> None:
+    def collect_gradient(self, index: int, _: Tensor) -> None:
         """Move the gradient that autograd has accumulated for one of the weights to the flat gradient."""
-        if self.gradient.take(index) and self.gradient_is_whole is not None:
+        if self.gradient.collect(index) and self.gradient_is_whole is not None:
             self.gradient_is_whole(self)
 
     @property
@@ -177,7 +177,7 @@ class FlatBuffer:
         return not self._memory.untyped_storage().size()
 
     @property
-    def kept(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes of weights that this rank stores between uses, not counting masters."""
         if self.values_alone:
             return 0
@@ -241,7 +241,7 @@ class FlatBuffer:
             self.in_use = real
             for weight in self.weights:
                 for module, name in weight.owners:
-                    module._parameters[name] = weight.parameter if real else weight.shown
+                    module._parameters[name] = weight.parameter if real else weight.visible
 
     def shares(self, tensor: Tensor) -> bool:
         """Return True if a tensor is a view of memory that `free` frees."""
@@ -253,7 +253,10 @@ class FlatBuffer:
         self._version = self.masters._version
         for weight in self.weights:
             if weight.fmt is None and not self.sharded:
-                weight.where, weight.version = (weight.shown.data_ptr(), weight.shown.dtype), weight.shown._version
+                weight.address, weight.version = (
+                    (weight.visible.data_ptr(), weight.visible.dtype),
+                    weight.visible._version,
+                )
 
     @property
     def is_written(self) -> bool:

@@ -65,7 +65,7 @@ class Gradient:
         self._firsts = list(itertools.accumulate((weight.size for weight in weights), initial=0))
         self._starts = list(itertools.accumulate(lengths, initial=0))
         self._own = lengths[ranks.rank]
-        self._given: set[int] = set()  # Weights with a gradient since zero_grad.
+        self._present: set[int] = set()  # Weights with a gradient since zero_grad.
         self._held: dict[int, Tensor] = {}  # Their flat gradients that are not reduced yet.
         self._added: set[int] = set()  # Held gradients that are sums, in memory of this object.
         self._reduced: Tensor | None = None
@@ -74,15 +74,15 @@ class Gradient:
         self._sent: Mapping[int, Tensor] = {}  # Read by the running reduction.
 
     @property
-    def is_held(self) -> bool:
+    def is_pending(self) -> bool:
         """True if there are gradients to reduce."""
         return bool(self._held)
 
-    def take(self, index: int) -> bool:
+    def collect(self, index: int) -> bool:
         """Move the gradient of a parameter here. Returns True if the gradients of all weights are held."""
         weight = self._weights[index]
-        for parameter in {weight.parameter, weight.shown}:
-            if parameter.grad is not None and parameter.grad is not weight.taken:
+        for parameter in {weight.parameter, weight.visible}:
+            if parameter.grad is not None and parameter.grad is not weight.grad_placeholder:
                 grad, parameter.grad = parameter.grad, None
                 self._add(index, grad)
         return len(self._held) == len(self._weights)
@@ -94,7 +94,7 @@ class Gradient:
     def _add(self, index: int, grad: Tensor) -> None:
         """Add a gradient in float32, and put the placeholder at `.grad`."""
         weight = self._weights[index]
-        if index in self._given and weight.shown.grad is None:
+        if index in self._present and weight.visible.grad is None:
             self.forget_cleared()
         if self._clipped is not None:
             raise RuntimeError(
@@ -109,16 +109,16 @@ class Gradient:
         else:
             self._held[index] = self._held[index].float() + grad
             self._added.add(index)
-        weight.shown.grad = weight.taken
-        self._given.add(index)
+        weight.visible.grad = weight.grad_placeholder
+        self._present.add(index)
 
     def forget(self, index: int) -> None:
         """Set a gradient to zero. Every rank must, or sums of sharded gradients would include only some ranks."""
         self.finish()
-        self._given.discard(index)
+        self._present.discard(index)
         self._held.pop(index, None)
         self._added.discard(index)
-        if not self._given:
+        if not self._present:
             self.clear()
             return
         at = sum(weight.master.numel() for weight in self._weights[:index])
@@ -128,13 +128,13 @@ class Gradient:
 
     def forget_cleared(self) -> None:
         """Forget the gradients that `zero_grad` of the model has set to None."""
-        for index in [index for index in self._given if self._weights[index].shown.grad is None]:
+        for index in [index for index in self._present if self._weights[index].visible.grad is None]:
             self.forget(index)
 
     def clear(self) -> None:
         self.finish()
         self._reduced = self._clipped = None
-        self._given, self._held, self._added = set(), {}, set()
+        self._present, self._held, self._added = set(), {}, set()
 
     def reduce(self) -> None:
         """Start the sum over ranks of the held gradients of sharded weights."""
@@ -155,8 +155,8 @@ class Gradient:
     def settle(self) -> None:
         """Move gradients that users have set at `.grad`, forget cleared ones, and reduce if weights are sharded."""
         for index, weight in enumerate(self._weights):
-            if weight.shown.grad is not weight.taken and weight.shown.grad is not None:
-                self.take(index)
+            if weight.visible.grad is not weight.grad_placeholder and weight.visible.grad is not None:
+                self.collect(index)
         self.forget_cleared()
         if self._sharded and self._clipped is None:
             self.reduce()

@@ -202,7 +202,7 @@ class ZeroOptimizer(Adam):
         )
         self._of_groups = [of_group for _, of_group in groups_of]
         for made, of_group in zip(self.param_groups, self._of_groups, strict=True):
-            made["params"] = [w.shown for w in of_group]  # The tensors that users see, the same on every rank.
+            made["params"] = [w.visible for w in of_group]  # The tensors that users see, the same on every rank.
         self._buckets = buckets_of(self._flats, self._of_groups)
         self._initialize_states()
         self._current = SliceCast([w for w in self._weights if w.quantized and not w.delayed], parity)
@@ -234,11 +234,11 @@ class ZeroOptimizer(Adam):
     def _initialize_states(self) -> None:
         for group, of_group in zip(self.param_groups, self._of_groups, strict=True):
             for weight in of_group:
-                initialize_state(self.state[weight.shown], weight.master, group)
+                initialize_state(self.state[weight.visible], weight.master, group)
 
-    def _trained(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
+    def _to_update(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
         index = next(i for i, one in enumerate(self.param_groups) if one is group)
-        return [(self.state[weight.shown], weight.master) for weight in self._bucket.of_groups[index]]
+        return [(self.state[weight.visible], weight.master) for weight in self._bucket.of_groups[index]]
 
     def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
         """Group states as `Adam` does, and by bucket: each bucket has step numbers in memory of its own."""
@@ -257,10 +257,10 @@ class ZeroOptimizer(Adam):
         for bucket in self._buckets:
             self._bucket = bucket
             for flat in bucket.flats:
-                flat.give_gradient(flat.gradient.total() if sums else flat.gradient.mean())
+                flat.set_gradients(flat.gradient.total() if sums else flat.gradient.mean())
             self._update_values(1 / self._ranks.size if sums else inv_grad_scale)
             for flat in bucket.flats:
-                flat.give_gradient(None)
+                flat.set_gradients(None)
         if self._delayed.delayed:
             update_delayed(self._model, self._ranks.group)
         self._publish()
@@ -321,7 +321,7 @@ class ZeroOptimizer(Adam):
         for flat in self._flats:
             flat.gradient.clear()
             for weight in flat.weights:
-                weight.parameter.grad = weight.shown.grad = None
+                weight.parameter.grad = weight.visible.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of `Adam` in whole shapes and, under "zero", the masters. No communication.
@@ -341,13 +341,13 @@ class ZeroOptimizer(Adam):
         given = super().state_dict()
         ordered = [weight for of_group in self._of_groups for weight in of_group]
         state = {
-            key: {name: self._each(self._states.shown, ordered[key], name, value) for name, value in values.items()}
+            key: {name: self._each(self._states.entry, ordered[key], name, value) for name, value in values.items()}
             for key, values in given["state"].items()
         }
         own = {
             "layout": self._layout,
             "rank": self._ranks.rank,
-            "masters": [self._states.shown(w, "master", w.master, master=True) for w in self._weights],
+            "masters": [self._states.entry(w, "master", w.master, master=True) for w in self._weights],
         }
         return {**given, "state": state, "zero": own}
 
@@ -398,11 +398,13 @@ class ZeroOptimizer(Adam):
             )
         weights = dict(zip(names, ordered, strict=True))
         states = {
-            key: {name: self._each(self._states.own, weights[key], name, value) for name, value in values.items()}
+            key: {
+                name: self._each(self._states.local_slice, weights[key], name, value) for name, value in values.items()
+            }
             for key, values in state_dict["state"].items()
         }
         masters = [] if own is None else own["masters"]
-        return states, [self._states.own(w, "master", m) for w, m in zip(self._weights, masters, strict=False)]
+        return states, [self._states.local_slice(w, "master", m) for w, m in zip(self._weights, masters, strict=False)]
 
     def _each(
         self, change: Callable[[ZeroParameter, str, Tensor], Tensor], weight: ZeroParameter, name: str, value: Any

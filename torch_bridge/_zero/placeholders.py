@@ -193,7 +193,7 @@ def own_part(value: Any, shape: Sequence[int], start: int, length: int, name: st
     return cast(Tensor, value.detach().reshape(-1)[start : start + length])
 
 
-class ArrivalHook:
+class GradientHook:
     """Post-accumulate hook of a parameter: moves its gradient away as soon as autograd has computed it."""
 
     def __init__(self, take: Callable[[Tensor], None]):
@@ -207,5 +207,5 @@ def has_optimizer(parameter: Any) -> bool:
     """Return True if a ZeroOptimizer trains the parameter."""
     _, hooks = hooks_of(parameter)
     return isinstance(parameter, WeightPlaceholder) or any(
-        isinstance(hook, ArrivalHook) for hook in (hooks or {}).values()
+        isinstance(hook, GradientHook) for hook in (hooks or {}).values()
     )

@@ -29,7 +29,7 @@ from qshard.torch_bridge._ops.eager import is_capturing
 from qshard.torch_bridge._quantized.device_moves import Move, changes, guard_moves
 from qshard.torch_bridge._torch_internals import active_ddp, backward_id, call_after_backward, pytree
 from qshard.torch_bridge._zero.buffers import FlatBuffer
-from qshard.torch_bridge._zero.placeholders import ArrivalHook, weakly
+from qshard.torch_bridge._zero.placeholders import GradientHook, weakly
 from qshard.torch_bridge._zero.streams import Channel
 from qshard.torch_bridge._zero.weight import ZeroParameter
 
@@ -164,7 +164,7 @@ class Schedule:
         else:
             flat.free()
 
-    def pass_on(self, flat: FlatBuffer) -> None:
+    def end_unit_backward(self, flat: FlatBuffer) -> None:
         """Reduce the gradients of a unit and leave it, once its gradients are complete."""
         self.reduce(flat)
         flat.in_backward = False
@@ -172,7 +172,7 @@ class Schedule:
 
     def reduce(self, flat: FlatBuffer) -> None:
         """Start to sum the gradients of a unit, after the previous unit, which releases its gradients."""
-        if flat.gradient.is_held:
+        if flat.gradient.is_pending:
             self._finish()
             flat.gradient.reduce()
             self._reducing = flat
@@ -226,7 +226,7 @@ class Hook:
 def watch_gradients(flat: FlatBuffer) -> None:
     """Register hooks that move gradients away as soon as autograd has computed them."""
     for index, weight in enumerate(flat.weights):
-        weight.parameter.register_post_accumulate_grad_hook(ArrivalHook(weakly(flat.take_arrived, index)))
+        weight.parameter.register_post_accumulate_grad_hook(GradientHook(weakly(flat.collect_gradient, index)))
 
 
 def watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
@@ -239,7 +239,7 @@ def watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
 
     def check(module: nn.Module, move: Move) -> None:
         for weight in owned[module]:
-            if changes(move, weight.shown):
+            if changes(move, weight.visible):
                 raise RuntimeError(
                     f"ZeroOptimizer: {weight.name} cannot be moved after the optimizer was made, whose masters and "
                     "buffers would stay where they are; call .to() of the model before"
@@ -252,7 +252,7 @@ def watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
 def watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: Callable[[], None]) -> None:
     """Register hooks that gather the sharded weights of a unit before each use, and free them after it."""
     schedule.flats.append(flat)
-    flat.gradient_is_whole = schedule.pass_on
+    flat.gradient_is_whole = schedule.end_unit_backward
 
     def before_backward(_: Tensor) -> None:
         if not schedule.in_backward:
@@ -321,21 +321,21 @@ def check_parameters(model: nn.Module, flats: list[FlatBuffer]) -> None:
     ours: set[int] = set()
     for flat in flats:
         for weight in flat.weights:
-            shown = weight.shown
+            visible = weight.visible
             there = {id(module._parameters.get(name)) for module, name in weight.owners}
-            if not there <= {id(shown), id(weight.parameter)}:
+            if not there <= {id(visible), id(weight.parameter)}:
                 raise _change_error(weight.name, "was replaced", "change models before you make their optimizer")
-            if not shown.requires_grad:
+            if not visible.requires_grad:
                 raise _change_error(
                     weight.name, "was frozen", "freeze it before, or set its lr and weight_decay to 0 in its group"
                 )
-            if weight.where is not None and weight.where != (shown.data_ptr(), shown.dtype):
+            if weight.address is not None and weight.address != (visible.data_ptr(), visible.dtype):
                 raise _change_error(weight.name, "was moved", "call .to() of the model before")
-            if weight.where is not None and shown._version != weight.version:
+            if weight.address is not None and visible._version != weight.version:
                 raise _change_error(
                     weight.name, "was written", "write with load_state_dict of the model: it has masters"
                 )
-            ours.update((id(shown), id(weight.parameter)))
+            ours.update((id(visible), id(weight.parameter)))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in ours:
             raise _change_error(name, "came to train", "add and unfreeze parameters before")

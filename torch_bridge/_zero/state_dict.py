@@ -121,8 +121,10 @@ class SlicedState(DTensor):
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """Return a placeholder that accepts a copy of the whole tensor and keeps the slice, for full state dicts."""
-        sliced: Tensor = WeightPlaceholder(self.local, self.start, self.shape, self.dtype, self.label, self.written)
-        return sliced
+        placeholder: Tensor = WeightPlaceholder(
+            self.local, self.start, self.shape, self.dtype, self.label, self.written
+        )
+        return placeholder
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedState:
         return memo.setdefault(id(self), self._like(self.local.clone()))  # type: ignore[no-any-return]
@@ -176,7 +178,7 @@ class StateDicts:
         self._ranks, self._device, self._written = ranks, device, written
         self._mesh: DeviceMesh | None = None
 
-    def shown(self, weight: ZeroParameter, name: str, local: Tensor, *, master: bool = False) -> Tensor:
+    def entry(self, weight: ZeroParameter, name: str, local: Tensor, *, master: bool = False) -> Tensor:
         """Return a slice of the master, or of a state, as the state dict entry of the whole tensor."""
         local = local.detach().view(-1)
         shape, cuts = _layout(weight, name)
@@ -189,7 +191,7 @@ class StateDicts:
         made: Tensor = SlicedState(local, shape, cuts, self._mesh, f"{weight.name} ({name})", written)
         return made
 
-    def own(self, weight: ZeroParameter, name: str, value: Tensor) -> Tensor:
+    def local_slice(self, weight: ZeroParameter, name: str, value: Tensor) -> Tensor:
         """Return this rank's slice of a state dict entry, in the optimizer's shape: `[1, n]`, or `[n]`."""
         shape, cuts = _layout(weight, name)
         start, stop = cuts[self._ranks.rank]
@@ -205,12 +207,12 @@ class StateDicts:
                     owners.setdefault(id(module), (module, []))[1].append((name, weight, flat))
         loading = False
 
-        def show_masters(
+        def put_masters(
             held: list[tuple[str, ZeroParameter, FlatBuffer]], state_dict: dict[str, Any], prefix: str
         ) -> None:
             for name, weight, _ in held:
                 if prefix + name in state_dict:
-                    state_dict[prefix + name] = self.shown(weight, "master", weight.master, master=True)
+                    state_dict[prefix + name] = self.entry(weight, "master", weight.master, master=True)
 
         def before_load(
             module: nn.Module, held: list[tuple[str, ZeroParameter, FlatBuffer]], metadata: dict[str, Any]
@@ -221,11 +223,11 @@ class StateDicts:
                     "parameters; load without assign"
                 )
             for name, weight, _ in held:
-                module._parameters[name] = weight.sliced
+                module._parameters[name] = weight.placeholder
 
         def after_load(module: nn.Module, held: list[tuple[str, ZeroParameter, FlatBuffer]]) -> None:
             for name, weight, flat in held:
-                module._parameters[name] = weight.parameter if flat.in_use else weight.shown
+                module._parameters[name] = weight.parameter if flat.in_use else weight.visible
             if not loading:
                 publish()
 
@@ -239,7 +241,7 @@ class StateDicts:
             publish()
 
         for module, held in owners.values():
-            module.register_state_dict_post_hook(Hook(lambda _, d, p, __, held=held: show_masters(held, d, p)))
+            module.register_state_dict_post_hook(Hook(lambda _, d, p, __, held=held: put_masters(held, d, p)))
             module.register_load_state_dict_pre_hook(
                 Hook(lambda m, _, __, metadata, *___, held=held: before_load(m, held, metadata))
             )

@@ -62,12 +62,12 @@ class ZeroParameter:
       master: float32 values of the slice, a view of the flat master: `[1, n]`, a row for scaled states, or `[n]` for
         weights with fewer than two axes.
       cuts: start and stop of the slices of all ranks.
-      sliced: a placeholder with the slice of this rank.
-      shown: the tensor that users see between uses: `sliced` if weights are sharded, else the parameter.
-      taken: the placeholder of its gradient.
+      placeholder: a placeholder with the slice of this rank.
+      visible: the tensor that users see between uses: `placeholder` if weights are sharded, else the parameter.
+      grad_placeholder: the placeholder of its gradient.
       quantized: codes of the slice and scales of the whole weight; None if it is gathered as values.
       values: the slice in the dtype of the model; None if it is gathered as codes.
-      where: address and dtype of visible values when they were published, to detect moves.
+      address: address and dtype of visible values when they were published, to detect moves.
       version: their version then, to detect writes.
     """
 
@@ -80,12 +80,12 @@ class ZeroParameter:
     start: int = 0
     master: nn.Parameter = field(init=False)
     cuts: list[tuple[int, int]] = field(init=False)
-    sliced: nn.Parameter = field(init=False)
-    shown: nn.Parameter = field(init=False)
-    taken: GradientPlaceholder = field(init=False)
+    placeholder: nn.Parameter = field(init=False)
+    visible: nn.Parameter = field(init=False)
+    grad_placeholder: GradientPlaceholder = field(init=False)
     quantized: QuantizedSlice | None = None
     values: Tensor | None = None
-    where: tuple[int, torch.dtype] | None = None
+    address: tuple[int, torch.dtype] | None = None
     version: int = 0
 
     @property
@@ -105,7 +105,7 @@ class ZeroParameter:
         return self.bytes_of(self.size)
 
     @property
-    def room(self) -> int:
+    def buffer_size(self) -> int:
         """Bytes in the buffer, with the byte that cast ops may need for a slice that starts within a byte."""
         return self.bytes if self.fmt is None else piece_bytes(self.fmt, self.size)
 
