@@ -56,8 +56,8 @@ def gathered_weight(
 
     Returns:
       The whole weight as a `QuantizedTensor` `[N, K]` with a rowwise plane: bit for bit the codes and scales of
-        `quantize` of the whole weight. In backward its gradient is reduce-scattered over the shards, and all-reduced
-        over replicas.
+      `quantize` of the whole weight. In backward its gradient is reduce-scattered over the shards, and all-reduced over
+      replicas.
 
     Raises:
       TypeError: `weight` is not a converted weight or not a DTensor, or an argument has a wrong type.
@@ -113,7 +113,7 @@ def is_converted(weight: Any) -> bool:
 
     Returns:
       True for the weight of a layer that `convert` has replaced, whole or sharded by FSDP2 or `distribute_tensor`.
-        False for biases, weights of other layers and anything that is not a tensor.
+      False for biases, weights of other layers and anything that is not a tensor.
 
     >>> from qshard.torch_bridge import convert
     >>> layer = convert(torch.nn.Linear(32, 16), "CurrentScaling")
