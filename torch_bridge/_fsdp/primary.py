@@ -65,15 +65,12 @@ class Primary:
             self.note_version()
         return self.master
 
-    def master_to_cast(self) -> Tensor:
-        assert self.master is not None
-        return self.master
-
     def buffer(self, plan: ShardPlan) -> Tensor:
         """Return the persistent buffer for the codes. Bytes past the end of the shard are zero."""
         if self._buffer is None or self._buffer.numel() != plan.buffer_size:
             with torch.inference_mode(False):
-                master = self.master_to_cast()
+                master = self.master
+                assert master is not None
                 pinned = master.is_cpu and master.is_pinned()
                 self._buffer = torch.zeros(plan.buffer_size, dtype=torch.uint8, device=master.device, pin_memory=pinned)
         if self._copied is not None:

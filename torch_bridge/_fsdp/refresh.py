@@ -53,11 +53,13 @@ class Gather(NamedTuple):
     restore_shape: Callable[[], None] | None
 
     def end(self, state: ScaleState, gathered: Tensor) -> Plane:
-        """Return the plane of the weight. Its codes are a view of the memory that FSDP2 gathered into."""
+        """Commit the scales and return the plane of the weight. Its codes are a view of the gathered memory."""
         if self.restore_shape is not None:
             self.restore_shape()
-        scales = state.end_gather(self.refresh)
-        return Plane(self.plan.codes(gathered), scales.scale_inv, scales.global_scale_inv)
+        self.refresh.commit(state)
+        state.status = Status.SHARDED
+        assert state.stored is not None
+        return Plane(self.plan.codes(gathered), state.stored.scale_inv, state.stored.global_scale_inv)
 
 
 def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: DeviceMesh) -> tuple[Tensor, Gather]:

@@ -306,13 +306,6 @@ class ScaleState:
         self._last = (key, plan)
         return plan
 
-    def end_gather(self, refresh: Refresh) -> Scales:
-        """Return the stored scales of gathered codes that were cast after `refresh`."""
-        refresh.commit(self)
-        self.status = Status.SHARDED
-        assert self.stored is not None
-        return self.stored
-
 
 class WeightShard(NamedTuple):
     """A weight in a refresh: its state, the local shard, and the plan of the shard."""
