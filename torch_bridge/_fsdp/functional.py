@@ -18,7 +18,7 @@ from qshard._core.flat_shards import FlatSlice
 from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import quote
-from qshard.formats import Format, Usage
+from qshard.formats import Usage
 from qshard.layout import plane
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
@@ -142,17 +142,13 @@ class RowSharding(NamedTuple):
     """Sharding of a weight by rows over one mesh axis, and the rows of this rank.
 
     Attributes:
-      fmt: the format of the weight.
-      shape: shape of the whole weight, `[N, K]`.
-      start: flat index of the first local element in the whole weight.
+      slice: the local rows as a flat slice of the whole weight `[N, K]`.
       longest: rows of the longest shard.
       group: the ranks that the rows are sharded over.
       replicas: one group for each other mesh axis: ranks with the same rows.
     """
 
-    fmt: Format
-    shape: tuple[int, ...]
-    start: int
+    slice: FlatSlice
     longest: int
     group: _Group
     replicas: tuple[_Group, ...]
@@ -194,8 +190,9 @@ def row_sharding_of(weight: DTensor) -> RowSharding | None:
     longest = -(-rows // group.size)
     first = min(rows, longest * mesh.get_local_rank(dims[0])) if dims else 0
     replicas = tuple(each for i, each in enumerate(groups) if i not in dims)
-    fmt = local_of(weight).scale_state.fmt  # type: ignore[attr-defined]
-    return RowSharding(fmt, (rows, columns), first * columns, longest, group, replicas)
+    local: Any = local_of(weight)
+    own = FlatSlice((rows, columns), local.scale_state.fmt, dtype_name(memory_of(local).dtype), first * columns)
+    return RowSharding(own, longest, group, replicas)
 
 
 class _Gather(Node):
@@ -221,7 +218,7 @@ class _Gather(Node):
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         sharding = ctx.sharding
-        missing = sharding.longest * sharding.group.size - sharding.shape[0]
+        missing = sharding.longest * sharding.group.size - sharding.slice.shape[0]
         made = torch.nn.functional.pad(grad.to(ctx.reduce_dtype), (0, 0, 0, missing)).contiguous()
         made = sharding.group.reduce_scatter(made)[: ctx.shard_shape[0]]
         for group in sharding.replicas:
@@ -242,6 +239,7 @@ def gather(local: ShardedWeight, sharding: RowSharding, dtype: torch.dtype, *, o
       observe: whether delayed scaling records the amax of the shard.
     """
     state, shard = local.scale_state, memory_of(local)
+    fmt, shape = sharding.slice.fmt, sharding.slice.shape
     if state.delayed is not None:
         delayed, scale = state.delayed, state.delayed.scale
         if not delayed.knows_scale():  # The first scale needs the amax of the whole weight.
@@ -253,17 +251,15 @@ def gather(local: ShardedWeight, sharding: RowSharding, dtype: torch.dtype, *, o
         codes, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
         codes = torch.nn.functional.pad(codes, (0, 0, 0, sharding.longest - codes.shape[0]))
     else:
-        flat = flat_plan(
-            (FlatSlice(sharding.shape, sharding.fmt, dtype_name(shard.dtype), sharding.start),), shard.device
-        )
+        flat = flat_plan((sharding.slice,), shard.device)
         bits = flat.amaxes([shard.reshape(-1)]).view(torch.int32)
         (scales,) = flat.scales(sharding.group.all_reduce(bits, "max").view(torch.float32))  # As in `max_over_ranks`.
         ((_, scale_inv, global_scale_inv),) = flat.plan.buckets[0].split_scales(scales)
-        per_byte = sharding.fmt.element.codes_per_byte
-        width = sharding.shape[1] // per_byte
+        per_byte = fmt.element.codes_per_byte
+        width = shape[1] // per_byte
         buffer = torch.zeros(sharding.longest * width + per_byte - 1, dtype=torch.uint8, device=shard.device)
         flat.cast([buffer], [shard.reshape(-1)], [scales.scale], pieces=True)
         codes = buffer[: sharding.longest * width]
-    where = plane(sharding.fmt, sharding.shape, Usage.ROWWISE, op="gathered_weight")
+    where = plane(fmt, shape, Usage.ROWWISE, op="gathered_weight")
     codes = sharding.group.all_gather(codes.contiguous()).view(-1)[: math.prod(where.data_shape)].view(where.data_shape)
-    return QuantizedTensor(sharding.fmt, sharding.shape, dtype, rowwise=Plane(codes, scale_inv, global_scale_inv))
+    return QuantizedTensor(fmt, shape, dtype, rowwise=Plane(codes, scale_inv, global_scale_inv))

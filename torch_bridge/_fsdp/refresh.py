@@ -42,7 +42,7 @@ from qshard.torch_bridge._ops.foreach import flat_plan
 from qshard.torch_bridge._quantized.validation import check_model
 from qshard.torch_bridge._torch_internals import fsdp_groups
 
-_ALIGNMENT = 256  # Of the codes of each weight in a shared buffer, in bytes: the alignment of GPU allocations.
+_ALIGNMENT = 256  # Bytes, of the codes of each weight in a shared buffer; that of GPU allocations.
 
 
 class Gather(NamedTuple):

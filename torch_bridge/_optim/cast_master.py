@@ -110,7 +110,7 @@ class CastPlan:
           The numbers on the device of the weights.
         """
         pairs = words("cast_master", name, numbers, self.device, self.weights)
-        # Indexed as int32: CUDA does not index uint32.
+        # Index as int32: CUDA cannot index uint32.
         return pairs if self._owners is None else pairs.view(torch.int32)[self._owners]
 
     def amaxes(self, masters: Sequence[Tensor], starts: Tensor) -> list[Tensor]:

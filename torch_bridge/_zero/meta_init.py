@@ -61,7 +61,7 @@ class MetaInit:
         trained = {id(module) for weight in weights for module, _ in weight.owners}
         for module in list(self._modules.values()):
             if isinstance(module, DelayedScale):
-                module._apply(lambda t: torch.empty_like(t, device=to))  # It resets itself.
+                module._apply(lambda t: torch.empty_like(t, device=to))  # `_apply` resets a scale that leaves meta.
                 del self._modules[id(module)]
             elif id(module) not in trained:
                 self._make(module)
