@@ -104,7 +104,7 @@ def kept_bytes(model: nn.Module, optimizer: Any) -> dict[str, float]:
     own = {"codes": 0, "high precision": 0, "states": 0}
     if isinstance(optimizer, qshard.ZeroOptimizer):
         elements = sum(w.size for flat in optimizer._flats for w in flat.weights)  # all weights: they share buffers
-        own["codes"] = sum(flat.kept for flat in optimizer._flats)
+        own["codes"] = sum(flat.stored_bytes for flat in optimizer._flats)
         own["high precision"] = sum(flat.masters.nbytes for flat in optimizer._flats)
         states = list(optimizer.state.values())
     elif isinstance(model, DistributedDataParallel):

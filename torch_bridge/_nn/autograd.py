@@ -226,9 +226,9 @@ def _product_of(
 ) -> Tensor:
     """Compute `x @ w.T`, with the rows of x or of the result sharded over ranks if `x_rows` or `y_rows` is given."""
     if x_rows is not None:
-        return x_rows.product_of_own(x, w, dtype, fast=fast)
+        return x_rows.gather_matmul(x, w, dtype, fast=fast)
     if y_rows is not None:
-        return y_rows.own_product(x, w, dtype, fast=fast)
+        return y_rows.matmul_scatter(x, w, dtype, fast=fast)
     return matmul(x, w, dtype, fast=fast)
 
 
