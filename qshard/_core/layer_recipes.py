@@ -76,7 +76,7 @@ class Rules:
         }
         if not any(recipe is not None for recipe in recipes.values()):
             raise ValueError(
-                f"{op}: recipe ({quote(value)}) has no recipe for any layer; pass one, such as {{'*': 'MXFP8'}}"
+                f"{op}: recipe ({quote(value)}) gives no layer a recipe; pass at least one, such as {{'*': 'MXFP8'}}"
             )
         return cls(op, recipes)
 
@@ -114,8 +114,8 @@ class Rules:
         known = [*dict.fromkeys(name for names in every for name in names)]
         if (name := next((name for name in known if fnmatchcase(name, unused)), None)) is not None:
             raise ValueError(
-                f"{self.op}: pattern {unused!r} decides nothing: {self.pattern_of(name)!r} before it matches all that "
-                f"it does, such as {name!r}; put the narrower pattern first"
+                f"{self.op}: pattern {unused!r} has no effect: {self.pattern_of(name)!r} before it matches all of its "
+                f"layers, such as {name!r}; put the narrower pattern first"
             )
         raise ValueError(f"{self.op}: pattern {unused!r} matches no layer; {closest_names(unused, known)}")
 
@@ -130,7 +130,7 @@ def check_filter(op: str, filter: Any, of: str = "a layer") -> None:
     if filter is None:
         return
     if not callable(filter):
-        raise TypeError(f"{op}: filter ({quote(filter)}) is not a function; pass one of {of} and its name")
+        raise TypeError(f"{op}: filter ({quote(filter)}) is not a function; pass a function of {of} and its name")
     try:
         signature = inspect.signature(filter)
     except (TypeError, ValueError):  # Functions of C need not have one.
@@ -140,7 +140,8 @@ def check_filter(op: str, filter: Any, of: str = "a layer") -> None:
     except TypeError:
         name = getattr(filter, "__name__", type(filter).__name__)
         raise TypeError(
-            f"{op}: filter ({name}{signature}) does not take two arguments; pass a function of {of} and its name"
+            f"{op}: filter ({name}{signature}) does not take two arguments; pass a function of {of} and its name, such "
+            "as lambda _, name: 'head' not in name"
         ) from None
 
 
@@ -173,7 +174,7 @@ def list_layers(reasons: Mapping[str, str]) -> str:
     for alike in [*groups.values()][:_SHOWN]:
         named = [names[0] for names in alike.values()][:_NAMES]
         count = sum(map(len, alike.values()))
-        more = f"; {count - len(named)} more alike" if count > len(named) else ""
+        more = f"; {count - len(named)} more like these" if count > len(named) else ""
         listed.append(f"{', '.join(name or 'it' for name in named)} ({reasons[named[0]]}{more})")
         left -= count
     return ", ".join(listed) + (f" and {left} more" if left else "")
@@ -191,16 +192,16 @@ def check_chosen(op: str, model: Any, chosen: Collection[str], rest: Mapping[str
         return
     what = f"{op}: model ({type(model).__name__}) has"
     if rest:
-        raise ValueError(f"{what} nothing to convert: {list_layers(rest)}; pass one that has")
-    raise ValueError(f"{what} no {kind} that filter= keeps; pass one that has")
+        raise ValueError(f"{what} no layer that can be converted: {list_layers(rest)}; pass a model that has one")
+    raise ValueError(f"{what} no {kind} that filter= selects; pass a model that has one")
 
 
 def warn_of_rest(op: str, chosen: Collection[str], rest: Mapping[str, str]) -> None:
     """Warns the caller of `op` of the layers that stay as they are, as in `check_chosen`."""
     if rest:
         warnings.warn(
-            f"{op}: {len(rest)} of {len(rest) + len(chosen)} layers stay as they are: {list_layers(rest)}; leave them "
-            "out with filter= to say that they should",
+            f"{op}: {len(rest)} of {len(rest) + len(chosen)} layers were not converted: {list_layers(rest)}; exclude "
+            "them with filter= to silence this warning",
             stacklevel=3,
         )
 

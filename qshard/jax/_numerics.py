@@ -48,7 +48,7 @@ def whole_of(x: Any, op: str) -> Whole:
       TypeError: it does not hold real numbers, or is traced.
     """
     if isinstance(x, jax.core.Tracer):
-        raise TypeError(f"{op}: x ({x.aval}) is traced, and has no values yet; call it outside of jit, on a result")
+        raise TypeError(f"{op}: x ({x.aval}) is traced and has no values; call {op} outside jit")
     dtype = str(x.dtype)
     if not isinstance(x, jax.Array) or x.sharding.num_devices == 1:
         return of_floats(as_float(x, op), dtype)

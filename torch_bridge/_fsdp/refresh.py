@@ -256,9 +256,9 @@ def check_ranks_agree(weights: Sequence[WeightShard]) -> None:
     others = unlike_ranks(repr(described).encode(), group, device)
     if others:
         raise ValueError(
-            f"fully_shard: weights of rank {others[0]} of the group are not those of this rank, {len(weights)} from "
-            f"{weights[0].state.name} {weights[0].plan.shape} of {weights[0].state.fmt} on: names, formats, shapes, "
-            "dtypes or cuts differ; convert and shard the model alike on every rank"
+            f"fully_shard: rank {others[0]} of the group has other weights than this rank ({len(weights)}, the first "
+            f"{weights[0].state.name} {weights[0].plan.shape} in {weights[0].state.fmt}); convert and shard the model "
+            "alike on every rank"
         )
     for weight in weights:
         weight.state.agreed = True

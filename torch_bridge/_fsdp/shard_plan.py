@@ -60,8 +60,8 @@ class ShardPlan:
         of_rows, ranks, per_byte = width == columns, mesh.size(mesh_dim), fmt.element.codes_per_byte
         if width % per_byte:
             raise NotImplementedError(
-                f"fully_shard: {name} {tuple(shape)} is cut into {ranks} shards of {width} columns, but "
-                f"{per_byte} codes of {fmt} share a byte; cut its rows"
+                f"fully_shard: {name} {tuple(shape)} has {ranks} shards of {width} columns, but {per_byte} codes of "
+                f"{fmt} share a byte; shard its rows"
             )
         where = plane(fmt, shape, Usage.ROWWISE, op="fully_shard")
         longest = -(-(rows if of_rows else columns) // ranks)  # As FSDP2 and `torch.chunk` cut.
@@ -134,8 +134,8 @@ def _fsdp_param(state: ScaleState) -> Any:
             if getattr(local_of(param.sharded_param), "scale_state", None) is state:
                 return param
     raise NotImplementedError(
-        f"fully_shard: {state.name} ({state.fmt}) is cut along columns, but no model is known that FSDP2 has it in; "
-        "call update_scales(model) once after fully_shard, or cut its rows"
+        f"fully_shard: {state.name} ({state.fmt}) is sharded by columns, which needs the model; call "
+        "update_scales(model) once after fully_shard, or shard its rows"
     )
 
 
@@ -155,9 +155,9 @@ def check_reshards(model: nn.Module | None) -> None:
             known = getattr(local_of(parameter.sharded_param), "scale_state", None)
             if known is not None:
                 raise NotImplementedError(
-                    f"fully_shard: {known.name} (reshard_after_forward="
-                    f"{group.post_forward_mesh_info.shard_mesh_size}) is gathered as codes, which FSDP2 cannot "
-                    "reshard to fewer ranks; pass True or False"
+                    f"fully_shard: {known.name} (reshard_after_forward={group.post_forward_mesh_info.shard_mesh_size}) "
+                    "is gathered as codes, which FSDP2 cannot reshard to fewer ranks; pass reshard_after_forward=True "
+                    "or False"
                 )
 
 

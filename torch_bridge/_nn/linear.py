@@ -99,8 +99,8 @@ def check_not_sealed(module: nn.Module, move: Move) -> None:
         state: ScaleState | None = getattr(local_of(parameter), "scale_state", None)
         if state is not None and state.is_sealed and changes(move, parameter):
             raise NotImplementedError(
-                f"Linear: {state.name} (primary) has a master in its optimizer, which stays where it is; move the "
-                "model before its first forward, and before its optimizer is made"
+                f"Linear: {state.name} (primary) has a master in its optimizer, which would not move; move the model "
+                "before its first forward and before making the optimizer"
             )
 
 
@@ -253,11 +253,11 @@ class WeightLayer(Extends):
         assert isinstance(codes, QuantizedTensor)
         what, state = f"load_state_dict: {name} ({codes.format})", self._state()
         if isinstance(self.weight, DTensor) or (state is not None and state.is_sealed):
-            return f"{what} is codes, and the layer has shards of values or of a master; load codes.dequantize()"
+            return f"{what} is quantized, but the layer has sharded values or a master; load codes.dequantize()"
         if state is not None and not assign:
-            return f"{what} is codes, which values are not copied from; pass assign=True, or load codes.dequantize()"
+            return f"{what} is quantized, but the layer has values; pass assign=True, or load codes.dequantize()"
         if codes.parts(Usage.ROWWISE) is None:
-            return f"{what} has no rowwise plane, which a layer needs; quantize with usage=Usage.ROWWISE or BOTH"
+            return f"{what} has no rowwise plane, which a layer needs; quantize with usage=Usage.ROWWISE or Usage.BOTH"
         try:
             check_weight_format("load_state_dict", name, codes.format, self.recipe)
         except ValueError as error:
@@ -385,7 +385,7 @@ class Linear(WeightLayer, nn.Linear):
         recipe = as_recipe(recipe, "Linear")
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if not hasattr(size, "__index__") or size < 0:
-                raise ValueError(f"Linear: {name} ({quote(size)}) is not a size; pass an int from 0 up")
+                raise ValueError(f"Linear: {name} ({quote(size)}) is not a size; pass an integer of at least 0")
         check_weight_shape("Linear", "weight", recipe, (out_features, in_features))
         check_dtype("Linear", "dtype", torch.get_default_dtype() if dtype is None else dtype)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)

@@ -212,11 +212,11 @@ def plan_zero(
     check_world("plan_zero", world)
     if not callable(formats):
         raise TypeError(
-            f"plan_zero: formats ({quote(formats)}) is not a function; pass one that gives a format, or None, for a "
-            "path and a parameter"
+            f"plan_zero: formats ({quote(formats)}) is not a function; pass a function of a path and a parameter that "
+            "returns a format or None"
         )
     if not isinstance(axis_name, str):
-        raise TypeError(f"plan_zero: axis_name ({quote(axis_name)}) is not the name of one mesh axis; pass one")
+        raise TypeError(f"plan_zero: axis_name ({quote(axis_name)}) is not one mesh axis name; pass one")
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves = []
     for path, p in paths:
@@ -229,8 +229,8 @@ def plan_zero(
             check_dtype("plan_zero", name, p)
             if fmt.gather_refusal is not None:
                 raise ValueError(
-                    f"plan_zero: {name} cannot travel as codes of {fmt}: {fmt.gather_refusal}; "
-                    "let formats give None for it, and give the weight to linear"
+                    f"plan_zero: {name} cannot be gathered as codes of {fmt}: {fmt.gather_refusal}; return None for it "
+                    "in formats, and pass the weight to linear"
                 )
             length = plan_shards([shape], fmt, world, op="plan_zero", name=name)[0].padded
         length = max(1, length)  # Padding, of a parameter without elements: XLA has no all-gather of an empty array.

@@ -18,7 +18,7 @@ class NoArithmetic:
     Without them Python says "unsupported operand type(s)", and NumPy makes an array of objects.
     """
 
-    _REMEDY: ClassVar[str] = "an op on codes; call .dequantize() and use its result"
+    _REMEDY: ClassVar[str] = "supported on codes; call .dequantize() and use the result"
     __array_ufunc__ = None  # NumPy's operators leave the answer to ours.
 
     def _refuse(self, what: str) -> NoReturn:
