@@ -120,17 +120,25 @@ class Rules:
         raise ValueError(f"{self.op}: pattern {unused!r} matches no layer; {closest_names(unused, known)}")
 
 
-def check_filter(op: str, filter: Any, of: str = "a layer") -> None:
+def check_filter(
+    op: str,
+    filter: Any,
+    takes: str = "a layer and its name",
+    example: str = "lambda _, name: 'head' not in name",
+    argument: str = "filter",
+) -> None:
     """Raises TypeError unless `filter` is None, or a function that two arguments can be passed to.
 
     >>> check_filter("convert", lambda name: True)
     Traceback (most recent call last):
-    TypeError: convert: filter (<lambda>(name)) does not take two arguments; pass a function of a layer and its name
+    TypeError: convert: filter (<lambda>(name)) does not take two arguments; pass a function of a layer and its name...
     """
-    if filter is None:
+    if filter is None and argument == "filter":
         return
     if not callable(filter):
-        raise TypeError(f"{op}: filter ({quote(filter)}) is not a function; pass a function of {of} and its name")
+        raise TypeError(
+            f"{op}: {argument} ({quote(filter)}) is not a function; pass a function of {takes}, such as {example}"
+        )
     try:
         signature = inspect.signature(filter)
     except (TypeError, ValueError):  # Functions of C need not have one.
@@ -140,8 +148,8 @@ def check_filter(op: str, filter: Any, of: str = "a layer") -> None:
     except TypeError:
         name = getattr(filter, "__name__", type(filter).__name__)
         raise TypeError(
-            f"{op}: filter ({name}{signature}) does not take two arguments; pass a function of {of} and its name, such "
-            "as lambda _, name: 'head' not in name"
+            f"{op}: {argument} ({name}{signature}) does not take two arguments; pass a function of {takes}, such as "
+            f"{example}"
         ) from None
 
 
@@ -175,7 +183,7 @@ def list_layers(reasons: Mapping[str, str]) -> str:
         named = [names[0] for names in alike.values()][:_NAMES]
         count = sum(map(len, alike.values()))
         more = f"; {count - len(named)} more like these" if count > len(named) else ""
-        listed.append(f"{', '.join(name or 'it' for name in named)} ({reasons[named[0]]}{more})")
+        listed.append(f"{', '.join(name or 'the model' for name in named)} ({reasons[named[0]]}{more})")
         left -= count
     return ", ".join(listed) + (f" and {left} more" if left else "")
 

@@ -44,7 +44,7 @@ _X_SCALES = slice(ROLES.index(Role.ACTIVATION), ROLES.index(Role.ACTIVATION) + 1
 def linear(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     recipe: RecipeLike | None = None,
     *,
     seed: int | Tensor | None = None,
@@ -113,7 +113,7 @@ def linear(
     Sources: arXiv:2209.05433.
     """
     given_bias: Any = bias
-    if recipe is None and isinstance(given_bias, str | Recipe):
+    if recipe is None and isinstance(given_bias, str | Recipe | type):
         raise TypeError(
             f"linear: bias ({quote(given_bias)}) is a recipe, but the third argument is the bias; pass linear(x, "
             "weight, None, recipe), or recipe="

@@ -286,7 +286,16 @@ class WeightLayer(Extends):
         belongings = [(hooks_of(parameter), attributes_of(parameter)) for parameter in own]
         was_meta = self.weight.is_meta
         has_codes = isinstance(self._parameters.get("weight"), QuantizedTensor)
-        super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
+        try:
+            super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
+        except RuntimeError as error:
+            if "Couldn't swap" not in str(error):
+                raise
+            state = self._state()
+            raise RuntimeError(
+                f"{type(self).__name__}: {'weight' if state is None else state.name} is in an autograd graph or has a "
+                "view, so it cannot move or change its dtype; drop losses, outputs and views of the model first"
+            ) from None
         for parameter, (hooks, attributes) in zip(own, belongings, strict=True):
             put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, loses hooks and attributes.
             for name, value in attributes.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,27 @@ from qshard.jax._quantized.quantize import WeightScales, as_scales
 from qshard.jax._sharding.shard_spec import ShardSpec, matrix_of, unfold
 from qshard.recipes import Recipe, RecipeLike, as_recipe, check_state
 
+_Arguments = ParamSpec("_Arguments")
 
+
+def _refuse_bias(function: Callable[_Arguments, jax.Array]) -> Callable[_Arguments, jax.Array]:
+    """Raises TypeError for the arguments of `linear` in PyTorch, (x, weight, bias, recipe)."""
+
+    @functools.wraps(function)
+    def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> jax.Array:
+        if "bias" in options or (len(args) == 3 and "recipe" in options) or len(args) > 3:
+            bias = options["bias"] if "bias" in options else args[2]
+            if bias is None or hasattr(bias, "dtype"):
+                raise TypeError(
+                    f"linear: bias ({quote(bias)}) is not an argument in JAX; pass linear(x, w, recipe), and add the "
+                    "bias to the result"
+                )
+        return function(*args, **options)
+
+    return checked
+
+
+@_refuse_bias
 def linear(
     x: jax.Array,
     w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,

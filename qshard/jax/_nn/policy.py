@@ -193,7 +193,7 @@ class Policy:
             embedding, is to be left out.
           recipe, gather_axis, kept_axes, options: as of `Policy`.
         """
-        check_filter("Policy", filter, "an array")
+        check_filter("Policy", filter, "an array and its name")
         given = {}
         for name, leaf in _leaves_by_name(params)[0].items():
             if not _is_matrix(leaf) or (filter is not None and not filter(leaf, name)):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
+from qshard._core.layer_recipes import check_filter
 from qshard._core.operands import OperandSpec
 from qshard._core.validation import quote
 from qshard.formats import Usage
@@ -265,10 +266,7 @@ def optimizer(
     recipe = as_recipe(recipe, "optimizer")
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
         raise TypeError(f"optimizer: inner ({quote(inner)}) has no init and update; pass an optax optimizer")
-    if filter is not None and not callable(filter):
-        raise TypeError(
-            f"optimizer: filter ({quote(filter)}) is not a function; pass a function of a path and a parameter"
-        )
+    check_filter("optimizer", filter, "a path and a parameter", "lambda path, p: p.ndim > 1")
     if (refusal := recipe.weight.gather_refusal) is not None:
         raise ValueError(
             f"optimizer: weights cannot be codes of {recipe.weight}: {refusal}; pass a recipe whose weight format has "

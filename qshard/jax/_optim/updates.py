@@ -54,7 +54,7 @@ class CodesUpdate(NoArithmetic):
 
     seal: jax.Array
     codes: jax.Array | None
-    _REMEDY = f"an op on new codes; {_REMEDY}"
+    _REMEDY = f"supported on new codes; {_REMEDY}"
 
     @classmethod
     def of(cls, weight: PrimaryWeight) -> PrimaryWeight:

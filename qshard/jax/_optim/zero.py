@@ -22,6 +22,7 @@ from jax import lax
 
 from qshard._core.adam import BLOCK
 from qshard._core.flat_shards import MasterPlan, check_world, plan_master, plan_shards
+from qshard._core.layer_recipes import check_filter
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, quote
 from qshard.formats import Format, Usage
@@ -210,11 +211,8 @@ def plan_zero(
     Sources: ZeRO, arXiv:1910.02054.
     """
     check_world("plan_zero", world)
-    if not callable(formats):
-        raise TypeError(
-            f"plan_zero: formats ({quote(formats)}) is not a function; pass a function of a path and a parameter that "
-            "returns a format or None"
-        )
+    takes, example = "a path and a parameter", "lambda path, p: 'MXFP8_32x32' if p.ndim > 1 else None"
+    check_filter("plan_zero", formats, takes, example, argument="formats")
     if not isinstance(axis_name, str):
         raise TypeError(f"plan_zero: axis_name ({quote(axis_name)}) is not one mesh axis name; pass one")
     paths, structure = jax.tree_util.tree_flatten_with_path(params)

@@ -10,6 +10,7 @@ _BINARY = {
     **{"and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"},
 }
 _UNARY = {"neg": "-", "pos": "+", "abs": "abs", "invert": "~"}
+_OTHERS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "getitem": "indexing"}
 
 
 class NoArithmetic:
@@ -25,7 +26,7 @@ class NoArithmetic:
         raise TypeError(f"{type(self).__name__}: {what} is not {self._REMEDY}")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        self._refuse("an array of values")
+        self._refuse("conversion to an array")
 
 
 def _method(symbol: str) -> Callable[..., NoReturn]:
@@ -35,5 +36,5 @@ def _method(symbol: str) -> Callable[..., NoReturn]:
 for _name, _symbol in _BINARY.items():
     for _form in (f"__{_name}__", f"__r{_name}__"):
         setattr(NoArithmetic, _form, _method(_symbol))
-for _name, _symbol in _UNARY.items():
+for _name, _symbol in (_UNARY | _OTHERS).items():
     setattr(NoArithmetic, f"__{_name}__", _method(_symbol))
