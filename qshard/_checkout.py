@@ -56,8 +56,9 @@ def _warn_of_changes(installed: Path) -> None:
     ]
     if changed:
         warnings.warn(
-            f"qshard: what runs is installed in {installed}; {len(changed)} of the files here differ from it, such as "
-            f"{changed[0].relative_to(_FOLDER.parent)}; run `pip install .` again, or `pip install -e .` once",
+            f"qshard: the installed package in {installed} is used, but {len(changed)} files of this checkout differ "
+            f"from it, such as {changed[0].relative_to(_FOLDER.parent)}; run `pip install .` again, or `pip install -e "
+            ".` once",
             stacklevel=4,  # whoever imports qshard
         )
 
@@ -71,7 +72,7 @@ class _InstallHint:
         if name not in ("qshard._ffi", "qshard.torch_bridge"):
             return
         if (_FOLDER.parent / "pyproject.toml").exists():
-            what = f"is the source folder, not an installation; run `pip install {_FOLDER.parent}`"
+            what = f"is the source folder and is not installed; run `pip install {_FOLDER.parent}`"
         else:
             what = f"was installed for another Python than {sys.executable}; install qshard for this one"
         raise ImportError(f"{name}: {_FOLDER} {what}")

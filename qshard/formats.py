@@ -190,8 +190,8 @@ class FloatScaling(Scaling):
     def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
         """Return the rules of the options."""
         return [
-            ("block", block is None or _is_pair(block), "None, or a pair of positive numbers"),
-            ("eps", isinstance(self.eps, int | float) and 0 <= self.eps < math.inf, "0, or positive and finite"),
+            ("block", block is None or _is_pair(block), "None or a pair of positive integers"),
+            ("eps", isinstance(self.eps, int | float) and 0 <= self.eps < math.inf, "0 or a positive finite number"),
             ("pow2", self.pow2 in (False, True), "False or True"),
         ]
 
@@ -245,7 +245,7 @@ class TwoLevelScaling(Scaling):
         return [
             ("block", block in ((1, 16), (16, 16)), "(1, 16) or (16, 16)"),
             ("global_scale", self.global_scale in ("tensor", "row"), "'tensor' or 'row'"),
-            ("global_scale", self.global_scale != "row" or block == (1, 16), "'tensor', as blocks span rows"),
+            ("global_scale", self.global_scale != "row" or block == (1, 16), "'tensor': blocks span several rows"),
             ("scale_max", self.scale_max in (E4M3.max, 256.0), "448 or 256"),
             ("four_over_six", self.four_over_six in (None, "mae", "mse"), "None, 'mae' or 'mse'"),
         ]
@@ -299,10 +299,18 @@ class Format:
             ("element", self.element in self.scaling.elements, " or ".join(map(str, self.scaling.elements))),
             ("hadamard", self.hadamard in (False, True), "False or True"),
             ("rounding", self.rounding in ("nearest", "stochastic"), "'nearest' or 'stochastic'"),
-            ("rounding", self.rounding == "nearest" or two_level, "'nearest', as only NVFP4 is rounded stochastically"),
+            ("rounding", self.rounding == "nearest" or two_level, "'nearest': only NVFP4 has stochastic rounding"),
             ("nonfinite", self.nonfinite in ("saturate", "nan"), "'saturate' or 'nan'"),
-            ("hadamard", not self.hadamard or (two_level and self.block == (1, 16)), "False, as blocks are not 1x16"),
-            ("four_over_six", plain or not self.scaling.four_over_six, "None, as x is rotated or rounded randomly"),
+            (
+                "hadamard",
+                not self.hadamard or (two_level and self.block == (1, 16)),
+                "False: the rotation needs 1x16 blocks",
+            ),
+            (
+                "four_over_six",
+                plain or not self.scaling.four_over_six,
+                "None: it excludes rotation and stochastic rounding",
+            ),
         ]:
             if not legal:
                 given = self.options[option]
@@ -382,7 +390,7 @@ nonfinite
             ("name", name, isinstance(name, str), "a string"),
             ("element", element, element in tuple(ELEMENTS), " or ".join(ELEMENTS)),
             ("scale_dtype", method, method in tuple(methods), " or ".join(methods)),
-            ("block", block, block is None or pair, "None, or a pair of positive numbers"),
+            ("block", block, block is None or pair, "None or a pair of positive integers"),
         ):
             if not legal:
                 raise ValueError(f"Format {name}: {term} ({value!r}) must be {need}")
@@ -462,9 +470,9 @@ nonfinite
     def gather_refusal(self) -> str | None:
         """Why codes of a weight cannot be gathered once for forward and backward, or None if they can."""
         if not self.transposes:
-            return "its planes are different numbers, and a gather brings one of them"
+            return "its rowwise and columnwise planes have different codes, and a gather sends one of them"
         if self.stochastic:
-            return "it rounds stochastically, and every gather would draw other codes"
+            return "it uses stochastic rounding, so each gather would draw different codes"
         return self.slice_refusal
 
     @property

@@ -199,18 +199,20 @@ def plane(fmt: FormatLike, shape: Shape, usage: Usage, *, op: str = "quantize", 
     """
     fmt, usage = as_format(fmt, op), as_plane(usage, op, Usage.BOTH.planes)
     if usage is Usage.COLUMNWISE and fmt.row_scaled:
-        raise ValueError(f"{op}: {name} ({fmt}) has one scale a row and so no columnwise plane; ask for ROWWISE")
+        raise ValueError(
+            f"{op}: {name} ({fmt}) has one scale per row, so it has no columnwise plane; pass Usage.ROWWISE"
+        )
 
     units = whole_units(fmt, usage)
     needs = [
-        f"pad the {axis} to {_ceil(size, unit) * unit}"
+        f"the {axis} to {_ceil(size, unit) * unit}"
         for axis, size, unit in zip(("rows", "columns"), matrix_shape(shape), units, strict=True)
         if size % unit
     ]
     if needs:
         raise ValueError(
             f"{op}: {name} {shape} is not a whole number of {units[0]}x{units[1]} blocks of {fmt}; "
-            f"{' and '.join(needs)}"
+            f"pad {' and '.join(needs)}"
         )
     transposed, block = is_transposed(fmt, usage), stored_block(fmt, usage)
     matrix = matrix_shape(shape)[::-1] if transposed else matrix_shape(shape)
@@ -249,8 +251,8 @@ def slice_plane(fmt: Format, shape: Shape, usage: Usage, *, op: str, name: str =
     where = plane(fmt, shape, usage, op=op, name=name)
     if where.transposed:
         raise ValueError(
-            f"{op}: usage ({usage}) of {fmt} is not stored in the order of the weight; gather the rowwise plane and "
-            "transpose it, or, for vectors, use a format with square blocks"
+            f"{op}: usage ({usage}) of {fmt} is stored transposed, so a flat slice of the weight is no slice of it; "
+            "gather the rowwise plane and transpose it, or use a format with 2-D blocks"
         )
     if fmt.slice_refusal is not None:
         raise ValueError(f"{op}: slices of {fmt} cannot be cast: {fmt.slice_refusal}; quantize whole blocks")

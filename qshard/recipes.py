@@ -94,8 +94,8 @@ class Recipe:
             object.__setattr__(self, role.value, as_format(given, type(self).__name__, role.value))
             if self.accepts is not None and self.format(role).kind != self.accepts.kind:
                 raise ValueError(
-                    f"{type(self).__name__}: {self.format(role)} as the format of {role.value} is scaled by another "
-                    "method or has other elements; choose another format, or use Recipe for a mix"
+                    f"{type(self).__name__}: {role.value} ({self.format(role)}) has another scaling method or element "
+                    "type; choose another format, or use Recipe to mix formats"
                 )
         weight, activation, gradient = (fmt.hadamard for fmt in (self.weight, self.activation, self.gradient))
         if weight or activation != gradient:
@@ -190,8 +190,8 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         for option, legal, need in [
-            ("history", isinstance(self.history, int) and self.history >= 1, "an int from 1 up"),
-            ("margin", isinstance(self.margin, int) and abs(self.margin) <= 64, "an int from -64 to 64"),
+            ("history", isinstance(self.history, int) and self.history >= 1, "an integer of at least 1"),
+            ("margin", isinstance(self.margin, int) and abs(self.margin) <= 64, "an integer from -64 to 64"),
             ("algorithm", self.algorithm in ("max", "most_recent"), "'max' or 'most_recent'"),
         ]:
             if not legal:
@@ -296,15 +296,16 @@ def as_recipe(value: Any, op: str, name: str = "recipe") -> Recipe:
     if isinstance(value, Format):
         users = [f"{known}()" for known, recipe in NAMED.items() if getattr(recipe.accepts, "kind", None) == value.kind]
         raise TypeError(
-            f"{op}: {name} (the format {value}) is not a recipe; pass one that uses its kind: {' or '.join(users)}"
+            f"{op}: {name} (the format {value}) is not a recipe; pass a recipe that uses such a format: "
+            f"{' or '.join(users)}"
         )
     what = f"{op}: {name} ({quote(value)})"
     if isinstance(value, str):
-        raise ValueError(f"{what} is not the name of a recipe; {closest(value, NAMED, 'qshard.recipes.NAMED')}")
+        raise ValueError(f"{what} is not a recipe name; {closest(value, NAMED, 'qshard.recipes.NAMED')}")
     if isinstance(value, type) and issubclass(value, Recipe):
         call = f"{value.__name__}()" if value is not Recipe else "Recipe(weight=, activation=, gradient=)"
-        raise TypeError(f"{what} is not a recipe yet; write {call}")
-    raise TypeError(f"{what} is not a recipe or the name of one; pass one of qshard.recipes, such as CurrentScaling()")
+        raise TypeError(f"{what} is not an instance; pass {call}")
+    raise TypeError(f"{what} is not a recipe or a recipe name; pass one of qshard.recipes, such as CurrentScaling()")
 
 
 def as_delayed(value: Any, op: str) -> DelayedScaling:
@@ -321,7 +322,8 @@ def as_delayed(value: Any, op: str) -> DelayedScaling:
     recipe = as_recipe(value, op)
     if not isinstance(recipe, DelayedScaling):
         raise TypeError(
-            f"{op}: recipe ({type(recipe).__name__}) is not DelayedScaling, the one that keeps state; pass that"
+            f"{op}: recipe ({type(recipe).__name__}) has no scaling state; pass DelayedScaling, the only recipe with "
+            "one"
         )
     return recipe
 
@@ -340,9 +342,13 @@ def check_state(
       layers: description of the layers that the state is for.
       fits: False if the state does not match the other arguments.
     """
-    if recipe.stateful != (given is not None) or not fits:
-        takes = f"takes for {layers}" if layers else "takes"
-        raise ValueError(f"{op}: {name} ({given}) is not what {type(recipe).__name__} {takes}; pass {advice}")
+    kind = type(recipe).__name__
+    if recipe.stateful and given is None:
+        raise ValueError(f"{op}: {kind} needs `{name}`; pass {advice}")
+    if given is not None and not recipe.stateful:
+        raise ValueError(f"{op}: {name} is for DelayedScaling, and the recipe is {kind}; leave it out")
+    if not fits:
+        raise ValueError(f"{op}: {name} ({given}) does not fit {layers or 'the other arguments'}; pass {advice}")
 
 
 def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe) -> None:
@@ -350,12 +356,12 @@ def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe) -> None
     # `nonfinite` affects casts, not codes.
     if fmt.with_options(nonfinite=recipe.weight.nonfinite) == recipe.weight:
         return
-    what, remedy = "is not in the format that the recipe has for weights", f"quantize it to {recipe.weight}"
+    what, remedy = "is not in the weight format of the recipe", f"quantize it to {recipe.weight}"
     own, wanted = fmt.options, recipe.weight.options
     if fmt.name == recipe.weight.name and own.keys() == wanted.keys():
         differ = [option for option in own if option != "nonfinite" and own[option] != wanted[option]]
         had, needed = (", ".join(f"{option}={of[option]}" for option in differ) for of in (own, wanted))
-        what = f"has {had}, and weights of the recipe {needed}"
+        what = f"has {had}, but the weight format of the recipe has {needed}"
     raise ValueError(f"{op}: {name} ({fmt}) {what}; {remedy}")
 
 
@@ -367,6 +373,6 @@ def check_weight_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...
         unit = whole_units(recipe.format(role), Usage.ROWWISE)[1]
         if size % unit:
             raise ValueError(
-                f"{op}: {name} {shape} is multiplied with {role.value}s in blocks of {unit}, of "
-                f"{recipe.format(role)}; pad the {axis} to {size + -size % unit}"
+                f"{op}: {name} {shape} does not fit the {role.value}s, which have blocks of {unit} "
+                f"({recipe.format(role)}); pad the {axis} to {size + -size % unit}"
             )

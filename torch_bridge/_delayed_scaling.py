@@ -319,8 +319,8 @@ def _check_alike(model: nn.Module, states: Sequence[DelayedScale], groups: Seque
         least, largest = counts.abs().tolist()
         count = f"{least} to {largest} a rank" if largest != least else f"{least} on each"
         raise RuntimeError(
-            f"update_scales: tensors of DelayedScaling ({count}) are not the same on all ranks, in names, formats or "
-            "options; pass group=, the ranks that train this model, such as those of one stage of a pipeline"
+            f"update_scales: ranks have different tensors under DelayedScaling ({count}), by name, format or options; "
+            "pass group=, the ranks that train this model, such as one pipeline stage"
         )
     _agreed[model] = key
 
@@ -355,8 +355,8 @@ def _begin_step(optimizer: Optimizer) -> None:
             for name, delayed in _stepped_by(parameter):
                 if delayed.stepped and delayed.stepper not in _running:
                     raise RuntimeError(
-                        f"DelayedScaling: {name} (a second optimizer step) has had no update of its scales since the "
-                        "first; call update_scales(model) once a step, on all ranks"
+                        f"DelayedScaling: the scales of {name} were not updated after the last optimizer step; call "
+                        "update_scales(model) once per step, on all ranks"
                     )
                 if not delayed.stepped:
                     delayed.stepped, delayed.stepper = True, id(optimizer)

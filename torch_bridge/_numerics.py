@@ -75,10 +75,10 @@ def whole_of(x: Tensor, op: str) -> Whole:
     if not isinstance(x, DTensor):
         return of_floats(as_float(local, op), dtype)
     if any(isinstance(placement, Partial) for placement in x.placements):
-        raise ValueError(f"{op}: x {tuple(x.shape)} is a sum over ranks that is not made; redistribute it first")
+        raise ValueError(f"{op}: x {tuple(x.shape)} is a DTensor with Partial placement; redistribute it first")
     mesh, coordinate = x.device_mesh, x.device_mesh.get_coordinate()
     if coordinate is None:
-        raise ValueError(f"{op}: x {tuple(x.shape)} is on other ranks than this one; call it on those of its mesh")
+        raise ValueError(f"{op}: x {tuple(x.shape)} is on a mesh without this rank; call it on the ranks of that mesh")
     _, start = compute_local_shape_and_global_offset(x.shape, mesh, x.placements)
     is_first = not any(
         place for place, placement in zip(coordinate, x.placements, strict=True) if placement.is_replicate()
@@ -98,8 +98,7 @@ class OfModule:
             kind = "DTensor" if isinstance(weight, DTensor) else "of a converted layer"
             if isinstance(weight, DTensor | ShardedWeight):
                 raise ValueError(
-                    f"{op}: {name} ({kind}) is not a plain weight; pass the model as it is before it is converted or "
-                    "sharded"
+                    f"{op}: {name} ({kind}) is not a plain weight; pass the model before it is converted or sharded"
                 )
             if weight.ndim > 1 and weight.is_floating_point():
                 self._weights[name] = weight

@@ -100,7 +100,7 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     grouped = [module for module in modules.values() if isinstance(module, GroupedLinear)]
     if not layers:
         raise ValueError(
-            f"numerics_of: model ({quote(type(model))}) has no Linear of qshard; convert it with a recipe first"
+            f"numerics_of: model ({quote(type(model))}) has no converted layer; convert it with a recipe first"
         )
     others = [
         name
@@ -109,8 +109,8 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     ]
     if others:
         warnings.warn(
-            f"numerics_of: {', '.join(others)} (LinearCrossEntropy with recipe=) will not be measured; convert them "
-            "with the recipe instead",
+            f"numerics_of: {', '.join(others)} (LinearCrossEntropy with recipe=) are not measured; convert them with "
+            "the recipe instead",
             stacklevel=2,
         )
     return Watch(layers, group, weights, grouped)
@@ -134,7 +134,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         if self._handles:
-            raise RuntimeError("numerics_of: this block has begun already; call numerics_of again for another step")
+            raise RuntimeError("numerics_of: this context was already entered; call numerics_of again for another step")
         self._seen, self._totals, self._stats = {}, {}, None
         if self._weights:
             for name, layer in self._layers.items():
@@ -221,8 +221,8 @@ class Watch:
         self._reduce(totals)
         if not any(total.calls for (_, role), total in zip(keys, totals, strict=True) if role is Role.ACTIVATION):
             raise RuntimeError(
-                f"numerics_of: no forward pass of its {len(self._layers)} layers was seen; run the step within the "
-                "block, and without torch.compile"
+                f"numerics_of: no forward pass of its {len(self._layers)} layers was seen; run the step inside the "
+                "with block, without torch.compile"
             )
         rows: list[LayerStats] = []
         for (name, role), total in zip(keys, totals, strict=True):

@@ -80,9 +80,9 @@ def report(
     CHECKPOINT is a safetensors file, an index of shards, or a folder with either.
     """
     if as_json and as_csv:
-        raise Misuse("--json and --csv are both given; ask for one")
+        raise Misuse("--json and --csv exclude each other; use one")
     if html is not None and not html.name.endswith(".html"):
-        raise Misuse(f"--html {quote(html)} does not end in .html; name a page, which may be there already")
+        raise Misuse(f"--html {quote(html)} does not end in .html; name a file such as report.html")
     chosen = options.formats_of(formats, "--formats") if formats else options.weight_formats()
     chosen = options.with_variants(chosen, rotate, stochastic is not None)
 
@@ -136,9 +136,9 @@ def convert(checkpoint: Path, out: Path, fmt: str, keep: tuple[str, ...], usage:
         if any(out.samefile(file) for file in opened.files):
             raise Misuse(f"{quote(out)} is a file of the checkpoint itself; write to another name")
         if not force and not out.is_dir():
-            raise Misuse(f"{quote(out)} is there already; write to another name, or add --force")
+            raise Misuse(f"{quote(out)} already exists; write to another name, or add --force")
     if not out.name.endswith(".safetensors"):
-        raise Misuse(f"{quote(out)} does not end in .safetensors; readers go by that")
+        raise Misuse(f"{quote(out)} does not end in .safetensors; choose a name that does")
     done = quantize_to(out, opened, chosen, options.USAGES[usage], keep, seed)
     print_conversion(out, chosen, done)
 
@@ -229,7 +229,7 @@ def _invoke(arguments: list[str]) -> int:
         return USAGE
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "qshard"
-        return _print_error(f"{error.format_message().rstrip('.')}; {where} --help has what there is", USAGE)
+        return _print_error(f"{error.format_message().rstrip('.')}; {where} --help lists all options", USAGE)
     except click.ClickException as error:
         return _print_error(error.format_message(), error.exit_code)
     except Failure as error:
@@ -238,10 +238,10 @@ def _invoke(arguments: list[str]) -> int:
         _discard(sys.stdout)  # otherwise Python reports the error again at exit
         return 1
     except MemoryError as error:
-        return _print_error(f"out of memory: {error}; the largest tensor and its codes have to fit", 1)
+        return _print_error(f"out of memory: {error}; the largest tensor and its codes must fit in memory", 1)
     except OSError as error:
         what = f"{error.filename}: " if error.filename is not None else ""
-        then = "; nothing was kept of what was being written" if error.errno in FULL else ""
+        then = "; no partial file was kept" if error.errno in FULL else ""
         return _print_error(f"{what}{error.strerror or error}{then}", 1)
     except ImportError as error:
         return _print_error(str(error), 1)

@@ -143,7 +143,7 @@ class Entry:
                 part = file.read(min(left, most))
                 if not part:
                     raise Failure(
-                        f"{quote(self.file)} ends within {quote(self.name)}: it was changed meanwhile; run again"
+                        f"{quote(self.file)} ends within {quote(self.name)}, so it changed during the run; run again"
                     )
                 left -= len(part)
                 yield part
@@ -169,7 +169,7 @@ def read_header(path: Path) -> File:
       Failure: the file is not a complete safetensors file.
     """
     if not path.is_file():
-        raise Failure(f"{quote(path)} is not a file; name a file of safetensors")
+        raise Failure(f"{quote(path)} is not a file; name a safetensors file")
     try:
         with safe_open(path, framework="numpy") as file:
             slices = ((name, file.get_slice(name)) for name in file.offset_keys())
@@ -178,10 +178,10 @@ def read_header(path: Path) -> File:
     except SafetensorError as error:
         with path.open("rb") as opened:
             first = opened.read(LENGTH)
-        what = f"{quote(path)} ({path.stat().st_size} bytes) is not a whole file of safetensors"
+        what = f"{quote(path)} ({path.stat().st_size} bytes) is not a complete safetensors file"
         for begin, of in OTHERS.items():
             if first.startswith(begin):
-                raise Failure(f"{what}, but begins as those of {of} do; {SAVE}") from None
+                raise Failure(f"{what}, but looks like a file of {of}; {SAVE}") from None
         why = quote(str(error).removeprefix("Error while deserializing header: "))
         raise Failure(f"{what}: {why}; copy or save it again") from None
     _refuse_twice(path, [name for name, _, _ in there], metadata)
@@ -206,12 +206,14 @@ def _refuse_twice(path: Path, names: Sequence[str], metadata: Mapping[str, str])
         header = file.read(int.from_bytes(file.read(LENGTH), "little"))
     times = sum(1 for _ in PLACE.finditer(header))
     if times > len(names) + names.count(PLACE_KEY) + (PLACE_KEY in metadata):
-        raise Failure(f"{quote(path)} has several tensors of one name; save it again")
+        raise Failure(f"{quote(path)} has several tensors with one name; save it again")
 
 
 def _bits(path: Path, dtype: str) -> int:
     if dtype not in BITS:
-        raise Failure(f"{quote(path)} has tensors of {quote(dtype)}, which this qshard does not know; use a newer one")
+        raise Failure(
+            f"{quote(path)} has tensors of dtype {quote(dtype)}, unknown to this version of qshard; use a newer one"
+        )
     return BITS[dtype]
 
 
@@ -244,7 +246,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
       Failure: a shard is missing, or a file is incomplete.
     """
     if not path.exists():
-        raise Misuse(f"{quote(path)} does not exist; name a file, an index or a folder of safetensors")
+        raise Misuse(f"{quote(path)} does not exist; name a safetensors file, index or folder")
     if path.is_dir():
         path = _in_folder(path)
     if path.name.endswith(".json"):
@@ -253,7 +255,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         file = read_header(path)
         found = Checkpoint(path, [path], file.entries, file.metadata, [], _in_other_shards(path, file))
     if KEY in found.metadata:  # its scales would be taken for layers
-        raise Misuse(f"{quote(path)} has codes of qshard already; take what it was made of")
+        raise Misuse(f"{quote(path)} is already quantized by qshard; use the checkpoint that it was made from")
     return found
 
 
@@ -264,9 +266,9 @@ def _in_folder(folder: Path) -> Path:
     if len(found) == 1:
         return folder / found[0]
     if not found:
-        raise Misuse(f"{quote(folder)} has no {FILE} file; name a folder that has, or {SAVE}")
+        raise Misuse(f"{quote(folder)} has no {FILE} file; name a folder that has one, or {SAVE}")
     what = f"{len(found)} ({', '.join(map(quote, found[:3]))}{', ...' if len(found) > 3 else ''})"
-    raise Misuse(f"{quote(folder)} is not a folder with one checkpoint of safetensors, but with {what}; name a file")
+    raise Misuse(f"{quote(folder)} has more than one safetensors checkpoint ({what}); name a file")
 
 
 def _from_index(path: Path) -> Checkpoint:
@@ -277,17 +279,17 @@ def _from_index(path: Path) -> Checkpoint:
         many = (
             f"{count_of(len(files), 'shard')}, of which {len(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         )
-        raise Failure(f"{quote(path)} names {many}, such as {quote(missing[0])}; put what is missing beside it")
+        raise Failure(f"{quote(path)} names {many}, such as {quote(missing[0])}; put the missing files beside it")
     read: dict[str, File] = {name: read_header(file) for name, file in files.items()}
     entries = {}
     for name, shard in where.items():
         if name not in read[shard].entries:
             raise Failure(
-                f"{quote(path)} has {quote(name)} in {quote(shard)}, where it is not; copy or save them again"
+                f"{quote(path)} lists {quote(name)} in {quote(shard)}, which does not have it; copy or save them again"
             )
         entries[name] = read[shard].entries[name]
     extra = [name for file in read.values() for name in file.entries if name not in where]
-    notes = [f"not in the index, and left out: {_some(extra)}"] if extra else []
+    notes = [f"not in the index, and ignored: {_some(extra)}"] if extra else []
     metadata = {key: value for file in read.values() for key, value in file.metadata.items()}
     return Checkpoint(path, list(files.values()), entries, metadata, notes, frozenset(extra))
 
@@ -317,13 +319,13 @@ def quantization_of(checkpoint: Checkpoint) -> str | None:
 
 def _weight_map(path: Path) -> dict[str, str]:
     """Read the map from names of tensors to names of files."""
-    problem = f"{quote(path)} ({path.stat().st_size} bytes) is not an index of safetensors"
+    problem = f"{quote(path)} ({path.stat().st_size} bytes) is not a safetensors index"
     where = _json_value("weight_map", path.read_bytes() if path.stat().st_size <= LARGEST_INDEX else b"")
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
-        raise Failure(f'{problem}: it has no "weight_map" of names of files; copy it again')
+        raise Failure(f'{problem}: it has no "weight_map"; copy it again')
     for file in set(where.values()):
         if Path(file).name != file or not file.endswith(FILE):
-            raise Failure(f"{problem}: {quote(file)} is not the name of a file of safetensors beside it")
+            raise Failure(f"{problem}: {quote(file)} is not the name of a safetensors file in its folder")
     return where
 
 
@@ -359,7 +361,7 @@ def matching(names: Collection[str], globs: Iterable[str], option: str) -> set[s
         these = {name for name in names if name == glob} or set(fnmatch.filter(names, glob))
         if not these:
             like = closest(glob, map(quote, names), "its names") if len(names) else "it has none"
-            raise Misuse(f"{option} {quote(glob)} is the name of no tensor; {quote(like)}")
+            raise Misuse(f"{option} {quote(glob)} matches no tensor; {quote(like)}")
         found |= these
     return found
 

@@ -79,7 +79,7 @@ def quantize_to(
     """
     entries = checkpoint.entries
     named = matching(entries, keep, "--keep") if keep else set()
-    selection = select(checkpoint, entries, keep=named, advice="name with --keep what is to stay as it is")
+    selection = select(checkpoint, entries, keep=named, advice="exclude it with --keep")
     weights, unfit = _fitting(selection, fmt, usage)
     kept = selection.left_out | unfit
     if not weights:
@@ -100,7 +100,7 @@ def quantize_to(
             read += entry.nbytes
         update("reading it back", read)
         if parse_metadata(writer.check(Path(file.name)).metadata[KEY], op=OP) != weights:
-            raise Failure(f"{quote(out)} was read back as something else; this is a bug of qshard")
+            raise Failure(f"{quote(out)} was read back with other metadata; this is a bug in qshard, please report it")
     before = sum(entry.nbytes for entry in entries.values())
     done.nbytes = before, sum(slot.nbytes for slot in writer.slots.values())
     return done
@@ -114,9 +114,14 @@ def quantize_entry(entry: Entry, what: Description, seed: int, remarks: list[str
     usage = Usage.BOTH if len(what.planes) > 1 else what.planes[0]
     planes = quantize_steps.quantize(kernels.ops, matrix, fmt, usage, draws=draws)
     if not np.isfinite(kernels.ops.amax_tensor(matrix)):
-        remarks.append(f"{quote(entry.name)} has infinities or NaN, stored as nonfinite={fmt.nonfinite} of {fmt} says")
+        remarks.append(
+            f"{quote(entry.name)} has infinities or NaN, stored by the rule nonfinite={fmt.nonfinite} of {fmt}"
+        )
     if x.beyond:
-        remarks.append(f"{quote(entry.name)} has {x.beyond} elements beyond float32, which became 0 or infinite first")
+        remarks.append(
+            f"{quote(entry.name)} has {x.beyond} elements outside the range of float32, which became 0 or infinite "
+            "first"
+        )
     shapes = {part: shape for part, (_, shape) in what.arrays().items()}
     return {part: array.reshape(shapes[part]) for part, array in flat(planes).items()}
 
@@ -147,11 +152,11 @@ def _explain_nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
     for names, advice in (
         (unfit, "choose another format"),
         (by_name, "keep fewer"),
-        (kept, f"take a checkpoint with tensors of real numbers and {LEAST_AXES} axes or more"),
+        (kept, f"use a checkpoint that has tensors of real numbers with {LEAST_AXES} or more axes"),
     ):
         for name, why in names.items():
             return f"{quote(name)}: {why}; {advice}"
-    return "it has no tensors; take a checkpoint that has some"
+    return "it has no tensors; use a checkpoint that has some"
 
 
 def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict[str, tuple[str, Shape]]:
@@ -163,9 +168,7 @@ def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict
             arrays = weights[name].arrays(op=OP, name=name)
             made = {key_of(name, part): (WORDS[dtype], shape) for part, (dtype, shape) in arrays.items()}
         if twice := sorted(made.keys() & found.keys()):
-            raise Misuse(
-                f"{quote(twice[0])} would be there twice, as the codes of {quote(name)} have that name; --keep it"
-            )
+            raise Misuse(f"{quote(twice[0])} is also the name of the codes of {quote(name)}; add --keep {quote(name)}")
         found |= made
     return found
 
@@ -214,7 +217,9 @@ class Writer:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % LENGTH)
         if len(text) > LONGEST_HEADER:
-            raise Failure(f"the header would have {len(text)} bytes, more than safetensors reads; convert a part")
+            raise Failure(
+                f"the header would have {len(text)} bytes, more than safetensors reads; convert fewer tensors"
+            )
         file.write(len(text).to_bytes(LENGTH, "little") + text)
         first = LENGTH + len(text)
         self.slots = {name: Slot(*tensors[name], first + start, size) for name, (start, size) in sizes.items()}
@@ -234,7 +239,9 @@ class Writer:
             digest.update(part)
             written += len(part)
         if written != slot.nbytes:
-            raise Failure(f"{quote(name)} has {written} bytes in place of {slot.nbytes}; this is a bug of qshard")
+            raise Failure(
+                f"{quote(name)} has {written} bytes instead of {slot.nbytes}; this is a bug in qshard, please report it"
+            )
         self.digests[name] = digest.digest()
 
     def check(self, path: Path) -> File:
@@ -254,7 +261,7 @@ class Writer:
         os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         found = read_header(path)
         if found.metadata != self.metadata or not found.entries.keys() == self.slots.keys() == self.digests.keys():
-            raise Failure(f"{quote(path)} does not hold what was written to it; check the disk")
+            raise Failure(f"{quote(path)} does not contain what was written to it; check the disk")
         for name, entry in found.entries.items():
             slot, digest = self.slots[name], hashlib.blake2b()
             for part in entry.bytes():
@@ -275,12 +282,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     if path.is_dir():
         raise Misuse(f"{quote(path)} is a folder; name a file in it")
     if not path.parent.is_dir():
-        raise Misuse(f"{quote(path.parent)} is not a folder; make it first")
+        raise Misuse(f"{quote(path.parent)} is not a folder; create it first")
     path = path.resolve()  # writes to the target of a link
     try:
         handle, temporary = tempfile.mkstemp(prefix=".qshard.", suffix=".part", dir=path.parent)
     except OSError as error:
-        raise Misuse(f"{quote(path.parent)} takes no new file: {error.strerror}; write to another folder") from None
+        raise Misuse(f"{quote(path.parent)} cannot be written to: {error.strerror}; write to another folder") from None
     os.close(handle)
     try:
         with open(temporary, "w+b") as file:

@@ -82,15 +82,17 @@ def open_activations(path: Path, entries: Iterable[Entry]) -> tuple[Activations,
             continue
         shape, dtype = there[name]
         if dtype.kind not in KINDS or dtype.fields is not None:
-            raise Misuse(f"{quote(path)}: {quote(name)} ({dtype}) is not of real numbers; save it as float32")
+            raise Misuse(f"{quote(path)}: {quote(name)} ({dtype}) does not have real numbers; save it as float32")
         if shape[-1:] != entry.shape[-1:]:
             what = f"{quote(name)} {shape} does not end in the {entry.shape[-1:]} of {quote(entry.name)} {entry.shape}"
-            raise Misuse(f"{quote(path)}: {what}; save what the layer is given")
+            raise Misuse(f"{quote(path)}: {what}; save the inputs of the layer")
         names[entry.name] = name
     rest = sorted(there.keys() - set(names.values()))
     if not names:
-        raise Misuse(f"{quote(path)} has {len(there)} arrays, and none by the name of a layer; name them as the layers")
-    return Activations(path, names), [f"activations of no layer: {', '.join(map(quote, rest))}"] if rest else []
+        raise Misuse(
+            f"{quote(path)} has {len(there)} arrays, none with the name of a layer; use the names of the layers"
+        )
+    return Activations(path, names), [f"activations match no layer: {', '.join(map(quote, rest))}"] if rest else []
 
 
 def _headers(path: Path) -> dict[str, tuple[Shape, np.dtype[Any]]]:
@@ -100,7 +102,7 @@ def _headers(path: Path) -> dict[str, tuple[Shape, np.dtype[Any]]]:
         with zipfile.ZipFile(path) as file:
             for member in file.infolist():
                 if member.compress_type not in PACKED:
-                    raise ValueError(f"{member.filename} is compressed in another way")
+                    raise ValueError(f"{member.filename} uses an unsupported compression")
                 with file.open(member) as whole:
                     part = io.BytesIO(whole.read(HEADER))
                 version = npy.read_magic(part)
@@ -113,7 +115,7 @@ def _headers(path: Path) -> dict[str, tuple[Shape, np.dtype[Any]]]:
 
 
 def _not_whole(path: Path, why: object) -> Misuse:
-    return Misuse(f"{quote(path)} is not a file of numpy.savez: {quote(why)}; save it again")
+    return Misuse(f"{quote(path)} is not a numpy.savez file: {quote(why)}; save it again")
 
 
 @dataclass(frozen=True)
@@ -276,10 +278,10 @@ def _layer(entry: Entry, question: Question, known: list[str], advance: Any) -> 
     rows = tuple(_row(x, fmt, usage, question, given, advance) for fmt, usage in planes)
     remarks = list(known)
     if question.activations is not None and given is None:
-        remarks.append("no activations: its harm is that with white ones")
+        remarks.append("no activations, so its harm is that for white noise")
     if any(row.output is not None and math.isnan(row.output) for row in rows):
         rows = tuple(dataclasses.replace(row, output=None) for row in rows)
-        remarks.append("its activations give no signal, or are not finite: its harm is that with white ones")
+        remarks.append("its activations have no signal or are not finite, so its harm is that for white noise")
     return Layer(entry, outlier_share(x.array), rows, left_out, tuple(remarks), question.usage)
 
 

@@ -49,7 +49,7 @@ class Command(click.Command):
             _, _, order = self.make_parser(ctx).parse_args(list(args))
             for parameter, times in collections.Counter(order).items():
                 if isinstance(parameter, click.Option) and times > 1 and not repeatable(parameter):
-                    raise click.UsageError(f"{parameter.opts[0]} is given {times} times; give it once", ctx)
+                    raise click.UsageError(f"{parameter.opts[0]} is given {times} times; use it once", ctx)
         return super().parse_args(ctx, args)
 
 
@@ -96,7 +96,9 @@ def budget_of(context: click.Context, parameter: click.Parameter, text: str | No
         nbytes = math.nan
     if found is None or not 0 < nbytes < math.inf:
         units = ", ".join(list(BYTES)[1:])
-        raise click.BadParameter(f"{text!r} is not bytes an element, such as 0.8, or in all, such as 4GB ({units})")
+        raise click.BadParameter(
+            f"{text!r} is not a number of bytes per element, such as 0.8, or in total, such as 4GB ({units})"
+        )
     return Budget(text, nbytes, bool(found[2]))
 
 
@@ -147,7 +149,7 @@ def with_variants(formats: list[Format], rotate: bool, stochastic: bool) -> list
         if wanted:
             made = [fmt for fmt in (_with_options(each, changes) for each in found) if fmt is not None]
             if not made:
-                raise Misuse(f"{option} is for no format of these ({', '.join(map(str, formats))}); add NVFP4")
+                raise Misuse(f"{option} applies to none of these formats ({', '.join(map(str, formats))}); add NVFP4")
             found += made
     return list(dict.fromkeys(found))
 

@@ -111,10 +111,11 @@ def find(
     choice, curve = None if budget is None else recommend(layers, budget), tradeoff(layers)
     if budget is not None and choice is None:
         least = curve.curve[0].bytes_per_element
-        notes.append(f"no recommendation: choices whose harm is known take {least:.4f} bytes an element at least")
+        notes.append(f"no recommendation: the smallest choice with known harm takes {least:.4f} bytes per element")
     if any(fmt.hadamard for fmt in question.formats) and Usage.COLUMNWISE not in question.usage.planes:
         notes.append(
-            "what is rotated is of the columnwise plane, and no choice: --usage columnwise or both makes it one"
+            "rotated formats exist only for the columnwise plane; add --usage columnwise or --usage both to include "
+            "them"
         )
     return Findings(
         checkpoint=dataclasses.replace(checkpoint, notes=notes),

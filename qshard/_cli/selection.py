@@ -271,7 +271,7 @@ def select(
         first = next(name for name in doubtful if name in codes)
         what = f"{len(codes)} of {count_of(len(checkpoint.entries), 'tensor')}"
         why = f"{quote(first)} ({checkpoint.entries[first].dtype}) {doubtful[first].why}"
-        raise Misuse(f"{quote(checkpoint.path)} is quantized already ({what}): {why}; dequantize it first, or {advice}")
+        raise Misuse(f"{quote(checkpoint.path)} is already quantized ({what}): {why}; dequantize it first, or {advice}")
     if raw:
         more = f" and {len(raw) - NAMED} more" if len(raw) > NAMED else ""
         some = ", ".join(map(quote, raw[:NAMED]))

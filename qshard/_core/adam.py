@@ -30,7 +30,7 @@ def check_setting(op: str, name: str, value: Any, *, is_beta: bool = False) -> N
     """
     if hasattr(value, "dtype") and not isinstance(value, np.generic):
         return
-    text = f"{op}: {name} ({quote(value)}) is not a number from 0 {'to below 1' if is_beta else 'up'}; pass one"
+    text = f"{op}: {name} ({quote(value)}) must be a number of at least 0{' and below 1' if is_beta else ''}"
     if not isinstance(value, Real):
         raise TypeError(text)
     if not 0 <= float(value) < (1 if is_beta else math.inf):
@@ -49,7 +49,7 @@ def check_state_dtype(op: str, name: str, given: Any, dtype: str, module: str = 
     """
     if dtype not in STATES:
         raise TypeError(
-            f"{op}: {name} ({quote(given)}) is not {join_names(module + each for each in STATES)}; pass one"
+            f"{op}: {name} ({quote(given)}) is not {join_names(module + each for each in STATES)}; pass one of these"
         )
 
 

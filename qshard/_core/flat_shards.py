@@ -211,7 +211,7 @@ def plan_master(
     """
     n = len(shapes)
     if any(isinstance(shape, int) for shape in shapes):
-        raise TypeError(f"{op}: shapes ({quote(shapes)}) is not a list of shapes; give one for each weight")
+        raise TypeError(f"{op}: shapes ({quote(shapes)}) is not a list of shapes; pass one shape per weight")
     all_shapes = tuple(tuple(shape) for shape in shapes)
     given = {"formats": formats, "usages": usages, "dtype": dtype, "rounded_to": rounded_to}
     all_formats, all_usages, dtypes, parities = (_each(op, name, value, n) for name, value in given.items())
@@ -271,8 +271,8 @@ def cast_master(
     """
     if seeds is None and any(fmt.stochastic for fmt in plan.formats):
         raise ValueError(
-            "cast_master: seeds (None) are not there, and formats round stochastically; pass new ones, one for each "
-            "weight, each call"
+            "cast_master: a format uses stochastic rounding and needs `seeds`; pass new seeds on each call, one per "
+            "weight"
         )
     if not plan.buckets:
         return []
@@ -430,7 +430,7 @@ def plan_shards(
 def check_world(op: str, world: int) -> None:
     """Raise ValueError unless `world` is a positive number of ranks."""
     if not isinstance(world, int) or world < 1:
-        raise ValueError(f"{op}: world ({quote(world)}) is not positive; give the number of ranks")
+        raise ValueError(f"{op}: world ({quote(world)}) is not a positive integer; pass the number of ranks")
 
 
 def piece_bytes(fmt: Format, length: int) -> int:
@@ -457,12 +457,14 @@ def word_pair(what: str, number: SupportsIndex) -> tuple[int, int]:
     except TypeError:
         raise TypeError(f"{what} ({quote(number)}) is not an integer; pass one in [0, 2**64)") from None
     if not 0 <= number < 2**64:
-        raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass a number in that range")
+        raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass an integer in that range")
     return number & 0xFFFFFFFF, number >> 32
 
 
 def _each(op: str, name: str, value: Any, n: int) -> tuple[Any, ...]:
     values = tuple(value) if isinstance(value, list | tuple) else (value,) * n
     if len(values) != n:
-        raise ValueError(f"{op}: {name} ({len(values)} of them) is not one for each of {n} weights; give {n}, or one")
+        raise ValueError(
+            f"{op}: {name} has {len(values)} entries for {n} weights; pass one per weight, or a single one"
+        )
     return values

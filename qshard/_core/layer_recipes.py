@@ -78,7 +78,7 @@ class Rules:
         }
         if not any(recipe is not None for recipe in recipes.values()):
             raise ValueError(
-                f"{op}: recipe ({quote(value)}) has no recipe for any layer; pass one, such as {{'*': 'MXFP8'}}"
+                f"{op}: recipe ({quote(value)}) gives no layer a recipe; pass at least one, such as {{'*': 'MXFP8'}}"
             )
         return cls(op, recipes)
 
@@ -119,23 +119,31 @@ class Rules:
         known = [*dict.fromkeys(name for names in every for name in names)]
         if (name := next((name for name in known if fnmatchcase(name, unused)), None)) is not None:
             raise ValueError(
-                f"{self.op}: pattern {unused!r} decides nothing: {self.pattern_of(name)!r} before it matches all that "
-                f"it does, such as {name!r}; put the narrower pattern first"
+                f"{self.op}: pattern {unused!r} has no effect: {self.pattern_of(name)!r} before it matches all of its "
+                f"layers, such as {name!r}; put the narrower pattern first"
             )
         raise ValueError(f"{self.op}: pattern {unused!r} matches no layer; {closest_names(unused, known)}")
 
 
-def check_filter(op: str, filter: Any, of: str = "a layer") -> None:
+def check_filter(
+    op: str,
+    filter: Any,
+    takes: str = "a layer and its name",
+    example: str = "lambda _, name: 'head' not in name",
+    argument: str = "filter",
+) -> None:
     """Raise TypeError unless `filter` is None or can be called with two arguments.
 
     >>> check_filter("convert", lambda name: True)
     Traceback (most recent call last):
-    TypeError: convert: filter (<lambda>(name)) does not take two arguments; pass a function of a layer and its name
+    TypeError: convert: filter (<lambda>(name)) does not take two arguments; pass a function of a layer and its name...
     """
-    if filter is None:
+    if filter is None and argument == "filter":
         return
     if not callable(filter):
-        raise TypeError(f"{op}: filter ({quote(filter)}) is not a function; pass one of {of} and its name")
+        raise TypeError(
+            f"{op}: {argument} ({quote(filter)}) is not a function; pass a function of {takes}, such as {example}"
+        )
     try:
         signature = inspect.signature(filter)
     except (TypeError, ValueError):  # C functions may have no signature
@@ -145,7 +153,8 @@ def check_filter(op: str, filter: Any, of: str = "a layer") -> None:
     except TypeError:
         name = getattr(filter, "__name__", type(filter).__name__)
         raise TypeError(
-            f"{op}: filter ({name}{signature}) does not take two arguments; pass a function of {of} and its name"
+            f"{op}: {argument} ({name}{signature}) does not take two arguments; pass a function of {takes}, such as "
+            f"{example}"
         ) from None
 
 
@@ -180,8 +189,8 @@ def list_layers(reasons: Mapping[str, str]) -> str:
     for alike in [*groups.values()][:_SHOWN]:
         named = [names[0] for names in alike.values()][:_NAMES]
         count = sum(map(len, alike.values()))
-        more = f"; {count - len(named)} more alike" if count > len(named) else ""
-        listed.append(f"{', '.join(name or 'it' for name in named)} ({reasons[named[0]]}{more})")
+        more = f"; {count - len(named)} more like these" if count > len(named) else ""
+        listed.append(f"{', '.join(name or 'the model' for name in named)} ({reasons[named[0]]}{more})")
         left -= count
     return ", ".join(listed) + (f" and {left} more" if left else "")
 
@@ -200,16 +209,16 @@ def check_chosen(op: str, model: Any, chosen: Collection[str], rest: Mapping[str
         return
     what = f"{op}: model ({type(model).__name__}) has"
     if rest:
-        raise ValueError(f"{what} nothing to convert: {list_layers(rest)}; pass one that has")
-    raise ValueError(f"{what} no {kind} that filter= keeps; pass one that has")
+        raise ValueError(f"{what} no layer that can be converted: {list_layers(rest)}; pass a model that has one")
+    raise ValueError(f"{what} no {kind} that filter= selects; pass a model that has one")
 
 
 def warn_of_rest(op: str, chosen: Collection[str], rest: Mapping[str, str]) -> None:
     """Warn the caller of `op` about layers that are not converted; arguments as for `check_chosen`."""
     if rest:
         warnings.warn(
-            f"{op}: {len(rest)} of {len(rest) + len(chosen)} layers stay as they are: {list_layers(rest)}; leave them "
-            "out with filter= to say that they should",
+            f"{op}: {len(rest)} of {len(rest) + len(chosen)} layers were not converted: {list_layers(rest)}; exclude "
+            "them with filter= to silence this warning",
             stacklevel=3,
         )
 

@@ -46,18 +46,18 @@ class LossRule:
         ValueError: cross_entropy: label_smoothing (1.5) is not from 0 to 1; pass such a number
         """
         if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-            raise TypeError(f"{op}: ignore_index ({quote(ignore_index)}) is not an integer; pass one")
+            raise TypeError(f"{op}: ignore_index ({quote(ignore_index)}) is not an integer; pass one, such as -100")
         if not WORD[0] <= ignore_index <= WORD[1]:
             raise ValueError(
-                f"{op}: ignore_index ({ignore_index}) does not fit into 32 bits; pass a number such as -100"
+                f"{op}: ignore_index ({ignore_index}) does not fit in 32 bits; pass a smaller one, such as -100"
             )
         for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
             if not isinstance(value, Real):
-                raise TypeError(f"{op}: {name} ({quote(value)}) is not a number of the host; pass one, such as 0.0")
+                raise TypeError(f"{op}: {name} ({quote(value)}) is not a Python number; pass one, such as 0.0")
         if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"{op}: label_smoothing ({quote(label_smoothing)}) is not from 0 to 1; pass such a number")
+            raise ValueError(f"{op}: label_smoothing ({quote(label_smoothing)}) must be from 0 to 1")
         if not 0 <= z_loss < math.inf:
-            raise ValueError(f"{op}: z_loss ({quote(z_loss)}) is not 0 or more; pass a small number, such as 1e-4")
+            raise ValueError(f"{op}: z_loss ({quote(z_loss)}) must be a finite number of at least 0, such as 1e-4")
         return cls(ignore_index, float(label_smoothing), float(z_loss))
 
     @property
@@ -88,14 +88,16 @@ def check_rows(
       where: devices of both arrays, which must be equal.
     """
     if reduction not in _REDUCTIONS:
-        raise ValueError(f"{op}: reduction ({quote(reduction)}) is not {join_names(_REDUCTIONS)}; pass one of these")
+        raise ValueError(
+            f"{op}: reduction ({quote(reduction)}) is not {join_names(map(repr, _REDUCTIONS))}; pass one of these"
+        )
     if dtype not in LABELS:
         raise TypeError(f"{op}: labels ({dtype}) are not {join_names(LABELS)}; cast them first")
     if not shape or tuple(labels) != tuple(shape[:-1]) or where[0] != where[1]:
         there, own = (f" on {device}" if device else "" for device in where)
         raise ValueError(
-            f"{op}: labels ({tuple(labels)}{own}) are not one for each row of {name} ({tuple(shape)}{there}); classes "
-            "are the last axis"
+            f"{op}: labels {tuple(labels)}{own} do not match the rows of {name} {tuple(shape)}{there}; pass one label "
+            f"per row, with classes on the last axis of {name}"
         )
 
 
@@ -110,8 +112,8 @@ def check_num_classes(op: str, num_classes: Any) -> None:
         return
     if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
         raise ValueError(
-            f"{op}: num_classes ({quote(num_classes)}) is not a number of classes; pass 1 or more, or None for all "
-            "columns"
+            f"{op}: num_classes ({quote(num_classes)}) is not a positive integer; pass the number of classes, or None "
+            "for all columns"
         )
 
 
@@ -123,22 +125,22 @@ def count_classes(op: str, name: str, columns: int, num_classes: int | None) -> 
     """
     if num_classes is not None and num_classes > columns:
         raise ValueError(
-            f"{op}: num_classes ({num_classes}) is more than the columns of {name} ({columns}); pass how many of them "
-            "are classes, over all ranks or devices"
+            f"{op}: num_classes ({num_classes}) is more than the {columns} columns of {name}; pass the number of "
+            "classes over all ranks or devices"
         )
     classes = columns if num_classes is None else num_classes
     if not classes:
-        raise ValueError(f"{op}: {name} has no classes; give one or more")
+        raise ValueError(f"{op}: {name} has no classes; pass at least one column")
     if classes > WORD[1]:
-        raise ValueError(f"{op}: {name} has {classes} classes, which do not fit into 32 bits; give fewer")
+        raise ValueError(f"{op}: {name} has {classes} classes, which do not fit in 32 bits; use fewer")
     return classes
 
 
 def wrong_label(op: str, label: int, classes: int, ignore_index: int) -> ValueError:
     """Return the error for a label that is not a class, for labels that are known on the host."""
     return ValueError(
-        f"{op}: labels ({label} among them) are not all from 0 to {classes - 1}, nor ignore_index ({ignore_index}); "
-        "mark rows to leave out with ignore_index"
+        f"{op}: labels contain {label}, which is neither a class (0 to {classes - 1}) nor ignore_index "
+        f"({ignore_index}); pass ignore_index as the label of rows to skip"
     )
 
 
@@ -146,11 +148,11 @@ def check_head(op: str, x: Sequence[int], x_dtype: str, w: Sequence[int], w_dtyp
     """Raise unless `x @ w.T` is a valid product of equal dtypes and `chunk` is None or a positive number of rows."""
     if len(w) != 2 or len(x) < 1 or x[-1] != w[-1] or x_dtype != w_dtype:
         raise ValueError(
-            f"{op}: w ({tuple(w)}, {w_dtype}) does not fit x ({tuple(x)}, {x_dtype}); give w as [classes, K] and x as "
-            "[*rows, K], of one dtype"
+            f"{op}: w ({w_dtype} {tuple(w)}) does not fit x ({x_dtype} {tuple(x)}); pass w as [classes, K] and x as "
+            "[*rows, K], of the same dtype"
         )
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"{op}: chunk ({quote(chunk)}) is not a number of rows; pass 1 or more, or None")
+        raise ValueError(f"{op}: chunk ({quote(chunk)}) is not a positive integer; pass a number of rows, or None")
 
 
 def rows_at_a_time(chunk: int | None, rows: int, classes: int, itemsize: int) -> int:
@@ -185,8 +187,8 @@ def head_recipe(op: str, given: RecipeLike, seed: Any) -> Recipe:
     recipe = as_recipe(given, op)
     if recipe.stateful:
         raise ValueError(
-            f"{op}: recipe ({type(recipe).__name__}) has scales of earlier steps, of whole tensors, and chunks have "
-            "none; pass another, such as CurrentScaling()"
+            f"{op}: recipe ({type(recipe).__name__}) is not supported: chunks have no scale history; pass another "
+            "recipe, such as CurrentScaling()"
         )
     if recipe.stochastic and seed is None:
         raise ValueError(seed_missing(op, type(recipe).__name__))

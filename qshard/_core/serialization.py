@@ -97,14 +97,16 @@ class Description:
             key = key_of(name, f"{_word(usage)}.{part}")
             array = arrays.get(key)
             if array is None:
-                raise ValueError(f"{op}: {key} (absent) is not there, but its description is; keep the two together")
+                raise ValueError(
+                    f"{op}: {key} is missing, but the metadata describes it; pass arrays and metadata of the same file"
+                )
             if not (hasattr(array, "dtype") and hasattr(array, "shape")):
-                raise TypeError(f"{op}: {key} ({quote(array)}) is not an array; pass what to_plain gave, unchanged")
+                raise TypeError(f"{op}: {key} ({quote(array)}) is not an array; pass the output of to_plain unchanged")
             given = (_dtype_of(array), tuple(array.shape))
             if given != (dtype, shape):
                 raise ValueError(
-                    f"{op}: {key} ({given[0]} {given[1]}) is not {dtype} {shape}, as {self.format} has it of "
-                    f"{self.shape}; the array or the description is of something else"
+                    f"{op}: {key} ({given[0]} {given[1]}) is not {dtype} {shape}, which {self.format} of shape "
+                    f"{self.shape} has; pass arrays and metadata of the same file"
                 )
             found[usage][part] = array
         return {usage: Plane(**parts) for usage, parts in found.items()}
@@ -124,7 +126,10 @@ class Description:
         """
         if not isinstance(terms, dict) or set(terms) != set(_TERMS):
             given = ", ".join(map(str, terms)) if isinstance(terms, dict) else type(terms).__name__
-            raise ValueError(f"{op}: description of {name} ({given}) does not have {', '.join(_TERMS)}, and no others")
+            raise ValueError(
+                f"{op}: description of {name} ({given}) does not have exactly the keys {', '.join(_TERMS)}; the "
+                "description is damaged"
+            )
         shape, dtype, planes = terms["shape"], terms["dtype"], terms["planes"]
         words = [_word(usage) for usage in Usage.BOTH.planes]
         for term, legal, need in (
@@ -137,7 +142,7 @@ class Description:
         try:
             fmt = Format.of(terms["format"])
         except ValueError as error:
-            raise ValueError(f"{op}: format of {name} is not one that this qshard knows: {error}") from None
+            raise ValueError(f"{op}: format of {name} is unknown to this version of qshard: {error}") from None
         usages = tuple(usage for usage in Usage.BOTH.planes if _word(usage) in planes)
         return cls(format=fmt, shape=tuple(shape), dtype=dtype, planes=usages)
 
@@ -162,17 +167,17 @@ def parse_metadata(text: str, *, op: str = "from_plain") -> dict[str, Descriptio
     except (TypeError, ValueError, RecursionError):
         read = None
     if not isinstance(read, dict) or "version" not in read:
-        raise ValueError(
-            f"{op}: description ({str(text)[:40]!r}) is not the JSON of to_plain; pass its metadata unchanged"
-        )
+        raise ValueError(f"{op}: description ({str(text)[:40]!r}) is not the metadata of to_plain; pass it unchanged")
     if read["version"] != VERSION:
         raise ValueError(
-            f"{op}: version ({read['version']!r}) is not {VERSION}, the one that this qshard reads; "
-            "read it with a newer qshard"
+            f"{op}: version ({read['version']!r}) is not {VERSION}, which this version of qshard reads; read it with a "
+            "newer one"
         )
     tensors = read.get("tensors")
     if not isinstance(tensors, dict) or len(read) != 2:
-        raise ValueError(f"{op}: description ({', '.join(read)}) is not of version and tensors; it is damaged")
+        raise ValueError(
+            f"{op}: description ({', '.join(read)}) does not have exactly the keys version and tensors; it is damaged"
+        )
     return {name: Description.of(terms, op=op, name=name or "tensor") for name, terms in tensors.items()}
 
 
@@ -211,7 +216,9 @@ def plain(
             descriptions[name], planes = found
             made = {key_of(name, key): array for key, array in flat(planes).items()}
         if twice := sorted(made.keys() & arrays.keys()):
-            raise ValueError(f"to_plain: {name} ({twice[0]}) is not the only one of that name; rename one of them")
+            raise ValueError(
+                f"to_plain: {name} would be stored as {twice[0]!r}, a name already in use; rename one of them"
+            )
         arrays.update(made)
     return arrays, {KEY: text_of(descriptions)}
 
@@ -237,7 +244,7 @@ def restore(
     """
     for name, given in (("arrays", arrays), ("metadata", {} if metadata is None else metadata)):
         if not isinstance(given, Mapping):
-            raise TypeError(f"from_plain: {name} ({quote(given)}) is not a dict; pass what to_plain gave, unchanged")
+            raise TypeError(f"from_plain: {name} ({quote(given)}) is not a dict; pass the output of to_plain unchanged")
     descriptions = parse_metadata(metadata[KEY]) if metadata and KEY in metadata else {}
     rest = dict(arrays)
     made = {}

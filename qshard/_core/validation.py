@@ -44,13 +44,13 @@ def as_format(value: Any, op: str, name: str = "fmt") -> Format:
         recipe = (value if isinstance(value, type) else type(value)).__name__
         of_that_name = f"qshard.formats.{recipe}, or " if recipe in FORMATS else ""
         raise TypeError(
-            f"{op}: {name} (the recipe {recipe}) is not a format; pass {of_that_name}one that it uses, such as its "
-            f".weight, {value.weight}"
+            f"{op}: {name} (the recipe {recipe}) is not a format; pass {of_that_name}a format of the recipe, such as "
+            f"its weight format, {value.weight}"
         )
     what = f"{op}: {name} ({quote(value)})"
     if by_element := _of_element(getattr(value, "name", getattr(value, "__name__", str(value)))):
-        raise TypeError(f"{what} is an element and not a format; pass a format that stores it: {by_element}")
-    raise TypeError(f"{what} is not a format or the name of one; pass one of qshard.formats, such as 'MXFP8_E4M3'")
+        raise TypeError(f"{what} is an element type, not a format; pass a format of that element: {by_element}")
+    raise TypeError(f"{what} is not a format or a format name; pass one of qshard.formats, such as 'MXFP8_E4M3'")
 
 
 def as_formats(values: Any, op: str, name: str = "formats") -> list[Format]:
@@ -82,8 +82,10 @@ def as_plane(value: Any, op: str, there: Collection[Usage]) -> Usage:
         return value
     usage = as_usage(value, op)
     if usage is Usage.BOTH:
-        raise ValueError(f"{op}: usage ({usage}) is not one plane; ask for Usage.ROWWISE or Usage.COLUMNWISE")
-    raise ValueError(f"{op}: usage ({usage}) is not a plane of this tensor; quantize it with that, or with Usage.BOTH")
+        raise ValueError(f"{op}: usage ({usage}) selects both planes; pass Usage.ROWWISE or Usage.COLUMNWISE")
+    raise ValueError(
+        f"{op}: usage ({usage}) is not a plane of this tensor; quantize with that usage, or with Usage.BOTH"
+    )
 
 
 def check_float(op: str, name: str, dtype: str) -> None:
@@ -99,18 +101,18 @@ def check_float(op: str, name: str, dtype: str) -> None:
 
 def seed_missing(op: str, what: object) -> str:
     """Return the error text for a missing seed."""
-    return f"{op}: seed (None) is not there, and {what} rounds stochastically; pass a new one each call"
+    return f"{op}: {what} uses stochastic rounding and needs `seed`; pass a new seed on each call"
 
 
 def already_quantized(op: str, name: str, x: Any) -> str:
     """Return the error text for a quantized tensor where a high-precision array is needed."""
     kind = type(x).__name__
-    return f"{op}: {name} ({kind}, {x.format}) is quantized already; pass {name}.dequantize(), or use it as it is"
+    return f"{op}: {name} ({kind}, {x.format}) is already quantized; pass {name}.dequantize(), or use it as it is"
 
 
 def no_second_derivative(op: str, instead: str) -> str:
     """Return the error text for differentiating a gradient that has no derivative."""
-    return f"{op}: its gradient is differentiated (gradient penalty, Hessian), and has no derivative; {instead}"
+    return f"{op}: second derivatives (gradient penalty, Hessian) are not supported; {instead}"
 
 
 def join_names(names: Iterable[str]) -> str:
@@ -162,7 +164,7 @@ def closest(name: str, names: Iterable[str], of: str) -> str:
     if like:
         return f"did you mean {join_names(map(repr, like[:MOST_NAMES]))}?"
     few = list(known.values())
-    return f"write {join_names(few if len(few) <= MOST_NAMES else [*few[:3], f'another of {of}'])}"
+    return f"choose {join_names(few if len(few) <= MOST_NAMES else [*few[:3], f'another of {of}'])}"
 
 
 def _of_element(element: str) -> str:
@@ -177,9 +179,9 @@ def _parse_format(text: str, op: str, name: str) -> Format:
     parts = re.fullmatch(r"(\w+)\[(.+)\]", text)
     if parts is None or parts[1] not in FORMATS:
         if by_element := _of_element(text):
-            raise ValueError(f"{what} is an element and not a format; pass a format that stores it: {by_element}")
+            raise ValueError(f"{what} is an element type, not a format; pass a format of that element: {by_element}")
         instead = closest(parts[1] if parts else text, FORMATS, "qshard.formats.FORMATS")
-        raise ValueError(f"{what} is not the name of a format; {instead}")
+        raise ValueError(f"{what} is not a format name; {instead}")
     options: dict[str, Any] = {}
     for item in re.split(r", (?![^(]*\))", parts[2]):
         option, _, written = item.partition("=")

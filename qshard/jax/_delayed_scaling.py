@@ -117,8 +117,8 @@ def check_shared(op: str, axis_name: Any, name: str = "state") -> None:
         return
     axes = jax.sharding.get_abstract_mesh().manual_axes
     raise ValueError(
-        f"{op}: axis_name (None) does not say which devices share {name}, nor do types under check_vma=False; name "
-        f"those of {axes} that cut x, w or dy, pass () for a {name} a device, or leave check_vma on"
+        f"{op}: check_vma=False hides which devices share {name}; pass as axis_name the axes of {axes} that shard x, w "
+        f"or dy, pass () for one {name} per device, or leave check_vma on"
     )
 
 
@@ -139,8 +139,8 @@ def _require_gradient_fwd(op: str, w: Any, state: Any) -> tuple[Any, None]:
     w, state = jax.tree.map(lambda leaf: leaf.value, (w, state), is_leaf=is_input)
     if learns and not observes:
         error = ValueError(
-            f"{op}: state (not differentiated) brings back no amaxes, so DelayedScaling would never delay; take the "
-            "gradient by it too (nnx: wrt=nnx.DiffState(0, nnx.Any(nnx.Param, ScalingState))), for update_delayed"
+            f"{op}: state is not differentiated, but its gradient is what brings the new amaxes; differentiate it too "
+            "(nnx: wrt=nnx.DiffState(0, nnx.Any(nnx.Param, ScalingState))), and call update_delayed"
         )
         w, state = refuse((w, state), error)  # Both: the gradient of w may not read w, but it reads scales.
     return (w, state), None
@@ -228,12 +228,12 @@ def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling | str, *, ax
             "update_delayed: amaxes do not have the structure of states; pass the gradient with respect to states"
         )
     if not all(isinstance(leaf, LinearState) for leaf in jax.tree.leaves(states, is_leaf=_is(LinearState))):
-        raise ValueError("update_delayed: states hold more than LinearStates; pass those alone")
+        raise ValueError("update_delayed: states has leaves that are not LinearStates; pass LinearStates only")
     tensors, structure = jax.tree.flatten(states, is_leaf=_is(TensorState))
     for length in {tensor.amax_history.shape[-1] for tensor in tensors} - {recipe.history}:
         raise ValueError(
-            f"update_delayed: states (history of {length}) are not of the recipe, history={recipe.history}; pass the "
-            "recipe that init_delayed got"
+            f"update_delayed: states (history of {length}) do not match the recipe (history={recipe.history}); pass "
+            "the recipe given to init_delayed"
         )
     seen = [tensor.observed for tensor in jax.tree.leaves(amaxes, is_leaf=_is(TensorState))]
     # The tensors of a LinearState are in the order of `Role`.
@@ -245,8 +245,8 @@ def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling | str, *, ax
         states, sealed = _update(pairs, element, recipe, axes)
         if not isinstance(sealed, jax.core.Tracer) and not sealed:
             raise ValueError(
-                "update_delayed: amaxes are not as linear gave them, but summed, averaged, scaled or rounded; merge "
-                "those of microbatches with merge_observed, and give calls that share a state copies by spread_states"
+                "update_delayed: amaxes were summed, averaged, scaled or rounded; merge microbatches with "
+                "merge_observed, and copy a state that several calls share with spread_states"
             )
         new |= zip(chosen, states, strict=True)
     return jax.tree.unflatten(structure, [new[i] for i in range(len(tensors))])

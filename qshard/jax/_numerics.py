@@ -54,7 +54,7 @@ def whole_of(x: Any, op: str) -> Whole:
       TypeError: `x` is traced, or is not an array of real numbers.
     """
     if isinstance(x, jax.core.Tracer):
-        raise TypeError(f"{op}: x ({x.aval}) is traced, and has no values yet; call it outside of jit, on a result")
+        raise TypeError(f"{op}: x ({x.aval}) is traced and has no values; call {op} outside jit")
     dtype = str(x.dtype)
     if not isinstance(x, jax.Array) or x.sharding.num_devices == 1:
         return of_floats(as_float(x, op), dtype)

@@ -120,7 +120,7 @@ def numerics_of(seen: Any, recipe: RecipeLike) -> StepStats:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if not isinstance(probe, Probe):
             raise TypeError(
-                f"numerics_of: seen ({quote(probe)} at {name!r}) is not a Probe; pass the gradient with respect to "
+                f"numerics_of: seen ({quote(probe)} at {name!r}) is not a Probe; pass the gradient with respect to the "
                 "probes"
             )
         for role in Role:
@@ -136,8 +136,8 @@ def _total(seen: NDArray[np.float32], name: str, role: Role) -> Totals:
         mark, calls, amax, signal, noise, low, high = values[: len(NUMBERS)].tolist()
         if mark not in (0.0, 1.0):
             raise ValueError(
-                f"numerics_of: the probe of {name!r} ({role.value}) has seen {mark:g} calls, and sums of amaxes are "
-                "none; give each call of linear a probe of its own, and each microbatch"
+                f"numerics_of: the probe of {name!r} ({role.value}) was used by {mark:g} calls, so its amaxes are "
+                "sums; use one probe for each call of linear and each microbatch"
             )
         digits = values[len(NUMBERS) :].reshape(-1, len(DIGITS))
         *counts, elements = (int(digits @ np.cumprod([1, *DIGITS[:-1]])) for digits in digits) if mark else [0] * 6
@@ -160,9 +160,11 @@ class ProbeOptions(NamedTuple):
 
 def check_probe(op: str, probe: Any, apart: bool) -> None:
     if not isinstance(probe, Probe):
-        raise TypeError(f"{op}: probe ({quote(probe)}) is not a Probe; pass one of init_numerics, for this call alone")
+        raise TypeError(f"{op}: probe ({quote(probe)}) is not a Probe; pass one from init_numerics, for this call only")
     if apart:
-        raise ValueError(f"{op}: probe is not for local_axes, gather_rows, scatter_rows, vmap_as_rows; leave them out")
+        raise ValueError(
+            f"{op}: probe does not support local_axes, gather_rows, scatter_rows or vmap_as_rows; leave them out"
+        )
 
 
 def observe_activation(

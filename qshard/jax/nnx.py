@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from qshard._core.validation import quote, seed_missing
+from qshard._core.validation import quote
 from qshard.jax._delayed_scaling import LinearState, init_delayed
 from qshard.jax._nn import dot_general
 from qshard.recipes import RecipeLike
@@ -70,8 +70,10 @@ class DotGeneral(nnx.Module):
         stream = None
         if made.stochastic:
             if not isinstance(rngs, nnx.Rngs | nnx.RngStream):
-                missing_seed = seed_missing("DotGeneral", type(made).__name__).partition(";")[0]
-                raise ValueError(f"{missing_seed}, of rngs ({quote(rngs)}); pass rngs=nnx.Rngs(qshard=0)")
+                raise ValueError(
+                    f"DotGeneral: {type(made).__name__} uses stochastic rounding and needs `rngs`, not {quote(rngs)}; "
+                    "pass rngs=nnx.Rngs(qshard=0)"
+                )
             own = rngs["qshard"] if isinstance(rngs, nnx.Rngs) else rngs
             stream = own.split(layers) if layers else own.fork()
         self.rngs: nnx.RngStream | None = nnx.data(stream)

@@ -142,8 +142,8 @@ def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Others 
     held = sum(math.prod(box.size) for box in boxes)
     if held != math.prod(shape) or _overlap(boxes):
         raise ValueError(
-            f"{op}: x {shape} is in {len(boxes)} shards of {held} elements, which are not all of it, each once; make "
-            "it an array whose shards are runs of rows and columns"
+            f"{op}: x {shape} has {len(boxes)} local shards with {held} elements, which do not tile it; pass an array "
+            "sharded along its axes"
         )
     beyond = sum(x.beyond for x, _ in floats)
     return Whole(shape=shape, dtype=dtype, pieces=pieces, beyond=beyond, others=others, boxes=tuple(boxes))
@@ -178,6 +178,6 @@ def check_shards(where: PlaneLayout, x: Whole, op: str) -> None:
     block = fmt.block_shape(where.usage)
     why = "is rotated" if where.rotated else "is tried at two scales"
     raise ValueError(
-        f"{op}: x {x.shape} is cut within blocks of {block[0]}x{block[1]}, each of which {why} ({fmt}, "
-        f"{Usage(where.usage).name}); cut it between them, or measure a plain array"
+        f"{op}: x {x.shape} is sharded within its {block[0]}x{block[1]} blocks, each of which {why} ({fmt}, "
+        f"{Usage(where.usage).name}); shard it on block boundaries, or measure a plain array"
     )

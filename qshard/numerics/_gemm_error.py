@@ -101,7 +101,7 @@ def gemm_error(
     wholes = [_one_piece(x, name) for x, name in ((a, "a"), (b, "b"))]
     if wholes[0].shape[-1:] != wholes[1].shape[-1:]:
         raise ValueError(
-            f"gemm_error: a {wholes[0].shape} and b {wholes[1].shape} do not end in one K; give b as [N, K]"
+            f"gemm_error: a {wholes[0].shape} and b {wholes[1].shape} have different last axes (K); pass b as [N, K]"
         )
     pairs = []
     for whole, fmt, name, own in zip(wholes, (fmt_a, fmt_b), "ab", (seed, seed + 1), strict=True):
@@ -133,7 +133,7 @@ def gemm_error(
 def _one_piece(x: Any, name: str) -> Whole:
     whole = whole_of(x, "gemm_error")
     if not whole.is_one:
-        raise ValueError(f"gemm_error: {name} {whole.shape} is sharded; pass some of its rows as a plain array")
+        raise ValueError(f"gemm_error: {name} {whole.shape} is sharded; pass a part of it as a plain array")
     return whole
 
 
@@ -179,7 +179,7 @@ def output_noise(x: Any, w: Any, fmt: FormatLike, *, seed: int = 0) -> float:
     given, weight = as_float(x, "output_noise").array, as_float(w, "output_noise").array
     if given.shape[-1:] != weight.shape[-1:]:
         raise ValueError(
-            f"output_noise: x {given.shape} does not end in the K of w {weight.shape}; give what it multiplies"
+            f"output_noise: x {given.shape} and w {weight.shape} have different last axes (K); pass the input of w"
         )
     plane(fmt, weight.shape, Usage.ROWWISE, op="output_noise", name="w")
     matrix = np.ascontiguousarray(weight).reshape(matrix_shape(weight.shape))

@@ -127,8 +127,8 @@ def sensitivity(
             )
     if not rows:
         raise ValueError(
-            f"sensitivity: no weight is left of {len(target.names())} that {', '.join(map(str, chosen))} can hold; "
-            "pass other formats, or layers that choose some"
+            f"sensitivity: none of {len(target.names())} weights fits {', '.join(map(str, chosen))}; pass other "
+            "formats, or another layers="
         )
     order = sorted(rows, key=lambda row: (-abs(row.change) if math.isfinite(row.change) else 0.0, row.output_db))
     return Sensitivity(loss=loss, rows=tuple(order))
@@ -177,13 +177,15 @@ def model_of(model: Any, params: Any, op: str) -> Model:
     """Wrap a torch module, or a function with its parameters."""
     if params is not None:
         if not callable(model):
-            raise TypeError(f"{op}: model ({quote(model)}) is not a function; with params pass model(params, *batch)")
+            raise TypeError(
+                f"{op}: model ({quote(model)}) is not a function; with params=, pass a function model(params, *batch)"
+            )
         return FunctionModel(model, params, op)
     for kind in type(model).__mro__:
         if kind.__module__.partition(".")[0] == "torch":
             made: Model = importlib.import_module("qshard.torch_bridge._numerics").OfModule(model, op)
             return made
-    raise TypeError(f"{op}: model ({quote(model)}) is not a torch.nn.Module; or pass a function, and its params=")
+    raise TypeError(f"{op}: model ({quote(model)}) is not a torch.nn.Module; pass one, or pass a function with params=")
 
 
 def call_with_batch(function: Callable[..., Any], batch: Any, *first: Any) -> Any:
@@ -214,7 +216,9 @@ class FunctionModel:
         found = dict(leaves(params))
         self._paths = {".".join(map(str, path)): path for path, leaf in found.items() if getattr(leaf, "ndim", 0) > 1}
         if not self._paths:
-            raise ValueError(f"{op}: params ({quote(params)}) has no array of two axes or more; pass dicts of them")
+            raise ValueError(
+                f"{op}: params ({quote(params)}) has no array with two or more axes; pass a pytree that has weights"
+            )
 
     def names(self) -> list[str]:
         return list(self._paths)

@@ -23,14 +23,14 @@ from qshard.numerics._reductions import LEAST, SIZE, Floats, Sums, as_float, exp
 class Note(enum.StrEnum):
     """A caveat of a row of statistics; `str` of a note is the text."""
 
-    EMPTY = "there is no error to measure: x has no elements"
-    ZEROS = "there is no error to measure: what counts is 0"
-    NOTHING_COUNTS = "there is no error to measure: no element is finite both in x and as stored"
-    NONFINITE_GIVEN = "SQNR and errors do not count elements that are infinite or NaN in x"
-    NONFINITE_MADE = "SQNR and errors do not count finite elements that became infinite or NaN"
-    BEYOND_FLOAT32 = "some of x is beyond float32, and was made 0 or infinite before it was measured"
+    EMPTY = "no error is measured: x has no elements"
+    ZEROS = "no error is measured: all elements that count are 0"
+    NOTHING_COUNTS = "no error is measured: no element is finite both in x and as stored"
+    NONFINITE_GIVEN = "SQNR and errors exclude elements that are infinite or NaN in x"
+    NONFINITE_MADE = "SQNR and errors exclude finite elements that became infinite or NaN"
+    BEYOND_FLOAT32 = "some of x is outside the range of float32, and became 0 or infinite before it was measured"
     ROTATED = "compared with the rotated tensor, not with x"
-    SCALES = "some scales are 0, infinite or NaN, and so not among the exponents"
+    SCALES = "some scales are 0, infinite or NaN, and have no exponent in the histogram"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -329,12 +329,13 @@ def read_log(path: str | Path | Iterable[str]) -> Log:
         try:
             record = json.loads(line)
             if not isinstance(record, dict) or not {"step", "layer", "role"} <= record.keys():
-                raise ValueError("it has no step, layer and role")
+                raise ValueError("it lacks step, layer or role")
         except ValueError as error:
             if i == len(lines) - 1 and not line.endswith("\n"):
                 break
             raise ValueError(
-                f"read_log: line {i + 1} ({line[:40]!r}) is not a record: {error}; pass a file of --log-numerics"
+                f"read_log: line {i + 1} ({line[:40]!r}) is not a record: {error}; pass a file written with "
+                "--log-numerics"
             ) from None
         found.append({name: float(value) if name in NUMBERS else value for name, value in record.items()})
     return Log(tuple(found))

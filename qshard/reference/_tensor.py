@@ -178,11 +178,13 @@ def quantize(
     if x.dtype not in INPUT_DTYPES:
         raise TypeError(f"quantize: x ({x.dtype}) is not float32, bfloat16 or float16; cast it first")
     if scale is not None and fmt.block is not None:
-        raise ValueError(f"quantize: scale is not what {fmt} takes, one scale a block; leave it out")
+        raise ValueError(f"quantize: scale is per tensor, but {fmt} has one scale per block; leave it out")
     if amax is not None and fmt.block is not None and fmt.scaling.global_scale is None:
-        raise ValueError(f"quantize: amax is not what {fmt} takes, blocks alone; leave it out")
+        raise ValueError(f"quantize: amax is per tensor, but {fmt} has only block scales; leave it out")
     if amax is not None and fmt.hadamard and usage is Usage.BOTH:
-        raise ValueError(f"quantize: amax is not that of both planes of {fmt}; ask for one plane at a time")
+        raise ValueError(
+            f"quantize: the planes of {fmt} have different amaxes, and amax= gives one; quantize one plane at a time"
+        )
 
     rows, cols = matrix_shape(x.shape)
     index = start + np.arange(rows)[:, None] * (cols if row_stride is None else row_stride) + np.arange(cols)

@@ -150,8 +150,8 @@ def _check_not_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if (wrapper := wrapper_of(module)) is not None:
             raise ValueError(
-                f"convert: {name or 'model'} ({wrapper}) has taken the weights of its layers; convert the model before "
-                "it is wrapped"
+                f"convert: {name or 'model'} ({wrapper}) has already taken the weights of its layers; convert the "
+                "model before wrapping it"
             )
 
 
@@ -172,13 +172,13 @@ def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
     if kind.forward not in known:
         return f"{kind.__name__} overrides forward"
     if issubclass(kind, LinearCrossEntropy) and recipe.stateful:
-        return f"chunks of its rows have no scales of {type(recipe).__name__}"
+        return f"{type(recipe).__name__} has no scales for chunks of its rows"
     if "forward" in vars(layer):
         return "its forward was replaced"
     if weight is None or parametrize.is_parametrized(layer):
         return "its weight is computed"
     if isinstance(weight, nn.UninitializedParameter):
-        return "lazy, without a shape before its first call"
+        return "lazy, with no shape before its first call"
     if not isinstance(weight, DTensor) and type(weight) not in (nn.Parameter, ShardedWeight):
         return f"its weight is a {type(weight).__name__}"
     try:
@@ -210,7 +210,7 @@ def _check_shared(chosen: dict[str, nn.Linear], recipes: dict[str, Recipe]) -> N
         if recipes[other] != recipes[name] or _layout(chosen[other]) != _layout(layer):
             raise ValueError(
                 f"convert: {_weight(name)} ({type(recipes[name]).__name__}) is also {_weight(other)} "
-                f"({type(recipes[other]).__name__}), and a weight has one recipe; match both with one pattern"
+                f"({type(recipes[other]).__name__}), but a weight has one recipe; match both with one pattern"
             )
 
 
@@ -225,8 +225,8 @@ def _check(name: str, layer: nn.Linear, recipe: Recipe) -> None:
     held: Any = weight
     if has_other_owners(held) or weakref.getweakrefs(held) or is_flattened(held):
         raise ValueError(
-            f"convert: {name} (held by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) is not "
-            "free to be replaced; convert before wrapping the model, and drop losses and views of before"
+            f"convert: {name} (referenced by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) "
+            "cannot be replaced; convert before wrapping the model, and drop earlier losses and views"
         )
     try:
         check_dtype("convert", name, weight.dtype)
@@ -235,4 +235,4 @@ def _check(name: str, layer: nn.Linear, recipe: Recipe) -> None:
         else:
             check_weight_shape("convert", f"{name}.T", recipe, tuple(weight.shape)[::-1])
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{error}, or leave the layer out with filter=") from None
+        raise type(error)(f"{error}, or exclude the layer with filter=") from None

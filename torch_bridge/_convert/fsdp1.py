@@ -84,8 +84,8 @@ def _check(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if (wrapper := wrapper_of(module)) is not None:
             raise ValueError(
-                f"prepare_modules_for_fsdp1: {name or 'model'} ({wrapper}) has taken the weights of its "
-                "layers; call it after convert, before the model is wrapped"
+                f"prepare_modules_for_fsdp1: {name or 'model'} ({wrapper}) has already taken the weights of its "
+                "layers; call it after convert and before wrapping the model"
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -96,4 +96,4 @@ def _check(model: nn.Module) -> None:
             kind, do = f"primary, {parameter.scale_state.fmt}", "convert with primary=False, or use fully_shard"
         else:
             continue
-        raise ValueError(f"prepare_modules_for_fsdp1: {name} ({kind}) is not a plain tensor, as FSDP1 flattens; {do}")
+        raise ValueError(f"prepare_modules_for_fsdp1: {name} ({kind}) is not a plain tensor, which FSDP1 needs; {do}")

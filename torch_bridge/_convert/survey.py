@@ -89,14 +89,14 @@ def _is_table_or_norm(module: nn.Module) -> bool:
 def _why(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
     """Return the reason why `convert` leaves the weights of a module, and what to do."""
     if isinstance(module, nn.MultiheadAttention):
-        return f"it reads {', '.join(weights)} of q, k, v and out_proj; write each as nn.Linear"
+        return f"it multiplies {', '.join(weights)} (q, k, v) and out_proj itself; use nn.Linear for each"
     if isinstance(module, ConvolutionBase):
-        return "no recipe multiplies a convolution"
+        return "convolutions are not supported"
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        return "no recipe multiplies recurrent weights"
+        return "recurrent layers are not supported"
     if isinstance(module, nn.Bilinear):
-        return "no recipe multiplies three operands"
+        return "bilinear layers are not supported"
     names = ", ".join(weights)
     if any(not isinstance(w, UninitializedParameter) and w.ndim > 2 for w in weights.values()):
-        return f"{names} of 3 axes; call grouped_linear with it, or make a GroupedLinear of nn.Linear layers"
-    return f"{type(module).__name__} multiplies {names} itself; make it an nn.Linear"
+        return f"{names} with 3 axes, a weight per expert; use grouped_linear, or a GroupedLinear of nn.Linear layers"
+    return f"{type(module).__name__} has its own {names}; use nn.Linear instead"

@@ -83,8 +83,8 @@ class ActivationGroup:
         others = unlike_ranks(facts, self.group, codes.device, than=0)
         if others:
             raise ValueError(
-                f"Linear: x (codes of {tuple(codes.shape)}) of rank {others[0]} of activation_group is not that of its "
-                "first; pass ranks that have the same x, as those of tensor parallelism, not of data parallelism"
+                f"Linear: rank {others[0]} of activation_group has another x (codes of {tuple(codes.shape)}) than its "
+                "first rank; pass the tensor-parallel ranks, which share x, not the data-parallel ones"
             )
         self._agreed = True
 

@@ -45,8 +45,8 @@ def groups_of(
     for other, ranks in meshes.items():
         if not ranks <= meshes[mesh]:
             raise ValueError(
-                f"update_scales: parameters (on meshes of ranks {_range_text(ranks)} and {_range_text(meshes[mesh])}) "
-                f"are not on one mesh, {other.ndim} and {mesh.ndim} axes; pass group=, the ranks that train this model"
+                f"update_scales: parameters are on two meshes (ranks {_range_text(ranks)}, {other.ndim} axes, and "
+                f"ranks {_range_text(meshes[mesh])}, {mesh.ndim} axes); pass group=, the ranks that train this model"
             )
     if mesh.size() == dist.get_world_size():
         return [everyone]
@@ -66,8 +66,8 @@ def _groups_of_wrappers(model: nn.Module) -> Sequence[dist.ProcessGroup]:
         return []
     if len(found) > 1:
         raise ValueError(
-            f"update_scales: modules (wrapped with {len(found)} groups, of {min(sizes.values())} to "
-            f"{max(sizes.values())} ranks) are not on one group; pass group=, the ranks that train this model"
+            f"update_scales: modules are wrapped with {len(found)} groups (of {min(sizes.values())} to "
+            f"{max(sizes.values())} ranks); pass group=, the ranks that train this model"
         )
     return next(iter(found.values()))
 
@@ -78,8 +78,8 @@ def _group_of_layers(layer_groups: Sequence[dist.ProcessGroup | None]) -> Sequen
     found = {group.group_name: group for group in (each or everyone for each in layer_groups)}
     if len(found) > 1:
         raise ValueError(
-            f"update_scales: layers (trained by {len(found)} groups of ranks) are not trained by one; pass group=, the "
-            "ranks that train this model"
+            f"update_scales: layers are trained by {len(found)} groups of ranks; pass group=, the ranks that train "
+            "this model"
         )
     return [*found.values()]
 

@@ -178,8 +178,8 @@ def linear_sharding(
     last, y_shape = x.ndim - 1, (*x.shape[:-1], weight.shape[0])
     if scatter_dim is not None and (weight.placements != (Shard(1),) or not 0 <= scatter_dim < last):
         raise ValueError(
-            f"{op}: scatter_dim ({scatter_dim}) is not for y {y_shape} of a weight that is cut as "
-            f"{weight.placements}; it is an axis of rows, and the weight is cut along K, over a mesh of one axis"
+            f"{op}: scatter_dim ({scatter_dim}) does not apply to y {y_shape} with weight placements "
+            f"{weight.placements}; pass a row axis of y, with the weight sharded along K on a 1-D mesh"
         )
     of_x: list[Placement] = []
     of_y: list[Placement] = []
@@ -222,9 +222,7 @@ def check_sharding(
     sizes, what = list(shape), f"{op}: {name} {shape}"
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Replicate | Shard):
-            raise ValueError(
-                f"{what} is cut as {placement!r}, not by rows or columns; use Shard(0), Shard(1) or Replicate"
-            )
+            raise ValueError(f"{what} has placement {placement!r}; use Shard(0), Shard(1) or Replicate()")
         if isinstance(placement, Replicate) or mesh.size(axis) == 1:
             continue
         cut = placement.dim
@@ -236,8 +234,8 @@ def check_sharding(
             unit = block_alignment(fmt)
             if size % unit and size < whole:
                 raise ValueError(
-                    f"{what} is not cut between blocks: shards of {size} {('rows', 'columns')[cut]} meet {role.value}s "
-                    f"in blocks of {unit}, of {fmt}; cut it over fewer ranks, pad it, or leave it out"
+                    f"{what} has shards of {size} {('rows', 'columns')[cut]}, which split the {role.value} blocks of "
+                    f"{unit} of {fmt}; shard it over fewer ranks, pad it, or leave it out"
                 )
 
 
@@ -247,8 +245,8 @@ def fsdp_axis(name: str, parameter: DTensor, part: ShardSpec | None) -> int:
     found = [axis for axis in range(axes) if not isinstance(parameter.placements[axis], Replicate)]
     if len(found) != 1:
         raise NotImplementedError(
-            f"fully_shard: {name} {tuple(parameter.shape)} is cut over {len(found)} axes of its mesh, besides those of "
-            "parallelize_module, and must be over one; leave the layer out with convert(filter=)"
+            f"fully_shard: {name} {tuple(parameter.shape)} is sharded over {len(found)} mesh axes besides those of "
+            "parallelize_module, but one is the limit; exclude the layer with convert(filter=)"
         )
     return found[0]
 

@@ -84,19 +84,19 @@ def gathered_weight(
     local = local_of(weight)
     if not isinstance(local, ShardedWeight) or not isinstance(weight, DTensor):
         raise TypeError(
-            f"gathered_weight: weight ({quote(weight)}) is not a sharded weight of a Linear; call convert first, then "
-            "distribute_tensor"
+            f"gathered_weight: weight ({quote(weight)}) is not the sharded weight of a converted Linear; call convert "
+            "first, then distribute_tensor"
         )
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None:
             check_dtype("gathered_weight", name, dtype)
     if reduce_op not in ("sum", "avg"):
-        raise ValueError(f"gathered_weight: reduce_op ({quote(reduce_op)}) is not 'sum' or 'avg'; pass one of them")
+        raise ValueError(f"gathered_weight: reduce_op ({quote(reduce_op)}) is not 'sum' or 'avg'; pass one of these")
     sharding = row_sharding_of(weight)
     if sharding is None:
         raise NotImplementedError(
             f"gathered_weight: {local.scale_state.name} {tuple(weight.shape)} (placements {weight.placements}) is not "
-            "cut by rows over one axis of its mesh; cut it so, and replicate it over the others"
+            "sharded by rows over one mesh axis; use Shard(0) on one axis and Replicate() on the others"
         )
     dtype = weight.dtype if param_dtype is None else param_dtype
     # The backward pass returns a gradient that is sharded like the weight.
@@ -130,9 +130,8 @@ def warn_of_late_quantization(weight: Tensor) -> None:
     The result is right, but the all-gather sends 2 or 4 bytes an element. Compiled programs warn once, while tracing.
     """
     warnings.warn(
-        f"Linear: weight {tuple(weight.shape)} was gathered in {dtype_name(weight.dtype)}, {weight.itemsize} bytes an "
-        "element, and is quantized after that; gather it with gathered_weight, in the parametrization or wherever it "
-        "is gathered",
+        f"Linear: weight {tuple(weight.shape)} was gathered in {dtype_name(weight.dtype)}, {weight.itemsize} bytes per "
+        "element, before it is quantized; use gathered_weight for the gather, such as in the parametrization",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -199,7 +198,7 @@ class _Gather(Node):
     """Autograd node: all-gather of codes in forward, reduce-scatter of the gradient in backward."""
 
     op, degree = "gathered_weight", 1
-    instead = "leave the layer out with convert(filter=)"
+    instead = "exclude the layer with convert(filter=)"
 
     @staticmethod
     def forward(

@@ -114,8 +114,8 @@ class Primary:
         written = any((value := ref()) is not None and value._version != version for ref, version in self._shown)
         if written or self._version != _version_of(self.master):
             raise RuntimeError(
-                f"ShardedWeight: master of {self.name} (primary) was written to, through a state dict perhaps, and its "
-                "codes are older; call model.load_state_dict with that state dict, on all ranks"
+                f"ShardedWeight: the master of {self.name} (primary) was written directly, so its codes are out of "
+                "date; load the state dict with model.load_state_dict, on all ranks"
             )
 
 

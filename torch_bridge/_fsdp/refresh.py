@@ -280,9 +280,9 @@ def check_ranks_agree(weights: Sequence[WeightShard]) -> None:
     others = unlike_ranks(repr(described).encode(), group, device)
     if others:
         raise ValueError(
-            f"fully_shard: weights of rank {others[0]} of the group are not those of this rank, {len(weights)} from "
-            f"{weights[0].state.name} {weights[0].plan.shape} of {weights[0].state.fmt} on: names, formats, shapes, "
-            "dtypes or cuts differ; convert and shard the model alike on every rank"
+            f"fully_shard: rank {others[0]} of the group has other weights than this rank ({len(weights)}, the first "
+            f"{weights[0].state.name} {weights[0].plan.shape} in {weights[0].state.fmt}); convert and shard the model "
+            "alike on every rank"
         )
     for weight in weights:
         weight.state.agreed = True
@@ -423,8 +423,8 @@ def _fsdp_param(state: ScaleState) -> Any:
         if known is state:
             return param
     raise NotImplementedError(
-        f"fully_shard: {state.name} ({state.fmt}) is cut along columns, but no model is known that FSDP2 has it in; "
-        "call update_scales(model) once after fully_shard, or cut its rows"
+        f"fully_shard: {state.name} ({state.fmt}) is sharded by columns, which needs the model; call "
+        "update_scales(model) once after fully_shard, or shard its rows"
     )
 
 
@@ -442,7 +442,7 @@ def _check_reshards(model: nn.Module | None) -> None:
             raise NotImplementedError(
                 f"fully_shard: {known.name} (reshard_after_forward="
                 f"{group.post_forward_mesh_info.shard_mesh_size}) is gathered as codes, which FSDP2 cannot "
-                "reshard to fewer ranks; pass True or False"
+                "reshard to fewer ranks; pass reshard_after_forward=True or False"
             )
 
 

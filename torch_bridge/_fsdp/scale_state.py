@@ -120,8 +120,8 @@ class ShardPlan:
         of_rows, ranks, per_byte = width == columns, mesh.size(mesh_dim), fmt.element.codes_per_byte
         if width % per_byte:
             raise NotImplementedError(
-                f"fully_shard: {name} {tuple(shape)} is cut into {ranks} shards of {width} columns, but "
-                f"{per_byte} codes of {fmt} share a byte; cut its rows"
+                f"fully_shard: {name} {tuple(shape)} has {ranks} shards of {width} columns, but {per_byte} codes of "
+                f"{fmt} share a byte; shard its rows"
             )
         where = plane(fmt, shape, Usage.ROWWISE, op="fully_shard")
         longest = -(-(rows if of_rows else columns) // ranks)  # The split of FSDP2 and `torch.chunk`.

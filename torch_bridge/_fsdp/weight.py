@@ -127,8 +127,8 @@ class ShardedWeight(Tensor):
         check_tensor("ShardedWeight", "data", value)
         if self.scale_state.is_sealed:
             raise ValueError(
-                f"ShardedWeight: data of {self.scale_state.name} (primary) is the master that its optimizer has; write "
-                "to it with load_state_dict"
+                f"ShardedWeight: data of {self.scale_state.name} (primary) is the master that its optimizer updates; "
+                "load new values with load_state_dict"
             )
         memory = memory_of(value).detach()
         for what, got, want in (
@@ -140,7 +140,7 @@ class ShardedWeight(Tensor):
             if got != want:
                 raise ValueError(
                     f"ShardedWeight: data ({what} {got}) does not have the {what} of {self.scale_state.name}, {want}; "
-                    "give it so, or convert the layer after it is changed"
+                    "pass such data, or convert the layer after changing it"
                 )
         self.shard = memory
 
@@ -222,12 +222,12 @@ class ShardedWeight(Tensor):
           ValueError: always, on every rank. FSDP1 flattens values and would lose the hooks.
         """
         state = self.scale_state
-        do = "call prepare_modules_for_fsdp1(model) before you wrap it"
+        do = "call prepare_modules_for_fsdp1(model) before wrapping it"
         if state.primary is not None:
             do = f"convert with primary=False and {do}, or use fully_shard"
         kind = f"{'primary, ' if state.primary is not None else ''}{state.fmt}"
         raise ValueError(
-            f"FullyShardedDataParallel: {state.name} ({kind}) is not a plain parameter, as FSDP1 flattens; {do}"
+            f"FullyShardedDataParallel: {state.name} ({kind}) is not a plain parameter, which FSDP1 needs; {do}"
         )
 
     @property
@@ -242,13 +242,13 @@ class ShardedWeight(Tensor):
         state = self.scale_state
         if 0 in state.shape:
             raise NotImplementedError(
-                f"fully_shard: {state.name} {state.shape} has no elements, and the backward pass of FSDP2 takes no "
-                "such parameter, plain ones neither; remove the layer"
+                f"fully_shard: {state.name} {state.shape} has no elements, which the backward pass of FSDP2 does not "
+                "support, even for plain parameters; remove the layer"
             )
         if state.refusal is not None:  # Precomputed: FSDP2 looks the hook up three times a gather.
             raise NotImplementedError(
                 f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
-                "choose a weight format of square blocks, such as MXFP8_32x32, or of one scale a tensor"
+                "choose a weight format with 2-D blocks, such as MXFP8_32x32, or with a tensor scale"
             )
         if state.status is Status.PLAIN:
             state.status = Status.SHARDED
@@ -353,8 +353,8 @@ def _run_on_sealed(func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*sizes, **options)
         return pytree.tree_map_only(Tensor, lambda t: ShardedWeight(t, state, torch.device(device)), out)
     raise NotImplementedError(
-        f"ShardedWeight: {name} (primary) is codes, which {func} cannot use: its values are the master of the "
-        "optimizer; use qshard.torch_bridge.Adam or WithMasters, and read values in state_dict()"
+        f"ShardedWeight: {name} (primary) has only codes, which {func} cannot use; use qshard.torch_bridge.Adam or "
+        "WithMasters, which keep the master, and read values in state_dict()"
     )
 
 

@@ -82,8 +82,8 @@ def class_shard(
         shard = _shard_of(widths, rank, count_classes(op, name, sum(widths), num_classes))
         if len(set(rows)) > 1:
             raise ValueError(
-                f"{op}: labels of the ranks of group are {', '.join(map(str, rows))}, not equally many; pass the same "
-                "rows on each rank, and a part of the classes"
+                f"{op}: ranks of group have different numbers of labels ({', '.join(map(str, rows))}); pass the same "
+                "rows on each rank, with a shard of the classes"
             )
         for label in (*lows, *highs):
             if not 0 <= label < shard.classes:

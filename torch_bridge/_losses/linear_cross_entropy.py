@@ -131,11 +131,11 @@ def _local_operands(
     mesh, placements = w.device_mesh, tuple(w.placements)
     if placements not in ((Shard(0),), (Replicate(),)):
         raise ValueError(
-            f"{op}: w {tuple(w.shape)} is sharded as {placements}; shard it by classes over a mesh of one axis, as "
+            f"{op}: w {tuple(w.shape)} has placements {placements}; shard it by classes over a 1-D mesh, as "
             "ColwiseParallel does"
         )
     if group is not None:
-        raise ValueError(f"{op}: group is for plain tensors, and w is a DTensor; leave group out")
+        raise ValueError(f"{op}: group is for plain tensors, but w is a DTensor; leave group out")
     whole = [Replicate()]
     for name, tensor in (("x", x), ("labels", labels)):
         if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:

@@ -174,8 +174,8 @@ def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
         check_tensor("swiglu", name, x)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
-            f"swiglu: up ({tuple(up.shape)}, {dtype_name(up.dtype)}) is not as gate is, ({tuple(gate.shape)}, "
-            f"{dtype_name(gate.dtype)}); give two tensors of one shape and dtype"
+            f"swiglu: up ({dtype_name(up.dtype)} {tuple(up.shape)}) does not match gate ({dtype_name(gate.dtype)} "
+            f"{tuple(gate.shape)}); pass two tensors of one shape and dtype"
         )
     if not are_plain(gate, up):
         return F.silu(gate) * up, None
@@ -192,11 +192,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | N
         check_tensor("rms_norm", name, tensor)
     if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
         raise ValueError(
-            f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give weight as [K] and x as "
+            f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; pass weight as [K] and x as "
             "[*lead, K]"
         )
     if not eps >= 0:
-        raise ValueError(f"rms_norm: eps ({quote(eps)}) is not 0 or more; give a small number, such as 1e-5")
+        raise ValueError(f"rms_norm: eps ({quote(eps)}) must be a small number of at least 0, such as 1e-5")
     if not are_plain(x, weight):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), None
     amaxes: list[Tensor] = []

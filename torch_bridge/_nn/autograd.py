@@ -74,7 +74,7 @@ class Gradients(Node):
     """
 
     op, degree = "linear", 2
-    instead = "leave the layer out with convert(filter=), or multiply with torch.nn.functional.linear"
+    instead = "exclude the layer with convert(filter=), or multiply with torch.nn.functional.linear"
 
     @staticmethod
     def forward(

@@ -44,7 +44,7 @@ _X_SCALES = slice(ROLES.index(Role.ACTIVATION), ROLES.index(Role.ACTIVATION) + 1
 def linear(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     recipe: RecipeLike | None = None,
     *,
     seed: int | Tensor | None = None,
@@ -113,20 +113,20 @@ def linear(
     Source: arXiv:2209.05433.
     """
     given_bias: Any = bias
-    if recipe is None and isinstance(given_bias, str | Recipe):
+    if recipe is None and isinstance(given_bias, str | Recipe | type):
         raise TypeError(
-            f"linear: bias ({quote(given_bias)}) is a recipe, and that comes after bias; write linear(x, weight, None, "
-            "recipe)"
+            f"linear: bias ({quote(given_bias)}) is a recipe, but the third argument is the bias; pass linear(x, "
+            "weight, None, recipe), or recipe="
         )
     recipe = as_recipe(recipe, "linear")
     if weight_layout not in ("NK", "KN"):
         raise ValueError(
-            f"linear: weight_layout ({quote(weight_layout)}) is not how weight lies; pass 'NK' for [N, K] or 'KN' for "
-            "[K, N]"
+            f"linear: weight_layout ({quote(weight_layout)}) is not a layout; pass 'NK' for weight [N, K] or 'KN' for "
+            "weight [K, N]"
         )
     is_kn = weight_layout == "KN"
     if is_kn and (isinstance(x, DTensor) or isinstance(weight, DTensor)):
-        raise TypeError("linear: weight (DTensor, weight_layout='KN') cannot be a DTensor; pass it as [N, K]")
+        raise TypeError("linear: weight (DTensor) does not support weight_layout='KN'; pass it as [N, K]")
     # Dynamo would guard on the id and compile equal layers one by one, until its recompilation limit.
     cut, shared, layer = None, x, 0 if is_compiling() else _id_of(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
@@ -140,7 +140,7 @@ def linear(
         shared = given_x if is_there else x
     elif scatter_dim is not None:
         raise ValueError(
-            f"linear: scatter_dim ({scatter_dim}) is not for plain tensors; pass DTensors, or leave it out"
+            f"linear: scatter_dim ({scatter_dim}) needs DTensors; pass x and weight as DTensors, or leave it out"
         )
     parts = {} if cut is None else cut.parts
     check_tensor("linear", "x", x)
@@ -158,7 +158,7 @@ def linear(
     else:
         seed = words("linear", "seed", seed, x.device).view(torch.int32)
     given: list[Tensor] = []
-    advice = "the DelayedScale of each role with DelayedScaling, and nothing with other recipes"
+    advice = "a DelayedScale for each role"
     check_state("linear", "delayed", None if delayed is None else "given", recipe, advice)
     if delayed is not None:
         for role in ROLES:
@@ -308,27 +308,27 @@ def check_gathered(weight: Tensor) -> None:
     if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
         raise ValueError(
             f"linear: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "
-            "convert(primary=True), on one rank too"
+            "convert(primary=True), even on one rank"
         )
 
 
 def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, is_kn: bool = False) -> None:
     lies = "[K, N]" if is_kn else "[N, K]"
     if weight.ndim != 2:
-        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; give weight as {lies}")
+        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; pass weight as {lies}")
     if x.ndim < 1 or x.shape[-1] != weight.shape[0 if is_kn else 1]:
         raise ValueError(
-            f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give weight as {lies} and x as "
+            f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; pass weight as {lies} and x as "
             "[*lead, K]"
         )
     if bias is not None:
         if not isinstance(bias, Tensor):
             raise TypeError(f"linear: bias ({quote(bias)}) is not a torch.Tensor or None; pass a tensor of [N]")
         if isinstance(weight, DTensor) and not isinstance(bias, DTensor):
-            raise TypeError("linear: bias (Tensor) is not a DTensor, as weight is; distribute both, or neither")
+            raise TypeError("linear: bias is not a DTensor, but weight is; pass both as DTensors, or neither")
         if tuple(bias.shape) != (weight.shape[1 if is_kn else 0],):
             raise ValueError(
-                f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; give it as [N]"
+                f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; pass bias as [N]"
             )
     if weight.device != x.device:
         raise ValueError(f"linear: weight (on {weight.device}) is not on the device of x, {x.device}; move it there")

@@ -114,7 +114,7 @@ def grouped_linear(
     check_weight_shape("grouped_linear", "weights", recipe, tuple(each[0].shape))
     seeds = _checked_seeds(seeds, recipe, len(each))
     states = None if delayed is None else len(delayed)
-    advice = "states for each" if recipe.stateful else "None"
+    advice = "a dict of DelayedScale by role for each expert" if recipe.stateful else "None"
     experts, fits = f"{len(each)} experts", states in (None, len(each))
     check_state("grouped_linear", "delayed", states, recipe, advice, layers=experts, fits=fits)
     how = _How(recipe, x.dtype if dtype is None else dtype, _checked_sizes(x, len(each), group_sizes), delayed)
@@ -128,14 +128,14 @@ def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor
     if not isinstance(weights, Tensor):
         if layout not in (None, "NK"):
             raise ValueError(
-                f"grouped_linear: weight_layout ({quote(layout)}) is of one tensor of all experts, and weights are one "
-                "for each; pass each as [N, K], and leave weight_layout out"
+                f"grouped_linear: weight_layout ({quote(layout)}) is for one tensor of all experts, but weights is a "
+                "list; pass each as [N, K], and leave weight_layout out"
             )
         return weights
     if layout not in ("NK", "KN"):
         raise ValueError(
-            f"grouped_linear: weight_layout ({quote(layout)}) does not say how one tensor of all experts lies; pass "
-            "'NK' for [E, N, K], as nn.Linear has it, or 'KN' for [E, K, N], as grouped_mm takes it"
+            f"grouped_linear: weight_layout ({quote(layout)}) is not a layout; pass 'NK' for weights [E, N, K], as in "
+            "nn.Linear, or 'KN' for weights [E, K, N], as in grouped_mm"
         )
     return weights if layout == "NK" or weights.ndim != 3 else weights.transpose(1, 2).contiguous()
 
@@ -145,8 +145,8 @@ def _check_shapes(x: Tensor, weights: Sequence[Tensor]) -> None:
     shapes = list(dict.fromkeys(tuple(weight.shape) for weight in weights))
     if len(shapes) != 1 or len(shapes[0]) != 2 or x.ndim != 2 or x.shape[1] != shapes[0][1]:
         raise ValueError(
-            f"grouped_linear: weights {', '.join(map(str, shapes)) or '(none)'} do not fit x {tuple(x.shape)}; give "
-            "each as [N, K], all alike, and x as [M, K]"
+            f"grouped_linear: weights {', '.join(map(str, shapes)) or '(none)'} do not fit x {tuple(x.shape)}; pass "
+            "each as [N, K], all of one shape, and x as [M, K]"
         )
     for weight in weights:
         if weight.device != x.device:
@@ -161,8 +161,8 @@ def _checked_seeds(seeds: Any, recipe: Recipe, experts: int) -> Tensor | None:
     what = quote(seeds) if not isinstance(seeds, Tensor) else f"{dtype_name(seeds.dtype)} {tuple(seeds.shape)}"
     if not isinstance(seeds, Tensor) or seeds.dtype != torch.int32 or tuple(seeds.shape) != (experts, 2):
         raise (ValueError if seeds is None or isinstance(seeds, Tensor) else TypeError)(
-            f"grouped_linear: seeds ({what}) are not int32 {(experts, 2)}, and {type(recipe).__name__} rounds at "
-            "random; pass two words for each expert"
+            f"grouped_linear: {type(recipe).__name__} uses stochastic rounding and needs `seeds` as int32 "
+            f"{(experts, 2)}, not {what}; pass a new uint64 per expert, as two int32"
         )
     return seeds
 
@@ -173,24 +173,26 @@ def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, .
         raise TypeError(f"grouped_linear: group_sizes ({quote(group_sizes)}) is not a torch.Tensor; pass int32 [E]")
     if tuple(group_sizes.shape) != (experts,) or group_sizes.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"grouped_linear: group_sizes ({dtype_name(group_sizes.dtype)} {tuple(group_sizes.shape)}) is not an "
-            f"int32 or int64 for each of {experts} experts; count the rows of each"
+            f"grouped_linear: group_sizes ({dtype_name(group_sizes.dtype)} {tuple(group_sizes.shape)}) is not one "
+            f"int32 or int64 for each of {experts} experts; pass the number of rows of each expert"
         )
     if group_sizes.device.type == "cpu":
         sizes = tuple(group_sizes.tolist())
         if min(sizes) < 0 or sum(sizes) > x.shape[0]:
             raise ValueError(
-                f"grouped_linear: group_sizes ({sum(sizes)} in all, {min(sizes)} the least) do not count the rows of x "
-                f"{tuple(x.shape)}; count again"
+                f"grouped_linear: group_sizes (sum {sum(sizes)}, minimum {min(sizes)}) are negative or exceed the rows "
+                f"of x {tuple(x.shape)}; pass the number of rows of each expert"
             )
         return sizes
     if group_sizes.device != x.device:
         raise ValueError(
-            f"grouped_linear: group_sizes (on {group_sizes.device}) are neither on the host nor on {x.device}, where x "
-            "is; move them"
+            f"grouped_linear: group_sizes (on {group_sizes.device}) are neither on the CPU nor on {x.device}, the "
+            "device of x; move them there"
         )
     fits = (group_sizes >= 0).all() & (group_sizes.sum() <= x.shape[0])
-    torch._assert_async(fits, "grouped_linear: group_sizes are negative, or have more rows than x; count again")
+    torch._assert_async(
+        fits, "grouped_linear: group_sizes are negative or exceed the rows of x; pass the number of rows of each expert"
+    )
     return None
 
 
@@ -395,7 +397,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         if not hasattr(num_experts, "__index__") or num_experts < 1:
             raise ValueError(
-                f"GroupedLinear: num_experts ({quote(num_experts)}) is not positive; pass an int from 1 up"
+                f"GroupedLinear: num_experts ({quote(num_experts)}) is not positive; pass an integer of at least 1"
             )
         layer = {"bias": False, "recipe": recipe, "device": device, "dtype": dtype}
         self.experts = nn.ModuleList(Linear(in_features, out_features, **layer) for _ in range(num_experts))
@@ -423,8 +425,8 @@ class GroupedLinear(nn.Module):
         plain = all(isinstance(layer, Linear) and layer.bias is None for layer in made.experts)
         if not plain or len(alike) != 1:
             raise ValueError(
-                f"GroupedLinear.of: layers ({quote([*made.experts])}) are not Linear without bias, of one recipe and "
-                "shape; call convert on them first"
+                f"GroupedLinear.of: layers ({quote([*made.experts])}) are not converted Linear layers without bias, of "
+                "one recipe and shape; call convert on them first"
             )
         return made
 

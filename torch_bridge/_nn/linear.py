@@ -110,8 +110,8 @@ def check_not_sealed(module: nn.Module, move: Move) -> None:
         state: ScaleState | None = getattr(local_of(parameter), "scale_state", None)
         if state is not None and state.is_sealed and changes(move, parameter):
             raise NotImplementedError(
-                f"Linear: {state.name} (primary) has a master in its optimizer, which stays where it is; move the "
-                "model before its first forward, and before its optimizer is made"
+                f"Linear: {state.name} (primary) has a master in its optimizer, which would not move; move the model "
+                "before its first forward and before making the optimizer"
             )
 
 
@@ -277,11 +277,11 @@ class WeightLayer(Extends):
         assert isinstance(codes, QuantizedTensor)
         what, state = f"load_state_dict: {name} ({codes.format})", self._state()
         if isinstance(self.weight, DTensor) or (state is not None and state.is_sealed):
-            return f"{what} is codes, and the layer has shards of values or of a master; load codes.dequantize()"
+            return f"{what} is quantized, but the layer has sharded values or a master; load codes.dequantize()"
         if state is not None and not assign:
-            return f"{what} is codes, which values are not copied from; pass assign=True, or load codes.dequantize()"
+            return f"{what} is quantized, but the layer has values; pass assign=True, or load codes.dequantize()"
         if codes.parts(Usage.ROWWISE) is None:
-            return f"{what} has no rowwise plane, which a layer needs; quantize with usage=Usage.ROWWISE or BOTH"
+            return f"{what} has no rowwise plane, which a layer needs; quantize with usage=Usage.ROWWISE or Usage.BOTH"
         try:
             check_weight_format("load_state_dict", name, codes.format, self.recipe)
         except ValueError as error:
@@ -310,7 +310,16 @@ class WeightLayer(Extends):
         belongings = [(hooks_of(parameter), attributes_of(parameter)) for parameter in own]
         was_meta = self.weight.is_meta
         has_codes = isinstance(self._parameters.get("weight"), QuantizedTensor)
-        super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
+        try:
+            super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
+        except RuntimeError as error:
+            if "Couldn't swap" not in str(error):
+                raise
+            state = self._state()
+            raise RuntimeError(
+                f"{type(self).__name__}: {'weight' if state is None else state.name} is in an autograd graph or has a "
+                "view, so it cannot move or change its dtype; drop losses, outputs and views of the model first"
+            ) from None
         for parameter, (hooks, attributes) in zip(own, belongings, strict=True):
             put_hooks(parameter, *hooks)  # `swap_tensors`, which moves tensor subclasses, drops hooks and attributes.
             for name, value in attributes.items():
@@ -421,7 +430,7 @@ class Linear(WeightLayer, nn.Linear):
         recipe = as_recipe(recipe, "Linear")
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if not hasattr(size, "__index__") or size < 0:
-                raise ValueError(f"Linear: {name} ({quote(size)}) is not a size; pass an int from 0 up")
+                raise ValueError(f"Linear: {name} ({quote(size)}) is not a size; pass an integer of at least 0")
         check_weight_shape("Linear", "weight", recipe, (out_features, in_features))
         check_dtype("Linear", "dtype", torch.get_default_dtype() if dtype is None else dtype)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)

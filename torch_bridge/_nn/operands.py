@@ -59,7 +59,7 @@ def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]
         there[Usage.COLUMNWISE] = Operand(fmt, others, Usage.COLUMNWISE)
     elif columnwise and source(fmt, Usage.COLUMNWISE) is not Usage.ROWWISE:
         raise ValueError(
-            f"linear: weight ({fmt}, rowwise) has no columnwise plane, which its rowwise one does not give; "
+            f"linear: weight ({fmt}, rowwise) has no columnwise plane, which cannot be derived from the rowwise one; "
             "quantize it with usage=Usage.BOTH"
         )
     return there

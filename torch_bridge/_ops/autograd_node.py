@@ -62,7 +62,7 @@ def apply_node(node: type[Node], *inputs: Any) -> Any:
         return node.apply(*inputs)
     if in_functorch():
         raise NotImplementedError(
-            f"{node.op}: transforms of torch.func (grad, jvp, vmap) do not apply to it; use torch.autograd.grad, or "
+            f"{node.op}: transforms of torch.func (grad, jvp, vmap) are not supported; use torch.autograd.grad; or "
             f"{node.instead}"
         )
     _check_no_tangent(inputs, node.op, node.instead)
@@ -125,8 +125,7 @@ def _check_no_tangent(tensors: Sequence[Any], op: str, instead: str) -> None:
         return
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
-            f"{op}: forward-mode differentiation (of a dual tensor) is not defined; use torch.autograd.grad, or "
-            f"{instead}"
+            f"{op}: forward-mode differentiation (dual tensors) is not supported; use torch.autograd.grad; or {instead}"
         )
 
 

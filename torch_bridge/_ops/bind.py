@@ -317,7 +317,7 @@ def _check_tensors(spec: OpSpec, operands: Sequence[Any]) -> None:
     """Raise TypeError unless operands are tensors and lists of tensors. Torch passes None on as an undefined tensor."""
     for operand, given in zip(spec.inputs, operands, strict=False):
         if operand.many and not isinstance(given, list | tuple):
-            raise TypeError(f"{spec.name}: {operand.name} ({quote(given)}) is not a list of torch.Tensors; pass one")
+            raise TypeError(f"{spec.name}: {operand.name} ({quote(given)}) is not a list of torch.Tensor; pass one")
     for name, x in _operands_by_name(spec, operands):
         if not isinstance(x, Tensor):
             raise TypeError(f"{spec.name}: {name} ({quote(x)}) is not a torch.Tensor; pass one")
@@ -327,8 +327,8 @@ def _check_no_grad(spec: OpSpec, operands: Sequence[Any]) -> None:
     for name, x in _operands_by_name(spec, operands):
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{spec.name}: {name} (requires grad) is not data alone, and the op has no derivative; "
-                "pass .detach(), or use qshard.torch_bridge.Linear"
+                f"{spec.name}: {name} requires grad, but the op has no derivative; pass .detach(), or use "
+                "qshard.torch_bridge.Linear"
             )
 
 

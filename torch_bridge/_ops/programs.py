@@ -131,7 +131,7 @@ class _Slot:
 
     def view(self, shape: Sequence[int]) -> _Slot:
         if math.prod(shape) != math.prod(self.shape):
-            raise ValueError(f"view: {self.shape} has not as many elements as {tuple(shape)}")
+            raise ValueError(f"view: {self.shape} does not have as many elements as {tuple(shape)}")
         return _Slot(self._recorder, self.number, tuple(shape), self.dtype)
 
     reshape = view

@@ -42,12 +42,12 @@ def words(op: str, name: str, numbers: Any, device: torch.device, count: int | N
     shape = (count, 2)
     if not isinstance(numbers, Tensor):
         if isinstance(numbers, str) or not isinstance(numbers, Iterable):
-            raise TypeError(f"{what} ({quote(numbers)}) is not one number for each of {count} weights; pass a list")
+            raise TypeError(
+                f"{what} ({quote(numbers)}) is not a list of integers; pass one for each of {count} weights"
+            )
         pairs = [_pair(what, number) for number in numbers]
         if len(pairs) != count:
-            raise ValueError(
-                f"{what} ({len(pairs)} numbers) is not one number for each of {count} weights; pass {count}"
-            )
+            raise ValueError(f"{what} has {len(pairs)} entries for {count} weights; pass one per weight")
         return torch.tensor(pairs, dtype=torch.int32).view(shape).to(device)
     given = numbers
     if numbers.dtype == torch.int64 and numbers.ndim == 1:
@@ -57,11 +57,13 @@ def words(op: str, name: str, numbers: Any, device: torch.device, count: int | N
         numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
     if numbers.dtype not in _WORDS:
         raise TypeError(
-            f"{what} ({quote(given)}) is not int32 or uint32 {shape}, low words first; pass that, or an int for each"
+            f"{what} ({quote(given)}) is not int32 or uint32 {shape}, low half first; pass that, or a list of integers"
         )
     made: Tensor = numbers
     if tuple(made.shape) != shape:
-        raise ValueError(f"{what} ({quote(given)}) is not one number for each of {count} weights; pass so many")
+        raise ValueError(
+            f"{what} ({quote(given)}) does not have one entry for each of {count} weights; pass one per weight"
+        )
     return made
 
 
@@ -96,7 +98,7 @@ def _one(what: str, number: Any, device: torch.device) -> Tensor:
         pair = torch.full((2,), low, dtype=torch.int32, device=device)
         pair[1].fill_(high)
         return pair
-    raise TypeError(f"{what} ({quote(number)}) is not an integer, or int32 or uint32 of shape (2,); pass one")
+    raise TypeError(f"{what} ({quote(number)}) is not an integer, or int32 or uint32 of shape (2,); pass one of these")
 
 
 def _pair(what: str, number: int) -> tuple[int, int]:

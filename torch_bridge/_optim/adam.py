@@ -288,7 +288,7 @@ class AdamW(Adam):
         **options: Any,
     ):
         if "decoupled_weight_decay" in options:
-            raise TypeError("AdamW: decoupled_weight_decay is True, which makes it AdamW; use Adam to choose")
+            raise TypeError("AdamW: decoupled_weight_decay is always True; use Adam for decoupled_weight_decay=False")
         super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=True, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -336,7 +336,8 @@ def _complete(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -
         if name in state:
             if state[name].dtype in SCALED and f"{name}_scale_inv" not in state:
                 raise ValueError(
-                    f"Adam: state {name} ({dtype_name(state[name].dtype)}) has no {name}_scale_inv; load it as float32"
+                    f"Adam: state {name} ({dtype_name(state[name].dtype)}) has no {name}_scale_inv; load the state as "
+                    "float32"
                 )
             continue
         dtype = group[f"{name}_dtype"]
@@ -361,10 +362,10 @@ def _check_group(op: str, group: dict[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
         adam.check_setting(op, name, group[name])
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"{op}: lr {tuple(group['lr'].shape)} is not one number; pass a tensor of one")
+        raise ValueError(f"{op}: lr {tuple(group['lr'].shape)} is not one number; pass a scalar tensor")
     betas = group["betas"]
     if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"{op}: betas ({quote(betas)}) is not a pair of numbers; pass two, such as (0.9, 0.999)")
+        raise ValueError(f"{op}: betas ({quote(betas)}) is not a pair of numbers; pass a pair, such as (0.9, 0.999)")
     for i, beta in enumerate(betas):
         adam.check_setting(op, f"betas[{i}]", beta, is_beta=True)
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -372,7 +373,8 @@ def _check_group(op: str, group: dict[str, Any]) -> None:
         adam.check_state_dtype(op, name, dtype, dtype_name(dtype) if isinstance(dtype, torch.dtype) else "", "torch.")
     if group["master_weights"] not in (None, "remainder", "float32"):
         raise ValueError(
-            f"{op}: master_weights ({group['master_weights']!r}) is not None, 'remainder' or 'float32'; pass one"
+            f"{op}: master_weights ({group['master_weights']!r}) is not None, 'remainder' or 'float32'; pass one of "
+            "these"
         )
     for parameter in group["params"]:
         _check_parameter(op, parameter, group)
@@ -383,12 +385,14 @@ def _check_parameter(op: str, parameter: Tensor, group: dict[str, Any]) -> None:
     local = local_of(parameter)
     shape = tuple(parameter.shape)
     if isinstance(local, QuantizedTensor):
-        raise TypeError(f"{op}: parameter {shape} (QuantizedTensor) is not of floats; give the optimizer its master")
+        raise TypeError(
+            f"{op}: parameter {shape} is a QuantizedTensor, which has no float values; pass its master to the optimizer"
+        )
     check_dtype(op, f"parameter {shape}", parameter.dtype)
     if group["master_weights"] == "remainder" and parameter.dtype == torch.float16:
         raise TypeError(
-            f"{op}: parameter {shape} (float16) is not bfloat16, which alone takes a remainder; "
-            "pass master_weights='float32'"
+            f"{op}: parameter {shape} (float16) does not support master_weights='remainder', only bfloat16 does; pass "
+            "master_weights='float32'"
         )
     check_contiguous(op, f"parameter {shape}", memory_of(parameter))
     scaled = {group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED)
@@ -398,7 +402,7 @@ def _check_parameter(op: str, parameter: Tensor, group: dict[str, Any]) -> None:
             row, shards = math.prod(parameter.shape[1:]), parameter.device_mesh.size(i)
             if axis > 1 or (axis == 1 and (parameter.shape[1] % shards or row // shards % adam.BLOCK)):
                 raise ValueError(
-                    f"{op}: parameter {shape} (cut into {shards} along axis {axis}) is not cut at blocks of "
-                    f"{adam.BLOCK}, which states in {join_names(map(dtype_name, scaled))} have scales for; cut axis 0, "
-                    "or keep states in bfloat16"
+                    f"{op}: parameter {shape} (axis {axis} in {shards} shards) is not sharded on blocks of "
+                    f"{adam.BLOCK}, as states in {join_names(map(dtype_name, scaled))} need; shard axis 0, or keep "
+                    "states in bfloat16"
                 )

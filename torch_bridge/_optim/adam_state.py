@@ -36,8 +36,8 @@ class Uncast:
         if isinstance(parameter, DTensor) and self.tensor.ndim and not isinstance(self.tensor, DTensor):
             given = dtype_name(self.tensor.dtype)
             raise ValueError(
-                f"{op}: state {name} ({given}) is of all of parameter {tuple(parameter.shape)}, which is sharded; load "
-                f"it with set_optimizer_state_dict into an optimizer whose {name} is {given}"
+                f"{op}: state {name} ({given}) is of the whole parameter {tuple(parameter.shape)}, which is sharded; "
+                f"load it with set_optimizer_state_dict into an optimizer whose {name} is {given}"
             )
         dtype = torch.float32 if name == "step" else self.tensor.dtype
         there: Tensor = self.tensor.to(device=parameter.device, dtype=dtype)

@@ -65,9 +65,11 @@ class CastPlan:
         op: str = "CastPlan",
     ):
         if parity not in ("master", "model"):
-            raise ValueError(f"{op}: parity ({parity!r}) is not 'master' or 'model'; choose what codes equal")
+            raise ValueError(
+                f"{op}: parity ({parity!r}) is not 'master' or 'model'; pass the values that the codes must match"
+            )
         if not isinstance(weights, list | tuple):
-            raise TypeError(f"{op}: weights ({quote(weights)}) is not a list; pass one, of one weight too")
+            raise TypeError(f"{op}: weights ({quote(weights)}) is not a list; pass a list, even for one weight")
         for i, weight in enumerate(weights):
             if not isinstance(weight, QuantizedTensor | QuantizedSlice):
                 raise TypeError(
@@ -79,7 +81,7 @@ class CastPlan:
         check_dtype(op, "dtype", dtype)
         self.pieces = any(isinstance(weight, QuantizedSlice) for weight in weights)
         if self.pieces and not all(isinstance(weight, QuantizedSlice) for weight in weights):
-            raise ValueError(f"{op}: weights (mixed) are not all whole or all slices; cast them in two calls")
+            raise ValueError(f"{op}: weights mix whole tensors and slices; cast them in two calls")
         # A weight with two different planes is cast twice.
         planes = [(i, *of_weight) for i, weight in enumerate(weights) for of_weight in _planes(weight)]
         self.owners = [i for i, _, _ in planes]
@@ -264,8 +266,8 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
         fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
         if not fmt.transposes or rows is None:  # With 1-D blocks the planes differ.
             raise ValueError(
-                f"update_columnwise: weights[{i}] ({fmt}) has no columnwise plane that is a transpose; quantize it "
-                "with usage=Usage.BOTH"
+                f"update_columnwise: weights[{i}] ({fmt}) has no columnwise plane that is the transpose of the rowwise "
+                "one; use a format with 2-D blocks, quantized with usage=Usage.BOTH"
             )
         shape, columns = tuple(weight.shape), weight.parts(Usage.COLUMNWISE, stale=True)
         where = plane(fmt, shape, Usage.COLUMNWISE)
@@ -307,8 +309,8 @@ def _write_scales(weights: Sequence[Any], targets: Sequence[Plane], made: Sequen
 def _check(plan: CastPlan, weights: Sequence[Any], masters: Sequence[Tensor | None]) -> None:
     if not len(weights) == len(masters) == plan.weights:
         raise ValueError(
-            f"cast_master: {len(masters)} masters and a plan of {plan.weights} are not one for each of "
-            f"{len(weights)} weights; give None where this rank has no slice"
+            f"cast_master: got {len(masters)} masters and a plan of {plan.weights} for {len(weights)} weights; pass "
+            "one per weight, None where this rank has no slice"
         )
     for i, m in enumerate(masters):
         if m is None:
@@ -316,7 +318,7 @@ def _check(plan: CastPlan, weights: Sequence[Any], masters: Sequence[Tensor | No
         check_tensor("cast_master", f"masters[{i}]", m)
         if m.dtype != plan.dtype:
             raise TypeError(
-                f"cast_master: masters[{i}] ({dtype_name(m.dtype)}) is not {dtype_name(plan.dtype)}; pass dtype= that "
-                "of them all"
+                f"cast_master: masters[{i}] ({dtype_name(m.dtype)}) is not {dtype_name(plan.dtype)}, the dtype of the "
+                "plan; cast it, or pass dtype= for all masters"
             )
         check_contiguous("cast_master", f"masters[{i}]", m)

@@ -42,7 +42,10 @@ class WithMasters(Optimizer):
 
     def __init__(self, params: Any, optimizer: Callable[..., Optimizer], **options: Any):
         if not callable(optimizer):
-            raise TypeError(f"WithMasters: optimizer ({quote(optimizer)}) is not a class; pass one, as torch.optim.SGD")
+            raise TypeError(
+                f"WithMasters: optimizer ({quote(optimizer)}) is not a class; pass an optimizer class, such as "
+                "torch.optim.SGD"
+            )
         self._masters: dict[Tensor, Tensor] = {}
         super().__init__(params, {})
         groups = [{**group, "params": [self._master_of(p) for p in group["params"]]} for group in self.param_groups]

@@ -78,7 +78,8 @@ def quantize_operand(
     elif draws is not None:
         if draws.col_step != 1:
             raise ValueError(
-                f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass those of x"
+                f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass draws of the "
+                "untransposed x"
             )
         parts = _quantize_stochastic((x, draws.seed, draws.first), fmt, usage, draws.row_step, check=check)
     elif amax is not None:

@@ -77,7 +77,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     check_model("load_scaling_state", model)
     if not isinstance(state, Mapping):
-        raise TypeError(f"load_scaling_state: state ({quote(state)}) is not a dict; pass what scaling_state gave")
+        raise TypeError(f"load_scaling_state: state ({quote(state)}) is not a dict; pass the result of scaling_state")
     own = dict(_named_state(model))
     for what, names in (
         ("lacks", [name for name in own if name not in state]),
@@ -87,8 +87,8 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(
-                f"load_scaling_state: state (of {len(state)} tensors) {what} {names[0]}{more}; pass what scaling_state "
-                "gave for a model of the same layers and recipes"
+                f"load_scaling_state: state (of {len(state)} tensors) {what} {names[0]}{more}; pass the result of "
+                "scaling_state for a model of the same layers and recipes"
             )
     for name, buffer in own.items():
         buffer.copy_(state[name])

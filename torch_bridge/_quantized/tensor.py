@@ -97,7 +97,9 @@ class QuantizedTensor(Tensor):
         """
         either = rowwise or columnwise
         if either is None:
-            raise ValueError("QuantizedTensor: rowwise (None) and columnwise (None) are no plane; use quantize")
+            raise ValueError(
+                "QuantizedTensor: rowwise and columnwise are both None; use quantize, or pass at least one plane"
+            )
         self: QuantizedTensor = make_wrapper(cls, shape, dtype=dtype, device=either.data.device)
         self.format, self.columnwise_is_stale = fmt, columnwise_is_stale
         # Written out: a loop over _NAMES takes three times as long, in each call of `quantize`.
@@ -166,7 +168,7 @@ class QuantizedTensor(Tensor):
         usage = as_plane(next(iter(there), Usage.ROWWISE) if usage is None else usage, "dequantize", there)
         if dtype is not None and dtype not in FLOAT_DTYPES:
             raise TypeError(
-                f"dequantize: dtype ({quote(dtype)}) is not {join_names(map(str, FLOAT_DTYPES))}; ask for one"
+                f"dequantize: dtype ({quote(dtype)}) is not {join_names(map(str, FLOAT_DTYPES))}; pass one of these"
             )
         return dequantize(there[usage], self.format, usage, dtype or self.dtype, tuple(self.shape))
 
@@ -199,8 +201,8 @@ class QuantizedTensor(Tensor):
         for part in flat(planes).values():
             if part.untyped_storage().nbytes() < (part.storage_offset() + part.numel()) * part.itemsize:
                 raise RuntimeError(
-                    f"QuantizedTensor: {self!r} has no memory now: sharded weights are freed between uses; "
-                    "save or copy ZeroOptimizer.full_weights()"
+                    f"QuantizedTensor: {self!r} has no memory now, as sharded weights are freed between uses; use "
+                    "ZeroOptimizer.full_weights() to save or copy it"
                 )
         shape, dtype = tuple(self.shape), dtype_name(self.dtype)
         return Description(format=self.format, shape=shape, dtype=dtype, planes=tuple(planes)), planes
@@ -248,8 +250,8 @@ class QuantizedTensor(Tensor):
           NotImplementedError: always.
         """
         raise NotImplementedError(
-            f"torch.distributed.checkpoint: {name} (QuantizedTensor) is not a plain tensor; save, and load into, what "
-            "to_plain makes of the state dict, which shares its memory"
+            f"torch.distributed.checkpoint: {name} (QuantizedTensor) is not a plain tensor; save, and load into, "
+            "to_plain(state_dict), which shares its memory"
         )
 
     def __create_chunk_list__(self) -> Any:
@@ -292,8 +294,8 @@ class QuantizedTensor(Tensor):
         stored = [(t.format, tuple(t.shape), t.columnwise_is_stale, t.__tensor_flatten__()[0]) for t in (self, other)]
         if stored[0] != stored[1]:
             raise ValueError(
-                f"copy_: codes ({other.format}, {tuple(other.shape)}) are not stored as those ({self.format}, "
-                f"{tuple(self.shape)}) that they would replace, in format, shape or planes; quantize them alike"
+                f"copy_: source ({other.format}, {tuple(other.shape)}) and destination ({self.format}, "
+                f"{tuple(self.shape)}) differ in format, shape or planes; quantize them alike"
             )
         for name in stored[0][-1]:
             getattr(self, name).copy_(getattr(other, name))
@@ -319,7 +321,7 @@ class QuantizedTensor(Tensor):
                 plain = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
                 return func(plain, *args[1:], **kwargs)
         raise NotImplementedError(
-            f"QuantizedTensor: {func} is not an op on codes; call .dequantize() and use its result"
+            f"QuantizedTensor: {func} is not supported on codes; call .dequantize() and use the result"
         )
 
 
@@ -359,13 +361,13 @@ def _rebuild(
     """
     op, descriptions = "QuantizedTensor", parse_metadata(text, op="QuantizedTensor")
     if set(descriptions) != {""} or not isinstance(arrays, dict) or not isinstance(others, dict):
-        raise ValueError(f"{op}: saved state ({len(descriptions)} tensors) is not of one tensor; the file is damaged")
+        raise ValueError(f"{op}: saved state describes {len(descriptions)} tensors, not one; the file is damaged")
     if clash := sorted(_OWN & set(others)):
-        raise ValueError(f"{op}: attribute {clash[0]} (saved) is not one to set; the file is damaged")
+        raise ValueError(f"{op}: saved attribute {clash[0]} cannot be set; the file is damaged")
     tensors = {name: part for name, part in arrays.items() if isinstance(part, Tensor)}
     made = from_description(op, "tensor", descriptions[""], descriptions[""].take(tensors, op=op))
     if stale and made.parts(Usage.COLUMNWISE) is None:
-        raise ValueError(f"{op}: columnwise plane (stale) is not there; the file is damaged")
+        raise ValueError(f"{op}: the stale columnwise plane is missing; the file is damaged")
     made.columnwise_is_stale = bool(stale)
     made.requires_grad_(bool(requires_grad))
     made.__dict__.update(others)
@@ -377,7 +379,7 @@ def from_description(op: str, name: str, description: Description, planes: dict[
     parts = [part for of_plane in planes.values() for part in of_plane if part is not None]
     for part in parts:
         if is_traceable_wrapper_subclass(part) or part.layout != torch.strided:
-            raise ValueError(f"{op}: {name} ({type(part).__name__}) is not of plain tensors; pass those of to_plain")
+            raise ValueError(f"{op}: {name} ({type(part).__name__}) is not a plain tensor; pass the output of to_plain")
     if len(devices := {str(part.device) for part in parts}) > 1:
         raise ValueError(
             f"{op}: {name} (on {', '.join(sorted(devices))}) is not on one device; move its tensors to one"

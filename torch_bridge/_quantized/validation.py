@@ -38,7 +38,7 @@ def check_tensor(op: str, name: str, x: Any, *, sharded: str = "") -> None:
         raise TypeError(already_quantized(op, name, x))
     if x.layout is not torch.strided:
         kind = str(x.layout).removeprefix("torch.")
-        raise TypeError(f"{op}: {name} ({kind}) is not dense; pass {name}.to_dense(), or pad it to one tensor")
+        raise TypeError(f"{op}: {name} ({kind}) is not dense; pass {name}.to_dense(), or a padded tensor")
     check_dtype(op, name, x.dtype)
 
 

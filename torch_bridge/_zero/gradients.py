@@ -98,7 +98,7 @@ class Gradient:
             self.forget_cleared()
         if self._clipped is not None:
             raise RuntimeError(
-                f"ZeroOptimizer: gradients ({weight.name}) were clipped, and more cannot be added to them; call "
+                f"ZeroOptimizer: gradients (of {weight.name}) are already clipped, so no more can be accumulated; call "
                 "clip_grad_norm_ after the last backward pass of a step, and zero_grad before the next"
             )
         grad = grad.detach().reshape(-1)

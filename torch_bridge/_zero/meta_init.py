@@ -27,7 +27,7 @@ def check_init(model: nn.Module, init: Init | None) -> None:
         if init is None and _on_meta(module) and not isinstance(module, DelayedScale) and _init_of(module) is None:
             raise ValueError(
                 f"ZeroOptimizer: {name} ({type(module).__name__}, on meta) has no reset_parameters or init_weights; "
-                "pass init=, a function of a module that fills what it has"
+                "pass init=, a function that initializes the tensors of a module"
             )
 
 

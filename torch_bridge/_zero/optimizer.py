@@ -170,7 +170,8 @@ class ZeroOptimizer(Adam):
             adam = _Trial(trial, lr, **options)
             if unknown := {key for given, _ in groups_of for key in given} - set(adam.defaults):
                 raise ValueError(
-                    f"ZeroOptimizer: settings ({sorted(unknown)[0]!r}) is not an option of Adam; give options alone"
+                    f"ZeroOptimizer: settings ({sorted(unknown)[0]!r}) is not an option of Adam; pass options of Adam "
+                    "only"
                 )
             if any({group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED) for group in adam.param_groups):
                 alignment = BLOCK_ALIGNMENT
@@ -180,7 +181,7 @@ class ZeroOptimizer(Adam):
         self._layout = hashlib.sha256(
             repr((self._ranks.size, shard_weights, parity, alignment, kinds)).encode()
         ).hexdigest()
-        self._agree(problem, "has another model or other options; make them alike", also=reduce_dtype)
+        self._agree(problem, "has another model or other options; use the same on all ranks", also=reduce_dtype)
         initial = MetaInit(model, weights, init, self._ranks, self._device)
         if self._ranks.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
@@ -227,8 +228,8 @@ class ZeroOptimizer(Adam):
           TypeError: always.
         """
         raise TypeError(
-            "ZeroOptimizer: it cannot be pickled or copied, as it holds memory and hooks of its model; save "
-            "state_dict(), and load it into one that is made of the other model"
+            "ZeroOptimizer: it owns memory and hooks of its model, so it cannot be pickled or copied; save "
+            "state_dict(), and load it into the optimizer of the other model"
         )
 
     def _initialize_states(self) -> None:
@@ -304,8 +305,8 @@ class ZeroOptimizer(Adam):
         norm = norm_over_ranks(means, float(norm_type), self._ranks.group)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"clip_grad_norm_: norm ({norm.item()}) of the gradients is not finite, so they cannot be clipped; "
-                "skip the step with zero_grad(), or pass error_if_nonfinite=False"
+                f"clip_grad_norm_: norm ({norm.item()}) of the gradients is not finite; skip the step with "
+                "zero_grad(), or pass error_if_nonfinite=False"
             )
         clip_by_norm(means, norm, max_norm)
         return norm
@@ -385,16 +386,16 @@ class ZeroOptimizer(Adam):
         own = state_dict.get("zero")
         if own is not None and (own.get("layout"), own.get("rank")) != (self._layout, self._ranks.rank):
             raise ValueError(
-                f"ZeroOptimizer: state (layout {str(own.get('layout'))[:8]}, rank {own.get('rank')}) is not of layout "
-                f"{self._layout[:8]}, rank {self._ranks.rank}; load it with that model, stage and number of ranks, or "
-                "save with get_optimizer_state_dict, which drops the layout"
+                f"ZeroOptimizer: state (layout {str(own.get('layout'))[:8]}, rank {own.get('rank')}) does not match "
+                f"layout {self._layout[:8]}, rank {self._ranks.rank}; load it with the same model, stage and number of "
+                "ranks, or save with get_optimizer_state_dict"
             )
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         ordered = [weight for of_group in self._of_groups for weight in of_group]
         if len(names) != len(ordered):
             raise ValueError(
-                f"ZeroOptimizer: state (of {len(names)} parameters) is not of the {len(ordered)} of this model; load "
-                "one of the same model"
+                f"ZeroOptimizer: state (of {len(names)} parameters) does not match the {len(ordered)} of this model; "
+                "load a state of the same model"
             )
         weights = dict(zip(names, ordered, strict=True))
         states = {
@@ -457,7 +458,7 @@ class ZeroOptimizer(Adam):
         if problem is not None:
             raise problem
         if others:
-            raise ValueError(f"ZeroOptimizer: rank {others[0]} is not like rank {self._ranks.rank}: it {otherwise}")
+            raise ValueError(f"ZeroOptimizer: rank {others[0]} differs from rank {self._ranks.rank}: it {otherwise}")
 
 
 class _Trial(Adam):

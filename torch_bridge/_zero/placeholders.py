@@ -92,8 +92,8 @@ class GradientPlaceholder(Placeholder):
         cls, parameter: Tensor, name: str, accumulate: Callable[[Tensor], None], clear: Callable[[], None]
     ) -> Any:
         says = (
-            f"ZeroOptimizer: grad of {name} {tuple(parameter.shape)} is not here: gradients of all ranks are summed in "
-            "parts;\ncall clip_grad_norm_(max_norm) of the optimizer for their norm and to clip them, "
+            f"ZeroOptimizer: grad of {name} {tuple(parameter.shape)} is not available: gradients are reduced into "
+            "shards;\ncall clip_grad_norm_(max_norm) of the optimizer for their norm and to clip them, "
             "step(inv_grad_scale=) to unscale them"
         )
         self = Placeholder.empty(cls, parameter.shape, parameter.dtype, parameter.device, says)
@@ -138,8 +138,8 @@ class WeightPlaceholder(Placeholder):
         cls, local: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype, name: str, written: Callable[[], None]
     ) -> Any:
         says = (
-            f"ZeroOptimizer: {name} {tuple(shape)} (sharded weights) has no memory between uses of its unit; call the "
-            "module that has it,\nor choose units= so that it is gathered where you need it, or read full_weights()"
+            f"ZeroOptimizer: {name} {tuple(shape)} (sharded weights) is freed between uses of its unit; call the "
+            "module that owns it,\nor choose units= so that it is gathered where you need it, or read full_weights()"
         )
         self = Placeholder.empty(cls, shape, dtype, local.device, says)
         self.local, self.start, self.label, self.written = local.detach(), start, name, written
@@ -179,8 +179,8 @@ def own_part(value: Any, shape: Sequence[int], start: int, length: int, name: st
         if (tuple(value.shape), flat_start, local.numel()) != (tuple(shape), start, length):
             raise ValueError(
                 f"ZeroOptimizer: {name} {tuple(value.shape)} (elements {flat_start} to {flat_start + local.numel()}) "
-                f"is not the slice of this rank ({start} to {start + length} of {tuple(shape)}); load it by way of "
-                "torch.distributed.checkpoint, or a full state"
+                f"is not the slice of this rank ({start} to {start + length} of {tuple(shape)}); load it with "
+                "torch.distributed.checkpoint, or load a full state"
             )
         return local
     if isinstance(value, DTensor):
@@ -188,7 +188,8 @@ def own_part(value: Any, shape: Sequence[int], start: int, length: int, name: st
     value = local_of(value)
     if value.numel() != math.prod(shape):
         raise ValueError(
-            f"ZeroOptimizer: {name} {tuple(value.shape)} is not of shape {tuple(shape)}; load the state of such a model"
+            f"ZeroOptimizer: {name} {tuple(value.shape)} does not have the shape {tuple(shape)}; load the state of the "
+            "same model"
         )
     return cast(Tensor, value.detach().reshape(-1)[start : start + length])
 

@@ -143,8 +143,8 @@ class Schedule:
             return
         if is_capturing(self._device):
             raise RuntimeError(
-                "ZeroOptimizer: sharded weights cannot be used while a CUDA graph is captured, as each gather has "
-                "other memory; run them outside of graphs, or pass shard_weights=False"
+                "ZeroOptimizer: sharded weights do not support CUDA graph capture, as each gather allocates memory; "
+                "run them outside graphs, or pass shard_weights=False"
             )
         if self._ahead is not flat:
             self._drop()
@@ -241,8 +241,8 @@ def watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
         for weight in owned[module]:
             if changes(move, weight.visible):
                 raise RuntimeError(
-                    f"ZeroOptimizer: {weight.name} cannot be moved after the optimizer was made, whose masters and "
-                    "buffers would stay where they are; call .to() of the model before"
+                    f"ZeroOptimizer: {weight.name} cannot be moved after the optimizer was made, as its masters and "
+                    "buffers would not move; call .to() on the model before that"
                 )
 
     for module in owned:
@@ -269,14 +269,14 @@ def watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: C
         tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
         if torch.is_grad_enabled() and not tensors:
             raise TypeError(
-                f"ZeroOptimizer: output of a unit ({type(output).__name__}) holds no tensor to see backward pass "
-                "by; return tensors in tuples, lists or dicts, or choose other units"
+                f"ZeroOptimizer: output of a unit ({type(output).__name__}) holds no tensor that a backward hook can "
+                "watch; return tensors in tuples, lists or dicts, or choose other units"
             )
         for t in tensors:
             if flat.shares(t):
                 raise RuntimeError(
                     f"ZeroOptimizer: output of a unit ({type(module).__name__}) is its own weight, which is freed now; "
-                    "return a .clone(), or choose units= that hold its users too"
+                    "return a .clone(), or choose units= that contain its users too"
                 )
             if t.requires_grad:
                 t.register_hook(before_backward)
@@ -301,8 +301,8 @@ def watch_model(model: nn.Module, schedule: Schedule, renew: Callable[[], None])
         wrapper = active_ddp()
         if wrapper is not None and any(module is model for module in wrapper.modules()):
             raise RuntimeError(
-                "ZeroOptimizer: model (in DistributedDataParallel) is wrapped; call it as it is: the optimizer sums "
-                "the gradients of all ranks"
+                "ZeroOptimizer: model is wrapped in DistributedDataParallel, but the optimizer already reduces "
+                "gradients; call the model without the wrapper"
             )
         renew()
         schedule.begin_forward()
@@ -324,21 +324,21 @@ def check_parameters(model: nn.Module, flats: list[FlatBuffer]) -> None:
             visible = weight.visible
             there = {id(module._parameters.get(name)) for module, name in weight.owners}
             if not there <= {id(visible), id(weight.parameter)}:
-                raise _change_error(weight.name, "was replaced", "change models before you make their optimizer")
+                raise _change_error(weight.name, "was replaced", "change the model before making its optimizer")
             if not visible.requires_grad:
                 raise _change_error(
-                    weight.name, "was frozen", "freeze it before, or set its lr and weight_decay to 0 in its group"
+                    weight.name, "was frozen", "freeze it before that, or set lr and weight_decay of its group to 0"
                 )
             if weight.address is not None and weight.address != (visible.data_ptr(), visible.dtype):
-                raise _change_error(weight.name, "was moved", "call .to() of the model before")
+                raise _change_error(weight.name, "was moved", "call .to() on the model before that")
             if weight.address is not None and visible._version != weight.version:
                 raise _change_error(
-                    weight.name, "was written", "write with load_state_dict of the model: it has masters"
+                    weight.name, "was written", "use load_state_dict of the model, which writes the masters too"
                 )
             ours.update((id(visible), id(weight.parameter)))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in ours:
-            raise _change_error(name, "came to train", "add and unfreeze parameters before")
+            raise _change_error(name, "became trainable", "add and unfreeze parameters before that")
 
 
 def _change_error(name: str, what: str, instead: str) -> RuntimeError:

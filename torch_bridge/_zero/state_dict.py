@@ -132,7 +132,7 @@ class SlicedState(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
             f"ZeroOptimizer: {self.label} of a state dict is the slice of this rank, and cannot be pickled; save with "
-            "torch.distributed.checkpoint,\nor what get_model_state_dict and get_optimizer_state_dict give with "
+            "torch.distributed.checkpoint,\nor save get_model_state_dict and get_optimizer_state_dict with "
             "full_state_dict=True"
         )
 
@@ -219,7 +219,7 @@ class StateDicts:
         ) -> None:
             if metadata.get("assign_to_params_buffers", False):
                 raise RuntimeError(
-                    f"ZeroOptimizer: load_state_dict of {type(module).__name__} (assign=True) would replace its "
+                    f"ZeroOptimizer: load_state_dict of {type(module).__name__} with assign=True would replace its "
                     "parameters; load without assign"
                 )
             for name, weight, _ in held:

@@ -123,7 +123,7 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
     """Return the parameters to train, each once, in the order of the model."""
     if isinstance(model, DistributedDataParallel | DataParallel):
         raise ValueError(
-            f"ZeroOptimizer: model ({type(model).__name__}) sums gradients itself; pass its .module, and call that"
+            f"ZeroOptimizer: model ({type(model).__name__}) reduces gradients itself; pass its .module, and call that"
         )
     found: dict[int, ZeroParameter] = {}
     for prefix, module in model.named_modules():
@@ -136,11 +136,11 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
     for weight in found.values():
         parameter, what = weight.parameter, f"ZeroOptimizer: {weight.name} {weight.shape}"
         if has_optimizer(parameter):
-            raise ValueError(f"{what} is trained by another ZeroOptimizer; make one for a model, or another model")
+            raise ValueError(f"{what} is already trained by another ZeroOptimizer; use one per model")
         if isinstance(parameter, QuantizedTensor):
-            raise ValueError(f"{what} (QuantizedTensor) has no float32 values; make the model anew and load them")
+            raise ValueError(f"{what} (QuantizedTensor) has no float32 values; make the model from float32 weights")
         if isinstance(parameter, DTensor):
-            raise ValueError(f"{what} (DTensor) is not a plain tensor; give a model that is not sharded yet")
+            raise ValueError(f"{what} (DTensor) is not a plain tensor; pass a model that is not sharded yet")
         check_contiguous("ZeroOptimizer", f"{weight.name} {weight.shape}", parameter)
         check_dtype("ZeroOptimizer", f"{weight.name} {weight.shape}", parameter.dtype)
         # A weight that only quantized layers use is gathered as codes, if its rowwise plane determines the other.
@@ -154,7 +154,8 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
     weights = list(found.values())
     if not weights:
         raise ValueError(
-            f"ZeroOptimizer: model ({type(model).__name__}) has no parameter that requires grad; pass one that has"
+            f"ZeroOptimizer: model ({type(model).__name__}) has no parameter that requires grad; pass a model that has "
+            "one"
         )
     devices = {weight.parameter.device for weight in weights if not weight.parameter.is_meta}
     if len(devices) > 1:
@@ -178,12 +179,12 @@ def units_of(
     else:
         asked = {id(module) for module in (*units, model)}
         if strays := [type(unit).__name__ for unit in units if not any(unit is module for module in modules)]:
-            raise ValueError(f"ZeroOptimizer: units ({strays[0]}) is not a module of the model; give some that are")
+            raise ValueError(f"ZeroOptimizer: units ({strays[0]}) is not a module of the model; pass submodules of it")
         for unit in units:
             if (user := users.get(id(unit), unit)) is not unit:
                 raise ValueError(
-                    f"ZeroOptimizer: units ({type(unit).__name__}) is in a {type(user).__name__}, which uses its "
-                    "weight without a call of it; give that module, or one that holds it"
+                    f"ZeroOptimizer: units ({type(unit).__name__}) is in a {type(user).__name__}, which reads its "
+                    "weight without calling it; pass that module, or one that contains it"
                 )
     chosen = [module for module in modules if id(module) in asked]
     innermost: dict[int, nn.Module] = {}
@@ -194,8 +195,8 @@ def units_of(
         homes = {id(innermost[id(module)]) for module, _ in weight.owners}
         if len(homes) > 1:
             raise ValueError(
-                f"ZeroOptimizer: {weight.name} (shared) is not in one unit; give units= with a module that has all of "
-                "its owners"
+                f"ZeroOptimizer: {weight.name} (shared) is shared by several units; pass units= with a module that "
+                "contains all of its owners"
             )
         of_unit[homes.pop()].append(weight)
     return [(unit, of_unit[id(unit)]) for unit in chosen if of_unit[id(unit)]]

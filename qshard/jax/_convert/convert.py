@@ -78,8 +78,8 @@ def convert(
 
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"convert: model ({quote(model)}) is not an nnx.Module; pass DotGeneral(recipe) to layers of linen, and "
-            "make a Policy for pytrees and equinox"
+            f"convert: model ({quote(model)}) is not an nnx.Module; pass DotGeneral(recipe) to linen layers, or use "
+            "Policy for pytrees and equinox"
         )
     rules = Rules.of(recipe, "convert")
     check_filter("convert", filter)
@@ -118,6 +118,6 @@ def _check_einsums(einsums: Any) -> None:
         return
     if not isinstance(einsums, Mapping) or not all(isinstance(each, str) for pair in einsums.items() for each in pair):
         raise TypeError(
-            f"convert: einsums ({quote(einsums)}) does not map patterns of names to equations; pass such as "
+            f"convert: einsums ({quote(einsums)}) is not a dict of name patterns and equations; pass one, such as "
             "{'*.q_proj': 'BTD,DNH->BTNH'}"
         )

@@ -55,8 +55,8 @@ def _call(self: Any, *args: Any) -> jax.Array:
     ndim = getattr(self, name).get_value().ndim
     if given and _number(terms_of(given[0], ndim)) != _number(terms_of(equation, ndim)):
         raise ValueError(
-            f"einsum: {given[0]!r} is not the equation that einsums= of convert gave this {self._extends.__name__}, "
-            f"{equation!r}; leave the module out of it"
+            f"einsum: {given[0]!r} is not {equation!r}, the equation of this {self._extends.__name__} in einsums= of "
+            "convert; leave the module out of einsums="
         )
     made: jax.Array = self.einsum_op(equation, x, getattr(self, name).get_value(), preferred_element_type=plain.dtype)
     return made
@@ -100,17 +100,19 @@ def check_equation(op: str, name: str, module: nnx.Module, parameter: str, equat
         )
     except Exception as error:
         what = f"cannot be called with an x of {x.shape}: {str(error).partition(chr(10))[0][:80]}"
-        raise ValueError(f"{op}: {name} ({type(module).__name__}) {what}; give it the equation that it has") from None
+        raise ValueError(
+            f"{op}: {name} ({type(module).__name__}) {what}; pass the equation that the module computes"
+        ) from None
     found = _product_of(traced.jaxpr, w=at[0])
     if isinstance(found, str):
         raise ValueError(
             f"{op}: {name} ({type(module).__name__}) does more than einsum {equation!r}: {found}; call "
-            "qshard.jax.einsum in its __call__, or leave it out"
+            "qshard.jax.einsum in its __call__, or leave it out of einsums="
         )
     if _number(found) != _number(terms):
         raise ValueError(
-            f"{op}: {name} ({type(module).__name__}) computes {_write(found)!r}, not {equation!r}, as einsums "
-            "says; correct that"
+            f"{op}: {name} ({type(module).__name__}) computes {_write(found)!r}, not {equation!r} as in einsums=; pass "
+            "the equation that it computes"
         )
 
 
@@ -145,7 +147,7 @@ def _product_of(jaxpr: Any, w: int) -> Terms | str:
         return why
     out = values.get(jaxpr.outvars[0]) if len(jaxpr.outvars) == 1 and _is_var(jaxpr.outvars[0]) else None
     if out is None or out.operand != "y":
-        return "its result is not that of a product with the weight"
+        return "its result is not a product with the weight"
 
     def named(labels: Iterable[int]) -> tuple[str, ...]:
         return tuple(chr(ord("a") + same.get(label, label)) for label in labels)

@@ -95,7 +95,7 @@ class Layer:
         if getattr(module, "dot_general_cls", None) is not None:
             return "it has a dot_general_cls"
         if module.precision is not None and module.precision not in dot_general.DEFAULT_PRECISIONS:
-            return f"it asks for precision {module.precision}"
+            return f"it has precision {module.precision}"
         if getattr(module, "batch_axis", None):
             return "its kernel has batch axes"
         if isinstance(module, nnx.Einsum):
@@ -113,8 +113,8 @@ class Layer:
         entries = (*sharding.spec, *[None] * array.ndim)[: array.ndim]
         if any(entry is not None for entry in entries[:more]):
             raise ValueError(
-                f"convert: {name}.{self.parameter} {array.shape} is cut along its axes of layers ({sharding.spec}); "
-                "cut what one layer has"
+                f"convert: {name}.{self.parameter} {array.shape} is sharded along its stacked layer axes "
+                f"({sharding.spec}); shard the axes of one layer"
             )
         return meaning.options(
             f"{name}.{self.parameter}", NamedSharding(sharding.mesh, PartitionSpec(*entries[more:])), self.ndim
@@ -129,7 +129,7 @@ class Layer:
         why = dot_general.broken_blocks(multiplier.recipe, k, math.prod(shape) // max(1, k))
         if why is not None and multiplier.otherwise == "raise":
             raise ValueError(
-                f"convert: {name}.{self.parameter} {shape} has {why}; leave it out with filter=, or pass "
+                f"convert: {name}.{self.parameter} {shape} has {why}; exclude it with filter=, or pass "
                 "otherwise='plain'"
             )
 
@@ -264,13 +264,13 @@ def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate
         if len(weights) > 1:
             raise ValueError(
                 f"convert: {name} ({type(module).__name__}) has weights {', '.join(weights)}, and einsums[{pattern!r}] "
-                "is the equation of one; call qshard.jax.einsum in its __call__, or give a narrower pattern"
+                "is an equation of one; call qshard.jax.einsum in its __call__, or use a narrower pattern"
             )
         found[name] = Candidate(EinsumModule(module, equation, *weights), module, names, None)
     if unused := [pattern for pattern in einsums if pattern not in used]:
         known = [each for candidate in found.values() if candidate.layer is None for each in candidate.names]
         like = closest_names(unused[0], known)
-        raise ValueError(f"convert: einsums ({unused[0]!r}) matches no module with an einsum of its own; {like}")
+        raise ValueError(f"convert: einsums ({unused[0]!r}) matches no module that can take an equation; {like}")
     return found
 
 
@@ -309,11 +309,11 @@ def _is_weight(array: Any) -> bool:
 def _why(module: nnx.Module, weights: list[str]) -> str:
     """Why `convert` leaves the weights of a module, and what to do."""
     if isinstance(module, nnx.Conv | nnx.ConvTranspose):
-        return "no recipe multiplies a convolution"
+        return "convolutions are not supported"
     kind, names = type(module).__name__, ", ".join(weights)
     if len(weights) > 1:
-        return f"{kind} multiplies {names} itself; call qshard.jax.einsum or ragged_dot there"
-    return f"{kind} multiplies {names} itself; name its equation in einsums="
+        return f"{kind} has its own {names}; call qshard.jax.einsum or ragged_dot in it"
+    return f"{kind} has its own {names}; pass its equation in einsums="
 
 
 def _annotate(kernel: Any) -> NamedSharding | None:
@@ -323,7 +323,7 @@ def _annotate(kernel: Any) -> NamedSharding | None:
     mesh = kernel.get_metadata("mesh", None) or jax.sharding.get_mesh()
     if mesh.empty:
         raise ValueError(
-            f"convert: a kernel is annotated with out_sharding {kernel.get_metadata('out_sharding')}, and no mesh is "
-            "known; enter it with jax.set_mesh"
+            f"convert: a kernel has out_sharding {kernel.get_metadata('out_sharding')}, but there is no mesh; enter "
+            "the mesh with jax.set_mesh"
         )
     return NamedSharding(mesh, nnx.get_partition_spec(kernel).get_value())

@@ -36,8 +36,8 @@ def check_recipe(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Re
         sharding = jax.typeof(array).sharding
         if any(sharding.mesh.shape[axis] > 1 for entry in sharding.spec for axis in names_of(entry)):
             raise ValueError(
-                f"{_OP}: recipe ({type(recipe).__name__}) is for what one device has, and {name} {array.shape} is cut "
-                f"as {sharding.spec}; call it inside jax.shard_map, with axis_name if classes are cut"
+                f"{_OP}: recipe ({type(recipe).__name__}) needs local arrays, but {name} {array.shape} is sharded as "
+                f"{sharding.spec}; call it inside jax.shard_map, with axis_name= if classes are sharded"
             )
     check_weight_shape(_OP, "w", recipe, w.shape)
     return recipe

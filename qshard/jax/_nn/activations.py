@@ -254,8 +254,8 @@ def _check_pair(op: str, gate: Any, up: Any) -> tuple[jax.Array, jax.Array]:
     gate, up = jnp.asarray(gate), jnp.asarray(up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
-            f"{op}: up ({up.shape}, {up.dtype}) is not as gate is, ({gate.shape}, {gate.dtype}); give two arrays of "
-            "one shape and dtype"
+            f"{op}: up ({up.dtype} {up.shape}) does not match gate ({gate.dtype} {gate.shape}); pass two arrays of one "
+            "shape and dtype"
         )
     gate, up = vary_alike(gate, up)
     cut = jax.typeof(gate).sharding
@@ -328,12 +328,12 @@ def _check_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, jax.
     x, weight = jnp.asarray(x), jnp.asarray(weight)
     if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
         raise ValueError(
-            f"{op}: weight {weight.shape} does not fit x {x.shape}; give weight as [K] and x as [*lead, K]"
+            f"{op}: weight {weight.shape} does not fit x {x.shape}; pass weight as [K] and x as [*lead, K]"
         )
     if isinstance(eps, jax.core.Tracer):
-        raise TypeError(f"{op}: eps ({quote(eps)}) is traced; pass a number, which is static")
+        raise TypeError(f"{op}: eps ({quote(eps)}) is traced; pass a Python number")
     if not eps >= 0:
-        raise ValueError(f"{op}: eps ({quote(eps)}) is not 0 or more; give a small number, such as 1e-5")
+        raise ValueError(f"{op}: eps ({quote(eps)}) must be a small number of at least 0, such as 1e-5")
     x, weight = vary_alike(x, weight)
     mesh, cut = mesh_of(x), jax.typeof(x).sharding
     # Outside of the custom_vjp, so that gradients are sharded as the inputs.

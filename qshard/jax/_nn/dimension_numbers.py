@@ -86,8 +86,8 @@ class MatrixAxes(NamedTuple):
                     outside[own] = total[own] = n
                 elif total[own] % n:
                     raise ValueError(
-                        f"{op}: axis {axis} of x {x.shape} is cut into {n} parts, and axis {own} of w {w.shape}, with "
-                        f"which it is contracted, into {total[own]}; cut both alike, or x not at all"
+                        f"{op}: axis {axis} of x {x.shape} has {n} shards, but axis {own} of w {w.shape}, contracted "
+                        f"with it, has {total[own]}; shard both alike, or replicate x"
                     )
         for group, role in ((self.group("N"), Role.GRADIENT), (k, Role.ACTIVATION)):
             cut = [axis for axis in group[1:] if total[axis] > 1]
@@ -100,8 +100,8 @@ class MatrixAxes(NamedTuple):
             run = size // total[last] * math.prod(w.shape[axis] for axis in group[group.index(last) + 1 :])
             if any(w.shape[axis] % outside[axis] for axis in group) or run % unit:
                 raise ValueError(
-                    f"{op}: axis {last} of w {w.shape} is folded after axis {group[0]}, and cut into {total[last]} "
-                    f"parts that break blocks of {unit}; cut it at blocks, or have it before axis {group[0]} in w"
+                    f"{op}: axis {last} of w {w.shape} is folded after axis {group[0]}, and its {total[last]} shards "
+                    f"split blocks of {unit}; shard it on block boundaries, or put it before axis {group[0]} in w"
                 )
         merged = [a * b for a, b in zip(outside, gathered, strict=True)]
         if any(merged[axis] > 1 for axis in k[1:]):
@@ -199,7 +199,8 @@ class Terms(NamedTuple):
         operands = parts[0].split(",") if len(parts) == 2 else ()
         if len(operands) != 2:
             raise ValueError(
-                f"einsum: subscripts ({subscripts!r}) are not two operands and a result; write them as 'btd,dhk->bthk'"
+                f"einsum: subscripts ({subscripts!r}) are not two operands and a result; write them like "
+                "'btd,dhk->bthk'"
             )
         more = tuple(f".{i}" for i in range(max(0, x.ndim - len(operands[0].replace("...", "")))))
 
@@ -218,7 +219,7 @@ class Terms(NamedTuple):
         repeated = any(len(set(term)) < len(term) for term in terms)
         if repeated or alone or not set(terms.out) <= {*terms.x, *terms.w}:
             raise ValueError(
-                f"einsum: subscripts ({subscripts!r}) repeat, add up or make up an axis; name each axis of x and w "
-                "once in it, and once in the other or in the result"
+                f"einsum: subscripts ({subscripts!r}) repeat, sum or add an axis; name each axis of x and w once "
+                "there, and once in the other operand or the result"
             )
         return terms

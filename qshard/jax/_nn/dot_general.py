@@ -73,7 +73,7 @@ class DotGeneral:
             raise ValueError(f"DotGeneral: otherwise ({quote(otherwise)}) is not 'raise' or 'plain'; pass one of them")
         for name in options:
             if name in _PER_CALL:
-                raise TypeError(f"DotGeneral: {name} is another one in every call; pass it to the call")
+                raise TypeError(f"DotGeneral: {name} changes with every call; pass it to the call")
             if name not in _OPTIONS:
                 raise TypeError(
                     f"DotGeneral: {name} is not an option of linear; {closest(name, _OPTIONS, 'its options')}"
@@ -207,15 +207,15 @@ class DotGeneral:
             check_dtype(op, name, operand)
         if precision is not None and precision not in DEFAULT_PRECISIONS:
             raise ValueError(
-                f"{op}: precision ({quote(precision)}) is not what a product of {type(self.recipe).__name__} can have; "
-                "leave it out, or leave this product out"
+                f"{op}: precision ({quote(precision)}) does not apply to {type(self.recipe).__name__}; leave precision "
+                "out, or leave this layer unquantized"
             )
         result = jnp.dtype(x.dtype if preferred is None else preferred)
         (x_axes, w_axes), batch = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
         matrix = MatrixAxes.of(x.ndim, w.ndim, x_axes, w_axes)
         if (why := self._refusal(x, w, x_axes, batch, matrix)) is not None:
             if self.otherwise == "raise":
-                raise ValueError(f"{op}: {why}; make it another way, or pass otherwise='plain'")
+                raise ValueError(f"{op}: {why}; compute it another way, or pass otherwise='plain'")
             dims: Any = ((x_axes, w_axes), batch)
             return lax.dot_general(
                 x, w.astype(x.dtype), dims, precision, preferred_element_type=result, out_sharding=out_sharding
@@ -248,9 +248,9 @@ class DotGeneral:
         """The reason why a product cannot be quantized; None if it can, or if `linear` will raise the error."""
         what = f"the product of x {x.shape} and w {w.shape}"
         if any(batch):
-            return f"{what} has batch axes {batch}, so it is not one of a weight with one scale"
+            return f"{what} has batch axes {batch}, so w is not one weight matrix"
         if not x_axes:
-            return f"{what} contracts nothing"
+            return f"{what} has no contracted axis"
         if self.otherwise == "raise":
             return None  # linear raises for broken blocks.
         k, n = (math.prod(w.shape[axis] for axis in matrix.w[matrix.layout.index(each)]) for each in "KN")
@@ -266,7 +266,7 @@ def broken_blocks(recipe: Recipe, k: int, n: int) -> str | None:
     for role, shape, usage in planes:
         fmt = recipe.format(role)
         if any(size % unit for size, unit in zip(shape, whole_units(fmt, source(fmt, usage)), strict=True)):
-            return f"K = {k} and N = {n}, which are not whole blocks of {fmt}"
+            return f"K = {k} and N = {n}, which are no whole number of blocks of {fmt}"
     return None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,27 @@ from qshard.jax._quantized.quantize import WeightScales, as_scales
 from qshard.jax._sharding.shard_spec import ShardSpec, matrix_of, unfold
 from qshard.recipes import Recipe, RecipeLike, as_recipe, check_state
 
+_Arguments = ParamSpec("_Arguments")
 
+
+def _refuse_bias(function: Callable[_Arguments, jax.Array]) -> Callable[_Arguments, jax.Array]:
+    """Raises TypeError for the arguments of `linear` in PyTorch, (x, weight, bias, recipe)."""
+
+    @functools.wraps(function)
+    def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> jax.Array:
+        if "bias" in options or (len(args) == 3 and "recipe" in options) or len(args) > 3:
+            bias = options["bias"] if "bias" in options else args[2]
+            if bias is None or hasattr(bias, "dtype"):
+                raise TypeError(
+                    f"linear: bias ({quote(bias)}) is not an argument in JAX; pass linear(x, w, recipe), and add the "
+                    "bias to the result"
+                )
+        return function(*args, **options)
+
+    return checked
+
+
+@_refuse_bias
 def linear(
     x: jax.Array,
     w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
@@ -259,10 +279,11 @@ def _in_shard_map(
     for axis in axes:
         if axis not in free:
             raise ValueError(
-                f"linear: local_axes ({axis!r}) is not an axis of the mesh {free}; in shard_map leave axis_name out"
+                f"linear: local_axes ({axis!r}) is not an axis of the mesh {free}; leave local_axes out inside "
+                "shard_map"
             )
     if isinstance(w, CODED):
-        raise TypeError(f"linear: w ({type(w).__name__}) is codes already; with local_axes pass an array")
+        raise TypeError(f"linear: w ({type(w).__name__}) is already quantized; pass an array with local_axes")
     names = dict.fromkeys((*axes, *gather_axes))
     check_spec_fits("linear", "weight_spec", weight_spec, mesh, jnp.ndim(w))
     entries = [names_of(entry) for entry in spec_of(weight_spec, gather_axes or None)]
@@ -282,9 +303,7 @@ def _as_grad_dtype(dtype: Any) -> str | None:
         return None
     name = as_float_name("linear", dtype, "grad_dtype")
     if name == "float16":
-        raise TypeError(
-            "linear: grad_dtype (float16) overflows where gradients are summed; ask for bfloat16 or float32"
-        )
+        raise TypeError("linear: grad_dtype (float16) overflows where gradients are summed; pass bfloat16 or float32")
     return name
 
 
@@ -295,7 +314,7 @@ def _check_arguments(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed
     check_spec(op, "weight_spec", weight_spec)
     if state is not None and not isinstance(state, LinearState):
         raise TypeError(
-            f"{op}: state ({quote(state)}) is not a LinearState; pass the one of init_delayed for this layer"
+            f"{op}: state ({quote(state)}) is not a LinearState; pass the state of this layer from init_delayed"
         )
     scales = None if weight_scales is None else as_scales(op, "weight_scales", weight_scales)
     return NonDifferentiable(scales, seed_words(op, seed), state)
@@ -398,7 +417,7 @@ def _configure(
         w_type = None if sink is None else explicit_sharding(sink)
     else:
         if jnp.ndim(w) != 2:
-            raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K]")
+            raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; pass w as [N, K]")
         check_dtype(op, "w", w)
         check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
         sharding = WeightSharding(ShardSpec.along(w, gather_axes, weight_spec, **names), gather_axes, layout)
@@ -421,10 +440,12 @@ def _check_given(op: str, recipe: Recipe, given: NonDifferentiable) -> None:
     """Check that seed, scales and state are those that the recipe needs. No operand is read."""
     if given.seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing(op, type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
-    advice = "a state from init_delayed, and no weight_scales, with DelayedScaling, and none with other recipes"
+    advice = "the state of this layer from init_delayed, without weight_scales"
     fits = given.state is None or given.scales is None
     check_state(op, "state", "given" if given.state else None, recipe, advice, fits=fits)
     for tensor in (given.state.weight, given.state.activation, given.state.gradient) if given.state else ():
         shapes = {"scale": tensor.scale.shape, "amax_history": tensor.amax_history.shape}
         if shapes != recipe.state_shapes:
-            raise ValueError(f"{op}: state ({shapes}) is not of shapes {recipe.state_shapes}; pass that of one layer")
+            raise ValueError(
+                f"{op}: state ({shapes}) does not have the shapes {recipe.state_shapes}; pass the state of one layer"
+            )

@@ -88,12 +88,12 @@ class TensorParallelOptions(NamedTuple):
             return None
         if len(given) > 1:
             raise ValueError(
-                f"{op}: gather_rows ({gather_rows!r}) and scatter_rows ({scatter_rows!r}) are two layers, of which the "
-                "first gathers rows and the second scatters them; pass one of the two to each"
+                f"{op}: gather_rows ({gather_rows!r}) and scatter_rows ({scatter_rows!r}) belong to two layers, the "
+                "first of which gathers rows and the second scatters them; pass one of the two to each"
             )
         ((name, axis),) = given.items()
         if not isinstance(axis, str):
-            raise TypeError(f"{op}: {name} ({quote(axis)}) is not the name of a mesh axis; pass one")
+            raise TypeError(f"{op}: {name} ({quote(axis)}) is not a mesh axis name; pass one")
         as_axes(op, axis, name)
         if vmap_as_rows:
             raise ValueError(f"{op}: vmap_as_rows (True) and {name} ({axis!r}) both add rows to x; leave one out")
@@ -112,8 +112,8 @@ class TensorParallelOptions(NamedTuple):
         """
         if self.axis in gather_axes:
             raise ValueError(
-                f"{op}: {self.name} ({self.axis!r}) is in gather_axis too; what cuts x or y beside w is not gathered: "
-                "name it in one of them"
+                f"{op}: {self.name} ({self.axis!r}) is also in gather_axis, but an axis cannot gather both rows and "
+                "weights; leave it out of one"
             )
         letter: Literal["N", "K"] = "N" if self.gathers else "K"
         at = layout.index(letter)
@@ -125,8 +125,8 @@ class TensorParallelOptions(NamedTuple):
         told = [*map(names_of, spec_of(spec, None)), (), ()]
         if self.axis not in told[at]:
             raise ValueError(
-                f"{op}: weight_spec ({spec_of(spec, None)}) does not have {self.name} ({self.axis!r}) in the entry of "
-                f"{letter}, which it cuts; add it to axis {at}, or leave weight_spec out"
+                f"{op}: weight_spec ({spec_of(spec, None)}) does not shard {letter} over {self.name} ({self.axis!r}); "
+                f"add it to axis {at}, or leave weight_spec out"
             )
         return spec
 
@@ -150,26 +150,27 @@ class TensorParallelOptions(NamedTuple):
         """
         axis, name, lead = self.axis, self.name, x.shape[:-1]
         if not lead:
-            raise ValueError(f"{op}: x {x.shape} has no axis of rows for {name} ({axis!r}); give it one")
+            raise ValueError(f"{op}: x {x.shape} has no row axis for {name} ({axis!r}); pass x with two or more axes")
         size = int(jax.sharding.get_abstract_mesh().shape[axis])
         entries = [names_of(entry) for entry in (*spec_of(rows, axes), *[None] * len(lead))[: len(lead)]]
         told = [i for i, names in enumerate(entries) if axis in names]
         at = told[0] if told and rows is not None else len(lead) - 1
         if rows is not None and told and entries[at][-1] != axis:
             raise ValueError(
-                f"{op}: axis_name ({rows}) has {entries[at][-1]!r} after {name} ({axis!r}), so that rows of devices of "
-                "that do not follow one another; name it last"
+                f"{op}: axis_name ({rows}) has {entries[at][-1]!r} after {name} ({axis!r}), so rows of its devices are "
+                f"not adjacent; put {axis!r} last"
             )
         tells = types_tell()
         if size > 1 and tells:
-            whole = "; it is whole on every device: give each its part"
+            whole = ", so every device has all of it; pass each device its shard"
             for what, operand in (("x", x), ("w", w)):
                 leaves = jax.tree.leaves(operand)
                 if leaves and not any(_varies(leaf, axis) for leaf in leaves):
                     raise ValueError(f"{op}: {what} does not vary over {name} ({axis!r}){whole}")
             if any(_varies(leaf, axis) for leaf in jax.tree.leaves(given.state)):
                 raise ValueError(
-                    f"{op}: state varies over {name} ({axis!r}), whose devices have one layer; give them all one state"
+                    f"{op}: state varies over {name} ({axis!r}), whose devices share one layer; pass all of them the "
+                    "same state"
                 )
         made = TensorParallelAxis(
             axis=axis,
@@ -189,16 +190,16 @@ class TensorParallelOptions(NamedTuple):
         parts = 1 if self.gathers else size
         if x.shape[at] % parts:
             raise ValueError(
-                f"{op}: x {x.shape} has an axis of {x.shape[at]} rows, which {self.name} ({self.axis!r}) cannot cut "
-                f"into {size} equal parts; pad it to a multiple of {size}"
+                f"{op}: x {x.shape} has an axis of {x.shape[at]} rows, which {self.name} ({self.axis!r}) cannot split "
+                f"into {size} equal shards; pad it to a multiple of {size}"
             )
         rows = math.prod(x.shape[at:-1]) // parts
         for fmt in (recipe.activation, recipe.gradient):
             unit = block_alignment(fmt)
             if size > 1 and rows % unit:
                 raise ValueError(
-                    f"{op}: x {x.shape} gives a device {rows} rows in a row along {self.name} ({self.axis!r}), which "
-                    f"are not whole blocks of {unit} rows of {fmt}; pad the sequence to a multiple of {unit * size}"
+                    f"{op}: x {x.shape} has {rows} adjacent rows per device over {self.name} ({self.axis!r}), not a "
+                    f"whole number of {unit}-row blocks of {fmt}; pad the sequence to a multiple of {unit * size}"
                 )
 
 
@@ -244,8 +245,8 @@ class TensorParallelAxis:
         unit = fmt.block_shape()[1]
         if self.size > 1 and not self.shards_rows(role) and size % unit:
             raise ValueError(
-                f"{op}: {name}, of which a device has {size} columns, is cut along {self.axis!r} within the blocks of "
-                f"{unit} columns of {fmt}; cut w at blocks"
+                f"{op}: {name} has {size} columns per device over {self.axis!r}, not a whole number of {unit}-column "
+                f"blocks of {fmt}; shard w on block boundaries"
             )
 
     def row_products(

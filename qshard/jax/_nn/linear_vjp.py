@@ -148,9 +148,9 @@ def _forward(
     whole = _name_residuals(_gather_plane(config, wq, read), read, None)
     if not x.shape or len(whole.axes) != 2 or x.shape[-1] != whole.shape[config.sharding.layout.index("K")]:
         axes = ", ".join(config.sharding.layout)
-        told = ", and say in weight_spec how w is cut" if config.gathers else ""
+        told = ", and the sharding of w as weight_spec" if config.gathers else ""
         raise ValueError(
-            f"linear: w {whole.shape} does not fit x {x.shape}; give w as [{axes}] and x as [*lead, K]{told}"
+            f"linear: w {whole.shape} does not fit x {x.shape}; pass w as [{axes}] and x as [*lead, K]{told}"
         )
     if config.parallel is not None:
         n = whole.shape[config.sharding.layout.index("N")]

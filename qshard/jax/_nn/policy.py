@@ -122,14 +122,15 @@ class Weight:
             return self.dot_general
         if any(entry is not None for entry in spec.spec[:taken]):
             raise ValueError(
-                f"Weight: {self.name} {self.shape} has lost axes that a mesh cuts ({spec.spec}); cut the others, so "
-                "that each device has a part of every layer"
+                f"Weight: {self.name} {self.shape} has lost stacked axes that are sharded ({spec.spec}); shard the "
+                "other axes, so that each device has a shard of every layer"
             )
         return self.dot_general.with_options(weight_spec=NamedSharding(spec.mesh, PartitionSpec(*spec.spec[taken:])))
 
     def __getitem__(self, _: Any) -> Any:
         raise TypeError(
-            f"Weight: {self.name} {self.shape} is a weight of products and is indexed; leave it out of the policy"
+            f"Weight: {self.name} {self.shape} is used other than as the weight of a product; leave it out of the "
+            "policy"
         )
 
 
@@ -242,7 +243,7 @@ class Policy:
         Raises:
           TypeError, ValueError: as for `Policy`; or an array is traced, so that its sharding is unknown.
         """
-        check_filter("Policy", filter, "an array")
+        check_filter("Policy", filter, "an array and its name")
         given = {}
         for name, leaf in _leaves_by_name(params)[0].items():
             if not _is_matrix(leaf) or (filter is not None and not filter(leaf, name)):
@@ -253,8 +254,8 @@ class Policy:
                 and not jax.typeof(leaf).sharding.mesh.empty
             ):
                 raise ValueError(
-                    f"Policy: {name} is traced on an Auto mesh, where it does not tell how it is cut; make the policy "
-                    "outside of jit, or pass specs"
+                    f"Policy: {name} is traced on an Auto mesh, where its sharding is unknown; make the policy outside "
+                    "jit, or pass specs"
                 )
             given[name] = (tuple(leaf.shape), sharding_of(leaf), leaf.ndim)
         policy = cls.__new__(cls)
@@ -266,7 +267,7 @@ class Policy:
     ) -> None:
         if not given:
             raise ValueError(
-                "Policy: there is no weight of two axes or more that filter= keeps; pass a pytree with some"
+                "Policy: params have no weight of two or more axes that filter= selects; pass a pytree that has one"
             )
         rules = Rules.of(recipe, "Policy")
         rules.check_used([(name,) for name in given])
@@ -274,7 +275,7 @@ class Policy:
         if left := [name for name, pattern in patterns.items() if pattern is None]:
             raise ValueError(
                 f"Policy: recipe has no pattern for {list_layers(dict.fromkeys(left, 'a weight'))}; add one, such as "
-                "'*', and give it None to leave them out"
+                "'*', with None to leave them unquantized"
             )
         recipes = {name: own for name, each in patterns.items() if (own := rules.recipes[str(each)]) is not None}
         given = {name: given[name] for name in recipes}
@@ -301,8 +302,8 @@ class Policy:
         found, structure = _leaves_by_name(params)
         if missing := [name for name in self._places if name not in found]:
             raise ValueError(
-                f"Policy: params have no {', '.join(missing[:3])}, which the policy was made for; pass such a pytree, "
-                "or make another policy"
+                f"Policy: params have no {', '.join(missing[:3])}, which the policy was made for; pass a pytree that "
+                "has it, or make a new policy"
             )
         for name, place in self._places.items():
             _check(name, found[name], place)
@@ -358,8 +359,8 @@ def _check(name: str, array: Any, place: _WeightPlacement) -> None:
         want = whole if expected is None else local_shape(whole, expected)
         if shape != want:
             raise ValueError(
-                f"Policy: {name} {shape} is not of the shape {want} that the policy was made for; pass such a weight, "
-                "or make another policy"
+                f"Policy: {name} {shape} does not have the shape {want} that the policy was made for; pass such a "
+                "weight, or make a new policy"
             )
     elif expected is not None:
         check_spec_fits("Policy", f"specs[{name}]", expected, expected.mesh, len(shape))
@@ -369,6 +370,6 @@ def _check(name: str, array: Any, place: _WeightPlacement) -> None:
     spec = PartitionSpec() if expected is None else expected.spec
     if not NamedSharding(lies.mesh, spec).is_equivalent_to(lies, len(shape)):
         raise ValueError(
-            f"Policy: {name} is cut as {lies.spec}, and the policy was made for {spec}; shard it so, or make another "
-            "policy"
+            f"Policy: {name} is sharded as {lies.spec}, but the policy was made for {spec}; shard it like that, or "
+            "make a new policy"
         )

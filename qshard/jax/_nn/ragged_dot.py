@@ -149,8 +149,8 @@ def ragged_dot(
     recipe = as_recipe(recipe, "ragged_dot")
     if weight_layout is None:
         raise ValueError(
-            "ragged_dot: weight_layout (None) does not say how w lies; pass 'KN' for [E, K, N], as jax.lax.ragged_dot "
-            "takes it, or 'NK' for [E, N, K], as linear does"
+            "ragged_dot: weight_layout (None) is not a layout; pass 'KN' for w [E, K, N], as in jax.lax.ragged_dot, "
+            "or 'NK' for w [E, N, K], as in linear"
         )
     layout = as_layout("ragged_dot", weight_layout)
     check_array("ragged_dot", "x", x)
@@ -159,7 +159,9 @@ def ragged_dot(
         check_array("ragged_dot", "w", w)
     check_spec("ragged_dot", "weight_spec", weight_spec)
     if state is not None and not isinstance(state, LinearState):
-        raise TypeError(f"ragged_dot: state ({quote(state)}) is not a LinearState; pass that of init_delayed")
+        raise TypeError(
+            f"ragged_dot: state ({quote(state)}) is not a LinearState; pass the state of this layer from init_delayed"
+        )
     if state is not None:
         check_shared("ragged_dot", axis_name)
     _check_rows(x, group_sizes)
@@ -243,11 +245,14 @@ def _check_rows(x: jax.Array, group_sizes: Any) -> None:
     # NumPy, since JAX would trace the sum within `jit`. `jax.transfer_guard` allows `device_get`.
     rows = int(np.sum(np.asarray(jax.device_get(group_sizes))))
     if rows > jnp.shape(x)[0]:
-        raise ValueError(f"ragged_dot: group_sizes ({rows} in all) has more rows than x {jnp.shape(x)}; count again")
+        raise ValueError(
+            f"ragged_dot: group_sizes (sum {rows}) exceed the rows of x {jnp.shape(x)}; pass the number of rows of "
+            "each expert"
+        )
 
 
 def _no_fit(x: jax.Array, w: tuple[int, ...], layout: WeightLayout) -> ValueError:
-    return ValueError(f"ragged_dot: w {w} does not fit x {x.shape}; give w as [E, {', '.join(layout)}] and x as [M, K]")
+    return ValueError(f"ragged_dot: w {w} does not fit x {x.shape}; pass w as [E, {', '.join(layout)}] and x as [M, K]")
 
 
 def _check_shapes(
@@ -255,16 +260,16 @@ def _check_shapes(
 ) -> None:
     if group_sizes.shape != w[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
-            f"ragged_dot: group_sizes ({group_sizes.dtype} {group_sizes.shape}) is not an integer for each of "
-            f"{w[0]} experts; count the rows of each"
+            f"ragged_dot: group_sizes ({group_sizes.dtype} {group_sizes.shape}) is not one integer for each of {w[0]} "
+            "experts; pass the number of rows of each expert"
         )
     if seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing('ragged_dot', type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
-    advice = "one of init_delayed(recipe, (E,)) with DelayedScaling, and none with other recipes"
+    advice = "init_delayed(recipe, (E,))"
     check_state("ragged_dot", "state", "given" if state else None, recipe, advice)
     if state is not None and state.weight.scale.shape != w[:1]:
         raise ValueError(
-            f"ragged_dot: state (scale {state.weight.scale.shape}) is not of {w[0]} experts; pass that of "
+            f"ragged_dot: state (scale {state.weight.scale.shape}) is not one for each of {w[0]} experts; pass "
             f"init_delayed(recipe, ({w[0]},))"
         )
     plane(recipe.activation, x.shape, Usage.ROWWISE, op="ragged_dot", name="x")
@@ -274,8 +279,8 @@ def _check_mesh(x: jax.Array, w: jax.Array, spec: Spec) -> None:
     for array in (x, w):
         if axes := jax.typeof(array).sharding.mesh.explicit_axes:
             raise ValueError(
-                f"ragged_dot: operands are on a mesh with Explicit axes {axes}, for which JAX has no ragged product; "
-                "call it inside jax.shard_map over them"
+                f"ragged_dot: JAX has no ragged product for Explicit mesh axes ({axes}); call it inside jax.shard_map "
+                "over them"
             )
     check_spec_fits("ragged_dot", "weight_spec", spec, mesh_of(w, spec), 3)
 

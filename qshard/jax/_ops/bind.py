@@ -165,7 +165,7 @@ class Op:
         shapes = tuple(a.shape for a in arrays)
         binding = self._bind(arrays, options)
         if self.spec.splits and options.setdefault("split", binding.split) != binding.split:
-            raise ValueError(f"{self.spec.name}: split ({options['split']}) is not the form of {shapes}; leave it out")
+            raise ValueError(f"{self.spec.name}: split ({options['split']}) does not match {shapes}; leave it out")
         logical = list(map(self._split_factors, self.spec.inputs, arrays, binding.inputs))
         results = self._primitive.bind(*_alike(logical, binding), shapes=shapes, **options)
         patterned = tuple(map(_join_factors, results, binding.outputs))
@@ -181,8 +181,8 @@ class Op:
             shards = math.prod(sharding.mesh.shape[name] for name in names_of(entry))
             if len(axis) > 1 and axis[0].size % shards:
                 raise ValueError(
-                    f"{self.spec.name}: {operand.name} {array.shape} has an axis of {size} cut into "
-                    f"{shards} shards, which are not whole blocks of {size // axis[0].size}; cut it at blocks"
+                    f"{self.spec.name}: {operand.name} {array.shape} has an axis of {size} in {shards} shards, not a "
+                    f"whole number of blocks of {size // axis[0].size}; shard it on block boundaries"
                 )
             entries.extend([entry, *[None] * (len(axis) - 1)])
         sizes = [factor.size for axis in view.axes for factor in axis]
@@ -218,15 +218,15 @@ class Op:
         missing = sorted(set(platforms_of(ctx)) - _registered)
         if missing:
             raise NotImplementedError(
-                f"{self.spec.name}: this build of qshard has no kernels for {', '.join(missing)}; "
-                "build it where a CUDA compiler is found, or run on the CPU"
+                f"{self.spec.name}: this build of qshard has no kernels for {', '.join(missing)}; install a build with "
+                "CUDA, or run on the CPU"
             )
         devices = device_count(ctx)
         meshes = (ctx.avals_in[0].sharding.mesh, jax.sharding.get_abstract_mesh())
         if devices > 1 and not options["cuttable"] and all(mesh.empty for mesh in meshes):
             raise ValueError(
-                f"{self.spec.name}: operands (on one device, as far as was known) are compiled for {devices}, and XLA "
-                "would gather all of them; trace within jax.set_mesh(mesh)"
+                f"{self.spec.name}: operands are compiled for {devices} without a mesh, and XLA would gather all of "
+                "them; trace within jax.set_mesh(mesh)"
             )
         binding = self._bind(ctx.avals_in, options, shapes)
         batch_dims = min(binding.lead, max(0, ctx.avals_in[0].ndim - 1))
@@ -250,14 +250,12 @@ class Op:
         **options: Any,
     ) -> Any:
         if not self._has_leading_axes:
-            raise NotImplementedError(f"{self.spec.name}: has no leading axes for vmap to add to; use jax.lax.map")
+            raise NotImplementedError(f"{self.spec.name}: cannot be batched by vmap; use jax.lax.map")
         size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
         grow = [isinstance(operand.terms[0], str) for operand in self.spec.inputs]  # Other operands serve all examples.
         if any(axis is not None and not grows for axis, grows in zip(axes, grow, strict=True)):
             fixed = next(o.name for o, grows in zip(self.spec.inputs, grow, strict=True) if not grows)
-            raise NotImplementedError(
-                f"{self.spec.name}: {fixed} has no leading axes for vmap to add to; use jax.lax.map"
-            )
+            raise NotImplementedError(f"{self.spec.name}: {fixed} cannot be batched by vmap; use jax.lax.map")
         moved = [
             x if not grows else jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
             for x, axis, grows in zip(operands, axes, grow, strict=True)

@@ -71,7 +71,7 @@ def specs_of(op: str, arrays: Sequence[Any]) -> list[Any]:
     """Return the PartitionSpecs of the arrays that XLA passes to a partitioning callback."""
     shardings = [array.sharding for array in arrays]
     if not all(isinstance(sharding, NamedSharding) or sharding.is_fully_replicated for sharding in shardings):
-        raise ValueError(f"{op}: operands are cut over devices of which no mesh tells; trace within jax.set_mesh(mesh)")
+        raise ValueError(f"{op}: operands are sharded, but there is no mesh; trace within jax.set_mesh(mesh)")
     return [sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec() for sharding in shardings]
 
 

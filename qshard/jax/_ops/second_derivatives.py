@@ -28,7 +28,9 @@ _PRODUCT = "multiply with jnp.matmul"
 def second_derivative(op: str) -> NotImplementedError:
     """Return the error for differentiating a gradient of `op`."""
     instead = _INSTEAD.get(op, _PRODUCT)
-    return NotImplementedError(no_second_derivative(op, f"{instead}, or hold x constant with jax.lax.stop_gradient(x)"))
+    return NotImplementedError(
+        no_second_derivative(op, f"{instead}, or stop the gradient of x with jax.lax.stop_gradient(x)")
+    )
 
 
 def of_op(primitive: str) -> Exception:
@@ -38,12 +40,12 @@ def of_op(primitive: str) -> Exception:
         return second_derivative(function)
     if primitive.startswith("dequantize"):
         return TypeError(
-            f"{primitive}: codes have no gradient, and are in what is differentiated; leave them out, such as by "
-            "argnums, or train a PrimaryWeight with qshard.jax.value_and_grad"
+            f"{primitive}: codes have no gradient; exclude them from differentiation (argnums=), or train a "
+            "PrimaryWeight with qshard.jax.value_and_grad"
         )
     return TypeError(
-        f"{primitive}: rounding to codes has no derivative; differentiate qshard.jax.linear, or hold the codes "
-        "constant with jax.lax.stop_gradient(x)"
+        f"{primitive}: quantization has no derivative; use qshard.jax.linear, or stop the gradient with "
+        "jax.lax.stop_gradient(x)"
     )
 
 

@@ -53,7 +53,7 @@ def check_array(op: str, name: str, x: Any) -> None:
     if isinstance(getattr(x, "format", None), Format):
         raise TypeError(already_quantized(op, name, x))
     make = "from_dlpack" if hasattr(x, "__dlpack__") else "asarray"
-    raise TypeError(f"{op}: {name} ({quote(x)}) is not an array of JAX or NumPy; pass jnp.{make}({name})")
+    raise TypeError(f"{op}: {name} ({quote(x)}) is not a JAX or NumPy array; pass jnp.{make}({name})")
 
 
 def check_sizes(op: str, name: str, shape: Sequence[Any]) -> None:
@@ -61,8 +61,7 @@ def check_sizes(op: str, name: str, shape: Sequence[Any]) -> None:
     if not all(isinstance(size, int | np.integer) for size in shape):
         sizes = ", ".join(map(str, shape))
         raise ValueError(
-            f"{op}: {name} [{sizes}] has a symbolic size, and blocks are laid out by numbers; export a program for "
-            "each shape"
+            f"{op}: {name} [{sizes}] has a symbolic size, but blocks need known sizes; export one program per shape"
         )
 
 
@@ -79,7 +78,7 @@ def as_float_name(op: str, dtype: Any, argument: str = "dtype") -> str:
     except TypeError:
         name = ""
     if name not in FLOATS:
-        raise TypeError(f"{op}: {argument} ({quote(dtype)}) is not {join_names(FLOATS)}; ask for one")
+        raise TypeError(f"{op}: {argument} ({quote(dtype)}) is not {join_names(FLOATS)}; pass one of these")
     return name
 
 
@@ -89,14 +88,14 @@ def as_axes(op: str, axis_name: Any, name: str = "axis_name") -> tuple[str, ...]
         return ()
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(axes, Iterable) or not all(isinstance(axis, str) for axis in axes):
-        raise TypeError(f"{op}: {name} ({quote(axis_name)}) is not the name of a mesh axis, or several; pass names")
+        raise TypeError(f"{op}: {name} ({quote(axis_name)}) is not a mesh axis name or a tuple of them; pass one")
     axes = tuple(axes)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     for axis in axes:
         if axis not in manual:
             raise ValueError(
-                f"{op}: {name} ({axis!r}) is not an axis of a jax.shard_map around this call ({manual or 'none'}); "
-                f"name one of its axes, or leave {name} out"
+                f"{op}: {name} ({axis!r}) is not an axis of an enclosing jax.shard_map ({manual or 'none'}); call it "
+                f"inside shard_map over that axis, or leave {name} out"
             )
     return axes
 
@@ -105,7 +104,7 @@ def as_names(op: str, name: str, axes: Any) -> tuple[str, ...]:
     """Return the mesh axes that a caller named: one, several or none."""
     made = () if axes is None else (axes,) if isinstance(axes, str) else axes
     if not isinstance(made, Iterable) or not all(isinstance(axis, str) for axis in made):
-        raise TypeError(f"{op}: {name} ({quote(axes)}) is not the name of a mesh axis, or several; pass names")
+        raise TypeError(f"{op}: {name} ({quote(axes)}) is not a mesh axis name or a tuple of them; pass one")
     return tuple(made)
 
 
@@ -113,7 +112,7 @@ def check_spec(op: str, name: str, spec: Any) -> None:
     """Raise TypeError unless `spec` is None, a PartitionSpec or a NamedSharding."""
     if spec is not None and not isinstance(spec, PartitionSpec | NamedSharding):
         entries = ", ".join(map(repr, spec)) if isinstance(spec, tuple | list) else repr(spec)
-        raise TypeError(f"{op}: {name} ({quote(spec)}) is not a PartitionSpec or a NamedSharding; pass P({entries})")
+        raise TypeError(f"{op}: {name} ({quote(spec)}) is not a PartitionSpec or NamedSharding; pass P({entries})")
 
 
 def check_spec_fits(op: str, name: str, spec: Any, mesh: Any, ndim: int) -> None:
@@ -122,7 +121,7 @@ def check_spec_fits(op: str, name: str, spec: Any, mesh: Any, ndim: int) -> None
         return
     entries = spec.spec if isinstance(spec, NamedSharding) else spec
     if len(entries) > ndim:
-        raise ValueError(f"{op}: {name} ({entries}) has more entries than the {ndim} axes of the array; leave some out")
+        raise ValueError(f"{op}: {name} ({entries}) has more entries than the {ndim} axes of the array; remove some")
     for axis in (axis for entry in entries for axis in names_of(entry)):
         if axis not in mesh.axis_names:
             raise ValueError(
@@ -144,5 +143,6 @@ def seed_words(op: str, seed: Any) -> Any:
     if isinstance(seed, int) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer) and shape == ()):
         return jnp.asarray(words_of(seed, f"{op}: seed"))
     raise TypeError(
-        f"{op}: seed ({quote(seed)}) is not an integer, int32 or uint32 of shape (2,), or a jax.random key; pass one"
+        f"{op}: seed ({quote(seed)}) is not an integer, a jax.random key, or int32 or uint32 of shape (2,); pass one "
+        "of these"
     )

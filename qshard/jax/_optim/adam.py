@@ -192,7 +192,9 @@ def _transformation(
 
     def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         if not isinstance(state, AdamState):
-            raise TypeError(f"{op}: state ({quote(state)}) is not an AdamState; pass what init or the last update gave")
+            raise TypeError(
+                f"{op}: state ({quote(state)}) is not an AdamState; pass the result of init or of the last update"
+            )
         count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         numbers = settings(rate, b1, b2, eps, weight_decay)
@@ -232,12 +234,15 @@ def _step(
 ) -> tuple[jax.Array, Any, Any, Any]:
     low = "none" if master is None else "master"
     if param is None and (decay != "none" or low != "none"):
-        raise ValueError(f"{op}: params (None) are not there to decay, or to compare with masters; pass them to update")
+        raise ValueError(f"{op}: params (None) are needed for weight decay or master weights; pass them to update")
     check_array(op, "updates", grad)
     check_dtype(op, "updates", grad)
     shape = jnp.shape(mu.data if isinstance(mu, ScaledState) else mu)
     if jnp.shape(grad) != shape:
-        raise ValueError(f"{op}: updates {jnp.shape(grad)} do not fit the state {shape}; pass those of its parameters")
+        raise ValueError(
+            f"{op}: updates {jnp.shape(grad)} do not fit the state {shape}; pass the gradients of the parameters given "
+            "to init"
+        )
     if grad.size == 0:
         return jnp.zeros_like(grad, dtype=jnp.float32), mu, nu, master
     plain = decay == "none" and low == "none"
@@ -325,7 +330,7 @@ def _blocks(x: jax.Array) -> jax.Array:
     shards = math.prod(sharding.mesh.shape[name] for name in names_of(sharding.spec[-1]))
     if x.shape[-1] // BLOCK % shards:
         raise ValueError(
-            f"adam: parameter {x.shape} (last axis cut into {shards}) is not cut at blocks of {BLOCK}, which states in "
-            "few bits have scales for; cut another axis, or keep states in bfloat16"
+            f"adam: parameter {x.shape} (last axis in {shards} shards) is not sharded on blocks of {BLOCK}, as scaled "
+            "FP8 states need; shard another axis, or keep states in bfloat16"
         )
     return reshape(x, (*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK), (*sharding.spec, None))

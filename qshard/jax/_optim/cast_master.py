@@ -78,21 +78,22 @@ def cast_master(
     Sources: TransformerEngine `quantize_master_weights`.
     """
     if not isinstance(plan, MasterPlan):
-        raise TypeError(
-            f"cast_master: plan ({quote(plan)}) is not a MasterPlan; pass one of qshard._core.flat_shards.plan_master"
-        )
+        raise TypeError(f"cast_master: plan ({quote(plan)}) is not a MasterPlan; pass the result of plan_master")
     n = len(plan.shapes)
     if len(masters) != n or (weights is not None and len(weights) != n):
-        raise ValueError(f"cast_master: {len(masters)} masters are not one for each of {n} weights; give empty ones")
+        raise ValueError(
+            f"cast_master: got {len(masters)} masters for {n} weights; pass one per weight, empty where this device "
+            "has no slice"
+        )
     if seeds is not None and (not isinstance(seeds, Sequence | jax.Array | np.ndarray) or len(seeds) != n):
-        raise ValueError(f"cast_master: seeds ({quote(seeds)}) is not one for each of {n} weights; pass a list of {n}")
+        raise ValueError(f"cast_master: seeds ({quote(seeds)}) is not a list of {n} seeds; pass one per weight")
     for i, m in enumerate(masters):
         check_array("cast_master", f"masters[{i}]", m)
     flat = [jnp.reshape(m, -1) for m in masters]
     for i, m in enumerate(flat):
         if str(m.dtype) != plan.dtypes[i]:
             raise TypeError(
-                f"cast_master: masters[{i}] ({m.dtype}) is not {plan.dtypes[i]}, as the plan has it; cast it"
+                f"cast_master: masters[{i}] ({m.dtype}) is not {plan.dtypes[i]}, the dtype of the plan; cast it"
             )
         if weights is None:
             continue
@@ -100,7 +101,7 @@ def cast_master(
             raise TypeError(f"cast_master: weights[{i}] ({quote(weights[i])}) is not a QuantizedArray; quantize it")
         if weights[i].format != plan.formats[i] or weights[i].shape != plan.shapes[i]:
             raise ValueError(
-                f"cast_master: weights[{i}] ({weights[i].format} {weights[i].shape}) is not what the plan has, "
+                f"cast_master: weights[{i}] ({weights[i].format} {weights[i].shape}) does not match the plan, "
                 f"{plan.formats[i]} {plan.shapes[i]}; plan with its format and shape"
             )
     if weights is None:
@@ -154,7 +155,9 @@ def join_pieces(
     """
     fmt = as_format(fmt, "join_pieces")
     if jnp.ndim(pieces) != 2 or str(pieces.dtype) != "uint8":
-        raise ValueError(f"join_pieces: pieces ({quote(pieces)}) is not uint8 [slices, bytes]; stack the data of all")
+        raise ValueError(
+            f"join_pieces: pieces ({quote(pieces)}) is not uint8 [slices, bytes]; stack the data of all slices"
+        )
     count, room = pieces.shape
     data_shape = layout.plane(fmt, shape, usage, op="join_pieces").data_shape
     size = math.prod(data_shape)
@@ -179,9 +182,13 @@ def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
         words = jnp.asarray(numbers).astype(jnp.uint32)
     else:
         if isinstance(numbers, int):
-            raise TypeError(f"cast_master: starts ({numbers}) is not one number for each of {n} weights; pass a list")
+            raise TypeError(
+                f"cast_master: starts ({numbers}) is not a list of integers; pass one for each of {n} weights"
+            )
         pairs = [jnp.asarray(words_of(number, "cast_master: starts")) for number in numbers]
         words = jnp.stack(vary_alike(*pairs)) if pairs else jnp.zeros((0, 2), jnp.uint32)
     if words.shape != (n, 2):
-        raise ValueError(f"cast_master: starts {words.shape} is not one number for each of {n} weights; give (n,)")
+        raise ValueError(
+            f"cast_master: starts {words.shape} is not one integer for each of {n} weights; pass shape (n,)"
+        )
     return words

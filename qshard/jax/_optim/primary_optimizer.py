@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
+from qshard._core.layer_recipes import check_filter
 from qshard._core.operands import OperandSpec
 from qshard._core.validation import quote
 from qshard.formats import Usage
@@ -80,8 +81,8 @@ class PrimaryOptimizer:
             name = jax.tree_util.keystr(path)
             if _is_codes(p):
                 raise TypeError(
-                    f"optimizer: params{name} ({p}) is codes, and its values are gone; give init what it was made of, "
-                    "or its dequantize() to begin with the values of the codes"
+                    f"optimizer: params{name} ({p}) is already quantized, without its master; pass init the float "
+                    "weight, or its dequantize() to start from rounded values"
                 )
             if not self.filter(name, p):
                 masters.append(None)
@@ -90,8 +91,8 @@ class PrimaryOptimizer:
             check_dtype("optimizer", f"params{name}", p)
             if jnp.ndim(p) < 2:
                 raise ValueError(
-                    f"optimizer: params{name} {jnp.shape(p)} has less than two axes, and is no weight [N, K]; let "
-                    "filter leave it out"
+                    f"optimizer: params{name} {jnp.shape(p)} has fewer than two axes, so it is not a weight [N, K]; "
+                    "exclude it with filter="
                 )
             masters.append(_copy(p))
         leaves = [p if master is None else master for (_, p), master in zip(paths, masters, strict=True)]
@@ -143,17 +144,17 @@ class PrimaryOptimizer:
         In `shard_map` it is collective, like `recast`.
         """
         if params is None:
-            raise ValueError("optimizer: params (None) are not there, and updates are made for them; pass them")
+            raise ValueError("optimizer: params (None) are required; pass them to update")
         names, leaves, masters, structure = self._flat(state, params)
         given = structure.flatten_up_to(grads)
         for name, p, master, grad in zip(names, leaves, masters, given, strict=True):
             if master is not None and not is_primary(p):
                 raise TypeError(
-                    f"optimizer: params{name} ({quote(p)}) is not codes yet; begin with recast(state, params)"
+                    f"optimizer: params{name} ({quote(p)}) is not quantized yet; call recast(state, params) first"
                 )
             if master is not None and (_is_codes(grad) or jnp.shape(grad) != jnp.shape(master)):
                 raise ValueError(
-                    f"optimizer: grads{name} ({quote(grad)}) is not the gradient of a weight {master.shape}; take "
+                    f"optimizer: grads{name} ({quote(grad)}) is not the gradient of a weight {master.shape}; use "
                     "qshard.jax.value_and_grad"
                 )
         scales = self._scales(structure, masters, states)
@@ -199,8 +200,8 @@ class PrimaryOptimizer:
         """
         if not isinstance(state, PrimaryState):
             raise TypeError(
-                f"optimizer: state ({quote(state)}) is not a PrimaryState; pass what init or update gave, and restore "
-                "checkpoints to a target, such as jax.eval_shape(optimizer.init, values) of float params"
+                f"optimizer: state ({quote(state)}) is not a PrimaryState; pass the result of init or update, and "
+                "restore checkpoints into jax.eval_shape(optimizer.init, float_params)"
             )
         structure: Any
         paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_primary)
@@ -221,15 +222,13 @@ class PrimaryOptimizer:
             return None
         if states is None:
             raise ValueError(
-                "optimizer: states (None) are not there, and DelayedScaling makes codes under their scales; pass a "
-                "tree like params, of a LinearState for each primary weight"
+                "optimizer: DelayedScaling quantizes with the scales in `states`, which is None; pass a tree like "
+                "params, with a LinearState for each primary weight"
             )
         of_masters = zip(structure.flatten_up_to(states), masters, strict=True)
         chosen = [state for state, master in of_masters if master is not None]
         if not all(isinstance(state, LinearState) for state in chosen):
-            raise TypeError(
-                "optimizer: states do not have a LinearState for each primary weight; pass a tree like params"
-            )
+            raise TypeError("optimizer: states lack a LinearState for a primary weight; pass a tree like params")
         return [state.weight.scale for state in chosen]
 
     def _cast(self, names: list[str], masters: list[Any], scales: list[jax.Array] | None) -> list[PrimaryWeight]:
@@ -297,13 +296,12 @@ def optimizer(
     """
     recipe = as_recipe(recipe, "optimizer")
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
-        raise TypeError(f"optimizer: inner ({quote(inner)}) is not a pair of init and update; pass an optax optimizer")
-    if filter is not None and not callable(filter):
-        raise TypeError(f"optimizer: filter ({quote(filter)}) is not a function; pass one of a path and a parameter")
+        raise TypeError(f"optimizer: inner ({quote(inner)}) has no init and update; pass an optax optimizer")
+    check_filter("optimizer", filter, "a path and a parameter", "lambda path, p: p.ndim > 1")
     if (refusal := recipe.weight.gather_refusal) is not None:
         raise ValueError(
-            f"optimizer: weights cannot be codes of {recipe.weight}: {refusal}; pass a recipe with square blocks or "
-            "one scale for weights"
+            f"optimizer: weights cannot be codes of {recipe.weight}: {refusal}; pass a recipe whose weight format has "
+            "2-D blocks or a tensor scale"
         )
     if not callable(spec):
         check_spec("optimizer", "spec", spec)

@@ -23,12 +23,12 @@ from qshard._core.validation import quote
 from qshard.jax._quantized.operators import NoArithmetic
 from qshard.jax._quantized.primary import PrimaryWeight
 
-_REMEDY = "give other transforms to qshard.jax.optimizer, as inner"
+_REMEDY = "pass other transforms to qshard.jax.optimizer as inner"
 _SEAL = np.array([0x51534844], np.uint32)
 
 
 def _no_numbers(*_: Any) -> NoReturn:
-    raise TypeError(f"CodesUpdate: seal is not a key for random numbers; {_REMEDY}")
+    raise TypeError(f"CodesUpdate: a transform used it as a random key; {_REMEDY}")
 
 
 _SEALS = jax_random.define_prng_impl(
@@ -54,7 +54,7 @@ class CodesUpdate(NoArithmetic):
 
     seal: jax.Array
     codes: jax.Array | None
-    _REMEDY = f"an op on new codes; {_REMEDY}"
+    _REMEDY = f"supported on new codes; {_REMEDY}"
 
     @classmethod
     def of(cls, weight: PrimaryWeight) -> PrimaryWeight:
@@ -79,7 +79,7 @@ class CodesUpdate(NoArithmetic):
         if (old.dtype, old.shape) != (codes.dtype, codes.shape):
             raise ValueError(
                 f"apply_updates: the update of a PrimaryWeight ({quote(codes)}) does not fit params ({quote(old)}): "
-                f"they are others, or a function of trees changed the update; {_REMEDY}"
+                f"params are not those of the update, or a transform changed it; {_REMEDY}"
             )
         return codes if getattr(self, "_untouched", False) else self._check_seal(codes)
 
@@ -89,9 +89,7 @@ class CodesUpdate(NoArithmetic):
         """Return `codes` if the seal is intact. Else raise, or under `jit` return all bits set: scales that are NaN."""
         sealed = jnp.all(jax.random.key_data(self.seal) == _SEAL[0])
         if not isinstance(sealed, jax.core.Tracer) and not sealed:
-            raise ValueError(
-                f"apply_updates: the update of a PrimaryWeight was changed by a function of trees; {_REMEDY}"
-            )
+            raise ValueError(f"apply_updates: a transform changed the update of a PrimaryWeight; {_REMEDY}")
         if self.codes is None:
             return codes
         # All bits set mean NaN in every scale dtype.

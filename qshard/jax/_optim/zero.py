@@ -22,6 +22,7 @@ from jax import lax
 
 from qshard._core.adam import BLOCK
 from qshard._core.flat_shards import MasterPlan, check_world, plan_master, plan_shards
+from qshard._core.layer_recipes import check_filter
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, quote
 from qshard.formats import Format, Usage
@@ -231,13 +232,10 @@ def plan_zero(
     Sources: ZeRO, arXiv:1910.02054.
     """
     check_world("plan_zero", world)
-    if not callable(formats):
-        raise TypeError(
-            f"plan_zero: formats ({quote(formats)}) is not a function; pass one that gives a format, or None, for a "
-            "path and a parameter"
-        )
+    takes, example = "a path and a parameter", "lambda path, p: 'MXFP8_32x32' if p.ndim > 1 else None"
+    check_filter("plan_zero", formats, takes, example, argument="formats")
     if not isinstance(axis_name, str):
-        raise TypeError(f"plan_zero: axis_name ({quote(axis_name)}) is not the name of one mesh axis; pass one")
+        raise TypeError(f"plan_zero: axis_name ({quote(axis_name)}) is not one mesh axis name; pass one")
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves = []
     for path, p in paths:
@@ -250,8 +248,8 @@ def plan_zero(
             check_dtype("plan_zero", name, p)
             if fmt.gather_refusal is not None:
                 raise ValueError(
-                    f"plan_zero: {name} cannot travel as codes of {fmt}: {fmt.gather_refusal}; "
-                    "let formats give None for it, and give the weight to linear"
+                    f"plan_zero: {name} cannot be gathered as codes of {fmt}: {fmt.gather_refusal}; return None for it "
+                    "in formats, and pass the weight to linear"
                 )
             length = plan_shards([shape], fmt, world, op="plan_zero", name=name)[0].padded
         length = max(1, length)  # XLA cannot all-gather an empty array.

@@ -55,7 +55,7 @@ def gather(q: QuantizedArray, axis_name: str | Sequence[str], *, spec: Spec = No
         raise TypeError(f"gather: q ({quote(q)}) is not a QuantizedArray; quantize it first")
     check_spec("gather", "spec", spec)
     if not q.planes:
-        raise ValueError(f"gather: {q} holds nothing to gather; quantize with a usage")
+        raise ValueError(f"gather: {q} has no plane to gather; quantize with a usage")
     axes = as_names("gather", "axis_name", axis_name)
     return WeightSharding(spec_of_codes(q, axes, spec, op="gather", name="axis_name"), axes).gather(q)
 
@@ -86,7 +86,7 @@ def as_layout(op: str, layout: Any) -> WeightLayout:
     """Return the weight layout that a caller passed, or raise ValueError."""
     if layout not in get_args(WeightLayout):
         raise ValueError(
-            f"{op}: weight_layout ({quote(layout)}) is not how w lies; pass 'NK' for [N, K] or 'KN' for [K, N]"
+            f"{op}: weight_layout ({quote(layout)}) is not a layout; pass 'NK' for w [N, K] or 'KN' for w [K, N]"
         )
     return cast(WeightLayout, layout)
 
@@ -265,8 +265,8 @@ def _check_shared(scale: jax.Array, axes: tuple[str, ...], cut: tuple[str, ...] 
     if differs or not fits:
         what = f"of shape {scale.shape}" if not fits else f"varying over {', '.join(map(repr, differs))}"
         raise ValueError(
-            f"gather: scale_inv ({what}) is not one scale for the whole tensor; "
-            f"quantize with axis_name={(axes[0] if len(axes) == 1 else axes)!r}, or give it the scales"
+            f"gather: scale_inv ({what}) is not one scale for the whole tensor; quantize with "
+            f"axis_name={(axes[0] if len(axes) == 1 else axes)!r}, or pass scales="
         )
 
 
@@ -277,8 +277,8 @@ def _check_adjacent(cut: ShardSpec, axes: tuple[str, ...]) -> None:
         kept = [name for name in sizeable if name not in axes]
         if sizeable[: len(kept)] != kept:
             raise ValueError(
-                f"gather: axis {axis} is cut along {names}, and pieces gathered along {axes} alone do not follow one "
-                f"another; gather along {kept[-1]!r} too, or first"
+                f"gather: axis {axis} is sharded over {names}, so shards gathered over {axes} alone are not adjacent; "
+                f"gather over {kept[-1]!r} too, or first"
             )
 
 
@@ -292,6 +292,6 @@ def _check_rows_follow(cut: ShardSpec, axes: tuple[str, ...], what: str) -> None
     """Raise ValueError if the gathered rows are not contiguous in an array that has all rows in one axis."""
     if inner := [name for name in axes if name in cut.inner_axes]:
         raise ValueError(
-            f"gather: spec ({cut.spec}) does not cut the first or the last axis along {join_names(map(repr, inner))}, "
-            f"so that pieces of {what} do not follow one another; gather the rowwise plane, of a format without squares"
+            f"gather: spec ({cut.spec}) does not shard the first or last axis over {join_names(map(repr, inner))}, so "
+            f"shards of {what} are not adjacent; gather the rowwise plane, in a format with 1-D blocks"
         )

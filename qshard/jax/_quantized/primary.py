@@ -98,9 +98,9 @@ class PrimaryWeight(NoArithmetic):
         if isinstance(array, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(array.dtype, np.number):
             name = next(name for name, value in vars(self).items() if value is array)
             raise TypeError(
-                f"PrimaryWeight: {name} ({quote(array)}) is not {'uint8' if name == 'data' else 'unsigned'}: a "
-                "function of trees computed with codes; give it qshard.jax.dequantize_tree(params), or the masters in "
-                "the optimizer's state"
+                f"PrimaryWeight: {name} ({quote(array)}) is not {'uint8' if name == 'data' else 'unsigned'}: a tree "
+                "function changed its codes; apply it to qshard.jax.dequantize_tree(params), or to the masters in the "
+                "optimizer's state"
             )
 
     @classmethod
@@ -208,8 +208,8 @@ def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
             return node.dequantize(dtype)
         if node.shards is not None:
             raise TypeError(
-                f"dequantize_tree: tree ({quote(node)}) has a weight of ZeRO, whose slices are on all devices; "
-                "take the masters"
+                f"dequantize_tree: tree ({quote(node)}) has a weight of ZeRO, whose slices are on all devices; use the "
+                "masters"
             )
         values = node.codes.dequantize(dtype)
         return values if node.sink is None else _with_sink(values, node.sink)
@@ -258,7 +258,7 @@ def value_and_grad(
     (12544.0, (16, 32), 'float32')
     """
     if not callable(fun):
-        raise TypeError(f"value_and_grad: fun ({quote(fun)}) is not a function; pass the loss")
+        raise TypeError(f"value_and_grad: fun ({quote(fun)}) is not a function; pass the loss function")
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
@@ -323,6 +323,6 @@ def _constant(codes: Any) -> Any:
 @_constant.defjvp
 def _raise_at_derivative(primals: Any, _: Any) -> Any:
     raise TypeError(
-        "linear: w (codes) has no gradient, and is in what is differentiated; leave frozen weights out of it, such as "
-        "by argnums, or train a PrimaryWeight with qshard.jax.value_and_grad"
+        "linear: w is quantized, and codes have no gradient; exclude it from differentiation (argnums=), or train a "
+        "PrimaryWeight with qshard.jax.value_and_grad"
     )

@@ -276,10 +276,10 @@ def _quantize_partial_blocks(
         return quantize_steps.transpose_plane(_steps_of(cut), made, fmt)
     pieces = _partial_blocks(where, cut, x.shape)
     assert pieces is not None
-    if (refusal := "the rotation mixes all of a block" if where.rotated else fmt.slice_refusal) is not None:
+    if (refusal := "the rotation mixes all elements of a block" if where.rotated else fmt.slice_refusal) is not None:
         raise ValueError(
-            f"{op}: {name} {x.shape}, cut into {' x '.join(map(str, cut.shards))} shards, cuts blocks of {fmt}, and "
-            f"{refusal}; cut it at blocks"
+            f"{op}: {name} {x.shape}in {' x '.join(map(str, cut.shards))} shards splits blocks of {fmt}, and "
+            f"{refusal}; shard it on block boundaries"
         )
     amax = scales.block_amax
     if amax is not None and x.ndim > 2 and pieces.rows is None:
@@ -372,7 +372,7 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: ShardSpec) -> WeightScales:
     where = layout.plane(fmt, cut.whole(x.shape), Usage.ROWWISE, op="compute_scales", name="weights")
     if where.global_scale_shape:
         raise ValueError(
-            f"compute_scales: recipe ({fmt}) has a scale for each row of a weight, and shards share none; leave it out"
+            f"compute_scales: recipe ({fmt}) has one scale per row, so shards share none; leave compute_scales out"
         )
     amax, block_amax = quantize_steps.global_amax(_steps_of(cut), x, fmt), None
     matrix, cut = matrices_of(x, {Usage.ROWWISE: where}, cut, "compute_scales", "weights")
@@ -391,16 +391,18 @@ def as_scales(op: str, name: str, scales: Any) -> WeightScales | None:
     if isinstance(scales, tuple) and len(scales) == 2:
         return WeightScales(*scales)
     raise TypeError(
-        f"{op}: {name} ({quote(scales)}) is not the WeightScales of one tensor, or a pair (scale, scale_inv); pass "
-        "what compute_scales gives for it"
+        f"{op}: {name} ({quote(scales)}) is not a WeightScales or a pair (scale, scale_inv); pass the result of "
+        "compute_scales for this tensor"
     )
 
 
 def _check_scales(op: str, name: str, scales: WeightScales, fmt: Format) -> None:
     given = {field: part for field, part in scales._asdict().items() if part is not None}
     if not fmt.per_tensor and "scale" in given:
-        raise ValueError(f"{op}: {name} (of a tensor) are not what {fmt} takes, one scale a block; leave them out")
+        raise ValueError(f"{op}: {name} is per tensor, but {fmt} has one scale per block; leave it out")
     for field, part in given.items():
         shape, dtype = jnp.shape(part), str(jnp.result_type(part))
         if dtype != "float32" or (field != "block_amax" and shape != ()):
-            raise ValueError(f"{op}: {name}.{field} ({dtype} {shape}) is not one float32; pass those of one tensor")
+            raise ValueError(
+                f"{op}: {name}.{field} ({dtype} {shape}) is not a float32 scalar; pass the scales of one tensor"
+            )

@@ -74,7 +74,7 @@ def _to_planes(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] 
     if not isinstance(value, QuantizedArray):
         return None
     if not value.planes:
-        raise ValueError(f"to_plain: {name} ({value}) has no plane; there is nothing to save")
+        raise ValueError(f"to_plain: {name} ({value}) has no plane; quantize it with a usage")
     planes = {usage: Plane(*map(_bytes, parts)) for usage, parts in value.planes.items()}
     dtype = np.dtype(value.dtype).name
     description = Description(format=value.format, shape=value.shape, dtype=dtype, planes=tuple(planes))
@@ -82,8 +82,8 @@ def _to_planes(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] 
         description.take(serialization.flat(planes))
     except ValueError as error:
         raise ValueError(
-            f"to_plain: {name} ({value}, shape {value.shape}) is not one whole tensor, but stacked or a shard; take it "
-            "apart, or gather it, first"
+            f"to_plain: {name} ({value}, shape {value.shape}) is stacked or a shard, not one whole tensor; split it, "
+            "or gather it, first"
         ) from error
     return description, planes
 

@@ -99,7 +99,7 @@ def rebuild(tree: Any, metadata: Mapping[str, Any] | None) -> Any:
     text = (metadata or {}).get(KEY)
     if text is None:
         raise ValueError(
-            f"rebuild: metadata ({quote(metadata)}) has no {KEY!r}; save what describe(tree) gives with it"
+            f"rebuild: metadata ({quote(metadata)}) has no {KEY!r}; save the result of describe(tree) with it"
         )
     for at, make in _nodes(text):
         tree = _replace(tree, at, make, at)
@@ -134,11 +134,13 @@ def _nodes(text: str) -> list[tuple[_Keys, Callable[[Any, str], Any]]]:
     except (TypeError, ValueError):
         read = None
     if not isinstance(read, dict) or "version" not in read:
-        raise ValueError(f"rebuild: metadata ({str(text)[:40]!r}) is not of describe; pass what the checkpoint has")
+        raise ValueError(
+            f"rebuild: metadata ({str(text)[:40]!r}) is not from describe; pass the metadata of the checkpoint"
+        )
     if read["version"] != VERSION:
         raise ValueError(
-            f"rebuild: version ({read['version']!r}) is not {VERSION}, the one that this qshard reads; "
-            "read it with a newer qshard"
+            f"rebuild: version ({read['version']!r}) is not {VERSION}, which this version of qshard reads; read it "
+            "with a newer one"
         )
     kinds = {kind.__name__: kind for kind in _ROOTS}
     try:
@@ -150,7 +152,7 @@ def _nodes(text: str) -> list[tuple[_Keys, Callable[[Any, str], Any]]]:
             for node in read["nodes"]
         ]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"rebuild: metadata ({text[:40]!r}) is not one that this qshard knows: {error}") from None
+        raise ValueError(f"rebuild: metadata ({text[:40]!r}) is unknown to this version of qshard: {error}") from None
 
 
 def _replace(tree: Any, keys: _Keys, make: Callable[[Any, str], Any], at: _Keys) -> Any:
@@ -169,7 +171,7 @@ def _replace(tree: Any, keys: _Keys, make: Callable[[Any, str], Any], at: _Keys)
     elif hasattr(tree, first):  # A node of the user's, from a restore with a target: check its fields and keep it.
         _replace(getattr(tree, first), tuple(rest), make, at)
         return tree
-    raise ValueError(f"rebuild: tree has nothing at {where} ({first} is absent); pass what the checkpoint gave back")
+    raise ValueError(f"rebuild: tree has nothing at {where} ({first} is absent); pass the restored tree unchanged")
 
 
 def _like(tree: Any, items: dict[Any, Any]) -> Any:
@@ -182,14 +184,14 @@ def _make(kind: type, static: Mapping[str, Any], node: Any, where: str) -> Any:
         for name, value in static.items():
             if getattr(node, name) != value:
                 raise ValueError(
-                    f"rebuild: {where} ({name} {getattr(node, name)}) is not of {name} {value}, as it was saved; "
-                    "restore it to a target that is"
+                    f"rebuild: {where} ({name} {getattr(node, name)}) was saved with {name} {value}; restore it into a "
+                    "target that has it"
                 )
         return node
     below = _FIELDS[kind]
     if not isinstance(node, Mapping) or not set(node) <= set(below):
         given = ", ".join(map(str, node)) if isinstance(node, Mapping) else type(node).__name__
-        raise ValueError(f"rebuild: {where} ({given}) is not a {kind.__name__}, as it was saved; pass the whole tree")
+        raise ValueError(f"rebuild: {where} ({given}) was saved as a {kind.__name__}; pass the whole restored tree")
 
     def part(name: str) -> Any:
         value, of = node.get(name), below[name]
@@ -213,7 +215,7 @@ def _from_state(serialization: ModuleType, target: Any, state: Any) -> Any:
     if not isinstance(state, Mapping) or set(state) != names:
         given = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(
-            f"from_state_dict: state ({given}) is not of a {kind.__name__}; give a target like what was saved"
+            f"from_state_dict: state ({given}) is not the state of a {kind.__name__}; pass a target like the saved tree"
         )
     static = {}
     if kind in _CODES:
@@ -221,8 +223,8 @@ def _from_state(serialization: ModuleType, target: Any, state: Any) -> Any:
         for name, value in static.items():
             if getattr(target, name) != value:
                 raise ValueError(
-                    f"from_state_dict: target ({name} {getattr(target, name)}) is not of {name} {value}, as the state; "
-                    "give a target like what was saved"
+                    f"from_state_dict: target ({name} {getattr(target, name)}) does not have the {name} of the state, "
+                    f"{value}; pass a target like the saved tree"
                 )
     fields = {name: serialization.from_state_dict(getattr(target, name), state[name], name) for name in _FIELDS[kind]}
     return kind(**static, **fields)

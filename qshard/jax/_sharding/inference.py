@@ -64,8 +64,8 @@ class MeshAxisRoles:
         for axis in axes:
             if axis not in (*self.gathered, *self.kept_axes):
                 raise ValueError(
-                    f"{self.op}: {name} is cut along {axis!r} ({sharding.spec}), which is neither gather_axis "
-                    f"({self.gather_axis!r}) nor in kept_axes {self.kept_axes}; name it in one of them"
+                    f"{self.op}: {name} is sharded over {axis!r} ({sharding.spec}), which is neither gather_axis "
+                    f"({self.gather_axis!r}) nor in kept_axes {self.kept_axes}; add it to one of them"
                 )
         if not axes:
             return {}
@@ -77,10 +77,10 @@ class MeshAxisRoles:
     def check_used(self, weights: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise ValueError if `gather_axis` shards none of the weights."""
         if self.gathered and not any("gather_axis" in options for options in weights.values()):
-            cuts = {str(options["weight_spec"].spec) if options else "not cut" for options in weights.values()}
+            cuts = {str(options["weight_spec"].spec) if options else "not sharded" for options in weights.values()}
             raise ValueError(
-                f"{self.op}: gather_axis ({self.gather_axis!r}) cuts none of the {len(weights)} weights "
-                f"({', '.join(sorted(cuts)[:3])}); shard them first, or name the axis that cuts them"
+                f"{self.op}: gather_axis ({self.gather_axis!r}) shards none of the {len(weights)} weights "
+                f"({', '.join(sorted(cuts)[:3])}); shard them first, or pass the axis that shards them"
             )
 
 

@@ -191,9 +191,8 @@ def _check_mixed(function: RowFunction, operands: Sequence[jax.Array]) -> None:
                 sharding.mesh.shape[name] > 1 for name in names_of(entry)
             ):
                 raise ValueError(
-                    f"{function.op}: {word} of {x.shape} are cut over {entry!r} of a mesh whose axes are of several "
-                    f"kinds, {sharding.mesh.axis_types}; enter shard_map over all of them, and pass axis_name for "
-                    "classes"
+                    f"{function.op}: {word} of {x.shape} are sharded over {entry!r} of a mesh with mixed axis types, "
+                    f"{sharding.mesh.axis_types}; enter shard_map over all of its axes, and pass axis_name for classes"
                 )
 
 

@@ -130,7 +130,8 @@ class ShardSpec:
             whole = axis in mesh.explicit_axes and (mesh.shape[axis] == 1 or axis in told)
             if not whole and axis not in cut.axes:
                 raise ValueError(
-                    f"{op}: {spec_name} ({cut.spec}) does not have {name} ({axis!r}); name what cuts the tensor"
+                    f"{op}: {spec_name} ({cut.spec}) does not shard over {name} ({axis!r}); pass the spec that the "
+                    "tensor has"
                 )
         return cut
 
@@ -380,8 +381,8 @@ def matrices_of(
 def scattered_rows_error(x: jax.Array, fmt: Format, unit: int, cut: ShardSpec, op: str, name: str) -> ValueError:
     """Return the error for a shard with scattered rows, where blocks or random bits need contiguous rows."""
     return ValueError(
-        f"{op}: {name} {x.shape}, of a whole cut by {cut.spec}, has rows that do not follow one another there, and an "
-        f"axis of {x.shape[-2]} that is no whole number of the {unit} rows of a block of {fmt}; cut it at blocks"
+        f"{op}: {name} {x.shape}is a shard ({cut.spec}) whose rows are not adjacent in the whole, and its axis of "
+        f"{x.shape[-2]} splits the {unit}-row blocks of {fmt}; shard it on block boundaries"
     )
 
 

@@ -38,7 +38,9 @@ def vmap_as_rows(product: Callable[..., Any], fwd: Callable[..., Any], bwd: Call
     def folded_bwd(config: Any, kept_rows: Any, dy: jax.Array) -> Any:
         def gradients(dy: jax.Array, kept: Any, rows: jax.Array) -> Any:
             if len(dy) != len(rows):
-                raise ValueError(f"vmap: dy {dy.shape} does not have the {len(rows)} rows of x; map over all of both")
+                raise ValueError(
+                    f"vmap: dy {dy.shape} does not have the {len(rows)} rows of x; map over the same axes of both"
+                )
             dx, *rest = bwd(config, kept, dy)
             return dx, rest
 
