@@ -31,10 +31,10 @@ class Page:
 
     @property
     def scripts(self) -> list[str]:
-        """The blocks of Python as programs. A block that imports its framework begins a new one."""
+        """The blocks of Python as programs. A block that imports its framework, or names its file, begins a new one."""
         found: list[list[str]] = []
         for code in self.python:
-            if not found or re.search(r"^import (?:torch|jax)$", code, re.MULTILINE):
+            if not found or re.search(r"^import (?:torch|jax)$|^# \w+\.py", code, re.MULTILINE):
                 found.append([])
             found[-1].append(code)
         return ["\n".join(blocks) for blocks in found]
