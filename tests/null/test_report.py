@@ -1,4 +1,4 @@
-"""RESULTS.md and README.md hold the numbers of the rows in benchmarks/results."""
+"""docs/results.md and README.md hold the numbers of the rows in benchmarks/results."""
 
 import csv
 import shutil
@@ -21,11 +21,12 @@ def test_numbers_are_those_of_the_rows():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("page", ["RESULTS.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/results.md", "README.md"])
 def test_a_changed_number_is_found_and_written_anew(page, tmp_path):
     shutil.copytree(REPOSITORY / "benchmarks", tmp_path / "benchmarks")
-    for name in ("RESULTS.md", "README.md"):
-        shutil.copy(REPOSITORY / name, tmp_path)
+    for name in ("docs/results.md", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     text = (tmp_path / page).read_text()
     cell = next(line for line in text.splitlines() if line.startswith(("| cast to E4M3 ", "| cast_tensor qshard ")))
     (tmp_path / page).write_text(text.replace(cell, cell.replace("1", "7")))
@@ -41,10 +42,11 @@ STEPS = [("bf16", "200.0", "25.00"), ("fp8 compiled bf16-states", "150.0", "20.0
 
 
 def test_steps_in_percent_of_bf16(tmp_path):
-    """README's section of speed begins with them. RESULTS.md has a profile too, and 50 steps."""
+    """README's section of speed begins with them. docs/results.md has a profile too, and 50 steps."""
     shutil.copytree(REPOSITORY / "benchmarks", tmp_path / "benchmarks")
-    for name in ("RESULTS.md", "README.md"):
-        shutil.copy(REPOSITORY / name, tmp_path)
+    for name in ("docs/results.md", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     steps = [
         {"kind": kind, "ranks": 2, "ms": ms, "running_ms": ms, "peak_GiB": peak, "first_s": "9.0"}
         for kind, ms, peak in STEPS
@@ -63,7 +65,7 @@ def test_steps_in_percent_of_bf16(tmp_path):
     assert "| bf16 | 200.0 | 100 | 200.0 | 100 | 25.00 | 100 |" in speed
     assert "| fp8, current scaling, compiled, Adam's states in bf16 | 150.0 | 75 | 150.0 | 75 | 20.00 | 80 |" in speed
     assert "| TransformerEngine, blocks of 128 | 190.0 | 95 | 190.0 | 95 | 30.00 | 120 |" in speed
-    results = (tmp_path / "RESULTS.md").read_text()
+    results = (tmp_path / "docs/results.md").read_text()
     assert "| fp8 compiled bf16-states | 150.0 | 75 | 150.0 | 75 | 20.00 | 80 | 9.0 |" in results
     assert f"| kind | {' | '.join(parts)} |" in results
     assert "| bf16 | 200.1 | 200.2 | 25.00 | 25.00 | 0 |" in results
