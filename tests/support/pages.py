@@ -25,7 +25,7 @@ class Page:
         self.commands = [
             shlex.split(line, comments=True)
             for language, block in blocks
-            for line in block.splitlines()
+            for line in block.replace("\\\n", " ").splitlines()
             if language in ("", "sh", "bash") and line.strip()
         ]
 
