@@ -107,8 +107,8 @@ def tensor_parallel_jax_section(tables: Tables) -> str:
 def tensor_parallel_section(tables: Tables) -> str:
     rows = tables["tensor_parallel"]
     text = (
-        f"{rows[0]['layers']} blocks of width 8192, forward and backward, cut over {rows[0]['ranks']} GPUs; "
-        "`bench_tensor_parallel.py` says what a kind is. A single step, and back-to-back steps. Percent are those of bf16."
+        f"{rows[0]['layers']} blocks of width 8192, forward and backward, sharded over {rows[0]['ranks']} GPUs; "
+        "`bench_tensor_parallel.py` says what a kind is. A single step, and back-to-back steps, in percent of bf16."
     )
     header = ["kind", "ms", "% of bf16", "ms, back to back", "% of bf16", "peak GiB", "% of bf16"]
     return f"## Tensor parallelism in PyTorch\n\n{origin(rows)} {text}\n\n{table(header, step_torch_lines(rows))}\n"

@@ -1,7 +1,7 @@
 """Execute the notebooks and compare their outputs with those stored in them: `python tests/notebooks.py [--write]`.
 
 `make notebooks` runs it. With `--write`, the new outputs are stored instead. Pictures are compared by their number, text
-word by word, and numbers with a tolerance, because CPUs differ in the last digits of a training run.
+word by word, and numbers with a tolerance: CPUs differ in the last digits of a training run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ RELATIVE, ABSOLUTE = 0.1, 0.06
 """Tolerance of numbers in text: losses and shares of a short training run on another CPU."""
 LARGEST = 600_000
 """Bytes of a notebook with its outputs, so that code hosts still show it."""
-DROPPED = ("application/vnd.jupyter.widget-view+json", "execution")
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def executed(path: Path) -> nbformat.NotebookNode:
-    """Run a notebook in its folder; keep outputs, and nothing that differs between two runs of the same code."""
+    """Run a notebook in its folder, and drop all metadata that differs between two runs of the same code."""
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=900, store_widget_state=False, resources={"metadata": {"path": FOLDER}}).execute()
     notebook.metadata.pop("widgets", None)
@@ -44,7 +44,7 @@ def executed(path: Path) -> nbformat.NotebookNode:
 
 
 def merged(outputs: list[Any]) -> list[Any]:
-    """Outputs with consecutive parts of one stream joined; how a stream is split depends on time."""
+    """Join consecutive parts of a stream, because their number depends on time, and drop standard error."""
     kept: list[Any] = []
     for output in outputs:
         if output.output_type == "stream" and output.name == "stderr":
@@ -69,6 +69,7 @@ def small(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def with_palette(png: str) -> str:
+    """Encode a PNG, in base64, with a palette."""
     picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(64)
     file = io.BytesIO()
     picture.save(file, "png", optimize=True)
@@ -76,13 +77,13 @@ def with_palette(png: str) -> str:
 
 
 def texts(notebook: nbformat.NotebookNode) -> list[list[tuple[str, str]]]:
-    """For each code cell, the kind and the text of each output; of a picture, its kind alone."""
+    """Return for each code cell the kind and the text of its outputs; for a picture, the kind alone."""
     found = []
     for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
         outputs = []
         for output in cell.outputs:
             data = output.get("data", {})
-            if not any(kind in data for kind in DROPPED):
+            if WIDGET not in data:
                 kind = "image" if "image/png" in data else output.output_type
                 outputs.append((kind, output.get("text", "") if kind != "image" else ""))
         found.append(outputs)
@@ -90,7 +91,7 @@ def texts(notebook: nbformat.NotebookNode) -> list[list[tuple[str, str]]]:
 
 
 def alike(text: str, other: str) -> bool:
-    """Whether two texts have the same words, and numbers within the tolerance."""
+    """Return whether two texts have the same words, and numbers within the tolerance."""
     if NUMBER.sub("#", text).split() != NUMBER.sub("#", other).split():
         return False
     pairs = zip(map(float, NUMBER.findall(text)), map(float, NUMBER.findall(other)), strict=True)
@@ -98,7 +99,7 @@ def alike(text: str, other: str) -> bool:
 
 
 def differences(path: Path, new: nbformat.NotebookNode) -> list[str]:
-    """One line for each cell whose new outputs differ from the stored ones."""
+    """Return a line for each cell with new outputs that differ from the stored ones."""
     lines = []
     for index, (stored, found) in enumerate(zip(texts(nbformat.read(path, 4)), texts(new), strict=True)):
         same = [kind for kind, _ in stored] == [kind for kind, _ in found]
@@ -123,7 +124,7 @@ def main() -> None:
         else:
             failed += differences(path, new)
         if path.stat().st_size > LARGEST:
-            failed.append(f"{path.name} has {path.stat().st_size} bytes, more than {LARGEST}: fewer or smaller pictures")
+            failed.append(f"{path.name} has {path.stat().st_size} bytes, more than {LARGEST}: draw smaller pictures")
     if failed:
         sys.exit("\n".join([*failed, "If that is right, run `make notebooks WRITE=1` and look at the pictures."]))
 

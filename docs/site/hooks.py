@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parents[2]
 FILES = ("*.md", "*.cff", "docs/*.md", "docs/dev/*.md", "examples/*.*", "notebooks/*.ipynb")
 """Files with the same path in the site as in the repository, so that links between them work in both."""
 MODULES = re.findall(r"api/([\w.]+)\.md", Path(__file__).with_name("mkdocs.yml").read_text())
-"""Modules with a page in the nav."""
+"""Modules with an API page in the nav."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -42,11 +42,11 @@ def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
     """Draw the pictures of a page, and link notebooks to their pages."""
     if not page.file.src_uri.startswith("notebooks/"):
         markdown = re.sub(r"(notebooks/\w+)\.ipynb(?=\))", r"\1.md", markdown)
-    return site_pictures.drawn(markdown)
+    return site_pictures.draw_pictures(markdown)
 
 
 def on_post_build(config: Any) -> None:
-    """Warn of public names that no page shows: they have no docstring."""
+    """Warn about public names without a docstring: no page shows them."""
     with open(Path(config.site_dir) / "objects.inv", "rb") as file:
         shown = Inventory.parse_sphinx(file)
     loader = griffe.GriffeLoader(search_paths=[REPOSITORY / "build/tree"], allow_inspection=False)

@@ -1,4 +1,4 @@
-"""Pages of notebooks: Markdown with the stored outputs, pictures as files, and formulas as MathML."""
+"""Markdown pages of notebooks, with the stored outputs, pictures as files, and formulas as MathML."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import nbformat
 from nbconvert import MarkdownExporter
 from nbconvert.exporters.exporter import ResourcesDict
 
+WIDE = "---\nhide: [toc]\n---\n\n"
+"""Front matter without a table of contents: code of 100 columns needs its place."""
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|`[^`]*`", re.DOTALL)
-"""A displayed formula, one in a line, or code, in which `$` is no formula."""
+"""A displayed formula, an inline formula, or code, where `$` begins no formula."""
 
 
 def page(path: Path) -> dict[str, str | bytes]:
@@ -32,12 +34,11 @@ def page(path: Path) -> dict[str, str | bytes]:
     text, resources = MarkdownExporter().from_notebook_node(notebook, resources)
     heading, _, rest = text.partition("\n")
     note = f"*This page shows a notebook with its outputs. [Download it]({path.name}) to run it.*"
-    pictures = {name: content for name, content in resources["outputs"].items()}
-    return {f"{path.stem}.md": f"{heading}\n\n{note}\n{rest}", **pictures}
+    return {f"{path.stem}.md": f"{WIDE}{heading}\n\n{note}\n{rest}", **resources["outputs"]}
 
 
 def _mathml(found: re.Match[str]) -> str:
-    """A formula of LaTeX as MathML, which browsers show without a script."""
+    """Convert a formula of LaTeX to MathML, which browsers show without a script."""
     if found[1]:
         return latex2mathml.converter.convert(found[1].strip(), display="block")
     return latex2mathml.converter.convert(found[2]) if found[2] else found[0]

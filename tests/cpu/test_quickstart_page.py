@@ -1,4 +1,4 @@
-"""docs/quickstart.md: each block is a whole script, whose losses are those that the page prints."""
+"""docs/quickstart.md: each block is a whole script, and prints the losses of the page."""
 
 import re
 

@@ -63,9 +63,7 @@ def test_a_file_of_codes_becomes_a_model(tmp_path):
 
 def test_formats_are_those_of_the_recipes():
     said = {
-        name: row["`--format`"].strip("`")
-        for row in PAGE.rows("recipe")
-        for name in re.findall(r"\w+", row["recipe"])
+        name: row["`--format`"].strip("`") for row in PAGE.rows("recipe") for name in re.findall(r"\w+", row["recipe"])
     }
     weights = {name: recipe.format(Role.WEIGHT) for name, recipe in NAMED.items()}
     assert said == {name: str(fmt.with_options(nonfinite="saturate")) for name, fmt in weights.items()}
