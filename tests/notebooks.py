@@ -1,7 +1,7 @@
 """Execute the notebooks and compare their outputs with those stored in them: `python tests/notebooks.py [--write]`.
 
-`make notebooks` runs it. With `--write`, the new outputs are stored instead. Pictures are compared by their number, text
-word by word, and numbers with a tolerance: CPUs differ in the last digits of a training run.
+`make notebooks` runs it. With `--write`, the new outputs are stored instead. Pictures are compared by their number,
+text word by word, and numbers with a tolerance: CPUs differ in the last digits of a training run.
 """
 
 from __future__ import annotations
