@@ -76,9 +76,9 @@ README_GPU = (
 HEAD = """# Results
 
 For people who compare speeds: every row of `benchmarks/results`, the newest subject first. The script
-`benchmarks/report.py` writes this page, so edit nothing here. Ratios count within one table only. `benchmarks/gpu_timing.py` says how GPUs
-are timed, each `bench_*.py` what its rows are, and `benchmarks/targets.py` the goals, which were set before the first
-measurement.
+`benchmarks/report.py` writes this page, so edit nothing here. Ratios count within one table only.
+`benchmarks/gpu_timing.py` says how GPUs are timed, each `bench_*.py` what its rows are, and `benchmarks/targets.py` the
+goals, which were set before the first measurement.
 """
 
 
