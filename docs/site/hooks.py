@@ -22,6 +22,8 @@ log = logging.getLogger("mkdocs.hooks.qshard")
 REPOSITORY = Path(__file__).parents[2]
 FILES = ("*.md", "*.cff", "docs/*.md", "docs/dev/*.md", "examples/*.*", "notebooks/*.ipynb")
 """Files with the same path in the site as in the repository, so that links between them work in both."""
+HOME_PICTURE = "<!-- picture: cuts FP8_128x128 300 256 4 -->"
+"""Shown on the home page before its first section. Code hosts do not draw it."""
 MODULES = re.findall(r"api/([\w.]+)\.md", Path(__file__).with_name("mkdocs.yml").read_text())
 """Modules with an API page in the nav."""
 
@@ -40,6 +42,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
     """Draw the pictures of a page, and link notebooks to their pages."""
+    if page.file.src_uri == "README.md":
+        markdown = markdown.replace("\n## ", f"\n{HOME_PICTURE}\n\n## ", 1)
     if not page.file.src_uri.startswith("notebooks/"):
         markdown = re.sub(r"(notebooks/\w+)\.ipynb(?=\))", r"\1.md", markdown)
     return site_pictures.draw_pictures(markdown)

@@ -31,6 +31,11 @@ def test_code_fits_the_column(path):
 
 
 @pytest.mark.parametrize("path", DOCS)
+def test_a_page_says_first_whom_it_serves(path):
+    assert re.match(r"# .*\n\nFor people (?:who|whose) ", Page(path).text)
+
+
+@pytest.mark.parametrize("path", DOCS)
 def test_a_page_is_in_the_nav(path):
     assert path in (REPOSITORY / "docs/site/mkdocs.yml").read_text()
 

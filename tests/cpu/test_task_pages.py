@@ -20,9 +20,3 @@ def test_a_program_runs_alone(name, index, tmp_path):
     result = run(script, ["python", "-P", script.name])
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page_says_whom_it_serves(name):
-    paragraphs = Page(f"docs/{name}.md").text.split("\n\n")
-    assert paragraphs[1].startswith("For people who ")
