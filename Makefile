@@ -1,24 +1,24 @@
-# Everything a person or CI runs. `make train` and `make test` set themselves up on a fresh machine, which needs
-# Python >= 3.11, a C++17 compiler and make: they fill .venv and build the extension, with CUDA where there are nvcc and a GPU.
+# Commands for people and CI. `make train` and `make test` set themselves up on a fresh machine with Python >= 3.11, a C++17
+# compiler and make: they create .venv and build the extension, with CUDA if nvcc and a GPU are found.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PY     := $(BIN)/python
 
-# --no-compile: the first import compiles the few modules that are used, an install would compile all of them.
+# --no-compile: the first import compiles only the modules in use. pip would compile all of them.
 PIP_FLAGS := -q --no-input --disable-pip-version-check
 INSTALL   := $(PY) -m pip install $(PIP_FLAGS) --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-# The build reads QSHARD_CUDA and QSHARD_CUDA_ARCHITECTURES from the environment (pyproject.toml says what they mean), and CUDACXX.
+# The build reads QSHARD_CUDA, QSHARD_CUDA_ARCHITECTURES (both explained in pyproject.toml) and CUDACXX from the environment.
 CPP_SOURCES := $(shell find ffi -name __pycache__ -prune -o -print)
 CPP_STYLED  := $(shell find ffi -path ffi/third_party -prune -o -type f \
                      \( -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh' \) -print)
 
-# One stamp per requirements file that is installed, and one for the package.
+# Stamps: one per installed requirements file, and one for the package.
 STAMP := $(VENV)/stamp-
 
-# The package as it is installed, for tools that read sources: links. qshard/torch_bridge is a link to torch_bridge.
+# The package layout as installed, built from links, for tools that read sources. qshard/torch_bridge is a link to torch_bridge.
 define LINK_TREE
 rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(1)/qshard/
@@ -26,7 +26,7 @@ endef
 
 .PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan notebooks docs cu gpu bench report lint format tree wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
-# Two pips must not write one environment at a time; the compiler runs in parallel all the same.
+# Two pips must not write to one environment at the same time. The compiler still runs in parallel.
 .NOTPARALLEL:
 
 help:  ## print this list
@@ -37,28 +37,28 @@ train: $(STAMP)run $(STAMP)package  ## train the JAX and the PyTorch example; ST
 	$(PY) examples/train_jax.py $(TRAIN_FLAGS)
 	$(PY) examples/train_torch.py $(TRAIN_FLAGS)
 
-test: $(STAMP)test $(STAMP)package  ## run the tests; ARGS="tests/cpu -k cast" for some of them
+test: $(STAMP)test $(STAMP)package  ## run the tests, or some: ARGS="tests/cpu -k cast"
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow$(if $(ARGS),, and not docs)" $(or $(ARGS),tests)
 
 near: $(STAMP)test $(STAMP)package  ## run the tests nearest to a source; FILE=qshard/layout.py
 	tests=$$($(PY) -P tests/near.py $(FILE)) && echo $$tests && $(BIN)/pytest -n 2 --dist worksteal -m "not slow" $$tests
 
-slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `make test` leaves out
+slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `make test` skips
 	$(BIN)/pytest -n 2 --dist worksteal -m slow $(or $(ARGS),tests)
 
-# The plugin for H100s and torchtitan come first, as tests use both.
-nightly: build/jax_cuda build/titan optimized slow titan fuzz sanitize notebooks bare  ## run all that .ci/run leaves out: hours
+# The H100 plugin and torchtitan come first, because tests use both.
+nightly: build/jax_cuda build/titan optimized slow titan fuzz sanitize notebooks bare  ## run everything that .ci/run skips; takes hours
 
 optimized: export JAX_DISABLE_MOST_OPTIMIZATIONS := 0
 optimized: test
 
 FUZZ_FLAGS = $(if $(CALLS),--calls $(CALLS),--calls 100000) $(if $(SEED),--seed $(SEED))
-fuzz: $(STAMP)test $(STAMP)package  ## call every op with what it takes and what it must refuse; CALLS=n SEED=n
+fuzz: $(STAMP)test $(STAMP)package  ## call every op with valid and invalid arguments; CALLS=n SEED=n
 	mkdir -p build
 	$(PY) -P tests/fuzz/fuzz_calls.py $(FUZZ_FLAGS) --progress build/fuzz_call
 
-# A build of its own, in an environment of its own: the hook of the editable install would find the plain extension.
-# Python is not built so, so the runtime of the sanitizers has to be there first, and the leaks that it counts are Python's.
+# A separate build in a separate environment: the hook of the editable install would find the plain extension. Python itself has no
+# sanitizers, so their runtime is preloaded, and leak detection is off because it would report Python's.
 SANITIZED       := build/sanitize
 SANITIZED_TESTS := $(addprefix tests/cpu/test_,calls.py kernels_simd.py adam.py ops.py program_arguments.py master.py master_torch.py torch_ops.py)
 SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
@@ -75,16 +75,16 @@ sanitize: $(STAMP)test $(STAMP)package  ## run fuzz and the tests of the CPU ker
 	$(SANITIZED_PYTHON) tests/fuzz/fuzz_calls.py --calls 20000 --progress $(SANITIZED)/fuzz_call
 	$(SANITIZED_PYTHON) -m pytest -n 2 --dist worksteal -m "not slow" $(or $(ARGS),$(SANITIZED_TESTS))
 
-# JAX's CUDA plugin compiles for GPUs that are not there. It need not be installed, only found.
-h100: $(STAMP)test $(STAMP)package build/jax_cuda  ## compile JAX programs for H100s, without any; fetches 0.5 GB
+# JAX's CUDA plugin compiles without a GPU. It is put beside .venv, not installed into it.
+h100: $(STAMP)test $(STAMP)package build/jax_cuda  ## compile JAX programs for H100s without a GPU; downloads 0.5 GB
 	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/cpu/test_jax_h100.py)
 
 build/jax_cuda: requirements/h100.txt | $(PY)
 	$(INSTALL) --no-deps --upgrade --target $@ -r $<
 	touch $@
 
-# Not part of .venv: it is much larger than the rest, and the tests of all else do without it.
-titan: $(STAMP)test $(STAMP)package build/titan  ## train torchtitan's own model with the converter; fetches 0.3 GB
+# Not part of .venv: torchtitan is much larger than the rest, and other tests do not need it.
+titan: $(STAMP)test $(STAMP)package build/titan  ## train torchtitan's own model with the converter; downloads 0.3 GB
 	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/dist/test_torchtitan.py)
 
 build/titan: requirements/titan.txt | $(PY)
@@ -94,18 +94,18 @@ build/titan: requirements/titan.txt | $(PY)
 notebooks: $(STAMP)test $(STAMP)notebooks $(STAMP)package  ## execute the notebooks and compare their outputs; WRITE=1 stores them
 	$(PY) -P tests/notebooks.py $(if $(WRITE),--write)
 
-# -P: what is imported is the package as installed, and the sources that are read are those it is made of.
-docs: $(STAMP)docs $(STAMP)test $(STAMP)package tree  ## build the documentation site into build/docs, and run the code of its pages
+# -P: import the package as installed, and read the sources that it was built from.
+docs: $(STAMP)docs $(STAMP)test $(STAMP)package tree  ## build the documentation site into build/docs, and run the code in its pages
 	NO_MKDOCS_2_WARNING=1 $(PY) -P -m mkdocs build --config-file docs/site/mkdocs.yml
 	$(BIN)/pytest -n 2 --dist worksteal -m "docs and not slow" tests
 
-# `^` asks ninja for what a source becomes.
-cu: $(STAMP)build  ## compile one CUDA source, without the rest and without a GPU: FILE=ffi/kernels/cuda/adam/adam.cu
+# In ninja, `SOURCE^` is the object that SOURCE compiles to.
+cu: $(STAMP)build  ## compile one CUDA source, without a GPU; FILE=ffi/kernels/cuda/adam/adam.cu
 	test -f build/cu/build.ninja || $(BIN)/cmake -G Ninja -S ffi -B build/cu -DQSHARD_CUDA=ON -DQSHARD_CUDA_ARCHITECTURES=90 \
 	    -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
 	$(BIN)/ninja -C build/cu $(abspath $(FILE))^
 
-gpu:  ## on a machine with CUDA: build into the CURRENT environment, run what needs a GPU, then the benchmarks
+gpu:  ## on a machine with CUDA: build into the CURRENT environment, run the GPU tests and the benchmarks
 	QSHARD_CUDA=ON $(PYTHON) -m pip install $(PIP_FLAGS) --no-build-isolation --no-deps .
 	$(PYTHON) -P -m pytest --gpu -m gpu $(or $(ARGS),tests)
 	$(MAKE) bench PY=$(PYTHON) BENCH_NEEDS=
@@ -118,10 +118,11 @@ bench: $(BENCH_NEEDS)  ## run every benchmarks/bench_*.py, then make report
 report:  ## write docs/results.md, and the numbers in README.md, from the rows in benchmarks/results
 	$(PYTHON) benchmarks/report.py
 
-# The import checker runs under -S: the editable install's hook would show it ./qshard, which lacks torch_bridge.
-lint: $(STAMP)test $(STAMP)lint tree  ## check style, types and the import rule
+# The import checker runs under -S: the editable install's hook would point it to ./qshard, which lacks torch_bridge.
+lint: $(STAMP)test $(STAMP)lint tree  ## check style, sentences, types and the import rule
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(PY) -P tests/prose.py
 	$(BIN)/clang-format --dry-run -Werror $(CPP_STYLED)
 	cd build/tree && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p qshard
 	cd build/tree && PYTHONPATH=$$($(abspath $(PY)) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
@@ -135,14 +136,15 @@ format: $(STAMP)lint  ## rewrite sources in the project's style
 tree:
 	$(call LINK_TREE,build/tree)
 
-# Wheels of every Python in PYTHONS, without CUDA and, where nvcc is, with it. They hold their C++ runtime, so this machine's
-# glibc decides their manylinux tag. They do not hold libgcc, whose unwinder asks for a newer glibc than the rest does. Linker flags
-# are settings of CMake, which reads LDFLAGS only once. (true: make throws away what a shell said that ends in 127.)
+# Wheels for every Python in PYTHONS, without CUDA and, if nvcc is found, with it. They include the C++ runtime, so this machine's
+# glibc determines their manylinux tag. They do not include libgcc, because its unwinder needs a newer glibc than the rest. Linker
+# flags are passed as CMake settings, because CMake reads LDFLAGS only once. `true`: make discards the output of a shell that exits
+# with 127.
 PYTHONS      ?= $(shell for python in python3.11 python3.12 python3.13; do $$python -c '' 2>/dev/null && echo $$python; done; true)
 WHEEL_CUDA   ?= $(or $(QSHARD_CUDA),OFF $(shell $(PYTHON) ffi/cmake/qshard_plan.py plan ON >/dev/null 2>&1 && echo ON))
 WHEEL_FLAGS  := -static-libstdc++
 WHEEL_TAG    := import sys; print("cp%d%d" % sys.version_info[:2])
-# $(1) is a command, which knows $$python and $$wheel.
+# $(1) is a command that may use $$python and $$wheel.
 define FOR_EACH_WHEEL
 set -e; for python in $(PYTHONS); do tag=$$($$python -c '$(WHEEL_TAG)'); for wheel in build/dist/*-$$tag-*.whl; do \
     $(1); \
@@ -160,22 +162,22 @@ wheel: $(STAMP)wheel  ## build wheels into build/dist; PYTHONS="python3.11 pytho
 	    done; done
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/dist build/wheel/unrepaired/*.whl
 
-# -P keeps ./qshard off the path, so that the installed wheel is what is tested.
-bare: wheel  ## run tests/null on each wheel, in an environment with neither jax nor torch
+# -P keeps ./qshard off the path, so that the tests import the installed wheel.
+bare: wheel  ## run tests/null on each wheel, in an environment without jax and torch
 	$(call FOR_EACH_WHEEL,rm -rf build/bare; $$python -m venv build/bare; \
 	    build/bare/bin/python -m pip install $(PIP_FLAGS) --no-compile -r requirements/bare.txt; \
 	    build/bare/bin/python -m pip install $(PIP_FLAGS) --no-compile --no-deps $$wheel; \
 	    build/bare/bin/python -P -m pytest tests/null)
 
-smoke: wheel  ## run each wheel on jax and on torch, as pip installs them: some GB for torch
+smoke: wheel  ## run each wheel with jax and with torch as pip installs them; downloads several GB
 	$(call FOR_EACH_WHEEL,for framework in jax torch; do rm -rf build/smoke; $$python -m venv build/smoke; \
 	    build/smoke/bin/python -m pip install $(PIP_FLAGS) --no-compile "$$wheel[$$framework]"; \
 	    build/smoke/bin/python -P tests/smoke.py $$framework; done)
 
-# On the oldest Python that is here, and on the newest.
+# The oldest and the newest Python found.
 MATRIX_oldest = $(firstword $(PYTHONS))
 MATRIX_newest = $(lastword $(PYTHONS))
-matrix: matrix-oldest matrix-newest  ## run the tests on the oldest frameworks that are supported and on the newest: 11 GB
+matrix: matrix-oldest matrix-newest  ## run the tests on the oldest supported and the newest frameworks; needs 11 GB
 matrix-%: requirements/%.txt
 	rm -rf build/matrix/$* && $(MATRIX_$*) -m venv build/matrix/$*
 	build/matrix/$*/bin/python -m pip install $(PIP_FLAGS) --no-compile -r requirements/build.txt -r $<

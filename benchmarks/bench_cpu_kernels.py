@@ -1,17 +1,17 @@
-"""Each CPU kernel beside a copy of the same run, torch eager and jitted jnp.
+"""CPU kernels, compared with a copy in the same run, torch eager and jitted jnp.
 
-Bytes are the fewest the operation must move: each input read once, each output written once. `percent_of_copy` compares
-GB/s with a float32 copy of as many elements in the same run. The process keeps to one core, or to `--threads`. Every
-contender runs once a round, as often as fills a few milliseconds; the median over rounds counts. On one core time is
-CPU time, so that other processes of the machine do not count; on several it is the clock on the wall.
+Bytes are the minimum an operation must move: each input read once, each output written once. `percent_of_copy` compares
+GB/s with a float32 copy of the same number of elements in the same run. The process is pinned to one core, or to
+`--threads`. In each round every contender runs for a few milliseconds, and the median over rounds counts. On one core
+time is CPU time, so that other processes do not count. On several cores it is wall-clock time.
 
-Rows named by a format are whole quantizations of bfloat16: amax, scales, codes (packed for NVFP4, whose global amax is
-given), of one plane or both. `quantize_rivals.py` has the formulas of the others, which run in cache alone: in DRAM
-they take seconds a call.
+Rows named after a format are whole quantizations of bfloat16 for one plane or both: amax, scales and codes (for NVFP4
+packed, with a given global amax). `quantize_rivals.py` has the formulas of the other contenders, which run in cache
+only: in DRAM they take seconds per call.
 
-qshard and the copy write to arrays that are there already. torch eager and jnp allocate their results: at sizes in DRAM
-much of their time is page faults, so the ratios to look at are those in cache. Rows of each SIMD target have a file of
-their own; QSHARD_SIMD chooses a lesser target than the machine has, for qshard alone: the others keep what they take.
+qshard and the copy write to existing arrays. torch eager and jnp allocate their results, and at DRAM sizes they spend
+much of their time on page faults, so only ratios in cache are meaningful. Each SIMD target has its own file of rows.
+QSHARD_SIMD selects a lesser target for qshard, and has no effect on the other contenders.
 
     python benchmarks/bench_cpu_kernels.py [--rounds 15] [--threads 1]
 """
@@ -29,9 +29,9 @@ import rows
 from quantize_rivals import jnp_quantize, qshard_quantize, torch_quantize
 
 IN_CACHE, DRAM = 1024, 8192  # rows and columns: 1 M and 64 M elements
-SLICE = 5e-3  # seconds that a contender runs for in a round
+SLICE = 5e-3  # seconds per contender and round
 
-Contenders = dict[str, tuple[float, Callable[[], object]]]  # name: (bytes an element, call)
+Contenders = dict[str, tuple[float, Callable[[], object]]]  # name: (bytes per element, call)
 
 
 def qshard_and_torch(size: int) -> Contenders:
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    # Before any framework counts the cores.
+    # Set the affinity before any framework counts cores.
     cores = sorted(os.sched_getaffinity(0))[-options.threads :]
     os.sched_setaffinity(0, cores)
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,10 +1,11 @@
-"""Cross entropy on one GPU, forward and backward, beside PyTorch, torch.compile and optax in the same run.
+"""Cross entropy on one GPU, forward and backward, compared with PyTorch, torch.compile and optax in the same run.
 
-"cross entropy" is the mean loss of bfloat16 logits, and their gradient; "linear cross entropy" that of a head without
-bias, and the gradients of x and w. Peers that "float32" names widen logits first, as is usual. `gpu_timing.py` says how
-PyTorch's calls are timed; JAX has no graph to replay from outside, so its rows are the clock on the wall for a queue of
-calls. `percent_of_copy` is of the bytes that must move: logits read twice, their gradient written. `peak_GiB` is what a
-call needs beside its operands, gradients among it: of PyTorch by its allocator, of JAX by what XLA plans.
+"cross entropy" rows compute the mean loss of bfloat16 logits and its gradient. "linear cross entropy" rows compute the
+loss of a head without bias, and the gradients of x and w. Peers named "float32" widen logits first, as is usual.
+`gpu_timing.py` explains how PyTorch calls are timed. JAX offers no graph to replay, so its rows are wall-clock times of
+a queue of calls. `percent_of_copy` refers to the minimum bytes: logits read twice, their gradient written once.
+`peak_GiB` is the memory of a call in addition to its operands, including gradients: measured by PyTorch's allocator, or
+planned by XLA.
 
     python benchmarks/bench_cross_entropy.py [--rows 8192] [--classes 32000] [--width 4096] [--rounds 10]
 """
@@ -29,16 +30,16 @@ from qshard.torch_bridge import cross_entropy, linear_cross_entropy
 DEVICE = "cuda"
 COMPILER = "inductor"
 BF16 = torch.bfloat16
-JAX_CALLS = 20  # in a queue, of a millisecond and more each
-MOVED = 6  # bytes for each logit: two reads and a write
+JAX_CALLS = 20  # calls in a queue; each takes at least a millisecond
+MOVED = 6  # bytes per logit: two reads and a write
 BASE = "linear cross entropy float32 torch"
-"""What peaks of heads are compared with."""
+"""Row that peaks of heads are compared with."""
 
 Loss = Callable[..., Any]
 
 
 def losses() -> dict[str, Loss]:
-    """Of logits and labels."""
+    """Losses of (logits, labels)."""
 
     def float32(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.float(), labels)
@@ -52,7 +53,7 @@ def losses() -> dict[str, Loss]:
 
 
 def heads() -> dict[str, Loss]:
-    """Of x, w and labels."""
+    """Losses of (x, w, labels)."""
 
     def float32(x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(F.linear(x, w).float(), labels)
@@ -68,8 +69,8 @@ def heads() -> dict[str, Loss]:
     }
 
 
-def drawn(count: int, classes: int, width: int) -> tuple[list[Any], list[Any]]:
-    """Copies of (logits, labels) and of (x, w, labels)."""
+def draw_inputs(count: int, classes: int, width: int) -> tuple[list[Any], list[Any]]:
+    """Draw copies of (logits, labels) and of (x, w, labels)."""
     labels = [torch.randint(classes, (count,), device=DEVICE) for _ in range(COPIES)]
     logits = [torch.randn(count, classes, device=DEVICE, dtype=BF16).requires_grad_() for _ in range(COPIES)]
     x = [torch.randn(count, width, device=DEVICE, dtype=BF16).requires_grad_() for _ in range(COPIES)]
@@ -78,7 +79,7 @@ def drawn(count: int, classes: int, width: int) -> tuple[list[Any], list[Any]]:
 
 
 def both_ways(loss: Loss, copies: list[Any]) -> Callable[[int], Any]:
-    """A call that gives the loss and the gradients of what has some."""
+    """Return a call that computes the loss and the gradients of its float operands."""
 
     def call(i: int) -> Any:
         *leaves, labels = copies[i]
@@ -89,7 +90,7 @@ def both_ways(loss: Loss, copies: list[Any]) -> Callable[[int], Any]:
 
 
 def torch_rows(options: argparse.Namespace) -> list[dict[str, object]]:
-    of_losses, of_heads = drawn(options.rows, options.classes, options.width)
+    of_losses, of_heads = draw_inputs(options.rows, options.classes, options.width)
     contenders: Contenders = {}
     for found, copies in ((losses(), of_losses), (heads(), of_heads)):
         contenders |= {name: (MOVED, both_ways(loss, copies)) for name, loss in found.items()}
@@ -101,7 +102,7 @@ def torch_rows(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def peak(call: Callable[[int], Any]) -> float:
-    """GiB that a second call needs: the first one compiles."""
+    """Measure the GiB that a second call needs. The first call compiles."""
     call(0)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -112,7 +113,7 @@ def peak(call: Callable[[int], Any]) -> float:
 
 
 def jax_contenders(count: int, classes: int, width: int) -> dict[str, tuple[Any, list[Any]]]:
-    """Jitted functions, each of a tuple of arrays, and copies of these."""
+    """Return jitted functions of a tuple of arrays, each with copies of its arguments."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -157,7 +158,7 @@ def jax_rows(options: argparse.Namespace) -> list[dict[str, object]]:
 def rows_of(
     us: Mapping[str, float], peaks: Mapping[str, float], options: argparse.Namespace, copy: str
 ) -> list[dict[str, object]]:
-    """Rows for `rows.write`. What a head needs is compared with what PyTorch's needs, where that was measured."""
+    """Build rows for `rows.write`. A head's memory is compared with PyTorch's, if that was measured."""
     found = []
     for name, each in us.items():
         is_head = name.startswith("linear")

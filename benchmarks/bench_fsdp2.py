@@ -1,28 +1,27 @@
-"""A step of a 2.0 B model under FSDP2 and ZeRO, for every recipe and kind of weight: time, memory, bytes that travel.
+"""Training step of a 2.0 B model under FSDP2 and ZeRO, for every recipe and kind of weight: time, memory, wire bytes.
 
-The model is that of `step_torch.py`, with AdamW. The linear layers of the blocks are quantized, the embedding and the
-head are not. Weights are gathered in bfloat16 otherwise, and gradients are reduced in it. All of it is eager. Kinds,
-sharded:
+The model is `step_torch.py` with AdamW, run eagerly. Linear layers of the blocks are quantized, embedding and head are
+not. Other weights are gathered in bfloat16, and gradients are reduced in bfloat16. Sharded kinds:
 
-    shard, primary    FSDP2 with shards in float32, and with primary weights
-    zero              ZeroOptimizer(shard_weights=True) of a bfloat16 model, codes of float32 masters, gradients too in
-                      bfloat16 on the wire: what autograd has made, unrounded
-    zero-float32      the same with ZeroOptimizer's default, float32 on the wire
-    nn.Linear         of bf16: the same fully_shard, with torch's fused AdamW
+    shard, primary    FSDP2 with float32 shards, and with primary weights
+    zero              ZeroOptimizer(shard_weights=True) of a bfloat16 model: codes of float32 masters, and bfloat16
+                      gradients on the wire, as autograd computes them
+    zero-float32      zero with ZeroOptimizer's default of float32 gradients on the wire
+    nn.Linear         bf16 baseline: the same fully_shard, with torch's fused AdamW
 
-Whole on each rank, of a bfloat16 model:
+Kinds with whole weights on each rank, of a bfloat16 model:
 
-    zero1             ZeroOptimizer, float32 masters and states, gradients as in `zero`
-    ddp               of bf16: DistributedDataParallel and fused AdamW, states in bfloat16 and no masters
-    zero-redundancy   of bf16: the same with torch's ZeroRedundancyOptimizer
+    zero1             ZeroOptimizer with float32 masters and states, gradients as in `zero`
+    ddp               bf16 baseline: DistributedDataParallel and fused AdamW, bfloat16 states and no masters
+    zero-redundancy   bf16 baseline: ddp with torch's ZeroRedundancyOptimizer
 
-What a rank holds is counted from its tensors, in bytes for each element of the weights that are quantized, times the
-ranks: what a float32 shard is to one GPU is 4. Of kinds that are not FSDP2's all weights are counted. Peak memory is
-PyTorch's, of a step after the first.
+The memory of a rank is counted from its tensors, in bytes per element of the quantized weights, times the number of
+ranks: a float32 shard counts 4. For kinds without FSDP2 all weights are counted. Peak memory is PyTorch's, for a step
+after the first.
 
     python benchmarks/bench_fsdp2.py [--layers 8] [--steps 6] [--recipes fp8,mxfp8] [--kinds shard,primary,zero]
     python benchmarks/bench_fsdp2.py --recipes bf16,fp8 --kinds zero1,ddp,zero-redundancy --out zero1
-    python benchmarks/bench_fsdp2.py --flat --recipes fp8 --kinds zero,zero1    # 50 steps, alike in time and memory?
+    python benchmarks/bench_fsdp2.py --flat --recipes fp8 --kinds zero,zero1    # 50 steps: constant time and memory?
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import options
 
 KINDS = ("shard", "primary", "zero")
-OF_BF16 = {"nn.Linear", "ddp", "zero-redundancy"}  # What has no codes.
+OF_BF16 = {"nn.Linear", "ddp", "zero-redundancy"}  # kinds without codes
 ALL_KINDS = (*KINDS, "zero-float32", "zero1", "ddp", "zero-redundancy", "nn.Linear")
 
 
@@ -79,7 +78,7 @@ def build(recipe: Any, kind: str, layers: int) -> tuple[nn.Module, Any]:
 
 
 class Wire(TorchDispatchMode):
-    """Counts the bytes that collectives give this rank, by what they are for."""
+    """Counts the bytes of this rank's collectives, by purpose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,19 +92,19 @@ class Wire(TorchDispatchMode):
             self.bytes["reduced"] += args[1].nbytes
         elif "c10d.allreduce_" in name and args[0][0].dtype.is_floating_point:
             self.bytes["reduced"] += args[0][0].nbytes
-        elif "c10d.broadcast_" in name:  # Of ZeroRedundancyOptimizer.
+        elif "c10d.broadcast_" in name:  # used by ZeroRedundancyOptimizer
             self.bytes["gathered"] += args[0][0].nbytes
         elif "c10d.allreduce_" in name:
             self.bytes["amaxes"] += args[0][0].nbytes
         return op(*args, **(kwargs or {}))
 
 
-def held(model: nn.Module, optimizer: Any) -> dict[str, float]:
-    """Bytes that this rank keeps between steps for each element of the weights of the blocks, times ranks."""
+def kept_bytes(model: nn.Module, optimizer: Any) -> dict[str, float]:
+    """Count the bytes that this rank keeps between steps, per element of the blocks' weights, times the ranks."""
     own = {"codes": 0, "high precision": 0, "states": 0}
     if isinstance(optimizer, qshard.ZeroOptimizer):
-        elements = sum(w.size for flat in optimizer._flats for w in flat.weights)  # All of them: they share buffers.
-        own["codes"] = sum(flat.kept for flat in optimizer._flats)
+        elements = sum(w.size for flat in optimizer._flats for w in flat.weights)  # all weights: they share buffers
+        own["codes"] = sum(flat.stored_bytes for flat in optimizer._flats)
         own["high precision"] = sum(flat.masters.nbytes for flat in optimizer._flats)
         states = list(optimizer.state.values())
     elif isinstance(model, DistributedDataParallel):
@@ -140,7 +139,7 @@ def measure(case: tuple[str, str], arguments: argparse.Namespace) -> dict[str, d
         step()
     with Wire() as wire:
         step()
-    found = step_torch.timed(step, step_torch.FLAT_STEPS if arguments.flat else arguments.steps)
+    found = step_torch.time_steps(step, step_torch.FLAT_STEPS if arguments.flat else arguments.steps)
     row: dict[str, object] = {
         "recipe": name,
         "kind": kind,
@@ -148,7 +147,10 @@ def measure(case: tuple[str, str], arguments: argparse.Namespace) -> dict[str, d
         "layers": arguments.layers,
         **found.row(),
         **{f"{key}_MB": f"{size / 1e6:.1f}" for key, size in wire.bytes.items()},
-        **{key.replace(", B", "_B").replace(" ", "_"): f"{value:.2f}" for key, value in held(model, optimizer).items()},
+        **{
+            key.replace(", B", "_B").replace(" ", "_"): f"{value:.2f}"
+            for key, value in kept_bytes(model, optimizer).items()
+        },
         "loss": f"{found.loss:.4f}",
         **(found.flat_row() if arguments.flat else {}),
     }
@@ -158,7 +160,7 @@ def measure(case: tuple[str, str], arguments: argparse.Namespace) -> dict[str, d
 def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
     kinds = arguments.kinds.split(",")
     for name in arguments.recipes.split(","):
-        if name == "bf16":  # Of the FSDP2 kinds it has one; ZeroOptimizer takes plain layers too.
+        if name == "bf16":  # has one FSDP2 kind; ZeroOptimizer also takes plain layers
             kinds_of_fsdp2 = ["nn.Linear"] if {"shard", "primary", "nn.Linear"} & set(kinds) else []
             others = [kind for kind in kinds if kind not in ("shard", "primary", "nn.Linear")]
             yield from ((name, kind) for kind in (*kinds_of_fsdp2, *others))

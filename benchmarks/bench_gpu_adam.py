@@ -1,8 +1,8 @@
-"""A step of Adam on one GPU: 64 parameters of 2^20 elements, beside a copy of the same run and torch's fused AdamW.
+"""Adam step on one GPU for 64 parameters of 2^20 elements, compared with a copy and with torch's fused AdamW.
 
-Bytes are the fewest the step must move: parameter, gradient and states read once, all but the gradient written once.
-The tensors together are many times what L2 holds, so there is one copy of them. `gpu_timing.py` says how steps are
-timed.
+Bytes are the minimum the step must move: parameter, gradient and states read once, and all but the gradient written
+once. The tensors are together many times larger than L2, so one copy of them suffices. `gpu_timing.py` explains how
+steps are timed.
 
     python benchmarks/bench_gpu_adam.py [--tensors 64] [--rounds 20]
 """
@@ -18,11 +18,11 @@ import rows
 from gpu_timing import Contenders, microseconds, rows_of
 from qshard.torch_bridge import AdamW
 
-SHAPE, CUT_SHAPE = (1024, 1024), (1024, 1000)  # Rows of the second end amid a block of states with scales.
+SHAPE, CUT_SHAPE = (1024, 1024), (1024, 1000)  # rows of the second end within a block of scaled states
 FP8 = {"exp_avg_dtype": torch.float8_e4m3fn, "exp_avg_sq_dtype": torch.float8_e5m2}
 FP16 = {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
 BF16 = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
-SCALES = 2 * 2 * 4 / 128  # bytes an element: of two states, read and written
+SCALES = 2 * 2 * 4 / 128  # bytes per element of the scales of two states, read and written
 SETTINGS: dict[str, tuple[float, torch.dtype, dict[str, Any]]] = {
     "adam float32": (28, torch.float32, {}),
     "adam float32, states bfloat16": (20, torch.float32, BF16),
@@ -57,7 +57,7 @@ def main() -> None:
         adam = AdamW(parameters(options.tensors, dtype), lr=lr, weight_decay=0.1, **settings)
         contenders[name] = (size, lambda _, adam=adam: adam.step())
     cut = AdamW(parameters(options.tensors, torch.float32, CUT_SHAPE), lr=lr, weight_decay=0.1, **FP8)
-    moved = (16 + SCALES) * CUT_SHAPE[1] / SHAPE[1]  # An element of the others.
+    moved = (16 + SCALES) * CUT_SHAPE[1] / SHAPE[1]  # per element of the other tensors
     contenders["adam float32, states FP8, rows of 1000"] = (moved, lambda _: cut.step())
     fused = torch.optim.AdamW(
         parameters(options.tensors, torch.float32), lr=1e-3, weight_decay=0.1, fused=True, capturable=True

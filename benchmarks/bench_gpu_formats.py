@@ -1,11 +1,11 @@
-"""Whole quantizations on one GPU: every format and plane, beside a copy of the same run and torch.compile.
+"""Whole quantizations on one GPU, for every format and plane, compared with a copy in the same run and torch.compile.
 
-Each contender is what `quantize`, `dequantize` or a transposition launches; `gpu_timing.py` says how it is timed. Bytes
-are the fewest that must move. Where a scale follows from the amax of the whole tensor that is a second read of x:
-current scaling and NVFP4 have rows for both steps together, and for each alone ("amax given"). "two separate passes"
-are an amax and a cast of different tensors, of which nothing is in L2: what current scaling has to beat.
-`percent_of_copy` compares GB/s with a device copy of x in the same run. Rivals have the formulas of
-`quantize_rivals.py`, for the rowwise plane alone, as they take seconds to compile; those for NVFP4 are given the amax.
+A contender launches what `quantize`, `dequantize` or a transpose launches. `gpu_timing.py` explains how it is timed.
+Bytes are the minimum that must move. If a scale depends on the amax of the whole tensor, x is read twice: current
+scaling and NVFP4 have rows for both steps together, and for each alone ("amax given"). "two separate passes" are an
+amax and a cast of different tensors, so the cast finds nothing in L2. Current scaling has to beat them.
+`percent_of_copy` compares GB/s with a device copy of x in the same run. Rivals use the formulas of `quantize_rivals.py`
+for the rowwise plane only, because they take seconds to compile. Rivals of NVFP4 get the amax as an input.
 
     python benchmarks/bench_gpu_formats.py [--size 8192] [--rounds 20] [--no-rivals]
 """
@@ -26,7 +26,7 @@ from quantize_rivals import USAGES, cases, torch_quantize
 
 
 def blocks(x: list[torch.Tensor]) -> Contenders:
-    """Formats in blocks, with the bytes an element that must move."""
+    """Contenders for formats in blocks, with the minimum bytes per element."""
     found: Contenders = {}
     amax = torch.full((), 5.0, device="cuda")
     whole_scale = ops.global_scale_nvfp4(amax, scale_max=NVFP4.scaling.scale_max)
@@ -68,7 +68,7 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
         2,
         lambda i: ops.amax_hadamard(x[i], block_rows=x[i].shape[0], block_cols=x[i].shape[1]),
     )
-    # What the recipe NVFP4 makes of activations, and of gradients.
+    # The steps of recipe NVFP4 for activations and for gradients.
     for what, options in {
         "rotated": {"hadamard": True},
         "stochastic": {"rounding": "stochastic"},
@@ -88,7 +88,7 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
 
 
 def one_scale(x: list[torch.Tensor]) -> Contenders:
-    """Per-tensor FP8."""
+    """Contenders for per-tensor FP8."""
     scale = torch.full((), 64.0, device="cuda")
     e4m3 = {"element": "float8_e4m3fn"}
 
@@ -109,7 +109,7 @@ def one_scale(x: list[torch.Tensor]) -> Contenders:
 
 
 def rivals(x: list[torch.Tensor]) -> Contenders:
-    """The same formulas, as torch.compile makes them."""
+    """Contenders with the same formulas, compiled by torch.compile."""
 
     def current(t: torch.Tensor) -> torch.Tensor:
         scale = 448.0 / t.abs().amax().float()
@@ -117,7 +117,7 @@ def rivals(x: list[torch.Tensor]) -> Contenders:
 
     compiled = torch.compile(current, dynamic=False)
     found: Contenders = {"current scaling torch.compile": (5, lambda i: compiled(x[i]))}
-    torch._dynamo.config.recompile_limit = 100  # Rivals of all formats are one function.
+    torch._dynamo.config.recompile_limit = 100  # rivals of all formats are one function
     every = [torch_quantize(t) for t in x]
     for name, _, usage, count in cases():
         if usage == "rowwise":

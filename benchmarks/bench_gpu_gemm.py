@@ -1,8 +1,8 @@
-"""GEMMs on one GPU: of codes, beside torch._scaled_mm on the same codes, and of bfloat16 of the same shapes.
+"""GEMMs of codes on one GPU, compared with torch._scaled_mm on the same codes, and bfloat16 GEMMs of the same shapes.
 
-The shapes are those of a model of 2.0 B parameters on 8192 tokens. `TFLOP_per_s` counts 2 M N K. Scales of blocks are
-as they are stored: what moves them into the order that cuBLASLt reads is part of a call, in the handler for qshard and
-in front of it for torch. `gpu_timing.py` says how contenders are timed.
+The shapes occur in a model of 2.0 B parameters with 8192 tokens. `TFLOP_per_s` counts 2 M N K. Block scales start in
+their stored layout. Moving them into cuBLASLt's layout is part of a call: in the handler for qshard, before the call
+for torch. `gpu_timing.py` explains how contenders are timed.
 
     python benchmarks/bench_gpu_gemm.py [--rounds 20]
 """
@@ -28,7 +28,7 @@ BF16 = torch.bfloat16
 
 
 def operands(rows: int, k: int, fmt: Format) -> list[Operand]:
-    """A copy of the inputs each: bell-shaped codes, whose power costs are those of training."""
+    """Draw COPIES of an operand, with normally distributed codes: they draw as much power as in training."""
     grid = () if fmt.block is None else (rows // fmt.block[0], k // fmt.block[1])
     dtype = getattr(torch, fmt.element.name)
     made = [torch.randn(rows, k, device="cuda").to(dtype).view(torch.uint8) for _ in range(COPIES)]
@@ -36,7 +36,7 @@ def operands(rows: int, k: int, fmt: Format) -> list[Operand]:
 
 
 def by_torch(a: Operand, b: Operand, fast: bool) -> torch.Tensor:
-    """What a call of PyTorch takes: scales of vectors by columns, those of squares by rows."""
+    """Multiply by torch._scaled_mm, which reads scales of 1-D blocks by columns and scales of 2-D blocks by rows."""
 
     def scale(operand: Operand) -> torch.Tensor:
         stored: torch.Tensor = operand.parts.scale_inv
@@ -70,7 +70,7 @@ def contenders(n: int, k: int) -> dict[str, tuple[float, Call]]:
 
 
 def runs(call: Callable[[int], object]) -> bool:
-    """Whether this PyTorch can; qshard's falls back where the GPU cannot."""
+    """Return whether this PyTorch supports a call. qshard's calls fall back if the GPU does not support them."""
     try:
         call(0)
     except (RuntimeError, ValueError) as error:

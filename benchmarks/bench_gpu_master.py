@@ -1,14 +1,14 @@
-"""The steps of `cast_master` on one GPU: 64 slices of 2^21 float32 masters, beside a copy of them and loops in torch.
+"""Steps of `cast_master` on one GPU for 64 slices of 2^21 float32 masters, compared with a copy and with torch loops.
 
-Each slice is an eighth of a weight of 4096 x 4096, cut amid a row and amid blocks: between words of 16 bytes, as ZeRO
-cuts, or, in rows named so, from an odd element on, where masters are read one by one. "amaxes" makes zeros and takes
-the maxima of the blocks that a slice cuts, in a grid of the whole weight; "codes" casts a slice into a piece, with
-given scales; "cast_master" is the whole step of a rank, without ranks to reduce with: amaxes, scales of the whole
-weights, codes. The masters together are many times what L2 holds, so there is one copy of them. `gpu_timing.py` says
-how calls are timed. The copy that rows compare with is of half of the masters: one of all of them is slower.
+Each slice is an eighth of a weight of 4096 x 4096 and starts within a row and within blocks. It is aligned to 16 bytes,
+like ZeRO's slices, or for rows named "odd start" it starts at an odd element, so that masters are read one by one.
+"amaxes" zeroes the grids of whole weights and raises the amaxes of the slice's blocks. "codes" casts a slice into
+a piece with given scales. "cast_master" is the whole step of one rank, without communication: amaxes, scales of whole
+weights, codes. The masters are together many times larger than L2, so one copy of them suffices. `gpu_timing.py`
+explains how calls are timed. Rows are compared with a copy of half the masters, because a copy of all is slower.
 
-Bytes are the fewest that must move for an element of a slice: the master once in each of amaxes and codes; amaxes and
-scales of the whole weight written once, where a slice needs them read once; codes written once.
+Bytes are the minimum per element of a slice: the master read once for amaxes and once for codes, amaxes and scales of
+whole weights written once, the scales that a slice needs read once, and codes written once.
 
     python benchmarks/bench_gpu_master.py [--rounds 20]
 """
@@ -55,7 +55,7 @@ def steps(name: str, fmt: Format, masters: list[torch.Tensor], start: int = STAR
     def whole(_: int) -> None:
         cast_master(slices, masters, starts, parity="master", plan=plan)
 
-    blocks = bucket.blocks / (SLICES * LENGTH)  # of the whole weights, an element of the slices
+    blocks = bucket.blocks / (SLICES * LENGTH)  # blocks of whole weights, per element of the slices
     code, scale_inv = 1 / fmt.element.codes_per_byte, 4 if fmt.scale_dtype == "float32" else 1
     return {
         f"amaxes {name} qshard": (4 + 4 * blocks, amaxes),
@@ -65,7 +65,7 @@ def steps(name: str, fmt: Format, masters: list[torch.Tensor], start: int = STAR
 
 
 def rivals(masters: list[torch.Tensor]) -> Contenders:
-    """What torch has for one scale a tensor: a loop of ops over weights."""
+    """Contenders in torch for one scale per tensor: loops of ops over weights."""
     scale = torch.full((), 64.0, device=masters[0].device)
     return {
         "amaxes FP8_E4M3 torch._foreach_norm": (4, lambda _: torch._foreach_norm(masters, torch.inf)),

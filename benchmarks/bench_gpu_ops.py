@@ -1,8 +1,8 @@
-"""Each op on one GPU, beside a copy of the same run, torch.compile and jitted jnp.
+"""Ops on one GPU, compared with a copy in the same run, torch.compile and jitted jnp.
 
-Bytes are the fewest the operation must move: each input read once, each output written once. `percent_of_copy` compares
-GB/s with a device copy of the same tensor in the same run. `gpu_timing.py` says how contenders are timed. JAX has no
-graph to replay from outside: its rows, "jax copy" among them, are the clock on the wall for a queue of 100 calls.
+Bytes are the minimum an operation must move: each input read once, each output written once. `percent_of_copy` compares
+GB/s with a device copy of the same tensor in the same run. `gpu_timing.py` explains how contenders are timed. JAX
+offers no graph to replay: its rows, including "jax copy", are wall-clock times of a queue of 100 calls.
 
     python benchmarks/bench_gpu_ops.py [--size 8192] [--rounds 20]
 """
@@ -24,7 +24,7 @@ from gpu_timing import COPIES, Contenders, microseconds, rows_of
 from qshard import _ffi
 
 E4M3 = {"element": "float8_e4m3fn"}
-JAX_CALLS = 100  # in a queue, so that its dispatch and its end count for little
+JAX_CALLS = 100  # calls in a queue, so that dispatch and the final wait matter little
 
 
 def torch_contenders(size: int) -> Contenders:
@@ -71,7 +71,7 @@ def torch_contenders(size: int) -> Contenders:
 
 
 def jax_contenders(size: int) -> tuple[dict[str, tuple[float, Callable]], list]:
-    """The contenders, each a function of one copy, and the copies."""
+    """Return the contenders, as functions of one copy, and the copies."""
     import jax
     import jax.numpy as jnp
 
@@ -107,7 +107,7 @@ def jax_contenders(size: int) -> tuple[dict[str, tuple[float, Callable]], list]:
 def jax_microseconds(
     contenders: dict[str, tuple[float, Callable]], x: list, rounds: int, calls: int = JAX_CALLS
 ) -> dict[str, float]:
-    """`calls`: in a queue."""
+    """Time JAX contenders, in queues of `calls` calls."""
     import jax
 
     times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -117,7 +117,7 @@ def jax_microseconds(
             for i in range(calls):
                 out = call(x[i % COPIES])
             jax.block_until_ready(out)
-            if r:  # The first round compiles.
+            if r:  # the first round compiles
                 times[name].append((time.perf_counter() - start) / calls * 1e6)
     return {name: statistics.median(t) for name, t in times.items()}
 

@@ -1,9 +1,10 @@
-"""Layers of experts on one GPU, forward and backward, beside PyTorch's grouped product of bfloat16.
+"""Layers of experts on one GPU, forward and backward, compared with PyTorch's grouped product of bfloat16.
 
-Tokens are sorted by expert, as many for one as for another by chance. "host": the sizes of groups are known there, and
-each expert's product is a call; "device": they are not, and one call makes all products. Operands are bfloat16, and so
-are weights, which are quantized in each call, but for "codes": such as FSDP2 and ZeRO gather. Calls are issued one
-after the other, as in training; the median over rounds of all contenders in turn.
+Tokens are sorted by expert and distributed uniformly at random. With "host" the group sizes are known on the host, and
+each expert's product is a separate call. With "device" they are not, and one call computes all products. Operands are
+bfloat16. Weights are also bfloat16 and quantized in each call, except for "codes", where weights are codes as gathered
+by FSDP2 and ZeRO. Calls are issued back to back, as in training. Contenders take turns, and the median over rounds
+counts.
 
     python benchmarks/bench_grouped.py [--tokens 16384] [--width 4096] [--hidden 14336] [--experts 8,64] [--rounds 5]
 """
@@ -24,7 +25,7 @@ from qshard.recipes import Recipe, RecipeLike
 from qshard.torch_bridge import grouped_linear, quantize
 
 DEVICE = "cuda"
-CALLS = 5  # of a contender in a round
+CALLS = 5  # calls per contender and round
 CODES = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_E4M3")
 RECIPES: dict[str, RecipeLike] = {
     "fp8": "CurrentScaling",
@@ -75,7 +76,7 @@ def contenders(tokens: int, width: int, hidden: int, experts: int) -> dict[str, 
 
 
 def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """What one call of each takes."""
+    """Time one call of each contender, in milliseconds."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()

@@ -1,13 +1,13 @@
-"""Host time of eager calls: what a user of small tensors waits for, beside what the framework's own calls take.
+"""Host time of eager calls on small tensors, compared with the framework's own calls.
 
-On tensors so small that the device keeps up with the queue, a call costs what Python, the bridge and launches cost.
-Rows are the median over rounds of microseconds a call, and times those of the call that each is held against: an
-addition into a given tensor (`torch.add`, and `jnp.add` for JAX), `nn.Linear`, a step of the examples' GPT in bf16, on
-one device without sharding.
+On tensors so small that the device keeps up with the queue, a call costs the time of Python, the bridge and launches.
+Rows have the median over rounds of microseconds per call, and its ratio to a base call: an addition into an existing
+tensor (`torch.add`, or `jnp.add` for JAX), `nn.Linear`, or a bf16 step of the examples' GPT on one device.
 
-Some rows say what is the least that can be had, and have no target. A layer written with a Python `autograd.Function`
-takes what such a function of three `torch.mm` takes, and launches; here as many as qshard's layer makes, by `torch.add`
-into a given tensor. A jitted function in JAX takes what one kernel with four results takes, as a tuple or a dataclass.
+Some rows are lower bounds and have no target. A layer written as a Python `autograd.Function` costs at least as much as
+such a function of three `torch.mm`, plus its launches. The bound adds as many launches as qshard's layer has, by
+`torch.add` into an existing tensor. A jitted function in JAX costs at least as much as one kernel with four results,
+returned as a tuple or a dataclass.
 
     python benchmarks/bench_host.py [--rounds 15]
 """
@@ -49,7 +49,7 @@ E4M3 = {"element": "float8_e4m3fn"}
 LEAST = "autograd.Function of three torch.mm"
 
 Calls = dict[str, tuple[int, Callable[[], object]]]
-"""By name: how many in turn before the host waits for the device, and the call."""
+"""Maps a name to (calls in a row before the host waits for the device, call)."""
 
 
 def small_calls() -> Calls:
@@ -72,7 +72,7 @@ def small_calls() -> Calls:
 
 
 class ThreeProducts(torch.autograd.Function):
-    """`nn.Linear` as a Python function, with other launches in each pass: so many in forward, so many in backward."""
+    """`nn.Linear` as a Python function, with `more` = (forward, backward) additional launches."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, more: tuple[int, int], out: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def launch(count: int, out: torch.Tensor) -> None:
 
 
 def layers() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """The last one of them takes other launches, too, as `more`."""
+    """Return the layers to time. The last one takes additional launches as `more`."""
     made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     for name, recipe in options.RECIPES.items():
         layer = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, device="cuda", dtype=torch.bfloat16))
@@ -112,7 +112,7 @@ def layers() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
 
 
 def launches() -> dict[str, tuple[int, int]]:
-    """Of the passes of `layers`, forward and backward, which adds to gradients that are there."""
+    """Count the launches of each layer, forward and backward. The backward pass adds to existing gradients."""
     x = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.ones(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
     found = {}
@@ -122,21 +122,21 @@ def launches() -> dict[str, tuple[int, int]]:
             layer(x).backward(gradient)
 
         for _ in range(3):
-            call()  # Until all is worked out.
+            call()  # warm up
         forward = len(kernels_of(functools.partial(layer, x)))
         found[name] = forward, len(kernels_of(call)) - forward
     return found
 
 
 def layer_calls() -> Calls:
-    """Forward and backward of one layer."""
+    """Return calls of the forward and backward pass of one layer."""
     x = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.ones(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
-    # In another process, since a profiler may slow down what comes after it.
+    # In another process, because a profiler may slow down later calls.
     with multiprocessing.get_context("spawn").Pool(1) as child:
         launched = child.apply(launches)
     made, own = layers(), launched.pop(LEAST)
-    ours: dict[tuple[int, int], str] = {}  # By launches, the first recipe that makes so many.
+    ours: dict[tuple[int, int], str] = {}  # number of launches: first recipe with that number
     for name, passes in launched.items():
         if name != "nn.Linear":
             ours.setdefault(passes, name)
@@ -147,7 +147,7 @@ def layer_calls() -> Calls:
 
 
 def gpt_calls() -> Calls:
-    """Steps of the examples' GPT, with torch's fused AdamW."""
+    """Return training steps of the examples' GPT, with torch's fused AdamW."""
     calls: Calls = {}
     tokens = torch.randint(0, 255, (16, train_torch.CONFIG.context + 1), device="cuda")
     for name, recipe in options.RECIPES.items():
@@ -208,15 +208,13 @@ def microseconds(calls: Calls, rounds: int, wait: Callable[[object], object]) ->
             start = time.perf_counter()
             for _ in range(count):
                 out = call()
-            times[name] += [(time.perf_counter() - start) / count * 1e6] * (
-                round_ > 1
-            )  # The first ones work things out.
+            times[name] += [(time.perf_counter() - start) / count * 1e6] * (round_ > 1)  # the first rounds warm up
             wait(out)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
 def table(us: dict[str, float]) -> list[dict[str, object]]:
-    """Against the first of them."""
+    """Build rows with the ratio to the first call."""
     beside, base = next(iter(us.items()))
     return [
         {"operation": name, "us": round(each, 2), "beside": beside, "times": round(each / base, 2)}

@@ -1,10 +1,10 @@
-"""`qshard.numerics.stats` of 4096 x 4096 float32, each format and option: seconds, and memory beside the array's own.
+"""`qshard.numerics.stats` of 4096 x 4096 float32, for each format and option: time and additional memory.
 
-Every row is a process of its own, on as many cores as `--threads` says. Seconds are the best of `--rounds` calls, after
-one that is not counted. Memory is the most that the process ever had, beyond what it had with the array, in multiples
-of the array. `us_per_element` stands beside that of the same formulas in NumPy over `qshard.reference`, which tests
-hold them against, on a matrix of 512 x 512 in the same process. `load` is that of the machine before the row;
-`cpu_seconds`, of all threads in the call of the least, are not affected by it.
+Each row is measured in its own process, on `--threads` cores. Seconds are the best of `--rounds` calls after a warm-up.
+Memory is the peak of the process minus its memory with the array, in multiples of the array. `us_per_element` is
+compared with the NumPy implementation of the same formulas over `qshard.reference`, the oracle of the tests, on a
+matrix of 512 x 512 in the same process. `load` is the machine's load before the row. `cpu_seconds` is the least CPU
+time of all threads in a call, which the load does not affect.
 
     python benchmarks/bench_numerics.py [--rounds 5] [--threads 2] [--formats NVFP4 ...]
 """
@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 def cases() -> list[tuple[str, str]]:
-    """Names of formats, with the usage of a plane: all of `FORMATS`, then the options that need other steps."""
+    """Return (format, usage) names: all of `FORMATS`, then options that need other steps."""
     from qshard.formats import FORMATS, MXFP8_E4M3, NVFP4, NVFP4_16x16, Usage
 
     named = [(fmt, usage) for fmt in FORMATS.values() for usage in Usage.BOTH]
@@ -58,20 +58,20 @@ def cases() -> list[tuple[str, str]]:
 
 
 def seconds(call: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """On the wall, and of all cores: the least of each."""
+    """Return the least wall-clock time and the least CPU time of all threads."""
 
-    def timed() -> tuple[float, float]:
+    def time_once() -> tuple[float, float]:
         start, busy = time.perf_counter(), time.process_time()
         call()
         return time.perf_counter() - start, time.process_time() - busy
 
-    timed()
-    wall, cpu = zip(*(timed() for _ in range(rounds)), strict=True)
+    time_once()
+    wall, cpu = zip(*(time_once() for _ in range(rounds)), strict=True)
     return min(wall), min(cpu)
 
 
 def measure(name: str, usage_name: str, rounds: int, threads: int) -> dict[str, object]:
-    """One row. `ru_maxrss` never falls, so what is measured for memory comes first."""
+    """Measure one row. `ru_maxrss` never decreases, so memory is measured first."""
     import numpy as np
 
     import qshard

@@ -1,9 +1,9 @@
-"""A step of a 2.0 B model under FSDP in JAX, for every recipe: time, memory, seconds to compile.
+"""Training step of a 2.0 B model under FSDP in JAX, for every recipe: time, memory, compile time.
 
-`step_jax.py` is the model. Each kind runs in a process of its own, so peak memory is that of its own step: what XLA's
-allocator has had in use, weights and states among it. Steps are issued one after the other, and timed together.
+`step_jax.py` has the model. Each kind runs in its own process, so that peak memory is the peak of its step: everything
+that XLA's allocator had in use, including weights and states. Steps are issued back to back and timed together.
 
-XLA's own GEMMs, of Triton, are off for all kinds: to try them out takes minutes for FP8 products, and does not pay.
+XLA's Triton GEMMs are off for all kinds: autotuning them takes minutes for FP8 products, and they are not faster.
 
     python benchmarks/bench_step_jax.py [--layers 8] [--steps 6] [--kinds bf16,naive,fp8]
 """
@@ -31,7 +31,7 @@ def measure(kind: str, layers: int, steps: int) -> dict[str, object]:
     devices = jax.devices()
     mesh = step_jax.mesh_of(np.array(devices))
     began = time.perf_counter()
-    program = step_jax.lowered(mesh, kind, layers, "cudnn").compile(compiler_options=OPTIONS)
+    program = step_jax.lower(mesh, kind, layers, "cudnn").compile(compiler_options=OPTIONS)
     compiled = time.perf_counter() - began
     state = step_jax.start(mesh, kind, layers)
     places = program.input_shardings[0][-2:]
@@ -42,7 +42,7 @@ def measure(kind: str, layers: int, steps: int) -> dict[str, object]:
     *state, loss = program(*state, tokens, key)
     loss.block_until_ready()
     times = []
-    for _ in range(3):  # Of each, the average of some steps.
+    for _ in range(3):  # each is the average of several steps
         began = time.perf_counter()
         for _ in range(steps):
             *state, loss = program(*state, tokens, key)

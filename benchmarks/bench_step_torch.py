@@ -1,24 +1,24 @@
-"""A step of a 2.0 B model under FSDP2 in PyTorch: bfloat16, qshard's recipes, and others: time, memory, a profile.
+"""Training step of a 2.0 B model under FSDP2 in PyTorch: bfloat16, qshard and rivals; time, memory and a profile.
 
-`step_torch.py` is the model: float32 shards, gathered and reduced in bfloat16 where nothing is quantized, and AdamW.
-The linear layers of the blocks are those of a recipe, the embedding and the head are not. A kind is a recipe and words:
+`step_torch.py` has the model: float32 shards, gathered and reduced in bfloat16 unless quantized, and AdamW. The recipe
+applies to the linear layers of the blocks, not to embedding and head. A kind is a recipe and options:
 
-    bf16, fp8, ...    nothing quantized, with torch's fused AdamW; the recipes of `examples/options.py`, with qshard's
-    torchao           dynamic scaling of whole tensors, float8 gathers and scales made once a step, torch's fused AdamW
+    bf16, fp8, ...    no quantization with torch's fused AdamW, or a recipe of `examples/options.py` with qshard's AdamW
+    torchao           dynamic per-tensor scaling, float8 gathers, scales computed once per step, torch's fused AdamW
     te-delayed, te-current, te-block    TransformerEngine's Linear, which gathers bfloat16; torch's fused AdamW
 
-    compiled          each block by torch.compile
+    compiled          torch.compile for each block
     fused             convert(fuse=True) for the norms, and qshard's swiglu
-    loss              LinearCrossEntropy in place of the head and torch's cross_entropy
-    bf16-states       states of qshard's AdamW in bfloat16
+    loss              LinearCrossEntropy instead of the head and torch's cross_entropy
+    bf16-states       bfloat16 states in qshard's AdamW
     primary           codes as parameters, masters in the optimizer
-    zero              ZeroOptimizer(shard_weights=True) of a bfloat16 model, gradients in bfloat16 on the wire
+    zero              ZeroOptimizer(shard_weights=True) of a bfloat16 model, bfloat16 gradients on the wire
 
-Peak memory is PyTorch's, of a step after the first. The profile is of rank 0, in milliseconds a step; `step_profile.py`
-says what its parts are. A kind whose library is not installed is left out; one that fails takes no other with it.
+Peak memory is PyTorch's, for a step after the first. The profile is of rank 0, in milliseconds per step, with the parts
+of `step_profile.py`. Kinds without their library are skipped. A kind that fails does not stop the others.
 
     python benchmarks/bench_step_torch.py [--layers 8] [--steps 6] [--kinds "bf16,bf16 compiled,fp8"] [--kernels 20]
-    python benchmarks/bench_step_torch.py --flat --kinds bf16,fp8    # 50 steps, alike in time and memory?
+    python benchmarks/bench_step_torch.py --flat --kinds bf16,fp8    # 50 steps: constant time and memory?
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ KINDS = (
 )
 WARM_UP = 3
 COMPILER = "inductor"
-"""The backend of torch.compile."""
+"""Backend of torch.compile."""
 
 
 def wrong_with(kind: str) -> str | None:
-    """Why there is no such kind, or None."""
+    """Return why a kind does not exist, or None."""
     recipe, *words = kind.split() or [""]
     if recipe not in options.RECIPES and recipe not in LIBRARIES:
         return f"{recipe!r} is not one of {', '.join((*options.RECIPES, *LIBRARIES))}"
@@ -78,7 +78,7 @@ def wrong_with(kind: str) -> str | None:
 
 
 def is_missing(kind: str) -> bool:
-    """Whether its library is not installed."""
+    """Return whether a kind's library is not installed."""
     library = LIBRARIES.get(kind.split()[0])
     return library is not None and importlib.util.find_spec(library) is None
 
@@ -118,7 +118,7 @@ def build(kind: str, layers: int) -> Callable[[], torch.Tensor]:
 
 
 def convert_to_torchao(model: step_torch.Model) -> Callable[[], Any]:
-    """Returns what ends a step: the scales of all weights, with one all-reduce."""
+    """Convert the model. Return the function that ends a step: one all-reduce for the scales of all weights."""
     from torchao.float8 import (
         Float8LinearConfig,
         convert_to_float8_training,
@@ -131,7 +131,7 @@ def convert_to_torchao(model: step_torch.Model) -> Callable[[], Any]:
 
 
 def convert_to_te(model: step_torch.Model, recipe: str) -> Callable[[], Any]:
-    """Returns what forward passes run in."""
+    """Convert the model. Return the context manager for forward passes."""
     import transformer_engine.common.recipe as recipes
     import transformer_engine.pytorch as te
 
@@ -142,13 +142,13 @@ def convert_to_te(model: step_torch.Model, recipe: str) -> Callable[[], Any]:
                 with torch.no_grad():
                     made.weight.copy_(layer.weight)
                 setattr(block, name, made)
-    autocast = getattr(te, "autocast", None) or te.fp8_autocast  # The old name; the third argument is the recipe.
+    autocast = getattr(te, "autocast", None) or te.fp8_autocast  # new and old name; the third argument is the recipe
     return partial(autocast, True, False, getattr(recipes, recipe)())
 
 
 def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
-    torch._dynamo.reset()  # A kind compiles the same functions as the one before it, and a few versions are the limit.
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # In place of eager, without a word.
+    torch._dynamo.reset()  # kinds compile the same functions, and the number of versions is limited
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of silently running eagerly
     gc.collect()
     torch.cuda.empty_cache()
     step = build(kind, arguments.layers)
@@ -157,7 +157,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, obj
     first = time.perf_counter() - began
     for _ in range(WARM_UP - 1):
         step()
-    found = step_torch.timed(step, step_torch.FLAT_STEPS if arguments.flat else arguments.steps)
+    found = step_torch.time_steps(step, step_torch.FLAT_STEPS if arguments.flat else arguments.steps)
     of_case = {"kind": kind, "ranks": dist.get_world_size(), "layers": arguments.layers}
     row = {**of_case, **found.row(), "first_s": f"{first:.1f}", "loss": f"{found.loss:.4f}"}
     if arguments.flat:

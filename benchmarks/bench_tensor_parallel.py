@@ -1,14 +1,14 @@
-"""A block of a large model under tensor and sequence parallelism in PyTorch: forward and backward, no optimizer.
+"""Blocks of a large model under tensor and sequence parallelism in PyTorch: forward and backward, no optimizer.
 
-Width 8192, FFN 28672, heads of 128, a sequence of 8192; weights and values in bfloat16. What is between layers is cut
-along the sequence. A kind is a recipe and a word:
+Width 8192, FFN 28672, heads of 128, a sequence of 8192, everything in bfloat16. Between layers, activations are sharded
+along the sequence. A kind is a recipe and an option:
 
-    bf16, fp8, ...    PyTorch's styles, which gather values: bfloat16, or the recipes of `examples/options.py`
-    codes             qshard's styles: codes are gathered
-    overlap           qshard's, and codes and sums travel while others are multiplied
-    async             PyTorch's, by torch.compile with its own async tensor parallelism
+    bf16, fp8, ...    PyTorch's styles, which gather values; in bfloat16, or with a recipe of `examples/options.py`
+    codes             qshard's styles, which gather codes
+    overlap           qshard's styles, with communication of codes and sums during multiplications
+    async             PyTorch's styles, compiled with torch.compile's async tensor parallelism
 
-Time and peak memory are as `step_torch.py` has them.
+Time and peak memory are measured as in `step_torch.py`.
 
     python benchmarks/bench_tensor_parallel.py [--layers 2] [--steps 10] [--kinds "bf16,fp8 codes,fp8 overlap"]
 """
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 def wrong_with(kind: str) -> str | None:
-    """Why there is no such kind, or None."""
+    """Return why a kind does not exist, or None."""
     recipe, *words = kind.split() or [""]
     if recipe not in options.RECIPES:
         return f"{recipe!r} is not one of {', '.join(options.RECIPES)}"
@@ -95,7 +95,7 @@ def wrong_with(kind: str) -> str | None:
     return None
 
 
-def parallelized(block: Block, word: str) -> None:
+def parallelize_block(block: Block, word: str) -> None:
     mesh = init_device_mesh(step_torch.DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
     if word in ("codes", "overlap"):
         into = {"input_layouts": Shard(1), "desired_input_layouts": Shard(1)}
@@ -122,7 +122,7 @@ def build(kind: str, layers: int) -> Callable[[], Tensor]:
     if options.RECIPES[recipe] is not None:
         qshard.convert(model, options.RECIPES[recipe])
     for block in model:
-        parallelized(block, word)
+        parallelize_block(block, word)
         if word == "async":
             torch._inductor.config._micro_pipeline_tp = True
             block.compile()
@@ -147,7 +147,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, obj
     step = build(kind, arguments.layers)
     for _ in range(WARM_UP):
         step()
-    found = step_torch.timed(step, arguments.steps)
+    found = step_torch.time_steps(step, arguments.steps)
     row = {"kind": kind, "ranks": dist.get_world_size(), "layers": arguments.layers, **found.row()}
     return {arguments.out: row}
 

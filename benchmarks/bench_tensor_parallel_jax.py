@@ -1,15 +1,15 @@
 """A transformer block under tensor and sequence parallelism in JAX, forward and backward, in `shard_map` over all GPUs.
 
-Width 8192, 64 heads of 128, FFN 28672 with SwiGLU, one sequence of 8192 tokens; everything in bfloat16 but what is
-quantized. Between layers x is cut along the sequence; w of q, k and v, and of gate and up, along N; the other two along
-K.
+Width 8192, 64 heads of 128, FFN 28672 with SwiGLU, one sequence of 8192 tokens, everything in bfloat16 unless
+quantized. Between layers x is sharded along the sequence. Weights of q, k and v, and of gate and up, are sharded along
+N, the other two along K.
 
-    bf16            `all_gather` of x and of dy, `psum_scatter` of y and of dx, which XLA overlaps as it sees fit
+    bf16            `all_gather` of x and dy, `psum_scatter` of y and dx, overlapped by XLA where it can
     fp8             `linear(gather_rows=)` and `linear(scatter_rows=)`: codes are gathered
-    fp8 overlapped  with `overlap=True`
-    mlp ...         the same without attention and its layers
+    fp8 overlapped  fp8 with `overlap=True`
+    mlp ...         without attention and its layers
 
-Each kind runs in a process of its own. Steps are issued one after the other, and timed together; the median of rounds.
+Each kind runs in its own process. Steps are issued back to back and timed together, and the median of rounds counts.
 
     python benchmarks/bench_tensor_parallel_jax.py [--steps 8] [--kinds bf16,fp8,fp8 overlapped]
 """
@@ -40,12 +40,12 @@ Tree = Any
 
 
 def names_of(kind: str) -> list[str]:
-    """The layers of a kind."""
+    """Return the layers of a kind."""
     return ["gate_up", "down"] if kind.startswith("mlp") else list(SHAPES)
 
 
 def block(x: Any, weights: Tree, kind: str, attention: str) -> Any:
-    """x `[1, LENGTH / devices, WIDTH]` and the result: of what one device has."""
+    """Run the block on one device. x and the result are `[1, LENGTH / devices, WIDTH]`."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -60,7 +60,7 @@ def block(x: Any, weights: Tree, kind: str, attention: str) -> Any:
         return (values * lax.rsqrt(jnp.mean(values * values, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
     def gathered(x: Any, name: str, count: int) -> Any:
-        """The parts of a product with weights that share x."""
+        """Split a product into the parts of weights that share x."""
         if recipe is None:
             y = jnp.einsum("bsk,nk->bsn", lax.all_gather(x, AXIS, axis=1, tiled=True), weights[name])
         else:
@@ -81,8 +81,8 @@ def block(x: Any, weights: Tree, kind: str, attention: str) -> Any:
     return x + scattered(jax.nn.silu(gate) * up, "down")
 
 
-def lowered(devices: Any, kind: str, attention: str) -> Any:
-    """The gradients of x and of weights, for devices that need not be there; and the shapes that it takes."""
+def lower(devices: Any, kind: str, attention: str) -> Any:
+    """Lower the gradients of x and of the weights, for devices that need not exist. Also return the argument shapes."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import AxisType, Mesh, NamedSharding
@@ -93,7 +93,7 @@ def lowered(devices: Any, kind: str, attention: str) -> Any:
 
     def gradients(x: Any, weights: Tree) -> Tree:
         y, vjp = jax.vjp(partial(block, kind=kind, attention=attention), x, weights)
-        return vjp(y)  # A gradient of y that costs nothing to make.
+        return vjp(y)  # y also serves as its own gradient, to save computing one
 
     step = jax.shard_map(gradients, mesh=mesh, in_specs=cuts, out_specs=cuts)
     shapes = ((1, LENGTH, WIDTH), {name: SHAPES[name] for name in names_of(kind)})
@@ -113,7 +113,7 @@ def measure(kind: str, steps: int) -> dict[str, object]:
 
     devices = jax.devices()
     began = time.perf_counter()
-    program, given = lowered(np.array(devices), kind, "cudnn")
+    program, given = lower(np.array(devices), kind, "cudnn")
     compiled = program.compile(compiler_options=OPTIONS)
     took = time.perf_counter() - began
 
@@ -127,7 +127,7 @@ def measure(kind: str, steps: int) -> dict[str, object]:
     for _ in range(2):
         jax.block_until_ready(compiled(*arguments))
     times = []
-    for _ in range(ROUNDS):  # Of each, the average of some steps.
+    for _ in range(ROUNDS):  # each is the average of several steps
         began = time.perf_counter()
         for _ in range(steps):
             made = compiled(*arguments)

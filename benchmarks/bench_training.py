@@ -1,8 +1,8 @@
-"""Every recipe trained by both examples on the GPUs present, and their rows kept.
+"""Trains every recipe with both examples on the GPUs present, and keeps their rows.
 
-Runs `examples/train_jax.py` and `examples/train_torch.py`, which are trainings of the same GPT from the same bits, and
-copies the rows that they write, with machine, commit and versions. A training on the CPU takes minutes, and its times
-say little: it is `make train`, and leaves no rows here.
+Runs `examples/train_jax.py` and `examples/train_torch.py`, which train the same GPT from the same bits, and copies
+their rows, with machine, commit and versions. Use `make train` on a CPU: it takes minutes there, its times mean little,
+and it keeps no rows here.
 
     python benchmarks/bench_training.py [--steps 120] [--out build/train]
 """

@@ -1,7 +1,7 @@
-"""A training step of an MLP on this machine's CPU, as it is and with statistics of every tensor of every layer.
+"""Training step of an MLP on the CPU, without and with statistics of every tensor of every layer.
 
-PyTorch: `numerics_of(model)` around forward and backward, and its `stats()`. JAX: a probe for each layer, jitted. Steps
-of both kinds in turn, the median over rounds.
+PyTorch uses `numerics_of(model)` around forward and backward, and its `stats()`. JAX uses a probe per layer, jitted.
+Both kinds of steps take turns, and the median over rounds counts.
 
     python benchmarks/bench_watch.py [--tokens 1024] [--width 1024] [--layers 4] [--rounds 5] [--recipes MXFP8,NVFP4]
 """
@@ -68,7 +68,7 @@ def jax_steps(recipe: str, tokens: int, width: int, layers: int) -> dict[str, St
 
 
 def milliseconds(steps: dict[str, Step], rounds: int) -> dict[str, float]:
-    """The median of each, after one that is not counted."""
+    """Return the median time of each step, after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + 1):
         for name, step in steps.items():

@@ -1,11 +1,12 @@
-"""What a step under FSDP in JAX moves, compiled for 8, 64 and 512 H100s: collectives, and bytes of whole arrays.
+"""Wire traffic of a step under FSDP in JAX, compiled for 8, 64 and 512 H100s: collectives, and bytes of whole arrays.
 
-`step_jax.py` is the model, of two layers. No GPU is needed, but JAX's CUDA plugin (`make h100`): the rows are read off
-what XLA makes of the step for GPUs that are not there. Gathered are weights, codes and scales; reduced are amaxes and
-what the loss and norms need; scattered are gradients. The embedding and the head, bfloat16 in all rows, are left out.
+`step_jax.py` has the model, here with two layers. It needs JAX's CUDA plugin (`make h100`) but no GPU: rows are read
+off the program that XLA compiles for GPUs that do not exist. Weights, codes and scales are gathered. Amaxes, and
+partial sums of the loss and the norms, are reduced. Gradients are scattered. Embedding and head, bfloat16 in all rows,
+are not counted.
 
-bf16 is gathered once, and kept for the backward pass. Codes are gathered again there, unless they are "kept". Gathers
-are those of weights, a combined one counted once; hidden are those with a GEMM between their start and their end.
+bf16 weights are gathered once and saved for backward. Codes are gathered again in backward, unless the kind is "kept".
+`gathers` counts gathers of weights, a combined one once. `hidden` counts those with a GEMM between start and end.
 
     python benchmarks/bench_wire_jax.py [--layers 2] [--devices 8,64,512] [--kinds bf16,fp8]
 """
@@ -28,7 +29,7 @@ COLUMNS = {"all-gather": "gathered", "all-reduce": "reduced", "reduce-scatter": 
 def row_of(kind: str, devices: int, layers: int) -> dict[str, object]:
     import step_jax
 
-    program = step_jax.lowered(step_jax.mesh_of(h100.devices(devices)), kind, layers, "xla").compile()
+    program = step_jax.lower(step_jax.mesh_of(h100.devices(devices)), kind, layers, "xla").compile()
     vocabulary = tuple(f"[{step_jax.VOCABULARY // count}," for count in (1, devices))
     counts: collections.Counter[str] = collections.Counter()
     sizes: collections.Counter[str] = collections.Counter()
@@ -40,7 +41,7 @@ def row_of(kind: str, devices: int, layers: int) -> dict[str, object]:
         column = COLUMNS.get(each.kind, "other")
         counts[column] += each.times
         sizes[column] += each.times * sum(map(size, arrays)) * (devices if column == "scattered" else 1)
-        if column == "gathered" and sum(map(size, arrays)) > 2**20:  # Not those of norms.
+        if column == "gathered" and sum(map(size, arrays)) > 2**20:  # skips gathers for norms
             gathers, hidden = gathers + 1, hidden + each.hidden
     row: dict[str, object] = {"kind": kind, "devices": devices, "layers": layers, "collectives": counts.total()}
     row |= {f"{column}_MB": f"{sizes[column] / 1e6:.3f}" for column in (*COLUMNS.values(), "other")}
@@ -59,7 +60,7 @@ def main() -> None:
     import rows
     import step_jax
 
-    step_jax.VOCABULARY = 65536  # Whole shards on 512, of no size that others have.
+    step_jax.VOCABULARY = 65536  # gives whole shards on 512 devices, and a size that no other array has
 
     found = []
     for kind in arguments.kinds.split(","):

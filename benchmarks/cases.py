@@ -1,4 +1,4 @@
-"""Benchmarks of many cases on several ranks, a process each: what fails takes its own case with it, and no other."""
+"""Runner for benchmarks with many cases on several ranks: a case that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ import rows
 
 Row = dict[str, object]
 Measure = Callable[[Any, argparse.Namespace], Mapping[str, Row]]
-"""Given a case and the arguments, on every rank: rows by the file that each is for. Those of rank 0 count."""
+"""Measures a case on every rank, given the arguments. Returns a row per results file. The rows of rank 0 count."""
 
 
 def measure_cases(measure: Measure, cases: Sequence[Any], arguments: argparse.Namespace, device: str = "cuda") -> int:
-    """Measures each case on `arguments.ranks` ranks and writes all rows there are after each; the status to exit with.
+    """Measure each case on `arguments.ranks` ranks, and write all rows so far after each case.
 
-    One process a rank measures all of them. One that fails ends those of all ranks, for others may wait for it in a
-    collective, and nothing is sure of a GPU after an error. New ones go on with the next case.
+    One process per rank measures all cases. If one fails, all ranks are ended, because others may wait for it in a
+    collective, and the state of a GPU after an error is unknown. New processes continue with the next case.
 
     Args:
-      measure: a function of a module, given to other processes.
-      cases: what pickles; it is shown where one fails.
+      measure: a module-level function, which is pickled.
+      cases: picklable values, printed if they fail.
+      arguments: the parsed command line, with `ranks`.
+      device: "cuda" or "cpu".
+
+    Returns:
+      The exit status: 1 if any case failed.
     """
     os.environ.setdefault("NCCL_DEBUG", "WARN")
     failed = []
@@ -72,7 +77,7 @@ def _rank(
             for name, row in by_case[-1].items():
                 print(row, flush=True)
                 rows.write(name, machine, [found[name] for found in by_case], quiet=True)
-        dist.barrier()  # None fails in the next case before this one is written.
+        dist.barrier()  # no rank may fail in the next case before this one is written
     dist.destroy_process_group()
 
 
@@ -82,7 +87,7 @@ def _read(folder: str) -> list[Mapping[str, Row] | None]:
 
 
 def _write(folder: str, done: list[Mapping[str, Row] | None]) -> None:
-    """What became of the cases so far: rows, or None where one failed."""
+    """Store the results so far: rows of each case, or None if it failed."""
     path = Path(folder, "done")
     path.with_suffix(".new").write_bytes(pickle.dumps(done))
     path.with_suffix(".new").replace(path)

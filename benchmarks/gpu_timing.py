@@ -1,12 +1,11 @@
-"""How every GPU benchmark measures time: a graph of many calls, replayed.
+"""Timing of all GPU benchmarks: CUDA graphs of many calls, replayed.
 
-A contender is called with the number of a copy of its inputs. `COPIES` calls in turn take one copy each, so that no
-call finds in L2 what the call before it read. One CUDA graph holds as many calls, back to back, as fill about a
-millisecond; the host takes no part. Each round replays the graph of every contender in turn: once without a clock, and
-then between two events. So a measured call follows a call of its own kind, never one of another contender, and pays for
-writing back as many dirty lines of L2 as it leaves to the next. Results stay allocated until a later call with the same
-copy, so that calls in turn also write to different memory. The median over rounds, divided by the calls in a graph,
-counts.
+A contender is called with the index of a copy of its inputs. `COPIES` consecutive calls take one copy each, so that no
+call finds data of the previous call in L2. One CUDA graph contains enough back-to-back calls to fill about a
+millisecond, without the host. Each round replays the graph of every contender in turn: once untimed, and then between
+two events. So a measured call follows a call of its own kind, never of another contender, and writes back as many dirty
+lines of L2 as it leaves to the next call. Results stay allocated until a later call with the same copy, so that
+consecutive calls also write to different memory. The result is the median over rounds, divided by the calls in a graph.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ COPIES = 3  # of inputs that are each larger than half of L2
 SAMPLE_MS = 1.0
 
 Call = Callable[[int], object]
-Contenders = dict[str, tuple[float, Call]]  # name: (bytes an element, call)
+Contenders = dict[str, tuple[float, Call]]  # name: (bytes per element, call)
 
 
 def microseconds(contenders: Contenders, rounds: int) -> dict[str, float]:
-    """What one call of each contender takes."""
+    """Time one call of each contender, in microseconds."""
     graphs = {name: _graph_of(call) for name, (_, call) in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, (graph, calls) in graphs.items():
-            graph.replay()  # Nothing waits for it: the host queues the next one while it runs.
+            graph.replay()  # no wait: the host queues the timed replay while this one runs
             times[name].append(_milliseconds(graph.replay) / calls * 1e3)
     return {name: statistics.median(t) for name, t in times.items()}
 
@@ -37,7 +36,7 @@ def microseconds(contenders: Contenders, rounds: int) -> dict[str, float]:
 def rows_of(
     contenders: Mapping[str, tuple[float, object]], us: Mapping[str, float], elements: int, shape: str, copy: str
 ) -> list[dict[str, object]]:
-    """Rows for `rows.write`: GB/s of the bytes that must move, and percent of that of the contender called `copy`."""
+    """Build rows for `rows.write`: GB/s of the minimum bytes, in percent of the contender called `copy`."""
     rate = {name: count * elements / us[name] / 1e3 for name, (count, _) in contenders.items()}
     return [
         {
@@ -53,7 +52,7 @@ def rows_of(
 
 
 def _graph_of(call: Call) -> tuple[torch.cuda.CUDAGraph, int]:
-    """The graph, and how many calls are in it."""
+    """Capture calls in a graph. Return the graph and its number of calls."""
 
     def once_each() -> None:
         for i in range(COPIES):
@@ -61,7 +60,7 @@ def _graph_of(call: Call) -> tuple[torch.cuda.CUDAGraph, int]:
 
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # A capture must not be the first call: that one compiles and allocates.
+    with torch.cuda.stream(stream):  # the first call compiles and allocates, which a capture must not
         once_each()
         torch.cuda.synchronize()
         repeats = max(1, round(SAMPLE_MS / _milliseconds(once_each)))

@@ -1,7 +1,7 @@
-"""Whole quantizations in blocks for `bench_cpu_kernels.py`: with the fused ops of qshard, torch eager and jitted jnp.
+"""Whole block quantizations for `bench_cpu_kernels.py`: fused ops of qshard, torch eager and jitted jnp.
 
-The rivals compute the formulas of NUMERICS.md with what their framework has, for finite values alone, which is less
-work. Elements of less than 8 bits are rounded by way of their unit in the last place, and E2M1 is packed with shifts.
+The rivals compute the formulas of NUMERICS.md with ops of their framework, for finite values only, which is less work.
+Elements below 8 bits are rounded through their ulp, and E2M1 is packed with shifts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GLOBAL_AMAX = 5.0
 
 
 def cases() -> list[tuple[str, Format, str, float]]:
-    """(name of the row, format, usage, bytes an element: x and each plane with its scales, once)."""
+    """Return (row name, format, usage, bytes per element for x and for each plane with its scales) of each case."""
     found = []
     for fmt in MEASURED:
         assert fmt.block is not None
@@ -36,9 +36,9 @@ def cases() -> list[tuple[str, Format, str, float]]:
 
 
 class Recorder:
-    """The ops of PyTorch, for `quantize_steps`, that keep each call: what it read, what it wrote, how to do it again.
+    """PyTorch ops for `quantize_steps` that record each call: its inputs, its outputs and a function to repeat it.
 
-    Done again, it writes into the tensors that the first call has made.
+    A repeated call writes into the outputs of the first one.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Recorder:
             if op in table():
                 attributes = {name: options[name] for name in table()[op].attributes if name != "split"}
                 again = partial(call_into, op, inputs, outputs, attributes)
-            else:  # A copy with the last two axes swapped.
+            else:  # a copy with the last two axes swapped
                 again = partial(outputs[0].copy_, inputs[0].mT)
             self.calls.append((inputs, outputs, again))
             return made
@@ -62,7 +62,7 @@ class Recorder:
         return run
 
     def needed(self, results: list[Any]) -> list[Callable[[], object]]:
-        """The calls that results depend on, in order."""
+        """Return the calls that results depend on, in order."""
         wanted, calls = {id(result) for result in results}, []
         for inputs, outputs, again in reversed(self.calls):
             if any(id(output) in wanted for output in outputs):
@@ -72,7 +72,7 @@ class Recorder:
 
 
 def qshard_quantize(x: Any) -> Contenders:
-    """What `quantize_steps.quantize` calls, but for the amax of the whole tensor, which is given."""
+    """Return the calls of `quantize_steps.quantize`, with a given amax of the whole tensor."""
     import torch
 
     from qshard._core import quantize_steps
@@ -93,7 +93,7 @@ def qshard_quantize(x: Any) -> Contenders:
 
 
 def _planes(x: Any, fmt: Format, usage: str, plane: Callable[..., Any], turned: Callable[..., Any]) -> list[Any]:
-    """What both rivals make: codes and scales of one plane or both, as qshard stores them."""
+    """Compute codes and scales of one plane or both in a rival, stored as qshard does."""
 
     def packed(data: Any) -> Any:
         return data[:, ::2] | (data[:, 1::2] << 4) if fmt.element.bits == 4 else data

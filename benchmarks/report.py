@@ -1,7 +1,6 @@
 """Writes docs/results.md, and the numbers in README.md, from the rows in `results/`.
 
-In README.md whatever is between `<!-- rows: NAME -->` and `<!-- end -->` is written here. A table whose rows are not
-there is left as it is.
+In README.md it replaces the text between `<!-- rows: NAME -->` and `<!-- end -->`. A table without rows stays as it is.
 
     python benchmarks/report.py [--check]     --check: write nothing; fail if a file differs from its rows
 """
@@ -9,12 +8,10 @@ there is left as it is.
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import re
-import statistics
-from collections.abc import Callable
 
-from report_steps import README_RECIPES, STEP_SECTIONS, readme_step_torch
+from report_readme import README_BLOCKS
+from report_steps import STEP_SECTIONS
 from rows import RESULTS
 from tables import Rows, Tables, number, origin, read, table
 from targets import CPU_TIMES_FASTER, TARGETS, Row, Target, training_bound, what_of
@@ -37,42 +34,7 @@ JUDGED = (
     "host",
     "numerics",
 )
-"""Files whose rows have targets in `TARGETS`."""
-# README's table: label, qshard's operations, those of torch.compile. Numbers of one line are apart by " / ".
-README_GPU = (
-    ("cast to E4M3", ["cast_tensor"], ["cast_tensor"]),
-    ("cast and transpose", ["cast_transpose"], ["cast_transpose"]),
-    ("dequantize", ["dequantize"], ["dequantize"]),
-    ("current scaling: amax, scale, cast", ["current scaling"], ["current scaling"]),
-    (
-        "quantize to FP8_1x128 / FP8_128x128",
-        ["quantize FP8_1x128 rowwise", "quantize FP8_128x128 rowwise"],
-        ["quantize FP8_1x128 rowwise", "quantize FP8_128x128 rowwise"],
-    ),
-    (
-        "quantize to MXFP8 1x32 / 32x32",
-        ["quantize MXFP8_E4M3 rowwise", "quantize MXFP8_32x32 rowwise"],
-        ["quantize MXFP8_E4M3 rowwise", "quantize MXFP8_32x32 rowwise"],
-    ),
-    (
-        "quantize to NVFP4 1x16 / 16x16, with its amax",
-        ["quantize NVFP4 rowwise", "quantize NVFP4_16x16 rowwise"],
-        [],
-    ),
-    ("both planes: FP8_1x128 / 128x128", ["quantize FP8_1x128 both", "quantize FP8_128x128 both"], []),
-    ("both planes: MXFP8 vectors / squares", ["quantize MXFP8_E4M3 both", "quantize MXFP8_32x32 both"], []),
-    (
-        "both planes: NVFP4 vectors / squares, with the amax",
-        ["quantize NVFP4 both", "quantize NVFP4_16x16 both"],
-        [],
-    ),
-    (
-        "Adam, fp32 / bf16 states / FP8 states",
-        ["adam float32", "adam float32, states bfloat16", "adam float32, states FP8"],
-        [],
-    ),
-    ("masters to slices of FP8 / NVFP4 16x16, 64 x 2 M", ["cast_master FP8_E4M3", "cast_master NVFP4_16x16"], []),
-)
+"""Files with targets in `TARGETS`."""
 HEAD = """# Results
 
 For people who compare speeds: every row of `benchmarks/results`, the newest subject first. The script
@@ -82,8 +44,8 @@ goals, which were set before the first measurement.
 """
 
 
-def judged(name: str, tables: Tables) -> list[tuple[Target, Row, float]]:
-    """Every target of a file with the rows that it is for."""
+def judge(name: str, tables: Tables) -> list[tuple[Target, Row, float]]:
+    """Return each target of a file, with each of its rows and the row's value."""
     rows = tables.get(name, [])
     return [
         (target, row, value)
@@ -104,9 +66,9 @@ def gpu_section(name: str, tables: Tables) -> str:
 
 
 def verdicts_of(name: str, tables: Tables) -> dict[str, str]:
-    """What a table says of each operation that has a target."""
+    """Return the verdict on each operation with a target, by operation."""
     verdicts: dict[str, list[str]] = {}
-    for target, row, value in judged(name, tables):
+    for target, row, value in judge(name, tables):
         got = f" ({target.text(value)})" if target.of else ""
         verdict = f"{'met' if target.met(value) else 'missed'}{got}"
         limit = f"{'at most' if target.at_most else 'at least'} {target.text(target.bound)}{target.unit}"
@@ -135,7 +97,7 @@ def host_section(tables: Tables) -> str:
 
 
 def gemm_section(rows: Rows) -> str:
-    """A line for each contender, a column for each shape."""
+    """Build a table with a line per contender and a column per shape."""
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     by = {(row["operation"], row["shape"]): row for row in rows}
     lines = []
@@ -147,7 +109,7 @@ def gemm_section(rows: Rows) -> str:
 
 
 def cpu_lines(rows: Rows) -> dict[tuple[str, str], dict[str, Row]]:
-    """Rows of the same operation and shape side by side: those of qshard, torch and jnp."""
+    """Group rows of qshard, torch and jnp by operation and shape."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         operation, _, who = row["operation"].rpartition(" ")
@@ -178,7 +140,7 @@ def cpu_section(rows: Rows) -> str:
 
 def numerics_section(tables: Tables) -> str:
     rows = tables["numerics"]
-    missed = {row["operation"] for target, row, value in judged("numerics", tables) if not target.met(value)}
+    missed = {row["operation"] for target, row, value in judge("numerics", tables) if not target.met(value)}
     columns = ["operation", "shape", "seconds", "cpu_seconds", "load", "memory_per_array", "times_faster"]
     header = [
         "operation",
@@ -213,10 +175,10 @@ def training_verdict(row: Row) -> str:
 
 
 def targets(tables: Tables) -> str:
-    """Each target, what it compares with, and how many of its rows meet it."""
+    """Build a table of targets with their comparison, how many rows meet them, and which rows miss them."""
     verdicts: dict[tuple[str, str], list[bool]] = {(target.name, target.beside): [] for target in TARGETS}
     for name in JUDGED:
-        for target, _, value in judged(name, tables):
+        for target, _, value in judge(name, tables):
             verdicts[target.name, target.beside].append(target.met(value))
     found = missed(tables)
     lines = [
@@ -228,10 +190,10 @@ def targets(tables: Tables) -> str:
 
 
 def missed(tables: Tables) -> dict[str, list[str]]:
-    """The rows that miss a target, by target."""
+    """Return the rows that miss a target, by target."""
     found: dict[str, list[str]] = {}
     for name in JUDGED:
-        for target, row, value in judged(name, tables):
+        for target, row, value in judge(name, tables):
             if not target.met(value):
                 operation = re.sub(r",? qshard$|^(de)?quantize |, amax given", "", what_of(row))
                 found.setdefault(target.name, []).append(f"{operation} {target.text(value)}")
@@ -252,7 +214,7 @@ def missed(tables: Tables) -> dict[str, list[str]]:
 
 
 def results(tables: Tables) -> str:
-    """The page: the targets, then one section a subject, the newest first."""
+    """Build the page: the targets, then one section a subject, the newest first."""
     sections = [(name, gpu_section(name, tables)) for name in GPU_SECTIONS if name in tables]
     if "cross_entropy" in tables:
         sections.append(("cross_entropy", cross_entropy_section(tables)))
@@ -271,80 +233,16 @@ def results(tables: Tables) -> str:
     return "\n".join([HEAD, "## Targets\n\n" + targets(tables) + "\n", *(text for _, text in newest_first)])
 
 
-def readme_gpu(tables: Tables) -> str:
-    by = {row["operation"]: row for name in GPU_SECTIONS for row in tables.get(name, [])}
-    lines = []
-    for label, operations, compiled in README_GPU:
-        ours = [by.get(f"{op} qshard", by.get(op)) for op in operations]
-        cells = [" / ".join(number(row, column) for row in ours) for column in ("us", "percent_of_copy")]
-        rivals = " / ".join(number(by.get(f"{op} torch.compile"), "us") for op in compiled) or "-"
-        if any(ours):
-            lines.append([label, *cells, rivals])
-    return table(["", "us", "% of copy", "torch.compile, us"], lines)
-
-
-def readme_missed(tables: Tables) -> str:
-    lines = [f"- {target}: {', '.join(rows)}" for target, rows in missed(tables).items()]
-    return "Every target is met." if not lines else "Targets that are missed, and by what:\n\n" + "\n".join(lines)
-
-
-def readme_cpu(tables: Tables) -> str:
-    lines = ["CPU kernels against the faster of torch eager and jitted jnp, 1 M elements in cache:", ""]
-    for rows in (rows for name, rows in tables.items() if name.startswith("cpu_kernels")):
-        in_cache = [by for (_, shape), by in cpu_lines(rows).items() if shape == rows[0]["shape"]]
-        times = [t for by in in_cache if (t := times_faster(by)) is not None]
-        span = f"{min(times):.1f} to {max(times):.1f} times as fast, median {statistics.median(times):.1f}"
-        lines.append(f"- {in_cache[0]['qshard']['simd']} ({rows[0]['machine']}, {threads(rows)}): {span}")
-    return "\n".join(lines)
-
-
 def threads(rows: Rows) -> str:
     return f"{rows[0]['threads']} thread{'s' * (rows[0]['threads'] != '1')}"
 
 
-def readme_training(tables: Tables) -> str:
-    sides = {who: {row["recipe"]: row for row in tables[f"training_{who}"]} for who in ("jax", "torch")}
-    first = next(iter(sides["jax"].values()))
-    recipes = [recipe for recipe in sides["jax"] if recipe in sides["torch"]]
-    same = sum(sides["jax"][r]["gathered_sha256"] == sides["torch"][r]["gathered_sha256"] for r in recipes)
-    lines = []
-    for recipe in recipes:
-        cells = [README_RECIPES.get(recipe, recipe)]
-        for rows in sides.values():
-            row, base = rows[recipe], rows.get("bf16")
-            loss, size = row["validation_loss"], int(row["gathered_bytes_a_step"])
-            if base and recipe != "bf16":
-                loss += f" ({float(row['percent_to_bf16']):+.1f} %)"
-            change = size / int(base["gathered_bytes_a_step"]) - 1 if base else 0
-            cells += [loss, f"{size / 1e6:.2f} MB" + (f" ({100 * change:+.1f} %)" if abs(change) >= 0.01 else "")]
-            cells.append(row["ms_a_step"])
-        lines.append(cells)
-    columns = ["validation loss", "gathered a step", "ms a step"]
-    header = ["", *(f"JAX: {columns[0]}" if c == columns[0] else c for c in columns)]
-    header += [f"PyTorch: {columns[0]}" if c == columns[0] else c for c in columns]
-    head = (
-        f"On {first['ranks']} ({first['device']}), {first['steps']} steps of every recipe (`make train FORMATS=all`).\n"
-        f"Both frameworks gathered the same bytes in {same} of {len(recipes)}:"
-    )
-    return f"{head}\n\n{table(header, lines)}"
-
-
-# The block, the files that it needs, and who writes it.
-README_BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[Tables], str]]] = {
-    "training": (("training_jax", "training_torch"), readme_training),
-    "step_torch": (("step_torch",), readme_step_torch),
-    "gpu": (tuple(GPU_SECTIONS)[:3], readme_gpu),
-    "missed": (tuple(GPU_SECTIONS)[:3], readme_missed),
-    "cpu": (("cpu_kernels*",), readme_cpu),
-}
-
-
 def readme(text: str, tables: Tables) -> str:
-    """README.md with its blocks written anew."""
-    for name, (needed, write) in README_BLOCKS.items():
-        if not all(fnmatch.filter(tables, pattern) for pattern in needed):
+    """Return README.md with its blocks replaced."""
+    for block, (needed, write) in README_BLOCKS.items():
+        if not all(name in tables for name in needed):
             continue
-        begin, end = f"<!-- rows: {name} -->", "<!-- end -->"
+        begin, end = f"<!-- rows: {block} -->", "<!-- end -->"
         before, found, rest = text.partition(begin)
         _, closed, after = rest.partition(end)
         if not found or not closed:

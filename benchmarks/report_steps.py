@@ -8,23 +8,6 @@ from collections.abc import Callable, Sequence
 from step_profile import NAMES
 from tables import Rows, Tables, origin, table
 
-README_RECIPES = {
-    "fp8": "fp8, current scaling",
-    "delayed": "fp8, delayed scaling",
-    "block": "blocks of 128",
-    "torchao": "torchao, float8",
-    "te-delayed": "TransformerEngine, delayed scaling",
-    "te-current": "TransformerEngine, current scaling",
-    "te-block": "TransformerEngine, blocks of 128",
-}
-README_WORDS = {
-    "fused": "fused norms and SwiGLU",
-    "loss": "fused loss",
-    "bf16-states": "Adam's states in bf16",
-    "primary": "primary weights",
-    "zero": "ZeroOptimizer",
-}
-
 
 def sharded_section(tables: Tables, name: str, title: str) -> str:
     rows = tables[name]
@@ -54,7 +37,7 @@ def sharded_section(tables: Tables, name: str, title: str) -> str:
 
 
 def against_bf16(rows: Rows, column: str, columns: Sequence[str]) -> str:
-    """A table of rows; with the ratio of `column` to that of bf16 on as many devices."""
+    """Build a table of rows, with the ratio of `column` to bf16 on the same number of devices."""
     base = {row["devices"]: float(row[column]) for row in rows if row["kind"] == "bf16"}
     header = [part.replace("_", " ") for part in columns]
     lines = []
@@ -122,7 +105,7 @@ def grouped_section(tables: Tables) -> str:
 
 
 def step_torch_lines(rows: Rows) -> list[list[str]]:
-    """Milliseconds of a step, and of one of many, and GiB of each kind, all in percent of eager bf16 too."""
+    """Build lines of time per single step, time per step of many, and memory, each also in percent of eager bf16."""
     base = next((row for row in rows if row["kind"] == "bf16"), None)
     lines = []
     for row in rows:
@@ -165,22 +148,6 @@ def step_flat_section(tables: Tables) -> str:
     )
     text = "The first and the last 10 of 50 steps: medians of time, peaks of memory, and what stays in use beyond them."
     return f"## 50 steps in PyTorch\n\n{origin(rows)} {text}\n\n{body}\n"
-
-
-def readme_step_torch(tables: Tables) -> str:
-    rows = tables["step_torch"]
-    lines = []
-    for line in step_torch_lines(rows):
-        recipe, *words = line[0].split()
-        name = ", ".join([README_RECIPES.get(recipe, recipe), *(README_WORDS.get(word, word) for word in words)])
-        lines.append([name, *line[1:]])
-    first = rows[0]
-    head = (
-        f"A training step of a 2.0 B model under FSDP2 on {first['ranks']} GPUs ({first['machine']}), eager where not "
-        "compiled; by itself, and one of many that follow each other:"
-    )
-    header = ["", "ms", "% of bf16", "ms, one of many", "% of bf16", "peak GiB", "% of bf16"]
-    return f"{head}\n\n{table(header, lines)}"
 
 
 STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {

@@ -1,4 +1,4 @@
-"""Rows of results: what was measured, on what machine, at which commit."""
+"""Result rows as CSV files: measurements with machine, commit, versions and date."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Short hash of the checked-out commit, with `+` if the working tree differs.
+    """Return the short hash of the checked-out commit, with `+` if the working tree differs.
 
-    A copy without git (on a GPU machine, say) is told in QSHARD_COMMIT; else it is `unknown`.
+    A copy without git, such as on a GPU machine, takes it from QSHARD_COMMIT, or returns `unknown`.
     """
     if "QSHARD_COMMIT" in os.environ:
         return os.environ["QSHARD_COMMIT"]
@@ -47,7 +47,7 @@ def versions(*packages: str) -> str:
 
 
 def write(name: str, machine: str, rows: list[dict[str, object]], quiet: bool = False) -> pathlib.Path:
-    """Writes `results/<name>.csv`, each row with machine, commit, versions and date; prints a table too, or not."""
+    """Write `results/<name>.csv`, with machine, commit, versions and date in each row. Print a table unless `quiet`."""
     common = {
         "machine": machine,
         "commit": commit(),

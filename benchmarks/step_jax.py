@@ -1,13 +1,13 @@
-"""A training step of a Llama-like model under FSDP in JAX, as `bench_step_jax.py` times it and counts what it moves.
+"""Training step of a Llama-like model under FSDP in JAX, for `bench_step_jax.py` and `bench_wire_jax.py`.
 
-8 layers of width 4096, FFN 14336, vocabulary 32000; 2 x 4096 tokens a device, AdamW of optax. One program under `jit`
-on an Auto mesh: float32 weights, states and gradients are cut along their first axis. The linear layers of the blocks
-are those of a recipe; the embedding and the head are bfloat16, and gradients are reduced in it. `bf16` has bfloat16
-linear layers everywhere, `naive` is per-tensor FP8 in jnp, as one writes it by hand. A kind is a recipe and words:
+8 layers of width 4096, FFN 14336, vocabulary 32000; 2 x 4096 tokens per device, AdamW of optax. One program under `jit`
+on an Auto mesh: float32 weights, states and gradients are sharded along their first axis. The recipe applies to the
+linear layers of the blocks. Embedding and head are bfloat16, and gradients are reduced in bfloat16. `bf16` has bfloat16
+linear layers everywhere. `naive` is per-tensor FP8 written by hand in jnp. A kind is a recipe and options:
 
-    kept     keeps what it has gathered for the backward pass, as the others but bf16 do not
-    local    a scale on each device for activations and their gradients, and no amax reduced
-    fused    qshard's norms and SwiGLU, in place of those in jnp, which XLA fuses with what is around them
+    kept     gathered codes are saved for backward; of the others only bf16 does that
+    local    one scale per device for activations and their gradients, without reducing amaxes
+    fused    qshard's norms and SwiGLU instead of jnp's, which XLA fuses with their neighbours
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LINEARS = {
     "down": (WIDTH, FFN),
 }
 RECIPES: dict[str, Recipe | str | None] = {**options.RECIPES, "naive": "naive"}
-"""What the linear layers of the blocks are; None: bfloat16."""
+"""Recipes of the linear layers of the blocks; None is bfloat16."""
 AXIS = "data"
 OPTIMIZER = optax.adamw(1e-4)
 
@@ -54,13 +54,13 @@ def shapes(layers: int) -> Tree:
     }
 
 
-def cut(mesh: Mesh, tree: Tree) -> Tree:
-    """Where arrays of at least one axis are: cut along their first; the others everywhere."""
+def shardings_of(mesh: Mesh, tree: Tree) -> Tree:
+    """Return shardings: arrays along their first axis, scalars replicated."""
     return jax.tree.map(lambda leaf: NamedSharding(mesh, P(AXIS) if leaf.ndim else P()), tree)
 
 
 def fresh(layers: int, kind: str) -> Tree:
-    """Weights, states of the optimizer, states of delayed scaling if that is the recipe."""
+    """Initialize weights, optimizer states, and states of delayed scaling if the recipe needs them."""
     given, structure = jax.tree.flatten(shapes(layers), is_leaf=lambda node: isinstance(node, tuple))
     keys = jax.random.split(jax.random.key(0), len(given))
     values = [
@@ -161,19 +161,19 @@ def step(
     differentiate = jax.value_and_grad(partial(loss_of, kind=kind, attention=attention), argnums=(0, 1))
     loss, (gradients, amaxes) = differentiate(weights, states, tokens, key)
     mesh = jax.sharding.get_abstract_mesh()
-    gradients = lax.with_sharding_constraint(gradients, cut(mesh, gradients))
+    gradients = lax.with_sharding_constraint(gradients, shardings_of(mesh, gradients))
     updates, optimizer = OPTIMIZER.update(gradients, optimizer, weights)
     if states is not None:
         states = qshard.update_delayed(states, amaxes, recipe_of(kind))
     return optax.apply_updates(weights, updates), optimizer, states, loss
 
 
-def lowered(mesh: Mesh, kind: str, layers: int, attention: str) -> Any:
-    """The step for a mesh, whose devices need not be there."""
+def lower(mesh: Mesh, kind: str, layers: int, attention: str) -> Any:
+    """Lower the step for a mesh. Its devices need not exist."""
     with jax.set_mesh(mesh):
         trees = jax.eval_shape(partial(fresh, layers, kind))
         inputs = (*trees, jax.ShapeDtypeStruct((BATCH * mesh.size, CONTEXT + 1), jnp.int32), jax.eval_shape(_key))
-        places = (*(cut(mesh, tree) if i < 2 else _everywhere(mesh, tree) for i, tree in enumerate(trees)),)
+        places = (*(shardings_of(mesh, tree) if i < 2 else _everywhere(mesh, tree) for i, tree in enumerate(trees)),)
         places = (*places, NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P()))
         outs = (*places[:3], NamedSharding(mesh, P()))
         run = jax.jit(
@@ -194,10 +194,10 @@ def _everywhere(mesh: Mesh, tree: Tree) -> Tree:
 
 
 def start(mesh: Mesh, kind: str, layers: int) -> Tree:
-    """What `lowered` takes, made where it goes."""
+    """Initialize the state that `lowered` takes, sharded."""
     with jax.set_mesh(mesh):
         trees = jax.eval_shape(partial(fresh, layers, kind))
-        places = tuple(cut(mesh, tree) if i < 2 else _everywhere(mesh, tree) for i, tree in enumerate(trees))
+        places = tuple(shardings_of(mesh, tree) if i < 2 else _everywhere(mesh, tree) for i, tree in enumerate(trees))
         return jax.jit(partial(fresh, layers, kind), out_shardings=places)()
 
 

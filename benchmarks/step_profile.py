@@ -1,10 +1,9 @@
-"""Where the time of a training step goes on one GPU: what its kernels are for, and when none of them computes.
+"""Profile of a training step on one GPU: time by purpose of kernels, and time without a computing kernel.
 
-Kernels are told apart by name, so a kernel that a compiler has fused counts once, for the first of PARTS that its name
-has, and torchao's casts are `other elementwise` where no compiler fuses them: eager, they are kernels of torch.
+Kernels are classified by name. So a fused kernel of a compiler counts once, for the first of PARTS that its name
+matches, and torchao's eager casts count as `other elementwise`, because they are kernels of torch.
 
-Those of several streams run at the same time, so parts may add up to more than the step. What is left of it, where no
-kernel computes:
+Kernels of several streams overlap, so parts may add up to more than the step. Time without a computing kernel is
 
     exposed   only collectives run
     idle      nothing runs: the host is late, or a stream waits
@@ -18,24 +17,24 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
-# The first that matches counts.
+# The first match counts.
 PARTS = (
     ("collectives", r"nccl"),
-    # Kernels of a compiler name an attention that they only move operands of. cuDNN's backward has helpers.
+    # Compiled kernels that only move attention's operands also have it in their names. cuDNN's backward has helpers.
     ("attention", r"^(?!triton).*(flash|fmha|sdpa|attention)|cudnn::fusion"),
-    # Of qshard, in full: names of its kernels hold those of their arguments.
+    # qshard's kernels match by full names, because these include the types of their arguments.
     ("optimizer", r"qshard::.*Adam"),
     ("norms and activations", r"qshard::.*(RmsNorm|SwiGlu|\bMapKernel|\bSumPartsKernel)"),
     ("quantize", r"qshard::|transformer_engine::"),
     ("GEMM", r"nvjet|gemm|cutlass|cublas|sm90_xmma|splitK|^triton_tem"),
-    # FSDP2's, nearly all: of shards to what is gathered and out of it, and of gradients, from bfloat16 to float32 too.
+    # Mostly FSDP2's copies of shards into and out of gather buffers, and of gradients, with bfloat16 to float32 casts.
     ("copies", r"chunk_cat|split_with_sizes|CatArrayBatchedCopy|multi_tensor_apply.*Copy|direct_copy|^Mem(cpy|set)"),
     ("norms and activations", r"rms_norm|layer_norm|GammaBeta|silu|swiglu"),
-    # The norms of weights, for torchao's scales, and what it makes of activations where a compiler fuses it.
+    # Norms of weights, for torchao's scales, and its activation casts as fused by a compiler.
     ("quantize", r"LpNorm|lpnorm|^triton.*(amax|abs_max|clamp)"),
     ("optimizer", r"[aA]dam|multi_tensor_apply"),
     ("loss", r"softmax|SoftMax|nll_loss|cross_entropy"),
-    # Its backward sorts tokens.
+    # The backward of embedding sorts tokens.
     ("embedding", r"embedding|vectorized_gather|sum_and_scatter|compute_grad_weight|partials?_(per_)?segment|cub::"),
 )
 OTHER = "other elementwise"
@@ -55,21 +54,21 @@ NAMES = (
 )
 
 Kernel = tuple[str, float, float]
-"""What it is called, when it begins and when it ends, in microseconds."""
+"""(name, start, end), with times in microseconds."""
 
 
 def part_of(kernel: str) -> str:
-    """Which of NAMES a kernel counts for."""
+    """Return the entry of NAMES that a kernel counts for."""
     return next((name for name, pattern in PARTS if re.search(pattern, kernel)), OTHER)
 
 
 def profile(step: Callable[[], Any], steps: int = 3) -> tuple[dict[str, float], dict[str, float]]:
-    """What `summary` says of some steps. `step` has run before."""
+    """Return `summary` of some steps. `step` must have run before."""
     return summary(kernels_of(step, steps), steps)
 
 
 def kernels_of(step: Callable[[], Any], steps: int = 1) -> list[Kernel]:
-    """What some steps launch, copies and fills too. `step` has run before."""
+    """Record the kernels of some steps, including copies and fills. `step` must have run before."""
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -88,19 +87,19 @@ def kernels_of(step: Callable[[], Any], steps: int = 1) -> list[Kernel]:
 
 @contextlib.contextmanager
 def host_as_without_profiler() -> Iterator[None]:
-    """qshard's calls go the way that they go in training.
+    """Keep qshard's calls on the fast path that training uses.
 
-    A profiler is to see every op, so while one records they leave their fast way (`qshard.torch_bridge._ops.eager`).
-    Here it is to see when the host is late, so it must not make it late.
+    While a profiler records, calls leave their fast path so that it sees every op (`qshard.torch_bridge._ops.eager`).
+    Here the profiler measures whether the host is late, so it must not slow it down.
     """
     from qshard.torch_bridge import _torch_internals
 
-    with mock.patch.object(_torch_internals, "_profiler_is_on", return_value=False):  # Fails if there is no such name.
+    with mock.patch.object(_torch_internals, "_profiler_is_on", return_value=False):  # fails if the name changes
         yield
 
 
 def summary(kernels: Iterable[Kernel], steps: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds a step: "step", from the first kernel to the end of the last, and each of NAMES; of each kernel.
+    """Return milliseconds per step of "step" (first kernel to end of last) and each of NAMES, and of each kernel.
 
     >>> ms, _ = summary([("nvjet", 0, 3000), ("ncclAllGather", 1000, 5000), ("nvjet", 6000, 7000)], 1)
     >>> {name: value for name, value in ms.items() if value}
@@ -123,7 +122,7 @@ def summary(kernels: Iterable[Kernel], steps: int) -> tuple[dict[str, float], di
 
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of them lasts."""
+    """Return how long at least one span lasts."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

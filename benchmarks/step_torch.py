@@ -1,6 +1,6 @@
-"""A training step of a Llama-like model in PyTorch, as `bench_fsdp2.py` and `bench_step_torch.py` time it.
+"""Training step of a Llama-like model in PyTorch, for `bench_fsdp2.py` and `bench_step_torch.py`.
 
-8 layers of width 4096, FFN 14336, vocabulary 32000: 2.0 B weights; 2 x 4096 tokens a GPU.
+8 layers of width 4096, FFN 14336, vocabulary 32000: 2.0 B weights; 2 x 4096 tokens per GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qshard.torch_bridge import LinearCrossEntropy
 
 WIDTH, FFN, VOCABULARY, HEADS, BATCH, CONTEXT = 4096, 14336, 32000, 32, 2, 4096
 DEVICE = "cuda"
-FLAT_STEPS, PART = 50, 10  # The first and the last so many of them are compared.
+FLAT_STEPS, PART = 50, 10  # the first and the last PART steps are compared
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Model(nn.Module):
         self.head = LinearCrossEntropy(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits, or the loss of labels."""
+        """Return logits, or the loss against labels."""
         x = self.embedding(tokens).to(torch.bfloat16)
         for block in self.blocks:
             x = block(x)
@@ -65,7 +65,7 @@ class Model(nn.Module):
 
 
 def fresh(layers: int) -> Model:
-    """The model in float32, with the same weights on every rank and in every run."""
+    """Build the model in float32, with the same weights on every rank and in every run."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = Model(layers)
@@ -76,12 +76,12 @@ def fresh(layers: int) -> Model:
 
 
 def is_quantized(_: nn.Module, name: str) -> bool:
-    """Whether a linear layer is one of the blocks, not the head."""
+    """Return whether a linear layer is in a block, unlike the head."""
     return "blocks" in name
 
 
 def shard(model: Model) -> None:
-    """Fully sharded over all ranks by FSDP2, a block at a time: gathered and reduced in bfloat16."""
+    """Shard fully over all ranks by FSDP2, block by block, gathered and reduced in bfloat16."""
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*model.blocks, model):
@@ -96,9 +96,14 @@ def step_of(
     *,
     fused_loss: bool = False,
 ) -> Callable[[], Tensor]:
-    """A step on tokens of this rank, the same in every step; `after` ends it, the forward pass runs in `around()`.
+    """Return a step on this rank's tokens, which are the same in every step.
 
-    `fused_loss`: the head gives the loss, and no logits.
+    Args:
+      model: the model.
+      optimizer: its optimizer.
+      after: called at the end of a step.
+      around: returns the context manager for the forward pass.
+      fused_loss: whether the head computes the loss without returning logits.
     """
     generator = torch.Generator(device=DEVICE).manual_seed(dist.get_rank())
     tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), device=DEVICE, generator=generator)
@@ -118,9 +123,17 @@ def step_of(
 
 @dataclass
 class Timed:
-    """Of each step: milliseconds, bytes that were in use at most, and after it; and milliseconds of one where nothing
-    waits between steps, as in training. From a step that begins on an idle GPU that differs by the host's first calls,
-    and by the clock that its power leaves a GPU.
+    """Measurements of steps.
+
+    Single steps start on an idle GPU. Back-to-back steps, as in training, differ from them by the host's first calls
+    and by the clock rate that the GPU's power limit allows.
+
+    Attributes:
+      ms: milliseconds of each single step.
+      peak: peak bytes in use in each single step.
+      live: bytes in use after each single step.
+      loss: loss of the last step.
+      running_ms: milliseconds per step of back-to-back steps.
     """
 
     ms: list[float]
@@ -137,7 +150,7 @@ class Timed:
         }
 
     def flat_row(self) -> dict[str, object]:
-        """What of the first and of the last `PART` steps is to be alike."""
+        """Return values of the first and the last `PART` steps, which should agree."""
         parts = {"first": slice(PART), "last": slice(-PART, None)}
         return {
             **{f"{name}_ms": f"{statistics.median(self.ms[part]):.1f}" for name, part in parts.items()},
@@ -146,8 +159,8 @@ class Timed:
         }
 
 
-def timed(step: Callable[[], Tensor], steps: int) -> Timed:
-    """Steps one by one, on all ranks at once. Some have run before."""
+def time_steps(step: Callable[[], Tensor], steps: int) -> Timed:
+    """Measure single steps, started together on all ranks, then back-to-back steps. The step must have run before."""
     found = Timed([], [], [], 0.0)
     torch.cuda.synchronize()
     for _ in range(steps):

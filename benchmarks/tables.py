@@ -1,4 +1,4 @@
-"""Tables in Markdown, of the rows in `results/`."""
+"""Markdown tables of the rows in `results/`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rows import RESULTS
 from targets import Row
 
 Rows = list[dict[str, str]]
-Tables = dict[str, Rows]  # by the name of their file
+Tables = dict[str, Rows]  # by file name
 
 
 def read() -> Tables:
@@ -26,7 +26,7 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def origin(rows: Rows) -> str:
-    """Where rows come from, once for all of a file; of what was run later, which rows those are."""
+    """Describe the origin of a file's rows: machine, versions, commit and date, and the rows of other commits."""
     first = rows[0]
     later: dict[str, list[str]] = {}
     for row in rows:

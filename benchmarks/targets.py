@@ -1,4 +1,4 @@
-"""What the rows are to reach: goals set before the first was measured, each with what it compares with."""
+"""Targets of benchmark rows: goals set before the first measurement, each with its comparison."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Target:
-    """A bound for a column of every row of a file whose operation, or kind, fits `operation`, a regular expression.
+    """A bound on a column, for every row of a file with a matching operation or kind.
 
     Attributes:
-      name: what is to be reached, in words.
-      bound: at least so much of `percent_of_copy`; at most so much of other columns.
-      beside: what it compares with; of GPUs, on an H200.
-      of: another operation of the file: the bound is for the ratio to it, of microseconds if no column is named.
+      rows: name of the file.
+      operation: regular expression for the operation or kind.
+      name: description of the target.
+      bound: lower bound for `percent_of_copy`, upper bound for other columns.
+      beside: the comparison; for GPUs, on an H200.
+      column: the bounded column.
+      of: another operation of the file. The bound then applies to the ratio to it, of microseconds by default.
     """
 
     rows: str
@@ -29,7 +32,7 @@ class Target:
     of: str = ""
 
     def value(self, row: Row, rows: Sequence[Row]) -> float | None:
-        """What the bound is for, or None: the target is not about this row, or has nothing to compare it with."""
+        """Return the value that the bound applies to, or None if the row does not match or its base is missing."""
         if not re.fullmatch(self.operation, what_of(row)):
             return None
         if not self.of:
@@ -227,10 +230,10 @@ TARGETS = (
     Target("gpu_master", r"codes NVFP4.* qshard", "codes of NVFP4 slices, 80 %", 80, "one pass, but bytes are shared"),
 )
 
-# Of whole quantizations and casts that fit in cache, against the faster of torch eager and jitted jnp.
+# For whole quantizations and casts in cache: speedup over the faster of torch eager and jitted jnp.
 CPU_TIMES_FASTER = 2.0
 
 
 def training_bound(recipe: str) -> float:
-    """How much more validation loss than bf16 a recipe may end with, in percent."""
+    """Return by how many percent the validation loss of a recipe may exceed bf16's."""
     return 3.0 if recipe == "nvfp4" else 1.0

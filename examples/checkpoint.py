@@ -1,8 +1,8 @@
-"""Checkpoints of both scripts: a directory for each, which has its name only once it is whole.
+"""Checkpoints of both training scripts. A checkpoint is a directory that gets its final name once it is complete.
 
-DIR/fp8/step-20/          what the framework writes, every rank its own part (checkpoint_jax.py, checkpoint_torch.py);
-                          whole.safetensors, which the other framework reads; and run.json
-DIR/fp8/step-40.partial/  of a run that was killed; nobody reads it
+DIR/fp8/step-20/          the framework's own files, one part per rank (checkpoint_jax.py, checkpoint_torch.py);
+                          whole.safetensors, for the other framework; and run.json
+DIR/fp8/step-40.partial/  left by a run that was killed; never read
 """
 
 import json
@@ -22,12 +22,12 @@ from report import Run
 
 WHOLE = "whole.safetensors"
 Whole = dict[str, dict[str, np.ndarray]]
-"""A training as the other framework takes it: by the names of weights, their float32 values (`weight`), the moments of
-Adam (`exp_avg`, `exp_avg_sq`), and under delayed scaling the state of it (`scale.weight`, `history.weight`, ...)."""
+"""A training in a form that both frameworks read. Each weight's name maps to its float32 values (`weight`), the moments
+of Adam (`exp_avg`, `exp_avg_sq`) and the state of delayed scaling, if any (`scale.weight`, `history.weight`, ...)."""
 
 
 def newest(directory: Path) -> Path | None:
-    """Return the last whole checkpoint in `directory`."""
+    """Return the last complete checkpoint in `directory`, or None."""
     whole = [path for path in directory.glob("step-*") if path.suffix != ".partial"]
     return max(whole, key=_step, default=None)
 
@@ -37,7 +37,15 @@ def _step(path: Path) -> int:
 
 
 def check(program: str, arguments: Namespace, problem: str | None, settings: dict[str, Any], *modules: str) -> None:
-    """End the program with one line if there is a `problem` already, or the checkpoints that are asked for are one."""
+    """End the program with one line if there is a `problem` or the checkpoint arguments are not valid.
+
+    Args:
+      program: name of the program, for the message.
+      arguments: the parsed command line.
+      problem: an error found earlier, or None.
+      settings: settings of the run that a resumed checkpoint must match.
+      *modules: further modules that checkpoints need.
+    """
     if arguments.checkpoint:
         packages = {"safetensors": "safetensors", "orbax.checkpoint": "orbax-checkpoint"}
         for name in ("safetensors", *modules):
@@ -50,7 +58,7 @@ def check(program: str, arguments: Namespace, problem: str | None, settings: dic
 
 
 def refusal(directory: Path | None, formats: list[str], resume: bool, settings: dict[str, Any]) -> str | None:
-    """Say why a run with `settings` cannot use the checkpoints in `directory`, if it cannot."""
+    """Return why a run with `settings` cannot use the checkpoints in `directory`, or None."""
     if directory is None:
         return "--resume goes on from a checkpoint; give --checkpoint DIR" if resume else None
     found = {name: path for name in formats if (path := newest(directory / name)) is not None}
@@ -70,14 +78,14 @@ def refusal(directory: Path | None, formats: list[str], resume: bool, settings: 
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Return where to write a checkpoint, until `finish` gives it its name."""
+    """Create and return the directory to write a checkpoint to. `finish` gives it its final name."""
     partial = directory / f"step-{step}.partial"
     partial.mkdir(parents=True, exist_ok=True)
     return partial
 
 
 def finish(partial: Path, whole: Whole, run: Run, settings: dict[str, Any]) -> None:
-    """Add what one rank writes, then remove the checkpoints before it."""
+    """Write the files that one rank writes, name the checkpoint, and delete earlier ones."""
     from safetensors.numpy import save_file
 
     old = [path for path in partial.parent.glob("step-*") if path != partial]
@@ -91,9 +99,14 @@ def finish(partial: Path, whole: Whole, run: Run, settings: dict[str, Any]) -> N
 
 
 def read(path: Path, started: Run) -> tuple[int, Run, Whole | None]:
-    """Return the steps that are done, what they measured, and all of the training if the other framework saved it.
+    """Read a checkpoint.
 
-    `started` is the run as this framework would start it.
+    Args:
+      path: the checkpoint.
+      started: a new run of this framework with the same settings.
+
+    Returns:
+      The number of steps done, the run so far, and the whole training if the other framework wrote the checkpoint.
     """
     from safetensors.numpy import load_file
 
@@ -109,5 +122,5 @@ def read(path: Path, started: Run) -> tuple[int, Run, Whole | None]:
 
 
 def parts_of(whole: Mapping[str, Mapping[str, np.ndarray]], part: str) -> dict[str, np.ndarray]:
-    """Return one kind of array, by the names of weights."""
+    """Return one kind of array, by name of weight."""
     return {name: parts[part] for name, parts in whole.items() if part in parts}

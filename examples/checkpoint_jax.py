@@ -1,4 +1,4 @@
-"""What train_jax.py saves and loads: orbax for itself, onto any mesh, whole arrays for train_torch.py."""
+"""Checkpoints of train_jax.py: orbax for JAX itself, onto any mesh, and whole arrays for train_torch.py."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +20,14 @@ ROLES = ("weight", "activation", "gradient")
 
 
 def save(directory: Path, step: int, training: dict[str, Any], run: Run, settings: dict[str, Any]) -> None:
-    """Write a checkpoint after `step` steps, then remove those before it.
+    """Write a checkpoint after `step` steps, then delete earlier ones.
 
-    `training` is all that the next step depends on: `weights`, `states` of delayed scaling and `optimizer`.
+    Args:
+      directory: where checkpoints go.
+      step: the number of steps done.
+      training: everything that the next step depends on: `weights`, `states` of delayed scaling and `optimizer`.
+      run: the measurements so far.
+      settings: settings that a resumed run must match.
     """
     import orbax.checkpoint as ocp
 
@@ -35,9 +40,16 @@ def save(directory: Path, step: int, training: dict[str, Any], run: Run, setting
 def load(
     path: Path, training: dict[str, Any], started: Run, recast: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> tuple[int, Run, dict[str, Any]]:
-    """Go on from a checkpoint: return the steps that are done, what they measured, and the training, cut as it is.
+    """Load a checkpoint.
 
-    `recast` makes codes of the masters of primary weights.
+    Args:
+      path: the checkpoint.
+      training: a training with the shapes, dtypes and shardings to load into.
+      started: a new run with the same settings.
+      recast: computes the codes of primary weights from their masters.
+
+    Returns:
+      The number of steps done, the run so far, and the training, sharded like `training`.
     """
     done, run, whole = checkpoint.read(path, started)
     if whole is not None:
@@ -52,7 +64,7 @@ def load(
 
 
 def _whole(training: dict[str, Any]) -> Whole:
-    """The training as train_torch.py takes it."""
+    """Convert a training to the form that train_torch.py reads."""
     masters = _masters(training)
     whole: Whole = {
         name: {"weight": np.asarray(weight if masters.get(name) is None else masters[name])}
@@ -73,7 +85,7 @@ def _whole(training: dict[str, Any]) -> Whole:
 
 
 def _each_expert(whole: Whole) -> Whole:
-    """Weights of experts under a name for each, as train_torch.py has them."""
+    """Split stacked weights of experts into one weight per expert, named as in train_torch.py."""
     each: Whole = {}
     for name, parts in whole.items():
         if is_stacked(name):
@@ -90,14 +102,14 @@ def _adam(training: dict[str, Any]) -> optax.ScaleByAdamState:
 
 
 def _masters(training: dict[str, Any]) -> dict[str, jax.Array | None]:
-    """The float32 values of primary weights."""
+    """Return the float32 masters of primary weights, by name; empty for other kinds."""
     state = training["optimizer"]
     masters: dict[str, jax.Array | None] = state.masters if isinstance(state, qshard.PrimaryState) else {}
     return masters
 
 
 def _from_whole(whole: Whole, training: dict[str, Any], done: int) -> dict[str, Any]:
-    """The training that train_torch.py has saved, cut as `training` is."""
+    """Convert a training that train_torch.py saved. Arrays are sharded as in `training`."""
     kinds = dict.fromkeys(part for parts in whole.values() for part in parts)
     parts = {part: stacked(checkpoint.parts_of(whole, part)) for part in kinds}
 
@@ -105,7 +117,7 @@ def _from_whole(whole: Whole, training: dict[str, Any], done: int) -> dict[str, 
         if isinstance(tree, optax.ScaleByAdamState):
             moments = {moment: parts[part] for part, moment in MOMENTS.items()}
             return tree._replace(count=jnp.full_like(tree.count, done), **moments)
-        return jnp.full_like(tree, done)  # counts of steps
+        return jnp.full_like(tree, done)  # step counts
 
     def state_of(name: str, state: qshard.LinearState) -> qshard.LinearState:
         tensors = {
@@ -124,7 +136,7 @@ def _from_whole(whole: Whole, training: dict[str, Any], done: int) -> dict[str, 
         inner = state._replace(masters=values, inner=inner)
     made = {
         "weights": {
-            name: parts["weight"][name] if masters.get(name) is None else weight  # codes are made anew
+            name: parts["weight"][name] if masters.get(name) is None else weight  # codes are computed anew
             for name, weight in training["weights"].items()
         },
         "states": {name: state_of(name, state) for name, state in training["states"].items()},

@@ -1,4 +1,4 @@
-"""What train_torch.py saves and loads: torch.distributed.checkpoint for itself, whole arrays for train_jax.py."""
+"""Checkpoints of train_torch.py: torch.distributed.checkpoint for itself, and whole arrays for train_jax.py."""
 
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ EVERYWHERE = StateDictOptions(full_state_dict=True)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that the next step depends on: what it is cut into may differ from run to run."""
+    """Return everything that the next step depends on. Its sharding may differ between runs."""
     return {
-        "model": get_model_state_dict(model),  # float32, by the names of a plain model, whatever the kind of weight
+        "model": get_model_state_dict(model),  # float32, named as in a plain model, for each kind of weight
         "optimizer": get_optimizer_state_dict(model, optimizer),
         "scaling": qshard.scaling_state(model, dist.group.WORLD),  # scales and amaxes of DelayedScaling, and seeds
     }
@@ -38,7 +38,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 def save(
     directory: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, run: Run, settings: dict[str, Any]
 ) -> None:
-    """Write a checkpoint after `step` steps, then remove those before it. Collective."""
+    """Write a checkpoint after `step` steps, then delete earlier ones. Collective."""
     partial = checkpoint.begin(directory, step)
     dcp.save(_state(model, optimizer), checkpoint_id=partial)
     whole = _whole(model, optimizer)
@@ -48,7 +48,7 @@ def save(
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, started: Run) -> tuple[int, Run]:
-    """Go on from a checkpoint: return the steps that are done, and what they measured. Collective."""
+    """Load a checkpoint. Return the number of steps done and the run so far. Collective."""
     done, run, whole = checkpoint.read(path, started)
     if whole is not None:
         _load_whole(whole, model, optimizer, done)
@@ -62,9 +62,9 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, started
 
 
 def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Whole:
-    """The training as train_jax.py takes it, on rank 0. Collective."""
+    """Convert a training to the form that train_jax.py reads, on rank 0. Collective."""
     weights = get_model_state_dict(model, options=ON_RANK_0)
-    states = get_optimizer_state_dict(model, optimizer, options=ON_RANK_0).get("state", {})  # on rank 0 alone
+    states = get_optimizer_state_dict(model, optimizer, options=ON_RANK_0).get("state", {})  # on rank 0 only
     scaling = qshard.scaling_state(model, dist.group.WORLD)
     whole: Whole = {}
     for name, weight in weights.items():
@@ -79,12 +79,12 @@ def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Whole:
 
 
 def _load_whole(whole: Whole, model: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:
-    """Take over what train_jax.py has saved. Collective."""
+    """Load a training that train_jax.py saved. Collective."""
 
     def tensors(part: str) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(np.array(array)) for name, array in checkpoint.parts_of(whole, part).items()}
 
-    states = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)  # makes those of a first step, if need be
+    states = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)  # initializes states if there are none
     moments = {moment: tensors(moment) for moment in MOMENTS}
     for name in states["state"]:
         states["state"][name] |= {moment: moments[moment][name] for moment in MOMENTS}

@@ -1,4 +1,4 @@
-"""The text both frameworks train on: a train part, a held-out tail, and batches that depend on the step alone."""
+"""Training text of both scripts: a train part, a held-out tail, and batches that depend only on the step."""
 
 import argparse
 from dataclasses import dataclass
@@ -6,28 +6,28 @@ from pathlib import Path
 
 import numpy as np
 
-HELD_OUT = 0.05  # the last part of the text is never trained on
+HELD_OUT = 0.05  # fraction at the end of the text that is never trained on
 Batch = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as bytes (uint8, `[length]`), cut once into `train` and the `held_out` tail."""
+    """A text as bytes (uint8, `[length]`), split into `train` and the `held_out` tail."""
 
     name: str
     train: np.ndarray
     held_out: np.ndarray
 
     def batch(self, step: int, size: int, context: int) -> Batch:
-        """Return (tokens, targets) of `step`, int32 `[size, context]`: the same in every framework and on every rank.
+        """Return (tokens, targets) of `step`, int32 `[size, context]`, identical in every framework and on every rank.
 
-        The generator is seeded with the step, so no state has to be carried, saved or kept in step over ranks.
+        The generator is seeded with the step, so no generator state has to be saved or synchronized.
         """
         starts = np.random.default_rng((1, step)).integers(0, len(self.train) - context, size)
         return _windows(self.train, starts, context)
 
     def validation(self, size: int, context: int) -> list[Batch]:
-        """Return the held-out tail as batches of windows without overlap; what does not fill a batch is left out."""
+        """Return the held-out tail as batches of windows without overlap. An incomplete last batch is dropped."""
         starts = np.arange(0, len(self.held_out) - context, context)
         batches = [starts[i : i + size] for i in range(0, len(starts) - size + 1, size)]
         return [_windows(self.held_out, batch, context) for batch in batches]
@@ -39,16 +39,24 @@ def _windows(text: np.ndarray, starts: np.ndarray, context: int) -> Batch:
 
 
 def load(path: Path | None, size: int, context: int) -> Corpus:
-    """Read `path`, or the Python language's own help texts where it is None, for batches of `size` windows.
+    """Read the text for batches of `size` windows.
+
+    Args:
+      path: a file, or None for the help texts of the Python language.
+      size: windows per batch.
+      context: tokens per window.
+
+    Returns:
+      The corpus.
 
     Raises:
-      ValueError: the file is no text, or too short for one training window and one validation batch.
+      ValueError: the file is not text, or too short for one training window and one validation batch.
       OSError: the file cannot be read.
     """
     if path is None:
-        from pydoc_data.topics import topics  # what help("with") prints, in every CPython
+        from pydoc_data.topics import topics  # the text of help("with") and the like, in every CPython
 
-        # Topics quote each other at length. Each paragraph is kept once, or much of the held-out tail would be known.
+        # Topics quote each other at length. Keep each paragraph once, or the held-out tail would contain training text.
         paragraphs = "\n\n".join(topics[topic] for topic in sorted(topics)).split("\n\n")
         name, text = "pydoc_data.topics", "\n\n".join(dict.fromkeys(paragraphs)).encode()
     else:
@@ -63,7 +71,7 @@ def load(path: Path | None, size: int, context: int) -> Corpus:
 
 
 def _check(name: str, text: bytes) -> None:
-    """The model would learn any bytes; a loss on those of a picture or an archive says nothing."""
+    """Refuse bytes that are not text: the model would learn them, but their loss would mean nothing."""
     if not text:
         raise ValueError(f"--text {name} is empty; give a file of text")
     try:
@@ -76,7 +84,7 @@ def _check(name: str, text: bytes) -> None:
 
 
 def text_file(value: str) -> Path:
-    """Check `--text` when it is parsed, so that a mistake costs no start-up time."""
+    """Check `--text` during parsing, so that a mistake costs no start-up time."""
     path = Path(value)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"{value} is not a file")

@@ -1,6 +1,6 @@
-"""Experts in train_jax.py (`--experts`): tokens are sorted by expert, and one ragged product multiplies all of them.
+"""Experts of train_jax.py (`--experts`): tokens are sorted by expert, and one ragged product multiplies them all.
 
-`gpt.py` says what is computed. A weight is that of all experts of a layer, `[experts, rows, columns]`, cut by rows.
+`gpt.py` has the formulas. A weight has all experts of a layer, `[experts, rows, columns]`, and is sharded by rows.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,14 @@ from modes import Layout, gather, spec_of
 from qshard.recipes import Recipe
 
 Product = Callable[[jax.Array, jax.Array, str], jax.Array]
-"""Of tokens that are sorted by expert, of how many each has, and of the name of a layer."""
+"""Multiplies tokens. Arguments: tokens sorted by expert, the number of tokens of each expert, the name of a layer."""
 
 
 def routed(x: jax.Array, router: jax.Array, product: Product) -> tuple[jax.Array, jax.Array]:
-    """Give each token [batch, context, width] the MLP that a router [width, experts] finds for it.
+    """Apply to each token [batch, context, width] the MLP that a router [width, experts] chooses.
 
-    Return also how unevenly experts have tokens: 1 where all have as many.
+    Returns:
+      The result, and the imbalance of experts: 1 if all have the same number of tokens.
     """
     tokens, experts = x.reshape(-1, x.shape[-1]), router.shape[1]
     probabilities = jax.nn.softmax(tokens.astype(jnp.float32) @ router.astype(jnp.float32))
@@ -45,7 +46,20 @@ def grouped_linear(
     recipe: Recipe | None,
     given: dict[str, Any],
 ) -> jax.Array:
-    """Return `x_e @ w[e].T` of the tokens of each expert, in the formats of the recipe, if there is one."""
+    """Return `x_e @ w[e].T` for the tokens of each expert, in the recipe's formats, or in bfloat16 without a recipe.
+
+    Args:
+      layout: the mode's way to gather and reduce.
+      x: tokens sorted by expert, `[tokens, columns]`.
+      shard: this weight's shard.
+      sizes: number of tokens of each expert.
+      name: name of the weight.
+      recipe: formats, or None.
+      given: further arguments of `qshard.ragged_dot`.
+
+    Returns:
+      `[tokens, rows]`.
+    """
     if recipe is None:
         return _bf16(layout, name, x, shard, sizes)
     where = {"weight_layout": "NK", "weight_spec": spec_of(layout.mesh, name), "gather_axis": "fsdp"}
@@ -54,7 +68,7 @@ def grouped_linear(
 
 @partial(jax.checkpoint, static_argnums=(0, 1))
 def _bf16(layout: Layout, name: str, x: jax.Array, shard: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The baseline. Backward gathers again, as that of codes does."""
+    """The bf16 baseline. The backward pass gathers the weight again, as with a recipe."""
     return jax.lax.ragged_dot(x, _whole(layout, name, shard).swapaxes(1, 2).astype(x.dtype), sizes)
 
 
@@ -65,7 +79,7 @@ def _whole(layout: Layout, name: str, shard: jax.Array) -> jax.Array:
 def gathered_weights(
     layout: Layout, shard: Any, name: str, recipe: Recipe | None, state: qshard.LinearState | None
 ) -> dict[str, Any]:
-    """Return what `grouped_linear` multiplies with, by expert."""
+    """Return the gathered weights of `grouped_linear`, by expert."""
     number = len(jax.tree.leaves(shard)[0])
     if recipe is None:
         return dict(zip(expert_names(name, number), _whole(layout, name, shard), strict=True))

@@ -1,6 +1,6 @@
-"""Experts in train_torch.py (`--experts`): tokens are sorted by expert, and a layer multiplies all in one call.
+"""Experts of train_torch.py (`--experts`): tokens are sorted by expert, and one call of a layer multiplies them all.
 
-`gpt.py` says what is computed.
+`gpt.py` has the formulas.
 """
 
 from typing import Any
@@ -26,20 +26,20 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The bf16 baseline of `qshard.GroupedLinear`, with the same names of weights."""
+    """The bf16 baseline of `qshard.GroupedLinear`, with the same weight names."""
 
     def __init__(self, experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(in_features, out_features, bias=False) for _ in range(experts))
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        """Multiply the tokens of each expert, of which there are `sizes`, with its weight."""
+        """Multiply the tokens of each expert with its weight. `sizes` has the number of tokens of each expert."""
         weights = torch.stack([expert.weight for expert in self.experts]).to(x.dtype)
         return torch._grouped_mm(x, weights.transpose(1, 2), offs=sizes.cumsum(0, dtype=torch.int32))
 
 
 def group(model: nn.Module) -> None:
-    """Once the layers of experts are converted, let one call multiply the codes of all."""
+    """Replace converted layers of experts by grouped layers, which multiply all experts in one call."""
     for module in [*model.modules()]:
         for name, layer in module.named_children():
             if isinstance(layer, Experts):
@@ -47,11 +47,11 @@ def group(model: nn.Module) -> None:
 
 
 def routed(x: Tensor, router: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
-    """The MLP of the expert that the router gives each token [batch, context, width]."""
+    """Apply to each token [batch, context, width] the MLP of the expert that the router chooses."""
     tokens = x.flatten(0, -2)
     probabilities = router(tokens)
     chosen = probabilities.argmax(-1)
-    # Counted where they are: nothing waits for a GPU.
+    # Counted on the device, so that nothing waits for a GPU.
     sizes = (chosen[:, None] == torch.arange(probabilities.shape[-1], device=x.device)).sum(0)
     probabilities = _Balanced.apply(probabilities, sizes)
     gate = probabilities.gather(-1, chosen[:, None])
@@ -62,7 +62,7 @@ def routed(x: Tensor, router: nn.Module, up: nn.Module, down: nn.Module) -> Tens
 
 
 class _Balanced(torch.autograd.Function):
-    """Probabilities as they are, whose gradient has that of the loss that balances experts added."""
+    """Returns probabilities unchanged, and adds the gradient of the balancing loss to theirs."""
 
     @staticmethod
     def forward(ctx: Any, probabilities: Tensor, sizes: Tensor) -> Tensor:

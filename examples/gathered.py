@@ -1,4 +1,4 @@
-"""What all-gathers of weights wrote: how many bytes, and which."""
+"""Measurement of weight all-gathers in PyTorch: their bytes, and copies of the gathered weights."""
 
 from functools import partial
 from typing import Any
@@ -23,9 +23,9 @@ class GatheredBytes(TorchDispatchMode):
 
 
 def record_gathered(model: nn.Module) -> dict[str, list[np.ndarray]]:
-    """Keep a copy of every gathered weight, by name, when its layer runs for the first time.
+    """Copy every gathered weight, by name, when its layer first runs.
 
-    Under tensor parallelism a rank gathers its part: the copy is of the parts of all ranks, put together.
+    Under tensor parallelism a rank gathers only its part. The copy then joins the parts of all ranks.
     """
     gathered: dict[str, list[np.ndarray]] = {}
     hooks = {}
@@ -46,7 +46,7 @@ def record_gathered(model: nn.Module) -> dict[str, list[np.ndarray]]:
 
     for layer_name, layer in model.named_modules():
         names = [f"{layer_name}.weight"] if hasattr(layer, "weight") else []
-        if hasattr(layer, "experts"):  # It is called for all of them, and they are not.
+        if hasattr(layer, "experts"):  # one call runs all experts, without calling the modules of single experts
             names = [f"{layer_name}.experts.{expert}.weight" for expert in range(len(layer.experts))]
         if names:
             hooks[layer] = layer.register_forward_pre_hook(partial(copy, names=names))
@@ -54,7 +54,7 @@ def record_gathered(model: nn.Module) -> dict[str, list[np.ndarray]]:
 
 
 def _whole(part: Tensor, weight: DTensor) -> Tensor:
-    """The codes, or the scales of blocks, of a weight that is cut over ranks; one scale of all is on each of them."""
+    """Join the codes or block scales of a weight that is sharded over ranks. A tensor scale is replicated."""
     (placement,) = weight.placements
     if part.numel() == 1 or not isinstance(placement, Shard):
         return part

@@ -1,14 +1,15 @@
 """The model and its training schedule as plain data, so that both frameworks start from the same bits.
 
 A pre-norm GPT over bytes: learned positions, causal attention, squared-ReLU MLP, no biases. Linear weights are stored
-`[out_features, in_features]`, as torch does, and every weight is sharded over its first axis.
+`[out_features, in_features]`, as in torch, and every weight is sharded over its first axis.
 
-With experts the MLP of a block is several, of which each token passes one, as in Switch Transformer, arXiv:2101.03961:
+With experts, a block has several MLPs and each token takes one, as in Switch Transformer, arXiv:2101.03961:
 
     p = softmax(x @ router), e = argmax p, y = p[e] MLP_e(x)
 
-The loss has BALANCE E sum_e f[e] mean(p[:, e]) added for each block, where f[e] is the part of tokens that expert e has
-(its equation 4), but only in gradients: losses that are shown are those of the text. Routers are `[width, experts]`.
+For each block, BALANCE E sum_e f[e] mean(p[:, e]) is added to the loss, where f[e] is the fraction of tokens that
+expert e gets (equation 4 of the paper). Only gradients include it: reported losses are losses of the text. Routers are
+`[width, experts]`.
 """
 
 import math
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BALANCE = 0.01  # how much it counts that experts have as many tokens each
+BALANCE = 0.01  # weight of the loss that balances experts
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class GPTConfig:
     heads: int = 4
     context: int = 32
     vocabulary: int = 256  # a token is a byte
-    experts: int = 0  # MLPs of a block, of which each token passes one; 0: it has one, for all tokens
+    experts: int = 0  # MLPs per block, one per token; 0: one MLP for all tokens
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,22 @@ class Schedule:
     peak: float = 3e-3
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
-    weight_decay: float = 0.1  # of the matrices; the gains of the norms do not decay
+    weight_decay: float = 0.1  # for matrices; gains of norms do not decay
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate of `step`, counted from 0."""
+        """Return the learning rate of `step`, counted from 0."""
         warm_up = min(20, max(1, self.steps // 5))
         if step < warm_up:
             return self.peak * (step + 1) / warm_up
         return self.peak * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, self.steps - warm_up)))
 
     def validates_after(self, step: int) -> bool:
-        """Return whether the validation loss is taken after `step`: in the middle and at the end."""
+        """Return whether the validation loss is measured after `step`: in the middle and at the end."""
         return step + 1 in (self.steps // 2, self.steps)
 
 
 def is_quantized(name: str) -> bool:
-    """Return whether a recipe applies to the weight called `name`: the linear layers of the blocks, 96 % of the model.
+    """Return whether a recipe applies to the weight `name`: the linear layers of the blocks, 96 % of the model.
 
     Embeddings, norms, routers and the head stay in high precision, as is usual for FP8 training.
     """
@@ -65,7 +66,7 @@ def is_quantized(name: str) -> bool:
 
 
 def initial_weights(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Draw the float32 weights once, in NumPy, under the names both models use."""
+    """Draw the float32 weights in NumPy, under the names that both models use."""
     rng = np.random.default_rng(seed)
     width = config.width
 
@@ -84,7 +85,7 @@ def initial_weights(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
         "up": (4 * width, width),
         "down": (width, 4 * width),
     }
-    residual = (2 * config.layers) ** -0.5  # so that the sum over the residual stream keeps its size
+    residual = (2 * config.layers) ** -0.5  # keeps the variance of the residual stream
     for layer in range(config.layers):
         for norm in ("attention_norm", "mlp_norm"):
             weights[f"blocks.{layer}.{norm}.weight"] = np.ones(width, np.float32)
@@ -99,12 +100,12 @@ def initial_weights(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def expert_names(name: str, experts: int) -> list[str]:
-    """Return the names of the weights that `name`, such as "blocks.0.up.experts.weight", is of."""
+    """Return the names of the single weights that `name`, such as "blocks.0.up.experts.weight", stacks."""
     return [name.replace(".experts.", f".experts.{expert}.") for expert in range(experts)]
 
 
 def stacked(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Put the weights of a layer's experts into one `[experts, rows, columns]`, as JAX has them."""
+    """Stack the weights of a layer's experts into one `[experts, rows, columns]`, as JAX uses them."""
     found: dict[str, list[np.ndarray]] = {}
     for name, weight in weights.items():
         found.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), []).append(weight)
@@ -112,5 +113,5 @@ def stacked(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def is_stacked(name: str) -> bool:
-    """Return whether a weight is that of all experts of a layer."""
+    """Return whether `name` is a stacked weight of all experts of a layer."""
     return name.endswith(".experts.weight")

@@ -1,8 +1,8 @@
-"""Ctrl-C ends a program within three seconds, with one line and a terminal in order, also while XLA compiles.
+"""Ctrl-C handling: the program ends within three seconds with one line and a clean terminal, even while XLA compiles.
 
-Python raises KeyboardInterrupt between two instructions of the main thread, and XLA keeps that thread for as long as it
-compiles. So a second thread hears of the signal too. It gives the main thread a moment to end the program as it should,
-children included, and then ends it itself.
+Python raises KeyboardInterrupt between two instructions of the main thread, which XLA blocks while it compiles. So a
+second thread also receives the signal. It gives the main thread a moment to end the program and its children, and then
+ends the program itself.
 """
 
 import os
@@ -17,19 +17,19 @@ from types import TracebackType
 from typing import NoReturn
 
 GRACE = 1.5  # seconds
-clean_up: list[Callable[[], None]] = []  # what must be done before the program may end, such as to show the cursor
+clean_up: list[Callable[[], None]] = []  # functions to call before the program ends, such as to show the cursor
 outcome = "nothing was written"
 
-_ending = threading.Lock()  # taken by the thread that ends the program, and never given back
+_ending = threading.Lock()  # taken by the thread that ends the program, and never released
 
 
 def install() -> None:
-    """Take over SIGINT. Call it in the main thread, before what takes long, such as the imports of frameworks."""
+    """Take over SIGINT. Call it in the main thread before slow steps, such as importing frameworks."""
     sys.excepthook = _excepthook
     sys.unraisablehook = _unraisablehook
     listener, speaker = os.pipe()
     os.set_blocking(speaker, False)
-    signal.set_wakeup_fd(speaker, warn_on_full_buffer=False)  # written to at once, whatever the main thread does
+    signal.set_wakeup_fd(speaker, warn_on_full_buffer=False)  # written at once, even if the main thread is blocked
     threading.Thread(target=_watch, args=(listener,), daemon=True).start()
 
 
@@ -44,15 +44,15 @@ def _watch(listener: int) -> None:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
-        # Not by way of Python's own end, which waits for what XLA compiles. What the frames hold is let go of: queues
-        # between processes have semaphores to give back.
+        # Python's own exit would wait for XLA's compilation. Clear the frames, because queues between processes have
+        # semaphores to release.
         traceback.clear_frames(trace)
         _end()
     sys.__excepthook__(kind, error, trace)
 
 
 def _unraisablehook(unraisable: "sys.UnraisableHookArgs") -> None:
-    # A KeyboardInterrupt goes no further than a callback of the garbage collector; JAX has one. The thread ends all.
+    # A garbage collector callback, such as JAX's, swallows KeyboardInterrupt. The second thread ends the program then.
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
 

@@ -1,4 +1,4 @@
-"""The command line the two training scripts share: arguments, and errors of one line."""
+"""Command line of both training scripts: arguments, and one-line errors."""
 
 import argparse
 import sys
@@ -18,11 +18,11 @@ RECIPES: dict[str, Recipe | None] = {
     **{SHORT.get(name, name.lower()): recipe for name, recipe in NAMED.items()},
 }
 
-# What a rank keeps of a weight; all kinds start from the same float32 values and send the same codes.
+# Kinds of local weights. All start from the same float32 values and gather the same codes.
 KINDS = ("shard", "primary", "zero")
-# The axes of devices, by what `--mesh` calls them.
+# Mesh axes, by value of `--mesh`.
 MESHES = {"fsdp": ("fsdp",), "hsdp": ("replicate", "fsdp"), "fsdp,tp": ("fsdp", "tp")}
-# How the loss is made: of whole logits, by the framework, or a chunk of them at a time, by qshard.
+# The loss is computed from all logits by the framework, or from one chunk of them at a time by qshard.
 LOSSES = ("plain", "fused")
 MOST_EXPERTS = 256
 SHOWN = (
@@ -37,10 +37,10 @@ SHOWN = (
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser with one-line errors."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and leave with status 2, as argparse does, but without the usage text."""
+        """Print one line and exit with status 2, as argparse does, but without the usage text."""
         fail(self.prog, f"{message} (--help lists the options)", 2)
 
 
@@ -78,7 +78,7 @@ def formats(value: str) -> list[str]:
 
 
 def output_directory(value: str) -> Path:
-    """Make the directory results go to, before any time is spent on them."""
+    """Create the results directory before any time is spent on results."""
     path = Path(value)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def output_directory(value: str) -> Path:
 
 
 def log_file(value: str) -> Path:
-    """Make sure that a log can be written, before any time is spent on what goes into it."""
+    """Check that a log can be written, before any time is spent on its contents."""
     path = Path(value)
     try:
         path.open("a").close()
@@ -105,10 +105,18 @@ def parse(
     kinds: tuple[str, ...] = KINDS,
     modes: tuple[str, ...] = (),
 ) -> tuple[Parser, argparse.Namespace]:
-    """Parse the command line. `rank` says what ranks are in this framework, `devices` how many there could be.
+    """Parse the command line.
 
-    Ranks that need no device of their own may be more: `most`. `kinds` are those of weights, and `modes` the ways to
-    run over devices, that the script has.
+    Args:
+      description: first line of the help text.
+      rank: plural noun for ranks in messages, such as "GPUs".
+      devices: the default number of ranks, rounded down to a power of two, and the most unless `most` is given.
+      most: the most ranks, if several may share a device.
+      kinds: kinds of weights that the script supports.
+      modes: parallel modes that the script supports.
+
+    Returns:
+      The parser, for further errors, and the parsed arguments.
     """
     parser = Parser(description=description)
     which = parser.add_mutually_exclusive_group()
@@ -141,7 +149,7 @@ def parse(
     number("--every", 20, 1_000_000, "steps from one checkpoint to the next")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, of either framework")
     options = parser.parse_args()
-    options.asked = options.formats or [options.recipe]  # without the bf16 that is trained beside it
+    options.asked = options.formats or [options.recipe]  # without the bf16 that is trained for comparison
     options.formats = options.formats or list(dict.fromkeys(["bf16", options.recipe]))
     most = most or devices
     if options.ranks > most:
@@ -152,12 +160,12 @@ def parse(
 
 
 def mesh_shape(mesh: str, ranks: int) -> tuple[int, ...]:
-    """Arrange the ranks: in a row, as two replicas of shards, or in pairs that share the work of each layer."""
+    """Return the shape of a mesh: all ranks in a row, two replicas of shards, or pairs for tensor parallelism."""
     return {"fsdp": (ranks,), "hsdp": (2, ranks // 2), "fsdp,tp": (ranks // 2, 2)}[mesh]
 
 
 def refusal(options: argparse.Namespace) -> str | None:
-    """Say why the kind of weights, the mesh and the ranks cannot go together, if they cannot."""
+    """Return why the kind of weights, the mesh and the ranks do not go together, or None."""
     kind, mesh, ranks = options.weights, options.mesh, options.ranks
     if kind != "shard" and "bf16" in options.asked:
         return f"--weights {kind} is not for bf16, which has no codes to keep; leave bf16 out, or --weights"
@@ -172,8 +180,8 @@ def refusal(options: argparse.Namespace) -> str | None:
     return None
 
 
-def chosen(options: argparse.Namespace, kind: str) -> list[str]:
-    """Return what of the command line the report names, for weights of `kind`."""
+def shown_choices(options: argparse.Namespace, kind: str) -> list[str]:
+    """Return the command-line choices that the report shows, for weights of `kind`."""
     given = {"loss": options.loss, "weights": kind, "mesh": options.mesh, "mode": getattr(options, "mode", None)}
     shown = [f"--{name} {value}" for name, value in given.items() if value in SHOWN]
     return [*shown, *([f"--experts {options.experts}"] if options.experts else [])]

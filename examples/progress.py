@@ -1,4 +1,4 @@
-"""A progress bar over all trainings of a script."""
+"""Progress bars of a training script."""
 
 from types import TracebackType
 from typing import Self
@@ -10,7 +10,7 @@ import interrupt
 
 
 class TrainingProgress:
-    """Shows one bar for each training, and a line whenever a validation loss is known."""
+    """Shows one bar per training, and a line for each validation loss."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -31,7 +31,7 @@ class TrainingProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bars.stop()  # also after Ctrl-C: it gives the terminal its cursor back
+        self._bars.stop()  # also after Ctrl-C, to show the cursor again
         interrupt.clean_up.remove(self._bars.stop)
 
     def start(self, name: str) -> None:
@@ -40,7 +40,7 @@ class TrainingProgress:
         self._bar = self._bars.add_task(self._name, total=self._steps, loss="compiling")
 
     def step(self, loss: float) -> None:
-        """Move the bar by one step."""
+        """Advance the bar by one step."""
         self._bars.update(self._bar, advance=1, loss=f"loss {loss:.3f}")
 
     def validation(self, step: int, loss: float) -> None:

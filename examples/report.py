@@ -1,4 +1,4 @@
-"""What a training measured, kept as JSON and as rows of CSV, and the table, plot and checks made from it."""
+"""Results of trainings: JSON, CSV rows, and the table, plot and checks computed from them."""
 
 import csv
 import hashlib
@@ -20,26 +20,33 @@ from rich.table import Table
 import interrupt
 
 FRAMEWORKS = ("jax", "torch")
-LINES = {"jax": ("-", "o"), "torch": ("--", "x")}  # of a framework, and its points
-# Measured on the default text after 120 steps: the held-out loss is 1.92, that of 19 other pieces as long 1.89 to 2.27,
-# 2.14 in the mean, and the mean over ten steps is 0.06 above that.
+LINES = {"jax": ("-", "o"), "torch": ("--", "x")}  # line style and marker
+# Measured on the default text after 120 steps: the held-out loss is 1.92. On 19 other parts of the same length it is
+# 1.89 to 2.27, 2.14 on average, and the mean over ten steps is 0.06 above that.
 NOTE = """Curves: mean of the training loss over up to ten steps. Points: the held-out text, its last 5 %.
 Points can be below curves: text differs (the end of Python's help topics is easy), and the mean lags behind."""
-WARM_UP_STEPS = 3  # the first steps compile and allocate; they are left out of the time of a step
+WARM_UP_STEPS = 3  # the first steps compile and allocate, and are excluded from the time per step
 
 
 @dataclass
 class Run:
-    """One training: a framework and a format.
+    """One training, with one framework and one format.
 
     Attributes:
-      gathered_bytes: of the whole weights that one rank receives from the all-gathers of one step.
-      resident_bytes: that one rank keeps between steps: weights, optimizer state, gradients that stay.
-      gathered_sha256: of what the first step gathered; see `digest`.
-      first_step: that step: of a run that goes on from the other framework's checkpoint, its own first.
-      validation: (steps trained, loss on the held-out text).
-      device: the name of what a rank runs on.
-      experts: MLPs of a block.
+      framework: "jax" or "torch".
+      format: name of the recipe, or "bf16".
+      ranks: number and kind of ranks, with the command-line choices, for the table.
+      text: name of the corpus.
+      steps: planned steps.
+      gathered_bytes: bytes that one rank receives from weight all-gathers in one step.
+      resident_bytes: bytes that one rank keeps between steps: weights, optimizer state, persistent gradients.
+      gathered_sha256: `digest` of the weights gathered in `first_step`.
+      losses: training loss of each step.
+      seconds: time of each step.
+      validation: (steps trained, held-out loss) pairs.
+      device: name of a rank's device.
+      first_step: step of the digest; later than 1 if the run continues a checkpoint of the other framework.
+      experts: MLPs per block.
     """
 
     framework: str
@@ -59,7 +66,7 @@ class Run:
 
     @property
     def milliseconds_a_step(self) -> float:
-        """Median time of a step, without the first ones and without validation."""
+        """Median time of a step, without the first steps and without validation."""
         return 1e3 * statistics.median(self.seconds[WARM_UP_STEPS:] or self.seconds or [0.0])
 
     @property
@@ -69,9 +76,10 @@ class Run:
 
 
 def digest(gathered: Mapping[str, Sequence[np.ndarray]]) -> str:
-    """Return the SHA-256 of weights as they were gathered, in the order of their names.
+    """Return the SHA-256 of gathered weights, in the order of their names.
 
-    A bfloat16 weight is its bits; a quantized one is its rowwise plane: codes, `scale_inv`, `global_scale_inv` if any.
+    A bfloat16 weight contributes its bits, a quantized one its rowwise plane: codes, `scale_inv` and, if present,
+    `global_scale_inv`.
     """
     sha = hashlib.sha256()
     for name in sorted(gathered):
@@ -110,23 +118,23 @@ def save_rows(runs: list[Run], directory: Path) -> None:
 
 
 def load(directory: Path) -> list[Run]:
-    """Read the runs of every framework that has left some in `directory`."""
+    """Read the runs of all frameworks in `directory`."""
     paths = [directory / f"{framework}.json" for framework in FRAMEWORKS]
     return [Run(**run) for path in paths if path.exists() for run in json.loads(path.read_text())]
 
 
 def present(runs: list[Run], directory: Path) -> None:
-    """Save `runs`, then print the table and draw the plot of all runs in `directory` that trained on the same.
+    """Save `runs`, then print a table and draw a plot of all runs in `directory` with the same text, steps and experts.
 
     Raises:
-      SystemExit: JAX and PyTorch did not gather the same bytes.
+      SystemExit: JAX and PyTorch gathered different bytes.
     """
     interrupt.outcome = f"results in {directory} are incomplete"
     save(runs, directory)
     save_rows(runs, directory)
     console = Console()
     if not console.is_terminal:
-        console.width = 120  # a log has no width of its own
+        console.width = 120  # a log has no width
     same = attrgetter("text", "steps", "experts")
     everything = [run for run in load(directory) if same(run) == same(runs[0])]
     console.print(table(everything))
@@ -144,12 +152,12 @@ def present(runs: list[Run], directory: Path) -> None:
 
 
 def baseline(run: Run, runs: list[Run]) -> Run:
-    """Return the bf16 run of the same framework, or `run` itself where there is none."""
+    """Return the bf16 run of the same framework, or `run` itself if there is none."""
     return next((other for other in runs if (other.framework, other.format) == (run.framework, "bf16")), run)
 
 
 def table(runs: list[Run]) -> Table:
-    """One row for each run, with what changed against the bf16 run of the same framework."""
+    """Build a table with one row per run, and its change against the bf16 run of the same framework."""
     result = Table(
         title=f"{runs[0].steps} steps on {runs[0].text}",
         caption="gathered: written by all-gathers on one rank; resident: what that rank keeps between steps",
@@ -177,7 +185,7 @@ def table(runs: list[Run]) -> Table:
 
 
 def same_bytes(runs: list[Run]) -> dict[str, bool]:
-    """Return, for each format that all frameworks trained with, whether they gathered the same bytes at first."""
+    """Return, for each format trained in both frameworks, whether they gathered the same bytes in the first step."""
     hashes: dict[tuple[str, int], list[str]] = {}
     for run in runs:
         if run.gathered_sha256:
@@ -185,14 +193,14 @@ def same_bytes(runs: list[Run]) -> dict[str, bool]:
     return {name: len(set(found)) == 1 for (name, _), found in hashes.items() if len(found) == len(FRAMEWORKS)}
 
 
-def smoothed(losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps, and at each the mean loss of it and the nine before; of fewer in a run of less than 50 steps."""
+def smooth(losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Return steps, and at each the mean loss over the last ten steps, or fewer in runs of less than 50 steps."""
     width = min(10, max(1, len(losses) // 5))
     return np.arange(width, len(losses) + 1), np.convolve(losses, np.full(width, 1 / width), "valid")
 
 
 def plot(runs: list[Run]) -> Figure:
-    """Draw losses, and below how far each is above that of bf16 in the same framework, on the same batches."""
+    """Draw losses, and below them the difference from bf16 in the same framework on the same batches."""
     formats = list(dict.fromkeys(run.format for run in runs))
     compared = [(run, base) for run in runs if (base := baseline(run, runs)) is not run]
     rows = 2 if compared else 1
@@ -201,7 +209,7 @@ def plot(runs: list[Run]) -> Figure:
 
     def draw(plot: Any, run: Run, losses: Sequence[float], held_out: Sequence[float]) -> None:
         color, (line, mark) = f"C{formats.index(run.format)}", LINES[run.framework]
-        plot.plot(*smoothed(losses), line, color=color)
+        plot.plot(*smooth(losses), line, color=color)
         plot.plot([step for step, _ in run.validation], held_out, mark, color=color)
 
     for run in runs:

@@ -1,12 +1,12 @@
-"""torchtitan's Llama 3 with quantized weights on the wire: its own trainer and models, and one converter.
+"""torchtitan's Llama 3 with quantized weights on the wire: torchtitan's trainer and models, and one converter.
 
     pip install torchtitan==0.3.0
     PYTHONPATH=examples torchrun --nproc-per-node 8 -m torchtitan.train \
         --module torchtitan_qshard --config llama3_debugmodel_qshard
 
-A config of your own takes `QshardConverter.Config(recipe="MXFP8")` where torchtitan's take its own converters, and
-`update_scales_after_steps`, which only `DelayedScaling` needs. Checkpoints of the model are those of bf16; to go on
-with the same bits under `DelayedScaling` and `NVFP4`, keep `scaling_state(model)` beside them.
+Your own config passes `QshardConverter.Config(recipe="MXFP8")` as a converter, and for `DelayedScaling` also
+`update_scales_after_steps`. Model checkpoints have the format of the bf16 model. To resume bit for bit under
+`DelayedScaling` and `NVFP4`, also save `scaling_state(model)`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from qshard.torch_bridge import convert, update_scales
 
 
 class QshardConverter(QuantizationConverter):
-    """Builds the model that its config describes, then converts it, on the meta device and before it is sharded."""
+    """Builds the configured model and converts it, on the meta device and before it is sharded."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
+        """Options of the converter."""
+
         recipe: str = "CurrentScaling"
-        """The name of a recipe of `qshard.recipes`."""
+        """Name of a recipe in `qshard.recipes`."""
 
         filter_fqns: list[str] = field(default_factory=list)
-        """Regular expressions: layers whose names one of them is found in stay in high precision."""
+        """Regular expressions. Layers with a match in their name stay in high precision."""
 
         fuse: bool = False
-        """Whether RMSNorms take the amax of what they give as they make it; for runs without `torch.compile`."""
+        """Whether RMSNorms also compute the amax of their output, for runs without `torch.compile`."""
 
     def __init__(self, config: Config):
         self.config = config
 
     def convert(self, model_config: Module.Config) -> Module.Config:
+        """Make the config build a converted model."""
         recipe, left_out, fuse = self.config.recipe, self.config.filter_fqns, self.config.fuse
 
         class Quantized(type(model_config)):
@@ -54,7 +57,7 @@ class QshardConverter(QuantizationConverter):
                     return not any(re.search(each, name) for each in left_out)
 
                 convert(model, recipe, filter=is_quantized, fuse=fuse)
-                # The states of delayed scaling are modules of qshard, not of torchtitan.
+                # The states of delayed scaling are modules of qshard, which torchtitan's check would refuse.
                 model.verify_module_protocol = lambda: None
                 return model
 
@@ -63,7 +66,10 @@ class QshardConverter(QuantizationConverter):
 
 
 def update_scales_after_steps(optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
-    """A `ModelSpec.post_optimizer_build_fn`. Ranks of one stage share the scales of its layers."""
+    """Update scales after each optimizer step. For `ModelSpec.post_optimizer_build_fn`.
+
+    The ranks of one pipeline stage share the scales of its layers.
+    """
 
     def update(*_: Any) -> None:
         for part in model_parts:
@@ -73,8 +79,8 @@ def update_scales_after_steps(optimizers: Any, model_parts: list[nn.Module], par
 
 
 def llama3_debugmodel_qshard(recipe: str = "CurrentScaling", filter_fqns: tuple[str, ...] = ()) -> Any:
-    """The script of bf16, and a converter."""
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel  # And with it all that the trainer needs.
+    """Return torchtitan's bf16 debug config with the converter added."""
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel  # imports the whole trainer
 
     config = llama3_debugmodel()
     converter = QshardConverter.Config(recipe=recipe, filter_fqns=list(filter_fqns))

@@ -1,10 +1,10 @@
-"""Train the byte-level GPT with JAX, weights sharded over all devices: first gathered as bfloat16, then quantized.
+"""Train a byte-level GPT with JAX and sharded weights: first with a bfloat16 all-gather, then with a quantized one.
 
     python examples/train_jax.py [--recipe fp8 | --formats bf16,fp8,mxfp8] [--steps N] [--text FILE]
         [--mode shard_map|auto|explicit] [--mesh fsdp|hsdp|fsdp,tp] [--weights shard|primary]
         [--loss plain|fused] [--experts N] [--checkpoint DIR [--every N] [--resume]] [--log-numerics FILE]
 
-Runs on the GPUs present, or on eight host devices of the CPU. What a recipe changes is marked (1), (2), (3).
+Runs on the GPUs present, or else on eight host devices of the CPU. Comments (1), (2), (3) mark effects of a recipe.
 """
 
 import interrupt  # isort: skip
@@ -44,9 +44,9 @@ from qshard.recipes import DelayedScaling, Recipe
 CONFIG = GPTConfig()
 CPU_DEVICES = 8
 Weights = dict[str, jax.Array]
-States = dict[str, qshard.LinearState]  # of delayed scaling; other recipes have none
-Probes = dict[str, qshard.Probe]  # of what is logged, by weight; none without --log-numerics
-Training = dict[str, Any]  # all that the next step depends on: weights, states, and the state of the optimizer
+States = dict[str, qshard.LinearState]  # of delayed scaling; empty for other recipes
+Probes = dict[str, qshard.Probe]  # collect statistics, by weight; empty without --log-numerics
+Training = dict[str, Any]  # everything that the next step depends on: weights, states and optimizer state
 
 
 def last_of(
@@ -60,14 +60,23 @@ def last_of(
     recipe: Recipe | None,
     gathered: dict[str, Any] | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Map tokens [batch, context] to what the head multiplies, [batch, context, width].
+    """Run the model up to the head.
 
-    Return its weight too, and how unevenly experts have tokens.
+    Args:
+      layout: the parallel mode.
+      weights: weights by name, sharded as `layout` expects.
+      states: states of delayed scaling.
+      probes: probes of logged layers.
+      scales: weight scales, if computed in advance.
+      tokens: `[batch, context]`.
+      key: random key of stochastic rounding.
+      recipe: the recipe, or None for bf16.
+      gathered: receives every gathered weight, by name, if not None.
 
-    `weights` and `tokens` are what `layout` says. Every weight is put into `gathered`, if that is given, as its layer
-    gathers it.
+    Returns:
+      The input of the head, `[batch, context, width]`, the head's weight, and the imbalance of experts.
     """
-    # A GPU computes in bfloat16, like the weights it gathers; most CPUs are slow in it.
+    # GPUs compute in bfloat16, the dtype of gathered weights. Most CPUs are slow in it.
     compute_dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     uneven = []
 
@@ -86,7 +95,7 @@ def last_of(
     def given_to(weight: str) -> dict[str, Any]:
         return {
             "state": states.get(weight),
-            "seed": jax.random.fold_in(key, list(weights).index(weight)),  # each layer rounds by numbers of its own
+            "seed": jax.random.fold_in(key, list(weights).index(weight)),  # each layer has its own random numbers
         }
 
     def linear(x: jax.Array, name: str) -> jax.Array:
@@ -96,7 +105,7 @@ def last_of(
             if gathered is not None:
                 gathered[weight] = gather(layout, weight, shard)
             return bf16_linear(layout, weight, x, shard)
-        # (1) quantize the shard, gather its codes, multiply what the recipe makes of x and of the weight
+        # (1) quantize the shard, gather its codes, and multiply in the recipe's formats
         given = {**given_to(weight), "weight_scales": scales.get(weight)}
         if gathered is not None:
             gathered[weight] = layout.gathered_weight(shard, weight, recipe, given)
@@ -143,9 +152,24 @@ def loss_of(
     record: bool,
     fused: bool,
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """Return the mean loss over the whole batch and, to `record` them, the weights that the layers gathered.
+    """Return the mean loss over the whole batch and the gathered weights, if recorded.
 
-    In `shard_map` all of it is one device's part, and recorded weights get a first axis of one, for devices.
+    In shard_map mode this is the loss of one device. Recorded weights get a leading axis for devices.
+
+    Args:
+      layout: the parallel mode.
+      weights: weights by name, sharded as `layout` expects.
+      states: states of delayed scaling.
+      probes: probes of logged layers.
+      tokens: `[batch, context]`.
+      targets: `[batch, context]`.
+      key: random key of stochastic rounding.
+      recipe: the recipe, or None for bf16.
+      record: whether to return gathered weights.
+      fused: whether to use qshard's linear cross entropy.
+
+    Returns:
+      The loss, and the gathered weights by name, empty unless `record`.
     """
     scales = {}
     shards = {
@@ -153,28 +177,26 @@ def loss_of(
         for name, weight in weights.items()
         if is_quantized(name) and not is_stacked(name) and isinstance(weight, jax.Array)
     }
-    if (
-        recipe is not None and shards and not states
-    ):  # (2) one all-reduce finds what the scales of all weights follow from
+    if recipe is not None and shards and not states:  # (2) one all-reduce finds the amaxes of all weights
         scales = layout.scales(jax.lax.stop_gradient(shards), recipe)
     gathered: dict[str, Any] | None = {} if record else None
     x, head, uneven = last_of(layout, weights, states, probes, scales, tokens, layout.key(key), recipe, gathered)
-    if fused:  # Its logits are there for some rows at a time, and their gradient takes their place.
+    if fused:  # computes logits for some rows at a time and overwrites them by their gradient
         loss = qshard.linear_cross_entropy(x, head, targets)
     else:
         logits = (x @ head.T).astype(jnp.float32)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-    loss += BALANCE * (uneven - jax.lax.stop_gradient(uneven))  # whose gradients alone are there
+    loss += BALANCE * (uneven - jax.lax.stop_gradient(uneven))  # adds gradients only
     return layout.mean(loss), jax.tree.map(lambda part: part[None], gathered or {})
 
 
 def gathered_bytes(program: jax.stages.Compiled) -> int:
-    """Return the bytes that the all-gathers of a compiled program write on one device, as its HLO text states them.
+    """Return the bytes that all-gathers of a compiled program write on one device, from its HLO text.
 
-    XLA's CPU backend merges the gathers of a weight in the forward and in the backward pass into one.
+    XLA's CPU backend merges the forward and the backward gather of a weight.
     """
     total = 0
-    # On GPUs an all-gather is a pair of instructions, and the second one has the type of the result.
+    # On GPUs an all-gather is a pair of instructions, and the second one has the result's type.
     for result in re.findall(r"= (\S+|\(.+?\)) all-gather(?:-done)?\(", program.as_text() or ""):
         for bits, shape in re.findall(r"[a-z]+(\d+)\w*\[([\d,]*)\]", result):  # for example u8[1024,256]
             total += int(bits) // 8 * math.prod(int(size) for size in shape.split(",") if size)
@@ -182,17 +204,17 @@ def gathered_bytes(program: jax.stages.Compiled) -> int:
 
 
 def parts_of(gathered: dict[str, Any]) -> dict[str, list[np.ndarray]]:
-    """Return the arrays of weights as a device has gathered them, for `report.digest`."""
+    """Return the arrays of gathered weights on one device, for `report.digest`."""
     return {name: [np.asarray(part)[0] for part in jax.tree.leaves(whole)] for name, whole in gathered.items()}
 
 
 def resident_bytes(training: Training) -> int:
-    """Return the bytes that the arrays of a training take on one device."""
+    """Return the bytes of a training's arrays on one device."""
     return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(training))
 
 
 def make_optimizer(mesh: Mesh, kind: str, recipe: Recipe | None, schedule: Schedule) -> Any:
-    """AdamW of the matrices with, and of the gains of norms without, weight decay."""
+    """Return AdamW, with weight decay for matrices only."""
     rates = jnp.asarray([schedule.learning_rate(index) for index in range(schedule.steps)])
     adamw = optax.adamw(
         lambda index: rates[index],
@@ -206,13 +228,13 @@ def make_optimizer(mesh: Mesh, kind: str, recipe: Recipe | None, schedule: Sched
     return qshard.optimizer(
         adamw,
         recipe,
-        filter=lambda path, weight: is_quantized(path[2:-2]),  # of "['blocks.0.up.weight']"
+        filter=lambda path, weight: is_quantized(path[2:-2]),  # path is "['blocks.0.up.weight']"
         spec=lambda path, weight: modes.spec_of(mesh, path[2:-2]),
     )
 
 
 def recast(optimizer: Any, training: Training) -> Training:
-    """Make codes of the masters of primary weights; nothing, where there are none."""
+    """Compute the codes of primary weights from their masters. Other trainings are returned as they are."""
     weights, states = training["weights"], training["states"]
     if not isinstance(optimizer, qshard.PrimaryOptimizer):
         return training
@@ -221,12 +243,12 @@ def recast(optimizer: Any, training: Training) -> Training:
 
 
 def like(weights: Weights, states: States) -> dict[str, Any] | None:
-    """Return the states of delayed scaling in a tree like the weights."""
+    """Return the states of delayed scaling as a tree with the structure of the weights."""
     return {name: states.get(name) for name in weights} if states else None
 
 
 def begin(mesh: Mesh, recipe: Recipe | None, optimizer: Any, config: GPTConfig) -> Training:
-    """Put the shared initial weights on the mesh, each device its part, and what goes with them."""
+    """Shard the initial weights over the mesh, and initialize states and optimizer."""
     weights = {
         name: jax.device_put(value, NamedSharding(mesh, modes.spec_of(mesh, name)))
         for name, value in stacked(initial_weights(config)).items()
@@ -237,7 +259,7 @@ def begin(mesh: Mesh, recipe: Recipe | None, optimizer: Any, config: GPTConfig) 
     training = {"weights": weights, "states": states, "optimizer": optimizer.init(weights)}
     everywhere = NamedSharding(mesh, P())
 
-    def put(array: jax.Array) -> jax.Array:  # Moments are cut like their weights already.
+    def put(array: jax.Array) -> jax.Array:  # moments are already sharded like their weights
         return array if len(array.sharding.device_set) == mesh.size else jax.device_put(array, everywhere)
 
     return recast(optimizer, jax.tree.map(put, training))
@@ -248,9 +270,9 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
     mesh, schedule = jax.sharding.get_mesh(), Schedule(steps=arguments.steps, batch=arguments.batch)
     layout = modes.Device(mesh) if arguments.mode == "shard_map" else modes.Whole(mesh)
     recipe = options.RECIPES[name]
-    kind = arguments.weights if recipe is not None else "shard"  # the bf16 that is trained beside a recipe
+    kind = arguments.weights if recipe is not None else "shard"  # bf16 is trained for comparison
     on_gpus, fused = jax.default_backend() == "gpu", arguments.loss == "fused"
-    ranks = " ".join([f"{mesh.size} {'GPUs' if on_gpus else 'CPU devices'}", *options.chosen(arguments, kind)])
+    ranks = " ".join([f"{mesh.size} {'GPUs' if on_gpus else 'CPU devices'}", *options.shown_choices(arguments, kind)])
     device = jax.devices()[0].device_kind if on_gpus else "CPU"
     config = replace(CONFIG, experts=arguments.experts)
     run = report.Run("jax", name, ranks, corpus.name, schedule.steps, device=device, experts=config.experts)
@@ -286,7 +308,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
             value_and_grad(loss, argnums=(0, 1, 2), has_aux=True), in_specs, ((P(), P("fsdp")), (cut, P(), P()))
         )
         (loss_now, gathered), (gradients, amaxes, seen) = differentiate(weights, states, probes, tokens, targets, key)
-        if states:  # (3) the scales of the next step, from the amaxes of this one and of those before
+        if states:  # (3) scales of the next step, from the amaxes of this and earlier steps
             states = qshard.update_delayed(states, amaxes, recipe)
         scaled = {"states": like(weights, states)} if primary else {}
         updates, state = optimizer.update(gradients, training["optimizer"], weights, **scaled)
@@ -309,12 +331,12 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
     for index in range(done, schedule.steps):
         batch = put(corpus.batch(index, schedule.batch, CONFIG.context))
         start = time.perf_counter()
-        if not run.gathered_sha256:  # the same step, in a program that also returns what its layers gathered
+        if not run.gathered_sha256:  # the same step, in a program that also returns the gathered weights
             training, loss_now, gathered, seen = step(training, *batch, keys[index], record=True)
             run.gathered_sha256 = report.digest(parts_of(gathered))
         else:
             training, loss_now, _, seen = program(training, *batch, keys[index])
-        # Each step is waited for: host devices share few threads, and queued steps could take all of them.
+        # Wait for each step: host devices share few threads, and queued steps could take all of them.
         run.losses.append(float(jax.block_until_ready((loss_now, training))[0]))
         run.seconds.append(time.perf_counter() - start)
         progress.step(run.losses[-1])
@@ -332,7 +354,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
 
 
 def settings(arguments: Namespace, corpus: Corpus) -> dict[str, Any]:
-    """What must be the same for a run to go on where another has stopped. Devices may be others."""
+    """Return the settings that a resumed run must match. The devices may differ."""
     return {
         "framework": "jax",
         "text": corpus.name,

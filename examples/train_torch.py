@@ -1,10 +1,10 @@
-"""Train the byte-level GPT with PyTorch FSDP2, first with bfloat16 weights on the wire, then with quantized ones.
+"""Train a byte-level GPT with PyTorch FSDP2, first with bfloat16 weights on the wire, then with quantized ones.
 
     python examples/train_torch.py [--recipe fp8 | --formats bf16,fp8,mxfp8] [--steps N] [--text FILE]
         [--weights shard|primary|zero] [--mesh fsdp|hsdp|fsdp,tp] [--loss plain|fused] [--experts N]
         [--checkpoint DIR [--every N] [--resume]] [--log-numerics FILE]
 
-Runs on the GPUs present through NCCL, or on the CPU with two gloo ranks. What a recipe changes is marked (1) and (2).
+Runs on the GPUs present through NCCL, or on the CPU with two gloo ranks. Comments (1), (2) mark effects of a recipe.
 """
 
 import interrupt  # isort: skip
@@ -46,10 +46,12 @@ from qshard.recipes import DelayedScaling, Recipe
 from ranks import launch
 
 CONFIG = GPTConfig()
-RANK_TIMEOUT = timedelta(seconds=120)  # a rank that waits longer for another one gives up
+RANK_TIMEOUT = timedelta(seconds=120)  # a rank that waits longer for another rank fails
 
 
 class Block(nn.Module):
+    """One transformer block."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width = config.width
@@ -67,6 +69,7 @@ class Block(nn.Module):
             self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map `[batch, context, width]` to the same shape."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(-3))  # [batch, heads, context, width / heads]
         attention = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
@@ -74,12 +77,15 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def mlp(self, x: Tensor) -> Tensor:
+        """Apply the MLP, or the experts, to `[batch, context, width]`."""
         if self.router is not None:
             return experts_torch.routed(x, self.router, self.up, self.down)
         return self.down(F.relu(self.up(x)).square())
 
 
 class GPT(nn.Module):
+    """The model of `gpt.py`, with its loss."""
+
     def __init__(self, config: GPTConfig, compute_dtype: torch.dtype, loss: str = "plain") -> None:
         super().__init__()
         self.compute_dtype = compute_dtype
@@ -92,31 +98,37 @@ class GPT(nn.Module):
         self.head = head(config.width, config.vocabulary)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of tokens [batch, context]."""
+        """Return the mean loss of tokens `[batch, context]` against targets of the same shape."""
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
         x = (self.embedding(tokens) + self.position(positions)).to(self.compute_dtype)
         for block in self.blocks:
             x = block(x)
-        if self.fused:  # Its logits are there for some rows at a time, and their gradient takes their place.
+        if self.fused:  # computes logits for some rows at a time and overwrites them by their gradient
             return self.head(self.norm(x), targets)
         logits = self.head(self.norm(x)).float()  # [batch, context, vocabulary]
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# FSDP gathers bfloat16 weights. A GPU also computes in bfloat16, but most CPUs are many times slower in it than in
-# float32: there the activations are float32, and these layers widen the gathered weight to the dtype of their input.
+# FSDP gathers bfloat16 weights. GPUs also compute in bfloat16, but most CPUs are many times slower in it than in
+# float32. There activations are float32, and these layers widen the gathered weight to the dtype of their input.
 class WideningLinear(nn.Linear):
+    """A linear layer that widens its weight to the dtype of its input."""
+
     def forward(self, x: Tensor) -> Tensor:
+        """Return `x @ weight.T`."""
         return F.linear(x, self.weight.to(x.dtype))
 
 
 class WideningLayerNorm(nn.LayerNorm):
+    """A layer norm that widens its weight to the dtype of its input."""
+
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last axis of `x`."""
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), eps=self.eps)
 
 
 def widen(model: nn.Module) -> None:
-    """Let the plain layers of `model` take float32 activations."""
+    """Make the plain layers of `model` accept float32 activations."""
     widening = {nn.Linear: WideningLinear, nn.LayerNorm: WideningLayerNorm}
     for layer in model.modules():
         layer.__class__ = widening.get(type(layer), type(layer))
@@ -128,7 +140,7 @@ def make_model(
     """Build the model from the shared initial weights and shard it over the mesh."""
     model = GPT(config, torch.bfloat16 if device.type == "cuda" else torch.float32, loss).to(device)
     model.load_state_dict({name: torch.from_numpy(weight) for name, weight in initial_weights(config).items()})
-    if recipe is not None:  # (1) the linear layers of the blocks gather and multiply in the formats of the recipe
+    if recipe is not None:  # (1) linear layers of blocks gather and multiply in the recipe's formats
         weights.quantize_layers(model, kind, recipe)
     if device.type == "cpu":
         widen(model)
@@ -140,21 +152,21 @@ def make_model(
 
 
 def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device, events: mp.Queue) -> None:
-    """Train with one format. Rank 0 reports its progress, and at the end the run, to `events`."""
+    """Train with one format. Rank 0 reports progress, and finally the run, to `events`."""
     schedule = Schedule(steps=arguments.steps, batch=arguments.batch)
     rank, ranks, recipe = dist.get_rank(), dist.get_world_size(), options.RECIPES[name]
-    kind = arguments.weights if recipe is not None else "shard"  # the bf16 that is trained beside a recipe
+    kind = arguments.weights if recipe is not None else "shard"  # bf16 is trained for comparison
     mesh = weights.make_mesh(arguments.mesh, device, ranks)
     tensor_parallel = mesh["tp"].size() if arguments.mesh == "fsdp,tp" else 1
     devices = f"{ranks} {'GPUs' if device.type == 'cuda' else 'CPU ranks'}"
-    where = " ".join([devices, *options.chosen(arguments, kind)])
+    where = " ".join([devices, *options.shown_choices(arguments, kind)])
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     config = replace(CONFIG, experts=arguments.experts)
     run = report.Run("torch", name, where, corpus.name, schedule.steps, device=device_name, experts=config.experts)
     report_event = events.put if rank == 0 else lambda event: None
     report_event(("start", f"torch {name}"))
 
-    torch.manual_seed(0)  # of NVFP4's stochastic rounding: on all ranks the same, and in each run
+    torch.manual_seed(0)  # for NVFP4's stochastic rounding: the same on all ranks and in each run
     before = weights.resident_bytes()
     model = make_model(config, kind, recipe, mesh, device, arguments.loss)
     optimizer = weights.make_optimizer(model, kind, recipe, schedule)
@@ -162,7 +174,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
         weights.load_exactly(model, config)
 
     def loss_of(batch: Batch) -> Tensor:
-        parts, index = ranks // tensor_parallel, rank // tensor_parallel  # ranks of one layer take the same windows
+        parts, index = ranks // tensor_parallel, rank // tensor_parallel  # tensor-parallel ranks share their windows
         part = slice(index * schedule.batch // parts, (index + 1) * schedule.batch // parts)
         tokens, targets = (torch.from_numpy(half[part]).long().to(device) for half in batch)
         return model(tokens, targets)
@@ -172,7 +184,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
         dist.all_reduce(loss)
         return loss.item() / ranks
 
-    seen: list[StepStats] = []  # of the last step, if it is logged
+    seen: list[StepStats] = []  # statistics of the last step, if logged
 
     def step(batch: Batch, learning_rate: float) -> float:
         for group in optimizer.param_groups:
@@ -187,7 +199,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if isinstance(recipe, DelayedScaling) and kind != "zero":  # (2) what it alone needs: scales of the next step
+        if isinstance(recipe, DelayedScaling) and kind != "zero":  # (2) delayed scaling only: scales of the next step
             qshard.update_scales(model)
         return mean_over_ranks(loss)
 
@@ -226,13 +238,13 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
 
 
 def settings(arguments: Namespace, corpus: Corpus) -> dict[str, Any]:
-    """What must be the same for a run to go on where another has stopped."""
+    """Return the settings that a resumed run must match."""
     names = ("steps", "batch", "experts", "weights", "mesh")
     return {"framework": "torch", "text": corpus.name, **{name: getattr(arguments, name) for name in names}}
 
 
 def worker(rank: int, ranks: int, rendezvous: str, corpus: Corpus, arguments: Namespace, events: mp.Queue) -> None:
-    """Be one rank: join the others, then train with each format in turn."""
+    """Run one rank: join the process group, then train with each format in turn."""
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

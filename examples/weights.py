@@ -1,10 +1,10 @@
-"""How train_torch.py keeps its weights (`--weights`), and which ranks have parts of them (`--mesh`).
+"""Kinds of weights in train_torch.py (`--weights`), and their sharding (`--mesh`).
 
-All kinds start from the same float32 values and send the same codes:
+All kinds start from the same float32 values and gather the same codes:
 
     shard    FSDP2; the parameter is a float32 shard, quantized before each gather
-    primary  FSDP2; the parameter is the codes, quantized once a step from masters that the optimizer has
-    zero     no FSDP2: ZeroOptimizer has flat slices of codes, masters and states
+    primary  FSDP2; the parameter is codes, quantized once per step from the optimizer's masters
+    zero     no FSDP2; ZeroOptimizer has flat slices of codes, masters and states
 """
 
 import gc
@@ -25,14 +25,14 @@ from qshard.recipes import Recipe
 
 
 def make_mesh(name: str, device: torch.device, ranks: int) -> DeviceMesh:
-    """Arrange the ranks as `--mesh` says."""
+    """Arrange the ranks in the mesh that `--mesh` names."""
     return init_device_mesh(device.type, options.mesh_shape(name, ranks), mesh_dim_names=options.MESHES[name])
 
 
-def cut_layers(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
-    """Tensor parallelism of all blocks, before FSDP2 shards what each rank has left."""
+def parallelize_blocks(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
+    """Apply tensor parallelism to all blocks, before FSDP2 shards each rank's part."""
     plan = {
-        # q, k and v are one weight here, so a cut of it is none between heads: attention takes it whole.
+        # q, k and v are one weight, so its shards are not split between heads: attention needs the whole result.
         "qkv": ColwiseParallel(output_layouts=Replicate()),
         "projection": RowwiseParallel(input_layouts=Replicate()),
         "up": ColwiseParallel(),
@@ -43,10 +43,10 @@ def cut_layers(blocks: nn.ModuleList, mesh: DeviceMesh) -> None:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """FSDP2: a block's weights are gathered when it runs, and freed after it."""
+    """Apply FSDP2: a block's weights are gathered when it runs and freed afterwards."""
     assert mesh.mesh_dim_names is not None
     if "tp" in mesh.mesh_dim_names:
-        cut_layers(model.blocks, mesh["tp"])
+        parallelize_blocks(model.blocks, mesh["tp"])
         mesh = mesh["fsdp"]
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*model.blocks, model):
@@ -54,7 +54,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def make_optimizer(model: nn.Module, kind: str, recipe: Recipe | None, schedule: Schedule) -> torch.optim.Optimizer:
-    """AdamW of the matrices with, and of the gains of norms without, weight decay."""
+    """Return AdamW, with weight decay for matrices only."""
     settings = {"betas": schedule.betas, "eps": schedule.eps}
 
     def decay(name: str, weight: torch.Tensor) -> dict[str, float]:
@@ -65,7 +65,7 @@ def make_optimizer(model: nn.Module, kind: str, recipe: Recipe | None, schedule:
         return qshard.ZeroOptimizer(
             model, shard_weights=True, units=units, settings=decay, decoupled_weight_decay=True, **settings
         )
-    grouped: dict[tuple[int, int], list[nn.Parameter]] = {}  # AdamW takes no weights of different meshes in one group.
+    grouped: dict[tuple[int, int], list[nn.Parameter]] = {}  # AdamW needs one mesh per group of weights
     for weight in model.parameters():
         grouped.setdefault((weight.ndim, weight.device_mesh.ndim), []).append(weight)
     groups = [{"params": grouped[key], **decay("", grouped[key][0])} for key in sorted(grouped, reverse=True)]
@@ -75,9 +75,9 @@ def make_optimizer(model: nn.Module, kind: str, recipe: Recipe | None, schedule:
 
 
 def narrow(model: nn.Module) -> None:
-    """What FSDP2's policy does for gathers: weights that no recipe quantizes are bfloat16 to layers.
+    """Cast weights that no recipe quantizes to bfloat16, as FSDP2's policy does for gathers.
 
-    `load_exactly` gives the masters that ZeroOptimizer makes of them their float32 values.
+    `load_exactly` then restores the float32 values in ZeroOptimizer's masters.
     """
     for weight in model.parameters():
         if not isinstance(weight, qshard.ShardedWeight):
@@ -85,22 +85,22 @@ def narrow(model: nn.Module) -> None:
 
 
 def load_exactly(model: nn.Module, config: GPTConfig) -> None:
-    """Masters get the values that `narrow` has rounded."""
+    """Load the float32 values that `narrow` has rounded into the masters."""
     model.load_state_dict({name: torch.from_numpy(value) for name, value in initial_weights(config).items()})
 
 
 def quantize_layers(model: nn.Module, kind: str, recipe: Recipe) -> None:
-    """The linear layers of the blocks gather and multiply in the formats of the recipe."""
+    """Make the linear layers of the blocks gather and multiply in the recipe's formats."""
     qshard.convert(model, recipe, filter=lambda layer, name: is_quantized(f"{name}.weight"), primary=kind == "primary")
     experts_torch.group(model)
 
 
 def resident_bytes() -> int:
-    """Return the bytes of all tensors that this rank has: shards or codes, masters, states, gradients that stay."""
+    """Return the bytes of all tensors of this rank: shards or codes, masters, states, persistent gradients."""
     gc.collect()
     storages = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of classes that are deprecated, by being looked at
+        warnings.simplefilter("ignore")  # deprecated classes warn when accessed
         for value in gc.get_objects():
             if type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta and value.layout == torch.strided:
                 storage = value.untyped_storage()

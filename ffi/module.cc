@@ -1,5 +1,5 @@
-// qshard._ffi: what Python sees. The table of ops, their handlers as capsules for jax.ffi, and
-// `call` to run one on DLPack tensors.
+// Python module qshard._ffi: the op table, handlers as capsules for jax.ffi, and `call` to run an
+// op on DLPack tensors.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -70,7 +70,7 @@ nb::dict BuildInfo() {
 // nanobind's function that fills the module.
 int (*fill)(PyObject* m) = nullptr;
 
-// nanobind's types belong to one interpreter, and static data of this module point to them.
+// nanobind's types belong to one interpreter, and static data of this module points to them.
 int FillInMainInterpreter(PyObject* m) {
   if (PyInterpreterState_Get() == PyInterpreterState_Main()) return fill(m);
   PyErr_SetString(PyExc_ImportError,
@@ -83,25 +83,26 @@ int FillInMainInterpreter(PyObject* m) {
 
 NB_MODULE(_ffi_of_main, m) {
   qshard::kernels::Simd();  // ImportError if QSHARD_SIMD names no target of this machine
-  qshard::RowOf({});        // ImportError if a row of ops.def is not well written
-  m.doc() = "XLA FFI handlers of qshard and a host that runs them on DLPack tensors.";
-  // Rows live as long as the process, and Python at its end does not collect what holds them.
+  qshard::RowOf({});        // ImportError if a row of ops.def is malformed
+  m.doc() = "XLA FFI handlers of qshard, and a host that runs them on DLPack tensors.";
+  // Rows live as long as the process, and Python does not collect their owners at exit.
   nb::set_leak_warnings(false);
   qshard::host::DefineRows(m);
   qshard::host::DefineProgram(m);
   m.def("handlers", qshard::host::Handlers, nb::arg("platform"),
         "{op name: capsule} for \"cpu\" or \"cuda\"; empty for a platform this build lacks.");
-  m.def("formats", Formats, "{name: traits}, as core/format.h has them.");
+  m.def("formats", Formats, "{name: traits} of the formats in core/format.h.");
   m.def("call", qshard::host::Call, nb::arg("op"), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("attributes"), nb::arg("refuse_negated") = false,
-        "Runs an op on DLPack tensors, writing the outputs in place.");
+        "Run an op on DLPack tensors and write the outputs in place.");
   m.def(
       "simd", [] { return std::string(qshard::kernels::Simd().target); },
-      "The SIMD target of the CPU kernels: scalar, avx2 or avx512.");
-  m.def("simd_targets", SimdTargets, "The SIMD targets of this machine, the best one last.");
+      "SIMD target of the CPU kernels: scalar, avx2 or avx512.");
+  m.def("simd_targets", SimdTargets, "SIMD targets that this machine supports, fastest last.");
   m.def("follow_num_threads", qshard::host::FollowThreadsOf, nb::arg("get_num_threads"),
-        "Asks a framework for its number of threads, unless set_num_threads was called.");
-  m.def("num_threads", qshard::host::NumThreads, "Threads a CPU kernel may use when called here.");
+        "Use the number of threads that a framework returns, unless set_num_threads was called.");
+  m.def("num_threads", qshard::host::NumThreads,
+        "Threads a CPU kernel may use when called from Python.");
   m.def(
       "set_num_threads",
       [](int64_t n) {
@@ -116,16 +117,16 @@ NB_MODULE(_ffi_of_main, m) {
 #if defined(QSHARD_WITH_CUDA)
   m.attr("cuda_built") = true;
   m.def("set_gemm_library_paths", qshard::kernels::SetGemmLibraryPaths, nb::arg("paths"),
-        "Files of cuBLASLt to try if neither the process nor the loader has it.");
+        "Set cuBLASLt files to try if neither the process nor the loader has the library.");
   m.def("gemm_library_version", qshard::kernels::GemmLibraryVersion,
-        "Of the cuBLASLt that GEMMs run on, which this loads; 0 if there is none.");
+        "Load cuBLASLt and return its version, or 0 if there is none.");
   m.def(
       "gemm_counts",
       [] {
         const qshard::kernels::GemmCounts counts = qshard::kernels::CountGemms();
         return nb::make_tuple(counts.hits, counts.misses, counts.searches);
       },
-      "(hits, misses) of the cache of GEMM plans, and misses of the cache of algorithms.");
+      "(hits, misses, searches): lookups in the GEMM plan cache, and heuristic searches.");
 #else
   m.attr("cuda_built") = false;
 #endif

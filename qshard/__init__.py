@@ -1,8 +1,8 @@
-"""qshard: sharded weights in FP8, MXFP8, MXFP6, MXFP4 and NVFP4, the same bits in JAX, PyTorch and NumPy.
+"""Quantization of sharded weights to FP8, MXFP8, MXFP6, MXFP4 and NVFP4, with the same bits in JAX, PyTorch and NumPy.
 
-`qshard.formats` names how numbers are stored, `qshard.recipes` which format each role takes. Some names,
-`NVFP4` for one, are those of a format and of a recipe, so use them through their modules. A module is imported when it
-is first used: `import qshard` imports neither jax nor torch, `qshard.jax` imports jax.
+`qshard.formats` defines number formats; `qshard.recipes` assigns a format to each tensor of a layer. A format and a
+recipe may share a name (`NVFP4`), so refer to both through their modules. Submodules are imported on first use. Only
+`qshard.jax` imports jax, and only `qshard.torch_bridge` imports torch.
 
 >>> import qshard
 >>> qshard.formats.MXFP8_E4M3.block
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Role", "Usage", "__version__", "build_info", "formats", "num_threads", "recipes", "set_num_threads"]
 
-# Modules, and the modules of names, that are imported when they are first used.
+# Submodules that `__getattr__` imports on first use, and the submodule that defines each lazily imported name.
 _NEEDS = {"jax": "jax", "torch_bridge": "torch"}
 _MODULES = {"formats", "gemm_dispatch", "layout", "numerics", "op_table", "recipes", "reference"}
 _HOMES = {"Role": "recipes", "Usage": "formats", "__version__": "_core.environment", "build_info": "_core.environment"}
@@ -42,22 +42,32 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     if name in _MODULES or name in _NEEDS:
-        return importlib.import_module(f"qshard.{name}")  # which also makes it an attribute
+        return importlib.import_module(f"qshard.{name}")  # the import also binds the attribute
     raise AttributeError(f"module 'qshard' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """What there is; of the front ends, those whose framework is installed, as tools look at all that is listed."""
+    """List public names.
+
+    Front ends are listed only if their framework is installed, because tools import every listed name.
+    """
     front_ends = {name for name, framework in _NEEDS.items() if importlib.util.find_spec(framework)}
     return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *_MODULES, *front_ends})
 
 
 def num_threads() -> int:
-    """How many threads a CPU kernel may use outside JAX, the caller's included.
+    """Return the number of threads that a CPU kernel may use outside JAX, including the calling thread.
 
-    It is what `set_num_threads` was given; else, of calls on torch tensors, `torch.get_num_threads()`; else
-    `OMP_NUM_THREADS`; else the cores that affinity and the quota of a container leave, shared by the `LOCAL_WORLD_SIZE`
-    ranks of a host. JAX lends kernels the threads of its own pool.
+    The first of these that applies: the value passed to `set_num_threads`; `torch.get_num_threads()`, for calls on
+    torch tensors; `OMP_NUM_THREADS`; the available cores (CPU affinity and container quota) divided by
+    `LOCAL_WORLD_SIZE`. Inside JAX, kernels run on XLA's own thread pool.
+
+    Returns:
+      The number of threads, 1 or more.
+
+    >>> import qshard
+    >>> qshard.num_threads() >= 1
+    True
     """
     from qshard import _ffi
 
@@ -65,22 +75,21 @@ def num_threads() -> int:
 
 
 def set_num_threads(n: int) -> None:
-    """Sets how many threads a CPU kernel may use outside JAX, whatever torch uses.
+    """Set the number of threads that a CPU kernel may use outside JAX, independently of torch's setting.
 
     Args:
-      n: 1 or more. Takes effect for the next call.
+      n: number of threads, at least 1. Takes effect with the next call.
 
     Raises:
-      ValueError: n is not positive.
+      ValueError: `n` is not positive.
     """
     from qshard import _ffi
 
     _ffi.set_num_threads(n)
 
 
-if (
-    importlib.util.find_spec("qshard._ffi") is None
-):  # the source folder, which Python found before the installed package
+if importlib.util.find_spec("qshard._ffi") is None:
+    # This is the source folder, found before the installed package.
     from qshard import _checkout
 
     _checkout.hand_over()

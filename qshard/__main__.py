@@ -1,4 +1,4 @@
-"""`python -m qshard`: the command `qshard`."""
+"""Entry point of `python -m qshard`: runs the command line tool `qshard`."""
 
 import sys
 

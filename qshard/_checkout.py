@@ -1,7 +1,7 @@
-"""A checkout's ./qshard stands before the installed package, for whoever runs Python there: it hands over to that.
+"""Import redirection from a source checkout to the installed package.
 
-Only what is installed has the compiled extension, and has torch_bridge inside. The package is handed over whole, so
-that no module of the checkout meets one of another version.
+Python that runs in a checkout finds ./qshard before the installed package, but only the installed package has the
+compiled extension and `torch_bridge`. The whole package is replaced, so that modules of two versions never mix.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _FOLDER = Path(__file__).parent
 
 
 def hand_over() -> None:
-    """Puts the installed qshard in the place of this one; where there is none, says so to who needs it.
+    """Replace this package by the installed one, or register a finder that explains how to install it.
 
-    Called at the end of this package's import, which then gives what `sys.modules` has.
+    Called at the end of the import of this package, which then returns the entry of `sys.modules`.
     """
     spec = _find_installed()
     if spec is None or spec.loader is None:
@@ -35,7 +35,7 @@ def hand_over() -> None:
 
 
 def _find_installed() -> ModuleSpec | None:
-    """The first qshard with an extension on the rest of the path."""
+    """Find the first qshard with an extension on the rest of `sys.path`."""
     for entry in sys.path:
         if Path(entry).resolve() != _FOLDER.parent.resolve():
             spec = PathFinder.find_spec("qshard", [entry])
@@ -45,7 +45,7 @@ def _find_installed() -> ModuleSpec | None:
 
 
 def _warn_of_changes(installed: Path) -> None:
-    """An edit in a checkout does nothing until it is installed; nobody should have to find that out."""
+    """Warn if files of the checkout differ from the installed ones: edits take effect only after installation."""
     pairs = [(_FOLDER, installed), (_FOLDER.parent / "torch_bridge", installed / "torch_bridge")]
     changed = [
         path
@@ -56,21 +56,23 @@ def _warn_of_changes(installed: Path) -> None:
     ]
     if changed:
         warnings.warn(
-            f"qshard: what runs is installed in {installed}; {len(changed)} of the files here differ from it, such as "
-            f"{changed[0].relative_to(_FOLDER.parent)}; run `pip install .` again, or `pip install -e .` once",
+            f"qshard: the installed package in {installed} is used, but {len(changed)} files of this checkout differ "
+            f"from it, such as {changed[0].relative_to(_FOLDER.parent)}; run `pip install .` again, or `pip install -e "
+            ".` once",
             stacklevel=4,  # whoever imports qshard
         )
 
 
 class _InstallHint:
-    """The last finder: in place of `No module named`, one line that says what is missing."""
+    """The last finder on `sys.meta_path`: replaces `No module named` by an error with the remedy."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: ModuleType | None = None) -> None:
+        """Raise ImportError for modules that only an installation has."""
         if name not in ("qshard._ffi", "qshard.torch_bridge"):
             return
         if (_FOLDER.parent / "pyproject.toml").exists():
-            what = f"is the source folder, not an installation; run `pip install {_FOLDER.parent}`"
+            what = f"is the source folder and is not installed; run `pip install {_FOLDER.parent}`"
         else:
             what = f"was installed for another Python than {sys.executable}; install qshard for this one"
         raise ImportError(f"{name}: {_FOLDER} {what}")

@@ -1,11 +1,11 @@
-"""Number formats: what one stored element means, and how the elements of a tensor share scales.
+"""Number formats: the encoding of one element, and the blocks and scales that elements share.
 
-The Python mirror of `ffi/core/format.h`, and the only Python file that holds the constants of a format.
-Everything here is frozen and hashable, so that it may be a static argument or pytree data.
+Mirrors `ffi/core/format.h`, and is the only Python module with the constants of a format. All objects are frozen and
+hashable, so they can be static arguments of `jit` and static fields of a pytree.
 
-Sources: OCP 8-bit Floating Point v1.0; OCP Microscaling Formats v1.0; arXiv:2209.05433 (E4M3, E5M2);
-arXiv:2412.19437 (1x128 and 128x128 blocks); arXiv:2506.08027 (MXFP8, rounded up); arXiv:2509.25149 (NVFP4);
-arXiv:2512.02010 (four over six).
+Sources: OCP 8-bit Floating Point v1.0; OCP Microscaling Formats v1.0; arXiv:2209.05433 (E4M3, E5M2); arXiv:2412.19437
+(1x128 and 128x128 blocks); arXiv:2506.08027 (MXFP8, rounded up); arXiv:2509.25149 (NVFP4); arXiv:2512.02010 (four over
+six).
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from qshard._core.reprs import constructor_call
+
 
 @dataclass(frozen=True, kw_only=True)
 class ElementFormat:
-    """A floating point format of at most 8 bits: sign if any, exponent, mantissa, from the high bit down.
+    """A floating-point format of at most 8 bits: optional sign, exponent and mantissa, from the high bit down.
 
     Attributes:
-      name: dtype string of ml_dtypes, JAX and PyTorch.
-      bits: width of a code; codes of 4 bits are stored two a byte, the even element in the low nibble.
-      bias: exponent field `e` and mantissa field `m` stand for `2**(e - bias) * (1 + m / 2**mantissa_bits)`.
+      name: dtype name in ml_dtypes, JAX and PyTorch.
+      bits: width of a code. 4-bit codes are packed two to a byte, the even element in the low nibble.
+      exponent_bits: width of the exponent field.
+      mantissa_bits: width of the mantissa field.
+      bias: exponent bias. Fields `e` and `m` encode `2**(e - bias) * (1 + m / 2**mantissa_bits)`.
       max: largest finite value; encoding saturates to it.
-      nan_code: what encoding makes of NaN. Those of fewer than 8 bits have no NaN, and take their largest code.
-      inf_code: the code of infinity, if there is one. It is decoded, never produced.
+      nan_code: code that NaN encodes to. Formats with fewer than 8 bits have no NaN and use their largest code.
+      inf_code: code of infinity, or None if the format has none. Decoding accepts it; encoding never produces it.
 
     >>> E4M3.max, hex(E4M3.max_code), E4M3.max_exponent
     (448.0, '0x7e', 8)
@@ -46,35 +50,39 @@ class ElementFormat:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        known = ELEMENTS.get(self.name)
+        return _CONSTANTS[self.name] if known == self else constructor_call(self)
+
     @property
     def signed(self) -> bool:
-        """Whether the highest bit of a code is a sign."""
+        """Whether codes have a sign bit."""
         return self.bits > self.exponent_bits + self.mantissa_bits
 
     @property
     def codes_per_byte(self) -> int:
-        """How many codes are stored in a byte: two of 4 bits, one of any other width."""
+        """Number of codes stored in a byte: 2 for 4-bit codes, otherwise 1."""
         return 2 if self.bits == 4 else 1
 
     @property
     def packed(self) -> bool:
-        """Whether codes share a byte."""
+        """Whether several codes share a byte."""
         return self.codes_per_byte > 1
 
     @property
     def ones_byte(self) -> int:
-        """The byte that holds the code of 1.0, twice if codes are packed."""
+        """The byte that encodes 1.0, in both nibbles if codes are packed."""
         code = self.bias << self.mantissa_bits
         return code << self.bits | code if self.packed else code
 
     @property
     def max_exponent(self) -> int:
-        """The exponent of `max`: `floor(log2(max))`."""
+        """Exponent of `max`: `floor(log2(max))`."""
         return math.frexp(self.max)[1] - 1
 
     @property
     def max_code(self) -> int:
-        """The code of `max`. Zero and the positive finite values have the codes `0 .. max_code`, in their order."""
+        """Code of `max`. Codes `0 .. max_code` are zero and the positive finite values in ascending order."""
         mantissa = self.max / 2**self.max_exponent - 1
         return (self.max_exponent + self.bias << self.mantissa_bits) + int(mantissa * 2**self.mantissa_bits)
 
@@ -90,48 +98,56 @@ E8M0 = ElementFormat(
     name="float8_e8m0fnu", bits=8, exponent_bits=8, mantissa_bits=0, bias=127, max=2.0**127, nan_code=0xFF
 )
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M3, E3M2, E2M1, E8M0)}
+_CONSTANTS = dict(zip(ELEMENTS, ("E4M3", "E5M2", "E2M3", "E3M2", "E2M1", "E8M0"), strict=True))
 
 FLOATS_16 = ("bfloat16", "float16")
 FLOATS = ("float32", *FLOATS_16)
-"""Dtype strings of what is quantized: `float` of `ops.def`."""
+"""Dtypes that can be quantized: the dtype class `float` in `ops.def`."""
 
 FLOAT16_MAX = 65504.0
-"""The largest finite float16: states of an optimizer in float16 are scaled to it."""
+"""Largest finite float16. Optimizer state in float16 is scaled to it."""
 
 
 class Usage(enum.Flag):
-    """The axis along which blocks run, and so the GEMM that a plane is for.
+    """The axis that blocks run along, which decides the GEMM that a plane can serve.
 
-    A plane is one set of `data` and `scale_inv`. Of a weight `[N, K]`, `y = x @ w.T` contracts K and needs ROWWISE
-    (blocks along the last axis); the gradient of `x` contracts N and needs COLUMNWISE (blocks along the first).
+    A plane is one set of `data` and `scale_inv`. For a weight `[N, K]`, `y = x @ w.T` contracts K and reads the ROWWISE
+    plane (blocks along the last axis); the gradient of `x` contracts N and reads the COLUMNWISE plane (blocks along the
+    first axis).
 
     >>> list(Usage.BOTH)
-    [<Usage.ROWWISE: 1>, <Usage.COLUMNWISE: 2>]
+    [Usage.ROWWISE, Usage.COLUMNWISE]
     """
 
     ROWWISE = 1
     COLUMNWISE = 2
     BOTH = ROWWISE | COLUMNWISE
 
+    def __repr__(self) -> str:
+        return str(self)
+
     @property
     def planes(self) -> tuple[Usage, ...]:
-        """The usages that each are one plane. `list` of it gives the same, but not under every `torch.compile`."""
+        """The single-plane usages that this usage contains.
+
+        Unlike `list(usage)`, it works under every `torch.compile`.
+        """
         if self is Usage.BOTH:
             return (Usage.ROWWISE, Usage.COLUMNWISE)
         return (self,) if self else ()
 
 
 class Scaling:
-    """How the elements of a block, or of a tensor, come to share a scale.
+    """Base class of scaling methods: how the scales of blocks, or of a whole tensor, are computed and stored.
 
-    A method is a subclass; its fields are the options that change its bits. Options of other methods have the value
-    that changes nothing, so that ops which serve several methods can be given all of them.
+    The fields of a subclass are the options that change the bits of a result. The base class gives every option of
+    every method its neutral value, so an op that serves several methods can be passed all of them.
 
     Attributes:
-      dtype: dtype string of `scale_inv`: "float32", or the name of an `ElementFormat`.
-      elements: the formats of `data` that may be scaled so.
-      whole_blocks: the last block of a row or column may not be cut short.
-      turns_columns: the columnwise plane of vectors is stored as the rowwise plane of `x.T`.
+      dtype: dtype of `scale_inv`: "float32", or the name of an `ElementFormat`.
+      elements: element formats that the method accepts for `data`.
+      whole_blocks: whether the axes of a tensor must be multiples of the block.
+      turns_columns: whether the columnwise plane of 1-D blocks is stored transposed, as the rowwise plane of `x.T`.
     """
 
     dtype: ClassVar[str]
@@ -139,7 +155,7 @@ class Scaling:
     whole_blocks: ClassVar[bool] = True
     turns_columns: ClassVar[bool] = True
 
-    # Fields of a subclass take the place of these.
+    # Subclasses override these with fields.
     pow2: bool = False
     eps: float = 0.0
     scale_rounding: Literal["up", "floor"] = "up"
@@ -147,18 +163,21 @@ class Scaling:
     scale_max: float = E4M3.max
     four_over_six: Literal["mae", "mse"] | None = None
 
+    def __repr__(self) -> str:
+        return constructor_call(self)
+
     def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
-        """Of options: the name, whether it is legal, and what it should be."""
+        """Return `(option, is_legal, legal_values)` for each option; the last is text for an error."""
         raise NotImplementedError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FloatScaling(Scaling):
-    """One fp32 scale for the tensor or for each block, `element.max / amax`.
+    """One fp32 scale per tensor or per block: `element.max / amax`.
 
     Attributes:
       pow2: round the scale down to a power of two.
-      eps: the least amax that a scale is made of.
+      eps: lower bound on the amax that a scale is computed from.
     """
 
     dtype: ClassVar[str] = "float32"
@@ -169,9 +188,10 @@ class FloatScaling(Scaling):
     eps: float = 0.0
 
     def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
+        """Return the rules of the options."""
         return [
-            ("block", block is None or _is_pair(block), "None, or a pair of positive numbers"),
-            ("eps", isinstance(self.eps, int | float) and 0 <= self.eps < math.inf, "0, or positive and finite"),
+            ("block", block is None or _is_pair(block), "None or a pair of positive integers"),
+            ("eps", isinstance(self.eps, int | float) and 0 <= self.eps < math.inf, "0 or a positive finite number"),
             ("pow2", self.pow2 in (False, True), "False or True"),
         ]
 
@@ -180,12 +200,12 @@ def _is_pair(block: Any) -> bool:
     return isinstance(block, tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PowerScaling(Scaling):
-    """A power of two for each block of 32, stored as E8M0.
+    """One power-of-two scale per block of 32, stored as E8M0.
 
     Attributes:
-      scale_rounding: "up", so that nothing saturates, or OCP's "floor".
+      scale_rounding: "up", so that no finite element saturates, or "floor" as in the OCP specification.
     """
 
     dtype: ClassVar[str] = E8M0.name
@@ -195,21 +215,22 @@ class PowerScaling(Scaling):
     scale_rounding: Literal["up", "floor"] = "up"
 
     def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
+        """Return the rules of the options."""
         return [
             ("block", block in ((1, 32), (32, 32)), "(1, 32) or (32, 32)"),
             ("scale_rounding", self.scale_rounding in ("up", "floor"), "'up' or 'floor'"),
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TwoLevelScaling(Scaling):
-    """An E4M3 scale for each block of 16, under an fp32 scale for the tensor or for each row.
+    """One E4M3 scale per block of 16, and one fp32 global scale per tensor or per row.
 
     Attributes:
-      global_scale: what shares the fp32 scale: the "tensor" or each "row".
-      scale_max: the block scale that the largest block gets: 448, or 256, which leaves room for the 1.5 times it that
-        four over six tries.
-      four_over_six: scale a block to 4 instead of 6 if that makes the "mae" or "mse" of the block smaller.
+      global_scale: what shares a global scale: the "tensor" or each "row".
+      scale_max: block scale of the block with the largest amax: 448, or 256. With 256, the factor of 1.5 that four over
+        six tries does not overflow E4M3.
+      four_over_six: scale the amax of a block to 4 instead of 6 if that lowers the "mae" or "mse" of the block.
     """
 
     dtype: ClassVar[str] = E4M3.name
@@ -220,10 +241,11 @@ class TwoLevelScaling(Scaling):
     four_over_six: Literal["mae", "mse"] | None = None
 
     def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
+        """Return the rules of the options."""
         return [
             ("block", block in ((1, 16), (16, 16)), "(1, 16) or (16, 16)"),
             ("global_scale", self.global_scale in ("tensor", "row"), "'tensor' or 'row'"),
-            ("global_scale", self.global_scale != "row" or block == (1, 16), "'tensor', as blocks span rows"),
+            ("global_scale", self.global_scale != "row" or block == (1, 16), "'tensor': blocks span several rows"),
             ("scale_max", self.scale_max in (E4M3.max, 256.0), "448 or 256"),
             ("four_over_six", self.four_over_six in (None, "mae", "mse"), "None, 'mae' or 'mse'"),
         ]
@@ -231,25 +253,28 @@ class TwoLevelScaling(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a tensor is stored: elements, the blocks that share a scale, and the method that scales them.
+    """How a tensor is stored: its element format, the blocks that share a scale, and the scaling method.
 
-    Illegal combinations are refused when a format is made. Other modules do not look at the structure of a format: they
-    ask it what follows from that (`transposes`, `kind`, `gather_refusal`, ...), and `layout.plane` for shapes.
+    The constructor rejects illegal combinations. Other modules use derived properties (`transposes`, `kind`,
+    `gather_refusal`) and `layout.plane` for shapes, instead of reading the structure of a format.
 
     Attributes:
-      name: what `str` prints; options changed from those of `FORMATS[name]` follow in brackets.
-      element: the format of `data`.
-      scaling: the method, with its options.
-      block: (rows, cols) that share a scale in the rowwise plane; None: the whole tensor does.
-      hadamard: NVFP4 vectors only: rotate the columnwise plane by a random Hadamard transform first.
-      rounding: of elements: "nearest", or NVFP4's "stochastic".
-      nonfinite: what shows of an infinite element. "saturate", the default of `FORMATS`: nothing, as it becomes the
-        largest code, which is what the standards and TransformerEngine define. "nan": it and what shares a scale with
-        it become NaN, so that an overflow reaches the loss or a gradient, where loss scaling looks for it. Recipes for
-        training choose "nan". Finite numbers have the same bits either way.
+      name: name of the format. `str` prints it, followed by the options that differ from `FORMATS[name]` in brackets.
+      element: format of the elements of `data`, or its name.
+      scaling: scaling method with its options.
+      block: (rows, cols) that share a scale in the rowwise plane; None: the whole tensor shares one.
+      hadamard: rotate the columnwise plane by a random Hadamard transform before quantizing. Only for NVFP4 with 1x16
+        blocks.
+      rounding: rounding of elements: "nearest", or "stochastic" for NVFP4.
+      nonfinite: encoding of infinite elements. "saturate", the default of `FORMATS`, encodes infinity as the largest
+        finite code, as the standards and TransformerEngine do, which hides the overflow. With "nan", infinity and every
+        element that shares its scale become NaN, so an overflow reaches the loss or a gradient, where loss scaling
+        detects it. Training recipes use "nan". Finite inputs encode to the same bits either way.
 
     >>> print(MXFP8_E4M3, MXFP8_E4M3.with_options(scale_rounding="floor"))
     MXFP8_E4M3 MXFP8_E4M3[scale_rounding=floor]
+    >>> MXFP8_E4M3.with_options(scale_rounding="floor")
+    MXFP8_E4M3.with_options(scale_rounding='floor')
     >>> MXFP8_E4M3.block, MXFP8_E4M3.block_of(Usage.COLUMNWISE)
     ((1, 32), (32, 1))
     """
@@ -263,7 +288,7 @@ class Format:
     nonfinite: Literal["saturate", "nan"] = "saturate"
 
     def __post_init__(self) -> None:
-        if isinstance(self.element, str):  # By its name.
+        if isinstance(self.element, str):  # element formats may be passed by name
             object.__setattr__(self, "element", ELEMENTS.get(self.element, self.element))
         if not isinstance(self.scaling, Scaling):
             raise TypeError(f"Format {self.name}: scaling ({self.scaling!r}) must be a Scaling, such as PowerScaling()")
@@ -274,10 +299,18 @@ class Format:
             ("element", self.element in self.scaling.elements, " or ".join(map(str, self.scaling.elements))),
             ("hadamard", self.hadamard in (False, True), "False or True"),
             ("rounding", self.rounding in ("nearest", "stochastic"), "'nearest' or 'stochastic'"),
-            ("rounding", self.rounding == "nearest" or two_level, "'nearest', as only NVFP4 is rounded stochastically"),
+            ("rounding", self.rounding == "nearest" or two_level, "'nearest': only NVFP4 has stochastic rounding"),
             ("nonfinite", self.nonfinite in ("saturate", "nan"), "'saturate' or 'nan'"),
-            ("hadamard", not self.hadamard or (two_level and self.block == (1, 16)), "False, as blocks are not 1x16"),
-            ("four_over_six", plain or not self.scaling.four_over_six, "None, as x is rotated or rounded randomly"),
+            (
+                "hadamard",
+                not self.hadamard or (two_level and self.block == (1, 16)),
+                "False: the rotation needs 1x16 blocks",
+            ),
+            (
+                "four_over_six",
+                plain or not self.scaling.four_over_six,
+                "None: it excludes rotation and stochastic rounding",
+            ),
         ]:
             if not legal:
                 given = self.options[option]
@@ -289,17 +322,33 @@ class Format:
         changed = [f"{name}={value}" for name, value in self.options.items() if value != default.get(name)]
         return f"{self.name}[{', '.join(changed)}]" if changed else self.name
 
+    def __repr__(self) -> str:
+        default = FORMATS.get(self.name)
+        if default is None or type(default.scaling) is not type(self.scaling):
+            return constructor_call(self)
+        changed = [f"{name}={value!r}" for name, value in self.options.items() if value != default.options[name]]
+        return f"{self.name}.with_options({', '.join(changed)})" if changed else self.name
+
     @property
     def options(self) -> dict[str, Any]:
-        """What `with_options` can change, by name: the options of the method, and those of the format."""
+        """Current values of the options that `with_options` accepts."""
         own = {name: getattr(self, name) for name in ("hadamard", "rounding", "nonfinite")}
         return {"element": self.element, "block": self.block} | vars(self.scaling) | own
 
     def with_options(self, **options: Any) -> Format:
-        """This format with other options, checked again.
+        """Return a copy of this format with some options replaced.
+
+        Args:
+          **options: new values for entries of `options`.
+
+        Returns:
+          The new format.
+
+        Raises:
+          ValueError: the format has no such option, or the value is illegal.
 
         >>> NVFP4.with_options(global_scale="row").scaling
-        TwoLevelScaling(global_scale='row', scale_max=448.0, four_over_six=None)
+        TwoLevelScaling(global_scale='row')
         >>> FP8_E4M3.with_options(global_scale="row")
         Traceback (most recent call last):
         ValueError: Format FP8_E4M3 has no option global_scale; it has element, block, pow2, eps, hadamard, rounding, \
@@ -312,7 +361,7 @@ nonfinite
 
     @property
     def description(self) -> dict[str, Any]:
-        """The format in terms of JSON, for files and saved programs.
+        """The format as JSON-serializable values, for checkpoints and saved programs. `Format.of` is the inverse.
 
         >>> str(Format.of(NVFP4.with_options(global_scale="row").description))
         'NVFP4[global_scale=row]'
@@ -321,10 +370,17 @@ nonfinite
 
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> Format:
-        """The inverse of `description`. Options that it lacks, as one of an older version may, have their defaults.
+        """Return the format that a `description` encodes.
+
+        Args:
+          description: a mapping from `Format.description`. Options missing from it, because an older version wrote it,
+            take their defaults.
+
+        Returns:
+          The format.
 
         Raises:
-          ValueError: it is not that of a format.
+          ValueError: `description` does not describe a legal format.
         """
         given = dict(description) if isinstance(description, Mapping) else {}
         methods = {method.dtype: method for method in (FloatScaling, PowerScaling, TwoLevelScaling)}
@@ -334,7 +390,7 @@ nonfinite
             ("name", name, isinstance(name, str), "a string"),
             ("element", element, element in tuple(ELEMENTS), " or ".join(ELEMENTS)),
             ("scale_dtype", method, method in tuple(methods), " or ".join(methods)),
-            ("block", block, block is None or pair, "None, or a pair of positive numbers"),
+            ("block", block, block is None or pair, "None or a pair of positive integers"),
         ):
             if not legal:
                 raise ValueError(f"Format {name}: {term} ({value!r}) must be {need}")
@@ -342,100 +398,111 @@ nonfinite
         return plain.with_options(**given)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Format.of, (self.description,)  # What arrives is checked.
+        return Format.of, (self.description,)  # unpickling validates the fields
 
-    # --- what others ask ---
+    # --- derived properties ---
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What formats of one kind have in common: the method, whether of tensors or of blocks, the width of a code."""
+        """Scaling method, per-tensor or not, and code width.
+
+        A named recipe accepts formats of one kind.
+        """
         return type(self.scaling), self.block is None, self.element.bits
 
     @property
     def per_tensor(self) -> bool:
-        """Whether one fp32 scale serves all elements, so that it is made of one amax, and nothing else."""
+        """Whether one fp32 scale, computed from one amax, serves the whole tensor, without block scales."""
         return self.block is None
 
     @property
     def tensor_scaled(self) -> bool:
-        """Whether a scale serves the whole tensor, so that its shards must agree on an amax."""
+        """Whether some scale serves the whole tensor, so its shards must share an amax."""
         return self.block is None or self.scaling.global_scale == "tensor"
 
     @property
     def row_scaled(self) -> bool:
-        """Whether each row has an fp32 scale. It follows from the elements of the row, so rows are never cut."""
+        """Whether each row has an fp32 global scale.
+
+        It depends on all elements of the row, so rows are never sharded.
+        """
         return self.scaling.global_scale == "row"
 
     @property
     def power_scales(self) -> bool:
-        """Whether scales are powers of two, so that to multiply by one rounds nothing."""
+        """Whether all scales are powers of two, so that scaling is exact."""
         return self.scaling.pow2 or self.scale_dtype == E8M0.name
 
     @property
     def transposes(self) -> bool:
-        """Whether both planes hold the same numbers, so that the columnwise one is the transpose of the rowwise one."""
+        """Whether both planes hold the same numbers: the columnwise plane is the transpose of the rowwise plane."""
         return self.block is None or self.block[0] == self.block[1]
 
     def rotates(self, usage: Usage) -> bool:
-        """Whether a plane for `usage` is of x rotated, and so has amaxes of its own."""
+        """Return whether the plane for `usage` quantizes a rotated `x`, and therefore has different amaxes."""
         return self.hadamard and usage is not Usage.ROWWISE
 
     @property
     def turns_columns(self) -> bool:
-        """Whether the columnwise plane is stored as the rowwise plane of `x.T`: all but that of vectors of MXFP8 and
-        MXFP6. Codes of 4 bits are packed along the axis that a GEMM contracts, so theirs always is.
+        """Whether the columnwise plane is stored as the rowwise plane of `x.T`.
+
+        False only for MXFP8 and MXFP6 with 1-D blocks. 4-bit codes are packed along the axis that a GEMM contracts, so
+        their columnwise plane is always transposed.
         """
         return self.transposes or self.scaling.turns_columns or self.element.codes_per_byte > 1
 
     @property
     def stochastic(self) -> bool:
-        """Whether quantizing takes a seed."""
+        """Whether quantization rounds stochastically and takes a seed."""
         return self.rounding == "stochastic"
 
     @property
     def slice_refusal(self) -> str | None:
-        """Why slices of a weight cannot be cast apart; None if they can: if codes depend on amaxes and the element."""
+        """Why flat slices of a tensor cannot be cast separately, or None if they can.
+
+        They can if codes depend only on the element and on amaxes.
+        """
         if self.scaling.four_over_six is None:
             return None
         return f"its scales depend on more than amaxes (four_over_six={self.scaling.four_over_six})"
 
     @property
     def gather_refusal(self) -> str | None:
-        """Why a weight cannot be gathered as codes for forward and backward; None if it can."""
+        """Why codes of a weight cannot be gathered once for forward and backward, or None if they can."""
         if not self.transposes:
-            return "its planes are different numbers, and a gather brings one of them"
+            return "its rowwise and columnwise planes have different codes, and a gather sends one of them"
         if self.stochastic:
-            return "it rounds stochastically, and every gather would draw other codes"
+            return "it uses stochastic rounding, so each gather would draw different codes"
         return self.slice_refusal
 
     @property
     def scale_dtype(self) -> str:
-        """Dtype string of `scale_inv`."""
+        """Dtype of `scale_inv`."""
         return self.scaling.dtype
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of an element of `scale_inv`."""
+        """Bytes per element of `scale_inv`."""
         return 1 if self.scale_dtype in ELEMENTS else 4
 
     @property
     def stored_scale_dtype(self) -> str:
-        """Dtype string of `scale_inv` where one-byte floats are bytes."""
+        """Dtype of `scale_inv` in storage that holds one-byte floats as uint8."""
         return "uint8" if self.scale_dtype in ELEMENTS else self.scale_dtype
 
     @property
     def data_dtype(self) -> str:
-        """Dtype string of `data` at rest: uint8 holds codes that are not of 8 bits."""
+        """Dtype of `data` in storage: the element's name, or uint8 for codes narrower than 8 bits."""
         return self.element.name if self.element.bits == 8 else "uint8"
 
     def block_of(self, usage: Usage) -> tuple[int, int] | None:
-        """(rows, cols) of `x` that share a scale in the plane for `usage`; None: the whole tensor does."""
+        """Return the (rows, cols) of `x` that share a scale in the plane for `usage`, or None if all of `x` does."""
         if self.block is None or usage is Usage.ROWWISE:
             return self.block
         return self.block[::-1]
 
     def block_shape(self, usage: Usage = Usage.ROWWISE) -> tuple[int, int]:
-        """`block_of` as the unit of shards and of padding: (1, 1) under one scale, which sets no limits."""
+        """Return `block_of`, or (1, 1) for one scale per tensor: the alignment that shards and padding need."""
         return self.block_of(usage) or (1, 1)
 
 
@@ -455,4 +522,4 @@ MXFP4_32x32 = Format(name="MXFP4_32x32", element=E2M1, block=(32, 32), scaling=P
 NVFP4 = Format(name="NVFP4", element=E2M1, block=(1, 16), scaling=TwoLevelScaling())
 NVFP4_16x16 = Format(name="NVFP4_16x16", element=E2M1, block=(16, 16), scaling=TwoLevelScaling())
 FORMATS = {fmt.name: fmt for fmt in list(globals().values()) if isinstance(fmt, Format)}
-"""All formats above, by name."""
+"""All formats defined in this module, by name."""

@@ -1,7 +1,8 @@
-"""Products of quantized matrices: which ones tensor cores take as codes, and the op that multiplies them.
+"""GEMM dispatch: the products of quantized matrices that tensor cores support, and the ops that compute them.
 
-Both front ends ask first: `kind_of` of the formats, `contracts_last` of the planes, `fits` of the sizes, `runs_on` of
-the GPU. Where one says no, they multiply dequantized values: XLA's dot, PyTorch's `mm`, or an op (`multiply_values`).
+Both front ends check four conditions: `kind_of` for the formats, `contracts_last` for the planes, `fits` for the sizes
+and `runs_on` for the GPU. If one fails, they multiply dequantized values with XLA's dot, PyTorch's `mm` or
+`multiply_values`.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ Sizes = tuple[int, int, int]
 Kind = Literal["tensors", "blocks", "mxfp8", "nvfp4", "values"]
 
 UNIT = 16
-"""What each of the sizes of a product is a multiple of, if tensor cores take it."""
+"""M, N and K must be multiples of this for tensor cores."""
 
 _FP8 = (E4M3.name, E5M2.name)
 LIBRARY_BYTES = 32 * 2**20
-"""What cuBLASLt may use, as its documentation recommends for Hopper and later: the workspace of products of values."""
+"""Workspace of a product of values, in bytes: what the cuBLASLt documentation recommends for Hopper and later."""
 _TILE = (128, 4)
-"""Rows and columns that scales are padded to."""
+"""GEMM scale tile: rows and columns of scales are padded to multiples of these."""
 
 
 class Gpu(NamedTuple):
-    """What a product may run on.
+    """The GPU properties that decide which products it supports.
 
     Attributes:
-      capability: compute capability, such as (9, 0) of Hopper.
-      cublaslt: the version of the library, 130400 being 13.4.0; 0 where there is none.
+      capability: compute capability, such as (9, 0) for Hopper.
+      cublaslt: version of cuBLASLt, such as 130400 for 13.4.0; 0 if it is not available.
     """
 
     capability: tuple[int, int]
@@ -45,15 +46,15 @@ class Gpu(NamedTuple):
 
 
 def library_version() -> int:
-    """The version of the cuBLASLt that products run on: `Gpu.cublaslt`.
+    """Return the version of the cuBLASLt that products run on, as in `Gpu.cublaslt`.
 
-    It is that which the process has loaded, as PyTorch and JAX do; else what the system's loader finds; else what lies
-    in Python's packages of NVIDIA. Without CUDA kernels in this build it is 0.
+    The library is the one that the process has loaded (PyTorch and JAX load it), else the one that the system's loader
+    finds, else the one in NVIDIA's Python packages. The version is 0 if this build has no CUDA kernels.
     """
     if not _ffi.cuda_built:
         return 0
     folders = getattr(find_spec("nvidia"), "submodule_search_locations", None) or ()
-    # Of CUDA 13, then of 12.
+    # CUDA 13 first, then CUDA 12.
     names = ("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12")
     files = [str(path) for name in names for folder in folders if (path := Path(folder, name)).is_file()]
     _ffi.set_gemm_library_paths(files)
@@ -61,18 +62,18 @@ def library_version() -> int:
 
 
 def contracts_last(fmt: Format, usage: Usage) -> bool:
-    """Whether a plane has the axis that blocks run along last, as GEMMs read it."""
+    """Return whether blocks of a plane run along its last axis, as GEMMs require."""
     return usage is Usage.ROWWISE or is_transposed(fmt, usage)
 
 
 def kind_of(a: Format, b: Format) -> Kind | None:
-    """Which kind of product codes of two formats have, if some hardware multiplies them.
+    """Return the kind of product for codes of two formats, or None if no hardware multiplies them.
 
     >>> from qshard.formats import FP8_1x128, FP8_128x128, MXFP4
     >>> kind_of(FP8_1x128, FP8_128x128), kind_of(FP8_128x128, FP8_128x128), kind_of(MXFP4, MXFP4)
     ('blocks', None, None)
     """
-    elements = a.element.name, b.element.name  # Dynamo may take numbers of theirs for symbols.
+    elements = a.element.name, b.element.name  # Compare names: Dynamo may turn the numeric fields into symbols.
     if elements == (E5M2.name, E5M2.name):
         return None
     fp8 = elements[0] in _FP8 and elements[1] in _FP8
@@ -89,7 +90,7 @@ def kind_of(a: Format, b: Format) -> Kind | None:
 
 
 def runs_on(kind: Kind, gpu: Gpu) -> bool:
-    """Whether a GPU has tensor cores for a kind of product.
+    """Return whether a GPU's tensor cores support a kind of product.
 
     | kind | formats | compute capability | cuBLAS |
     | --- | --- | --- | --- |
@@ -99,7 +100,7 @@ def runs_on(kind: Kind, gpu: Gpu) -> bool:
     | nvfp4 | NVFP4 with a global scale for the tensor | 10.x | 12.8 |
     | values | bfloat16, of any format | 8.0 and later | 12.0 |
 
-    Two operands of E5M2 have no kind, nor have MXFP6 and MXFP4.
+    Two E5M2 operands have no kind. Neither do MXFP6 and MXFP4.
 
     Sources: cuBLAS documentation, "8-bit and 4-bit floating point data types usage" and "Scaling factors layouts".
     """
@@ -113,7 +114,7 @@ def runs_on(kind: Kind, gpu: Gpu) -> bool:
 
 
 def fits(kind: Kind, sizes: Sizes) -> bool:
-    """Whether tensor cores take matrices of these sizes: positive multiples of 16, and of 16 bytes along K.
+    """Return whether tensor cores accept these sizes: positive multiples of 16, and whole 16-byte units along K.
 
     >>> fits("tensors", (128, 256, 528)), fits("tensors", (128, 255, 512)), fits("tensors", (0, 256, 512))
     (True, False, False)
@@ -125,10 +126,10 @@ def fits(kind: Kind, sizes: Sizes) -> bool:
 
 
 def workspace_size(a: Format, b: Format, sizes: Sizes) -> int:
-    """Bytes that a product of codes needs besides operands and result: what cuBLASLt may use, and scales in its order.
+    """Return the workspace bytes of a product of codes: cuBLASLt's workspace and the scales in GEMM order.
 
-    It is at least what `ffi/kernels/gemm_scales.h` has for scales; some kilobytes more, but for tensors that would not
-    fit a GPU.
+    This is an upper bound on the scale bytes that `ffi/kernels/gemm_scales.h` computes. It exceeds them by some
+    kilobytes, except for tensors too large for a GPU.
     """
     size = LIBRARY_BYTES
     if multiplies_codes(a, b):
@@ -136,7 +137,7 @@ def workspace_size(a: Format, b: Format, sizes: Sizes) -> int:
     m, n, k = sizes
     for rows, fmt in ((m, a), (n, b)):
         block, number = fmt.block_shape(), fmt.scale_bytes
-        # One-byte scales of squares are repeated for each row.
+        # One-byte scales of 2-D blocks are repeated for each row.
         grid = (rows // block[0] if number == 4 else rows) + _TILE[0]
         size += number * grid * (k // block[1] + _TILE[1])
     return size + 1024
@@ -145,12 +146,20 @@ def workspace_size(a: Format, b: Format, sizes: Sizes) -> int:
 def multiply(
     ops: Any, a: Plane, a_format: Format, b: Plane, b_format: Format, *, dtype: Any, fast: bool, workspace: int
 ) -> Array:
-    """`a @ b.T` of two planes `[M, K]` and `[N, K]`, by the op for their formats, which are of one kind.
+    """Compute `a @ b.T` from the codes of planes `[M, K]` and `[N, K]`, with the op for their formats.
 
     Args:
-      dtype: of the result, as the front end names it.
-      fast: whether tensor cores may keep fewer bits of long sums, as is usual in the forward pass.
+      ops: the ops of a front end.
+      a: plane `[M, K]`.
+      a_format: format of `a`.
+      b: plane `[N, K]`.
+      b_format: format of `b`. `kind_of` both formats is not None.
+      dtype: dtype of the result, in the front end's type.
+      fast: allow tensor cores to accumulate long sums with fewer bits, as is usual in the forward pass.
       workspace: `workspace_size` of the operands on a GPU, 0 on the CPU.
+
+    Returns:
+      The product `[M, N]`.
     """
     how: dict[str, Any] = {"dtype": dtype, "workspace": workspace}
     elements = {"a_element": a_format.element.name, "b_element": b_format.element.name}
@@ -167,25 +176,32 @@ def multiply(
 def multiply_values(
     ops: Any, a: Array, a_in_order: bool, b: Array, b_in_order: bool, *, dtype: Any, workspace: int
 ) -> Array:
-    """`a @ b.T` of floats of one dtype, summed in fp32.
+    """Compute `a @ b.T` from floats of one dtype, accumulated in fp32.
 
     Args:
-      a, b: `[M, K]` and `[N, K]`.
-      a_in_order, b_in_order: whether each is stored so; if not, with K first.
-      dtype: of the result: that of the operands, or float32.
+      ops: the ops of a front end.
+      a: `[M, K]`, or `[K, M]` if not `a_in_order`.
+      a_in_order: whether `a` is stored with K last.
+      b: `[N, K]`, or `[K, N]` if not `b_in_order`.
+      b_in_order: whether `b` is stored with K last.
+      dtype: dtype of the result: the operands' dtype or float32.
       workspace: bytes that cuBLASLt may use; 0 on the CPU.
+
+    Returns:
+      The product `[M, N]`.
     """
     multiplied = getattr(ops, f"gemm_values_{'n' if a_in_order else 't'}{'t' if b_in_order else 'n'}")
     return multiplied(a, b, dtype=dtype, workspace=workspace)[0]
 
 
 class Way(NamedTuple):
-    """How ops multiply two planes, if they do.
+    """The plan of a product of two planes by ops: from codes, or from dequantized values.
 
     Attributes:
-      a, b: the format of each plane, and the usage that it is for.
-      workspace: bytes.
-      values: what the planes are dequantized to; None: their codes are multiplied.
+      a: format of the first plane, and its usage.
+      b: format of the second plane, and its usage.
+      workspace: bytes for cuBLASLt.
+      values: dtype that the planes are dequantized to; None: codes are multiplied.
     """
 
     a: tuple[Format, Usage]
@@ -194,7 +210,7 @@ class Way(NamedTuple):
     values: Any = None
 
     def product(self, ops: Any, a: Plane, b: Plane, *, dtype: Any, fast: bool = False) -> Array:
-        """`a @ b.T`; `dtype` and `fast` as `multiply` has them."""
+        """Compute `a @ b.T`; `dtype` and `fast` as in `multiply`."""
         if self.values is None:
             options = {"dtype": dtype, "fast": fast, "workspace": self.workspace}
             return multiply(ops, a, self.a[0], b, self.b[0], **options)

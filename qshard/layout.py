@@ -1,6 +1,6 @@
-"""Shapes of a quantized tensor, and the errors for shapes that a format cannot hold.
+"""Shapes of the planes of a quantized tensor, and the errors for shapes that a format does not support.
 
-`x` has shape `[*lead, K]` and is seen as a matrix `[M, K]`, where M is the product of the leading axes.
+`x` has shape `[*lead, K]` and is treated as a matrix `[M, K]`, where M is the product of the leading axes.
 
 | plane | data | scale_inv |
 | --- | --- | --- |
@@ -10,8 +10,8 @@
 | columnwise, MXFP8 and MXFP6 (32, 1) | `[*lead, K]` | `[M / 32, K]` |
 | columnwise, all others | `[K, M]`: the rowwise plane of `x.T` | the rowwise scales of `x.T` |
 
-Codes of 4 bits are packed along the last axis of `data`, which is then half as long. Scales are row-major and unpadded;
-only `swizzle_scale` makes the padded tiles that a GEMM reads.
+4-bit codes are packed along the last axis of `data`, which halves it. Scales are row-major and unpadded; only
+`swizzle_scale` builds the padded tiles that GEMMs read.
 
 Sources: OCP Microscaling Formats v1.0, section 5; cuBLAS documentation, "1D Block Scaling Factors Layout" (the tiles).
 """
@@ -29,15 +29,17 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PlaneLayout:
-    """What one plane of a tensor looks like. Nobody derives any of it again.
+    """Shapes and block of one plane of a tensor.
 
     Attributes:
-      data_shape: of `data`, after packing.
-      scale_shape: of `scale_inv`.
-      global_scale_shape: of `global_scale_inv`; None if the format has none.
-      transposed: `data` and `scale_inv` are those of `x.T`.
-      block: (rows, cols) of the matrix that is stored, `x` or `x.T`, that share a scale; None: all of it does.
-      format, shape, usage: what it is the layout of.
+      data_shape: shape of `data`, after packing.
+      scale_shape: shape of `scale_inv`.
+      global_scale_shape: shape of `global_scale_inv`; None if the format has none.
+      transposed: whether `data` and `scale_inv` belong to `x.T`.
+      block: (rows, cols) of the stored matrix, `x` or `x.T`, that share a scale; None: the whole matrix shares one.
+      format: format of the plane.
+      shape: shape of `x`.
+      usage: usage of the plane, ROWWISE or COLUMNWISE.
     """
 
     data_shape: Shape
@@ -51,21 +53,22 @@ class PlaneLayout:
 
     @property
     def rows_apart(self) -> bool:
-        """Whether each row of the stored matrix has scales of its own. Then `scale_inv` keeps the leading axes."""
+        """Whether scales are per row of the stored matrix, so that `scale_inv` keeps the leading axes of `x`."""
         return has_rows_apart(self.format, self.usage)
 
     @property
     def keeps_axes(self) -> bool:
-        """Whether rows do not matter, so that the rowwise plane may be made of `x` as it is, not seen as a matrix."""
+        """Whether the rowwise plane can be computed from `x` without folding its leading axes into rows."""
         return self.block is None or self.rows_apart
 
     @property
     def rotated(self) -> bool:
+        """Whether the plane quantizes a rotated `x`."""
         return self.format.rotates(self.usage)
 
     @property
     def scaled_shape(self) -> tuple[int, int]:
-        """(rows, cols) of the stored matrix that share a scale: a block, or all of it."""
+        """(rows, cols) of the stored matrix that share a scale: the block, or the whole matrix."""
         matrix = matrix_shape(self.shape)
         return self.block or (matrix[::-1] if self.transposed else matrix)
 
@@ -77,16 +80,16 @@ class PlaneLayout:
 
     @property
     def unit(self) -> int:
-        """Elements of the shortest run of `x`, row-major, that cuts no block, no byte and no row with a scale."""
+        """Alignment of flat slices in elements: multiples split no block, byte, or row with its own global scale."""
         if self.block is None:
-            return 16  # Any cut is as good: codes and masters of each rank start on 16 bytes.
+            return 16  # No block can be split. 16 elements align codes and masters of each rank to 16 bytes.
         columns = matrix_shape(self.shape)[1]
         in_row = self.rows_apart and columns % self.block[1] == 0 and not self.format.row_scaled
         return self.block[1] if in_row else self.block[0] * columns
 
 
 def matrix_shape(shape: Shape) -> tuple[int, int]:
-    """The matrix `[M, K]` as which `x` is quantized: leading axes folded into rows.
+    """Return `(M, K)`, the size of the matrix that `x` is quantized as: leading axes are folded into rows.
 
     >>> matrix_shape((2, 3, 64)), matrix_shape((64,)), matrix_shape(())
     ((6, 64), (1, 64), (1, 1))
@@ -95,7 +98,7 @@ def matrix_shape(shape: Shape) -> tuple[int, int]:
 
 
 def is_transposed(fmt: Format, usage: Usage) -> bool:
-    """Whether the plane for one usage is stored as the rowwise plane of `x.T`.
+    """Return whether a plane is stored as the rowwise plane of `x.T`.
 
     >>> from qshard.formats import FP8_1x128, MXFP4, MXFP8_32x32, MXFP8_E4M3
     >>> [is_transposed(fmt, Usage.COLUMNWISE) for fmt in (FP8_1x128, MXFP8_32x32, MXFP8_E4M3, MXFP4)]
@@ -105,7 +108,7 @@ def is_transposed(fmt: Format, usage: Usage) -> bool:
 
 
 def stored_block(fmt: Format, usage: Usage) -> tuple[int, int] | None:
-    """(rows, cols) of the matrix that the plane for `usage` stores, `x` or `x.T`, that share a scale; None: all of it.
+    """Return the (rows, cols) of the stored matrix, `x` or `x.T`, that share a scale, or None if all of it does.
 
     >>> from qshard.formats import FP8_1x128, MXFP8_E4M3
     >>> [stored_block(fmt, Usage.COLUMNWISE) for fmt in (FP8_1x128, MXFP8_E4M3)]
@@ -115,7 +118,7 @@ def stored_block(fmt: Format, usage: Usage) -> tuple[int, int] | None:
 
 
 def has_rows_apart(fmt: Format, usage: Usage) -> bool:
-    """Whether each row of the matrix that the plane for `usage` stores has scales of its own.
+    """Return whether each row of the stored matrix has its own scales.
 
     >>> from qshard.formats import FP8_1x128, FP8_E4M3, MXFP8_E4M3
     >>> [has_rows_apart(fmt, Usage.COLUMNWISE) for fmt in (FP8_1x128, FP8_E4M3, MXFP8_E4M3)]
@@ -126,9 +129,9 @@ def has_rows_apart(fmt: Format, usage: Usage) -> bool:
 
 
 def source(fmt: Format, usage: Usage) -> Usage:
-    """The plane to quantize, gather or keep where that for `usage` is wanted.
+    """Return the plane to quantize, gather or save in order to serve `usage`.
 
-    Where both planes hold the same numbers it is the rowwise one: the other is its transpose.
+    If both planes hold the same numbers, this is the rowwise plane: the columnwise plane is its transpose.
 
     >>> from qshard.formats import FP8_E4M3, MXFP8_32x32, MXFP8_E4M3
     >>> [source(fmt, Usage.COLUMNWISE).name for fmt in (FP8_E4M3, MXFP8_32x32, MXFP8_E4M3)]
@@ -138,14 +141,17 @@ def source(fmt: Format, usage: Usage) -> Usage:
 
 
 def multiplies_codes(a: Format, b: Format) -> bool:
-    """Whether a GEMM may multiply codes: with one scale each, their product is that of the values up to a factor."""
+    """Return whether a GEMM may multiply codes without block scales.
+
+    With one scale per operand, the product of codes is the product of values up to one factor.
+    """
     return a.per_tensor and b.per_tensor
 
 
 def block_alignment(*formats: Format) -> int:
-    """The number of rows, or of columns, that a part of a tensor has a multiple of, for its blocks to be whole.
+    """Return the number that rows and columns of a shard must be multiples of so that its blocks are whole.
 
-    It holds for both planes of all `formats`: columnwise blocks are transposed rowwise blocks.
+    Valid for both planes of all `formats`: columnwise blocks are transposed rowwise blocks.
 
     >>> from qshard.formats import FP8_128x128, FP8_E4M3, MXFP8_E4M3
     >>> block_alignment(FP8_E4M3), block_alignment(MXFP8_E4M3), block_alignment(MXFP8_E4M3, FP8_128x128)
@@ -155,7 +161,7 @@ def block_alignment(*formats: Format) -> int:
 
 
 def whole_units(fmt: Format, usage: Usage) -> tuple[int, int]:
-    """What the numbers of rows and columns of a matrix must be multiples of, for its plane for one usage.
+    """Return the numbers that the rows and columns of a tensor must be multiples of for one of its planes.
 
     >>> from qshard.formats import FP8_1x128, MXFP8_E4M3
     >>> [whole_units(fmt, Usage.COLUMNWISE) for fmt in (FP8_1x128, MXFP8_E4M3)]
@@ -165,21 +171,22 @@ def whole_units(fmt: Format, usage: Usage) -> tuple[int, int]:
 
 
 def plane(fmt: FormatLike, shape: Shape, usage: Usage, *, op: str = "quantize", name: str = "x") -> PlaneLayout:
-    """Shapes of the plane of `x` for one usage.
+    """Compute the shapes of one plane of `x`.
 
     Args:
       fmt: the format, or its name.
-      shape: of `x`.
+      shape: shape of `x`.
       usage: `ROWWISE` or `COLUMNWISE`.
-      op, name: what to call the operation and `x` in an error.
+      op: name of the operation in errors.
+      name: name of `x` in errors.
 
     Returns:
       The layout.
 
     Raises:
-      ValueError: `fmt` needs whole blocks and `shape` does not have them, or `fmt` has no such plane.
+      ValueError: `fmt` needs whole blocks and `shape` does not have them, or `fmt` has no columnwise plane.
 
-    Depends on the shape alone. For a sharded tensor, the layout of the whole and of a shard both follow from it.
+    The layout depends on the shape alone, so it applies to a whole tensor and, with the shape of a shard, to the shard.
 
     >>> from qshard.formats import MXFP8_E4M3, NVFP4
     >>> plane(MXFP8_E4M3, (4, 64), Usage.ROWWISE)
@@ -192,18 +199,20 @@ def plane(fmt: FormatLike, shape: Shape, usage: Usage, *, op: str = "quantize", 
     """
     fmt, usage = as_format(fmt, op), as_plane(usage, op, Usage.BOTH.planes)
     if usage is Usage.COLUMNWISE and fmt.row_scaled:
-        raise ValueError(f"{op}: {name} ({fmt}) has one scale a row and so no columnwise plane; ask for ROWWISE")
+        raise ValueError(
+            f"{op}: {name} ({fmt}) has one scale per row, so it has no columnwise plane; pass Usage.ROWWISE"
+        )
 
     units = whole_units(fmt, usage)
     needs = [
-        f"pad the {axis} to {_ceil(size, unit) * unit}"
+        f"the {axis} to {_ceil(size, unit) * unit}"
         for axis, size, unit in zip(("rows", "columns"), matrix_shape(shape), units, strict=True)
         if size % unit
     ]
     if needs:
         raise ValueError(
             f"{op}: {name} {shape} is not a whole number of {units[0]}x{units[1]} blocks of {fmt}; "
-            f"{' and '.join(needs)}"
+            f"pad {' and '.join(needs)}"
         )
     transposed, block = is_transposed(fmt, usage), stored_block(fmt, usage)
     matrix = matrix_shape(shape)[::-1] if transposed else matrix_shape(shape)
@@ -224,16 +233,26 @@ def plane(fmt: FormatLike, shape: Shape, usage: Usage, *, op: str = "quantize", 
 
 
 def slice_plane(fmt: Format, shape: Shape, usage: Usage, *, op: str, name: str = "x") -> PlaneLayout:
-    """`plane`, of which a rank can make what a flat slice of `x` has of it.
+    """Compute the layout of a plane that ranks can quantize from flat slices of `x`.
+
+    Args:
+      fmt: the format.
+      shape: shape of the whole `x`.
+      usage: `ROWWISE` or `COLUMNWISE`.
+      op: name of the operation in errors.
+      name: name of `x` in errors.
+
+    Returns:
+      The layout of the whole plane.
 
     Raises:
-      ValueError: as `plane` does; or it is not stored in the order of `x`; or scales depend on more than amaxes.
+      ValueError: `plane` raises; the plane is stored transposed; or its scales depend on more than amaxes.
     """
     where = plane(fmt, shape, usage, op=op, name=name)
     if where.transposed:
         raise ValueError(
-            f"{op}: usage ({usage}) of {fmt} is not stored in the order of the weight; gather the rowwise plane and "
-            "transpose it, or, for vectors, use a format with square blocks"
+            f"{op}: usage ({usage}) of {fmt} is stored transposed, so a flat slice of the weight is no slice of it; "
+            "gather the rowwise plane and transpose it, or use a format with 2-D blocks"
         )
     if fmt.slice_refusal is not None:
         raise ValueError(f"{op}: slices of {fmt} cannot be cast: {fmt.slice_refusal}; quantize whole blocks")

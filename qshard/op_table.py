@@ -1,11 +1,11 @@
-"""Ops as data: what each takes and gives, from its row of `ffi/ops.def`.
+"""Op specifications: operands, attributes, output shapes and sharding factors of every op, from `ffi/ops.def`.
 
-The row is parsed, and calls are checked against it, in C++ (`ffi/schema/bind.h`): every caller gets the same answer and
-the same error. From its axes come the shapes of the outputs, the errors for shapes that do not fit, the sharding rule
-of the JAX front end (which axes may be cut without communication), and what a cut axis must be reduced over.
+C++ parses the rows and checks calls against them (`ffi/schema/bind.h`), so every caller gets the same shapes and
+errors. The axes of a row give the output shapes, the shape errors, the sharding rule of the JAX front end (the axes
+that may be sharded without communication), and the axes to reduce over when they are sharded.
 
-Ops on many tensors take lists, `x[]`, after their single operands, and change what they write in place: each result has
-the name of an operand. Their shapes are checked when they are called.
+Ops on many tensors take lists, `x[]`, after their single operands and update operands in place: each result has the
+name of an operand. Their shapes are checked when they run.
 
 Sources: einops (one parsed pattern, thin backends); Shardy's sharding rules (factors).
 """
@@ -23,11 +23,11 @@ from qshard import _ffi
 __all__ = ["Axes", "Binding", "Factor", "OpSpec", "Operand", "Shape", "View", "multi_table", "table"]
 
 Shape = tuple[int, ...]
-"""The sizes of axes."""
+"""Axis sizes."""
 
 
 class Factor(NamedTuple):
-    """A piece of an axis that is cut or kept as one: its name, unique in a binding, and its size."""
+    """A part of an axis that is sharded or kept as a unit: its name, unique within a binding, and its size."""
 
     name: str
     size: int
@@ -41,9 +41,11 @@ class Operand(NamedTuple):
     """One operand or result of an op.
 
     Attributes:
-      dtype: its dtype class, as in `ops.def`.
-      terms: a tuple of factor names for each plain or composite axis, `"*name"` for any number of axes, or `"..."`.
-      many: whether it is a list; `optional`: one that attributes may leave out.
+      name: name in the row.
+      dtype: dtype class, as in `ops.def`.
+      terms: for each plain or composite axis a tuple of factor names; `"*name"` for any number of axes; or `"..."`.
+      many: whether the operand is a list of tensors.
+      optional: whether attributes decide if the operand is present.
     """
 
     name: str
@@ -54,12 +56,12 @@ class Operand(NamedTuple):
 
 
 class View(NamedTuple):
-    """An operand or result in two orders: that of its memory, and the logical one, in which XLA may cut it.
+    """Axis order of an operand or result: its memory order, and the logical order that XLA shards.
 
     Attributes:
-      axes: as the pattern has them, each as its factors, major first.
-      factors: in logical order: majors in the order of the first operand, then other majors, then minors.
-      order: the order of the memory, as positions in `factors`.
+      axes: axes in the order of the pattern, each as its factors, major first.
+      factors: factors in logical order: majors in the order of the first operand, then other majors, then minors.
+      order: memory order, as positions in `factors`.
     """
 
     axes: Axes
@@ -69,18 +71,20 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Binding:
-    """A pattern applied to a call.
+    """A row applied to one call.
 
-    XLA partitions an op over leading axes that all its buffers share. So each buffer has a logical order of its
-    factors, in which those lead and the minor factors of composite axes, which are blocks and never cut, come last. A
-    layout keeps the memory as it is. A transposed result has the logical order of the operand.
+    XLA partitions an op over leading axes that all its buffers share. Each buffer therefore has a logical order of its
+    factors that starts with the shared ones. The minor factors of composite axes are blocks, which are never sharded,
+    and come last. An XLA layout maps this order to memory. A transposed result has the logical order of the operand.
 
     Attributes:
-      results: the shape and dtype of each result by pattern; of codes, the element's own dtype, if it has one.
-      inputs, outputs: the view of each operand and result.
-      lead: how many leading factors all of them share.
-      split: whether composite axes are split into their factors: the attribute `split` of the handler. If one of them
-        is cut short, or the op cannot split, each is one factor as a whole, or its major one if blocks have length 1.
+      results: shape and dtype of each result, from the pattern. Codes have the dtype of their element if there is one.
+      inputs: views of the operands.
+      outputs: views of the results.
+      lead: number of leading factors that all buffers share.
+      split: whether composite axes are split into factors: the attribute `split` of the handler. If a block is cut
+        short, or the op cannot split, a composite axis is a single factor: its major factor if blocks have length 1,
+        otherwise the whole axis.
 
     >>> options = {"block_rows": 32, "block_cols": 32}
     >>> amax = table()["amax_block"].bind([(64, 96)], ["float32"], options, cuttable=True)
@@ -98,10 +102,10 @@ class Binding:
 
     @functools.cached_property
     def reduced(self) -> tuple[Factor, ...]:
-        """The factors of the first operand that a result lacks.
+        """Factors of the first operand that some result lacks.
 
-        Of a shard that cuts one of them the result is a part: amaxes are to be max-reduced over the shards, and what is
-        made of an amax cannot be had from them. No other result of the op depends on the cut.
+        If such a factor is sharded, that result is partial: amaxes must be max-reduced over the shards, and scales
+        computed from the amax of one shard are invalid. Other results are not affected.
 
         >>> amax = table()["amax_tensor"].bind([(4, 64)], ["float32"], {"lead": 1}, cuttable=True)
         >>> [factor.name for factor in amax.reduced]
@@ -112,12 +116,13 @@ class Binding:
 
 
 class OpSpec(_ffi.Row):
-    """What an op takes and gives: one row of `ops.def`.
+    """The operands, results and attributes of an op: one row of `ops.def`.
 
     Attributes:
-      name: of the op, everywhere: `ops.def`, handler, JAX target, `torch.ops.qshard`.
-      inputs, outputs: its operands and results.
-      written: the names of the operands that a call changes. An op on single tensors has results of its own.
+      name: name of the op in `ops.def`, of its handler, its JAX target and its entry in `torch.ops.qshard`.
+      inputs: operands.
+      outputs: results.
+      written: names of the operands that a call updates in place. Empty for ops on single tensors.
 
     >>> spec = OpSpec("rowsum", "x: float m (k run) -> y: float32 m k", "run: int 1..")
     >>> spec.results([(4, 64)], ["float32"], {"run": 32})
@@ -135,15 +140,20 @@ class OpSpec(_ffi.Row):
     def results(
         self, shapes: Sequence[Shape], dtypes: Sequence[str], attributes: Mapping[str, Any], dtype: str | None = None
     ) -> tuple[tuple[Shape, str], ...]:
-        """Shapes and dtypes of the results: `Binding.results`. Of an op on lists, whose results are operands, none.
+        """Compute the shapes and dtypes of the results. Ops on lists have none: they update operands.
 
         Args:
-          shapes, dtypes: of the operands, in order.
-          attributes: the op's.
-          dtype: of the result where the op can give any float.
+          shapes: shapes of the operands, in order.
+          dtypes: dtypes of the operands, in order.
+          attributes: attributes of the call.
+          dtype: dtype of the result if the op can return any float.
+
+        Returns:
+          `(shape, dtype)` of each result.
 
         Raises:
-          ValueError, TypeError: the call does not fit the row.
+          ValueError: shapes or attributes do not fit the row.
+          TypeError: dtypes do not fit the row.
 
         >>> table()["cast_tensor"].results([(4, 6), ()], ["float32"] * 2, {"element": "float8_e4m3fn"})
         (((4, 6), 'float8_e4m3fn'),)
@@ -159,9 +169,22 @@ class OpSpec(_ffi.Row):
         *,
         cuttable: bool,
     ) -> Binding:
-        """Binds a call of an op on single tensors, as `results` does.
+        """Bind a call of an op on single tensors.
 
-        Where nothing is `cuttable`, no composite axis is split, and buffers go in as they are.
+        Args:
+          shapes: as in `results`.
+          dtypes: as in `results`.
+          attributes: as in `results`.
+          dtype: as in `results`.
+          cuttable: whether the call may be sharded. If not, no composite axis is split and buffers keep their memory
+            order.
+
+        Returns:
+          The binding. Bindings are cached.
+
+        Raises:
+          ValueError: shapes or attributes do not fit the row.
+          TypeError: dtypes do not fit the row.
         """
         return _bind(self, tuple(map(tuple, shapes)), tuple(dtypes), tuple(attributes.items()), dtype, cuttable)
 
@@ -182,7 +205,7 @@ def _bind(
     majors = [{axis[0] for axis in axes} for axes in every]
     places = {axis[0][0]: i for i, axis in enumerate(buffers[0])} if cuttable else {}
     views = tuple(
-        # Only results may lie in another order than that of their pattern.
+        # Operands lie in the order of their pattern; only results may have a different logical order.
         _view(axes, [places.get(axis[0][0], len(places)) if i >= len(shapes) else 0 for axis in raw])
         for i, (axes, raw) in enumerate(zip(every, buffers, strict=True))
     )
@@ -192,10 +215,10 @@ def _bind(
 
 
 def _axes(raw: Sequence[Sequence[tuple[str, int, int]]], shape: Shape, split: bool) -> Axes:
-    """Axes as factors, in bytes.
+    """Return the axes of a buffer as factors, in elements of the stored dtype.
 
-    A product that is not split is one factor, or the major one where blocks have length 1, but only if no product comes
-    before: factors that buffers share lead, and the order may not change.
+    A composite axis that is not split is one factor. If blocks have length 1 it is the major factor instead, unless an
+    unsplit composite axis precedes it: shared factors must lead, and the order may not change.
     """
     axes, joined = [], False
     for axis, size in zip(raw, shape, strict=True):
@@ -209,19 +232,22 @@ def _axes(raw: Sequence[Sequence[tuple[str, int, int]]], shape: Shape, split: bo
 
 
 def _view(axes: Axes, places: Sequence[int]) -> View:
-    """`places`: of each axis, where the first operand has its major factor. `schema/pattern.cc` has the same order."""
+    """Build a view; `places[i]` is the position of axis i's major factor in the first operand.
+
+    `schema/pattern.cc` uses the same order.
+    """
     majors = [axis[0] for _, axis in sorted(zip(places, axes, strict=True), key=lambda pair: pair[0])]
     logical = (*majors, *(factor for axis in axes for factor in axis[1:]))
     return View(axes, logical, tuple(logical.index(factor) for axis in axes for factor in axis))
 
 
 def table() -> dict[str, OpSpec]:
-    """Every op on single tensors by name, from `ops.def`."""
+    """Return every op on single tensors by name, from `ops.def`."""
     return _rows()[0]
 
 
 def multi_table() -> dict[str, OpSpec]:
-    """Every op on lists of tensors by name, from `ops.def`."""
+    """Return every op on lists of tensors by name, from `ops.def`."""
     return _rows()[1]
 
 

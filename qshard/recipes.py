@@ -1,4 +1,4 @@
-"""Recipes: which format each tensor of a linear layer takes. Frozen data; nothing reads the environment.
+"""Recipes: the format of each tensor of a linear layer. Recipes are frozen data and never read the environment.
 
 Sources: arXiv:2209.05433 (E4M3 forward, E5M2 for gradients); arXiv:2412.19437 (128x128 weights, 1x128 the rest);
 arXiv:2506.08027 (E4M3 for every tensor in MXFP8); OCP Microscaling Formats v1.0 (MXFP6, MXFP4); arXiv:2509.25149
@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from qshard import formats
+from qshard._core.reprs import constructor_call
 from qshard._core.validation import as_format, closest, quote
 from qshard.formats import Format, Usage
 from qshard.layout import plane, source, whole_units
@@ -31,12 +32,12 @@ __all__ = [
 ]
 
 
-def _showing(fmt: Format) -> Format:
+def _with_nan(fmt: Format) -> Format:
     return fmt.with_options(nonfinite="nan")
 
 
 class Role(enum.Enum):
-    """What a tensor is to a linear layer `y = x @ w.T`."""
+    """The role of a tensor in a linear layer `y = x @ w.T`: weight, activation or gradient."""
 
     WEIGHT = "weight"
     ACTIVATION = "activation"
@@ -44,31 +45,35 @@ class Role(enum.Enum):
 
 
 ROLE_SEEDS = {Role.GRADIENT: 0, Role.ACTIVATION: 1 << 62, Role.WEIGHT: 1 << 63}
-"""The seed of a layer XOR this is that of a tensor, so that no two of them draw the same numbers.
+"""XOR masks that derive the seed of each tensor from the seed of its layer, so that no two tensors share random bits.
 
-The highest bits, out of reach for those who count steps or ranks up from a seed.
+The masks set the highest bits, which seeds that count up with steps or ranks do not reach.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe:
-    """A format for each role, in any mix whose rotations cancel. Named recipes accept formats of one kind.
+    """A format for each role of a linear layer.
 
-    By default weights are in square blocks or have one scale, so that one plane serves forward and backward, and all
-    formats have `nonfinite="nan"`: one infinity or NaN in `x`, `w` or `dy` makes the results that depend on it NaN, so
-    that loss scaling, `optax.apply_if_finite` and the loss itself show it. Formats that you pass are taken as they
-    are, and those of `qshard.formats` saturate.
+    This class accepts any mix of formats with rotations that cancel. Named recipes accept one kind of format.
+
+    In named recipes, weights by default have 2-D blocks or one scale, so that one plane serves forward and backward.
+    Their default formats have `nonfinite="nan"`: an infinity or NaN in `x`, `w` or `dy` makes the results that depend
+    on it NaN, so loss scaling, `optax.apply_if_finite` and the loss itself show it. Formats that you pass are used
+    unchanged, and the formats of `qshard.formats` saturate.
 
     Attributes:
-      weight: format of `w`. Each format may be given by its name, as everywhere.
+      weight: format of `w`, or its name. Formats may be passed by name for every role.
       activation: format of `x`.
       gradient: format of the gradient of `y`.
       accepts: a format of the kind that a named recipe accepts; None: any.
 
     Raises:
-      ValueError: a random Hadamard transform of one operand alone would stay in a product. Only both operands of `dw`,
-        activation and gradient, may be rotated.
+      ValueError: a format is not of the accepted kind; or one operand of a product would be rotated and the other not.
+        Only both operands of `dw`, activation and gradient, may be rotated.
 
+    >>> CurrentScaling(), CurrentScaling(gradient="FP8_E4M3")
+    (CurrentScaling(), CurrentScaling(gradient=FP8_E4M3))
     >>> CurrentScaling().format(Role.GRADIENT).name
     'FP8_E5M2'
     >>> mix = Recipe(weight="NVFP4_16x16", activation="MXFP8_E4M3", gradient=formats.MXFP8_E5M2)
@@ -80,7 +85,7 @@ class Recipe:
     activation: Format
     gradient: Format
     accepts: ClassVar[Format | None] = None
-    _contracted_unit: ClassVar[int]  # No fields: worked out once, as every call of every layer asks.
+    _contracted_unit: ClassVar[int]  # Computed once and not fields: every call of every layer reads them.
     _stochastic: ClassVar[bool]
 
     def __post_init__(self) -> None:
@@ -89,8 +94,8 @@ class Recipe:
             object.__setattr__(self, role.value, as_format(given, type(self).__name__, role.value))
             if self.accepts is not None and self.format(role).kind != self.accepts.kind:
                 raise ValueError(
-                    f"{type(self).__name__}: {self.format(role)} as the format of {role.value} is scaled by another "
-                    "method or has other elements; choose another format, or use Recipe for a mix"
+                    f"{type(self).__name__}: {role.value} ({self.format(role)}) has another scaling method or element "
+                    "type; choose another format, or use Recipe to mix formats"
                 )
         weight, activation, gradient = (fmt.hadamard for fmt in (self.weight, self.activation, self.gradient))
         if weight or activation != gradient:
@@ -104,36 +109,39 @@ class Recipe:
         object.__setattr__(self, "_stochastic", any(fmt.stochastic for fmt in all_formats))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels as its fields, and is checked where it arrives."""
+        """Pickle the fields, so that unpickling validates them."""
         return _recipe, (type(self), {field.name: getattr(self, field.name) for field in fields(self)})
 
+    def __repr__(self) -> str:
+        return constructor_call(self)
+
     def format(self, role: Role) -> Format:
-        """The format of the tensor in `role`."""
+        """Return the format of the tensor in `role`."""
         fmt: Format = getattr(self, role._value_)
         return fmt
 
     @property
     def stochastic(self) -> bool:
-        """Whether a format rounds stochastically, so that a layer needs a seed."""
+        """Whether a format rounds stochastically, so that layers need a seed."""
         return self._stochastic
 
     @property
     def stateful(self) -> bool:
-        """Whether scales come from earlier steps, so that a layer keeps state and the state needs an update a step."""
+        """Whether scales come from earlier steps, so that layers carry state that is updated every step."""
         return bool(self.state_shapes)
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the fp32 state that each quantized tensor carries from step to step, by name."""
+        """Shapes, by name, of the fp32 state that each quantized tensor carries from step to step."""
         return {}
 
     def added_rows(self, role: Role, usage: Usage, rows: int) -> int:
-        """How many rows of zeros the matrix in `role` gets, so that blocks which run along its rows are whole.
+        """Return the number of zero rows to append to the matrix in `role`, so that blocks along its rows are whole.
 
-        `dw` contracts the rows of the activation and of the gradient, so both get those that either needs, in the
-        planes that it may read. Zeros change no amax, and add nothing to a product.
+        `dw` contracts the rows of activation and gradient, so both are padded to the larger of their two alignments, in
+        the planes that `dw` may read. Zeros change no amax and add nothing to a product.
 
-        A weight gets none: what it is multiplied with would have to grow too.
+        Weights are not padded: the tensors that they multiply would have to grow too.
 
         >>> [MXFP8().added_rows(Role.ACTIVATION, usage, 40) for usage in (Usage.ROWWISE, Usage.BOTH)]
         [0, 24]
@@ -144,37 +152,37 @@ class Recipe:
 
 
 def _recipe(kind: type[Recipe], options: dict[str, Any]) -> Recipe:
-    """What a pickled recipe calls."""
+    """Construct a recipe on unpickling."""
     return kind(**options)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CurrentScaling(Recipe):
-    """Per-tensor FP8 whose scale comes from the amax of the tensor itself."""
+    """Per-tensor FP8, scaled by the amax of the tensor itself."""
 
     accepts = formats.FP8_E4M3
-    weight: Format = _showing(formats.FP8_E4M3)
-    activation: Format = _showing(formats.FP8_E4M3)
-    gradient: Format = _showing(formats.FP8_E5M2)
+    weight: Format = _with_nan(formats.FP8_E4M3)
+    activation: Format = _with_nan(formats.FP8_E4M3)
+    gradient: Format = _with_nan(formats.FP8_E5M2)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DelayedScaling(Recipe):
-    """Per-tensor FP8 whose scale comes from the amaxes of earlier steps, so that the cast reads `x` once.
+    """Per-tensor FP8, scaled by the amaxes of earlier steps, so that the cast reads `x` once.
 
     Attributes:
-      history: steps of amax kept for each tensor; 1 keeps the last step only.
-      margin: powers of two of headroom below `element.max`, from -64 to 64.
-      algorithm: make the scale of the "max" of the kept amaxes, or of the "most_recent".
+      history: number of past amaxes stored per tensor; 1 stores only the last step's.
+      margin: headroom below `element.max`, in powers of two from -64 to 64.
+      algorithm: compute the scale from the "max" of the stored amaxes, or from the "most_recent".
 
     >>> DelayedScaling(history=4).state_shapes
     {'scale': (), 'amax_history': (4,)}
     """
 
     accepts = formats.FP8_E4M3
-    weight: Format = _showing(formats.FP8_E4M3)
-    activation: Format = _showing(formats.FP8_E4M3)
-    gradient: Format = _showing(formats.FP8_E5M2)
+    weight: Format = _with_nan(formats.FP8_E4M3)
+    activation: Format = _with_nan(formats.FP8_E4M3)
+    gradient: Format = _with_nan(formats.FP8_E5M2)
     history: int = 16
     margin: int = 0
     algorithm: Literal["max", "most_recent"] = "max"
@@ -182,8 +190,8 @@ class DelayedScaling(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         for option, legal, need in [
-            ("history", isinstance(self.history, int) and self.history >= 1, "an int from 1 up"),
-            ("margin", isinstance(self.margin, int) and abs(self.margin) <= 64, "an int from -64 to 64"),
+            ("history", isinstance(self.history, int) and self.history >= 1, "an integer of at least 1"),
+            ("margin", isinstance(self.margin, int) and abs(self.margin) <= 64, "an integer from -64 to 64"),
             ("algorithm", self.algorithm in ("max", "most_recent"), "'max' or 'most_recent'"),
         ]:
             if not legal:
@@ -191,85 +199,87 @@ class DelayedScaling(Recipe):
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the fp32 state of each tensor: its scale and its amax history."""
         return {"scale": (), "amax_history": (self.history,)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class BlockScaling(Recipe):
-    """FP8 in blocks of 128 with fp32 scales: square blocks for weights, vectors for the rest."""
+    """FP8 in blocks of 128 with fp32 scales: 2-D blocks for weights, 1-D blocks for activations and gradients."""
 
     accepts = formats.FP8_128x128
-    weight: Format = _showing(formats.FP8_128x128)
-    activation: Format = _showing(formats.FP8_1x128)
-    gradient: Format = _showing(formats.FP8_1x128)
+    weight: Format = _with_nan(formats.FP8_128x128)
+    activation: Format = _with_nan(formats.FP8_1x128)
+    gradient: Format = _with_nan(formats.FP8_1x128)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MXFP8(Recipe):
     """FP8 in blocks of 32 with power-of-two scales."""
 
     accepts = formats.MXFP8_E4M3
-    weight: Format = _showing(formats.MXFP8_32x32)
-    activation: Format = _showing(formats.MXFP8_E4M3)
-    gradient: Format = _showing(formats.MXFP8_E4M3)
+    weight: Format = _with_nan(formats.MXFP8_32x32)
+    activation: Format = _with_nan(formats.MXFP8_E4M3)
+    gradient: Format = _with_nan(formats.MXFP8_E4M3)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MXFP6(Recipe):
     """FP6 in blocks of 32 with power-of-two scales.
 
-    E2M3 for every tensor: with a scale for each 32 elements a third bit of mantissa is worth more than a third bit of
-    exponent. Of numbers from a normal distribution it keeps 31 dB, E3M2 26 (MXFP8 32); from Student's t with 3 degrees
-    of freedom 29 and 26. `formats.MXFP6_E3M2` is for gradients that are spread more than that within 32 elements. Codes
-    are stored in a byte each, so they take the room and the time that those of MXFP8 do.
+    Every tensor uses E2M3: with one scale for 32 elements, a third mantissa bit is worth more than a third exponent
+    bit. The signal-to-noise ratio on normally distributed data is 31 dB with E2M3, 26 dB with E3M2 and 32 dB with
+    MXFP8; on Student's t with 3 degrees of freedom it is 29 dB with E2M3 and 26 dB with E3M2. Use `formats.MXFP6_E3M2`
+    for gradients with a wider spread within 32 elements. Each code is stored in a byte, so memory and time are the same
+    as for MXFP8.
     """
 
     accepts = formats.MXFP6_E2M3
-    weight: Format = _showing(formats.MXFP6_E2M3_32x32)
-    activation: Format = _showing(formats.MXFP6_E2M3)
-    gradient: Format = _showing(formats.MXFP6_E2M3)
+    weight: Format = _with_nan(formats.MXFP6_E2M3_32x32)
+    activation: Format = _with_nan(formats.MXFP6_E2M3)
+    gradient: Format = _with_nan(formats.MXFP6_E2M3)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MXFP4(Recipe):
     """FP4 in blocks of 32 with power-of-two scales.
 
-    The coarsest of all recipes: elements have 3 bits of magnitude, and a scale may be up to twice what a block needs.
+    The coarsest recipe: elements have 3 bits of magnitude, and a scale may be up to twice what its block needs.
     """
 
     accepts = formats.MXFP4
-    weight: Format = _showing(formats.MXFP4_32x32)
-    activation: Format = _showing(formats.MXFP4)
-    gradient: Format = _showing(formats.MXFP4)
+    weight: Format = _with_nan(formats.MXFP4_32x32)
+    activation: Format = _with_nan(formats.MXFP4)
+    gradient: Format = _with_nan(formats.MXFP4)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class NVFP4(Recipe):
-    """FP4 in blocks of 16 with E4M3 scales and one fp32 scale a tensor.
+    """FP4 in blocks of 16 with E4M3 scales and one fp32 scale per tensor.
 
     >>> print(NVFP4().gradient)
     NVFP4[hadamard=True, rounding=stochastic, nonfinite=nan]
     """
 
     accepts = formats.NVFP4
-    weight: Format = _showing(formats.NVFP4_16x16)
-    activation: Format = _showing(formats.NVFP4.with_options(hadamard=True))
-    gradient: Format = _showing(formats.NVFP4.with_options(hadamard=True, rounding="stochastic"))
+    weight: Format = _with_nan(formats.NVFP4_16x16)
+    activation: Format = _with_nan(formats.NVFP4.with_options(hadamard=True))
+    gradient: Format = _with_nan(formats.NVFP4.with_options(hadamard=True, rounding="stochastic"))
 
 
 NAMED = {kind.__name__: kind() for kind in (CurrentScaling, DelayedScaling, BlockScaling, MXFP8, MXFP6, MXFP4, NVFP4)}
-"""All named recipes with their defaults, by name."""
+"""Every named recipe with its defaults, by name."""
 
 RecipeLike = Recipe | str
-"""A recipe, or the name of one of `NAMED`."""
+"""A recipe, or a key of `NAMED`."""
 
 
 def as_recipe(value: Any, op: str, name: str = "recipe") -> Recipe:
-    """The recipe that a caller of `op` gave as its argument `name`, as itself or by name.
+    """Return the recipe that a caller of `op` passed as its argument `name`: a recipe, or a key of `NAMED`.
 
     Raises:
-      TypeError: it is something else, such as a format, or a class without parentheses.
-      ValueError: there is no recipe of that name.
+      TypeError: `value` is something else, such as a format, or a class without parentheses.
+      ValueError: `NAMED` does not have this name.
 
     >>> as_recipe("MXFP8", "convert") == MXFP8()
     True
@@ -286,19 +296,24 @@ def as_recipe(value: Any, op: str, name: str = "recipe") -> Recipe:
     if isinstance(value, Format):
         users = [f"{known}()" for known, recipe in NAMED.items() if getattr(recipe.accepts, "kind", None) == value.kind]
         raise TypeError(
-            f"{op}: {name} (the format {value}) is not a recipe; pass one that uses its kind: {' or '.join(users)}"
+            f"{op}: {name} (the format {value}) is not a recipe; pass a recipe that uses such a format: "
+            f"{' or '.join(users)}"
         )
     what = f"{op}: {name} ({quote(value)})"
     if isinstance(value, str):
-        raise ValueError(f"{what} is not the name of a recipe; {closest(value, NAMED, 'qshard.recipes.NAMED')}")
+        raise ValueError(f"{what} is not a recipe name; {closest(value, NAMED, 'qshard.recipes.NAMED')}")
     if isinstance(value, type) and issubclass(value, Recipe):
         call = f"{value.__name__}()" if value is not Recipe else "Recipe(weight=, activation=, gradient=)"
-        raise TypeError(f"{what} is not a recipe yet; write {call}")
-    raise TypeError(f"{what} is not a recipe or the name of one; pass one of qshard.recipes, such as CurrentScaling()")
+        raise TypeError(f"{what} is not an instance; pass {call}")
+    raise TypeError(f"{what} is not a recipe or a recipe name; pass one of qshard.recipes, such as CurrentScaling()")
 
 
 def as_delayed(value: Any, op: str) -> DelayedScaling:
-    """`as_recipe`, of those whose layers keep state.
+    """Return the `DelayedScaling` recipe that a caller of `op` passed.
+
+    Raises:
+      TypeError: `value` is any other recipe, or none.
+      ValueError: `NAMED` does not have this name.
 
     >>> as_delayed("CurrentScaling", "init_delayed")
     Traceback (most recent call last):
@@ -307,7 +322,8 @@ def as_delayed(value: Any, op: str) -> DelayedScaling:
     recipe = as_recipe(value, op)
     if not isinstance(recipe, DelayedScaling):
         raise TypeError(
-            f"{op}: recipe ({type(recipe).__name__}) is not DelayedScaling, the one that keeps state; pass that"
+            f"{op}: recipe ({type(recipe).__name__}) has no scaling state; pass DelayedScaling, the only recipe with "
+            "one"
         )
     return recipe
 
@@ -315,41 +331,48 @@ def as_delayed(value: Any, op: str) -> DelayedScaling:
 def check_state(
     op: str, name: str, given: object, recipe: Recipe, advice: str, *, layers: str = "", fits: bool = True
 ) -> None:
-    """Raises ValueError unless a state is passed with a recipe that keeps one, and with no other.
+    """Raise ValueError unless state is passed exactly if the recipe keeps state.
 
     Args:
-      given: a word for the state that was passed; None without one.
-      advice: what to pass.
-      layers: for how many layers, in words.
-      fits: False if the state does not go with other arguments.
+      op: name of the caller in the error.
+      name: name of the state argument in the error.
+      given: description of the state that was passed; None if none was.
+      recipe: the recipe.
+      advice: text that says what to pass.
+      layers: description of the layers that the state is for.
+      fits: False if the state does not match the other arguments.
     """
-    if recipe.stateful != (given is not None) or not fits:
-        takes = f"takes for {layers}" if layers else "takes"
-        raise ValueError(f"{op}: {name} ({given}) is not what {type(recipe).__name__} {takes}; pass {advice}")
+    kind = type(recipe).__name__
+    if recipe.stateful and given is None:
+        raise ValueError(f"{op}: {kind} needs `{name}`; pass {advice}")
+    if given is not None and not recipe.stateful:
+        raise ValueError(f"{op}: {name} is for DelayedScaling, and the recipe is {kind}; leave it out")
+    if not fits:
+        raise ValueError(f"{op}: {name} ({given}) does not fit {layers or 'the other arguments'}; pass {advice}")
 
 
 def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe) -> None:
-    """Raises ValueError unless codes of `fmt` can be the weight of a layer."""
-    # What infinities become matters to casts, not to codes.
+    """Raise ValueError unless codes of `fmt` can be the weight of a layer with this recipe."""
+    # `nonfinite` affects casts, not codes.
     if fmt.with_options(nonfinite=recipe.weight.nonfinite) == recipe.weight:
         return
-    what, remedy = "is not in the format that the recipe has for weights", f"quantize it to {recipe.weight}"
+    what, remedy = "is not in the weight format of the recipe", f"quantize it to {recipe.weight}"
     own, wanted = fmt.options, recipe.weight.options
     if fmt.name == recipe.weight.name and own.keys() == wanted.keys():
         differ = [option for option in own if option != "nonfinite" and own[option] != wanted[option]]
         had, needed = (", ".join(f"{option}={of[option]}" for option in differ) for of in (own, wanted))
-        what = f"has {had}, and weights of the recipe {needed}"
+        what = f"has {had}, but the weight format of the recipe has {needed}"
     raise ValueError(f"{op}: {name} ({fmt}) {what}; {remedy}")
 
 
 def check_weight_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless a weight `[N, K]`, and what is multiplied with it, are whole blocks of their formats."""
+    """Raise ValueError unless a weight `[N, K]` and the tensors that multiply it have whole blocks."""
     for one in Usage.BOTH.planes:
         plane(recipe.weight, shape, one, op=op, name=name)
     for role, axis, size in ((Role.ACTIVATION, "columns", shape[1]), (Role.GRADIENT, "rows", shape[0])):
         unit = whole_units(recipe.format(role), Usage.ROWWISE)[1]
         if size % unit:
             raise ValueError(
-                f"{op}: {name} {shape} is multiplied with {role.value}s in blocks of {unit}, of "
-                f"{recipe.format(role)}; pad the {axis} to {size + -size % unit}"
+                f"{op}: {name} {shape} does not fit the {role.value}s, which have blocks of {unit} "
+                f"({recipe.format(role)}); pad the {axis} to {size + -size % unit}"
             )

@@ -1,4 +1,4 @@
-"""The PyTorch front end: quantized tensors, FP8 linear layers, and FSDP2 weights that are quantized before the gather.
+"""PyTorch front end: quantized tensors, FP8 linear layers, and weights that FSDP2 and ZeRO gather as codes.
 
     convert(model, CurrentScaling())           # nn.Linear -> Linear, in place
     for layer in model.layers:
@@ -6,9 +6,10 @@
     fully_shard(model)
     ...
     optimizer.step()
-    update_scales(model)                       # for DelayedScaling alone
+    update_scales(model)                       # only needed for DelayedScaling
 
-Importing it makes `torch.ops.qshard.<op>`, the same kernels as operators.
+Importing this package registers the kernels as `torch.ops.qshard.<op>`. Formats and recipes are in `qshard.formats` and
+`qshard.recipes`, and the tensor-parallel styles are in `qshard.torch_bridge.tensor_parallel`.
 """
 
 if __name__ != "qshard.torch_bridge":

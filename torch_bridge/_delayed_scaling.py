@@ -1,10 +1,10 @@
-"""Delayed scaling: the scale of a tensor comes from the amaxes of earlier steps, kept in buffers of its layer.
+"""Delayed scaling: the scale of a tensor is computed from the amaxes of earlier steps, stored in buffers of its layer.
 
-A tensor without history has scale 0, and the cast makes its first scale of its own amax (`cast_delayed`): on the
-device, so compiled and captured code that was made in the first step is right in all others. Of a weight that is cut,
-it takes the amax of the whole: a collective, on which ranks must agree. So they look which scales have been made where
-they agree anyway, in `update_delayed`; until they know, they make first scales, which the device uses only where there
-are none.
+A tensor without history has scale 0, and the cast computes its first scale from its own amax (`cast_delayed`). The
+device decides this, so code that was compiled or captured in the first step is correct in all others. The first scale
+of a sharded weight needs the amax of the whole weight: a collective, on which all ranks must agree. They learn which
+scales exist in `update_delayed`, where they synchronize anyway. Until then they compute first scales in every gather,
+and the device uses them only where no scale exists.
 """
 
 from __future__ import annotations
@@ -28,21 +28,36 @@ from qshard.torch_bridge._module_tree import modules_of
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
-from qshard.torch_bridge._quantized.scaling_state import loaded_if_there
+from qshard.torch_bridge._quantized.scaling_state import load_state_if_present
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 from qshard.torch_bridge._torch_internals import active_ddp
 
 
 class DelayedScale(Float32Buffers):
-    """What one tensor of a layer carries from step to step. All of it is fp32, whatever the model is moved to.
+    """Delayed scaling state of one tensor of a layer. Its buffers stay fp32 when the model is cast.
+
+    Args:
+      recipe: a `DelayedScaling`, or its name.
+      role: of the tensor in the layer.
+      device: of the buffers.
 
     Attributes:
-      scale, scale_inv: `[]`, of this step: they encode and decode. 0 before the first update, when the tensor is scaled
-        by its own amax.
-      amax: `[]`, the largest that this rank has seen since the last update, over all its microbatches.
-      amax_history: `[history]`, of the steps before, the oldest first.
-      stepped, stepper: of a weight, whether an optimizer has stepped since the last update, and which, by identity.
-      group: the ranks that train the layer, where a `ZeroOptimizer` or DistributedDataParallel has said so.
+      scale: `[]`, encodes in this step. 0 before the first update, when the tensor is scaled by its own amax.
+      scale_inv: `[]`, decodes in this step.
+      amax: `[]`, the maximum that this rank has observed since the last update, over all its microbatches.
+      amax_history: `[history]`, the amaxes of earlier steps, oldest first.
+      stepped: for a weight: an optimizer has stepped since the last update.
+      stepper: for a weight: `id` of that optimizer.
+      group: the ranks that train the layer, if a `ZeroOptimizer` or DistributedDataParallel has set them.
+
+    Raises:
+      TypeError: `recipe` is not a `DelayedScaling`, or `role` is not a `Role`.
+
+    >>> from qshard.recipes import DelayedScaling
+    >>> state = DelayedScale(DelayedScaling(history=2), Role.WEIGHT)
+    >>> state.observe(torch.tensor(4.0))
+    >>> state.scale, state.amax, state.amax_history
+    (tensor(0.), tensor(4.), tensor([0., 0.]))
     """
 
     scale: Tensor
@@ -64,9 +79,9 @@ class DelayedScale(Float32Buffers):
         }
         self.stepped, self.stepper = False, 0
         self.group: dist.ProcessGroup | None = None
-        self._asked = False  # Whether a cut weight needs to know if there is a scale.
-        self._made: int | None = None  # The version of `scale` that this rank knows to be a scale.
-        self._look: _Look | None = None
+        self._asked = False  # True if a sharded weight waits to learn whether it has a scale.
+        self._made: int | None = None  # The version of `scale` at which it was known to exist.
+        self._look: _ScaleReadback | None = None
         shapes = recipe.state_shapes
         for name in ("scale", "scale_inv", "amax", "amax_history"):
             shape = shapes.get(name, shapes["scale"])
@@ -74,48 +89,52 @@ class DelayedScale(Float32Buffers):
         self.reset()
 
     def reset(self) -> None:
-        """The state before the first step."""
+        """Reset to the state before the first step."""
         self._made = self._look = None
         self.restore_buffers()
         for buffer in (self.scale, self.scale_inv, self.amax, self.amax_history):
             buffer.zero_()
 
     def reset_parameters(self) -> None:
-        """`reset`, by the name by which FSDP1 calls it of modules on meta."""
+        """Call `reset`. FSDP1 calls this method on modules on meta."""
         self.reset()
 
     def observe(self, amax: Tensor) -> None:
-        """Takes the amax of one use of the tensor. The amax of several is their maximum, in any order."""
-        note(self.amax, amax)
+        """Record the amax of one use of the tensor. Amaxes of several uses are merged by maximum, in any order."""
+        merge_amax(self.amax, amax)
 
     @property
     def margin(self) -> int:
+        """Powers of two of headroom below the largest code."""
         margin: Any = self.options["margin"]
         return int(margin)
 
     def knows_scale(self) -> bool:
-        """Whether ranks know that there is a scale. One that writes it, as by loading a checkpoint, knows no longer."""
+        """Return True if all ranks know that a scale exists.
+
+        A write to `scale`, such as loading a checkpoint, makes this False until later updates confirm the scale.
+        """
         known = self._made is not None and self._made == _version_of(self._buffers["scale"])
         self._asked = self._asked or not known
         return known
 
     def scales_under(self, amax: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and inverse; where there is no scale, those that the amax of the whole tensor makes."""
+        """Return the scale and its inverse; if no scale exists yet, compute them from the amax of the whole tensor."""
         made: tuple[Tensor, Tensor] = ops.delayed_scale(
             amax, self.scale, element=self.options["element"], margin=self.margin
         )
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
+        """Drop the fields that belong to this process."""
         return {**super().__getstate__(), "_made": None, "_look": None, "group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"group": None, **state})  # Older files lack it.
+        super().__setstate__({"group": None, **state})  # Older files lack `group`.
         self.restore_buffers()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScale:
-        """As bits: what changes the dtype of a model changes that of floats."""
+        """Move the buffers as int32, because a cast of the model changes only floating-point dtypes."""
         self.restore_buffers()
         was_meta = self.scale.is_meta
         for name, buffer in self._buffers.items():
@@ -128,64 +147,72 @@ class DelayedScale(Float32Buffers):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        """The state is in no state dict, but in those of old files."""
+        """Load the state if the state dict has it, which only older versions wrote."""
         self.restore_buffers()
         self._made = self._look = None
-        with loaded_if_there(self, state_dict, prefix):
+        with load_state_if_present(self, state_dict, prefix):
             super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 def keep_amaxes() -> None:
-    """Called in forward passes: DistributedDataParallel lets each rank keep its amaxes.
+    """Make DistributedDataParallel keep the amaxes of each rank. Called in forward passes.
 
-    Before a pass it gives all ranks the buffers of the first, where gradients were reduced in the pass before.
+    Otherwise it broadcasts the buffers of the first rank before each pass that follows a gradient reduction.
     """
     ddp = active_ddp()
-    if ddp is not None and ddp not in _told:
-        _told.add(ddp)
+    if ddp is not None and ddp not in _prepared_ddps:
+        _prepared_ddps.add(ddp)
         for name, module in ddp.module.named_modules():
             if isinstance(module, DelayedScale):
                 module.group = ddp.process_group
                 ddp.parameters_to_ignore.add(f"{name}.amax")
 
 
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_prepared_ddps: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def note(noted: Tensor, amax: Tensor) -> None:
-    """Raises an amax to another one, in its memory."""
-    if is_compiling():  # Dynamo does not take every `out=`.
-        noted.copy_(torch.maximum(noted, amax))
+def merge_amax(buffer: Tensor, amax: Tensor) -> None:
+    """Set `buffer` to the maximum of itself and `amax`, in place."""
+    if is_compiling():  # Dynamo does not support every `out=`.
+        buffer.copy_(torch.maximum(buffer, amax))
     else:
-        torch.maximum(noted, amax, out=noted)
+        torch.maximum(buffer, amax, out=buffer)
 
 
 @torch.no_grad()
 def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Makes the scales of the next step from the amaxes of this one, for all tensors of `model` at once.
+    """Compute the scales of the next step from the amaxes of this step, for all tensors of `model` at once.
 
         the amax of the step, reduced over ranks, enters the history, and the oldest leaves
         scale = min(fl(fl(max * 2^-margin) / a), FLT_MAX), with a = max(history), or the amax itself ("most_recent")
 
-    A tensor that was not used, or is all zeros, keeps its scale and history; so a second call changes nothing. Where a
-    is infinite or NaN the scale stays. Before its first update a tensor is scaled by its own amax: that of this rank's
-    tensor, of a weight that FSDP2 has cut that of the whole weight.
+    A tensor that was not used, or is all zeros, keeps its scale and history, so a second call changes nothing. If a is
+    infinite or NaN, the scale is kept. Before its first update a tensor is scaled by its own amax: of the local tensor,
+    or of the whole weight if FSDP2 has sharded it.
 
     Args:
-      model: layers of it have a `DelayedScaling` recipe. Without any there is nothing to do.
-      group: the ranks that train this model, or this stage of a pipeline. By default, those of the mesh that its
-        parameters are on; if none is a DTensor, those of the FullyShardedDataParallel or DistributedDataParallel that
-        `model` is or has, or of its `ZeroOptimizer`; without any, all ranks. Collective: an all-reduce of 4 bytes a
-        tensor, for each axis of a mesh that is not all ranks, and with HYBRID_SHARD for shards and for replicas.
+      model: with layers that have a `DelayedScaling` recipe. Without such layers the call does nothing.
+      group: the ranks that train this model, or this pipeline stage. The default is the mesh of its parameters. If no
+        parameter is a DTensor, it is the group of the FullyShardedDataParallel or DistributedDataParallel that `model`
+        is or contains, or of its `ZeroOptimizer`; otherwise all ranks. Collective: an all-reduce of 4 bytes per tensor,
+        for each axis of a mesh that does not span all ranks, and with HYBRID_SHARD one for shards and one for replicas.
 
     Raises:
-      ValueError: no mesh of the parameters has the ranks of all others; or layers are trained by several groups.
-      RuntimeError: models of these ranks differ in their delayed scales; on all of them, in the first update.
+      TypeError: `model` is not a module, or `group` is not a process group.
+      ValueError: no mesh of the parameters contains the ranks of all others, or several groups train the layers.
+      RuntimeError: the models of these ranks differ in their delayed scales. All ranks raise, in the first update.
 
-    Call it on all ranks once a step, after backward; `update_scales` does. A second step of an optimizer without it is
-    an error, as scales would stay what they are. It waits for nothing on the host, so a CUDA graph may hold it.
+    Call it on all ranks once per step, after backward; `update_scales` does. A second optimizer step without it raises,
+    because scales would never change. It does not synchronize with the host, so a CUDA graph may capture it.
 
-    Sources: TransformerEngine, `amax_and_scale_update_after_reduction`.
+    >>> import qshard.torch_bridge as qt
+    >>> model = qt.convert(nn.Sequential(nn.Linear(16, 32)), "DelayedScaling")
+    >>> _ = model(torch.full((1, 16), 7.0))
+    >>> update_delayed(model)
+    >>> model[0].delayed["activation"].scale
+    tensor(64.)
+
+    Source: TransformerEngine, `amax_and_scale_update_after_reduction`.
     """
     check_model("update_delayed", model)
     check_group("update_delayed", group)
@@ -196,7 +223,7 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
         state.restore_buffers()
     groups = groups_of(model, group, [state.group for state in states])
     _check_alike(model, states, groups)
-    buffers: list[dict[str, Any]] = [state._buffers for state in states]  # Attributes of modules are slow to get.
+    buffers: list[dict[str, Any]] = [state._buffers for state in states]  # Attribute access on modules is slow.
     amax = torch.stack([each["amax"] for each in buffers])
     max_over_ranks(amax, groups)
     old: list[Tensor] = []
@@ -216,18 +243,18 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
         for name, parts in (("amax_history", histories), ("scale", scales), ("scale_inv", inverses)):
             old += [each[name] for each in alike]
             new += parts.unbind()
-    made = [state for state in states if _is_made(state)]
+    made = [state for state in states if _has_known_scale(state)]
     torch._foreach_copy_(old, new)
     torch._foreach_zero_([each["amax"] for each in buffers])
     for state in made:
-        vars(state)["_made"] = _version_of(state._buffers["scale"])  # To set attributes of modules is slow, too.
-    _look_at([state for state in states if state._asked and state._made is None])
+        vars(state)["_made"] = _version_of(state._buffers["scale"])  # Setting attributes on modules is slow, too.
+    _start_readback([state for state in states if state._asked and state._made is None])
     for state in states:
         vars(state)["stepped"] = False
 
 
-class _Look:
-    """Scales on their way to the host, after an update."""
+class _ScaleReadback:
+    """Asynchronous copy of scales to the host after an update."""
 
     def __init__(self, states: Sequence[DelayedScale]):
         scales = torch.stack([state.scale for state in states])
@@ -237,27 +264,30 @@ class _Look:
             self._ready.record()
         self._versions = {id(state): (i, _version_of(state.scale)) for i, state in enumerate(states)}
 
-    def shows(self, state: DelayedScale) -> bool:
-        """Whether this rank has a scale, and has not written it since. An update later there is nothing to wait for."""
+    def has_scale(self, state: DelayedScale) -> bool:
+        """Return True if a scale exists on this rank, and was not written since.
+
+        Called one update after the copy began, it does not have to wait.
+        """
         if self._ready is not None:
             self._ready.synchronize()
         i, version = self._versions[id(state)]
         return bool(self._values[i] != 0) and version == _version_of(state.scale)
 
 
-def _is_made(state: DelayedScale) -> bool:
-    """Whether this rank knows that there is a scale. All ranks see the same scales, so the same."""
+def _has_known_scale(state: DelayedScale) -> bool:
+    """Return True if this rank knows that a scale exists. All ranks see equal scales, so they agree."""
     scale = state._buffers["scale"]
     if state._look is not None and not is_capturing(state.scale.device):
-        if state._look.shows(state):
+        if state._look.has_scale(state):
             state._made = _version_of(scale)
         state._look = None
     return state._made is not None and state._made == _version_of(scale)
 
 
-def _look_at(states: Sequence[DelayedScale]) -> None:
+def _start_readback(states: Sequence[DelayedScale]) -> None:
     if states and not is_capturing(states[0].scale.device):
-        look = _Look(states)
+        look = _ScaleReadback(states)
         for state in states:
             state._look = look
 
@@ -270,7 +300,10 @@ _agreed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKey
 
 
 def _check_alike(model: nn.Module, states: Sequence[DelayedScale], groups: Sequence[dist.ProcessGroup]) -> None:
-    """Raises on all ranks unless all have the same states. Collective, until they agree; then not until they change."""
+    """Raise on all ranks unless all have the same states.
+
+    Collective until the ranks agree, and again after the states change.
+    """
     if not groups or is_capturing(states[0].amax.device):
         return
     key = (*[group.group_name for group in groups], *map(id, states))
@@ -286,21 +319,21 @@ def _check_alike(model: nn.Module, states: Sequence[DelayedScale], groups: Seque
         least, largest = counts.abs().tolist()
         count = f"{least} to {largest} a rank" if largest != least else f"{least} on each"
         raise RuntimeError(
-            f"update_scales: tensors of DelayedScaling ({count}) are not the same on all ranks, in names, formats or "
-            "options; pass group=, the ranks that train this model, such as those of one stage of a pipeline"
+            f"update_scales: ranks have different tensors under DelayedScaling ({count}), by name, format or options; "
+            "pass group=, the ranks that train this model, such as one pipeline stage"
         )
     _agreed[model] = key
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Registers, once in a process, what finds out that nobody makes scales."""
-    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _note_step(optimizer))
+    """Register, once per process, the optimizer hooks that detect a missing scale update."""
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: _begin_step(optimizer))
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _end_step(optimizer))
 
 
 _running: list[int] = []
-"""Optimizers, by identity, whose step runs: those that others are made of step within theirs, which is one step."""
+"""`id`s of optimizers in their `step`. An optimizer that calls the `step` of others within its own takes one step."""
 
 
 def _end_step(optimizer: Optimizer) -> None:
@@ -308,21 +341,22 @@ def _end_step(optimizer: Optimizer) -> None:
         del _running[_running.index(id(optimizer)) :]
 
 
-def _note_step(optimizer: Optimizer) -> None:
-    """Raises RuntimeError at the second step of a weight since the last update."""
+def _begin_step(optimizer: Optimizer) -> None:
+    """Raise RuntimeError at the second step of a weight since its last scale update."""
     if is_compiling():
         return
-    _end_step(optimizer)  # One before has raised.
+    _end_step(optimizer)  # Left over if the last step raised.
     for group in optimizer.param_groups:
         lr = group.get("lr")
-        if not (isinstance(lr, Tensor) and lr.is_cuda) and lr == 0:  # As PyTorch steps to make states for a checkpoint.
+        # PyTorch takes a step with lr=0 to create optimizer states for a checkpoint.
+        if not (isinstance(lr, Tensor) and lr.is_cuda) and lr == 0:
             continue
         for parameter in group["params"]:
             for name, delayed in _stepped_by(parameter):
                 if delayed.stepped and delayed.stepper not in _running:
                     raise RuntimeError(
-                        f"DelayedScaling: {name} (a second optimizer step) has had no update of its scales since the "
-                        "first; call update_scales(model) once a step, on all ranks"
+                        f"DelayedScaling: the scales of {name} were not updated after the last optimizer step; call "
+                        "update_scales(model) once per step, on all ranks"
                     )
                 if not delayed.stepped:
                     delayed.stepped, delayed.stepper = True, id(optimizer)
@@ -330,7 +364,7 @@ def _note_step(optimizer: Optimizer) -> None:
 
 
 def _stepped_by(parameter: Tensor) -> Sequence[tuple[str, DelayedScale]]:
-    """Names and states of the weights that a step on `parameter` changes: one, or those in a flat parameter."""
+    """Return names and states of the weights that a step on `parameter` changes: one, or all in a flat parameter."""
     found = delayed_of(parameter)
     if found is not None or parameter.grad is None:
         return found or []

@@ -1,6 +1,6 @@
-"""The modules and parameters of a model, for what asks for them in every step.
+"""Fast listing of the modules and parameters of a model, for calls in every step.
 
-PyTorch's own hand each of them up through all modules that it is in, by a generator each.
+`model.modules()` and `model.parameters()` pass each item through one generator per level of nesting.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """What `model.modules()` gives, in its order.
+    """Return the modules that `model.modules()` yields, in the same order.
 
     >>> model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Tanh()))
     >>> modules_of(model) == list(model.modules())
@@ -27,7 +27,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """What `model.parameters()` gives, in its order.
+    """Return the parameters that `model.parameters()` yields, in the same order.
 
     >>> layer = nn.Linear(2, 2)
     >>> [id(p) for p in parameters_of(nn.Sequential(layer, layer))] == [id(layer.weight), id(layer.bias)]

@@ -1,4 +1,4 @@
-"""Tensors for `qshard.numerics`: plain ones, and DTensors of which each rank measures its shard."""
+"""Conversion of tensors for `qshard.numerics`. For a DTensor each rank measures its shard."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of some groups, one along each axis of a mesh: together, all that have a part of a tensor."""
+    """Reductions of `qshard.numerics` over groups of ranks, one group per mesh axis.
+
+    Together the groups reach all ranks with a part of a tensor.
+    """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device):
         self.groups, self.device = groups, device
@@ -38,11 +41,13 @@ class Ranks:
         return cls([mesh.get_group(axis) for axis in range(mesh.ndim)], device)
 
     def maximum(self, bits: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Compute the elementwise maximum over all ranks."""
         merged = max_over_ranks(torch.from_numpy(bits.copy()).view(torch.float32).to(self.device), self.groups)
         made: NDArray[np.int32] = merged.cpu().view(torch.int32).numpy()
         return made
 
     def gathered(self, own: T) -> list[T]:
+        """Gather an object from all ranks."""
         parts = [own]
         for group in self.groups:
             found: list[Any] = [None] * dist.get_world_size(group)
@@ -53,33 +58,38 @@ class Ranks:
 
 @torch.no_grad()
 def whole_of(x: Tensor, op: str) -> Whole:
-    """A tensor as what is measured: of a weight of a converted model its values, not its codes.
+    """Describe a tensor for `qshard.numerics`: shape, dtype and local shards.
 
-    Of a DTensor every rank of its mesh calls it. One that is replicated over an axis is measured on the first of it.
+    A weight of a converted model is measured by its values, not by its codes. For a DTensor, call it on every rank of
+    the mesh. A shard that is replicated over a mesh axis is measured on the first rank of that axis.
+
+    Args:
+      x: a tensor or DTensor.
+      op: the caller, for errors.
 
     Raises:
-      TypeError: it does not hold real numbers.
-      ValueError: it is a sum that is still to be made, or this rank has no part in it.
+      TypeError: `x` does not hold real numbers.
+      ValueError: `x` has a pending sum over ranks, or this rank has no part of it.
     """
     local, dtype = memory_of(x), str(x.dtype)
     if not isinstance(x, DTensor):
         return of_floats(as_float(local, op), dtype)
     if any(isinstance(placement, Partial) for placement in x.placements):
-        raise ValueError(f"{op}: x {tuple(x.shape)} is a sum over ranks that is not made; redistribute it first")
+        raise ValueError(f"{op}: x {tuple(x.shape)} is a DTensor with Partial placement; redistribute it first")
     mesh, coordinate = x.device_mesh, x.device_mesh.get_coordinate()
     if coordinate is None:
-        raise ValueError(f"{op}: x {tuple(x.shape)} is on other ranks than this one; call it on those of its mesh")
+        raise ValueError(f"{op}: x {tuple(x.shape)} is on a mesh without this rank; call it on the ranks of that mesh")
     _, start = compute_local_shape_and_global_offset(x.shape, mesh, x.placements)
     is_first = not any(
         place for place, placement in zip(coordinate, x.placements, strict=True) if placement.is_replicate()
     )
     shards = [Shard(local, tuple(start))] if is_first else []
-    as_float(local[:0] if local.ndim else local, op)  # Of replicas too, whose error is that of the first.
+    as_float(local[:0] if local.ndim else local, op)  # On replicas too, so that all ranks raise the same error.
     return of_shards(tuple(x.shape), dtype, shards, Ranks.of_mesh(mesh), op)
 
 
 class OfModule:
-    """A module whose weights `sensitivity` changes one by one."""
+    """Access to the weights of a module for `sensitivity`, which replaces them one by one."""
 
     def __init__(self, model: nn.Module, op: str):
         check_model(op, model)
@@ -88,20 +98,22 @@ class OfModule:
             kind = "DTensor" if isinstance(weight, DTensor) else "of a converted layer"
             if isinstance(weight, DTensor | ShardedWeight):
                 raise ValueError(
-                    f"{op}: {name} ({kind}) is not a plain weight; pass the model as it is before it is converted or "
-                    "sharded"
+                    f"{op}: {name} ({kind}) is not a plain weight; pass the model before it is converted or sharded"
                 )
             if weight.ndim > 1 and weight.is_floating_point():
                 self._weights[name] = weight
 
     def names(self) -> list[str]:
+        """Return the names of the weights."""
         return list(self._weights)
 
     def weight(self, name: str) -> NDArray[Any]:
+        """Return a weight as a NumPy array."""
         return as_float(self._weights[name], "sensitivity").array
 
     @contextlib.contextmanager
     def replaced(self, name: str, value: NDArray[np.float32]) -> Iterator[None]:
+        """Replace a weight by `value` within the context."""
         weight = self._weights[name]
         with torch.no_grad():
             before = weight.detach().clone()
@@ -113,5 +125,6 @@ class OfModule:
 
     @torch.no_grad()
     def run(self, batch: Any) -> Outputs:
+        """Return the outputs of the model for a batch."""
         made = call_with_batch(self._model, batch)
         return [np.asarray(as_float(leaf, "sensitivity").array, np.float64) for _, leaf in leaves(made)]

@@ -1,4 +1,4 @@
-"""`numerics_of`: what a step does to the weights, activations and gradients of quantized layers."""
+"""`numerics_of`: statistics of a training step, for weights, activations and gradients of quantized layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge._nn.grouped_linear import GroupedLinear, _checked_sizes
-from qshard.torch_bridge._nn.linear import WeightLayer, _rank_of, _seed_taken
+from qshard.torch_bridge._nn.linear import WeightLayer, _next_seed, _rank_of
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, operand_spec
 from qshard.torch_bridge._numerics import whole_of
 from qshard.torch_bridge._ops.bind import ops
@@ -40,50 +40,50 @@ from qshard.torch_bridge._quantized.validation import check_group, check_model
 from qshard.torch_bridge._torch_internals import backward_id
 
 PART = 1 << 22
-"""Elements that are measured at a time: about 30 bytes each, for a moment."""
+"""Elements to measure at a time, each with about 30 bytes of temporary memory."""
 ROWS = 128
-"""Rows of a part are a multiple of it, and so whole blocks of every format."""
+"""Row alignment of a part, so that it has whole blocks of every format."""
 SUMS = ("signal", "noise", *COUNTS, "elements", "calls")
 MOST = ("amax", "scale_high", "scale_low")
-"""What is reduced by a maximum; the last with its sign turned."""
+"""Statistics reduced by maximum. The last one is negated, so its minimum is found."""
 
 
 def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, weights: bool = True) -> Watch:
-    """Statistics of a step, of each `Linear` of `model`: its weight, its activations and its gradients.
+    """Measure a step: the weight, activations and gradients of each `Linear` of `model`.
 
         with numerics_of(model) as seen:
             loss = model(x)
             loss.backward()
         print(seen.stats().of("blocks.0.up", Role.GRADIENT).zeros_made)
 
-    Each tensor is quantized once more, as the layer does it, and compared with what was given: the rowwise plane, with
-    the layer's scales and random numbers. Weights are those of the moment when the block begins. Nothing of the step
-    changes, no bit of its results either. Experts of a `GroupedLinear` are layers, `up.experts.0`, and have the rows of
-    their groups. A `LinearCrossEntropy` with labels counts a call for each chunk of rows, and its gradients are of
+    Each tensor is quantized once more, as the layer does it, and compared with its exact values. The rowwise plane is
+    measured, with the layer's scales and random numbers. Weights are measured when the context begins. No bit of the
+    step changes. Experts of a `GroupedLinear` are separate layers, such as `up.experts.0`, with the rows of their
+    groups. A `LinearCrossEntropy` with labels counts one call per chunk of rows, and its gradients are gradients of
     logits.
 
     Args:
-      model: on any device, sharded or not, with layers that `convert` made. `torch.compile` must not have it.
-      group: the ranks whose statistics are put together; by default all, and this process alone where
-        `torch.distributed` is not initialized.
-      weights: whether weights are measured; without it, forward and backward passes alone.
+      model: on any device, sharded or not, with layers that `convert` created, and not compiled by `torch.compile`.
+      group: the ranks to merge statistics over. The default is all ranks, or this process if `torch.distributed` is not
+        initialized.
+      weights: measure weights too. If False, only forward and backward passes are measured.
 
     Returns:
-      A `Watch`. Its `stats()` gives a `StepStats`, a row for each layer and role, the same on all ranks.
+      A `Watch`. Its `stats()` returns a `StepStats` with a row per layer and role, the same on all ranks.
 
     Raises:
-      TypeError: `model` is no module, or `group` no group.
+      TypeError: `model` is not a module, or `group` is not a process group.
       ValueError: `model` has no `Linear` of qshard.
 
-    A `LinearCrossEntropy` with a recipe of its own, which `convert` has not made, is not measured: a warning names it.
+    A `LinearCrossEntropy(recipe=...)` that `convert` did not create is not measured, and a warning names it.
 
-    Under FSDP2 each rank measures its shard of a weight and its own activations and gradients; amaxes are reduced as
-    quantizing reduces them, and `stats()` is two all-reduces, of 15 numbers for each row. All ranks of the group begin
-    the block together, and call `stats()` together. Counts are exact, sums in float32. What a step counts twice, as
-    gradient accumulation does and layers that are called again, is added up; what checkpointing computes again is not.
+    Under FSDP2 each rank measures its shard of a weight and its own activations and gradients. Amaxes are reduced as in
+    quantization, and `stats()` runs two all-reduces, of 15 numbers per row. All ranks of the group must enter the
+    context together and call `stats()` together. Counts are exact; sums are in float32. Several calls of a layer, as in
+    gradient accumulation, are summed. Recomputation under activation checkpointing is not counted.
 
-    The cost: for each operand a cast, two reads of codes, and about 20 passes over float32, which is several times
-    that of the layer's own casts; benchmarks/bench_watch.py measures it. Outside of the block there is none.
+    The cost per operand is a cast, two reads of codes, and about 20 passes over float32, several times the layer's own
+    casts (benchmarks/bench_watch.py). Outside the context it costs nothing.
 
     >>> import qshard.torch_bridge as qt
     >>> model = qt.convert(nn.Sequential(nn.Linear(16, 32, bias=False)), "CurrentScaling")
@@ -100,7 +100,7 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     grouped = [module for module in modules.values() if isinstance(module, GroupedLinear)]
     if not layers:
         raise ValueError(
-            f"numerics_of: model ({quote(type(model))}) has no Linear of qshard; convert it with a recipe first"
+            f"numerics_of: model ({quote(type(model))}) has no converted layer; convert it with a recipe first"
         )
     others = [
         name
@@ -109,15 +109,15 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     ]
     if others:
         warnings.warn(
-            f"numerics_of: {', '.join(others)} (LinearCrossEntropy with recipe=) will not be measured; convert them "
-            "with the recipe instead",
+            f"numerics_of: {', '.join(others)} (LinearCrossEntropy with recipe=) are not measured; convert them with "
+            "the recipe instead",
             stacklevel=2,
         )
     return Watch(layers, group, weights, grouped)
 
 
 class Watch:
-    """What `numerics_of` returns: a context in which layers are measured."""
+    """Context that measures layers, as returned by `numerics_of`."""
 
     def __init__(
         self,
@@ -134,17 +134,17 @@ class Watch:
 
     def __enter__(self) -> Watch:
         if self._handles:
-            raise RuntimeError("numerics_of: this block has begun already; call numerics_of again for another step")
+            raise RuntimeError("numerics_of: this context was already entered; call numerics_of again for another step")
         self._seen, self._totals, self._stats = {}, {}, None
         if self._weights:
             for name, layer in self._layers.items():
                 self._measure_weight(name, layer)
         names: dict[nn.Module, str] = {layer: name for name, layer in self._layers.items()}
         for name, layer in self._layers.items():
-            self._watch(layer, functools.partial(_Call, self, name, layer))
+            self._hook(layer, functools.partial(_Call, self, name, layer))
         for layers in self._grouped:
             experts = [(names[each], cast(WeightLayer, each)) for each in layers.experts]
-            self._watch(layers, functools.partial(_ExpertsCall, self, experts))
+            self._hook(layers, functools.partial(_ExpertsCall, self, experts))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -154,8 +154,8 @@ class Watch:
         for layer in self._layers.values():
             layer.__dict__.pop("observer", None)
 
-    def _watch(self, module: nn.Module, call: Any) -> None:
-        """Has `call(inputs)` made before each call of the module, and its `after(y)` called after it."""
+    def _hook(self, module: nn.Module, call: Any) -> None:
+        """Create `call(inputs)` before each call of the module, and hook its `measure_gradient` on the result."""
         calls: list[Any] = []
 
         @torch.no_grad()
@@ -164,27 +164,31 @@ class Watch:
 
         def after(module: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
             if calls and isinstance(y, Tensor) and y.requires_grad:
-                self._handles.append(y.register_hook(calls[0].of_gradient))
+                self._handles.append(y.register_hook(calls[0].measure_gradient))
             calls.clear()
 
         self._handles.append(module.register_forward_hook(after))
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
 
-    def note(
+    def measure(
         self, name: str, role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
     ) -> None:
-        self.keep(name, role, _measured_operand(role, layer, x, dtype, seed))
+        """Measure one operand of a call."""
+        self.add(name, role, _measure_operand(role, layer, x, dtype, seed))
 
-    def keep(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
-        """Adds an operand of a call, as `_measure` gives it."""
+    def add(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
+        """Add the measurements of one operand of a call, from `_measure`."""
         self._seen.setdefault((name, role), []).extend(measured)
         self._totals.setdefault((name, role), Totals()).calls += 1
 
     @torch.no_grad()
     def _measure_weight(self, name: str, layer: WeightLayer) -> None:
-        """Of the shards that are there. Where they cut blocks, or draw random numbers, on the host."""
+        """Measure the local shards of a weight.
+
+        It runs on the host if shard boundaries split blocks, if rounding is stochastic, or if scales are per row.
+        """
         weight, fmt = layer.weight, layer.recipe.weight
-        if not isinstance(local_of(weight), ShardedWeight):  # Codes of a ZeroOptimizer, or computed.
+        if not isinstance(local_of(weight), ShardedWeight):  # Codes of a ZeroOptimizer, or a computed weight.
             return
         whole = whole_of(weight, "numerics_of")
         where = plane(fmt, whole.shape, Usage.ROWWISE, op="numerics_of", name=name)
@@ -198,14 +202,17 @@ class Watch:
         spec = operand_spec(layer.recipe, Role.WEIGHT, Usage.ROWWISE)
         scale = scales[ROLES.index(Role.WEIGHT)] if scales else None
         made, _ = quantize_operand(ops, matrix, spec, scale=scale, reduce_max=reduce_max)
-        if whole.pieces:  # Of replicas the first counts.
-            self.keep(name, Role.WEIGHT, _measure(matrix, made[Usage.ROWWISE], fmt))
+        if whole.pieces:  # Only the first replica counts.
+            self.add(name, Role.WEIGHT, _measure(matrix, made[Usage.ROWWISE], fmt))
 
     def stats(self) -> StepStats:
-        """The rows, of all ranks together; after the block, or in it, of what was seen so far.
+        """Return the rows, merged over all ranks. Within the context, it covers the calls so far.
+
+        Returns:
+          A `StepStats` with a row per layer and role that was measured.
 
         Raises:
-          RuntimeError: no forward pass of any layer was seen, on any rank.
+          RuntimeError: no forward pass of any layer was measured on any rank.
         """
         if self._stats is not None:
             return self._stats
@@ -214,8 +221,8 @@ class Watch:
         self._reduce(totals)
         if not any(total.calls for (_, role), total in zip(keys, totals, strict=True) if role is Role.ACTIVATION):
             raise RuntimeError(
-                f"numerics_of: no forward pass of its {len(self._layers)} layers was seen; run the step within the "
-                "block, and without torch.compile"
+                f"numerics_of: no forward pass of its {len(self._layers)} layers was seen; run the step inside the "
+                "with block, without torch.compile"
             )
         rows: list[LayerStats] = []
         for (name, role), total in zip(keys, totals, strict=True):
@@ -257,7 +264,7 @@ class Watch:
 
 
 class _Call:
-    """A call of a layer. Recomputation in a backward pass is not counted."""
+    """One call of a layer. Recomputation in a backward pass is not counted."""
 
     def __init__(self, watch: Watch, name: str, layer: WeightLayer, input: Any = None, labels: Tensor | None = None):
         self.watch, self.name, self.layer = watch, name, layer
@@ -269,52 +276,59 @@ class _Call:
         else:
             self.gives_loss = False
         if not self.gives_loss and isinstance(input, Tensor) and not _is_in_backward():
-            watch.note(name, Role.ACTIVATION, layer, input, _dtype_of(input), self.seed)
+            watch.measure(name, Role.ACTIVATION, layer, input, _dtype_of(input), self.seed)
 
     @torch.no_grad()
-    def of_gradient(self, grad: Tensor) -> None:
-        """Takes the gradient of y. Under a loss gradients of logits count instead, computed before or after this."""
+    def measure_gradient(self, grad: Tensor) -> None:
+        """Measure the gradient of y.
+
+        A call that returns a loss keeps the gradients of logits instead, computed before or after this hook.
+        """
         if not self.gives_loss:
-            self.watch.note(self.name, Role.GRADIENT, self.layer, grad, grad.dtype, self.seed)
+            self.watch.measure(self.name, Role.GRADIENT, self.layer, grad, grad.dtype, self.seed)
             return
         for measured in self.pending or ():
-            self.watch.keep(self.name, Role.GRADIENT, measured)
+            self.watch.add(self.name, Role.GRADIENT, measured)
         self.pending = None
 
     @torch.no_grad()
     def _observe(self, role: Role, x: Tensor, seed: Tensor | None) -> None:
-        """An operand of a chunk of a head. Gradients that are made with the loss count if it is differentiated."""
+        """Measure an operand of a chunk of a head.
+
+        Gradients computed with the loss are kept only if the loss is differentiated.
+        """
         if role is Role.ACTIVATION and _is_in_backward():
             return
-        measured = _measured_operand(role, self.layer, x, x.dtype, seed)
+        measured = _measure_operand(role, self.layer, x, x.dtype, seed)
         if role is Role.ACTIVATION or self.pending is None:
-            self.watch.keep(self.name, role, measured)
+            self.watch.add(self.name, role, measured)
         else:
             self.pending.append(measured)
 
 
 class _ExpertsCall:
-    """A call of a `GroupedLinear`: of each expert, with the rows of its group."""
+    """One call of a `GroupedLinear`: a call of each expert, with the rows of its group."""
 
     def __init__(self, watch: Watch, experts: Sequence[tuple[str, WeightLayer]], input: Tensor, group_sizes: Tensor):
         _checked_sizes(input, len(experts), group_sizes)
         self.watch, self.experts, self.sizes = watch, experts, group_sizes.tolist()
         self.seeds = [_seed_of_next_call(layer) for _, layer in experts]
         if not _is_in_backward():
-            self._note(Role.ACTIVATION, input, _dtype_of(input))
+            self._measure(Role.ACTIVATION, input, _dtype_of(input))
 
     @torch.no_grad()
-    def of_gradient(self, grad: Tensor) -> None:
-        self._note(Role.GRADIENT, grad, grad.dtype)
+    def measure_gradient(self, grad: Tensor) -> None:
+        """Measure the gradient of y by expert."""
+        self._measure(Role.GRADIENT, grad, grad.dtype)
 
-    def _note(self, role: Role, x: Tensor, dtype: torch.dtype) -> None:
+    def _measure(self, role: Role, x: Tensor, dtype: torch.dtype) -> None:
         rows = x[: sum(self.sizes)].split(self.sizes)
         for (name, layer), seed, part in zip(self.experts, self.seeds, rows, strict=True):
-            self.watch.note(name, role, layer, part, dtype, seed)
+            self.watch.measure(name, role, layer, part, dtype, seed)
 
 
 def _seed_of_next_call(layer: WeightLayer) -> Tensor | None:
-    return None if layer.seed is None else _seed_taken(layer.seed.clone(), _rank_of(layer.weight))
+    return None if layer.seed is None else _next_seed(layer.seed.clone(), _rank_of(layer.weight))
 
 
 def _is_in_backward() -> bool:
@@ -322,15 +336,15 @@ def _is_in_backward() -> bool:
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """The dtype in which a layer multiplies x."""
+    """Return the dtype that a layer rounds x to."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _measured_operand(
+def _measure_operand(
     role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
 ) -> list[tuple[Tensor, int]]:
-    """`_measure` of an operand of a layer, quantized as the layer does it."""
+    """Quantize an operand as the layer does it, and measure it."""
     local = local_of(x).detach()
     parts = {role: ShardSpec(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
     matrix = matrix_of(local, dtype)
@@ -340,16 +354,16 @@ def _measured_operand(
 
 
 def _scales_of(layer: WeightLayer) -> list[Tensor]:
-    """The scales of delayed scaling, by role."""
+    """Return the scales of delayed scaling by role, or an empty list."""
     if "delayed" not in layer._modules:
         return []
     return [cast(DelayedScale, layer.delayed[role.value]).scale for role in ROLES]
 
 
 def _measure(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
-    """`step_sums` of a matrix and its rowwise plane, and of how many elements, some rows at a time.
+    """Compute `step_sums` of a matrix and its rowwise plane, in parts of some rows.
 
-    In one tensor, on the device: counts of a part are exact in float64.
+    Each part gives one float64 tensor on the device, which holds counts exactly, and its number of elements.
     """
     found = []
     rows, columns = x.shape
@@ -375,7 +389,7 @@ def _count(mask: Tensor) -> Tensor:
 
 
 def _on_the_host(whole: Whole, fmt: Format) -> Totals:
-    """Of what this rank has of a weight, by the kernels of `qshard.numerics`."""
+    """Measure the local part of a weight with the kernels of `qshard.numerics`."""
     total = Totals(calls=int(bool(whole.pieces)))
     for piece in compare_shards(whole, fmt, Usage.ROWWISE, 0, "numerics_of"):
         sums = piece.sums(lambda elements: None)

@@ -1,8 +1,8 @@
 """Private APIs of PyTorch. No other module of this package uses a private name of torch.
 
-Each was checked against torch 2.11 and 2.13; the comment above it says what to do when a later version drops it.
-Registries of `nn.Module` (`_parameters`, `_buffers`, `_modules`), methods that its subclasses override (`_apply`,
-`_load_from_state_dict`, ...) and operators (`aten._to_copy`, `torch._foreach_copy_`) are used where they are needed.
+Each was checked with torch 2.11 and 2.13. The comment above it says what to do if a later version removes it.
+Registries of `nn.Module` (`_parameters`, `_buffers`, `_modules`), methods meant for subclasses (`_apply`,
+`_load_from_state_dict`, ...) and operators (`aten._to_copy`, `torch._foreach_copy_`) are used directly elsewhere.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ __all__ = [
     "preserve_version_counter",
     "pytree",
 ]
-# Without these imports: for BatchNormBase and ConvolutionBase lists of public layers, for `functional_collectives` the
-# ops of torch.ops._c10d_functional, for `pytree` a walk through lists, tuples and dicts. `preserve_version_counter` has
-# no substitute: autograd refuses a saved buffer that is filled again, be it with the same bytes.
+# Without these imports: list public layers for BatchNormBase and ConvolutionBase, use the ops of
+# torch.ops._c10d_functional for `functional_collectives`, and walk lists, tuples and dicts for `pytree`.
+# `preserve_version_counter` has no substitute: autograd rejects a saved buffer that is filled again, even with the same
+# bytes.
 
 
-# Observers of ops. Without one of them: return True, and every op goes through the dispatcher, which is slower.
+# Observers of ops. Without one of them: return True. Then every op goes through the dispatcher, which is slower.
 
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _functorch_level, _jit_state = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
@@ -54,36 +55,36 @@ _profiler_is_on = torch._C._autograd._profiler_enabled
 
 
 def is_observed() -> bool:
-    """Returns True if a mode, a profiler, a transform of functorch or `torch.jit` sees the ops of this thread."""
+    """Return True if a mode, a profiler, a functorch transform or `torch.jit` observes the ops of this thread."""
     if _dispatch_modes() or _function_modes() or _profiler_is_on():
         return True
     return _functorch_level() is not None or _jit_state() is not None
 
 
 def in_functorch() -> bool:
-    """Returns True in a transform of `torch.func`."""
+    """Return True in a transform of `torch.func`."""
     return _functorch_level() is not None
 
 
 # Autograd.
 
 
-# Without it: a flag that hooks of a backward pass set.
+# Without it: a flag set by hooks of the backward pass.
 def backward_id() -> int | None:
-    """The number of the backward pass that this thread runs; None outside of one."""
+    """Return the number of the backward pass that this thread runs, or None."""
     number: int = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
 
-# Without it: True. Layers then save codes, and never the tensors to make them of.
+# Without it: return True. Then layers always save codes of x.
 def has_saved_tensors_hooks() -> bool:
-    """Returns True under `torch.autograd.graph.saved_tensors_hooks`, as of activation checkpointing."""
+    """Return True under `torch.autograd.graph.saved_tensors_hooks`, as in activation checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-# Without these two: `call_that_made` gives None, and factors of a product are not used in place of its codes.
+# Without these two: `call_that_made` returns None, and codes are saved even if autograd saves the factors of a product.
 def next_node_number() -> int:
-    """A number that no autograd node of this thread has yet; later nodes have this or a larger one."""
+    """Return a lower bound of the sequence numbers of autograd nodes that this thread creates later."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
@@ -93,58 +94,61 @@ def node_number(node: Any) -> int:
     return number
 
 
-# Without these two: False and RuntimeError; codes are saved.
+# Without these two: return False, and raise RuntimeError. Then codes are saved.
 def saves_its_result(node: Any) -> bool:
-    """Returns True if an autograd node saves its result. Looks at the type: the attribute would unpack the tensor."""
+    """Return True if an autograd node saves its result.
+
+    It checks the type of the node, because reading the attribute would unpack the tensor.
+    """
     return any(hasattr(type(node), name) for name in ("_saved_result", "_saved_output"))
 
 
 def saved_factors(node: Any) -> tuple[Tensor, Tensor]:
-    """The two tensors that the node of a product has saved."""
+    """Return the two tensors that a multiplication node has saved."""
     return node._saved_self, node._saved_other
 
 
-# Without it: `forward_ad.unpack_dual` of every input, which is slower.
+# Without it: call `forward_ad.unpack_dual` on every input, which is slower.
 def has_forward_ad_level() -> bool:
-    """Returns True in a `torch.autograd.forward_ad.dual_level`."""
+    """Return True in a `torch.autograd.forward_ad.dual_level`."""
     return forward_ad._current_level >= 0
 
 
 # Without it: a hook on the gradient of the model's first input.
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Calls `function` when the backward pass that runs is over."""
+    """Call `function` at the end of the current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 # Tensors.
 
-# PyTorch's own wrapper subclasses are made by it (DTensor, FakeTensor).
+# PyTorch creates its own wrapper subclasses with it (DTensor, FakeTensor).
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
-# The functions by which parameters are pickled. Without them: one of our own, and files that need qshard to load.
+# The functions that pickled parameters refer to. Without them: define one here; then files need qshard to load.
 rebuild_parameter: Callable[..., Any] = torch._utils._rebuild_parameter
 rebuild_parameter_with_state: Callable[..., Any] = torch._utils._rebuild_parameter_with_state
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The base of a view; None for any other tensor."""
+    """Return the base of a view, or None."""
     return tensor._base if tensor._is_view() else None
 
 
-# Without it: compare the addresses of storages, which a freed one has not.
+# Without it: compare the addresses of storages, which freed storages do not have.
 def have_one_storage(a: Tensor, b: Tensor) -> bool:
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
-# Without it: no error for weights that somebody else holds.
+# Without it: do not detect weights that another object holds.
 def has_other_owners(tensor: Any) -> bool:
-    """Returns True if C++ holds a tensor besides its Python object, as an autograd graph or a wrapper does."""
+    """Return True if C++ code holds a tensor besides its Python object, such as an autograd graph or a wrapper."""
     return bool(tensor._use_count() > 1)
 
 
-# `torch.utils.swap_tensors` loses both. Without them: raise for parameters that have hooks.
+# `torch.utils.swap_tensors` drops both kinds of hooks. Without these two: raise for parameters with hooks.
 def hooks_of(parameter: Any) -> tuple[Any, Any]:
-    """The hooks of a parameter: those on its gradient, and those after that is accumulated."""
+    """Return the hooks of a parameter: on its gradient, and after gradient accumulation."""
     return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
@@ -155,9 +159,9 @@ def put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
         parameter._post_accumulate_grad_hooks = post_accumulate
 
 
-# DTensor. Without it: `to_local()`, and attributes in a dictionary by identity, as it gives a new object.
+# DTensor. Without it: use `to_local()`, which returns a new object, and store attributes in a dict by id.
 def local_tensor(tensor: DTensor) -> Tensor:
-    """The local shard of a DTensor: the object itself."""
+    """Return the local shard of a DTensor, as the object that the DTensor holds."""
     return tensor._local_tensor
 
 
@@ -165,7 +169,7 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-# Symmetric memory: copies of tiles by the GPUs' copy engines. Without it: messages, as between hosts.
+# Symmetric memory: GPU copy engines copy tiles. Without it: send messages, as between hosts.
 pipelined_all_gather: Callable[..., None] = _symmetric_memory._pipelined_multi_all_gather_and_consume
 pipelined_all_to_all: Callable[..., None] = _symmetric_memory._pipelined_produce_and_all2all
 
@@ -173,37 +177,38 @@ pipelined_all_to_all: Callable[..., None] = _symmetric_memory._pipelined_produce
 # Wrappers of models.
 
 
-# Without it: weights of two-dimensional sharding and of `reshard_after_forward=N` raise when they are gathered.
+# Without it: weights with 2-D sharding or `reshard_after_forward=N` raise when they are gathered.
 def fsdp_groups(module: FSDPModule) -> list[Any]:
-    """The groups of parameters that FSDP2 gathers together for a module: its `FSDPParamGroup`s.
+    """Return the `FSDPParamGroup`s of a module: parameters that FSDP2 gathers together.
 
-    Callers read `mesh_info`, `post_forward_mesh_info`, and of `fsdp_params` their `sharded_param`, and write to
-    `padded_sharded_param_size`. torch 2.11 has one group a module.
+    Callers read `mesh_info`, `post_forward_mesh_info`, and `sharded_param` of each of `fsdp_params`, and write to
+    `padded_sharded_param_size`. torch 2.11 has one group per module.
     """
     state: Any = cast(Any, module)._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
-# Without it: raise under DistributedDataParallel, which would overwrite the amaxes of all ranks but the first.
+# Without it: raise under DistributedDataParallel, which would overwrite the amaxes of all ranks except the first.
 def active_ddp() -> Any:
-    """The DistributedDataParallel that runs its forward pass; None if none does."""
+    """Return the DistributedDataParallel that is in its forward pass, or None."""
     return DistributedDataParallel._active_ddp_module
 
 
 def modules_of_flat(flat: FlatParameter) -> list[tuple[str, nn.Module]]:
-    """By the qualified name of each parameter that FSDP1 has put into a flat one, the module that it is of."""
+    """Return the qualified name and the module of each parameter in a flat parameter of FSDP1."""
     infos: Any = flat._param_infos
     return [(f"{info.module_name}.{info.param_name}".lstrip("."), info.module) for info in infos]
 
 
-# Dynamo. Under `torch.compile(dynamic=True)` floats of an object become symbols. Dynamo of torch 2.13 fails on one in
-# an autograd.Function, unless it is marked as a constant. Dynamo of 2.11 has no such mark, and does not fail.
-_NUMBERS_ARE_SYMBOLS = torch.__version__ >= "2.13"  # Compares versions, not strings.
+# Dynamo. Under `torch.compile(dynamic=True)` floats of an object become symbols. Dynamo of torch 2.13 fails on such a
+# symbol in an autograd.Function, unless it is marked as a constant. Dynamo of 2.11 has no such mark, and does not fail.
+# `torch.__version__` compares as a version, not as a string.
+_NUMBERS_ARE_SYMBOLS = torch.__version__ >= "2.13"
 
 
 class _Constant:
-    """A format, or its scaling, with some attributes that are constants to a compiler."""
+    """Proxy of a format or its scaling, with some attributes that the compiler treats as constants."""
 
     def __init__(self, real: Any, **constants: Any):
         self._real = real
@@ -215,7 +220,7 @@ class _Constant:
 
 
 def as_constant(fmt: Format) -> Format:
-    """Returns the format; while a graph is traced, one with numbers that do not become symbols."""
+    """Return the format itself; while a graph is traced, a proxy with numbers that do not become symbols."""
     if not (_NUMBERS_ARE_SYMBOLS and torch.compiler.is_compiling()):
         return fmt
     eps, scale_max = _numbers(fmt)

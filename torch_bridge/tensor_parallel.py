@@ -1,4 +1,4 @@
-"""Styles for `parallelize_module` under which codes travel between layers that `convert` has made.
+"""Tensor-parallel styles for `parallelize_module` that gather sequence-sharded tensors as codes.
 
     plan = {
         "norm": SequenceParallel(),                                    # PyTorch's
@@ -7,7 +7,7 @@
         "attention.o": RowwiseParallel(output_layouts=Shard(1)),
     }
 
-PyTorch's own styles of these names work too, and gather x, and the gradient of y, as values.
+PyTorch's styles of the same names also work. They gather x and the gradient of y unquantized.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from qshard.torch_bridge._nn.linear import Linear
 
 
 class ColwiseParallel(_ColwiseParallel):
-    """PyTorch's `ColwiseParallel`, whose input may stay cut along the sequence: the layer gathers its codes.
+    """PyTorch's `ColwiseParallel`, except that a sequence-sharded input is quantized before it is gathered.
 
-    Codes and scales are those that one device makes of the whole input, for every recipe. Its gradient is
-    reduce-scattered. A sequence that is not cut evenly, or not between blocks, is gathered as values.
+    Codes and scales are bit for bit what one device computes from the whole input, for every recipe. The gradient of
+    the input is reduce-scattered. If the sequence is sharded unevenly or a shard boundary splits a block, the input is
+    gathered unquantized. Layers that are not qshard's are parallelized by PyTorch's style.
 
     Args:
-      layouts: `input_layouts`, `output_layouts` and `use_local_output`, as for PyTorch's. With `Shard(1)` of
-        `[batch, sequence, K]` as `input_layouts` codes travel.
-      overlap: codes of one rank travel while those of another are multiplied. The bits are the same.
-
-    Layers that are not qshard's are PyTorch's matter.
+      overlap: multiply the rows of one rank while the codes of another are gathered. The bits are the same.
+      layouts: `input_layouts`, `output_layouts` and `use_local_output`, as in PyTorch. To gather codes, pass
+        `input_layouts=Shard(1)` for an input `[batch, sequence, K]`.
 
     >>> ColwiseParallel(input_layouts=Shard(1), overlap=True)
     ColwiseParallel(input_layouts=(Shard(dim=1),), output_layouts=(Shard(dim=-1),), use_local_output=True, overlap=True)
@@ -60,16 +59,16 @@ class ColwiseParallel(_ColwiseParallel):
 
 
 class RowwiseParallel(_RowwiseParallel):
-    """PyTorch's `RowwiseParallel`, whose output may be cut along the sequence: codes of its gradient are gathered.
+    """PyTorch's `RowwiseParallel`, except that the gradient of a sequence-sharded output is gathered as codes.
 
-    Partial sums of the output are scattered as values, and each rank adds those of its rows in the order of ranks.
+    In the forward pass, ranks exchange partial sums of the output unquantized. Each rank adds the partial sums of its
+    own rows in rank order. Layers that are not qshard's are parallelized by PyTorch's style.
 
     Args:
-      layouts: `input_layouts`, `output_layouts` and `use_local_output`, as for PyTorch's. With `Shard(1)` of
-        `[batch, sequence, N]` as `output_layouts` codes travel in the backward pass.
-      overlap: sums travel while others are made, and codes of the gradient likewise. The bits are the same.
-
-    Layers that are not qshard's are PyTorch's matter.
+      overlap: exchange partial sums while the next ones are computed, and gather codes of the gradient while others
+        are multiplied. The bits are the same.
+      layouts: `input_layouts`, `output_layouts` and `use_local_output`, as in PyTorch. To gather the gradient as codes,
+        pass `output_layouts=Shard(1)` for an output `[batch, sequence, N]`.
 
     >>> RowwiseParallel(output_layouts=Shard(1)).output_layouts
     (Shard(dim=1),)

@@ -1,7 +1,7 @@
-"""What a build of qshard has in it, decided here alone: CMake asks this file, and so does the version of the package.
+"""Build plan: whether a build has CUDA kernels, and the package version. CMake and scikit-build-core both read it.
 
-The version ends in what was built, `+cpu` or `+cu130`: pip's last line says it, and wheels of both lie side by side.
-That of an sdist does not, nor of what is built from one: pip refuses a package of another version than it looked for.
+The version ends in a label, `+cpu` or `+cu130`, so that pip's last line shows it and wheels of both can share a folder.
+sdists, and wheels built from them, have no label: pip rejects a wheel with another version than its sdist.
 """
 
 import glob
@@ -21,7 +21,13 @@ OLDEST_CUDA = (13, 0)
 
 @dataclass(frozen=True)
 class Plan:
-    """`cuda` is the toolkit's version, such as 13.0, and `nvcc` the compiler; both empty: without, for `reason`."""
+    """CUDA part of a build.
+
+    Attributes:
+      cuda: version of the toolkit, such as "13.0", or "" for a build without CUDA.
+      nvcc: path of the compiler, or "".
+      reason: why the build has no CUDA, or "".
+    """
 
     cuda: str = ""
     nvcc: str = ""
@@ -29,14 +35,22 @@ class Plan:
 
     @property
     def label(self) -> str:
+        """Label of the version, such as "cu130" or "cpu"."""
         return f"cu{self.cuda.replace('.', '')}" if self.cuda else "cpu"
 
 
 def plan(wanted: str, environ: Mapping[str, str] = os.environ) -> Plan:
-    """AUTO is CUDA where nvcc and a GPU are, ON with nvcc alone, OFF never.
+    """Decide whether to build CUDA kernels.
+
+    Args:
+      wanted: "AUTO" or "" builds them if nvcc and a GPU are found, "ON" or "1" if nvcc is found, "OFF" or "0" never.
+      environ: the environment, searched for nvcc.
+
+    Returns:
+      The plan.
 
     Raises:
-      SystemExit: `wanted` is something else, or ON where nvcc is missing or too old.
+      SystemExit: `wanted` is something else, or it is ON and nvcc is missing or too old.
     """
     choice = {"": "AUTO", "1": "ON", "0": "OFF"}.get(wanted, wanted.upper())
     if choice not in ("AUTO", "ON", "OFF"):
@@ -60,7 +74,7 @@ def plan(wanted: str, environ: Mapping[str, str] = os.environ) -> Plan:
 
 
 def find_nvcc(environ: Mapping[str, str] = os.environ) -> str:
-    """CUDACXX, or else nvcc on PATH or where CUDA is installed; "" where there is none."""
+    """Return the path of CUDACXX, or of nvcc on PATH or in a CUDA installation, or ""."""
     homes = [environ.get("CUDA_HOME"), environ.get("CUDA_PATH"), "/usr/local/cuda"]
     given = environ.get("CUDACXX")
     names = [given] if given else ["nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
@@ -68,6 +82,7 @@ def find_nvcc(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def version_of(nvcc: str) -> str:
+    """Return the CUDA version of an nvcc, such as "13.0", or "" if it does not run."""
     try:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -77,25 +92,30 @@ def version_of(nvcc: str) -> str:
 
 
 def has_gpu() -> bool:
+    """Return whether this machine has an NVIDIA GPU."""
     return bool(glob.glob("/dev/nvidia[0-9]*")) or os.path.exists("/dev/dxg")  # dxg: a GPU under WSL
 
 
 def version(base: str, label: str, root: Path) -> str:
+    """Return the version with its label, or `base` if `root` is an unpacked sdist."""
     return base if (root / "PKG-INFO").exists() else f"{base}+{label}"
 
 
 def base_version(root: Path) -> str:
+    """Return the version without a label, from pyproject.toml."""
     entries = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["dynamic-metadata"]
     return next(entry["version"] for entry in entries if "version" in entry)
 
 
 class Provider:
-    """The version, for scikit-build-core: `[[tool.dynamic-metadata]]` in pyproject.toml."""
+    """Version provider of scikit-build-core, named in pyproject.toml's `[[tool.dynamic-metadata]]`."""
 
     def build_state(self, state: str) -> None:
+        """Store the kind of build, such as "sdist" or "wheel"."""
         self.state = state
 
     def dynamic_metadata(self, settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, str]:
+        """Return the package version."""
         if self.state == "sdist":
             return {"version": settings["version"]}
         label = plan(os.environ.get("QSHARD_CUDA", "")).label
@@ -103,7 +123,7 @@ class Provider:
 
 
 def tell(line: str) -> None:
-    """Writes to the terminal itself, for pip shows nothing of what a build prints."""
+    """Print a line on the terminal itself, because pip hides the output of a build."""
     try:
         with open("/dev/tty", "w") as terminal:
             terminal.write(f"\n  {line}\n")
@@ -112,7 +132,11 @@ def tell(line: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """`plan WANTED` prints the version, that of CUDA, nvcc and the reason, a line each. `tell LINE` writes a line."""
+    """Run a command.
+
+    `plan WANTED` prints the version, the CUDA version, nvcc and the reason, one per line.
+    `tell LINE` prints LINE on the terminal.
+    """
     if arguments[0] == "tell":
         tell(arguments[1])
         return

@@ -1,5 +1,5 @@
-// One step of Adam for one element, the same on host and device: fp32, one rounding an operation,
-// in the order written here.
+// One Adam step for one element, the same on host and device. All arithmetic is fp32 with one
+// rounding per operation, in the order written here.
 #ifndef QSHARD_CORE_ADAM_H_
 #define QSHARD_CORE_ADAM_H_
 
@@ -8,9 +8,9 @@
 
 namespace qshard {
 
-// Where a setting is in the operand `hyper` of adam_constants. A beta is the sum of two floats: the
-// float nearest to it, and what that leaves. 1 - beta in floats alone would be off by 1e-5 of
-// itself for 0.999.
+// Layout of the operand `hyper` of op adam_constants. Each beta is a sum of two floats: the nearest
+// float and the remainder. With one float, 1 - beta would have a relative error of 1e-5 for beta =
+// 0.999.
 enum AdamHyper {
   kHyperLr,
   kHyperBeta1,
@@ -19,11 +19,11 @@ enum AdamHyper {
   kHyperBeta2Rest,
   kHyperEps,
   kHyperDecay,
-  kHyperGradScale,  // gradients are multiplied by it
+  kHyperGradScale,  // multiplies the gradients
   kHyperSize,
 };
 
-// What a step needs to know of a tensor, in the order of a row of `constants`.
+// Constants of a step for one tensor, in the order of a row of `constants`.
 struct AdamConstants {
   float lr, eps, decay, grad_scale;
   float beta1, rest1, unbias1;  // beta1, 1 - beta1 and 1 / (1 - beta1^t), each rounded once
@@ -31,11 +31,11 @@ struct AdamConstants {
 };
 constexpr int kAdamConstants = sizeof(AdamConstants) / sizeof(float);
 
-// How `decay` enters: not at all; added to the gradient (Adam with L2); or to the update (AdamW).
+// Weight decay: none, added to the gradient (Adam with L2), or added to the update (AdamW).
 enum class Decay { kNone, kCoupled, kDecoupled };
 
-// b^t by squaring, in doubles: only products, so host and device agree to the bit, as their pow
-// does not.
+// b^t by squaring, in fp64. It only multiplies, so host and device agree bit for bit, unlike their
+// pow().
 QSHARD_INLINE double Power(double b, int64_t t) {
   double power = 1.0;
   for (; t > 0; t >>= 1) {
@@ -63,7 +63,7 @@ QSHARD_INLINE AdamConstants MakeAdamConstants(const float* hyper, float step) {
   return c;
 }
 
-// Updates m and v, and returns what is to be subtracted from p.
+// Updates m and v in place. Returns the value to subtract from p.
 template <Decay kDecay>
 QSHARD_INLINE float AdamUpdate(const AdamConstants& c, float p, float g, float& m, float& v) {
   g = g * c.grad_scale;
@@ -75,10 +75,10 @@ QSHARD_INLINE float AdamUpdate(const AdamConstants& c, float p, float g, float& 
   return c.lr * u;
 }
 
-// --- a float32 as a bfloat16 and 16 bits more ---
+// --- fp32 split into a bfloat16 and 16 more bits ---
 
-// The bfloat16 is the upper half, plus one if the lower half is at least half of its range: the
-// nearest bfloat16, a tie going away from zero. A tie to even would need a 17th bit.
+// Upper half: the nearest bfloat16, with ties away from zero. Ties to even would need a 17th bit in
+// the lower half.
 QSHARD_INLINE bfloat16 UpperHalf(float v) {
   const uint32_t w = static_cast<uint32_t>(FloatBits(v));
   return {static_cast<uint16_t>((w + 0x8000u) >> 16)};
@@ -89,14 +89,15 @@ QSHARD_INLINE float JoinHalves(bfloat16 upper, uint16_t lower) {
   return FloatFromBits(static_cast<int32_t>(w | lower));
 }
 
-// --- states in few bits: codes, and a scale for each block of a row ---
+// --- optimizer state as codes with one scale per block of a row ---
 
 constexpr int kAdamBlock = 128;
 
-// A power of two, so that decoding and encoding round only once: the largest that does not take
-// amax, which is not negative, beyond `max`. A block of zeros has scale 1. Equals
-// ScaleFromAmax(amax, max, 0, true), whose quotient of floats with 24 bits never rounds up to a
-// power of two, without a division.
+// Scale of a state block: the largest power of two with amax * scale <= max, or 1 for a block of
+// zeros. `amax` must not be negative. A power of two makes decoding and encoding round only once.
+//
+// Equals ScaleFromAmax(amax, max, 0, true) without the division, because a quotient of two 24-bit
+// significands never rounds up to a power of two.
 QSHARD_INLINE float AdamScale(float amax, float max) {
   constexpr int32_t kOne = 127 << 23;
   const int32_t a = FloatBits(amax), m = FloatBits(max);
@@ -107,14 +108,14 @@ QSHARD_INLINE float AdamScale(float amax, float max) {
   return FloatFromBits(Select(a == 0 || a >= kFloatInfinityBits, kOne, bits));
 }
 
-// 1 / scale, exactly.
+// Returns 1 / scale, exactly.
 QSHARD_INLINE float AdamScaleInverse(float scale) {
   const int32_t bits = (254 << 23) - FloatBits(scale);
   return FloatFromBits(Select(bits == 0, kTwoToMinus127Bits, bits));
 }
 
-// The code of a second moment that is not 0 is not 0 either. It would make the next update as large
-// as if there had been no gradients before.
+// Replaces code 0 by 1 for a second moment v > 0. With a code of 0 the next update would be as
+// large as if there had been no gradients before.
 QSHARD_INLINE int32_t KeepPositive(int32_t code, float v) {
   return code + Select(code == 0, v > 0.0f, 0);
 }

@@ -1,4 +1,4 @@
-// How a matrix is cut into blocks that share a scale.
+// Blocks: the tiles of a matrix that share a scale.
 #ifndef QSHARD_CORE_BLOCK_H_
 #define QSHARD_CORE_BLOCK_H_
 
@@ -8,10 +8,11 @@
 
 namespace qshard {
 
-// `batch` row-major matrices of rows x cols, one after the other, each in blocks of block_rows x
-// block_cols from its first element on. The last blocks of a row or column may be cut short.
+// The block grid of `batch` row-major matrices [rows, cols], stored back to back. Blocks have
+// block_rows x block_cols elements and start at the first element of each matrix. The last block of
+// a row or column may be partial.
 //
-// The grid has one value for each block: [batch, grid_rows, grid_cols], row-major.
+// A grid tensor has one value per block: [batch, grid_rows, grid_cols], row-major.
 struct Blocks {
   int64_t batch, rows, cols, block_rows, block_cols;
 

@@ -1,8 +1,8 @@
-// Scales of blocks: E8M0, and NVFP4's E4M3 under a global fp32 scale. The same on host and device.
-// `amax` of a block is ShownAmax: that of NaN is NaN.
+// Block scales, the same on host and device: E8M0, and NVFP4's E4M3 scales under a global fp32
+// scale. The `amax` of a block is ShownAmax, which keeps NaN.
 //
-// Each formula is one fp32 operation at a time: no contraction, no approximate division. Scales
-// that are NaN are the canonical one.
+// Formulas are sequences of single fp32 operations, with no contraction and no approximate
+// division. A NaN scale is always the canonical NaN.
 #ifndef QSHARD_CORE_BLOCK_SCALE_H_
 #define QSHARD_CORE_BLOCK_SCALE_H_
 
@@ -13,20 +13,20 @@
 
 namespace qshard {
 
-// fl(1 / v), at most FLT_MAX, for v >= 0 or NaN.
+// Returns 1 / v rounded to fp32, at most FLT_MAX, for v >= 0 or NaN.
 QSHARD_INLINE float FiniteInverse(float v) {
   const float inverse = Divide(1.0f, v);
   return FloatBits(inverse) == kFloatInfinityBits ? kFloatMax : CanonicalNan(inverse);
 }
 
-// The scale of a block, and its inverse as it is stored.
+// The scale of a block, and the inverse scale as stored.
 template <class Stored>
 struct BlockScale {
   float scale;
   Stored scale_inv;
 };
 
-// --- stored scales: what scale_inv holds, and the value it stands for ---
+// --- type of a stored scale_inv, and its value ---
 
 template <class Scale>
 struct StoredScale {  // a code of format Scale
@@ -43,9 +43,9 @@ struct StoredScale<float> {
 
 enum class PowerRounding { kUp, kFloor };
 
-// The E8M0 code of scale_inv. kUp: the least power of two that is not below fl(amax * fl(1 / max)),
-// so that nothing saturates. kFloor, OCP's rule: amax's own exponent less that of `max`. `max` is
-// the largest element.
+// Returns the E8M0 code of scale_inv. `max` is the format's largest element. kUp gives the smallest
+// power of two that is at least fl(amax * fl(1 / max)), so nothing saturates. kFloor is OCP's rule:
+// the exponent of amax minus the exponent of `max`.
 QSHARD_INLINE uint8_t E8M0FromAmax(float amax, float max, PowerRounding rounding) {
   if (rounding == PowerRounding::kUp) return Encode<E8M0>(amax * Divide(1.0f, max));
   const int32_t bits = FloatBits(amax) & kFloatMagnitudeMask;
@@ -54,7 +54,7 @@ QSHARD_INLINE uint8_t E8M0FromAmax(float amax, float max, PowerRounding rounding
   return static_cast<uint8_t>(e > 0 ? e : 0);
 }
 
-// 2^(127 - code), exact: what elements are multiplied by. NaN for code 255.
+// Returns 2^(127 - code), exactly: the multiplier of a block's elements. NaN for code 255.
 QSHARD_INLINE float MultiplierE8M0(uint8_t code) {
   const int32_t power =
       Select(code == E8M0::kMaxCode, kTwoToMinus127Bits, (E8M0::kMaxCode - code) * (1 << 23));
@@ -63,14 +63,14 @@ QSHARD_INLINE float MultiplierE8M0(uint8_t code) {
 
 // --- NVFP4 ---
 
-// S: takes the largest block of the tensor, or row, to `scale_max` (448 or 256), and its largest
-// element to 6. 1 where amax says nothing.
+// Global scale S. It maps the largest block of the tensor, or row, to the scale `scale_max` (448 or
+// 256) and the block's largest element to 6. Returns 1 if amax is 0 or not finite.
 QSHARD_INLINE float GlobalScaleNvfp4(float amax, float scale_max) {
   return ScaleFromAmax(amax, E2M1::kMax * scale_max, 0.0f, false);
 }
 
-// The stored code of a block scale, d = E4M3(min(v, 448)), and the multiplier of d as it was
-// rounded. The encoder's saturation is the minimum.
+// Stores a block scale as d = E4M3(min(v, 448)), and returns the multiplier that belongs to the
+// rounded d. The encoder's saturation gives the minimum.
 QSHARD_INLINE BlockScale<uint8_t> StoreScaleNvfp4(float v, float global_scale) {
   const uint8_t code = Encode<E4M3>(v);
   return {FiniteInverse(Decode<E4M3>(code) * ScaleInverse(global_scale)), code};
@@ -80,8 +80,8 @@ QSHARD_INLINE BlockScale<uint8_t> ScaleNvfp4(float amax, float global_scale) {
   return StoreScaleNvfp4(amax * (global_scale * Divide(1.0f, E2M1::kMax)), global_scale);
 }
 
-// Four over six: the two candidates, which take the amax of the block to 4 and to 6. The order of
-// operations is not that of ScaleNvfp4.
+// The two candidates of four over six, which map the block's amax to 4 and to 6. The order of
+// operations differs from ScaleNvfp4.
 struct FourAndSix {
   BlockScale<uint8_t> four, six;
 };
@@ -91,25 +91,25 @@ QSHARD_INLINE FourAndSix FourOverSixCandidates(float amax, float global_scale) {
   return {StoreScaleNvfp4(base * 1.5f, global_scale), StoreScaleNvfp4(base, global_scale)};
 }
 
-// What an element adds to the error of a candidate, before absolute value or square:
-// fl(fl(fl(q * d) * global_amax) / max) - x, where q is x as the candidate stores it and `max` is
-// 6 * scale_max. Errors of a row of the block are summed in the order of elements; rows are summed
-// as a binary tree, row i with row i + 8, then + 4, + 2, + 1.
+// Returns the error of one element under a candidate, before the absolute value or square:
+// fl(fl(fl(q * d) * global_amax) / max) - x. Here q is x as the candidate stores it, and `max` is 6
+// * scale_max. The errors in a row of the block are summed in element order. Rows are summed as a
+// binary tree: row i with row i + 8, then + 4, + 2, + 1.
 QSHARD_INLINE float FourOverSixDifference(float x, BlockScale<uint8_t> candidate, float global_amax,
                                           float max) {
   const float q = Decode<E2M1>(Encode<E2M1>(x * candidate.scale));
   return Divide(q * Decode<E4M3>(candidate.scale_inv) * global_amax, max) - x;
 }
 
-// value = fl(q * this).
+// Factor of dequantization: value = fl(q * factor).
 QSHARD_INLINE float ScaleInverseNvfp4(uint8_t scale_inv, float global_scale_inv) {
   return Decode<E4M3>(scale_inv) * global_scale_inv;
 }
 
 // --- delayed scaling ---
 
-// The next scale from the window's amax `a`: fl(target / a) with target = fl(max * 2^-margin), at
-// most FLT_MAX. `scale` stays where a is 0, infinite or NaN.
+// Returns the next scale from amax `a` of the history window: fl(target / a), at most FLT_MAX, with
+// target = DelayedTarget. Keeps `scale` if a is 0, infinite or NaN.
 QSHARD_INLINE float DelayedScale(float scale, float a, float target) {
   const int32_t bits = FloatBits(a);
   if (bits <= 0 || bits >= kFloatInfinityBits) return scale;
@@ -117,14 +117,14 @@ QSHARD_INLINE float DelayedScale(float scale, float a, float target) {
   return FloatBits(s) == kFloatInfinityBits ? kFloatMax : s;
 }
 
-// fl(max * 2^-margin): what the largest element is taken to.
+// Returns fl(max * 2^-margin), the value that the largest element is scaled to.
 template <class Code>
 inline float DelayedTarget(int64_t margin) {
   return std::ldexp(Code::kMax, -static_cast<int>(margin));
 }
 
-// The scale to cast with. A tensor without history has scale 0, and takes the one that its own amax
-// makes, as an update with this amax alone would; 1 where that says nothing.
+// Returns the scale to cast with. A scale of 0 marks a tensor without history, which takes the
+// scale that an update with its own amax would give, or 1 if that amax is 0 or not finite.
 QSHARD_INLINE float ScaleOrFirst(float scale, float amax, float target) {
   return scale != 0.0f ? scale : DelayedScale(1.0f, amax, target);
 }

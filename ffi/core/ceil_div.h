@@ -7,10 +7,10 @@
 
 namespace qshard {
 
-// a / b rounded up, for b > 0. Sums of the two may overflow.
+// Returns a / b rounded up, for b > 0. Does not overflow, unlike (a + b - 1) / b.
 QSHARD_INLINE constexpr int64_t CeilDiv(int64_t a, int64_t b) { return a / b + (a % b > 0); }
 
-// The least multiple of `unit` that is at least `a`.
+// Returns the smallest multiple of `unit` that is at least `a`.
 QSHARD_INLINE constexpr int64_t RoundUp(int64_t a, int64_t unit) { return CeilDiv(a, unit) * unit; }
 
 }  // namespace qshard

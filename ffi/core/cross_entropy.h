@@ -1,11 +1,11 @@
-// Cross entropy of a row of logits, the same on host and device: fp32, one rounding an operation,
-// what is one for a row in fp64.
+// Cross entropy of a row of logits, the same on host and device. Work per logit is fp32 with one
+// rounding per operation. Values computed once per row are fp64.
 //
-// A row is cut into parts of kSoftmaxPart logits. Of each come the largest, m, and the sum of e^(x
-// - m): element i is added to that of i % kPartLanes partial sums, and these are added as halves,
-// eight side by side first, then 32 such. kTeams teams take every kTeams-th part, one after the
-// other, and then all teams are merged in order. So a warp can take a part, and a block of kTeams a
-// row.
+// A row is split into parts of kSoftmaxPart logits. Each part gives its largest logit m and the sum
+// of e^(x - m). That sum has kPartLanes partial sums: element i is added to partial sum i %
+// kPartLanes. Partial sums are then added in halves, first over eight neighbours, then over 32 such
+// sums. kTeams teams each take every kTeams-th part in order, and the teams are merged in order. So
+// a warp can take a part, and a thread block of kTeams warps a row.
 #ifndef QSHARD_CORE_CROSS_ENTROPY_H_
 #define QSHARD_CORE_CROSS_ENTROPY_H_
 
@@ -15,13 +15,15 @@ namespace qshard {
 
 constexpr int kSoftmaxPart = 1024, kPartLanes = 256, kTeams = 8;
 
-// Of some logits: the largest, but for NaN; the sum of e^(x - max); and the sum of x, if asked for.
+// Statistics of some logits: the largest, ignoring NaN, the sum of e^(x - max), and the sum of x if
+// requested.
 struct RowStats {
   float max, sum, total;
 };
 QSHARD_INLINE RowStats NoLogits() { return {-FloatFromBits(kFloatInfinityBits), 0.0f, 0.0f}; }
 
-// What exponents are of: the largest, or 0 where all logits are -inf, or there are none.
+// Returns the value to subtract in exponents: the largest logit, or 0 if there are none or all are
+// -inf.
 QSHARD_INLINE float Shift(float max) {
   return FloatFromBits(Select(max == -FloatFromBits(kFloatInfinityBits), 0, FloatBits(max)));
 }
@@ -41,12 +43,12 @@ struct CrossEntropyRule {
   QSHARD_INLINE bool IsClass(int32_t label) const { return label >= 0 && label < classes; }
 };
 
-// log(sum of e^x) of a row.
+// Returns log(sum of e^x) of a row.
 QSHARD_INLINE float LogSumExp(const RowStats& s) {
   return CanonicalNan(static_cast<float>(s.max + LogOf(s.sum)));
 }
 
-// The loss of a row, of `logit` of its label. NaN if the label is no class.
+// Returns the loss of a row. `logit` is the label's logit. NaN if the label is not a class.
 QSHARD_INLINE float CrossEntropyOf(const CrossEntropyRule& rule, int32_t label, float lse,
                                    float logit, float total) {
   if (rule.IsIgnored(label)) return 0.0f;
@@ -57,7 +59,8 @@ QSHARD_INLINE float CrossEntropyOf(const CrossEntropyRule& rule, int32_t label, 
   return CanonicalNan(static_cast<float>(loss + rule.z_loss * l * l));
 }
 
-// Of the stats of `parts` of the classes, four numbers each (ops.def).
+// Merges the stats of `parts` parts of the classes, four numbers each (see ops.def), into a row's
+// loss and lse.
 QSHARD_INLINE void CrossEntropyOfParts(const CrossEntropyRule& rule, const float* stats,
                                        int64_t parts, int32_t label, float& loss, float& lse) {
   RowStats all = NoLogits();
@@ -70,8 +73,7 @@ QSHARD_INLINE void CrossEntropyOfParts(const CrossEntropyRule& rule, const float
   loss = CrossEntropyOf(rule, label, lse, logit, all.total);
 }
 
-// The gradient of logit x: fl(fl(slope * p) + shared), less `own` at the label, with p = e^(x -
-// lse).
+// Gradient of logit x: fl(fl(slope * p) + shared), minus `own` at the label, with p = e^(x - lse).
 struct CrossEntropyGrad {
   float lse, slope, shared, own;
 

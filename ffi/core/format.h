@@ -1,14 +1,14 @@
-// The formats. This file, and its Python mirror qshard/formats.py, are the only places that may
-// spell a format's numbers; tests hold both against each other and ml_dtypes.
+// Formats and their constants. Only this file and its Python mirror qshard/formats.py may spell
+// these numbers. Tests compare both with each other and with ml_dtypes.
 //
 // Traits of a format F:
 //   kBits          storage bits of one code
 //   kExponentBits, kMantissaBits, kBias
-//   kMax           largest finite value; what encoding saturates to
-//   kNan           code of NaN as encoded (below 8 bits there is no NaN: +max stands in)
+//   kMax           largest finite value, and the value that encoding saturates to
+//   kNan           code of an encoded NaN (formats below 8 bits have no NaN and use +max)
 //   kInfinity      true if codes with a full exponent field decode as inf and NaN
-//   kName          the ml_dtypes name, as attributes and Python spell it
-// E8M0 is a scale, not an element: its value is 2^(byte - 127), it has no sign and no zero.
+//   kName          the ml_dtypes name, also used in attributes and Python
+// E8M0 is a scale format, not an element format: value 2^(byte - 127), no sign, no zero.
 #ifndef QSHARD_CORE_FORMAT_H_
 #define QSHARD_CORE_FORMAT_H_
 
@@ -60,7 +60,8 @@ struct E8M0 {
   static constexpr bool kInfinity = false;
 };
 
-// Inputs that are not float32. Plain structs: arithmetic happens in fp32, after an exact widening.
+// Input types besides float32. They are plain structs: values are widened exactly, and arithmetic
+// is fp32.
 struct bfloat16 {
   uint16_t bits;
 };
@@ -72,35 +73,36 @@ struct float16 {
 template <class F>
 constexpr int64_t kCodesPerByte = F::kBits <= 4 ? 2 : 1;
 
-// NVFP4: E2M1 in blocks of 1 x 16 or 16 x 16. The largest block of a tensor, or row, gets the scale
-// E4M3::kMax, or this one, which leaves room for the 1.5 times it that four over six tries.
+// NVFP4: E2M1 in blocks of 1 x 16 or 16 x 16. The largest block of a tensor, or row, gets scale
+// E4M3::kMax. With four over six it gets kNvfp4SmallScaleMax, which leaves room for a candidate 1.5
+// times as large.
 constexpr int kNvfp4Block = 16;
 constexpr float kNvfp4SmallScaleMax = 256.0f;
 
-// --- lists: what there is of a kind, once. Each calls X with what follows X and then with an
-// entry, so that lists nest: QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, X, Cast) is X(Cast, float,
-// E4M3) X(Cast, float, E5M2) X(Cast, bfloat16, E4M3) and so on. ---
+// --- X-macro lists. Each calls X with the arguments after X and then one entry, so lists nest:
+// QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, X, Cast) expands to X(Cast, float, E4M3) X(Cast,
+// float, E5M2) X(Cast, bfloat16, E4M3) and so on. ---
 
-// What is quantized, and dequantized to.
+// Input types of quantization, and output types of dequantization.
 #define QSHARD_FOR_EACH_INPUT(X, ...) \
   X(__VA_ARGS__, float) X(__VA_ARGS__, bfloat16) X(__VA_ARGS__, float16)
 
-// Elements of 8 bits, which may have one scale for a whole tensor.
+// 8-bit elements, the only ones allowed with one scale per tensor.
 #define QSHARD_FOR_EACH_FP8(X, ...) X(__VA_ARGS__, E4M3) X(__VA_ARGS__, E5M2)
 
-// Elements that are stored in a byte each, of blocks at least.
+// Elements stored in one byte each.
 #define QSHARD_FOR_EACH_BYTE_ELEMENT(X, ...) \
   QSHARD_FOR_EACH_FP8(X, __VA_ARGS__) X(__VA_ARGS__, E2M3) X(__VA_ARGS__, E3M2)
 
-// All elements: those of blocks.
+// All elements. Every one can be used in blocks.
 #define QSHARD_FOR_EACH_ELEMENT(X, ...) \
   QSHARD_FOR_EACH_BYTE_ELEMENT(X, __VA_ARGS__) X(__VA_ARGS__, E2M1)
 
-// All that can be a code of its own, without a scale.
+// All formats that can be encoded without a scale.
 #define QSHARD_FOR_EACH_CODE(X, ...) QSHARD_FOR_EACH_ELEMENT(X, __VA_ARGS__) X(__VA_ARGS__, E8M0)
 
-// Elements and a scale that their blocks may have, in a word for fp32 and one for E8M0. NVFP4,
-// whose scales are not complete by themselves, is not among them.
+// Pairs of an element and its block scale type, passed as `Float` for fp32 and `PowerOfTwo` for
+// E8M0. NVFP4 is not listed, because its scales also need a global scale.
 #define QSHARD_FOR_EACH_BLOCK_FORMAT(Float, PowerOfTwo, X, ...) \
   QSHARD_FOR_EACH_FP8(QSHARD_WITH, Float, X, __VA_ARGS__)       \
   QSHARD_FOR_EACH_ELEMENT(QSHARD_WITH, PowerOfTwo, X, __VA_ARGS__)

@@ -1,11 +1,11 @@
-// The random Hadamard transform of 16 numbers: y[j] = sum over i of x[i] * s[i] * H[i][j] / 4, an
-// exact sum of bfloat16 numbers, rounded once to bfloat16. The same on host and device.
+// Random Hadamard transform of 16 numbers, the same on host and device: y[j] = sum over i of x[i] *
+// s[i] * H[i][j] / 4. The sum of bfloat16 numbers is exact and is rounded once to bfloat16.
 //
 // H[i][j] = (-1)^popcount(i & j), and s[i] is -1 where bit i of 0xD7E8 is set, else 1. A sum of
 // exactly 0 is +0. Infinities and NaN follow IEEE sums, and NaN is 0x7FC0.
 //
-// A number with a place for every bit that a bfloat16 can have takes the sums here. Kernels have
-// faster ways for numbers of similar exponents, as nearly all are.
+// This version sums in a fixed-point number with a bit for every bit of a bfloat16. Kernels have
+// faster paths for inputs with similar exponents, which is nearly always the case.
 #ifndef QSHARD_CORE_HADAMARD_H_
 #define QSHARD_CORE_HADAMARD_H_
 
@@ -14,7 +14,7 @@
 namespace qshard {
 
 constexpr int kHadamardSize = 16;
-constexpr uint32_t kHadamardSigns = 0xD7E8;  // bit i: x[i] is negated first
+constexpr uint32_t kHadamardSigns = 0xD7E8;  // bit i set: x[i] is negated
 
 namespace hadamard {
 
@@ -27,7 +27,7 @@ QSHARD_INLINE int32_t Significand(bfloat16 x) {
   return (x.bits & 0x7F) | Select((x.bits & 0x7F80) != 0, 0x80, 0);
 }
 
-// A sum of numbers significand * 2^(exponent - 134) in digits of 32 bits, with room for carries.
+// Exact sum of terms significand * 2^(exponent - 134), in 32-bit digits with headroom for carries.
 struct WideSum {
   int64_t digit[9];
 
@@ -36,7 +36,7 @@ struct WideSum {
         static_cast<int64_t>(signed_significand) * (int64_t{1} << ((exponent - 1) & 31));
   }
 
-  // The sum / 4.
+  // Returns the sum / 4.
   QSHARD_INLINE bfloat16 Round() {
     Carry();
     const bool negative = digit[8] < 0;
@@ -46,7 +46,7 @@ struct WideSum {
     }
     int top = 8;
     while (top > 0 && digit[top] == 0) --top;
-    // The two highest digits, and in the last bit whether anything is below them.
+    // The two highest digits, with a sticky last bit for everything below.
     uint64_t bits = static_cast<uint64_t>(digit[top]) << 32;
     if (top > 0) bits |= static_cast<uint64_t>(digit[top - 1]);
     for (int i = 0; i < top - 1; ++i) bits |= static_cast<uint64_t>(digit[i] != 0);
@@ -61,7 +61,7 @@ struct WideSum {
   }
 
  private:
-  // Leaves digits in [0, 2^32), but for the highest, which has the sign.
+  // Normalizes all digits but the highest to [0, 2^32). The highest has the sign.
   QSHARD_INLINE void Carry() {
     for (int i = 0; i < 8; ++i) {
       const int64_t carry = digit[i] >> 32;

@@ -1,11 +1,12 @@
-// RMSNorm of a row, the same on host and device: fp32, one rounding an operation, fused where it
-// says so, and sums in one order.
+// RMSNorm of a row, the same on host and device: fp32, one rounding per operation, fused where
+// written, with a fixed order of summation.
 //
-// A sum of products over a row has kSumLanes partial sums, element i adding to that of i %
-// kSumLanes, and then halves: of eight lanes side by side, of 32 such sums, of the four that are
-// left. So a thread can hold eight lanes, a warp 256, and a block of four warps all of them.
-// Products over rows are summed over kSumRows rows, one after the other; then likewise over
-// kRowLanes partial sums of such parts.
+// A sum over a row has kSumLanes partial sums: element i is added to partial sum i % kSumLanes.
+// Partial sums are then added in halves: over eight neighbours, over 32 such sums, over the last
+// four. So a thread can take eight lanes, a warp 256, and a thread block of four warps all of them.
+//
+// A sum over rows first adds kSumRows rows in order. The results go to kRowLanes partial sums in
+// the same way.
 #ifndef QSHARD_CORE_NORM_H_
 #define QSHARD_CORE_NORM_H_
 
@@ -17,7 +18,7 @@ namespace qshard {
 constexpr int kSumLanes = 1024, kLanesOfThread = 8, kLanesOfWarp = 256;
 constexpr int kSumRows = 16, kRowLanes = 16;
 
-// v[0] becomes the sum of v, of a power of two of numbers: the upper half is added to the lower.
+// Sums kCount numbers, a power of two, into v[0] by repeatedly adding the upper half to the lower.
 template <int kCount>
 QSHARD_INLINE float SumHalves(float* v) {
   if constexpr (kCount > 1) {
@@ -27,7 +28,7 @@ QSHARD_INLINE float SumHalves(float* v) {
   return v[0];
 }
 
-// What a row is multiplied by, from the sum of its squares.
+// Returns 1 / sqrt(mean of squares + eps), the factor of a row, from its sum of squares.
 QSHARD_INLINE float RmsInverse(float squares, int64_t n, float eps) {
   const float mean = Divide(squares, static_cast<float>(n));
   return Reciprocal(SquareRoot(mean + eps));
@@ -35,7 +36,8 @@ QSHARD_INLINE float RmsInverse(float squares, int64_t n, float eps) {
 
 QSHARD_INLINE float RmsNorm(float x, float rstd, float weight) { return x * rstd * weight; }
 
-// Of the gradient of y: `along`, the mean over the row of grad * weight * x * rstd.
+// Gradient of x for gradient `grad` of y. `along` is the mean over the row of grad * weight * x *
+// rstd.
 QSHARD_INLINE float RmsNormGrad(float x, float rstd, float weight, float grad, float along) {
   return rstd * (grad * weight - x * rstd * along);
 }

@@ -1,10 +1,10 @@
 // Bit-exact conversions, the same on host and device: widen inputs, encode to a format, decode a
 // code.
 //
-// All fp32 arithmetic assumes round-to-nearest-even and no flushing of subnormals (the CPU side
-// enforces both, see cpu/parallel_for.h; nvcc's default is both). Every function is forced
-// inline: each SIMD target compiles its own copy, and an out-of-line copy shared between targets
-// would be an ODR trap.
+// All fp32 arithmetic assumes rounding to nearest even and no flushing of subnormals. The CPU side
+// enforces both (cpu/parallel_for.h), and nvcc does both by default. Every function is forced
+// inline, because each SIMD target compiles its own copy and a shared out-of-line copy would
+// violate the one-definition rule.
 #ifndef QSHARD_CORE_ROUND_H_
 #define QSHARD_CORE_ROUND_H_
 
@@ -27,7 +27,7 @@ constexpr int32_t kFloatInfinityBits = 0x7F800000;
 constexpr int32_t kFloatMagnitudeMask = 0x7FFFFFFF;
 constexpr int32_t kFloatMantissaMask = 0x7FFFFF;
 constexpr int32_t kTwoToMinus127Bits = 0x400000;  // a subnormal; E8M0 code 0
-constexpr int32_t kNanBits = 0x7FC00000;          // what every result that is NaN looks like
+constexpr int32_t kNanBits = 0x7FC00000;          // the NaN of every fp32 result
 constexpr float kFloatMax = 3.402823466e+38f;
 
 QSHARD_INLINE int32_t FloatBits(float v) {
@@ -50,20 +50,21 @@ QSHARD_INLINE float FloatFromBits(int32_t bits) {
 #endif
 }
 
-// condition ? a : b as mask arithmetic. g++ leaves a plain `?:` as a branch in some of these loops,
-// and a loop with a branch is not vectorized.
+// Returns condition ? a : b as mask arithmetic. g++ compiles a plain `?:` to a branch in some of
+// these loops, and then does not vectorize them.
 QSHARD_INLINE int32_t Select(bool condition, int32_t a, int32_t b) {
   const int32_t mask = -static_cast<int32_t>(condition);
   return (a & mask) | (b & ~mask);
 }
 
-// Hardware differs in the bits of a NaN that it makes or passes on; results may not.
+// Returns v, with kNanBits for any NaN. Hardware differs in the NaN bits that it produces or
+// propagates, and results must not.
 QSHARD_INLINE float CanonicalNan(float v) {
   const int32_t w = FloatBits(v);
   return FloatFromBits(Select((w & kFloatMagnitudeMask) > kFloatInfinityBits, kNanBits, w));
 }
 
-// 2^exponent, for exponents of normal fp32 numbers.
+// Returns 2^exponent, for exponents of normal fp32 numbers.
 constexpr float PowerOfTwo(int exponent) {
   float v = 1.0f;
   for (int i = 0; i < exponent; ++i) v *= 2.0f;
@@ -71,7 +72,7 @@ constexpr float PowerOfTwo(int exponent) {
   return v;
 }
 
-// --- widen: exact ---
+// --- widen to fp32, exactly ---
 
 QSHARD_INLINE float Widen(float x) { return x; }
 
@@ -84,7 +85,7 @@ QSHARD_INLINE float Widen(float16 x) {
   const int32_t magnitude = x.bits & 0x7FFF;
   const int32_t shifted = magnitude << 13;
   const int32_t normal = shifted + (112 << 23);
-  // 2^-14 with the bits of a subnormal half as its mantissa, less 2^-14.
+  // Put the mantissa of a subnormal half under the exponent of 2^-14, then subtract 2^-14.
   const int32_t subnormal =
       FloatBits(FloatFromBits(shifted + kMinNormalBits) - FloatFromBits(kMinNormalBits));
   int32_t wide = Select(magnitude < 0x400, subnormal, normal);
@@ -92,8 +93,8 @@ QSHARD_INLINE float Widen(float16 x) {
   return FloatFromBits(wide | static_cast<int32_t>(static_cast<uint32_t>(x.bits & 0x8000) << 16));
 }
 
-// --- narrow: nearest even, overflow to infinity, as IEEE conversions do; NaN becomes kNanBits, or
-// the same NaN of a narrower type ---
+// --- narrow from fp32: nearest even, overflow to infinity as in IEEE conversions. NaN becomes
+// kNanBits, or the same NaN of the narrower type. ---
 
 template <class T>
 T Narrow(float v);
@@ -117,7 +118,7 @@ QSHARD_INLINE float16 Narrow<float16>(float v) {
   const int32_t w = FloatBits(v);
   const int32_t sign = static_cast<int32_t>(static_cast<uint32_t>(w) >> 16) & 0x8000;
   const int32_t u = w & kFloatMagnitudeMask;
-  // Below the smallest normal half (2^-14) the fp32 adder rounds to a multiple of 2^-24.
+  // Below 2^-14, the smallest normal half, the fp32 addition rounds to a multiple of 2^-24.
   const int32_t subnormal =
       FloatBits(FloatFromBits(u) + PowerOfTwo(-1)) - FloatBits(PowerOfTwo(-1));
   const int32_t normal = (u - (112 << 23) + 0xFFF + ((u >> 13) & 1)) >> 13;
@@ -129,13 +130,13 @@ QSHARD_INLINE float16 Narrow<float16>(float v) {
 
 // --- elements ---
 
-// Encodes v as a code of F: nearest even, saturating (|v| > max and +-inf give +-max), NaN gives
-// F::kNan, the sign of zero is kept.
+// Encodes v as a code of F: nearest even, saturating (|v| > max and +-inf give +-max). NaN gives
+// F::kNan, and the sign of zero is kept.
 //
-// Why it is right: on magnitudes at or above F's smallest normal, adding half an output unit (minus
-// one, plus the lowest kept bit) to the fp32 pattern and shifting rounds to nearest even, a carry
-// running into the exponent as it should. Below it, adding C = 2^23 output units makes the fp32
-// adder itself round to a whole number of units.
+// From F's smallest normal number up, it adds half an output unit (minus one, plus the lowest kept
+// bit) to the fp32 bits and shifts. That rounds to nearest even, and a carry runs into the exponent
+// as it should. Below, it adds C = 2^23 output units, so that the fp32 addition itself rounds to a
+// whole number of units.
 template <class F>
 QSHARD_INLINE uint8_t Encode(float v) {
   constexpr int kShift = 23 - F::kMantissaBits;
@@ -158,7 +159,7 @@ QSHARD_INLINE uint8_t Encode(float v) {
       Select(magnitude > kFloatInfinityBits, static_cast<int32_t>(F::kNan), code));
 }
 
-// Decodes a code of F to fp32, exactly; NaN as kNanBits.
+// Decodes a code of F to fp32, exactly. NaN gives kNanBits.
 template <class F>
 QSHARD_INLINE float Decode(uint8_t code) {
   constexpr int32_t kSign = 1 << (F::kBits - 1);
@@ -168,25 +169,26 @@ QSHARD_INLINE float Decode(uint8_t code) {
   const int32_t magnitude = code & (kSign - 1);
   const int32_t shifted = magnitude << kShift;
   const int32_t normal = shifted + ((127 - F::kBias) << 23);
-  // The smallest normal with the bits of a subnormal as its mantissa, less the smallest normal.
+  // Put the mantissa of a subnormal under the smallest normal exponent, then subtract that normal
+  // number.
   const int32_t subnormal =
       FloatBits(FloatFromBits(shifted + kMinNormalBits) - FloatFromBits(kMinNormalBits));
   int32_t w = Select(magnitude < (1 << F::kMantissaBits), subnormal, normal);
   if (F::kInfinity) w = Select(magnitude == kFull, kFloatInfinityBits, w);
   w |= static_cast<int32_t>(static_cast<uint32_t>(code & kSign) << (32 - F::kBits));
-  if (F::kBits == 8)  // Without infinity only the code of all ones is NaN.
+  if (F::kBits == 8)  // without infinity only the code of all ones is NaN
     w = Select(magnitude > (F::kInfinity ? kFull : kSign - 2), kNanBits, w);
   return FloatFromBits(w);
 }
 
-// E8M0 encodes a non-negative scale, rounded up to a power of two (arXiv:2506.08027). NaN gives
-// 255, inf and everything above 2^127 give 254; 0 gives 0 (2^-127, the smallest there is).
+// Encodes a non-negative scale as E8M0, rounded up to a power of two (arXiv:2506.08027). NaN gives
+// 255. Infinity and values above 2^127 give 254. 0 gives 0, which is 2^-127, the smallest value.
 template <>
 QSHARD_INLINE uint8_t Encode<E8M0>(float v) {
   const int32_t w = FloatBits(v) & kFloatMagnitudeMask;
   const int32_t exponent = w >> 23;
   const int32_t mantissa = w & kFloatMantissaMask;
-  // A subnormal up to 2^-127 is what byte 0 stands for.
+  // Byte 0 covers every subnormal up to 2^-127.
   const int32_t up = Select(exponent == 0, mantissa > kTwoToMinus127Bits, mantissa != 0);
   int32_t e = exponent + Select(exponent < E8M0::kMaxCode, up, 0);
   e = Select(w >= kFloatInfinityBits, static_cast<int32_t>(E8M0::kMaxCode), e);

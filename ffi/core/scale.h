@@ -1,5 +1,5 @@
-// How a scale comes from an amax, the same on host and device. The multiplication and division may
-// not be contracted or approximated.
+// Scale from an amax, the same on host and device. Multiplications and divisions must not be
+// contracted or approximated.
 #ifndef QSHARD_CORE_SCALE_H_
 #define QSHARD_CORE_SCALE_H_
 
@@ -15,7 +15,7 @@ QSHARD_INLINE float Divide(float a, float b) {
 #endif
 }
 
-// 1 / a, as Divide rounds it.
+// Returns 1 / a with the rounding of Divide.
 QSHARD_INLINE float Reciprocal(float a) {
 #if defined(__CUDA_ARCH__)
   return __frcp_rn(a);
@@ -24,7 +24,8 @@ QSHARD_INLINE float Reciprocal(float a) {
 #endif
 }
 
-// The same, where neither a nor 1 / a is subnormal: what __frcp_rn does once it has looked.
+// Returns 1 / a with the same rounding, if neither a nor 1 / a is subnormal. This is __frcp_rn
+// without its range check.
 QSHARD_INLINE float ReciprocalOfNormal(float a) {
 #if defined(__CUDA_ARCH__)
   float r;
@@ -43,7 +44,7 @@ QSHARD_INLINE float SquareRoot(float v) {
 #endif
 }
 
-// a * b + c, rounded once.
+// Returns a * b + c, rounded once.
 QSHARD_INLINE float FusedMultiplyAdd(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(a, b, c);
@@ -52,18 +53,20 @@ QSHARD_INLINE float FusedMultiplyAdd(float a, float b, float c) {
 #endif
 }
 
-// What an infinite element becomes. kSaturate: the largest code. kNan: NaN, and all that shares a
-// scale with it, as a scale that was made of an amax which is not finite is NaN.
+// Result of an infinite element. kSaturate: the largest code. kNan: its scale is NaN, and so is
+// everything that shares it.
 enum class Nonfinite { kSaturate, kNan };
 
-// What the scale of a block is made of: `amax`, but NaN if it is infinite and that is to show.
+// Returns the amax that a block's scale is computed from: `amax`, or NaN if it is infinite and
+// `nonfinite` is kNan.
 QSHARD_INLINE float ShownAmax(float amax, Nonfinite nonfinite) {
   const bool hidden = nonfinite == Nonfinite::kSaturate || FloatBits(amax) != kFloatInfinityBits;
   return FloatFromBits(Select(hidden, FloatBits(amax), kNanBits));
 }
 
-// fl(x * scale), but NaN for an infinite x: what to encode under a given scale where infinities are
-// to show. Of a finite x, x * 0 is a zero with the sign of the product, and adds nothing to it.
+// Returns fl(x * scale), or NaN for an infinite x: the value to encode under a passed scale with
+// Nonfinite::kNan. For finite x, x * 0 is a zero with the sign of the product, so adding it changes
+// nothing.
 QSHARD_INLINE float ShownProduct(float x, float scale) {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(x, 0.0f, __fmul_rn(x, scale));
@@ -72,8 +75,9 @@ QSHARD_INLINE float ShownProduct(float x, float scale) {
 #endif
 }
 
-// max / amax, so that amax encodes to max. 1 where amax is 0, and where it is infinite or NaN
-// unless that is to show. `pow2` clears the mantissa: rounds the scale down, so nothing saturates.
+// Returns max / amax, so that amax encodes to max. Returns 1 if amax is 0. An infinite or NaN amax
+// gives 1, or NaN with Nonfinite::kNan. `pow2` clears the mantissa, which rounds the scale down to
+// a power of two, so nothing saturates.
 QSHARD_INLINE float ScaleFromAmax(float amax, float max, float eps, bool pow2,
                                   Nonfinite nonfinite = Nonfinite::kSaturate) {
   const bool nan = (FloatBits(amax) & kFloatMagnitudeMask) > kFloatInfinityBits;

@@ -1,5 +1,5 @@
-// silu(gate) * up and its derivatives, the same on host and device: fp32, one rounding an
-// operation, fused where it says so.
+// silu(gate) * up and its derivatives, the same on host and device: fp32, one rounding per
+// operation, fused where written.
 #ifndef QSHARD_CORE_SWIGLU_H_
 #define QSHARD_CORE_SWIGLU_H_
 
@@ -9,10 +9,10 @@
 
 namespace qshard {
 
-// 1 / (1 + e^-x), to 3.31 units in the last place; 0 below kLeast, and 1 from some 17 up. Of NaN
-// anything: what it is for multiplies it by x.
+// Returns 1 / (1 + e^-x) within 3.31 ulp: 0 below kLeast, and 1 from about 17 up. Undefined for
+// NaN, because callers multiply the result by x.
 QSHARD_INLINE float Sigmoid(float x) {
-  constexpr float kLeast = -87.0f, kMost = 80.0f;  // Beyond, 2^n, or its inverse, is not normal.
+  constexpr float kLeast = -87.0f, kMost = 80.0f;  // beyond, 2^n or its inverse is not normal
 #if defined(__CUDA_ARCH__)
   const float y = fminf(fmaxf(x, kLeast), kMost);
 #else
@@ -28,7 +28,7 @@ QSHARD_INLINE float Sigmoid(float x) {
 
 QSHARD_INLINE float SwiGlu(float gate, float up) { return gate * Sigmoid(gate) * up; }
 
-// The gradients of gate and up, of that of SwiGlu.
+// Gradients of gate and up for gradient `grad` of SwiGlu.
 struct SwiGluGradients {
   float gate, up;
 };

@@ -1,4 +1,4 @@
-// A dict of attributes as an XLA FFI handler takes them.
+// Attributes: a Python dict of attributes in the form that XLA FFI handlers read.
 #ifndef QSHARD_HOST_ATTRIBUTES_H_
 #define QSHARD_HOST_ATTRIBUTES_H_
 
@@ -14,13 +14,13 @@
 
 namespace qshard::host {
 
-// The attributes of one call in the form in which XLA gives them, though not sorted by name: bool,
-// int64, float32, string, and arrays of int64.
+// Attributes of one call in XLA's C layout: bool, int64, float32, string and arrays of int64.
+// Unlike XLA's, they are not sorted by name.
 class Attributes {
   static constexpr size_t kMaxAttributes = 16;
 
  public:
-  // Delegates, so that what is held is let go of where this throws.
+  // Delegates, so that the destructor releases references if this constructor throws.
   explicit Attributes(nanobind::dict attributes) : Attributes() {
     for (auto [key, value] : attributes) Add(key, value);
     for (size_t i = 0; i < size_; ++i) {
@@ -50,10 +50,10 @@ class Attributes {
   }
 
  private:
-  Attributes() {}  // `= default` would fill all of it with zeros first
+  Attributes() {}  // `= default` would zero all members first
 
   struct Entry {
-    PyObject *key, *given;  // held for the call: their text is not copied
+    PyObject *key, *given;  // owned references: their text is not copied
     XLA_FFI_ByteSpan name;
     XLA_FFI_AttrType type;
     XLA_FFI_Scalar scalar;
@@ -82,7 +82,7 @@ class Attributes {
   }
 
   void Add(nanobind::handle key, nanobind::handle value) {
-    // Not of the dict: an attribute may change it while it becomes an int.
+    // Take references first: converting a value to int may run code that changes the dict.
     if (size_ == kMaxAttributes) throw nanobind::value_error("call: too many attributes");
     Entry& entry = entries_[size_++];
     entry.key = key.inc_ref().ptr();

@@ -12,11 +12,11 @@ namespace nb = nanobind;
 namespace qshard::host {
 namespace {
 
-// The inputs, or the outputs, of one call. `Type` is the C API's enum that says that they are
-// buffers.
+// Inputs or outputs of one call. `Type` is the C API's enum for buffers.
 template <class Type>
 struct Side {
-  // The tensors are held for the call, whatever another thread does to the list of them.
+  // Copies the sequence into a tuple, which keeps tensors alive even if another thread changes the
+  // sequence.
   Side(nb::sequence given, const Use& use, Type buffer, Common* common)
       : objects(nb::steal<nb::tuple>(PySequence_Tuple(given.ptr()))),
         size(nb::len(objects)),
@@ -36,7 +36,7 @@ struct Side {
   Side(const Side&) = delete;
 
   nb::tuple objects;
-  std::vector<nb::object> owners;  // held likewise
+  std::vector<nb::object> owners;  // keep imported memory alive for the call
   size_t size;
   SmallArray<Tensor> tensors;
   SmallArray<void*> pointers;

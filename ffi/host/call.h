@@ -1,5 +1,4 @@
-// What ffi/module.cc binds: rows of ops.def, and calls of ops on tensors of any framework that
-// speaks DLPack.
+// Functions that ffi/module.cc binds: rows of ops.def, and calls of ops on DLPack tensors.
 #ifndef QSHARD_HOST_CALL_H_
 #define QSHARD_HOST_CALL_H_
 
@@ -9,20 +8,20 @@
 
 namespace qshard::host {
 
-// Runs `op` on `inputs`, writing `outputs` in place, with `attributes` (bool, int, float, str or a
-// tuple of int). A tensor that an op changes in place is in both.
+// Runs `op` on `inputs` with `attributes` (bool, int, float, str or a tuple of int), and writes
+// `outputs` in place. A tensor that an op updates in place is in both lists.
 //
-// Tensors must be C-contiguous, on one device, and hold memory: fake, meta and subclass tensors are
-// refused, and with `refuse_negated` views that torch has only marked as negated. On CUDA the work
-// is enqueued on the framework's current stream. Raises TypeError, ValueError, NotImplementedError
-// or RuntimeError.
+// Tensors must be C-contiguous, on one device, and own memory: fake, meta and wrapper-subclass
+// tensors are refused. `refuse_negated` also refuses torch views with a lazy negation bit. On CUDA
+// the work is enqueued on the framework's current stream. Raises TypeError, ValueError,
+// NotImplementedError, MemoryError or RuntimeError.
 void Call(nanobind::str op, nanobind::sequence inputs, nanobind::sequence outputs,
           nanobind::dict attributes, bool refuse_negated);
 
-// {op name: capsule} for "cpu" or "cuda".
+// Returns {op name: capsule} for "cpu" or "cuda".
 nanobind::dict Handlers(const std::string& platform);
 
-// Adds the class Row, and the function `ops`.
+// Adds class Row and function `ops` to the module.
 void DefineRows(nanobind::module_& m);
 
 }  // namespace qshard::host

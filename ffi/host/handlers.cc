@@ -1,4 +1,4 @@
-// The handlers of all ops, by platform.
+// Handlers of all ops, by platform.
 #include "host/call.h"
 #include "host/run.h"
 

@@ -13,7 +13,8 @@ namespace nb = nanobind;
 namespace qshard::host {
 namespace {
 
-// False if it is more than an int64 holds.
+// Computes the size of a buffer in bytes. Returns false if it overflows int64 or a dimension is
+// negative.
 bool Bytes(XLA_FFI_DataType dtype, const int64_t* dims, size_t rank, int64_t* bytes) {
   *bytes = SizeOf(dtype);
   for (size_t axis = 0; axis < rank; ++axis)
@@ -25,7 +26,7 @@ bool Bytes(XLA_FFI_DataType dtype, const int64_t* dims, size_t rank, int64_t* by
   throw nb::value_error((std::string("Program: ") + what).c_str());
 }
 
-// Copies a sequence: code that conversions of its items run may change the original.
+// Copies a sequence, because converting its items may run code that changes the original.
 nb::tuple ToTuple(nb::handle given) {
   nb::object copy = nb::steal(PySequence_Tuple(given.ptr()));
   if (!copy.is_valid()) nb::raise_python_error();
@@ -38,7 +39,7 @@ nb::tuple ToTuple(nb::handle given, size_t size, const char* what) {
   return copy;
 }
 
-// An int from 0 to `end` - 1.
+// Converts to an int in [0, end).
 int64_t Number(nb::handle given, int64_t end, const char* what) {
   if (!PyLong_Check(given.ptr())) Refuse(what);
   int overflow = 0;
@@ -99,9 +100,9 @@ nb::object Program::Run(nb::args inputs) const {
   if (inputs.size() != inputs_) throw nb::value_error("Program: got another number of inputs");
   const size_t count = inputs_ + makers_.size();
   Common common;
-  SmallArray<nb::object> objects(count), owners(count);  // held for the call
+  SmallArray<nb::object> objects(count), owners(count);  // keep tensors alive for the call
   SmallArray<Tensor> sources(count);
-  // Makers first: they may change the memory of a tensor that was looked at before.
+  // Call makers first: they may change the memory of an input.
   for (size_t i = 0; i < count; ++i)
     objects[i] = i < inputs_ ? nb::borrow(inputs[i]) : makers_[i - inputs_]();
   for (size_t i = 0; i < count; ++i) {
@@ -160,7 +161,7 @@ nb::object Program::Run(nb::args inputs) const {
 }
 
 void DefineProgram(nb::module_& m) {
-  nb::class_<Program>(m, "Program", "Ops that follow one another, as one call.")
+  nb::class_<Program>(m, "Program", "Back-to-back ops as one call.")
       .def(nb::init<const std::string&, size_t, nb::list, nb::list, nb::list, nb::list>(),
            nb::arg("platform"), nb::arg("inputs"), nb::arg("makers"), nb::arg("slots"),
            nb::arg("steps"), nb::arg("results"))

@@ -1,4 +1,4 @@
-// Ops that follow one another, as one call from Python.
+// Program: back-to-back ops as one call from Python.
 #ifndef QSHARD_HOST_PROGRAM_H_
 #define QSHARD_HOST_PROGRAM_H_
 
@@ -13,25 +13,29 @@
 
 namespace qshard::host {
 
-// What depends on shapes, dtypes and attributes alone is worked out when a program is made; a call
-// has only to make what it returns, and to run the handlers, which check all buffers as ever.
+// A recorded sequence of ops. Everything that depends only on shapes, dtypes and attributes is
+// computed once, when the program is built. A call only allocates its outputs and runs the
+// handlers, which still check all buffers.
 //
-// Glossary. An input is a tensor that a call is given. A maker is a callable that makes a tensor: a
-// result, or memory for what is needed between. Sources are the inputs, then what makers make. A
-// slot is what ops take and write: some bytes of a source, seen as a dtype and a shape. A program
-// holds no tensor, so it may be called from many threads, and on any stream.
+// Terms. An input is a tensor passed to a call. A maker is a callable that allocates a tensor, for
+// a result or for workspace. Sources are the inputs followed by the makers' tensors. A slot is a
+// byte range of a source, viewed with a dtype and a shape: ops read and write slots. A program
+// stores no tensors, so it may be called from several threads and on any stream.
 class Program {
  public:
-  // platform: "cpu" or "cuda".
-  // slots: (dtype name, shape, source, first byte) each.
-  // steps: (op, slots that it takes, slots that it writes, none of an input, attributes) each.
-  // results: a source each, or None.
+  // Args:
+  //   platform: "cpu" or "cuda".
+  //   inputs: number of inputs.
+  //   makers: callables without arguments.
+  //   slots: (dtype name, shape, source, first byte) each.
+  //   steps: (op, operand slots, result slots, attributes) each. Result slots must not be in an
+  //   input. results: a source each, or None.
   Program(const std::string& platform, size_t inputs, nanobind::list makers, nanobind::list slots,
           nanobind::list steps, nanobind::list results);
   Program(const Program&) = delete;
 
-  // The results, as a tuple. Inputs must have the dtypes and numbers of elements of their slots.
-  // Raises as `Call` does; then nothing that was there before is changed.
+  // Returns the results as a tuple. Inputs must have the dtypes and numbers of elements of their
+  // slots. Raises like `Call`, and then leaves the inputs unchanged.
   nanobind::object Run(nanobind::args inputs) const;
 
  private:
@@ -51,7 +55,7 @@ class Program {
   std::vector<nanobind::object> makers_;
   std::vector<Slot> slots_;
   std::vector<Op> ops_;
-  std::vector<int64_t> results_;  // -1: None
+  std::vector<int64_t> results_;  // -1 for None
   size_t buffers_ = 0;            // operands and results of all ops
   std::vector<XLA_FFI_ArgType> arg_types_;
   std::vector<XLA_FFI_RetType> ret_types_;

@@ -1,4 +1,4 @@
-// Rows of ops.def as Python sees them.
+// Python view of the rows of ops.def.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -23,8 +23,9 @@ namespace {
   throw nb::value_error(error.text().c_str());
 }
 
-// (results, axes, whole): the shape and dtype of each result; of operands, then results, the axes
-// as factors (name, size, codes a byte), major first; and whether matrices may be split.
+// Infers results and axes of a call. Returns (results, axes, whole): the shape and dtype of each
+// result, the axes of operands and then results as lists of factors (name, size, codes per byte),
+// major first, and whether matrices may be split.
 nb::tuple Match(const Row& row, const std::vector<std::vector<int64_t>>& shapes,
                 const std::vector<std::string>& dtypes, nb::dict attributes,
                 std::optional<std::string> dtype) {
@@ -43,7 +44,7 @@ nb::tuple Match(const Row& row, const std::vector<std::vector<int64_t>>& shapes,
   Binding binding(row);
   if (Error error = binding.Bind(attrs.Get(), operands)) Raise(error);
   nb::list results;
-  if (row.many) return nb::make_tuple(results, nb::list(), false);  // They are operands.
+  if (row.many) return nb::make_tuple(results, nb::list(), false);  // results are operands
   for (int i = 0; i < static_cast<int>(row.outputs.size()); ++i) {
     Dims dims;
     DataType type;
@@ -58,7 +59,7 @@ nb::tuple Match(const Row& row, const std::vector<std::vector<int64_t>>& shapes,
   return nb::make_tuple(results, axes, whole);
 }
 
-// A plain or composite axis is a tuple of factors; the others are as they are written.
+// A plain or composite axis is a tuple of factor names. Other terms are strings as written.
 nb::tuple TermsOf(const Row& row, const Operand& operand) {
   nb::list terms;
   for (const Term& t : operand.terms) {
@@ -116,11 +117,11 @@ nb::list Ops() {
 }  // namespace
 
 void DefineRows(nb::module_& m) {
-  nb::class_<Row>(m, "Row", "A row of ops.def, parsed, and the binder of its op.")
+  nb::class_<Row>(m, "Row", "A parsed row of ops.def, with the binder of its op.")
       .def(nb::init<std::string, std::string_view, std::string_view>(), nb::arg("name"),
            nb::arg("operands"), nb::arg("attributes") = "")
       .def_ro("name", &Row::name)
-      .def_ro("attribute_types", &Row::attribute_types, "The column as it is written.")
+      .def_ro("attribute_types", &Row::attribute_types, "The attribute column, as written.")
       .def_ro("many", &Row::many, "Whether the op takes lists of tensors.")
       .def_ro("splits", &Row::splits, "Whether a call may have the attribute `split`.")
       .def(
@@ -128,13 +129,14 @@ void DefineRows(nb::module_& m) {
           [](const Row& row) {
             return nb::make_tuple(OperandsOf(row, row.inputs), OperandsOf(row, row.outputs));
           },
-          "Operands, and results: (name, dtype, terms, many, optional) of each.")
+          "(operands, results), with (name, dtype, terms, many, optional) each.")
       .def_prop_ro("attributes", AttributesOf,
-                   "{name: (type, legal values or (), least, most, value if left out or None)}.")
-      .def_prop_ro("blocks", BlocksOf, "The legal (block_rows, block_cols), or () for a range.")
+                   "{name: (type, legal values or (), least, most, default or None)}.")
+      .def_prop_ro("blocks", BlocksOf,
+                   "The legal (block_rows, block_cols) pairs, or () for a range.")
       .def("match", Match, nb::arg("shapes"), nb::arg("dtypes"), nb::arg("attributes"),
            nb::arg("dtype") = nb::none());
-  m.def("ops", Ops, "The rows of ops.def, in its order: what `Row` is made of.");
+  m.def("ops", Ops, "The rows of ops.def in order, as arguments of `Row`.");
 }
 
 }  // namespace qshard::host

@@ -13,9 +13,9 @@
 
 namespace nb = nanobind;
 
-// An XLA FFI host without XLA: just enough of XLA_FFI_Api to run a handler of ours. It touches only
-// `call_frame->api`, never a global, so the two types that the C API leaves opaque are ours to
-// define.
+// An XLA FFI host without XLA: the part of XLA_FFI_Api that our handlers use. Handlers reach it
+// only through `call_frame->api`, never through a global, so we may define the two types that the C
+// API leaves opaque.
 struct XLA_FFI_Error {
   XLA_FFI_Error_Code code;
   std::string message;
@@ -28,7 +28,7 @@ struct XLA_FFI_ExecutionContext {
 namespace qshard::host {
 namespace {
 
-// Stands for an error that could not be allocated.
+// Returned when an error cannot be allocated.
 XLA_FFI_Error no_memory{XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "call: no memory is left"};
 
 void Destroy(XLA_FFI_Error* error) {
@@ -57,7 +57,7 @@ XLA_FFI_Error* GetNumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
   return nullptr;
 }
 
-// What handlers of ours call, and nothing else.
+// The API functions that our handlers call. All others are null.
 const XLA_FFI_Api* Api() {
   static const XLA_FFI_Api api = [] {
     XLA_FFI_Api a{};
@@ -74,7 +74,7 @@ const XLA_FFI_Api* Api() {
   return &api;
 }
 
-// Makes the device of the tensors the current one, as XLA does before it calls a handler.
+// Makes the tensors' device current for a scope, as XLA does before it calls a handler.
 class ScopedDevice {
  public:
   ScopedDevice(const ScopedDevice&) = delete;
@@ -87,7 +87,7 @@ class ScopedDevice {
       changed_ = error == cudaSuccess;
     }
     if (error == cudaSuccess) return;
-    (void)cudaGetLastError();  // Clears the error: the next caller of CUDA did not cause it.
+    (void)cudaGetLastError();  // the next CUDA call must not report this error
     error_ = cudaGetErrorString(error);
   }
   ~ScopedDevice() {
@@ -116,8 +116,8 @@ class ScopedDevice {
   throw std::runtime_error(error->message);
 }
 
-constexpr double kSmall = 1024;    // numbers whose handling is the work of microseconds
-constexpr double kShared = 16384;  // what more than one thread may share
+constexpr double kSmall = 1024;    // below: a call takes microseconds
+constexpr double kShared = 16384;  // above: kernels may use several threads
 PyObject* get_num_threads = nullptr;
 
 XLA_FFI_Error* RunAll(XLA_FFI_ExecutionContext* context, const Step* steps, size_t count) {
@@ -170,7 +170,7 @@ void Run(const Common& common, const Step* steps, size_t count) {
   XLA_FFI_Error* error = nullptr;
   const char* no_device = nullptr;
   if (device.device_type == kDLCPU && common.numbers < kSmall) {
-    error = RunAll(&context, steps, count);  // To let go of the lock would take longer.
+    error = RunAll(&context, steps, count);  // releasing the GIL would take longer
   } else {
     nb::gil_scoped_release unlocked;
     const ScopedDevice current(device);

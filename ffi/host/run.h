@@ -1,4 +1,4 @@
-// Runs handlers on tensors of a framework: on the device they share, in a call frame.
+// Runs handlers on a framework's tensors, on their device.
 #ifndef QSHARD_HOST_RUN_H_
 #define QSHARD_HOST_RUN_H_
 
@@ -11,17 +11,17 @@
 
 namespace qshard::host {
 
-// What the tensors of a call have in common.
+// Properties shared by the tensors of a call.
 struct Common {
   DLDevice device{kDLCPU, 0};
-  nanobind::handle any;  // one of them
-  double numbers = 0;    // in all
+  nanobind::handle any;  // one of the tensors
+  double numbers = 0;    // elements of all tensors
 
-  // Raises ValueError if `tensor` is on another device than those before it.
+  // Raises ValueError if `tensor` is on another device than earlier tensors.
   void Add(nanobind::handle object, const Tensor& tensor);
 };
 
-// A handler to be called: a call frame but for what all handlers of a call share.
+// One handler invocation: the per-handler part of XLA_FFI_CallFrame.
 struct Step {
   XLA_FFI_Handler* handler;
   XLA_FFI_Args args;
@@ -29,14 +29,14 @@ struct Step {
   XLA_FFI_Attrs attrs;
 };
 
-// The handler of an op for the device of some tensors. Raises ValueError or NotImplementedError.
+// Returns the handler of an op for `device`. Raises ValueError or NotImplementedError.
 XLA_FFI_Handler* HandlerOf(nanobind::str op, const DLDevice& device);
 
-// Calls `steps` one after another: on CUDA they are enqueued on the framework's current stream. The
-// first that fails ends it, and raises.
+// Calls `steps` in order. On CUDA they are enqueued on the framework's current stream. Stops and
+// raises at the first failure.
 void Run(const Common& common, const Step* steps, size_t count);
 
-// Before a large call, FollowNumThreads of what `framework` returns.
+// Before each large CPU call, passes the result of `framework` to FollowNumThreads.
 void FollowThreadsOf(nanobind::callable framework);
 
 }  // namespace qshard::host

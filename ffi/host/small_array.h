@@ -7,7 +7,8 @@
 
 namespace qshard::host {
 
-// An array that does not allocate while it is short.
+// Fixed-size array that allocates only if it has more than kShort elements. Elements are
+// uninitialized.
 template <class T>
 class SmallArray {
  public:

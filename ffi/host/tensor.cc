@@ -18,7 +18,7 @@ struct Entry {
   uint8_t code, bits;
   XLA_FFI_DataType dtype;
 };
-// What ops take most often comes first.
+// Most frequent dtypes first.
 constexpr Entry kDtypes[] = {
     {kDLFloat, 32, XLA_FFI_DataType_F32},
     {kDLUInt, 8, XLA_FFI_DataType_U8},
@@ -39,7 +39,7 @@ constexpr Entry kDtypes[] = {
 };
 
 XLA_FFI_DataType ToXla(DLDataType t) {
-  // torch's float4_e2m1fn_x2 is a byte that holds two codes.
+  // torch's float4_e2m1fn_x2 is one byte with two codes.
   if (t.code == kDLFloat4_e2m1fn && t.lanes == 2) return XLA_FFI_DataType_U8;
   for (const Entry& e : kDtypes)
     if (e.code == t.code && e.bits == t.bits && t.lanes == 1) return e.dtype;
@@ -53,7 +53,7 @@ std::string Name(nb::handle object, const Use& use, size_t index) {
 
 bool IsContiguous(const DLTensor& t) {
   if (t.strides == nullptr) return true;
-  // Strides of an empty tensor are anything: numpy, and torch on its memory, have 0.
+  // An empty tensor may have any strides: numpy gives 0, and so does torch on numpy's memory.
   if (std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim) return true;
   int64_t expected = 1;
   for (int i = t.ndim - 1; i >= 0; --i) {
@@ -88,8 +88,8 @@ void Fill(const DLTensor& t, nb::handle object, const Use& use, size_t index, Te
   tensor.device = t.device;
 }
 
-// Through nanobind: numpy arrays and any object with __dlpack__. The ndarray must live as long as
-// the buffer.
+// Imports through nanobind: numpy arrays and any object with __dlpack__. Returns the owner, which
+// must outlive the buffer.
 template <class... Access>
 nb::object ImportSlow(nb::handle object, const Use& use, size_t index, Tensor& tensor) {
   using Array = nb::ndarray<Access...>;
@@ -106,7 +106,7 @@ nb::object ImportSlow(nb::handle object, const Use& use, size_t index, Tensor& t
   return nb::capsule(owner.release(), [](void* p) noexcept { delete static_cast<Array*>(p); });
 }
 
-// A method of `type` without arguments, as the function in C that it is.
+// Returns the C function of a method of `type` without arguments, or null.
 PyCFunction MethodOf(PyTypeObject* type, const char* name) {
   const nb::object method =
       nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), name, nb::none());
@@ -125,15 +125,15 @@ void CheckNotNegated(PyCFunction is_neg, nb::handle object, const Use& use, size
             .c_str());
 }
 
-// Whether the module that has its type begins so.
+// Returns true if the module of the object's type starts with `package`.
 bool IsOf(const char* package, nb::handle object) {
   const nb::object module = nb::getattr(object.type(), "__module__", nb::none());
   return nb::isinstance<nb::str>(module) &&
          std::string_view(nb::borrow<nb::str>(module).c_str()).rfind(package, 0) == 0;
 }
 
-// The dtype of an array of NumPy that NumPy cannot export, as those of ml_dtypes, by its name.
-// INVALID for all else.
+// Returns the dtype of a numpy array that numpy cannot export, such as ml_dtypes', by name. INVALID
+// for anything else.
 DataType UnknownToNumpy(nb::handle object) {
   if (!IsOf("numpy", object)) return XLA_FFI_DataType_INVALID;
   const nb::object given = object.attr("dtype");
@@ -145,8 +145,8 @@ DataType UnknownToNumpy(nb::handle object) {
 }  // namespace
 
 Framework FrameworkOf(PyTypeObject* type) {
-  // Under the GIL. A few types are remembered, and kept alive so that no other can take their
-  // place.
+  // Called under the GIL. Caches a few types, and keeps them alive so that no new type reuses their
+  // address.
   struct Known {
     PyTypeObject* type;
     Framework framework;
@@ -185,7 +185,7 @@ nb::object Import(nb::handle object, const Use& use, size_t index, Tensor& tenso
       CheckNotNegated(framework.is_neg, object, use, index);
     return {};
   }
-  // Arrays of JAX are immutable, and may share memory with others.
+  // JAX arrays are immutable and may share memory.
   if (use.writable && IsOf("jax", object))
     throw nb::type_error(
         (Name(object, use, index) +

@@ -1,4 +1,4 @@
-// A framework's tensor as an XLA_FFI_Buffer.
+// Imports a framework's tensor as an XLA_FFI_Buffer.
 #ifndef QSHARD_HOST_TENSOR_H_
 #define QSHARD_HOST_TENSOR_H_
 
@@ -9,10 +9,10 @@
 
 namespace qshard::host {
 
-// What the framework of a type of tensors offers in C; null for what it lacks.
+// C functions that a framework offers for a tensor type, or null.
 struct Framework {
   const DLPackExchangeAPI* api;
-  PyCFunction is_neg;  // torch's: whether the memory has other signs than the tensor
+  PyCFunction is_neg;  // torch: returns whether the negation bit is set
 };
 Framework FrameworkOf(PyTypeObject* type);
 
@@ -22,15 +22,15 @@ struct Tensor {
   DLDevice device;
 };
 
-// What a call does with its tensors.
+// How a call uses its tensors.
 struct Use {
-  const char* role;  // names them in errors ("input")
+  const char* role;  // name in errors, such as "input"
   bool writable;
-  bool refuse_negated;  // floats alone: torch negates no others
+  bool refuse_negated;  // for floats only: torch negates no other dtype lazily
 };
 
-// Fills `tensor` from a Python object, number `index` of its role. Returns what the memory needs to
-// be held, if the fall-back path made it.
+// Fills `tensor` from a Python object, which is number `index` of its role. Returns the owner of
+// the memory if the slow path imported it, else an invalid object.
 nanobind::object Import(nanobind::handle object, const Use& use, size_t index, Tensor& tensor);
 
 }  // namespace qshard::host

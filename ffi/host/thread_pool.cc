@@ -18,16 +18,16 @@
 namespace qshard::host {
 namespace {
 
-// A positive number from the environment, or 0.
+// Returns a positive number from the environment, or 0.
 int64_t FromEnvironment(const char* name) {
   const char* text = std::getenv(name);
   return text == nullptr ? 0 : std::max<int64_t>(0, std::strtoll(text, nullptr, 10));
 }
 
-// The cores that the quota of a container amounts to, or 0 for no quota.
+// Returns the cores that the container's CPU quota allows, or 0 without a quota.
 int64_t QuotaCores() {
   double quota = 0, period = 0;
-  if (std::ifstream v2("/sys/fs/cgroup/cpu.max"); v2 >> quota >> period) {  // else "max", or none
+  if (std::ifstream v2("/sys/fs/cgroup/cpu.max"); v2 >> quota >> period) {  // fails for "max"
     return quota > 0 && period > 0 ? static_cast<int64_t>(std::ceil(quota / period)) : 0;
   }
   std::ifstream quota_file("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
@@ -36,7 +36,7 @@ int64_t QuotaCores() {
   return static_cast<int64_t>(std::ceil(quota / period));
 }
 
-// OMP_NUM_THREADS; or the cores that this process may use, which the ranks of a host share.
+// Returns OMP_NUM_THREADS, or the cores available to this process divided by the ranks on the host.
 int64_t DefaultThreads() {
   if (const int64_t n = FromEnvironment("OMP_NUM_THREADS"); n > 0) return n;
   int64_t cores = std::max(1u, std::thread::hardware_concurrency());
@@ -56,7 +56,7 @@ struct Task {
 
 class Pool {
  public:
-  // Returns false if it cannot start a thread, or store the task.
+  // Returns false if no thread could start or the task could not be stored.
   bool Push(Task task, int64_t threads) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -65,7 +65,7 @@ class Pool {
           std::thread([this] { Loop(); }).detach();
           ++started_;
         }
-      } catch (const std::exception&) {  // The threads that have started do the work.
+      } catch (const std::exception&) {  // threads that did start do the work
       }
       if (started_ == 0) return false;
       try {
@@ -100,9 +100,9 @@ class Pool {
   int64_t started_ = 0, idle_ = 0;
 };
 
-// Never destroyed: its threads may outlive main. A forked child has the pool's memory but none of
-// its threads, maybe with the lock held, so it takes a new one.
-// Null if its allocation failed.
+// Never destroyed, because its threads may outlive main. After a fork the child has the pool's
+// memory but none of its threads, and the lock may be taken, so the child allocates a new pool.
+// Null if that allocation failed.
 std::atomic<Pool*> pool{nullptr};
 std::atomic<int64_t> num_threads{0};
 std::atomic<bool> is_set{false};
@@ -115,8 +115,8 @@ void RenewPool() {
   }
 }
 
-// Runs at load. A static of a function has a guard, which a child never gets back if its parent
-// forks while another thread holds it.
+// Runs at load time. A function-local static has a guard, which stays locked in a child if the
+// parent forks while another thread holds it.
 const bool registered [[maybe_unused]] = [] {
   RenewPool();
   return pthread_atfork(nullptr, nullptr, RenewPool) == 0;

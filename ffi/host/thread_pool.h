@@ -1,4 +1,4 @@
-// The pool that handlers run on when there is no XLA to lend one.
+// Thread pool for CPU handlers that are called without XLA.
 #ifndef QSHARD_HOST_THREAD_POOL_H_
 #define QSHARD_HOST_THREAD_POOL_H_
 
@@ -6,20 +6,19 @@
 
 namespace qshard::host {
 
-// Threads a kernel may use, the caller's included. At first OMP_NUM_THREADS; without it the cores
-// that affinity and the quota of the container leave, shared by the LOCAL_WORLD_SIZE ranks of a
-// host.
+// Returns the number of threads a kernel may use, including the caller's. The default is
+// OMP_NUM_THREADS. Without it, it is the cores left by CPU affinity and container quota, divided by
+// LOCAL_WORLD_SIZE.
 int64_t NumThreads();
 
-// n > 0. Takes effect for the next call; threads already started are kept.
+// Sets the number of threads, n > 0, from the next call on. Threads already started stay.
 void SetNumThreads(int64_t n);
 
-// The same, unless SetNumThreads was called: the number that the framework of the tensors uses.
+// Sets the number of threads to the framework's, unless SetNumThreads was called.
 void FollowNumThreads(int64_t n);
 
-// Runs task(data), which must not throw, on some thread of the pool, soon; or at once on this
-// thread, if no thread can start or an allocation fails. After a fork the child starts threads of
-// its own.
+// Runs task(data) soon on a thread of the pool, or at once on this thread if no thread can start or
+// an allocation fails. The task must not throw. A forked child starts its own threads.
 void Schedule(void (*task)(void*), void* data) noexcept;
 
 }  // namespace qshard::host

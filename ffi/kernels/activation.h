@@ -1,4 +1,4 @@
-// What stands between matrix products, with the amaxes of what is quantized next: SwiGLU, RMSNorm.
+// Launchers of SwiGLU and RMSNorm, with the amax that the next quantization needs.
 #ifndef QSHARD_KERNELS_ACTIVATION_H_
 #define QSHARD_KERNELS_ACTIVATION_H_
 
@@ -12,24 +12,23 @@ namespace qshard::kernels {
 QSHARD_LAUNCHER_TEMPLATE((class In), SwiGluForward, const In* gate, const In* up, int64_t runs,
                          int64_t length, In* h, float* amax);
 
-// d_gate and d_up, of the gradient of h, and the amax of each run of either.
+// Gradients d_gate and d_up for the gradient of h, and the amax of each run of both.
 QSHARD_LAUNCHER_TEMPLATE((class In), SwiGluBackward, const In* gate, const In* up, const In* grad,
                          int64_t runs, int64_t length, In* d_gate, In* d_up, float* amax_gate,
                          float* amax_up);
 
-// data_t[i, m] = Encode<Code>(h[m, i] * *scale), of h [rows, cols] as SwiGluForward makes it.
+// data_t[i, m] = Encode<Code>(h[m, i] * *scale), for the h [rows, cols] of SwiGluForward.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code), SwiGluCastTransposed, const In* gate, const In* up,
                          const float* scale, int64_t rows, int64_t cols, uint8_t* data_t);
 
-// Matrices [runs, rows, cols], each with weights of its own [runs, cols]: rstd = RmsInverse of a
-// row, y[r, m, i] = Narrow<In>(RmsNorm(x[r, m, i], rstd[r, m], weight[r, i])), and the amax of
-// each.
+// RMSNorm of matrices [runs, rows, cols], with weights [runs, cols]: rstd = RmsInverse of a row,
+// y[r, m, i] = Narrow<In>(RmsNorm(x[r, m, i], rstd[r, m], weight[r, i])), and the amax of each run.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Weight), RmsNormForward, const In* x,
                          const Weight* weight, int64_t runs, int64_t rows, int64_t cols, float eps,
                          In* y, float* rstd, float* amax);
 
-// Of the gradient of y [runs, rows, cols]: dx, and that of the weights, of which parts
-// [runs, ceil(rows / kSumRows), cols] come first.
+// Gradients dx and dweight for the gradient of y [runs, rows, cols]. `parts` receives partial sums
+// of dweight first, [runs, ceil(rows / kSumRows), cols].
 QSHARD_LAUNCHER_TEMPLATE((class In, class Weight), RmsNormBackward, const In* x,
                          const Weight* weight, const float* rstd, const In* grad, int64_t runs,
                          int64_t rows, int64_t cols, In* dx, float* parts, float* dweight);

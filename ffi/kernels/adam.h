@@ -6,8 +6,8 @@
 
 namespace qshard::kernels {
 
-// The first three are the types of parameters and gradients; states may be any. States in fewer
-// bits than a bfloat16's range needs (float16 and FP8) are codes with a scale for each block.
+// Dtypes of the Adam kernel. Parameters and gradients have one of the first three, states any.
+// States with less range than bfloat16 (float16 and FP8) are codes with a scale per block.
 enum AdamType { kAdamFloat32, kAdamBFloat16, kAdamFloat16, kAdamE4M3, kAdamE5M2, kNumAdamTypes };
 constexpr int kNumAdamFloats = kAdamE4M3;
 
@@ -16,28 +16,28 @@ constexpr int SizeOf(AdamType type) {
 }
 constexpr bool IsScaled(AdamType type) { return type >= kAdamFloat16; }
 
-// What a parameter lacks of its fp32 value: nothing kept; the lower half of it, beside a bfloat16;
-// or all of it.
+// Bits of the fp32 parameter that are stored beside `param`: none, the lower half beside a
+// bfloat16, or the whole fp32 master.
 enum class AdamLow { kNone, kRemainder, kMaster };
 
 struct AdamKinds {
   AdamType param, grad, exp_avg, exp_avg_sq;
   AdamLow low;
   Decay decay;
-  // In place of the new parameter, as float32 what is to be added to it: -lr * u; with a master,
-  // the new parameter less the old one.
+  // If true, the first output is the float32 change to add to the parameter: -lr * u, or with a
+  // master the new rounded parameter minus the old one.
   bool update;
 
   bool scaled() const { return IsScaled(exp_avg) || IsScaled(exp_avg_sq); }
-  // Whether `param` itself is read. The row of adam says whether a call has one.
+  // Whether the step reads `param`. The op's row decides whether a call passes one.
   QSHARD_INLINE bool reads_param() const {
     return low == AdamLow::kMaster ? update : !update || decay != Decay::kNone;
   }
 };
 
-// One tensor of rows x cols elements. Each kAdamBlock elements of a row, and the rest of it, are a
-// block, and have one of the scales. An output is the input of its name or overlaps no input; what
-// the kinds leave out is not looked at.
+// One tensor of rows x cols elements. Each kAdamBlock elements of a row, or the rest of it, form a
+// block with one scale per state. An output either is the input of its name or overlaps no input.
+// Pointers that the kinds do not use are ignored.
 struct AdamTensor {
   struct State {
     const void* data;
@@ -54,12 +54,12 @@ struct AdamTensor {
   int64_t rows, cols;
 };
 
-// constants[i] = those of a tensor whose step, counted from 1, is step[i], with settings
-// hyper[i / run].
+// Computes constants[i] for a tensor at step step[i], counted from 1, with settings hyper[i / run].
 QSHARD_LAUNCHER(AdamConstantsOf, const float* step, int64_t n, const float* hyper, int64_t run,
                 float* constants);
 
-// A step of `count` tensors, tensor i by row i of `constants`. `tensors` is in host memory.
+// Runs one step of `count` tensors, tensor i with row i of `constants`. `tensors` is in host
+// memory.
 QSHARD_LAUNCHER(Adam, const AdamTensor* tensors, int64_t count, const AdamKinds& kinds,
                 const float* constants);
 

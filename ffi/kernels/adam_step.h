@@ -1,5 +1,5 @@
-// A step of Adam for some elements of one block. The kinds choose which operands it reads and
-// stores.
+// One Adam step for some elements of one block, shared by CPU and CUDA. The kinds decide which
+// operands are read and stored.
 #ifndef QSHARD_KERNELS_ADAM_STEP_H_
 #define QSHARD_KERNELS_ADAM_STEP_H_
 
@@ -13,13 +13,13 @@
 
 namespace qshard::kernels {
 
-// The elements of operands, in registers or in memory.
+// Elements of each operand, in registers or in memory.
 template <class Stored>
 struct AdamStored {
   Stored param, low, grad, exp_avg, exp_avg_sq;
 };
 
-// The inverse scales of the states of a block; 1 where they have none.
+// Inverse scales of the states of a block; 1 for states without scales.
 struct AdamScales {
   float exp_avg = 1.0f, exp_avg_sq = 1.0f;
 };
@@ -38,10 +38,10 @@ QSHARD_STEP_INLINE void StoreScales(const AdamTensor& t, const AdamKinds& kinds,
   if (IsScaled(kinds.exp_avg_sq)) t.new_exp_avg_sq.scale_inv[block] = s.exp_avg_sq;
 }
 
-// Elements are the platform's part: Count() of them, at most kCount. Widen gives values; Narrow
-// rounds them to a type; Store stores them. Decode and Encode do so for states, Join and
-// StoreHalves for bfloat16s with remainders. Step updates p, m and v, and sets u to old p - new p.
-// Replaces the scales by the new ones.
+// Runs a step on Count() elements, at most kCount, and replaces `scales` by the new ones.
+// `Elements` is the platform's part. Widen gives values, Narrow rounds them to a type, Store stores
+// them. Decode and Encode do the same for states, Join and StoreHalves for a bfloat16 with a
+// remainder. Step updates p, m and v, and sets u to old p - new p.
 template <class Elements, class Stored>
 QSHARD_STEP_INLINE void StepElements(const Elements& e, const AdamKinds& kinds,
                                      const AdamConstants& c, const AdamTensor& t,

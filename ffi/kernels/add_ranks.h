@@ -5,8 +5,8 @@
 
 namespace qshard::kernels {
 
-// total[i] = before[i] + (parts[0, i] + parts[1, i] + ...), added in this order, of parts [ranks,
-// length]; `before` may be total, or null for nothing. NaN is the canonical one.
+// total[i] = before[i] + (parts[0, i] + parts[1, i] + ...), added in this order, for parts [ranks,
+// length]. `before` may be `total`, or null for 0. Any NaN gives the canonical NaN.
 QSHARD_LAUNCHER_TEMPLATE((class In), AddRanks, const In* parts, int64_t ranks, int64_t length,
                          const float* before, float* total);
 

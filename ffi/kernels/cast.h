@@ -1,4 +1,4 @@
-// Tensors that have one scale or amax, or one for each contiguous run of elements.
+// Launchers for tensors with one scale or amax, or one per contiguous run of elements.
 #ifndef QSHARD_KERNELS_CAST_H_
 #define QSHARD_KERNELS_CAST_H_
 
@@ -7,34 +7,35 @@
 
 namespace qshard::kernels {
 
-// amax[r] = max |x| over run r of x [runs, length], as a maximum over the bit patterns of |x|: NaN
-// propagates, as kNanBits; the result does not depend on the order. An empty run has amax 0.
+// amax[r] = max |x| over run r of x [runs, length], as a maximum over the bit patterns of |x|. NaN
+// propagates as kNanBits. The result does not depend on the order. An empty run has amax 0.
 QSHARD_LAUNCHER_TEMPLATE((class In), Amax, const In* x, int64_t runs, int64_t length, float* amax);
 
-// x[i] * scale[i / length]; products are ShownProducts if infinities are to show. Delayed scaling
-// also records amaxes, Amax of x [runs, length], from the same read; has ScaleOrFirst of scale and
-// amax in place of scale; and gives the inverses.
+// A tensor with scales: element i is x[i] * scale[i / length], or a ShownProduct with
+// Nonfinite::kNan. Delayed scaling (runs > 0) also records the amax of each run in the same read,
+// replaces scale by ScaleOrFirst of scale and amax, and stores the inverse scales.
 template <class In>
 struct Scaled {
   const In* x;
   const float* scale;
   int64_t length;
   Nonfinite nonfinite = Nonfinite::kSaturate;
-  int64_t runs = 0;  // of delayed scaling; else 0
+  int64_t runs = 0;  // for delayed scaling, else 0
   float target = 0.0f;
   float *amax = nullptr, *scale_inv = nullptr;
 };
 
-// What a cast on CUDA, of delayed scaling, comes after: amaxes of 0, to be raised, or, of runs
-// whose scale is 0, as they are; and scale_inv.
+// Prepares a cast of delayed scaling on CUDA. Sets amaxes to 0 for the cast to raise, or to the
+// final amax for runs with scale 0, and sets scale_inv.
 template <class In>
 Status BeginDelayed(const Exec<Cuda>& exec, const Scaled<In>& x);
 
-// data[i] = Encode<Code>(element i of x), of n elements.
+// data[i] = Encode<Code>(element i of x), for n elements.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code), Cast, const Scaled<In>& x, int64_t n,
                          uint8_t* data);
 
-// The same, and data_t[b, j, i] = data[b, i, j], for `batch` matrices of [rows, cols].
+// Cast that also stores the transpose data_t[b, j, i] = data[b, i, j], for `batch` matrices [rows,
+// cols].
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastTranspose, const Scaled<In>& x, int64_t batch,
                          int64_t rows, int64_t cols, uint8_t* data, uint8_t* data_t);
 
@@ -42,7 +43,7 @@ QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastTranspose, const Scaled<In>
 QSHARD_LAUNCHER_TEMPLATE((class Code, class Out), Dequantize, const uint8_t* data,
                          const float* scale_inv, int64_t runs, int64_t length, Out* x);
 
-// One code a byte, no scale: codes[i] = Encode<Code>(x[i]) (E8M0: rounded up), x[i] =
+// codes[i] = Encode<Code>(x[i]), one code a byte without a scale (E8M0 rounds up), and x[i] =
 // Decode<Code>(codes[i]).
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code), EncodeElements, const In* x, int64_t n,
                          uint8_t* codes);

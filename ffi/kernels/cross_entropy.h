@@ -1,4 +1,4 @@
-// Cross entropy of rows of logits: core/cross_entropy.h for many.
+// Launchers of cross entropy over rows of logits (core/cross_entropy.h).
 #ifndef QSHARD_KERNELS_CROSS_ENTROPY_H_
 #define QSHARD_KERNELS_CROSS_ENTROPY_H_
 
@@ -7,15 +7,16 @@
 
 namespace qshard::kernels {
 
-// Logits [rows, cols], those of classes [first, first + cols). stats [rows, 4].
+// Computes stats [rows, 4] of logits [rows, cols], which have the classes [first, first + cols).
 QSHARD_LAUNCHER_TEMPLATE((class In), CrossEntropyStats, const In* logits, const int32_t* labels,
                          int64_t rows, int64_t cols, int64_t first, bool total, float* stats);
 
-// stats [rows, parts, 4].
+// Computes loss and lse of each row from stats [rows, parts, 4].
 QSHARD_LAUNCHER(CrossEntropy, const float* stats, const int32_t* labels, int64_t rows,
                 int64_t parts, const CrossEntropyRule& rule, float* loss, float* lse);
 
-// `grad` is that of the loss; `d` may be `logits`.
+// Computes the gradient d of the logits for the gradient `grad` of each row's loss. `d` may alias
+// `logits`.
 QSHARD_LAUNCHER_TEMPLATE((class In), CrossEntropyBackward, const In* logits, const int32_t* labels,
                          const float* lse, const float* grad, int64_t rows, int64_t cols,
                          int64_t first, const CrossEntropyRule& rule, In* d);

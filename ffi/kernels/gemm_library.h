@@ -1,4 +1,4 @@
-// Which library GEMMs on a GPU come from. In CUDA builds alone.
+// The cuBLASLt library that GEMMs use. In CUDA builds only.
 #ifndef QSHARD_KERNELS_GEMM_LIBRARY_H_
 #define QSHARD_KERNELS_GEMM_LIBRARY_H_
 
@@ -8,13 +8,13 @@
 
 namespace qshard::kernels {
 
-// Where to look for cuBLASLt if neither the process nor the loader has it: files, the best first.
+// Sets cuBLASLt files to try, best first, if neither the process nor the loader has the library.
 void SetGemmLibraryPaths(std::vector<std::string> paths);
 
-// Of cuBLASLt, 130400 being 13.4.0; 0 where there is none.
+// Returns the version of cuBLASLt, such as 130400 for 13.4.0, or 0 if it is missing.
 int64_t GemmLibraryVersion();
 
-// Lookups of plans, and of algorithms that no bucket had.
+// Hits and misses of the plan cache, and heuristic searches for algorithms.
 struct GemmCounts {
   int64_t hits, misses, searches;
 };

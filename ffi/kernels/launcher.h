@@ -1,4 +1,5 @@
-// A launcher is declared once for all platforms; each of kernels/<platform> defines it for its own.
+// Declares launchers: functions with one signature for all platforms, defined in
+// kernels/<platform>.
 #ifndef QSHARD_KERNELS_LAUNCHER_H_
 #define QSHARD_KERNELS_LAUNCHER_H_
 
@@ -9,8 +10,8 @@
   Status Name(const Exec<Cpu>& exec, __VA_ARGS__); \
   Status Name(const Exec<Cuda>& exec, __VA_ARGS__)
 
-// A template of launchers: `Types` are its parameters, in parentheses. Name##Launcher is the type
-// of one, for QSHARD_INSTANTIATE_FOR.
+// Declares a template of launchers with parameters `Types`, in parentheses. Name##Launcher is its
+// function type, for QSHARD_INSTANTIATE_FOR.
 #define QSHARD_LAUNCHER_TEMPLATE(Types, Name, ...)            \
   template <QSHARD_WITHOUT_PARENTHESES Types>                 \
   Status Name(const Exec<Cpu>& exec, __VA_ARGS__);            \
@@ -21,7 +22,7 @@
 
 #define QSHARD_WITHOUT_PARENTHESES(...) __VA_ARGS__
 
-// Instantiates one, as in QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, Amax).
+// Instantiates a launcher, as in QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, Amax).
 #define QSHARD_INSTANTIATE_FOR(Platform, Name, ...) \
   template Name##Launcher<Platform, __VA_ARGS__> Name<__VA_ARGS__>;
 

@@ -1,5 +1,5 @@
-// Quantizing in blocks with one read of x: amax of a block, scale, codes. The bits are those of the
-// steps one by one (block_cast.h, block_scale.h).
+// Launchers of fused block quantization: amax, scale and codes of blocks in one read of x, with the
+// bits of the separate steps (block_cast.h, block_scale.h).
 #ifndef QSHARD_KERNELS_QUANTIZE_BLOCK_H_
 #define QSHARD_KERNELS_QUANTIZE_BLOCK_H_
 
@@ -10,8 +10,8 @@ namespace qshard::kernels {
 
 // --- one set of blocks ---
 
-// Where the codes and scales go, null for what is not wanted. `_t`: stored transposed, each matrix
-// for itself: data_t [batch, cols, rows], scale_inv_t [batch, GridCols, GridRows].
+// Output pointers, null for outputs that are not requested. `_t` outputs are stored transposed,
+// matrix by matrix: data_t [batch, cols, rows], scale_inv_t [batch, GridCols, GridRows].
 template <class StoredType>
 struct BlockPlane {
   uint8_t* data = nullptr;
@@ -20,14 +20,14 @@ struct BlockPlane {
   StoredType* scale_inv_t = nullptr;
 };
 
-// Of x, which is `blocks`: scale_inv[block] is that of the amax of the block, and data[i] =
+// Quantizes x, laid out as `blocks`: scale_inv[block] from the block's amax, and data[i] =
 // Encode<Code>(x[i] * scale of the block of i).
 //
-// Code is of 8 bits with FloatScales, any element with E8M0Scales, and E2M1 with Nvfp4Scales.
-// Blocks of any size, cut at the edges. 4-bit codes are packed two a byte along the rows of data
-// and of data_t, the even one in the low nibble; then cols is even if there is data, rows if there
-// is data_t, and a side of a block is 1, or even and at most kMaxPackedSide. No pointer need be
-// aligned beyond its own type.
+// Code is an 8-bit element with FloatScales, any element with E8M0Scales, and E2M1 with
+// Nvfp4Scales. Blocks may have any size and may be partial at the edges. 4-bit codes are packed two
+// to a byte along the rows of data and data_t, the even one in the low nibble. Then cols must be
+// even for data and rows for data_t, and a side of a block must be 1, or even and at most
+// kMaxPackedSide. Pointers need no more alignment than their type.
 constexpr int64_t kMaxPackedSide = 256;
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code, class Scales), QuantizeBlock, const In* x,
                          const Scales& scales, const Blocks& blocks,
@@ -35,39 +35,39 @@ QSHARD_LAUNCHER_TEMPLATE((class In, class Code, class Scales), QuantizeBlock, co
 
 // --- two sets of blocks, along rows and along columns ---
 
-// Neither plane is null.
+// Output pointers of two planes, none null.
 template <class StoredType>
 struct BothPlanes {
   uint8_t* data;  // of blocks 1 x block_cols
   StoredType* scale_inv;
   uint8_t* second_data;  // of blocks block_rows x 1
   StoredType* second_scale_inv;
-  bool second_transposed;  // how both of second are stored, as in BlockPlane
+  bool second_transposed;  // whether the second plane is stored transposed
 };
 
-// QuantizeBlock of x in blocks 1 x blocks.block_cols and in blocks blocks.block_rows x 1.
+// Runs QuantizeBlock on x in blocks 1 x blocks.block_cols and in blocks blocks.block_rows x 1.
 //
-// Nvfp4Scales: `run` is some whole matrices of blocks, as many of either set; E2M1 is packed along
-// the rows of each plane as it is stored.
+// For Nvfp4Scales, `run` must cover whole matrices of blocks, equally many of either set. E2M1 is
+// packed along the rows of each plane as stored.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code, class Scales), QuantizeBlockBoth, const In* x,
                          const Scales& scales, const Blocks& blocks,
                          const BothPlanes<typename Scales::Stored>& out);
 
-// --- NVFP4, rotated or rounded at random ---
+// --- NVFP4 with Hadamard transform or stochastic rounding ---
 
 struct Nvfp4Options {
-  bool hadamard = false;           // blocks along columns are of Hadamard(x) (hadamard.h)
-  const Places* places = nullptr;  // with it, codes are those of CastBlockStochastic
+  bool hadamard = false;           // transform blocks along columns first (hadamard.h)
+  const Places* places = nullptr;  // if set, round as in CastBlockStochastic
 };
 
-// QuantizeBlock to E2M1. Blocks are 1 x 16, 16 x 1 or 16 x 16, and whole; with `hadamard` they are
-// 16 x 1, and with either option `out` has one plane.
+// QuantizeBlock to E2M1, in whole blocks of 1 x 16, 16 x 1 or 16 x 16. With `hadamard` they must be
+// 16 x 1, and with either option `out` must have one plane.
 QSHARD_LAUNCHER_TEMPLATE((class In), QuantizeNvfp4, const In* x, const Nvfp4Scales& scales,
                          const Nvfp4Options& options, const Blocks& blocks,
                          const BlockPlane<uint8_t>& out);
 
-// QuantizeBlockBoth to E2M1, of whole blocks 16 x 16, which are those of `places`. The transposed
-// plane has scales of its own.
+// QuantizeBlockBoth to E2M1, in whole blocks of 16 x 16, which `places` also refers to. The
+// transposed plane has its own scales.
 QSHARD_LAUNCHER_TEMPLATE((class In), QuantizeNvfp4Both, const In* x, const Nvfp4Scales& scales,
                          const Nvfp4Scales& second_scales, const Nvfp4Options& options,
                          const Blocks& blocks, const BothPlanes<uint8_t>& out);

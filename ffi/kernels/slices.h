@@ -4,20 +4,21 @@
 #include "core/slices.h"
 #include "kernels/launcher.h"
 
-// Quantizing flat slices of n weights at once. `slices` is on the host and lives as long as the
-// call; starts [n, 2], seeds [n, 2] and everything that `slices` points to are where `exec` runs.
+// Quantization of flat slices of n weights in one call. `slices` is in host memory for the duration
+// of the call. starts [n, 2], seeds [n, 2] and everything that `slices` points to are where `exec`
+// runs.
 namespace qshard::kernels {
 
-// amax: the grids of all weights, one after the other, then whole-weight or row amaxes of all. Each
-// becomes the larger of itself and of what the slice has, as bit patterns; any NaN the canonical
-// one.
+// Raises amax, which has the grids of all weights back to back, then amaxes per weight or per row.
+// Each becomes the maximum of itself and the slice's elements, as bit patterns. Any NaN gives the
+// canonical NaN.
 QSHARD_LAUNCHER_TEMPLATE((class In), AmaxSlices, const Slice* slices, int64_t n,
                          const uint32_t* starts, const SliceRule& rule, float* amax);
 
-// data[i] = Encode<Code>(x[i - start] * scale[block of i]), of ShownProduct if infinities are to
-// show, for the elements i of each slice, and nothing else: of a byte that the slice has half of,
-// the other half stays. Code is any element. With `seeds`, of E2M1 alone, it is EncodeStochastic:
-// element i of weight w draws with seeds[w] and index i.
+// data[i] = Encode<Code>(x[i - start] * scale[block of i]), or of ShownProduct with
+// Nonfinite::kNan, for the elements i of each slice. Nothing more is written: if the slice has half
+// of a byte, the other half stays. Code is any element. With `seeds`, for E2M1 only, it is
+// EncodeStochastic with key seeds[w] and Philox index i in weight w.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastSlices, const Slice* slices, int64_t n,
                          const uint32_t* starts, const uint32_t* seeds, const SliceRule& rule,
                          const float* scale);

@@ -7,15 +7,15 @@
 
 namespace qshard::kernels {
 
-// Matrices [batch, rows, cols] of elements of `bits`, and their transposes. Bits are 4, two
-// elements a byte along rows before and after; 8; or 32.
+// Matrices [batch, rows, cols] of elements of `bits` bits, and their transposes. `bits` is 4,
+// packed along rows of both, 8 or 32.
 struct TransposePair {
   const uint8_t* data;
   uint8_t* data_t;
   int64_t batch, rows, cols, bits;
 };
 
-// data_t[b, j, i] = data[b, i, j] for n pairs, which are on the host.
+// data_t[b, j, i] = data[b, i, j] for n pairs, which are in host memory.
 QSHARD_LAUNCHER(TransposeEach, const TransposePair* pairs, int64_t n);
 
 }  // namespace qshard::kernels

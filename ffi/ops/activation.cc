@@ -1,11 +1,11 @@
-// What stands between matrix products.
+// Activations and norms between matrix products.
 #include "kernels/activation.h"
 
 #include "schema/handler.h"
 
 namespace qshard {
 
-// h = silu(gate) * up, rounded once, and amax[lead] = max |h[lead, run]|, of what h was rounded to.
+// h = silu(gate) * up, rounded once, and amax[lead] = max |h[lead, run]| of the rounded h.
 QSHARD_DEFINE_OP(swiglu) {
   return DispatchFloat(call.arg(0), [&](auto in) {
     using In = decltype(in);
@@ -15,7 +15,7 @@ QSHARD_DEFINE_OP(swiglu) {
   });
 }
 
-// The gradients of gate and up, of that of h, and the amaxes of both.
+// Gradients of gate and up for the gradient of h, and the amax of each.
 QSHARD_DEFINE_OP(swiglu_grad) {
   return DispatchFloat(call.arg(0), [&](auto in) {
     using In = decltype(in);
@@ -26,7 +26,7 @@ QSHARD_DEFINE_OP(swiglu_grad) {
   });
 }
 
-// data_t = encode(h * scale), transposed: h once more, without its memory.
+// data_t = encode(h * scale), transposed. Recomputes h, so h needs no memory.
 QSHARD_DEFINE_OP(swiglu_cast_t) {
   const Buffer& gate = call.arg(0);
   return DispatchFp8(call, gate, [&](auto code, auto in) {
@@ -37,8 +37,8 @@ QSHARD_DEFINE_OP(swiglu_cast_t) {
   });
 }
 
-// y = x / sqrt(mean(x^2) + eps) * weight over the last axis, rounded once; what x was multiplied
-// by; and the amax of y.
+// y = x / sqrt(mean(x^2) + eps) * weight over the last axis, rounded once; rstd = 1 /
+// sqrt(mean(x^2) + eps); and the amax of y.
 QSHARD_DEFINE_OP(rms_norm) {
   return DispatchFloat(call.arg(0), [&](auto in) {
     return DispatchFloat(call.arg(1), [&](auto weight) {
@@ -52,7 +52,7 @@ QSHARD_DEFINE_OP(rms_norm) {
   });
 }
 
-// The gradients of x and of the weight, of that of y. `rows` is kSumRows.
+// Gradients of x and weight for the gradient of y. `rows` is kSumRows.
 QSHARD_DEFINE_OP(rms_norm_grad) {
   const Buffer& x = call.arg(0);
   const int64_t rows = x.dims[x.rank - 2], cols = x.dims[x.rank - 1];

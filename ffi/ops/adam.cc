@@ -1,11 +1,11 @@
-// The optimizers. What the lists of adam are:
-//   grad                      float32 or bfloat16 or float16
-//   param                     left out if neither `decay` nor `low` nor the result needs it
-//   low                       with `low` "remainder" int16, the lower halves of the fp32 parameters
-//                             that bfloat16 params are the upper halves of; with "master" float32,
-//                             the fp32 parameters themselves
-//   exp_avg, its scale_inv    scales of float16 and FP8 alone: [*lead, blocks] for a parameter
-//                             [*lead, *run], one for every kAdamBlock elements of a run
+// Adam and AdamW. The lists of op adam:
+//   grad                      float32, bfloat16 or float16
+//   param                     absent if neither `decay`, `low` nor the result needs it
+//   low                       for keeps="remainder": int16, the lower halves of the fp32 parameters
+//                             (bfloat16 params are the upper halves); for keeps="master": float32,
+//                             the fp32 parameters
+//   exp_avg, its scale_inv    scales only for float16 and FP8: [*lead, blocks] for a parameter
+//                             [*lead, *run], one for each kAdamBlock elements of a run
 //   exp_avg_sq, its scale_inv likewise
 #include "kernels/adam.h"
 
@@ -38,7 +38,7 @@ constexpr Named<AdamLow> kLows[] = {
 constexpr Named<Decay> kDecays[] = {
     {"none", Decay::kNone}, {"coupled", Decay::kCoupled}, {"decoupled", Decay::kDecoupled}};
 
-// The kind of a name that the binder has found legal.
+// Looks up a name that the binder has already checked.
 template <class Kind, size_t kCount>
 Kind KindOf(std::string_view name, const Named<Kind> (&names)[kCount]) {
   for (const auto& n : names)
@@ -78,8 +78,8 @@ Error CheckLow(const char* op, AdamLow kind, const Buffer& low) {
   return {};
 }
 
-// Rows and columns of the kernel's view: `scale` has one number for every kAdamBlock elements of a
-// row. Where rows are whole blocks, all is one.
+// Sets the rows and columns that the kernel sees: `scale` has one number for each kAdamBlock
+// elements of a row. If rows are whole blocks, the whole tensor is one row.
 Error SetShape(const char* op, const char* name, const Buffer& grad, const Buffer& scale,
                AdamTensor* t) {
   const int64_t lead = scale.rank - 1;
@@ -128,17 +128,17 @@ Error SetTensor(const Call<Platform>& call, const AdamKinds& kinds, int64_t i, A
 
 }  // namespace
 
-// What a step needs to know of each tensor, from the settings that all share and the number of
-// steps that each has had, this one included. core/adam.h names the elements of both.
+// Constants of a step for each tensor, from the shared settings `hyper` and each tensor's step
+// number, which counts this step. core/adam.h names the elements of both.
 QSHARD_DEFINE_OP(adam_constants) {
   return call(kernels::AdamConstantsOf(call.exec, Data<float>(call.arg(0)), Elements(call.arg(0)),
                                        Data<float>(call.arg(1)), call.ArgRun(1),
                                        Mutable<float>(call.ret(0))));
 }
 
-// A step of Adam or AdamW for any number of tensors, each by its row of `constants`, which
-// adam_constants made. With `update` the first result is, as float32, what is to be added to a
-// parameter in place of the parameter.
+// One step of Adam or AdamW for any number of tensors. Row i of `constants`, from adam_constants,
+// belongs to tensor i. With `update` the first result is the float32 change to add to the
+// parameter, instead of the new parameter.
 QSHARD_DEFINE_OP(adam) {
   const int64_t count = call.binding.list_length();
   AdamKinds kinds{};

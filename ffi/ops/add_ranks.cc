@@ -4,8 +4,8 @@
 
 namespace qshard {
 
-// What ranks have of a slice, in fp32 and in the order of ranks: parts[0] + parts[1] + ..., which
-// with `fresh` is the total, whatever that held, and else is added to it.
+// Sums the ranks' parts of a slice in fp32, in rank order: parts[0] + parts[1] + ... With `fresh`
+// the sum overwrites total, otherwise it is added to total.
 QSHARD_DEFINE_OP(add_ranks) {
   const Buffer& parts = call.arg(0);
   return DispatchFloat(parts, [&](auto in) {

@@ -1,14 +1,14 @@
-// The steps of quantizing in blocks that share a scale, and the way back. 4-bit codes are packed
-// two a byte along the last axis.
+// The separate steps of block quantization, and dequantization. 4-bit codes are packed two to a
+// byte along the last axis.
 #include "kernels/block_cast.h"
 #include "ops/places.h"
 #include "schema/handler.h"
 
 namespace qshard {
 
-// amax[m, k] = max |x| over one block_rows x block_cols block of x, fp32. A maximum over bit
-// patterns: exact, so blocks that shards cut may be reduced in parts, an integer max-reduce of the
-// grids giving the same bits. Any NaN gives the canonical one.
+// amax[m, k] = max |x| over one block_rows x block_cols block of x, in fp32. It is an exact maximum
+// over bit patterns: for blocks split by a shard boundary, an integer max-reduce of the grids gives
+// the same bits. Any NaN gives the canonical NaN.
 QSHARD_DEFINE_OP(amax_block) {
   return DispatchFloat(call.arg(0), [&](auto in) {
     return call(kernels::AmaxBlock(call.exec, Data<decltype(in)>(call.arg(0)),
@@ -16,7 +16,7 @@ QSHARD_DEFINE_OP(amax_block) {
   });
 }
 
-// data = encode(x * scale): the last step, once the amaxes of cut blocks are reduced.
+// data = encode(x * scale). Follows the reduction of amaxes of blocks that span shards.
 QSHARD_DEFINE_OP(cast_block) {
   return DispatchElement(call, call.arg(0), [&](auto code, auto in) {
     return call(kernels::CastBlock<decltype(in), decltype(code)>(
@@ -25,13 +25,13 @@ QSHARD_DEFINE_OP(cast_block) {
   });
 }
 
-// data = encode(x * scale) in E2M1, rounded up or down at random.
+// data = encode(x * scale) in E2M1 with stochastic rounding.
 //
-// The random bits of an element are a function of a seed and of its index in the whole tensor
-// (core/stochastic.h), so a shard gives the bytes of the whole. Where the shard is, is an operand,
-// as SPMD runs one program on all (ops/places.h). `turned` says of a transpose [k, *outer, m] that
-// from one k to the next nothing but the row changes: the seed is the same, and the index grows by
-// row_step.
+// The random bits of an element depend on the seed and on its index in the whole tensor
+// (core/stochastic.h), so a shard gives the bytes of the whole tensor. The shard's position is an
+// operand, because SPMD runs one program on all shards (ops/places.h). `turned` is a hint for a
+// transpose [k, *outer, m]: all k slices have the same seed, and the index grows by row_step from
+// one to the next.
 QSHARD_DEFINE_OP(cast_block_stochastic) {
   Blocks blocks = BlocksOf(call.binding);
   kernels::Places places;
@@ -53,7 +53,7 @@ QSHARD_DEFINE_OP(cast_block_stochastic) {
   });
 }
 
-// x = decode(data) * scale_inv, fp32 or E8M0, rounded once to the dtype of x.
+// x = decode(data) * scale_inv, rounded once to the dtype of x. scale_inv is fp32 or E8M0.
 QSHARD_DEFINE_OP(dequantize_block) {
   const auto with_scale = [&](auto scale) {
     using Scale = decltype(scale);

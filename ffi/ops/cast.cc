@@ -1,13 +1,13 @@
-// Ops on tensors that have one scale, or one for each contiguous run.
+// Ops on tensors with one scale, or with one scale per contiguous run.
 #include "kernels/cast.h"
 
 #include "schema/handler.h"
 
 namespace qshard {
 
-// amax[lead] = max |x[lead, run]|, fp32. A maximum over bit patterns of |x|: exact, so any split of
-// a run followed by an integer max-reduce of the parts gives the same bits; NaN propagates; an
-// empty run gives 0.
+// amax[lead] = max |x[lead, run]|, in fp32. It is an exact maximum over the bit patterns of |x|: a
+// run may be split in any way, and an integer max-reduce of the parts gives the same bits. NaN
+// propagates. An empty run gives 0.
 QSHARD_DEFINE_OP(amax_tensor) {
   return DispatchFloat(call.arg(0), [&](auto in) {
     return call(kernels::Amax(call.exec, Data<decltype(in)>(call.arg(0)), call.binding.Length(0),
@@ -17,7 +17,8 @@ QSHARD_DEFINE_OP(amax_tensor) {
 
 namespace {
 
-// x and its scales; of delayed scaling, results `amax` and the next are what it records.
+// Returns x and its scales. For delayed scaling, `amax` is the result that records the amax, and
+// the next result the inverse scale; 0 for other casts.
 template <class Code, class In, class Platform>
 kernels::Scaled<In> ScaledOf(const Call<Platform>& call, int amax) {
   kernels::Scaled<In> x{Data<In>(call.arg(0)), Data<float>(call.arg(1)), 0, call.nonfinite()};
@@ -56,13 +57,13 @@ Error CastTranspose(const Call<Platform>& call, int amax = 0) {
 
 }  // namespace
 
-// data = encode(x * scale); cast_transpose gives its transpose too, from the same read of x.
+// data = encode(x * scale). cast_transpose also gives the transpose, in the same read of x.
 QSHARD_DEFINE_OP(cast_tensor) { return Cast(call); }
 QSHARD_DEFINE_OP(cast_transpose) { return CastTranspose(call); }
 
-// As cast_tensor and cast_transpose, for delayed scaling, of tensors, each with a scale: from one
-// read of x also its amax, of which the next scale is made, and the inverse of the scale. A tensor
-// without history has scale 0; its first scale is made of its own amax, which takes a read before.
+// Casts of delayed scaling, with one scale per leading index. The same read of x also gives its
+// amax, for the next scale, and the inverse scale. A tensor without history has scale 0. Its first
+// scale comes from its own amax, which takes one more read.
 QSHARD_DEFINE_OP(cast_delayed) { return Cast(call, 1); }
 QSHARD_DEFINE_OP(cast_transpose_delayed) { return CastTranspose(call, 2); }
 
@@ -76,8 +77,8 @@ QSHARD_DEFINE_OP(dequantize) {
   });
 }
 
-// codes[i] = encode(x[i]), one code a byte (E8M0 rounds up). No scale, no packing: for looking at a
-// format, and for holding the conversions that every kernel uses against their definition.
+// codes[i] = encode(x[i]), one code a byte (E8M0 rounds up). No scale and no packing: for
+// inspecting a format, and for testing the conversions of all kernels.
 QSHARD_DEFINE_OP(encode) {
   return DispatchCode(call, call.arg(0), [&](auto code, auto in) {
     return call(kernels::EncodeElements<decltype(in), decltype(code)>(

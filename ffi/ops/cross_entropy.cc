@@ -1,4 +1,4 @@
-// Cross entropy of logits.
+// Cross entropy of logits, in three steps so that classes may be sharded.
 #include "kernels/cross_entropy.h"
 
 #include "schema/handler.h"
@@ -16,7 +16,7 @@ int64_t LastOf(const Buffer& buffer) { return buffer.dims[buffer.rank - 1]; }
 
 }  // namespace
 
-// What the loss of a row needs of its logits: stats, of the classes from `first` on.
+// Statistics of each row of logits, for the classes from `first` on.
 QSHARD_DEFINE_OP(cross_entropy_stats) {
   const Buffer& logits = call.arg(0);
   return DispatchFloat(logits, [&](auto in) {
@@ -27,7 +27,7 @@ QSHARD_DEFINE_OP(cross_entropy_stats) {
   });
 }
 
-// The loss of each row and its lse, of the stats of all parts of its classes.
+// Loss and lse of each row, from the stats of all parts of its classes.
 QSHARD_DEFINE_OP(cross_entropy) {
   const Buffer& stats = call.arg(0);
   return call(kernels::CrossEntropy(call.exec, Data<float>(stats), Data<int32_t>(call.arg(1)),
@@ -35,7 +35,7 @@ QSHARD_DEFINE_OP(cross_entropy) {
                                     Mutable<float>(call.ret(0)), Mutable<float>(call.ret(1))));
 }
 
-// The gradient of logits, which may take their memory, of that of the loss of each row.
+// Gradient of logits for the gradient of each row's loss. The result may overwrite logits.
 QSHARD_DEFINE_OP(cross_entropy_grad) {
   const Buffer& logits = call.arg(0);
   return DispatchFloat(logits, [&](auto in) {

@@ -1,5 +1,5 @@
-// Products of quantized matrices, both with the contracted axis last, and scales in the order they
-// are read in.
+// Matrix products of quantized operands, with the contracted axis last in both, and the scale
+// layout that tensor cores read.
 #include "kernels/gemm.h"
 
 #include <type_traits>
@@ -15,7 +15,7 @@ using kernels::GemmOperand;
 using kernels::GemmProblem;
 using kernels::ScaleId;
 
-// That an attribute names.
+// Returns the element that an attribute names.
 template <class Platform>
 ElementId ElementOf(const Call<Platform>& call, std::string_view attribute) {
 #define QSHARD_NAME_AND_ID(Nothing, F) std::make_pair(std::string_view(F::kName), ElementId::k##F),
@@ -24,17 +24,17 @@ ElementId ElementOf(const Call<Platform>& call, std::string_view attribute) {
 #undef QSHARD_NAME_AND_ID
   for (const auto& [name, id] : kIds)
     if (name == call.text(attribute)) return id;
-  return ElementId::kE4M3;  // The row lets no other name through.
+  return ElementId::kE4M3;  // the row allows no other name
 }
 
-// Of a buffer of floats.
+// Returns the type of a buffer of floats.
 ElementId ValueOf(const Buffer& buffer) {
   return buffer.dtype == kDataTypeOf<float>      ? ElementId::kFloat32
          : buffer.dtype == kDataTypeOf<bfloat16> ? ElementId::kBFloat16
                                                  : ElementId::kFloat16;
 }
 
-// What products of values need on a GPU.
+// Checks what cuBLASLt needs for products of floats.
 Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspace,
                          const Buffer& out) {
   QSHARD_REQUIRE(out.dtype == a.dtype || out.dtype == kDataTypeOf<float>, op, ": a result of ",
@@ -45,8 +45,8 @@ Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspac
   return {};
 }
 
-// What tensor cores need of codes, where there are some. Front ends ask before they call
-// (qshard/gemm_dispatch.py); this is for who has not.
+// Checks what tensor cores need for products of codes. Front ends decide this before a call
+// (qshard/gemm_dispatch.py), so an error here is for direct callers.
 Error CheckForCuda(const char* op, const GemmProblem& gemm, const Buffer& workspace,
                    const Buffer& out) {
   const int64_t m = gemm.a.rows, n = gemm.b.rows, k = gemm.k, unit = kernels::kGemmUnit;
@@ -88,7 +88,7 @@ Error Run(const Call<Platform>& call, GemmProblem gemm, const Buffer& a, const B
   });
 }
 
-// out = a @ b.T, of values that are stored as they are multiplied, or with k first.
+// out = a @ b.T of floats, where `k_first` operands are stored transposed, with k first.
 template <class Platform>
 Error RunValues(const Call<Platform>& call, bool a_k_first, bool b_k_first) {
   GemmProblem gemm{};
@@ -99,7 +99,7 @@ Error RunValues(const Call<Platform>& call, bool a_k_first, bool b_k_first) {
 
 }  // namespace
 
-// out = (a @ b.T) * a_scale_inv * b_scale_inv, of codes with one scale each.
+// out = (a @ b.T) * a_scale_inv * b_scale_inv, for codes with one scale per operand.
 QSHARD_DEFINE_OP(gemm) {
   GemmProblem gemm{};
   gemm.a = {nullptr, ElementOf(call, "a_element"), 0, nullptr, 1, Data<float>(call.arg(1)), false};
@@ -108,7 +108,7 @@ QSHARD_DEFINE_OP(gemm) {
   return Run(call, gemm, call.arg(0), call.arg(2));
 }
 
-// out = a @ b.T, of codes in blocks of a_rows x cols and b_rows x cols, with fp32 or E8M0 scales.
+// out = a @ b.T, for codes in blocks of a_rows x cols and b_rows x cols with fp32 or E8M0 scales.
 QSHARD_DEFINE_OP(gemm_block) {
   GemmProblem gemm{};
   const auto operand = [&](int first, const char* element, const char* rows) {
@@ -123,8 +123,8 @@ QSHARD_DEFINE_OP(gemm_block) {
   return Run(call, gemm, call.arg(0), call.arg(2));
 }
 
-// out = (a @ b.T) * a_global_scale_inv * b_global_scale_inv, of E2M1 in blocks of 16, or 16 x 16,
-// with E4M3 scales.
+// out = (a @ b.T) * a_global_scale_inv * b_global_scale_inv, for E2M1 codes in blocks of 1x16 or
+// 16x16 with E4M3 scales.
 QSHARD_DEFINE_OP(gemm_nvfp4) {
   GemmProblem gemm{};
   const auto operand = [&](int first, const char* rows) {
@@ -143,18 +143,18 @@ QSHARD_DEFINE_OP(gemm_nvfp4) {
   return Run(call, gemm, call.arg(0), call.arg(3));
 }
 
-// out = a @ b.T of values. A `t` says that a is stored as [k, m], or b as [n, k].
+// out = a @ b.T of floats. The first letter tells how a is stored, `n` for [m, k] and `t` for [k,
+// m]. The second tells how b is stored, `n` for [k, n] and `t` for [n, k].
 QSHARD_DEFINE_OP(gemm_values_nt) { return RunValues(call, false, false); }
 QSHARD_DEFINE_OP(gemm_values_nn) { return RunValues(call, false, true); }
 QSHARD_DEFINE_OP(gemm_values_tn) { return RunValues(call, true, true); }
 QSHARD_DEFINE_OP(gemm_values_tt) { return RunValues(call, true, false); }
 
-// One-byte scales [*batch, rows, cols] in the tiles that block-scaled GEMMs read, padded with
-// zeros. Scales are kept and gathered compact and row-major; this is the only op that makes another
-// order.
-//
-// A tile has 128 rows. `rows` scales fill it, so each is repeated over 128 / rows: 128, or 8 for
-// scales of 16x16 blocks. Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
+// Rearranges one-byte scales [*batch, rows, cols] into the tiles that block-scaled GEMMs read,
+// padded with zeros. Scales are stored and gathered compact and row-major, and only this op
+// produces another order. A tile has 128 rows. `rows` scales fill it, each repeated 128 / rows
+// times: 128, or 8 for scales of 16x16 blocks. Source: cuBLAS documentation, "1D Block Scaling
+// Factors Layout".
 QSHARD_DEFINE_OP(swizzle_scale) {
   const Matrices m(call.binding);
   return call(kernels::SwizzleScale(call.exec, Data<uint8_t>(call.arg(0)), m.batch, m.rows, m.cols,

@@ -1,4 +1,4 @@
-// The rotation before NVFP4.
+// Random Hadamard transform before NVFP4 quantization.
 #include "kernels/hadamard.h"
 
 #include "core/hadamard.h"
@@ -6,9 +6,9 @@
 
 namespace qshard {
 
-// The random Hadamard transform of each 16 consecutive elements, along rows of x or down its
-// columns: an exact sum of bfloat16 numbers, rounded once to bfloat16. It spreads outliers before
-// NVFP4 quantizes; the formula is core/hadamard.h.
+// Random Hadamard transform of each 16 consecutive elements, along rows or columns of x: an exact
+// sum of bfloat16 numbers, rounded once to bfloat16. It spreads outliers before NVFP4 quantizes.
+// core/hadamard.h has the formula.
 QSHARD_DEFINE_OP(hadamard) {
   return DispatchFloat(call.arg(0), [&](auto in) {
     return call(kernels::Hadamard(call.exec, Data<decltype(in)>(call.arg(0)),
@@ -16,8 +16,8 @@ QSHARD_DEFINE_OP(hadamard) {
   });
 }
 
-// The largest |x| of each block, and the largest of what `hadamard` makes of the block down its
-// columns, from one read of x: what the global scales of both planes come from.
+// amax is the largest |x| of each block, and amax_t the largest result of op hadamard along the
+// block's columns, from one read of x. They give the global scales of both planes.
 QSHARD_DEFINE_OP(amax_hadamard) {
   const Blocks blocks = BlocksOf(call.binding);
   QSHARD_REQUIRE(blocks.block_rows % kHadamardSize == 0, call.op(), ": block (", blocks.block_rows,

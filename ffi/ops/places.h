@@ -1,4 +1,4 @@
-// Where the random bits of stochastic rounding come from, as ops are told.
+// Philox keys and offsets of stochastic rounding, from the operands of an op.
 #ifndef QSHARD_OPS_PLACES_H_
 #define QSHARD_OPS_PLACES_H_
 
@@ -7,10 +7,10 @@
 
 namespace qshard {
 
-// From operands `seed` and `seed` + 1, `first`, and the steps. `first` has the index of the first
-// element of x, or of each of its rows of blocks, or of each block; `seed` goes with it. From there
-// the index grows by row_step a row and by col_step a column: by (columns of the whole tensor, 1),
-// or (1, columns) where x is a transpose.
+// Reads operands `seed` (number `operand`) and `first`, and the steps. `first` has the Philox index
+// of the first element of x, of each row of blocks, or of each block, and `seed` has the same
+// shape. From there the index grows by row_step per row and by col_step per column: (columns of the
+// whole tensor, 1), or (1, columns) if x is a transpose.
 template <class Platform>
 Error PlacesOf(const Call<Platform>& call, int operand, const Blocks& blocks,
                kernels::Places* places) {

@@ -1,4 +1,5 @@
-// Blocks with one read of x: amax, scale and codes. The bits are those of the steps one by one.
+// Fused block quantization: amax, scale and codes in one read of x, with the bits of the separate
+// ops.
 #include "kernels/quantize_block.h"
 #include "ops/places.h"
 #include "schema/handler.h"
@@ -6,14 +7,15 @@
 namespace qshard {
 namespace {
 
-// Which planes an op makes: of one set of blocks, in the order of x, transposed, or both; or in
-// blocks 1 x block_cols, and in blocks block_rows x 1, in the order of x or transposed.
+// Planes that an op writes. kRowMajor, kTransposed and kSquareBoth have one set of blocks, stored
+// in the order of x, transposed, or both. kBoth and kBothTransposed have blocks 1 x block_cols, and
+// blocks block_rows x 1 in the order of x or transposed.
 enum class Planes { kRowMajor, kTransposed, kSquareBoth, kBoth, kBothTransposed };
 
 template <Planes kPlanes>
 constexpr bool kTwoSets = kPlanes == Planes::kBoth || kPlanes == Planes::kBothTransposed;
 
-// The results of an op with these planes.
+// Collects the results of an op with these planes.
 template <Planes kPlanes, class Stored, class Platform>
 auto PlanesOf(const Call<Platform>& call) {
   const auto data = [&](int i) { return Mutable<uint8_t>(call.ret(i)); };
@@ -39,7 +41,7 @@ Error Launch(const Call<Platform>& call, const Scales& scales, const Blocks& blo
     return call(kernels::QuantizeBlock<In, Code>(call.exec, x, scales, blocks, out));
 }
 
-// Any codes with E8M0 scales, those of a byte with fp32 scales.
+// Quantizes to any element with E8M0 scales, or to an 8-bit element with fp32 scales.
 template <Planes kPlanes, class Platform>
 Error Quantize(const Call<Platform>& call) {
   const Blocks blocks = BlocksOf(call.binding);
@@ -66,22 +68,22 @@ Error Quantize(const Call<Platform>& call) {
                      kernels::FloatScales{call.number("eps"), call.flag("pow2"), call.nonfinite()});
 }
 
-// The scales that operand `operand` makes, a global amax: the first axes of the grid.
+// Returns the NVFP4 scales under global amax `operand`, which has the first axes of the grid.
 template <Planes kPlanes, class Platform>
 kernels::Nvfp4Scales ScalesOf(const Call<Platform>& call, int operand, const Blocks& blocks) {
   kernels::Nvfp4Scales scales{Data<float>(call.arg(operand)), call.ArgRun(operand), 1,
                               call.number("scale_max"), call.nonfinite()};
   if constexpr (kTwoSets<kPlanes>) {
-    // A matrix has one global amax, but an operand that is cut with x has to have axes of x: all
-    // numbers of a matrix are the same, and the first is read.
+    // A matrix has one global amax, but an operand sharded along with x needs the axes of x. All
+    // values of a matrix are equal, so only the first is read.
     const int64_t matrix = blocks.GridRows() * blocks.GridCols();
     if (scales.run < matrix) scales.step = matrix / scales.run, scales.run = matrix;
-    scales.run *= kNvfp4Block;  // A block of 16 x 16 is as many of 1 x 16, or of 16 x 1.
+    scales.run *= kNvfp4Block;  // a 16x16 block is 16 blocks of 1x16 or 16x1
   }
   return scales;
 }
 
-// Packed E2M1 codes with E4M3 scales, once the global amaxes are known.
+// Quantizes to packed E2M1 codes with E4M3 scales, under known global amaxes.
 template <Planes kPlanes, bool kStochastic, class Platform>
 Error QuantizeNvfp4(const Call<Platform>& call) {
   constexpr int kAmaxes = kTwoSets<kPlanes> ? 2 : 1;
@@ -111,16 +113,16 @@ Error QuantizeNvfp4(const Call<Platform>& call) {
 
 }  // namespace
 
-// amax_block, a scale of each block (scale_from_amax of fp32 scales, scale_e8m0 of E8M0) and
-// cast_block, in one read of x.
+// amax_block, block scales (scale_from_amax for fp32, scale_e8m0 for E8M0) and cast_block, in one
+// read of x.
 QSHARD_DEFINE_OP(quantize_block) { return Quantize<Planes::kRowMajor>(call); }
 QSHARD_DEFINE_OP(quantize_block_t) { return Quantize<Planes::kTransposed>(call); }
 QSHARD_DEFINE_OP(quantize_block_both) { return Quantize<Planes::kBoth>(call); }
 QSHARD_DEFINE_OP(quantize_block_both_t) { return Quantize<Planes::kBothTransposed>(call); }
 QSHARD_DEFINE_OP(quantize_square_both) { return Quantize<Planes::kSquareBoth>(call); }
 
-// Codes in E2M1 and E4M3 scales of blocks of 16, under the scale that the amax of the whole tensor
-// gives: amax_block, scale_nvfp4 and cast_block, or cast_block_stochastic, in one read of x.
+// E2M1 codes and E4M3 scales of blocks of 16, under the global scale of the whole tensor:
+// amax_block, scale_nvfp4 and cast_block or cast_block_stochastic, in one read of x.
 QSHARD_DEFINE_OP(quantize_nvfp4) { return QuantizeNvfp4<Planes::kRowMajor, false>(call); }
 QSHARD_DEFINE_OP(quantize_nvfp4_t) { return QuantizeNvfp4<Planes::kTransposed, false>(call); }
 QSHARD_DEFINE_OP(quantize_nvfp4_both) {

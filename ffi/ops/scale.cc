@@ -1,6 +1,5 @@
-// Scales from amaxes, elementwise. The formulas are core/scale.h and core/block_scale.h.
-//
-// Ops, never framework arithmetic, so that eager, jitted and compiled code cannot drift apart.
+// Scales from amaxes, elementwise. core/scale.h and core/block_scale.h have the formulas. They are
+// ops and not framework arithmetic, so that eager, jitted and compiled code have the same bits.
 #include "kernels/block_scale.h"
 #include "schema/handler.h"
 
@@ -25,8 +24,8 @@ QSHARD_DEFINE_OP(scale_from_amax) {
   });
 }
 
-// The power of two that a block of an MX format is scaled by, and its inverse as E8M0. rounding
-// "up": no finite element saturates (arXiv:2506.08027). "floor": OCP MX v1.0, 6.3.
+// Scale of an MX block, a power of two, and its inverse as E8M0. rounding="up": no finite element
+// saturates (arXiv:2506.08027). rounding="floor": OCP MX v1.0, 6.3.
 QSHARD_DEFINE_OP(scale_e8m0) {
   return DispatchElement(call, [&](auto code) {
     return BlockScales<decltype(code)>(
@@ -36,7 +35,7 @@ QSHARD_DEFINE_OP(scale_e8m0) {
   });
 }
 
-// S = 6 * scale_max / global_amax, the fp32 scale above the block scales of NVFP4, and its inverse,
+// S = 6 * scale_max / global_amax, NVFP4's fp32 scale above the block scales, and its inverse,
 // which is stored.
 QSHARD_DEFINE_OP(global_scale_nvfp4) {
   return call(kernels::GlobalScaleNvfp4(call.exec, Data<float>(call.arg(0)), Elements(call.arg(0)),
@@ -44,15 +43,14 @@ QSHARD_DEFINE_OP(global_scale_nvfp4) {
                                         Mutable<float>(call.ret(1))));
 }
 
-// The scale of each block of NVFP4 under the global scale of its tensor, or row, and its inverse as
-// E4M3.
+// Scale of each NVFP4 block under the global scale of its tensor or row, and its inverse as E4M3.
 QSHARD_DEFINE_OP(scale_nvfp4) {
   return BlockScales<E2M1>(call, kernels::Nvfp4Scales{Data<float>(call.arg(1)), call.ArgRun(1), 1,
                                                       call.number("scale_max"), call.nonfinite()});
 }
 
-// The scale that delayed scaling casts with, and its inverse. It is `scale`, but of tensors without
-// history, whose scale is 0, the one that their amax makes: element.max * 2^-margin / amax.
+// Scale for a delayed cast, and its inverse. It is `scale`, unless that is 0 for a tensor without
+// history. Such a tensor takes element.max * 2^-margin / amax.
 QSHARD_DEFINE_OP(delayed_scale) {
   return DispatchFp8(call, [&](auto code) {
     return call(kernels::DelayedScales(call.exec, Data<float>(call.arg(0)),
@@ -62,10 +60,10 @@ QSHARD_DEFINE_OP(delayed_scale) {
   });
 }
 
-// One step of delayed scaling for all tensors of a model at once. amax [*n] is this step's, reduced
-// over ranks; history [*n, length] the window, the oldest first. scale = element.max * 2^-margin /
-// max(window), or / amax with `most_recent`; it stays where that is infinite or NaN. An amax of 0
-// says nothing: window and scale stay.
+// One step of delayed scaling for all tensors of a model. amax [*n] is this step's, reduced over
+// ranks. history [*n, length] is the window, oldest first. scale = element.max * 2^-margin /
+// max(window), or / amax with `most_recent`. If that amax is infinite or NaN, the scale stays. If
+// this step's amax is 0, window and scale both stay.
 QSHARD_DEFINE_OP(update_delayed_scale) {
   const Buffer& history = call.arg(1);
   const int64_t length = history.dims[history.rank - 1];
@@ -80,9 +78,9 @@ QSHARD_DEFINE_OP(update_delayed_scale) {
   });
 }
 
-// As scale_nvfp4, but each block may take its amax to 4 instead of 6, where that makes its error
-// smaller: E2M1 has no 5, so a block with values near its amax may prefer 4. error "mae" sums
-// absolute differences, "mse" their squares. Source: arXiv:2512.02010.
+// Like scale_nvfp4, but each block may map its amax to 4 instead of 6 if that gives a smaller
+// error. E2M1 has no 5, so 4 can suit a block with values near its amax. error="mae" sums absolute
+// differences, "mse" their squares. Source: arXiv:2512.02010.
 QSHARD_DEFINE_OP(scale_four_over_six) {
   const kernels::FourOverSixRule rule{call.number("scale_max"), call.text("error") == "mse",
                                       call.nonfinite()};

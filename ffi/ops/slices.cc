@@ -1,9 +1,10 @@
-// Ops on flat slices of weights, for all weights at once.
+// Ops on flat slices of weights, for all weights in one call.
 //
-// x[i] is [start, start + length) of weight i, of shape (rows, cols); `starts` has pairs of words,
-// the low one first, and what lies past the end of the weight is padding. x is rounded to
-// `rounded_to` first: a model that sees its master weights in bfloat16 has those amaxes and codes.
-// Blocks of 0x0: the weight. Grids of all weights follow one another.
+// x[i] is [start, start + length) of the row-major elements of weight i, of shape (rows, cols).
+// `starts` has each start as two uint32, low first. Elements past the end of the weight are
+// padding. x is first rounded to `rounded_to`, so a model that computes with bfloat16 weights gets
+// their amaxes and codes from fp32 masters. Blocks of 0x0 cover the whole weight. Grids of all
+// weights are stored back to back.
 #include "core/slices.h"
 
 #include "core/ceil_div.h"
@@ -27,7 +28,7 @@ RoundedTo RoundedToOf(std::string_view name) {
                              : RoundedTo::kFloat32;
 }
 
-// Reads shapes, which no buffer has: sizes that buffers must hold follow from them.
+// Reads `shapes`, the sizes that no buffer has, and derives the required buffer sizes.
 template <class Platform>
 Error SlicesOf(const Call<Platform>& call, int x, WholeAmax whole, bool pieces, Slices* slices) {
   const AttributeValue& shapes = call.binding.attribute("shapes");
@@ -62,7 +63,7 @@ Error SlicesOf(const Call<Platform>& call, int x, WholeAmax whole, bool pieces, 
   return {};
 }
 
-// Reads the codes of each weight: all of them, or a piece that has room for the slice.
+// Reads the codes buffer of each weight: all codes of the weight, or with `pieces` the slice's.
 template <class Platform>
 Error SetData(const Call<Platform>& call, int data_index, int scale, int64_t per_byte,
               Slices* slices) {
@@ -82,7 +83,7 @@ Error SetData(const Call<Platform>& call, int data_index, int scale, int64_t per
                      Shape(data), " is not the codes of a weight of ", slice.rows, " x ",
                      slice.cols, per_byte == 1 ? "" : ", two a byte");
     } else {
-      // Two codes a byte: a slice that starts amid one needs half a byte more.
+      // With two codes a byte, a slice that starts within a byte needs half a byte more.
       const int64_t needed = slice.length == 0 ? 0 : CeilDiv(slice.length + per_byte - 1, per_byte);
       QSHARD_REQUIRE(bytes >= needed, call.op(), ": data[", i, "] ", Shape(data),
                      " has no room for the codes of ", slice.length, " elements; give it ", needed,
@@ -92,7 +93,7 @@ Error SetData(const Call<Platform>& call, int data_index, int scale, int64_t per
   return {};
 }
 
-// With `random`, operand 1 has seeds, and all others come after it.
+// With `random`, operand 1 is the seeds, and the later operands shift by one.
 template <class Code, class Platform>
 Error CastSlices(const Call<Platform>& call, bool random) {
   const int scale = 1 + random, x = 2 + random, data = 3 + random;
@@ -110,10 +111,10 @@ Error CastSlices(const Call<Platform>& call, bool random) {
 
 }  // namespace
 
-// amax holds the grids of all weights, then, if `whole` is "tensor" or "row", the amaxes of whole
-// weights, or of all their rows. Each becomes the larger of itself and of what the slice has in
-// that block, so zeros stay where the slice has no element, and an integer maximum over ranks gives
-// the amaxes of the whole weights.
+// amax has the grids of all weights, then, for `whole` "tensor" or "row", one amax per weight or
+// per row of each weight. Each value becomes the maximum of itself and the slice's elements in that
+// block. Zeros stay where the slice has no element, so an integer max over ranks gives the amaxes
+// of the whole weights.
 QSHARD_DEFINE_OP(amax_slices) {
   const std::string_view whole = call.text("whole");
   Slices slices;
@@ -137,16 +138,16 @@ QSHARD_DEFINE_OP(amax_slices) {
   });
 }
 
-// Element i of a weight becomes encode(x[i - start] * scale of its block). Only codes of the slice
-// are written: where a rank has half of a byte, the other half stays as it is. data[w] holds all
-// codes of weight w; or, with `pieces`, those of the slice alone, from the byte of its first
-// element on. So pieces that start as zeros meet in a byte by addition, or OR.
+// Element i of a weight becomes encode(x[i - start] * scale of its block). Only the slice's codes
+// are written: a half byte of another rank keeps its value. data[w] has all codes of weight w, or
+// with `pieces` only the slice's, starting at the byte of its first element. Pieces that start as
+// zeros can be joined by addition or OR.
 QSHARD_DEFINE_OP(cast_slices) {
   return DispatchElement(call, [&](auto code) { return CastSlices<decltype(code)>(call, false); });
 }
 
-// cast_slices to E2M1, rounded up or down at random. Element i of weight w draws with seeds[w] and
-// its index i in the weight (core/stochastic.h), so slices draw what the whole weight would.
+// cast_slices to E2M1 with stochastic rounding. Element i of weight w has key seeds[w] and Philox
+// index i (core/stochastic.h), so slices draw the bits of the whole weight.
 QSHARD_DEFINE_OP(cast_slices_stochastic) { return CastSlices<E2M1>(call, true); }
 
 }  // namespace qshard

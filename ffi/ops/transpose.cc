@@ -7,7 +7,7 @@ namespace qshard {
 
 namespace {
 
-// Of codes of a byte, or of 4 bits, two a byte along rows before and after.
+// Transposes codes of a byte, or of 4 bits packed along rows of both input and output.
 template <class Platform>
 Error Transpose(const Call<Platform>& call, int64_t codes_per_byte) {
   const Matrices m(call.binding);
@@ -22,17 +22,17 @@ Error Transpose(const Call<Platform>& call, int64_t codes_per_byte) {
 
 }  // namespace
 
-// The columnwise plane of a tensor whose scales do not depend on the direction. Packed codes are
-// [*batch, rows, cols / 2] and [*batch, cols, rows / 2]; with `split`, both are [*batch, m, k, 2]
-// of the bytes, for rows = 2 * m and cols = 2 * k: the two is what the byte of the other matrix
-// holds.
+// Columnwise plane of a tensor with the same scales in both directions. Packed codes are [*batch,
+// rows, cols / 2] and become [*batch, cols, rows / 2]. With `split`, both are [*batch, m, k, 2]
+// bytes, for rows = 2 * m and cols = 2 * k, where the last axis is the factor that the other matrix
+// packs into a byte.
 QSHARD_DEFINE_OP(transpose) { return Transpose(call, 1); }
 QSHARD_DEFINE_OP(transpose_packed) { return Transpose(call, 2); }
 
-// data_t[w] [*batch, cols, rows] = the transposes of data[w] [*batch, rows, cols], for all weights
-// at once: the columnwise planes of weights whose scales do not depend on the direction, codes and
-// scales. Elements are bytes, 32-bit words, or, where shapes of bytes say so, 4-bit codes, two a
-// byte along rows before and after.
+// data_t[w] [*batch, cols, rows] = transpose of data[w] [*batch, rows, cols], for all weights in
+// one call: the columnwise planes (codes and scales) of weights with the same scales in both
+// directions. Elements are bytes, float32, or 4-bit codes packed along rows of both, if the shapes
+// of bytes say so.
 QSHARD_DEFINE_OP(transpose_each) {
   QSHARD_RETURN_IF_ERROR(call.InPlace(0));
   std::vector<kernels::TransposePair> pairs;

@@ -9,13 +9,14 @@ namespace {
 
 std::string_view View(const XLA_FFI_ByteSpan& span) { return {span.ptr, span.len}; }
 
-std::string Joined(const std::vector<std::string>& names) {
+std::string JoinNames(const std::vector<std::string>& names) {
   std::string joined;
   for (const std::string& name : names) joined += (joined.empty() ? "" : ", ") + name;
   return joined.empty() ? "none" : joined;
 }
 
-// The product of the extents that are not 0, so that no part of the shape can overflow either.
+// Counts elements and checks for overflow. Multiplies only extents that are not 0, so that no part
+// of an empty shape overflows either.
 bool CountElements(const Buffer& buffer, int64_t* count) {
   int64_t product = 1;
   bool empty = false;
@@ -55,7 +56,7 @@ Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes) {
   for (size_t i = 0; i < expected.size(); ++i) values_[i] = {};
   uint32_t seen = 0;
   bool alien = false;
-  size_t next = 0;  // Both are sorted by name, mostly.
+  size_t next = 0;  // both are usually sorted by name
   for (int64_t i = 0; i < attributes.size; ++i) {
     const std::string_view name = View(*attributes.names[i]);
     const int found = next < expected.size() && expected[next].name == name
@@ -85,8 +86,8 @@ Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes) {
     std::vector<std::string> given, needed;
     for (int64_t i = 0; i < attributes.size; ++i) given.emplace_back(View(*attributes.names[i]));
     for (const Attribute& a : expected) needed.push_back(a.name);
-    return TypeError(row_.name, ": attributes (", Joined(given), ") are not those it takes; give ",
-                     Joined(needed));
+    return TypeError(row_.name, ": attributes (", JoinNames(given),
+                     ") are not those it takes; give ", JoinNames(needed));
   }
   for (size_t i = 0; i < row_.symbols.size(); ++i) {
     const Symbol& s = row_.symbols[i];
@@ -242,16 +243,17 @@ bool Binding::Accepts(const Operand& operand, DataType dtype, DataType same) con
     case Operand::kExact:
       break;
   }
-  // One-byte floats may come as bytes.
+  // One-byte floats may be passed as uint8.
   const bool byte_float = is_byte(operand.exact) && operand.exact != XLA_FFI_DataType_S8;
   return dtype == operand.exact || (byte_float && dtype == XLA_FFI_DataType_U8);
 }
 
-// `first`: the tensor that a dtype `same` repeats, or the first of the list.
+// Checks a dtype against a row. `first` is the tensor that dtype `same` repeats, or the first of
+// the list.
 Error Binding::CheckDtype(const Operand& operand, int64_t index, const Buffer& buffer,
                           const Buffer& first) const {
   if (!Accepts(operand, buffer.dtype, first.dtype)) {
-    std::string legal, last;  // "a, b or c".
+    std::string legal, last;  // "a, b or c"
     for (const DataTypeTraits& t : kDataTypes) {
       if (!Accepts(operand, t.dtype, first.dtype)) continue;
       if (!last.empty()) legal += (legal.empty() ? "" : ", ") + last;
@@ -286,7 +288,7 @@ Error Binding::CheckBuffer(const Operand& operand, int64_t index, const Buffer& 
 
 // --- memory ---
 
-// A result shares no byte with another result, nor with an operand, unless it is that operand.
+// Checks that no result shares a byte with another result, or with an operand other than its own.
 Error Binding::CheckOverlaps(Buffers args, Buffers rets) const {
   struct Range {
     uintptr_t begin, end;
@@ -327,7 +329,7 @@ Error Binding::CheckOverlaps(Buffers args, Buffers rets) const {
       if (begins[o] >= 0 && begins[o] <= at) last = o;
     return Name{operands[last], at - begins[last]};
   };
-  const Range *last = nullptr, *last_result = nullptr;  // the ones that reach farthest
+  const Range *last = nullptr, *last_result = nullptr;  // the ranges that end last
   for (const Range* r = ranges; r < ranges + n; ++r) {
     const bool is_result = r->at >= args.size;
     const Range* other = is_result ? last : last_result;
@@ -345,7 +347,7 @@ Error Binding::CheckOverlaps(Buffers args, Buffers rets) const {
 
 // --- calls ---
 
-// Single operands first, then lists: all first tensors, all second ones, and so on.
+// Binds single operands before lists, then the first tensor of every list, the second, and so on.
 Error Binding::Bind(const XLA_FFI_Attrs& attributes, Buffers args, const Buffers* rets) {
   QSHARD_RETURN_IF_ERROR(ReadAttributes(attributes));
   QSHARD_RETURN_IF_ERROR(CountBuffers(args, rets));

@@ -1,8 +1,9 @@
-// The binder: holds a call, or the shapes of one, against the row of its op. It is the only place
-// that checks shapes, dtypes and attributes, whoever asks: a handler, torch, or JAX while tracing.
+// The binder checks a call, or its shapes while tracing, against the row of its op. All checks of
+// shapes, dtypes and attributes are here, for handlers, torch and JAX alike.
 //
-// A handler's matrices come in one of two forms: by their pattern; or, with the attribute `split`,
-// as factors with the major ones in front (schema/pattern.cc says why). The memory is the same.
+// A handler's matrices have one of two forms: the axes of their pattern, or with attribute `split`
+// the separate factors, major ones first (schema/pattern.cc explains why). Memory is the same in
+// both.
 #ifndef QSHARD_SCHEMA_BIND_H_
 #define QSHARD_SCHEMA_BIND_H_
 
@@ -23,15 +24,15 @@ constexpr int kMaxRank = 64;
 
 using Buffer = XLA_FFI_Buffer;
 
-// How many numbers a buffer that was checked has.
+// Returns the number of elements of a checked buffer.
 int64_t Elements(const Buffer& buffer);
 
-// False if the product does not fit an int64.
+// Computes a * b. Returns false if it overflows int64.
 inline bool Multiply(int64_t a, int64_t b, int64_t* product) {
   return !__builtin_mul_overflow(a, b, product);
 }
 
-// Prints as (2, 3), and as Python does (2,).
+// Prints a shape as Python does: (2, 3) or (2,).
 struct Shape {
   explicit Shape(const Buffer& buffer) : dims(buffer.dims), rank(buffer.rank) {}
   Shape(const int64_t* d, int64_t r) : dims(d), rank(r) {}
@@ -40,7 +41,7 @@ struct Shape {
   int64_t rank;
 };
 
-// "x", or of a list "x[3]".
+// Prints an operand's name: "x", or "x[3]" for a list.
 struct Name {
   const Operand& operand;
   int64_t index;
@@ -50,7 +51,7 @@ struct Name {
   }
 };
 
-// The buffers of one side of a call, in order: single ones, then lists one after the other.
+// The buffers of one side of a call: single ones, then lists back to back.
 struct Buffers {
   Buffer* const* data = nullptr;
   int64_t size = 0;
@@ -58,11 +59,11 @@ struct Buffers {
 };
 
 struct AttributeValue {
-  int64_t integer;  // of an array, how many; of a bool, 0 or 1
+  int64_t integer;  // size of an array; 0 or 1 for a bool
   union {
     double number;
     const int64_t* integers;
-    const FormatTraits* format;  // that `text` names, or null
+    const FormatTraits* format;  // the format that `text` names, or null
   };
   const char* text_begin;
   size_t text_size;
@@ -70,19 +71,19 @@ struct AttributeValue {
   std::string_view text() const { return {text_begin, text_size}; }
 };
 
-// The sizes of the axes of a buffer.
+// Sizes of the axes of a buffer.
 struct Dims {
   int64_t sizes[kMaxRank], rank = 0;
 };
 
-// A piece of an axis that is cut or kept as one: its name, unique in a binding, its size, and how
-// many of it share a byte.
+// A factor of an axis that is sharded or kept as a unit: its name, unique in a binding, its size,
+// and the number of elements that share a byte.
 using Factor = std::tuple<std::string, int64_t, int64_t>;
 
 class Binding {
  public:
   explicit Binding(const Row& row)
-      : row_(row) {  // Fills no more than the row needs: it is on every call's way.
+      : row_(row) {  // fills only the entries of the row, because every call constructs one
     std::fill_n(sizes_.begin(), row.symbols.size(), -1);
     std::fill_n(star_dims_.begin(), row.symbols.size(), nullptr);
     std::fill_n(lengths_.begin(), row.products, -1);
@@ -90,35 +91,36 @@ class Binding {
   }
   Binding(const Binding&) = delete;
 
-  // Checks a whole call, memory included; without `rets` the shapes and dtypes of its operands.
+  // Checks a whole call with its memory. Without `rets`, checks shapes and dtypes of operands only.
   Error Bind(const XLA_FFI_Attrs& attributes, Buffers args, const Buffers* rets = nullptr);
 
   const Row& row() const { return row_; }
 
-  // --- of a whole call: what a kernel needs to know ---
+  // --- values of a whole call, for kernels ---
 
   const AttributeValue& attribute(std::string_view name) const;
-  // Of an op on lists: the length of each.
+  // Number of tensors in each list of the op.
   int64_t list_length() const { return list_length_; }
-  // Where in its side operand or result `operand` begins; -1 for a list that is not there.
+  // Index of operand or result `operand` in its side of the call; -1 for an absent list.
   int64_t ArgBegin(int operand) const { return arg_begins_[operand]; }
   int64_t RetBegin(int output) const { return ret_begins_[output]; }
 
-  // The length of term `term` of the first operand: of `*name`, all its axes as one.
+  // Length of term `term` of the first operand. For `*name`, the product of its axes.
   int64_t Length(int term) const;
-  // The size of a product's minor factor.
+  // Size of a product's minor factor.
   int64_t Minor(int term) const { return sizes_[row_.inputs[0].terms[term].minor]; }
-  // How many elements, or blocks, of the first operand share a number of what `buffer`, `...`, has.
+  // Number of elements, or blocks, of the first operand per value of `buffer`, a `...` operand.
   int64_t Run(const Operand& operand, const Buffer& buffer) const;
 
-  // --- of an op on single tensors ---
+  // --- results of ops on single tensors, for front ends ---
 
-  // The shape of a result, by its pattern.
+  // Shape of a result, from its pattern.
   Error OutputShape(int output, Dims* dims) const;
-  // Of codes, the element's own, if it has one. `chosen`: where the op can give any float.
+  // Dtype of a result. Codes have their element's own dtype, if it exists. `chosen` is used if the
+  // op can return any float.
   Error OutputDtype(int output, Buffers args, std::string_view chosen, DataType* dtype) const;
-  // The axes of operands, then of results: of each its factors, major first. Gives whether all
-  // products are whole, so that matrices may be split.
+  // Axes of operands, then of results, as factors, major first. Returns whether the row has `split`
+  // and all products are whole, so that matrices may be split.
   bool Axes(std::vector<std::vector<std::vector<Factor>>>* buffers) const;
 
  private:
@@ -145,17 +147,17 @@ class Binding {
   int64_t Lead() const { return row_.lead < 0 ? 0 : values_[row_.lead].integer; }
   int64_t PerByte(const Operand& operand) const;
   int64_t LengthOfProduct(const Term& term) const;
-  // Calls f(symbol, axis of a `*name`, size) for the major factors of the first operand, up to
-  // `count` of them, and says how many there were.
+  // Calls f(symbol, axis of a `*name`, size) for up to `count` major factors of the first operand.
+  // Returns the number of calls.
   template <class Fn>
   int64_t ForMajors(int64_t count, Fn&& f) const;
 
   const Row& row_;
   std::array<AttributeValue, kMaxAttributes> values_;
-  std::array<int64_t, kMaxSymbols> sizes_;  // of a `*name` how many axes; -1 while unknown
+  std::array<int64_t, kMaxSymbols> sizes_;  // number of axes for a `*name`; -1 while unknown
   std::array<const int64_t*, kMaxSymbols> star_dims_;
   std::array<int64_t, kMaxProducts> lengths_;   // of products; -1 while unknown
-  std::array<int64_t, kMaxOperands> prefixes_;  // how many axes `...` of an operand is
+  std::array<int64_t, kMaxOperands> prefixes_;  // number of axes of an operand's `...`
   std::array<int64_t, kMaxOperands> arg_begins_, ret_begins_;
   int64_t list_length_ = 0;
   bool split_ = false;

@@ -1,4 +1,4 @@
-// Binding: what shapes say of the factors of a pattern, and the shapes that follow from factors.
+// Shape inference of the binder: factors from shapes, and shapes from factors.
 #include <algorithm>
 
 #include "core/ceil_div.h"
@@ -24,7 +24,7 @@ int64_t Binding::ForMajors(int64_t count, Fn&& f) const {
   return n;
 }
 
-// Learns from one operand. Numbers of axes that nothing says are 0.
+// Infers factors from one operand. A `*name` or `...` that nothing determines has 0 axes.
 Error Binding::BindBuffer(int index_of_operand, int64_t index, const Buffer& buffer) {
   const Operand& operand = row_.inputs[index_of_operand];
   const auto& terms = split_ ? operand.split_terms : operand.terms;
@@ -90,8 +90,8 @@ Error Binding::BindOne(const Operand& operand, int64_t index, const Buffer& buff
     return {};
   }
   const int64_t run = sizes_[term.minor];
-  const bool may_be_cut = term.cut && (term.major != row_.inner || sizes_[row_.outer] <= 0);
-  if (run <= 0 || (size % run != 0 && !may_be_cut)) {
+  const bool may_be_partial = term.partial && (term.major != row_.inner || sizes_[row_.outer] <= 0);
+  if (run <= 0 || (size % run != 0 && !may_be_partial)) {
     const Symbol& s = row_.symbols[term.minor];
     const std::string given =
         s.fixed >= 0 ? s.name : s.name + "=" + std::to_string(std::max<int64_t>(run, 0));
@@ -145,7 +145,7 @@ Error Binding::CheckResult(const Operand& output, int64_t index, const Buffer& b
   Dims dims, logical;
   QSHARD_RETURN_IF_ERROR(ShapeOf(output, split_ ? output.split_terms : output.terms, &dims));
   if (is(dims)) return {};
-  if (!split_) {  // XLA keeps the logical shape of what lies transposed.
+  if (!split_) {  // XLA keeps the logical shape of a transposed result
     QSHARD_RETURN_IF_ERROR(ShapeOf(output, output.operand_order, &logical));
     if (is(logical)) return {};
   }
@@ -165,7 +165,7 @@ int64_t Binding::Length(int term) const {
 int64_t Binding::Run(const Operand& operand, const Buffer& buffer) const {
   int64_t skip = buffer.rank, run = 1;
   for (const Term& t : operand.terms) skip -= t.kind == Term::kAxis;
-  const bool one_each = operand.terms.size() == 1;  // `...`, with nothing after it
+  const bool one_each = operand.terms.size() == 1;  // `...` with nothing after it
   if (one_each && row_.shared >= 0 && values_[row_.shared].integer != 0) skip = 0;
   ForMajors(kMaxRank, [&](int, int64_t, int64_t size) {
     if (--skip < 0) run *= size;
@@ -173,7 +173,7 @@ int64_t Binding::Run(const Operand& operand, const Buffer& buffer) const {
   return run;
 }
 
-// --- what front ends ask for ---
+// --- for front ends ---
 
 Error Binding::OutputShape(int output, Dims* dims) const {
   const Operand& o = row_.outputs[output];
@@ -210,7 +210,7 @@ bool Binding::Axes(std::vector<std::vector<std::vector<Factor>>>* buffers) const
       const Symbol& s = row_.symbols[symbol];
       axes.push_back({{s.star ? s.name + std::to_string(i) : s.name, size, 1}});
     };
-    // A number is a size, not a name: two of them are no common factor.
+    // A number is a size and not a name, so equal numbers are separate factors.
     const auto factor = [&](int symbol, int64_t per_byte) {
       const Symbol& s = row_.symbols[symbol];
       return Factor(s.fixed < 0 ? s.name : operand.name + "." + std::to_string(axes.size()),

@@ -1,4 +1,4 @@
-// The dtypes of buffers: their names, as ml_dtypes has them, and their sizes.
+// Dtypes of buffers, with their ml_dtypes names and sizes.
 #ifndef QSHARD_SCHEMA_DTYPE_H_
 #define QSHARD_SCHEMA_DTYPE_H_
 
@@ -17,10 +17,10 @@ using DataType = XLA_FFI_DataType;
 struct DataTypeTraits {
   DataType dtype;
   std::string_view name;
-  int64_t size;  // bytes of one number, also its alignment
+  int64_t size;  // bytes per element, and its alignment
 };
 
-// The dtypes that ops take, in the order in which errors list them; the most frequent come first.
+// Dtypes that ops take, most frequent first. Errors list them in this order.
 inline constexpr DataTypeTraits kDataTypes[] = {
     {XLA_FFI_DataType_F32, "float32", 4},
     {XLA_FFI_DataType_U8, "uint8", 1},
@@ -40,7 +40,7 @@ inline constexpr DataTypeTraits kDataTypes[] = {
     {XLA_FFI_DataType_PRED, "bool", 1},
 };
 
-// For errors: says so of what no op takes.
+// Returns the name of a dtype for errors.
 constexpr std::string_view NameOf(DataType dtype) {
   for (const DataTypeTraits& t : kDataTypes)
     if (t.dtype == dtype) return t.name;
@@ -53,20 +53,21 @@ inline constexpr auto kSizes = [] {
   return sizes;
 }();
 
-// 0 for what no op takes. Looked up, as it is on the way of every call.
+// Returns bytes per element, or 0 for a dtype that no op takes. A table lookup, because every call
+// needs it.
 constexpr int64_t SizeOf(DataType dtype) {
   const auto i = static_cast<size_t>(dtype);
   return i < kSizes.size() ? kSizes[i] : 0;
 }
 
-// INVALID for a name of none.
+// Returns the dtype with this name, or INVALID.
 constexpr DataType DataTypeOf(std::string_view name) {
   for (const DataTypeTraits& t : kDataTypes)
     if (t.name == name) return t.dtype;
   return XLA_FFI_DataType_INVALID;
 }
 
-// What holds numbers of a format: its own dtype, or bytes where the codes are not of 8 bits.
+// Dtype that stores a format: its own, or uint8 for codes below 8 bits.
 template <class F>
 constexpr DataType kDataTypeOf = XLA_FFI_DataType_U8;
 template <>
@@ -82,7 +83,7 @@ inline constexpr DataType kDataTypeOf<E5M2> = XLA_FFI_DataType_F8E5M2;
 template <>
 inline constexpr DataType kDataTypeOf<E8M0> = XLA_FFI_DataType_F8E8M0FNU;
 
-// A format as data: what the binder needs to know of it.
+// Properties of a format that the binder needs.
 struct FormatTraits {
   std::string_view name;
   DataType dtype;
@@ -95,7 +96,7 @@ inline constexpr FormatTraits kFormats[] = {
 #undef QSHARD_TRAITS
 };
 
-// Null for a name of none.
+// Returns the format with this name, or null.
 constexpr const FormatTraits* FindFormat(std::string_view name) {
   for (const FormatTraits& format : kFormats)
     if (format.name == name) return &format;

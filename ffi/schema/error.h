@@ -1,4 +1,5 @@
-// What went wrong, in words: "op: argument (got) is not what is needed; what to do".
+// Errors of ops: the operation, the argument, its value, the requirement and the remedy, as in
+// "cast: x (int8) is not float32; cast it".
 #ifndef QSHARD_SCHEMA_ERROR_H_
 #define QSHARD_SCHEMA_ERROR_H_
 
@@ -10,10 +11,10 @@
 
 namespace qshard {
 
-// Which of Python's exceptions an error is.
+// The Python exception that an error becomes.
 enum class ErrorKind { kValue, kType, kInternal };
 
-// Null when all is well. Only an error allocates.
+// An error, or null for success. Only an error allocates.
 class [[nodiscard]] Error {
  public:
   Error() = default;

@@ -8,7 +8,7 @@
 namespace qshard {
 namespace {
 
-// A handler built with newer headers than the jaxlib that loads it takes down JAX's CPU backend.
+// A handler built with newer headers than the jaxlib that loads it breaks JAX's whole CPU backend.
 static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR == 1,
               "qshard is built with the header in third_party; see its README");
 
@@ -45,8 +45,8 @@ XLA_FFI_Error* CheckSize(const XLA_FFI_Api* api, const char* what, bool fits) {
 
 template <class Platform>
 constexpr XLA_FFI_Handler_Traits kTraits = 0;
-// Every handler only enqueues the same launches for the same shapes: XLA may record it into a
-// command buffer.
+// A handler enqueues the same launches for the same shapes and nothing else, so XLA may record it
+// in a command buffer.
 template <>
 constexpr XLA_FFI_Handler_Traits kTraits<Cuda> = XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
 
@@ -82,7 +82,7 @@ XLA_FFI_Error* GetExec(const XLA_FFI_CallFrame& frame, Exec<Cpu>* exec) {
       if (error == nullptr) return ScheduleResult::kRuns;
       Destroy(api, error);
       return ScheduleResult::kRefused;
-    } catch (...) {  // XLA allocates the task.
+    } catch (...) {  // XLA allocates the task
       return ScheduleResult::kUnknown;
     }
   };
@@ -115,7 +115,7 @@ bool AllEmpty(Buffers rets) {
 template <class Platform>
 XLA_FFI_Error* Decode(XLA_FFI_CallFrame* frame, const Row& row,
                       Error (*run)(const Call<Platform>& call)) {
-  // These are members of the frame: another size would move the members after them.
+  // These structs are members of the frame, so another size would move the members after them.
   if (XLA_FFI_Error* error = CheckSize(frame->api, "XLA_FFI_CallFrame",
                                        frame->args.struct_size == XLA_FFI_Args_STRUCT_SIZE &&
                                            frame->rets.struct_size == XLA_FFI_Rets_STRUCT_SIZE &&
@@ -142,7 +142,7 @@ XLA_FFI_Error* Decode(XLA_FFI_CallFrame* frame, const Row& row,
   return ToXla(frame->api, run(Call<Platform>{exec, binding, args, rets}));
 }
 
-// A newer jaxlib may append fields to its structs.
+// Runs a call or answers a metadata query. A newer jaxlib may append fields to its structs.
 template <class Platform>
 XLA_FFI_Error* Answer(XLA_FFI_CallFrame* frame, Op op, Error (*run)(const Call<Platform>& call)) {
   if (XLA_FFI_Error* error = CheckSize(frame->api, "XLA_FFI_CallFrame",

@@ -1,5 +1,5 @@
-// What an op in ops/*.cc is made of. It names its op, picks types and launches; what it is given
-// was checked against the op's row (schema/bind.h):
+// Building blocks of the op bodies in ops/*.cc. A body names its op, picks types and launches. Its
+// arguments were checked against the op's row (schema/bind.h):
 //
 //   QSHARD_DEFINE_OP(cast_tensor) {
 //     return DispatchFloat(call.arg(0), [&](auto in) {
@@ -7,9 +7,9 @@
 //     });
 //   }
 //
-// defines the XLA FFI handlers qshard_cast_tensor_cpu and, in a CUDA build,
-// qshard_cast_tensor_cuda. They are decoded here over XLA's C API alone: its C++ headers take
-// longer to compile than all ops.
+// This defines the XLA FFI handlers qshard_cast_tensor_cpu and, in a CUDA build,
+// qshard_cast_tensor_cuda. They use only XLA's C API, because its C++ headers take longer to
+// compile than all ops.
 #ifndef QSHARD_SCHEMA_HANDLER_H_
 #define QSHARD_SCHEMA_HANDLER_H_
 
@@ -35,7 +35,7 @@ struct Call {
   const Binding& binding;
   Buffers args, rets;
 
-  // Operand and result i. Lists come last: index i of one that is there.
+  // Operand or result number `operand`. For a list, its tensor i. Lists come last.
   const Buffer& arg(int operand, int64_t i = 0) const {
     return args[binding.ArgBegin(operand) + i];
   }
@@ -53,13 +53,13 @@ struct Call {
   }
   std::string_view text(std::string_view name) const { return binding.attribute(name).text(); }
 
-  // What a launcher returns, as an error.
+  // Converts a launcher's result to an Error.
   Error operator()(Status status) const {
     if (!status) return {};
     return MakeError(ErrorKind::kInternal, op(), ": ", status.error);
   }
 
-  // Checks that a result is its operand, of which it changes a part.
+  // Checks that a result shares its operand's memory, for ops that write only a part of it.
   Error InPlace(int output) const {
     const Operand& out = binding.row().outputs[output];
     for (int64_t i = 0; i < (out.many ? binding.list_length() : 1); ++i)
@@ -69,8 +69,7 @@ struct Call {
     return {};
   }
 
-  // How many elements, or blocks, of the first operand share a number of an operand or result
-  // `...`.
+  // Number of elements, or blocks, of the first operand per value of a `...` operand or result.
   int64_t ArgRun(int operand) const {
     return binding.Run(binding.row().inputs[operand], arg(operand));
   }
@@ -88,18 +87,19 @@ T* Mutable(const Buffer& buffer) {
   return static_cast<T*>(buffer.data);
 }
 
-// A first operand `*batch m *k`, `*batch *outer m *k`, and the like, as matrices of rows x cols.
+// A first operand such as `*batch m *k` or `*batch *outer m *k`, as matrices of rows x cols.
 struct Matrices {
   explicit Matrices(const Binding& binding)
       : last(static_cast<int>(binding.row().inputs[0].terms.size()) - 1),
         batch(binding.Length(0)),
         rows((last > 2 ? binding.Length(1) : 1) * binding.Length(last - 1)),
         cols(binding.Length(last)) {}
-  int last;  // the term of columns
+  int last;  // index of the term of columns
   int64_t batch, rows, cols;
 };
 
-// A first operand `*batch (m block_rows) (k block_cols)`, or with `*outer` before the rows.
+// Blocks of a first operand `*batch (m block_rows) (k block_cols)`, or with `*outer` before the
+// rows.
 inline Blocks BlocksOf(const Binding& binding) {
   const Matrices m(binding);
   return {m.batch, m.rows, m.cols, binding.Minor(m.last - 1), binding.Minor(m.last)};
@@ -117,8 +117,8 @@ Error DispatchFloat(const Buffer& buffer, Fn&& f) {
   return MakeError(ErrorKind::kInternal, NameOf(buffer.dtype), " is not dispatched");
 }
 
-// Calls f(F{}) with the attribute `element` of a call: one of 8 bits, of all, or of all codes. With
-// a buffer of floats, f(F{}, T{}).
+// Calls f(F{}) with attribute `element` of a call: an 8-bit element, any element, or any code. With
+// a buffer of floats, calls f(F{}, T{}).
 #define QSHARD_TRY(name, F) \
   if (name == F::kName) return f(F{});
 #define QSHARD_NAME_OF(member, F) F::member,
@@ -141,8 +141,8 @@ QSHARD_DISPATCH(DispatchCode, QSHARD_FOR_EACH_CODE)
 #undef QSHARD_DISPATCH
 #undef QSHARD_TRY
 
-// Calls f(F{}) with the attribute `element` of a call whose blocks have scales stored as
-// Scale: any element under E8M0, those of 8 bits under fp32.
+// Calls f(F{}) with attribute `element` of a call with scales stored as Scale: any element with
+// E8M0 scales, 8-bit elements with fp32 scales.
 template <class Scale, class Platform, class Fn>
 Error DispatchScaledElement(const Call<Platform>& call, Fn&& f) {
   if constexpr (std::is_same_v<Scale, E8M0>) {
@@ -160,8 +160,8 @@ Error DispatchScaledElement(const Call<Platform>& call, Fn&& f) {
 
 // --- definition ---
 
-// Answers XLA's query of metadata, or decodes, checks and runs a call. Throws nothing itself; XLA
-// may throw while it allocates an error.
+// Answers XLA's metadata query, or decodes, checks and runs a call. Does not throw, but XLA may
+// while it allocates an error.
 template <class Platform>
 XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame, Op op, const char* name,
                       Error (*run)(const Call<Platform>& call));

@@ -11,7 +11,7 @@ namespace {
 
 using Texts = std::vector<std::string>;
 
-std::string_view Stripped(std::string_view text) {
+std::string_view Strip(std::string_view text) {
   while (!text.empty() && text.front() == ' ') text.remove_prefix(1);
   while (!text.empty() && text.back() == ' ') text.remove_suffix(1);
   return text;
@@ -19,21 +19,21 @@ std::string_view Stripped(std::string_view text) {
 
 Texts Split(std::string_view text, std::string_view separator) {
   Texts parts;
-  if (Stripped(text).empty()) return parts;
+  if (Strip(text).empty()) return parts;
   for (;;) {
     const size_t end = text.find(separator);
-    parts.emplace_back(Stripped(text.substr(0, end)));
+    parts.emplace_back(Strip(text.substr(0, end)));
     if (end == text.npos) return parts;
     text.remove_prefix(end + separator.size());
   }
 }
 
-// What comes before and after a separator; of a text without one, all of it and nothing.
-std::pair<std::string, std::string> Cut(std::string_view text, std::string_view separator) {
+// Splits at the first separator. Without one, returns the whole text and "".
+std::pair<std::string, std::string> SplitOnce(std::string_view text, std::string_view separator) {
   const size_t end = text.find(separator);
-  if (end == text.npos) return {std::string(Stripped(text)), ""};
-  return {std::string(Stripped(text.substr(0, end))),
-          std::string(Stripped(text.substr(end + separator.size())))};
+  if (end == text.npos) return {std::string(Strip(text)), ""};
+  return {std::string(Strip(text.substr(0, end))),
+          std::string(Strip(text.substr(end + separator.size())))};
 }
 
 bool EndsWith(std::string_view text, std::string_view end) {
@@ -45,13 +45,13 @@ bool IsNumber(std::string_view text) {
                                       [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
-std::string Joined(const Texts& texts, const char* between) {
+std::string Join(const Texts& texts, const char* between) {
   std::string joined;
   for (const std::string& text : texts) joined += (joined.empty() ? "" : between) + text;
   return joined;
 }
 
-// The parser of one row.
+// Parser of one row.
 class Parser {
  public:
   explicit Parser(Row* row) : row_(*row) {}
@@ -66,7 +66,7 @@ class Parser {
     for (const std::string& part : Split(text, ",")) {
       row_.splits |= part == "split";
       if (part == "split") continue;
-      const auto [name, type] = Cut(part, ":");
+      const auto [name, type] = SplitOnce(part, ":");
       Check(!type.empty(), part + " has no type");
       if (name == "block")
         AddBlocks(type);
@@ -96,21 +96,21 @@ class Parser {
     } else {
       rule.kind = BlockRule::kListed;
       const Texts listed = Split(type, "|");
-      rule.legal = Joined(listed, " or ");
+      rule.legal = Join(listed, " or ");
       for (const std::string& block : listed) {
-        const auto [rows, cols] = Cut(block, "x");
+        const auto [rows, cols] = SplitOnce(block, "x");
         Check(IsNumber(rows) && IsNumber(cols), block + " is not a block");
         rule.listed.emplace_back(std::atoll(rows.c_str()), std::atoll(cols.c_str()));
       }
     }
-    for (const char* name : {"block_cols", "block_rows"})  // so that their product fits
+    for (const char* name : {"block_cols", "block_rows"})  // so that their product fits in int64
       row_.attributes.push_back(ParseAttribute(name, "int ..2147483647"));
   }
 
   Attribute ParseAttribute(const std::string& name, const std::string& type) const {
     Attribute a;
     a.name = name;
-    const auto [kind, range] = Cut(type, " ");
+    const auto [kind, range] = SplitOnce(type, " ");
     if (kind == "axis") {
       a.optional = true;
       a.least = 0;
@@ -139,7 +139,7 @@ class Parser {
         a.texts = Split(type, "|");
 #undef QSHARD_NAME
       for (const std::string& text : a.texts) a.formats.push_back(FindFormat(text));
-      a.legal = "one of " + Joined(a.texts, ", ");
+      a.legal = "one of " + Join(a.texts, ", ");
     }
     return a;
   }
@@ -150,9 +150,9 @@ class Parser {
     } else if (range.find("..") == range.npos) {
       const Texts numbers = Split(range, "|");
       for (const std::string& number : numbers) a->numbers.push_back(std::atof(number.c_str()));
-      a->legal = (numbers.size() > 1 ? "one of " : "") + Joined(numbers, ", ");
+      a->legal = (numbers.size() > 1 ? "one of " : "") + Join(numbers, ", ");
     } else {
-      const auto [least, most] = Cut(range, "..");
+      const auto [least, most] = SplitOnce(range, "..");
       if (!least.empty()) a->least = std::atof(least.c_str());
       if (!most.empty()) a->most = std::atof(most.c_str());
       a->legal = most.empty()    ? "at least " + least
@@ -187,7 +187,7 @@ class Parser {
   }
 
   Operand ParseOperand(std::string_view text) {
-    auto [name, kind] = Cut(text, ":");
+    auto [name, kind] = SplitOnce(text, ":");
     Operand o;
     o.many = EndsWith(name, "[]");
     if (o.many) name.resize(name.size() - 2);
@@ -196,15 +196,15 @@ class Parser {
         if (operand.name == name && operand.many == o.many) return operand;
       Check(false, name + " has no dtype");
     }
-    const auto [buffer, condition] = Cut(kind, " if ");
+    const auto [buffer, condition] = SplitOnce(kind, " if ");
     Check(condition.empty() || o.many, "a condition is for lists");
     for (const std::string& clause : Split(condition, " or ")) {
-      const auto [attribute, values] = Cut(clause, "=");
+      const auto [attribute, values] = SplitOnce(clause, "=");
       o.conditions.push_back({row_.FindAttribute(attribute), Split(values, "|")});
       Check(o.conditions.back().attribute >= 0, clause + " names no attribute");
     }
     o.name = name;
-    std::tie(o.dtype_name, o.pattern) = Cut(buffer, " ");
+    std::tie(o.dtype_name, o.pattern) = SplitOnce(buffer, " ");
     ParseTerms(o.pattern, &o);
     SetDtype(o.dtype_name, &o);
     return o;
@@ -224,7 +224,7 @@ class Parser {
   }
 
   void ParseTerms(std::string_view text, Operand* o) {
-    while (!(text = Stripped(text)).empty()) {
+    while (!(text = Strip(text)).empty()) {
       Term term;
       const size_t end = text.front() == '(' ? text.find(')') + 1 : text.find(' ');
       std::string_view token = text.substr(0, end);
@@ -238,8 +238,8 @@ class Parser {
         const Texts factors = Split(token.substr(1, token.size() - 2), " ");
         Check(factors.size() == 2, "a product is not of two factors");
         std::string_view minor = factors[1];
-        term.cut = EndsWith(minor, "?");
-        if (term.cut) minor.remove_suffix(1);
+        term.partial = EndsWith(minor, "?");
+        if (term.partial) minor.remove_suffix(1);
         term.major = SymbolOf(factors[0], false);
         term.minor = SymbolOf(minor, false);
         term.product = ProductOf(term.major, term.minor);
@@ -251,7 +251,7 @@ class Parser {
     if (!o->terms.empty() && o->terms.back().kind == Term::kAxis) o->terms.back().last = true;
   }
 
-  // A number is a size, not a name: two of them are no common factor.
+  // A number is a size and not a name, so equal numbers are separate factors.
   int SymbolOf(std::string_view name, bool star) {
     auto& symbols = row_.symbols;
     const bool number = IsNumber(name);
@@ -273,7 +273,7 @@ class Parser {
     return row_.products++;
   }
 
-  // --- what follows ---
+  // --- derived values ---
 
   void Finish() {
     FindLocals();
@@ -302,10 +302,10 @@ class Parser {
     }
   }
 
-  // XLA partitions an op over leading axes that all its buffers share. So a matrix that it may cut
-  // is split: the major factors come first, in the order of the first operand; then others; then
-  // the minor ones, which are blocks. A layout, which a handler does not see, leaves the memory as
-  // it is.
+  // Computes the order of axes of split matrices. XLA partitions an op over leading axes that all
+  // its buffers share. So a matrix that it may shard has its major factors first, in the order of
+  // the first operand, then other axes, then the minor factors, which are blocks. A layout, which a
+  // handler does not see, keeps the memory order.
   void SetOrders(Operand* o) const {
     const auto place = [&](const Term& t) {
       const auto& first = row_.inputs[0].terms;

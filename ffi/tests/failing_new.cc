@@ -1,5 +1,5 @@
-// Preloaded before libstdc++: the allocation that a test names fails, on whatever thread, if it is
-// one of the extension's own. tests/cpu/test_memory_limits.py compiles it.
+// Allocator for tests, preloaded before libstdc++: fails a chosen allocation of the extension, on
+// any thread. tests/cpu/test_memory_limits.py compiles it.
 #include <dlfcn.h>
 
 #include <atomic>
@@ -9,7 +9,7 @@
 
 namespace {
 
-std::atomic<long> left{0};  // until the one that fails; 0: none does
+std::atomic<long> left{0};  // allocations until the one that fails; 0 for never
 
 bool IsOfExtension(const void* caller) {
   Dl_info info;

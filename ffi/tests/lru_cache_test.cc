@@ -14,7 +14,7 @@
 
 using Cache = qshard::LruCache<int, std::string>;
 
-// Returns whether `key` was a hit, and inserts it if not.
+// Returns whether `key` was a hit. Inserts it on a miss.
 bool Use(Cache* cache, int key) {
   if (const std::string* found = cache->Find(key)) {
     CHECK(*found == std::to_string(key));
@@ -27,13 +27,13 @@ bool Use(Cache* cache, int key) {
 int main() {
   Cache cache(1024);
   CHECK(!Use(&cache, -1));
-  for (int cold = 0; cold < 2000; ++cold) {  // A hot key survives cold ones.
+  for (int cold = 0; cold < 2000; ++cold) {  // a hot key survives cold ones
     CHECK(!Use(&cache, cold));
     CHECK(Use(&cache, -1));
   }
   CHECK(cache.counts().misses == 2001 && cache.counts().hits == 2000);
   for (int recent = 1999; recent > 1999 - 1023; --recent) CHECK(Use(&cache, recent));
   CHECK(!Use(&cache, 1999 - 1023));
-  CHECK(!Use(&cache, -1));  // The oldest by now.
+  CHECK(!Use(&cache, -1));  // the oldest by now
   std::puts("passed");
 }

@@ -1,6 +1,6 @@
 // Tests of ParallelFor and the thread pool: bodies that throw, pools that refuse tasks, allocations
 // that fail. tests/null/test_cpp.py compiles this file with AddressSanitizer and ThreadSanitizer,
-// which report threads that still use dead memory, and leaks.
+// which report leaks and threads that use freed memory.
 #include "kernels/cpu/parallel_for.h"
 
 #include <chrono>
@@ -49,12 +49,12 @@ struct Task {
   void* data;
 };
 
-// A pool with a chosen behaviour for each task. The destructor runs late tasks.
+// A pool with a chosen behaviour per task. The destructor runs late tasks.
 class FakePool {
  public:
   enum Way { kThread, kHere, kLate, kRefuse, kThrow };
 
-  // `ways`: one for each task; the last one repeats.
+  // `ways`: one per task; the last one repeats.
   explicit FakePool(std::vector<Way> ways) : ways_(std::move(ways)) {}
   ~FakePool() {
     for (std::thread& thread : threads_) thread.join();
@@ -87,7 +87,7 @@ class FakePool {
         return ScheduleResult::kRuns;
       case kRefuse:
         return ScheduleResult::kRefused;
-      case kThrow:  // The pool throws after it has stored the task.
+      case kThrow:  // the pool throws after it stored the task
         late_.push_back(task);
         return ScheduleResult::kUnknown;
     }
@@ -113,7 +113,7 @@ Exec<Cpu> RealPool(int64_t num_threads) {
 
 using Body = std::function<void(int64_t, int64_t)>;
 
-// Runs a loop and returns the text of its exception, or "". The body and its results die right
+// Runs a loop and returns the text of its exception, or "". Destroys the body and its results right
 // after the loop returns.
 std::string ErrorOf(const Exec<Cpu>& exec, int64_t blocks, const Body& body) {
   const auto results = std::make_unique<std::vector<std::atomic<int>>>(blocks);
@@ -185,7 +185,7 @@ void ExceptionsLeaveTheLoopAfterAllWorkersStop() {
 // A loop that cannot allocate its state or scratch schedules nothing.
 void FailedAllocationsPrecedeAllBodies() {
   for (int failing = 1; failing < 4; ++failing) {
-    FakePool pool({FakePool::kHere});  // This pool allocates nothing.
+    FakePool pool({FakePool::kHere});  // this pool allocates nothing
     std::atomic<int> called{0};
     bool threw = false;
     const auto body = [&](int64_t, double* scratch) { ++called, scratch[3] = 1.0; };

@@ -1,4 +1,4 @@
-// Prints the error of a badly written row, twice. tests/null/test_cpp.py compiles it with its own
+// Prints the error of a malformed row, twice. tests/null/test_cpp.py compiles it with its own
 // ops.def.
 #include <cstdio>
 #include <stdexcept>

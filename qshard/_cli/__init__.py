@@ -1,6 +1,6 @@
-"""The command `qshard`: formats on checkpoints, from a shell. docs/command.md has what it does.
+"""The command line tool `qshard`: quantization reports and conversion of checkpoints. docs/command.md documents it.
 
-It needs the extra `qshard[cli]`; this module does not, so that what is missing can be said.
+The commands need the extra `qshard[cli]`. This module does not, so that it can report a missing package.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["main"]
 
 NEEDS = ("click", "rich", "safetensors")
 USAGE = 2
-"""The exit status of what was asked in a wrong way; 1 is that of what failed."""
+"""Exit status for wrong usage; failures exit with 1."""
 INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
+    """Run the command line tool.
 
     Args:
-      arguments: those of the process by default.
+      arguments: command line arguments; by default the arguments of the process.
 
     Returns:
       The exit status.
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # As nohup has it.
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored, for example under nohup
                 signal.signal(number, _exit_on_signal)
     try:
         from qshard._cli.app import run
@@ -50,4 +50,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)  # What is half done is cleaned up.
+    sys.exit(128 + number)  # unwinds, so that partial files are removed

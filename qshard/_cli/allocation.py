@@ -1,12 +1,12 @@
-"""Which layer loses most, and which format each layer gets for a budget of bytes.
+"""Format allocation: ranks layers by harm, and chooses a format per layer for a budget of bytes.
 
-The harm of a choice is the sum over layers of noise for signal: of `y = x @ w.T` with white `x`, the relative variance
-that the layer's own product gets. Layers count alike, however large they are.
+The harm of a choice of formats is the sum over layers of the noise-to-signal ratio. For `y = x @ w.T` with white `x`,
+this is the relative variance of the error of `y`. All layers count equally, regardless of size.
 
-For each layer the choices that no mix of two others beats make a convex curve of harm over bytes. Steps along these
-curves, those with the largest gain a byte first, are the trade-off of the checkpoint: each of its points has the least
-harm that so many bytes can have. A budget lies between two points, and the best mix for it need not lie on any curve:
-mixes are made layer by layer, without those that another beats in both.
+For each layer, the choices that no mix of two others beats form a convex curve of harm over bytes. The steps along all
+curves, in order of decreasing gain per byte, are the trade-off of the checkpoint: each of its points has the least harm
+for its bytes. A budget usually lies between two points, and the best mix for it may lie on no curve. Mixes are
+therefore built layer by layer, dropping those that another mix beats in both bytes and harm.
 
 Sources: Shoham and Gersho, "Efficient bit allocation for an arbitrary set of quantizers", IEEE Transactions on
 Acoustics, Speech and Signal Processing 36 (1988); of mixes, Nemhauser and Ullmann, "Discrete dynamic programming and
@@ -24,9 +24,9 @@ import numpy as np
 from qshard._cli.layers import Choice, Layer
 
 MOST_MIXES = 2**14
-"""For a budget, at a time."""
+"""Maximum number of mixes at a time."""
 MIXES_IN_ALL = 2**21
-"""Over all layers."""
+"""Maximum number of mixes over all layers."""
 ROUNDING = 1e-12
 AS_THEY_ARE = "as they are"
 Choices = Mapping[str, Choice]
@@ -34,7 +34,7 @@ Choices = Mapping[str, Choice]
 
 @dataclass(frozen=True)
 class Point:
-    """Bytes an element over all layers, and the mean harm of a layer."""
+    """A point of the trade-off: bytes per element over all layers, and mean harm per layer."""
 
     bytes_per_element: float
     harm: float
@@ -42,12 +42,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """What bytes buy.
+    """Harm as a function of bytes.
 
     Attributes:
-      curve: from the fewest bytes to no harm, or as far as it goes.
-      uniform: by format, the point of that format for all layers that it fits, and others as they are, as
-        `qshard convert` has it, and that of all `AS_THEY_ARE`.
+      curve: points from the fewest bytes to zero harm, or as far as known.
+      uniform: name of a format -> the point with this format for all layers that it supports, and all others unchanged,
+        as `qshard convert` does. `AS_THEY_ARE` -> the point of the unconverted checkpoint.
     """
 
     curve: tuple[Point, ...]
@@ -56,18 +56,18 @@ class Tradeoff:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A choice for each layer, by name, and where that lies."""
+    """A recommended choice per layer, by name, and its point in the trade-off."""
 
     choices: dict[str, Choice]
     point: Point
 
 
 def rank(layers: Sequence[Layer]) -> tuple[str, list[tuple[Layer, float | None]]]:
-    """Layers by harm, the worst first, in the format of the fewest bytes among those that fit half of the layers.
+    """Rank layers by harm, worst first, in the smallest format that supports half of the layers (or the most).
 
     Returns:
-      The name of the format, and with each layer its harm: None where it is not known. Those come first, and those that
-      the format does not fit are not there. The name is "" if there is no format.
+      The name of the format ("" if there is none), and the layers that it supports with their harm. Unknown harm is
+      None and comes first.
     """
     names = _formats(layers)
     fits = {name: [layer for layer in layers if name in layer.choices] for name in names}
@@ -83,7 +83,7 @@ def rank(layers: Sequence[Layer]) -> tuple[str, list[tuple[Layer, float | None]]
 
 
 def front(choices: Choices) -> list[Choice]:
-    """The choices that no other, and no mix of two, beats: by bytes, with ever smaller gains.
+    """Return the choices that no other choice and no mix of two beats, by increasing bytes and decreasing gain.
 
     >>> made = [Choice("a", 1, 8.0), Choice("b", 2, 7.0), Choice("c", 3, 1.0), Choice("d", 4, 2.0)]
     >>> [choice.name for choice in front({choice.name: choice for choice in made})]
@@ -108,20 +108,20 @@ def _gain(low: Choice, high: Choice) -> float:
 
 
 def _steps(fronts: Mapping[str, Sequence[Choice]]) -> list[tuple[str, Choice, Choice]]:
-    """All steps, the largest gain first; those of a layer stay in their order, as theirs fall."""
+    """Return all steps by decreasing gain. Gains decrease within a layer, so its steps stay in order."""
     steps = [(name, *pair) for name, choices in fronts.items() for pair in itertools.pairwise(choices)]
     return sorted(steps, key=lambda step: -_gain(step[1], step[2]))
 
 
 def tradeoff(layers: Sequence[Layer]) -> Tradeoff:
-    """The curve of a checkpoint."""
+    """Compute the trade-off of a checkpoint."""
     fronts = {layer.entry.name: front(layer.choices) for layer in layers}
     steps, elements = _steps(fronts), _elements(layers)
     sizes = [sum(choices[0].nbytes for choices in fronts.values())]
     harms = [sum(_harm(choices[-1]) for choices in fronts.values())]
     for _, before, after in steps:
         sizes.append(sizes[-1] + after.nbytes - before.nbytes)
-    for _, before, after in reversed(steps):  # From the small to the large, so that small ones are not lost.
+    for _, before, after in reversed(steps):  # from small to large, so that small terms are not lost
         harms.append(harms[-1] + _harm(before) - _harm(after))
     curve = [Point(size / elements, harm / len(layers)) for size, harm in zip(sizes, reversed(harms), strict=True)]
     uniform = {}
@@ -133,18 +133,20 @@ def tradeoff(layers: Sequence[Layer]) -> Tradeoff:
 
 
 def recommend(layers: Sequence[Layer], budget: float) -> Recommendation | None:
-    """The choices of least harm for a budget.
+    """Choose formats with the least harm for a budget.
 
-    Of all mixes, as long as no more than `MOST_MIXES` at a time are beaten by no other. Of more, or of many layers,
-    some are kept that are spread over the bytes: what is found is at least as good as the last point of the curve.
+    The result is optimal if at most `MOST_MIXES` mixes are undominated at a time. If there are more, or many layers, a
+    subset that is spread over the bytes is kept. The result is then at least as good as the last point of the curve
+    within the budget.
 
     Args:
-      budget: bytes an element, over all layers.
+      layers: the layers.
+      budget: bytes per element over all layers.
 
     Returns:
-      None if the smallest choices of known harm are too large.
+      The recommendation; None if the smallest choices of known harm exceed the budget.
     """
-    left = budget * _elements(layers) * (1 + ROUNDING)  # Bytes are whole, and their quotients are not.
+    left = budget * _elements(layers) * (1 + ROUNDING)  # bytes are whole numbers, their quotients are not
     known = [[choice for choice in layer.choices.values() if choice.harm is not None] for layer in layers]
     along = _along(layers, left)
     if along is None:
@@ -155,7 +157,7 @@ def recommend(layers: Sequence[Layer], budget: float) -> Recommendation | None:
 
 
 def _along(layers: Sequence[Layer], left: float) -> dict[str, Choice] | None:
-    """The last point of the curve that so many bytes allow, and the steps after it that still fit."""
+    """Return the last point of the curve within a budget, plus all later steps that still fit."""
     fronts = {layer.entry.name: front(layer.choices) for layer in layers}
     at = {name: choices[0] for name, choices in fronts.items()}
     left -= sum(choice.nbytes for choice in at.values())
@@ -169,7 +171,7 @@ def _along(layers: Sequence[Layer], left: float) -> dict[str, Choice] | None:
 
 
 def _best_mix(known: Sequence[Sequence[Choice]], most: float) -> list[Choice]:
-    """The mix of least harm of at most so many bytes, a choice of each, if `MOST_MIXES` are enough."""
+    """Return the mix of least harm within `most` bytes, one choice per layer, if `MOST_MIXES` suffice."""
     rest = sum(min(choice.nbytes for choice in choices) for choices in known)
     kept = min(MOST_MIXES, MIXES_IN_ALL // len(known) + 1)
     sizes, harms, trail = np.zeros(1), np.zeros(1), []
@@ -181,11 +183,11 @@ def _best_mix(known: Sequence[Sequence[Choice]], most: float) -> list[Choice]:
         order = order[sizes[order] + rest <= most]
         order = order[
             np.diff(np.minimum.accumulate(harms[order]), prepend=np.inf) < 0
-        ]  # Each with less than all before.
+        ]  # less harm than all smaller mixes
         if len(order) > kept:
             span = sizes[order[-1]] - sizes[order[0]]
             place = ((sizes[order] - sizes[order[0]]) * (kept / span)).astype(np.int64)
-            order = order[np.diff(place, append=-1) != 0]  # The last of each has the least harm.
+            order = order[np.diff(place, append=-1) != 0]  # keep the last of each interval, which has the least harm
         sizes, harms = sizes[order], harms[order]
         trail.append(order)
     at, mix = len(sizes) - 1, []

@@ -1,4 +1,4 @@
-"""The commands, with their options, and how the process ends. What a command needs is imported when it runs."""
+"""Commands of `qshard`, their options, and the exit status. Each command imports its dependencies when it runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(environment.__version__, message="qshard %(version)s")
 def group() -> None:
-    """Formats of few bits: what they do to checkpoints, and checkpoints in them."""
+    """Quantize checkpoints to formats of few bits, and measure the error of the formats."""
 
 
 @group.command(cls=options.Command)
@@ -34,30 +34,33 @@ def group() -> None:
     "--formats",
     multiple=True,
     metavar="NAMES",
-    help="Names with commas between, or all; by default those that recipes have for weights.",
+    help="Names separated by commas, or all; by default the formats that recipes use for weights.",
 )
-@click.option("--layers", multiple=True, metavar="GLOB", help="Only tensors with such names, of any number of axes.")
+@click.option("--layers", multiple=True, metavar="GLOB", help="Only tensors with these names, of any number of axes.")
 @options.usage
-@click.option("--rotate", is_flag=True, help="Also NVFP4 after the random Hadamard transform, of the columnwise plane.")
+@click.option("--rotate", is_flag=True, help="Also measure NVFP4 after the random Hadamard transform, columnwise.")
 @click.option(
-    "--stochastic", type=click.IntRange(1), metavar="N", help="Also NVFP4 rounded stochastically, the mean of N draws."
+    "--stochastic",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Also measure NVFP4 with stochastic rounding, as the mean of N draws.",
 )
 @options.seed
 @click.option(
     "--budget",
     callback=options.budget_of,
     metavar="BYTES",
-    help="Recommend formats of so many bytes an element, such as 0.8, or in all, such as 4GB.",
+    help="Recommend formats for a size in bytes per element, such as 0.8, or in total, such as 4GB.",
 )
 @click.option(
     "--activations",
     type=options.PATH,
     metavar="NPZ",
-    help="What layers are given, by their names: harm is then that of their outputs.",
+    help="Inputs of layers, by layer name: harm is then the noise of their outputs.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of tables.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print CSV in place of tables.")
-@click.option("--html", type=options.PATH, help="Write a page with the trade-off as a curve, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of tables.")
+@click.option("--html", type=options.PATH, help="Also write an HTML page with a plot of the trade-off.")
 def report(
     checkpoint: Path,
     formats: tuple[str, ...],
@@ -72,14 +75,14 @@ def report(
     as_csv: bool,
     html: Path | None,
 ) -> None:
-    """What formats do to each layer of CHECKPOINT.
+    """Measure the error of formats on each layer of CHECKPOINT.
 
-    That is a file of safetensors, an index of shards, or a folder with either.
+    CHECKPOINT is a safetensors file, an index of shards, or a folder with either.
     """
     if as_json and as_csv:
-        raise Misuse("--json and --csv are both given; ask for one")
+        raise Misuse("--json and --csv exclude each other; use one")
     if html is not None and not html.name.endswith(".html"):
-        raise Misuse(f"--html {quote(html)} does not end in .html; name a page, which may be there already")
+        raise Misuse(f"--html {quote(html)} does not end in .html; name a file such as report.html")
     chosen = options.formats_of(formats, "--formats") if formats else options.weight_formats()
     chosen = options.with_variants(chosen, rotate, stochastic is not None)
 
@@ -91,7 +94,7 @@ def report(
 
     opened = open_checkpoint(checkpoint)
     question = Question(formats=tuple(chosen), usage=options.USAGES[usage], draws=stochastic or 1, seed=seed)
-    with replacing(html) if html else contextlib.nullcontext() as file:  # Whether it can be is known at once.
+    with replacing(html) if html else contextlib.nullcontext() as file:  # fails early if the page cannot be written
         findings = reports.find(opened, question, layers, budget, activations)
         if file is not None:
             file.write(page(findings).encode())
@@ -111,15 +114,16 @@ def report(
     metavar="NAME",
     help="Such as NVFP4_16x16, or with options: 'NVFP4[global_scale=row]'.",
 )
-@click.option("--keep", multiple=True, metavar="GLOB", help="Tensors with such names stay as they are.")
+@click.option("--keep", multiple=True, metavar="GLOB", help="Do not convert tensors with these names.")
 @options.usage
 @options.seed
-@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 def convert(checkpoint: Path, out: Path, fmt: str, keep: tuple[str, ...], usage: str, seed: int, force: bool) -> None:
-    """Write CHECKPOINT, a file, an index or a folder of safetensors, to OUT with its weights as codes and scales.
+    """Write CHECKPOINT to OUT with its weights quantized to codes and scales.
 
-    Tensors of fewer than two axes, scales, those that are not of real numbers and those that the format does not fit
-    stay as they are. OUT is read back before it gets its name.
+    CHECKPOINT is a safetensors file, an index of shards, or a folder with either. Tensors with fewer than two axes,
+    scales, tensors without real numbers, and tensors of a shape that the format does not support are not changed. OUT
+    is read back and verified before it gets its name.
     """
     chosen = options.format_of(fmt, "--format")
 
@@ -132,9 +136,9 @@ def convert(checkpoint: Path, out: Path, fmt: str, keep: tuple[str, ...], usage:
         if any(out.samefile(file) for file in opened.files):
             raise Misuse(f"{quote(out)} is a file of the checkpoint itself; write to another name")
         if not force and not out.is_dir():
-            raise Misuse(f"{quote(out)} is there already; write to another name, or add --force")
+            raise Misuse(f"{quote(out)} already exists; write to another name, or add --force")
     if not out.name.endswith(".safetensors"):
-        raise Misuse(f"{quote(out)} does not end in .safetensors; readers go by that")
+        raise Misuse(f"{quote(out)} does not end in .safetensors; choose a name that does")
     done = quantize_to(out, opened, chosen, options.USAGES[usage], keep, seed)
     print_conversion(out, chosen, done)
 
@@ -147,20 +151,20 @@ def convert(checkpoint: Path, out: Path, fmt: str, keep: tuple[str, ...], usage:
     show_default=True,
     help="Rows and columns, rounded up to 128.",
 )
-@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="The median of which counts.")
-@click.option("--threads", type=click.IntRange(1), help="Of the kernels; those that the machine has by default.")
+@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="Rounds; the median is reported.")
+@click.option("--threads", type=click.IntRange(1), help="Threads of the kernels; by default all cores of the machine.")
 @click.option(
     "--formats",
     multiple=True,
     metavar="NAMES",
-    help="Whole quantizations in these; by default in those that recipes have for weights.",
+    help="Formats to quantize whole tensors to; by default the formats that recipes use for weights.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(size: int, rounds: int, threads: int | None, formats: tuple[str, ...], as_json: bool) -> None:
-    """Time the CPU kernels beside a copy of as many float32.
+    """Time the CPU kernels, compared with a copy of the same number of float32 elements.
 
-    Bytes are the fewest that an op must move. Ops write into arrays that are there; whole quantizations make theirs,
-    which takes page faults. The copy has one thread. GPUs are not timed.
+    GB/s count the fewest bytes that an op must move. Ops write to existing arrays. Whole quantizations allocate their
+    results, which includes page faults. The copy uses one thread. GPUs are not timed.
     """
     import qshard
     from qshard import _ffi
@@ -185,7 +189,7 @@ def bench(size: int, rounds: int, threads: int | None, formats: tuple[str, ...],
 @group.command(cls=options.Command)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(as_json: bool) -> None:
-    """What the report of a bug should hold: build, kernels, CUDA, versions, machine."""
+    """Print the facts for a bug report: build, kernels, CUDA, versions, machine."""
     from qshard._cli.machine import machine_facts
 
     facts = machine_facts()
@@ -199,45 +203,45 @@ def info(as_json: bool) -> None:
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Runs a command, and says in one line why it did not go on.
+    """Run a command. If it fails, print the reason in one line.
 
     Returns:
       The exit status.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # It was closed; no other file may get its number.
+        if stream is None:  # closed: keep other files from getting its descriptor
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # Names have characters that not every terminal has.
+            stream.reconfigure(errors="backslashreplace")  # names may have characters that the terminal lacks
     return _invoke(list(sys.argv[1:] if arguments is None else arguments))
 
 
 def _invoke(arguments: list[str]) -> int:
     try:
-        with group.make_context("qshard", arguments) as context:  # `main` has words of its own for Ctrl-C.
+        with group.make_context("qshard", arguments) as context:  # `main` handles Ctrl-C
             group.invoke(context)
         sys.stdout.flush()
-    except click.exceptions.Exit as end:  # Of --help.
+    except click.exceptions.Exit as end:  # raised by --help
         return end.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
         return USAGE
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "qshard"
-        return _print_error(f"{error.format_message().rstrip('.')}; {where} --help has what there is", USAGE)
+        return _print_error(f"{error.format_message().rstrip('.')}; {where} --help lists all options", USAGE)
     except click.ClickException as error:
         return _print_error(error.format_message(), error.exit_code)
     except Failure as error:
         return _print_error(str(error), error.status)
     except BrokenPipeError:
-        _discard(sys.stdout)  # Python would complain at its end.
+        _discard(sys.stdout)  # otherwise Python reports the error again at exit
         return 1
     except MemoryError as error:
-        return _print_error(f"out of memory: {error}; the largest tensor and its codes have to fit", 1)
+        return _print_error(f"out of memory: {error}; the largest tensor and its codes must fit in memory", 1)
     except OSError as error:
         what = f"{error.filename}: " if error.filename is not None else ""
-        then = "; nothing was kept of what was being written" if error.errno in FULL else ""
+        then = "; no partial file was kept" if error.errno in FULL else ""
         return _print_error(f"{what}{error.strerror or error}{then}", 1)
     except ImportError as error:
         return _print_error(str(error), 1)

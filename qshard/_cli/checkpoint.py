@@ -1,7 +1,7 @@
-"""Checkpoints of safetensors: a file, the shards of an index, or a folder of Hugging Face. Tensors are read one by one.
+"""Safetensors checkpoints: a file, an index of shards, or a Hugging Face folder. Tensors are read one at a time.
 
-safetensors itself reads and checks a header; where a tensor begins follows from the sizes of those before it, as their
-data lie without holes. Data are read and not mapped, so that no page of a file stays in memory.
+The safetensors library reads and checks headers. The offset of a tensor is the total size of the tensors before it,
+because data has no gaps. Data is read instead of mapped, so no pages of a file stay in memory.
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ FLOATS: dict[str, Any] = {
     "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
     "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }
-"""The dtypes of safetensors that hold real numbers, one an element."""
+"""Safetensors dtypes of real numbers, one per element."""
 BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E8M0": 8}
 BITS |= {"I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "C64": 64}
 BITS |= {name: 8 * np.dtype(dtype).itemsize for name, dtype in FLOATS.items()}
 CODES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")
-"""Those of codes or scales, which are numbers only together with others."""
+"""Dtypes of codes or scales, which need other tensors to be decoded."""
 MOST_AXES = 64
-"""Of an array of NumPy."""
+"""Maximum number of axes of a NumPy array."""
 OTHERS = {
     b"PK\x03\x04": "torch.save or numpy.savez",
     b"\x80\x02\x8a\nl": "an old torch.save",
     b"\x89HDF": "HDF5",
     b"GGUF": "GGUF",
 }
-"""How files begin that are checkpoints, too."""
+"""First bytes of other checkpoint formats."""
 SAVE = "save it with save_file of safetensors.torch, .flax or .numpy"
 PLACE_KEY = "data_offsets"
 PLACE = re.compile(rb'"data_offsets"\s*:')
 LENGTH = 8
-"""Bytes of the length of the header, in front of it."""
+"""Bytes of the header's length, which precedes the header."""
 
 FILE, INDEX = ".safetensors", ".safetensors.index.json"
 LARGEST_INDEX = 2**26
-"""Bytes. That of a model with 100,000 tensors has 2**23."""
+"""Maximum size in bytes. The index of a model with 100,000 tensors has about 2**23."""
 MOST_NESTED = 1000
-"""Objects and lists in an index, of which two are needed."""
+"""Maximum number of objects and lists in an index. A valid index needs two."""
 CONFIGS = ("config.json", "hf_quant_config.json")
 QUANTIZATION = re.compile(rb'"(?:quantization_config|compression_config|quantization)"\s*:\s*(?!null|\{\s*\}|\s)')
-"""A key of such files with a value, at any depth: the config of a text model may be a part of another one."""
+"""A nonempty key of a config file that marks a quantized model, at any depth: a text model's config may be nested."""
 PART = re.compile(r".*-[0-9]+-of-(?!0*1\.)[0-9]+\.safetensors", re.DOTALL)
-"""Names of one shard of several."""
+"""File name of one of several shards."""
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
@@ -75,8 +75,11 @@ class Entry:
     """A tensor in a file.
 
     Attributes:
-      dtype: as safetensors writes it.
-      offset: of its first byte in the file.
+      name: name of the tensor.
+      dtype: safetensors dtype.
+      shape: shape of the tensor.
+      file: file that stores it.
+      offset: position of its first byte in the file.
     """
 
     name: str
@@ -87,20 +90,22 @@ class Entry:
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the data."""
         return self.elements * BITS[self.dtype] // 8
 
     @property
     def given_as(self) -> str:
-        """Dtype string of what kernels are given of it: bfloat16 has all of 8 bits; float64 is rounded."""
+        """Dtype of the tensor in kernels. 8-bit floats become bfloat16, which is exact; float64 becomes float32."""
         return {"F64": "float32", "F32": "float32", "F16": "float16"}.get(self.dtype, "bfloat16")
 
     @property
     def refusal(self) -> str | None:
-        """Why no format is for it; None if one may be."""
+        """Reason why no format can apply to the tensor; None if some may."""
         if self.dtype in CODES:
             return f"{self.dtype}: codes or scales already"
         if self.dtype not in FLOATS:
@@ -112,10 +117,10 @@ class Entry:
         return None
 
     def read(self) -> NDArray[Any]:
-        """The numbers. Those of 8 bits as bfloat16, which has them all.
+        """Read the tensor. 8-bit floats are returned as bfloat16, which is exact.
 
         Raises:
-          Failure: the file has become shorter.
+          Failure: the file is shorter than before.
         """
         array = np.empty(self.nbytes, np.uint8)
         first = 0
@@ -126,7 +131,11 @@ class Entry:
         return numbers.astype(ml_dtypes.bfloat16) if numbers.dtype.itemsize == 1 else numbers
 
     def bytes(self, most: int = 2**24) -> Iterator[bytes]:
-        """Its bytes, at most so many at a time. Raises as `read` does."""
+        """Yield the bytes of the tensor in parts of at most `most` bytes.
+
+        Raises:
+          Failure: the file is shorter than before.
+        """
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.offset)
             left = self.nbytes
@@ -134,7 +143,7 @@ class Entry:
                 part = file.read(min(left, most))
                 if not part:
                     raise Failure(
-                        f"{quote(self.file)} ends within {quote(self.name)}: it was changed meanwhile; run again"
+                        f"{quote(self.file)} ends within {quote(self.name)}, so it changed during the run; run again"
                     )
                 left -= len(part)
                 yield part
@@ -142,20 +151,25 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of safetensors: its tensors in the order of their bytes, and the strings beside them."""
+    """Contents of a safetensors file.
+
+    Attributes:
+      entries: tensors by name, in file order.
+      metadata: metadata strings.
+    """
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
 
 
 def read_header(path: Path) -> File:
-    """What a file holds.
+    """Read the header of a safetensors file.
 
     Raises:
-      Failure: it is not a whole file of safetensors.
+      Failure: the file is not a complete safetensors file.
     """
     if not path.is_file():
-        raise Failure(f"{quote(path)} is not a file; name a file of safetensors")
+        raise Failure(f"{quote(path)} is not a file; name a safetensors file")
     try:
         with safe_open(path, framework="numpy") as file:
             slices = ((name, file.get_slice(name)) for name in file.offset_keys())
@@ -164,14 +178,14 @@ def read_header(path: Path) -> File:
     except SafetensorError as error:
         with path.open("rb") as opened:
             first = opened.read(LENGTH)
-        what = f"{quote(path)} ({path.stat().st_size} bytes) is not a whole file of safetensors"
+        what = f"{quote(path)} ({path.stat().st_size} bytes) is not a complete safetensors file"
         for begin, of in OTHERS.items():
             if first.startswith(begin):
-                raise Failure(f"{what}, but begins as those of {of} do; {SAVE}") from None
+                raise Failure(f"{what}, but looks like a file of {of}; {SAVE}") from None
         why = quote(str(error).removeprefix("Error while deserializing header: "))
         raise Failure(f"{what}: {why}; copy or save it again") from None
     _refuse_twice(path, [name for name, _, _ in there], metadata)
-    # Data follow the header without holes up to the end, which safetensors has made sure of.
+    # Data follows the header without gaps up to the end of the file; safetensors has checked this.
     total = sum(math.prod(shape) * _bits(path, dtype) // 8 for _, dtype, shape in there)
     offset = path.stat().st_size - total
     entries = {}
@@ -184,29 +198,35 @@ def read_header(path: Path) -> File:
 
 
 def _refuse_twice(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> None:
-    """Of two tensors of one name safetensors has the last: they show in how often the header says where data are."""
+    """Raise Failure if two tensors have the same name.
+
+    safetensors silently keeps the last one. Duplicates are found by counting the entries' offsets in the header.
+    """
     with path.open("rb") as file:
         header = file.read(int.from_bytes(file.read(LENGTH), "little"))
     times = sum(1 for _ in PLACE.finditer(header))
     if times > len(names) + names.count(PLACE_KEY) + (PLACE_KEY in metadata):
-        raise Failure(f"{quote(path)} has several tensors of one name; save it again")
+        raise Failure(f"{quote(path)} has several tensors with one name; save it again")
 
 
 def _bits(path: Path, dtype: str) -> int:
     if dtype not in BITS:
-        raise Failure(f"{quote(path)} has tensors of {quote(dtype)}, which this qshard does not know; use a newer one")
+        raise Failure(
+            f"{quote(path)} has tensors of dtype {quote(dtype)}, unknown to this version of qshard; use a newer one"
+        )
     return BITS[dtype]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All tensors by name.
+    """All tensors of a checkpoint by name.
 
     Attributes:
-      path: what was asked for.
-      files: that hold them.
-      metadata: the strings beside them, of all files.
-      notes: what else its reader has to know.
+      path: path of the file or index.
+      files: safetensors files.
+      entries: tensors by name.
+      metadata: metadata strings of all files.
+      notes: remarks for the user.
       outside: names of tensors that are not read: absent from the index, or in other shards.
     """
 
@@ -219,14 +239,14 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at a path: a file of safetensors, an index of shards, or a folder with either.
+    """Open the checkpoint at a path: a safetensors file, an index of shards, or a folder with either.
 
     Raises:
-      Misuse: there is none, or what is there was written by `qshard convert`.
-      Failure: a shard is missing, or a file is not whole.
+      Misuse: the path has no checkpoint, or one that `qshard convert` wrote.
+      Failure: a shard is missing, or a file is incomplete.
     """
     if not path.exists():
-        raise Misuse(f"{quote(path)} does not exist; name a file, an index or a folder of safetensors")
+        raise Misuse(f"{quote(path)} does not exist; name a safetensors file, index or folder")
     if path.is_dir():
         path = _in_folder(path)
     if path.name.endswith(".json"):
@@ -234,8 +254,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     else:
         file = read_header(path)
         found = Checkpoint(path, [path], file.entries, file.metadata, [], _in_other_shards(path, file))
-    if KEY in found.metadata:  # Its scales would pass for layers.
-        raise Misuse(f"{quote(path)} has codes of qshard already; take what it was made of")
+    if KEY in found.metadata:  # its scales would be taken for layers
+        raise Misuse(f"{quote(path)} is already quantized by qshard; use the checkpoint that it was made from")
     return found
 
 
@@ -246,9 +266,9 @@ def _in_folder(folder: Path) -> Path:
     if len(found) == 1:
         return folder / found[0]
     if not found:
-        raise Misuse(f"{quote(folder)} has no {FILE} file; name a folder that has, or {SAVE}")
+        raise Misuse(f"{quote(folder)} has no {FILE} file; name a folder that has one, or {SAVE}")
     what = f"{len(found)} ({', '.join(map(quote, found[:3]))}{', ...' if len(found) > 3 else ''})"
-    raise Misuse(f"{quote(folder)} is not a folder with one checkpoint of safetensors, but with {what}; name a file")
+    raise Misuse(f"{quote(folder)} has more than one safetensors checkpoint ({what}); name a file")
 
 
 def _from_index(path: Path) -> Checkpoint:
@@ -259,25 +279,25 @@ def _from_index(path: Path) -> Checkpoint:
         many = (
             f"{count_of(len(files), 'shard')}, of which {len(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         )
-        raise Failure(f"{quote(path)} names {many}, such as {quote(missing[0])}; put what is missing beside it")
+        raise Failure(f"{quote(path)} names {many}, such as {quote(missing[0])}; put the missing files beside it")
     read: dict[str, File] = {name: read_header(file) for name, file in files.items()}
     entries = {}
     for name, shard in where.items():
         if name not in read[shard].entries:
             raise Failure(
-                f"{quote(path)} has {quote(name)} in {quote(shard)}, where it is not; copy or save them again"
+                f"{quote(path)} lists {quote(name)} in {quote(shard)}, which does not have it; copy or save them again"
             )
         entries[name] = read[shard].entries[name]
     extra = [name for file in read.values() for name in file.entries if name not in where]
-    notes = [f"not in the index, and left out: {_some(extra)}"] if extra else []
+    notes = [f"not in the index, and ignored: {_some(extra)}"] if extra else []
     metadata = {key: value for file in read.values() for key, value in file.metadata.items()}
     return Checkpoint(path, list(files.values()), entries, metadata, notes, frozenset(extra))
 
 
 def _in_other_shards(path: Path, file: File) -> frozenset[str]:
-    """Names of the tensors in other shards, if an index beside the file lists it."""
+    """Return the names of tensors in other shards, if an index beside the file lists the file."""
     found: set[str] = set()
-    with contextlib.suppress(OSError):  # A folder that may not be listed.
+    with contextlib.suppress(OSError):  # the folder may not be readable
         for index in (each for each in path.parent.iterdir() if each.name.endswith(INDEX)):
             where = _json_value("weight_map", _read_optional(index))
             if isinstance(where, dict) and path.name in where.values():
@@ -286,7 +306,7 @@ def _in_other_shards(path: Path, file: File) -> frozenset[str]:
 
 
 def quantization_of(checkpoint: Checkpoint) -> str | None:
-    """A sign beside the tensors that the checkpoint is quantized, as a clause, or None."""
+    """Return evidence outside the tensors that a checkpoint is quantized, as a clause, or None."""
     if key := next((key for key in checkpoint.metadata if "quant" in key.lower()), None):
         return f"the metadata of the file has {quote(key)}"
     for name in CONFIGS:
@@ -298,19 +318,19 @@ def quantization_of(checkpoint: Checkpoint) -> str | None:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Name of each tensor -> name of its file."""
-    problem = f"{quote(path)} ({path.stat().st_size} bytes) is not an index of safetensors"
+    """Read the map from names of tensors to names of files."""
+    problem = f"{quote(path)} ({path.stat().st_size} bytes) is not a safetensors index"
     where = _json_value("weight_map", path.read_bytes() if path.stat().st_size <= LARGEST_INDEX else b"")
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
-        raise Failure(f'{problem}: it has no "weight_map" of names of files; copy it again')
+        raise Failure(f'{problem}: it has no "weight_map"; copy it again')
     for file in set(where.values()):
         if Path(file).name != file or not file.endswith(FILE):
-            raise Failure(f"{problem}: {quote(file)} is not the name of a file of safetensors beside it")
+            raise Failure(f"{problem}: {quote(file)} is not the name of a safetensors file in its folder")
     return where
 
 
 def _read_optional(path: Path) -> bytes:
-    """The first bytes of an optional file beside a checkpoint; none if it cannot be read."""
+    """Read the first bytes of an optional file beside a checkpoint; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         if path.is_file():
             with path.open("rb") as file:
@@ -319,8 +339,8 @@ def _read_optional(path: Path) -> bytes:
 
 
 def _json_value(key: str, text: bytes) -> object:
-    """The value of a key in a JSON object; None if it is absent, or the text is not JSON or too deeply nested."""
-    bare = STRING.sub(b"", text)  # Small things of JSON are large in memory, so they are counted first.
+    """Return the value of a key in a JSON object; None if it is absent, or the text is invalid or nested too deeply."""
+    bare = STRING.sub(b"", text)  # count first: small JSON objects are large in memory
     if bare.count(b"{") + bare.count(b"[") > MOST_NESTED:
         return None
     try:
@@ -331,17 +351,17 @@ def _json_value(key: str, text: bytes) -> object:
 
 
 def matching(names: Collection[str], globs: Iterable[str], option: str) -> set[str]:
-    """The names that any of some patterns is for. A name is a pattern for itself, whatever characters it has.
+    """Return the names that match any of the patterns. A name matches itself, even if it contains pattern characters.
 
     Raises:
-      Misuse: a pattern is for none.
+      Misuse: a pattern matches no name.
     """
     found: set[str] = set()
     for glob in globs:
         these = {name for name in names if name == glob} or set(fnmatch.filter(names, glob))
         if not these:
             like = closest(glob, map(quote, names), "its names") if len(names) else "it has none"
-            raise Misuse(f"{option} {quote(glob)} is the name of no tensor; {quote(like)}")
+            raise Misuse(f"{option} {quote(glob)} matches no tensor; {quote(like)}")
         found |= these
     return found
 

@@ -1,8 +1,8 @@
-"""The work of `qshard convert`: a plan of the file, its tensors one by one, and reading it back.
+"""The conversion of `qshard convert`: plan the output file, quantize one tensor at a time, read the file back.
 
-The sizes of a file are known before its data. Its layout is that of safetensors: eight bytes with the length of the
-header, the header in JSON, padded to eight bytes, and all data without holes. Wide elements come first, so that each
-tensor lies on a whole number of its elements.
+All sizes are known before the data. The file has the safetensors layout: eight bytes with the length of the header, the
+JSON header padded to eight bytes, and the data without gaps. Tensors with wide elements come first, so that every
+tensor is aligned to its elements.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from qshard.numerics._reductions import as_float
 from qshard.numerics._report import group_refusals
 
 WORDS = {"uint8": "U8", "float32": "F32"}
-"""Dtypes of codes and scales, as safetensors writes them."""
+"""Safetensors dtypes of codes and scales."""
 OP = "qshard convert"
 
 LONGEST_HEADER = 100_000_000
-"""Bytes, as safetensors reads them."""
+"""Maximum bytes of a header that safetensors reads."""
 
 
 @dataclass
@@ -45,10 +45,10 @@ class Conversion:
     """Result of a conversion.
 
     Attributes:
-      quantized: by name.
-      kept: name -> why it is as it was.
-      nbytes: before and after, of all tensors.
-      remarks: what else there is to know.
+      quantized: description of each quantized tensor, by name.
+      kept: name of each copied tensor -> reason.
+      nbytes: bytes of all tensors before and after.
+      remarks: remarks for the user.
     """
 
     quantized: dict[str, Description]
@@ -60,19 +60,30 @@ class Conversion:
 def quantize_to(
     out: Path, checkpoint: Checkpoint, fmt: Format, usage: Usage, keep: Sequence[str], seed: int
 ) -> Conversion:
-    """Converts a checkpoint.
+    """Convert a checkpoint.
+
+    Args:
+      out: path of the new file.
+      checkpoint: the checkpoint to convert.
+      fmt: format of the weights.
+      usage: planes to store.
+      keep: patterns of tensors to copy unchanged.
+      seed: seed of stochastic rounding.
+
+    Returns:
+      The result.
 
     Raises:
-      Misuse: nothing is left to quantize, or a tensor holds codes and is not named by `keep`.
-      Failure: the file, read back, has other bytes than were written.
+      Misuse: nothing is left to quantize, or a tensor has codes and does not match `keep`.
+      Failure: the file that was read back differs from the data that was written.
     """
     entries = checkpoint.entries
     named = matching(entries, keep, "--keep") if keep else set()
-    selection = select(checkpoint, entries, keep=named, advice="name with --keep what is to stay as it is")
+    selection = select(checkpoint, entries, keep=named, advice="exclude it with --keep")
     weights, unfit = _fitting(selection, fmt, usage)
     kept = selection.left_out | unfit
     if not weights:
-        raise Misuse(f"{quote(checkpoint.path)} has nothing to quantize: {_nothing(kept, unfit)}")
+        raise Misuse(f"{quote(checkpoint.path)} has nothing to quantize: {_explain_nothing(kept, unfit)}")
     tensors = _tensors(entries, weights)
     metadata = checkpoint.metadata | {KEY: text_of(weights)}
     remarks = [*checkpoint.notes, *selection.notes, *selection.remarks.values()]
@@ -89,35 +100,40 @@ def quantize_to(
             read += entry.nbytes
         update("reading it back", read)
         if parse_metadata(writer.check(Path(file.name)).metadata[KEY], op=OP) != weights:
-            raise Failure(f"{quote(out)} was read back as something else; this is a bug of qshard")
+            raise Failure(f"{quote(out)} was read back with other metadata; this is a bug in qshard, please report it")
     before = sum(entry.nbytes for entry in entries.values())
     done.nbytes = before, sum(slot.nbytes for slot in writer.slots.values())
     return done
 
 
 def quantize_entry(entry: Entry, what: Description, seed: int, remarks: list[str]) -> dict[str, NDArray[Any]]:
-    """The arrays of a weight, by their names without its own."""
+    """Quantize a weight and return its arrays, by their names without the name of the weight."""
     fmt, x = what.format, as_float(entry.read(), OP)
     matrix = np.ascontiguousarray(x.array).reshape(matrix_shape(entry.shape))
     draws = kernels.draws(OP, seed_of(entry.name, seed)) if fmt.stochastic else None
     usage = Usage.BOTH if len(what.planes) > 1 else what.planes[0]
     planes = quantize_steps.quantize(kernels.ops, matrix, fmt, usage, draws=draws)
     if not np.isfinite(kernels.ops.amax_tensor(matrix)):
-        remarks.append(f"{quote(entry.name)} has infinities or NaN, stored as nonfinite={fmt.nonfinite} of {fmt} says")
+        remarks.append(
+            f"{quote(entry.name)} has infinities or NaN, stored by the rule nonfinite={fmt.nonfinite} of {fmt}"
+        )
     if x.beyond:
-        remarks.append(f"{quote(entry.name)} has {x.beyond} elements beyond float32, which became 0 or infinite first")
+        remarks.append(
+            f"{quote(entry.name)} has {x.beyond} elements outside the range of float32, which became 0 or infinite "
+            "first"
+        )
     shapes = {part: shape for part, (_, shape) in what.arrays().items()}
     return {part: array.reshape(shapes[part]) for part, array in flat(planes).items()}
 
 
 def seed_of(name: str, seed: int) -> int:
-    """The seed of a tensor: another one for each name, so that no two round alike."""
+    """Derive a seed from the name of a tensor, so that different tensors round independently."""
     own = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return (seed + int.from_bytes(own, "little")) % 2**64
 
 
 def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str, Description], dict[str, str]]:
-    """Descriptions of the layers that fit a format, and why the others do not."""
+    """Return descriptions of the layers that a format supports, and name -> reason for the others."""
     weights, unfit = {}, {}
     for entry in selection.layers:
         try:
@@ -130,21 +146,21 @@ def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str,
     return weights, unfit
 
 
-def _nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
-    """Says why nothing is left to quantize: the reason that is easiest to change, with a tensor and a remedy."""
+def _explain_nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
+    """Explain why nothing is left to quantize: the reason that is easiest to change, with an example and a remedy."""
     by_name = {name: why for name, why in kept.items() if why == KEPT}
     for names, advice in (
         (unfit, "choose another format"),
         (by_name, "keep fewer"),
-        (kept, f"take a checkpoint with tensors of real numbers and {LEAST_AXES} axes or more"),
+        (kept, f"use a checkpoint that has tensors of real numbers with {LEAST_AXES} or more axes"),
     ):
         for name, why in names.items():
             return f"{quote(name)}: {why}; {advice}"
-    return "it has no tensors; take a checkpoint that has some"
+    return "it has no tensors; use a checkpoint that has some"
 
 
 def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict[str, tuple[str, Shape]]:
-    """Dtype and shape of all that is written, by name."""
+    """Return the dtype and shape of every tensor of the output, by name."""
     found: dict[str, tuple[str, Shape]] = {}
     for name, entry in entries.items():
         made = {name: (entry.dtype, entry.shape)}
@@ -152,16 +168,14 @@ def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict
             arrays = weights[name].arrays(op=OP, name=name)
             made = {key_of(name, part): (WORDS[dtype], shape) for part, (dtype, shape) in arrays.items()}
         if twice := sorted(made.keys() & found.keys()):
-            raise Misuse(
-                f"{quote(twice[0])} would be there twice, as the codes of {quote(name)} have that name; --keep it"
-            )
+            raise Misuse(f"{quote(twice[0])} is also the name of the codes of {quote(name)}; add --keep {quote(name)}")
         found |= made
     return found
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Place of a tensor in the file."""
+    """Position of a tensor in the file."""
 
     dtype: str
     shape: Shape
@@ -170,17 +184,22 @@ class Slot:
 
 
 class Writer:
-    """A file to be filled in any order.
+    """Writer of a safetensors file. Tensors may be written in any order.
 
     Attributes:
-      slots: by name.
+      file: the open file.
+      metadata: metadata strings.
+      digests: hash of each tensor written so far.
+      slots: position of each tensor by name.
     """
 
     def __init__(self, file: BinaryIO, tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> None:
-        """Writes the header.
+        """Write the header.
 
         Args:
-          tensors: dtype, as safetensors has it, and shape, by name.
+          file: the file, opened for reading and writing.
+          tensors: safetensors dtype and shape of each tensor by name.
+          metadata: metadata strings.
 
         Raises:
           Failure: the header is longer than safetensors reads.
@@ -198,14 +217,20 @@ class Writer:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % LENGTH)
         if len(text) > LONGEST_HEADER:
-            raise Failure(f"the header would have {len(text)} bytes, more than safetensors reads; convert a part")
+            raise Failure(
+                f"the header would have {len(text)} bytes, more than safetensors reads; convert fewer tensors"
+            )
         file.write(len(text).to_bytes(LENGTH, "little") + text)
         first = LENGTH + len(text)
         self.slots = {name: Slot(*tensors[name], first + start, size) for name, (start, size) in sizes.items()}
         file.truncate(first + at)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview[int]]) -> None:
-        """The bytes of a tensor."""
+        """Write the bytes of a tensor.
+
+        Raises:
+          Failure: the number of bytes is wrong.
+        """
         slot, digest = self.slots[name], hashlib.blake2b()
         self.file.seek(slot.offset)
         written = 0
@@ -214,24 +239,29 @@ class Writer:
             digest.update(part)
             written += len(part)
         if written != slot.nbytes:
-            raise Failure(f"{quote(name)} has {written} bytes in place of {slot.nbytes}; this is a bug of qshard")
+            raise Failure(
+                f"{quote(name)} has {written} bytes instead of {slot.nbytes}; this is a bug in qshard, please report it"
+            )
         self.digests[name] = digest.digest()
 
     def check(self, path: Path) -> File:
-        """Reads the file back, from the disk where the system allows.
+        """Read the file back, from the disk if the system allows, and compare it with the written data.
 
         Args:
-          path: where the file is now.
+          path: current path of the file.
+
+        Returns:
+          The contents of the file.
 
         Raises:
-          Failure: safetensors reads other tensors, or other bits.
+          Failure: the file has other tensors or other bytes.
         """
         self.file.flush()
         os.fsync(self.file.fileno())
         os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         found = read_header(path)
         if found.metadata != self.metadata or not found.entries.keys() == self.slots.keys() == self.digests.keys():
-            raise Failure(f"{quote(path)} does not hold what was written to it; check the disk")
+            raise Failure(f"{quote(path)} does not contain what was written to it; check the disk")
         for name, entry in found.entries.items():
             slot, digest = self.slots[name], hashlib.blake2b()
             for part in entry.bytes():
@@ -244,20 +274,20 @@ class Writer:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file, open for reading and writing, that takes its name once all went well; else nothing is left of it.
+    """Open a temporary file for reading and writing that replaces `path` on success and is deleted on failure.
 
     Raises:
-      Misuse: the folder is not there, or not for writing, or `path` is a folder.
+      Misuse: `path` is a folder, or its folder does not exist or is not writable.
     """
     if path.is_dir():
         raise Misuse(f"{quote(path)} is a folder; name a file in it")
     if not path.parent.is_dir():
-        raise Misuse(f"{quote(path.parent)} is not a folder; make it first")
-    path = path.resolve()  # What a link points to is what is written.
+        raise Misuse(f"{quote(path.parent)} is not a folder; create it first")
+    path = path.resolve()  # writes to the target of a link
     try:
         handle, temporary = tempfile.mkstemp(prefix=".qshard.", suffix=".part", dir=path.parent)
     except OSError as error:
-        raise Misuse(f"{quote(path.parent)} takes no new file: {error.strerror}; write to another folder") from None
+        raise Misuse(f"{quote(path.parent)} cannot be written to: {error.strerror}; write to another folder") from None
     os.close(handle)
     try:
         with open(temporary, "w+b") as file:
@@ -273,7 +303,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _mode(path: Path) -> int:
-    """Permissions of the file that is replaced, or of a new file."""
+    """Return the permissions of the file that is replaced, or of a new file."""
     if path.exists():
         return path.stat().st_mode & 0o7777
     mask = os.umask(0)

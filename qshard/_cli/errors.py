@@ -1,18 +1,18 @@
-"""What a command says that cannot go on: one line."""
+"""Failures of commands, each reported in one line, and the text helpers that they use."""
 
 from __future__ import annotations
 
 from qshard._cli import USAGE
 
 LONGEST = 100
-"""Characters of a name that are shown."""
+"""Maximum length of a displayed name."""
 
 
 class Failure(Exception):
-    """What is wrong, what was given, what to do: printed as one line, and the end of the process.
+    """A failure that ends the process. Its one-line text names the problem, the argument and the remedy.
 
     Attributes:
-      status: of the process: 1, or 2 if the command was not asked rightly.
+      status: exit status: 1, or 2 for wrong usage.
     """
 
     def __init__(self, text: str, status: int = 1) -> None:
@@ -21,14 +21,14 @@ class Failure(Exception):
 
 
 class Misuse(Failure):
-    """A `Failure` of who gave the command: another argument is what helps."""
+    """A `Failure` caused by the arguments: calling the command differently resolves it."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text, USAGE)
 
 
 def printable(text: object) -> str:
-    r"""Text as one line that no terminal obeys: what is not printable is escaped.
+    r"""Return text as one line that is safe on a terminal: nonprintable characters are escaped.
 
     >>> printable("a\x1b[2Jb\n")
     'a\\x1b[2Jb\\n'
@@ -37,7 +37,7 @@ def printable(text: object) -> str:
 
 
 def quote(name: object) -> str:
-    """A name for one line of text: printable, and without its middle if it is very long.
+    """Return a name as printable text. If it is very long, its middle is replaced by dots.
 
     >>> len(quote("x" * 1000))
     100
@@ -47,7 +47,7 @@ def quote(name: object) -> str:
 
 
 def count_of(count: int, noun: str) -> str:
-    """A number of things.
+    """Format a number of things.
 
     >>> count_of(1, "tensor"), count_of(2, "tensor")
     ('1 tensor', '2 tensors')

@@ -1,4 +1,4 @@
-"""Errors of formats on the layers of a checkpoint, one tensor in memory at a time, and on recorded activations."""
+"""Quantization errors of formats on the layers of a checkpoint, one tensor in memory at a time, and on activations."""
 
 from __future__ import annotations
 
@@ -31,25 +31,30 @@ END = ".weight"
 SUFFIX = ".npy"
 KINDS = "fiu"
 HEADER = 2**16
-"""Bytes that hold the header of an array."""
+"""Bytes to read for the header of an array."""
 PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-"""As `numpy.savez` and `numpy.savez_compressed` do."""
+"""Compression methods of `numpy.savez` and `numpy.savez_compressed`."""
 BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError)
-"""What zipfile and NumPy raise for files that are not whole, or not theirs."""
+"""Exceptions that zipfile and NumPy raise for files that are truncated or not theirs."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Names of arrays by names of layers; the arrays are read one at a time."""
+    """Recorded inputs of layers in a file of `numpy.savez`. Arrays are read one at a time.
+
+    Attributes:
+      path: the file.
+      names: name of a layer -> name of its array.
+    """
 
     path: Path
     names: dict[str, str]
 
     def of(self, name: str) -> NDArray[Any] | None:
-        """The activations of a layer, `[..., K]`; None if the file has none.
+        """Read the activations of a layer, `[..., K]`; None if the file has none.
 
         Raises:
-          Misuse: they are not there whole.
+          Misuse: the array cannot be read.
         """
         if name not in self.names:
             return None
@@ -61,13 +66,13 @@ class Activations:
 
 
 def open_activations(path: Path, entries: Iterable[Entry]) -> tuple[Activations, list[str]]:
-    """Finds activations for layers: an array has the name of a layer, with `.weight` or without.
+    """Find the activations of layers. An array has the name of its layer, with or without `.weight`.
 
     Returns:
-      The activations, and notes: arrays that are for no layer.
+      The activations, and a note about arrays that belong to no layer, if there are any.
 
     Raises:
-      Misuse: the file is not one of `numpy.savez`, an array does not fit its layer, or none has the name of a layer.
+      Misuse: the file is not from `numpy.savez`, an array does not fit its layer, or no array has the name of a layer.
     """
     there = _headers(path)
     names: dict[str, str] = {}
@@ -77,25 +82,27 @@ def open_activations(path: Path, entries: Iterable[Entry]) -> tuple[Activations,
             continue
         shape, dtype = there[name]
         if dtype.kind not in KINDS or dtype.fields is not None:
-            raise Misuse(f"{quote(path)}: {quote(name)} ({dtype}) is not of real numbers; save it as float32")
+            raise Misuse(f"{quote(path)}: {quote(name)} ({dtype}) does not have real numbers; save it as float32")
         if shape[-1:] != entry.shape[-1:]:
             what = f"{quote(name)} {shape} does not end in the {entry.shape[-1:]} of {quote(entry.name)} {entry.shape}"
-            raise Misuse(f"{quote(path)}: {what}; save what the layer is given")
+            raise Misuse(f"{quote(path)}: {what}; save the inputs of the layer")
         names[entry.name] = name
     rest = sorted(there.keys() - set(names.values()))
     if not names:
-        raise Misuse(f"{quote(path)} has {len(there)} arrays, and none by the name of a layer; name them as the layers")
-    return Activations(path, names), [f"activations of no layer: {', '.join(map(quote, rest))}"] if rest else []
+        raise Misuse(
+            f"{quote(path)} has {len(there)} arrays, none with the name of a layer; use the names of the layers"
+        )
+    return Activations(path, names), [f"activations match no layer: {', '.join(map(quote, rest))}"] if rest else []
 
 
 def _headers(path: Path) -> dict[str, tuple[Shape, np.dtype[Any]]]:
-    """Shape and dtype of each array, without its numbers."""
+    """Read the shape and dtype of each array, without its data."""
     found = {}
     try:
         with zipfile.ZipFile(path) as file:
             for member in file.infolist():
                 if member.compress_type not in PACKED:
-                    raise ValueError(f"{member.filename} is compressed in another way")
+                    raise ValueError(f"{member.filename} uses an unsupported compression")
                 with file.open(member) as whole:
                     part = io.BytesIO(whole.read(HEADER))
                 version = npy.read_magic(part)
@@ -108,17 +115,17 @@ def _headers(path: Path) -> dict[str, tuple[Shape, np.dtype[Any]]]:
 
 
 def _not_whole(path: Path, why: object) -> Misuse:
-    return Misuse(f"{quote(path)} is not a file of numpy.savez: {quote(why)}; save it again")
+    return Misuse(f"{quote(path)} is not a numpy.savez file: {quote(why)}; save it again")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One plane of a layer in one format.
+    """Statistics of one plane of a layer in one format.
 
     Attributes:
-      stats: of one draw; where the format rounds stochastically, the means over all.
-      draws: the SQNR of each draw, where it does.
-      output: `output_noise` with the activations of the layer, the mean over draws; None if there are none.
+      stats: the statistics; for stochastic rounding, means over all draws.
+      draws: SQNR of each draw for stochastic rounding, else empty.
+      output: `output_noise` with the activations of the layer, the mean over draws; None without activations.
     """
 
     stats: Stats
@@ -127,7 +134,7 @@ class Row:
 
     @property
     def harm(self) -> float | None:
-        """Noise for signal: of the output, if activations are there, else `harm_of`."""
+        """Noise-to-signal ratio: of the output if there are activations, else `harm_of` the plane; None if unknown."""
         known = harm_of(self.stats)
         return known if known is None or self.output is None else self.output
 
@@ -137,11 +144,10 @@ class Choice:
     """A way to store a layer.
 
     Attributes:
-      name: of the format, or of the dtype that it has.
-      nbytes: of codes and scales of all planes that are asked for.
-      harm: noise for signal, that of the worse plane: of the product with white activations, or with those that were
-        given, the relative variance.
-        None where some of it is not known, as finite numbers became NaN or infinite.
+      name: name of the format, or the layer's own dtype.
+      nbytes: bytes of codes and scales of all requested planes.
+      harm: largest noise-to-signal ratio of the requested planes, which is the relative error variance of the product
+        with white or recorded activations. None if unknown, because finite numbers became NaN or infinite.
     """
 
     name: str
@@ -151,13 +157,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Layer:
-    """A tensor and its rows.
+    """A tensor and its measurements.
 
     Attributes:
-      outliers: `outlier_share`.
-      left_out: name of each format that does not fit -> why.
-      remarks: what else is to be known of it.
-      usage: the planes that are asked for.
+      entry: the tensor.
+      outliers: `outlier_share` of the tensor.
+      rows: one row per format and plane.
+      left_out: name of a format that does not support the shape -> reason.
+      remarks: remarks for the user.
+      usage: requested planes.
     """
 
     entry: Entry
@@ -169,7 +177,7 @@ class Layer:
 
     @property
     def choices(self) -> dict[str, Choice]:
-        """By name: the formats that were measured in what is asked for, and its own dtype, which costs no harm."""
+        """Choices by name: the measured formats in the requested planes, and the layer's own dtype with zero harm."""
         by_format: dict[str, list[Row]] = {}
         for row in self.rows:
             if row.stats.usage in self.usage.planes:
@@ -184,7 +192,7 @@ class Layer:
 
 
 def harm_of(stats: Stats) -> float | None:
-    """Noise for signal: `10**(-sqnr_db / 10)`; None where it is not known."""
+    """Return the noise-to-signal ratio `10**(-sqnr_db / 10)`, or None if it is unknown."""
     if stats.nonfinite_made or Note.NOTHING_COUNTS in stats.notes:
         return None
     return 0.0 if math.isnan(stats.sqnr_db) else 10 ** (-stats.sqnr_db / 10)
@@ -192,14 +200,15 @@ def harm_of(stats: Stats) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of each layer.
+    """The measurements to make on each layer.
 
     Attributes:
-      formats: all of them, those with options that were asked for too.
-      usage: one plane or both. Of a format whose planes hold the same numbers one is measured; of one that is rotated
-        the columnwise plane always, as the other is not.
-      draws: how often a stochastic format is measured, from `seed` up.
-      activations: what layers are given, if it is known.
+      formats: formats, including requested variants.
+      usage: requested planes. For formats with equal planes only one is measured; for rotated formats always the
+        columnwise plane, because the other is not rotated.
+      draws: number of measurements of a stochastic format.
+      seed: seed of the first draw; later draws count up.
+      activations: inputs of the layers, if known.
     """
 
     formats: tuple[Format, ...]
@@ -209,7 +218,7 @@ class Question:
     activations: Activations | None = None
 
     def planes(self, shape: Shape) -> tuple[list[tuple[Format, Usage]], dict[str, str]]:
-        """What is measured of a layer of a shape, and by name why the other formats are not."""
+        """Return the format and usage pairs to measure for a shape, and name -> reason for the other formats."""
         found, left_out = [], {}
         for fmt in self.formats:
             usages = self.usage.planes[:1] if fmt.transposes else self.usage.planes
@@ -225,7 +234,7 @@ class Question:
         return found, left_out
 
     def least_bytes(self, entry: Entry) -> float:
-        """Of the smallest way to store a layer, known without its numbers."""
+        """Return the bytes of the smallest way to store a layer, computed from its shape."""
         sizes: dict[str, float] = {entry.dtype: float(entry.nbytes)}
         for fmt, usage in self.planes(entry.shape)[0]:
             if usage not in self.usage.planes:
@@ -235,10 +244,12 @@ class Question:
 
 
 def measure(entries: list[Entry], question: Question, remarks: Mapping[str, str]) -> list[Layer]:
-    """The rows of every layer.
+    """Measure every layer.
 
     Args:
-      remarks: name of a layer -> a remark about it.
+      entries: tensors to measure.
+      question: what to measure.
+      remarks: name of a layer -> remark about it.
     """
     draws = question.draws
     total = sum(entry.elements * (draws if fmt.stochastic else 1) for entry in entries for fmt in question.formats)
@@ -256,7 +267,7 @@ def measure(entries: list[Entry], question: Question, remarks: Mapping[str, str]
 
             known = [remarks[entry.name]] if entry.name in remarks else []
             found.append(_layer(entry, question, known, advance))
-            done = end  # Of formats that it is not measured in, too.
+            done = end  # also counts formats that were skipped
     return found
 
 
@@ -267,10 +278,10 @@ def _layer(entry: Entry, question: Question, known: list[str], advance: Any) -> 
     rows = tuple(_row(x, fmt, usage, question, given, advance) for fmt, usage in planes)
     remarks = list(known)
     if question.activations is not None and given is None:
-        remarks.append("no activations: its harm is that with white ones")
+        remarks.append("no activations, so its harm is that for white noise")
     if any(row.output is not None and math.isnan(row.output) for row in rows):
         rows = tuple(dataclasses.replace(row, output=None) for row in rows)
-        remarks.append("its activations give no signal, or are not finite: its harm is that with white ones")
+        remarks.append("its activations have no signal or are not finite, so its harm is that for white noise")
     return Layer(entry, outlier_share(x.array), rows, left_out, tuple(remarks), question.usage)
 
 
@@ -278,7 +289,7 @@ def _row(x: Floats, fmt: Format, usage: Usage, question: Question, given: Any, a
     seeds = range(question.seed, question.seed + (question.draws if fmt.stochastic else 1))
     drawn = [stats_of(x, fmt, usage, seed, OP, advance) for seed in seeds]
     output = None
-    if given is not None and (fmt.transposes or usage is Usage.ROWWISE):  # Others are for gradients.
+    if given is not None and (fmt.transposes or usage is Usage.ROWWISE):  # other planes are for gradients
         output = float(np.mean([output_noise(given, x.array, fmt, seed=seed) for seed in seeds]))
     if not fmt.stochastic:
         return Row(drawn[0], output=output)
@@ -286,7 +297,7 @@ def _row(x: Floats, fmt: Format, usage: Usage, question: Question, given: Any, a
 
 
 def _mean(drawn: list[Stats]) -> Stats:
-    """The means of numbers; the worst block and the histograms are those of the first draw."""
+    """Average the statistics of draws. The worst block and the histograms are from the first draw."""
     first = drawn[0]
     means: dict[str, Any] = {}
     for field in dataclasses.fields(Stats):

@@ -1,4 +1,4 @@
-"""This machine: facts for the report of a bug, and times of the CPU kernels beside a copy of the same run."""
+"""Facts about this machine for bug reports, and timings of the CPU kernels relative to a memory copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=cs
 
 
 def machine_facts() -> dict[str, object]:
-    """All facts, by name."""
+    """Return all facts by name."""
     from qshard import _ffi
 
     return {
@@ -43,7 +43,7 @@ def machine_facts() -> dict[str, object]:
 
 
 def processor() -> str:
-    """The name of the processor, as Linux has it."""
+    """Return the name of the processor from /proc/cpuinfo, else from `platform`."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -51,7 +51,7 @@ def processor() -> str:
 
 
 def gpus() -> list[str]:
-    """Name, compute capability and driver of each GPU, as nvidia-smi has them; why not, where it does not."""
+    """Return name, compute capability and driver of each GPU from nvidia-smi, or the reason why they are unknown."""
     if shutil.which(SMI[0]) is None:
         return [f"none: no {SMI[0]}"]
     try:
@@ -64,17 +64,17 @@ def gpus() -> list[str]:
 
 
 SLICE = 5e-3
-"""Seconds for which each runs in a round."""
+"""Seconds that each contender runs per round."""
 COPY = "copy float32"
 SEED = 0
 
 Contenders = dict[str, tuple[float, Callable[[], object]]]
-"""Name -> the fewest bytes that it must read and write, and a call."""
+"""Name -> (fewest bytes that the call must read and write, the call)."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One contender: the median over rounds."""
+    """Timing of one contender: medians over rounds."""
 
     name: str
     us: float
@@ -83,7 +83,7 @@ class Timing:
 
 
 def contenders(size: int, formats: list[Format]) -> Contenders:
-    """The copy, ops on single tensors, and whole quantizations."""
+    """Return the calls to time: the copy, ops on single tensors, and whole quantizations."""
     from qshard._core import quantize_steps
     from qshard.numerics import _kernels as kernels
 
@@ -100,9 +100,9 @@ def contenders(size: int, formats: list[Format]) -> Contenders:
             ("cast_transpose", each + 2, (x, scale), {"element": E4M3.name, "batch": 0}, None),
             ("dequantize", each + 1, (codes, scale), {"element": E4M3.name}, name),
         ):
-            call = kernels.into(op, inputs, options_of, dtype)
+            call = kernels.call_into(op, inputs, options_of, dtype)
             found[f"{op} {name}"] = float(nbytes * count), call
-    found["transpose uint8"] = 2.0 * count, kernels.into("transpose", (codes,), {"batch": 0}, None)
+    found["transpose uint8"] = 2.0 * count, kernels.call_into("transpose", (codes,), {"batch": 0}, None)
     x16 = arrays["bfloat16"]
     for fmt in formats:
         draws = kernels.draws("qshard bench", SEED) if fmt.stochastic else None
@@ -117,7 +117,7 @@ def contenders(size: int, formats: list[Format]) -> Contenders:
 
 
 def timings(found: Contenders, rounds: int) -> list[Timing]:
-    """Each once a round, as often as fills `SLICE`."""
+    """Time the contenders in turn, each for about `SLICE` seconds per round."""
     repeats, times = {}, {}
     for name, (_, call) in found.items():
         call()

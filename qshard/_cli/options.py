@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ usage: Callable[[Any], Any] = click.option(
     help="The plane: blocks along the last axis, along the first, or both.",
 )
 seed: Callable[[Any], Any] = click.option(
-    "--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Of stochastic rounding."
+    "--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Seed of stochastic rounding."
 )
 
 
 class Command(click.Command):
-    """A command that refuses an option given twice, unless the option is declared with `multiple=True`.
+    """A command that rejects repeated options, unless they are declared with `multiple=True`.
 
-    click itself takes the last value silently.
+    click itself silently uses the last value.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parses the arguments, with a count of each option first.
+        """Parse the arguments after counting each option.
 
         Raises:
-          click.UsageError: an option is there twice.
+          click.UsageError: an option is repeated.
         """
-        if not ctx.resilient_parsing:  # Of shell completion.
+        if not ctx.resilient_parsing:  # set during shell completion
             _, _, order = self.make_parser(ctx).parse_args(list(args))
             for parameter, times in collections.Counter(order).items():
                 if isinstance(parameter, click.Option) and times > 1 and not repeatable(parameter):
-                    raise click.UsageError(f"{parameter.opts[0]} is given {times} times; give it once", ctx)
+                    raise click.UsageError(f"{parameter.opts[0]} is given {times} times; use it once", ctx)
         return super().parse_args(ctx, args)
 
 
 def repeatable(option: click.Option) -> bool:
-    """True if all values of an option count, or if the option ends the command, as --help does."""
+    """Return whether an option may be repeated: all its values count, or it ends the command, like --help."""
     return option.multiple or option.count or option.is_eager
 
 
@@ -64,10 +64,12 @@ BYTES |= {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)}
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that layers may take: of an element, or of all layers.
+    """A limit on the bytes of layers, per element or in total.
 
     Attributes:
-      text: as it was given.
+      text: the option as the user wrote it.
+      nbytes: bytes per element, or bytes in total.
+      in_all: whether `nbytes` is a total.
     """
 
     text: str
@@ -75,11 +77,12 @@ class Budget:
     in_all: bool
 
     def of_an_element(self, elements: int) -> float:
+        """Return the budget in bytes per element for this number of elements."""
         return self.nbytes / elements if self.in_all else self.nbytes
 
 
 def budget_of(context: click.Context, parameter: click.Parameter, text: str | None) -> Budget | None:
-    """The value of `--budget`.
+    """Parse the value of `--budget`.
 
     >>> budget_of(None, None, "0.8").of_an_element(1000), budget_of(None, None, "2 kB").of_an_element(1000)
     (0.8, 2.0)
@@ -93,12 +96,14 @@ def budget_of(context: click.Context, parameter: click.Parameter, text: str | No
         nbytes = math.nan
     if found is None or not 0 < nbytes < math.inf:
         units = ", ".join(list(BYTES)[1:])
-        raise click.BadParameter(f"{text!r} is not bytes an element, such as 0.8, or in all, such as 4GB ({units})")
+        raise click.BadParameter(
+            f"{text!r} is not a number of bytes per element, such as 0.8, or in total, such as 4GB ({units})"
+        )
     return Budget(text, nbytes, bool(found[2]))
 
 
 def formats_of(texts: Iterable[str], option: str) -> list[Format]:
-    """The formats of an option that may be given several times, each time with several names.
+    """Parse a repeatable option with a comma-separated list of formats.
 
     >>> [str(fmt) for fmt in formats_of(["FP8_E4M3,NVFP4[global_scale=row, nonfinite=nan]", "MXFP4"], "--formats")]
     ['FP8_E4M3', 'NVFP4[global_scale=row, nonfinite=nan]', 'MXFP4']
@@ -111,10 +116,10 @@ def formats_of(texts: Iterable[str], option: str) -> list[Format]:
 
 
 def format_of(name: str, option: str) -> Format:
-    """A format by its name.
+    """Parse the name of a format.
 
     Raises:
-      Misuse: there is none of that name.
+      Misuse: the name is unknown, or an option is illegal.
     """
     name = re.sub(r",\s*", ", ", name)
     try:
@@ -124,16 +129,16 @@ def format_of(name: str, option: str) -> Format:
 
 
 def weight_formats() -> list[Format]:
-    """The formats of weights in recipes, with the default `nonfinite` of each format."""
+    """Return the formats that recipes use for weights, with the default `nonfinite` of each format."""
     found = [recipe.weight for recipe in NAMED.values()]
     return list(dict.fromkeys(fmt.with_options(nonfinite=FORMATS[fmt.name].nonfinite) for fmt in found))
 
 
 def with_variants(formats: list[Format], rotate: bool, stochastic: bool) -> list[Format]:
-    """All formats, then the variants of them that options ask for: rotated, rounded stochastically.
+    """Return the formats, followed by their rotated and stochastically rounded variants if requested.
 
     Raises:
-      Misuse: no format has that.
+      Misuse: no format has a requested variant.
     """
     found = list(formats)
     asked: list[tuple[bool, str, dict[str, Any]]] = [
@@ -144,7 +149,7 @@ def with_variants(formats: list[Format], rotate: bool, stochastic: bool) -> list
         if wanted:
             made = [fmt for fmt in (_with_options(each, changes) for each in found) if fmt is not None]
             if not made:
-                raise Misuse(f"{option} is for no format of these ({', '.join(map(str, formats))}); add NVFP4")
+                raise Misuse(f"{option} applies to none of these formats ({', '.join(map(str, formats))}); add NVFP4")
             found += made
     return list(dict.fromkeys(found))
 

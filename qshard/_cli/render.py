@@ -1,4 +1,4 @@
-"""Reports and conversions for people: text on a terminal or in a file, and one page of HTML that needs nothing else."""
+"""Rendering of reports and conversions: text for a terminal or a file, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from qshard.formats import Format, Usage
 from qshard.numerics._report import WIDE, Report, group_refusals, percent
 
 POINTS = 16
-"""Of the curve, in text."""
+"""Maximum points of the curve in text."""
 BAR = 40
 NAMED = 3
-"""Tensors that are left out for one reason, by name."""
+"""Maximum tensors that are listed by name for one reason."""
 HINT = (
     "--budget 0.8 recommends a format for each layer, of 0.8 bytes an element in all; --html FILE draws the trade-off"
 )
@@ -60,25 +60,28 @@ HEADS = (
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 28, 52
 TICKS = 6
-"""On an axis, about."""
+"""Approximate number of ticks on an axis."""
 LINE = 15
-"""Between two lines of text."""
+"""Distance between two lines of text."""
 LETTER = 7.0
-"""The width of a letter, about."""
+"""Approximate width of a letter."""
 DROP = 4
-"""From the middle of a line of text down to where its letters stand."""
+"""Distance from the middle of a line of text to its baseline."""
 DOT = 4
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
 def console() -> Console:
-    """Standard output: as wide as the terminal, and no line is broken where there is none."""
+    """Return a console for standard output.
+
+    It is as wide as the terminal; without a terminal, lines are not wrapped.
+    """
     width = shutil.get_terminal_size((WIDE, 24)).columns
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 def print_text(findings: Findings) -> None:
-    """Prints a report: tables of layers first, and the most important lines last, where a terminal shows them."""
+    """Print a report: tables of layers first, and the most important lines last, where a terminal shows them."""
     out = console()
     for layer in findings.layers:
         for report in _reports(layer):
@@ -102,7 +105,7 @@ def print_text(findings: Findings) -> None:
 
 
 def _reports(layer: Layer) -> Iterator[Report]:
-    """One for each plane that was measured."""
+    """Yield a report for each measured plane."""
     name = f"{quote(layer.entry.name)}: {title(layer)}"
     usages = list(dict.fromkeys(row.stats.usage for row in layer.rows)) or [Usage.ROWWISE]
     for usage in usages:
@@ -112,7 +115,7 @@ def _reports(layer: Layer) -> Iterator[Report]:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Text, the first column to the left, the others to the right."""
+    """Build a table of text with a left-aligned first column and right-aligned others."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for i, head in enumerate(heads):
         made.add_column(head, justify="right" if i else "left", overflow="fold")
@@ -137,7 +140,7 @@ def _print_curve(out: Console, findings: Findings) -> None:
 
 
 def _some(curve: Sequence[Point]) -> list[Point]:
-    """At most `POINTS` points, spread evenly in bytes, with both ends."""
+    """Return at most `POINTS` points, evenly spaced in bytes, including both ends."""
     if len(curve) <= POINTS:
         return list(curve)
     first, last = curve[0].bytes_per_element, curve[-1].bytes_per_element
@@ -165,7 +168,7 @@ def _print_recommendation(out: Console, findings: Findings) -> None:
 
 
 def print_conversion(out: Path, fmt: Format, done: Conversion) -> None:
-    """Prints the result of `qshard convert`."""
+    """Print the result of `qshard convert`."""
     to = console()
     _print_reasons(to, "kept", done.kept)
     for line in done.remarks:
@@ -176,7 +179,7 @@ def print_conversion(out: Path, fmt: Format, done: Conversion) -> None:
 
 
 def _print_reasons(out: Console, what: str, reasons: Mapping[str, str]) -> None:
-    """A line for each reason, with the first tensors that it is for."""
+    """Print a line per reason with the first tensors that it applies to."""
     by_reason: dict[str, list[str]] = {}
     for name, why in reasons.items():
         by_reason.setdefault(why, []).append(name)
@@ -186,7 +189,7 @@ def _print_reasons(out: Console, what: str, reasons: Mapping[str, str]) -> None:
 
 
 def page(findings: Findings) -> str:
-    """The whole page. Names in it are text, whatever they hold."""
+    """Return the HTML page. Names are escaped."""
     return "\n".join(_parts(findings))
 
 
@@ -261,8 +264,11 @@ def _number(value: float) -> str:
 
 
 def svg(findings: Findings) -> str:
-    """Bytes an element to the right, dB of noise for signal upwards: the curve, one format for all layers as dots, the
-    recommendation as a ring. Points without noise are not on it."""
+    """Draw dB of noise-to-signal over bytes per element as SVG.
+
+    The trade-off is a curve, one format for all layers is a dot, and the recommendation is a ring. Points without noise
+    are left out.
+    """
     curve = [point for point in findings.tradeoff.curve if point.harm]
     uniform = {name: point for name, point in findings.tradeoff.uniform.items() if point.harm}
     chosen = findings.recommendation.point if findings.recommendation else None
@@ -296,7 +302,7 @@ def _svg_lines(
     yield f'<text x="{LEFT}" y="{TOP - 12}">dB of {html.escape(HARM)}</text>'
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, curve))
     yield f'<polyline class="curve" points="{path}"/>'
-    # Dots are in the way of names, too.
+    # Dots block labels, too.
     taken = [(x - DOT, x + DOT, y + DROP) for x, y in map(at, uniform.values())]
     words = []
     for name, point in sorted(uniform.items(), key=lambda each: at(each[1])[1]):
@@ -305,7 +311,7 @@ def _svg_lines(
         yield lead
         what = f"{html.escape(name)}: {point.bytes_per_element:.3f} bytes, {_level(point):.1f} dB"
         words += [f'<circle class="uniform" cx="{x:.1f}" cy="{y:.1f}" r="{DOT}"><title>{what}</title></circle>', text]
-    yield from words  # Over all that leads to them.
+    yield from words  # labels are drawn above leader lines
     if chosen is not None:
         x, y = at(chosen)
         yield f'<circle class="chosen" cx="{x:.1f}" cy="{y:.1f}" r="8"><title>the recommendation</title></circle>'
@@ -313,7 +319,10 @@ def _svg_lines(
 
 
 def _label(name: str, x: float, y: float, taken: list[tuple[float, float, float]]) -> tuple[str, str]:
-    """A line where it is far, and a name beside its dot, on the side that has room, as near as others leave it."""
+    """Place a label beside its dot, and return its leader line (empty if it is close) and its text.
+
+    The label is on the side with space, at the height nearest to the dot that other labels leave free.
+    """
     width = LETTER * len(name)
     right = x + 2 * DOT + width < WIDTH - RIGHT
     edge = x + 2 * DOT if right else x - 2 * DOT
@@ -329,7 +338,7 @@ def _label(name: str, x: float, y: float, taken: list[tuple[float, float, float]
 
 
 def _rows(row: float) -> list[float]:
-    """Heights at which a name may stand: this one, and all others in the picture."""
+    """Return the possible heights of a label: beside its dot, and all others in the picture."""
     return [row + i for i in range(-HEIGHT, HEIGHT) if TOP + LINE <= row + i <= HEIGHT - BOTTOM - DROP or not i]
 
 
@@ -338,7 +347,7 @@ def _level(point: Point) -> float:
 
 
 def ticks(values: Sequence[float]) -> list[float]:
-    """Round numbers around some values, two at least.
+    """Return round numbers around some values, at least two.
 
     >>> ticks([0.53, 2.0]), ticks([3.0])
     ([0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0], [3.0, 4.0])

@@ -1,4 +1,4 @@
-"""Results of `qshard report`, and the same as JSON and CSV, where numbers that are not finite are null or empty."""
+"""Results of `qshard report`, and their JSON and CSV forms. Non-finite numbers are null in JSON and empty in CSV."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NUMBERS = (
     "beyond_float32",
     "bits_per_element",
 )
-"""Of `Stats`, by their names there."""
+"""Fields of `Stats` that are written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,14 @@ class Findings:
     """Results of a report, for text, JSON, CSV and HTML.
 
     Attributes:
-      left_out: name of each tensor that is not a layer -> why.
-      ranked_by, ranking: of `allocation.rank`.
-      budget: bytes an element.
-      budget, recommendation: None if no budget was given.
+      checkpoint: the checkpoint, with notes.
+      layers: measured layers.
+      left_out: name of each tensor that is not a layer -> reason.
+      ranked_by: name of the format of the ranking, from `allocation.rank`.
+      ranking: layers with their harm, from `allocation.rank`.
+      tradeoff: harm as a function of bytes.
+      budget: bytes per element; None without a budget.
+      recommendation: recommended formats; None without a budget, or if none fits it.
     """
 
     checkpoint: Checkpoint
@@ -68,16 +72,21 @@ def find(
     given: Budget | None,
     activations: Path | None = None,
 ) -> Findings:
-    """Measures a checkpoint.
+    """Measure a checkpoint.
 
     Args:
-      globs: of the layers; none for all.
-      given: the budget.
-      activations: a file of `numpy.savez`.
+      checkpoint: the checkpoint.
+      question: what to measure on each layer.
+      globs: patterns of names of layers; empty: all.
+      given: the budget, if any.
+      activations: file of `numpy.savez` with inputs of the layers, if any.
+
+    Returns:
+      The results.
 
     Raises:
-      Misuse: no layer has such a name, none can be measured, the budget is too small for every choice, or a tensor
-        holds codes.
+      Misuse: a pattern matches no layer, no layer can be measured, the budget is too small for every choice, or a
+        tensor has codes.
     """
     notes = list(checkpoint.notes)
     names = matching(checkpoint.entries, globs, "--layers") if globs else set(checkpoint.entries)
@@ -102,10 +111,11 @@ def find(
     choice, curve = None if budget is None else recommend(layers, budget), tradeoff(layers)
     if budget is not None and choice is None:
         least = curve.curve[0].bytes_per_element
-        notes.append(f"no recommendation: choices whose harm is known take {least:.4f} bytes an element at least")
+        notes.append(f"no recommendation: the smallest choice with known harm takes {least:.4f} bytes per element")
     if any(fmt.hadamard for fmt in question.formats) and Usage.COLUMNWISE not in question.usage.planes:
         notes.append(
-            "what is rotated is of the columnwise plane, and no choice: --usage columnwise or both makes it one"
+            "rotated formats exist only for the columnwise plane; add --usage columnwise or --usage both to include "
+            "them"
         )
     return Findings(
         checkpoint=dataclasses.replace(checkpoint, notes=notes),
@@ -120,7 +130,7 @@ def find(
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """For sorting as people do: numbers by their size.
+    """Return a sort key that compares numbers in names by value.
 
     >>> sorted(["h.10.w", "h.9.w", "a"], key=natural)
     ['a', 'h.9.w', 'h.10.w']
@@ -130,13 +140,13 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def title(layer: Layer) -> str:
-    """Heading of the rows of a layer, without its name."""
+    """Return the heading of a layer's rows, without its name."""
     shape = " x ".join(map(str, layer.entry.shape)) or "one number"
     return f"{shape}, {layer.entry.dtype}, outliers {layer.outliers:.4%}"
 
 
 def draws(layer: Layer) -> list[str]:
-    """A line for each format of a layer that was drawn several times."""
+    """Return a line for each format that was measured several times."""
     return [
         f"{row.stats.format}: the mean of {len(row.draws)} draws, of {min(row.draws):.2f} to {max(row.draws):.2f} dB"
         for row in layer.rows
@@ -145,18 +155,18 @@ def draws(layer: Layer) -> list[str]:
 
 
 def outputs(layer: Layer) -> list[str]:
-    """A line on the harm with activations, if they are there."""
+    """Return a line about the harm with activations, if there are any."""
     found = [f"{row.stats.format} {decibels(row.output)}" for row in layer.rows if row.output is not None]
     return [f"dB of noise for signal with its activations: {', '.join(found)}"] if found else []
 
 
 def level(harm: float) -> str:
-    """`decibels` in a sentence."""
+    """Format harm in dB for a sentence."""
     return f"{decibels(harm)} dB" if harm else "no noise"
 
 
 def decibels(harm: float | None) -> str:
-    """Noise for signal in dB.
+    """Format a noise-to-signal ratio in dB.
 
     >>> decibels(0.01), decibels(0.0), decibels(None)
     ('-20.0', 'none', 'not known')
@@ -167,7 +177,7 @@ def decibels(harm: float | None) -> str:
 
 
 def as_json(findings: Findings) -> str:
-    """The report as one JSON object; docs/command.md lists its keys."""
+    """Return the report as a JSON object; docs/command.md lists its keys."""
     tradeoff, chosen = findings.tradeoff, findings.recommendation
     return json.dumps(
         {
@@ -197,7 +207,7 @@ def as_json(findings: Findings) -> str:
 
 
 def as_csv(findings: Findings) -> str:
-    """A line for each layer, format and plane, and for each pair that was left out, with the reason."""
+    """Return a CSV line per layer, format and plane, and per combination that was left out, with the reason."""
     heads = [
         "layer",
         "dtype",

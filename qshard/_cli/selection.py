@@ -1,6 +1,6 @@
-"""Selection of the layers of a checkpoint, and detection of checkpoints that are quantized already.
+"""Selection of the layers of a checkpoint, and detection of checkpoints that are already quantized.
 
-A file of safetensors marks neither codes nor scales. Other libraries write these names:
+A safetensors file marks neither codes nor scales. Other libraries use these names:
 
 | checkpoint | codes | scales |
 | --- | --- | --- |
@@ -12,7 +12,7 @@ A file of safetensors marks neither codes nor scales. Other libraries write thes
 | GPTQ, AWQ, MLX | `qweight` I32, `weight` U32 | `scales`, beside `qzeros` or `biases` |
 | bitsandbytes | `weight` U8 or I8 | `weight.absmax`, `SCB` |
 
-A tensor of FP8 may also hold plain numbers. Only one without any sign of a scale counts as such.
+FP8 tensors without any sign of a scale are treated as plain numbers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from qshard._cli.errors import Misuse, count_of, quote
 from qshard.layout import Shape
 
 LEAST_AXES = 2
-"""A matrix has two; norms and biases have fewer."""
+"""Minimum axes of a layer. Norms and biases have fewer."""
 KEPT = "named by --keep"
 NAMED = 3
-"""The most names in a note."""
+"""Maximum number of names in a note."""
 
 SCALE = re.compile(
     r"(?:(?P<stem>.+?)_)?_?(?:(?P<plain>scales?)|(?:global_)?scales?(?:_(?:inv|ub|[0-9]+))*|scale_(?:weight|input)"
@@ -43,28 +43,28 @@ WEIGHT_SCALE = re.compile(r"(?P<stem>.*weight)_scale.*", re.IGNORECASE | re.DOTA
 PACKED = re.compile(r"(?P<stem>.+)_(?:blocks|packed|qdata)", re.DOTALL)
 OFFSET = re.compile(r"_?(?:zeros?|zero_points?|qzeros|biases|shift)|.+_zero_points?")
 BIAS = re.compile(r"b|.*bias", re.DOTALL)
-"""Patterns of the whole last part of a name, after `.` or `/`."""
+"""Patterns for the last part of a name, after `.` or `/`."""
 LONGEST = 200
-"""Characters. A longer last part matches no pattern, so a hostile name takes no time."""
+"""Maximum length of a last part. Longer ones match no pattern, so that hostile names cost no time."""
 FP8 = tuple(name for name in FLOATS if name.startswith("F8_"))
 SMALL = ("F4", "F6_E2M3", "F6_E3M2")
 INTEGERS = ("U8", "I8", "I32", "U32")
-"""Dtypes of codes without a dtype of their own, and of packed codes."""
+"""Dtypes of packed codes, and of codes without a dtype of their own."""
 CODES = (*FP8, *SMALL, *INTEGERS)
 SCALES = (*(name for name in FLOATS if name not in FP8), "F8_E8M0", "U8")
 """Dtypes of scales."""
 BLOCKS = (16, 32, 64, 128, 256)
-"""Sizes of blocks, in elements."""
+"""Block sizes in elements."""
 
 
 class Parts(NamedTuple):
     """The parts of a name.
 
     Attributes:
-      module: the text before the last `.` or `/`.
-      last: the text after it.
+      module: text before the last `.` or `/`.
+      last: text after it.
       owner: for a scale, the name of its tensor or module; None for other tensors.
-      stem: the name without the `_blocks` of packed codes; names of scales begin with it.
+      stem: the name without the suffix of packed codes, such as `_blocks`; names of its scales begin with the stem.
     """
 
     module: str
@@ -74,12 +74,12 @@ class Parts(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """True for a name of packed codes."""
+        """Whether the name is a name of packed codes."""
         return not self.stem.endswith(self.last)
 
 
 def parts_of(name: str) -> Parts:
-    """Splits a name.
+    """Split a name.
 
     >>> parts_of("mlp.up.weight_scale_inv").owner, parts_of("mlp.up.scales").owner, parts_of("mlp.up.upscale").owner
     ('mlp.up.weight', 'mlp.up', None)
@@ -98,11 +98,11 @@ def parts_of(name: str) -> Parts:
 
 @dataclass(frozen=True)
 class Doubt:
-    """A sign that a tensor holds codes, not numbers.
+    """A sign that a tensor has codes instead of numbers.
 
     Attributes:
       why: the sign, as the predicate of a sentence about the tensor.
-      certain: False for a tensor that may well hold plain numbers.
+      certain: False if the tensor may still have plain numbers.
     """
 
     why: str
@@ -110,13 +110,14 @@ class Doubt:
 
 
 class Names:
-    """The tensors of a checkpoint by the parts of their names.
+    """The tensors of a checkpoint, indexed by the parts of their names.
 
     Attributes:
-      parts: the parts of each name.
-      scales: tensor or module -> the first of its scales.
+      checkpoint: the checkpoint.
+      parts: parts of each name.
+      scales: tensor or module -> its first scale.
       strays: module -> its first scale without a tensor.
-      shapes: module and shape -> the first tensor with them, except codes and biases. One element counts as `()`.
+      shapes: module and shape -> the first tensor with both, except codes and biases. One element counts as `()`.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -132,7 +133,7 @@ class Names:
                 self.scales.setdefault(owner, name)
                 if owner not in known:
                     self.strays.setdefault(module, name)
-            elif entry is None:  # In another shard; its shape is not known.
+            elif entry is None:  # in another shard, with unknown shape
                 if not BIAS.fullmatch(last):
                     self.strays.setdefault(module, name)
             elif entry.dtype in SCALES and entry.elements and not BIAS.fullmatch(last):
@@ -141,7 +142,7 @@ class Names:
                     self.strays.setdefault(module, name)
 
     def reasons(self) -> dict[str, str]:
-        """Name -> why the tensor is never a layer, for scales, packed codes and zero points."""
+        """Return name -> reason for tensors that are never layers: scales, packed codes and zero points."""
         scaled = {parts.module for parts in self.parts.values() if parts.owner is not None}
         found = {}
         for name, parts in self.parts.items():
@@ -154,17 +155,17 @@ class Names:
         return found
 
     def doubts(self) -> dict[str, Doubt]:
-        """Name -> doubt, for tensors with signs of a scale.
+        """Return name -> doubt for tensors with signs of a scale.
 
-        Numbers of high precision beside a scale of a quantizer may be codes that were cast; beside `NAME_scale`, which
-        may be a parameter, that is not certain.
+        High-precision numbers beside a quantizer's scale may be codes that were cast. Beside `NAME_scale`, which may be
+        a parameter, this is not certain.
         """
         found, plain = {}, []
         for name, entry in self.checkpoint.entries.items():
             module, last, owner, stem = self.parts[name]
             if owner is not None or not entry.elements or OFFSET.fullmatch(last):
                 continue
-            if entry.dtype in INTEGERS and len(entry.shape) < 2:  # Permutations, states.
+            if entry.dtype in INTEGERS and len(entry.shape) < 2:  # permutations, optimizer states
                 continue
             own = self.scales.get(stem)
             if entry.dtype in CODES and (scale := own or self.scales.get(module)) is not None:
@@ -183,7 +184,7 @@ class Names:
         return found
 
     def _stray(self, module: str, shape: Shape) -> str | None:
-        """Finds a scale by its place and shape: a tensor of the same module."""
+        """Find a scale in the same module by its shape."""
         if module in self.strays:
             return self.strays[module]
         places = ((module, grid) for grid in _grids(shape))
@@ -195,14 +196,14 @@ def _predicate(name: str, has: str = "has") -> str:
 
 
 def _is_plain(scale: Parts) -> bool:
-    """True for `NAME_scale`, which may also be a parameter of a model."""
+    """Return whether a scale is called `NAME_scale`, which may also be a parameter of a model."""
     found = SCALE.fullmatch(scale.last)
     return bool(found and found["plain"]) and not WEIGHT_SCALE.fullmatch(scale.last)
 
 
 @functools.lru_cache
 def _grids(shape: Shape) -> tuple[Shape, ...]:
-    """Shapes of the scales of a tensor: per tensor, per row, per block."""
+    """Return the possible shapes of a tensor's scales: per tensor, per row, per block."""
     if len(shape) < 2:
         return ((),)
     *lead, rows, columns = shape
@@ -215,9 +216,9 @@ class Selection:
     """The layers of a checkpoint.
 
     Attributes:
-      layers: in the order of the checkpoint.
-      left_out: name of each other tensor -> why.
-      remarks: name of a layer -> a remark about it.
+      layers: layers in the order of the checkpoint.
+      left_out: name of each other tensor -> reason.
+      remarks: name of a layer -> remark.
       notes: remarks about several layers.
     """
 
@@ -230,16 +231,17 @@ class Selection:
 def select(
     checkpoint: Checkpoint, names: Collection[str], *, keep: Collection[str] = (), any_axes: bool = False, advice: str
 ) -> Selection:
-    """Selects the layers among `names`.
+    """Select the layers among `names`.
 
     Args:
+      checkpoint: the checkpoint.
       names: names of tensors.
-      keep: names of tensors to leave out, even if they hold codes.
-      any_axes: True selects tensors of fewer than two axes, too.
-      advice: for the error, an alternative to dequantizing the checkpoint.
+      keep: names of tensors to leave out, even if they have codes.
+      any_axes: also select tensors with fewer than two axes.
+      advice: alternative to dequantizing the checkpoint, for the error.
 
     Raises:
-      Misuse: a tensor of `names` holds codes, and its scales are in other tensors.
+      Misuse: a tensor of `names` has codes, and its scales are in other tensors.
     """
     by_name = Names(checkpoint)
     never, doubtful = by_name.reasons(), by_name.doubts()
@@ -269,7 +271,7 @@ def select(
         first = next(name for name in doubtful if name in codes)
         what = f"{len(codes)} of {count_of(len(checkpoint.entries), 'tensor')}"
         why = f"{quote(first)} ({checkpoint.entries[first].dtype}) {doubtful[first].why}"
-        raise Misuse(f"{quote(checkpoint.path)} is quantized already ({what}): {why}; dequantize it first, or {advice}")
+        raise Misuse(f"{quote(checkpoint.path)} is already quantized ({what}): {why}; dequantize it first, or {advice}")
     if raw:
         more = f" and {len(raw) - NAMED} more" if len(raw) > NAMED else ""
         some = ", ".join(map(quote, raw[:NAMED]))

@@ -1,4 +1,4 @@
-"""What both front ends know of Adam: which states it has, and the settings of a step as the kernel takes them."""
+"""Adam in both front ends: the dtypes of its states, and the hyperparameters as the kernel takes them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import numpy as np
 from qshard._core.validation import join_names, quote
 
 BLOCK = 128
-"""Elements of a row that share a scale: kAdamBlock of core/adam.h."""
+"""Elements of a row that share a scale: kAdamBlock in core/adam.h."""
 
 SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
-"""The dtypes of states that have scales."""
+"""State dtypes that are stored with scales."""
 
 STATES = ("float32", "bfloat16", *SCALED)
 
 
 def check_setting(op: str, name: str, value: Any, *, is_beta: bool = False) -> None:
-    """Raises unless a setting is a number that it may be. Arrays are not looked at: that would be to wait for a device.
+    """Raise unless a hyperparameter is a number in range.
+
+    Arrays are not checked: reading one would wait for the device.
 
     >>> check_setting("Adam", "lr", -1)
     Traceback (most recent call last):
@@ -28,7 +30,7 @@ def check_setting(op: str, name: str, value: Any, *, is_beta: bool = False) -> N
     """
     if hasattr(value, "dtype") and not isinstance(value, np.generic):
         return
-    text = f"{op}: {name} ({quote(value)}) is not a number from 0 {'to below 1' if is_beta else 'up'}; pass one"
+    text = f"{op}: {name} ({quote(value)}) must be a number of at least 0{' and below 1' if is_beta else ''}"
     if not isinstance(value, Real):
         raise TypeError(text)
     if not 0 <= float(value) < (1 if is_beta else math.inf):
@@ -36,18 +38,34 @@ def check_setting(op: str, name: str, value: Any, *, is_beta: bool = False) -> N
 
 
 def check_state_dtype(op: str, name: str, given: Any, dtype: str, module: str = "") -> None:
-    """`dtype`: what is given, by its name. `module`: what a framework puts before such names."""
+    """Raise TypeError unless a state dtype is supported.
+
+    Args:
+      op: name of the caller in the error.
+      name: name of the argument in the error.
+      given: the argument, as the error shows it.
+      dtype: name of the dtype.
+      module: prefix of dtype names in the error, such as "torch.".
+    """
     if dtype not in STATES:
         raise TypeError(
-            f"{op}: {name} ({quote(given)}) is not {join_names(module + each for each in STATES)}; pass one"
+            f"{op}: {name} ({quote(given)}) is not {join_names(module + each for each in STATES)}; pass one of these"
         )
 
 
 def settings(lr: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: Any, grad_scale: Any = 1.0) -> list[Any]:
-    """The operand `hyper` of the op `adam_constants`, in its order.
+    """Return the operand `hyper` of the op `adam_constants`, in its order.
 
-    Each beta is two float32 numbers that add up to it: of 0.999, the nearest float32 alone would make 1 - beta wrong
-    in the fifth digit. What is an array, of one number, stays that.
+    Each beta is split into two float32 terms: the nearest float32 of 0.999 alone would change 1 - beta in the fifth
+    digit. Scalar arrays are passed through.
+
+    Args:
+      lr: learning rate.
+      beta1: decay rate of the first moment.
+      beta2: decay rate of the second moment.
+      eps: term added to the denominator.
+      weight_decay: weight decay.
+      grad_scale: factor of the gradient.
 
     >>> settings(0.5, 0.9, 0.5, 0.0, 0.0)
     [0.5, 0.8999999761581421, 2.384185793236071e-08, 0.5, 0.0, 0.0, 0.0, 1.0]

@@ -1,4 +1,4 @@
-"""What qshard runs on: which versions of the frameworks, and what the report of a bug should name."""
+"""Supported framework versions, and the build information for bug reports."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ try:
     from qshard import _ffi
 
     _built, _problem = _ffi.build_info, ""
-except ImportError as error:  # in a source folder
+except ImportError as error:  # running from the source folder
     _built, _problem = {}, str(error)
 
 __all__ = ["OLDEST", "build_info", "missing"]
 
 OLDEST = {"jax": "0.10.2", "torch": "2.11"}
-"""The oldest version of each framework that works. The extras in pyproject.toml ask for the same."""
+"""Oldest supported version of each framework. The extras in pyproject.toml require the same versions."""
 
 __version__ = _built.get("version", "0+source")
-"""It ends in what was built: 0.1.0+cpu, 0.1.0+cu130."""
+"""Version with a local label for the build: 0.1.0+cpu, 0.1.0+cu130."""
 
 
 def _version(package: str) -> str | None:
@@ -32,7 +32,9 @@ def _version(package: str) -> str | None:
 
 
 def missing(framework: str, module: str) -> str | None:
-    """What `module` lacks to run: its framework, or a newer one. None if it lacks nothing. Imports nothing.
+    """Return what to install for `module` to run: its framework, or a newer version of it. None if nothing is missing.
+
+    Imports nothing.
 
     >>> missing("numpy", "qshard.reference") is None
     True
@@ -47,14 +49,17 @@ def missing(framework: str, module: str) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers in front of any local label, pre-release or development suffix."""
+    """Parse the release numbers of a version, without its pre-release, development or local suffix."""
     return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", version)[0])))
 
 
 def build_info() -> str:
-    """What to paste into the report of a bug: versions, how this qshard was built, and which kernels it runs here.
+    """Describe this installation for a bug report: versions, build options, and the CPU kernels in use.
 
-    The frameworks are looked up, not imported.
+    Frameworks are looked up, not imported.
+
+    Returns:
+      Three lines of text.
 
     >>> print(build_info())
     qshard ...

@@ -1,19 +1,19 @@
-"""Master weights to quantized weights, where each rank holds a flat slice of the master, cut anywhere.
+"""Quantization of master weights that are sharded into flat slices with arbitrary boundaries.
 
     amax of each slice  ->  ONE max-reduction for all weights  ->  scales, on every rank  ->  codes of each slice
 
-gives, on each rank, its part of the bytes of `quantize` of the whole weights: a maximum is exact in any order, every
-rank makes all scales of the same amaxes, so scales are never gathered, and codes of an element depend on its scale
-alone. A slice is `[start, start + length)` of the row-major weight: it may cut rows, blocks and bytes, be empty or
-absent, or reach past the end of the weight, where it holds padding.
+Each rank gets its part of the bytes of `quantize` of the whole weights. A maximum is exact in any order, every rank
+computes all scales from the same amaxes, so scales are never gathered, and the code of an element depends only on its
+scale. A slice is `[start, start + length)` of the row-major weight. It may split rows, blocks and bytes, be empty or
+absent, or extend past the end of the weight into padding.
 
-Weights of one format, dtype and parity are a bucket, which costs one amax op, one or two for its scales and one cast,
-whatever their number. `cast_master` takes all steps at once; who has other things to do in between, as FSDP2 has
-gathers, takes them one by one: `amaxes`, `scales`, `cast`.
+Weights with equal format, dtype and parity form a bucket. A bucket costs one amax op, one or two ops for scales, and
+one cast, for any number of weights. `cast_master` runs all steps. Callers that overlap other work, as FSDP2 overlaps
+gathers, call the steps `amaxes`, `scales` and `cast` themselves.
 
-Two E2M1 codes are a byte, and two ranks may share one. Each writes its own half and leaves the other as it was. In a
-piece (`piece_bytes`), the buffer of the codes of one slice, the other half is zero from the start, so after a gather
-the halves meet by OR, or by addition: the front ends' `join_pieces`. Cuts of `plan_shards` cut no byte.
+Two E2M1 codes share a byte, which a shard boundary may split. Each rank writes its half and leaves the other half
+unchanged. In a piece (`piece_bytes`), the buffer for the codes of one slice, the other half is initially zero, so
+`join_pieces` of the front ends can combine gathered halves by OR or addition. Shards of `plan_shards` split no byte.
 
 Sources: TransformerEngine `quantize_master_weights` (partial amax, reduce, partial cast); ZeRO, arXiv:1910.02054.
 """
@@ -39,15 +39,19 @@ Array = Any
 
 @dataclass(frozen=True)
 class Bucket:
-    """Weights that one call serves.
+    """Weights that share op calls.
 
-    Their amaxes lie one after the other in a buffer: the grids of all of them, then, if the format has a global scale,
-    the amaxes of all tensors, or of all rows.
+    Their amaxes are contiguous in a buffer: the grids of all weights, then, if the format has a global scale, the
+    amaxes of all tensors or of all rows.
 
     Attributes:
-      dtype, rounded_to: of the masters, and what they are rounded to first.
-      indices, planes: of the weights in the plan.
-      begin: where the amaxes of this bucket begin in the buffer of all.
+      fmt: format of the weights.
+      usage: usage of the planes.
+      dtype: dtype of the masters.
+      rounded_to: dtype that masters are rounded to before quantization.
+      indices: positions of the weights in the plan.
+      planes: layouts of the weights' planes.
+      begin: offset of the bucket's amaxes in the buffer of the plan.
     """
 
     fmt: Format
@@ -60,55 +64,58 @@ class Bucket:
 
     @functools.cached_property
     def grids(self) -> tuple[int, ...]:
-        """How many blocks each weight has."""
+        """Number of blocks of each weight."""
         return tuple(math.prod(where.scale_shape) for where in self.planes)
 
     @functools.cached_property
     def wholes(self) -> tuple[int, ...]:
-        """How many amaxes of the tensor, or of rows, each weight has."""
+        """Number of tensor or row amaxes of each weight; 0 without a global scale."""
         return tuple(0 if w.global_scale_shape is None else math.prod(w.global_scale_shape) for w in self.planes)
 
     @functools.cached_property
     def blocks(self) -> int:
+        """Number of blocks of all weights."""
         return sum(self.grids)
 
     @functools.cached_property
     def amaxes(self) -> int:
+        """Number of amaxes of all weights."""
         return self.blocks + sum(self.wholes)
 
     @functools.cached_property
     def run(self) -> int:
-        """Blocks of the longest runs of which each amax of a tensor, or of a row, serves a whole number."""
+        """Largest number of blocks that divides the blocks of every tensor or row amax."""
         each = zip(self.wholes, self.grids, strict=True)
         return math.gcd(*(blocks // wholes for wholes, blocks in each if wholes)) or 1
 
     @functools.cached_property
     def runs(self) -> tuple[int, ...]:
-        """How many runs each amax of a tensor, or of a row, serves."""
+        """Number of runs of `run` blocks for each tensor or row amax."""
         each = zip(self.wholes, self.grids, strict=True)
         return tuple(blocks // wholes // self.run for wholes, blocks in each for _ in range(wholes))
 
     def found(self, amaxes: Array) -> tuple[Array, Array | None]:
-        """The amaxes of blocks, and of tensors or rows, of all weights of the bucket, among those of the plan."""
+        """Return the bucket's block amaxes, and its tensor or row amaxes or None, as slices of the plan's amaxes."""
         middle, stop = self.begin + self.blocks, self.begin + self.amaxes
-        # A weight without rows has a scale per row all the same: an empty array, not None.
+        # A weight without rows still has row scales: an empty array, not None.
         of_wholes = any(where.global_scale_shape is not None for where in self.planes)
         return amaxes[self.begin : middle], amaxes[middle:stop] if of_wholes else None
 
     def split(self, of_blocks: Array, of_wholes: Array | None) -> list[tuple[Array, Array | None]]:
-        """What each weight has of numbers for all blocks, and of those for tensors or rows, in the shapes of scales."""
+        """Split the bucket's block values, and its tensor or row values, by weight, in the shapes of scales."""
         grids = _split(of_blocks, [where.scale_shape for where in self.planes])
         shapes = [where.global_scale_shape or () for where in self.planes]
         wholes = [None] * len(grids) if of_wholes is None else _split(of_wholes, shapes)
         return list(zip(grids, wholes, strict=True))
 
     def split_scales(self, made: Scales) -> list[Scales]:
+        """Split the scales of the bucket by weight."""
         encoding, stored = self.split(made.scale, None), self.split(made.scale_inv, made.global_scale_inv)
         return [Scales(scale, *each) for (scale, _), each in zip(encoding, stored, strict=True)]
 
     @functools.cached_property
     def attributes(self) -> dict[str, Any]:
-        """Those that all ops on slices have."""
+        """Attributes that all ops on slices take."""
         rows, cols = self.fmt.block_of(self.usage) or (0, 0)
         return {
             "block_cols": cols,
@@ -120,9 +127,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class MasterPlan:
-    """What `cast_master` knows of the weights before it sees one: made once, the same on every rank.
+    """The plan of `cast_master`: shapes, formats and buckets. Computed once, and equal on every rank.
 
-    Its buckets are weights that share calls, in the order in which each rank makes them.
+    Attributes:
+      shapes: shapes of the whole weights.
+      formats: formats of the weights.
+      usages: planes to compute.
+      dtypes: dtypes of the masters.
+      buckets: weights that share op calls, in the order that every rank processes them.
     """
 
     shapes: tuple[Shape, ...]
@@ -133,18 +145,19 @@ class MasterPlan:
 
     @property
     def amaxes(self) -> int:
-        """How many numbers the max-reduction of all weights has."""
+        """Number of amaxes in the max-reduction over all weights."""
         return sum(bucket.amaxes for bucket in self.buckets)
 
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """The slice of one weight that a rank holds, as far as it is known before any values: a key of a plan's cache.
+    """The local flat slice of one weight, without its values: a key in the cache of plans.
 
     Attributes:
-      shape, fmt: of the whole weight, and what its codes are.
-      dtype: of the master.
-      start: index of the first element of the slice in the weight.
+      shape: shape of the whole weight.
+      fmt: format of the weight.
+      dtype: dtype of the master.
+      start: index in the weight of the first element of the slice.
     """
 
     shape: Shape
@@ -156,7 +169,7 @@ class FlatSlice:
     def _hash(self) -> int:
         return hash((self.shape, self.fmt, self.dtype, self.start))
 
-    def __hash__(self) -> int:  # Front ends look plans up in each step.
+    def __hash__(self) -> int:  # cached, because front ends look up plans in every step
         return self._hash
 
 
@@ -169,23 +182,26 @@ def plan_master(
     rounded_to: str | Sequence[str | None] | None = None,
     op: str = "plan_master",
 ) -> MasterPlan:
-    """Prepares `cast_master` for some weights.
+    """Plan `cast_master` for a list of weights.
 
     Args:
-      shapes: of the whole weights.
-      formats: one for each, or for all.
-      usages: the plane to make, one that is stored in the order of the weight: `ROWWISE`, or `COLUMNWISE` of MXFP8
-        vectors. To have both of those, list a weight twice. The columnwise plane of square blocks, or of one scale, is
-        the transpose of the rowwise one: make it after the gather.
-      dtype: of the masters, for each or for all: float32, bfloat16 or float16. Given, not found, so that ranks without
-        a slice agree.
-      rounded_to: the parity. None: the codes of `quantize(master)`. A dtype: those of `quantize(master.astype(dtype))`,
-        what a model that keeps its weights in that dtype would quantize.
-      op: who is called, for errors.
+      shapes: shapes of the whole weights.
+      formats: one format per weight, or one for all.
+      usages: plane to compute. It must be stored in the order of the weight: `ROWWISE`, or `COLUMNWISE` for MXFP8 with
+        1-D blocks. For both, list the weight twice. With 2-D blocks or one scale, the columnwise plane is the transpose
+        of the rowwise plane: compute it after the gather.
+      dtype: dtype of the masters, per weight or for all: float32, bfloat16 or float16. It is an argument so that ranks
+        without a slice agree.
+      rounded_to: parity. None: the codes of `quantize(master)`. A dtype: the codes of `quantize(master.astype(dtype))`,
+        as for a model that stores its weights in that dtype.
+      op: name of the caller in errors.
+
+    Returns:
+      The plan.
 
     Raises:
-      TypeError: a format is none, nor the name of one.
-      ValueError: a format cannot hold a shape, a plane is stored in another order, or the scales of a format depend on
+      TypeError: a format is not a format or the name of one.
+      ValueError: a format does not support a shape, a plane is stored transposed, or the scales of a format depend on
         more than amaxes (`four_over_six`).
 
     >>> from qshard.formats import FP8_E4M3, NVFP4_16x16
@@ -195,7 +211,7 @@ def plan_master(
     """
     n = len(shapes)
     if any(isinstance(shape, int) for shape in shapes):
-        raise TypeError(f"{op}: shapes ({quote(shapes)}) is not a list of shapes; give one for each weight")
+        raise TypeError(f"{op}: shapes ({quote(shapes)}) is not a list of shapes; pass one shape per weight")
     all_shapes = tuple(tuple(shape) for shape in shapes)
     given = {"formats": formats, "usages": usages, "dtype": dtype, "rounded_to": rounded_to}
     all_formats, all_usages, dtypes, parities = (_each(op, name, value, n) for name, value in given.items())
@@ -203,7 +219,7 @@ def plan_master(
     for name, values in (("dtype", dtypes), ("rounded_to", [parity for parity in parities if parity])):
         if wrong := [value for value in values if value not in FLOATS]:
             raise ValueError(f"{op}: {name} ({wrong[0]}) is not {join_names(FLOATS)}; cast the masters first")
-    # Nothing is rounded to float32, nor to the dtype that it has.
+    # Rounding to float32, or to the master's own dtype, changes nothing.
     rounded = ["float32" if p in (None, d) else p for p, d in zip(parities, dtypes, strict=True)]
     members: dict[Any, list[int]] = {}
     for i, key in enumerate(zip(all_formats, all_usages, dtypes, rounded, strict=True)):
@@ -228,34 +244,35 @@ def cast_master(
     pieces: bool = False,
     seeds: Array | None = None,
 ) -> list[Plane]:
-    """The codes of the slices, written into `data`, and the scales of the whole weights.
+    """Quantize the local slices: write their codes to `data`, and compute the scales of the whole weights.
 
     Args:
-      ops: of a front end: the ops of `qshard.op_table.table`, and those of `multi_table` as functions that return what
-        they changed; `zeros(count)`, fp32; `joined(arrays)`, one array after the other; `of_bucket(pairs, bucket)`, the
-        rows of its weights; `repeated(values, bucket)`, each of its whole-weight amaxes for each run of blocks that it
-        serves (`Bucket.run`).
-      data: uint8 codes of each weight, of any shape: of all of it, or with `pieces` those of the slice (`piece_bytes`).
-      masters: the slices, flat, of the dtype of the plan; empty where a rank has none.
-      starts: the index of the first element of each slice in its weight, `[n, 2]` words, the low one first.
-      reduce_max: the maximum over ranks of fp32 amaxes, as integers. Called once. None: no rank shares a block, or a
-        scale, with another (`FlatShards.reduces`).
-      plan: the same on every rank.
-      pieces: what `data` is.
-      seeds: of stochastic rounding, one pair of words for each weight.
+      ops: ops of a front end: every op of `qshard.op_table.table`; every op of `multi_table` as a function that returns
+        its updated operands; `zeros(count)` in fp32; `concatenate(arrays)`; `of_bucket(pairs, bucket)`, the rows of the
+        bucket's weights; and `repeat_values(values, bucket)`, which repeats each tensor or row amax for each of its
+        runs of blocks (`Bucket.run`).
+      data: uint8 codes of each weight, in any shape: of the whole weight, or with `pieces` of the slice
+        (`piece_bytes`).
+      masters: the slices as 1-D arrays in the dtype of the plan; empty on ranks without a slice.
+      starts: index in its weight of the first element of each slice: `[n, 2]`, uint64 as two uint32, low first.
+      reduce_max: max-reduction over ranks of fp32 amaxes as integers, called once. None: no block and no scale is
+        shared by ranks (`FlatShards.reduces`).
+      plan: the plan, equal on every rank.
+      pieces: whether `data` has pieces instead of whole weights.
+      seeds: seed of stochastic rounding of each weight: `[n, 2]`, uint64 as two uint32.
 
     Returns:
-      For each weight its codes as they are now, and the scales of the whole, in the shapes of `layout.plane`.
+      The updated codes of each weight, and the scales of the whole weight in the shapes of `layout.plane`.
 
     Raises:
-      ValueError: a format rounds stochastically and there are no seeds.
+      ValueError: a format rounds stochastically and `seeds` is None.
 
-    Collective, also where all slices of a rank are empty: there, amaxes are zeros.
+    Collective: every rank calls it, even if all its slices are empty. Such a rank contributes amaxes of 0.
     """
     if seeds is None and any(fmt.stochastic for fmt in plan.formats):
         raise ValueError(
-            "cast_master: seeds (None) are not there, and formats round stochastically; pass new ones, one for each "
-            "weight, each call"
+            "cast_master: a format uses stochastic rounding and needs `seeds`; pass new seeds on each call, one per "
+            "weight"
         )
     if not plan.buckets:
         return []
@@ -270,9 +287,9 @@ def cast_master(
 
 
 def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) -> Array:
-    """What a rank knows of the amaxes of all weights, to be max-reduced over ranks: `plan.amaxes` of them, fp32.
+    """Compute the local amaxes of all weights, to be max-reduced over ranks: fp32 `[plan.amaxes]`.
 
-    The arguments are those of `cast_master`, of one weight at least.
+    Arguments as for `cast_master`; the plan has at least one weight.
     """
     found = [
         ops.amax_slices(
@@ -288,10 +305,7 @@ def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) 
 
 
 def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:
-    """The scales of all weights of each bucket, one after the other, from their reduced amaxes.
-
-    `Bucket.split_scales` has those of each weight.
-    """
+    """Compute the scales of each bucket from reduced amaxes. `Bucket.split_scales` splits them by weight."""
     return [_scales(ops, bucket, *bucket.found(found)) for bucket in plan.buckets]
 
 
@@ -316,9 +330,20 @@ def cast(
     pieces: bool = False,
     seeds: Array | None = None,
 ) -> list[Sequence[Array]]:
-    """The codes of the slices of each bucket, written into `data`, under `Scales.scale` of each bucket.
+    """Write the codes of the slices to `data`, bucket by bucket.
 
-    All other arguments are those of `cast_master`.
+    Args:
+      ops: as for `cast_master`.
+      plan: as for `cast_master`.
+      data: as for `cast_master`.
+      masters: as for `cast_master`.
+      starts: as for `cast_master`.
+      scales: `Scales.scale` of each bucket.
+      pieces: as for `cast_master`.
+      seeds: as for `cast_master`.
+
+    Returns:
+      The updated codes of the weights of each bucket.
     """
     codes = []
     for bucket, scale in zip(plan.buckets, scales, strict=True):
@@ -340,12 +365,13 @@ def _split(array: Array, shapes: Sequence[Shape]) -> list[Array]:
 
 @dataclass(frozen=True)
 class FlatShards:
-    """How one weight is cut into a flat slice for each rank.
+    """The flat slices of one weight, one per rank.
 
     Attributes:
-      starts, stops: of each rank's slice, in elements.
-      padded: what every rank's buffer has room for: the length of the longest slice.
-      reduces: whether ranks must max-reduce amaxes, for the whole tensor has a scale.
+      starts: first element of each rank's slice.
+      stops: end of each rank's slice.
+      padded: length of the longest slice, which is the buffer size on every rank.
+      reduces: whether ranks must max-reduce amaxes because a scale serves the whole tensor.
     """
 
     starts: tuple[int, ...]
@@ -363,20 +389,25 @@ def plan_shards(
     op: str = "plan_shards",
     name: str = "x",
 ) -> tuple[FlatShards, ...]:
-    """Cuts of weights that cut no block and no byte, for those who may choose.
+    """Shard weights into flat slices that split no block and no byte.
 
-    Ranks in order take `ceil(units / world)` units of a weight each (`PlaneLayout.unit`), so the last may have fewer,
-    or none. With such cuts `cast_master` needs no reduction, unless the whole tensor has a scale.
+    A weight has `ceil(size / unit)` units (`PlaneLayout.unit`). Each rank in order takes `ceil(units / world)` of them,
+    so the last ranks may have fewer or none. With such shards `cast_master` needs no reduction, unless a scale serves
+    the whole tensor.
 
     Args:
-      shapes: of the whole weights.
-      fmt: the format of all of them.
-      world: the number of ranks.
-      usage: of the plane that is made.
-      op, name: who is called, and what has the shapes, for errors.
+      shapes: shapes of the whole weights.
+      fmt: format of all weights.
+      world: number of ranks.
+      usage: plane to compute.
+      op: name of the caller in errors.
+      name: name of the weights in errors.
+
+    Returns:
+      The shards of each weight.
 
     Raises:
-      ValueError: `fmt` cannot hold a shape, or `world` is not positive.
+      ValueError: `fmt` does not support a shape, or `world` is not positive.
 
     >>> from qshard.formats import MXFP8_32x32, NVFP4
     >>> plan_shards([(96, 64)], MXFP8_32x32, 2)
@@ -397,13 +428,15 @@ def plan_shards(
 
 
 def check_world(op: str, world: int) -> None:
-    """Raises unless it is a number of ranks."""
+    """Raise ValueError unless `world` is a positive number of ranks."""
     if not isinstance(world, int) or world < 1:
-        raise ValueError(f"{op}: world ({quote(world)}) is not positive; give the number of ranks")
+        raise ValueError(f"{op}: world ({quote(world)}) is not a positive integer; pass the number of ranks")
 
 
 def piece_bytes(fmt: Format, length: int) -> int:
-    """Bytes of a buffer for the codes of a slice, wherever it starts: half a byte more if it starts amid one.
+    """Return the bytes of a buffer for the codes of a slice at any start.
+
+    Packed codes may start in the middle of a byte.
 
     >>> from qshard.formats import FP8_E4M3, NVFP4
     >>> piece_bytes(FP8_E4M3, 5), piece_bytes(NVFP4, 5), piece_bytes(NVFP4, 4), piece_bytes(NVFP4, 0)
@@ -414,7 +447,7 @@ def piece_bytes(fmt: Format, length: int) -> int:
 
 
 def word_pair(what: str, number: SupportsIndex) -> tuple[int, int]:
-    """A start or a seed of 64 bits as ops take it: two words of 32 bits, the low one first. `what` names it in errors.
+    """Split a uint64 into two uint32, low first, as ops take starts and seeds. `what` names the number in errors.
 
     >>> word_pair("quantize: seed", 2**32 + 5)
     (5, 1)
@@ -424,12 +457,14 @@ def word_pair(what: str, number: SupportsIndex) -> tuple[int, int]:
     except TypeError:
         raise TypeError(f"{what} ({quote(number)}) is not an integer; pass one in [0, 2**64)") from None
     if not 0 <= number < 2**64:
-        raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass a number in that range")
+        raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass an integer in that range")
     return number & 0xFFFFFFFF, number >> 32
 
 
 def _each(op: str, name: str, value: Any, n: int) -> tuple[Any, ...]:
     values = tuple(value) if isinstance(value, list | tuple) else (value,) * n
     if len(values) != n:
-        raise ValueError(f"{op}: {name} ({len(values)} of them) is not one for each of {n} weights; give {n}, or one")
+        raise ValueError(
+            f"{op}: {name} has {len(values)} entries for {n} weights; pass one per weight, or a single one"
+        )
     return values

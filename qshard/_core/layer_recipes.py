@@ -1,6 +1,7 @@
-"""Recipes by layer: shell patterns of qualified names. The first match decides. And the report of layers left out.
+"""Recipes by layer name, as shell patterns in order of precedence, and messages about layers left out.
 
-`convert` of both front ends and `Policy` of JAX take a recipe for all layers, or a mapping from patterns to recipes.
+`convert` in both front ends, and `Policy` in JAX, accept one recipe for all layers, or a mapping from patterns to
+recipes.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ __all__ = [
 ]
 
 RecipesLike = RecipeLike | Mapping[str, RecipeLike | None]
-"""A recipe for all layers, or recipes by pattern; None keeps the layers of a pattern in high precision."""
+"""A recipe for all layers, or a mapping from patterns to recipes; None keeps matching layers in high precision."""
 NO_PATTERN = "no pattern matches it"
-"""The reason to leave a layer to which `Rules.choose` gives no recipe."""
+"""Reason for leaving out a layer that no pattern of `Rules` matches."""
 
 _SHOWN, _NAMES = 3, 5
-"""How many reasons a message gives, and how many layers, of those that are not alike, it names for each."""
+"""Limits of a message: number of reasons, and number of layer names per reason."""
 
 
 @dataclass(frozen=True)
 class Rules:
     """Recipes by pattern of layer names.
 
-    A pattern is a shell pattern over the whole name of a layer, as of `fnmatch`: `*` also matches dots, so
-    "*.experts.*" matches "layers.0.experts.3.up".
+    A pattern is a shell pattern for the whole name of a layer, as in `fnmatch`. `*` also matches dots, so "*.experts.*"
+    matches "layers.0.experts.3.up".
 
     Attributes:
-      op: the caller, for errors.
-      recipes: by pattern, in order.
+      op: name of the caller in errors.
+      recipes: recipe of each pattern, in order of precedence.
 
     >>> rules = Rules.of({"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}, "convert")
     >>> [rules.pattern_of(name) for name in ("layers.0.experts.3.up", "head", "layers.0.q")]
@@ -60,10 +61,11 @@ class Rules:
 
     @classmethod
     def of(cls, value: Any, op: str) -> Rules:
-        """The rules that a caller of `op` passed as `recipe`.
+        """Build the rules from the argument `recipe` of `op`.
 
         Raises:
-          TypeError, ValueError: `as_recipe` rejects a value, a pattern is not a string, or all values are None.
+          TypeError: a value is not a recipe, or a pattern is not a string.
+          ValueError: a name is not the name of a recipe, or all values are None.
         """
         if not isinstance(value, Mapping):
             return cls(op, {"*": as_recipe(value, op)})
@@ -76,21 +78,24 @@ class Rules:
         }
         if not any(recipe is not None for recipe in recipes.values()):
             raise ValueError(
-                f"{op}: recipe ({quote(value)}) has no recipe for any layer; pass one, such as {{'*': 'MXFP8'}}"
+                f"{op}: recipe ({quote(value)}) gives no layer a recipe; pass at least one, such as {{'*': 'MXFP8'}}"
             )
         return cls(op, recipes)
 
     def pattern_of(self, *names: str) -> str | None:
-        """The first pattern that matches a name of a layer, which may have several; None without a match."""
+        """Return the first pattern that matches one of the names of a layer, or None."""
         return next((pattern for pattern in self.recipes if any(fnmatchcase(name, pattern) for name in names)), None)
 
     def choose(
         self, candidates: Mapping[str, tuple[Any, Sequence[str], bool]], filter: Callable[[Any, str], bool] | None
     ) -> Iterator[tuple[str, Recipe | None]]:
-        """Names and recipes of the modules that neither `filter` nor a pattern leaves out; None without a pattern.
+        """Yield names and recipes of the modules to convert; the recipe is None if no pattern matches.
+
+        Modules that `filter` rejects, or that match a pattern with None, are skipped.
 
         Args:
-          candidates: by name, a module, the names that patterns may match, and whether it is a linear layer.
+          candidates: name -> (module, names that patterns may match, whether it is a linear layer).
+          filter: function of a module and its name that returns whether to convert it; None: convert all.
         """
         for name, (module, names, is_layer) in candidates.items():
             pattern = self.pattern_of(*names)
@@ -99,56 +104,65 @@ class Rules:
                 yield name, recipe
 
     def check_used(self, layers: Iterable[Iterable[str]], others: Iterable[str] = ()) -> None:
-        """Raises ValueError where a pattern decides about no layer.
+        """Raise ValueError if a pattern applies to no layer.
 
         Args:
-          layers: the names of each layer.
-          others: names of all other modules, such as embeddings. A pattern with None may match one of these alone.
+          layers: names of each layer.
+          others: names of all other modules, such as embeddings. A pattern with None may match only these.
         """
         every = [tuple(names) for names in layers]
         used = {self.pattern_of(*names) for names in every}
         used |= {each for name in others if (each := self.pattern_of(name)) is not None and self.recipes[each] is None}
         unused = next((each for each in self.recipes if each not in used), None)
-        if unused is None or not every:  # Without any layer, the caller says so.
+        if unused is None or not every:  # the caller reports that there are no layers
             return
         known = [*dict.fromkeys(name for names in every for name in names)]
         if (name := next((name for name in known if fnmatchcase(name, unused)), None)) is not None:
             raise ValueError(
-                f"{self.op}: pattern {unused!r} decides nothing: {self.pattern_of(name)!r} before it matches all that "
-                f"it does, such as {name!r}; put the narrower pattern first"
+                f"{self.op}: pattern {unused!r} has no effect: {self.pattern_of(name)!r} before it matches all of its "
+                f"layers, such as {name!r}; put the narrower pattern first"
             )
         raise ValueError(f"{self.op}: pattern {unused!r} matches no layer; {closest_names(unused, known)}")
 
 
-def check_filter(op: str, filter: Any, of: str = "a layer") -> None:
-    """Raises TypeError unless `filter` is None, or a function that two arguments can be passed to.
+def check_filter(
+    op: str,
+    filter: Any,
+    takes: str = "a layer and its name",
+    example: str = "lambda _, name: 'head' not in name",
+    argument: str = "filter",
+) -> None:
+    """Raise TypeError unless `filter` is None or can be called with two arguments.
 
     >>> check_filter("convert", lambda name: True)
     Traceback (most recent call last):
-    TypeError: convert: filter (<lambda>(name)) does not take two arguments; pass a function of a layer and its name
+    TypeError: convert: filter (<lambda>(name)) does not take two arguments; pass a function of a layer and its name...
     """
-    if filter is None:
+    if filter is None and argument == "filter":
         return
     if not callable(filter):
-        raise TypeError(f"{op}: filter ({quote(filter)}) is not a function; pass one of {of} and its name")
+        raise TypeError(
+            f"{op}: {argument} ({quote(filter)}) is not a function; pass a function of {takes}, such as {example}"
+        )
     try:
         signature = inspect.signature(filter)
-    except (TypeError, ValueError):  # Functions of C need not have one.
+    except (TypeError, ValueError):  # C functions may have no signature
         return
     try:
         signature.bind(None, "")
     except TypeError:
         name = getattr(filter, "__name__", type(filter).__name__)
         raise TypeError(
-            f"{op}: filter ({name}{signature}) does not take two arguments; pass a function of {of} and its name"
+            f"{op}: {argument} ({name}{signature}) does not take two arguments; pass a function of {takes}, such as "
+            f"{example}"
         ) from None
 
 
 def keeps(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_layer: bool) -> bool:
-    """Whether `filter` keeps a module.
+    """Return whether `filter` selects a module.
 
-    A filter written for linear layers may read attributes such as `in_features`. Another module lacks them, and is
-    kept: the filter has not left it out.
+    A filter written for linear layers may read attributes that other modules lack, such as `in_features`. An
+    AttributeError for such a module counts as selected.
     """
     if filter is None:
         return True
@@ -161,7 +175,9 @@ def keeps(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_
 
 
 def list_layers(reasons: Mapping[str, str]) -> str:
-    """Lists layers by reason, for a message. It names the first of several layers whose names differ in numbers alone.
+    """Format layers with their reasons for a message.
+
+    Layers with names that differ only in numbers are represented by the first.
 
     >>> list_layers({f"layers.{i}.{name}": "3-D" for name in ("w1", "w2") for i in range(32)} | {"head": "tied"})
     'layers.0.w1, layers.0.w2 (3-D; 62 more alike), head (tied)'
@@ -173,40 +189,42 @@ def list_layers(reasons: Mapping[str, str]) -> str:
     for alike in [*groups.values()][:_SHOWN]:
         named = [names[0] for names in alike.values()][:_NAMES]
         count = sum(map(len, alike.values()))
-        more = f"; {count - len(named)} more alike" if count > len(named) else ""
-        listed.append(f"{', '.join(name or 'it' for name in named)} ({reasons[named[0]]}{more})")
+        more = f"; {count - len(named)} more like these" if count > len(named) else ""
+        listed.append(f"{', '.join(name or 'the model' for name in named)} ({reasons[named[0]]}{more})")
         left -= count
     return ", ".join(listed) + (f" and {left} more" if left else "")
 
 
 def check_chosen(op: str, model: Any, chosen: Collection[str], rest: Mapping[str, str], kind: str) -> None:
-    """Raises ValueError where no layer of a model is left to convert.
+    """Raise ValueError if no layer of a model is left to convert.
 
     Args:
+      op: name of the caller in the error.
+      model: the model.
       chosen: names of the layers to convert.
-      rest: names of the others, and why each stays as it is.
-      kind: of layers, in words.
+      rest: name of each other layer -> reason to leave it out.
+      kind: description of the layers, in the plural.
     """
     if chosen:
         return
     what = f"{op}: model ({type(model).__name__}) has"
     if rest:
-        raise ValueError(f"{what} nothing to convert: {list_layers(rest)}; pass one that has")
-    raise ValueError(f"{what} no {kind} that filter= keeps; pass one that has")
+        raise ValueError(f"{what} no layer that can be converted: {list_layers(rest)}; pass a model that has one")
+    raise ValueError(f"{what} no {kind} that filter= selects; pass a model that has one")
 
 
 def warn_of_rest(op: str, chosen: Collection[str], rest: Mapping[str, str]) -> None:
-    """Warns the caller of `op` of the layers that stay as they are, as in `check_chosen`."""
+    """Warn the caller of `op` about layers that are not converted; arguments as for `check_chosen`."""
     if rest:
         warnings.warn(
-            f"{op}: {len(rest)} of {len(rest) + len(chosen)} layers stay as they are: {list_layers(rest)}; leave them "
-            "out with filter= to say that they should",
+            f"{op}: {len(rest)} of {len(rest) + len(chosen)} layers were not converted: {list_layers(rest)}; exclude "
+            "them with filter= to silence this warning",
             stacklevel=3,
         )
 
 
 def closest_names(pattern: str, names: Sequence[str]) -> str:
-    """Names close to a pattern that matches nothing. It names the first of several that differ in numbers alone.
+    """Suggest names for a pattern without a match. Names that differ only in numbers are represented by the first.
 
     >>> closest_names("*.expert.*", [f"layers.{i}.experts" for i in range(4)])
     "the closest are 'layers.0.experts'"
@@ -217,7 +235,7 @@ def closest_names(pattern: str, names: Sequence[str]) -> str:
 
 
 def is_name_of_table(module: str, parameter: str) -> bool:
-    """Whether a parameter, or the attribute that its module is, has the name of a table, of tokens or of a bias.
+    """Return whether the name of a parameter or its module suggests an embedding, position table, token or bias.
 
     >>> [is_name_of_table("", name) for name in ("pos_embed", "cls_token", "w1")]
     [True, True, False]
@@ -227,5 +245,5 @@ def is_name_of_table(module: str, parameter: str) -> bool:
 
 
 def _without_numbers(text: str) -> str:
-    """`layers.3.w1` as `layers.*.w1`."""
+    """Replace numbers: `layers.3.w1` becomes `layers.*.w1`."""
     return re.sub(r"(?<![\w])\d+(?=\.|$)", "*", text)

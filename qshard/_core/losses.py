@@ -1,4 +1,4 @@
-"""Cross entropy as both front ends know it: its options, what they refuse, and how many rows a head takes at a time."""
+"""Cross entropy in both front ends: options, argument checks, and chunks of rows for `linear_cross_entropy`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from qshard._core.validation import join_names, quote, seed_missing
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
 CHUNK_BYTES = 1 << 28
-"""Logits that `linear_cross_entropy` has at a time."""
+"""Maximum bytes of logits that `linear_cross_entropy` computes at a time."""
 LABELS = ("int64", "int32")
 WORD = (-(1 << 31), (1 << 31) - 1)
-"""Of labels as the ops read them."""
+"""Range of labels in ops: int32."""
 _REDUCTIONS = ("mean", "sum", "none")
 _ROWS = 128
-"""Chunks have a multiple of so many rows, unless a caller says how many: what GEMMs like, and whole blocks."""
+"""Default row alignment of chunks: whole blocks, and efficient sizes for GEMMs."""
 CHUNK_SEED_BIT = 48
-"""Chunk `i` rounds with `seed ^ (i << CHUNK_SEED_BIT)`: bits in which neither layers nor ranks count."""
+"""Chunk `i` rounds with `seed ^ (i << CHUNK_SEED_BIT)`, in bits that layers and ranks do not use."""
 
 
 @dataclass(frozen=True)
 class LossRule:
-    """The options of a loss, as ops take them."""
+    """Options of a cross entropy loss, as the ops take them.
+
+    Attributes:
+      ignore_index: label of rows that are left out.
+      smoothing: label smoothing, from 0 to 1.
+      z_loss: weight of the squared log of the partition function.
+    """
 
     ignore_index: int
     smoothing: float
@@ -33,30 +39,30 @@ class LossRule:
 
     @classmethod
     def of(cls, op: str, ignore_index: Any, label_smoothing: Any, z_loss: Any) -> LossRule:
-        """Of what a caller of `op` gave.
+        """Validate the arguments of `op`, and build the rule.
 
         >>> LossRule.of("cross_entropy", -100, 1.5, 0.0)
         Traceback (most recent call last):
         ValueError: cross_entropy: label_smoothing (1.5) is not from 0 to 1; pass such a number
         """
         if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-            raise TypeError(f"{op}: ignore_index ({quote(ignore_index)}) is not an integer; pass one")
+            raise TypeError(f"{op}: ignore_index ({quote(ignore_index)}) is not an integer; pass one, such as -100")
         if not WORD[0] <= ignore_index <= WORD[1]:
             raise ValueError(
-                f"{op}: ignore_index ({ignore_index}) does not fit into 32 bits; pass a number such as -100"
+                f"{op}: ignore_index ({ignore_index}) does not fit in 32 bits; pass a smaller one, such as -100"
             )
         for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss)):
             if not isinstance(value, Real):
-                raise TypeError(f"{op}: {name} ({quote(value)}) is not a number of the host; pass one, such as 0.0")
+                raise TypeError(f"{op}: {name} ({quote(value)}) is not a Python number; pass one, such as 0.0")
         if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"{op}: label_smoothing ({quote(label_smoothing)}) is not from 0 to 1; pass such a number")
+            raise ValueError(f"{op}: label_smoothing ({quote(label_smoothing)}) must be from 0 to 1")
         if not 0 <= z_loss < math.inf:
-            raise ValueError(f"{op}: z_loss ({quote(z_loss)}) is not 0 or more; pass a small number, such as 1e-4")
+            raise ValueError(f"{op}: z_loss ({quote(z_loss)}) must be a finite number of at least 0, such as 1e-4")
         return cls(ignore_index, float(label_smoothing), float(z_loss))
 
     @property
     def options(self) -> dict[str, Any]:
-        """Attributes of the ops that make losses and gradients."""
+        """Attributes of the ops that compute losses and gradients."""
         return {"ignore_index": self.ignore_index, "smoothing": self.smoothing, "z_loss": self.z_loss}
 
 
@@ -70,27 +76,33 @@ def check_rows(
     *,
     where: tuple[object, object] = ("", ""),
 ) -> None:
-    """Raises unless there is a label for each row of what `op` calls `name`, and a reduction.
+    """Raise unless there is one label per row and `reduction` is known.
 
     Args:
-      shape, labels: `[*rows, ...]` and `[*rows]`.
-      dtype: of labels.
-      where: on which devices the two are, where arrays have one: on the same one.
+      op: name of the caller in errors.
+      name: name of the logits or of their input in errors.
+      shape: shape of the logits or of their input, `[*rows, ...]`.
+      labels: shape of the labels, `[*rows]`.
+      dtype: dtype of the labels.
+      reduction: the argument to check.
+      where: devices of both arrays, which must be equal.
     """
     if reduction not in _REDUCTIONS:
-        raise ValueError(f"{op}: reduction ({quote(reduction)}) is not {join_names(_REDUCTIONS)}; pass one of these")
+        raise ValueError(
+            f"{op}: reduction ({quote(reduction)}) is not {join_names(map(repr, _REDUCTIONS))}; pass one of these"
+        )
     if dtype not in LABELS:
         raise TypeError(f"{op}: labels ({dtype}) are not {join_names(LABELS)}; cast them first")
     if not shape or tuple(labels) != tuple(shape[:-1]) or where[0] != where[1]:
         there, own = (f" on {device}" if device else "" for device in where)
         raise ValueError(
-            f"{op}: labels ({tuple(labels)}{own}) are not one for each row of {name} ({tuple(shape)}{there}); classes "
-            "are the last axis"
+            f"{op}: labels {tuple(labels)}{own} do not match the rows of {name} {tuple(shape)}{there}; pass one label "
+            f"per row, with classes on the last axis of {name}"
         )
 
 
 def check_num_classes(op: str, num_classes: Any) -> None:
-    """Raises unless `num_classes` is None or a number of classes.
+    """Raise unless `num_classes` is None or a positive integer.
 
     >>> check_num_classes("cross_entropy", 0)
     Traceback (most recent call last):
@@ -100,51 +112,51 @@ def check_num_classes(op: str, num_classes: Any) -> None:
         return
     if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
         raise ValueError(
-            f"{op}: num_classes ({quote(num_classes)}) is not a number of classes; pass 1 or more, or None for all "
-            "columns"
+            f"{op}: num_classes ({quote(num_classes)}) is not a positive integer; pass the number of classes, or None "
+            "for all columns"
         )
 
 
 def count_classes(op: str, name: str, columns: int, num_classes: int | None) -> int:
-    """The number of classes of `name`, given its columns on all ranks or devices together.
+    """Return the number of classes; `columns` counts the columns of `name` on all ranks or devices.
 
     Raises:
-      ValueError: there are none, more than 32 bits hold, or fewer columns than classes.
+      ValueError: the number is 0, exceeds int32, or exceeds `columns`.
     """
     if num_classes is not None and num_classes > columns:
         raise ValueError(
-            f"{op}: num_classes ({num_classes}) is more than the columns of {name} ({columns}); pass how many of them "
-            "are classes, over all ranks or devices"
+            f"{op}: num_classes ({num_classes}) is more than the {columns} columns of {name}; pass the number of "
+            "classes over all ranks or devices"
         )
     classes = columns if num_classes is None else num_classes
     if not classes:
-        raise ValueError(f"{op}: {name} has no classes; give one or more")
+        raise ValueError(f"{op}: {name} has no classes; pass at least one column")
     if classes > WORD[1]:
-        raise ValueError(f"{op}: {name} has {classes} classes, which do not fit into 32 bits; give fewer")
+        raise ValueError(f"{op}: {name} has {classes} classes, which do not fit in 32 bits; use fewer")
     return classes
 
 
 def wrong_label(op: str, label: int, classes: int, ignore_index: int) -> ValueError:
-    """What is raised where labels are known on the host, and one is no class."""
+    """Return the error for a label that is not a class, for labels that are known on the host."""
     return ValueError(
-        f"{op}: labels ({label} among them) are not all from 0 to {classes - 1}, nor ignore_index ({ignore_index}); "
-        "mark rows to leave out with ignore_index"
+        f"{op}: labels contain {label}, which is neither a class (0 to {classes - 1}) nor ignore_index "
+        f"({ignore_index}); pass ignore_index as the label of rows to skip"
     )
 
 
 def check_head(op: str, x: Sequence[int], x_dtype: str, w: Sequence[int], w_dtype: str, chunk: Any) -> None:
-    """Raises unless `x @ w.T` is a product of one dtype, of so many rows at a time."""
+    """Raise unless `x @ w.T` is a valid product of equal dtypes and `chunk` is None or a positive number of rows."""
     if len(w) != 2 or len(x) < 1 or x[-1] != w[-1] or x_dtype != w_dtype:
         raise ValueError(
-            f"{op}: w ({tuple(w)}, {w_dtype}) does not fit x ({tuple(x)}, {x_dtype}); give w as [classes, K] and x as "
-            "[*rows, K], of one dtype"
+            f"{op}: w ({w_dtype} {tuple(w)}) does not fit x ({x_dtype} {tuple(x)}); pass w as [classes, K] and x as "
+            "[*rows, K], of the same dtype"
         )
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"{op}: chunk ({quote(chunk)}) is not a number of rows; pass 1 or more, or None")
+        raise ValueError(f"{op}: chunk ({quote(chunk)}) is not a positive integer; pass a number of rows, or None")
 
 
 def rows_at_a_time(chunk: int | None, rows: int, classes: int, itemsize: int) -> int:
-    """Of so many rows: `chunk`, or as many as have 256 MiB of logits, in chunks alike.
+    """Return the number of rows per chunk: `chunk`, or at most 256 MiB of logits in chunks of similar size.
 
     >>> rows_at_a_time(None, 8192, 32000, 2), rows_at_a_time(None, 100, 32000, 2), rows_at_a_time(7, 8192, 32000, 2)
     (4096, 128, 7)
@@ -157,21 +169,26 @@ def rows_at_a_time(chunk: int | None, rows: int, classes: int, itemsize: int) ->
 
 
 def makes_gradients_early(reduction: str, dtype: str) -> bool:
-    """True where `linear_cross_entropy` makes gradients with the loss: one number then multiplies them in backward.
+    """Return whether `linear_cross_entropy` computes gradients in forward, and only scales them in backward.
 
-    With "none" each row has its own number. In float16, values that have been rounded to 0 stay 0, however far a loss
-    scale would lift them.
+    Not with reduction "none", where each row has its own factor. Not in float16, where gradients that underflow before
+    a loss scale is applied are lost.
     """
     return reduction != "none" and dtype != "float16"
 
 
 def head_recipe(op: str, given: RecipeLike, seed: Any) -> Recipe:
-    """The recipe by which a head multiplies chunks of rows, of what a caller of `op` gave."""
+    """Return the recipe for the products of a head in chunks of rows.
+
+    Raises:
+      TypeError: `given` is not a recipe.
+      ValueError: the recipe uses scales of earlier steps, or needs a seed that is not passed.
+    """
     recipe = as_recipe(given, op)
     if recipe.stateful:
         raise ValueError(
-            f"{op}: recipe ({type(recipe).__name__}) has scales of earlier steps, of whole tensors, and chunks have "
-            "none; pass another, such as CurrentScaling()"
+            f"{op}: recipe ({type(recipe).__name__}) is not supported: chunks have no scale history; pass another "
+            "recipe, such as CurrentScaling()"
         )
     if recipe.stochastic and seed is None:
         raise ValueError(seed_missing(op, type(recipe).__name__))

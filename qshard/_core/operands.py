@@ -1,6 +1,6 @@
-"""The operands of a quantized product: format, scale, seed and padding of each role, written once for both front ends.
+"""Operands of a quantized product, for both front ends: format, scale source, seed and padding of each role.
 
-`OperandSpec` says how one operand is quantized, and `quantize_operand` does it, by the steps of `quantize_steps`.
+`OperandSpec` describes how to quantize an operand. `quantize_operand` does it with the steps of `quantize_steps`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
 Array = Any
 
 
-# A NamedTuple, as eager PyTorch makes one for each operand of each call: a frozen dataclass takes twice as long.
+# A NamedTuple, because eager PyTorch builds one per operand and call, and a frozen dataclass takes twice as long.
 class OperandSpec(NamedTuple):
-    """How one operand is quantized.
+    """How to quantize one operand.
 
     Attributes:
-      format: of its codes.
-      usage: the planes to make.
-      role: the role in a layer, which separates its random numbers from those of the other operands; None: no layer.
-      margin: under delayed scaling, powers of two of headroom; None: the operand's own amaxes make its scales.
-      added_rows: rows of zeros that the matrix `[M, K]` gets, so that blocks along its rows are whole.
-      op, name: of the operation and the operand, for errors.
+      format: format of its codes.
+      usage: planes to compute.
+      role: role in a layer, which gives the operand its own random bits; None outside a layer.
+      margin: delayed scaling: headroom in powers of two; None: scales come from the operand's own amaxes.
+      added_rows: zero rows appended to the matrix `[M, K]` so that blocks along its rows are whole.
+      op: name of the operation in errors.
+      name: name of the operand in errors.
     """
 
     format: Format
@@ -42,7 +43,15 @@ class OperandSpec(NamedTuple):
     def of(
         recipe: Recipe, role: Role, usage: Usage, rows: int = 0, *, op: str = "linear", name: str = "x"
     ) -> OperandSpec:
-        """The spec of the operand of a layer in `role`, a matrix of `rows` rows.
+        """Build the spec of the operand of a layer in `role`: a matrix of `rows` rows.
+
+        Args:
+          recipe: recipe of the layer.
+          role: role of the operand.
+          usage: planes to compute.
+          rows: number of rows of the matrix.
+          op: name of the operation in errors.
+          name: name of the operand in errors.
 
         >>> spec = OperandSpec.of(DelayedScaling(margin=1), Role.ACTIVATION, Usage.BOTH, 40)
         >>> print(spec.format, spec.margin, spec.added_rows)
@@ -54,9 +63,9 @@ class OperandSpec(NamedTuple):
         )
 
     def seed_of(self, seed: Array | None, xor: Callable[[Array, int], Array]) -> Array | None:
-        """Derives the seed of the operand, `seed ^ ROLE_SEEDS[role]`; None if the format rounds to nearest.
+        """Derive the seed of the operand, `seed ^ ROLE_SEEDS[role]`; None if the format rounds to nearest.
 
-        `xor(seed, number)` is the front end's XOR of pairs of words with a 64-bit number.
+        `xor(seed, number)` is the front end's XOR of a uint64 stored as two uint32 with a 64-bit int.
         """
         if seed is None or not self.format.stochastic:
             return None
@@ -64,7 +73,7 @@ class OperandSpec(NamedTuple):
         return xor(seed, number) if number else seed
 
     def layouts(self, shape: Shape) -> dict[Usage, PlaneLayout]:
-        """The layout of each plane of an operand of this shape.
+        """Return the layout of each plane for an operand of this shape.
 
         Raises:
           ValueError: the format needs whole blocks, and `shape` does not have them.
@@ -82,17 +91,22 @@ def quantize_operand(
     amax: Array | None = None,
     reduce_max: Reduce | None = None,
 ) -> tuple[dict[Usage, Plane], Array | None]:
-    """The planes of `x`, and under delayed scaling the amax of `x`, else None.
+    """Quantize an operand, and return its planes. Under delayed scaling, also return the amax of `x`, otherwise None.
 
-    A delayed scale of 0 means that no step has made one. Then the amax of `x` makes it, so `x` is read twice. With
-    `reduce_max` `x` is always read twice, because the cast may need the reduced amax.
+    A delayed scale of 0 means an empty history. The scale then comes from the amax of `x`, so `x` is read
+    twice. With `reduce_max`, `x` is always read twice, because the cast may need the reduced amax.
 
     Args:
-      ops, x: as for `quantize_steps.quantize`. The caller has added `spec.added_rows`.
-      scale: under delayed scaling, the scale from earlier steps; `[*lead]`, if `amax` and `reduce_max` are passed too.
-      draws: of stochastic rounding.
-      amax: of `x`, if it is known.
-      reduce_max: merges the amax of `x` with the amaxes of the other shards of its tensor.
+      ops: ops of a front end, as for `quantize_steps.quantize`.
+      x: the operand, with `spec.added_rows` already appended.
+      spec: how to quantize it.
+      scale: delayed scaling: scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor `reduce_max` is passed.
+      draws: Philox key and offset for stochastic rounding.
+      amax: amax of `x`, if known.
+      reduce_max: max-reduction of the amax of `x` over the shards of its tensor.
+
+    Returns:
+      The planes by usage, and the amax or None.
     """
     fmt, usage = spec.format, spec.usage
     if spec.margin is None:

@@ -1,10 +1,10 @@
-"""`Box`, a rectangular part of an array, and the quantization of boxes whose edges split blocks.
+"""Boxes (rectangular parts of an array), and the quantization of boxes with edges that split blocks.
 
-    amaxes of the blocks of each box  ->  the grid of the whole  ->  max over boxes and ranks  ->  scales  ->  codes
+    block amaxes of each box  ->  grid of the whole  ->  max over boxes and ranks  ->  scales  ->  codes
 
-gives, for each box, its part of the bytes of `quantize` of the whole. A box is padded with zeros up to whole blocks:
-zeros change no amax, and the codes of the padding are cropped. Flat slices, which need no padding, are the other way to
-hold a part of a weight: `flat_shards`.
+Each box gets its part of the bytes of `quantize` of the whole array. A box is padded with zeros to whole blocks: zeros
+change no amax, and the codes of the padding are cropped. `flat_shards` handles shards that are flat slices, which need
+no padding.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Box(NamedTuple):
 
     Attributes:
       global_shape: shape of the whole array, `[*lead, K]`.
-      start: index of the first element of the box on each axis. For `row` and the Philox offset these may be traced
-        arrays; all else needs Python ints.
+      start: index of the first element of the box on each axis. `row` and `philox_offset` accept traced arrays;
+        everything else needs Python ints.
       size: shape of the box.
     """
 
@@ -39,21 +39,22 @@ class Box(NamedTuple):
 
     @property
     def stop(self) -> Shape:
+        """End of the box on each axis."""
         return tuple(first + size for first, size in zip(self.start, self.size, strict=True))
 
     @property
     def row(self) -> Any:
-        """The first row of the box in the matrix `[M, K]` of the whole array: its leading axes are folded into rows."""
+        """First row of the box in the matrix `[M, K]` of the whole array, with leading axes folded into rows."""
         row: Any = 0
         for axis, first in enumerate(self.start[:-1]):
             row = row * self.global_shape[axis] + first if axis else first
         return row
 
     def philox_offset(self, multiply_add: Callable[[Any, int, Any], Any] | None = None) -> Any:
-        """Row-major index of the first element in the whole array, which is its Philox offset: `row * K + column`.
+        """Return the Philox offset of the box: the row-major index of its first element, `row * K + column`.
 
-        `multiply_add(row, K, column)` computes it for starts of a dtype that is too narrow for the result; by default,
-        the operators of Python do. A column of 0 costs no addition.
+        `multiply_add(row, K, column)` computes it when the dtype of `start` is too narrow for the result; by default
+        Python operators do. A column of 0 costs no addition.
 
         >>> Box((4, 6, 8), (1, 2, 3), (1, 2, 4)).philox_offset()
         67
@@ -67,9 +68,14 @@ class Box(NamedTuple):
     def draws(
         self, seed: Array, words: Callable[[Any], Array], multiply_add: Callable[[Any, int, Any], Any] | None = None
     ) -> Draws:
-        """Philox key and offset of the elements of the box, as ops take them. Its rows follow one another.
+        """Return the Philox key and offset of the box for ops.
 
-        `words` makes the offset an operand: two words of 32 bits, the low one first.
+        The rows of the box must be consecutive rows of the matrix.
+
+        Args:
+          seed: the Philox key, uint64 as two uint32.
+          words: converts the offset to an operand, uint64 as two uint32, low first.
+          multiply_add: as for `philox_offset`.
         """
         return Draws(seed, words(self.philox_offset(multiply_add)), self.global_shape[-1])
 
@@ -79,24 +85,24 @@ class Box(NamedTuple):
         return Box(self.global_shape[::-1], self.start[::-1], self.size[::-1])
 
     def placed_in(self, outer: Box) -> Box:
-        """A box of an array that is itself the box `outer` of a whole, as a box of that whole."""
+        """Return this box of an array that is the box `outer` of a larger array, as a box of the larger array."""
         start = tuple(first + inner for first, inner in zip(outer.start, self.start, strict=True))
         return Box(outer.global_shape, start, self.size)
 
     def within(self, outer: Box) -> Tile:
-        """The index of this box in an array that holds `outer`, which contains it."""
+        """Return the index of this box in an array that stores `outer`, which contains it."""
         return tuple(
             slice(first - begin, first - begin + size)
             for first, begin, size in zip(self.start, outer.start, self.size, strict=True)
         )
 
     def overlaps(self, other: Box) -> bool:
-        """Whether an element is in both."""
+        """Return whether the boxes share an element."""
         sides = zip(self.start, self.stop, other.start, other.stop, strict=True)
         return all(max(a, b) < min(a_stop, b_stop) for a, a_stop, b, b_stop in sides)
 
     def blocks(self, block: Shape) -> Tile:
-        """The index, in the grid of blocks of the whole, of all blocks that have an element in the box.
+        """Return the index, in the block grid of the whole array, of all blocks that intersect the box.
 
         >>> Box((40, 64), (20, 32), (10, 8)).blocks((16, 16))
         (slice(1, 2, None), slice(2, 3, None))
@@ -107,7 +113,7 @@ class Box(NamedTuple):
         )
 
     def aligned(self, block: Shape) -> Box:
-        """The smallest box that contains this one and splits no block.
+        """Return the smallest box that contains this one and splits no block.
 
         >>> Box((40, 64), (20, 32), (14, 8)).aligned((16, 16))
         Box(global_shape=(40, 64), start=(16, 32), size=(24, 16))
@@ -118,13 +124,13 @@ class Box(NamedTuple):
         return Box(self.global_shape, start, tuple(end - first for first, end in zip(start, stop, strict=True)))
 
     def splits_blocks(self, block: Shape) -> bool:
-        """Whether the edges of the box split a block."""
+        """Return whether an edge of the box splits a block."""
         return self.aligned(block) != self
 
     def rectangles(self) -> Iterator[tuple[tuple[int, ...], Box]]:
-        """The box as boxes of the matrix `[M, K]` of the whole, each with the index of its elements in the box.
+        """Yield the box as boxes of the matrix `[M, K]` of the whole array, each with its index in the box.
 
-        One, unless an axis is split that has others before it.
+        There is one, unless an axis other than the first is split.
 
         >>> [box.start for _, box in Box((2, 4, 8), (0, 2, 0), (2, 2, 8)).rectangles()]
         [(2, 0), (6, 0)]
@@ -139,7 +145,7 @@ class Box(NamedTuple):
 
 
 def slice_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """The fewest boxes that elements `[start, stop)` of a row-major array are: at most `2 * axes - 1`.
+    """Yield the fewest boxes that cover elements `[start, stop)` of a row-major array: at most `2 * axes - 1`.
 
     >>> [(box.start, box.size) for box in slice_boxes((4, 3), 2, 10)]
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
@@ -150,8 +156,8 @@ def slice_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
         yield Box(shape, (start,) * len(shape), (stop - start,) * len(shape))
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # The rows that are whole.
-    ends = [(first - 1, start, first * row), (last, last * row, stop)]  # Of rows that are not.
+    first, last = -(-start // row), stop // row  # whole rows
+    ends = [(first - 1, start, first * row), (last, last * row, stop)]  # partial rows
     for i, (index, begin, end) in enumerate([(last, start, stop)] if first > last else ends):
         if i and last > first:
             yield Box(shape, (first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
@@ -160,15 +166,15 @@ def slice_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 
 
 def box_amax(ops: Any, xp: Any, x: Array, box: Box, block: tuple[int, int], amaxes: Array) -> Array:
-    """Raises `amaxes` to the block amaxes of `x`, in place, and returns the block amaxes of `x`.
+    """Max-merge the block amaxes of `x` into `amaxes` in place, and return the block amaxes of `x`.
 
     Args:
       ops: as for `quantize_steps`.
       xp: `numpy`, or a namespace with its `pad`, `maximum` and `int32` for arrays of a front end.
-      x: float32, bfloat16 or float16, of `box.size`.
-      box: the place of `x` in the matrix, `x` or `x.T`, that the plane stores.
-      block: (rows, cols) of the whole that share a scale.
-      amaxes: fp32, of all blocks of the whole.
+      x: float32, bfloat16 or float16 of shape `box.size`.
+      box: position of `x` in the matrix that the plane stores, `x` or `x.T`.
+      block: (rows, cols) that share a scale.
+      amaxes: fp32 amaxes of all blocks of the whole.
     """
     found = quantize_steps.block_amax(ops, pad_box(xp, x, box, block), block)
     raise_to(xp, amaxes[box.blocks(block)], found)
@@ -178,18 +184,26 @@ def box_amax(ops: Any, xp: Any, x: Array, box: Box, block: tuple[int, int], amax
 def cast_box(
     ops: Any, xp: Any, x: Array, box: Box, fmt: Format, block: tuple[int, int], scale: Array, draws: Draws | None = None
 ) -> Array:
-    """The codes of `box.aligned(block)`: of `x`, and of zeros around it. `box.within` crops them.
+    """Cast `x`, padded with zeros to `box.aligned(block)`. `box.within` crops the codes.
 
     Args:
-      scale: of the blocks of the box, contiguous.
-      draws: of the aligned box, where `fmt` rounds stochastically.
-      ops, xp, x, box, block: as for `box_amax`.
+      ops: as for `box_amax`.
+      xp: as for `box_amax`.
+      x: as for `box_amax`.
+      box: as for `box_amax`.
+      fmt: the format.
+      block: as for `box_amax`.
+      scale: scales of the box's blocks, contiguous.
+      draws: Philox key and offset of the aligned box, if `fmt` rounds stochastically.
+
+    Returns:
+      The codes of the aligned box.
     """
     return quantize_steps.cast(ops, pad_box(xp, x, box, block), fmt, scale, block, draws)
 
 
 def pad_box(xp: Any, x: Array, box: Box, block: Shape) -> Array:
-    """`x` with zeros around it, up to whole blocks or the end of the whole array."""
+    """Pad `x` with zeros to whole blocks, or to the end of the whole array."""
     outer = box.aligned(block)
     if outer == box:
         return x
@@ -198,7 +212,7 @@ def pad_box(xp: Any, x: Array, box: Box, block: Shape) -> Array:
 
 
 def raise_to(xp: Any, amaxes: Array, others: Array) -> None:
-    """The maximum of both, written into `amaxes`: of fp32 as integers, so that it is exact, and NaN is above all."""
+    """Write the elementwise maximum of fp32 amaxes to `amaxes`. Compared as integers, so it is exact, and NaN wins."""
     bits = amaxes.view(xp.int32)
     xp.maximum(bits, others.view(xp.int32), out=bits)
 
@@ -215,18 +229,21 @@ def quantize_boxes(
     whole: Array | None = None,
     draws: Callable[[Box], Draws | None] = lambda box: None,
 ) -> Iterator[tuple[Array, Box, Plane]]:
-    """Quantizes the boxes of one matrix that a process holds, wherever their edges split blocks.
+    """Quantize the local boxes of one matrix. Their edges may split blocks.
 
     Args:
-      shards: gives each box and its values. Called twice, so that values need not all be in memory at once.
-      amaxes: zeros, fp32, for all blocks of the whole matrix.
-      reduce_max: the maximum over processes of `amaxes`. Called once.
-      whole: the amax of the whole matrix, `[]`, or of each of its rows, if `fmt` has a global scale.
-      draws: Philox key and offset of a box.
-      ops, xp, fmt, block: as for `cast_box`.
+      ops: as for `cast_box`.
+      xp: as for `cast_box`.
+      shards: returns an iterator over values and boxes. Called twice, so that values need not all be in memory at once.
+      fmt: as for `cast_box`.
+      block: as for `cast_box`.
+      amaxes: fp32 zeros for all blocks of the whole matrix.
+      reduce_max: max-reduction of `amaxes` over processes, called once.
+      whole: amax of the whole matrix, `[]`, or of each of its rows, if `fmt` has a global scale.
+      draws: returns the Philox key and offset of a box.
 
     Yields:
-      For each box: values with zeros around them, the aligned box that these are, and its plane. Its scales are those
+      The values of each box padded with zeros, the aligned box that they fill, and the plane of that box with the scales
       of the whole matrix.
     """
     for x, box in shards():

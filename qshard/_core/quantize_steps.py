@@ -1,17 +1,17 @@
-"""Quantizing, dequantizing and transposing as steps over ops, written once for JAX, PyTorch and NumPy.
+"""Quantize, dequantize and transpose as sequences of ops, shared by JAX, PyTorch and NumPy.
 
-Each function takes `ops`, what a front end offers of `ops.def`: every op as a function of its arrays, with its
-attributes as keywords; `ops.swap_last_axes(array)`, a row-major copy with the last axis first; and
-`ops.transposed_squares(data, scale_inv, packed=)`, such copies of the codes and the scales of a plane. Which ops make a
-plane follows from the structure of the format: one scale or blocks, vectors or squares, a global scale or none,
-options. `gemm_dispatch` alone branches on that structure too, to choose the ops of products.
+Each function takes `ops`, a front end's namespace of `ops.def`: every op as a function of arrays, with attributes as
+keywords; `ops.swap_last_axes(array)`, a row-major copy of a matrix transposed, or of `[*outer, M, K]` as
+`[K, *outer, M]`; and `ops.transposed_squares(data, scale_inv, packed=)`, such copies of the codes and scales of a plane
+with 2-D blocks. The structure of a format decides which ops compute a plane: one scale or blocks, 1-D or 2-D blocks,
+global scale or not, options. Only `gemm_dispatch` also branches on this structure, to choose the ops of products.
 
-`x` is a matrix `[M, K]`; or, in JAX, `[*outer, M, K]`, with blocks that end with M, of which transposed planes are
-`[K, *outer, M]`. Where rows do not matter to the format, it may be any `[*lead, K]`. Shapes of planes of a matrix are
-those of `layout.plane`, whose errors a front end has raised before it comes here.
+`x` is a matrix `[M, K]`. In JAX it may be `[*outer, M, K]` if no block spans two matrices; transposed planes are then
+`[K, *outer, M]`. If the format does not distinguish rows, `x` may be any `[*lead, K]`. Planes of a matrix have the
+shapes of `layout.plane`, and the front end has already raised the errors of `layout.plane`.
 
-Blocks that shards cut are quantized in steps: `block_amax` of what each rank has, an integer maximum over ranks,
-`scales` on every rank, `cast`. The result is that of `quantize` on the whole, bit for bit.
+Blocks that a shard boundary splits are quantized in steps: `block_amax` of the local part, an integer maximum over
+ranks, `scales` on every rank, `cast`. The result has the bits of `quantize` on the whole tensor.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Reduce = Callable[[Array], Array]
 
 
 class Plane(NamedTuple):
-    """What one GEMM reads of a quantized tensor: codes and scales. `qshard.layout` has the shapes.
+    """Codes and scales for one usage of a quantized tensor. `qshard.layout` has the shapes.
 
-    Inside of `qshard.torch_bridge`, codes and one-byte scales are uint8.
+    In `qshard.torch_bridge`, codes and one-byte scales are uint8.
 
     Attributes:
-      data: codes in the element's own dtype; codes of 4 bits are packed, two a uint8.
-      scale_inv: `value = data * scale_inv`, in its own dtype: float32, float8_e8m0fnu or float8_e4m3fn.
-      global_scale_inv: float32, a second factor of formats that have one: of the tensor, or of each row. Else None.
+      data: codes in the element's own dtype; 4-bit codes are packed two to a uint8.
+      scale_inv: decode scales, `value = data * scale_inv`, as float32, float8_e8m0fnu or float8_e4m3fn.
+      global_scale_inv: float32 global scale of the tensor or of each row, a second factor of `value`; None without one.
     """
 
     data: Array
@@ -44,7 +44,7 @@ class Plane(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """`scale` encodes (`x * scale`), `scale_inv` and `global_scale_inv` are stored."""
+    """Scales of a plane: `scale` encodes (`x * scale`); `scale_inv` and `global_scale_inv` decode and are stored."""
 
     scale: Array
     scale_inv: Array
@@ -52,14 +52,14 @@ class Scales(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """The random numbers of stochastic rounding: a seed, and where `x` is in the whole tensor that they belong to.
+    """Philox key and offset for stochastic rounding: a seed, and the position of `x` in the whole tensor.
 
     Attributes:
-      seed: uint32 or int32 `[2]`, the low word first.
-      first: the index of the first element of `x` in the whole tensor, as two words. In JAX also that of each matrix of
-        `x` `[*outer, M, K]`, where those do not follow one another.
-      row_step: how far apart rows are in it, so how many columns it has; as many as `x` if None.
-      col_step: how far apart columns are in it.
+      seed: Philox key, uint32 or int32 `[2]`: uint64 as two uint32, low first.
+      first: Philox offset: index in the whole tensor of the first element of `x`, as two uint32. In JAX it may have one
+        offset for each matrix of `x` `[*outer, M, K]`, if the matrices are not consecutive.
+      row_step: distance between rows in the whole tensor, which is its number of columns; None: the columns of `x`.
+      col_step: distance between columns in the whole tensor.
     """
 
     seed: Array
@@ -68,7 +68,7 @@ class Draws(NamedTuple):
     col_step: int = 1
 
     def transposed(self, columns: int) -> Draws:
-        """Those of the transpose of `x`, which has so many columns."""
+        """Return the draws of `x.T`; `columns` is the number of columns of `x`."""
         return self._replace(row_step=self.col_step, col_step=columns if self.row_step is None else self.row_step)
 
 
@@ -83,21 +83,27 @@ def quantize(
     given: Scales | None = None,
     amax: Array | None = None,
 ) -> dict[Usage, Plane]:
-    """The planes of `x`, each from as few reads of it as its formula allows.
+    """Compute the planes of `x` with as few reads of `x` as the format allows.
 
     Args:
-      x: float32, bfloat16 or float16 `[*outer, M, K]`; `[*lead, K]` if only `ROWWISE` is asked for and a block has one
+      ops: ops of a front end.
+      x: float32, bfloat16 or float16 `[*outer, M, K]`; `[*lead, K]` if only `ROWWISE` is requested and blocks have one
         row.
-      reduce_max: what merges the amax of `x` with those of the other shards of a tensor, where one fp32 scale, or one
-        global scale, serves all of them. Blocks are those of `x`: see `block_amax` for those that shards cut.
-      draws: of stochastic rounding; needed by it alone.
-      given: where one scale serves the whole tensor: the scale to use, in place of that of its amax.
-      amax: of `x`, if what made it has taken it: not read for it again, where a format needs just that.
+      fmt: the format.
+      usage: planes to compute.
+      reduce_max: max-reduction of the amax of `x` over the shards of a tensor, for formats with one fp32 scale or one
+        global scale per tensor. Blocks must be whole in `x`; see `block_amax` for partial blocks.
+      draws: Philox key and offset, required for stochastic rounding and unused otherwise.
+      given: for formats with one scale per tensor: scales to use instead of computing them from the amax.
+      amax: amax of `x`, if already computed. Used by formats that need no other amax.
+
+    Returns:
+      The planes by usage.
 
     Raises:
-      ValueError: `fmt` rounds stochastically and there is no `draws`.
+      ValueError: `fmt` rounds stochastically and `draws` is None.
     """
-    if fmt.stochastic and draws is None:  # Before the amax, which may be a collective.
+    if fmt.stochastic and draws is None:  # check before the amax, which may be a collective
         raise ValueError(seed_missing("quantize", fmt))
     if fmt.block is None:
         made = scales(ops, fmt, global_amax(ops, x, fmt, reduce_max, amax)) if given is None else given
@@ -110,7 +116,7 @@ def quantize(
     if fmt.scaling.four_over_six is not None:
         sources = {source(fmt, each): None for each in usage.planes}
         planes = {each: _in_steps(ops, x, fmt, each, amaxes[each]) for each in sources}
-    elif fmt.stochastic and fmt.transposes:  # Squares are rounded once, and codes transposed.
+    elif fmt.stochastic and fmt.transposes:  # 2-D blocks are rounded once, and their codes transposed
         planes = _quantize_at_once(ops, x, fmt, Usage.ROWWISE, amaxes, draws)
     else:
         planes = _quantize_at_once(ops, x, fmt, usage, amaxes, draws)
@@ -118,12 +124,15 @@ def quantize(
 
 
 def makes_planes_apart(fmt: Format) -> bool:
-    """Whether `quantize` makes two planes by ops of their own."""
+    """Return whether `quantize` computes the two planes with separate ops."""
     return fmt.scaling.four_over_six is not None
 
 
 def rotate(ops: Any, x: Array, fmt: Format) -> Array:
-    """What the columnwise plane of a format with `hadamard` is of: `x` rotated along its columns, in bfloat16."""
+    """Rotate `x` along its columns, as the columnwise plane of a format with `hadamard` needs.
+
+    The result is bfloat16.
+    """
     assert fmt.block is not None
     return ops.hadamard(x, block_rows=fmt.block[1], block_cols=fmt.block[0])
 
@@ -131,9 +140,14 @@ def rotate(ops: Any, x: Array, fmt: Format) -> Array:
 def global_amax(
     ops: Any, x: Array, fmt: Format, reduce_max: Reduce | None = None, amax: Array | None = None
 ) -> Array | None:
-    """What one fp32 scale of the whole tensor, or of each row, is made of; None if the format has none.
+    """Compute the amax of the whole tensor, or of each row; None if the format has no such scale.
 
-    `amax`: that of `x`, if it has been taken.
+    Args:
+      ops: ops of a front end.
+      x: the tensor.
+      fmt: the format.
+      reduce_max: max-reduction over shards.
+      amax: amax of `x`, if already computed.
     """
     if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
@@ -145,7 +159,7 @@ def global_amax(
 def _global_amaxes(
     ops: Any, x: Array, fmt: Format, usage: Usage, reduce_max: Reduce | None, amax: Array | None
 ) -> dict[Usage, Array | None]:
-    """What the global scale of each plane is made of, from one read of `x`."""
+    """Compute the amax for the global scale of each plane, with one read of `x`."""
     if not fmt.rotates(usage) or 0 in x.shape:
         return dict.fromkeys(Usage.BOTH.planes, global_amax(ops, x, fmt, reduce_max, amax))
     both = ops.amax_hadamard(x, block_rows=x.shape[-2], block_cols=x.shape[-1])
@@ -155,18 +169,24 @@ def _global_amaxes(
 
 
 def block_amax(ops: Any, x: Array, block: tuple[int, int]) -> Array:
-    """The amax of each block. A divisor of a format's block gives parts of blocks, to be merged by a maximum."""
+    """Compute the amax of each block.
+
+    For partial blocks, pass a divisor of the format's block and max-reduce the results.
+    """
     return ops.amax_block(x, block_rows=block[0], block_cols=block[1])
 
 
 def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, repeated: Reduce | None = None) -> Scales:
-    """The scales that amaxes make, by the formula of the format: `amax` of blocks, `whole` of the tensor or its rows.
+    """Compute scales from amaxes.
 
-    The one scale of a format without blocks is that of `amax`.
+    Not for four over six, where scales depend on more than amaxes.
 
-    `repeated` gives each of several `whole` to all the leading parts of `amax` that it serves, where there are those of
-    many tensors.
-    Not for four over six, whose scales depend on more than amaxes.
+    Args:
+      ops: ops of a front end.
+      fmt: the format.
+      amax: amaxes of blocks; for formats without blocks, the amax of the tensor.
+      whole: amax of the tensor or of its rows, for formats with a global scale.
+      repeated: for the amaxes of many tensors: repeats each element of `whole` for the parts of `amax` that it serves.
     """
     if fmt.scaling.global_scale is not None:
         wholes = whole if repeated is None else repeated(whole)
@@ -180,10 +200,18 @@ def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, re
 
 
 def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], draws: Draws | None = None) -> Array:
-    """The codes of `x`, with one scale for each `block` of it; in the order of `x`.
+    """Cast `x` with one scale per block. Codes are in the order of `x`.
+
+    Args:
+      ops: ops of a front end.
+      x: the tensor.
+      fmt: the format.
+      scale: encode scale of each block.
+      block: (rows, cols) that share a scale.
+      draws: Philox key and offset for stochastic rounding.
 
     Raises:
-      ValueError: `fmt` rounds stochastically and there is no `draws`.
+      ValueError: `fmt` rounds stochastically and `draws` is None.
     """
     size = {"block_rows": block[0], "block_cols": block[1]}
     if not fmt.stochastic:
@@ -197,7 +225,7 @@ def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], 
 
 
 def quantize_swiglu_again(ops: Any, gate: Array, up: Array, fmt: Format, amax: Array) -> Plane:
-    """The columnwise plane of `swiglu(gate, up)` `[M, K]`, whose amax is there, under one scale: without its memory."""
+    """Compute the columnwise plane of `swiglu(gate, up)` from a known amax, without storing the activation."""
     made = scales(ops, fmt, amax)
     return Plane(ops.swiglu_cast_t(gate, up, made.scale, element=fmt.element.name), made.scale_inv)
 
@@ -205,9 +233,15 @@ def quantize_swiglu_again(ops: Any, gate: Array, up: Array, fmt: Format, amax: A
 def dequantize(
     ops: Any, parts: Plane, fmt: Format, usage: Usage, dtype: Any, *, block: tuple[int, int] | None = None
 ) -> Array:
-    """The values of a plane, in the order in which it is stored. `dtype` is as the front end names it.
+    """Dequantize a plane, in its stored order.
 
-    `block` says what shares an element of `scale_inv`, if that is less than a block of the format: a part of one.
+    Args:
+      ops: ops of a front end.
+      parts: the plane.
+      fmt: its format.
+      usage: its usage.
+      dtype: dtype of the result, in the front end's type.
+      block: (rows, cols) per element of `scale_inv`, if smaller than a block of the format.
     """
     if fmt.block is None:
         return ops.dequantize(parts.data, parts.scale_inv, element=fmt.element.name, dtype=dtype)
@@ -222,7 +256,7 @@ def dequantize(
 
 
 def transpose_plane(ops: Any, parts: Plane, fmt: Format) -> Plane:
-    """The columnwise plane from the rowwise one, or back, where both hold the same numbers: one scale or squares."""
+    """Transpose a rowwise plane to a columnwise plane or back, for formats with one scale or 2-D blocks."""
     if fmt.block is None:
         return parts._replace(data=ops.transpose(parts.data, **outer_axes(parts.data)))
     data_t, scale_inv_t = ops.transposed_squares(parts.data, parts.scale_inv, packed=fmt.element.packed)
@@ -230,10 +264,10 @@ def transpose_plane(ops: Any, parts: Plane, fmt: Format) -> Plane:
 
 
 def plane_rows(parts: Plane, fmt: Format, usage: Usage, start: int, stop: int) -> Plane:
-    """What a plane of a matrix has of its rows `[start, stop)`; `start` is where a block begins. Views."""
+    """Return views of the rows `[start, stop)` of a plane. `start` must be on a block boundary."""
     data, scale_inv, global_scale_inv = parts
     turned, block = is_transposed(fmt, usage), fmt.block_of(usage)
-    unit = fmt.element.codes_per_byte if turned else 1  # Packed along the last axis.
+    unit = fmt.element.codes_per_byte if turned else 1  # packed along the last axis
     data = _slice(data, turned, start // unit, -(-stop // unit))
     if block is not None:
         scale_inv = _slice(scale_inv, turned, start // block[0], -(-stop // block[0]))
@@ -247,13 +281,13 @@ def _slice(array: Array, turned: bool, start: int, stop: int) -> Array:
 
 
 def planes_of_one_scale(codes: Sequence[Array], usage: Usage, scale_inv: Array) -> dict[Usage, Plane]:
-    """The planes for `usage`, from the codes of the rowwise plane, or of both."""
+    """Build the planes for `usage` from the codes of the rowwise plane, or of both planes."""
     made = zip(Usage.BOTH.planes, codes, strict=False)
     return {each: Plane(data, scale_inv) for each, data in made if each in usage.planes}
 
 
 def outer_axes(x: Array) -> dict[str, int]:
-    """The attribute of ops with transposed results that says how many outer axes rows of `x` `[*outer, M, K]` have."""
+    """Return the attribute `outer` of ops with transposed results: the number of outer axes of `x` `[*outer, M, K]`."""
     return {"outer": x.ndim - 2} if x.ndim > 2 else {}
 
 
@@ -264,7 +298,7 @@ def _global_scale_inv(ops: Any, fmt: Format, whole: Array | None) -> Array | Non
 
 
 def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None) -> Plane:
-    """A plane through amaxes, the better of two scales, and codes: several reads of `x`."""
+    """Compute a plane in steps, with several reads of `x`: amaxes, the better of two scales per block, codes."""
     block = stored_block(fmt, usage)
     assert block is not None
     if is_transposed(fmt, usage):
@@ -285,7 +319,7 @@ def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None
 def _quantize_at_once(
     ops: Any, x: Array, fmt: Format, usage: Usage, amaxes: dict[Usage, Array | None], draws: Draws | None
 ) -> dict[Usage, Plane]:
-    """Planes from one read of `x`, after that for `amaxes`."""
+    """Compute planes with one read of `x`, after the read for `amaxes`."""
     operands, planes = [x], usage.planes
     if fmt.scaling.global_scale is not None:
         family = "quantize_nvfp4_stochastic" if fmt.stochastic else "quantize_nvfp4"
@@ -309,7 +343,7 @@ def _quantize_at_once(
         op = _BOTH[family, "square_both" if fmt.transposes else "both_t" if turned else "both"]
         block = (max(block), max(block))
     if fmt.scaling.global_scale is not None:
-        apart = usage is Usage.BOTH and not fmt.transposes  # A global amax for each plane.
+        apart = usage is Usage.BOTH and not fmt.transposes  # one global amax per plane
         operands += [amaxes[each] for each in (planes if apart else planes[:1])]
     if fmt.rotates(usage):
         options["hadamard"] = True
@@ -320,7 +354,7 @@ def _quantize_at_once(
             "row_step": x.shape[-1] if draws.row_step is None else draws.row_step,
             "col_step": draws.col_step,
         }
-    if op.endswith("_t") or fmt.turns_columns and usage is Usage.BOTH:  # Some of it is transposed.
+    if op.endswith("_t") or fmt.turns_columns and usage is Usage.BOTH:  # a plane is transposed
         options |= outer_axes(x)
     made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)
     global_scale_inv, found = _global_scale_inv(ops, fmt, amaxes[planes[0]]), {}
@@ -331,7 +365,7 @@ def _quantize_at_once(
     return found
 
 
-# The ops that make both planes: of square blocks, of vectors that are stored transposed, and in the order of `x`.
+# Ops that compute both planes: of 2-D blocks; of 1-D blocks, stored transposed; of 1-D blocks, in the order of `x`.
 _BOTH = {
     ("quantize_block", "square_both"): "quantize_square_both",
     ("quantize_block", "both_t"): "quantize_block_both_t",

@@ -1,24 +1,24 @@
-"""The plain form of quantized tensors: arrays that any program reads, and a line of JSON that says what they are of.
+"""Serialization of quantized tensors as plain arrays and a JSON string, shared by both front ends.
 
     {"w": <a quantized tensor>, "b": <an array>}     in memory
     {"w.rowwise.data": ..., "w.rowwise.scale_inv": ..., "b": ...}  and  {"qshard": "..."}     plain
 
-`to_plain` and `from_plain` of a front end go from one to the other. Both front ends write and read the same, and so can
-any format of files that holds arrays by name and strings: safetensors, for one, with the strings as its metadata.
+`to_plain` and `from_plain` of a front end convert between the two. Both front ends read and write the same form. Any
+file format that stores named arrays and strings can hold it, such as safetensors with the string in its metadata.
 
-| array | dtype | what |
+| array | dtype | contents |
 | --- | --- | --- |
-| `NAME.rowwise.data` | uint8 | codes; those of 4 bits two a byte, the even one in the low nibble |
+| `NAME.rowwise.data` | uint8 | codes; 4-bit codes packed two to a byte, the even one in the low nibble |
 | `NAME.rowwise.scale_inv` | float32, or uint8 | scales: E8M0 and E4M3 as their bytes |
-| `NAME.rowwise.global_scale_inv` | float32 | NVFP4's second factor; other formats have none |
+| `NAME.rowwise.global_scale_inv` | float32 | global scales of NVFP4; absent for other formats |
 | `NAME.columnwise...` | | likewise |
 
 `qshard.layout` has the shapes; a value is `data * scale_inv * global_scale_inv`. Planes that a tensor lacks have no
 arrays.
 
-The line of JSON is `{"version": 1, "tensors": {NAME: {"format": ..., "shape": ..., "dtype": ..., "planes": ...}}}`,
-with `Format.description` under "format". Reading it checks everything: no array is taken whose dtype or shape is not
-what the format and the shape of the tensor ask for.
+The JSON string is `{"version": 1, "tensors": {NAME: {"format": ..., "shape": ..., "dtype": ..., "planes": ...}}}`, with
+`Format.description` under "format". Reading validates everything: the dtype and shape of each array must follow from
+the format and the shape of its tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from qshard.layout import Shape, plane
 __all__ = ["KEY", "Description", "flat", "key_of", "parse_metadata", "plain", "restore", "text_of"]
 
 KEY = "qshard"
-"""Of the metadata."""
+"""Key of the JSON string in the metadata."""
 VERSION = 1
 _TERMS = ("format", "shape", "dtype", "planes")
 
@@ -46,12 +46,13 @@ Planes = Mapping[Usage, Plane]
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What the arrays of a quantized tensor are of.
+    """Static description of a quantized tensor: what its arrays encode.
 
     Attributes:
-      format: how it is stored.
-      shape, dtype: of the tensor that it stands for.
-      planes: those that it has, one or both.
+      format: format of the tensor.
+      shape: shape of the dequantized tensor.
+      dtype: dtype of the dequantized tensor.
+      planes: planes that the tensor has, one or both.
 
     >>> from qshard.formats import NVFP4
     >>> of_w = Description(format=NVFP4, shape=(4, 32), dtype="bfloat16", planes=(Usage.ROWWISE,))
@@ -68,10 +69,10 @@ class Description:
     planes: tuple[Usage, ...]
 
     def arrays(self, *, op: str = "from_plain", name: str = "tensor") -> dict[str, tuple[str, Shape]]:
-        """The dtype and the shape of each of its arrays, by its name without that of the tensor.
+        """Return the dtype and shape of each array, by its name without the name of the tensor.
 
         Raises:
-          ValueError: the format cannot hold the shape, as `layout.plane`.
+          ValueError: the format does not support the shape.
         """
         return {f"{_word(usage)}.{part}": what for usage, part, what in self._parts(op, name)}
 
@@ -85,45 +86,50 @@ class Description:
                     yield usage, part, (dtype, shape)
 
     def take(self, arrays: Mapping[str, Array], name: str = "", *, op: str = "from_plain") -> dict[Usage, Plane]:
-        """Its planes, of arrays that are called after `name`.
+        """Look up the arrays of the tensor `name`, validate them, and return them as planes.
 
         Raises:
-          TypeError: one is not an array.
-          ValueError: one is not there, or is not of the dtype and the shape that the description asks for.
+          TypeError: an entry is not an array.
+          ValueError: an array is missing, or its dtype or shape does not match the description.
         """
         found: dict[Usage, dict[str, Array]] = {usage: {} for usage in self.planes}
         for usage, part, (dtype, shape) in self._parts(op, name or "tensor"):
             key = key_of(name, f"{_word(usage)}.{part}")
             array = arrays.get(key)
             if array is None:
-                raise ValueError(f"{op}: {key} (absent) is not there, but its description is; keep the two together")
+                raise ValueError(
+                    f"{op}: {key} is missing, but the metadata describes it; pass arrays and metadata of the same file"
+                )
             if not (hasattr(array, "dtype") and hasattr(array, "shape")):
-                raise TypeError(f"{op}: {key} ({quote(array)}) is not an array; pass what to_plain gave, unchanged")
+                raise TypeError(f"{op}: {key} ({quote(array)}) is not an array; pass the output of to_plain unchanged")
             given = (_dtype_of(array), tuple(array.shape))
             if given != (dtype, shape):
                 raise ValueError(
-                    f"{op}: {key} ({given[0]} {given[1]}) is not {dtype} {shape}, as {self.format} has it of "
-                    f"{self.shape}; the array or the description is of something else"
+                    f"{op}: {key} ({given[0]} {given[1]}) is not {dtype} {shape}, which {self.format} of shape "
+                    f"{self.shape} has; pass arrays and metadata of the same file"
                 )
             found[usage][part] = array
         return {usage: Plane(**parts) for usage, parts in found.items()}
 
     @property
     def terms(self) -> dict[str, Any]:
-        """It in terms of JSON."""
+        """The description as JSON-serializable values. `Description.of` is the inverse."""
         planes = [_word(usage) for usage in self.planes]
         return {"format": self.format.description, "shape": list(self.shape), "dtype": self.dtype, "planes": planes}
 
     @classmethod
     def of(cls, terms: Any, *, op: str = "from_plain", name: str = "tensor") -> Description:
-        """The inverse of `terms`.
+        """Parse `terms`.
 
         Raises:
-          ValueError: they are not those of a tensor.
+          ValueError: `terms` does not describe a tensor.
         """
         if not isinstance(terms, dict) or set(terms) != set(_TERMS):
             given = ", ".join(map(str, terms)) if isinstance(terms, dict) else type(terms).__name__
-            raise ValueError(f"{op}: description of {name} ({given}) does not have {', '.join(_TERMS)}, and no others")
+            raise ValueError(
+                f"{op}: description of {name} ({given}) does not have exactly the keys {', '.join(_TERMS)}; the "
+                "description is damaged"
+            )
         shape, dtype, planes = terms["shape"], terms["dtype"], terms["planes"]
         words = [_word(usage) for usage in Usage.BOTH.planes]
         for term, legal, need in (
@@ -136,21 +142,21 @@ class Description:
         try:
             fmt = Format.of(terms["format"])
         except ValueError as error:
-            raise ValueError(f"{op}: format of {name} is not one that this qshard knows: {error}") from None
+            raise ValueError(f"{op}: format of {name} is unknown to this version of qshard: {error}") from None
         usages = tuple(usage for usage in Usage.BOTH.planes if _word(usage) in planes)
         return cls(format=fmt, shape=tuple(shape), dtype=dtype, planes=usages)
 
 
 def text_of(descriptions: Mapping[str, Description]) -> str:
-    """The line of JSON for some tensors."""
+    """Encode the descriptions of tensors as a JSON string."""
     return json.dumps({"version": VERSION, "tensors": {name: each.terms for name, each in descriptions.items()}})
 
 
 def parse_metadata(text: str, *, op: str = "from_plain") -> dict[str, Description]:
-    """The inverse of `text_of`.
+    """Parse the JSON string of `text_of`.
 
     Raises:
-      ValueError: it is no such line, or that of a later version.
+      ValueError: `text` is not such a string, or a later version wrote it.
 
     >>> parse_metadata('{"version": 2, "tensors": {}}')
     Traceback (most recent call last):
@@ -161,22 +167,22 @@ def parse_metadata(text: str, *, op: str = "from_plain") -> dict[str, Descriptio
     except (TypeError, ValueError, RecursionError):
         read = None
     if not isinstance(read, dict) or "version" not in read:
-        raise ValueError(
-            f"{op}: description ({str(text)[:40]!r}) is not the JSON of to_plain; pass its metadata unchanged"
-        )
+        raise ValueError(f"{op}: description ({str(text)[:40]!r}) is not the metadata of to_plain; pass it unchanged")
     if read["version"] != VERSION:
         raise ValueError(
-            f"{op}: version ({read['version']!r}) is not {VERSION}, the one that this qshard reads; "
-            "read it with a newer qshard"
+            f"{op}: version ({read['version']!r}) is not {VERSION}, which this version of qshard reads; read it with a "
+            "newer one"
         )
     tensors = read.get("tensors")
     if not isinstance(tensors, dict) or len(read) != 2:
-        raise ValueError(f"{op}: description ({', '.join(read)}) is not of version and tensors; it is damaged")
+        raise ValueError(
+            f"{op}: description ({', '.join(read)}) does not have exactly the keys version and tensors; it is damaged"
+        )
     return {name: Description.of(terms, op=op, name=name or "tensor") for name, terms in tensors.items()}
 
 
 def flat(planes: Planes) -> dict[str, Array]:
-    """The arrays of planes, by their names without that of the tensor."""
+    """Flatten planes to arrays, by their names without the name of the tensor."""
     return {
         f"{_word(usage)}.{part}": array
         for usage, parts in planes.items()
@@ -188,11 +194,18 @@ def flat(planes: Planes) -> dict[str, Array]:
 def plain(
     values: Mapping[str, Any], parts_of: Callable[[str, Any], tuple[Description, Planes] | None]
 ) -> tuple[dict[str, Array], dict[str, str]]:
-    """The plain form of some values: `to_plain` of a front end.
+    """Implement `to_plain` of a front end.
 
     Args:
-      values: by name.
-      parts_of: of a name and a value: its description, and its planes as bytes; None if it is plain already.
+      values: quantized tensors and arrays by name.
+      parts_of: returns for a name and a value its description and its planes as bytes, or None if the value is an
+        array.
+
+    Returns:
+      The arrays by name, and the metadata.
+
+    Raises:
+      ValueError: two arrays would get the same name.
     """
     arrays: dict[str, Array] = {}
     descriptions: dict[str, Description] = {}
@@ -203,7 +216,9 @@ def plain(
             descriptions[name], planes = found
             made = {key_of(name, key): array for key, array in flat(planes).items()}
         if twice := sorted(made.keys() & arrays.keys()):
-            raise ValueError(f"to_plain: {name} ({twice[0]}) is not the only one of that name; rename one of them")
+            raise ValueError(
+                f"to_plain: {name} would be stored as {twice[0]!r}, a name already in use; rename one of them"
+            )
         arrays.update(made)
     return arrays, {KEY: text_of(descriptions)}
 
@@ -211,25 +226,30 @@ def plain(
 def restore(
     arrays: Mapping[str, Array],
     metadata: Mapping[str, str] | None,
-    made_of: Callable[[str, Description, dict[Usage, Plane]], Any],
+    build: Callable[[str, Description, dict[Usage, Plane]], Any],
 ) -> dict[str, Any]:
-    """The inverse of `plain`: `from_plain` of a front end.
+    """Implement `from_plain` of a front end.
 
     Args:
-      arrays, metadata: as `plain` gave them. Other metadata is ignored; arrays that it does not describe stay.
-      made_of: of a name, a description and planes as bytes: the quantized tensor.
+      arrays: arrays that `plain` returned. Arrays without a description are returned unchanged.
+      metadata: metadata that `plain` returned. Other keys are ignored.
+      build: builds a quantized tensor from a name, a description and planes as bytes.
+
+    Returns:
+      Quantized tensors and arrays by name.
 
     Raises:
-      TypeError: `arrays` or `metadata` is not a mapping, or a described array is not an array.
+      TypeError: `arrays` or `metadata` is not a mapping, or an entry with a description is not an array.
+      ValueError: metadata and arrays do not match.
     """
     for name, given in (("arrays", arrays), ("metadata", {} if metadata is None else metadata)):
         if not isinstance(given, Mapping):
-            raise TypeError(f"from_plain: {name} ({quote(given)}) is not a dict; pass what to_plain gave, unchanged")
+            raise TypeError(f"from_plain: {name} ({quote(given)}) is not a dict; pass the output of to_plain unchanged")
     descriptions = parse_metadata(metadata[KEY]) if metadata and KEY in metadata else {}
     rest = dict(arrays)
     made = {}
     for name, each in descriptions.items():
-        made[name] = made_of(name, each, each.take(arrays, name))
+        made[name] = build(name, each, each.take(arrays, name))
         for key in each.arrays():
             del rest[key_of(name, key)]
     return rest | made
@@ -240,7 +260,7 @@ def _word(usage: Usage) -> str:
 
 
 def key_of(name: str, part: str) -> str:
-    """The name of an array: of its tensor, and of what it is of that."""
+    """Return the name of an array: the name of its tensor, then the name of the part."""
     return f"{name}.{part}" if name else part
 
 

@@ -1,7 +1,7 @@
-"""Formats by their names, and what errors say of arguments.
+"""Validation of arguments, formats passed by name, and texts of errors that both front ends share.
 
-Every function that takes a format takes its name too. It calls `as_format` first, and nobody else looks at the type:
-`as_recipe` in `qshard.recipes` is the same for recipes.
+Every function that takes a format also takes its name, and converts it with `as_format` before anything else.
+`as_recipe` in `qshard.recipes` does the same for recipes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import Any
 from qshard.formats import ELEMENTS, FLOATS, FORMATS, Format, Usage
 
 FormatLike = Format | str
-"""A format, or what `str` prints of it."""
+"""A format, or its string as `str` prints it."""
 
 
 def as_format(value: Any, op: str, name: str = "fmt") -> Format:
-    """The format that a caller of `op` gave as its argument `name`, as itself or by name.
+    """Return the format that a caller of `op` passed as its argument `name`.
 
     Args:
-      value: a `Format`, or what `str` prints of one: a name in `FORMATS`, then maybe options in brackets.
+      value: a `Format`, or its string: a key of `FORMATS`, optionally followed by options in brackets.
+      op: name of the caller in errors.
+      name: name of the argument in errors.
 
     Raises:
-      TypeError: it is something else, such as a recipe.
-      ValueError: there is no format of that name, or none with these options.
+      TypeError: `value` is something else, such as a recipe.
+      ValueError: the name is unknown, or the format does not have these options.
 
     >>> print(as_format("MXFP8_E4M3", "quantize"), as_format("NVFP4[global_scale=row, nonfinite=nan]", "quantize"))
     MXFP8_E4M3 NVFP4[global_scale=row, nonfinite=nan]
@@ -38,21 +40,21 @@ def as_format(value: Any, op: str, name: str = "fmt") -> Format:
         return value
     if isinstance(value, str):
         return FORMATS[value] if value in FORMATS else _parse_format(value, op, name)
-    if isinstance(getattr(value, "weight", None), Format):  # This module cannot know recipes.
+    if isinstance(getattr(value, "weight", None), Format):  # qshard.recipes imports this module
         recipe = (value if isinstance(value, type) else type(value)).__name__
         of_that_name = f"qshard.formats.{recipe}, or " if recipe in FORMATS else ""
         raise TypeError(
-            f"{op}: {name} (the recipe {recipe}) is not a format; pass {of_that_name}one that it uses, such as its "
-            f".weight, {value.weight}"
+            f"{op}: {name} (the recipe {recipe}) is not a format; pass {of_that_name}a format of the recipe, such as "
+            f"its weight format, {value.weight}"
         )
     what = f"{op}: {name} ({quote(value)})"
     if by_element := _of_element(getattr(value, "name", getattr(value, "__name__", str(value)))):
-        raise TypeError(f"{what} is an element and not a format; pass a format that stores it: {by_element}")
-    raise TypeError(f"{what} is not a format or the name of one; pass one of qshard.formats, such as 'MXFP8_E4M3'")
+        raise TypeError(f"{what} is an element type, not a format; pass a format of that element: {by_element}")
+    raise TypeError(f"{what} is not a format or a format name; pass one of qshard.formats, such as 'MXFP8_E4M3'")
 
 
 def as_formats(values: Any, op: str, name: str = "formats") -> list[Format]:
-    """Several of them; a single one is a list of one.
+    """Return a list of formats; a single format becomes a list of one.
 
     >>> [str(fmt) for fmt in as_formats(["FP8_E4M3", "NVFP4"], "compare")]
     ['FP8_E4M3', 'NVFP4']
@@ -63,7 +65,7 @@ def as_formats(values: Any, op: str, name: str = "formats") -> list[Format]:
 
 
 def as_usage(value: Any, op: str) -> Usage:
-    """The planes that a caller of `op` asked for.
+    """Return the planes that a caller of `op` requested.
 
     >>> as_usage("rowwise", "quantize")
     Traceback (most recent call last):
@@ -75,17 +77,19 @@ def as_usage(value: Any, op: str) -> Usage:
 
 
 def as_plane(value: Any, op: str, there: Collection[Usage]) -> Usage:
-    """The plane that a caller of `op` asked for, among those that are there."""
+    """Return the plane that a caller of `op` requested, if it is among the planes of `there`."""
     if isinstance(value, Usage) and value in there:
         return value
     usage = as_usage(value, op)
     if usage is Usage.BOTH:
-        raise ValueError(f"{op}: usage ({usage}) is not one plane; ask for Usage.ROWWISE or Usage.COLUMNWISE")
-    raise ValueError(f"{op}: usage ({usage}) is not a plane of this tensor; quantize it with that, or with Usage.BOTH")
+        raise ValueError(f"{op}: usage ({usage}) selects both planes; pass Usage.ROWWISE or Usage.COLUMNWISE")
+    raise ValueError(
+        f"{op}: usage ({usage}) is not a plane of this tensor; quantize with that usage, or with Usage.BOTH"
+    )
 
 
 def check_float(op: str, name: str, dtype: str) -> None:
-    """Raises unless ops read this dtype as high precision.
+    """Raise TypeError unless ops accept this dtype as high precision.
 
     >>> check_float("quantize", "x", "int8")
     Traceback (most recent call last):
@@ -96,29 +100,29 @@ def check_float(op: str, name: str, dtype: str) -> None:
 
 
 def seed_missing(op: str, what: object) -> str:
-    """What the error says where there is no seed, and `what` needs one."""
-    return f"{op}: seed (None) is not there, and {what} rounds stochastically; pass a new one each call"
+    """Return the error text for a missing seed."""
+    return f"{op}: {what} uses stochastic rounding and needs `seed`; pass a new seed on each call"
 
 
 def already_quantized(op: str, name: str, x: Any) -> str:
-    """The error text of a quantized tensor, with `format`, where numbers in high precision are wanted."""
+    """Return the error text for a quantized tensor where a high-precision array is needed."""
     kind = type(x).__name__
-    return f"{op}: {name} ({kind}, {x.format}) is quantized already; pass {name}.dequantize(), or use it as it is"
+    return f"{op}: {name} ({kind}, {x.format}) is already quantized; pass {name}.dequantize(), or use it as it is"
 
 
 def no_second_derivative(op: str, instead: str) -> str:
-    """The error text of a gradient that is differentiated and has no derivative."""
-    return f"{op}: its gradient is differentiated (gradient penalty, Hessian), and has no derivative; {instead}"
+    """Return the error text for differentiating a gradient that has no derivative."""
+    return f"{op}: second derivatives (gradient penalty, Hessian) are not supported; {instead}"
 
 
 def join_names(names: Iterable[str]) -> str:
-    """`a, b or c`."""
+    """Join names as `a, b or c`."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def quote(value: Any) -> str:
-    """What an error says of a value: its `repr` if that is short, else its type; of an array, shape and dtype.
+    """Describe a value for an error: a short `repr` as it is; else the type; for an array its dtype and shape.
 
     >>> import numpy as np
     >>> quote("MXFP8"), quote(None), quote(np.ones((2, 3))), quote(list(range(100)))
@@ -137,14 +141,16 @@ def quote(value: Any) -> str:
 
 
 MOST_NAMES = 8
-"""The most names that an error lists."""
+"""Maximum number of names in an error."""
 
 
 def closest(name: str, names: Iterable[str], of: str) -> str:
-    """The names to write in place of an unknown one: those like it, else all, or some of many.
+    """Suggest replacements for an unknown name: similar names, else all names, or a few of many.
 
     Args:
-      of: the list of all names, for the error.
+      name: the unknown name.
+      names: the known names.
+      of: description of the list of all names.
 
     >>> closest("mxfp8", ["MXFP8", "NVFP4"], "names"), closest("int8", ["MXFP8", "NVFP4"], "names")
     ("did you mean 'MXFP8'?", 'write MXFP8 or NVFP4')
@@ -158,7 +164,7 @@ def closest(name: str, names: Iterable[str], of: str) -> str:
     if like:
         return f"did you mean {join_names(map(repr, like[:MOST_NAMES]))}?"
     few = list(known.values())
-    return f"write {join_names(few if len(few) <= MOST_NAMES else [*few[:3], f'another of {of}'])}"
+    return f"choose {join_names(few if len(few) <= MOST_NAMES else [*few[:3], f'another of {of}'])}"
 
 
 def _of_element(element: str) -> str:
@@ -168,20 +174,20 @@ def _of_element(element: str) -> str:
 
 
 def _parse_format(text: str, op: str, name: str) -> Format:
-    """The format of a text that is more than a name."""
+    """Parse the string of a format with options."""
     what = f"{op}: {name} ({quote(text)})"
     parts = re.fullmatch(r"(\w+)\[(.+)\]", text)
     if parts is None or parts[1] not in FORMATS:
         if by_element := _of_element(text):
-            raise ValueError(f"{what} is an element and not a format; pass a format that stores it: {by_element}")
+            raise ValueError(f"{what} is an element type, not a format; pass a format of that element: {by_element}")
         instead = closest(parts[1] if parts else text, FORMATS, "qshard.formats.FORMATS")
-        raise ValueError(f"{what} is not the name of a format; {instead}")
+        raise ValueError(f"{what} is not a format name; {instead}")
     options: dict[str, Any] = {}
     for item in re.split(r", (?![^(]*\))", parts[2]):
         option, _, written = item.partition("=")
         try:
             value = ast.literal_eval(written)
         except (ValueError, SyntaxError):
-            value = written  # As `str` prints it, without quotes.
+            value = written  # an unquoted string, as `str` prints it
         options[option] = value
     return FORMATS[parts[1]].with_options(**options)

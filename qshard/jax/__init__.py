@@ -1,4 +1,8 @@
-"""The JAX front end: quantized arrays, linear layers and gathers that work in every mode of JAX."""
+"""JAX front end: quantized arrays and gathers, layers, losses, optimizers and model conversion.
+
+Everything here is implemented in private packages. The flax modules `linen` and `nnx` are imported on first access, so
+flax is optional.
+"""
 
 import importlib
 from typing import Any
@@ -96,7 +100,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The modules that need flax, imported when they are asked for."""
+    """Import the flax modules on first access."""
     if name in ("linen", "nnx"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

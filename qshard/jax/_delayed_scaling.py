@@ -1,10 +1,10 @@
-"""Delayed scaling: state that `linear` reads, amaxes that its gradient brings, and one update for all of a model.
+"""Delayed scaling: the state of a `linear`, the amaxes in its cotangent, and the update of a whole model.
 
-Amaxes leave a differentiated function in the cotangent of the state, whose field `observed` is zeros in the state
-itself; in the cotangent all else is zeros. Cotangents are summed, by JAX where one state serves two calls, by users
-over microbatches, and a sum of amaxes is no amax. So each carries a *seal*, a hash of its bits: no sum, mean or
-multiple of sealed amaxes is sealed, but for what changes nothing, such as adding a zero. `update_delayed` refuses what
-is not sealed; `merge_observed` and `spread_states` take the maximum.
+Amaxes leave a differentiated function in the cotangent of the state, in the field `observed`; the other fields of the
+cotangent are zeros, and `observed` is zeros in the state itself. Cotangents get summed: by JAX if one state serves two
+calls, by users over microbatches. A sum of amaxes is not an amax, so each amax has a *seal*, a hash of its bits. A sum,
+mean or multiple of sealed amaxes has a wrong seal, unless it leaves the amax unchanged, as adding a zero does.
+`update_delayed` raises on a wrong seal; `merge_observed` and `spread_states` take maxima, with correct seals.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from qshard.recipes import DelayedScaling, RecipeLike, Role, as_delayed
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["amax", "seal"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """What a step has seen of one tensor, in a gradient with respect to the state; zeros in the state itself.
+    """The amax of one tensor in one step, with its seal. Zeros in a state; the amax is in the cotangent.
 
     Attributes:
-      amax: float32 `[]`.
-      seal: float32 `[]`: a hash of the bits of `amax`; of 0, 0.
+      amax: float32 `[]`, or with the leading axes of the state.
+      seal: float32, same shape: a hash of the bits of `amax`; 0 for an amax of 0.
     """
 
     amax: jax.Array
@@ -51,12 +51,13 @@ class Observed:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["scale", "amax_history", "observed"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class TensorState:
-    """What one tensor carries from step to step.
+    """Scale and amax history of one tensor.
 
     Attributes:
-      scale: float32 `[]`; 0 before the first update, when the tensor is scaled by its own amax.
+      scale: float32 `[]`. 0 before the first update: the tensor is then scaled by its own amax.
       amax_history: float32 `[recipe.history]`, the oldest first.
-      observed: zeros; in a gradient with respect to the state, what this step has seen, and all else is zeros.
+      observed: zeros in the state. In the gradient with respect to the state, the amax of the step; the other fields
+        are zeros there.
     """
 
     scale: jax.Array
@@ -67,7 +68,7 @@ class TensorState:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "activation", "gradient"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class LinearState:
-    """The state of the tensors of one `linear`, by role."""
+    """The delayed scaling state of one `linear`: a `TensorState` for each role."""
 
     weight: TensorState
     activation: TensorState
@@ -75,14 +76,21 @@ class LinearState:
 
 
 def init_delayed(recipe: RecipeLike, shape: Sequence[int] = ()) -> LinearState:
-    """The state of a `linear` before the first step: scales and histories of 0.
+    """Create the delayed scaling state of a `linear`, with scales and histories of 0.
 
-    A scale of 0 is none yet: until an update has made one, each tensor is scaled by its own amax, as in current
+    A scale of 0 means "no history": until the first update, each tensor is scaled by its own amax, as in current
     scaling, less the margin.
 
     Args:
-      recipe: a `DelayedScaling`, which has the length of the history, or its name.
-      shape: leading axes of every array, as of layers that are scanned over.
+      recipe: a `DelayedScaling`, or its name. It gives the length of the history.
+      shape: leading axes of every array, such as `(layers,)` for `lax.scan` over layers.
+
+    Returns:
+      A `LinearState` of float32 zeros: scales of `shape`, histories of `(*shape, recipe.history)`.
+
+    Raises:
+      TypeError: `recipe` is not a `DelayedScaling`, or `shape` is not a tuple.
+      ValueError: no recipe has this name.
 
     >>> init_delayed(DelayedScaling(history=4), shape=(12,)).weight.amax_history.shape
     (12, 4)
@@ -100,28 +108,26 @@ def init_delayed(recipe: RecipeLike, shape: Sequence[int] = ()) -> LinearState:
 
 
 def check_shared(op: str, axis_name: Any, name: str = "state") -> None:
-    """Raises ValueError where nothing tells which devices share a state, or a probe.
+    """Raise ValueError if it is unknown which devices share a state or a probe.
 
-    That is in `shard_map(check_vma=False)`, without `axis_name`.
-
-    The amaxes of one device would then leave as if they were those of all.
+    Types under `shard_map(check_vma=False)` do not show it, so `axis_name` is required there. Without it, the amax of
+    one device would be returned as the amax of all.
     """
     if axis_name is not None or types_tell():
         return
     axes = jax.sharding.get_abstract_mesh().manual_axes
     raise ValueError(
-        f"{op}: axis_name (None) does not say which devices share {name}, nor do types under check_vma=False; name "
-        f"those of {axes} that cut x, w or dy, pass () for a {name} a device, or leave check_vma on"
+        f"{op}: check_vma=False hides which devices share {name}; pass as axis_name the axes of {axes} that shard x, w "
+        f"or dy, pass () for one {name} per device, or leave check_vma on"
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def require_gradient(op: str, w: jax.Array, state: LinearState) -> tuple[jax.Array, LinearState]:
-    """`w` and `state` as they are.
+    """Return `w` and `state`. Raise ValueError at lowering if only `w` is differentiated.
 
-    Where this is differentiated with respect to `w` and not to `state`, no amaxes would come back, and every step would
-    scale by amaxes of its own, as current scaling does: then both raise ValueError when the program is lowered. Frozen
-    weights need no amaxes.
+    Without the gradient with respect to `state` no amaxes are returned, and every step would scale by its own amaxes,
+    as current scaling does. Frozen weights need no amaxes.
     """
     return w, state
 
@@ -133,10 +139,10 @@ def _require_gradient_fwd(op: str, w: Any, state: Any) -> tuple[Any, None]:
     w, state = jax.tree.map(lambda leaf: leaf.value, (w, state), is_leaf=is_input)
     if learns and not observes:
         error = ValueError(
-            f"{op}: state (not differentiated) brings back no amaxes, so DelayedScaling would never delay; take the "
-            "gradient by it too (nnx: wrt=nnx.DiffState(0, nnx.Any(nnx.Param, ScalingState))), for update_delayed"
+            f"{op}: state is not differentiated, but its gradient is what brings the new amaxes; differentiate it too "
+            "(nnx: wrt=nnx.DiffState(0, nnx.Any(nnx.Param, ScalingState))), and call update_delayed"
         )
-        w, state = refuse((w, state), error)  # The gradient of w may need no w, but it needs scales.
+        w, state = refuse((w, state), error)  # Both: the gradient of w may not read w, but it reads scales.
     return (w, state), None
 
 
@@ -152,10 +158,10 @@ require_gradient.defvjp(_require_gradient_fwd, _require_gradient_bwd, symbolic_z
 
 
 def observe(state: TensorState, amax: jax.Array, axes: tuple[str, ...] = ()) -> TensorState:
-    """The cotangent of a state that brings this amax, reduced over all devices that share the state.
+    """Compute the cotangent of `state` that carries `amax`, reduced over the devices that share the state.
 
-    Types tell which: mesh axes over which the amax varies, and the state does not. With `check_vma=False` types tell
-    nothing, and it is `axes`.
+    Types give these devices: the mesh axes over which the amax varies and the state does not. With `check_vma=False`,
+    `axes` gives them.
     """
     own, shared = (jax.typeof(a).manual_axis_type.varying for a in (amax, state.scale))
     amax = max_over(tuple(sorted(own - shared)) if types_tell() else axes)(amax)
@@ -170,7 +176,7 @@ def observe_all(
     gradient: jax.Array | None,
     axes: tuple[str, ...],
 ) -> LinearState:
-    """The cotangent of the state of a layer that brings these amaxes; of a weight that came as codes there is none."""
+    """Compute the cotangent of `state` that carries three amaxes; None for a weight that was passed as codes."""
     assert activation is not None
     assert gradient is not None
     if weight is None:
@@ -183,26 +189,26 @@ def observe_all(
 
 
 def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling | str, *, axis_name: AxisName = None) -> Any:
-    """One step of delayed scaling for all tensors of a model, in one call of a kernel for each element format.
+    """Compute the delayed scaling states of the next step. One kernel call updates all tensors of an element format.
 
-    A step whose amax is 0 changes nothing. Else the amax enters the history, the oldest leaves it, and `scale =
-    element.max * 2**-margin / max(history)`, or over the amax itself (`algorithm="most_recent"`); it stays where that
-    is infinite or NaN.
+    An amax of 0 leaves the history and scale of its tensor unchanged. Any other amax replaces the oldest one of the
+    history, and `scale = element.max * 2**-margin / max(history)`, or `/ amax` with `algorithm="most_recent"`. A scale
+    that would be infinite or NaN keeps its old value.
 
     Args:
-      states: a pytree with `LinearState`s.
-      amaxes: the gradient with respect to it: of one step, or merged by `merge_observed`.
-      recipe: of the calls of `linear`.
-      axis_name: in `shard_map`, mesh axes over which amaxes are still to be reduced, all in one all-reduce. `linear`
-        has done that unless the states vary over them.
+      states: a pytree of `LinearState`s.
+      amaxes: the gradient with respect to `states`, of one step or merged with `merge_observed`.
+      recipe: the `DelayedScaling` that the calls of `linear` had, or its name.
+      axis_name: in `shard_map`, mesh axes over which to reduce amaxes, in one all-reduce. Needed only if states vary
+        over them: `linear` reduces over the devices that share a state.
 
     Returns:
       `states` for the next step.
 
     Raises:
-      TypeError: `recipe` is no `DelayedScaling`.
-      ValueError: the two trees differ; or an amax has been summed, averaged, scaled or rounded. Under `jit`, where that
-        is known too late, its scale becomes NaN, and with it all that it scales.
+      TypeError: `recipe` is not a `DelayedScaling`.
+      ValueError: the trees differ, the history has another length, or an amax was summed, averaged, scaled or rounded.
+        Under `jit` the latter cannot raise: the scale becomes NaN, and so does all that it scales.
 
     >>> recipe = DelayedScaling(history=2)
     >>> states = init_delayed(recipe)
@@ -222,12 +228,12 @@ def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling | str, *, ax
             "update_delayed: amaxes do not have the structure of states; pass the gradient with respect to states"
         )
     if not all(isinstance(leaf, LinearState) for leaf in jax.tree.leaves(states, is_leaf=_is(LinearState))):
-        raise ValueError("update_delayed: states hold more than LinearStates; pass those alone")
+        raise ValueError("update_delayed: states has leaves that are not LinearStates; pass LinearStates only")
     tensors, structure = jax.tree.flatten(states, is_leaf=_is(TensorState))
     for length in {tensor.amax_history.shape[-1] for tensor in tensors} - {recipe.history}:
         raise ValueError(
-            f"update_delayed: states (history of {length}) are not of the recipe, history={recipe.history}; pass the "
-            "recipe that init_delayed got"
+            f"update_delayed: states (history of {length}) do not match the recipe (history={recipe.history}); pass "
+            "the recipe given to init_delayed"
         )
     seen = [tensor.observed for tensor in jax.tree.leaves(amaxes, is_leaf=_is(TensorState))]
     # The tensors of a LinearState are in the order of `Role`.
@@ -239,22 +245,24 @@ def update_delayed(states: Any, amaxes: Any, recipe: DelayedScaling | str, *, ax
         states, sealed = _update(pairs, element, recipe, axes)
         if not isinstance(sealed, jax.core.Tracer) and not sealed:
             raise ValueError(
-                "update_delayed: amaxes are not as linear gave them, but summed, averaged, scaled or rounded; merge "
-                "those of microbatches with merge_observed, and give calls that share a state copies by spread_states"
+                "update_delayed: amaxes were summed, averaged, scaled or rounded; merge microbatches with "
+                "merge_observed, and copy a state that several calls share with spread_states"
             )
         new |= zip(chosen, states, strict=True)
     return jax.tree.unflatten(structure, [new[i] for i in range(len(tensors))])
 
 
 def merge_observed(a: Any, b: Any) -> Any:
-    """The amaxes of two microbatches together: the larger of each, NaN above all. Never add them.
+    """Merge the amaxes of two microbatches: the elementwise maximum, where NaN wins. Never add them.
 
     Args:
-      a, b: gradients with respect to states, as for `update_delayed`. Zeros, as of `jax.tree.map(jnp.zeros_like,
-        states)`, are a start for a loop.
+      a: a gradient with respect to states. `jax.tree.map(jnp.zeros_like, states)` starts a loop.
+      b: another gradient with respect to the same states.
 
     Returns:
-      Such a gradient.
+      A gradient of the same structure, for `update_delayed`. The amax is NaN if a seal of `a` or `b` is wrong.
+
+    Elementwise, so any sharding is kept.
 
     >>> recipe = DelayedScaling(history=2)
     >>> states = init_delayed(recipe)
@@ -267,14 +275,17 @@ def merge_observed(a: Any, b: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def spread_states(states: Any, copies: int) -> Any:
-    """States for calls of `linear` that share them: one for each, along a new first axis. Amaxes come back merged.
+    """Copy states along a new first axis, one copy per call of `linear`. The gradient merges the amaxes of all copies.
 
-    For a weight that is used twice in a differentiated function, or a loop over microbatches inside it: without this,
-    JAX would sum their amaxes, and `update_delayed` refuse them.
+    Use it if a weight is used twice in a differentiated function, or in a loop over microbatches inside of it. JAX
+    would sum the amaxes of calls that share a state, and `update_delayed` would raise.
 
     Args:
-      states: a pytree with `LinearState`s.
-      copies: how many.
+      states: a pytree of `LinearState`s.
+      copies: the number of copies.
+
+    Returns:
+      `states` with a new leading axis of size `copies` on every array.
 
     >>> states = spread_states(init_delayed(DelayedScaling()), 3)
     >>> states.weight.scale.shape
@@ -296,7 +307,7 @@ def _is(kind: type) -> Callable[[Any], bool]:
 
 
 def _hash(amax: jax.Array) -> jax.Array:
-    """23 bits of a hash of an amax as fp32, which holds them exactly; 0 of 0, so that a zero cotangent is sealed."""
+    """Hash the bits of an amax to 23 bits, exact as float32. 0 hashes to 0, so that a zero cotangent is sealed."""
     bits = lax.bitcast_convert_type(amax, jnp.uint32)
     mixed = bits * np.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x85EBCA77)
@@ -305,10 +316,10 @@ def _hash(amax: jax.Array) -> jax.Array:
 
 def _larger(a: Any, b: Any) -> Any:
     if not isinstance(a, Observed):
-        return a  # Zeros.
+        return a  # A scale or a history: zeros in a gradient.
     first = as_bits(a.amax) >= as_bits(b.amax)
     larger = Observed(jnp.where(first, a.amax, b.amax), jnp.where(first, a.seal, b.seal))
-    # What is broken stays broken.
+    # A wrong seal must stay wrong.
     sealed = a.is_sealed & b.is_sealed
     return Observed(jnp.where(sealed, larger.amax, jnp.nan), jnp.where(sealed, larger.seal, -1.0))
 
@@ -317,7 +328,7 @@ def _larger(a: Any, b: Any) -> Any:
 def _update(
     pairs: list[tuple[TensorState, Observed]], element: str, recipe: DelayedScaling, axes: tuple[str, ...]
 ) -> tuple[list[TensorState], jax.Array]:
-    """The new states, and whether each amax was sealed."""
+    """Update states of one element format. Also return whether all amaxes are sealed."""
 
     def joined(arrays: Iterable[jax.Array], *axes: int) -> jax.Array:
         return partitionable_ops.concatenate([array.reshape(-1, *axes) for array in arrays])
@@ -326,7 +337,7 @@ def _update(
     history = joined((state.amax_history for state, _ in pairs), recipe.history)
     amax = joined(seen.amax for _, seen in pairs)
     sealed = joined(seen.is_sealed for _, seen in pairs)
-    # A mark that no amax has, and that an integer maximum keeps.
+    # The bits of a NaN that no amax has. As the largest integer, they survive the maximum over devices.
     broken = np.int32(0x7FFFFFFF)
     amax = max_over(axes)(as_float(jnp.where(sealed, as_bits(amax), broken)))
     sealed = as_bits(amax) != broken

@@ -1,4 +1,4 @@
-"""Interfaces of JAX and flax that they do not document. No other module of the front end uses one.
+"""Undocumented interfaces of JAX and flax. No other module of the front end uses one.
 
 Each was checked with JAX 0.10.2 and flax 0.12.8. `tests/null/test_jax_internals.py` finds uses elsewhere.
 """
@@ -16,31 +16,34 @@ from jax.extend.mlir import ir
 
 
 def platforms_of(ctx: Any) -> Sequence[str]:
-    """The platforms that a program is lowered for: `ctx.module_context` of `jax.interpreters.mlir`.
+    """Return the platforms that a program is lowered for: `ctx.module_context` of `jax.interpreters.mlir`.
 
-    If it goes: return none, and let the missing target raise when the program is compiled.
+    If JAX removes it: return none. The missing target then raises when the program is compiled.
     """
     platforms: Sequence[str] = ctx.module_context.platforms
     return platforms
 
 
 def device_count(ctx: Any) -> int:
-    """The number of devices that a program is lowered for. If it goes: return that of the mesh of the operands."""
+    """Return the number of devices that a program is lowered for.
+
+    If JAX removes it: return the number of devices in the mesh of the operands.
+    """
     return getattr(ctx.module_context.axis_context, "num_devices", 1) or 1
 
 
 def is_for_export(ctx: Any) -> bool:
     """Whether `jax.export` lowers the program.
 
-    If it goes: return False, and refuse exports of programs with custom partitioning for several devices.
+    If JAX removes it: return False, and refuse exports of programs with custom partitioning for several devices.
     """
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 
 def lower_once(ctx: Any, key: Hashable, values: Sequence[Any]) -> Sequence[Any]:
-    """The values that were lowered first under `key` in the module: JAX's cache of lowered primitives.
+    """Return the values that were lowered first under `key` in the module, from JAX's cache of lowered primitives.
 
-    If it goes: every call returns its own values, so x is quantized once more for each `linear`, to the same bits.
+    If JAX removes it: every call returns its own values, so each `linear` quantizes the same x again, to the same bits.
     """
     cache = getattr(ctx.module_context, "cached_primitive_lowerings", None)
     first: Sequence[Any] = values if cache is None else cache.setdefault(key, values)
@@ -48,10 +51,10 @@ def lower_once(ctx: Any, key: Hashable, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def partitioning_attributes(batch_dims: int, rule: str) -> dict[str, ir.Attribute]:
-    """Attributes of a custom call that XLA partitions along its leading axes, with a Shardy rule.
+    """Return the attributes of a custom call that XLA partitions along its leading axes, with a Shardy rule.
 
-    XLA reads the frontend attribute `num_batch_dims`: JAX's own calls of LAPACK are partitioned by it. Shardy reads
-    `sdy.sharding_rule`. If they go: use `custom_partitioning`, at the cost of a Python callback for each op.
+    XLA reads the frontend attribute `num_batch_dims`; it also partitions JAX's own calls of LAPACK by it. Shardy reads
+    `sdy.sharding_rule`. If they are removed: use `custom_partitioning`, which costs a Python callback for each op.
     """
     return {
         "mhlo.frontend_attributes": ir.DictAttr.get({"num_batch_dims": ir.StringAttr.get(str(batch_dims))}),
@@ -60,24 +63,24 @@ def partitioning_attributes(batch_dims: int, rule: str) -> dict[str, ir.Attribut
 
 
 def wrapped_value(tracer: Any) -> Any:
-    """The value that a tracer of a transformation wraps; None if it shows none, as tracers of `jit`.
+    """Return the value that the tracer of a transformation wraps, or None if it shows none, like tracers of `jit`.
 
-    If it goes: return None. Eager gradients are then traced as programs are, which is slower.
+    If JAX removes it: return None. Eager gradients are then traced like programs, which is slower.
     """
     return getattr(tracer, "primal", getattr(tracer, "val", None))
 
 
 def is_nnx_pytree(kind: Any) -> bool:
-    """Whether a class of nnx modules is a pytree. If it goes: True, the default of flax."""
+    """Whether a class of nnx modules is a pytree. If flax removes it: return True, the default of flax."""
     is_pytree: bool = kind._pytree__is_pytree
     return is_pytree
 
 
 def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
-    """Calls `run` with a module: now, if it is imported, else as soon as it is.
+    """Call `run` with a module as soon as the module is imported: now, if it is already.
 
-    `flax.serialization` knows states by type, and has no interface to add types before flax is imported; importing it
-    here would cost each `import qshard.jax` more than a second.
+    `flax.serialization` has a registry of types, which exists only once flax is imported. Importing flax here would add
+    more than a second to each `import qshard.jax`.
     """
     if name in sys.modules:
         run(sys.modules[name])
@@ -86,7 +89,7 @@ def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
 
 
 class _ImportHook(MetaPathFinder):
-    """Finds one module as Python does, and calls a function once the module has run."""
+    """An import finder that finds one module as Python does, and calls a function once the module has run."""
 
     def __init__(self, name: str, run: Callable[[ModuleType], None]) -> None:
         self._name, self._run = name, run

@@ -1,4 +1,4 @@
-"""Arrays for `qshard.numerics`: those of one device, and sharded ones, of which each process measures its shards."""
+"""Conversion of JAX arrays for `qshard.numerics`: each process reads its own shards."""
 
 from __future__ import annotations
 
@@ -16,39 +16,45 @@ from qshard.numerics._reductions import as_float
 T = TypeVar("T")
 
 CHUNK = 1 << 20
-"""Amaxes that processes exchange at a time: each gets those of all."""
+"""Amaxes per all-gather. Each process receives this many from every process."""
 
 
 class Processes:
-    """All processes of `jax.distributed`."""
+    """Reductions of `qshard.numerics` over all processes of `jax.distributed`."""
 
     def maximum(self, bits: NDArray[np.int32]) -> NDArray[np.int32]:
         flat = bits.reshape(-1)
         parts = [flat[first : first + CHUNK] for first in range(0, flat.size, CHUNK)]
-        merged = [_of_all(part).max(axis=0) for part in parts]
+        merged = [_all_gather(part).max(axis=0) for part in parts]
         return np.concatenate([flat[:0], *merged])
 
     def gathered(self, own: T) -> list[T]:
         data = np.frombuffer(pickle.dumps(own), np.uint8)
-        sizes = _of_all(np.array([data.size], np.int32)).reshape(-1)
-        rows = _of_all(np.pad(data, (0, int(sizes.max()) - data.size)))
+        sizes = _all_gather(np.array([data.size], np.int32)).reshape(-1)
+        rows = _all_gather(np.pad(data, (0, int(sizes.max()) - data.size)))
         return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
 
-def _of_all(own: NDArray[Any]) -> NDArray[Any]:
-    """What each process has, along a new first axis."""
+def _all_gather(own: NDArray[Any]) -> NDArray[Any]:
+    """All-gather equally shaped host arrays of all processes, along a new first axis."""
     found: NDArray[Any] = np.asarray(multihost_utils.process_allgather(own))
     return found.reshape(jax.process_count(), *own.shape)
 
 
 def whole_of(x: Any, op: str) -> Whole:
-    """An array as what is measured. One that other processes have parts of needs a call by every process.
+    """Describe `x` for `qshard.numerics`: its shape, dtype and local shards.
+
+    Every process must call this, and the measurement, for an array with shards on other processes.
+
+    Args:
+      x: a JAX array, of any sharding.
+      op: the name of the caller, for errors.
 
     Raises:
-      TypeError: it does not hold real numbers, or is traced.
+      TypeError: `x` is traced, or is not an array of real numbers.
     """
     if isinstance(x, jax.core.Tracer):
-        raise TypeError(f"{op}: x ({x.aval}) is traced, and has no values yet; call it outside of jit, on a result")
+        raise TypeError(f"{op}: x ({x.aval}) is traced and has no values; call {op} outside jit")
     dtype = str(x.dtype)
     if not isinstance(x, jax.Array) or x.sharding.num_devices == 1:
         return of_floats(as_float(x, op), dtype)
@@ -64,6 +70,6 @@ def whole_of(x: Any, op: str) -> Whole:
 
 
 def placed_like(leaf: jax.Array, value: NDArray[Any]) -> jax.Array:
-    """Values where an array is, cut as it is."""
+    """Put `value` on the devices of `leaf`, with its sharding."""
     placed: jax.Array = jax.device_put(value, leaf.sharding)
     return placed

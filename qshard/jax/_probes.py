@@ -1,9 +1,9 @@
-"""Statistics of a step: probes that `linear` takes, whose gradients bring what it has seen, and their reader.
+"""Statistics of a training step: the probes that `linear` takes, and `numerics_of`, which reads their gradients.
 
-As the amaxes of delayed scaling, statistics leave a differentiated function in a cotangent: that of a `Probe`, which is
-zeros and changes nothing. So they pass `jit`, `shard_map`, `scan` and remat, and cost nothing where no gradient of a
-probe is asked for. Cotangents are summed, by JAX where one probe serves two calls, and a sum of amaxes is no amax: each
-carries a mark of 1, by which `numerics_of` tells.
+Statistics leave a differentiated function as the cotangent of a `Probe`, like the amaxes of delayed scaling. A probe is
+zeros and changes no result. So statistics pass through `jit`, `shard_map`, `scan` and remat, and cost nothing if no
+gradient of a probe is taken. JAX sums the cotangents of two calls that share a probe, and a sum of amaxes is not an
+amax. So each cotangent has a mark of 1, and `numerics_of` raises on any mark other than 0 and 1.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 
 NUMBERS = ("mark", "calls", "amax", "signal", "noise", "scale_low", "scale_high")
 DIGITS = (1 << 8, 1 << 16, 1 << 16)
-"""A count is three numbers, low first, each exact in float32 also as a sum over 256 devices."""
+"""Bases of the three digits of a count, low first. Each digit is exact in float32, even summed over 256 devices."""
 SIZE = len(NUMBERS) + len(DIGITS) * (len(COUNTS) + 1)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "activation", "gradient"], meta_fields=[])
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """Zeros that a call of `linear` takes, and in a gradient with respect to them what it has seen, by role.
+    """A zero input to one call of `linear`. Its cotangent carries the statistics of the call, by role.
 
     Attributes:
-      weight, activation, gradient: float32 `[..., n]`; what each number is, `numerics_of` knows.
+      weight, activation, gradient: float32 `[..., n]`, packed numbers that `numerics_of` reads.
     """
 
     weight: jax.Array
@@ -54,10 +54,16 @@ class Probe:
 
 
 def init_numerics(shape: Sequence[int] = ()) -> Probe:
-    """The probe of a call of `linear`.
+    """Create the probe of one call of `linear`.
 
     Args:
-      shape: leading axes: of layers that are scanned over; or one of devices, in `shard_map`, that each see their own.
+      shape: leading axes: `(layers,)` for `lax.scan` over layers; `(devices,)` for a probe per device in `shard_map`.
+
+    Returns:
+      A `Probe` of float32 zeros, each array `[*shape, n]`.
+
+    Raises:
+      TypeError: `shape` is not a tuple.
 
     >>> init_numerics((12,)).weight.shape[0]
     12
@@ -68,7 +74,7 @@ def init_numerics(shape: Sequence[int] = ()) -> Probe:
 
 
 def numerics_of(seen: Any, recipe: RecipeLike) -> StepStats:
-    """Statistics of a step, from the gradient with respect to the probes of its calls of `linear`.
+    """Compute the statistics of a training step from the gradient with respect to its probes.
 
         probes = {name: qshard.jax.init_numerics() for name in ("up", "down")}
 
@@ -79,26 +85,26 @@ def numerics_of(seen: Any, recipe: RecipeLike) -> StepStats:
         gradients, seen = jax.jit(jax.grad(loss_of, argnums=(0, 1)))(weights, probes, x)
         print(qshard.jax.numerics_of(seen, recipe).of("up", Role.GRADIENT).zeros_made)
 
-    Each operand of the call is quantized once more, as `linear` does it, in the plane of the forward product (of a
-    gradient, of `dy @ w`), and compared with what was given. No bit of the step changes.
+    Each operand of a call with a probe is quantized once more, as `linear` does it, and compared with its exact values:
+    the plane that the forward product reads, for a gradient the plane that `dy @ w` reads. No bit of the step changes.
 
     Args:
-      seen: a pytree of `Probe`s: a gradient with respect to those that `init_numerics` gave. Its names are those of the
-        layers; leading axes are put together.
-      recipe: of the calls.
+      seen: a pytree of `Probe`s: the gradient with respect to the probes of `init_numerics`. Its keys name the layers.
+        Leading axes are merged into one row.
+      recipe: the recipe of the calls, or its name.
 
     Returns:
-      A row for each layer and role that was seen: not of weights that came as codes, nor of what has no gradient.
+      A row for each layer and role. Weights passed as codes and tensors without a gradient have no row.
 
     Raises:
-      ValueError: a probe served more than one call, or its gradient was summed or scaled: give each call one of its
-        own, such as a part of one with leading axes.
+      TypeError: a leaf of `seen` is not a `Probe`, or `recipe` is not a recipe.
+      ValueError: a probe served several calls, or its gradient was summed or scaled. Give each call its own probe, such
+        as one index of a probe with leading axes.
 
-    Sharded arrays: counts and sums are those of whole arrays, under `jit` on any mesh, and in `shard_map` over all mesh
-    axes over which an operand varies and the probe does not; a probe for each device, cut along a leading axis, is put
-    together here. Counts are exact up to 256 devices in `shard_map`, and sums in float32. The cost: a gather of each
-    weight's codes, a cast of each operand, and about 20 passes over float32, which XLA fuses in part;
-    benchmarks/bench_watch.py measures it.
+    Counts and sums are of whole arrays: under `jit` on any mesh, and in `shard_map` over all mesh axes over which an
+    operand varies and the probe does not. Probes per device, sharded along a leading axis, are merged here. Counts are
+    exact up to 256 devices in `shard_map`; sums are in float32. A probe costs a gather of the weight's codes, a cast of
+    each operand, and about 20 passes over float32 that XLA fuses in part (benchmarks/bench_watch.py).
 
     >>> from qshard.jax import linear
     >>> x, w = jnp.full((4, 16), 2.0), jnp.full((8, 16), 7.0)
@@ -114,7 +120,7 @@ def numerics_of(seen: Any, recipe: RecipeLike) -> StepStats:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if not isinstance(probe, Probe):
             raise TypeError(
-                f"numerics_of: seen ({quote(probe)} at {name!r}) is not a Probe; pass the gradient with respect to "
+                f"numerics_of: seen ({quote(probe)} at {name!r}) is not a Probe; pass the gradient with respect to the "
                 "probes"
             )
         for role in Role:
@@ -130,8 +136,8 @@ def _total(seen: NDArray[np.float32], name: str, role: Role) -> Totals:
         mark, calls, amax, signal, noise, low, high = values[: len(NUMBERS)].tolist()
         if mark not in (0.0, 1.0):
             raise ValueError(
-                f"numerics_of: the probe of {name!r} ({role.value}) has seen {mark:g} calls, and sums of amaxes are "
-                "none; give each call of linear a probe of its own, and each microbatch"
+                f"numerics_of: the probe of {name!r} ({role.value}) was used by {mark:g} calls, so its amaxes are "
+                "sums; use one probe for each call of linear and each microbatch"
             )
         digits = values[len(NUMBERS) :].reshape(-1, len(DIGITS))
         *counts, elements = (int(digits @ np.cumprod([1, *DIGITS[:-1]])) for digits in digits) if mark else [0] * 6
@@ -144,8 +150,8 @@ def _total(seen: NDArray[np.float32], name: str, role: Role) -> Totals:
     return total
 
 
-class How(NamedTuple):
-    """What is static of the operands of a call."""
+class ProbeOptions(NamedTuple):
+    """Static options of the operands of a call: the recipe and the sharding of x."""
 
     recipe: Recipe
     axes: tuple[str, ...]
@@ -154,56 +160,71 @@ class How(NamedTuple):
 
 def check_probe(op: str, probe: Any, apart: bool) -> None:
     if not isinstance(probe, Probe):
-        raise TypeError(f"{op}: probe ({quote(probe)}) is not a Probe; pass one of init_numerics, for this call alone")
+        raise TypeError(f"{op}: probe ({quote(probe)}) is not a Probe; pass one from init_numerics, for this call only")
     if apart:
-        raise ValueError(f"{op}: probe is not for local_axes, gather_rows, scatter_rows, vmap_as_rows; leave them out")
+        raise ValueError(
+            f"{op}: probe does not support local_axes, gather_rows, scatter_rows or vmap_as_rows; leave them out"
+        )
 
 
-def before(how: How, x: jax.Array, probe: Probe, seed: Any, state: LinearState | None) -> jax.Array:
-    """x, whose statistics will come with its gradient."""
+def observe_activation(
+    how: ProbeOptions, x: jax.Array, probe: Probe, seed: Any, state: LinearState | None
+) -> jax.Array:
+    """Return x, with the statistics of x as the gradient of `probe.activation`."""
     given, state = lax.stop_gradient((x, state))
-    seen = _of_operand(how, given, Role.ACTIVATION, probe.activation, seed, state)
-    return _carry(x, probe.activation, seen)
+    seen = _operand_stats(how, given, Role.ACTIVATION, probe.activation, seed, state)
+    return _attach(x, probe.activation, seen)
 
 
-def of_weight(
+def observe_weight(
     x: jax.Array, w: jax.Array, whole: QuantizedArray, probe: Probe, spec: Any, gather_axes: tuple[str, ...]
 ) -> jax.Array:
-    """x, with whose gradient come the statistics of `w`, of which `whole` has what is multiplied."""
+    """Return x, with the statistics of `w` as the gradient of `probe.weight`.
+
+    Args:
+      x: the other operand; its gradient passes through.
+      w: the weight as passed to `linear`, in `shard_map` the local shard.
+      whole: the gathered codes that the forward product reads.
+      probe: the probe of the call.
+      spec: the sharding of `w`.
+      gather_axes: the mesh axes that `whole` was gathered over.
+    """
     given = lax.stop_gradient(w).astype(jnp.float32)
-    value, scale = (_part_of(values, given, spec, gather_axes) for values in _values(lax.stop_gradient(whole)))
+    value, scale = (_slice_shard(values, given, spec, gather_axes) for values in _values(lax.stop_gradient(whole)))
     if jax.typeof(given).sharding.mesh.explicit_axes:
         value, scale = (jax.sharding.reshard(values, jax.typeof(given).sharding) for values in (value, scale))
     seen = _reduce(_pack(given, value, scale, whole.format.element), probe.weight, gather_axes)
-    return _carry(x, probe.weight, seen)
+    return _attach(x, probe.weight, seen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def after(how: How, y: jax.Array, probe: jax.Array, seed: Any, state: LinearState | None) -> jax.Array:
-    """y, the statistics of whose gradient will be the gradient of a probe."""
+def observe_gradient(
+    how: ProbeOptions, y: jax.Array, probe: jax.Array, seed: Any, state: LinearState | None
+) -> jax.Array:
+    """Return y, with the statistics of its gradient as the gradient of `probe`."""
     return y
 
 
-def _after_backward(how: How, kept: Any, dy: jax.Array) -> tuple[Any, ...]:
-    probe, seed, state = kept
-    return dy, _of_operand(how, dy, Role.GRADIENT, probe, seed, state), None, None
+def _observe_gradient_backward(how: ProbeOptions, saved: Any, dy: jax.Array) -> tuple[Any, ...]:
+    probe, seed, state = saved
+    return dy, _operand_stats(how, dy, Role.GRADIENT, probe, seed, state), None, None
 
 
-after.defvjp(lambda how, y, probe, seed, state: (y, (probe, seed, state)), _after_backward)
+observe_gradient.defvjp(lambda how, y, probe, seed, state: (y, (probe, seed, state)), _observe_gradient_backward)
 
 
 @jax.custom_vjp
-def _carry(x: jax.Array, probe: jax.Array, seen: jax.Array) -> jax.Array:
+def _attach(x: jax.Array, probe: jax.Array, seen: jax.Array) -> jax.Array:
     return x
 
 
-_carry.defvjp(lambda x, probe, seen: (x, seen), lambda seen, dx: (dx, seen, None))
+_attach.defvjp(lambda x, probe, seen: (x, seen), lambda seen, dx: (dx, seen, None))
 
 
-def _of_operand(
-    how: How, x: jax.Array, role: Role, probe: jax.Array, seed: Any, state: LinearState | None
+def _operand_stats(
+    how: ProbeOptions, x: jax.Array, role: Role, probe: jax.Array, seed: Any, state: LinearState | None
 ) -> jax.Array:
-    """The numbers of x or dy, quantized as the call does it."""
+    """Pack the statistics of x or dy, quantized as `linear` quantizes it."""
     scales, rows = None, math.prod(x.shape[:-1])
     if state is not None:
         tensor: TensorState = getattr(state, role.value)
@@ -216,7 +237,7 @@ def _of_operand(
 
 
 def _values(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
-    """What is stored, and what each code is multiplied by: what is stored where all codes stand for 1."""
+    """Dequantize a tensor to its values and to the scale of each element, both float32."""
     (usage, plane), *_ = q.planes.items()
     bits = lax.bitcast_convert_type(plane.data, jnp.uint8)
     ones = lax.bitcast_convert_type((bits & np.uint8(0)) | np.uint8(q.format.element.ones_byte), plane.data.dtype)
@@ -224,8 +245,8 @@ def _values(q: QuantizedArray) -> tuple[jax.Array, jax.Array]:
     return q.dequantize(jnp.float32, usage=usage), of_ones.dequantize(jnp.float32, usage=usage)
 
 
-def _part_of(values: jax.Array, w: jax.Array, spec: Any, gather_axes: tuple[str, ...]) -> jax.Array:
-    """What of a gathered weight `w` is, in `shard_map`."""
+def _slice_shard(values: jax.Array, w: jax.Array, spec: Any, gather_axes: tuple[str, ...]) -> jax.Array:
+    """In `shard_map`, slice the local shard of `w` out of values of the gathered weight."""
     manual = set(mesh_of(w, spec).manual_axes).intersection(gather_axes)
     for axis, entry in enumerate(spec_of(spec, gather_axes or None)):
         if names := tuple(name for name in names_of(entry) if name in manual):
@@ -235,13 +256,14 @@ def _part_of(values: jax.Array, w: jax.Array, spec: Any, gather_axes: tuple[str,
 
 
 def _pack(x: jax.Array, value: jax.Array, scale: jax.Array, element: ElementFormat) -> jax.Array:
-    """All numbers of one tensor, as one array."""
+    """Compute the statistics of one tensor, or one shard, packed into float32 `[SIZE]`."""
     if not x.size:
         nothing = jnp.zeros(SIZE, jnp.float32).at[0].set(1).at[1].set(1).at[NUMBERS.index("scale_low")].set(jnp.inf)
         return nothing
     x = x if x.ndim else x[None]
     seen = step_sums(jnp, x, value.reshape(x.shape), scale.reshape(x.shape), element, _count)
-    one = jnp.where(jnp.isnan(seen.amax), 1.0, 1.0)  # Under `vmap` on Explicit meshes cut as what it is joined to.
+    # A 1 that depends on the amax: under `vmap` on Explicit meshes it must be sharded as the arrays it is stacked with.
+    one = jnp.where(jnp.isnan(seen.amax), 1.0, 1.0)
     numbers = jnp.stack([one, one, *(getattr(seen, name) for name in NUMBERS[2:])])
     rest, size = [], x.size
     for base in DIGITS:
@@ -251,7 +273,7 @@ def _pack(x: jax.Array, value: jax.Array, scale: jax.Array, element: ElementForm
 
 
 def _count(mask: jax.Array) -> jax.Array:
-    """How many are true, as digits: no sum of integers overflows, and each digit is exact in float32."""
+    """Count true elements, as digits: integer sums cannot overflow, and each digit is exact in float32."""
     rows = jnp.sum(mask, axis=-1, dtype=jnp.int32)
     low, high = jnp.sum(rows % DIGITS[0]), jnp.sum(rows // DIGITS[0])
     high = high + low // DIGITS[0]
@@ -259,7 +281,7 @@ def _count(mask: jax.Array) -> jax.Array:
 
 
 def _reduce(seen: jax.Array, probe: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Of all devices that share a probe. Types tell which those are; with `check_vma=False`, it is `axes`."""
+    """Reduce packed statistics over the devices that share `probe`: by types, or over `axes` with `check_vma=False`."""
     if types_tell():
         own, shared = (jax.typeof(a).manual_axis_type.varying for a in (seen, probe))
         if missing := tuple(sorted(shared - own)):

@@ -1,4 +1,4 @@
-"""What flax's linen needs for recipes whose layers have a state or draw random numbers. It needs flax."""
+"""Flax linen modules for recipes that keep state or draw random numbers. Requires flax."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from qshard.recipes import RecipeLike
 __all__ = ["STATES", "DotGeneral"]
 
 STATES = "scaling_states"
-"""The collection of variables that has the states of `DelayedScaling`."""
+"""The variable collection with the states of `DelayedScaling`."""
 
 
 class DotGeneral(nn.Module):
-    """`qshard.jax.DotGeneral` with what a recipe keeps from call to call, as linen layers take it.
+    """A `qshard.jax.DotGeneral` for linen layers, with the state and the seeds that a recipe needs.
 
-    `nn.Dense(features, dot_general_cls=functools.partial(DotGeneral, recipe))`. A recipe that rounds stochastically
-    takes its seeds from `make_rng("qshard")`. `DelayedScaling` has a `LinearState` for each layer in the collection
-    "scaling_states", and a step takes the gradient with respect to it too, which is amaxes; `update_delayed` makes the
-    next state. It is not flax's `_overwrite_with_gradient`: what comes back is what a step has seen, and microbatches
-    are merged by `merge_observed`, not added.
+    Pass it to a layer: `nn.Dense(features, dot_general_cls=functools.partial(DotGeneral, recipe))`.
+
+    A recipe with stochastic rounding takes its seeds from `make_rng("qshard")`. Under `DelayedScaling`, each layer has
+    a `LinearState` in the collection "scaling_states". The gradient with respect to the collection is the amaxes of the
+    step; `update_delayed` computes the next states from them. This differs from flax's `_overwrite_with_gradient`: the
+    gradient is not the next state, and microbatches are merged with `merge_observed`, not added.
 
     Attributes:
-      recipe: the format of each role, or the name of a recipe, such as "DelayedScaling"; or a `qshard.jax.DotGeneral`,
-        which has options too.
+      recipe: the recipe, or its name, such as "DelayedScaling". Pass a `qshard.jax.DotGeneral` to set options.
 
     >>> import functools
     >>> from qshard.jax import update_delayed
@@ -45,13 +45,13 @@ class DotGeneral(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, w: jax.Array, dimension_numbers: Any, precision: Any = None, **asked: Any
+        self, x: jax.Array, w: jax.Array, dimension_numbers: Any, precision: Any = None, **per_call: Any
     ) -> jax.Array:
-        """As `qshard.jax.DotGeneral`; the state and the seed are its own."""
+        """Call `qshard.jax.DotGeneral` with the state and the seed of this layer."""
         dot_general = self.recipe if isinstance(self.recipe, dot.DotGeneral) else dot.DotGeneral(self.recipe)
         made = dot_general.recipe
         if made.stateful:
-            asked["state"] = self.variable(STATES, "state", lambda: init_delayed(made)).value
+            per_call["state"] = self.variable(STATES, "state", lambda: init_delayed(made)).value
         if made.stochastic:
-            asked["seed"] = self.make_rng("qshard")
-        return dot_general(x, w, dimension_numbers, precision, **asked)
+            per_call["seed"] = self.make_rng("qshard")
+        return dot_general(x, w, dimension_numbers, precision, **per_call)

@@ -1,4 +1,4 @@
-"""What flax's nnx needs for recipes whose layers have a state or draw random numbers. It needs flax."""
+"""Flax nnx modules for recipes that keep state or draw random numbers. Requires flax."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from qshard._core.validation import quote, seed_missing
+from qshard._core.validation import quote
 from qshard.jax._delayed_scaling import LinearState, init_delayed
 from qshard.jax._nn import dot_general
 from qshard.recipes import RecipeLike
@@ -16,9 +16,10 @@ __all__ = ["DotGeneral", "Einsum", "ScalingState"]
 
 
 class ScalingState(nnx.Variable[LinearState]):
-    """The `LinearState` of a layer under `DelayedScaling`, apart from its parameters.
+    """The `LinearState` of one layer under `DelayedScaling`, as an nnx variable that is not a parameter.
 
-    A step takes the gradient with respect to it too, which is amaxes, and `update_delayed` makes the next state:
+    Differentiate with respect to it too: that gradient is the amaxes of the step, from which `update_delayed` computes
+    the next state:
 
     >>> from qshard.jax import convert, update_delayed
     >>> model = convert(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), "DelayedScaling")
@@ -32,22 +33,22 @@ class ScalingState(nnx.Variable[LinearState]):
 
 
 class DotGeneral(nnx.Module):
-    """`qshard.jax.DotGeneral` with what a recipe keeps from call to call, as nnx layers take it for `dot_general=`.
+    """A `qshard.jax.DotGeneral` for the `dot_general=` of one nnx layer, with the state and seeds that a recipe needs.
+
+    Create one for each layer: layers must not share state or seeds.
 
     Args:
-      recipe: the format of each role, or the name of a recipe, such as "NVFP4".
-      rngs: where seeds come from, for a recipe that rounds stochastically: of the stream "qshard", or "default".
-      layers: leading axes of what is kept, where `nnx.scan` or `nnx.vmap` go over layers.
-      options: of `qshard.jax.DotGeneral`.
+      recipe: the recipe, or its name, such as "NVFP4".
+      rngs: source of seeds for a recipe with stochastic rounding: the stream "qshard" of `nnx.Rngs`, else "default".
+      layers: sizes of leading axes of the state and the stream, for layers under `nnx.scan` or `nnx.vmap`.
+      options: options of `qshard.jax.DotGeneral`.
 
     Attributes:
-      state: of `DelayedScaling`, a `ScalingState`; of other recipes None.
-      rngs: a stream, of recipes that draw; of others None.
+      state: a `ScalingState` under `DelayedScaling`, else None.
+      rngs: a random stream if the recipe rounds stochastically, else None.
 
     Raises:
-      ValueError: the recipe rounds stochastically, and there is no `rngs`.
-
-    One for each layer, as each has a state and seeds of its own.
+      ValueError: the recipe rounds stochastically and `rngs` is missing.
 
     >>> layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0), dot_general=DotGeneral("NVFP4", rngs=nnx.Rngs(qshard=1)))
     >>> layer(jax.numpy.ones((2, 16))).shape
@@ -69,32 +70,34 @@ class DotGeneral(nnx.Module):
         stream = None
         if made.stochastic:
             if not isinstance(rngs, nnx.Rngs | nnx.RngStream):
-                missing_seed = seed_missing("DotGeneral", type(made).__name__).partition(";")[0]
-                raise ValueError(f"{missing_seed}, of rngs ({quote(rngs)}); pass rngs=nnx.Rngs(qshard=0)")
+                raise ValueError(
+                    f"DotGeneral: {type(made).__name__} uses stochastic rounding and needs `rngs`, not {quote(rngs)}; "
+                    "pass rngs=nnx.Rngs(qshard=0)"
+                )
             own = rngs["qshard"] if isinstance(rngs, nnx.Rngs) else rngs
             stream = own.split(layers) if layers else own.fork()
         self.rngs: nnx.RngStream | None = nnx.data(stream)
 
     def __call__(
-        self, x: jax.Array, w: jax.Array, dimension_numbers: Any, precision: Any = None, **asked: Any
+        self, x: jax.Array, w: jax.Array, dimension_numbers: Any, precision: Any = None, **per_call: Any
     ) -> jax.Array:
-        """As `qshard.jax.DotGeneral`; the state and the seed are its own."""
-        return self.dot_general(x, w, dimension_numbers, precision, **asked, **self._kept())
+        """Call `qshard.jax.DotGeneral` with the state and the seed of this layer."""
+        return self.dot_general(x, w, dimension_numbers, precision, **per_call, **self._state_and_seed())
 
-    def _kept(self) -> dict[str, Any]:
-        """The state and the seed of a call."""
+    def _state_and_seed(self) -> dict[str, Any]:
+        """The state and a new seed for one call."""
         state = None if self.state is None else self.state.get_value()
         return {"state": state, "seed": None if self.rngs is None else self.rngs()}
 
 
 class Einsum(DotGeneral):
-    """The same for `nnx.Einsum`, which takes it as `einsum_op=`.
+    """A `DotGeneral` for the `einsum_op=` of one `nnx.Einsum` layer.
 
     >>> layer = nnx.Einsum("td,dhk->thk", (16, 4, 8), rngs=nnx.Rngs(0), einsum_op=Einsum("CurrentScaling"))
     >>> layer(jax.numpy.ones((2, 16))).shape
     (2, 4, 8)
     """
 
-    def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **asked: Any) -> jax.Array:  # type: ignore[override]
-        """As `qshard.jax.einsum`; the state and the seed are its own."""
-        return self.dot_general.einsum(subscripts, x, w, **asked, **self._kept())
+    def __call__(self, subscripts: str, x: jax.Array, w: jax.Array, **per_call: Any) -> jax.Array:  # type: ignore[override]
+        """Call `qshard.jax.einsum` with the state and the seed of this layer."""
+        return self.dot_general.einsum(subscripts, x, w, **per_call, **self._state_and_seed())

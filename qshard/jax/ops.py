@@ -1,7 +1,7 @@
-"""Every op of `ffi/ops.def` as a function of JAX arrays: `cast_tensor(x, scale, element="float8_e4m3fn")`.
+"""The ops of `ffi/ops.def` as functions of JAX arrays, such as `cast_tensor(x, scale, element="float8_e4m3fn")`.
 
-An op works eagerly, under `jit` on Auto and Explicit meshes, in `shard_map`, under `vmap`, remat and export. Its
-operands, results, dtypes, shapes and attributes are those of its row (`qshard.op_table`).
+An op works eagerly, under `jit` on Auto and Explicit meshes, in `shard_map`, under `vmap`, remat and export. The op's
+row in `ffi/ops.def` defines its operands, results, dtypes, shapes and attributes (`qshard.op_table`).
 
 >>> import jax.numpy as jnp
 >>> from qshard.jax import ops

@@ -1,20 +1,20 @@
-"""What `jax.checkpoint` may keep of `linear`, as its argument `policy`; and the names by which policies know it.
+"""Policies for `jax.checkpoint`: which intermediates of `linear` to save for backward.
 
     jax.checkpoint(layer, policy=qshard.jax.policies.codes_and_products_saveable)
 
-`linear` marks what it makes with `jax.ad_checkpoint.checkpoint_name`. A policy keeps some of it from the forward to the
-backward pass; all else is computed again. For each `linear`, with an x of M x K and a y of M x N, in bytes:
+`linear` names its intermediates with `jax.ad_checkpoint.checkpoint_name`. A policy saves some of them; the backward
+pass recomputes the others. For each `linear` with x `[M, K]` and y `[M, N]`, sizes in bytes:
 
-| policy | keeps | casts x and w | gathers w |
+| policy | saves | casts of x and w | gathers of w |
 | --- | --- | --- | --- |
-| none: `jax.checkpoint(layer)` | nothing | twice | 3 times, or twice with `reshard_after_forward=False` |
-| `codes_saveable` | codes of x, M K a plane, and of w's shard | once | as without a policy |
-| `codes_and_products_saveable` | codes of x, M K; of w's shard; y, 2 M N | once | twice |
+| none: `jax.checkpoint(layer)` | nothing | 2 | 3, or 2 with `reshard_after_forward=False` |
+| `codes_saveable` | codes of x, M K per plane; codes of the local shard of w | 1 | as without a policy |
+| `codes_and_products_saveable` | codes of x, M K; codes of the local shard of w; y, 2 M N | 1 | 2 |
 
-Codes of 4 bits take half of that. x has two planes, one for each pass, where GEMMs read codes as they are or blocks are
-vectors; the second policy keeps that of the backward pass alone.
+Sizes are for 8-bit codes and 16-bit y; 4-bit codes take half as much. x has two planes, one for each pass, if GEMMs
+read codes directly or blocks are 1-D. `codes_saveable` saves both, `codes_and_products_saveable` only the backward one.
 
-Join one with a policy of your own by `jax.checkpoint_policies.save_from_both_policies`.
+Combine a policy with your own by `jax.checkpoint_policies.save_from_both_policies`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import jax
 __all__ = ["FORWARD", "PRODUCTS", "SCALES", "W_CODES", "X_CODES", "codes_and_products_saveable", "codes_saveable"]
 
 X_CODES = "qshard.x"
-"""Codes of x, of the plane that backward reads."""
+"""Codes of the plane of x that backward reads."""
 W_CODES = "qshard.w"
-"""Codes of a weight, on each device those of its shard."""
+"""Codes of the local shard of a weight."""
 FORWARD = "qshard.forward"
-"""Codes of x and w of planes that the forward pass alone reads."""
+"""Codes of the planes of x and w that only the forward pass reads."""
 SCALES = "qshard.scales"
-"""Scales of x and w, and in delayed scaling their amaxes."""
+"""Scales of x and w, and their amaxes under delayed scaling."""
 PRODUCTS = "qshard.y"
-"""What `linear` gives."""
+"""The result of `linear`."""
 
 
 codes_saveable = jax.checkpoint_policies.save_only_these_names(X_CODES, W_CODES, FORWARD, SCALES)
-"""Keeps what `linear` casts: the backward pass computes everything again but casts."""
+"""Saves codes and scales: the backward pass recomputes GEMMs, not casts."""
 
 codes_and_products_saveable = jax.checkpoint_policies.save_only_these_names(X_CODES, W_CODES, SCALES, PRODUCTS)
-"""Keeps what backward reads of `linear`, and what it gives: no cast and no GEMM is done again."""
+"""Saves the codes and scales that backward reads, and the results: no cast and no GEMM is recomputed."""

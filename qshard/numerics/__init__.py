@@ -1,8 +1,9 @@
-"""The error that a format makes: in a tensor, a product, a model and a training step.
+"""Quantization error of a format: in a tensor, a matrix product, a model and a training step.
 
-`stats` measures one format, `compare` several, `report` shows them as a table and plots. The bits are those of the
-compiled kernels, and so of every front end and of `qshard.reference`. No framework lives here: a front end turns its
-arrays into shards in NumPy. The report needs the extra `qshard[notebooks]`, the rest NumPy alone.
+`stats` measures one format, `compare` several, and `report` shows them as a table and plots. The compiled kernels
+compute the values, so the bits match every front end and `qshard.reference`. The front ends convert their arrays to
+NumPy shards; this package imports neither framework. `report` needs the extra `qshard[notebooks]`, everything else only
+NumPy.
 """
 
 from qshard.numerics._gemm_error import GemmError, gemm_error

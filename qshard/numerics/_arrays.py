@@ -1,7 +1,7 @@
-"""Arrays that are measured: of NumPy as they are, of JAX and PyTorch in the shards that this process holds.
+"""Input arrays of the statistics: NumPy arrays, and the local shards of JAX and PyTorch arrays.
 
-A front end turns its arrays into a `Whole`: rectangles of the matrix that this process has, each element on one process
-alone, and what reduces over the others. No front end is imported for an array that is not its own.
+A front end converts an array to a `Whole`: the local rectangles of the matrix, each element on exactly one process, and
+the reductions over the other processes. A front end is imported only for its own arrays.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from qshard.numerics._reductions import Floats, as_float
 T = TypeVar("T")
 
 FRONT_ENDS = {"jax": "qshard.jax._numerics", "jaxlib": "qshard.jax._numerics", "torch": "qshard.torch_bridge._numerics"}
-"""The package that a class is from -> the module whose `whole_of(x, op)` reads its arrays."""
+"""Top-level package of an array's class -> module whose `whole_of(x, op)` converts the array."""
 
 
 class Others(Protocol):
-    """The processes that have the rest of an array. All of them call the same methods, in the same order."""
+    """Reductions over the processes that share an array. All processes call the same methods in the same order."""
 
     def maximum(self, bits: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The maximum over all, of each element: of amaxes as integers."""
+        """Return the elementwise maximum over all processes. Amaxes are passed as integers."""
 
     def gathered(self, own: T) -> list[T]:
-        """What each has, small objects that pickle, in one order everywhere."""
+        """Return the objects of all processes, in the same order on each. They must be small and picklable."""
 
 
 class Shard(NamedTuple):
@@ -43,21 +43,22 @@ class Shard(NamedTuple):
     start: tuple[int, ...]
 
     def box(self, shape: Shape) -> Box:
-        """The place of the shard in the whole array, of this shape."""
+        """Return the shard's box in the whole array of this shape."""
         return Box(shape, self.start, self.array.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """An array, of which this process may hold a part.
+    """An array with its local pieces, and access to the other processes that share it.
 
     Attributes:
-      shape: of the whole.
-      dtype: as it was given, for people.
-      pieces: rectangles of the matrix, in a dtype that kernels take; each element is in one of one process.
-      beyond: how many elements of these pieces were beyond float32.
-      others: who has the rest; None: nobody does.
-      boxes: of the pieces of all processes, in the matrix.
+      shape: shape of the whole array.
+      dtype: original dtype, for display.
+      pieces: local rectangles of the matrix, in a dtype that kernels accept. Each element is in one piece of one
+        process.
+      beyond: number of elements of these pieces that were out of range of float32.
+      others: reductions over the other processes; None if this process has the whole array.
+      boxes: boxes of the pieces of all processes, in the matrix.
     """
 
     shape: Shape
@@ -69,26 +70,27 @@ class Whole:
 
     @property
     def size(self) -> int:
-        """Elements that this process holds."""
+        """Number of local elements."""
         return sum(piece.array.size for piece in self.pieces)
 
     @property
     def is_one(self) -> bool:
-        """Whether all of it is one piece here."""
+        """Whether the whole array is one local piece."""
         return self.others is None and len(self.pieces) == 1
 
     def maximum(self, amaxes: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The maximum over processes, with NaN above infinity."""
+        """Return the elementwise maximum over processes; NaN is greater than infinity."""
         if self.others is None:
             return amaxes
         return self.others.maximum(amaxes.view(np.int32)).view(np.float32).reshape(amaxes.shape)
 
     def gathered(self, own: T) -> list[T]:
+        """Return the objects of all processes, in the same order on each."""
         return [own] if self.others is None else self.others.gathered(own)
 
 
 def whole_of(x: Any, op: str) -> Whole:
-    """`x` as what is measured. `op` names the caller in errors.
+    """Convert an array, a nested list or a `Whole` to a `Whole`. `op` names the caller in errors.
 
     >>> whole_of([[1.0, 2.0]], "stats").pieces
     (Shard(array=array([[1., 2.]], dtype=float32), start=(0, 0)),)
@@ -107,17 +109,24 @@ def whole_of(x: Any, op: str) -> Whole:
 
 
 def of_floats(x: Floats, dtype: str | None = None) -> Whole:
-    """An array that is here as a whole."""
+    """Wrap an unsharded array."""
     matrix = x.array.reshape(matrix_shape(x.array.shape))
     return Whole(shape=x.array.shape, dtype=dtype or x.dtype, pieces=(Shard(matrix, (0, 0)),), beyond=x.beyond)
 
 
 def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Others | None, op: str) -> Whole:
-    """An array of which this process has some shards, each element on one process alone.
+    """Wrap the local shards of an array. Each element must be on exactly one process.
+
+    Args:
+      shape: shape of the whole array.
+      dtype: original dtype, for display.
+      shards: local shards.
+      others: reductions over the other processes; None if all shards are local.
+      op: name of the caller in errors.
 
     Raises:
-      TypeError: it does not hold real numbers.
-      ValueError: the shards of all processes are not the array, once each.
+      TypeError: the array does not have real numbers.
+      ValueError: the shards of all processes do not cover the array exactly once.
     """
     if not math.prod(shape):
         return of_floats(Floats(np.empty(shape, np.float32)), dtype)
@@ -133,15 +142,18 @@ def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Others 
     held = sum(math.prod(box.size) for box in boxes)
     if held != math.prod(shape) or _overlap(boxes):
         raise ValueError(
-            f"{op}: x {shape} is in {len(boxes)} shards of {held} elements, which are not all of it, each once; make "
-            "it an array whose shards are runs of rows and columns"
+            f"{op}: x {shape} has {len(boxes)} local shards with {held} elements, which do not tile it; pass an array "
+            "sharded along its axes"
         )
     beyond = sum(x.beyond for x, _ in floats)
     return Whole(shape=shape, dtype=dtype, pieces=pieces, beyond=beyond, others=others, boxes=tuple(boxes))
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Whether an element is in two boxes. Sorted by rows, a box meets only those that begin before it ends."""
+    """Return whether two boxes share an element.
+
+    Boxes are sorted by first row, so a box is compared only with boxes that start before it ends.
+    """
     ordered = sorted(boxes, key=lambda box: int(box.row))
     for i, a in enumerate(ordered):
         for b in ordered[i + 1 :]:
@@ -153,19 +165,19 @@ def _overlap(boxes: Sequence[Box]) -> bool:
 
 
 def splits_blocks(where: PlaneLayout, x: Whole) -> bool:
-    """Whether shards of any process end within blocks."""
+    """Return whether a shard boundary of any process splits a block."""
     block = where.format.block_shape(where.usage)
     return any(box.splits_blocks(block) for box in x.boxes)
 
 
 def check_shards(where: PlaneLayout, x: Whole, op: str) -> None:
-    """Raises ValueError if shards split blocks and the scale of a block depends on more than its amax."""
+    """Raise ValueError if shards split blocks of a format that computes block scales from more than amaxes."""
     fmt = where.format
     if (fmt.slice_refusal is None and not where.rotated) or not splits_blocks(where, x):
         return
     block = fmt.block_shape(where.usage)
     why = "is rotated" if where.rotated else "is tried at two scales"
     raise ValueError(
-        f"{op}: x {x.shape} is cut within blocks of {block[0]}x{block[1]}, each of which {why} ({fmt}, "
-        f"{Usage(where.usage).name}); cut it between them, or measure a plain array"
+        f"{op}: x {x.shape} is sharded within its {block[0]}x{block[1]} blocks, each of which {why} ({fmt}, "
+        f"{Usage(where.usage).name}); shard it on block boundaries, or measure a plain array"
     )

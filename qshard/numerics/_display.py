@@ -1,4 +1,4 @@
-"""Display of progress and of results. rich and pandas are used where they are installed; nothing here needs them."""
+"""Display of progress and results. Uses rich and pandas if installed; neither is required."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Advance = Callable[[int], None]
-"""Is told of elements as they are done."""
+"""Callback that receives the number of newly processed elements."""
 Update = Callable[[str, int], None]
-"""Shows the name of the current part, and how many elements are done."""
+"""Callback that receives the name of the current part and the total number of processed elements."""
 
 LONG = 2**26
-"""Elements of all formats together, from which on it takes a second or more."""
+"""Total number of elements, over all formats, above which progress is shown by default: about one second of work."""
 EACH = 0.1
-"""Seconds between two updates that a reader sees."""
+"""Minimum seconds between two updates of the bar."""
 
 
 @contextlib.contextmanager
 def progress_of(show: bool | None, names: list[str], size: int, op: str) -> Iterator[Advance]:
-    """Progress over several parts of `size` elements each. Yields a function that takes the number of new elements.
+    """Show progress over several parts of equal size, and yield a callback that counts elements.
 
     Args:
-      show: True for always; None for long work where rich is installed, on a terminal or in Jupyter.
-      op: names the caller in errors.
+      show: True: always; None: for long work, in a terminal or Jupyter, if rich is installed; False: never.
+      names: names of the parts.
+      size: number of elements in each part.
+      op: name of the caller in errors.
+
+    Yields:
+      A function that takes the number of newly processed elements.
     """
     total = len(names) * size
     if not total or not (show or (show is None and total >= LONG and importlib.util.find_spec("rich") is not None)):
@@ -50,15 +55,18 @@ def progress_of(show: bool | None, names: list[str], size: int, op: str) -> Iter
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, lines: bool = False, op: str = "progress") -> Iterator[Update]:
-    """A bar of rich on standard error or in Jupyter, which goes when all is done.
+    """Show a rich progress bar on standard error or in Jupyter, and remove it at the end.
 
     Args:
-      total: elements.
-      lines: print the name of each part in a line of its own where no bar can be shown. Else nothing is shown there.
-      op: names the caller in errors.
+      total: number of elements.
+      lines: where a bar cannot be drawn, print the name of each part on its own line instead of nothing.
+      op: name of the caller in errors.
+
+    Yields:
+      A function that takes the name of the current part and the number of processed elements.
     """
     console = load("rich.console", op).Console(stderr=True)
-    # In Jupyter rich draws with ipywidgets.
+    # Rich needs ipywidgets to draw in Jupyter.
     can_draw = importlib.util.find_spec("ipywidgets") if console.is_jupyter else console.is_interactive
     if not total or not can_draw:
         yield _print_names() if lines else lambda name, done: None
@@ -66,7 +74,7 @@ def progress_bar(total: int, *, lines: bool = False, op: str = "progress") -> It
     rich = load("rich.progress", op)
     columns = [rich.TextColumn("{task.description}", markup=False), rich.BarColumn(), rich.TimeRemainingColumn()]
     name_before, last = "", 0.0
-    # Refreshed here, since rich's own thread would outlive an interrupt.
+    # Refresh explicitly: rich's own refresh thread would survive an interrupt.
     with rich.Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("", total=total)
 
@@ -80,7 +88,7 @@ def progress_bar(total: int, *, lines: bool = False, op: str = "progress") -> It
 
 
 def _print_names() -> Update:
-    """Prints the name of each part once."""
+    """Return a callback that prints the name of each part once."""
     before = ""
 
     def update(name: str, done: int) -> None:
@@ -93,10 +101,10 @@ def _print_names() -> Update:
 
 
 def load(module: str, op: str, install: str = "'qshard[notebooks]'") -> Any:
-    """Imports a module of the extra `notebooks`, or of another package.
+    """Import a module of an optional dependency.
 
     Raises:
-      ImportError: it is not installed; the error says how to get it.
+      ImportError: the package is not installed; the message has the command that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -106,14 +114,14 @@ def load(module: str, op: str, install: str = "'qshard[notebooks]'") -> Any:
 
 
 class Frame:
-    """A result that is rows, for pandas and for notebooks."""
+    """Base class of results with rows: conversion to pandas, and an HTML table in notebooks."""
 
     def records(self) -> list[dict[str, Any]]:
-        """A dict for each row, with the names of its columns."""
+        """Return one dict per row, with column names as keys."""
         raise NotImplementedError
 
     def to_pandas(self) -> Any:
-        """The rows as a `pandas.DataFrame`.
+        """Return the rows as a `pandas.DataFrame`.
 
         Raises:
           ImportError: pandas is not installed.

@@ -23,21 +23,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROWS = 1024
-"""Of a weight, at a time, or more where a block has more."""
+"""Rows of a weight that are processed at a time, rounded up to whole blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmError(Frame):
-    """Errors of `a @ b.T` whose operands are quantized, as `gemm_error` returns them.
+    """Errors of `a @ b.T` with quantized operands; the result of `gemm_error`.
 
     Attributes:
-      format_a, format_b: of the operands; None for one that stays as it is.
-      sqnr_db: `10 * log10(sum(y**2) / sum((z - y)**2))`, where `y = a @ b.T` and z is of quantized operands, both in
-        float64.
-      of_a_db, of_b_db: the same where that operand alone is quantized; infinity for one that stays as it is.
-      max_error: the largest `|z - y|`, divided by the root mean square of y.
-      mean_error: the mean of `z - y`, divided by the same: a bias, which stochastic rounding has none of.
-      predicted_db: what independent errors would give: their noises added.
+      format_a: format of `a`; None if `a` is not quantized.
+      format_b: format of `b`; None if `b` is not quantized.
+      sqnr_db: `10 * log10(sum(y**2) / sum((z - y)**2))` for the exact `y = a @ b.T` and the product `z` of quantized
+        operands, both in float64.
+      of_a_db: `sqnr_db` if only `a` is quantized; infinity if `format_a` is None.
+      of_b_db: `sqnr_db` if only `b` is quantized; infinity if `format_b` is None.
+      max_error: largest `|z - y|`, divided by the root mean square of `y`.
+      mean_error: mean of `z - y`, divided by the root mean square of `y`. It measures bias; with stochastic rounding
+        its expectation is 0.
+      predicted_db: SQNR predicted for independent errors: the noise of `a` alone plus the noise of `b` alone.
     """
 
     format_a: Format | None
@@ -50,11 +53,12 @@ class GemmError(Frame):
     predicted_db: float
 
     def records(self) -> list[dict[str, Any]]:
+        """Return one row."""
         named = {"format_a": str(self.format_a), "format_b": str(self.format_b)}
         return [{**vars(self), **named}]
 
     def plot(self) -> Figure:
-        """SQNR of both, of each alone, and predicted.
+        """Plot the SQNR with both operands quantized, with each alone, and as predicted.
 
         Raises:
           ImportError: matplotlib is not installed.
@@ -67,34 +71,37 @@ class GemmError(Frame):
 def gemm_error(
     a: Any, b: Any, fmt_a: FormatLike | None, fmt_b: FormatLike | None = None, *, seed: int = 0
 ) -> GemmError:
-    """The error of `a @ b.T` where operands are quantized, against the product in float64.
+    """Measure the error of `a @ b.T` with quantized operands against the exact product in float64.
 
     Args:
-      a: `[*lead, K]`, `b`: `[*lead, K]`, real numbers; seen as matrices.
-      fmt_a, fmt_b: formats of their rowwise planes, whose blocks run along K, or their names; None: not quantized.
-      seed: of stochastic rounding; `b` draws with the next one.
+      a: `[*lead, K]`, real numbers; leading axes are folded into rows.
+      b: `[*lead, K]`, real numbers; leading axes are folded into rows.
+      fmt_a: format of the rowwise plane of `a`, or its name; None: not quantized. Blocks run along K.
+      fmt_b: format of the rowwise plane of `b`, or its name; None: not quantized.
+      seed: seed of stochastic rounding. `b` uses `seed + 1`.
 
     Returns:
-      Errors of the operands' formats alone: products and sums are in float64, whatever a device would do.
+      The errors that quantization causes. Both products are accumulated in float64, so errors of a device's GEMM are
+      not included.
 
     Raises:
-      TypeError: an operand does not hold real numbers.
-      ValueError: their K differ, a format cannot hold an operand, or one is sharded over processes or devices.
+      TypeError: an operand does not have real numbers.
+      ValueError: the operands differ in K, a format does not support the shape of an operand, or an operand is sharded.
 
-    Elements that are not finite, as given or as stored, count as 0 in both products. Sharded arrays are refused: pass
-    what one device has, or some of their rows.
+    Non-finite elements, original or quantized, count as 0 in both products. Sharded arrays are not supported: pass a
+    local shard, or a few rows.
 
-    >>> found = gemm_error(np.eye(2), [[448.0, 17.0]], None, "FP8_E4M3")  # 17 becomes 16
+    >>> found = gemm_error(np.eye(2), [[448.0, 17.0]], None, "FP8_E4M3")  # 17 is rounded to 16
     >>> round(found.of_b_db, 2), found.of_a_db
     (53.03, inf)
 
-    Sources: the prediction is that of independent errors, NUMERICS.md has what products on devices lose beside it.
+    Sources: NUMERICS.md, on the prediction and on the additional error of products on devices.
     """
     fmt_a, fmt_b = (None if fmt is None else as_format(fmt, "gemm_error") for fmt in (fmt_a, fmt_b))
     wholes = [_one_piece(x, name) for x, name in ((a, "a"), (b, "b"))]
     if wholes[0].shape[-1:] != wholes[1].shape[-1:]:
         raise ValueError(
-            f"gemm_error: a {wholes[0].shape} and b {wholes[1].shape} do not end in one K; give b as [N, K]"
+            f"gemm_error: a {wholes[0].shape} and b {wholes[1].shape} have different last axes (K); pass b as [N, K]"
         )
     pairs = []
     for whole, fmt, name, own in zip(wholes, (fmt_a, fmt_b), "ab", (seed, seed + 1), strict=True):
@@ -126,12 +133,12 @@ def gemm_error(
 def _one_piece(x: Any, name: str) -> Whole:
     whole = whole_of(x, "gemm_error")
     if not whole.is_one:
-        raise ValueError(f"gemm_error: {name} {whole.shape} is sharded; pass some of its rows as a plain array")
+        raise ValueError(f"gemm_error: {name} {whole.shape} is sharded; pass a part of it as a plain array")
     return whole
 
 
 def stored_values(whole: Whole, fmt: Format, seed: int, name: str) -> NDArray[np.float64]:
-    """The values of the rowwise plane of a matrix."""
+    """Quantize the rowwise plane of a matrix, and return its values."""
     from qshard.numerics import _kernels as kernels
 
     matrix = np.ascontiguousarray(whole.pieces[0].array)
@@ -144,26 +151,26 @@ def stored_values(whole: Whole, fmt: Format, seed: int, name: str) -> NDArray[np
 
 @np.errstate(all="ignore")
 def output_noise(x: Any, w: Any, fmt: FormatLike, *, seed: int = 0) -> float:
-    """The noise for the signal of `y = x @ w.T`, where `w` alone is quantized.
+    """Compute the noise-to-signal ratio of `y = x @ w.T` when only `w` is quantized.
 
         sum((x @ (value - w).T)**2) / sum((x @ w.T)**2)
 
     Args:
-      x: `[..., K]`, real numbers, as for `stats`. They are multiplied in float32.
-      w: `[*lead, K]`, as `x` of `stats`. Elements that are not finite, in `w` or as stored, count as 0 in both.
-      fmt: of the rowwise plane of `w`, or its name.
-      seed: of stochastic rounding, 64 bits.
+      x: `[..., K]`, real numbers, as for `stats`. Products are computed in float32.
+      w: `[*lead, K]`, real numbers. Non-finite elements, original or quantized, count as 0 in both sums.
+      fmt: format of the rowwise plane of `w`, or its name.
+      seed: seed of stochastic rounding, 64 bits.
 
     Returns:
-      The ratio; NaN without a signal, or where that is not finite, as where `x` is not.
+      The ratio. NaN if the signal is 0 or not finite, for example because `x` is not finite.
 
     Raises:
-      TypeError: `x` or `w` does not hold real numbers.
-      ValueError: `x` has another K, or `fmt` has no such plane of `w`.
+      TypeError: `x` or `w` does not have real numbers.
+      ValueError: `x` and `w` differ in K, or `fmt` does not support the shape of `w`.
 
-    Sharded arrays: as for `stats`.
+    Pass arrays that this process has in full.
 
-    >>> output_noise(np.ones((1, 2)), [[448.0, 17.0]], "FP8_E4M3") == (1 / 465) ** 2  # 17 becomes 16.
+    >>> output_noise(np.ones((1, 2)), [[448.0, 17.0]], "FP8_E4M3") == (1 / 465) ** 2  # 17 is rounded to 16
     True
     """
     from qshard.numerics import _kernels as kernels
@@ -172,7 +179,7 @@ def output_noise(x: Any, w: Any, fmt: FormatLike, *, seed: int = 0) -> float:
     given, weight = as_float(x, "output_noise").array, as_float(w, "output_noise").array
     if given.shape[-1:] != weight.shape[-1:]:
         raise ValueError(
-            f"output_noise: x {given.shape} does not end in the K of w {weight.shape}; give what it multiplies"
+            f"output_noise: x {given.shape} and w {weight.shape} have different last axes (K); pass the input of w"
         )
     plane(fmt, weight.shape, Usage.ROWWISE, op="output_noise", name="w")
     matrix = np.ascontiguousarray(weight).reshape(matrix_shape(weight.shape))
@@ -196,7 +203,7 @@ def output_noise(x: Any, w: Any, fmt: FormatLike, *, seed: int = 0) -> float:
 
 
 def _step(fmt: Format) -> int:
-    """Rows of a whole number of blocks."""
+    """Return `ROWS` rounded up to whole blocks."""
     block = fmt.block_shape()[0]
     return -(-ROWS // block) * block
 

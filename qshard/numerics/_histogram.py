@@ -1,4 +1,4 @@
-"""How the elements of a tensor lie on the grid of a format."""
+"""Histograms of a tensor's exponents and of the codes that a format stores for it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Histogram(Frame):
-    """How the elements of a tensor lie on the grid of a format; what `histogram` returns.
+    """Histogram of a tensor's exponents and codes; the result of `histogram`.
 
     Attributes:
-      format, usage: of the plane.
-      given: `floor(log2 |x|)` -> number of finite elements other than 0.
-      zeros_given, nonfinite_given: numbers of elements that are 0, or infinite or NaN.
-      codes: magnitude of a code, as the number that it stands for before scales -> number of elements. NaN is left
-        out, where the element format has it; else it has the code of the largest.
-      error: mean relative error of the elements of that size, by exponent, as `Stats.error_by_exponent`.
+      format: format of the plane.
+      usage: usage of the plane.
+      given: `floor(log2 |x|)` -> number of finite nonzero elements.
+      zeros_given: number of elements that are 0.
+      nonfinite_given: number of elements that are infinite or NaN.
+      codes: magnitude of a code, as a number before scaling -> number of elements. NaN codes are not counted. Formats
+        without NaN store NaN as their largest code, which is counted.
+      error: `floor(log2 |x|)` -> mean relative error, as in `Stats.error_by_exponent`.
     """
 
     format: Format
@@ -42,14 +44,14 @@ class Histogram(Frame):
     error: Mapping[int, float]
 
     def records(self) -> list[dict[str, Any]]:
-        """A row for each exponent."""
+        """Return one row per exponent."""
         return [
             {"exponent": e, "elements": count, "mean_relative_error": self.error.get(e, math.nan)}
             for e, count in self.given.items()
         ]
 
     def plot(self) -> Figure:
-        """Elements by exponent, and by code.
+        """Plot the number of elements by exponent, and by code.
 
         Raises:
           ImportError: matplotlib is not installed.
@@ -61,26 +63,29 @@ class Histogram(Frame):
 
 @np.errstate(all="ignore")
 def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: int = 0) -> Histogram:
-    """How many elements of `x` have each exponent, and how many are stored as each code of a format.
+    """Count the elements of `x` by exponent, and by the code that a format stores for them.
 
     Args:
-      x, usage, seed: as for `stats`.
+      x: as for `stats`.
       fmt: the format, or its name.
+      usage: `ROWWISE` or `COLUMNWISE`.
+      seed: seed of stochastic rounding, 64 bits.
 
     Returns:
-      Counts, exact: `sum(given.values()) + zeros_given + nonfinite_given` is the number of elements. A rotated plane is
-      that of the rotated tensor, in all of it.
+      The histogram. Counts are exact, and `sum(given.values()) + zeros_given + nonfinite_given` is the number of
+      elements. For a rotated plane, all counts refer to the rotated tensor.
 
     Raises:
-      TypeError, ValueError: as for `stats`.
+      TypeError: as for `stats`.
+      ValueError: as for `stats`.
 
-    Sharded arrays: as for `stats`; counts are of the whole array, and every process has them.
+    Sharded arrays are supported as in `stats`. Every process gets the counts of the whole array.
 
     >>> found = histogram([1.0, -1.0, 0.5, 0.0], "FP8_E4M3")
     >>> found.given, found.zeros_given, found.codes
     ({-1: 1, 0: 2}, 1, {0.0: 1, 224.0: 1, 448.0: 2})
     """
-    from qshard.numerics._pieces import compare_shards  # The package can be imported without the extension.
+    from qshard.numerics._pieces import compare_shards  # late: it needs the extension
 
     fmt, whole = as_format(fmt, "histogram"), whole_of(x, "histogram")
     codes, total = np.zeros(256, np.int64), Sums()
@@ -116,7 +121,7 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
 
 
 def _value(element: Any, code: int) -> float:
-    """The number of a code without sign."""
+    """Return the number that a code without sign encodes."""
     field, mantissa = divmod(code, 2**element.mantissa_bits)
     if not field:
         return math.ldexp(mantissa, 1 - element.bias - element.mantissa_bits)

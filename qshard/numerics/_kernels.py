@@ -1,8 +1,8 @@
-"""The compiled kernels on arrays of NumPy: what `_core.quantize_steps` asks of a front end.
+"""The compiled kernels on NumPy arrays: the ops that `_core.quantize_steps` needs.
 
-`ops` has every op on single tensors as a function of arrays, bound from the table in `ops.def` as in the other front
-ends, so `quantize_steps.quantize(ops, x, fmt, usage)` gives planes of NumPy arrays. Codes, and scales of one byte, are
-uint8. Kernels run on `qshard.num_threads()` threads and let go of Python's lock.
+`ops` has every op on single tensors as a function of arrays, bound from `ops.def` as in the front ends, so
+`quantize_steps.quantize(ops, x, fmt, usage)` returns planes of NumPy arrays. Codes and one-byte scales are uint8.
+Kernels run on `qshard.num_threads()` threads and release the GIL.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Array = NDArray[Any]
 
 
 def bind(spec: OpSpec) -> Callable[..., Any]:
-    """The op of `spec` as a function of contiguous arrays, with its attributes, and maybe `dtype`, as keywords.
+    """Bind an op as a function of contiguous arrays.
+
+    Attributes, and `dtype` where the op has one, are keyword arguments.
 
     >>> ops.amax_tensor(np.float32([[1.0, -3.0], [2.0, 0.0]]), lead=1)
     array([3., 2.], dtype=float32)
@@ -41,12 +43,12 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     return run
 
 
-def into(
+def call_into(
     op: str, inputs: tuple[Array, ...], attributes: Mapping[str, Any], dtype: str | None = None
 ) -> Callable[[], None]:
-    """A call of an op that writes into the same arrays each time, for who times it.
+    """Return a call of an op that writes to the same output arrays every time, for benchmarks.
 
-    >>> into("amax_tensor", (np.ones(4, np.float32),), {})()
+    >>> call_into("amax_tensor", (np.ones(4, np.float32),), {})()
     """
     spec = table()[op]
     results = spec.results([x.shape for x in inputs], [x.dtype.name for x in inputs], attributes, dtype)
@@ -55,12 +57,12 @@ def into(
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Of a dtype string; of codes, that of their bytes."""
+    """Return the NumPy dtype of a dtype name; uint8 for element formats."""
     return np.dtype("uint8" if name in ELEMENTS else getattr(ml_dtypes, name, name))
 
 
 def swap_last_axes(x: Array) -> Array:
-    """A row-major copy with the last two axes swapped."""
+    """Return a row-major copy with the last two axes swapped."""
     return np.ascontiguousarray(np.swapaxes(x, -1, -2))
 
 
@@ -78,12 +80,12 @@ ops = SimpleNamespace(
 
 
 def draws(op: str, seed: int) -> Draws:
-    """The random numbers of a whole tensor. `op` names the caller in errors."""
+    """Return the Philox key for `seed`, with offset 0. `op` names the caller in errors."""
     return Draws(np.array(word_pair(f"{op}: seed", seed), np.uint32), np.zeros(2, np.uint32))
 
 
 def block_scales(parts: Plane, fmt: Format) -> NDArray[np.float32]:
-    """What the elements of each block of a plane are multiplied by: `scale_inv`, times `global_scale_inv` if any."""
+    """Return the fp32 decode scale of each block: `scale_inv`, times `global_scale_inv` if there is one."""
     scale: NDArray[np.float32] = parts.scale_inv
     if scale.dtype == np.uint8:
         scale = ops.decode(scale, element=fmt.scale_dtype)

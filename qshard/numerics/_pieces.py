@@ -1,7 +1,7 @@
-"""The planes of the shards of an array: the bits that the whole array has there.
+"""Quantization of the local pieces of an array, with the bits of the whole array's planes.
 
-Amaxes that several shards share are reduced before any shard is cast: the amax of the tensor or of its rows, and the
-amaxes of blocks that shards split. Split blocks take the algorithm of `qshard._core.placement`.
+Amaxes that several shards share are reduced before any shard is cast: amaxes of the tensor or of rows, and amaxes of
+blocks that a shard boundary splits. Partial blocks use the algorithm of `qshard._core.placement`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ Array = NDArray[Any]
 
 
 def compare_shards(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterator[Comparison]:
-    """Each shard beside its plane, one after the other. Amaxes are reduced before the first comes."""
+    """Yield each local piece with its plane. Amaxes are reduced before the first piece is yielded."""
     where = plane(fmt, x.shape, usage, op=op)
     check_shards(where, x, op)
     key = kernels.draws(op, seed).seed if fmt.stochastic else None
-    is_one, stored, matrix = x.is_one, source(fmt, usage), matrix_shape(x.shape)  # Of two planes alike, the rowwise.
+    is_one, stored, matrix = x.is_one, source(fmt, usage), matrix_shape(x.shape)  # rowwise if both planes are alike
     pieces = [Shard(np.ascontiguousarray(piece.array), piece.start) for piece in x.pieces]
     if where.rotated:
         plain = fmt.with_options(hadamard=False)
         pieces = [Shard(quantize_steps.rotate(kernels.ops, piece.array, fmt), piece.start) for piece in pieces]
     else:
         plain = fmt
-    whole = None if is_one else _amax_of_all(x, pieces, plain)
+    whole = None if is_one else _reduced_amax(x, pieces, plain)
     layout = plane(plain, matrix, stored)
     if not is_one and splits_blocks(layout, x):
-        yield from _of_split_blocks(x, pieces, layout, whole, key)
+        yield from _compare_partial_blocks(x, pieces, layout, whole, key)
         return
     block, shared = plain.block_shape(stored), not is_one and plain.per_tensor
     for piece in pieces:
         array, (first_row, first_column) = piece
-        merged = None if whole is None else functools.partial(_return_reduced, _of_rows(whole, first_row, len(array)))
+        merged = (
+            None if whole is None else functools.partial(_return_reduced, _slice_rows(whole, first_row, len(array)))
+        )
         draws = _draws(key, piece.box(matrix))
         parts = quantize_steps.quantize(kernels.ops, array, plain, stored, reduce_max=merged, draws=draws)[stored]
         scales, of_piece = kernels.block_scales(parts, plain), plane(plain, array.shape, stored)
@@ -56,12 +58,12 @@ def compare_shards(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> I
 
 
 def _return_reduced(amax: NDArray[np.float32], own: Any) -> NDArray[np.float32]:
-    """In the place of a reduction: that has been made."""
+    """Return an amax that was already reduced, as the `reduce_max` argument of `quantize`."""
     return amax
 
 
-def _amax_of_all(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.float32] | None:
-    """What scales of the whole, or of its rows, are made of; None if the format has none."""
+def _reduced_amax(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.float32] | None:
+    """Compute the reduced amax of the tensor or of its rows, or return None if the format has no such scale."""
     if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
     whole = np.zeros(matrix_shape(x.shape)[0] if fmt.row_scaled else (), np.float32)
@@ -71,10 +73,10 @@ def _amax_of_all(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.float
     return x.maximum(whole)
 
 
-def _of_split_blocks(
+def _compare_partial_blocks(
     x: Whole, pieces: list[Shard], layout: PlaneLayout, whole: NDArray[np.float32] | None, key: Array | None
 ) -> Iterator[Comparison]:
-    """`compare_shards` where shards split blocks. Matrices have the order of the plane: `x` or `x.T`."""
+    """Implement `compare_shards` for shards that split blocks. Matrices are in plane order: `x` or `x.T`."""
     fmt, block, turned, matrix = layout.format, layout.block, layout.transposed, matrix_shape(x.shape)
     assert block is not None
     boxes = [piece.box(matrix).transposed if turned else piece.box(matrix) for piece in pieces]
@@ -102,12 +104,12 @@ def _of_split_blocks(
         yield Comparison(kernels.ops, given, parts, fmt, of_piece, scales, (first[0], first[1]), (own[0], own[1]))
 
 
-def _of_rows(whole: NDArray[np.float32], first: int, rows: int) -> NDArray[np.float32]:
+def _slice_rows(whole: NDArray[np.float32], first: int, rows: int) -> NDArray[np.float32]:
     return whole[first : first + rows] if whole.ndim else whole
 
 
 def _draws(key: Array | None, box: Box, of_transpose: bool = False) -> Draws | None:
-    """The random numbers of a box of the matrix, or of the transpose of it."""
+    """Return the Philox key and offset of a box of the matrix, or of its transpose."""
     if key is None:
         return None
     draws = box.draws(key, lambda offset: np.array(word_pair("stats: first", offset), np.uint32))

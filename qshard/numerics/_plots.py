@@ -1,4 +1,4 @@
-"""Plots of results: of reports, and of results that are rows. matplotlib is imported when one is drawn."""
+"""Plots of reports and of results with rows. matplotlib is imported when a plot is drawn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qshard.formats import E3M2, E5M2, FloatScaling, Format, PowerScaling, TwoLevelScaling
 from qshard.numerics._display import load
 
 if TYPE_CHECKING:
@@ -14,25 +15,28 @@ if TYPE_CHECKING:
     from qshard.numerics._statistics import Stats
 
 BAR = 0.24
-"""Inches."""
+"""Height of a bar in inches."""
 
 ENTRIES = 18
-"""How many lines of a legend are as high as its plot."""
+"""Number of legend entries that fit the height of a plot."""
 LEAST_ERROR = 1e-3
-"""Smaller ones are of a few elements that happen to be on the grid, and would press all others together."""
+"""Lower limit of the error axis.
+
+Smaller errors come from a few elements that happen to be on the grid, and would compress the rest of the plot.
+"""
 
 
 def report_figure(rows: Sequence[Stats]) -> Figure:
-    """SQNR, relative error by size of element, histogram of scales; each format in one style throughout."""
-    # Not pyplot, which would keep the figure alive and choose a backend for the whole process.
+    """Draw SQNR, mean relative error by exponent, and the histogram of scales, with one style per format."""
+    # Not pyplot, which would keep the figure alive and select a backend for the process.
     heights = (0.9 + 0.24 * len(rows), 3.6, 3.6)
     size = (11, sum(heights))
     figure: Figure = load("matplotlib.figure", "report").Figure(figsize=size, layout="constrained")
     bars, errors, scales = figure.subplots(3, 1, height_ratios=heights)
-    names, styles = [str(row.format) for row in rows], [_style(i, len(rows)) for i in range(len(rows))]
+    names, styles = [str(row.format) for row in rows], line_styles([row.format for row in rows])
     _draw_bars(bars, rows, names, styles)
     for row, name, style in zip(rows, names, styles, strict=True):
-        line = {key: value for key, value in style.items() if key != "hatch"} | {"label": name}
+        line = style | {"label": name}
         blocks = sum(row.scale_histogram.values())
         _plot(errors, row.error_by_exponent, math.nan, line)
         _plot(scales, {e: n / blocks for e, n in row.scale_histogram.items()}, 0.0, line)
@@ -40,19 +44,30 @@ def report_figure(rows: Sequence[Stats]) -> Figure:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
         if names:
-            columns = -(-len(names) // ENTRIES)
-            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=columns, fontsize="small", frameon=False)
+            _add_legend(axes, len(names))
     seen = [error for row in rows for error in row.error_by_exponent.values() if error]
     lowest, highest = min(seen, default=LEAST_ERROR), max(seen, default=1.0)
-    # Limits first: a logarithm has none of its own where all errors are 0.
+    # Set the limits first: a logarithmic axis has no limits of its own if all errors are 0.
     errors.set(ylim=(max(0.7 * lowest, LEAST_ERROR), max(1.4 * highest, 10 * LEAST_ERROR)), yscale="log")
     errors.set(title="mean relative error by size of element", xlabel="floor(log2 |x|)")
     scales.set(title="scales", xlabel="floor(log2 scale)", ylabel="share of blocks", ylim=(0, None))
     return figure
 
 
+def _add_legend(axes: Any, entries: int) -> None:
+    columns = -(-entries // ENTRIES)
+    axes.legend(
+        loc="center left",
+        bbox_to_anchor=(1.01, 0.5),
+        ncols=columns,
+        fontsize="small",
+        frameon=False,
+        handlelength=3.5,  # long enough to show the dashes
+    )
+
+
 def _plot(axes: Any, values: Mapping[int, float], absent: float, line: dict[str, Any]) -> None:
-    """A line over exponents, with a marker at each that is there. What is `absent` between them is no slope."""
+    """Draw a line over exponents, with a marker at each exponent in `values` and the value `absent` at the others."""
     there = sorted(values)
     every = list(range(there[0], there[-1] + 1)) if there else []
     axes.plot(every, [values.get(e, absent) for e in every], markevery=[every.index(e) for e in there], **line)
@@ -62,7 +77,7 @@ def _draw_bars(bars: Any, rows: Sequence[Stats], names: list[str], styles: list[
     decibels = [row.sqnr_db for row in rows]
     patches = bars.barh(range(len(names)), [db if math.isfinite(db) else 0 for db in decibels])
     for bar, style in zip(patches, styles, strict=True):
-        bar.set(facecolor=style["color"], hatch=style["hatch"], edgecolor="white")
+        bar.set(facecolor=style["color"], hatch=_HATCHES[style["linestyle"]], edgecolor="white")
     labels = ["-" if math.isnan(db) else f"{db:.1f}" for db in decibels]
     noted = ["*" if row.notes else "" for row in rows]
     bars.bar_label(patches, [label + star for label, star in zip(labels, noted, strict=True)], padding=3)
@@ -73,21 +88,47 @@ def _draw_bars(bars: Any, rows: Sequence[Stats], names: list[str], styles: list[
     bars.set(title="SQNR in dB" + (" (*: see the notes in the table)" if any(noted) else ""))
 
 
-def _style(i: int, count: int) -> dict[str, Any]:
-    """Ten colors, then the same with other lines. Of lines that lie on each other the first is the widest."""
-    part = i / max(count - 1, 1)
-    return {
-        "linewidth": 3 - 2 * part,
-        "markersize": 8 - 4 * part,
-        "color": f"C{i % 10}",
-        "linestyle": ("-", "--", ":", "-.")[i // 10 % 4],
-        "marker": "os^Dv<>P*X"[(i + i // 10 * 3) % 10],
-        "hatch": ("", "//", "..", "xx")[i // 10 % 4],
-    }
+_COLORS = {
+    (FloatScaling, 8): "#1f77b4",
+    (PowerScaling, 8): "#e0700b",
+    (PowerScaling, 6): "#2a9a3a",
+    (PowerScaling, 4): "#d62757",
+    (TwoLevelScaling, 4): "#7a52c7",
+}
+"""Color of each family of formats: scaling method and code width."""
+_TINT = 0.45
+"""Share of white in the color of E5M2 and E3M2, the second element formats of their families."""
+_HATCHES = {"-": "", "--": "//", ":": ".."}
+_MARKERS = "os^Dv<>P*X"
+
+
+def line_styles(formats: Sequence[Format]) -> list[dict[str, Any]]:
+    """Return the matplotlib line style of each format.
+
+    The color is the family, lighter for its second element format. The line is solid for one scale per tensor, dashed
+    for 1-D blocks and dotted for 2-D blocks. Formats that share both differ in their markers. Lines that coincide stay
+    visible because earlier ones are wider.
+    """
+    styles: list[dict[str, Any]] = []
+    for i, fmt in enumerate(formats):
+        color = _COLORS[type(fmt.scaling), fmt.element.bits]
+        if fmt.element in (E5M2, E3M2):
+            color = _lighten(color)
+        look = {"color": color, "linestyle": "-" if fmt.per_tensor else ":" if fmt.transposes else "--"}
+        alike = sum(look.items() <= style.items() for style in styles)
+        part = i / max(len(formats) - 1, 1)
+        marker = _MARKERS[alike % len(_MARKERS)]
+        styles.append({**look, "marker": marker, "linewidth": 3 - 1.5 * part, "markersize": 8 - 4 * part})
+    return styles
+
+
+def _lighten(color: str) -> str:
+    channels = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(value + (255 - value) * _TINT):02x}" for value in channels)
 
 
 def bar_chart(names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> Figure:
-    """Bars beside each other: for each part a column of bars, for each name a row."""
+    """Draw horizontal bars: a column of axes per part, a row per name."""
     figure: Figure = load("matplotlib.figure", "plot").Figure(
         figsize=(11, 1 + BAR * max(len(names), 1)), layout="constrained"
     )
@@ -103,24 +144,24 @@ def bar_chart(names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> Fig
 
 
 def line_chart(lines: Mapping[str, Mapping[int, float]], title: str, below: str) -> Figure:
-    """A line for each name, over whole numbers; on a logarithmic axis where all values allow it."""
+    """Draw a line per name over integer positions, on a logarithmic axis if all values are positive."""
     figure: Figure = load("matplotlib.figure", "plot").Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots()
     for i, (name, line) in enumerate(lines.items()):
-        axes.plot(list(line), list(line.values()), label=name, color=f"C{i % 10}", linestyle="-" if i < 10 else "--")
+        style = ("-", "--", ":", "-.")[i // 10 % 4]
+        axes.plot(list(line), list(line.values()), label=name, color=f"C{i % 10}", linestyle=style)
     values = [value for line in lines.values() for value in line.values() if math.isfinite(value)]
     if values and min(values) > 0:
         axes.set_yscale("log")
     axes.set(title=title, xlabel=below)
     axes.grid(alpha=0.3)
     if lines:
-        columns = -(-len(lines) // ENTRIES)
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=columns, fontsize="small", frameon=False)
+        _add_legend(axes, len(lines))
     return figure
 
 
 def histograms(parts: Mapping[str, Mapping[str, int]]) -> Figure:
-    """Histograms below each other."""
+    """Draw one histogram per part, one below the other."""
     figure: Figure = load("matplotlib.figure", "plot").Figure(figsize=(11, 3.2 * len(parts)), layout="constrained")
     for axes, (title, counts) in zip(figure.subplots(len(parts), 1, squeeze=False)[:, 0], parts.items(), strict=True):
         axes.bar(range(len(counts)), list(counts.values()))

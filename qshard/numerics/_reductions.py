@@ -1,7 +1,7 @@
-"""Reductions over the elements of a plane, tile by tile, on several threads.
+"""Multithreaded reductions over the elements of a plane, tile by tile.
 
-A tile fits in cache and has whole blocks, or lies in one. Which tiles there are follows from the shape alone, and their
-sums are added in one order, so results do not depend on the number of threads.
+A tile fits in cache and either has whole blocks or lies within one block. Tiles depend only on the shape, and their
+sums are added in a fixed order, so results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -26,45 +26,51 @@ from qshard.formats import Format
 from qshard.layout import PlaneLayout
 
 TILE = (128, 256)
-"""Rows and columns: 32 K elements, whose float64 are a part of an L2 cache. A narrow matrix has longer tiles."""
+"""Rows and columns of a tile: 32 K elements, which fit in an L2 cache as float64.
+
+Tiles of narrow matrices are longer.
+"""
 SIZE = TILE[0] * TILE[1]
 TILES_OF_A_JOB = 16
 LEAST = -149
-"""The exponent of the smallest float32."""
+"""Exponent of the smallest float32."""
 EXPONENTS = 128 - LEAST
 START = 5.0
-"""Seconds in which a thread has started, on a machine with much to do."""
+"""Seconds within which a new thread has certainly started, even on a busy machine."""
 LOOK = 1e-3
-"""Seconds until one looks again."""
+"""Seconds between two checks whether a thread has started."""
 _POOLS = itertools.count()
 
 Advance = Callable[[int], None]
 Block = tuple[int, int]
 """Row and column of a block in the grid of `scale_inv`."""
 Tile = tuple[slice, slice]
-"""Rows and columns of the matrix as it is stored."""
+"""Rows and columns of the stored matrix."""
 
 
 @dataclass(frozen=True)
 class Floats:
-    """Numbers in a dtype that kernels take, and how many of them were beyond float32."""
+    """An array in a dtype that kernels accept, and the number of its elements that were out of range of float32."""
 
     array: NDArray[Any]
     beyond: int = 0
 
     @property
     def dtype(self) -> str:
+        """Name of the dtype."""
         return str(self.array.dtype)
 
 
 @np.errstate(all="ignore")
 def as_float(x: Any, op: str) -> Floats:
-    """`x` in NumPy, as float32, bfloat16 or float16. An array of one of these dtypes is not copied on the host."""
+    """Convert an array to float32, bfloat16 or float16 in NumPy. Host arrays of these dtypes are not copied."""
     if hasattr(x, "detach"):  # torch
-        x = _of_torch(x.detach().cpu())
+        x = _torch_to_numpy(x.detach().cpu())
     array = np.from_dlpack(x) if hasattr(x, "__dlpack__") and not hasattr(x, "__array__") else np.asarray(x)
     if array.dtype.kind in "cOSUMm" or array.dtype.names:
-        raise TypeError(f"{op}: x ({array.dtype}) is not an array of real numbers; take its parts")
+        raise TypeError(
+            f"{op}: x ({array.dtype}) is not an array of real numbers; pass its real and imaginary parts separately"
+        )
     if array.dtype.name in ("float32", "bfloat16", "float16") and array.dtype.isnative:
         return Floats(array)
     narrow = array.astype(np.float32)
@@ -75,8 +81,8 @@ def as_float(x: Any, op: str) -> Floats:
     )
 
 
-def _of_torch(x: Any) -> Any:
-    """A tensor as a NumPy array. bfloat16 shares memory; dtypes of fewer bits become float32, which is exact."""
+def _torch_to_numpy(x: Any) -> Any:
+    """Convert a torch tensor to NumPy. bfloat16 shares memory; narrower dtypes become float32, which is exact."""
     torch = sys.modules["torch"]
     if x.dtype == torch.bfloat16:
         return x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
@@ -84,7 +90,7 @@ def _of_torch(x: Any) -> Any:
 
 
 class WorstBlock(NamedTuple):
-    """A block, and its noise for its signal."""
+    """A block and its noise-to-signal ratio."""
 
     ratio: float
     block: Block
@@ -92,16 +98,24 @@ class WorstBlock(NamedTuple):
 
 @dataclass
 class Sums:
-    """What `Stats` is made of. Arrays are by exponent, from `LEAST` up.
+    """Sums from which `Stats` is computed. Arrays are indexed by exponent, starting at `LEAST`.
+
+    An element counts if it and its quantized value are finite and it is not 0.
 
     Attributes:
-      signal, noise: sums of `x**2` and of `(value - x)**2` over the elements that count: both finite and `x` not 0.
-      largest: the largest relative error.
-      errors, counts: sums of relative errors, and numbers of elements.
-      zeros_made, saturated, subnormal, nonfinite_given, nonfinite_made: numbers of elements.
-      elements: number of all.
-      worst: of all whole blocks with a signal, that with the most noise for it; of equal ones the first.
-      parts: signal and noise of blocks that are longer than a tile, so far.
+      signal: sum of `x**2` over the elements that count.
+      noise: sum of `(value - x)**2` over the elements that count.
+      largest: largest relative error.
+      errors: sums of relative errors by exponent.
+      counts: numbers of elements that count, by exponent.
+      zeros_made: number of nonzero elements stored as 0.
+      saturated: number of saturated elements.
+      subnormal: number of elements stored as a subnormal.
+      nonfinite_given: number of elements that are not finite.
+      nonfinite_made: number of finite elements stored as infinity or NaN.
+      elements: number of all elements.
+      worst: the whole block with the largest noise-to-signal ratio; among equal blocks the first.
+      parts: signal and noise so far of blocks that are longer than a tile or shared with other pieces.
     """
 
     signal: float = 0.0
@@ -130,7 +144,7 @@ class Sums:
 
     @property
     def worst_block(self) -> WorstBlock | None:
-        """`worst` of all blocks."""
+        """The worst block, including the blocks of `parts`."""
         worst = self.worst
         for block, (signal, noise) in self.parts.items():
             worst = _worse(worst, WorstBlock(noise / signal, block) if signal else None)
@@ -139,16 +153,18 @@ class Sums:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A matrix and one plane of it.
+    """A matrix and one quantized plane of it.
 
     Attributes:
-      ops: those that the plane was made with.
+      ops: the ops that computed the plane.
       x: the matrix.
-      parts, format, where: the plane, what it is in, and how it is laid out.
-      scales: what the elements of each block are multiplied by.
-      first: which block of the whole its first one is; without blocks, which element.
-      own: what of the stored matrix is measured, where it has zeros around that; None: all of it.
-      shared: whether other pieces have parts of its one block.
+      parts: the plane.
+      format: format of the plane.
+      where: layout of the plane.
+      scales: fp32 decode scale of each block.
+      first: grid position of the first block in the whole tensor; without blocks, position of the first element.
+      own: region of the stored matrix to measure, if it is surrounded by zero padding; None: all of it.
+      shared: whether other pieces have parts of its only block.
     """
 
     ops: Any
@@ -162,8 +178,8 @@ class Comparison:
     shared: bool = False
 
     @property
-    def begun(self) -> NDArray[np.float32]:
-        """The scales of the blocks that begin here: of all pieces together, each block's once."""
+    def starting_scales(self) -> NDArray[np.float32]:
+        """Scales of the blocks that start in this piece, so that all pieces together count each block once."""
         if self.own is None:
             return self.scales if self.first == (0, 0) or not self.shared else self.scales.reshape(-1)[:0]
         assert self.where.block is not None
@@ -171,13 +187,16 @@ class Comparison:
         return self.scales.reshape(-(-self._stored_shape[0] // self.where.block[0]), -1)[rows:, columns:]
 
     def sums(self, advance: Advance) -> Sums:
-        """Those of all elements. `advance` is told of elements as they are done, on the calling thread."""
+        """Compute the sums over all elements.
+
+        `advance` is called on the calling thread with the number of new elements.
+        """
         shape, block = self._stored_shape, self.where.scaled_shape
         steps = [SIZE // max(min(other, size), 1) for other, size in zip(shape[::-1], TILE[::-1], strict=True)]
         tiles = list(itertools.product(*map(cuts, shape, block, steps)))
         jobs = [tiles[i : i + TILES_OF_A_JOB] for i in range(0, len(tiles), TILES_OF_A_JOB)]
         total = Sums()
-        for part in _in_order(self._job, jobs):
+        for part in _map_in_order(self._job, jobs):
             total += part
             advance(part.elements)
         return total
@@ -187,7 +206,7 @@ class Comparison:
         rows, cols = self.x.shape
         return (cols, rows) if self.where.transposed else (rows, cols)
 
-    @np.errstate(all="ignore")  # Of the thread that runs it.
+    @np.errstate(all="ignore")  # numpy keeps the error state per thread
     def _job(self, tiles: list[Tile]) -> Sums:
         total = Sums()
         for tile in tiles:
@@ -202,18 +221,18 @@ class Comparison:
         codes = magnitudes(part.data, self.format)
         nonzero, finite, counted = given != 0, np.isfinite(given), np.isfinite(value)
         counted &= finite
-        ours = self._ours(tile)
-        size = given[ours].size  # Zeros around them are no error, unless their scale is NaN.
+        ours = self._measured(tile)
+        size = given[ours].size  # zero padding causes no error unless its scale is NaN
         nonfinite = given.size - _count(finite)
         total = Sums(
             elements=size,
             zeros_made=_count(nonzero & (value == 0)),
-            subnormal=_count(codes - np.uint8(1) < 2**self.format.element.mantissa_bits - 1),  # 0 - 1 is 255.
-            saturated=self._saturated(given, codes, tile),
+            subnormal=_count(codes - np.uint8(1) < 2**self.format.element.mantissa_bits - 1),  # 0 - 1 wraps to 255
+            saturated=self._count_saturated(given, codes, tile),
             nonfinite_given=nonfinite,
             nonfinite_made=size - nonfinite - _count(counted[ours]),
         )
-        counted &= nonzero  # A zero stays zero, so it adds nothing to any sum.
+        counted &= nonzero  # a zero stays zero and adds nothing
         self._add_blocks(total, given, value, counted, tile)
         if not counted.all():
             given, value = given[counted], value[counted]
@@ -221,8 +240,8 @@ class Comparison:
             _add_errors(total, given.reshape(-1), value.reshape(-1))
         return total
 
-    def _ours(self, tile: Tile) -> Tile:
-        """What of a tile is measured."""
+    def _measured(self, tile: Tile) -> Tile:
+        """Return the region of a tile that is measured."""
         if self.own is None:
             return slice(None), slice(None)
         rows, columns = (
@@ -232,13 +251,13 @@ class Comparison:
         return rows, columns
 
     def _has_others(self, tile: Tile) -> bool:
-        """Whether blocks of a tile have elements in other pieces."""
+        """Return whether blocks of a tile have elements in other pieces."""
         if self.own is None:
             return self.shared
         return any(cut.start < own.start or cut.stop > own.stop for own, cut in zip(self.own, tile, strict=True))
 
     def part(self, tile: Tile) -> Plane:
-        """A tile of the plane."""
+        """Return the part of the plane that covers a tile."""
         (rows, cols), (data, scale_inv, whole) = tile, self.parts
         per, block = self.format.element.codes_per_byte, self.where.scaled_shape
         if scale_inv.ndim:
@@ -258,7 +277,7 @@ class Comparison:
         counted: NDArray[np.bool_],
         tile: Tile,
     ) -> None:
-        """Signal and noise of the blocks of a tile: whole ones, or parts of those that are longer than it."""
+        """Add signal and noise of the blocks of a tile, as parts if blocks extend beyond the tile."""
         size = given.astype(np.float64)
         error = np.subtract(value, size)
         if not counted.all():
@@ -268,7 +287,7 @@ class Comparison:
             first + cut.start // length
             for first, cut, length in zip((0, 0) if self.format.per_tensor else self.first, tile, block, strict=True)
         )
-        signal, noise = (_of_blocks(np.square(part, out=part), block) for part in (size, error))
+        signal, noise = (_block_sums(np.square(part, out=part), block) for part in (size, error))
         ends = zip(tile, block, self._stored_shape, strict=True)
         cuts_blocks = any(cut.start % length or (cut.stop % length and cut.stop != end) for cut, length, end in ends)
         if cuts_blocks or self._has_others(tile):
@@ -281,8 +300,8 @@ class Comparison:
             i, j = divmod(int(ratio.argmax()), ratio.shape[1])
             total.worst = WorstBlock(float(ratio[i, j]), (row + i, col + j))
 
-    def _saturated(self, given: NDArray[np.float32], codes: NDArray[np.uint8], tile: Tile) -> int:
-        """How many elements are too large for their scale. Only what is stored as the largest can be."""
+    def _count_saturated(self, given: NDArray[np.float32], codes: NDArray[np.uint8], tile: Tile) -> int:
+        """Count the elements that are too large for their scale. All of them are stored as the largest code."""
         element, block = self.format.element, self.where.scaled_shape
         largest = np.flatnonzero(codes == element.max_code)
         step = 2.0 ** (element.max_exponent - element.mantissa_bits)
@@ -301,8 +320,8 @@ def _worse(a: WorstBlock | None, b: WorstBlock | None) -> WorstBlock | None:
     return min(a, b, key=lambda each: (-each.ratio, each.block))
 
 
-def _of_blocks(x: NDArray[np.float64], block: tuple[int, int]) -> NDArray[np.float64]:
-    """Sums over blocks, of which the last of each axis may be cut short."""
+def _block_sums(x: NDArray[np.float64], block: tuple[int, int]) -> NDArray[np.float64]:
+    """Sum over blocks. The last block of an axis may be shorter."""
     for axis in (1, 0):
         if x.shape[axis] % block[axis]:
             x = np.add.reduceat(x, range(0, x.shape[axis], block[axis]), axis)
@@ -312,7 +331,7 @@ def _of_blocks(x: NDArray[np.float64], block: tuple[int, int]) -> NDArray[np.flo
 
 
 def cuts(size: int, block: int, step: int) -> list[slice]:
-    """An axis in runs of about `step` elements: of whole blocks, or of parts of one block where blocks are longer.
+    """Split an axis into runs of about `step` elements. A run has whole blocks, or is part of one longer block.
 
     >>> cuts(70, 16, 40), cuts(70, 50, 40)
     ([slice(0, 32, None), slice(32, 64, None), slice(64, 70, None)], \
@@ -324,7 +343,7 @@ def cuts(size: int, block: int, step: int) -> list[slice]:
 
 
 def exponents(x: NDArray[np.float32]) -> NDArray[np.int32]:
-    """floor(log2 x) - LEAST of positive, finite `x`."""
+    """Return `floor(log2 x) - LEAST` for positive finite `x`."""
     field_of = x.view(np.int32) >> 23
     found = field_of + (-127 - LEAST)
     if x.size and not field_of.min():
@@ -334,7 +353,7 @@ def exponents(x: NDArray[np.float32]) -> NDArray[np.int32]:
 
 
 def exponent_counts(x: NDArray[np.float32]) -> dict[int, int]:
-    """`floor(log2 x)` -> how many, of the positive and finite numbers among `x`."""
+    """Count the positive finite numbers of `x` by `floor(log2 x)`."""
     counts, flat = np.zeros(EXPONENTS, np.int64), x.reshape(-1)
     for first in range(0, flat.size, SIZE):
         part = flat[first : first + SIZE]
@@ -342,8 +361,8 @@ def exponent_counts(x: NDArray[np.float32]) -> dict[int, int]:
     return {i + LEAST: int(counts[i]) for i in np.flatnonzero(counts).tolist()}
 
 
-def _in_order(run: Callable[[Any], Sums], jobs: list[Any]) -> Iterator[Sums]:
-    """The results of all jobs. Ctrl-C, or an error, waits for those that run, and starts no other."""
+def _map_in_order(run: Callable[[Any], Sums], jobs: list[Any]) -> Iterator[Sums]:
+    """Yield the results of all jobs in order. On Ctrl-C or an error, wait for running jobs and start no others."""
     threads = min(num_threads(), len(jobs))
     if threads <= 1:
         yield from map(run, jobs)
@@ -360,10 +379,11 @@ def _in_order(run: Callable[[Any], Sums], jobs: list[Any]) -> Iterator[Sums]:
 
 
 def _join_all(prefix: str) -> None:
-    """Joins the threads of a pool that was shut down. It forgets those that started or ended as Ctrl-C came.
+    """Join the threads of a pool that was shut down while Ctrl-C interrupted it.
 
-    One that the system has not run yet cannot be joined, and ends as soon as it runs. It may also be that Ctrl-C came
-    before the system was asked for it, and so it will never run: `START` is enough.
+    Such a pool can lose track of threads that were starting or ending. A thread that the system has not started yet
+    cannot be joined, and ends as soon as it runs. It may also never start, if Ctrl-C came before the system call, so
+    waiting is limited to `START` seconds.
     """
     end = time.monotonic() + START
     for thread in threading.enumerate():
@@ -376,7 +396,7 @@ def _join_all(prefix: str) -> None:
 
 
 def magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:
-    """Codes without their signs, one a byte."""
+    """Return the codes without their signs, one per byte."""
     if fmt.element.packed:
         codes = np.empty((*data.shape, 2), np.uint8)
         codes[..., 0], codes[..., 1] = data, data >> 4
@@ -385,12 +405,12 @@ def magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:
 
 
 def _add_errors(total: Sums, given: NDArray[np.float32], value: NDArray[np.float32]) -> None:
-    """Sums of finite elements that are not 0."""
+    """Add the errors of finite nonzero elements."""
     error = np.subtract(value, given, dtype=np.float64)
     np.abs(error, out=error)
     given = np.abs(given)
     size = given.astype(np.float64)
-    # No BLAS, whose sums depend on its threads.
+    # Not BLAS: its sums depend on its number of threads.
     total.signal, total.noise = float(np.einsum("i,i", size, size)), float(np.einsum("i,i", error, error))
     np.divide(error, size, out=error)
     total.largest = float(error.max())

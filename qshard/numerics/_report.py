@@ -1,4 +1,4 @@
-"""Reports: statistics as a table and plots. rich and matplotlib are imported only when they are drawn."""
+"""Reports: statistics as a table and plots. rich and matplotlib are imported when a report is drawn."""
 
 from __future__ import annotations
 
@@ -35,20 +35,25 @@ def report(
     seed: int = 0,
     progress: bool | None = None,
 ) -> Report:
-    """`compare`, to be looked at: `print` it, or leave it as the last line of a notebook cell.
+    """Measure several formats like `compare`, for display: `print` the report, or end a notebook cell with it.
 
     Args:
-      x, formats, usage, seed, progress: as for `compare`.
-      title: by default, the shape and dtype of `x`.
+      x: as for `compare`.
+      formats: as for `compare`.
+      usage: as for `compare`.
+      title: title of the table; by default the shape and dtype of `x`.
+      seed: seed of stochastic rounding, 64 bits.
+      progress: as for `compare`.
 
     Returns:
-      A report, which is a rich renderable and has a table and three plots in Jupyter.
+      A report. It is a rich renderable; in Jupyter it shows a table and three plots.
 
     Raises:
       ImportError: rich is not installed.
-      TypeError, ValueError: as for `stats`, for formats that were asked for.
+      TypeError: as for `stats`.
+      ValueError: as for `stats`, for formats that were passed. Default formats that do not support `x` are left out.
 
-    Sharded arrays: as for `stats`.
+    Sharded arrays are supported as in `stats`.
 
     >>> print(report([[0.1, 0.2, 0.3]], ["FP8_E4M3"], title="three numbers").stats[0].format)
     FP8_E4M3
@@ -71,13 +76,13 @@ def report(
 class Report:
     """Statistics of several formats, as a table and plots.
 
-    Printed, the table is as wide as the terminal at most: where it is narrow, columns are left out, and a line below
-    says which. Letters beside SQNR are of the notes below, those of `Stats.notes`.
+    The printed table is at most as wide as the terminal. In a narrow terminal some columns are omitted, and a line
+    below the table names them. Letters beside the SQNR refer to the notes below the table, which are `Stats.notes`.
 
     Attributes:
-      title: above the table.
-      stats: a row each.
-      left_out: name of each format that cannot hold the tensor -> why.
+      title: title of the table.
+      stats: statistics, one row each.
+      left_out: name of a format that does not support the tensor -> reason.
     """
 
     title: str
@@ -88,14 +93,14 @@ class Report:
         yield from self._parts(options.max_width, options.ascii_only)
 
     def __repr__(self) -> str:
-        """The table in ASCII, as wide as the terminal or COLUMNS say; elsewhere as wide as it needs."""
+        """Return the table in ASCII, as wide as the terminal or `COLUMNS`, else as wide as needed."""
         width = shutil.get_terminal_size((WIDE, 24)).columns
         console = self._console(width, color_system=None)
         console.print(*self._parts(width, ascii_only=True), sep="")
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
-        # nbconvert gives `pre` the proportional font of the page; columns need a monospace one.
+        # nbconvert renders `pre` in the page's proportional font; aligned columns need a monospaced one.
         style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace"
         page = f'<pre style="{style}">{{code}}</pre>'
         console = self._console(WIDE, record=True)
@@ -118,12 +123,12 @@ class Report:
         yield footnotes(self.stats, lines, min(width, max(taken, 80)))
 
     def _console(self, width: int, **options: Any) -> Any:
-        # Without Jupyter, so that rich prints into the file, not into the notebook.
+        # Not as Jupyter, so that rich writes to the file instead of the notebook.
         options = {"file": io.StringIO(), "width": width, "force_jupyter": False, **options}
         return load("rich.console", "report").Console(**options)
 
     def figure(self) -> Figure:
-        """Three plots: SQNR, relative error by size of element, histogram of scales.
+        """Draw three plots: SQNR, mean relative error by exponent, and the histogram of scales.
 
         Raises:
           ImportError: matplotlib is not installed.
@@ -132,13 +137,13 @@ class Report:
 
 
 class _Column(NamedTuple):
-    """One column.
+    """A column of the table.
 
     Attributes:
-      heading: its words; each may have a line of its own.
-      cell: its text for a row.
-      need: where there is no room, columns of the least need go first. 0 for a column that always stays.
-      when: the column is there only if this is true of a row; None for always.
+      heading: heading; each word may get its own line.
+      cell: text of the cell of a row.
+      need: priority: in a narrow table, columns of the lowest priority are omitted first. 0: never omitted.
+      when: condition on a row; the column is shown if any row meets it. None: always shown.
     """
 
     heading: str
@@ -148,7 +153,7 @@ class _Column(NamedTuple):
 
 
 def percent(share: float, digits: int = 2) -> str:
-    """A share in a table.
+    """Format a share as a percentage.
 
     >>> percent(0.5), percent(1e-9), percent(math.nan)
     ('50.00%', '<0.01%', '-')
@@ -175,7 +180,7 @@ def _range(histogram: Mapping[int, int]) -> str:
 
 
 def _letters(rows: Sequence[Stats]) -> dict[Note, str]:
-    """A letter for each note, in order of appearance."""
+    """Assign a letter to each note, in order of appearance."""
     notes = dict.fromkeys(note for row in rows for note in row.notes)
     return dict(zip(notes, string.ascii_lowercase, strict=False))
 
@@ -203,10 +208,10 @@ def _columns(rows: Sequence[Stats]) -> list[_Column]:
 
 
 def fit_table(rows: Sequence[Stats], width: int, ascii_only: bool) -> tuple[Table, list[str], int]:
-    """The table, the headings of the columns that do not fit, and the width of the table.
+    """Build a table that fits `width`, and return it with the omitted headings and its width.
 
-    A narrow width takes, in turn: the space between columns; the rest of a line from names, which then break between
-    options; columns. No name is cut short.
+    To save width, the gap between columns shrinks first, then names wrap between options, then columns are omitted.
+    Names are never truncated.
     """
     columns = _columns(rows)
     left_out: list[str] = []
@@ -225,7 +230,7 @@ def fit_table(rows: Sequence[Stats], width: int, ascii_only: bool) -> tuple[Tabl
 
 
 def _table(columns: Sequence[_Column], rows: Sequence[Stats], gap: int, ascii_only: bool) -> Table:
-    """A table of rich. Only names may break."""
+    """Build a rich table that wraps names and nothing else."""
     box = load("rich.box", "report")
     lines = box.Box(str(box.SIMPLE_HEAD).replace("\N{BOX DRAWINGS LIGHT HORIZONTAL}", "-"), ascii=True)
     table: Table = load("rich.table", "report").Table(
@@ -242,14 +247,14 @@ def _table(columns: Sequence[_Column], rows: Sequence[Stats], gap: int, ascii_on
 
 
 def _widths(table: Table) -> tuple[int, int]:
-    """The widths of a table whose names break at spaces, and whose names do not."""
+    """Return the width of a table with wrapped names, and with unwrapped names."""
     console = load("rich.console", "report").Console(width=WIDE, force_jupyter=False)
     measured: tuple[int, int] = load("rich.measure", "report").Measurement.get(console, console.options, table)
     return measured
 
 
 def footnotes(rows: Sequence[Stats], lines: Sequence[str], width: int) -> RenderableType:
-    """Notes with their letters, then other lines."""
+    """Build the text below the table: notes with their letters, then other lines."""
     grid = load("rich.table", "report").Table.grid(padding=(0, 1, 0, 0))
     Text = load("rich.text", "report").Text
     for note, letter in _letters(rows).items():
@@ -261,7 +266,7 @@ def footnotes(rows: Sequence[Stats], lines: Sequence[str], width: int) -> Render
 
 
 def group_refusals(left_out: Mapping[str, str]) -> list[str]:
-    """Formats that cannot hold the tensor, a line for each reason."""
+    """Return one line per reason, listing the formats that do not support the tensor for that reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         why = reason.removeprefix(f"{name}: ").replace(f" of {name};", ";")

@@ -1,4 +1,4 @@
-"""Sensitivity of a model to the format of each weight."""
+"""Sensitivity of a model to the quantization of each weight."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSensitivity:
-    """Effect on a model of quantizing one weight alone.
+    """Effect on a model of quantizing one weight.
 
     Attributes:
-      layer, format: the name of the weight, and its format.
-      loss: with it; NaN if the model gives no single number.
-      change: of the loss, from that without it.
-      output_db: SQNR of all outputs; a loss is an output.
+      layer: name of the weight.
+      format: name of its format.
+      loss: loss with the quantized weight; NaN if the model does not return a single number.
+      change: loss minus the loss of the unquantized model.
+      output_db: SQNR over all outputs of the model, including a loss.
     """
 
     layer: str
@@ -46,16 +47,17 @@ class LayerSensitivity:
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity(Frame):
-    """Result of `sensitivity`: `rows`, the most harmful first, and the loss of the model as it is."""
+    """Result of `sensitivity`: rows ordered from the largest effect down, and the loss of the unquantized model."""
 
     loss: float
     rows: tuple[LayerSensitivity, ...]
 
     def records(self) -> list[dict[str, Any]]:
+        """Return one row per weight and format."""
         return [dict(vars(row)) for row in self.rows]
 
     def plot(self) -> Figure:
-        """Change of the loss, and SQNR of outputs, of each layer.
+        """Plot the change of the loss and the SQNR of the outputs for each row.
 
         Raises:
           ImportError: matplotlib is not installed.
@@ -74,30 +76,29 @@ def sensitivity(
     layers: Callable[[str], bool] | None = None,
     seed: int = 0,
 ) -> Sensitivity:
-    """Measures how the outputs of a model change when one weight is quantized and the others are not: a run for each.
+    """Measure how the outputs of a model change when a single weight is quantized, for each weight in turn.
 
     Args:
-      model: a `torch.nn.Module`, or, with `params`, a function `model(params, *batch)`, as of JAX. It gives a loss, or
-        any tree of arrays. Modules run as they are, in the mode that they are in, without gradients.
-      batch: arguments of the model: a tuple, or a dict of keywords; anything else is one argument.
-      formats: of the rowwise plane of a weight, or their names.
-      params: a pytree of JAX arrays. Arrays of two or more axes are weights.
-      layers: of names of weights, such as "blocks.0.up.weight", those to quantize; by default all of two or more axes
-        that the format can hold.
-      seed: of stochastic rounding.
+      model: a `torch.nn.Module`, or with `params` a function `model(params, *batch)`. It returns a loss or any tree of
+        arrays. Modules run in their current mode, without gradients.
+      batch: arguments of the model: a tuple, a dict of keyword arguments, or a single argument.
+      formats: formats of the rowwise plane of a weight, or their names.
+      params: a pytree of JAX arrays. Arrays with two or more axes are weights.
+      layers: predicate on names of weights, such as "blocks.0.up.weight"; by default all weights with two or more axes.
+      seed: seed of stochastic rounding.
 
     Returns:
-      A row for each weight and format, the largest change of the loss first, else the least SQNR. Weights that a
-      format cannot hold are left out.
+      A row per weight and format, ordered by the size of the change of the loss, then from the lowest SQNR up. Weights
+      are left out for formats that do not support their shape.
 
     Raises:
-      TypeError: `model` is neither.
-      ValueError: no weight is left; or a weight is sharded over processes, or is of a converted layer, which quantizes
-        it already.
+      TypeError: `model` is neither a module nor, with `params`, a function.
+      ValueError: no weight is left; or a weight is sharded over processes, or belongs to a converted layer, which
+        quantizes it already.
 
-    A weight is put back as it was before the next one, also where an error ends it. Arrays of JAX may be sharded over
-    the devices of one process, and go back as they were cut; models under FSDP2 are refused: give the model before it
-    is sharded.
+    Each weight is restored before the next one is quantized, even after an exception. JAX arrays may be sharded over
+    the devices of one process and keep their sharding. FSDP2 models are not supported: pass the model before it is
+    sharded.
 
     >>> w = {"up": np.float32([[448.0, 17.0]]), "down": np.float32([[1.0, 1.0]])}
     >>> found = sensitivity(lambda w, x: float((x @ w["up"].T).sum() + x.sum()), (np.ones((1, 2), np.float32),),
@@ -126,15 +127,15 @@ def sensitivity(
             )
     if not rows:
         raise ValueError(
-            f"sensitivity: no weight is left of {len(target.names())} that {', '.join(map(str, chosen))} can hold; "
-            "pass other formats, or layers that choose some"
+            f"sensitivity: none of {len(target.names())} weights fits {', '.join(map(str, chosen))}; pass other "
+            "formats, or another layers="
         )
     order = sorted(rows, key=lambda row: (-abs(row.change) if math.isfinite(row.change) else 0.0, row.output_db))
     return Sensitivity(loss=loss, rows=tuple(order))
 
 
 def _weight_values(weight: NDArray[Any], fmt: Format, seed: int) -> NDArray[np.float32] | None:
-    """The values that are stored of a weight; None if the format cannot hold it."""
+    """Quantize a weight and return its values, or None if the format does not support its shape."""
     whole = of_floats(as_float(weight, "sensitivity"))
     try:
         plane(fmt, matrix_shape(whole.shape), Usage.ROWWISE)
@@ -157,43 +158,45 @@ Outputs = list[NDArray[np.float64]]
 
 
 class Model(Protocol):
-    """A model with weights that can be replaced."""
+    """A model with replaceable weights."""
 
     def names(self) -> list[str]:
-        """Names of the weights of two or more axes."""
+        """Return the names of weights with two or more axes."""
 
     def weight(self, name: str) -> NDArray[Any]:
-        """The values of one."""
+        """Return the values of a weight."""
 
     def replaced(self, name: str, value: NDArray[np.float32]) -> contextlib.AbstractContextManager[None]:
-        """A context in which a weight has other values."""
+        """Replace the values of a weight within a context."""
 
     def run(self, batch: Any) -> Outputs:
-        """All outputs that are real numbers."""
+        """Run the model, and return its real-valued outputs."""
 
 
 def model_of(model: Any, params: Any, op: str) -> Model:
-    """A module, or a function and its parameters."""
+    """Wrap a torch module, or a function with its parameters."""
     if params is not None:
         if not callable(model):
-            raise TypeError(f"{op}: model ({quote(model)}) is not a function; with params pass model(params, *batch)")
+            raise TypeError(
+                f"{op}: model ({quote(model)}) is not a function; with params=, pass a function model(params, *batch)"
+            )
         return FunctionModel(model, params, op)
     for kind in type(model).__mro__:
         if kind.__module__.partition(".")[0] == "torch":
             made: Model = importlib.import_module("qshard.torch_bridge._numerics").OfModule(model, op)
             return made
-    raise TypeError(f"{op}: model ({quote(model)}) is not a torch.nn.Module; or pass a function, and its params=")
+    raise TypeError(f"{op}: model ({quote(model)}) is not a torch.nn.Module; pass one, or pass a function with params=")
 
 
 def call_with_batch(function: Callable[..., Any], batch: Any, *first: Any) -> Any:
-    """A function of a batch: of keywords, of several arguments, or of one."""
+    """Call a function with a batch: a dict of keyword arguments, a tuple of arguments, or a single argument."""
     if isinstance(batch, Mapping):
         return function(*first, **batch)
     return function(*first, *(batch if isinstance(batch, tuple) else (batch,)))
 
 
 def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The arrays of nested dicts, lists and tuples, with their paths."""
+    """Yield the leaves of nested dicts, lists and tuples with their paths."""
     if isinstance(tree, Mapping):
         items: Any = tree.items()
     elif isinstance(tree, list | tuple):
@@ -206,25 +209,27 @@ def leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 class FunctionModel:
-    """A function `model(params, *batch)`; parameters in dicts, lists and tuples of arrays."""
+    """A function `model(params, *batch)` with its parameters in nested dicts, lists and tuples."""
 
     def __init__(self, model: Callable[..., Any], params: Any, op: str):
         self._model, self._params, self._op = model, params, op
         found = dict(leaves(params))
         self._paths = {".".join(map(str, path)): path for path, leaf in found.items() if getattr(leaf, "ndim", 0) > 1}
         if not self._paths:
-            raise ValueError(f"{op}: params ({quote(params)}) has no array of two axes or more; pass dicts of them")
+            raise ValueError(
+                f"{op}: params ({quote(params)}) has no array with two or more axes; pass a pytree that has weights"
+            )
 
     def names(self) -> list[str]:
         return list(self._paths)
 
     def weight(self, name: str) -> NDArray[Any]:
-        return np.asarray(_at(self._params, self._paths[name]))
+        return np.asarray(_get_leaf(self._params, self._paths[name]))
 
     @contextlib.contextmanager
     def replaced(self, name: str, value: NDArray[np.float32]) -> Iterator[None]:
         before, path = self._params, self._paths[name]
-        self._params = _with(before, path, _like(_at(before, path), value))
+        self._params = _replace_leaf(before, path, _convert_like(_get_leaf(before, path), value))
         try:
             yield
         finally:
@@ -235,26 +240,26 @@ class FunctionModel:
         return [np.asarray(leaf, np.float64) for _, leaf in leaves(made)]
 
 
-def _at(tree: Any, path: tuple[Any, ...]) -> Any:
+def _get_leaf(tree: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         tree = tree[key]
     return tree
 
 
-def _with(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy with another leaf."""
+def _replace_leaf(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """Return a copy of a tree with one leaf replaced."""
     if not path:
         return value
     key, *rest = path
-    made = _with(tree[key], tuple(rest), value)
+    made = _replace_leaf(tree[key], tuple(rest), value)
     if isinstance(tree, Mapping):
         return type(tree)({**tree, key: made})  # type: ignore[call-arg]
     items = [made if i == key else each for i, each in enumerate(tree)]
     return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
 
 
-def _like(leaf: Any, value: NDArray[np.float32]) -> Any:
-    """Values as an array of the kind of a leaf: its dtype, and where JAX has it."""
+def _convert_like(leaf: Any, value: NDArray[np.float32]) -> Any:
+    """Convert values to an array with the type, dtype and, in JAX, the placement of a leaf."""
     made = value.astype(leaf.dtype)
     if type(leaf).__module__.partition(".")[0] in ("jax", "jaxlib"):
         return importlib.import_module("qshard.jax._numerics").placed_like(leaf, made)

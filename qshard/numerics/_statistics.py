@@ -1,4 +1,4 @@
-"""Statistics of the error that a format makes: of one format, of several, and of the share of outliers."""
+"""Statistics of quantization error: of one format, of several formats, and the share of outliers."""
 
 from __future__ import annotations
 
@@ -21,46 +21,48 @@ from qshard.numerics._reductions import LEAST, SIZE, Floats, Sums, as_float, exp
 
 
 class Note(enum.StrEnum):
-    """Why a row of statistics may not be what it seems."""
+    """A caveat of a row of statistics; `str` of a note is the text."""
 
-    EMPTY = "there is no error to measure: x has no elements"
-    ZEROS = "there is no error to measure: what counts is 0"
-    NOTHING_COUNTS = "there is no error to measure: no element is finite both in x and as stored"
-    NONFINITE_GIVEN = "SQNR and errors do not count elements that are infinite or NaN in x"
-    NONFINITE_MADE = "SQNR and errors do not count finite elements that became infinite or NaN"
-    BEYOND_FLOAT32 = "some of x is beyond float32, and was made 0 or infinite before it was measured"
+    EMPTY = "no error is measured: x has no elements"
+    ZEROS = "no error is measured: all elements that count are 0"
+    NOTHING_COUNTS = "no error is measured: no element is finite both in x and as stored"
+    NONFINITE_GIVEN = "SQNR and errors exclude elements that are infinite or NaN in x"
+    NONFINITE_MADE = "SQNR and errors exclude finite elements that became infinite or NaN"
+    BEYOND_FLOAT32 = "some of x is outside the range of float32, and became 0 or infinite before it was measured"
     ROTATED = "compared with the rotated tensor, not with x"
-    SCALES = "some scales are 0, infinite or NaN, and so not among the exponents"
+    SCALES = "some scales are 0, infinite or NaN, and have no exponent in the histogram"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Stats:
-    """What one plane of one format does to `x`, with `value` for what is stored.
+    """Statistics of the quantization of `x` to one plane; `value` stands for the dequantized elements.
 
-    SQNR and relative errors are over the elements that count, whose `x` and `value` are finite; shares are of all
-    elements. Where no element that counts is other than 0, there is no error to measure: SQNR and errors are NaN.
-    `notes` says what else is to be known before a row is compared with another.
+    SQNR and relative errors are over elements with finite `x` and `value`; shares refer to all elements. If no such
+    element is nonzero, SQNR and errors are NaN. Check `notes` before comparing rows.
 
     Attributes:
-      format, usage, shape: what was measured. A rotated plane is compared with the rotated tensor.
-      sqnr_db: signal to quantization noise, `10 * log10(sum(x**2) / sum((value - x)**2))`; infinity without noise.
-      max_relative_error: the largest `|value - x| / |x|` over `x != 0`. A zero that was made counts as 1.
-      mean_relative_error: the mean of the same.
+      format: format of the plane.
+      usage: usage of the plane.
+      shape: shape of `x`. A rotated plane is compared with the rotated tensor.
+      sqnr_db: signal to quantization noise ratio, `10 * log10(sum(x**2) / sum((value - x)**2))`; infinity without
+        noise.
+      max_relative_error: largest `|value - x| / |x|` over `x != 0`. An element that becomes 0 counts as 1.
+      mean_relative_error: mean of `|value - x| / |x|` over `x != 0`.
       zeros_made: share with `x != 0` and `value == 0`.
-      saturated: share that is too large for its scale, beyond what rounding explains: it is stored as the largest
-        element although `|x| > (max + step / 2) * scale`, where `step` is the distance to the element before `max`.
-        Infinities that are stored so are among them.
-      subnormal: share whose code is a subnormal of the element format, which has fewer significant bits.
-      counted: share with `x` and `value` finite. `counted + nonfinite_given + nonfinite_made = 1`.
-      nonfinite_given: share with `x` infinite or NaN.
-      nonfinite_made: share with `x` finite and `value` not, for example because a NaN shares its block.
-      worst_block_db: `sqnr_db` of the block that shares a scale and has the least; of the whole, where all shares one.
-      worst_block: its row and column in `scale_inv` as a matrix; None where no block has a signal.
-      beyond_float32: share that is finite and not 0 in what was given, but infinite or 0 in float32.
-      bits_per_element: of data and all scales.
-      scale_histogram: `floor(log2(scale))` -> number of blocks; `scale` is all that the elements of the block are
-        multiplied by. A scale of 0, infinity or NaN has no exponent and is left out.
-      error_by_exponent: `floor(log2(|x|))` -> mean relative error of the elements of that size.
+      saturated: share that is too large for its scale: `|x| > (max + step / 2) * scale`, where `step` is the distance
+        from `max` to the next smaller element. These elements, infinities included, are stored as the largest element
+        with an error that rounding does not explain.
+      subnormal: share stored as a subnormal of the element format, with fewer significant bits.
+      counted: share with finite `x` and `value`. `counted + nonfinite_given + nonfinite_made = 1`.
+      nonfinite_given: share with infinite or NaN `x`.
+      nonfinite_made: share with finite `x` and non-finite `value`, for example because a NaN shares the block.
+      worst_block_db: lowest `sqnr_db` of a block; for one scale per tensor, `sqnr_db` of the tensor.
+      worst_block: row and column of this block in `scale_inv` as a matrix; None if no block has a signal.
+      beyond_float32: share that is finite and nonzero in the input, but infinite or 0 in float32.
+      bits_per_element: bits of data and all scales, divided by the number of elements.
+      scale_histogram: `floor(log2(scale))` -> number of blocks. `scale` is the full decode scale of a block. Scales
+        that are 0, infinite or NaN are left out.
+      error_by_exponent: `floor(log2(|x|))` -> mean relative error of the elements with this exponent.
     """
 
     format: Format
@@ -82,9 +84,18 @@ class Stats:
     scale_histogram: Mapping[int, int]
     error_by_exponent: Mapping[int, float]
 
+    def __repr__(self) -> str:
+        """Return the main statistics in one line. Shares of 0 are left out; `notes` is their number."""
+        numbers = {"sqnr_db": self.sqnr_db, "mean_relative_error": self.mean_relative_error}
+        numbers |= {name: share for name in ("zeros_made", "saturated") if (share := getattr(self, name))}
+        shown: dict[str, Any] = {"format": self.format} | ({} if self.usage is Usage.ROWWISE else {"usage": self.usage})
+        shown |= {"shape": self.shape} | {name: f"{value:.4g}" for name, value in numbers.items()}
+        shown |= {"notes": len(self.notes)} if self.notes else {}
+        return f"Stats({', '.join(f'{name}={value}' for name, value in shown.items())})"
+
     @property
     def notes(self) -> tuple[Note, ...]:
-        """What a reader must know before this row is compared with another: in words, `str` of each.
+        """Caveats to know before comparing this row with another.
 
         >>> from qshard.formats import FP8_E4M3
         >>> for note in stats([math.inf, 1.0], FP8_E4M3).notes:
@@ -107,35 +118,38 @@ class Stats:
 
 
 def stats(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: int = 0) -> Stats:
-    """Quantize `x` and measure what it costs. `Stats` has the formulas.
+    """Quantize `x` and measure the error. `Stats` has the formulas.
 
     Args:
-      x: `[*lead, K]`, an array of NumPy, JAX or PyTorch on any device, whatever has DLPack, or nested lists. All but
-        bfloat16 and float16 is rounded to float32 first, and is compared as such.
+      x: `[*lead, K]`: an array of NumPy, of JAX or PyTorch on any device, any object with DLPack, or nested lists.
+        Dtypes other than bfloat16 and float16 are rounded to float32 first, and compared with the rounded values.
       fmt: the format, or its name.
       usage: `ROWWISE` or `COLUMNWISE`.
-      seed: of stochastic rounding, 64 bits.
+      seed: seed of stochastic rounding, 64 bits.
 
     Returns:
-      The statistics: the same for any number of threads, of which there are `qshard.num_threads()`. Beside `x` they
-      take at most about 2.5 times its memory.
+      The statistics. They do not depend on the number of threads (`qshard.num_threads()`). Peak memory, beyond
+      `x`, is about 2.5 times the size of `x`.
 
     Raises:
-      TypeError: `x` does not hold real numbers.
-      ValueError: `fmt` has no such plane of `x`, or `usage` is not one plane; or `x` is cut as said below.
+      TypeError: `x` does not have real numbers.
+      ValueError: `fmt` does not support the shape of `x`; `usage` is not one plane; or a shard boundary splits a block
+        of a format that does not allow it.
 
-    Sharded arrays of JAX, and torch's DTensor, as of FSDP2: each process measures what it holds, on the host, and
-    amaxes, sums and counts are reduced; no element travels to another process. Every process that has a part calls it,
-    with the same arguments, and has the result. Counts, scales and maxima are those of the whole array, and sums are
-    added in another order, in float64. Cuts may be anywhere, but not within blocks of formats whose scale depends on
-    more than amaxes: four over six, and a rotated plane.
+    Sharded JAX arrays and torch DTensors, such as FSDP2 parameters: each process measures its local shards on the host,
+    and amaxes, sums and counts are reduced. No elements are communicated. Every process with a shard must call `stats`
+    with the same arguments, and each gets the result. Counts, scales and maxima are exact for the whole array; sums are
+    added in a different order, in float64. Shard boundaries may split blocks, except with four over six and in rotated
+    planes: their block scales depend on more than amaxes.
 
     >>> from qshard.formats import FP8_E4M3
-    >>> s = stats([448.0, 1.0, 17.0, 0.0009], FP8_E4M3)  # the scale is 1: 17 becomes 16, and 0.0009 becomes 0
+    >>> s = stats([448.0, 1.0, 17.0, 0.0009], FP8_E4M3)  # the scale is 1: 17 is rounded to 16, and 0.0009 to 0
+    >>> s
+    Stats(format=FP8_E4M3, shape=(4,), sqnr_db=53.03, mean_relative_error=0.2647, zeros_made=0.25)
     >>> s.zeros_made, s.max_relative_error, round(s.sqnr_db, 2), s.scale_histogram
     (0.25, 1.0, 53.03, {0: 1})
 
-    Sources: those of each format are in `qshard.formats`.
+    Sources: see `qshard.formats` for each format.
     """
     return measure(whole_of(x, "stats"), [as_format(fmt, "stats")], usage, seed, False, "stats")[0]
 
@@ -148,19 +162,25 @@ def compare(
     seed: int = 0,
     progress: bool | None = None,
 ) -> list[Stats]:
-    """`stats` of several formats.
+    """Measure several formats, as `stats` does for one.
 
     Args:
-      x, usage, seed: as for `stats`.
-      formats: in this order, each itself or its name; by default, every format of `qshard.formats.FORMATS` that can
-        hold `x`.
-      progress: whether to show how far it is. By default, if it takes seconds and someone is there to see it: on a
-        terminal, and in Jupyter with ipywidgets, if rich is installed.
+      x: as for `stats`.
+      formats: formats or their names; by default every format of `qshard.formats.FORMATS` that supports the shape of
+        `x`.
+      usage: `ROWWISE` or `COLUMNWISE`.
+      seed: seed of stochastic rounding, 64 bits.
+      progress: whether to show progress. By default it is shown for work of more than a second, if rich is installed,
+        in a terminal or in Jupyter with ipywidgets.
+
+    Returns:
+      Statistics in the order of `formats`.
 
     Raises:
-      TypeError, ValueError: as for `stats`, for formats that were asked for.
+      TypeError: as for `stats`.
+      ValueError: as for `stats`, for formats that were passed.
 
-    Sharded arrays: as for `stats`.
+    Sharded arrays are supported as in `stats`.
 
     >>> [f"{s.format}: {s.bits_per_element}" for s in compare(np.ones((16, 48)), ["FP8_E4M3", "NVFP4"])]
     ['FP8_E4M3: 8.041666666666666', 'NVFP4: 4.541666666666667']
@@ -171,8 +191,8 @@ def compare(
 
 
 def measure(x: Whole, formats: list[Format], usage: Usage, seed: int, progress: bool | None, op: str) -> list[Stats]:
-    """`compare` of a `Whole`."""
-    for fmt in formats:  # Before any is measured.
+    """Implement `compare` for a `Whole`."""
+    for fmt in formats:  # check all formats before measuring any
         check_shards(plane(fmt, x.shape, usage, op=op), x, op)
     with progress_of(progress, [str(fmt) for fmt in formats], x.size, op) as advance:
         return [stats_of(x, fmt, usage, seed, op, advance) for fmt in formats]
@@ -180,14 +200,14 @@ def measure(x: Whole, formats: list[Format], usage: Usage, seed: int, progress: 
 
 @np.errstate(all="ignore")
 def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]) -> Stats:
-    """`stats`, which tells `advance` how many elements of this process are done."""
-    from qshard.numerics._pieces import compare_shards  # The package can be imported without the extension.
+    """Implement `stats`, and call `advance` with the number of newly processed local elements."""
+    from qshard.numerics._pieces import compare_shards  # late: it needs the extension
 
     whole = whole_of(x, op)
     own, own_scales = Sums(), Counter[int]()
     for piece in compare_shards(whole, fmt, usage, seed, op):
         own += piece.sums(advance)
-        own_scales.update(exponent_counts(piece.begun))
+        own_scales.update(exponent_counts(piece.starting_scales))
     total, scales, beyond = Sums(), Counter[int](), 0
     for part, part_scales, part_beyond in whole.gathered((own, own_scales, whole.beyond)):
         total += part
@@ -225,15 +245,15 @@ def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, a
 
 
 def decibels(signal: float, noise: float) -> float:
-    """SQNR: NaN without a signal, infinity without noise."""
+    """Return `10 * log10(signal / noise)`: NaN without a signal, infinity without noise."""
     if not signal:
         return math.nan
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
 def fitting(x: Whole, usage: Usage, op: str) -> tuple[list[Format], dict[str, str]]:
-    """The formats that can hold this plane, and by name why the others cannot."""
-    plane(FORMATS["FP8_E4M3"], x.shape, usage, op=op)  # It holds any shape, so this raises if `usage` is not one plane.
+    """Return the formats that support a plane of `x`, and the reason for each format that does not, by name."""
+    plane(FORMATS["FP8_E4M3"], x.shape, usage, op=op)  # supports every shape, so it raises only for a bad usage
     left_out = {}
     for name, fmt in FORMATS.items():
         try:
@@ -244,22 +264,22 @@ def fitting(x: Whole, usage: Usage, op: str) -> tuple[list[Format], dict[str, st
 
 
 FAR = 6.0
-"""Times the root mean square. Of a Gaussian, 2 elements of 10**9 lie beyond."""
+"""Limit for outliers, in root mean squares. In a Gaussian, 2 of 10**9 elements are beyond it."""
 
 
 def outlier_share(x: Any) -> float:
-    """The share of elements with `|x| > 6 * sqrt(mean(x**2))`, of those that are finite.
+    """Compute the share of elements with `|x| > 6 * sqrt(mean(x**2))`. The mean is over finite elements.
 
     Args:
       x: as for `stats`.
 
     Returns:
-      The share of all elements; 0 of none.
+      The share of all elements; 0 for an empty array.
 
     Raises:
-      TypeError: `x` does not hold real numbers.
+      TypeError: `x` does not have real numbers.
 
-    Sharded arrays: as for `stats`.
+    Pass an array that this process has in full.
 
     >>> outlier_share([1.0] * 99 + [1000.0])
     0.01
@@ -275,7 +295,7 @@ def outlier_share(x: Any) -> float:
 
 
 def _parts(flat: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
-    """The finite elements, in runs that fit in cache."""
+    """Yield the finite elements in cache-sized runs."""
     for first in range(0, flat.size, SIZE):
         part = flat[first : first + SIZE].astype(np.float64)
         finite = np.isfinite(part)

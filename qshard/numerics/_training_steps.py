@@ -1,4 +1,4 @@
-"""Statistics of a step of training, a row for each layer and role, and the log that a run keeps of them."""
+"""Statistics of a training step, with a row per layer and role, and the log of a run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 
 
 class StepSums(NamedTuple):
-    """Sums over one tensor of a step, or over a part of it: arrays without axes, on the device of the tensor.
+    """Sums over a tensor of a step, or over a part of it: 0-d arrays on the device of the tensor.
 
     Attributes:
-      amax: the largest finite magnitude.
-      signal, noise: sums of `(x / amax)**2` and `((value - x) / amax)**2`, where both are finite.
-      scale_low, scale_high: least and largest scale of the elements other than 0; infinity and 0 without any.
-      zeros_made, subnormal, saturated, nonfinite_given, nonfinite_made: numbers of elements, as `Stats` has them.
+      amax: largest finite magnitude.
+      signal: sum of `(x / amax)**2` over elements that are finite and stored as finite.
+      noise: sum of `((value - x) / amax)**2` over the same elements.
+      scale_low: smallest scale of nonzero elements; infinity if there are none.
+      scale_high: largest scale of nonzero elements; 0 if there are none.
+      zeros_made: number of nonzero elements stored as 0.
+      subnormal: number of elements stored as a subnormal.
+      saturated: number of saturated elements.
+      nonfinite_given: number of elements that are not finite.
+      nonfinite_made: number of finite elements stored as infinity or NaN.
     """
 
     amax: Any
@@ -45,14 +51,20 @@ COUNTS = StepSums._fields[5:]
 
 
 def step_sums(xp: Any, x: Any, value: Any, scale: Any, element: ElementFormat, count: Callable[[Any], Any]) -> StepSums:
-    """The sums over a tensor that is not empty: written once, over `xp`.
+    """Compute the sums over a nonempty tensor, in both front ends.
 
-    They are in float32, of elements divided by the largest, so that no square of a small gradient is lost.
+    Sums are in float32 over elements divided by the amax, so that squares of small gradients do not underflow.
 
     Args:
-      xp: the module of array functions, `torch` or `jax.numpy`.
-      x, value, scale: float32, of one shape: the tensor, its stored values, and the scale of each element.
-      count: how many of a mask are true.
+      xp: array namespace: `torch` or `jax.numpy`.
+      x: float32 tensor.
+      value: quantized values of `x`, float32 of the same shape.
+      scale: scale of each element, float32 of the same shape.
+      element: element format.
+      count: function that counts the true elements of a mask.
+
+    Returns:
+      The sums, as 0-d arrays.
     """
     size, given, made = xp.abs(x), xp.isfinite(x), xp.isfinite(value)
     counted, nonzero = given & made, x != 0
@@ -77,7 +89,7 @@ def step_sums(xp: Any, x: Any, value: Any, scale: Any, element: ElementFormat, c
 
 @dataclass
 class Totals:
-    """`StepSums` of several calls or parts added up, on the host. Sums of squares are of `x` itself."""
+    """`StepSums` of several calls or parts, added up on the host. Sums of squares are in units of `x` itself."""
 
     amax: float = 0.0
     signal: float = 0.0
@@ -101,21 +113,25 @@ class Totals:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStats:
-    """What a step did to one tensor of one layer, in the plane that the forward product, or `dy @ w`, reads.
+    """Statistics of one tensor of one layer in one step, for the plane that the forward product or `dy @ w` reads.
 
-    Shares are of all elements of all calls and ranks. SQNR is over the elements that are finite, also as stored.
+    Shares refer to all elements of all calls and ranks. SQNR is over elements that are finite and stored as finite.
 
     Attributes:
-      layer, role, format: whose tensor, which of its three, and in what it is stored.
-      calls: of the layer, on all ranks together; of a weight 1 for each rank with a part.
-      elements: of all calls.
-      amax: the largest finite magnitude.
+      layer: name of the layer.
+      role: role of the tensor.
+      format: name of its format.
+      calls: number of calls of the layer on all ranks. For a weight, the number of ranks that have a part of it.
+      elements: number of elements over all calls.
+      amax: largest finite magnitude.
       sqnr_db: `10 * log10(sum(x**2) / sum((value - x)**2))`; infinity without noise, NaN without a signal.
-      zeros_made: share with `x != 0` that is stored as 0: underflow.
-      subnormal: share that is stored as a subnormal of the element format.
-      saturated: share beyond the largest element, more than rounding explains.
-      nonfinite_given, nonfinite_made: share that was infinite or NaN; that became so.
-      scale_low, scale_high: the range of what codes of elements other than 0 are multiplied by; NaN of none.
+      zeros_made: share of elements with `x != 0` stored as 0 (underflow).
+      subnormal: share stored as a subnormal of the element format.
+      saturated: share beyond the largest element by more than rounding explains.
+      nonfinite_given: share that is infinite or NaN in `x`.
+      nonfinite_made: share that is finite in `x` and stored as infinity or NaN.
+      scale_low: smallest scale of nonzero elements; NaN if there are none.
+      scale_high: largest scale of nonzero elements; NaN if there are none.
     """
 
     layer: str
@@ -138,7 +154,7 @@ NUMBERS = tuple(field.name for field in fields(LayerStats))[3:]
 
 
 def layer_stats(layer: str, role: Role, fmt: Format, total: Totals) -> LayerStats:
-    """The row of one tensor."""
+    """Compute the row of one tensor."""
 
     def share(count: int) -> float:
         return count / total.elements if total.elements else 0.0
@@ -165,6 +181,9 @@ def layer_stats(layer: str, role: Role, fmt: Format, total: Totals) -> LayerStat
 class StepStats(Frame):
     """The rows of a step.
 
+    Attributes:
+      rows: statistics, one row per tensor.
+
     >>> from qshard.formats import FP8_E4M3
     >>> row = layer_stats("up", Role.WEIGHT, FP8_E4M3, Totals(amax=2.0, signal=4.0, noise=0.04, elements=8, calls=1))
     >>> step = StepStats((row,))
@@ -175,10 +194,10 @@ class StepStats(Frame):
     rows: tuple[LayerStats, ...]
 
     def of(self, layer: str, role: Role) -> LayerStats:
-        """The row of one tensor.
+        """Return the row of one tensor.
 
         Raises:
-          KeyError: there is none.
+          KeyError: `rows` does not have it.
         """
         for row in self.rows:
             if (row.layer, row.role) == (layer, role):
@@ -186,10 +205,11 @@ class StepStats(Frame):
         raise KeyError(f"no {role.value} of {layer!r} among {len(self.rows)} rows")
 
     def records(self) -> list[dict[str, Any]]:
+        """Return one row per tensor, with the role as a string."""
         return [{**vars(row), "role": row.role.value} for row in self.rows]
 
     def plot(self) -> Figure:
-        """SQNR, and the shares that were made 0 and saturated, of each tensor.
+        """Plot the SQNR, and the shares that became 0 and that saturated, for each tensor.
 
         Raises:
           ImportError: matplotlib is not installed.
@@ -205,22 +225,37 @@ class StepStats(Frame):
 
 @dataclass(frozen=True)
 class Log(Frame):
-    """A log that `read_log` has read. `records` has a dict for each step and tensor, as `write_log` wrote it."""
+    """A log that `read_log` has parsed, with a record per step and tensor.
+
+    Attributes:
+      given: the records, as `write_log` wrote them.
+    """
 
     given: tuple[Mapping[str, Any], ...]
 
     def records(self) -> list[dict[str, Any]]:
+        """Return a copy of the records."""
         return [dict(record) for record in self.given]
 
     @property
     def layers(self) -> tuple[str, ...]:
+        """Names of the layers, in order of appearance."""
         return tuple(dict.fromkeys(record["layer"] for record in self.given))
 
     def series(self, name: str, layer: str, role: Role | str, **where: Any) -> dict[int, float]:
-        """Step -> one number of one tensor; `where` chooses among runs in one file, such as `run="fp8"`.
+        """Return one statistic of one tensor as a mapping from step to value.
+
+        Args:
+          name: name of the statistic, such as "amax".
+          layer: name of the layer.
+          role: role of the tensor.
+          **where: values that other fields must have, such as `run="fp8"` to select a run.
+
+        Returns:
+          Step -> value.
 
         Raises:
-          KeyError: no record has that tensor, or that name.
+          KeyError: no record matches, or the records do not have that statistic.
         """
         wanted = {"layer": layer, "role": Role(role).value, **where}
         found = [record for record in self.given if all(record.get(key) == value for key, value in wanted.items())]
@@ -229,25 +264,34 @@ class Log(Frame):
         return {record["step"]: record[name] for record in found}
 
     def plot(self, name: str = "amax", role: Role | str = Role.GRADIENT, **where: Any) -> Figure:
-        """One number of one role over steps, a line for each layer.
+        """Plot one statistic of one role over steps, with a line per layer.
+
+        Args:
+          name: name of the statistic.
+          role: role of the tensors.
+          **where: values that other fields must have, such as `run="fp8"`.
+
+        Returns:
+          The figure.
 
         Raises:
           ImportError: matplotlib is not installed.
+          KeyError: as for `series`.
         """
         lines = {layer: self.series(name, layer, role, **where) for layer in self.layers}
         return line_chart(lines, f"{name}, {Role(role).value}", "step")
 
 
 def write_log(file: IO[str], step: int, seen: StepStats, **more: Any) -> None:
-    """Writes a step to a log: a line of JSON for each row.
+    """Append the statistics of a step to a log: a line of JSON per row.
 
     Args:
-      file: open for writing text.
-      step: its number.
-      seen: from `numerics_of` of a front end.
-      more: what each line has too, such as `loss=` and `run=`.
+      file: file opened for writing text.
+      step: number of the step.
+      seen: statistics from `numerics_of` of a front end.
+      **more: additional fields of each line, such as `loss=` and `run=`.
 
-    A number that is not finite, which JSON does not have, is written as "nan", "inf" or "-inf".
+    JSON has no non-finite numbers, so they are written as the strings "nan", "inf" and "-inf".
 
     >>> import io
     >>> from qshard.formats import FP8_E4M3
@@ -264,13 +308,16 @@ def write_log(file: IO[str], step: int, seen: StepStats, **more: Any) -> None:
 
 
 def read_log(path: str | Path | Iterable[str]) -> Log:
-    """What `write_log`, or `--log-numerics` of the examples, has written.
+    """Read a log that `write_log`, or `--log-numerics` of an example, has written.
 
     Args:
-      path: of the file, or its lines. Its last line may be cut short, as a run that was stopped leaves it.
+      path: path of the file, or its lines. The last line may be truncated, as a stopped run leaves it.
+
+    Returns:
+      The log.
 
     Raises:
-      ValueError: a line is not such a record.
+      ValueError: a line is not a record of a log.
 
     >>> line = '{"step": 0, "loss": 0.5, "layer": "up", "role": "weight", "amax": 2.0, "sqnr_db": "inf"}'
     >>> read_log([line]).series("sqnr_db", "up", "weight")
@@ -282,12 +329,13 @@ def read_log(path: str | Path | Iterable[str]) -> Log:
         try:
             record = json.loads(line)
             if not isinstance(record, dict) or not {"step", "layer", "role"} <= record.keys():
-                raise ValueError("it has no step, layer and role")
+                raise ValueError("it lacks step, layer or role")
         except ValueError as error:
             if i == len(lines) - 1 and not line.endswith("\n"):
                 break
             raise ValueError(
-                f"read_log: line {i + 1} ({line[:40]!r}) is not a record: {error}; pass a file of --log-numerics"
+                f"read_log: line {i + 1} ({line[:40]!r}) is not a record: {error}; pass a file written with "
+                "--log-numerics"
             ) from None
         found.append({name: float(value) if name in NUMBERS else value for name, value in record.items()})
     return Log(tuple(found))

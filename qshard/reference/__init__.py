@@ -1,7 +1,7 @@
-"""The oracle: every format in NumPy, one fp32 rounding an operation, written to be read and not to be fast.
+"""Reference implementation of every format in NumPy: one fp32 rounding per operation, written for clarity, not speed.
 
-It shares no code with the kernels. NUMERICS.md has the same formulas in words. A result that is NaN is the canonical
-quiet one (fp32 0x7FC00000), so that results may be compared as bytes.
+It shares no code with the kernels and is the oracle of the tests. NUMERICS.md has the same formulas in words. NaN
+results are the canonical quiet NaN (fp32 0x7FC00000), so results can be compared as bytes.
 """
 
 from qshard.reference._elements import decode, encode, encode_stochastic, pack, unpack

@@ -1,4 +1,4 @@
-"""SwiGLU and RMSNorm, bit for bit as the kernels have them: fp32, in one order."""
+"""SwiGLU and RMSNorm with the bits of the kernels: fp32, in a fixed order of operations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from qshard.reference._elements import Float32
 
 SUM_LANES, LANES_OF_THREAD, LANES_OF_WARP = 1024, 8, 256
-"""Partial sums of a row, and how many of them are added first, and next."""
+"""Partial sums of a row, and the sizes of the first two groups that are added."""
 SUM_ROWS, ROW_LANES = 16, 16
-"""Rows of a part of a sum over rows, and partial sums of parts."""
+"""Rows in a part of a sum over rows, and partial sums of parts."""
 
 ONE = np.float32(1)
 _LEAST, _MOST = np.float32(-87), np.float32(80)
@@ -23,10 +23,10 @@ _POLYNOMIAL = [
 
 
 def fma(a: Float32 | np.float32, b: Float32 | np.float32, c: Float32 | np.float32) -> Float32:
-    """`a * b + c`, rounded once.
+    """Compute `a * b + c` with one rounding.
 
-    The product is exact in fp64. So is its sum with c but for a rest, of which the last bit of the sum is told, so that
-    rounding to fp32 sees on which side of a tie it is.
+    The product is exact in fp64. The fp64 sum is rounded to odd: if it is inexact, its last bit is set, so the final
+    rounding to fp32 resolves ties in the direction of the exact sum.
 
     >>> a, c = np.float32(1 + 2**-12), np.float32(2**-30)
     >>> bool(fma(a, a, c) == a * a), bool(fma(a, a, np.float32(0)) == a * a)
@@ -37,7 +37,7 @@ def fma(a: Float32 | np.float32, b: Float32 | np.float32, c: Float32 | np.float3
     back = total - product
     rest = (product - (total - back)) + (other - back)
     bits = np.ascontiguousarray(total).view(np.int64)
-    # Towards the rest, away from zero or to it, where the last bit is not set and something is left.
+    # If the sum is inexact and its last bit is 0, step toward the exact sum, which sets the bit.
     step = np.where((rest > 0) == (total > 0), 1, -1)
     odd = bits + np.where((bits & 1 == 0) & (rest != 0) & np.isfinite(total), step, 0)
     result: Float32 = odd.view(np.float64).reshape(total.shape).astype(np.float32)
@@ -45,9 +45,9 @@ def fma(a: Float32 | np.float32, b: Float32 | np.float32, c: Float32 | np.float3
 
 
 def exp_in_parts(y: Float32, *, rest: bool) -> tuple[Float32, NDArray[np.int32]]:
-    """e^y as 2^f, of a polynomial, and n in the place of an exponent, of 2^n.
+    """Compute e^y as 2^f * 2^n: return 2^f from a polynomial, and n shifted into the exponent field as int32.
 
-    With `rest`, f has what fp32 lacks of log2(e); without it, e^y is off by up to 20 units in the last place.
+    With `rest`, f includes the part of log2(e) that fp32 lacks. Without it, e^y is off by up to 20 ulp.
     """
     shifted = fma(y, _LOG2E, _INTEGER)
     f = fma(y, _LOG2E, -(shifted - _INTEGER))
@@ -60,7 +60,7 @@ def exp_in_parts(y: Float32, *, rest: bool) -> tuple[Float32, NDArray[np.int32]]
 
 
 def sigmoid(x: Float32) -> Float32:
-    """1 / (1 + e^-x), off by 3.31 units in the last place at most."""
+    """Compute 1 / (1 + e^-x) with an error of at most 3.31 ulp."""
     y = np.where(x < _LEAST, _LEAST, np.where(x > _MOST, _MOST, x))
     fraction, power = exp_in_parts(-y, rest=True)
     e = (fraction.view(np.int32) + power).view(np.float32)
@@ -69,19 +69,19 @@ def sigmoid(x: Float32) -> Float32:
 
 
 def swiglu(gate: Float32, up: Float32) -> Float32:
-    """silu(gate) * up, in fp32."""
+    """Compute silu(gate) * up in fp32."""
     result: Float32 = gate * sigmoid(gate) * up
     return result
 
 
 def swiglu_grad(gate: Float32, up: Float32, grad: Float32) -> tuple[Float32, Float32]:
-    """The gradients of gate and up, of that of `swiglu`, in fp32."""
+    """Compute the gradients of gate and up in fp32, given the gradient of `swiglu(gate, up)`."""
     s = sigmoid(gate)
     return grad * up * (s * fma(gate, ONE - s, ONE)), grad * (gate * s)
 
 
 def row_sum(a: Float32, b: Float32) -> Float32:
-    """The sum of `a * b` over the last axis of matrices `[M, K]`, as threads add: in lanes, then in halves."""
+    """Sum `a * b` over the last axis of matrices `[M, K]` in the order of the kernels: in lanes, then in halves."""
     rows, columns = a.shape
     lanes = np.zeros((rows, SUM_LANES), np.float32)
     for begin in range(0, columns, SUM_LANES):
@@ -92,7 +92,7 @@ def row_sum(a: Float32, b: Float32) -> Float32:
 
 
 def rms_norm(x: Float32, weight: Float32, eps: float) -> tuple[Float32, Float32]:
-    """`x * rstd * weight` of rows, in fp32, and rstd, 1 / sqrt(mean(x^2) + eps)."""
+    """Compute `x * rstd * weight` per row in fp32, with rstd = 1 / sqrt(mean(x^2) + eps). Returns both."""
     mean = row_sum(x, x) / np.float32(x.shape[1])
     rstd = ONE / np.sqrt(mean + np.float32(eps))
     return x * rstd[:, None] * weight, rstd
@@ -101,7 +101,7 @@ def rms_norm(x: Float32, weight: Float32, eps: float) -> tuple[Float32, Float32]
 def rms_norm_grad(
     x: Float32, weight: Float32, rstd: Float32, grad: Float32
 ) -> tuple[Float32, Float32, NDArray[np.float32]]:
-    """The gradients of x and weight, of that of `rms_norm`, in fp32; that of the weight also in parts."""
+    """Compute the gradients of x and weight in fp32, and the partial sums of the weight gradient."""
     hat, rows = x * rstd[:, None], x.shape[0]
     along = row_sum(grad * weight, hat) / np.float32(x.shape[1])
     dx = rstd[:, None] * (grad * weight - hat * along[:, None])
@@ -115,7 +115,7 @@ def rms_norm_grad(
 
 
 def halves(x: Float32) -> Float32:
-    """The sum over the last axis, of a power of two: its upper half is added to its lower."""
+    """Sum over the last axis, of a power-of-two length, by repeatedly adding its upper half to its lower half."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]

@@ -1,4 +1,4 @@
-"""Adam: the step that the kernels take, bit for bit."""
+"""Adam and its quantized states, with the bits of the kernels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from qshard.reference._elements import Float32, decode, encode
 from qshard.reference._scales import block_amax, largest_power, per_element, scale_to
 
 Decay = str
-"""What weight decay is added to: "coupled", the gradient; "decoupled", the update, as in AdamW; "none", nothing."""
+"""Weight decay: "coupled" adds to the gradient, "decoupled" to the update (AdamW), "none" to neither."""
 
 
 class AdamConstants(NamedTuple):
-    """What a step needs to know of a tensor, each number rounded once. In the order of `ops.adam_constants`."""
+    """Constants of a step, each rounded once to fp32, in the order of `ops.adam_constants`."""
 
     lr: np.float32
     eps: np.float32
@@ -34,7 +34,7 @@ class AdamConstants(NamedTuple):
 
 
 def _power(base: float, exponent: int) -> float:
-    """By squaring. Any `pow` would do but for its last bits, which libraries do not agree on."""
+    """Compute a power by squaring. Libraries disagree on the last bits of `pow`."""
     result = 1.0
     while exponent:
         if exponent & 1:
@@ -52,7 +52,10 @@ def adam_constants(
     decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> AdamConstants:
-    """The constants of step number `step`, counted from 1. Betas go in as two floats each, and come out of fp64."""
+    """Compute the constants of step number `step`, counted from 1.
+
+    Each beta is split into two float32 terms, as the op takes it, and the constants are derived from their sum in fp64.
+    """
     derived: list[np.float32] = []
     for beta in betas:
         high = np.float32(beta)
@@ -65,7 +68,7 @@ def adam_constants(
 def adam_update(
     c: AdamConstants, p: Float32, g: Float32, m: Float32, v: Float32, decay: Decay = "none"
 ) -> tuple[Float32, Float32, Float32]:
-    """What is to be subtracted from `p`, and the new `m` and `v`. Every operation rounds to fp32, in this order."""
+    """Return the value to subtract from `p`, and the new `m` and `v`. Every operation rounds to fp32, in this order."""
     g = g * c.grad_scale
     if decay == "coupled":
         g = g + c.decay * p
@@ -79,22 +82,22 @@ def adam_update(
 
 @np.errstate(all="ignore")
 def narrow(x: Float32, dtype: str) -> NDArray[np.generic]:
-    """`x` in "float32", "bfloat16" or "float16", nearest even, NaN canonical."""
+    """Round `x` to "float32", "bfloat16" or "float16": nearest even, canonical NaN."""
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     return np.where(np.isnan(x), np.array(np.nan, kind), x.astype(kind))
 
 
 @np.errstate(all="ignore")
 def encode_state(x: Float32, dtype: str, *, positive: bool = False) -> tuple[NDArray[np.generic], Float32 | None]:
-    """A state `[*lead, cols]` as it is stored, and the scales `[*lead, ceil(cols / 128)]` of one in float16 or FP8.
+    """Quantize an optimizer state `[*lead, cols]`. Return its data and, for float16 and FP8, its decode scales.
 
-    The scale of a block is the largest power of two that does not take its amax beyond what the dtype holds. A block of
-    zeros, or with an infinite value or NaN, has scale 1.
+    The scale of a block is the largest power of two that keeps its amax within the range of the dtype. Blocks of zeros,
+    and blocks with an infinity or NaN, have scale 1. Scales have shape `[*lead, ceil(cols / 128)]`.
 
     Args:
       x: float32.
-      dtype: "float32", "bfloat16", "float16", "float8_e4m3fn" or "float8_e5m2". Codes of FP8 come as uint8.
-      positive: whether what is not 0 gets the smallest code rather than that of 0: for second moments.
+      dtype: "float32", "bfloat16", "float16", "float8_e4m3fn" or "float8_e5m2". FP8 codes are returned as uint8.
+      positive: for second moments: round positive values that would become 0 up to the smallest code.
 
     >>> data, scale_inv = encode_state(np.float32([[1.0, 0.3]]), "float8_e4m3fn")
     >>> data, scale_inv
@@ -115,7 +118,7 @@ def encode_state(x: Float32, dtype: str, *, positive: bool = False) -> tuple[NDA
 
 @np.errstate(all="ignore")
 def decode_state(data: NDArray[np.generic], dtype: str, scale_inv: Float32 | None = None) -> Float32:
-    """The values of what `encode_state` made. Exact, but for scales so small that values are subnormal."""
+    """Dequantize the result of `encode_state`. Exact unless scales are so small that values are subnormal."""
     if scale_inv is None:
         return data.astype(np.float32)
     values = data.astype(np.float32) if dtype == "float16" else decode(data, ELEMENTS[dtype])
@@ -123,7 +126,7 @@ def decode_state(data: NDArray[np.generic], dtype: str, scale_inv: Float32 | Non
 
 
 def split_float32(x: Float32) -> tuple[NDArray[np.generic], NDArray[np.int16]]:
-    """A bfloat16 and 16 bits more, which together are `x`: the nearest bfloat16, a tie going away from zero.
+    """Split a float32 into a bfloat16 and 16 more bits. The bfloat16 is the nearest; ties round away from zero.
 
     >>> upper, lower = split_float32(np.float32([1.0, 1.01]))
     >>> upper.astype(np.float32), join_float32(upper, lower)
@@ -135,7 +138,7 @@ def split_float32(x: Float32) -> tuple[NDArray[np.generic], NDArray[np.int16]]:
 
 
 def join_float32(upper: NDArray[np.generic], lower: NDArray[np.int16]) -> Float32:
-    """The inverse: a remainder from 0x8000 on says that the upper half was rounded up."""
+    """Invert `split_float32`. A lower half of 0x8000 or more means that the upper half was rounded up."""
     high = upper.view(np.uint16).astype(np.uint32) << np.uint32(16)
     low = lower.view(np.uint16).astype(np.uint32)
     return (high - ((low & np.uint32(0x8000)) << np.uint32(1)) | low).view(np.float32)

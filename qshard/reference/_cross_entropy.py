@@ -1,4 +1,4 @@
-"""Cross entropy of logits, bit for bit as the kernels have it: fp32 in one order, fp64 for what a row has one of."""
+"""Cross entropy of logits with the bits of the kernels: fp32 in a fixed order, and fp64 for values per row."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from qshard.reference._activation import exp_in_parts, halves
 from qshard.reference._elements import Float32
 
 PART, PART_LANES, EIGHT, TEAMS = 1024, 256, 8, 8
-"""Logits of a part, partial sums of it, those that are added first; and who takes every eighth part, one by one."""
+"""Logits per part, partial sums per part, size of the groups that are added first, and number of teams.
+
+Team t adds parts t, t + 8, t + 16 and so on, one by one.
+"""
 
 _LEAST, _NONE = np.float32(-87), np.float32(-np.inf)
 _NORMAL, _SQRT_HALF = 1 << 23, 0x3F3504F3
-"""Bits of the least normal number, and of sqrt(1/2)."""
+"""Bits of the smallest normal float32, and of sqrt(1/2)."""
 
 Stats = tuple[Float32, Float32, Float32]
-"""Of rows: the largest logit, the sum of e^(x - largest), the sum of x."""
+"""Statistics per row: largest logit, sum of e^(x - largest), sum of x."""
 
 
 def exp_of_negative(x: Float32) -> Float32:
-    """e^x for x <= 0; 0 below -87.
+    """Compute e^x for x <= 0; 0 below -87.
 
     >>> exp_of_negative(np.float32([0, -1, -88])).tolist()
     [1.0, 0.3678794801235199, 0.0]
@@ -32,7 +35,7 @@ def exp_of_negative(x: Float32) -> Float32:
 
 
 def log(x: Float32) -> NDArray[np.float64]:
-    """The natural logarithm, in fp64, by the series of atanh; of what is below all normal numbers that of 0.
+    """Compute the natural logarithm in fp64 with the atanh series. Subnormal numbers give -inf, like 0.
 
     >>> log(np.float32([1, 0, 2])).tolist()
     [0.0, -inf, 0.6931471805599453]
@@ -51,7 +54,7 @@ def log(x: Float32) -> NDArray[np.float64]:
 
 
 def merge(a: Stats, b: Stats) -> Stats:
-    """Of the logits of both."""
+    """Merge the statistics of two sets of logits."""
     most = np.where(b[0] > a[0], b[0], a[0])
     shift = np.where(most == _NONE, np.float32(0), most)
     return most, a[1] * exp_of_negative(a[0] - shift) + b[1] * exp_of_negative(b[0] - shift), a[2] + b[2]
@@ -62,7 +65,7 @@ def no_logits(rows: int) -> Stats:
 
 
 def row_stats(x: Float32, *, total: bool) -> Stats:
-    """Of logits `[rows, V]`, by parts and teams."""
+    """Compute the statistics of logits `[rows, V]`, part by part in teams."""
     rows, columns = x.shape
     teams = [no_logits(rows) for _ in range(TEAMS)]
     for number, at in enumerate(range(0, columns, PART)):
@@ -98,7 +101,17 @@ def losses(
     smoothing: float,
     z_loss: float,
 ) -> tuple[Float32, Float32]:
-    """The loss of each row, and its log(sum of e^x), of the stats of all classes and the logit of the label."""
+    """Compute the loss and log(sum of e^x) of each row.
+
+    Args:
+      found: statistics of the rows over all classes.
+      logit: logit of the label of each row.
+      labels: int32 `[rows]`.
+      classes: number of classes.
+      ignore_index: label of rows with loss 0.
+      smoothing: label smoothing.
+      z_loss: weight of the squared log of the partition function.
+    """
     lse = (found[0] + log(found[1])).astype(np.float32)
     s, z, wide = float(np.float32(smoothing)), float(np.float32(z_loss)), lse.astype(np.float64)
     loss = wide - (1.0 - s) * logit.astype(np.float64)
@@ -121,7 +134,19 @@ def gradients(
     smoothing: float,
     z_loss: float,
 ) -> Float32:
-    """The gradient of logits of classes from `first` on, in fp32."""
+    """Compute the gradient of the logits in fp32.
+
+    Args:
+      x: logits `[rows, columns]` of the classes from `first` on.
+      labels: int32 `[rows]`.
+      lse: log(sum of e^x) of each row.
+      grad: gradient of the loss of each row.
+      classes: number of classes in all shards.
+      first: first class of `x`.
+      ignore_index: label of rows with gradient 0.
+      smoothing: label smoothing.
+      z_loss: weight of the squared log of the partition function.
+    """
     s, z, g = float(np.float32(smoothing)), float(np.float32(z_loss)), grad.astype(np.float64)
     is_class = (labels >= 0) & (labels < classes)
     slope = np.where(is_class, grad, np.float32(np.nan)) * (1.0 + 2.0 * z * lse.astype(np.float64)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Products of codes, in the order in which the CPU adds."""
+"""Products of codes, accumulated in the order of the CPU kernels."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ def gemm(
     cols: int | None = None,
     scales: Sequence[Float | np.float32] = (np.float32(1), np.float32(1)),
 ) -> Float:
-    """`a @ b.T` of codes, with what their scales are: `[M, N]`, every operation rounded to fp32.
+    """Compute `a @ b.T` of codes with scales: `[M, N]`, with every operation rounded to fp32.
+
+    Products of codes are exact. They are summed along K within a block. The sum of a block, times the scale of `a`,
+    times the scale of `b`, is added to the running total.
 
     Args:
-      a, b: values of codes, `[M, K]` and `[N, K]`.
-      blocks: the scales of blocks of `cols` along K, a row of them for each row, of a and of b.
-      scales: of all of a and of all of b.
-
-    Products of codes are exact. Those of a block are added along K; that sum, times the scale of a, times that of b, is
-    added to the sum of blocks.
+      a: values of codes, `[M, K]`.
+      b: values of codes, `[N, K]`.
+      blocks: scales of the blocks along K, `[M, blocks]` for `a` and `[N, blocks]` for `b`.
+      cols: length of a block along K.
+      scales: scale of all of `a`, and of all of `b`.
 
     >>> gemm(np.ones((2, 3), np.float32), np.ones((1, 3), np.float32), scales=(np.float32(2), np.float32(0.5)))
     array([[3.],

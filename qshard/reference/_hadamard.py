@@ -1,4 +1,4 @@
-"""The random Hadamard transform that spreads outliers over 16 elements before NVFP4 quantizes them."""
+"""The random Hadamard transform, which spreads outliers over 16 elements before NVFP4 quantization."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SIGN_MASK = 0xD7E8
 def hadamard_transform(x: ArrayLike) -> Float32:
     """Rotate every 16 elements of the last axis: `y = x @ diag(s) @ H / 4`, exact, then rounded once to bfloat16.
 
-    `H[i, j] = (-1) ** popcount(i & j)` is the Hadamard matrix and `s[i]` is -1 where bit `i` of 0xD7E8 is set, else 1.
-    `x` is rounded to bfloat16 first. A sum that is exactly 0 is +0; infinities and NaN follow IEEE sums.
+    `H[i, j] = (-1) ** popcount(i & j)` is the Hadamard matrix. `s[i]` is -1 if bit `i` of 0xD7E8 is set, else 1. `x` is
+    first rounded to bfloat16. A sum of exactly 0 is +0; infinities and NaN follow IEEE sums.
 
     Args:
       x: `[..., n * 16]`.
@@ -35,7 +35,7 @@ def hadamard_transform(x: ArrayLike) -> Float32:
     """
     x = np.asarray(x, np.float32)
     blocks = x.astype(ml_dtypes.bfloat16).astype(np.float64).reshape(-1, _SIZE)
-    # Summands of 8 bits whose exponents differ by at most 53 - 8 - 4 have exact sums in float64, in any order.
+    # Sums of 8-bit significands are exact in float64, in any order, if the exponents differ by at most 53 - 8 - 4.
     sizes = np.abs(blocks)
     spread = np.frexp(sizes.max(axis=1))[1] - np.frexp(np.where(sizes > 0, sizes, np.inf).min(axis=1))[1]
     narrow = np.isfinite(blocks).all(axis=1) & (spread <= 53 - 8 - 4)
@@ -46,17 +46,17 @@ def hadamard_transform(x: ArrayLike) -> Float32:
 
 
 def _to_bfloat16(y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Rounded to nearest, ties to even, with the sign of what rounds to zero."""
-    unit = np.maximum(np.frexp(y)[1] - 8, -133)  # Of 8 significant bits, and at least the smallest subnormal.
+    """Round to the nearest bfloat16, ties to even. Values that round to zero keep their sign."""
+    unit = np.maximum(np.frexp(y)[1] - 8, -133)  # of 8 significant bits; at least the smallest subnormal
     rounded = np.ldexp(np.rint(np.ldexp(y, -unit)), unit)
     return np.where(np.abs(rounded) < 2.0**128, rounded, np.copysign(np.inf, y))
 
 
 def _exact(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The transform in Python's integers: bfloat16 numbers are whole multiples of 2**-133."""
+    """Compute the transform with Python integers: bfloat16 numbers are multiples of 2**-133."""
     finite = np.isfinite(blocks).all(axis=1, keepdims=True)
     sums = np.matmul(_INTEGER(np.ldexp(np.where(finite, blocks, 0), 133)), _INTEGER(_rotation()))
-    rotated = np.where(finite, np.asarray(_ROUND(sums), np.float64), blocks @ _rotation())  # Else infinities and NaN.
+    rotated = np.where(finite, np.asarray(_ROUND(sums), np.float64), blocks @ _rotation())  # else inf and NaN
     return np.where(np.isnan(rotated), np.nan, rotated)
 
 
@@ -66,7 +66,7 @@ def _rotation() -> NDArray[np.float64]:
 
 
 def _round_to_bfloat16(value: int) -> float:
-    """The bfloat16 nearest to `value * 2**-133 / 4`, ties to even."""
+    """Return the bfloat16 nearest to `value * 2**-133 / 4`, ties to even."""
     unit = max(abs(value).bit_length() - 8, 2)
     rounded = math.ldexp(round(Fraction(value, 2**unit)), unit - 135)
     return math.copysign(rounded if abs(rounded) < 2.0**128 else math.inf, value)

@@ -1,4 +1,4 @@
-"""The random bits of stochastic rounding: a function of a seed and of an element's place, and of nothing else."""
+"""Random bits for stochastic rounding: a function of the seed and of an element's index in the whole tensor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _LOW, _WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def philox4x32(counter: ArrayLike, key: tuple[int, int], *, rounds: int = 10) -> NDArray[np.uint32]:
-    """Philox4x32: four random words of a counter and a key.
+    """Compute Philox4x32: four random uint32 from a counter and a key.
 
     Args:
       counter: uint32 `[..., 4]`.
-      key: two words.
-      rounds: 10 everywhere in qshard.
+      key: two uint32.
+      rounds: number of rounds; qshard always uses 10.
 
     Returns:
       uint32 `[..., 4]`.
@@ -41,9 +41,9 @@ def philox4x32(counter: ArrayLike, key: tuple[int, int], *, rounds: int = 10) ->
 
 
 def random_bytes(seed: int, index: ArrayLike) -> NDArray[np.uint8]:
-    """The random byte of each element, from its index in the row-major whole tensor.
+    """Return the random byte of each element, given its row-major index in the whole tensor.
 
-    One Philox call serves 16 elements. Of element `i` (64 bits) under a seed of 64 bits, low words first:
+    One Philox call serves 16 elements. For a uint64 index `i` and a uint64 seed, low words first:
 
         key = (seed mod 2**32, seed >> 32);   counter = (i >> 4 mod 2**32, i >> 36, 0, 0)
         word = (i >> 2) % 4;   byte = i % 4, the least significant is byte 0
@@ -55,5 +55,5 @@ def random_bytes(seed: int, index: ArrayLike) -> NDArray[np.uint8]:
     call = i >> np.uint64(4)
     zero = np.zeros_like(call)
     words = philox4x32(np.stack([call & _LOW, call >> _WORD, zero, zero], axis=-1), (seed & 0xFFFFFFFF, seed >> 32))
-    of_call = words.astype("<u4").view(np.uint8)  # `[..., 16]`: the bytes of a call, in the order of its elements.
+    of_call = words.astype("<u4").view(np.uint8)  # `[..., 16]`: the bytes of a call in element order
     return np.take_along_axis(of_call, (i % np.uint64(16)).astype(np.intp)[..., None], axis=-1)[..., 0]

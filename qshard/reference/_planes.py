@@ -1,4 +1,4 @@
-"""One plane in one orientation: a matrix `[rows, cols]` whose blocks are `fmt.block`. Amax, scales, codes."""
+"""Amax, scales and codes of one plane, stored as a matrix `[rows, cols]` with blocks of `fmt.block`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from qshard.reference._scales import (
 
 
 def plane_amax(x: Float32, fmt: Format) -> Amax:
+    """Compute the amaxes that the scales of a plane need."""
     whole = None
     if fmt.block is None or fmt.scaling.global_scale is not None:
         whole = amax(x, axis=1 if fmt.scaling.global_scale == "row" else None)
@@ -29,9 +30,9 @@ def plane_amax(x: Float32, fmt: Format) -> Amax:
 
 @np.errstate(all="ignore")
 def cast(x: Float32, fmt: Format, multiplier: Float32, *, seed: int, index: ArrayLike) -> Codes:
-    """Codes of `fl(x * multiplier)`, one a uint8. `index` is the place of each element in the whole tensor."""
+    """Encode `fl(x * multiplier)`, one code per uint8. `index` is the index of each element in the whole tensor."""
     scaled = x * per_element(multiplier, fmt.block, x.shape)
-    if fmt.nonfinite == "nan":  # Where no scale shows them, as in delayed scaling.
+    if fmt.nonfinite == "nan":  # needed where no scale is NaN, as in delayed scaling
         scaled = np.where(np.isinf(x), np.float32(np.nan), scaled)
     if fmt.rounding == "stochastic":
         return encode_stochastic(scaled, random_bytes(seed, index))
@@ -40,7 +41,7 @@ def cast(x: Float32, fmt: Format, multiplier: Float32, *, seed: int, index: Arra
 
 @np.errstate(all="ignore")
 def four_over_six(x: Float32, fmt: Format, amax: Amax) -> Scales:
-    """Of two scales for a block, one taking its amax to 6 and one to 4, that with the smaller error; of equals, 6.
+    """Choose between two scales per block, with amax at 6 or at 4: the one with the smaller error, or 6 if equal.
 
     base = fl(fl(amax / 6) * S);   d6 = E4M3(min(base, 448));   d4 = E4M3(min(fl(base * 1.5), 448))
     """
@@ -52,16 +53,16 @@ def four_over_six(x: Float32, fmt: Format, amax: Amax) -> Scales:
     multiplier6, d6 = nvfp4_block_scales(base, global_scale)
     error4 = block_error(x, fmt, multiplier4, d4, amax.whole)
     error6 = block_error(x, fmt, multiplier6, d6, amax.whole)
-    four = error4 < error6  # Not if either is NaN.
+    four = error4 < error6  # false if either error is NaN
     return Scales(
         np.where(four, multiplier4, multiplier6), np.where(four, d4, d6), np.float32(1) / np.asarray(global_scale)
     )
 
 
 def block_error(x: Float32, fmt: Format, multiplier: Float32, d: Codes, whole: Float32) -> Float32:
-    """The fp32 sum over each block of |e| or fl(e * e), with e = fl(fl(fl(fl(q * d) * amax) / (6 * scale_max)) - x).
+    """Sum |e| or fl(e * e) over each block in fp32, with e = fl(fl(fl(fl(q * d) * amax) / (6 * scale_max)) - x).
 
-    Within a row of the block in the order of elements; rows in a binary tree, row i with row i + 8, 4, 2, 1.
+    Each row of a block is summed in element order. Rows are summed in a binary tree: row i with row i + 8, 4, 2, 1.
     """
     assert fmt.block is not None
     q = decode(encode(x * per_element(multiplier, fmt.block, x.shape), E2M1), E2M1)

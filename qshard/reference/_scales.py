@@ -1,4 +1,4 @@
-"""From amax to scales, for every format."""
+"""Amaxes, and the scales of every format computed from them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ ONE = np.float32(1)
 
 
 class Amax(NamedTuple):
-    """What the scales of a plane `[rows, cols]` follow from. Shards merge theirs by an elementwise maximum.
+    """Amaxes that determine the scales of a plane `[rows, cols]`.
+
+    Amaxes of shards are merged by an elementwise maximum.
 
     Attributes:
-      whole: float32 `[]` of the tensor or `[rows]` of each row; None if the format has no such scale.
-      block: float32 `[ceil(rows / block_rows), ceil(cols / block_cols)]`; None for one scale a tensor.
+      whole: float32 `[]` for the tensor or `[rows]` for its rows; None if the format has no such scale.
+      block: float32 `[ceil(rows / block_rows), ceil(cols / block_cols)]`; None for one scale per tensor.
     """
 
     whole: Float32 | None
     block: Float32 | None
 
     def merge(self, other: Amax) -> Amax:
-        """The amax of both shards together. NaN wins."""
+        """Return the amaxes of both shards together. NaN wins."""
         return Amax(*(None if a is None or b is None else np.maximum(a, b) for a, b in zip(self, other, strict=True)))
 
 
 class Scales(NamedTuple):
-    """The scales of a plane `[rows, cols]`.
+    """Scales of a plane `[rows, cols]`.
 
     Attributes:
-      multiplier: float32, what elements are multiplied by before they are encoded; one a block, or `[]`.
-      scale_inv: what is stored: float32, or uint8 codes of the format's scale; of the shape of `multiplier`.
-      global_scale_inv: float32 `[]` or `[rows]`; None if the format has none.
+      multiplier: float32 encode scales: one per block, or `[]`.
+      scale_inv: stored decode scales: float32, or uint8 codes of the format's scale dtype; same shape as `multiplier`.
+      global_scale_inv: float32 `[]` or `[rows]`; None if the format has no global scale.
     """
 
     multiplier: Float32
@@ -45,7 +47,7 @@ class Scales(NamedTuple):
 
 
 def amax(x: ArrayLike, axis: int | tuple[int, ...] | None = None) -> Float32:
-    """max |x| as a maximum over bit patterns: any NaN gives NaN (0x7FC00000), nothing gives 0, order does not matter.
+    """Compute max |x| as a maximum of bit patterns, exact in any order. NaN gives 0x7FC00000, no elements give 0.
 
     >>> amax([1.0, -3.0, 2.0]), amax([])
     (array(3., dtype=float32), array(0., dtype=float32))
@@ -56,7 +58,7 @@ def amax(x: ArrayLike, axis: int | tuple[int, ...] | None = None) -> Float32:
 
 
 def block_amax(x: ArrayLike, block: tuple[int, int]) -> Float32:
-    """amax of each block of `x` `[rows, cols]`. The last blocks of a row or column may be cut.
+    """Compute the amax of each block of `x` `[rows, cols]`. The last block of an axis may be shorter.
 
     >>> block_amax([[1, 2, 3], [4, 5, -6]], (1, 2))
     array([[2., 3.],
@@ -65,32 +67,32 @@ def block_amax(x: ArrayLike, block: tuple[int, int]) -> Float32:
     x = np.asarray(x, np.float32)
     grid = [-(-size // unit) for size, unit in zip(x.shape, block, strict=True)]
     padding = [(0, count * unit - size) for count, unit, size in zip(grid, block, x.shape, strict=True)]
-    blocks = np.pad(x, padding).reshape(grid[0], block[0], grid[1], block[1])  # Zeros leave a maximum of |x| alone.
+    blocks = np.pad(x, padding).reshape(grid[0], block[0], grid[1], block[1])  # zero padding changes no amax
     return amax(blocks, axis=(1, 3))
 
 
 def per_element(blocks: NDArray[Any], block: tuple[int, int] | None, shape: tuple[int, ...]) -> NDArray[Any]:
-    """The value of its block for each element of `[rows, cols]`."""
+    """Repeat each block's value for the elements of the block, `[rows, cols]`."""
     if block is None:
         return np.broadcast_to(blocks, shape)
     return np.repeat(np.repeat(blocks, block[0], axis=0), block[1], axis=1)[: shape[0], : shape[1]]
 
 
 def shown_amax(amax: ArrayLike, nonfinite: str) -> Float32:
-    """What the scale of a block is made of: `amax`, but NaN if it is infinite and `nonfinite` is "nan"."""
+    """Return `amax` with infinity replaced by NaN if `nonfinite` is "nan"."""
     amax = np.asarray(amax, np.float32)
     return np.where(np.isinf(amax) & (nonfinite == "nan"), np.float32(np.nan), amax)
 
 
 @np.errstate(all="ignore")
 def scale_to(largest: float | np.float32, amax: ArrayLike) -> Float32:
-    """The fp32 scale that takes amax to `largest`: `min(fl(largest / amax), FLT_MAX)`; 1 if amax is 0, inf or NaN."""
+    """Compute the fp32 scale from amax to `largest`: `min(fl(largest / amax), FLT_MAX)`; 1 if amax is 0, inf or NaN."""
     a = np.asarray(amax, np.float32)
     return np.where(np.isfinite(a) & (a > 0), np.minimum(np.float32(largest) / a, FLOAT_MAX), ONE)
 
 
 def largest_power(scale: Float32) -> Float32:
-    """The largest power of two that is not above: without the mantissa."""
+    """Round down to a power of two, by clearing the mantissa."""
     return (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
 
 
@@ -98,7 +100,7 @@ def largest_power(scale: Float32) -> Float32:
 def scale_from_amax(
     amax: ArrayLike, element: ElementFormat, *, pow2: bool = False, eps: float = 0.0, nonfinite: str = "saturate"
 ) -> tuple[Float32, Float32]:
-    """The fp32 scale that takes amax to the largest element, and its inverse.
+    """Compute the fp32 scale that maps amax to the largest element, and its inverse.
 
         a = max(amax, eps);   scale = scale_to(element.max, a), or the largest power of two below ("pow2")
         scale_inv = fl(1 / scale)
@@ -109,7 +111,7 @@ def scale_from_amax(
 
     Sources: arXiv:2209.05433; TransformerEngine, `compute_scale_from_amax`.
     """
-    a = np.maximum(np.asarray(amax, np.float32), np.float32(eps))  # Keeps NaN.
+    a = np.maximum(np.asarray(amax, np.float32), np.float32(eps))  # keeps NaN
     scale = scale_to(element.max, a)
     if pow2:
         scale = largest_power(scale)
@@ -120,12 +122,12 @@ def scale_from_amax(
 
 @np.errstate(all="ignore")
 def e8m0_from_amax(amax: ArrayLike, element: ElementFormat, *, rounding: Literal["up", "floor"] = "up") -> Codes:
-    """The E8M0 code of `scale_inv` of a block.
+    """Compute the E8M0 code of a block's `scale_inv`.
 
         up:     the least power of two, from 2**-127 to 2**127, that is not below fl(amax * fl(1 / element.max))
         floor:  2 ** (floor(log2(amax)) - element.max_exponent), and 2**-127 if that is less (OCP)
 
-    NaN gives 255 and infinity 254, both ways.
+    With both roundings, NaN gives 255 and infinity gives 254.
 
     >>> e8m0_from_amax([0.0, 448.0, 449.0], E4M3), e8m0_from_amax([448.0, 449.0], E4M3, rounding="floor")
     (array([  0, 127, 128], dtype=uint8), array([127, 127], dtype=uint8))
@@ -136,22 +138,22 @@ def e8m0_from_amax(amax: ArrayLike, element: ElementFormat, *, rounding: Literal
     value = amax * (ONE / np.float32(element.max))
     if rounding == "up":
         powers = decode(np.arange(E8M0.max_code + 1), E8M0)
-        code = np.searchsorted(powers, np.minimum(value, powers[-1]))  # The first power that is not below.
+        code = np.searchsorted(powers, np.minimum(value, powers[-1]))  # the first power that is not below
     else:
-        _, exponent = np.frexp(amax)  # amax = m * 2**exponent with m in [0.5, 1).
+        _, exponent = np.frexp(amax)  # amax = m * 2**exponent with m in [0.5, 1)
         code = np.where(amax > 0, np.maximum(exponent - 1 - element.max_exponent + E8M0.bias, 0), 0)
     code = np.where(np.isinf(amax), E8M0.max_code, code)
     return np.where(np.isnan(amax), E8M0.nan_code, code).astype(np.uint8)
 
 
 def nvfp4_global_scale(amax: ArrayLike, fmt: Format) -> Float32:
-    """S of a tensor or row."""
+    """Compute the global scale S of a tensor or row."""
     return scale_to(E2M1.max * fmt.scaling.scale_max, amax)
 
 
 @np.errstate(all="ignore")
 def nvfp4_block_scales(scale: Float32, global_scale: Float32) -> tuple[Float32, Codes]:
-    """The multiplier and the E4M3 code of fp32 block scales `[rows, blocks]`.
+    """Compute the multiplier and the E4M3 code of fp32 block scales `[rows, blocks]`.
 
     d = E4M3(min(scale, 448));   multiplier = min(fl(1 / fl(d * fl(1 / S))), FLT_MAX)
     """
@@ -161,9 +163,9 @@ def nvfp4_block_scales(scale: Float32, global_scale: Float32) -> tuple[Float32, 
 
 @np.errstate(all="ignore")
 def scales_from_amax(amax: Amax, fmt: Format) -> Scales:
-    """All scales of a plane, from its amax alone. Every rank makes the same scales of the merged amax.
+    """Compute all scales of a plane from its amaxes. Every rank computes the same scales from the merged amaxes.
 
-    Not for `fmt.scaling.four_over_six`, whose scales depend on the elements too.
+    Not for `fmt.scaling.four_over_six`, where scales also depend on the elements.
     """
     options: dict[str, Any] = {"pow2": fmt.scaling.pow2, "eps": fmt.scaling.eps, "nonfinite": fmt.nonfinite}
     if fmt.block is None:
@@ -175,7 +177,7 @@ def scales_from_amax(amax: Amax, fmt: Format) -> Scales:
     block = shown_amax(amax.block, fmt.nonfinite)
     if fmt.scale_dtype == E8M0.name:
         code = e8m0_from_amax(block, fmt.element, rounding=fmt.scaling.scale_rounding)
-        return Scales(ONE / decode(code, E8M0), code)  # The inverse of a power of two is exact.
+        return Scales(ONE / decode(code, E8M0), code)  # the inverse of a power of two is exact
     assert amax.whole is not None
     global_scale = nvfp4_global_scale(amax.whole, fmt)
     sixth = global_scale * (ONE / np.float32(E2M1.max))
@@ -185,14 +187,16 @@ def scales_from_amax(amax: Amax, fmt: Format) -> Scales:
 
 @np.errstate(all="ignore")
 def delayed_scale(scale: ArrayLike, amax: ArrayLike, element: ElementFormat, *, margin: int = 0) -> Float32:
-    """The scale that delayed scaling casts with.
+    """Compute the scale that delayed scaling casts with.
 
-        scale, but where it is 0, as before the first update, that which an update with this amax alone would give;
-        1 where that is none, since amax is 0, infinite or NaN
+        scale; or if it is 0 (no history), the scale that an update with only this amax would give;
+        1 if that update is skipped because amax is 0, infinite or NaN
 
     Args:
-      scale: float32 `[...]`, of earlier steps; 0 of tensors without history.
-      amax: float32 `[...]`, of the tensors that are to be cast.
+      scale: float32 `[...]`, from earlier steps; 0 for tensors without history.
+      amax: float32 `[...]`, of the tensors to cast.
+      element: element format.
+      margin: headroom in powers of two.
 
     >>> delayed_scale([0.0, 2.0, 0.0], [7.0, 7.0, 0.0], E4M3)
     array([64.,  2.,  1.], dtype=float32)
@@ -212,26 +216,29 @@ def delayed_scale_update(
     margin: int = 0,
     algorithm: Literal["max", "most_recent"] = "max",
 ) -> tuple[Float32, Float32]:
-    """One step of delayed scaling, once the amaxes of the step are reduced over ranks.
+    """Update scale and history at the end of a step, given amaxes that are reduced over ranks.
 
-        a step whose amax is 0 changes nothing; else amax enters the history, and the oldest leaves
+        a step with amax 0 changes nothing; otherwise amax is appended to the history, and the oldest entry is dropped
         a = max(history), or amax itself ("most_recent")
-        scale = scale_to(fl(element.max * 2**-margin), a) if a is finite, else it stays
+        scale = scale_to(fl(element.max * 2**-margin), a) if a is finite; otherwise scale is unchanged
 
     Args:
       scale: float32 `[...]`, of the step that ends; 0 before the first one.
       history: float32 `[..., L]`, oldest first.
       amax: float32 `[...]`, of the step that ends.
+      element: element format.
+      margin: headroom in powers of two.
+      algorithm: compute the scale from the "max" of the history, or from the "most_recent" amax.
 
     Returns:
-      scale, history: for the next step.
+      Scale and history for the next step.
 
     >>> delayed_scale_update(1.0, [0.0, 7.0], 3.5, E4M3)
     (array(64., dtype=float32), array([7. , 3.5], dtype=float32))
     """
     scale, history, amax = (np.asarray(value, np.float32) for value in (scale, history, amax))
-    seen = amax != 0  # NaN is seen.
+    seen = amax != 0  # true for NaN
     history = np.where(seen[..., None], np.concatenate([history[..., 1:], amax[..., None]], axis=-1), history)
-    a = np.max(history, axis=-1) if algorithm == "max" else amax  # Keeps NaN.
+    a = np.max(history, axis=-1) if algorithm == "max" else amax  # keeps NaN
     target = np.float32(element.max) * np.float32(2.0**-margin)
     return np.where(seen & np.isfinite(a), scale_to(target, a), scale), history

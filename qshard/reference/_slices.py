@@ -1,9 +1,9 @@
-"""Flat slices of a weight, as optimizers shard it: `[start, start + length)` of the row-major elements, cut anywhere.
+"""Flat slices of a weight: row-major elements `[start, start + length)` with arbitrary boundaries, as optimizers shard.
 
     amaxes = [slice_amax(...) of each rank], merged by maximum  ->  scales_from_amax  ->  each rank: cast_slice
 
-gives the bytes of `quantize` of the whole weight. Both functions put the slice into a whole of zeros, which is slow and
-obviously right: a zero changes no amax.
+The result has the bytes of `quantize` of the whole weight. Both functions place the slice into a whole weight of zeros,
+which is slow and simple: a zero changes no amax.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from qshard.reference._scales import Amax, scales_from_amax
 
 
 def slice_amax(x: ArrayLike, fmt: Format, shape: Shape, start: int, usage: Usage = Usage.ROWWISE) -> Amax:
-    """The amax of each block of the whole weight, as far as a slice knows: 0 where it has no element.
+    """Compute the amax of each block of the whole weight from one slice; 0 for blocks without elements in the slice.
 
     Args:
-      x: float32, bfloat16 or float16 `[length]`. To quantize what the model sees, round an fp32 master to the model's
-        dtype first.
+      x: float32, bfloat16 or float16 `[length]`. To quantize the weight that the model uses, round an fp32 master to
+        the model's dtype first.
       fmt: the format.
-      shape: of the whole weight.
-      start: index of `x[0]` in it.
-      usage: of a plane that is stored in the order of the weight: `ROWWISE`, or `COLUMNWISE` of MXFP8 vectors.
+      shape: shape of the whole weight.
+      start: index of `x[0]` in the weight.
+      usage: a plane that is stored in the order of the weight: `ROWWISE`, or `COLUMNWISE` for MXFP8 with 1-D blocks.
 
     Returns:
-      `block` in the orientation of the plane: that of the columnwise plane is `[K, M / 32]`.
+      Amaxes, with `block` in the orientation of the plane, which is `[K, M / 32]` for the columnwise plane.
 
     Raises:
-      ValueError: the plane is stored in another order, or its scales depend on more than amaxes (`four_over_six`).
+      ValueError: the plane is stored transposed, or its scales depend on more than amaxes (`four_over_six`).
 
     >>> from qshard.formats import FP8_1x128
     >>> slice_amax([2.0, -3.0, 4.0], FP8_1x128, (2, 4), start=2).block
@@ -44,7 +44,7 @@ def slice_amax(x: ArrayLike, fmt: Format, shape: Shape, start: int, usage: Usage
            [4.]], dtype=float32)
     """
     slice_plane(fmt, shape, usage, op="slice_amax")
-    return plane_amax(_in_whole(x, shape, start, usage), fmt)
+    return plane_amax(_place_in_whole(x, shape, start, usage), fmt)
 
 
 def cast_slice(
@@ -58,13 +58,18 @@ def cast_slice(
     *,
     seed: int = 0,
 ) -> None:
-    """Write the codes of a slice into the data of the whole plane, and nothing else: not even the other half of a byte.
+    """Write the codes of a slice into the data of the whole plane, and leave all other codes unchanged.
 
     Args:
-      x, fmt, shape, start, usage: as for `slice_amax`.
-      out: uint8, the `data` of the whole plane, of any shape; written in place.
-      amax: merged over all slices.
-      seed: of stochastic rounding.
+      x: as for `slice_amax`.
+      out: uint8 `data` of the whole plane in any shape, updated in place. If a code shares its byte with an element
+        outside the slice, that half is unchanged.
+      fmt: as for `slice_amax`.
+      shape: as for `slice_amax`.
+      start: as for `slice_amax`.
+      amax: amaxes merged over all slices.
+      usage: as for `slice_amax`.
+      seed: seed of stochastic rounding.
 
     Raises:
       ValueError: as for `slice_amax`.
@@ -77,18 +82,18 @@ def cast_slice(
            [126,   0]], dtype=uint8)
     """
     slice_plane(fmt, shape, usage, op="cast_slice")
-    whole = _in_whole(x, shape, start, usage)
+    whole = _place_in_whole(x, shape, start, usage)
     index = _matrix(np.arange(whole.size), shape, usage)
     codes = cast(whole, fmt, scales_from_amax(amax, fmt).multiplier, seed=seed, index=index)
     in_order = (codes.T if usage is Usage.COLUMNWISE else codes).reshape(-1)
-    bits = 8 // fmt.element.codes_per_byte  # of the byte that a code has, or shares
+    bits = 8 // fmt.element.codes_per_byte  # bits of the byte that one code uses
     for i in range(start, start + np.size(x)):
         byte, shift = divmod(i * bits, 8)
         mask = (1 << bits) - 1 << shift
         out.flat[byte] = (int(out.flat[byte]) & ~mask) | (int(in_order[i]) << shift)
 
 
-def _in_whole(x: ArrayLike, shape: Shape, start: int, usage: Usage) -> Float32:
+def _place_in_whole(x: ArrayLike, shape: Shape, start: int, usage: Usage) -> Float32:
     part = np.asarray(x, np.float32)
     whole = np.zeros(math.prod(shape), np.float32)
     whole[start : start + part.size] = part

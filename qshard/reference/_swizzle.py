@@ -1,4 +1,4 @@
-"""Scales in the order that block-scaled GEMMs read them."""
+"""Scales in the tiled order that block-scaled GEMMs read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ def swizzle_scale(scale_inv: ArrayLike, *, block_rows: int = 1) -> Codes:
         (i // 128 * tile_cols + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
 
     Args:
-      scale_inv: uint8, of a rowwise or transposed plane. Give that of a columnwise plane that is not transposed (MXFP8
-        32x1) as `scale_inv.T`.
+      scale_inv: uint8 scales of a rowwise or transposed plane. For a columnwise plane that is not transposed (MXFP8
+        32x1), pass `scale_inv.T`.
       block_rows: rows that share a scale; each gets a copy.
+
+    Returns:
+      uint8 tiles.
 
     >>> tiles = swizzle_scale(np.arange(256).reshape(64, 4) % 256)
     >>> tiles.reshape(-1)[:8]

@@ -1,7 +1,7 @@
 """Quantize and dequantize a tensor.
 
-Every plane is computed in one orientation, `[rows, cols]` with blocks along cols: the columnwise plane of `x` is the
-rowwise plane of `x.T`, stored as `layout.plane` says.
+Every plane is computed in one orientation, `[rows, cols]` with blocks along cols. The columnwise plane of `x` is the
+rowwise plane of `x.T`, stored as `layout.plane` describes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Plane:
 
     Attributes:
       data: uint8 codes; 4-bit codes are packed.
-      scale_inv: float32, or uint8 codes of the format's scale.
+      scale_inv: float32, or uint8 codes of the format's scale dtype.
       global_scale_inv: float32; None if the format has none. Both planes have the same, unless one is rotated.
     """
 
@@ -41,7 +41,15 @@ class Plane:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """A quantized tensor: what it is of, and the planes that were asked for."""
+    """A quantized tensor with the requested planes.
+
+    Attributes:
+      format: format of the planes.
+      shape: shape of the original tensor.
+      dtype: dtype of the original tensor.
+      rowwise: the rowwise plane, if requested.
+      columnwise: the columnwise plane, if requested.
+    """
 
     format: Format
     shape: Shape
@@ -51,52 +59,56 @@ class Quantized:
 
     @property
     def global_scale_inv(self) -> Float32 | None:
-        """That of the rowwise plane if there is one, else of the columnwise plane."""
+        """Global scale of the rowwise plane if present, else of the columnwise plane."""
         either = self.rowwise or self.columnwise
         return None if either is None else either.global_scale_inv
 
     @np.errstate(all="ignore")
     def dequantize(self, dtype: DTypeLike | None = None, *, usage: Usage | None = None) -> NDArray[Any]:
-        """The values that are stored, rounded once to `dtype`.
+        """Dequantize one plane, with one rounding to `dtype`.
 
             value = fl(q * scale_inv);   NVFP4: fl(q * fl(scale_inv * global_scale_inv))
 
         Args:
-          dtype: of the result; that of the quantized tensor by default.
-          usage: the plane to read; the rowwise one if it is there by default.
+          dtype: dtype of the result; by default the dtype of the original tensor.
+          usage: plane to read; by default the rowwise plane if present.
 
         Returns:
           `[*shape]`. A rotated columnwise plane gives the values of the rotated tensor.
 
         Raises:
-          ValueError: the plane is not there.
+          ValueError: the plane is not present.
         """
         usage = usage or (Usage.ROWWISE if self.rowwise else Usage.COLUMNWISE)
         value = self.elements(usage) * self.scales(usage)
         return value.astype(self.dtype if dtype is None else dtype)
 
     def elements(self, usage: Usage) -> Float32:
-        """What the codes of a plane stand for before they are scaled, `[*shape]`.
+        """Decode the codes of a plane without scaling, `[*shape]`.
 
         Raises:
-          ValueError: the plane is not there.
+          ValueError: the plane is not present.
         """
         stored, where = self._plane(usage)
         codes = unpack(stored.data) if self.format.element.codes_per_byte > 1 else stored.data
         return self._in_order(decode(codes, self.format.element), where)
 
     def scales(self, usage: Usage) -> Float32:
-        """What each element of a plane is multiplied by, `[*shape]`. Raises as `elements` does."""
+        """Return the decode scale of each element of a plane, `[*shape]`.
+
+        Raises:
+          ValueError: the plane is not present.
+        """
         where = self._plane(usage)[1]
         matrix = matrix_shape(self.shape)[::-1] if where.transposed else matrix_shape(self.shape)
         return self._in_order(per_element(self.block_scales(usage), where.block, matrix), where)
 
     @np.errstate(all="ignore")
     def block_scales(self, usage: Usage) -> Float32:
-        """What the elements of each block of a plane are multiplied by: a matrix of all blocks, or one number.
+        """Return the decode scale of each block of a plane, as a matrix of blocks, or one number.
 
         Raises:
-          ValueError: the plane is not there.
+          ValueError: the plane is not present.
         """
         stored, where = self._plane(usage)
         scale = stored.scale_inv
@@ -115,7 +127,7 @@ class Quantized:
         return stored, plane(self.format, self.shape, usage, op="dequantize")
 
     def _in_order(self, stored: Float32, where: PlaneLayout) -> Float32:
-        """A matrix as it is stored, in the order and shape of the tensor."""
+        """Reorder a stored matrix to the order and shape of the tensor."""
         if where.transposed:
             stored = stored.reshape(matrix_shape(self.shape)[::-1]).T
         return np.asarray(stored).reshape(self.shape)
@@ -133,28 +145,28 @@ def quantize(
     start: int = 0,
     row_stride: int | None = None,
 ) -> Quantized:
-    """Cast `x` to any format.
+    """Quantize `x` to any format.
 
     Args:
       x: float32, bfloat16 or float16 `[*lead, K]`.
       fmt: the format, or its name.
-      usage: the planes to make.
-      amax: of the whole tensor, or of whole rows, if `x` is a shard and the format has a scale of those. For a
-        columnwise plane that is rotated: of the rotated tensor, so ask for one plane at a time.
-      scale: float32 `[]`, for delayed scaling: used as it is in place of the scale that amax gives.
-      seed: of stochastic rounding, 64 bits.
+      usage: planes to compute.
+      amax: amax of the whole tensor, or of whole rows, if `x` is a shard and the format has such a scale. For a rotated
+        columnwise plane, the amax of the rotated tensor; request one plane at a time.
+      scale: float32 `[]`, for delayed scaling: used instead of the scale computed from the amax.
+      seed: seed of stochastic rounding, 64 bits.
       start: index of the first element of `x` in the whole tensor.
-      row_stride: columns of the whole tensor, if they are not those of `x`.
+      row_stride: columns of the whole tensor, if different from the columns of `x`.
 
     Returns:
-      The planes asked for.
+      The quantized tensor.
 
     Raises:
       TypeError: `x` has another dtype, or another argument is not of its type.
-      ValueError: `fmt` cannot hold `x`, or has no use for `amax` or `scale`.
+      ValueError: `fmt` does not support the shape of `x`, or does not use `amax` or `scale`.
 
     A shard of whole blocks gives the bytes that the whole tensor has there, given the amax of the whole tensor and, for
-    stochastic rounding, the place of the shard in it (`start`, `row_stride`).
+    stochastic rounding, the position of the shard (`start`, `row_stride`).
 
     >>> from qshard.formats import MXFP8_E4M3
     >>> q = quantize(np.ones((2, 64), np.float32), MXFP8_E4M3)
@@ -166,11 +178,13 @@ def quantize(
     if x.dtype not in INPUT_DTYPES:
         raise TypeError(f"quantize: x ({x.dtype}) is not float32, bfloat16 or float16; cast it first")
     if scale is not None and fmt.block is not None:
-        raise ValueError(f"quantize: scale is not what {fmt} takes, one scale a block; leave it out")
+        raise ValueError(f"quantize: scale is per tensor, but {fmt} has one scale per block; leave it out")
     if amax is not None and fmt.block is not None and fmt.scaling.global_scale is None:
-        raise ValueError(f"quantize: amax is not what {fmt} takes, blocks alone; leave it out")
+        raise ValueError(f"quantize: amax is per tensor, but {fmt} has only block scales; leave it out")
     if amax is not None and fmt.hadamard and usage is Usage.BOTH:
-        raise ValueError(f"quantize: amax is not that of both planes of {fmt}; ask for one plane at a time")
+        raise ValueError(
+            f"quantize: the planes of {fmt} have different amaxes, and amax= gives one; quantize one plane at a time"
+        )
 
     rows, cols = matrix_shape(x.shape)
     index = start + np.arange(rows)[:, None] * (cols if row_stride is None else row_stride) + np.arange(cols)
@@ -200,7 +214,7 @@ def quantize(
 
 
 def what_is_stored(x: NDArray[Any], fmt: Format, usage: Usage) -> NDArray[Any]:
-    """What a plane of `x` is of: `x` itself, or `x` rotated along its columns."""
+    """Return the tensor that a plane of `x` quantizes: `x` itself, or `x` rotated along its columns."""
     if fmt.hadamard and usage is Usage.COLUMNWISE:
         return hadamard_transform(x.reshape(matrix_shape(x.shape)).T).T.reshape(x.shape)
     return x

@@ -56,6 +56,13 @@ def taken():
     return model
 
 
+def moved_under_a_graph():
+    model = qt.convert(nn.Sequential(layers(), layers()), "CurrentScaling")
+    loss = model(X).sum()
+    model.half()
+    return loss
+
+
 def hollow():
     """A layer without rows."""
     layer = nn.Linear(64, 64)
@@ -81,7 +88,7 @@ NAMES = {
     **{"Recipe": Recipe, "layers": layers, "tied": tied, "sparse_gradient": sparse_gradient},
     **{"quantized_layer": quantized_layer, "twice": twice, "numerics": numerics},
     **{"watched_without_a_step": watched_without_a_step},
-    **{"taken": taken, "hollow": hollow, "experts_apart": experts_apart},
+    **{"taken": taken, "moved_under_a_graph": moved_under_a_graph, "hollow": hollow, "experts_apart": experts_apart},
 }
 MISTAKES = mistakes("torch")
 

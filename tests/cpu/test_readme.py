@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -21,23 +22,66 @@ def modules(code: str) -> set[str]:
     return set(re.findall(r"^\s*(?:import|from) (\w+)", code, re.MULTILINE))
 
 
-@pytest.mark.parametrize("code", PYTHON, ids=lambda code: re.findall(r"^(?:import|from) (.+)", code, re.M)[0])
-def test_python_runs_as_pasted(code, tmp_path):
-    """In a process of its own; a block that names its file is run as the shell block says that has the file."""
+def patch(code: str, diff: str) -> str:
+    """Applies a diff of README; its lines without a sign place the others, and need not be neighbours in `code`."""
+    lines, at = code.splitlines(), 0
+    for line in diff.splitlines():
+        sign, text = line[0], line[1:]
+        if sign == "+":
+            lines.insert(at, text)
+        else:
+            at = lines.index(text, at)
+            if sign == "-":
+                del lines[at]
+                continue
+        at += 1
+    return "\n".join(lines)
+
+
+def patches() -> list[tuple[str, list[str]]]:
+    """Each diff of README, applied to the last Python block before it, and the command that runs it."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README.text, re.MULTILINE | re.DOTALL)
+    found, code = [], ""
+    for index, (language, text) in enumerate(blocks):
+        if language == "python":
+            code = text
+        elif language == "diff":
+            following = blocks[index + 1] if index + 1 < len(blocks) else ("", "")
+            runs = following[0] == "" and following[1].startswith("torchrun")
+            found.append((patch(code, text), following[1].split() if runs else ["python", "train.py"]))
+    return found
+
+
+def check_losses(code: str, command: list[str], folder: Path) -> str:
+    """Runs a block of README in a process of its own: no warning, and a loss that falls; returns what it printed."""
     for name in modules(code) - {"qshard"}:
         pytest.importorskip(name)
-    named = re.match(r"# (\w+\.py)\n", code)
-    script = tmp_path / (named[1] if named else "pasted.py")
+    script = folder / command[-1]
     script.write_text(code)
-    command = ["python", script.name]
-    if named:
-        (command,) = [words for words in COMMANDS if words[-1] == script.name]
     result = run(script, command)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", result.stdout)]
-    assert result.stdout
-    assert losses == [] or losses[-1] < losses[0] / 1.5, result.stdout
+    assert losses, result.stdout
+    assert losses[-1] < losses[0] / 1.5, result.stdout
+    return result.stdout
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=lambda code: re.findall(r"^(?:import|from) (.+)", code, re.M)[0])
+def test_python_runs_as_pasted(code, tmp_path):
+    check_losses(code, ["python", "train.py"], tmp_path)
+
+
+@pytest.mark.parametrize(("code", "command"), patches(), ids=["FSDP2", "JAX"])
+def test_sharded_variants_print_the_losses_of_one_device(code, command, tmp_path, monkeypatch):
+    """Ranks have the same rows here, and a sharded weight has the codes of the whole one."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    # XLA's collectives on CPUs wait for one another where several steps share few threads.
+    monkeypatch.setenv("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
+    sharded = check_losses(code, command, tmp_path)
+    assert "fsdp" in code
+    (alone,) = [block for block in PYTHON if modules(block) == modules(code)]
+    assert sharded == check_losses(alone, ["python", "alone.py"], tmp_path)
 
 
 def test_there_is_a_training_step_in_each_framework():
@@ -69,6 +113,11 @@ def test_what_commands_name_exists(words, tmp_path):
         assert options <= set(re.findall(r"--[a-z]+", said.stdout))
     elif program == "torchrun":
         assert any(code.startswith(f"# {arguments[-1]}\n") for code in PYTHON)
+    elif program == "qshard":
+        said = subprocess.run(
+            [sys.executable, "-m", "qshard", arguments[0], "--help"], capture_output=True, check=False
+        )
+        assert said.returncode == 0
     else:
         assert program in ("git", "cd", "export", "source"), f"what is {program}?"
 

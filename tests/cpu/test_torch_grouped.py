@@ -116,7 +116,7 @@ def test_codes_are_those_of_each_expert_alone(name, role):
     if recipe.stateful:
         scale = torch.tensor([0.0, 1.0, 2.0, 0.0, 4.0, 0.5])
     spec = operand_spec(recipe, role, Usage.BOTH)
-    made, amaxes = tiles.quantized_places(where.spread(x), spec, where, seeds=seeds, scale=scale)
+    made, amaxes = tiles.quantize_tiles(where.scatter(x), spec, where, seeds=seeds, scale=scale)
     of_experts = {usage: side.by_expert(where.stops.tolist()) for usage, side in made.items()}
     for expert, own in enumerate(ROWS):
         if own.start == own.stop:

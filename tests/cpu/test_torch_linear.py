@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from qshard.formats import FP8_E4M3, FP8_E5M2, MXFP8_E4M3, Usage
-from qshard.recipes import MXFP8, NVFP4, CurrentScaling, DelayedScaling, Recipe, Role
+from qshard.recipes import MXFP8, NVFP4, CurrentScaling, DelayedScaling, Recipe
 from qshard.torch_bridge import (
     DelayedScale,
     Linear,
@@ -195,7 +195,7 @@ def test_linear_module_is_what_convert_makes():
     assert type(made) is type(converted)
     made.load_state_dict(converted.state_dict())
     assert torch.equal(made(x), converted(x))
-    assert all(f"{role.value}={RECIPE.format(role)}" in repr(made) for role in Role)
+    assert repr(made) == f"Linear(in_features=32, out_features=64, bias=True, recipe={RECIPE!r})"
 
 
 OPTIMIZERS = [

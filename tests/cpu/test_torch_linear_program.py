@@ -69,7 +69,7 @@ def calls(monkeypatch):
 
 
 def forget():
-    for kept in (linear_program._forward, linear_program.backward_of, gemm._ways):
+    for kept in (linear_program._forward, linear_program.plan_backward, gemm._ways):
         kept.clear()
 
 

@@ -252,6 +252,6 @@ def test_values_are_kept_once():
     """Weights that are gathered as values are made of masters, which are there anyway, for each gather."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(torch_ranks.device, torch.bfloat16)
     optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=True)
-    assert [flat.kept for flat in optimizer._flats] == [0, 0]
+    assert [flat.stored_bytes for flat in optimizer._flats] == [0, 0]
     model(torch.ones(1, 64, device=torch_ranks.device, dtype=torch.bfloat16)).sum().backward()
     assert all(flat.shard.untyped_storage().nbytes() == 0 for flat in optimizer._flats)

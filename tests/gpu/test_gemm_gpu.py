@@ -384,7 +384,7 @@ def test_one_call_has_the_bits_of_the_ops_one_after_another(recipe, shape, monke
     for large in (gemm.LARGE, 0):
         for module in (gemm, linear_program):
             monkeypatch.setattr(module, "LARGE", large)
-        for kept in (linear_program._forward, linear_program.backward_of, gemm._ways):
+        for kept in (linear_program._forward, linear_program.plan_backward, gemm._ways):
             kept.clear()
         torch.manual_seed(0)
         layer = Linear(k, n, bias=False, recipe=recipe, dtype=torch.bfloat16, device="cuda")
@@ -394,7 +394,7 @@ def test_one_call_has_the_bits_of_the_ops_one_after_another(recipe, shape, monke
         made.append((y, x.grad, layer.weight.grad))
     for got, want in zip(*made, strict=True):
         assert torch.equal(got, want)
-    for kept in (linear_program._forward, linear_program.backward_of, gemm._ways):
+    for kept in (linear_program._forward, linear_program.plan_backward, gemm._ways):
         kept.clear()
 
 

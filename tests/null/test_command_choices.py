@@ -124,8 +124,10 @@ def test_the_recommendation_is_the_best_there_is(tmp_path):
 
 @pytest.mark.parametrize("few", [False, True])
 def test_recommendations_against_all_mixes(few, monkeypatch):
-    """Choices that are drawn, some of equal size or harm, some of unknown harm: of all mixes the one with least harm.
-    Where few mixes are kept it fits, and is no worse than the curve."""
+    """Random choices, some of equal size or harm, some of unknown harm: the best of all mixes is found.
+
+    If few mixes are kept, the result fits the budget and is no worse than the curve.
+    """
     from types import SimpleNamespace
 
     from qshard._cli import allocation

@@ -1,5 +1,6 @@
 """Formats against ml_dtypes, and the errors for formats that do not exist."""
 
+import dataclasses
 import math
 
 import ml_dtypes
@@ -59,6 +60,26 @@ def test_changed_options_show():
     assert str(fmt) == "NVFP4[scale_max=256.0, four_over_six=mse]"
     assert fmt != NVFP4
     assert str(fmt.with_options(four_over_six=None, scale_max=448.0)) == "NVFP4"
+
+
+@pytest.mark.parametrize(
+    ("fmt", "text"),
+    [
+        (NVFP4, "NVFP4"),
+        (NVFP4.with_options(hadamard=True, nonfinite="nan"), "NVFP4.with_options(hadamard=True, nonfinite='nan')"),
+        (formats.FP8_1x128.with_options(element=formats.E5M2), "FP8_1x128.with_options(element=E5M2)"),
+        (Format(name="own", element=E4M3), "Format(name='own', element=E4M3)"),
+        (Format(name="NVFP4", element=E4M3), "Format(name='NVFP4', element=E4M3)"),
+        (formats.TwoLevelScaling(), "TwoLevelScaling()"),
+        (formats.PowerScaling(scale_rounding="floor"), "PowerScaling(scale_rounding='floor')"),
+        (E4M3, "E4M3"),
+        (dataclasses.replace(E4M3, max=240.0), None),
+        (Usage.BOTH, "Usage.BOTH"),
+    ],
+)
+def test_repr_is_one_short_line_that_evaluates(fmt, text):
+    assert text is None or repr(fmt) == text
+    assert eval(repr(fmt), vars(formats)) == fmt
 
 
 @pytest.mark.parametrize(

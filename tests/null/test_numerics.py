@@ -125,6 +125,22 @@ def test_an_infinity_that_becomes_nan_takes_its_block_along():
     assert s.notes == (Note.NONFINITE_GIVEN, Note.NONFINITE_MADE, Note.SCALES)
 
 
+@pytest.mark.parametrize("fmt", list(formats.FORMATS))
+def test_repr_is_one_short_line(fmt):
+    found = stats(np.random.default_rng(0).standard_t(3, (128, 128)), fmt)
+    assert repr(found) == str(found)
+    assert repr(found).startswith(f"Stats(format={fmt}, shape=(128, 128), sqnr_db=")
+    assert len(repr(found)) <= 120
+    assert "\n" not in repr(found)
+
+
+def test_repr_names_the_columnwise_plane_and_counts_notes():
+    found = stats(np.full((32, 32), np.inf), "MXFP8_E4M3", Usage.COLUMNWISE)
+    shown = "format=MXFP8_E4M3, usage=Usage.COLUMNWISE, shape=(32, 32), sqnr_db=nan, mean_relative_error=nan"
+    assert repr(found).startswith(f"Stats({shown}")
+    assert repr(found).endswith(f"notes={len(found.notes)})")
+
+
 def test_numbers_without_trouble_have_no_notes():
     assert stats([1.0, 17.0, 0.0], formats.FP8_E4M3).notes == ()
 

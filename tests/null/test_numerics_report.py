@@ -359,9 +359,28 @@ def test_plots_name_every_format_and_draw_no_two_alike():
     assert len(fills) == len(names)
     for axes in lines:
         assert [text.get_text() for text in axes.get_legend().get_texts()] == names
-        drawn = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.get_lines()]
+        drawn = [(line.get_color(), line.get_linestyle()) for line in axes.get_lines()]
         assert len(set(drawn)) == len(drawn) == len(names)
-        assert len({style[:2] for style in drawn}) == len(names)
+
+
+def test_lines_show_family_by_color_and_block_shape_by_dash():
+    from qshard.numerics._plots import line_styles
+
+    changed = formats.NVFP4.with_options(nonfinite="nan")
+    chosen = [*formats.FORMATS.values(), changed]
+    styles = {str(fmt): style for fmt, style in zip(chosen, line_styles(chosen), strict=True)}
+    colors = {name: style["color"] for name, style in styles.items()}
+    families = ["FP8_E4M3", "MXFP8_E4M3", "MXFP6_E2M3", "MXFP4", "NVFP4"]
+    assert len({colors[name] for name in families}) == len(families)
+    assert colors["FP8_E4M3"] == colors["FP8_1x128"] == colors["FP8_128x128"]
+    assert colors["NVFP4"] == colors["NVFP4_16x16"] == colors[str(changed)]
+    assert colors["FP8_E5M2"] not in [colors[name] for name in families]  # a lighter shade
+    for name, style in styles.items():
+        fmt = formats.FORMATS.get(name, changed)
+        dash = "-" if fmt.block is None else "--" if fmt.block[0] == 1 else ":"
+        assert style["linestyle"] == dash
+    looks = [(style["color"], style["linestyle"], style["marker"]) for style in styles.values()]
+    assert len(set(looks)) == len(looks)
 
 
 def test_nothing_in_the_plots_overlaps():

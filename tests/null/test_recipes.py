@@ -82,6 +82,24 @@ def test_rotations_that_do_not_cancel(rotated):
         recipes.NVFP4(gradient=formats.NVFP4)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        (recipes.CurrentScaling(), "CurrentScaling()"),
+        (recipes.DelayedScaling(history=4), "DelayedScaling(history=4)"),
+        (recipes.MXFP8(weight="MXFP8_E4M3"), "MXFP8(weight=MXFP8_E4M3)"),
+        (
+            recipes.Recipe(weight="NVFP4_16x16", activation="MXFP8_E4M3", gradient=formats.MXFP8_E5M2),
+            "Recipe(weight=NVFP4_16x16, activation=MXFP8_E4M3, gradient=MXFP8_E5M2)",
+        ),
+    ],
+)
+def test_repr_has_the_fields_that_differ_from_defaults(recipe, text):
+    assert repr(recipe) == str(recipe) == text
+    own = {type(recipe).__name__: type(recipe)}
+    assert eval(text, vars(formats) | own) == recipe
+
+
 def test_stochastic():
     random = formats.NVFP4.with_options(rounding="stochastic")
     for role in Role:

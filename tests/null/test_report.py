@@ -28,7 +28,9 @@ def test_a_changed_number_is_found_and_written_anew(page, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
     text = (tmp_path / page).read_text()
-    cell = next(line for line in text.splitlines() if line.startswith(("| cast to E4M3 ", "| cast_tensor qshard ")))
+    cell = next(
+        line for line in text.splitlines() if line.startswith(("| `NVFP4` | Blackwell", "| cast_tensor qshard "))
+    )
     (tmp_path / page).write_text(text.replace(cell, cell.replace("1", "7")))
     stale = report(tmp_path, "--check")
     assert stale.returncode != 0
@@ -38,11 +40,17 @@ def test_a_changed_number_is_found_and_written_anew(page, tmp_path):
 
 
 ORIGIN = {"machine": "NVIDIA H200", "commit": "abc", "versions": "torch 2.11.0", "date": "2026-11-23"}
-STEPS = [("bf16", "200.0", "25.00"), ("fp8 compiled bf16-states", "150.0", "20.00"), ("te-block", "190.0", "30.00")]
+STEPS = [
+    ("bf16", "220.0", "26.00"),
+    ("bf16 compiled", "200.0", "25.00"),
+    ("torchao compiled", "190.0", "24.00"),
+    ("fp8 compiled", "150.0", "20.00"),
+    ("fp8 fused", "160.0", "22.00"),
+]
 
 
 def test_steps_in_percent_of_bf16(tmp_path):
-    """README's section of speed begins with them. docs/results.md has a profile too, and 50 steps."""
+    """README has time, memory and recipes beside bf16. docs/results.md has a profile too, and 50 steps."""
     shutil.copytree(REPOSITORY / "benchmarks", tmp_path / "benchmarks")
     for name in ("docs/results.md", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -61,12 +69,14 @@ def test_steps_in_percent_of_bf16(tmp_path):
             writer.writeheader()
             writer.writerows({**line, **ORIGIN} for line in lines)
     assert report(tmp_path).returncode == 0
-    speed = (tmp_path / "README.md").read_text().partition("## Speed\n\n<!-- rows: step_torch -->\n")[2]
-    assert "| bf16 | 200.0 | 100 | 200.0 | 100 | 25.00 | 100 |" in speed
-    assert "| fp8, current scaling, compiled, Adam's states in bf16 | 150.0 | 75 | 150.0 | 75 | 20.00 | 80 |" in speed
-    assert "| TransformerEngine, blocks of 128 | 190.0 | 95 | 190.0 | 95 | 30.00 | 120 |" in speed
+    readme = (tmp_path / "README.md").read_text()
+    assert "**80 % of the step time of bf16:** 160.0 ms" in readme
+    assert "| torchao float8, compiled | 190.0 | 95 % | 24.00 | 96 % |" in readme
+    assert "| `CurrentScaling`, compiled | 150.0 | 75 % | 20.00 | 80 % |" in readme
+    assert "| `CurrentScaling` | Hopper | 73 % | 85 % |" in readme
+    assert "| `NVFP4` | Blackwell | - | - |" in readme
     results = (tmp_path / "docs/results.md").read_text()
-    assert "| fp8 compiled bf16-states | 150.0 | 75 | 150.0 | 75 | 20.00 | 80 | 9.0 |" in results
+    assert "| fp8 compiled | 150.0 | 68 | 150.0 | 68 | 20.00 | 77 | 9.0 |" in results
     assert f"| kind | {' | '.join(parts)} |" in results
     assert "| bf16 | 200.1 | 200.2 | 25.00 | 25.00 | 0 |" in results
     assert report(tmp_path, "--check").returncode == 0

@@ -22,8 +22,9 @@ FILES = Path(__file__).parents[1] / "cpu" / "error_catalogue"
 LINE = 125
 """Characters of a line of a terminal, for errors of at most two."""
 VERBS = """
-add ask call cast choose convert count cut dequantize differentiate enter gather give leave let load make mark move
-multiply name pad pass plan put quantize remove rotate run shard stack take use write
+add apply ask call cast choose compute convert count cut dequantize differentiate drop enter exclude export gather
+give initialize install leave let load make mark move multiply name pad pass plan put quantize remove replicate return
+rotate run set shard split stack take trace use write
 """
 ADVICE = re.compile(
     rf"[;:] (or )?({'|'.join(VERBS.split())})\b .*\w"  # An instruction,

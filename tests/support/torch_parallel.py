@@ -43,7 +43,7 @@ def quantized():
     """What a layer quantizes meanwhile: the planes of each role. On GPUs too step by step, not in one call."""
     modules = [functional, autograd]
     found, real, one_call = {}, LayerQuantizer.quantize, functional.linear_program
-    steps = SimpleNamespace(product=lambda *given: (None, None), backward_of=lambda *given: None)
+    steps = SimpleNamespace(product=lambda *given: (None, None), plan_backward=lambda *given: None)
 
     def noting(quantizer, x, role, usage, amax=None):
         made = real(quantizer, x, role, usage, amax)

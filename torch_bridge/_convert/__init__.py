@@ -1,4 +1,4 @@
-"""Whole models: `convert`, `quantized_init`, export of a state dict as codes, preparation for FSDP1.
+"""Functions on whole models: `convert`, `quantized_init`, export as codes, and preparation for FSDP1.
 
-The layers that `convert` puts in place are in `_nn` and `_losses`.
+The layers that `convert` creates are in `_nn` and `_losses`.
 """

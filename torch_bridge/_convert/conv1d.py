@@ -1,6 +1,6 @@
-"""`Conv1D`, the linear layer of GPT-2 in Hugging Face's transformers, with a weight of `[in, out]`.
+"""`Conv1D`: the quantized form of GPT-2's linear layer in Hugging Face's transformers, with a weight `[in, out]`.
 
-This module does not import transformers: it recognizes a class by its name and by what its `forward` calls.
+This module does not import transformers. It recognizes the class by its name and by the code of its `forward`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from qshard.torch_bridge._nn.linear import WeightLayer
 
 
 class Conv1D(WeightLayer):
-    """`y = x @ weight + bias` with quantized products. The weight lies, is gathered and is saved as `[in, out]`."""
+    """Linear layer `y = x @ weight + bias` with quantized operands.
+
+    The weight is stored, gathered and saved as `[in, out]`.
+    """
 
     weight_layout = "KN"
     _of = nn.Module
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether `module` is a `Conv1D` of transformers, converted or not.
+    """Return True if `module` is a `Conv1D` of transformers, converted or not.
 
     >>> is_conv1d(nn.Conv1d(4, 4, 1))
     False
@@ -29,9 +32,9 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def conv1d_class(kind: type[nn.Module]) -> Any:
-    """The class `Conv1D` of transformers among the bases of `kind`; None without one.
+    """Return the class `Conv1D` of transformers among the bases of `kind`, or None.
 
-    Its `forward` reads `nf` and calls `torch.addmm`. A convolution with the name `Conv1D` does neither.
+    Its `forward` reads `nf` and calls `torch.addmm`. A convolution named `Conv1D` does neither.
     """
     for base in kind.__mro__:
         code = getattr(vars(base).get("forward"), "__code__", None)

@@ -1,4 +1,4 @@
-"""`convert`: the linear layers of a model become quantized ones."""
+"""`convert`: replaces the linear layers of a model by quantized layers, in place."""
 
 from __future__ import annotations
 
@@ -36,54 +36,55 @@ def convert(
     primary: bool = False,
     fuse: bool = False,
 ) -> nn.Module:
-    """Turns every `nn.Linear` in `model` into a `Linear`, in place: same module objects, hooks, names and values.
+    """Turn every `nn.Linear` of `model` into a `Linear`, in place: module objects, hooks, names and values stay.
 
-    So does every `Conv1D` of Hugging Face's GPT-2, whose weight stays `[in, out]`. Modules above these layers get two
-    hooks, which tell when a call of theirs begins and ends: during it, layers that take the same x share its codes. So
-    pass modules that you build of `Linear` to `convert` too.
+    `Conv1D` layers of Hugging Face's GPT-2 are converted too, and their weights stay `[in, out]`. Every module above a
+    converted layer gets two hooks that mark the beginning and end of its calls. During a call, layers that receive the
+    same x share its codes. Therefore also call `convert` on a model that is built from `Linear` directly.
 
-    Layers of a subclass that keeps the `forward` of `nn.Linear` stay instances of it, with its methods and attributes.
-    Parameters stay the objects that they are: an optimizer that holds them trains them on. Weights that layers share
-    stay shared. A `Linear` takes the new recipe, and a `LinearCrossEntropy` still gives the loss. `fully_shard` takes
-    weights of square blocks, or of one scale a tensor; it refuses those of vectors, whose two planes are different
-    numbers.
+    Layers of a subclass that does not override `nn.Linear.forward` stay instances of it, with its methods and
+    attributes. Parameters stay the same objects, so existing optimizers keep training them. Weights shared by several
+    layers stay shared. A `Linear` gets the new recipe, and a `LinearCrossEntropy` still returns the loss. `fully_shard`
+    accepts weights with 2-D blocks or per-tensor scales. It rejects 1-D blocks, because then the columnwise plane has
+    other numbers than the rowwise plane.
 
     One warning names all weights that stay in high precision, with the reason and what to do, unless `filter` or a
-    pattern leaves them out. Linear layers stay if they override `forward`, if their weight is computed (parametrized,
-    pruned), has no shape yet (lazy), or also belongs to another kind of module, such as an embedding. Other modules
-    stay if they have a floating-point parameter of two axes or more: experts as one tensor of three axes,
-    `nn.MultiheadAttention`, convolutions, recurrent layers. Embeddings and norms are not named.
+    pattern excludes them. A linear layer is not converted if it overrides `forward`, if its weight is computed
+    (parametrized, pruned), has no shape yet (lazy), or also belongs to another kind of module, such as an embedding.
+    The warning also names other modules with a floating-point parameter of two axes or more: experts in one 3-D tensor,
+    `nn.MultiheadAttention`, convolutions, recurrent layers. It does not name embeddings and norms.
 
     Args:
-      model: on any device, also meta. Before it is sharded or wrapped: `parallelize_module`, `fully_shard`,
+      model: on any device, also meta. Call `convert` before `parallelize_module`, `fully_shard` or
         DistributedDataParallel.
-      recipe: the format of each role, or the name of a recipe, such as "CurrentScaling". Or a mapping from patterns of
-        names to recipes, such as `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that
-        matches the name of a layer decides, `*` also matches dots, and None keeps layers in high precision.
-      primary: whether weights are kept as codes. Then `fully_shard` must follow, on one rank too; `Adam`, or any
-        optimizer in `WithMasters`, has the float32 masters, which start as the weights are now, and `state_dict` shows
-        them. Codes are made once a step, and no gather casts.
-      fuse: whether every `nn.RMSNorm` with a weight, of a subclass that keeps its `forward` too, becomes a `RMSNorm`.
-        That takes the amax that the layer after it needs as it makes its result. Last bits of norms change: it adds in
-        another order.
-      filter: a function of a module with weights and its qualified name. A module stays as it is, and is not named, if
-        the function returns False. `filter=lambda layer, name: "lora_" not in name` leaves out the adapters of peft.
+      recipe: the format of each role, or the name of a recipe, such as "CurrentScaling". Or a mapping from name
+        patterns to recipes, such as `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern
+        that matches the name of a layer decides, `*` also matches dots, and None keeps layers in high precision.
+      filter: called with each module with weights and its qualified name. If it returns False, the module is not
+        converted and not named in the warning. `filter=lambda layer, name: "lora_" not in name` excludes the adapters
+        of peft.
+      primary: keep weights as codes. Then `fully_shard` must follow, also on one rank. `Adam`, or any optimizer in
+        `WithMasters`, has the float32 masters, initialized from the current weights, and `state_dict` returns their
+        values. Weights are quantized once a step, and gathers do not cast.
+      fuse: also turn every `nn.RMSNorm` with a weight, or a subclass that does not override `forward`, into a
+        `RMSNorm`, which computes the amax for the next layer along with its result. The last bits of norms change,
+        because sums have another order.
 
     Returns:
       `model`.
 
     Raises:
-      TypeError: a weight is not float32, bfloat16 or float16, or an argument is not of its type.
-      ValueError: there is nothing to convert; or a weight is sharded already, is held by a wrapper or by a graph of
-        autograd, is not whole blocks of the formats of the recipe, or is shared by layers of two recipes; or a pattern
-        matches no layer, or only layers that an earlier one matches. Nothing has been changed then.
+      TypeError: a weight is not float32, bfloat16 or float16, or an argument has the wrong type.
+      ValueError: there is nothing to convert; a weight is already sharded, held by a wrapper or by an autograd graph,
+        not whole blocks of the recipe's formats, or shared by layers with two recipes; or a pattern matches no layer,
+        or only layers that an earlier pattern matches. The model is then unchanged.
 
     >>> from qshard.recipes import CurrentScaling
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> convert(model, CurrentScaling(), filter=lambda layer, name: name != "2")
     Sequential(
       (0): Linear(in_features=4, out_features=8, bias=True, weight=FP8_E4M3[nonfinite=nan], \
-activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
+    activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
       (1): ReLU()
       (2): Linear(in_features=8, out_features=2, bias=True)
     )
@@ -94,7 +95,7 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
     _check_not_wrapped(model)
     candidates = survey(model)
     rules.check_used([each.names for each in candidates.values()], [name for name, _ in model.named_modules()])
-    recipes: dict[str, Recipe] = {}  # Of the layers that may take one.
+    recipes: dict[str, Recipe] = {}  # Recipes of convertible layers.
     left: dict[str, str] = {}
     modules = {name: (each.module, each.names, each.why is None) for name, each in candidates.items()}
     for name, own in rules.choose(modules, filter):
@@ -122,7 +123,8 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
         cast(WeightLayer, module).begin(recipes[name], cast(nn.Parameter, module.weight))
     for other in model.modules():
         if isinstance(other, nn.TransformerEncoderLayer) and {other.linear1, other.linear2} & {*chosen.values()}:
-            other.activation_relu_or_gelu = 0  # Else where nothing trains it reads the weights, and calls no layer.
+            # Its inference fast path would read the weights without calling the layers.
+            other.activation_relu_or_gelu = 0
         if fuse and _is_plain_norm(other):
             other.__class__ = extend_class(RMSNorm, type(other))
     for other in model.modules():
@@ -134,7 +136,7 @@ activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
-    """Whether it is an `nn.RMSNorm`, or of a subclass that keeps its `forward`, with a weight."""
+    """Return True for an `nn.RMSNorm` with a weight, also of a subclass that does not override `forward`."""
     if not isinstance(module, nn.RMSNorm) or module.weight is None or "forward" in vars(module):
         return False
     return type(module).forward is nn.RMSNorm.forward and not copyreg._slotnames(type(module))  # type: ignore[attr-defined]
@@ -148,8 +150,8 @@ def _check_not_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if (wrapper := wrapper_of(module)) is not None:
             raise ValueError(
-                f"convert: {name or 'model'} ({wrapper}) has taken the weights of its layers; convert the model before "
-                "it is wrapped"
+                f"convert: {name or 'model'} ({wrapper}) has already taken the weights of its layers; convert the "
+                "model before wrapping it"
             )
 
 
@@ -160,7 +162,7 @@ def _kind_of(kind: type[nn.Module]) -> type[WeightLayer]:
 
 
 def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
-    """Why a layer has to stay as it is."""
+    """Return the reason why a layer cannot be converted, or None."""
     kind, weight = type(layer), layer._parameters.get("weight")
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight"
@@ -170,13 +172,13 @@ def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
     if kind.forward not in known:
         return f"{kind.__name__} overrides forward"
     if issubclass(kind, LinearCrossEntropy) and recipe.stateful:
-        return f"chunks of its rows have no scales of {type(recipe).__name__}"
+        return f"{type(recipe).__name__} has no scales for chunks of its rows"
     if "forward" in vars(layer):
         return "its forward was replaced"
     if weight is None or parametrize.is_parametrized(layer):
         return "its weight is computed"
     if isinstance(weight, nn.UninitializedParameter):
-        return "lazy, without a shape before its first call"
+        return "lazy, with no shape before its first call"
     if not isinstance(weight, DTensor) and type(weight) not in (nn.Parameter, ShardedWeight):
         return f"its weight is a {type(weight).__name__}"
     try:
@@ -187,7 +189,10 @@ def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
 
 
 def _find_tied(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
-    """Of those chosen, the layers whose weight something else uses too, which would not know what to do with codes."""
+    """Return the layers with a weight that another module uses too, with the reason.
+
+    The other module cannot use codes.
+    """
     taken = set(map(id, chosen.values()))
     others: dict[int, str] = {}
     for name, module in model.named_modules():
@@ -198,14 +203,14 @@ def _find_tied(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]
 
 
 def _check_shared(chosen: dict[str, nn.Linear], recipes: dict[str, Recipe]) -> None:
-    """Raises ValueError where layers that share a weight take several recipes."""
+    """Raise ValueError if layers that share a weight have different recipes."""
     first: dict[Tensor, str] = {}
     for name, layer in chosen.items():
         other = first.setdefault(layer.weight, name)
         if recipes[other] != recipes[name] or _layout(chosen[other]) != _layout(layer):
             raise ValueError(
                 f"convert: {_weight(name)} ({type(recipes[name]).__name__}) is also {_weight(other)} "
-                f"({type(recipes[other]).__name__}), and a weight has one recipe; match both with one pattern"
+                f"({type(recipes[other]).__name__}), but a weight has one recipe; match both with one pattern"
             )
 
 
@@ -220,8 +225,8 @@ def _check(name: str, layer: nn.Linear, recipe: Recipe) -> None:
     held: Any = weight
     if has_other_owners(held) or weakref.getweakrefs(held) or is_flattened(held):
         raise ValueError(
-            f"convert: {name} (held by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) is not "
-            "free to be replaced; convert before wrapping the model, and drop losses and views of before"
+            f"convert: {name} (referenced by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) "
+            "cannot be replaced; convert before wrapping the model, and drop earlier losses and views"
         )
     try:
         check_dtype("convert", name, weight.dtype)
@@ -230,4 +235,4 @@ def _check(name: str, layer: nn.Linear, recipe: Recipe) -> None:
         else:
             check_weight_shape("convert", f"{name}.T", recipe, tuple(weight.shape)[::-1])
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{error}, or leave the layer out with filter=") from None
+        raise type(error)(f"{error}, or exclude the layer with filter=") from None

@@ -1,4 +1,4 @@
-"""A converted model as a state dict of codes, for files: each weight is gathered once, as codes."""
+"""`quantized_state_dict`: exports a converted model with its weights as codes."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ from qshard.torch_bridge._quantized.validation import check_model
 def quantized_state_dict(
     model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False
 ) -> dict[str, QuantizedTensor | Tensor]:
-    """The state dict of a converted model, whole, with the weights of its `Linear`s as they are multiplied with.
+    """Return the full state dict of a converted model, with the weights of its `Linear`s as codes.
 
         save_file(*to_plain(quantized_state_dict(model, rank0_only=True, cpu_offload=True)))   # on rank 0
 
-    Names are those of `model.state_dict()`. State of scaling, `delayed.*` and `seed`, is left out.
+    Names are the names in `model.state_dict()`. The scaling state, `delayed.*` and `seed`, is left out.
 
     Args:
       model: after `convert`, sharded by FSDP2 or not.
-      rank0_only: the others let go of each tensor as soon as they have passed it on, and return nothing.
-      cpu_offload: tensors are moved to the CPU, one by one.
+      rank0_only: other ranks free each tensor once it is gathered, and return an empty dict.
+      cpu_offload: move tensors to the CPU, one by one.
 
     Returns:
-      `QuantizedTensor`s, bit for bit those of the whole weight cast at once, and plain tensors. `to_plain` makes arrays
-      for safetensors of them, which `qshard.jax.from_plain` reads too, and `.dequantize()` values for any model.
+      `QuantizedTensor`s, bit for bit the whole weight quantized at once, and plain tensors. `to_plain` converts them to
+      tensors for safetensors, which `qshard.jax.from_plain` also reads. `.dequantize()` gives values for any model.
 
     Raises:
-      RuntimeError: a weight has no memory now, as one of a `ZeroOptimizer` with sharded weights between its uses.
+      TypeError: `model` is not a module.
+      RuntimeError: the memory of a weight is freed, as under a `ZeroOptimizer` with sharded weights.
 
-    Collective: a weight that is cut by rows is gathered as codes, after an all-reduce of its amaxes; what is cut in
-    another way, and what is no weight of a `Linear`, in its own dtype.
+    Collective: weights sharded by rows are gathered as codes, after an all-reduce of their amaxes. Weights with another
+    sharding, and parameters that are not weights of a `Linear`, are gathered in their own dtype.
 
     >>> from qshard.recipes import CurrentScaling
     >>> from qshard.torch_bridge import convert, to_plain
@@ -55,7 +56,7 @@ def quantized_state_dict(
     check_model("quantized_state_dict", model)
     kept = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     made: dict[str, Any] = {}
-    seen: dict[int, Any] = {}  # Weights that layers share are gathered once.
+    seen: dict[int, Any] = {}  # Shared weights are gathered once.
     for name, value in _entries(model):
         if id(value) not in seen:
             whole = _whole(value)
@@ -69,7 +70,7 @@ def quantized_state_dict(
 
 
 def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """What `model.state_dict()` has, but the parameters themselves, without state of scaling."""
+    """Return the entries of `model.state_dict()` as the parameters themselves, without scaling state."""
     found = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, DelayedScale):
@@ -83,7 +84,7 @@ def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _whole(value: Tensor) -> Tensor:
     local = local_of(value)
-    if isinstance(local, QuantizedTensor):  # Unsharded now, or of a `ZeroOptimizer`.
+    if isinstance(local, QuantizedTensor):  # Currently unsharded, or of a `ZeroOptimizer`.
         local.described()  # Raises if there is no memory.
         return local.detach().clone()
     if not isinstance(local, ShardedWeight):

@@ -1,14 +1,14 @@
-"""FSDP1, `FullyShardedDataParallel`, around converted layers.
+"""Preparation of converted layers for FSDP1, `FullyShardedDataParallel`.
 
-FSDP1 flattens the parameters of a unit to one, gathers their values, and gives layers views of what it has gathered. So
-each rank quantizes whole weights, alike: codes and scales are those of one device, and nothing has to be reduced for
-them. What layers keep between their passes:
+FSDP1 flattens the parameters of a unit into one, gathers their values, and gives layers views of the result. So each
+rank quantizes whole weights: codes and scales are the same as on one device, and amaxes need no reduction. Storage
+between the forward and the backward pass of a layer:
 
-| what | between forward and backward |
+| tensor | between forward and backward |
 | --- | --- |
-| weights | nothing: the backward pass makes codes of what FSDP1 gathers for it |
-| x | its codes, as anywhere; or a part of them on each rank of `activation_group`, which all have that x |
-| scales and amaxes | buffers, in float32 whatever FSDP1 casts buffers to; `update_scales` max-reduces amaxes |
+| weights | nothing: the backward pass quantizes the values that FSDP1 gathers for it |
+| x | its codes, as always; with `activation_group`, each of its ranks, which have the same x, saves a part |
+| scales and amaxes | float32 buffers, whatever FSDP1 casts buffers to; `update_scales` max-reduces amaxes |
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from qshard.torch_bridge._quantized.validation import check_group, check_model
 
 
 def prepare_modules_for_fsdp1(model: nn.Module, *, activation_group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Makes converted layers ready for `FullyShardedDataParallel`, in place: call it before the model is wrapped.
+    """Prepare converted layers for `FullyShardedDataParallel`, in place. Call it before the model is wrapped.
 
-    Weights become plain parameters again, the same objects with the same values: FSDP1 has no hooks by which FSDP2
-    gathers codes. With `use_orig_params` or without, in every sharding strategy, each layer quantizes the whole weight
-    that FSDP1 has gathered, in the dtype of `MixedPrecision(param_dtype=)`: the codes of one device. None are kept for
-    the backward pass, for which FSDP1 gathers the weight again. Buffers of delayed scaling stay float32 under
-    `MixedPrecision(buffer_dtype=)`.
+    Weights become plain parameters again, the same objects with the same values, because FSDP1 lacks the hooks by which
+    FSDP2 gathers codes. With or without `use_orig_params`, in every sharding strategy, each layer quantizes the whole
+    weight that FSDP1 gathers, in the dtype of `MixedPrecision(param_dtype=)`: the same codes as on one device.
+    Codes of weights are not saved for backward, because FSDP1 gathers the weight again. Buffers of delayed scaling stay
+    float32 under `MixedPrecision(buffer_dtype=)`.
 
     Args:
-      model: after `convert`, or with `Linear`s in it, on any device, also meta.
-      activation_group: ranks that have the very same activations, as those of tensor parallelism by hand. Each keeps
-        1/W of the codes of x from forward to backward, which then gathers them, a byte an element or half a byte. Not
-        the ranks of FSDP1: they have other batches, and with the same ones would train no faster. The first time that
-        a layer keeps codes, ranks compare them, and raise ValueError, all of them, if they differ. Under
-        `torch.compile` each rank keeps all.
+      model: after `convert`, or built from `Linear`; on any device, also meta.
+      activation_group: ranks with the same activations, such as the ranks of hand-written tensor parallelism. Each rank
+        saves 1/W of the codes of x for backward, which then gathers them, 1 or 1/2 byte an element. Do not pass the
+        ranks of FSDP1: they have different batches. When a layer first saves codes, the ranks compare them, and all
+        raise ValueError if they differ. Under `torch.compile` each rank saves all codes.
 
     Returns:
       `model`.
 
     Raises:
-      ValueError: a parameter is a primary weight, or codes, which FSDP1 cannot flatten; or is a DTensor; or the model
-        is wrapped already. Nothing has been changed then, and nothing sent. FSDP1 raises for sharded weights that were
-        not prepared.
+      TypeError: `model` is not a module, or `activation_group` is not a process group.
+      ValueError: a parameter is a primary weight or codes, which FSDP1 cannot flatten, or a DTensor; or the model is
+        already wrapped. The model is then unchanged, and nothing was communicated. FSDP1 itself raises for sharded
+        weights that were not prepared.
 
-    `update_scales` and `scaling_state` serve DelayedScaling as under FSDP2; given the wrapped model, `update_scales`
-    reduces over its ranks, those of shards and of replicas.
+    `update_scales` and `scaling_state` work as under FSDP2. With the wrapped model, `update_scales` reduces over the
+    ranks of its shards and replicas.
 
     >>> from qshard.torch_bridge import convert
     >>> model = convert(nn.Sequential(nn.Linear(16, 16)), "CurrentScaling")
     >>> type(prepare_modules_for_fsdp1(model)[0].weight)
     <class 'torch.nn.parameter.Parameter'>
 
-    Sources: TransformerEngine, `prepare_te_modules_for_fsdp`.
+    Source: TransformerEngine, `prepare_te_modules_for_fsdp`.
     """
     check_model("prepare_modules_for_fsdp1", model)
     check_group("prepare_modules_for_fsdp1", activation_group)
@@ -80,12 +80,12 @@ def prepare_modules_for_fsdp1(model: nn.Module, *, activation_group: dist.Proces
 
 
 def _check(model: nn.Module) -> None:
-    """Raises ValueError if FSDP1 cannot have `model`."""
+    """Raise ValueError if FSDP1 cannot wrap `model`."""
     for name, module in model.named_modules():
         if (wrapper := wrapper_of(module)) is not None:
             raise ValueError(
-                f"prepare_modules_for_fsdp1: {name or 'model'} ({wrapper}) has taken the weights of its "
-                "layers; call it after convert, before the model is wrapped"
+                f"prepare_modules_for_fsdp1: {name or 'model'} ({wrapper}) has already taken the weights of its "
+                "layers; call it after convert and before wrapping the model"
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -96,4 +96,4 @@ def _check(model: nn.Module) -> None:
             kind, do = f"primary, {parameter.scale_state.fmt}", "convert with primary=False, or use fully_shard"
         else:
             continue
-        raise ValueError(f"prepare_modules_for_fsdp1: {name} ({kind}) is not a plain tensor, as FSDP1 flattens; {do}")
+        raise ValueError(f"prepare_modules_for_fsdp1: {name} ({kind}) is not a plain tensor, which FSDP1 needs; {do}")

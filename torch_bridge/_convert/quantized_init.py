@@ -1,4 +1,4 @@
-"""`quantized_init`: models whose linear layers are quantized from the start."""
+"""`quantized_init`: a context that converts models built inside it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,26 @@ from qshard.torch_bridge._convert.convert import convert
 def quantized_init(
     recipe: RecipesLike, filter: Callable[[Any, str], bool] | None = None, *, primary: bool = True
 ) -> Iterator[None]:
-    """Models that are made in it are converted when it ends: `convert(model, recipe, filter, primary=primary)`.
+    """Convert all models built in this context when it ends: `convert(model, recipe, filter, primary=primary)`.
+
+    A model that becomes part of another model in the context is converted as a part of the outermost one.
+
+    With models on meta, no rank ever has a whole weight. `fully_shard` shards parameters without memory, then
+    `to_empty(device=)` allocates each rank's shards. `reset_parameters`, or your own initialization with `uniform_`,
+    `normal_` and elementwise ops, fills them with values that do not depend on the number of ranks, if all ranks have
+    the same `torch.manual_seed`: the values of a weight depend on that seed and on its name.
 
     Args:
-      recipe, filter, primary: as for `convert`. Primary weights by default.
+      recipe: as for `convert`.
+      filter: as for `convert`.
+      primary: as for `convert`, but True by default.
 
-    With models on meta no rank has a whole weight at any time: `fully_shard` cuts what has no memory, then
-    `to_empty(device=)` makes each rank's shards, and `reset_parameters` or any initialization of yours, in `uniform_`,
-    `normal_` and elementwise math, fills them with values that do not depend on the number of ranks, if all ranks have
-    the same `torch.manual_seed`: those of a weight follow from that number and its name.
+    Returns:
+      A context manager without a value.
 
-    A model that others are put into, in the block, is converted as a part of the outermost one.
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: the recipe has an unknown name; or, when the context ends, as for `convert`.
 
     >>> with quantized_init("CurrentScaling", primary=False):
     ...     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
@@ -40,13 +49,13 @@ def quantized_init(
     parents: dict[int, nn.Module] = {}
     children: set[int] = set()
 
-    def note(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    def record(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         parents[id(parent)] = parent
         if child is not None:
             parents.setdefault(id(child), child)
             children.add(id(child))
 
-    handle = register_module_module_registration_hook(note)
+    handle = register_module_module_registration_hook(record)
     try:
         yield
     finally:

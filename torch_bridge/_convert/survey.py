@@ -1,4 +1,4 @@
-"""The layers of a model that `convert` can take, and the weights that it has to leave in high precision."""
+"""Survey of a model: the layers that `convert` can convert, and the weights that it leaves in high precision."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Candidate(NamedTuple):
 
 
 def survey(model: nn.Module) -> dict[str, Candidate]:
-    """Modules with weights of products, by name, in the order of the model.
+    """Return the modules with GEMM weights by qualified name, in the order of the model.
 
-    A weight is a floating-point parameter with two axes or more that are longer than 1. Embeddings and norms have none.
-    Whether the module multiplies it cannot be seen from outside.
+    A weight is a floating-point parameter with at least two axes longer than 1. Embeddings and norms do not count.
+    Whether a module multiplies by its weight cannot be detected.
 
     >>> model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "conv": nn.Conv1d(4, 4, 3), "head": nn.Linear(4, 8)})
     >>> for name, (_, names, why) in survey(model).items():
@@ -43,7 +43,7 @@ def survey(model: nn.Module) -> dict[str, Candidate]:
     head ('head.weight',) None
     """
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
-    of_attention = {id(attention.out_proj) for attention in attentions}  # It is named with in_proj_weight.
+    of_attention = {id(attention.out_proj) for attention in attentions}  # Reported with in_proj_weight.
     tables = {id(p) for module in model.modules() if _is_table_or_norm(module) for p in module._parameters.values()}
     found: dict[str, Candidate] = {}
     for name, module in model.named_modules():
@@ -66,7 +66,7 @@ def survey(model: nn.Module) -> dict[str, Candidate]:
 
 
 def _parameters_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Its own parameters, and what those that are computed are computed from."""
+    """Yield the parameters of a module itself, and the originals of its parametrized ones."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter
@@ -87,16 +87,16 @@ def _is_table_or_norm(module: nn.Module) -> bool:
 
 
 def _why(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
-    """Why `convert` leaves the weights of a module, and what to do."""
+    """Return the reason why `convert` leaves the weights of a module, and what to do."""
     if isinstance(module, nn.MultiheadAttention):
-        return f"it reads {', '.join(weights)} of q, k, v and out_proj; write each as nn.Linear"
+        return f"it multiplies {', '.join(weights)} (q, k, v) and out_proj itself; use nn.Linear for each"
     if isinstance(module, ConvolutionBase):
-        return "no recipe multiplies a convolution"
+        return "convolutions are not supported"
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        return "no recipe multiplies recurrent weights"
+        return "recurrent layers are not supported"
     if isinstance(module, nn.Bilinear):
-        return "no recipe multiplies three operands"
+        return "bilinear layers are not supported"
     names = ", ".join(weights)
     if any(not isinstance(w, UninitializedParameter) and w.ndim > 2 for w in weights.values()):
-        return f"{names} of 3 axes; call grouped_linear with it, or make a GroupedLinear of nn.Linear layers"
-    return f"{type(module).__name__} multiplies {names} itself; make it an nn.Linear"
+        return f"{names} with 3 axes, a weight per expert; use grouped_linear, or a GroupedLinear of nn.Linear layers"
+    return f"{type(module).__name__} has its own {names}; use nn.Linear instead"

@@ -1,4 +1,4 @@
-"""Parallelism beside FSDP2: shards of tensor and sequence parallelism, process groups, DTensors.
+"""Parallelism other than FSDP2 and ZeRO: tensor and sequence parallel shards, process groups, DTensors, FSDP1.
 
-The styles for `parallelize_module` are public: `qshard.torch_bridge.tensor_parallel`.
+The styles for `parallelize_module` are public, in `qshard.torch_bridge.tensor_parallel`.
 """

@@ -1,7 +1,7 @@
-"""Codes of x that autograd keeps, of which each rank of a group keeps a part: ranks that have the very same x.
+"""Saved activations sharded over ranks that have the same x: each rank saves part of the codes for backward.
 
-Those are the ranks of tensor parallelism, not of data parallelism: of other batches, parts that are gathered would be x
-of no rank. So ranks compare what they have, when a layer cuts for the first time.
+These are tensor-parallel ranks. Data-parallel ranks have different batches and would gather an x that no rank has. So
+ranks compare their codes when a layer splits them for the first time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ _PART = "_qshard_part"
 
 
 class ActivationGroup:
-    """Ranks that keep the codes of x together, 1/W of them each, from forward to backward.
+    """Ranks that save the codes of x together, 1/W of the bytes each, from forward to backward.
 
-    One for each layer. A copy in another process has none.
+    Each layer has one. Unpickled layers have none.
+
+    Args:
+      group: the ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -39,13 +42,13 @@ class ActivationGroup:
         return _none, ()
 
     def split(self, x: Plane) -> tuple[Plane, Join]:
-        """The plane with this rank's part of its codes in their place, and what gathers them again.
+        """Return the plane with this rank's part of the codes, and a function that gathers the codes.
 
-        A part is bytes; the last ones may end with zeros, or be zeros. Layers that share x share the part. To gather is
-        collective.
+        The part is flat uint8, zero-padded to equal length on all ranks. Layers that share x share the part. Gathering
+        is collective.
 
         Raises:
-          ValueError: ranks have other codes. On all of them, the first time.
+          ValueError: ranks have different codes. Only the first split checks, and all ranks raise.
         """
         codes = x.data
         join = functools.partial(self._join, shape=codes.shape, dtype=codes.dtype)
@@ -80,8 +83,8 @@ class ActivationGroup:
         others = unlike_ranks(facts, self.group, codes.device, than=0)
         if others:
             raise ValueError(
-                f"Linear: x (codes of {tuple(codes.shape)}) of rank {others[0]} of activation_group is not that of its "
-                "first; pass ranks that have the same x, as those of tensor parallelism, not of data parallelism"
+                f"Linear: rank {others[0]} of activation_group has another x (codes of {tuple(codes.shape)}) than its "
+                "first rank; pass the tensor-parallel ranks, which share x, not the data-parallel ones"
             )
         self._agreed = True
 

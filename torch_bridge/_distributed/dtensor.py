@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor that may be a DTensor, and back."""
+"""Local shards of tensors that may be DTensors, and DTensors from local shards."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from qshard.torch_bridge._torch_internals import TensorMeta, local_tensor, spec_
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The tensor of this rank: the very object, to which attributes may belong."""
+    """Return the local shard of a DTensor, or the tensor itself: the stored object, which may have attributes."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def wrapped_like(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """`local` as what this rank holds of a tensor that is cut as `tensor` is; `local` itself if that is no DTensor.
+    """Wrap a local shard as a DTensor with the sharding of `tensor`. Return `local` itself if `tensor` is plain.
 
-    `shape` is that of the whole, if it is not that of `tensor`.
+    Args:
+      tensor: the tensor with the mesh and the placements.
+      local: the local shard; it stays on its device.
+      shape: shape of the whole; by default the shape of `tensor`.
     """
     if not isinstance(tensor, DTensor):
         return local
@@ -29,16 +32,16 @@ def wrapped_like(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = No
     if shape is not None:
         size = torch.Size(shape)
         stride = torch.empty(size, device="meta").stride()
-    if local.device.type != tensor.device_mesh.device_type:  # Offloaded: `from_local` would move it to the mesh's.
+    if local.device.type != tensor.device_mesh.device_type:  # Offloaded: `from_local` would move it to the mesh.
         meta = TensorMeta(size, stride, local.dtype)
-        # As FSDP2 makes its own.
+        # FSDP2 creates its DTensors in this way.
         return DTensor(local, dataclasses.replace(spec_of(tensor), tensor_meta=meta), requires_grad=False)
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=size, stride=stride)
 
 
 def places_tensors(hook: Callable[..., Any]) -> bool:
-    """Whether a hook of a module is one by which `distribute_module`, and so `parallelize_module`, places tensors."""
+    """Return True if a module hook was registered by `distribute_module`, and so by `parallelize_module`."""
     name = getattr(hook, "__qualname__", "")
-    # Not by `__module__`: PyTorch renames that of public functions.
+    # PyTorch changes `__module__` of public functions, so compare globals.
     is_there = getattr(hook, "__globals__", None) is distribute_module.__globals__
     return is_there and name.startswith(f"{distribute_module.__qualname__}.")

@@ -1,6 +1,6 @@
-"""FSDP1, `FullyShardedDataParallel`, as layers, delayed scaling and `convert` meet it.
+"""FSDP1, `FullyShardedDataParallel`: detection of its flat parameters and wrappers, and state that survives it.
 
-`prepare_modules_for_fsdp1` (`_convert/fsdp1.py`) gets layers ready for it, and describes how they run in it.
+`_convert/fsdp1.py` has `prepare_modules_for_fsdp1`, and describes how layers run under FSDP1.
 """
 
 from __future__ import annotations
@@ -16,41 +16,44 @@ from qshard.recipes import Role
 from qshard.torch_bridge._torch_internals import base_of, modules_of_flat
 
 _STATE = "_qshard_delayed"
-"""The attribute of a parameter that FSDP1 is to take: its name, and its `DelayedScale`."""
+"""Attribute of a parameter that FSDP1 will flatten: its name and its `DelayedScale`."""
 
 
 def flat_of(weight: Tensor) -> Tensor | None:
-    """The flat parameter that `weight` is a view of; None if it is not.
+    """Return the flat parameter that `weight` is a view of; None if there is none.
 
-    FSDP1 frees the memory of such a view after a pass, and fills it again before the next one, or the backward pass,
-    reads it. So autograd keeps the view, as that of a plain layer, and no codes of it.
+    FSDP1 frees the memory of such a view after a pass, and refills it before the next pass or the backward pass reads
+    it. So autograd saves the view, as for a plain layer, and not codes of it.
     """
     base = base_of(weight) if type(weight) is Tensor else None
     return base if isinstance(base, FlatParameter) else None
 
 
 def wrapper_of(module: nn.Module) -> str | None:
-    """The wrapper that has taken the parameters of a module: FSDP1 or DistributedDataParallel, if it is one itself."""
+    """Return the name of the wrapper that owns a module's parameters: FSDP1 or DistributedDataParallel; else None."""
     if "_flat_param" in module._parameters:
         return FullyShardedDataParallel.__name__
     return type(module).__name__ if isinstance(module, DistributedDataParallel | FullyShardedDataParallel) else None
 
 
 def is_flattened(parameter: nn.Parameter) -> bool:
-    """Returns True if FSDP1 has put a parameter into a flat one."""
+    """Return True if FSDP1 has moved a parameter into a flat parameter."""
     return "_fsdp_flattened" in vars(parameter)
 
 
 def note_delayed(parameter: nn.Parameter, name: str, delayed: nn.Module) -> None:
-    """Notes the `DelayedScale` of a parameter on itself: FSDP1 takes it from its layer."""
+    """Store the `DelayedScale` of a parameter on the parameter, because FSDP1 removes the parameter from its layer."""
     setattr(parameter, _STATE, (name, delayed))
 
 
 def delayed_of(parameter: Tensor) -> list[tuple[str, Any]] | None:
-    """Names and `DelayedScale`s of the weights that a step on `parameter` changes; None if FSDP1 does not have it."""
+    """Return names and `DelayedScale`s of the weights in a parameter of FSDP1 that a step will change.
+
+    None if the parameter does not belong to FSDP1.
+    """
     noted: tuple[str, Any] | None = parameter.__dict__.get(_STATE)
     if noted is not None:
-        # FSDP1 gives no gradient to a rank without elements, which has to hear of it like all others.
+        # FSDP1 sets no gradient on a rank without elements, but that rank must take part in the update.
         is_empty = parameter.requires_grad and not parameter.numel()
         return [noted] if is_empty or parameter.grad is not None else []
     if not isinstance(parameter, FlatParameter):
@@ -64,21 +67,22 @@ def delayed_of(parameter: Tensor) -> list[tuple[str, Any]] | None:
 
 
 class Float32Buffers(nn.Module):
-    """A module with buffers that keep their float32 bits, once `keep_bits` is called.
+    """A module that can protect its float32 buffers from casts.
 
-    FSDP1 casts buffers with `MixedPrecision(buffer_dtype=)`, once, before the first forward pass.
+    FSDP1 casts buffers with `MixedPrecision(buffer_dtype=)` once, before the first forward pass. After `keep_bits`,
+    `restore_buffers` undoes that.
     """
 
-    _kept: dict[str, Tensor] | None = None  # The memory of each buffer, once `keep_bits` was called.
+    _kept: dict[str, Tensor] | None = None  # Memory of each protected buffer; None before `keep_bits`.
 
     def keep_bits(self) -> None:
-        """From now on `restore_buffers` gives buffers back their bits."""
+        """Protect the buffers from now on."""
         if self._kept is None:
             self._kept = {}
         self.restore_buffers()
 
     def restore_buffers(self) -> None:
-        """Undoes a cast of the buffers. Called before they are used."""
+        """Undo a cast of the buffers. Call it before every use."""
         if self._kept is None:
             return
         for name, buffer in self._buffers.items():
@@ -89,6 +93,6 @@ class Float32Buffers(nn.Module):
                 self._kept[name] = buffer.detach()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without memory of the buffers."""
+        """Leave out the protected memory."""
         self.restore_buffers()
         return {**self.__dict__, "_kept": None if self._kept is None else {}}

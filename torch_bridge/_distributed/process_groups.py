@@ -1,4 +1,4 @@
-"""Process groups over which delayed scaling reduces the amaxes of a model: the ranks that train it."""
+"""Process groups over which delayed scaling reduces amaxes: the ranks that train a model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from qshard.torch_bridge._module_tree import modules_of, parameters_of
 
 
 def groups_of(
-    model: nn.Module, group: dist.ProcessGroup | None, told: Sequence[dist.ProcessGroup | None]
+    model: nn.Module, group: dist.ProcessGroup | None, layer_groups: Sequence[dist.ProcessGroup | None]
 ) -> Sequence[dist.ProcessGroup]:
-    """Groups that amaxes are reduced over, one after the other.
+    """Return the groups to reduce amaxes over, one after the other.
 
     Args:
-      group: the argument of `update_scales`.
-      told: the group of each layer, as a wrapper or an optimizer has noted it there; None if none has.
+      model: the model.
+      group: the argument of `update_scales`, which takes precedence.
+      layer_groups: the group of each layer, as set by a wrapper or an optimizer; None if none is set.
 
     Raises:
       ValueError: no single group serves the whole model.
@@ -39,13 +40,13 @@ def groups_of(
             if mesh not in meshes:
                 meshes[mesh] = set(mesh.mesh.flatten().tolist())
     if not meshes:
-        return _groups_of_wrappers(model) or _group_of_layers(told) or [everyone]
+        return _groups_of_wrappers(model) or _group_of_layers(layer_groups) or [everyone]
     mesh = max(meshes, key=lambda mesh: len(meshes[mesh]))
     for other, ranks in meshes.items():
         if not ranks <= meshes[mesh]:
             raise ValueError(
-                f"update_scales: parameters (on meshes of ranks {_range_text(ranks)} and {_range_text(meshes[mesh])}) "
-                f"are not on one mesh, {other.ndim} and {mesh.ndim} axes; pass group=, the ranks that train this model"
+                f"update_scales: parameters are on two meshes (ranks {_range_text(ranks)}, {other.ndim} axes, and "
+                f"ranks {_range_text(meshes[mesh])}, {mesh.ndim} axes); pass group=, the ranks that train this model"
             )
     if mesh.size() == dist.get_world_size():
         return [everyone]
@@ -53,7 +54,7 @@ def groups_of(
 
 
 def _groups_of_wrappers(model: nn.Module) -> Sequence[dist.ProcessGroup]:
-    """Groups of FSDP1 or DistributedDataParallel that together are the ranks which train `model`; none: all ranks."""
+    """Return the groups of FSDP1 or DistributedDataParallel that train `model`; an empty list for all ranks."""
     found: dict[tuple[str, ...], list[dist.ProcessGroup]] = {}
     for module in modules_of(model):
         if isinstance(module, FullyShardedDataParallel | DistributedDataParallel):
@@ -65,20 +66,20 @@ def _groups_of_wrappers(model: nn.Module) -> Sequence[dist.ProcessGroup]:
         return []
     if len(found) > 1:
         raise ValueError(
-            f"update_scales: modules (wrapped with {len(found)} groups, of {min(sizes.values())} to "
-            f"{max(sizes.values())} ranks) are not on one group; pass group=, the ranks that train this model"
+            f"update_scales: modules are wrapped with {len(found)} groups (of {min(sizes.values())} to "
+            f"{max(sizes.values())} ranks); pass group=, the ranks that train this model"
         )
     return next(iter(found.values()))
 
 
-def _group_of_layers(told: Sequence[dist.ProcessGroup | None]) -> Sequence[dist.ProcessGroup]:
-    """The group that all layers were told; none: all ranks."""
+def _group_of_layers(layer_groups: Sequence[dist.ProcessGroup | None]) -> Sequence[dist.ProcessGroup]:
+    """Return the group that is set on all layers; an empty list without layers."""
     everyone: Any = dist.group.WORLD
-    found = {group.group_name: group for group in (each or everyone for each in told)}
+    found = {group.group_name: group for group in (each or everyone for each in layer_groups)}
     if len(found) > 1:
         raise ValueError(
-            f"update_scales: layers (trained by {len(found)} groups of ranks) are not trained by one; pass group=, the "
-            "ranks that train this model"
+            f"update_scales: layers are trained by {len(found)} groups of ranks; pass group=, the ranks that train "
+            "this model"
         )
     return [*found.values()]
 

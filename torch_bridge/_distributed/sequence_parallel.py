@@ -1,20 +1,20 @@
-"""Sequence parallelism: rows of x, or of y, that are cut over the ranks among which a weight is cut.
+"""Sequence parallelism: products of x or y with rows sharded over the ranks that shard the weight.
 
     whole    all rows of `[*lead, S, *rest, C]`, as a matrix
-    run      S is cut: rows that are next to each other in the whole, of one index of `lead`, on one rank
-    own      what a rank has: a run for each index of `lead`
-    by rank  a matrix of the whole whose rows are in another order: all of rank 0, then all of rank 1
+    run      adjacent rows of the whole on one rank: a shard of S, for one index of `lead`
+    own      the local rows: one run for each index of `lead`
+    by rank  the rows of the whole in another order: all rows of rank 0, then all rows of rank 1, ...
 
-What travels are codes. Own rows are quantized, with the scale of the whole where it has one, and gathered; so they are
-bit for bit what one device makes of the whole. Partial sums of y, and of the gradient of x, travel as values, and each
-rank adds those of its own rows in the order of ranks.
+Ranks exchange codes of x and of the gradient of y. Own rows are quantized, with the scale of the whole if there is one,
+and gathered: the codes are bit for bit the codes of one device. Partial sums of y and of the gradient of x are
+exchanged as values, and each rank adds the sums of its own rows in rank order.
 
-Products are made run by run, those of the own rows first. With `overlap` the codes of a rank travel while those of
-another are multiplied, and sums while the next are made: on GPUs that reach each other's memory by their copy engines
-(PyTorch's symmetric memory), elsewhere as messages. Without it all travel before, or after. The runs, and so the bits,
-are the same.
+Products are computed run by run, own rows first. With `overlap`, ranks send codes while other codes are multiplied, and
+partial sums while others are computed. GPUs with peer access use their copy engines (PyTorch's symmetric memory),
+others send messages. Without `overlap` all communication comes before or after the products. The runs are the same, and
+so are the bits.
 
-A thread remembers what it has gathered last, until the own rows die: q, k and v share it.
+Each thread caches its last gathered plane until the own rows are freed, so q, k and v share it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from qshard.torch_bridge._torch_internals import pipelined_all_gather, pipelined
 
 
 class Rows(NamedTuple):
-    """How rows are cut.
+    """How the rows of a tensor are sharded.
 
     Attributes:
-      group: the ranks, as many runs for each index of `lead`.
-      lead: how many indices come before the axis that is cut.
-      run: rows in a run.
-      overlap: whether to travel and multiply at the same time.
+      group: the ranks; each has one run for each index of `lead`.
+      lead: the product of the axes before the sharded one.
+      run: rows of a run.
+      overlap: whether to communicate and multiply at the same time.
     """
 
     group: dist.ProcessGroup
@@ -61,37 +61,44 @@ class Rows(NamedTuple):
         return self.group.size()
 
     def gathered(self, own: Operand) -> Callable[[], Operand]:
-        """Begins to gather a columnwise plane of own rows. What is returned waits for that of the whole, in its order.
+        """Start to gather a columnwise plane. The returned function waits and returns the whole plane, in order.
 
-        Where nothing else is to be done meanwhile, call it at once.
+        To gather without overlap, call it at once.
         """
         known = _recall(own)
         if known is not None:
             return lambda: own._replace(parts=known)
         axis = 1 if is_transposed(own.format, own.usage) else 0
-        begun = [self._begun(part) for part in self._cut_parts(own)]
+        gathers = [self._start_gather(part) for part in self._sharded_tensors(own)]
 
         def finish() -> Operand:
-            parts = [self._in_order(wait(), axis) for wait in begun]
-            whole = own.parts._replace(**dict(zip(_cut_fields(own), parts, strict=True)))
+            parts = [self._reorder(wait(), axis) for wait in gathers]
+            whole = own.parts._replace(**dict(zip(_sharded_fields(own), parts, strict=True)))
             _remember(own, whole)
             return own._replace(parts=whole)
 
         return finish
 
-    def product_of_own(self, own: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        """`x @ w.T` of the whole x, of which a rank has a rowwise plane of its own rows."""
+    def gather_matmul(self, own: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        """Return `x @ w.T` of the whole x.
+
+        Args:
+          own: a rowwise plane of the own rows of x.
+          w: the local shard of the weight.
+          dtype: dtype of the result.
+          fast: as for `matmul`.
+        """
         x, ranks, runs = own.parts.data, self.ranks, range(self.lead)
         known = _recall(own)
         whole = known or own.parts._replace(
             **{
                 name: part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-                for name, part in zip(_cut_fields(own), self._cut_parts(own), strict=True)
+                for name, part in zip(_sharded_fields(own), self._sharded_tensors(own), strict=True)
             }
         )
         if is_compiling():
-            parts = [self._begun(part)().flatten(0, 1) for part in self._cut_parts(own)]
-            by_rank = own._replace(parts=own.parts._replace(**dict(zip(_cut_fields(own), parts, strict=True))))
+            parts = [self._start_gather(part)().flatten(0, 1) for part in self._sharded_tensors(own)]
+            by_rank = own._replace(parts=own.parts._replace(**dict(zip(_sharded_fields(own), parts, strict=True))))
             order = [rank * self.lead + i for i in runs for rank in range(ranks)]
             return torch.cat([matmul(self._run(by_rank, at), w, dtype, fast=fast) for at in order])
         y: Tensor = x.new_empty((x.shape[0] * ranks, w.rows), dtype=dtype)
@@ -104,14 +111,14 @@ class Rows(NamedTuple):
 
         rank = self.group.rank()
         if known is not None:
-            for other in _from(rank, ranks):
+            for other in _ranks_from(rank, ranks):
                 multiply(other, by_rank, other * self.lead)
             return y
-        given, made = self._cut_parts(own), self._cut_parts(by_rank)
+        given, made = self._sharded_tensors(own), self._sharded_tensors(by_rank)
         if not self.overlap:
             for part, there in zip(given, made, strict=True):
                 all_gather(there, part, group=self.group)
-            for other in _from(rank, ranks):
+            for other in _ranks_from(rank, ranks):
                 multiply(other, by_rank, other * self.lead)
         else:
             _gather_each(
@@ -120,10 +127,14 @@ class Rows(NamedTuple):
         _remember(own, whole)
         return y
 
-    def own_product(self, x: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        """Own rows of the sum over ranks of `x @ w.T`, of a rowwise plane of the whole x.
+    def matmul_scatter(self, x: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        """Return the own rows of the sum over ranks of `x @ w.T`. The sum over ranks is rounded once.
 
-        Sums of two ranks and more are rounded once.
+        Args:
+          x: a rowwise plane of all rows of the local columns of x.
+          w: the local shard of the weight.
+          dtype: dtype of the result.
+          fast: as for `matmul`.
         """
         ranks, size = self.ranks, self.lead * self.run
         if is_compiling():
@@ -148,15 +159,15 @@ class Rows(NamedTuple):
         return received.sum(0)
 
     def _run(self, operand: Operand, at: int) -> Operand:
-        """One run of a rowwise plane, by its number."""
+        """Return run number `at` of a rowwise plane."""
         rows = at * self.run, (at + 1) * self.run
         return operand._replace(parts=plane_rows(operand.parts, operand.format, operand.usage, *rows))
 
-    def _cut_parts(self, operand: Operand) -> list[Tensor]:
-        return [getattr(operand.parts, name) for name in _cut_fields(operand)]
+    def _sharded_tensors(self, operand: Operand) -> list[Tensor]:
+        return [getattr(operand.parts, name) for name in _sharded_fields(operand)]
 
-    def _begun(self, part: Tensor) -> Callable[[], Tensor]:
-        """Begins to gather what each rank has of a part: `[ranks, *part]`."""
+    def _start_gather(self, part: Tensor) -> Callable[[], Tensor]:
+        """Start to gather a tensor from all ranks. The returned function waits and returns `[ranks, *part]`."""
         if is_compiling():
             made = funcol.all_gather_tensor(part, 0, self.group)
             return lambda: funcol.wait_tensor(made).view(self.ranks, *part.shape)
@@ -169,8 +180,8 @@ class Rows(NamedTuple):
 
         return wait
 
-    def _in_order(self, received: Tensor, axis: int) -> Tensor:
-        """Rows of all ranks, along an axis of what each has, in the order of the whole."""
+    def _reorder(self, received: Tensor, axis: int) -> Tensor:
+        """Bring gathered rows, along `axis` of each rank's tensor, into the order of the whole."""
         apart: Tensor = received.unflatten(axis + 1, (self.lead, -1)).movedim(0, axis + 1)
         return apart.flatten(axis, axis + 2).contiguous()
 
@@ -178,20 +189,29 @@ class Rows(NamedTuple):
 def rows_of(
     recipe: Recipe, role: Role, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, overlap: bool
 ) -> Rows | None:
-    """How the rows of a tensor are cut along an axis; None if they cannot be: not evenly, or not between blocks."""
+    """Return how the rows of a tensor are sharded along an axis; None if they are uneven or split a block.
+
+    Args:
+      recipe: the recipe of the layer.
+      role: the role of the tensor.
+      shape: its whole shape.
+      dim: the sharded axis.
+      group: the ranks.
+      overlap: whether to communicate and multiply at the same time.
+    """
     fmt, size, ranks = recipe.format(role), shape[dim], group.size()
     run = size // ranks * math.prod(shape[dim + 1 : -1])
     whole = size % ranks == 0 and run % block_alignment(fmt) == 0 and not recipe.added_rows(role, Usage.BOTH, run)
     return Rows(group, math.prod(shape[:dim]), run, overlap) if whole and 0 not in shape else None
 
 
-def _cut_fields(operand: Operand) -> list[str]:
-    """The parts of a plane that rows are cut of. Others are the same on all ranks."""
+def _sharded_fields(operand: Operand) -> list[str]:
+    """Return the tensors of a plane that are sharded with its rows. The others are equal on all ranks."""
     return [name for name in Plane._fields if (part := getattr(operand.parts, name)) is not None and part.ndim]
 
 
-def _from(rank: int, ranks: int) -> Iterable[int]:
-    """All ranks, the next first, after this one."""
+def _ranks_from(rank: int, ranks: int) -> Iterable[int]:
+    """Yield all ranks, this one first."""
     return ((rank + step) % ranks for step in range(ranks))
 
 
@@ -205,7 +225,7 @@ _slots = threading.local()
 
 
 def _recall(own: Operand) -> Plane | None:
-    """What has been gathered of these very codes."""
+    """Return the cached plane of the whole, if it was gathered from these codes."""
     if is_compiling():
         return None
     found: _GatheredPlane | None = _slots.__dict__.get("gathered")
@@ -230,9 +250,9 @@ def _remember(own: Operand, whole: Plane) -> None:
 def _gather_each(
     given: list[Tensor], made: list[Tensor], group: dist.ProcessGroup, consume: Callable[[int], None]
 ) -> None:
-    """Gathers `given` into `made`, and tells of each rank as soon as its part is there; of this one first.
+    """Gather `given` into `made`, and call `consume(rank)` as soon as the rows of a rank have arrived.
 
-    What is told of this rank is that of `given`. In `made` it is at the end.
+    This rank comes first; `consume` reads its rows from `given`, because `made` gets them last.
     """
     rank, ranks = group.rank(), group.size()
     if copies_memory(group, given[0].device):
@@ -261,7 +281,7 @@ def _gather_each(
 
 
 def _exchange(produce: Callable[[int, Tensor], None], received: Tensor, group: dist.ProcessGroup) -> None:
-    """An all-to-all: `produce(rank, out)` writes what that rank is to receive; `received` has what each has made."""
+    """All-to-all: `produce(rank, out)` writes the tensor for a rank, and `received` gets one tensor from each rank."""
     rank, ranks = group.rank(), group.size()
     if copies_memory(group, received.device):
         pipelined_all_to_all(produce, received.flatten(0, 1), group.group_name)
@@ -288,14 +308,14 @@ _copying: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDi
 
 
 def copies_memory(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the GPUs of a group are of one host, and copy from each other's memory. Collective the first time."""
+    """Return True if all GPUs of a group are on one host with peer access. Collective on the first call."""
     if device.type != "cuda" or is_capturing(device):
         return False
     found = _copying.get(group)
     if found is None:
-        all_places: list[Any] = [None] * group.size()
-        dist.all_gather_object(all_places, (socket.gethostname(), device.index), group=group)
-        hosts, devices = zip(*all_places, strict=True)
+        locations: list[Any] = [None] * group.size()
+        dist.all_gather_object(locations, (socket.gethostname(), device.index), group=group)
+        hosts, devices = zip(*locations, strict=True)
         others = [other for other in devices if other != device.index]
         found = len(set(hosts)) == 1 and len(set(devices)) == len(devices) and max(devices) < torch.cuda.device_count()
         mine = found and all(torch.cuda.can_device_access_peer(device.index, other) for other in others)

@@ -1,20 +1,21 @@
-"""Tensor parallelism: layers whose weight is cut over the ranks of a mesh, as `parallelize_module` cuts it.
+"""Tensor parallelism: shards of the operands of a linear layer, as `parallelize_module` shards its weight.
 
     for each axis of the mesh   weight     x                       its gradient   y
     colwise                     Shard(0)   Replicate               Partial        Shard(-1)
     rowwise                     Shard(1)   Shard(-1)               Shard(-1)      Partial
-    neither                     Replicate  cut along rows, or not  the same       the same
+    neither                     Replicate  Shard of rows, or not   the same       the same
 
-Each rank multiplies plain tensors: its parts. DTensor redistributes x before that where it has to, adds the bias, and
-finds the gradients, which have the placements of what they are gradients of.
+Each rank multiplies its local shards, which are plain tensors. DTensor redistributes x before that where needed, adds
+the bias, and computes gradients, with the placements of the tensors they belong to.
 
-Where x of a colwise layer is cut along rows over the same ranks, it stays so, and codes are gathered; where y of a
-rowwise one is to be, partial sums are scattered, and codes of its gradient gathered: `sequence_parallel.py`.
+If x of a colwise layer is sharded along rows over the same ranks, it stays so, and codes are gathered. If y of a
+rowwise layer is to be sharded along rows, partial sums are scattered, and codes of its gradient are gathered:
+`sequence_parallel.py`.
 
-Cuts run between blocks, so the scales of blocks are those of the whole tensor. A scale of the whole tensor needs the
-amax of all parts: of x in rowwise layers, of the gradient of y in colwise ones, of the weight in both: an all-reduce of
-4 bytes each. Then codes and scales of all three are, bit for bit, those that one device makes of the whole tensors. y
-and the gradients are sums over ranks, in another order than that of one device.
+Shard boundaries are between blocks, so each rank computes the scales of its blocks. A per-tensor scale needs the
+amax of all shards: of x in rowwise layers, of the gradient of y in colwise layers, and of the weight in both. Each
+takes an all-reduce of 4 bytes. Codes and scales of all three are then, bit for bit, the codes and scales of one device.
+y and the gradients are sums over ranks, in another order than on one device.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ from qshard.torch_bridge._ops.uint64 import words
 
 
 class ShardSpec(NamedTuple):
-    """The sharding of a tensor over a mesh, and so the part of it that this rank has.
+    """The sharding of a tensor over a mesh, and the local shard.
 
     Attributes:
-      shape: of the whole tensor.
-      mesh, placements: how it is cut; Shard and Replicate alone.
+      shape: shape of the whole tensor.
+      mesh: the device mesh.
+      placements: Shard or Replicate for each axis of the mesh.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +55,7 @@ class ShardSpec(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The place of the part in the tensor."""
+        """The local shard as a box in the tensor."""
         sizes, starts = list(self.shape), [0] * len(self.shape)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
@@ -64,20 +66,26 @@ class ShardSpec(NamedTuple):
         return Box(self.shape, tuple(starts), tuple(sizes))
 
     def groups(self, *, by_row: bool = False) -> list[dist.ProcessGroup]:
-        """The ranks that have other parts of the tensor, or of its rows: of each axis of the mesh."""
+        """Return the groups of ranks with other shards, one for each axis of the mesh that shards the tensor.
+
+        With `by_row`, only axes that shard the last dimension count: ranks with other parts of the same rows.
+        """
         last = len(self.shape) - 1
         cut = [isinstance(p, Shard) and (p.dim == last or not by_row) for p in self.placements]
         return [self.mesh.get_group(axis) for axis, is_cut in enumerate(cut) if is_cut]
 
     def merged(self, amax: Tensor, *, by_row: bool = False) -> Tensor:
-        """The amax of the whole tensor, or of its rows, from that of this part. Collective where there are others."""
+        """Return the amax of the whole tensor, or of its rows, from the amax of the shard, in place.
+
+        Collective over the ranks with other shards.
+        """
         return max_over_ranks(amax, self.groups(by_row=by_row))
 
     def draws(self, seed: Tensor) -> Draws:
-        """The random numbers of this part: those that it has in the whole tensor.
+        """Return the Philox key and offset of the shard: each element gets its random number in the whole tensor.
 
-        If an axis is cut that has others before it, rows of a part are not next to each other. Then no two ranks draw
-        the same numbers, but they are not those of the whole.
+        If an axis is sharded that has axes before it, the rows of a shard are not adjacent. Then ranks still use
+        disjoint random numbers, but other ones than one device.
         """
         apart = 0
         cut = {placement.dim for placement in self.placements if isinstance(placement, Shard)}
@@ -90,9 +98,10 @@ class LinearSharding(NamedTuple):
     """The sharding of a linear layer.
 
     Attributes:
-      parts: which parts of its operands, and of the gradient of y, this rank has.
-      x_rows, y_rows: how rows of x, or of y, are cut over the ranks that have parts of the weight, if they are.
-      scatter_dim: the axis along which y is to be cut, if it is one of rows.
+      parts: the sharding of x, of the weight and of the gradient of y.
+      x_rows: how the rows of x are sharded over the ranks that shard the weight; None if they are not.
+      y_rows: the same for y.
+      scatter_dim: the row axis along which y is to be sharded; None if it is not.
     """
 
     parts: dict[Role, ShardSpec]
@@ -101,6 +110,7 @@ class LinearSharding(NamedTuple):
     scatter_dim: int | None = None
 
     def x(self, x: DTensor) -> Tensor:
+        """Return the local shard of x."""
         part = self.parts[Role.ACTIVATION]
         over = list(part.placements)
         if self.x_rows is None:
@@ -108,12 +118,16 @@ class LinearSharding(NamedTuple):
         return x.redistribute(placements=part.placements).to_local(grad_placements=over)
 
     def weight(self, weight: DTensor) -> Tensor:
-        """Ranks that hold the same weight and other rows of x each have a part of its gradient."""
+        """Return the local shard of the weight.
+
+        Ranks with the same weight and other rows of x each have a partial sum of its gradient.
+        """
         pairs = self._beside(self.parts[Role.ACTIVATION])
         over = [Partial() if isinstance(w, Replicate) and isinstance(p, Shard) else w for w, p in pairs]
         return weight.to_local(grad_placements=over)
 
     def y(self, y: Tensor) -> Tensor:
+        """Wrap the local result as the DTensor y."""
         part = self.parts[Role.GRADIENT]
         over = list(part.placements)
         if self.y_rows is None:
@@ -123,7 +137,7 @@ class LinearSharding(NamedTuple):
         return made if self.scatter_dim is None else made.redistribute(placements=[Shard(self.scatter_dim)])
 
     def y_shape(self, x: Tensor, rows: int) -> tuple[int, ...]:
-        """That of what this rank makes of y, of its parts of x and of the weight, which has so many rows."""
+        """Return the shape of the local y, given the local x and the rows of the local weight."""
         whole = self.parts[Role.GRADIENT].shape
         if self.x_rows is not None:
             return (*whole[:-1], rows)
@@ -133,21 +147,26 @@ class LinearSharding(NamedTuple):
         return (*(size // ranks if axis == cut else size for axis, size in enumerate(whole[:-1])), rows)
 
     def _beside(self, part: ShardSpec) -> list[tuple[Placement, Placement]]:
+        """Pair the placements of the weight with the placements of another operand."""
         return list(zip(self.parts[Role.WEIGHT].placements, part.placements, strict=True))
 
 
 def linear_sharding(
     op: str, x: DTensor, weight: DTensor, recipe: Recipe, scatter_dim: int | None = None, overlap: bool = False
 ) -> LinearSharding:
-    """How `x @ weight.T` is cut over the mesh of both.
+    """Return how `x @ weight.T` is sharded over the mesh of both.
 
     Args:
-      scatter_dim: the axis of y along which a rowwise layer cuts what it gives.
-      overlap: whether rows travel while others are multiplied.
+      op: the name of the caller, for errors.
+      x: the input, `[..., K]`.
+      weight: the weight, `[N, K]`.
+      recipe: the recipe of the layer.
+      scatter_dim: the axis of y along which a rowwise layer shards its result.
+      overlap: whether rows are exchanged while others are multiplied.
 
     Raises:
-      ValueError: they are on different meshes, or cut in another way than those at the top of this file. All ranks
-        raise alike.
+      ValueError: x and the weight are on different meshes, or are sharded in a way that the table above does not have.
+        All ranks raise.
     """
     mesh = weight.device_mesh
     if x.device_mesh != mesh:
@@ -159,8 +178,8 @@ def linear_sharding(
     last, y_shape = x.ndim - 1, (*x.shape[:-1], weight.shape[0])
     if scatter_dim is not None and (weight.placements != (Shard(1),) or not 0 <= scatter_dim < last):
         raise ValueError(
-            f"{op}: scatter_dim ({scatter_dim}) is not for y {y_shape} of a weight that is cut as "
-            f"{weight.placements}; it is an axis of rows, and the weight is cut along K, over a mesh of one axis"
+            f"{op}: scatter_dim ({scatter_dim}) does not apply to y {y_shape} with weight placements "
+            f"{weight.placements}; pass a row axis of y, with the weight sharded along K on a 1-D mesh"
         )
     of_x: list[Placement] = []
     of_y: list[Placement] = []
@@ -190,43 +209,50 @@ def linear_sharding(
 def check_sharding(
     op: str, name: str, recipe: Recipe, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> None:
-    """Raises ValueError unless a weight is cut as a layer can be, and between blocks. It is a matter of all ranks."""
+    """Raise ValueError unless a weight is sharded along rows or columns, between blocks. All ranks raise.
+
+    Args:
+      op: the name of the caller, for errors.
+      name: the name of the weight, for errors.
+      recipe: the recipe of the layer.
+      shape: shape of the whole weight.
+      mesh: its device mesh.
+      placements: its placements.
+    """
     sizes, what = list(shape), f"{op}: {name} {shape}"
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Replicate | Shard):
-            raise ValueError(
-                f"{what} is cut as {placement!r}, not by rows or columns; use Shard(0), Shard(1) or Replicate"
-            )
+            raise ValueError(f"{what} has placement {placement!r}; use Shard(0), Shard(1) or Replicate()")
         if isinstance(placement, Replicate) or mesh.size(axis) == 1:
             continue
         cut = placement.dim
         whole, size = sizes[cut], -(-sizes[cut] // mesh.size(axis))
         sizes[cut] = size
-        # The columns of x, or of the gradient of y, are cut with the rows or columns of w.
+        # The columns of the gradient of y, or of x, are sharded with the rows or columns of the weight.
         for role in (Role.WEIGHT, (Role.GRADIENT, Role.ACTIVATION)[cut]):
             fmt = recipe.format(role)
             unit = block_alignment(fmt)
             if size % unit and size < whole:
                 raise ValueError(
-                    f"{what} is not cut between blocks: shards of {size} {('rows', 'columns')[cut]} meet {role.value}s "
-                    f"in blocks of {unit}, of {fmt}; cut it over fewer ranks, pad it, or leave it out"
+                    f"{what} has shards of {size} {('rows', 'columns')[cut]}, which split the {role.value} blocks of "
+                    f"{unit} of {fmt}; shard it over fewer ranks, pad it, or leave it out"
                 )
 
 
 def fsdp_axis(name: str, parameter: DTensor, part: ShardSpec | None) -> int:
-    """The axis of its mesh over which FSDP2 has cut a parameter: axes of tensor parallelism, if any, come last."""
+    """Return the mesh axis over which FSDP2 shards a parameter. Axes of tensor parallelism come last."""
     axes = parameter.device_mesh.ndim - (0 if part is None else part.mesh.ndim)
     found = [axis for axis in range(axes) if not isinstance(parameter.placements[axis], Replicate)]
     if len(found) != 1:
         raise NotImplementedError(
-            f"fully_shard: {name} {tuple(parameter.shape)} is cut over {len(found)} axes of its mesh, besides those of "
-            "parallelize_module, and must be over one; leave the layer out with convert(filter=)"
+            f"fully_shard: {name} {tuple(parameter.shape)} is sharded over {len(found)} mesh axes besides those of "
+            "parallelize_module, but one is the limit; exclude the layer with convert(filter=)"
         )
     return found[0]
 
 
 def merge_shards(parts: Sequence[ShardSpec | None], amaxes: Sequence[Tensor]) -> None:
-    """Replaces amaxes of parts by those of whole tensors: one reduction for all that are cut over the same ranks."""
+    """Replace amaxes of shards by amaxes of whole tensors, in place, with one reduction for each set of ranks."""
     groups: dict[tuple[str, ...], tuple[ShardSpec, list[Tensor]]] = {}
     for part, amax in zip(parts, amaxes, strict=True):
         if part is not None:
@@ -236,7 +262,10 @@ def merge_shards(parts: Sequence[ShardSpec | None], amaxes: Sequence[Tensor]) ->
 
 
 def merge_plan(parts: Sequence[ShardSpec | None], plan: MasterPlan, amaxes: Tensor) -> None:
-    """`merge_shards` of those amaxes, of all weights of `plan`, that are of whole tensors. Those of blocks stay."""
+    """Merge the per-tensor amaxes of all weights of a plan over tensor-parallel ranks, in place.
+
+    Amaxes of blocks need no merge: no shard boundary splits a block.
+    """
     if not any(parts):
         return
     found: dict[int, Tensor] = {}
@@ -249,5 +278,5 @@ def merge_plan(parts: Sequence[ShardSpec | None], plan: MasterPlan, amaxes: Tens
 
 
 def first_rank(mesh: DeviceMesh) -> int:
-    """One number for all ranks that hold parts of the same tensors, and another for those of other meshes."""
+    """Return a number that identifies a mesh: equal for all ranks with shards of the same tensors."""
     return int(mesh.mesh.min())

@@ -1,4 +1,4 @@
-"""FSDP2: weights that are quantized before the gather, and the scales that ranks compute together.
+"""FSDP2 weights: quantized before the all-gather, with scales that all ranks compute from one max-reduction.
 
-Flat slices of masters are in `_optim` and `_zero`; the rule of slices is in `_core.flat_shards`.
+Casts of master weights into flat slices live in `_optim` and `_zero`; the rule for flat slices is `_core.flat_shards`.
 """

@@ -1,14 +1,13 @@
-"""Sharded weights that are gathered as codes by functional collectives, without the hooks of FSDP2.
+"""All-gather of a row-sharded weight as codes, with functional collectives instead of FSDP2's hooks.
 
-For programs that shard parameters as DTensors and gather them in a parametrization, in the manner of SimpleFSDP, and
-for what looks at sharded weights outside of a forward.
+For parametrizations in the manner of SimpleFSDP, which shard parameters as DTensors and gather them in a property, and
+for exports, which read whole weights outside a forward.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,19 +17,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from qshard._core.flat_shards import FlatSlice
 from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import as_format, quote
-from qshard.formats import Format, Usage
+from qshard._core.validation import quote
+from qshard.formats import Usage
 from qshard.layout import plane
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name, ops
-from qshard.torch_bridge._ops.foreach import FlatPlan, flat_plan
+from qshard.torch_bridge._ops.foreach import flat_plan
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype
 
 
-# Dynamo of torch 2.13 cannot make a format a constant of a graph, unless it came with an input of the graph.
+# Dynamo of torch 2.13 makes a format a graph constant only if it comes with a graph input.
 @torch.compiler.disable
 def gathered_weight(
     weight: Tensor,
@@ -39,90 +38,123 @@ def gathered_weight(
     reduce_dtype: torch.dtype | None = None,
     reduce_op: str = "sum",
 ) -> QuantizedTensor:
-    """The whole of a converted weight that is sharded as a DTensor, gathered as codes: what `Linear` multiplies with.
+    """All-gather a row-sharded weight as codes, for the products of `Linear`.
 
-    It takes the place of `weight.redistribute(placements=[Replicate()]).to_local(...)`, which gathers high precision:
+    It replaces `weight.redistribute(placements=[Replicate()]).to_local(...)`, which gathers in high precision. The
+    forward of a parametrization, as SimpleFSDP registers it, becomes:
 
-        def forward(self, x):  # Of a parametrization that SimpleFSDP registers
+        def forward(self, x):
             return gathered_weight(x) if is_converted(x) else x.redistribute(...).to_local(...)
 
     Args:
-      weight: a parameter of a `Linear`, that `distribute_tensor` or `fully_shard` has cut by rows over one axis of its
-        mesh; it may be replicated over others. Rows may be cut anywhere.
-      param_dtype: that the codes stand for, so that of the gradient; the dtype of `weight` by default.
-      reduce_dtype: in which gradients travel; `param_dtype` by default.
-      reduce_op: "sum" or "avg" of the gradients of ranks.
+      weight: the DTensor parameter of a converted `Linear`, `[N, K]`, that `distribute_tensor` or `fully_shard` has
+        sharded by rows over one axis of its mesh. It may be replicated over the other axes. Shard boundaries may split
+        blocks.
+      param_dtype: dtype of the returned tensor, and of the gradient that it receives; by default the dtype of `weight`.
+      reduce_dtype: dtype of the gradient reduction over ranks; by default `param_dtype`.
+      reduce_op: "sum" or "avg", how gradients of ranks are reduced.
 
     Returns:
-      Bit for bit the codes and scales of the whole weight, cast at once. In backward its gradient is reduce-scattered,
-      and all-reduced over axes of replicas.
+      The whole weight as a `QuantizedTensor` `[N, K]` with a rowwise plane: bit for bit the codes and scales of
+      `quantize` of the whole weight. In backward its gradient is reduce-scattered over the shards, and all-reduced over
+      replicas.
 
     Raises:
-      TypeError: `weight` is not a converted weight, or not a DTensor, or an argument is not of its type.
-      NotImplementedError: it is cut in another way.
-      ValueError: `reduce_op` is not one of these.
+      TypeError: `weight` is not a converted weight or not a DTensor, or an argument has a wrong type.
+      NotImplementedError: `weight` is not sharded by rows over one axis of its mesh.
+      ValueError: `reduce_op` is neither "sum" nor "avg".
 
-    Collective: an all-reduce of amaxes, 4 bytes a scale, and an all-gather of codes, 1 or 1/2 byte an element.
-    Under `DelayedScaling` scales are those of earlier steps, and the amax of the shard is noted. Under `torch.compile`
-    it runs between graphs, so not with `fullgraph=True`.
+    Collective: a max-reduction of amaxes, 4 bytes a scale, then an all-gather of codes, 1 or 1/2 byte an element. Under
+    `DelayedScaling` the scales come from earlier steps, and the amax of the local shard is recorded for the next
+    update.
+
+    Under `torch.compile` the call breaks the graph, so `fullgraph=True` fails.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.tensor import distribute_tensor
+    >>> from qshard.torch_bridge import convert
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> layer = convert(torch.nn.Linear(32, 16), "CurrentScaling")
+    >>> weight = torch.nn.Parameter(distribute_tensor(layer.weight, init_device_mesh("cpu", (1,)), [Shard(0)]))
+    >>> gathered_weight(weight)
+    QuantizedTensor(FP8_E4M3[nonfinite=nan], shape=(16, 32), dtype=torch.float32, device=cpu)
+    >>> dist.destroy_process_group()
     """
     local = local_of(weight)
     if not isinstance(local, ShardedWeight) or not isinstance(weight, DTensor):
         raise TypeError(
-            f"gathered_weight: weight ({quote(weight)}) is not a sharded weight of a Linear; call convert first, then "
-            "distribute_tensor"
+            f"gathered_weight: weight ({quote(weight)}) is not the sharded weight of a converted Linear; call convert "
+            "first, then distribute_tensor"
         )
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None:
             check_dtype("gathered_weight", name, dtype)
     if reduce_op not in ("sum", "avg"):
-        raise ValueError(f"gathered_weight: reduce_op ({quote(reduce_op)}) is not 'sum' or 'avg'; pass one of them")
-    cut = row_sharding_of(weight)
-    if cut is None:
+        raise ValueError(f"gathered_weight: reduce_op ({quote(reduce_op)}) is not 'sum' or 'avg'; pass one of these")
+    sharding = row_sharding_of(weight)
+    if sharding is None:
         raise NotImplementedError(
             f"gathered_weight: {local.scale_state.name} {tuple(weight.shape)} (placements {weight.placements}) is not "
-            "cut by rows over one axis of its mesh; cut it so, and replicate it over the others"
+            "sharded by rows over one mesh axis; use Shard(0) on one axis and Replicate() on the others"
         )
     dtype = weight.dtype if param_dtype is None else param_dtype
-    # The gradient of a shard is that of the whole DTensor, cut as it is.
+    # The backward pass returns a gradient that is sharded like the weight.
     shard = weight.to_local(grad_placements=weight.placements)
-    made: QuantizedTensor = apply_node(_Gather, shard, local, cut, dtype, reduce_dtype or dtype, reduce_op)
+    made: QuantizedTensor = apply_node(_Gather, shard, local, sharding, dtype, reduce_dtype or dtype, reduce_op)
     return made
 
 
 def is_converted(weight: Any) -> bool:
-    """Whether `weight` is one of a `Linear`, sharded or not, that is kept in high precision and gathered as codes."""
+    """Return True if `weight` is a quantized weight of a `Linear`: high precision at rest, gathered as codes.
+
+    Args:
+      weight: any object; for a sharded parameter, the DTensor.
+
+    Returns:
+      True for the weight of a layer that `convert` has replaced, whole or sharded by FSDP2 or `distribute_tensor`.
+      False for biases, weights of other layers and anything that is not a tensor.
+
+    >>> from qshard.torch_bridge import convert
+    >>> layer = convert(torch.nn.Linear(32, 16), "CurrentScaling")
+    >>> is_converted(layer.weight), is_converted(layer.bias)
+    (True, False)
+    """
     return isinstance(local_of(weight), ShardedWeight) if isinstance(weight, Tensor) else False
 
 
 @torch.compiler.assume_constant_result
 def warn_of_late_quantization(weight: Tensor) -> None:
-    """Says that a weight of a `Linear` was gathered before it was quantized.
+    """Warn that a weight was gathered in high precision and is quantized only afterwards.
 
-    The values are right, so it is not an error. Compiled programs run it once, as they are traced.
+    The result is right, but the all-gather sends 2 or 4 bytes an element. Compiled programs warn once, while tracing.
     """
     warnings.warn(
-        f"Linear: weight {tuple(weight.shape)} was gathered in {dtype_name(weight.dtype)}, {weight.itemsize} bytes an "
-        "element, and is quantized after that; gather it with gathered_weight, in the parametrization or wherever it "
-        "is gathered",
+        f"Linear: weight {tuple(weight.shape)} was gathered in {dtype_name(weight.dtype)}, {weight.itemsize} bytes per "
+        "element, before it is quantized; use gathered_weight for the gather, such as in the parametrization",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
 class RowSharding(NamedTuple):
-    """The sharding of a weight by rows, and the rows of this rank."""
+    """Sharding of a weight by rows over one mesh axis, and the rows of this rank.
 
-    fmt: Format
-    shape: tuple[int, ...]
-    start: int  # The index of their first element.
-    longest: int  # The most rows that a rank has.
+    Attributes:
+      slice: the local rows as a flat slice of the whole weight `[N, K]`.
+      longest: rows of the longest shard.
+      group: the ranks that the rows are sharded over.
+      replicas: one group for each other mesh axis: ranks with the same rows.
+    """
+
+    slice: FlatSlice
+    longest: int
     group: _Group
-    replicas: tuple[_Group, ...]  # Of ranks that hold the same rows.
+    replicas: tuple[_Group, ...]
 
 
 class _Group(NamedTuple):
-    """Ranks, and their collectives as ops that compilers know: those that DTensor calls."""
+    """A process group by name, with the functional collectives that DTensor calls; a group of one rank calls none."""
 
     name: str
     size: int
@@ -146,7 +178,7 @@ def _wait(x: Tensor) -> Tensor:
 
 
 def row_sharding_of(weight: DTensor) -> RowSharding | None:
-    """The sharding of a weight; None if it is not by rows over one axis of its mesh."""
+    """Return the row sharding of a weight; None if it is not sharded by rows over one axis of its mesh."""
     mesh, placements = weight.device_mesh, weight.placements
     dims = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
     if len(dims) > 1 or any(placements[i] != Shard(0) for i in dims):
@@ -157,104 +189,76 @@ def row_sharding_of(weight: DTensor) -> RowSharding | None:
     longest = -(-rows // group.size)
     first = min(rows, longest * mesh.get_local_rank(dims[0])) if dims else 0
     replicas = tuple(each for i, each in enumerate(groups) if i not in dims)
-    fmt = local_of(weight).scale_state.fmt  # type: ignore[attr-defined]
-    return RowSharding(fmt, (rows, columns), first * columns, longest, group, replicas)
+    local: Any = local_of(weight)
+    own = FlatSlice((rows, columns), local.scale_state.fmt, dtype_name(memory_of(local).dtype), first * columns)
+    return RowSharding(own, longest, group, replicas)
 
 
 class _Gather(Node):
+    """Autograd node: all-gather of codes in forward, reduce-scatter of the gradient in backward."""
+
     op, degree = "gathered_weight", 1
-    instead = "leave the layer out with convert(filter=)"
+    instead = "exclude the layer with convert(filter=)"
 
     @staticmethod
     def forward(
         ctx: Any,
         shard: Tensor,
         local: ShardedWeight,
-        cut: RowSharding,
+        sharding: RowSharding,
         dtype: torch.dtype,
         reduce_dtype: Any,
         reduce_op: str,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
-        ctx.cut, ctx.reduce_dtype, ctx.reduce_op = cut, reduce_dtype, reduce_op
+        ctx.sharding, ctx.reduce_dtype, ctx.reduce_op = sharding, reduce_dtype, reduce_op
         ctx.shard_shape, ctx.dtype = shard.shape, shard.dtype
-        return gather(local, cut, dtype, observe=True), ()
+        return gather(local, sharding, dtype, observe=True), ()
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
-        cut = ctx.cut
-        missing = cut.longest * cut.group.size - cut.shape[0]
+        sharding = ctx.sharding
+        missing = sharding.longest * sharding.group.size - sharding.slice.shape[0]
         made = torch.nn.functional.pad(grad.to(ctx.reduce_dtype), (0, 0, 0, missing)).contiguous()
-        made = cut.group.reduce_scatter(made)[: ctx.shard_shape[0]]
-        for group in cut.replicas:
+        made = sharding.group.reduce_scatter(made)[: ctx.shard_shape[0]]
+        for group in sharding.replicas:
             made = group.all_reduce(made.contiguous(), "sum")
         if ctx.reduce_op == "avg":
-            made = made / math.prod(group.size for group in (cut.group, *cut.replicas))
+            made = made / math.prod(group.size for group in (sharding.group, *sharding.replicas))
         return made.to(ctx.dtype), None, None, None, None, None
 
 
 @torch.no_grad()
-def gather(local: ShardedWeight, cut: RowSharding, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
-    """The whole weight, which stands for `dtype`. Collective. `observe`: whether delayed scaling notes its amax."""
+def gather(local: ShardedWeight, sharding: RowSharding, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
+    """All-gather the whole weight as codes. Collective.
+
+    Args:
+      local: this rank's shard.
+      sharding: how the weight is sharded.
+      dtype: dtype of the result.
+      observe: whether delayed scaling records the amax of the shard.
+    """
     state, shard = local.scale_state, memory_of(local)
+    fmt, shape = sharding.slice.fmt, sharding.slice.shape
     if state.delayed is not None:
         delayed, scale = state.delayed, state.delayed.scale
-        if not delayed.knows_scale():  # The first scale is of the whole weight.
+        if not delayed.knows_scale():  # The first scale needs the amax of the whole weight.
             own = ops.amax_tensor(shard, lead=0)
-            scale, _ = delayed.scales_under(cut.group.all_reduce(own.view(torch.int32), "max").view(torch.float32))
+            scale, _ = delayed.scales_under(sharding.group.all_reduce(own.view(torch.int32), "max").view(torch.float32))
         planes, amax = quantize_operand(ops, shard, state.operand, scale=scale)
         if observe and amax is not None:
             delayed.observe(amax)
         codes, scale_inv, global_scale_inv = planes[Usage.ROWWISE]
-        codes = torch.nn.functional.pad(codes, (0, 0, 0, cut.longest - codes.shape[0]))
+        codes = torch.nn.functional.pad(codes, (0, 0, 0, sharding.longest - codes.shape[0]))
     else:
-        amaxes = _amaxes(shard, str(cut.fmt), cut.shape, cut.start)
-        amaxes = cut.group.all_reduce(amaxes.view(torch.int32), "max").view(torch.float32)  # See `max_over_ranks`.
-        codes, scale_inv, *others = _codes(shard, amaxes, str(cut.fmt), cut.shape, cut.start, cut.longest)
-        global_scale_inv = others[0] if others else None
-    where = plane(cut.fmt, cut.shape, Usage.ROWWISE, op="gathered_weight")
-    codes = cut.group.all_gather(codes.contiguous()).view(-1)[: math.prod(where.data_shape)].view(where.data_shape)
-    return QuantizedTensor(cut.fmt, cut.shape, dtype, rowwise=Plane(codes, scale_inv, global_scale_inv))
-
-
-# Ops, so that compilers need not see how slices are planned.
-
-
-def _plan(shard: Tensor, fmt: str, shape: Sequence[int], start: int) -> FlatPlan:
-    known = as_format(fmt, "gathered_weight")
-    return flat_plan((FlatSlice(tuple(shape), known, dtype_name(shard.dtype), start),), shard.device)
-
-
-@torch.library.custom_op("qshard::amaxes_of_shard", mutates_args=())
-def _amaxes(shard: Tensor, fmt: str, shape: Sequence[int], start: int) -> Tensor:
-    """What rows of a weight know of its amaxes."""
-    return _plan(shard, fmt, shape, start).amaxes([shard.reshape(-1)])
-
-
-@_amaxes.register_fake
-def _(shard: Tensor, fmt: str, shape: Sequence[int], start: int) -> Tensor:
-    return shard.new_empty(_plan(shard, fmt, shape, 0).plan.amaxes, dtype=torch.float32)
-
-
-@torch.library.custom_op("qshard::codes_of_shard", mutates_args=())
-def _codes(shard: Tensor, amaxes: Tensor, fmt: str, shape: Sequence[int], start: int, longest: int) -> list[Tensor]:
-    """Rows of a weight cast with the scales of its amaxes, padded to `longest`, and what is stored of those scales."""
-    flat = _plan(shard, fmt, shape, start)
-    (bucket,), (made,) = flat.plan.buckets, flat.scales(amaxes)
-    (scales,) = bucket.split_scales(made)
-    per_byte = bucket.fmt.element.codes_per_byte
-    width = shape[1] // per_byte
-    room = torch.zeros(longest * width + per_byte - 1, dtype=torch.uint8, device=shard.device)
-    flat.cast([room], [shard.reshape(-1)], [made.scale], pieces=True)
-    stored = [part.clone() for part in scales[1:] if part is not None]
-    return [room[: longest * width].view(longest, width).clone(), *stored]
-
-
-@_codes.register_fake
-def _(shard: Tensor, amaxes: Tensor, fmt: str, shape: Sequence[int], start: int, longest: int) -> list[Tensor]:
-    known = as_format(fmt, "gathered_weight")
-    where = plane(known, tuple(shape), Usage.ROWWISE, op="gathered_weight")
-    made = [shard.new_empty((longest, shape[1] // known.element.codes_per_byte), dtype=torch.uint8)]
-    made.append(shard.new_empty(where.scale_shape, dtype=getattr(torch, known.stored_scale_dtype)))
-    if where.global_scale_shape is not None:
-        made.append(shard.new_empty(where.global_scale_shape, dtype=torch.float32))
-    return made
+        flat = flat_plan((sharding.slice,), shard.device)
+        bits = flat.amaxes([shard.reshape(-1)]).view(torch.int32)
+        (scales,) = flat.scales(sharding.group.all_reduce(bits, "max").view(torch.float32))  # As in `max_over_ranks`.
+        ((_, scale_inv, global_scale_inv),) = flat.plan.buckets[0].split_scales(scales)
+        per_byte = fmt.element.codes_per_byte
+        width = shape[1] // per_byte
+        buffer = torch.zeros(sharding.longest * width + per_byte - 1, dtype=torch.uint8, device=shard.device)
+        flat.cast([buffer], [shard.reshape(-1)], [scales.scale], pieces=True)
+        codes = buffer[: sharding.longest * width]
+    where = plane(fmt, shape, Usage.ROWWISE, op="gathered_weight")
+    codes = sharding.group.all_gather(codes.contiguous()).view(-1)[: math.prod(where.data_shape)].view(where.data_shape)
+    return QuantizedTensor(fmt, shape, dtype, rowwise=Plane(codes, scale_inv, global_scale_inv))

@@ -1,4 +1,7 @@
-"""Random values that do not depend on how a weight is cut: each belongs to an element of the whole."""
+"""Random initial values of sharded weights that do not depend on the sharding.
+
+Each random value belongs to an element of the whole weight, so any number of ranks initializes the same weight.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ RANDOM = {aten.uniform_.default, aten.normal_.default}
 
 
 def box_of(state: ScaleState, shape: tuple[int, ...]) -> Box | None:
-    """The place of a shard of this shape in its weight.
+    """Return the position of a shard of this shape in its weight.
 
-    None if the weight is whole, or sharded by other means than FSDP2 and `parallelize_module`.
+    None if the weight is not sharded, or is sharded by anything but FSDP2 and `parallelize_module`.
     """
     if not state.gathers:
         return None if state.part is None else Box(shape, (0, 0), shape).placed_in(state.part.box)
@@ -33,14 +36,17 @@ def box_of(state: ScaleState, shape: tuple[int, ...]) -> Box | None:
 
 
 def fill(func: object, shard: Tensor, box: Box, low: float, high: float, key: str) -> None:
-    """`uniform_` or `normal_` on a shard `[rows, columns]` of a weight.
+    """Apply `uniform_` or `normal_` to the shard `[rows, columns]` of a weight.
 
-    The bits of element i are those of SplitMix64 at position i.
+    Element i of the whole weight takes its random bits from SplitMix64 at position i.
 
     Args:
-      box: where it is in the weight.
-      low, high: the bounds, or the mean and the standard deviation.
-      key: of which the seed is a hash, the same on all ranks.
+      func: `aten.uniform_.default` or `aten.normal_.default`.
+      shard: the tensor to fill.
+      box: the position of the shard in the weight.
+      low: lower bound, or the mean.
+      high: upper bound, or the standard deviation.
+      key: the seed is a hash of this string; the same on all ranks.
     """
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
     rows, columns = shard.shape
@@ -60,12 +66,16 @@ def fill(func: object, shard: Tensor, box: Box, low: float, high: float, key: st
 
 
 def exact_erfinv(x: Tensor) -> Tensor:
-    """By way of float64: on CPUs torch has two forms of it, whose last bits differ, and where a shard ends decides."""
+    """Compute `erfinv` in float64 and round.
+
+    On CPUs torch has a vectorized and a scalar float32 `erfinv` that differ in the last bits. The end of a shard
+    decides which one an element gets.
+    """
     return torch.erfinv(x.double()).to(x.dtype)
 
 
 def _uniform(index: Tensor, seed: int) -> Tensor:
-    """float32 in (0, 1): the midpoints of 2^23 equal parts."""
+    """Return float32 values in (0, 1): midpoints of 2^23 equal intervals."""
     z = index * _as_signed(0x9E3779B97F4A7C15) + _as_signed(seed)
     z = (z ^ _shift_right(z, 30)) * _as_signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift_right(z, 27)) * _as_signed(0x94D049BB133111EB)
@@ -75,7 +85,7 @@ def _uniform(index: Tensor, seed: int) -> Tensor:
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """As of unsigned numbers."""
+    """Shift int64 right as if it were unsigned."""
     shifted: Tensor = (z >> bits) & (2 ** (64 - bits) - 1)
     return shifted
 

@@ -1,21 +1,21 @@
-"""Primary weights: the parameter is the quantized shard; what it is made of is a master, which the optimizer updates.
+"""Primary weights: the parameter is quantized codes, and its float32 master belongs to the optimizer.
 
-More words for the glossary in `scale_state.py`:
+Terms, in addition to the glossary of `scale_state.py`:
 
-  values    what this rank's shard holds in high precision, as it was made, initialized or loaded
-  master    float32 values of the shard: they are the values, once they have left the parameter
-  sealed    without values: the parameter stands for codes, and all that would need its values raises
-  recast    to make codes anew of masters, after an optimizer has changed them
+  values    the high-precision shard of this rank, as it was initialized or loaded
+  master    the float32 values of the shard, after they have left the parameter
+  sealed    state of a parameter without values: it stands for codes, and ops that need its values raise
+  recast    to cast codes from the masters again, after an optimizer step
 
-A primary weight is a sharded weight like all others until it is gathered for the first time, or an optimizer asks for
-its master. Then its values leave it, for good: as the master, in the same memory if they are in float32. Codes are made
-at that gather, and after each step of the optimizer. All other gathers send the codes as they are. So nothing is cast
-twice, and forward, backward and all micro-batches of a step make no scales. With an offload policy master and codes are
-on the CPU, and codes alone are copied for a gather.
+A primary weight is an ordinary sharded weight until its first gather, or until an optimizer requests its master. Then
+its values leave the parameter for good and become the master, in the same memory if they are float32. Codes are cast at
+that gather and after each optimizer step, and every other gather sends them as they are. So nothing is cast twice: no
+forward, backward or micro-batch computes scales. Under an offload policy, master and codes are on the CPU, and only
+codes are copied for a gather.
 
-An optimizer of ours may write to masters, and `load_state_dict`. State dicts show masters, in the memory that they
-have. If someone else has written there, the next gather raises. That is so for writes that PyTorch sees; those by
-NumPy, or through `.data`, count from the next step on.
+Only optimizers of this package and `load_state_dict` may write to masters. State dicts contain the masters themselves,
+not copies. After any other write the next gather raises, provided PyTorch counts the write: one through NumPy or
+`.data` goes unnoticed until the next step, which casts it.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
+    from qshard.torch_bridge._fsdp.scale_state import ShardPlan
     from qshard.torch_bridge._fsdp.weight import Values
 
 
 class Primary:
-    """What a rank has of one primary weight.
+    """Master and codes of one primary weight on this rank.
 
     Attributes:
-      master: its values in float32; None as long as the parameter holds them.
-      codes: padded codes of the master, as they are sent; None if they are to be made.
+      master: float32 values of the shard; None while the parameter still has them.
+      codes: padded codes of the master, as they are gathered; None if the next gather must cast them.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.master: Tensor | None = None
         self.codes: Tensor | None = None
-        self._room: Tensor | None = None
+        self._buffer: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         self._version = 0
-        self._values: list[weakref.ref[Values]] = []  # Of every view and copy of the parameter, FSDP2's too.
+        self._values: list[weakref.ref[Values]] = []  # Of every view and copy of the parameter, also FSDP2's.
         self._shown: list[tuple[weakref.ref[Tensor], int]] = []
 
     def add_values(self, values: Values) -> None:
@@ -54,7 +54,7 @@ class Primary:
         self._values.append(weakref.ref(values))
 
     def take_master(self, shard: Tensor) -> Tensor:
-        """The master. The first time, all that stands for the parameter loses its values, and `shard` has them."""
+        """Return the master. The first call moves the values of `shard` out of every view and copy of the parameter."""
         if self.master is None:
             with torch.no_grad(), torch.inference_mode(False):
                 self.master = shard.detach() if shard.dtype == torch.float32 else shard.detach().float()
@@ -65,24 +65,21 @@ class Primary:
             self.note_version()
         return self.master
 
-    def master_to_cast(self) -> Tensor:
-        assert self.master is not None
-        return self.master
-
-    def room(self, plan: ShardPlan) -> Tensor:
-        """Memory for the codes, which stays. What is past the end of the shard is zeros."""
-        if self._room is None or self._room.numel() != plan.room:
+    def buffer(self, plan: ShardPlan) -> Tensor:
+        """Return the persistent buffer for the codes. Bytes past the end of the shard are zero."""
+        if self._buffer is None or self._buffer.numel() != plan.buffer_size:
             with torch.inference_mode(False):
-                master = self.master_to_cast()
+                master = self.master
+                assert master is not None
                 pinned = master.is_cpu and master.is_pinned()
-                self._room = torch.zeros(plan.room, dtype=torch.uint8, device=master.device, pin_memory=pinned)
+                self._buffer = torch.zeros(plan.buffer_size, dtype=torch.uint8, device=master.device, pin_memory=pinned)
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
-        return self._room
+        return self._buffer
 
     def codes_on(self, device: torch.device) -> Tensor:
-        """The codes, where ranks compute: offloaded ones are copied there, a byte or half of one an element."""
+        """Return the codes on `device`. Offloaded codes are copied there: 1 or 1/2 byte an element."""
         assert self.codes is not None
         if self.codes.device == device:
             return self.codes
@@ -92,33 +89,33 @@ class Primary:
         return copied
 
     def end_cast(self, plan: ShardPlan) -> None:
-        self.codes = plan.padded_in(self.room(plan))
+        self.codes = plan.padded_view(self.buffer(plan))
         self.note_version()
 
     def load(self, values: Tensor) -> None:
-        """New values, on all ranks alike: codes are made at the next gather."""
+        """Replace the values of the master, on all ranks alike. The next gather casts them."""
         assert self.master is not None
         if values is not self.master:
             self.master.copy_(values)
         self.codes = None
 
     def show(self, value: Tensor) -> None:
-        """`value` has the memory of the master, and goes into a state dict."""
+        """Register `value`, a tensor in a state dict that shares the memory of the master, to detect writes to it."""
         self._shown = [(ref, version) for ref, version in self._shown if ref() is not None]
         self._shown.append((weakref.ref(value), value._version))
 
     def note_version(self) -> None:
-        """What has been written so far is known."""
+        """Mark all writes so far as known."""
         self._version = _version_of(self.master)
         self._shown = [(ref, value._version) for ref, _ in self._shown if (value := ref()) is not None]
 
     def check(self) -> None:
-        """Raises if the codes are not those of the master."""
+        """Raise RuntimeError if the master was written to after its codes were cast."""
         written = any((value := ref()) is not None and value._version != version for ref, version in self._shown)
         if written or self._version != _version_of(self.master):
             raise RuntimeError(
-                f"ShardedWeight: master of {self.name} (primary) was written to, through a state dict perhaps, and its "
-                "codes are older; call model.load_state_dict with that state dict, on all ranks"
+                f"ShardedWeight: the master of {self.name} (primary) was written directly, so its codes are out of "
+                "date; load the state dict with model.load_state_dict, on all ranks"
             )
 
 

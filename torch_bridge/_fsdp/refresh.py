@@ -1,8 +1,8 @@
-"""Refreshes of scales, and the casts of shards under them. `scale_state.py` has the glossary.
+"""Refreshes of scales, and casts of shards with the refreshed scales. `scale_state.py` has the glossary.
 
-FSDP2 calls the hook of one weight after the other, then copies and sends the codes of all. GEMMs occupy the whole GPU,
-so a kernel on another stream begins only when a GEMM ends: seven casts, a launch each, take as long as the layers that
-should hide them. So the first hook of a group casts the other weights of the group in the same launch.
+FSDP2 calls the hook of one weight after the other, then copies and sends all codes. GEMMs occupy the whole GPU, so a
+kernel on another stream starts only when a GEMM ends: seven casts with a launch each would take as long as the layers
+that should hide them. So the first hook of a group also casts the other weights of the group, in the same launch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from qshard._core.flat_shards import Bucket
 from qshard._core.operands import quantize_operand
@@ -29,72 +30,90 @@ from qshard.torch_bridge._fsdp.scale_state import (
     PrefetchedCodes,
     Refresh,
     ScaleState,
+    ShardPlan,
     Status,
     WeightShard,
     state_of,
 )
-from qshard.torch_bridge._fsdp.shard_plan import ShardPlan, check_reshards, groups_of, set_padded_shape
 from qshard.torch_bridge._module_tree import parameters_of
 from qshard.torch_bridge._ops.bind import into, ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
 from qshard.torch_bridge._ops.foreach import flat_plan
 from qshard.torch_bridge._quantized.validation import check_model
+from qshard.torch_bridge._torch_internals import fsdp_groups
 
-_ALIGNMENT = 256  # Of codes that share memory: that of allocations on GPUs.
+_ALIGNMENT = 256  # Bytes, of the codes of each weight in a shared buffer; that of GPU allocations.
 
 
 class Gather(NamedTuple):
-    """A gather that has begun: the first hook of FSDP2 passes it to the second."""
+    """A running gather. The pre-all-gather hook creates it, and FSDP2 passes it to the post-all-gather hook."""
 
     plan: ShardPlan
     refresh: Refresh
     restore_shape: Callable[[], None] | None
 
     def end(self, state: ScaleState, gathered: Tensor) -> Plane:
-        """The plane of the weight. Its codes are the memory that FSDP2 has gathered."""
+        """Commit the scales and return the plane of the weight. Its codes are a view of the gathered memory."""
         if self.restore_shape is not None:
             self.restore_shape()
-        scales = state.arrive(self.refresh)
-        return Plane(self.plan.codes(gathered), scales.scale_inv, scales.global_scale_inv)
+        self.refresh.commit(state)
+        state.status = Status.SHARDED
+        assert state.stored is not None
+        return Plane(self.plan.codes(gathered), state.stored.scale_inv, state.stored.global_scale_inv)
 
 
 def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: DeviceMesh) -> tuple[Tensor, Gather]:
-    """The padded codes of a shard of a weight of this shape."""
-    state.passes.watch()  # Hooks may have come before ours.
-    if not state.agreed:  # The first time.
-        check_reshards(state.passes.root)
+    """Cast a shard for its all-gather, after a refresh if it is the first of a pass.
+
+    Args:
+      state: the state of the weight.
+      shard: the local shard, where FSDP2 gathers it from.
+      shape: shape of the tensor that FSDP2 shards.
+      mesh: the ranks that it is sharded over.
+
+    Returns:
+      The padded codes, uint8, and the gather for the post-all-gather hook.
+    """
+    state.passes.watch()  # Other hooks may now precede ours.
+    if not state.agreed:
+        _check_reshards(state.passes.root)
     if state.primary is not None:
-        shard = state.primary.take_master(state.at_home(shard) if state.primary.master is None else shard)
+        shard = state.primary.take_master(state.resident_shard(shard) if state.primary.master is None else shard)
     weight = WeightShard(state, shard, state.plan_of(shard, shape, mesh))
     make_scales(weight)
     if state.primary is None:
-        padded = weight.plan.padded_in(_padded_codes(weight))
+        padded = weight.plan.padded_view(_padded_codes(weight))
     else:
         if state.primary.codes is None:
-            _cast_into(weight, state.primary.room(weight.plan))
+            _cast_into(weight, state.primary.buffer(weight.plan))
             state.primary.end_cast(weight.plan)
         padded = state.primary.codes_on(weight.plan.device)
-    restore_shape = set_padded_shape(state, padded) if weight.plan.packs_columns else None
+    restore_shape = _set_padded_shape(state, padded) if weight.plan.packs_columns else None
     assert state.refresh is not None
     return padded, Gather(weight.plan, state.refresh, restore_shape)
 
 
 def update_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Makes the scales of the next step from the amaxes of this one, under `DelayedScaling`: call it once a step.
+    """Compute the scales of the next step under `DelayedScaling`. Call it once after each optimizer step.
 
-    Other recipes need no call: each forward, and each backward, makes the scales of all sharded weights of the model
-    anew before its first gather, with one all-reduce of amaxes for each group of ranks, 4 bytes a scale. Under them it
-    does nothing, so that one loop serves all recipes.
+    For other recipes it does nothing, so one training loop serves all recipes. Their scales are computed by each
+    forward and each backward before its first gather, with one max-reduction of amaxes for each process group, 4 bytes
+    a scale.
 
     Args:
-      model: after `convert` and `fully_shard`.
-      group: the ranks that train this model, or this stage of a pipeline, if its parameters do not tell; they do not if
-        none is a DTensor. As for `update_delayed`.
+      model: the model, after `convert` and `fully_shard`.
+      group: the ranks that train this model, or this stage of a pipeline. Needed if no parameter is a DTensor and they
+        are not all ranks; see `update_delayed`.
 
-    Collective under `DelayedScaling`: call it on all ranks, after `optimizer.step()`; `update_delayed` has the formula.
+    Raises:
+      TypeError: `model` is not a module, or `group` is not a process group.
+      ValueError: no single group trains the whole model; pass `group`.
+      RuntimeError: the delayed scales of ranks differ.
 
-    Weights of a model that was unpickled, and of `Linear`s made one by one, are refreshed each by itself, until this
-    has seen the model that they are in.
+    Collective under `DelayedScaling`: call it on all ranks. `update_delayed` has the formula.
+
+    Weights of an unpickled model, and of a `Linear` that was constructed alone, do not know their model: each is
+    refreshed by itself until the model was passed to this function once.
 
     >>> from qshard.recipes import CurrentScaling
     >>> from qshard.torch_bridge import convert
@@ -107,15 +126,16 @@ def update_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> N
         if state is None or state.passes is passes:
             continue
         root = state.passes.root
-        if root is None or getattr(root, "is_one_layer", False):  # Made by itself, it knows of no model but itself.
+        if root is None or getattr(root, "is_one_layer", False):  # It was constructed alone.
             state.passes = passes
     update_delayed(model, group)
 
 
 def recast(parameters: Iterable[Tensor]) -> None:
-    """Makes the codes of primary weights anew, of masters that an optimizer has changed. Collective.
+    """Cast primary weights from masters that an optimizer has changed. Collective.
 
-    One max-reduction for each group of ranks. Under `DelayedScaling` the next gather does it, with the scales of then.
+    One max-reduction for each process group. Under `DelayedScaling` the next gather casts instead, with the scales of
+    that time.
     """
     groups: dict[str, list[WeightShard]] = {}
     for parameter in parameters:
@@ -130,19 +150,19 @@ def recast(parameters: Iterable[Tensor]) -> None:
         _refresh(weights, None)
         primaries = [weight.primary for weight in weights]
         with torch.no_grad():
-            cast_shards(weights, [p.room(weight.plan) for p, weight in zip(primaries, weights, strict=True)])
+            cast_shards(weights, [p.buffer(weight.plan) for p, weight in zip(primaries, weights, strict=True)])
         for p, weight in zip(primaries, weights, strict=True):
             p.end_cast(weight.plan)
 
 
 def make_scales(weight: WeightShard) -> None:
-    """Stages the scales for a gather that starts. If it is the first of its pass, a refresh comes before."""
+    """Stage the scales for a gather that starts, with a refresh if it is the first gather of its pass."""
     state = weight.state
     if state.primary is not None and state.primary.codes is not None:
         state.primary.check()
     else:
         now = state.passes.now()
-        if now is None or state.refresh is None or state.refresh.made_in != now:
+        if now is None or state.refresh is None or state.refresh.pass_id != now:
             weights = [weight]
             if now is not None:
                 others = [weight if other.state is state else other for other in _sharded_weights(state.passes.root)]
@@ -153,7 +173,7 @@ def make_scales(weight: WeightShard) -> None:
 
 
 def _sharded_weights(model: nn.Module | None) -> Iterator[WeightShard]:
-    """Weights that are sharded now and need scales, in the order of the model, which is the same on all ranks."""
+    """Yield the sharded weights that need scales, in the order of the model, which is the same on all ranks."""
     for parameter in () if model is None else parameters_of(model):
         state = state_of(parameter)
         if state is None or not state.gathers or state.status is Status.GATHERING:
@@ -166,19 +186,22 @@ def _sharded_weights(model: nn.Module | None) -> Iterator[WeightShard]:
 
 
 @torch.no_grad()
-def _refresh(weights: Sequence[WeightShard], made_in: object) -> None:
-    """Makes the scales of weights that are cut over one group. All ranks give the same list."""
+def _refresh(weights: Sequence[WeightShard], pass_id: object) -> None:
+    """Compute the scales of weights that are sharded over one group. All ranks pass the same weights."""
     if not all(weight.state.agreed for weight in weights):
         check_ranks_agree(weights)
     for delayed in (False, True):
         chosen = [weight for weight in weights if (weight.state.delayed is not None) is delayed]
         if chosen:
             made = delayed_scales(chosen) if delayed else current_scales(chosen)
-            Refresh([weight.state for weight in chosen], made, made_in)
+            Refresh([weight.state for weight in chosen], made, pass_id)
 
 
 def delayed_scales(weights: Sequence[WeightShard]) -> list[Scales]:
-    """Copies of delayed scales: an update amid a pass is for the next one. First ones take one max-reduction."""
+    """Return copies of delayed scales, so that an update during a pass affects only the next pass.
+
+    Weights without a scale get one from their amaxes, with one max-reduction for all of them.
+    """
     given = [state.delayed for state, _, _ in weights if state.delayed is not None]
     copies = torch.stack([buffer for delayed in given for buffer in (delayed.scale, delayed.scale_inv)]).unbind()
     made = [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
@@ -193,10 +216,10 @@ def delayed_scales(weights: Sequence[WeightShard]) -> list[Scales]:
 
 
 def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
-    """Scales of the weights as they are, with one max-reduction.
+    """Compute the scales of the current values, with one max-reduction.
 
-    An empty shard takes part with amaxes of 0. An offloaded shard is on the CPU, unless FSDP2 has moved it for the
-    gather that asks: its amaxes are made where it is, and needed where ranks compute.
+    Empty shards contribute amaxes of 0. The amaxes of an offloaded shard are computed where it is, and moved to where
+    ranks compute. That is the CPU, unless FSDP2 has already copied the shard for this gather.
     """
     group, device = weights[0].plan.group, weights[0].plan.device
     plans = tuple(weight.plan for weight in weights)
@@ -213,7 +236,7 @@ def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
 
 
 def _split_scales(bucket: Bucket, made: Scales) -> Iterator[Scales]:
-    """`Bucket.split_scales`, in a few calls for all weights."""
+    """Split the scales of a bucket by weight: `Bucket.split_scales`, with fewer torch calls."""
     grids = [where.scale_shape for where in bucket.planes]
     parts = [_split(made.scale, grids), _split(made.scale_inv, grids)]
     if made.global_scale_inv is not None:
@@ -222,7 +245,7 @@ def _split_scales(bucket: Bucket, made: Scales) -> Iterator[Scales]:
 
 
 def _split(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
-    """Tensors of these shapes, one after the other."""
+    """Split a flat tensor into consecutive tensors of these shapes."""
     if not any(shapes):
         return numbers.unbind()
     sizes = [math.prod(shape) for shape in shapes]
@@ -230,10 +253,10 @@ def _split(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tenso
 
 
 def _amaxes_on(device: torch.device, weights: Sequence[WeightShard], plans: tuple[ShardPlan, ...]) -> Tensor:
-    """The amaxes of all weights, as far as the shards on one device contribute to them."""
+    """Return the amaxes of all weights, from the shards on one device. Other shards contribute 0."""
     flat = flat_plan(tuple(plan.slice for plan in plans), device)
     amaxes = flat.amaxes(
-        [  # Of shards on other devices, and of columns of blocks, empty ones.
+        [  # Empty slices for boxes and for shards on other devices.
             shard if shard.device == device and plan.box is None else shard.new_empty(0, device=device)
             for _, shard, plan in weights
         ]
@@ -247,71 +270,72 @@ def _amaxes_on(device: torch.device, weights: Sequence[WeightShard], plans: tupl
 
 
 def check_ranks_agree(weights: Sequence[WeightShard]) -> None:
-    """Raises on every rank if one has other weights: it would make other scales, or wait for amaxes that never come.
+    """Raise ValueError on every rank if ranks have different weights.
 
-    Every rank sends a digest of one size. The host waits for the device, once for each set of weights.
+    They would compute different scales, or wait for amaxes that are never sent. Each rank sends a digest of fixed size.
+    The host waits for the device, once for each set of weights.
     """
     group, device = weights[0].plan.group, weights[0].plan.device
     described = [(s.name, str(s.fmt), s.part and s.part.placements, *plan.described) for s, _, plan in weights]
     others = unlike_ranks(repr(described).encode(), group, device)
     if others:
         raise ValueError(
-            f"fully_shard: weights of rank {others[0]} of the group are not those of this rank, {len(weights)} from "
-            f"{weights[0].state.name} {weights[0].plan.shape} of {weights[0].state.fmt} on: names, formats, shapes, "
-            "dtypes or cuts differ; convert and shard the model alike on every rank"
+            f"fully_shard: rank {others[0]} of the group has other weights than this rank ({len(weights)}, the first "
+            f"{weights[0].state.name} {weights[0].plan.shape} in {weights[0].state.fmt}); convert and shard the model "
+            "alike on every rank"
         )
     for weight in weights:
         weight.state.agreed = True
 
 
-def end_with_zeros(weight: WeightShard, room: Tensor) -> None:
-    """Zeros the padding of codes after the end of a shard that is shorter than others."""
+def zero_padding(weight: WeightShard, buffer: Tensor) -> None:
+    """Zero the padding of the codes of a shard that is shorter than the longest one."""
     rows = weight.shard.shape[0]
     if rows < weight.plan.padded_shape[0]:
-        weight.plan.padded_in(room)[rows:].zero_()
+        weight.plan.padded_view(buffer)[rows:].zero_()
 
 
-def cast_shards(weights: Sequence[WeightShard], rooms: Sequence[Tensor]) -> None:
-    """Casts shards under their staged scales: all slices of a format that are on one device by one launch."""
+def cast_shards(weights: Sequence[WeightShard], buffers: Sequence[Tensor]) -> None:
+    """Cast shards with their staged scales, in one launch for all slices of one format on one device."""
     for device in dict.fromkeys(weight.shard.device for weight in weights):
-        of_device = [(w, room) for w, room in zip(weights, rooms, strict=True) if w.shard.device == device]
-        slices = [(weight, room) for weight, room in of_device if weight.plan.box is None]
+        of_device = [(w, buffer) for w, buffer in zip(weights, buffers, strict=True) if w.shard.device == device]
+        slices = [(weight, buffer) for weight, buffer in of_device if weight.plan.box is None]
         if slices:
             flat = flat_plan(tuple(weight.plan.slice for weight, _ in slices), device)
             scales = [weight.staged.scale for weight, _ in slices]
             of_buckets = [_concatenate([scales[i] for i in bucket.indices]).to(device) for bucket in flat.plan.buckets]
-            flat.cast([room for _, room in slices], [w.shard for w, _ in slices], of_buckets, pieces=True)
-        for weight, room in of_device:
+            flat.cast([buffer for _, buffer in slices], [w.shard for w, _ in slices], of_buckets, pieces=True)
+        for weight, buffer in of_device:
             if weight.plan.box is not None:
-                weight.plan.cast_columns(weight.shard, weight.staged.scale.to(device), room)
+                weight.plan.cast_columns(weight.shard, weight.staged.scale.to(device), buffer)
 
 
 def pop_prefetched(weight: WeightShard) -> Tensor | None:
-    """The codes of a weight that one before it in its group has cast for it; they are handed out once."""
-    state, ahead = weight.state, weight.state.ahead
-    state.ahead = None
-    if ahead is None or ahead.refresh is not state.refresh or ahead.memory != weight.shard.data_ptr():
+    """Return the codes that an earlier weight of the group has cast for this weight, once; None if there are none."""
+    state, prefetched = weight.state, weight.state.prefetched
+    state.prefetched = None
+    if prefetched is None or prefetched.refresh is not state.refresh or prefetched.memory != weight.shard.data_ptr():
         return None
-    return ahead.room
+    return prefetched.buffer
 
 
 def cast_group(weight: WeightShard) -> Tensor:
-    """The codes of a weight whose shard is a slice. Casts the next weights of its FSDP2 group in the same launch."""
+    """Return the codes of a slice. Also casts the next weights of its FSDP2 group, in the same launch."""
     weights = [weight, *_next_in_group(weight)]
-    sizes = [-(-one.plan.room // _ALIGNMENT) * _ALIGNMENT for one in weights]
+    sizes = [-(-one.plan.buffer_size // _ALIGNMENT) * _ALIGNMENT for one in weights]
     whole = torch.empty(sum(sizes), dtype=torch.uint8, device=weight.shard.device)
-    rooms = [one.plan.room_in(part) for one, part in zip(weights, whole.split(sizes), strict=True)]
-    for one, room in zip(weights, rooms, strict=True):
-        end_with_zeros(one, room)
-    cast_shards(weights, rooms)
-    for (state, shard, _), room in zip(weights[1:], rooms[1:], strict=True):
+    buffers = [one.plan.buffer_in(part) for one, part in zip(weights, whole.split(sizes), strict=True)]
+    for one, buffer in zip(weights, buffers, strict=True):
+        zero_padding(one, buffer)
+    cast_shards(weights, buffers)
+    for (state, shard, _), buffer in zip(weights[1:], buffers[1:], strict=True):
         assert state.refresh is not None
-        state.ahead = PrefetchedCodes(room, state.refresh, shard.data_ptr())
-    return rooms[0]
+        state.prefetched = PrefetchedCodes(buffer, state.refresh, shard.data_ptr())
+    return buffers[0]
 
 
 def _next_in_group(weight: WeightShard) -> Iterator[WeightShard]:
-    """Later weights of the FSDP2 group that have scales of the same refresh, so that they can be cast together."""
+    """Yield later weights of the FSDP2 group that have scales of the same refresh and are cast in gathers."""
     group = _group_of(weight.state)
     begun = False
     for parameter in () if group is None else group.fsdp_params:
@@ -331,14 +355,11 @@ def _next_in_group(weight: WeightShard) -> Iterator[WeightShard]:
 
 
 def _group_of(state: ScaleState) -> Any:
-    """FSDP2's group of a weight, which is found once for all weights of a model."""
+    """Return the `FSDPParamGroup` of a weight. One search finds the groups of all weights of a model."""
     if state.group is None:
-        for group in groups_of(state.passes.root):
-            for parameter in group.fsdp_params:
-                known = getattr(local_of(parameter.sharded_param), "scale_state", None)
-                if known is not None:
-                    known.group = weakref.ref(group)
-        if state.group is None:  # As in a model that was unpickled, which nobody has shown us.
+        for group, _, known in _fsdp_params(state.passes.root):
+            known.group = weakref.ref(group)
+        if state.group is None:  # For example in an unpickled model before `update_scales(model)`.
             state.group = _nothing
     return state.group()
 
@@ -348,7 +369,7 @@ def _nothing() -> None:
 
 
 def _concatenate(scales: Sequence[Tensor]) -> Tensor:
-    """One after the other, without a copy where they lie so, as a refresh makes them."""
+    """Concatenate scales, without a copy if they are adjacent in memory, as a refresh returns them."""
     first, last, end, count = scales[0], scales[-1], scales[0].data_ptr(), 0
     lie_so = last is first or first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
     for scale in scales:
@@ -361,25 +382,76 @@ def _concatenate(scales: Sequence[Tensor]) -> Tensor:
 
 
 def _padded_codes(weight: WeightShard) -> Tensor:
-    """Padded codes of a weight that keeps none between gathers."""
-    ahead = pop_prefetched(weight)
-    if ahead is not None:
-        return ahead
+    """Return the padded codes of a weight that is not primary."""
+    prefetched = pop_prefetched(weight)
+    if prefetched is not None:
+        return prefetched
     if weight.is_cast_in_gathers:
         return cast_group(weight)
-    room = torch.empty(weight.plan.room, dtype=torch.uint8, device=weight.shard.device)
-    end_with_zeros(weight, room)
-    _cast_into(weight, room)
-    return room
+    buffer = torch.empty(weight.plan.buffer_size, dtype=torch.uint8, device=weight.shard.device)
+    zero_padding(weight, buffer)
+    _cast_into(weight, buffer)
+    return buffer
 
 
-def _cast_into(weight: WeightShard, room: Tensor) -> None:
+def _cast_into(weight: WeightShard, buffer: Tensor) -> None:
     state, shard, plan = weight
     if state.delayed is None:
-        cast_shards([weight], [room])
+        cast_shards([weight], [buffer])
         return
     amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
-    made = into(plan.padded_in(room)[: shard.shape[0]], amax, scale_inv)
+    made = into(plan.padded_view(buffer)[: shard.shape[0]], amax, scale_inv)
     scale = weight.staged.scale.to(shard.device)
     quantize_operand(made, shard, state.operand, scale=scale)
     state.delayed.observe(amax)
+
+
+def _set_padded_shape(state: ScaleState, padded: Tensor) -> Callable[[], None]:
+    """Make FSDP2 believe that shards have the shape of `padded`. The returned function restores their shape.
+
+    FSDP2 concatenates the columns of ranks by the stored shape of the shard, and 4-bit codes have half as many columns.
+    Only a private attribute tells it so; the attribute has the same name in torch 2.11 to 2.15.
+    """
+    param = _fsdp_param(state)
+    shape, param.padded_sharded_param_size = param.padded_sharded_param_size, padded.shape
+    return lambda: setattr(param, "padded_sharded_param_size", shape)
+
+
+def _fsdp_param(state: ScaleState) -> Any:
+    """Return the `FSDPParam` of a weight."""
+    for _, param, known in _fsdp_params(state.passes.root):
+        if known is state:
+            return param
+    raise NotImplementedError(
+        f"fully_shard: {state.name} ({state.fmt}) is sharded by columns, which needs the model; call "
+        "update_scales(model) once after fully_shard, or shard its rows"
+    )
+
+
+def _check_reshards(model: nn.Module | None) -> None:
+    """Raise on every rank if a module with quantized weights reshards to fewer ranks after forward.
+
+    FSDP2 then turns its part of the gathered memory into a parameter with a gradient, which codes cannot be, and
+    gathers it without the hooks of the weight.
+
+    Raises:
+      NotImplementedError: `reshard_after_forward` of such a module is a number of ranks.
+    """
+    for group, _, known in _fsdp_params(model):
+        if group.post_forward_mesh_info not in (None, group.mesh_info):
+            raise NotImplementedError(
+                f"fully_shard: {known.name} (reshard_after_forward="
+                f"{group.post_forward_mesh_info.shard_mesh_size}) is gathered as codes, which FSDP2 cannot "
+                "reshard to fewer ranks; pass reshard_after_forward=True or False"
+            )
+
+
+def _fsdp_params(model: nn.Module | None) -> Iterator[tuple[Any, Any, ScaleState]]:
+    """Yield the `FSDPParamGroup`, the `FSDPParam` and the state of each quantized weight of a model."""
+    for module in () if model is None else model.modules():
+        if isinstance(module, FSDPModule):
+            for group in fsdp_groups(module):
+                for param in group.fsdp_params:
+                    state = getattr(local_of(param.sharded_param), "scale_state", None)
+                    if state is not None:
+                        yield group, param, state

@@ -1,43 +1,44 @@
-"""The scales of sharded weights, which every pass over the model makes anew.
+"""State of sharded weights on this rank: scales, refreshes, passes, and how a shard is cast.
 
-Glossary, in the manner of FSDP2's own `_fsdp_param.py`. All code of this package uses these words.
+Glossary, modelled on FSDP2's `_fsdp_param.py`. The whole package uses these terms.
 
-  weight      the whole parameter, `[rows, columns]`; no rank holds it in high precision
-  shard       what this rank holds of it in high precision: rows or columns, maybe none
-  slice       a shard of rows, as flat elements of the row-major weight
-  codes       the shard, cast with the scales of the weight: one uint8 tensor, 4-bit codes two a byte
-  padded      codes with room for those of the longest shard, the rest zeros: what every rank sends
-  gathered    the padded codes of all ranks, one after the other, which begin with the codes of the weight
+  weight      the whole parameter, `[rows, columns]`; no rank has it in high precision
+  shard       the local high-precision part of it: rows or columns, possibly none
+  slice       a shard of rows as a flat range of the row-major weight
+  codes       the shard, cast with the scales of the weight: uint8, with two 4-bit codes a byte
+  padded      codes in a buffer for the longest shard, zeros after the end: the all-gather input
+  gathered    the padded codes of all ranks, concatenated: the codes of the weight come first
   unsharded   gathered codes and scales as a `QuantizedTensor`, between a gather and the reshard
-  scales      of the weight: the same on every rank, made of amaxes that ranks have max-reduced; they never travel
-  pass        one forward of the converted model, or one backward: its gathers want weights as they are when it begins
-  refresh     to make the scales of some weights, on all ranks at once, with one max-reduction
-  staged      scales as a refresh has made them: shards are cast with them
-  stored      scales in memory that stays with the weight: what is unsharded reads them
-  commit      to copy scales from where they are staged to where they are stored
+  scales      of the whole weight, equal on all ranks: computed from max-reduced amaxes, never gathered
+  pass        one forward of the converted model, or one backward: its gathers use the weights as they are at its start
+  refresh     computing the scales of several weights, on all ranks, with one max-reduction
+  staged      scales as a refresh returned them; shards are cast with them
+  stored      scales in memory that lives as long as the weight; the unsharded weight refers to them
+  commit      copying scales from staged to stored
 
-A scale is of the whole weight, so making one is a collective, and ranks must agree on when. They do, since gathers
-alone decide, which FSDP2 makes in one order on all ranks: the first gather of a pass refreshes all weights of the model
-that are cut over its ranks. Scales never outlive their pass. So nobody asks who has written to a shard, by what way, or
-on which ranks. A gather outside a pass, as by `unshard()`, refreshes its own weight alone: it is as right, and a
-reduction for each weight.
+A scale belongs to the whole weight, so computing one is a collective, and ranks must agree on when. Only gathers
+trigger it, and FSDP2 issues them in the same order on all ranks: the first gather of a pass refreshes all weights of
+the model that are sharded over its group. Scales never outlive their pass, so writes to shards need no tracking: ranks
+would have to agree on the dirty flag. A gather outside a pass, such as `unshard()`, refreshes its own weight alone,
+with a reduction of its own.
 
-Autograd keeps codes and stored scales, not the weight. FSDP2 fills the memory of the codes anew before backward; so
-scales are stored in memory that stays, and both are always of one weight, also in a graph that is older than a step: it
-computes with the new weight then, as with plain FSDP2. Refreshes run on the stream where FSDP2 copies, commits on that
-where layers compute, after all that has read the scales before.
+Autograd saves codes and stored scales, not the weight. FSDP2 refills the memory of the codes before backward, and
+stored scales are overwritten in place, so both always belong to the same weight. A graph that is older than an
+optimizer step then computes with the new weight, as under plain FSDP2. Refreshes run on the stream where FSDP2 copies.
+Commits run on the compute stream, after everything that read the previous scales.
 
-Under `DelayedScaling` scales are those of earlier steps, and a refresh takes a copy of them. Before its first update a
-weight has none: until ranks know that it has, a refresh makes them as of other weights.
+Under `DelayedScaling` the scales come from earlier steps, and a refresh copies them. Before its first update a weight
+has no scale: a refresh computes one as for other recipes, until ranks know that there is one.
 
-A backward pass is a graph task of autograd. A forward pass is a call of the converted model: hooks on the model record
-it. They are registered once FSDP2 shards a part of the model, and run before FSDP2's own hooks, which gather.
+A backward pass is a graph task of autograd. A forward pass is a call of the converted model, which hooks on the model
+record. The hooks are registered when FSDP2 shards part of the model, and run before FSDP2's own hooks, which gather.
 """
 
 from __future__ import annotations
 
 import copy
 import enum
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -47,49 +48,167 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from qshard._core.flat_shards import FlatSlice
 from qshard._core.operands import OperandSpec
+from qshard._core.placement import Box, box_amax, cast_box
 from qshard._core.quantize_steps import Scales
-from qshard.formats import Usage
+from qshard.formats import Format, Usage
+from qshard.layout import plane
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, fsdp_axis
 from qshard.torch_bridge._fsdp.primary import Primary
-from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
+from qshard.torch_bridge._ops.bind import dtype_name, into, ops
 from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.foreach import xp
 from qshard.torch_bridge._torch_internals import backward_id, preserve_version_counter, spec_of
 
 
 class Status(enum.Enum):
-    """The stage of a weight in FSDP2."""
+    """Stage of a weight in FSDP2."""
 
     PLAIN = enum.auto()
-    """It has not asked for hooks: it does not gather the weight, or not yet."""
+    """FSDP2 has not requested the gather hooks: it does not shard the weight, or not yet."""
     SHARDED = enum.auto()
-    """It gathers the weight, but not now."""
+    """FSDP2 shards the weight, and no gather is running."""
     GATHERING = enum.auto()
-    """Codes have left this rank, and those of all ranks have not arrived."""
+    """The codes of this rank were sent, and the all-gather has not finished."""
+
+
+class ShardPlan:
+    """Shape, position and casts of the local shard of one weight.
+
+    A scale needs the amax of its whole block, and shard boundaries may split blocks. So ranks merge their amaxes,
+    compute all scales from the result, and each casts its shard with its part of the scales.
+
+    A shard of rows is a flat slice and takes the steps of `_core.flat_shards`, as the slices of optimizers do. So does
+    a shard of columns of a per-tensor format, where positions do not matter. A shard of columns of a block format is a
+    box, and its edges may split blocks (`_core.placement`).
+
+    Computed once for each weight and sharding, then looked up.
+
+    Args:
+      name: the name of the weight, for errors.
+      fmt: the format of the weight.
+      shape: shape of the weight. FSDP2 shards its rows, or its columns into equal parts.
+      shard: the local shard, of any values.
+      mesh: the device mesh of the weight.
+      mesh_dim: the axis of `mesh` that the weight is sharded over.
+
+    Attributes:
+      group: the ranks that the weight is sharded over.
+      device: where ranks compute. An offloaded shard is elsewhere.
+      data_shape: shape of the codes of the weight.
+      padded_shape: shape of the padded codes of a shard.
+      buffer_size: bytes of a buffer to cast into. With 4-bit codes one byte more than the padded codes, because a flat
+        slice may start in the middle of a byte; a shard of whole rows leaves it unused.
+      packs_columns: True if 4-bit codes are sharded by columns: FSDP2, which concatenates columns, must then be told
+        that there are half as many.
+      slice: the shard as a flat slice; an empty slice if it is a box.
+      box: the position of a shard of columns of a block format; None if the shard is a slice.
+      block: the elements that share a scale; the whole weight for per-tensor formats.
+      described: facts that must be equal on all ranks.
+
+    Raises:
+      NotImplementedError: two ranks would share a byte. All of them raise.
+    """
+
+    def __init__(self, name: str, fmt: Format, shape: tuple[int, ...], shard: Tensor, mesh: DeviceMesh, mesh_dim: int):
+        rows, columns = shape
+        width = shard.shape[1]
+        of_rows, ranks, per_byte = width == columns, mesh.size(mesh_dim), fmt.element.codes_per_byte
+        if width % per_byte:
+            raise NotImplementedError(
+                f"fully_shard: {name} {tuple(shape)} has {ranks} shards of {width} columns, but {per_byte} codes of "
+                f"{fmt} share a byte; shard its rows"
+            )
+        where = plane(fmt, shape, Usage.ROWWISE, op="fully_shard")
+        longest = -(-(rows if of_rows else columns) // ranks)  # The split of FSDP2 and `torch.chunk`.
+        start = longest * mesh.get_local_rank(mesh_dim)
+        self.group, kind = mesh.get_group(mesh_dim), mesh.device_type
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self.fmt, self.shape, self.dtype = fmt, (rows, columns), dtype_name(shard.dtype)
+        self.data_shape = where.data_shape
+        self.padded_shape = (longest if of_rows else rows, width // per_byte)
+        self.buffer_size = math.prod(self.padded_shape) + per_byte - 1
+        self.packs_columns = fmt.element.packed and not of_rows
+        self.described = (self.shape, self.dtype, of_rows, ranks)
+        self.slice = FlatSlice(self.shape, fmt, self.dtype, min(rows, start) * columns if of_rows else 0)
+        self.block = where.scaled_shape
+        self.box: Box | None = None
+        if not of_rows and not fmt.per_tensor:  # With one scale for all elements, any shard is a slice.
+            self.box = Box(self.shape, (0, start), (rows, width))
+
+    def note_amaxes_of_columns(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
+        """Write the amaxes of a box of columns.
+
+        Args:
+          shard: the local columns.
+          grid: output, amaxes of all blocks of the weight; blocks outside the box stay 0.
+          whole: output, the amax of the shard, for formats with a global scale.
+        """
+        if self.box is None or not shard.numel():
+            return
+        found = box_amax(ops, xp, shard, self.box, self.block, grid)
+        if whole is not None:
+            whole.copy_(ops.amax_tensor(found))
+
+    def buffer_in(self, part: Tensor) -> Tensor:
+        """Return a buffer to cast into at the start of `part`, shaped like the padded codes if it has no extra byte."""
+        if self.buffer_size == self.padded_shape[0] * self.padded_shape[1]:
+            return part.as_strided(self.padded_shape, (self.padded_shape[1], 1))
+        return part[: self.buffer_size]
+
+    def padded_view(self, buffer: Tensor) -> Tensor:
+        """Return the padded codes in a buffer."""
+        if buffer.shape == self.padded_shape:
+            return buffer
+        return buffer.as_strided(self.padded_shape, (self.padded_shape[1], 1))
+
+    def cast_columns(self, shard: Tensor, scale: Tensor, buffer: Tensor) -> None:
+        """Cast a box of columns into a buffer. `FlatPlan.cast` casts slices."""
+        assert self.box is not None
+        if not shard.numel():
+            return
+        codes, of_blocks = self.padded_view(buffer), scale[self.box.blocks(self.block)].contiguous()
+        outer = self.box.aligned(self.block)
+        made = cast_box(into(codes) if outer == self.box else ops, xp, shard, self.box, self.fmt, self.block, of_blocks)
+        if outer != self.box:
+            first = self.box.within(outer)[1].start // self.fmt.element.codes_per_byte
+            codes.copy_(made[:, first : first + codes.shape[1]])
+
+    def codes(self, gathered: Tensor) -> Tensor:
+        """Return the codes of the weight: a view of the gathered memory without the padding at its end."""
+        return gathered.as_strided(self.data_shape, (self.data_shape[1], 1))
 
 
 class ScaleState:
-    """What a rank knows of one weight. Every tensor object that stands for the weight refers to the one state.
+    """State of one weight on this rank, shared by all tensor objects that stand for the weight.
 
-    It is no attribute of a tensor that FSDP2 may replace: it does so on unevenly sharded ranks only, and ranks that
-    lost their scales would start collectives that the others never join.
+    It is not an attribute of a tensor that FSDP2 may replace. FSDP2 replaces tensors on unevenly sharded ranks only,
+    and ranks that lost their scales would start collectives that the others never join.
 
     Attributes:
-      fills: how often random values have been put there.
       operand: how the weight is quantized.
+      fmt: its format.
+      name: its qualified name, for errors.
       refusal: why FSDP2 cannot gather it; None if it can.
-      delayed: holds the scales instead, if the recipe is `DelayedScaling`.
-      primary: its master and codes, if it is a primary weight.
-      shape: of the weight, when it was made.
-      whole, first: the shape of what FSDP2 has cut, and where in it the shard begins, in elements.
-      status: what FSDP2 does with it now.
-      staged, stored: its scales; None before the first refresh.
-      ahead: codes that were cast along with those of another weight.
-      group: a weak reference to FSDP2's group of parameters that it is in; None: nobody has looked.
-      part: under tensor parallelism, which part of a larger weight this one is. One scale serves all parts.
+      delayed: the delayed scale of the weight under `DelayedScaling`; else None.
+      primary: master and codes of a primary weight; else None.
+      shape: shape of the weight when the state was created.
+      part: under tensor parallelism, the part of a larger weight that this weight is. One scale serves all parts.
+      whole: shape of the tensor that FSDP2 shards.
+      first: flat index of the local shard in `whole`.
+      fill_count: how often random values were written to the weight.
+      status: its stage in FSDP2.
+      staged: scales of the last refresh; None before the first.
+      stored: scales that the unsharded weight refers to; None before the first refresh.
+      refresh: the last refresh; None before the first.
+      prefetched: codes that were cast in the hook of another weight.
+      group: weak reference to the weight's `FSDPParamGroup`; None until it is looked up.
+      passes: the passes over its model.
+      agreed: True once ranks have compared their weights.
     """
 
     def __init__(
@@ -104,12 +223,12 @@ class ScaleState:
         self.shape: tuple[int, ...] = ()
         self.part: ShardSpec | None = None
         self.whole: tuple[int, ...] = ()
-        self.first = self.fills = 0
+        self.first = self.fill_count = 0
         self.status = Status.PLAIN
         self.staged: Scales | None = None
         self.stored: Scales | None = None
         self.refresh: Refresh | None = None
-        self.ahead: PrefetchedCodes | None = None
+        self.prefetched: PrefetchedCodes | None = None
         self.group: Callable[[], object | None] | None = None
         self.passes = Passes.of(root)
         self.agreed = False
@@ -119,7 +238,7 @@ class ScaleState:
         self._axis: tuple[Any, int] = (None, 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleState:
-        """A copied weight goes its own way. Its passes are those of the copied model, if that is what is copied."""
+        """Copy the state with scales of its own. If the model is copied too, it refers to the passes of the copy."""
         copied = ScaleState(self._recipe, self.name, memo.get(id(self.passes.root)), primary=self.primary is not None)
         copied.delayed = copy.deepcopy(self.delayed, memo)
         for name in ("shape", "part", "whole", "first"):
@@ -129,16 +248,16 @@ class ScaleState:
 
     @property
     def gathers(self) -> bool:
-        """Whether FSDP2 gathers it: it has asked for hooks."""
+        """True once FSDP2 has requested the gather hooks of the weight."""
         return self.status is not Status.PLAIN
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the parameter has no values: it is a primary weight, and they are its master."""
+        """True if the parameter has no values: it is a primary weight, and its optimizer has the master."""
         return self.primary is not None and self.primary.master is not None
 
-    def at_home(self, shard: Tensor) -> Tensor:
-        """The shard that the parameter has: of one that is offloaded, FSDP2 gathers a copy."""
+    def resident_shard(self, shard: Tensor) -> Tensor:
+        """Return the shard in the parameter. FSDP2 passes a copy of an offloaded shard to the hooks."""
         root = self.passes.root
         for parameter in () if root is None else root.parameters():
             if state_of(parameter) is self:
@@ -147,21 +266,21 @@ class ScaleState:
         return shard
 
     def note_split(self, shape: torch.Size) -> None:
-        """Called for each tensor that is cut. The last one, before FSDP2 asks for hooks, is what FSDP2 has cut."""
+        """Record the shape of a tensor that is split. The last split before FSDP2 requests hooks is FSDP2's own."""
         if not self.gathers:
             self.whole = tuple(shape)
 
-    def note_place(self, first: int) -> None:
-        """Called for each part that is copied: FSDP2 copies the one of this rank, which begins at element `first`."""
+    def note_start(self, first: int) -> None:
+        """Record where a copied part starts. The last copy before FSDP2 requests hooks is the local shard."""
         if not self.gathers:
             self.first = first
 
     def shard_of(self, parameter: Tensor) -> WeightShard | None:
-        """What this rank has of the weight, which is `parameter`; None if it is not sharded now."""
+        """Return the local shard of the weight `parameter`; None if it is not sharded now."""
         if not isinstance(parameter, DTensor):
             return None
         known, axis = self._axis
-        if known is not spec_of(parameter):  # A weak reference to the parameter would keep torch from moving it.
+        if known is not spec_of(parameter):  # A weak reference to the parameter would make `swap_tensors` fail.
             axis = fsdp_axis(self.name, parameter, self.part)
             self._axis = (spec_of(parameter), axis)
         shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
@@ -170,9 +289,16 @@ class ScaleState:
         return WeightShard(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis))
 
     def plan_of(self, shard: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> ShardPlan:
-        """What `shard` is of the weight, which is cut over one axis of `mesh`."""
+        """Return the plan of a shard of the weight.
+
+        Args:
+          shard: the local shard.
+          shape: shape of the tensor that FSDP2 shards.
+          mesh: its device mesh.
+          mesh_dim: the axis of `mesh` that it is sharded over.
+        """
         key = (mesh, mesh_dim, shape, shard.shape, shard.dtype, shard.device)
-        if self._last is not None and self._last[0] == key:  # To hash it takes longer.
+        if self._last is not None and self._last[0] == key:  # Faster than hashing the key.
             return self._last[1]
         plan = self._plans.get(key)
         if plan is None:
@@ -180,16 +306,9 @@ class ScaleState:
         self._last = (key, plan)
         return plan
 
-    def arrive(self, refresh: Refresh) -> Scales:
-        """The stored scales of codes that have arrived, which were cast after `refresh`."""
-        refresh.commit(self)
-        self.status = Status.SHARDED
-        assert self.stored is not None
-        return self.stored
-
 
 class WeightShard(NamedTuple):
-    """A sharded weight, as a refresh takes it: its state, what this rank holds of it, and which part that is."""
+    """A weight in a refresh: its state, the local shard, and the plan of the shard."""
 
     state: ScaleState
     shard: Tensor
@@ -197,7 +316,7 @@ class WeightShard(NamedTuple):
 
     @property
     def is_cast_in_gathers(self) -> bool:
-        """Whether each gather casts it: a slice, with scales that are there before."""
+        """True if every gather casts the shard with existing scales: a slice, neither primary nor delayed."""
         return self.state.primary is None and self.state.delayed is None and self.plan.box is None
 
     @property
@@ -215,46 +334,49 @@ class PrefetchedCodes(NamedTuple):
     """Codes that were cast in the hook of another weight of the same FSDP2 group.
 
     Attributes:
-      refresh: the one that made their scales.
-      memory: where the shard is.
+      buffer: the codes.
+      refresh: the refresh that computed their scales.
+      memory: address of the shard that was cast.
     """
 
-    room: Tensor
+    buffer: Tensor
     refresh: Refresh
     memory: int
 
 
 class Refresh:
-    """Scales that were made together.
+    """Scales that were computed together.
 
-    Attributes:
-      made_in: the pass.
+    Args:
+      states: the refreshed weights.
+      made: their scales.
+      pass_id: the pass of the refresh; None outside of a pass.
     """
 
-    def __init__(self, states: Sequence[ScaleState], made: Sequence[Scales], made_in: object):
-        self.made_in = made_in
-        self._states = [weakref.ref(state) for state in states]  # They hold it, until the next.
+    def __init__(self, states: Sequence[ScaleState], made: Sequence[Scales], pass_id: object):
+        self.pass_id = pass_id
+        self._states = [weakref.ref(state) for state in states]  # States refer to their last refresh.
         for state, scales in zip(states, made, strict=True):
             state.staged, state.refresh = scales, self
             if state.stored is None:
-                with torch.inference_mode(False):  # A later refresh, in training, writes to it too.
+                with torch.inference_mode(False):  # A later refresh, in training, writes to it.
                     of_planes = (None if part is None else torch.empty_like(part) for part in scales[1:])
                     state.stored = Scales(scales.scale, *of_planes)
 
     def commit(self, arrived: ScaleState) -> None:
-        """Once, on the stream that computes, before the first layer reads what was gathered.
+        """Copy staged scales to stored ones, on the compute stream, before a layer reads the gathered codes.
 
-        Where it was made outside a pass, as for an optimizer, some weights may be unsharded with older codes: then for
-        the one alone that has arrived.
+        The first gather of a pass commits all weights. After a refresh outside a pass, as by an optimizer, other
+        weights may still be unsharded with older codes, so only the scales of `arrived` are committed.
         """
         old: list[Tensor] = []
         new: list[Tensor] = []
-        together = self.made_in is not None
+        together = self.pass_id is not None
         states = [state for ref in self._states if (state := ref()) is not None]
         chosen = [state for state in states if together or state is arrived]
         self._states = [] if together else [weakref.ref(state) for state in states if state is not arrived]
         for state in chosen:
-            if state.refresh is self:  # Not of a later one already, for a gather that has overtaken this one.
+            if state.refresh is self:  # A later gather may have refreshed it already.
                 assert state.stored is not None
                 assert state.staged is not None
                 for stored, staged in zip(state.stored[1:], state.staged[1:], strict=True):
@@ -263,7 +385,7 @@ class Refresh:
                         new.append(staged)
         if not old:
             return
-        # Autograd has saved them. It is to see no write: codes change alike, where FSDP2 gathers them again.
+        # Autograd has saved the stored scales. It must not count this write: FSDP2 refills the codes to match.
         with torch.no_grad(), preserve_version_counter(tuple(old)):
             torch._foreach_copy_(old, new)
         if new[0].is_cuda:
@@ -273,15 +395,16 @@ class Refresh:
 
 
 def state_of(parameter: Tensor) -> ScaleState | None:
+    """Return the state of a sharded or unsharded weight; None for other tensors and for weights on meta."""
     local = local_of(parameter)
     state: ScaleState | None = getattr(local, "scale_state", None)
     return None if state is None or local.is_meta else state
 
 
 class Passes:
-    """The passes over one model. `Passes.of(model)` is always the same object.
+    """Forward and backward passes over one model. `Passes.of(model)` always returns the same object.
 
-    It does not keep the model: weights refer to it, and what tensors refer to is freed late, or never.
+    It refers to the model weakly: weights refer to this object, and objects that tensors refer to may never be freed.
     """
 
     def __init__(self, root: nn.Module | None = None):
@@ -290,14 +413,14 @@ class Passes:
 
     @classmethod
     def of(cls, root: nn.Module | None) -> Passes:
-        """Without a model there are backward passes alone."""
+        """Return the passes of a model. Without a model only backward passes are known."""
         if root is None:
             return cls()
         found = _OF.get(root)
         passes = None if found is None else found()
         if passes is None:
             passes = cls(root)
-            _OF[root] = weakref.ref(passes)  # States hold it, as long as there are any.
+            _OF[root] = weakref.ref(passes)  # States keep it alive.
         return passes
 
     @property
@@ -305,12 +428,12 @@ class Passes:
         return None if self._root is None else self._root()
 
     def now(self) -> object | None:
-        """The pass that runs, to be compared with others; None if there is none that we know of."""
+        """Return an identifier of the running pass, to be compared with others; None outside of a pass."""
         task = backward_id()
         return self._forward if task is None else task
 
     def watch(self) -> None:
-        """Sees to it that forward passes are seen. To ask again is cheap."""
+        """Register the hooks that record forward passes, ahead of all other hooks. Repeated calls are cheap."""
         root = self.root
         if root is None:
             return
@@ -328,8 +451,8 @@ class Passes:
 _OF: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Passes]] = weakref.WeakKeyDictionary()
 
 
-# Functions, not methods: a model is copied and pickled with its hooks. A model that is compiled as a whole, and its
-# hooks with it, is not seen to run, so its weights are refreshed one by one.
+# Functions, not methods: a model is copied and pickled with its hooks. The hooks do nothing in a model that is compiled
+# as a whole, so its weights are refreshed one by one.
 def _begin_forward(module: nn.Module, args: Any) -> None:
     if not is_compiling():
         passes = Passes.of(module)

@@ -1,4 +1,4 @@
-"""`ShardedWeight`: a high-precision parameter that FSDP2 gathers as codes."""
+"""`ShardedWeight`: a high-precision parameter that FSDP2 all-gathers as codes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ aten = torch.ops.aten
 
 
 class Values:
-    """The tensor inside a `ShardedWeight`.
+    """Holder of the tensor inside a `ShardedWeight`.
 
-    Sealing takes it out of every `ShardedWeight` of a weight. The list of them holds weak references to these objects,
-    and none to parameters: `torch.utils.swap_tensors`, by which `nn.Module.to` works, refuses those.
+    Sealing takes the tensor out of every `ShardedWeight` of a weight. It finds them through weak references to holders:
+    weak references to parameters would make `torch.utils.swap_tensors`, and so `nn.Module.to`, fail.
     """
 
     __slots__ = ("__weakref__", "tensor")
@@ -42,18 +42,25 @@ class Values:
 
 
 class ShardedWeight(Tensor):
-    """A parameter in float32 or bfloat16, with hooks by which FSDP2 gathers it as codes of `scale_state.fmt`.
+    """A high-precision parameter with hooks that let FSDP2 all-gather it as codes of `scale_state.fmt`.
 
-    To optimizers, gradient clipping and `load_state_dict` it is the high-precision tensor inside; so optimizer states
-    and gradients are plain. The hooks cast the shard with the scales of the weight and gather the codes: what every
-    rank then holds are, bit for bit, the codes of the whole weight cast at once. `scale_state.py` has a glossary.
+    Optimizers, gradient clipping and `load_state_dict` see the high-precision tensor inside, so optimizer states and
+    gradients are plain tensors. The hooks cast the local shard with the scales of the whole weight and gather the
+    codes. Every rank then has, bit for bit, the codes of `quantize` of the whole weight. `scale_state.py` has a
+    glossary.
 
-    What is gathered is one uint8 tensor for a weight, whatever the format, since FSDP2 hands on only the first one
-    where there is one rank.
+    Each gather sends one uint8 tensor, whatever the format: on a single rank FSDP2 passes on only the first tensor.
+
+    `convert` creates these parameters; users do not.
 
     Attributes:
-      shard: the high-precision tensor: the whole weight, or under FSDP2 what this rank holds of it.
-      scale_state: of the weight, which says what is current.
+      shard: the high-precision tensor: the whole weight, or under FSDP2 the local shard.
+      scale_state: the state of the weight, shared by all tensors that stand for it.
+
+    >>> from qshard.torch_bridge import convert
+    >>> layer = convert(nn.Linear(32, 16), "CurrentScaling")
+    >>> isinstance(layer.weight, ShardedWeight), layer.weight.dtype
+    (True, torch.float32)
     """
 
     scale_state: ScaleState
@@ -61,7 +68,7 @@ class ShardedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, shard: Tensor, scale_state: ScaleState, device: torch.device | None = None) -> ShardedWeight:
-        """`device`: if it is not that of `shard`, of a sealed weight, which has no memory."""
+        """Wrap `shard`. A sealed weight has no memory and passes its `device`."""
         self: ShardedWeight = make_wrapper(
             cls,
             shard.size(),
@@ -99,12 +106,12 @@ class ShardedWeight(Tensor):
 
     @classmethod
     def __metadata_guard__(cls, traced: ScaleState, now: ScaleState) -> bool:
-        """Compiled code depends on the format alone."""
+        """Guard compiled code by the format alone."""
         return traced.fmt == now.fmt
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWeight:
         if id(self) not in memo:
-            # Of a sealed one the copy is not sealed: what it has are the values of the master.
+            # The copy of a sealed weight has the values of the master, and is not sealed.
             copied: Tensor = ShardedWeight(memory_of(self).clone(), copy.deepcopy(self.scale_state, memo))
             memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
         found: ShardedWeight = memo[id(self)]
@@ -116,12 +123,12 @@ class ShardedWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """As of plain tensors: from then on the weight is the memory of `value`."""
+        """Make the weight share the memory of `value`, as for plain tensors."""
         check_tensor("ShardedWeight", "data", value)
         if self.scale_state.is_sealed:
             raise ValueError(
-                f"ShardedWeight: data of {self.scale_state.name} (primary) is the master that its optimizer has; write "
-                "to it with load_state_dict"
+                f"ShardedWeight: data of {self.scale_state.name} (primary) is the master that its optimizer updates; "
+                "load new values with load_state_dict"
             )
         memory = memory_of(value).detach()
         for what, got, want in (
@@ -133,7 +140,7 @@ class ShardedWeight(Tensor):
             if got != want:
                 raise ValueError(
                     f"ShardedWeight: data ({what} {got}) does not have the {what} of {self.scale_state.name}, {want}; "
-                    "give it so, or convert the layer after it is changed"
+                    "pass such data, or convert the layer after changing it"
                 )
         self.shard = memory
 
@@ -144,9 +151,9 @@ class ShardedWeight(Tensor):
         return cast(ShardedWeight, copied)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Travels as the plain parameter that it is to all others, so that any program can read it.
+        """Pickle as a plain parameter, so that programs without this package can load it.
 
-        `Linear` makes it a sharded weight again where the layer comes along.
+        Unpickling a `Linear` makes its weight a `ShardedWeight` again.
         """
         if not isinstance(self, nn.Parameter):
             return cast(tuple[Any, ...], self.shard.__reduce_ex__(protocol))
@@ -157,7 +164,7 @@ class ShardedWeight(Tensor):
         return rebuild_parameter, given
 
     def data_ptr(self) -> int:
-        """The address of the values: some tools, accelerate among them, tell parameters apart by it."""
+        """Return the address of the values: accelerate, among other tools, tells parameters apart by it."""
         return memory_of(self).data_ptr()
 
     def share_memory_(self) -> ShardedWeight:
@@ -178,68 +185,70 @@ class ShardedWeight(Tensor):
         if any(state.is_sealed for state in states):
             return _run_on_sealed(func, args, kwargs)
         if func is aten.erfinv_.default and states[0].gathers:
-            args[0].shard.copy_(exact_erfinv(args[0].shard))  # Of `trunc_normal_`, before torch 2.13.
+            args[0].shard.copy_(exact_erfinv(args[0].shard))  # From `trunc_normal_`, before torch 2.13.
             return args[0]
         if func in RANDOM and args[0].ndim == 2 and (box := box_of(states[0], tuple(args[0].shape))) is not None:
             return args[0]._fill(box, func, *args[1:], **kwargs)
         out = func(*plain_args, **plain_kwargs)
         if func in _STAYS_SHARDED or _is_view(func):
-            with torch.inference_mode(False):  # Within it, torch cannot make the wrapper a view of the parameter.
+            with torch.inference_mode(False):  # In inference mode the wrapper could not be a view.
                 made = _wrap(out, states[0])
             if func is aten.split.Tensor and len(args[0].shape) == 2:
                 _note_split(*args, made)
             return made
         if func is aten.copy_.default and len(states) == 2:
-            states[0].note_place(getattr(args[1], "first", 0))
-        if isinstance(out, Tensor) and _is_mutable(func):  # In place, alone: what was written comes back.
+            states[0].note_start(getattr(args[1], "first", 0))
+        if isinstance(out, Tensor) and _is_mutable(func):  # In-place ops return their argument.
             return args[0] if plain_args and out is plain_args[0] else out
         return out
 
     def _fill(self, box: Box, func: Any, a: float = 0.0, b: float = 1.0, *, generator: Any = None) -> ShardedWeight:
-        """Random values of a shard are those of its place in the weight, for any number of ranks.
+        """Fill a shard with the random values of its position in the weight, for any number of ranks.
 
-        They follow from the name of the weight, what `torch.manual_seed` was given, and how often the weight was
-        filled, not from what else was drawn since: other tensors draw as many numbers as a rank holds of them.
+        The values depend on the name of the weight, the seed of `torch.manual_seed` and the number of earlier fills.
+        They do not depend on how many numbers were drawn before, which differs between ranks.
         """
         state = self.scale_state
         seeded = torch.initial_seed() if generator is None else generator.initial_seed()
-        fill(func, self.shard, box, a, b, f"{seeded} {state.name} {state.fills}")
-        state.fills += 1
+        fill(func, self.shard, box, a, b, f"{seeded} {state.name} {state.fill_count}")
+        state.fill_count += 1
         return self
 
     @property
     def _fsdp_flattened(self) -> bool:
-        """FSDP1 asks each parameter of a module that it is to wrap, on every rank, before it moves or sends anything.
+        """Refuse FSDP1, which reads this attribute of every parameter before it moves or sends anything.
 
         Raises:
-          ValueError: always. FSDP1 flattens values: it would lose what FSDP2 gathers this weight by.
+          ValueError: always, on every rank. FSDP1 flattens values and would lose the hooks.
         """
         state = self.scale_state
-        do = "call prepare_modules_for_fsdp1(model) before you wrap it"
+        do = "call prepare_modules_for_fsdp1(model) before wrapping it"
         if state.primary is not None:
             do = f"convert with primary=False and {do}, or use fully_shard"
         kind = f"{'primary, ' if state.primary is not None else ''}{state.fmt}"
         raise ValueError(
-            f"FullyShardedDataParallel: {state.name} ({kind}) is not a plain parameter, as FSDP1 flattens; {do}"
+            f"FullyShardedDataParallel: {state.name} ({kind}) is not a plain parameter, which FSDP1 needs; {do}"
         )
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
-        """FSDP2 asks whether there is such a hook when it shards: there and then, on every rank, is the time to refuse.
+        """The pre-all-gather hook of FSDP2.
+
+        FSDP2 looks it up when it shards, on every rank, so unsupported weights raise here.
 
         Raises:
-          NotImplementedError: weights of this format cannot be cut; or the weight has no elements.
+          NotImplementedError: shards of this format cannot be gathered, or the weight has no elements.
         """
         state = self.scale_state
         if 0 in state.shape:
             raise NotImplementedError(
-                f"fully_shard: {state.name} {state.shape} has no elements, and the backward pass of FSDP2 takes no "
-                "such parameter, plain ones neither; remove the layer"
+                f"fully_shard: {state.name} {state.shape} has no elements, which the backward pass of FSDP2 does not "
+                "support, even for plain parameters; remove the layer"
             )
-        if state.refusal is not None:  # Looked up, as FSDP2 asks for the hook three times a gather.
+        if state.refusal is not None:  # Precomputed: FSDP2 looks the hook up three times a gather.
             raise NotImplementedError(
                 f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
-                "choose a weight format of square blocks, such as MXFP8_32x32, or of one scale a tensor"
+                "choose a weight format with 2-D blocks, such as MXFP8_32x32, or with a tensor scale"
             )
         if state.status is Status.PLAIN:
             state.status = Status.SHARDED
@@ -249,9 +258,10 @@ class ShardedWeight(Tensor):
         return _Hook(self._cast_shard, _CAST_SHARD)
 
     def _cast_packed_rows(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gather]:
-        """The hook in its old form. Of the new one FSDP2 wants an element of codes for each element of an uneven shard.
+        """Cast a shard of rows to 4-bit codes, with the older signature of the hook.
 
-        So 4-bit codes would have to travel one a byte.
+        With the newer signature FSDP2 requires one element of codes for each element of an uneven shard, so 4-bit codes
+        would need a byte each.
         """
         return self._cast_shard(mesh, torch.Size(self.scale_state.whole))
 
@@ -263,7 +273,7 @@ class ShardedWeight(Tensor):
         module: nn.Module | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
     ) -> tuple[tuple[Tensor, ...], Gather]:
-        """Casts the shard to padded codes. FSDP2 calls it on every rank alike, before each gather."""
+        """Cast the shard to padded codes. FSDP2 calls it before each gather, on all ranks."""
         padded, gather = begin_gather(self.scale_state, self.shard, outer_size, mesh)
         return (padded,), gather
 
@@ -275,7 +285,7 @@ class ShardedWeight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Wraps the gathered codes, without a copy. FSDP2 frees and refills their memory from then on."""
+        """Wrap the gathered codes without a copy. FSDP2 then frees and refills their memory."""
         plan, parts = metadata.plan, metadata.end(self.scale_state, *all_gather_outputs)
         if out is None:
             return QuantizedTensor(plan.fmt, plan.shape, param_dtype, rowwise=parts), ()
@@ -286,7 +296,7 @@ class ShardedWeight(Tensor):
 
 
 class _Hook:
-    """A method with a signature that is made once. FSDP2 asks for it before each gather, and `inspect` is slow."""
+    """A bound method with a precomputed signature. FSDP2 inspects the signature before each gather, which is slow."""
 
     __slots__ = ("__signature__", "_method")
 
@@ -298,7 +308,7 @@ class _Hook:
 
 
 def _signature(method: Callable[..., Any]) -> inspect.Signature:
-    """Without `self`."""
+    """Return the signature without `self`."""
     signature = inspect.signature(method)
     return signature.replace(parameters=[*signature.parameters.values()][1:])
 
@@ -308,7 +318,7 @@ _CAST_PACKED_ROWS = _signature(ShardedWeight._cast_packed_rows)
 
 
 def _note_split(whole: ShardedWeight, size: int, *others: Any) -> None:
-    """Notes where each part begins that a weight is cut into."""
+    """Record where each part of a split weight starts."""
     *axis, parts = others
     each = size * (whole.shape[1] if axis in ([], [0], [-2]) else 1)
     whole.scale_state.note_split(whole.shape)
@@ -317,7 +327,7 @@ def _note_split(whole: ShardedWeight, size: int, *others: Any) -> None:
 
 
 def _run_on_sealed(func: Any, args: Any, kwargs: Any) -> Any:
-    """What can be done with a primary weight whose values are gone: FSDP2 pads, cuts and views it, without values."""
+    """Run an op on a sealed primary weight. FSDP2 pads, splits and views it, which needs no values."""
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, ShardedWeight)]
     weight = given[0]
     state, name = weight.scale_state, weight.scale_state.name
@@ -325,7 +335,7 @@ def _run_on_sealed(func: Any, args: Any, kwargs: Any) -> Any:
         target, source = args[:2]
         if isinstance(target, ShardedWeight):
             if isinstance(source, ShardedWeight) and source.scale_state is state:
-                return target  # FSDP2 pads a shard that has no values.
+                return target  # FSDP2 pads a shard without values.
             values = memory_of(source)
             if state.is_sealed:
                 assert state.primary is not None
@@ -343,20 +353,20 @@ def _run_on_sealed(func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*sizes, **options)
         return pytree.tree_map_only(Tensor, lambda t: ShardedWeight(t, state, torch.device(device)), out)
     raise NotImplementedError(
-        f"ShardedWeight: {name} (primary) is codes, which {func} cannot use: its values are the master of the "
-        "optimizer; use qshard.torch_bridge.Adam or WithMasters, and read values in state_dict()"
+        f"ShardedWeight: {name} (primary) has only codes, which {func} cannot use; use qshard.torch_bridge.Adam or "
+        "WithMasters, which keep the master, and read values in state_dict()"
     )
 
 
-# Ops whose result is the weight again, besides views of it: what FSDP2 pads and moves, and what `to_empty` and `.to`
-# make. Everything else gives plain tensors.
+# Ops that return a sharded weight, besides views: FSDP2 pads and moves with them, `to_empty` and `.to` call them.
+# All other ops return plain tensors.
 _STAYS_SHARDED = {
     aten.new_zeros.default,
     aten.new_empty.default,
     aten.empty_like.default,
     aten._to_copy.default,
     aten._pin_memory.default,
-    aten.where.self,  # `trunc_normal_` fills what it makes again.
+    aten.where.self,  # `trunc_normal_` fills its result again.
 }
 
 
@@ -371,7 +381,7 @@ _MAKES_PLAIN = {
 
 
 def _unwrap(value: Any, states: list[ScaleState]) -> Any:
-    """An argument of an op, with what is inside of sharded weights in their place; notes whose they are."""
+    """Replace sharded weights in an argument by their tensors, and append their states to `states`."""
     if isinstance(value, ShardedWeight):
         states.append(value.scale_state)
         return value.shard
@@ -379,7 +389,7 @@ def _unwrap(value: Any, states: list[ScaleState]) -> Any:
 
 
 def _wrap(out: Any, state: ScaleState) -> Any:
-    """Results of an op as sharded weights."""
+    """Wrap the results of an op as sharded weights."""
     if isinstance(out, Tensor):
         return ShardedWeight(out, state)
     return type(out)(_wrap(each, state) for each in out) if isinstance(out, list | tuple) else out
@@ -392,18 +402,18 @@ def _is_mutable(func: Any) -> bool:
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Whether a result is memory of an argument, so that who writes to it writes to the weight."""
+    """Return True if a result aliases an argument, so that writes to it are writes to the weight."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def attributes_of(weight: Tensor) -> dict[str, Any]:
-    """What a user has put on a parameter, sharded or plain."""
+    """Return the attributes that users have set on a parameter."""
     own = ("_inner", "scale_state", "first", "_is_param")
     return {name: value for name, value in weight.__dict__.items() if name not in own}
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The plain, high-precision tensor of this rank."""
+    """Return the local high-precision tensor: the shard, or the master of a sealed primary weight."""
     local = tensor if type(tensor) is Tensor else local_of(tensor)
     if type(local) is not Tensor and isinstance(local, ShardedWeight):
         primary = local.scale_state.primary
@@ -412,10 +422,10 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 
 def plain(weight: Tensor) -> Tensor:
-    """The high-precision tensor, or DTensor, inside a parameter; the same memory."""
+    """Return the high-precision tensor, or DTensor, inside a parameter, sharing its memory."""
     return wrapped_like(weight, memory_of(weight))
 
 
 def wrap(weight: Tensor, state: ScaleState) -> Tensor:
-    """The inverse of `plain`."""
+    """Wrap the local shard of a tensor or DTensor as a sharded weight: the inverse of `plain`."""
     return wrapped_like(weight, ShardedWeight(local_of(weight.detach()), state))

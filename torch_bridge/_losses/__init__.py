@@ -1,4 +1,4 @@
-"""Cross entropy, and the cross entropy of a linear head without its logits.
+"""Losses: cross entropy, and the cross entropy of a linear head that never stores all logits.
 
-Rules that both front ends share, such as chunk ranges, are in `_core.losses`.
+Rules shared with JAX, such as chunk ranges, are in `_core.losses`.
 """

@@ -1,8 +1,8 @@
-"""Shards of the classes of a loss over the ranks of a group, and the agreement of these ranks on errors.
+"""Shards of the classes of a loss over the ranks of a group, and agreement of these ranks on errors.
 
-Every call begins with one gather of a few integers from each rank. Nothing is cached: ranks could disagree about a
-cache hit, and one would wait for a gather that another one skips. Where the host may read the integers, each rank
-learns the widths of all shards and finds the errors of all ranks. The host may not under `torch.compile` and in a CUDA
+Every call begins with an all-gather of a few integers per rank. Nothing is cached: ranks could disagree about a cache
+hit, and one rank would wait for a gather that another skips. If the host may read the integers, each rank learns the
+widths of all shards and finds the errors of all ranks. The host may not read them under `torch.compile` and in a CUDA
 graph, and need not on a GPU if `num_classes` implies the widths. Each rank then assumes a layout, and losses are NaN if
 the gathered widths differ from it.
 """
@@ -24,12 +24,12 @@ class ClassShard(NamedTuple):
     """The shard of the classes on this rank.
 
     Attributes:
-      classes: classes on all ranks, without padding.
-      first: the first class of this rank.
-      columns: classes on this rank; columns behind them are padding.
-      widest: columns of the widest shard, or an estimate; the same number on all ranks.
+      classes: number of classes on all ranks, without padding.
+      first: index of the first class of this rank.
+      columns: number of classes on this rank; later columns are padding.
+      widest: columns of the widest shard, or an estimate; equal on all ranks.
       widths: columns of the shards of all ranks, known or assumed.
-      is_right: float32 []: 1 if the ranks have the assumed widths, else NaN. None: the widths are known.
+      is_right: float32 `[]`: 1 if the ranks have the assumed widths, else NaN. None: the widths are known.
     """
 
     classes: int
@@ -50,17 +50,21 @@ def class_shard(
     group: dist.ProcessGroup | None,
     total: int | None = None,
 ) -> ClassShard:
-    """The shard of this rank. Collective over `group`.
+    """Return the shard of this rank. Collective over `group`.
 
     Args:
-      op, name: the caller and its tensor of classes, for errors.
-      columns: of the shard of this rank.
-      num_classes: classes on all ranks; columns from it on are padding. None: all columns.
-      total: columns of all ranks, if `torch.chunk` made the shards, as it does for a DTensor.
+      op: the caller, for errors.
+      name: the tensor with an axis of classes, for errors.
+      columns: number of columns of the shard of this rank.
+      labels: int64 or int32, `[*rows]`.
+      ignore_index: label of rows to ignore.
+      num_classes: number of classes on all ranks; later columns are padding. None: all columns are classes.
+      group: ranks with a shard each; None: this rank has all classes.
+      total: columns on all ranks, if shards have the widths of `torch.chunk`, as in a DTensor.
 
     Raises:
-      ValueError: a label of any rank is not a class, ranks have different numbers of rows, or there are 0 classes. On
-        all ranks alike, where the host may read.
+      ValueError: a label on any rank is not a class, ranks have different numbers of rows, or there are 0 classes. If
+        the host may read the integers, all ranks raise alike.
     """
     can_read = not is_compiling() and type(labels) is Tensor and not is_capturing(labels.device)
     on_host = can_read and labels.device.type == "cpu"
@@ -78,14 +82,14 @@ def class_shard(
         shard = _shard_of(widths, rank, count_classes(op, name, sum(widths), num_classes))
         if len(set(rows)) > 1:
             raise ValueError(
-                f"{op}: labels of the ranks of group are {', '.join(map(str, rows))}, not equally many; pass the same "
-                "rows on each rank, and a part of the classes"
+                f"{op}: ranks of group have different numbers of labels ({', '.join(map(str, rows))}); pass the same "
+                "rows on each rank, with a shard of the classes"
             )
         for label in (*lows, *highs):
             if not 0 <= label < shard.classes:
                 raise wrong_label(op, label, shard.classes, ignore_index)
         return shard
-    if total is not None:  # A DTensor: nothing is left to learn.
+    if total is not None:  # A DTensor: its widths are known.
         return _shard_of(_chunks(total, world), rank, count_classes(op, name, total, num_classes))
     there = _gather_numbers([columns], labels, group).view(-1)
     if can_read and num_classes is None:
@@ -101,7 +105,7 @@ def _shard_of(widths: list[int], rank: int, classes: int) -> ClassShard:
 
 
 def _assume_shard(op: str, name: str, columns: int, num_classes: int | None, widths: Tensor, rank: int) -> ClassShard:
-    """Shards of equal widths or, by `num_classes`, of `torch.chunk`; checked on the device."""
+    """Assume equal widths or, with `num_classes`, the widths of `torch.chunk`; checked on the device."""
     world = len(widths)
     if num_classes is None:
         # A rank without columns must not raise alone: its assumption is wrong, so losses are NaN.
@@ -122,9 +126,9 @@ def _assume_shard(op: str, name: str, columns: int, num_classes: int | None, wid
 
 
 def _gather_numbers(numbers: list[int], like: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`[ranks, numbers]`, int64, on the device of `like`."""
+    """Gather the numbers of all ranks: int64 `[ranks, numbers]` on the device of `like`."""
     own = torch.empty(len(numbers), dtype=torch.int64, device=like.device)
-    for i, number in enumerate(numbers):  # A copy from the host could not be captured.
+    for i, number in enumerate(numbers):  # A copy from the host cannot be captured in a CUDA graph.
         own[i] = number
     there = own.new_empty(dist.get_world_size(group) * len(numbers))
     all_gather(there, own, group=group)
@@ -132,7 +136,7 @@ def _gather_numbers(numbers: list[int], like: Tensor, group: dist.ProcessGroup) 
 
 
 def _range(labels: Tensor, ignore_index: int) -> tuple[int, int]:
-    """The smallest and the largest label that count; 0 without any."""
+    """Return the smallest and the largest label that is not ignored; 0 and 0 without any."""
     counted = labels[labels != ignore_index]
     if not counted.numel():
         return 0, 0
@@ -141,6 +145,6 @@ def _range(labels: Tensor, ignore_index: int) -> tuple[int, int]:
 
 
 def _chunks(total: int, world: int) -> list[int]:
-    """The widths of the shards of `torch.chunk`, 0 for ranks beyond its last one."""
+    """Return the shard widths of `torch.chunk`, 0 for ranks beyond its last chunk."""
     each = -(-total // world)
     return [max(0, min(each, total - each * rank)) for rank in range(world)]

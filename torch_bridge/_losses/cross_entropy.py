@@ -1,7 +1,7 @@
-"""Cross entropy in one pass over logits forward and one backward.
+"""Cross entropy, with one pass over the logits forward and one backward.
 
-What a row comes down to is four numbers (`ffi/ops.def`), so ranks that have parts of the classes gather these. The
-gradient of logits takes that of the loss, row by row, whatever the reduction.
+Each row is reduced to four numbers (`ffi/ops.def`), which ranks with shards of the classes gather. The gradient of the
+logits is computed from the gradient of the loss row by row, for every reduction.
 """
 
 from __future__ import annotations
@@ -33,34 +33,36 @@ def cross_entropy(
     num_classes: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """`lse - logits[label] + z_loss * lse^2` for each row, with `lse = log(sum(exp(logits)))`.
+    """Compute `lse - logits[label] + z_loss * lse^2` for each row, with `lse = log(sum(exp(logits)))`.
 
-    With smoothing s, `(1 - s) * logits[label] + s * mean(logits)` takes the place of the logit of the label.
+    With smoothing s, `(1 - s) * logits[label] + s * mean(logits)` replaces `logits[label]`.
 
     Args:
-      logits: float32, bfloat16 or float16, `[*rows, classes]`: classes are the last axis.
+      logits: float32, bfloat16 or float16, `[*rows, classes]`.
       labels: int64 or int32, `[*rows]`.
       reduction: "mean" over the rows that are not ignored, "sum", or "none".
       ignore_index: a row with this label has loss 0 and gradients 0.
       label_smoothing: from 0 to 1.
-      z_loss: what keeps lse near 0, 0 or more.
-      num_classes: how many classes there are, over all ranks. Columns from it on are padding: they add nothing to the
-        loss, and their gradient is 0. None: every column is a class.
-      group: ranks that have shards of the classes, in order, of any widths, also none; labels, and the loss, are the
-        same on all of them. They gather 16 bytes a row, and first, in each call, their widths. On a GPU the host waits
-        for the widths, unless `num_classes` is passed. Then shards must have the widths of `torch.chunk`, or equal
-        ones; without it, in graphs of `torch.compile` and of CUDA, equal ones. Other widths give loss NaN there.
+      z_loss: weight of the penalty that keeps lse near 0, 0 or more.
+      num_classes: number of classes over all ranks. Later columns are padding: they add nothing to the loss, and their
+        gradient is 0. None: every column is a class.
+      group: ranks with shards of the classes, in order, of any widths, also 0. Labels and the loss are the same on all
+        ranks. Each call gathers the widths and then 16 bytes a row. On a GPU the host waits for the widths, unless
+        `num_classes` is passed: then shards must have the widths of `torch.chunk`, or equal widths. Without
+        `num_classes`, graphs of `torch.compile` and CUDA graphs need equal widths. Other widths give loss NaN there.
 
     Returns:
-      float32, `[]`, or `[*rows]` with "none". The gradient of logits has their dtype; it is worked out in float32, and
+      float32, `[]`, or `[*rows]` with "none". The gradient of logits has their dtype; it is computed in float32 and
       rounded once.
 
     Raises:
-      TypeError, ValueError: these are not such arguments, or, on the CPU, a label is none of the classes: on every rank
-        of `group`, whichever has the label. On a GPU such a row has loss NaN and gradients NaN.
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes do not fit, an option is out of range, or, on the CPU, a label is not a class. All ranks of
+        `group` raise, whichever has the label. On a GPU such a row has loss NaN and gradients NaN instead.
 
-    Each loss is within 4 units in the last place of lse of what fp64 gives. A second derivative raises. Sharded rows
-    are rows by themselves: average losses by the number of their labels.
+    The error of each loss is within 4 units in the last place of lse, compared with fp64. Second derivatives raise.
+    With rows sharded over ranks, each rank computes the loss of its rows: to average the losses, weight them by the
+    number of labels.
 
     >>> logits = torch.tensor([[0.0, 0.0], [0.0, 1.0986123]], requires_grad=True)
     >>> loss = cross_entropy(logits, torch.tensor([0, 1]))
@@ -75,23 +77,29 @@ def cross_entropy(
     check_tensor(op, name, logits, sharded=f"pass {name}.to_local(), and group= of its mesh if classes are sharded")
     columns = logits.shape[-1] if logits.ndim else 0
     rule = LossRule.of(op, ignore_index, label_smoothing, z_loss)
-    of = loss_of_rows(op, name, logits, columns, labels, reduction, rule, group, num_classes)
-    losses: Tensor = apply_node(_RowLosses, logits, as_words(labels), of)
+    of = row_loss(op, name, logits, columns, labels, reduction, rule, group, num_classes)
+    losses: Tensor = apply_node(_RowLosses, logits, as_int32(labels), of)
     return reduce_losses(losses, labels, reduction, ignore_index)
 
 
 @dataclass(frozen=True)
-class LossOfRows:
-    """The rule of a loss, and the shard of the classes on this rank."""
+class RowLoss:
+    """Loss function of rows of logits with sharded classes.
+
+    Attributes:
+      shard: the shard of the classes on this rank.
+      rule: the options of the loss.
+      group: ranks with shards of the classes; None: this rank has all classes.
+    """
 
     shard: ClassShard
-    of: LossRule
+    rule: LossRule
     group: dist.ProcessGroup | None
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of each row, and its lse."""
+        """Compute the loss and the lse of each row. Collective over `group`."""
         shard, logits = self.shard, self._unpadded(logits)
-        stats = ops.cross_entropy_stats(logits, labels, first=shard.first, total=self.of.smoothing > 0)
+        stats = ops.cross_entropy_stats(logits, labels, first=shard.first, total=self.rule.smoothing > 0)
         if self.group is None:
             parts = stats.unsqueeze(-2)
         else:
@@ -99,12 +107,20 @@ class LossOfRows:
             gathered = stats.new_empty(world * stats.numel())
             all_gather(gathered, stats.view(-1), group=self.group)
             parts = gathered.view(world, *stats.shape).movedim(0, -2).contiguous()
-        loss, lse = ops.cross_entropy(parts, labels, classes=shard.classes, **self.of.options)
+        loss, lse = ops.cross_entropy(parts, labels, classes=shard.classes, **self.rule.options)
         return (loss, lse) if shard.is_right is None else (loss * shard.is_right, lse * shard.is_right)
 
     def gradient(self, logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, *, in_place: bool) -> Tensor:
-        """That of logits, of that of each loss."""
-        options = {"classes": self.shard.classes, "first": self.shard.first, **self.of.options}
+        """Compute the gradient of `logits` from the gradient of each row's loss.
+
+        Args:
+          logits: the local shard.
+          labels: as int32.
+          lse: from `losses`.
+          grad: gradient of each row's loss.
+          in_place: overwrite the logits, unless they have padding columns.
+        """
+        options = {"classes": self.shard.classes, "first": self.shard.first, **self.rule.options}
         padding = logits.shape[-1] - self.shard.columns
         logits = self._unpadded(logits)
         if in_place:
@@ -115,7 +131,7 @@ class LossOfRows:
         return torch.nn.functional.pad(d, (0, padding)) if padding else d
 
     def _unpadded(self, logits: Tensor) -> Tensor:
-        """The logits of classes; `logits` itself if that is all."""
+        """Return the logits without padding columns; `logits` itself if there are none."""
         columns = self.shard.columns
         return logits if columns == logits.shape[-1] else logits[..., :columns].contiguous()
 
@@ -124,7 +140,7 @@ class _RowLosses(Node):
     op, instead = "cross_entropy", "use torch.nn.functional.cross_entropy"
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, rule: LossOfRows) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, rule: RowLoss) -> tuple[Tensor, tuple[Tensor, ...]]:
         logits = logits.contiguous()
         loss, lse = rule.losses(logits, labels)
         ctx.rule = rule
@@ -136,25 +152,25 @@ class _RowLosses(Node):
         return ctx.rule.gradient(logits, labels, lse, grad.contiguous(), in_place=False), None, None
 
 
-def count_of(labels: Tensor, ignore_index: int) -> Tensor:
-    """How many labels count, as float32."""
+def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
+    """Count the labels that are not ignored, as float32."""
     return (labels != ignore_index).sum().to(torch.float32)
 
 
 def reduce_losses(losses: Tensor, labels: Tensor, reduction: str, ignore_index: int) -> Tensor:
     if reduction == "none":
         return losses
-    return losses.sum() if reduction == "sum" else losses.sum() / count_of(labels, ignore_index)
+    return losses.sum() if reduction == "sum" else losses.sum() / count_labels(labels, ignore_index)
 
 
-def as_words(labels: Tensor) -> Tensor:
-    """As int32; what that cannot hold is no class either way."""
+def as_int32(labels: Tensor) -> Tensor:
+    """Convert labels to int32. Labels out of its range are clamped: they are not classes either way."""
     if labels.dtype == torch.int32:
         return labels.contiguous()
     return labels.clamp(*WORD).to(torch.int32).contiguous()
 
 
-def loss_of_rows(
+def row_loss(
     op: str,
     name: str,
     x: Tensor,
@@ -165,12 +181,20 @@ def loss_of_rows(
     group: dist.ProcessGroup | None,
     num_classes: int | None,
     total: int | None = None,
-) -> LossOfRows:
-    """Checks the arguments of `op`, and gives the loss of rows of `x`. Collective over `group`.
+) -> RowLoss:
+    """Check the arguments of `op`, and return the loss function of rows of `x`. Collective over `group`.
 
     Args:
-      name: of `x`, for errors.
-      columns, total: as for `class_shard`.
+      op: the caller, for errors.
+      name: name of `x`, for errors.
+      x: logits, or the input of the head.
+      columns: as for `class_shard`.
+      labels: as for `cross_entropy`, not yet checked.
+      reduction: as for `cross_entropy`.
+      rule: the options of the loss.
+      group: as for `cross_entropy`.
+      num_classes: as for `cross_entropy`.
+      total: as for `class_shard`.
     """
     check_group(op, group)
     check_num_classes(op, num_classes)
@@ -179,4 +203,4 @@ def loss_of_rows(
     shapes, where = (x.shape, labels.shape), (x.device, labels.device)
     check_rows(op, name, *shapes, dtype_name(labels.dtype), reduction, where=where)
     shard = class_shard(op, name, columns, labels, rule.ignore_index, num_classes, group, total)
-    return LossOfRows(shard, rule, group)
+    return RowLoss(shard, rule, group)

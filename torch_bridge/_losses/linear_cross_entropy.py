@@ -1,4 +1,8 @@
-"""Cross entropy of a linear layer, whose logits are never whole: a chunk of rows at a time, of values or of codes."""
+"""Cross entropy of a linear layer in chunks of rows, so that all logits are never in memory at once.
+
+`_EarlyLoss` computes gradients in the forward pass, `_LateLosses` in the backward pass. `_Values` multiplies values of
+each chunk, and `_Codes` multiplies codes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, RecipeLike, Role, check_weight_format, check_weight_shape
 from qshard.torch_bridge._distributed.dtensor import places_tensors
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._losses.cross_entropy import LossOfRows, as_words, count_of, loss_of_rows, reduce_losses
+from qshard.torch_bridge._losses.cross_entropy import RowLoss, as_int32, count_labels, reduce_losses, row_loss
 from qshard.torch_bridge._nn.functional import check_gathered
 from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._nn.operands import LayerQuantizer, matrix_of, planes_of, values_of
@@ -33,7 +37,7 @@ from qshard.torch_bridge._quantized.validation import check_tensor
 
 Observer = Callable[[Role, Tensor, Tensor | None], None]
 _OBSERVER: ContextVar[Observer | None] = ContextVar("observer", default=None)
-"""Who is called with the role, the values and the seed of each operand that a chunk quantizes, backward too."""
+"""Called with the role, values and seed of each operand that a chunk quantizes, also in the backward pass."""
 
 
 def linear_cross_entropy(
@@ -51,30 +55,39 @@ def linear_cross_entropy(
     recipe: RecipeLike | None = None,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """`cross_entropy(x @ w.T, labels)`, a chunk of rows at a time, whose gradient then takes the place of its logits.
+    """Compute `cross_entropy(x @ w.T, labels)` in chunks of rows. The gradient of a chunk overwrites its logits.
 
     Args:
       x: float32, bfloat16 or float16, `[*rows, K]`.
-      w: of the dtype of x, `[classes, K]`; with `group` a shard of the classes. With `recipe` of any such dtype, or a
-        `QuantizedTensor`. Or a DTensor, sharded by classes over a mesh of one axis: the ranks of the mesh take the
-        place of `group`, x and labels may be DTensors of it, and the loss is a plain tensor.
-      labels, reduction, ignore_index, label_smoothing, z_loss, num_classes, group: as for `cross_entropy`; columns of
-        logits are rows of w. With `group` x is the same on all ranks, and so is its gradient, which they add up.
-      chunk: rows at a time. By default as many as have 256 MiB of logits, in chunks alike.
-      recipe, seed: as for `linear`, whose three products are then made of each chunk: w is quantized once, x and the
-        gradient of logits a chunk at a time. Formats with a scale for the tensor have one for each chunk, and for the
-        classes of each rank, so results depend on `chunk` as those of `linear` depend on the batch. DelayedScaling is
-        refused: chunks have no scales of earlier steps. None: products of values.
+      w: `[classes, K]` in the dtype of x; with `group`, a shard of the classes. With `recipe`, any of these dtypes or a
+        `QuantizedTensor`. Or a DTensor sharded by classes over a mesh of one axis: its ranks replace `group`, x and
+        labels may be DTensors of the same mesh, and the loss is a plain tensor.
+      labels: int64 or int32, `[*rows]`.
+      reduction: as for `cross_entropy`.
+      ignore_index: as for `cross_entropy`.
+      label_smoothing: as for `cross_entropy`.
+      z_loss: as for `cross_entropy`.
+      num_classes: as for `cross_entropy`; columns of the logits are rows of w.
+      group: as for `cross_entropy`. x is the same on all ranks. Its gradient is summed over the ranks.
+      chunk: rows of a chunk. The default is as many as have 256 MiB of logits, in chunks of equal size.
+      recipe: quantize the operands of all three GEMMs of each chunk, as `linear` does. w is quantized once; x and the
+        gradient of the logits are quantized by chunk. A per-tensor scale is computed for each chunk, and for the
+        classes of each rank, so results depend on `chunk`, as results of `linear` depend on the batch. `DelayedScaling`
+        raises: chunks have no scale history. None: multiply values.
+      seed: for stochastic rounding, as for `linear`.
 
     Returns:
-      As `cross_entropy`. Logits are rounded to the dtype of x. The gradient of w is summed over chunks in float32.
+      The loss, as `cross_entropy` returns it. Logits are rounded to the dtype of x. The gradient of w is summed over
+      chunks in float32.
 
     Raises:
-      TypeError, ValueError: as `cross_entropy` does, or x and w do not fit.
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: as for `cross_entropy`; x and w do not fit each other or the formats; the recipe is `DelayedScaling`,
+        or needs a seed; or a DTensor is sharded in another way.
 
-    With "mean" and "sum" gradients are made as the loss is, and multiplied by that of the loss, a number, in backward.
-    In float16 a loss that was scaled up could not bring back what has been rounded to 0; so there, and with "none",
-    logits are made again in backward. Under autocast x and w are cast to its dtype.
+    With "mean" and "sum", gradients are computed with the loss, and the backward pass multiplies them by the gradient
+    of the loss, a scalar. In float16, scaling up the loss could not recover gradients that were rounded to 0. So in
+    float16 and with "none", the backward pass recomputes the logits. Under autocast x and w are cast to its dtype.
 
     >>> x, w = torch.ones(2, 3, requires_grad=True), torch.zeros(4, 3)
     >>> loss = linear_cross_entropy(x, w, torch.tensor([0, 3]))
@@ -97,16 +110,16 @@ def linear_cross_entropy(
         check_tensor(op, "w", w)
     check_head(op, x.shape, dtype_name(x.dtype), w.shape, dtype_name((w if how is None else x).dtype), chunk)
     of = LossRule.of(op, ignore_index, label_smoothing, z_loss)
-    rule = loss_of_rows(op, "x", x, w.shape[0], labels, reduction, of, group, num_classes, total)
+    rule = row_loss(op, "x", x, w.shape[0], labels, reduction, of, group, num_classes, total)
     if how is not None:
-        for width in sorted(set(rule.shard.widths)):  # Of all ranks, so that all raise.
+        for width in sorted(set(rule.shard.widths)):  # Check the widths of all ranks, so that all raise.
             check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
-    flat, words = x.reshape(-1, x.shape[-1]), as_words(labels).reshape(-1)
+    flat, words = x.reshape(-1, x.shape[-1]), as_int32(labels).reshape(-1)
     rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
     if not (torch.is_grad_enabled() and makes_gradients_early(reduction, dtype_name(x.dtype))):
         losses: Tensor = apply_node(_LateLosses, flat, w, words, rule, rows, how)
         return reduce_losses(losses.view(labels.shape), labels, reduction, ignore_index)
-    count = count_of(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
+    count = count_labels(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
     loss: Tensor = apply_node(_EarlyLoss, flat, w, words, count, rule, rows, how)
     return loss
 
@@ -114,15 +127,15 @@ def linear_cross_entropy(
 def _local_operands(
     op: str, x: Tensor, w: DTensor, labels: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor, dist.ProcessGroup | None]:
-    """Plain operands under tensor parallelism: x, the shard of w on this rank, labels, and the group of w."""
+    """Return the local x, the local shard of w, the labels and the group of w, under tensor parallelism."""
     mesh, placements = w.device_mesh, tuple(w.placements)
     if placements not in ((Shard(0),), (Replicate(),)):
         raise ValueError(
-            f"{op}: w {tuple(w.shape)} is sharded as {placements}; shard it by classes over a mesh of one axis, as "
+            f"{op}: w {tuple(w.shape)} has placements {placements}; shard it by classes over a 1-D mesh, as "
             "ColwiseParallel does"
         )
     if group is not None:
-        raise ValueError(f"{op}: group is for plain tensors, and w is a DTensor; leave group out")
+        raise ValueError(f"{op}: group is for plain tensors, but w is a DTensor; leave group out")
     whole = [Replicate()]
     for name, tensor in (("x", x), ("labels", labels)):
         if isinstance(tensor, DTensor) and tensor.device_mesh != mesh:
@@ -136,16 +149,19 @@ def _local_operands(
 
 
 class LinearCrossEntropy(nn.Linear):
-    """The head of a model, which gives the loss of labels, by `linear_cross_entropy`, and without labels logits.
+    """Linear head of a model that returns the loss if labels are passed, and logits otherwise.
 
-    As it is a module, FSDP2 and ZeRO gather its weight for it. `convert` makes it multiply with quantized operands, but
-    for DelayedScaling. Biases are not taken. Under `parallelize_module` with a `ColwiseParallel`, PyTorch's or ours in
-    `tensor_parallel`, each rank has a shard of the classes. The loss is over all classes, a plain tensor on every rank;
-    `output_layouts` places logits alone. Labels are the same on all ranks.
+    FSDP2 and ZeRO gather its weight, as for every module. `convert` replaces it by a head with quantized operands,
+    except under `DelayedScaling`. It has no bias. Under `parallelize_module` with a `ColwiseParallel`, PyTorch's or the
+    one in `tensor_parallel`, each rank has a shard of the classes. The loss covers all classes and is a plain tensor on
+    every rank; `output_layouts` applies to logits only. Labels must be the same on all ranks.
 
     Args:
-      in_features, out_features, device, dtype: as for `nn.Linear`.
-      loss: the options of `linear_cross_entropy`, such as `z_loss`.
+      in_features: K.
+      out_features: number of classes.
+      device: as for `nn.Linear`.
+      dtype: as for `nn.Linear`.
+      loss: options of `linear_cross_entropy`, such as `z_loss`.
 
     >>> head = LinearCrossEntropy(8, 16, z_loss=1e-4)
     >>> x = torch.ones(2, 3, 8)
@@ -158,13 +174,25 @@ class LinearCrossEntropy(nn.Linear):
         self.loss = loss
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Compute the loss of `labels`, or logits without labels.
+
+        Args:
+          input: `[*rows, in_features]`.
+          labels: int64 or int32 `[*rows]`, or None.
+
+        Returns:
+          The loss, as `linear_cross_entropy` returns it, or logits `[*rows, out_features]`.
+        """
         if labels is None:
             return super().forward(input)
         weight = self.weight if "recipe" in self.loss else self.weight.to(input.dtype)
         return linear_cross_entropy(input, weight, labels, **self.loss)
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
-        """Hooks of `parallelize_module` return the first input alone; labels are put back behind it."""
+        """Register a hook. A hook of `parallelize_module` gets the input without the labels.
+
+        Such hooks return only the first input, so the labels are appended to their result.
+        """
 
         def place(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return hook(module, inputs[:1]), *inputs[1:]
@@ -172,7 +200,10 @@ class LinearCrossEntropy(nn.Linear):
         return super().register_forward_pre_hook(place if places_tensors(hook) else hook, **options)
 
     def register_forward_hook(self, hook: Any, **options: Any) -> Any:
-        """Hooks of `parallelize_module` place logits, not a loss, which is the same on every rank."""
+        """Register a hook. A hook of `parallelize_module` runs on logits only.
+
+        The loss is a plain tensor that is the same on every rank.
+        """
 
         def place(module: nn.Module, inputs: Any, output: Tensor) -> Any:
             return hook(module, inputs, output) if isinstance(output, DTensor) else output
@@ -181,16 +212,21 @@ class LinearCrossEntropy(nn.Linear):
 
 
 class QuantizedHead(Linear, LinearCrossEntropy):
-    """What `convert` makes of a `LinearCrossEntropy`."""
+    """`LinearCrossEntropy` with quantized operands; `convert` creates it.
+
+    Attributes:
+      observer: called with the role, values and seed of each operand that a chunk quantizes.
+    """
 
     _of = LinearCrossEntropy
 
     observer: Observer | None = None
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Compute the loss of `labels`, or logits without labels."""
         if labels is None:
             return super().forward(input)
-        taken = self.taken(input)
+        taken = self.call_operands(input)
         x = taken.input if taken.dtype is None else taken.input.to(taken.dtype)
         given = {**self.loss, "recipe": self.recipe, "seed": taken.seed}
         with contextlib.nullcontext() if self.observer is None else _observing(self.observer):
@@ -207,7 +243,7 @@ def _observing(observer: Observer) -> Iterator[None]:
 
 
 class _How(NamedTuple):
-    """How the products are quantized."""
+    """How the operands of each chunk are quantized: recipe, seed and observer."""
 
     recipe: Recipe
     seed: Tensor | None
@@ -215,7 +251,7 @@ class _How(NamedTuple):
 
     @classmethod
     def of(cls, op: str, w: Tensor, recipe: RecipeLike, seed: Any, device: torch.device) -> _How:
-        """Of what a caller gave, checked against the weight."""
+        """Check the recipe, seed and weight passed by the caller."""
         recipe = head_recipe(op, recipe, seed)
         if isinstance(w, QuantizedTensor):
             check_weight_format(op, "w", w.format, recipe)
@@ -226,19 +262,24 @@ class _How(NamedTuple):
         return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None, observer)
 
     def of_chunk(self, number: int, device: torch.device) -> Tensor | None:
-        """The seed of a chunk."""
+        """Return the seed of a chunk."""
         if self.seed is None or not number:
             return self.seed
         return self.seed ^ constant_words(number << CHUNK_SEED_BIT, device)
 
 
 class _Values:
-    """The three products of chunks, of values."""
+    """The three GEMMs of each chunk, on values.
+
+    Attributes:
+      dx: gradient of x, filled by chunk; None if not needed.
+      dw: gradient of w, summed over chunks; None if not needed.
+    """
 
     def __init__(self, x: Tensor, w: Tensor, needed: tuple[bool, bool], rows: int):
         self.x, self._w, self.rows, self._begun = x, w, rows, False
         self.dx = torch.empty_like(x) if needed[0] else None
-        # Of one chunk the product is the gradient.
+        # With a single chunk the product is the gradient, so no fp32 sum is needed.
         dtype = torch.float32 if len(x) > rows else w.dtype
         self.dw = torch.empty(w.shape, dtype=dtype, device=w.device) if needed[1] else None
 
@@ -246,7 +287,7 @@ class _Values:
         return torch.mm(self.x[chunk], self._w.t())
 
     def add(self, chunk: slice, d: Tensor) -> None:
-        """Takes the gradient of the logits that were made last."""
+        """Add the gradients of a chunk, from `d`, the gradient of the logits computed last."""
         if self.dx is not None:
             self._put_dx(d, self.dx[chunk])
         if self.dw is not None:
@@ -269,7 +310,7 @@ class _Values:
     def _plus(self, made: Tensor, dw: Tensor) -> None:
         dw.add_(made) if self._begun else dw.copy_(made)
 
-    def reduced(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:
+    def reduce(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:
         for made in (self.dx, self.dw):
             if made is not None and not self._begun:
                 made.zero_()
@@ -279,7 +320,7 @@ class _Values:
 
 
 class _Codes(_Values):
-    """The same of codes: those of w are made once."""
+    """The three GEMMs of each chunk, on codes. w is quantized once."""
 
     def __init__(self, x: Tensor, w: _Weight, needed: tuple[bool, bool], rows: int, how: _How):
         super().__init__(x, w.like(x), needed, rows)
@@ -290,12 +331,12 @@ class _Codes(_Values):
     def logits(self, chunk: slice) -> Tensor:
         usage = Usage.ROWWISE if self.dw is None else Usage.BOTH
         self._seed = self._how.of_chunk(chunk.start // self.rows, self.x.device)
-        self._xs = self._quantized(self.x[chunk], usage, Role.ACTIVATION)
+        self._xs = self._quantize(self.x[chunk], usage, Role.ACTIVATION)
         return matmul(self._xs.pop(Usage.ROWWISE), self._planes[Usage.ROWWISE], self.x.dtype, fast=True)
 
     def add(self, chunk: slice, d: Tensor) -> None:
         usages = [one for one, made in ((Usage.ROWWISE, self.dx), (Usage.COLUMNWISE, self.dw)) if made is not None]
-        self._ds = self._quantized(d, Usage.BOTH if len(usages) > 1 else usages[0], Role.GRADIENT)
+        self._ds = self._quantize(d, Usage.BOTH if len(usages) > 1 else usages[0], Role.GRADIENT)
         super().add(chunk, d)
 
     def _put_dx(self, d: Tensor, dx: Tensor) -> None:
@@ -304,14 +345,22 @@ class _Codes(_Values):
     def _add_dw(self, d: Tensor, x: Tensor, dw: Tensor) -> None:
         self._plus(matmul(self._ds.pop(Usage.COLUMNWISE), self._xs.pop(Usage.COLUMNWISE), dw.dtype), dw)
 
-    def _quantized(self, x: Tensor, usage: Usage, role: Role) -> dict[Usage, Operand]:
+    def _quantize(self, x: Tensor, usage: Usage, role: Role) -> dict[Usage, Operand]:
         if self._how.observer is not None:
             self._how.observer(role, x, self._seed)
         return LayerQuantizer(self._how.recipe, self._seed).quantize(matrix_of(x, x.dtype), role, usage)[0]
 
 
 class _Weight(NamedTuple):
-    """A weight as autograd keeps it: a parameter as it is, or the codes that were gathered."""
+    """A weight as autograd saves it: a parameter by reference, or gathered codes.
+
+    Attributes:
+      tensors: the parameter, or the parts of its planes.
+      dtype: of the weight.
+      shape: of the weight.
+      format: of the codes; None for values.
+      usages: the planes in `tensors`.
+    """
 
     tensors: tuple[Tensor | None, ...]
     dtype: torch.dtype
@@ -328,7 +377,7 @@ class _Weight(NamedTuple):
         return cls(parts, w.dtype, w.shape, w.format, tuple(there))
 
     def like(self, x: Tensor) -> Tensor:
-        """What tells its shape and dtype."""
+        """Return a tensor without memory that has the shape and dtype of the weight."""
         return x.new_empty((), dtype=self.dtype).expand(self.shape)
 
     def planes(self, how: _How, columnwise: bool) -> dict[Usage, Operand]:
@@ -360,13 +409,13 @@ _INSTEAD = "use torch.nn.functional.cross_entropy(x @ w.T, labels)"
 
 
 class _EarlyLoss(Node):
-    """The sum of losses over `count`, with gradients made at once."""
+    """Sum of losses divided by `count`, with gradients computed in the forward pass."""
 
     op, instead = "linear_cross_entropy", _INSTEAD
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, count: Tensor, rule: LossOfRows, rows: int, how: _How | None
+        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, count: Tensor, rule: RowLoss, rows: int, how: _How | None
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x, needed = x.contiguous(), ctx.needs_input_grad[:2]
         products = _products(x, _Weight.of(w, needed[0]), needed, rows, how)
@@ -379,25 +428,25 @@ class _EarlyLoss(Node):
                 grad = share[: len(logits)]
                 products.add(chunk, rule.gradient(logits, labels[chunk], lse, grad, in_place=True))
         ctx.dtype = w.dtype
-        return losses.sum() / count, products.reduced(rule.group)
+        return losses.sum() / count, products.reduce(rule.group)
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = saved
         of_w = None
-        if dw is not None:  # Rounded as it is multiplied: in float32 it is the largest that there is.
+        if dw is not None:  # Multiplied and rounded in one op: an fp32 product would be the largest tensor of all.
             of_w = torch.mul(dw, grad, out=torch.empty_like(dw, dtype=ctx.dtype))
         return None if dx is None else dx * grad, of_w, None, None, None, None, None
 
 
 class _LateLosses(Node):
-    """The loss of each row; logits are made again for gradients."""
+    """Loss of each row. The backward pass recomputes the logits."""
 
     op, instead = "linear_cross_entropy", _INSTEAD
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, rule: LossOfRows, rows: int, how: _How | None
+        ctx: Any, x: Tensor, w: Tensor, labels: Tensor, rule: RowLoss, rows: int, how: _How | None
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         x, weight = x.contiguous(), _Weight.of(w, ctx.needs_input_grad[0])
         products = _products(x, weight, (False, False), rows, how)
@@ -416,7 +465,7 @@ class _LateLosses(Node):
         for chunk in _chunks(len(x), rows):
             logits = products.logits(chunk)
             products.add(chunk, rule.gradient(logits, labels[chunk], lses[chunk], grad[chunk], in_place=True))
-        dx, dw = products.reduced(rule.group)
+        dx, dw = products.reduce(rule.group)
         return dx, None if dw is None else dw.to(weight.dtype), None, None, None, None
 
 

@@ -1,4 +1,4 @@
-"""Layers and their derivatives: linear, experts, RMSNorm, SwiGLU, and tensors saved for backward.
+"""Quantized layers and their autograd nodes: `linear`, expert layers, RMSNorm and SwiGLU.
 
-Losses are in `_losses`, functions of whole models in `_convert`, sharded weights in `_fsdp`.
+Losses are in `_losses`, whole-model conversion is in `_convert`, and sharded weights are in `_fsdp`.
 """

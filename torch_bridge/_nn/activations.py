@@ -1,16 +1,16 @@
-"""SwiGLU and RMSNorm for layers that quantize what they give: each from one read, with the amax of what it makes.
+"""SwiGLU and RMSNorm, computed by kernels that also return the amax of each result.
 
-A scale of a whole tensor comes of its amax. Taken as the tensor is made, it saves the read that only looks for it:
-forward that of y, or h, and backward those of both gradients of SwiGLU. `Linear` finds it where the very tensor is
-passed on, in the call of a module that made it or in the same backward pass (`module_calls.py`).
+A per-tensor scale needs the amax of the whole tensor. Computing it in the kernel that writes the tensor saves a later
+read: of h or y in the forward pass, and of both SwiGLU gradients in the backward pass. The amax is cached on the result
+(`module_calls.py`), and `Linear` uses it if it receives that same tensor object.
 
-What they give is also less work by itself. Of SwiGLU autograd keeps gate and up alone, where `F.silu(gate) * up` keeps
-`silu(gate)` too; the layer that takes h makes it again (`saved_input.py`).
+Autograd saves only gate and up for `swiglu`. `F.silu(gate) * up` also saves `silu(gate)`. The layer that consumes h
+recomputes it from gate and up (`saved_input.py`).
 
-Codes are not written at once. A scale of a tensor needs the whole of it first, so h would be worked out twice, of two
-operands each time: four reads and a write, as many as to write h, read it and write codes.
+The kernels do not write codes directly. A per-tensor scale is known only after a full pass, so h would be computed
+twice from two operands: four reads and one write, as many as writing h, reading it and writing codes.
 
-While a compiler traces, both are the plain expressions, which it fuses with what is around them.
+Under a compiler both functions are PyTorch's expressions, which the compiler fuses with neighboring ops.
 """
 
 from __future__ import annotations
@@ -36,21 +36,25 @@ from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
 
 _SUM_ROWS = int(table()["rms_norm_grad"].attributes["rows"][1][0])
-"""Rows of x in a part of the gradient of the weight: the one number that the op takes."""
+"""Rows of x that share one partial sum of the weight gradient. The op accepts only this value."""
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up`, rounded once.
+    """Compute `silu(gate) * up` in fp32, rounded once to the dtype of the inputs. Differentiable.
 
     Args:
-      gate, up: float32, bfloat16 or float16, of one shape and dtype.
+      gate: float32, bfloat16 or float16, of any shape.
+      up: a tensor with the shape and dtype of `gate`.
 
     Returns:
-      Of the same shape and dtype. Under `torch.compile`, and of DTensors, it is PyTorch's own expression, which may
-      round silu(gate) by itself.
+      A tensor of the same shape and dtype. For DTensors and under `torch.compile` it is PyTorch's expression, which may
+      also round `silu(gate)`.
 
     Raises:
-      TypeError, ValueError: the two are not such tensors.
+      TypeError: an argument is not a tensor of such a dtype.
+      ValueError: the inputs differ in shape or dtype.
+
+    Local shards need no communication, whatever axes are sharded.
 
     >>> gate = torch.tensor([-1.0, 0.0, 2.0], requires_grad=True)
     >>> h = swiglu(gate, torch.ones(3))
@@ -66,19 +70,22 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight`, over the last axis, in fp32 and rounded once.
+    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last axis, in fp32 and rounded once. Differentiable.
 
     Args:
-      x: float32, bfloat16 or float16, `[..., K]`.
-      weight: any of these dtypes, `[K]`.
-      eps: not negative.
+      x: float32, bfloat16 or float16, `[*lead, K]`.
+      weight: `[K]`, any of these dtypes.
+      eps: 0 or more.
 
     Returns:
-      `[..., K]` of the dtype of x. Under `torch.compile`, and of DTensors, it is PyTorch's `rms_norm`, whose sums are
-      in another order.
+      `[*lead, K]` in the dtype of `x`. For DTensors and under `torch.compile` it is PyTorch's `rms_norm`, which sums in
+      another order.
 
     Raises:
-      TypeError, ValueError: these are not such arguments.
+      TypeError: an argument is not a tensor of such a dtype.
+      ValueError: shapes do not match, or `eps` is negative.
+
+    If rows are sharded over ranks, the gradient of weight is the sum over the local rows only.
 
     >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0)
     tensor([[0.8485, 2.2627]])
@@ -92,20 +99,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def swiglu_quantize(gate: Tensor, up: Tensor, fmt: FormatLike, *, usage: Usage = Usage.ROWWISE) -> QuantizedTensor:
-    """`quantize(swiglu(gate, up), fmt)`, which does not read h for the amax of it.
+    """Compute `quantize(swiglu(gate, up), fmt)` without a second read of the activations for their amax.
+
+    Per-tensor formats and NVFP4 take the amax from the pass that computes `h = swiglu(gate, up)`; other formats run the
+    two calls. Not differentiable: for training, pass `swiglu(gate, up)` to `Linear`.
 
     Args:
-      gate, up: as for `swiglu`, not DTensors.
-      fmt, usage: as for `quantize`. Not a format that rounds stochastically: it needs a seed, so call the two.
+      gate: as for `swiglu`, but not a DTensor.
+      up: a tensor with the shape and dtype of `gate`.
+      fmt: the format of the result, or its name. Formats with stochastic rounding need a seed and are not accepted:
+        call `swiglu` and `quantize` for those.
+      usage: the planes to compute.
 
     Returns:
-      A `QuantizedTensor` of the shape and dtype of gate, in the bits of the two calls.
+      A `QuantizedTensor` with the bits of the two calls.
 
     Raises:
-      TypeError, ValueError: as `swiglu` and `quantize` do.
+      TypeError: an argument is not a tensor of such a dtype, or has the wrong type.
+      ValueError: the inputs differ in shape or dtype, or `fmt` does not fit them or needs a seed.
 
-    A format with an amax of the tensor takes that of the pass that makes h; with others it is the two calls. Not
-    differentiable: to train, give `swiglu(gate, up)` to `Linear`. Of a shard of rows it is the tensor by itself.
+    A local shard is quantized as a tensor of its own.
 
     >>> swiglu_quantize(torch.ones(2, 4), torch.ones(2, 4), "FP8_E4M3").dequantize()[0, 0]
     tensor(0.7311)
@@ -121,19 +134,26 @@ def swiglu_quantize(gate: Tensor, up: Tensor, fmt: FormatLike, *, usage: Usage =
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, fmt: FormatLike, *, usage: Usage = Usage.ROWWISE
 ) -> QuantizedTensor:
-    """`quantize(rms_norm(x, weight, eps), fmt)`, which does not read y for the amax of it.
+    """Compute `quantize(rms_norm(x, weight, eps), fmt)` without a second read of the result for its amax.
+
+    Per-tensor formats and NVFP4 take the amax from the pass that computes `y = rms_norm(x, weight, eps)`; other formats
+    run the two calls. Not differentiable: for training, pass `rms_norm(x, weight, eps)` to `Linear`.
 
     Args:
-      x, weight, eps: as for `rms_norm`, not DTensors.
-      fmt, usage: as for `swiglu_quantize`.
+      x: as for `rms_norm`, but not a DTensor.
+      weight: as for `rms_norm`, but not a DTensor.
+      eps: 0 or more.
+      fmt: the format of the result, or its name; as for `swiglu_quantize`.
+      usage: the planes to compute.
 
     Returns:
-      A `QuantizedTensor` of the shape and dtype of x, in the bits of the two calls.
+      A `QuantizedTensor` with the bits of the two calls.
 
     Raises:
-      TypeError, ValueError: as `rms_norm` and `quantize` do.
+      TypeError: an argument is not a tensor of such a dtype, or has the wrong type.
+      ValueError: shapes do not match, `eps` is negative, or `fmt` does not fit x or needs a seed.
 
-    As `swiglu_quantize`: not differentiable, and of a shard of rows the tensor by itself.
+    A local shard is quantized as a tensor of its own.
 
     >>> rms_norm_quantize(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.0, "FP8_E4M3").rowwise.data.shape
     torch.Size([1, 2])
@@ -147,15 +167,15 @@ def rms_norm_quantize(
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
-    """`swiglu`, and the amax of its result where a kernel computes both."""
+    """Compute `swiglu`, and its amax if qshard's kernel runs."""
     if isinstance(gate, DTensor) and isinstance(up, DTensor):
         return F.silu(gate) * up, None
     for name, x in (("gate", gate), ("up", up)):
         check_tensor("swiglu", name, x)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
-            f"swiglu: up ({tuple(up.shape)}, {dtype_name(up.dtype)}) is not as gate is, ({tuple(gate.shape)}, "
-            f"{dtype_name(gate.dtype)}); give two tensors of one shape and dtype"
+            f"swiglu: up ({dtype_name(up.dtype)} {tuple(up.shape)}) does not match gate ({dtype_name(gate.dtype)} "
+            f"{tuple(gate.shape)}); pass two tensors of one shape and dtype"
         )
     if not are_plain(gate, up):
         return F.silu(gate) * up, None
@@ -165,18 +185,18 @@ def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-    """`rms_norm`, and the amax of its result where a kernel computes both."""
+    """Compute `rms_norm`, and its amax if qshard's kernel runs."""
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), None
     for name, tensor in (("x", x), ("weight", weight)):
         check_tensor("rms_norm", name, tensor)
     if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
         raise ValueError(
-            f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give weight as [K] and x as "
+            f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; pass weight as [K] and x as "
             "[*lead, K]"
         )
     if not eps >= 0:
-        raise ValueError(f"rms_norm: eps ({quote(eps)}) is not 0 or more; give a small number, such as 1e-5")
+        raise ValueError(f"rms_norm: eps ({quote(eps)}) must be a small number of at least 0, such as 1e-5")
     if not are_plain(x, weight):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), None
     amaxes: list[Tensor] = []
@@ -194,20 +214,22 @@ def _quantize(op: str, x: Tensor, amax: Tensor | None, fmt: FormatLike, usage: U
 
 
 class SwiGLU(nn.Module):
-    """`swiglu` as a module, of gate and up. It has no state.
+    """`swiglu(gate, up)` as a module, without parameters.
 
     >>> SwiGLU()(torch.tensor([2.0]), torch.tensor([3.0]))
     tensor([5.2848])
     """
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute `silu(gate) * up`, as `swiglu` does."""
         return swiglu(gate, up)
 
 
 class RMSNorm(Extends, nn.RMSNorm):
-    """`nn.RMSNorm` by `rms_norm`, for layers that quantize its result. `convert(fuse=True)` makes these of those.
+    """`nn.RMSNorm` computed by `rms_norm`, so that a quantized layer can reuse the amax of its result.
 
-    It is PyTorch's own where `rms_norm` is, under autocast, and without a weight.
+    `convert(fuse=True)` replaces `nn.RMSNorm` by this class. PyTorch's own `forward` runs under autocast or a compiler,
+    without a weight, and for DTensors and other tensor subclasses.
 
     >>> layer = RMSNorm(2, eps=0.0)
     >>> layer(torch.tensor([[3.0, 4.0]])).detach(), list(layer.state_dict())
@@ -217,6 +239,7 @@ class RMSNorm(Extends, nn.RMSNorm):
     _of = nn.RMSNorm
 
     def forward(self, input: Tensor) -> Tensor:
+        """Normalize `input` over the trailing axes of `normalized_shape`."""
         weight: Any = self.weight
         given: Any = input
         axes = len(self.normalized_shape)
@@ -225,15 +248,16 @@ class RMSNorm(Extends, nn.RMSNorm):
         if torch.is_autocast_enabled(input.device.type) or dtype_name(input.dtype) not in FLOATS:
             return nn.RMSNorm.forward(self, input)
         if input.shape[-axes:] != self.normalized_shape or weight.device != input.device:
-            return nn.RMSNorm.forward(self, input)  # Its errors.
-        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # Of what PyTorch computes in.
-        if axes == 1:  # The very tensor, of which an amax is noted.
+            return nn.RMSNorm.forward(self, input)  # PyTorch raises its own errors.
+        # PyTorch's default is the epsilon of its compute dtype, fp32.
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        if axes == 1:  # The amax is cached on the result, which a view would lose.
             return rms_norm(input, weight, eps)
         return rms_norm(input.flatten(-axes), weight.flatten(), eps).view(input.shape)
 
 
-def swiglu_again(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """h of what autograd keeps of it, and its amax."""
+def recompute_swiglu(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Recompute h, and its amax, from the tensors that autograd saved."""
     h, made = ops.swiglu(gate, up, lead=0)
     return h, made
 
@@ -258,7 +282,7 @@ class _SwiGlu(Node):
 
 
 SWIGLU_NODE = f"{_SwiGlu.__name__}Backward"
-"""What autograd calls the node of `swiglu`, whose saved tensors are gate and up."""
+"""Autograd's name for the node of `swiglu`, whose saved tensors are gate and up."""
 
 
 class _RmsNorm(Node):

@@ -1,4 +1,4 @@
-"""Modules that `convert` changes in place stay instances of the class that their user has given them."""
+"""Subclasses for modules that `convert` changes in place, which stay instances of their original class."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ T = TypeVar("T", bound="Extends")
 
 
 class Extends(nn.Module):
-    """What `convert` makes of modules of a class of PyTorch's, and of subclasses of it that keep its `forward`.
+    """Base class of the modules that replace a PyTorch class, or a subclass of it that does not override `forward`.
 
     Attributes:
-      _of: the class of PyTorch's.
-      _extends: the class of the user, in classes that `extend_class` has made.
+      _of: the PyTorch class.
+      _extends: the original class, in subclasses that `extend_class` creates.
     """
 
     _of: type[nn.Module]
     _extends: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles a class of `extend_class` as the class that it extends."""
+        """Pickle the original class instead of the subclass that `extend_class` creates."""
         reduced = super().__reduce_ex__(max(int(protocol), 2))
         if "_extends" not in vars(type(self)) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced
@@ -32,10 +32,17 @@ class Extends(nn.Module):
 
 
 def extend_class(kind: type[T], base: type[nn.Module]) -> type[T]:
-    """`kind` for modules of `base`, which they stay instances of.
+    """Return a subclass of `kind` and `base`, cached for each pair.
+
+    Args:
+      kind: the replacement class, such as `Linear`.
+      base: the class of the module to replace: `kind._of` or a subclass.
+
+    Returns:
+      `kind` itself if `base` is `kind._of`, and `base` itself if it is a subclass of `kind` already.
 
     Raises:
-      TypeError: Python cannot make such a class, or make modules of `base` into modules of it.
+      TypeError: `base` has `__slots__`, or Python rejects the class or the change of `__class__`.
     """
     if base is kind._of:
         return kind

@@ -1,13 +1,13 @@
-"""Rows that are sorted by expert, in tiles of which none has rows of two experts: their codes and their products.
+"""Tiles of rows that are sorted by expert: their quantization and their products.
 
-    unit      rows of a tile: the longest block along rows, so blocks end where an expert's rows end
-    places    rows of all tiles, one after the other; those after an expert's rows are zeros
-    factor    the scale of a whole tensor, of which each expert has its own: all of a format without blocks, or the
-              global one of NVFP4
+Each tile has rows of one expert, and as many rows (`unit`) as the tallest block of the recipe, at least 16. So blocks
+end where the rows of an expert end. Zeros pad the last tile of an expert. Codes are therefore the same as if the rows
+of each expert were quantized alone. The ops that quantize one matrix quantize the tiles of all experts in one launch.
 
-Codes are then those that the rows of an expert have alone. There are as many tiles as any sizes could need, since the
-host does not know them, and one for each expert without rows, so that its gradient is a sum of zeros; the last is
-nobody's. An expert's rows are quantized by the ops that quantize a matrix, all experts' in one launch.
+Per-tensor formats and NVFP4 have a per-tensor scale for each expert (`factor`).
+
+The host does not know the group sizes, so there are as many tiles as any sizes could need. An expert without rows gets
+one tile of zeros, so that its weight gradient is a sum of zeros. Unused tiles at the end belong to no expert.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from qshard.torch_bridge._quantized.gemm import Operand, matmul_into
 from qshard.torch_bridge._quantized.plane_programs import transpose
 
 _LEAST_UNIT = 16
-"""PyTorch's grouped products want the rows that they contract in runs of 16 bytes."""
+"""Minimum row alignment. PyTorch's grouped GEMMs require contracted rows in runs of 16 bytes."""
 
 
 class Tiles(NamedTuple):
-    """Where rows are.
+    """The assignment of rows to tiles. M is the number of rows of x, E the number of experts.
 
     Attributes:
-      unit: see above.
-      sizes: how many rows of x each expert has, on the device.
-      experts: of each tile; E of those that are left over.
-      first: the first row of each tile, among those of its expert.
-      place: of each row of x; the last one, for rows of no expert.
-      starts, stops: where the tiles of each expert begin and end, in places.
+      unit: rows per tile.
+      sizes: number of rows of x of each expert, int64 on the device.
+      experts: the expert of each tile; E for unused tiles.
+      first: the index of each tile's first row among the rows of its expert.
+      place: for each row of x, the row of the tiles; the last row of the tiles for rows of no expert.
+      starts: for each expert, its first row in the tiles.
+      stops: for each expert, the end of its rows in the tiles, with padding.
     """
 
     unit: int
@@ -59,32 +60,45 @@ class Tiles(NamedTuple):
     def number(self) -> int:
         return self.experts.shape[0]
 
-    def spread(self, x: Tensor) -> Tensor:
-        """Rows of x in their places: `[tiles, unit, columns]`."""
+    def scatter(self, x: Tensor) -> Tensor:
+        """Scatter the rows of x into zero-padded tiles `[tiles, unit, columns]`."""
         places = x.new_zeros((self.number * self.unit, x.shape[1])).index_copy_(0, self.place, x)
         return places.view(self.number, self.unit, x.shape[1])
 
-    def gathered(self, places: Tensor) -> Tensor:
-        """Rows in the order of x, of a result that is written to; zeros for those of no expert."""
+    def gather(self, places: Tensor) -> Tensor:
+        """Gather rows of the tiles into the order of x, with zeros for rows of no expert.
+
+        Writes zeros to the last row of the tiles, which rows of no expert read.
+        """
         places[-1].zero_()
         return places.index_select(0, self.place)
 
-    def of_tiles(self, of_experts: Tensor) -> Tensor:
-        """For each tile what its expert has."""
+    def to_tiles(self, of_experts: Tensor) -> Tensor:
+        """Expand one value per expert to one value per tile."""
         return of_experts.index_select(0, self.experts.clamp(max=of_experts.shape[0] - 1))
 
-    def of_places(self, of_experts: Tensor) -> Tensor:
-        return self.of_tiles(of_experts).repeat_interleave(self.unit)
+    def to_rows(self, of_experts: Tensor) -> Tensor:
+        """Expand one value per expert to one value per row of the tiles."""
+        return self.to_tiles(of_experts).repeat_interleave(self.unit)
 
-    def largest(self, amax: Tensor) -> Tensor:
-        """For each expert the maximum of those of its tiles. As integers: exact, and NaN stays."""
+    def max_by_expert(self, amax: Tensor) -> Tensor:
+        """Reduce one amax per tile to one per expert. The maximum is over integers, so it is exact and keeps NaN."""
         table = torch.zeros(self.sizes.shape[0] + 1, dtype=torch.int32, device=amax.device)
         table.scatter_reduce_(0, self.experts, amax.contiguous().view(torch.int32), "amax")
         return table[:-1].view(torch.float32)
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
-    """The tiles of so many rows. What sizes are not checked for here is that they fit the rows."""
+    """Assign `rows` rows to tiles.
+
+    Args:
+      recipe: determines the rows per tile, from the blocks of activations and gradients.
+      rows: M, the number of rows of x.
+      group_sizes: int32 or int64 `[E]`, rows of each expert. Their sum is not compared with `rows` here.
+
+    Returns:
+      `M // unit + E + 1` tiles, enough for any group sizes.
+    """
     unit = max(_LEAST_UNIT, block_alignment(recipe.activation, recipe.gradient))
     sizes, experts, device = group_sizes.to(torch.int64), group_sizes.shape[0], group_sizes.device
     padded = ((sizes + unit - 1) // unit).clamp(min=1) * unit
@@ -99,12 +113,14 @@ def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
     return Tiles(unit, sizes, of_tile, first, place, stops - padded, stops)
 
 
-class Side(NamedTuple):
-    """One plane of all rows in places, as a matrix; or of the weights of all experts, `[E, ..]`.
+class GroupedOperand(NamedTuple):
+    """One operand of the grouped products: a plane of all tiles as a matrix, or of all weights as `[E, ...]`.
 
     Attributes:
-      parts: without factors.
-      factor: of each expert, if the format has one.
+      format: of the codes.
+      usage: which plane it is.
+      parts: the plane, with 1 as its per-tensor scale.
+      factor: the per-tensor scale of each expert, fp32 `[E]`; None if the format has none.
     """
 
     format: Format
@@ -113,11 +129,11 @@ class Side(NamedTuple):
     factor: Tensor | None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """As they are stored, up to the factor: exact in bfloat16."""
+        """Dequantize without the per-tensor scales of experts, which is exact in bfloat16."""
         return quantize_steps.dequantize(ops, self.parts, self.format, self.usage, dtype)  # type: ignore[no-any-return]
 
     def by_expert(self, stops: Sequence[int] | None = None) -> list[Operand]:
-        """The weight of each expert; or its places, which are given by where they stop."""
+        """Split into one operand per expert: stacked weights, or the rows of tiles that end at `stops`."""
         if stops is None:
             parts = [part.unbind() if part is not None and part.ndim else itertools.repeat(part) for part in self.parts]
             planes = [Plane(*each) for each in zip(*parts, strict=False)]
@@ -126,63 +142,76 @@ class Side(NamedTuple):
             rows = [quantize_steps.plane_rows(self.parts, self.format, self.usage, *each) for each in ends]
             planes = [Plane(*(part if part is None else part.contiguous() for part in each)) for each in rows]
         if self.factor is not None:
-            # Apart, since cuBLASLt would have each moved to an address of 16 bytes.
+            # Padded to one scale every 16 bytes. Otherwise cuBLASLt copies each to an aligned address.
             apart = torch.nn.functional.pad(self.factor[:, None], (0, 3))[:, 0].unbind()
             name = "scale_inv" if self.format.per_tensor else "global_scale_inv"
             planes = [each._replace(**{name: factor}) for each, factor in zip(planes, apart, strict=True)]
         return [Operand(self.format, each, self.usage) for each in planes]
 
 
-def side_of(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = None) -> Side:
-    """Of planes that lie one after the other: factors of experts are taken out of them, or are given."""
-    if not fmt.tensor_scaled:
-        return Side(fmt, usage, parts, None)
-    one = torch.ones((), device=parts.data.device)
-    if fmt.per_tensor:
-        return Side(fmt, usage, Plane(parts.data, one), parts.scale_inv if factors is None else factors)
-    factors = parts.global_scale_inv if factors is None else factors
-    return Side(fmt, usage, parts._replace(global_scale_inv=one), factors)
-
-
-def stack_weights(weights: Sequence[Operand]) -> Side:
-    """The weights of all experts, each in one plane."""
-    parts = [None if part[0] is None else torch.stack(part) for part in zip(*(w.parts for w in weights), strict=True)]
-    return side_of(weights[0].format, weights[0].usage, Plane(*parts))
-
-
-def quantized_places(
-    places: Tensor, spec: OperandSpec, tiles: Tiles, *, seeds: Tensor | None = None, scale: Tensor | None = None
-) -> tuple[dict[Usage, Side], Tensor | None]:
-    """The planes of `places`, under one set of scales an expert.
+def make_operand(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = None) -> GroupedOperand:
+    """Build an operand, and separate the per-tensor scales of experts from the planes.
 
     Args:
-      seeds: of each expert, `[E, 2]` words.
-      scale: of delayed scaling, `[E]`. The amaxes of experts then come with the planes.
+      fmt: of the codes.
+      usage: which plane it is.
+      parts: the planes of all experts.
+      factors: the scale of each expert; by default the per-tensor scales in `parts`.
+    """
+    if not fmt.tensor_scaled:
+        return GroupedOperand(fmt, usage, parts, None)
+    one = torch.ones((), device=parts.data.device)
+    if fmt.per_tensor:
+        return GroupedOperand(fmt, usage, Plane(parts.data, one), parts.scale_inv if factors is None else factors)
+    factors = parts.global_scale_inv if factors is None else factors
+    return GroupedOperand(fmt, usage, parts._replace(global_scale_inv=one), factors)
+
+
+def stack_weights(weights: Sequence[Operand]) -> GroupedOperand:
+    """Stack the planes of all experts' weights."""
+    parts = [None if part[0] is None else torch.stack(part) for part in zip(*(w.parts for w in weights), strict=True)]
+    return make_operand(weights[0].format, weights[0].usage, Plane(*parts))
+
+
+def quantize_tiles(
+    places: Tensor, spec: OperandSpec, tiles: Tiles, *, seeds: Tensor | None = None, scale: Tensor | None = None
+) -> tuple[dict[Usage, GroupedOperand], Tensor | None]:
+    """Quantize tiles, with one per-tensor scale per expert.
+
+    Args:
+      places: `[tiles, unit, columns]`.
+      spec: format and usage.
+      tiles: the assignment of rows to tiles.
+      seeds: for stochastic rounding, int32 `[E, 2]`: a uint64 per expert as two words.
+      scale: under delayed scaling, fp32 `[E]`.
+
+    Returns:
+      The planes by usage, and with `scale` the amax of each expert, fp32 `[E]`.
     """
     fmt, usage = spec.format, spec.usage
     found: list[Tensor] = []
 
     def merged(amax: Tensor) -> Tensor:
-        if amax.ndim > 1:  # One for each row stays.
+        if amax.ndim > 1:  # Amaxes per row need no reduction.
             return amax
-        found.append(tiles.largest(amax))
-        return tiles.of_tiles(found[-1])
+        found.append(tiles.max_by_expert(amax))
+        return tiles.to_tiles(found[-1])
 
-    # Ops take tiles as one matrix, but for a global scale: it is one for a matrix, and so each tile is one.
+    # Ops take all tiles as one matrix. An op with a global scale has one per matrix, so there each tile is a matrix.
     apart = fmt.tensor_scaled and not fmt.per_tensor
     over = _Apart() if apart else ops
     asked = usage
     if fmt.transposes and fmt.stochastic:
-        asked = Usage.ROWWISE  # Of which the other one is made, as of a matrix.
+        asked = Usage.ROWWISE  # The columnwise plane is the transposed rowwise plane, as for a matrix.
     draws, seeds = None, spec.seed_of(seeds, xor_words)
     if seeds is not None:
         tile = Box(tuple(places.shape[1:]), (tiles.first, 0), tuple(places.shape[1:]))
-        # Words are int32, the low one first.
-        draws = tile.draws(tiles.of_tiles(seeds).contiguous(), lambda first: first.view(torch.int32).view(-1, 2))
+        # A uint64 is two int32 words, low word first.
+        draws = tile.draws(tiles.to_tiles(seeds).contiguous(), lambda first: first.view(torch.int32).view(-1, 2))
     amax = None
     if fmt.tensor_scaled and not fmt.rotates(asked):
         amax = ops.amax_tensor(places, lead=1)
-    given: dict[str, Any] = {"scale": None if scale is None else tiles.of_tiles(scale), "draws": draws, "amax": amax}
+    given: dict[str, Any] = {"scale": None if scale is None else tiles.to_tiles(scale), "draws": draws, "amax": amax}
     made, _ = quantize_operand(over, places, spec._replace(usage=asked), **given, reduce_max=merged)
     sides = {}
     for each, parts in made.items():
@@ -191,7 +220,7 @@ def quantized_places(
         if fmt.tensor_scaled:
             assert of_tiles is not None
             factor = of_tiles.index_select(0, tiles.starts // tiles.unit)
-        sides[each] = side_of(fmt, each, Plane(*(_as_matrix(part, fmt, each, apart) for part in parts)), factor)
+        sides[each] = make_operand(fmt, each, Plane(*(_as_matrix(part, fmt, each, apart) for part in parts)), factor)
     if asked is not usage:
         rowwise = sides[Usage.ROWWISE]
         parts = quantize_steps.transpose_plane(ops, rowwise.parts, fmt)
@@ -200,7 +229,7 @@ def quantized_places(
 
 
 class _Apart:
-    """Ops for which the first axis is one of matrices, not of their rows."""
+    """`ops` that treat the first axis as a batch of matrices instead of as rows."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         op = getattr(ops, name)
@@ -208,7 +237,7 @@ class _Apart:
 
 
 def _as_matrix(part: Tensor | None, fmt: Format, usage: Usage, apart: bool) -> Tensor | None:
-    """What there is of each tile, as one matrix."""
+    """Join the parts of a plane of all tiles to one matrix."""
     if part is None or part.ndim < 2:
         return part
     if part.ndim == 2:
@@ -218,9 +247,9 @@ def _as_matrix(part: Tensor | None, fmt: Format, usage: Usage, apart: bool) -> T
     return (part.transpose(0, 1).contiguous() if apart else part).flatten(1)
 
 
-def products_of_rows(
-    x: Side,
-    w: Side | Sequence[Operand],
+def row_product(
+    x: GroupedOperand,
+    w: GroupedOperand | Sequence[Operand],
     contracted: Usage,
     tiles: Tiles,
     stops: Sequence[int] | None,
@@ -229,49 +258,74 @@ def products_of_rows(
     *,
     fast: bool,
 ) -> Tensor:
-    """Each row with the weight of its expert, in places: `[places, columns]`. Those of nobody are anything.
+    """Multiply each row by the weight of its expert.
 
     Args:
-      x: rowwise.
-      w: the plane that the product reads, or the one that gives it by a transpose. With `stops` also those of each
-        expert, which then need not be put together.
-      contracted: for which axis of the weights the product is.
-      stops: those of the tiles, as the host knows them: then a product is a call for each expert. None: one for all.
+      x: rowwise plane of the tiles.
+      w: the plane that the product reads, or the plane to transpose for it. With `stops` it may also be one operand per
+        expert, which avoids stacking them.
+      contracted: `ROWWISE` to contract K of the weights, `COLUMNWISE` to contract N.
+      tiles: the assignment of rows to tiles.
+      stops: for each expert, the end of its rows in the tiles, if the host knows it: then each expert is a GEMM call of
+        its own. None: one grouped call.
+      columns: of the result.
+      dtype: of the result.
+      fast: let FP8 tensor cores accumulate with fewer bits.
+
+    Returns:
+      `[rows of tiles, columns]`. Padding rows are undefined.
     """
-    turns = isinstance(w, Side) and w.usage is not contracted and w.format.per_tensor
-    if isinstance(w, Side) and turns and (stops is not None or _grouped_codes(x, w, dtype)):
+    turns = isinstance(w, GroupedOperand) and w.usage is not contracted and w.format.per_tensor
+    if isinstance(w, GroupedOperand) and turns and (stops is not None or _grouped_codes(x, w, dtype)):
         w = w._replace(usage=contracted, parts=w.parts._replace(data=ops.transpose(w.parts.data, batch=1)))
     if stops is not None:
         y = torch.empty((x.parts.data.shape[0], columns), dtype=dtype, device=x.parts.data.device)
-        weights = w.by_expert() if isinstance(w, Side) else w
+        weights = w.by_expert() if isinstance(w, GroupedOperand) else w
         for rows, weight, start, stop in zip(x.by_expert(stops), weights, (0, *stops[:-1]), stops, strict=True):
             if weight.usage is not contracted:
                 weight = Operand(weight.format, transpose(weight.parts, weight.format), contracted)
             matmul_into(rows, weight, y[start:stop], fast=fast)
         return y
-    assert isinstance(w, Side)
+    assert isinstance(w, GroupedOperand)
     ends = tiles.stops.to(torch.int32)
     if _grouped_codes(x, w, dtype):
         (a, b), of_x, of_w = _codes(x, w), cast(Tensor, x.factor), cast(Tensor, w.factor)
         of_columns = of_w[:, None].expand(-1, b.shape[1]).contiguous()
         return torch._scaled_grouped_mm(
-            a, b.transpose(1, 2), tiles.of_places(of_x), of_columns, ends, out_dtype=dtype, use_fast_accum=fast
+            a, b.transpose(1, 2), tiles.to_rows(of_x), of_columns, ends, out_dtype=dtype, use_fast_accum=fast
         )
     a, b = x.values(torch.bfloat16), w.values(torch.bfloat16)
-    # Weights are stored [E, N, K], or transposed; what is contracted is to be their second axis.
+    # Weights are stored as [E, N, K] or transposed. `_grouped_mm` contracts their second axis.
     turned = is_transposed(w.format, w.usage) if w.usage is contracted else False
     last = contracted is Usage.ROWWISE or turned
     y = torch._grouped_mm(a, b.transpose(1, 2) if last else b, offs=ends)
-    factor = _factors(x, w)
+    factor = _product_scale(x, w)
     if factor is not None:
-        y.mul_(tiles.of_places(factor)[:, None])
+        y.mul_(tiles.to_rows(factor)[:, None])
     return y.to(dtype)
 
 
-def products_of_experts(
-    dy: Side, x: Side, tiles: Tiles, stops: Sequence[int] | None, shape: tuple[int, int, int], dtype: torch.dtype
+def expert_products(
+    dy: GroupedOperand,
+    x: GroupedOperand,
+    tiles: Tiles,
+    stops: Sequence[int] | None,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The gradients of all weights, `[E, N, K]`: the rows of each expert contracted. Both are columnwise."""
+    """Compute all weight gradients by contracting the rows of each expert.
+
+    Args:
+      dy: columnwise plane of the gradient of y, in tiles.
+      x: columnwise plane of x, in tiles.
+      tiles: the assignment of rows to tiles.
+      stops: as for `row_product`.
+      shape: `(E, N, K)`.
+      dtype: of the result.
+
+    Returns:
+      `[E, N, K]`.
+    """
     if stops is not None:
         dw = torch.empty(shape, dtype=dtype, device=dy.parts.data.device)
         for of_dy, of_x, out in zip(dy.by_expert(stops), x.by_expert(stops), dw, strict=True):
@@ -287,20 +341,20 @@ def products_of_experts(
         for side in (dy, x)
     )
     dw = torch._grouped_mm(a, b.t(), offs=ends)
-    factor = _factors(dy, x)
+    factor = _product_scale(dy, x)
     if factor is not None:
         dw.mul_(factor[:, None, None])
     return dw.to(dtype)
 
 
-def _factors(a: Side, b: Side) -> Tensor | None:
+def _product_scale(a: GroupedOperand, b: GroupedOperand) -> Tensor | None:
     if a.factor is None or b.factor is None:
         return b.factor if a.factor is None else a.factor
     return a.factor * b.factor
 
 
-def _grouped_codes(a: Side, b: Side, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's grouped product of codes takes them: of E4M3 on Hopper, into bfloat16."""
+def _grouped_codes(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype) -> bool:
+    """Return True if `torch._scaled_grouped_mm` takes these codes: E4M3 on Hopper, with a bfloat16 result."""
     device = a.parts.data.device
     return (
         multiplies_codes(a.format, b.format)
@@ -311,5 +365,5 @@ def _grouped_codes(a: Side, b: Side, dtype: torch.dtype) -> bool:
     )
 
 
-def _codes(*sides: Side) -> list[Tensor]:
+def _codes(*sides: GroupedOperand) -> list[Tensor]:
     return [side.parts.data.view(torch.float8_e4m3fn) for side in sides]

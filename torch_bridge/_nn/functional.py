@@ -1,4 +1,4 @@
-"""`linear`: three matrix products with quantized operands."""
+"""`linear`: the linear function with quantized GEMM operands, and its argument checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qshard.torch_bridge._distributed.fsdp1 import flat_of
 from qshard.torch_bridge._distributed.tensor_shards import LinearSharding, ShardSpec, linear_sharding
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
-from qshard.torch_bridge._nn.autograd import Gradients, How, Product, multiply
+from qshard.torch_bridge._nn.autograd import Gradients, Product, SavedLayout, multiply
 from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import apply_node
@@ -32,7 +32,7 @@ from qshard.torch_bridge._quantized.validation import check_contiguous, check_dt
 from qshard.torch_bridge._torch_internals import has_saved_tensors_hooks
 
 WeightLayout = Literal["NK", "KN"]
-"""How a weight lies in memory. "NK": `[N, K]`, as that of `nn.Linear`; "KN": `[K, N]`, as that of GPT-2's `Conv1D`."""
+"""Memory layout of a weight: "NK" for `[N, K]`, as in `nn.Linear`; "KN" for `[K, N]`, as in GPT-2's `Conv1D`."""
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ _X_SCALES = slice(ROLES.index(Role.ACTIVATION), ROLES.index(Role.ACTIVATION) + 1
 def linear(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     recipe: RecipeLike | None = None,
     *,
     seed: int | Tensor | None = None,
@@ -55,7 +55,7 @@ def linear(
     activation_group: ActivationGroup | None = None,
     weight_layout: WeightLayout = "NK",
 ) -> Tensor:
-    """`y = x @ weight.T + bias`, with x, weight and the gradient of y quantized.
+    """Compute `y = x @ weight.T + bias` with x, weight and the gradient of y quantized.
 
     | product | operands |
     | --- | --- |
@@ -65,41 +65,41 @@ def linear(
 
     Args:
       x: float32, bfloat16 or float16, `[..., K]`.
-      weight: `[N, K]`, float32, bfloat16 or float16; or a `QuantizedTensor` of the recipe's format for weights, with a
+      weight: `[N, K]`, float32, bfloat16 or float16; or a `QuantizedTensor` in the recipe's weight format, with a
         rowwise plane.
-      bias: `[N]` or None.
-      recipe: the format of each role, or the name of a recipe, such as "MXFP8". The scales of x, and of the gradient of
-        y, are those of this rank's tensor; of a DTensor, those of all of it.
-      seed: an int, or int32 `[2]`, low word first, for formats that round stochastically: another one for each call.
-      delayed: the state of each tensor under `DelayedScaling`. Its scales are used, and amaxes noted: those of x and
-        weight now, that of the gradient in the backward pass.
-      dtype: x is rounded to it first, and y has it; by default that of x.
-      scatter_dim: of DTensors whose weight is cut along K: the axis of rows along which y is cut as it is summed. The
-        codes of its gradient are gathered, not its values.
-      overlap: whether rows that are cut (`sequence_parallel.py`) travel while others are multiplied. The bits are the
+      bias: `[N]`, or None.
+      recipe: the format of each role, or the name of a recipe, such as "MXFP8".
+      seed: for stochastic rounding, an int or a uint64 as int32 `[2]`, low word first. Pass a new seed in each call.
+      delayed: the state of each role under `DelayedScaling`. The call uses its scales and records amaxes: of x and
+        weight in the forward pass, of the gradient of y in the backward pass.
+      dtype: the dtype that x is rounded to first, and the dtype of y. The default is the dtype of x.
+      scatter_dim: for DTensors with a weight sharded along K: the axis of y along which the sum over ranks is
+        scattered. The gradient of y is then gathered as codes.
+      overlap: overlap communication of sequence-sharded rows with GEMMs (`sequence_parallel.py`). The bits are the
         same.
-      activation_group: ranks that have this very x, and keep codes of it together (`prepare_modules_for_fsdp1`). The
-        backward pass is collective then.
-      weight_layout: "NK", or "KN" for a weight of `[K, N]`, as GPT-2's `Conv1D` has it: `y = x @ weight + bias`. Codes
-        of it lie as it does. Not for DTensors.
+      activation_group: ranks with the same x that each save a part of its codes (`prepare_modules_for_fsdp1`). The
+        backward pass then runs a collective.
+      weight_layout: "NK", or "KN" for a weight `[K, N]`, as in GPT-2's `Conv1D`: `y = x @ weight + bias`. The codes
+        have the layout of the weight. DTensors must be "NK".
 
     Returns:
-      `[..., N]`. Gradients have the dtypes of what they are gradients of.
-
-    Layers that a module calls with the same x, such as q, k and v, quantize it once, if `convert` was given that module
-    or one above it. For the backward pass a layer keeps codes of x, unless autograd keeps x, or factors of x, anyway:
-    `saved_input.py` has the rules. A parameter is kept as it is, so it must not be written in place before the backward
-    pass, as that of `nn.Linear`. A second derivative raises, and so do transforms of `torch.func`.
-
-    Under tensor parallelism all operands are DTensors of one mesh, and so is the result: `tensor_shards.py` says how
-    each is cut. A `QuantizedTensor` may be what a rank has of the weight.
+      `[..., N]`. Each gradient has the dtype of its input.
 
     Raises:
-      TypeError: an operand is not a plain tensor of such a dtype, or another argument is not of its type; or some
-        operands are DTensors and others are not.
-      ValueError: operands do not fit each other; there is no seed, or no state of `DelayedScaling`; or an axis that is
-        contracted is not whole blocks of its format, or is cut within one. The number of rows
-        of x may be anything: where blocks run along it, operands get rows of zeros (`Recipe.added_rows`).
+      TypeError: an operand is not a tensor of a supported dtype, another argument has the wrong type, or only some
+        operands are DTensors.
+      ValueError: shapes do not fit; a seed or the state of `DelayedScaling` is missing; or a contracted axis is not
+        whole blocks of its format, or a shard boundary splits its blocks. The number of rows of x may be anything:
+        where blocks run along rows, operands are padded with rows of zeros (`Recipe.added_rows`).
+
+    For a plain x, the scales of x and of the gradient of y depend on this rank's data only. Under tensor parallelism
+    all operands and the result are DTensors of one mesh, and scales depend on the whole tensors; `tensor_shards.py`
+    lists the shardings. The local shard of the weight may be a `QuantizedTensor`.
+
+    Layers that receive the same x in one module call, such as q, k and v, quantize it once, if `convert` was called on
+    that module or on a parent. Codes of x are saved for backward, unless autograd already saves x or its factors
+    (`saved_input.py`). A weight that is a parameter is saved by reference, as in `nn.Linear`: do not write to it before
+    the backward pass. Second derivatives and transforms of `torch.func` raise.
 
     >>> from qshard.recipes import CurrentScaling
     >>> x, w = torch.eye(2, requires_grad=True), torch.tensor([[1.0, 2.0], [4.0, 8.0]], requires_grad=True)
@@ -110,24 +110,24 @@ def linear(
             [ 5., 10.]]), tensor([[1., 1.],
             [1., 1.]])))
 
-    Sources: arXiv:2209.05433.
+    Source: arXiv:2209.05433.
     """
     given_bias: Any = bias
-    if recipe is None and isinstance(given_bias, str | Recipe):
+    if recipe is None and isinstance(given_bias, str | Recipe | type):
         raise TypeError(
-            f"linear: bias ({quote(given_bias)}) is a recipe, and that comes after bias; write linear(x, weight, None, "
-            "recipe)"
+            f"linear: bias ({quote(given_bias)}) is a recipe, but the third argument is the bias; pass linear(x, "
+            "weight, None, recipe), or recipe="
         )
     recipe = as_recipe(recipe, "linear")
     if weight_layout not in ("NK", "KN"):
         raise ValueError(
-            f"linear: weight_layout ({quote(weight_layout)}) is not how weight lies; pass 'NK' for [N, K] or 'KN' for "
-            "[K, N]"
+            f"linear: weight_layout ({quote(weight_layout)}) is not a layout; pass 'NK' for weight [N, K] or 'KN' for "
+            "weight [K, N]"
         )
     is_kn = weight_layout == "KN"
     if is_kn and (isinstance(x, DTensor) or isinstance(weight, DTensor)):
-        raise TypeError("linear: weight (DTensor, weight_layout='KN') cannot be a DTensor; pass it as [N, K]")
-    # Dynamo would hold a graph to the id, and compile alike layers one by one, of which a few are its limit.
+        raise TypeError("linear: weight (DTensor) does not support weight_layout='KN'; pass it as [N, K]")
+    # Dynamo would guard on the id and compile equal layers one by one, until its recompilation limit.
     cut, shared, layer = None, x, 0 if is_compiling() else _id_of(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         _check_shapes(x, weight, bias)
@@ -136,17 +136,18 @@ def linear(
         cut = linear_sharding("linear", x, weight, recipe, scatter_dim, overlap)
         is_there = x.placements == cut.parts[Role.ACTIVATION].placements
         given_x, x, weight = local_of(x), cut.x(x), cut.weight(weight)
-        shared = given_x if is_there else x  # Each call makes another object of the one part that layers share.
+        # `cut.x` returns a new object in each call, so layers that share x compare the local tensor.
+        shared = given_x if is_there else x
     elif scatter_dim is not None:
         raise ValueError(
-            f"linear: scatter_dim ({scatter_dim}) is not for plain tensors; pass DTensors, or leave it out"
+            f"linear: scatter_dim ({scatter_dim}) needs DTensors; pass x and weight as DTensors, or leave it out"
         )
     parts = {} if cut is None else cut.parts
     check_tensor("linear", "x", x)
     check_operand("linear", weight, recipe)
     if cut is None:
         _check_shapes(x, weight, bias, is_kn)
-    if not (parts and is_compiling()):  # Dynamo knows no state of a part that it has made.
+    if not (parts and is_compiling()):  # Dynamo loses the scale state of a shard that it created.
         check_gathered(weight)
     if dtype is not None:
         check_dtype("linear", "dtype", dtype)
@@ -157,7 +158,7 @@ def linear(
     else:
         seed = words("linear", "seed", seed, x.device).view(torch.int32)
     given: list[Tensor] = []
-    advice = "the DelayedScale of each role with DelayedScaling, and nothing with other recipes"
+    advice = "a DelayedScale for each role"
     check_state("linear", "delayed", None if delayed is None else "given", recipe, advice)
     if delayed is not None:
         for role in ROLES:
@@ -184,13 +185,20 @@ def _product(
     activation_group: ActivationGroup | None,
     is_kn: bool,
 ) -> Tensor:
-    """`linear` of plain tensors, without bias.
+    """Compute `linear` of plain tensors, without bias.
 
     Args:
-      cut: which parts they are of larger tensors, if they are.
-      shared: what tells one x from another, for layers that take the same.
-      layer: which layer it is.
-      activation_group: who keeps parts of the codes of x.
+      x: `[..., K]`.
+      weight: `[N, K]` or `[K, N]`, or a `QuantizedTensor`.
+      recipe: the format of each role.
+      seed: for stochastic rounding, int32 `[2]`.
+      given: under delayed scaling the scale of each role and the amax buffer of the gradient.
+      delayed: as for `linear`.
+      dtype: of y.
+      cut: the sharding of the operands, under tensor parallelism.
+      shared: the tensor that identifies x to the layers that share its codes.
+      layer: identifies the layer.
+      activation_group: ranks that each save a part of the codes of x.
       is_kn: the weight is `[K, N]`.
     """
     parts: Mapping[Role, ShardSpec] = {} if cut is None else cut.parts
@@ -214,22 +222,22 @@ def _product(
         key = (*_key(recipe, dtype), parts.get(Role.ACTIVATION))
         xs, others = saved_input.planes_of(shared, x_usage, key, layer, make)
     if delayed is not None:
-        amax, *given[_X_SCALES] = others  # The scale may be that of another layer.
+        amax, *given[_X_SCALES] = others  # Another layer that shares x may have chosen the scale.
         delayed[Role.ACTIVATION].observe(amax)
 
     x_row, w_format, w_again = xs[Usage.ROWWISE], recipe.weight, False
     y: Tensor | None = None
-    # The plane of the weight, as it lies, that each pass contracts.
+    # The plane of the stored weight that each pass contracts.
     forward, backward = (Usage.COLUMNWISE, Usage.ROWWISE) if is_kn else (Usage.ROWWISE, Usage.COLUMNWISE)
     ws: dict[Usage, Operand] = {}
-    # Under hooks something is recomputed, and the product comes in a node of its own.
+    # With saved-tensor hooks, checkpointing may recompute this, so the product is a separate node.
     one_node = eager and not has_saved_tensors_hooks()
-    if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. The hook before it has noted its amax.
+    if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. FSDP2's hook has recorded its amax.
         w_format, ws = weight.format, planes_of(weight, need_x or is_kn)
         if is_kn and forward not in ws:
             ws[forward] = Operand(w_format, transpose(ws[backward].parts, w_format), forward)
     else:
-        # What is no parameter may be there for this product alone, and has more bytes than its codes.
+        # A tensor that is not a parameter may be temporary, and is larger than its codes: save the codes.
         w_again = need_x and eager and (isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None)
         if one_node and not parts and not is_kn and (w_again or not need_x):
             scale = given[_W_SCALE] if given else None
@@ -255,17 +263,17 @@ def _product(
     of_w: Sequence[Tensor | None] = ()
     kept_usage = None
     if w_again:
-        # The version of a wrapper does not count what is written to the tensor inside.
+        # Save the tensor inside the wrapper: the version counter of the wrapper misses writes to it.
         of_w = (weight.shard,) if isinstance(weight, ShardedWeight) else ()
     elif need_x:
-        # A gathered weight is kept as it is: FSDP2 frees its memory, and fills it with the same codes before backward.
+        # A gathered weight is saved as it is: FSDP2 frees its memory and gathers the same codes before backward.
         w = ws[backward] if backward in ws else ws[forward]
         of_w, kept_usage = w.parts, w.usage
-    # Dynamo takes no tensor twice, and what is kept as codes has its scale.
+    # Dynamo does not accept the same input twice, and saved codes already include their scale.
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
     x_again = None if source is None else source.again
     sizes = len(given), len(of_x), shape
-    how = How(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, join, is_kn)
+    how = SavedLayout(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, join, is_kn)
     made: Tensor = apply_node(Gradients, x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w = ws[forward]
@@ -274,19 +282,19 @@ def _product(
 
 
 def _id_of(weight: Tensor) -> Hashable:
-    """Tells one weight from others, in all passes. FSDP1 makes a new view of its flat parameter for each."""
+    """Return an identity of a weight that is equal in all passes."""
     flat = flat_of(weight) if type(weight) is Tensor else None
     return id(weight) if flat is None else (id(flat), weight.storage_offset())
 
 
 def _key(recipe: Recipe, dtype: torch.dtype) -> tuple[Any, ...]:
-    """All that the planes of an activation depend on, besides its values."""
+    """Return everything besides the values of x that its planes depend on."""
     rows = recipe.added_rows(Role.ACTIVATION, Usage.BOTH, 1)
     return recipe.format(Role.ACTIVATION), rows, dtype, recipe if recipe.stateful else None
 
 
 def check_operand(op: str, weight: Tensor, recipe: Recipe) -> None:
-    """Raises unless it is a weight for a recipe, gathered if it is sharded."""
+    """Raise unless `weight` is a gathered tensor, or codes in the recipe's weight format."""
     if isinstance(weight, QuantizedTensor):
         if weight.format is not recipe.weight and not is_compiling():
             check_weight_format(op, "weight", weight.format, recipe)
@@ -296,30 +304,31 @@ def check_operand(op: str, weight: Tensor, recipe: Recipe) -> None:
 
 
 def check_gathered(weight: Tensor) -> None:
+    """Raise if `weight` is a primary weight that was not gathered."""
     if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
         raise ValueError(
             f"linear: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "
-            "convert(primary=True), on one rank too"
+            "convert(primary=True), even on one rank"
         )
 
 
 def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, is_kn: bool = False) -> None:
     lies = "[K, N]" if is_kn else "[N, K]"
     if weight.ndim != 2:
-        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; give weight as {lies}")
+        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; pass weight as {lies}")
     if x.ndim < 1 or x.shape[-1] != weight.shape[0 if is_kn else 1]:
         raise ValueError(
-            f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; give weight as {lies} and x as "
+            f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; pass weight as {lies} and x as "
             "[*lead, K]"
         )
     if bias is not None:
         if not isinstance(bias, Tensor):
             raise TypeError(f"linear: bias ({quote(bias)}) is not a torch.Tensor or None; pass a tensor of [N]")
         if isinstance(weight, DTensor) and not isinstance(bias, DTensor):
-            raise TypeError("linear: bias (Tensor) is not a DTensor, as weight is; distribute both, or neither")
+            raise TypeError("linear: bias is not a DTensor, but weight is; pass both as DTensors, or neither")
         if tuple(bias.shape) != (weight.shape[1 if is_kn else 0],):
             raise ValueError(
-                f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; give it as [N]"
+                f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; pass bias as [N]"
             )
     if weight.device != x.device:
         raise ValueError(f"linear: weight (on {weight.device}) is not on the device of x, {x.device}; move it there")

@@ -1,9 +1,9 @@
-"""`GroupedLinear`: a linear layer for each expert, on tokens that are sorted by expert.
+"""Linear layers of experts, on tokens sorted by expert.
 
-    x [M, K], sorted  ->  tiles, none of two experts  ->  codes, with scales by expert  ->  products by expert
+    x [M, K], sorted  ->  tiles, each of one expert  ->  codes, with scales by expert  ->  products by expert
 
-It is a loop over layers, in a number of launches that does not grow with them: codes are those that each layer alone
-makes of its rows, bit for bit.
+A loop over single `Linear` layers computes the same codes, bit for bit. Here the number of kernel launches does not
+grow with the number of experts.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, che
 from qshard.torch_bridge._fsdp.scale_state import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.expert_tiles import (
-    Side,
+    GroupedOperand,
     Tiles,
-    products_of_experts,
-    products_of_rows,
-    quantized_places,
-    side_of,
+    expert_products,
+    make_operand,
+    quantize_tiles,
+    row_product,
     stack_weights,
     tiles_of,
 )
@@ -57,38 +57,38 @@ def grouped_linear(
     delayed: Sequence[Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`linear` for each expert: rows of group e give `x_e @ weights[e].T`.
+    """Compute `linear` for each expert: rows of group e give `x_e @ weights[e].T`.
 
     Args:
       x: float32, bfloat16 or float16 `[M, K]`, rows sorted by expert.
-      weights: `[N, K]` of each expert, as `linear` takes them; or one tensor of all experts.
-      group_sizes: int32 or int64 `[E]`: how many rows each expert has; any may be 0. Rows after the last group give
-        zeros. On a GPU it may be there, and nothing waits for it; or on the host, where each expert's product is then a
-        call of its own.
+      weights: one `[N, K]` per expert, each as for `linear`; or one tensor of all experts.
+      group_sizes: int32 or int64 `[E]`, the number of rows of each expert, 0 or more. Rows after the last group give
+        zeros. If they are on the GPU, the call does not synchronize with the host. If they are on the CPU, each
+        expert's product is a GEMM call of its own.
       recipe: as for `linear`.
-      weight_layout: of one tensor of all experts, which needs it, as where N == K no shape shows which one is meant:
-        "NK" for `[E, N, K]`, "KN" for `[E, K, N]`, which `torch.nn.functional.grouped_mm` takes. Both give the same
-        bits; "KN" copies the weights in each call.
-      seeds: of stochastic rounding, int32 `[E, 2]`: those that `linear` would take for each expert.
-      delayed: for each expert the states that `linear` would take.
+      weight_layout: required with one tensor of all experts, because N == K would be ambiguous: "NK" for `[E, N, K]`,
+        "KN" for `[E, K, N]`, as in `torch.nn.functional.grouped_mm`. Both give the same bits. "KN" copies the weights
+        in each call.
+      seeds: for stochastic rounding, int32 `[E, 2]`: the seed of `linear` for each expert.
+      delayed: for each expert the states that `linear` takes.
       dtype: as for `linear`.
 
     Returns:
-      `[M, N]`. The gradient of the weight of an expert without rows is zeros.
-
-    Codes and scales are, bit for bit, those of `linear` on the rows of an expert alone, in a number of launches that
-    does not grow with the experts, but for weights that are vectors, stochastic or delayed. Products are summed in
-    another order. On GPUs whose host does not know the sizes, they are of bfloat16, or on Hopper of E4M3 codes with one
-    scale, and the result is rounded to bfloat16.
-
-    Scales of an expert are those of this rank's rows. Every rank may have other experts, or other rows. Under
-    `torch.compile` it runs as it is, between graphs.
+      `[M, N]`. The weight gradient of an expert without rows is zeros.
 
     Raises:
-      TypeError: an argument is not of its type.
-      ValueError: shapes do not fit each other or the formats; a seed, a state or `weight_layout` is missing; or, where
-        the host knows them, sizes are negative or have more rows than x. Sizes on a GPU are checked there: a wrong one
-        ends the process's CUDA context with an assertion.
+      TypeError: an argument has the wrong type.
+      ValueError: shapes do not fit each other or the formats; a seed, a state or `weight_layout` is missing; or group
+        sizes on the CPU are negative or exceed the rows of x. Group sizes on a GPU are checked by a device assertion,
+        which ends the CUDA context of the process.
+
+    Codes and scales are bit for bit the codes and scales of `linear` on the rows of each expert. The number of launches
+    does not grow with the number of experts, except to quantize weights with 1-D blocks, stochastic rounding or delayed
+    scaling. Products are summed in another order than in `linear`. With group sizes on the GPU, products are computed
+    in bfloat16, or on Hopper from E4M3 codes of per-tensor formats, and the result is rounded to bfloat16.
+
+    Scales depend on this rank's rows only. Ranks may have different experts or different rows. Under `torch.compile`
+    the call runs eagerly, after a graph break.
 
     >>> from qshard.recipes import CurrentScaling
     >>> x, w = torch.full((6, 32), 7.0), torch.stack([torch.full((16, 32), v) for v in (0.875, 1.75, 3.5)])
@@ -114,7 +114,7 @@ def grouped_linear(
     check_weight_shape("grouped_linear", "weights", recipe, tuple(each[0].shape))
     seeds = _checked_seeds(seeds, recipe, len(each))
     states = None if delayed is None else len(delayed)
-    advice = "states for each" if recipe.stateful else "None"
+    advice = "a dict of DelayedScale by role for each expert" if recipe.stateful else "None"
     experts, fits = f"{len(each)} experts", states in (None, len(each))
     check_state("grouped_linear", "delayed", states, recipe, advice, layers=experts, fits=fits)
     how = _How(recipe, x.dtype if dtype is None else dtype, _checked_sizes(x, len(each), group_sizes), delayed)
@@ -124,29 +124,29 @@ def grouped_linear(
 
 
 def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor] | Tensor:
-    """The weights as `[N, K]` of each expert, or one tensor as `[E, N, K]`."""
+    """Return the weights as one `[N, K]` per expert, or as one tensor `[E, N, K]`."""
     if not isinstance(weights, Tensor):
         if layout not in (None, "NK"):
             raise ValueError(
-                f"grouped_linear: weight_layout ({quote(layout)}) is of one tensor of all experts, and weights are one "
-                "for each; pass each as [N, K], and leave weight_layout out"
+                f"grouped_linear: weight_layout ({quote(layout)}) is for one tensor of all experts, but weights is a "
+                "list; pass each as [N, K], and leave weight_layout out"
             )
         return weights
     if layout not in ("NK", "KN"):
         raise ValueError(
-            f"grouped_linear: weight_layout ({quote(layout)}) does not say how one tensor of all experts lies; pass "
-            "'NK' for [E, N, K], as nn.Linear has it, or 'KN' for [E, K, N], as grouped_mm takes it"
+            f"grouped_linear: weight_layout ({quote(layout)}) is not a layout; pass 'NK' for weights [E, N, K], as in "
+            "nn.Linear, or 'KN' for weights [E, K, N], as in grouped_mm"
         )
     return weights if layout == "NK" or weights.ndim != 3 else weights.transpose(1, 2).contiguous()
 
 
 def _check_shapes(x: Tensor, weights: Sequence[Tensor]) -> None:
-    """Raises unless rows and weights belong together."""
+    """Raise unless the shapes and devices of x and the weights fit."""
     shapes = list(dict.fromkeys(tuple(weight.shape) for weight in weights))
     if len(shapes) != 1 or len(shapes[0]) != 2 or x.ndim != 2 or x.shape[1] != shapes[0][1]:
         raise ValueError(
-            f"grouped_linear: weights {', '.join(map(str, shapes)) or '(none)'} do not fit x {tuple(x.shape)}; give "
-            "each as [N, K], all alike, and x as [M, K]"
+            f"grouped_linear: weights {', '.join(map(str, shapes)) or '(none)'} do not fit x {tuple(x.shape)}; pass "
+            "each as [N, K], all of one shape, and x as [M, K]"
         )
     for weight in weights:
         if weight.device != x.device:
@@ -161,41 +161,50 @@ def _checked_seeds(seeds: Any, recipe: Recipe, experts: int) -> Tensor | None:
     what = quote(seeds) if not isinstance(seeds, Tensor) else f"{dtype_name(seeds.dtype)} {tuple(seeds.shape)}"
     if not isinstance(seeds, Tensor) or seeds.dtype != torch.int32 or tuple(seeds.shape) != (experts, 2):
         raise (ValueError if seeds is None or isinstance(seeds, Tensor) else TypeError)(
-            f"grouped_linear: seeds ({what}) are not int32 {(experts, 2)}, and {type(recipe).__name__} rounds at "
-            "random; pass two words for each expert"
+            f"grouped_linear: {type(recipe).__name__} uses stochastic rounding and needs `seeds` as int32 "
+            f"{(experts, 2)}, not {what}; pass a new uint64 per expert, as two int32"
         )
     return seeds
 
 
 def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, ...] | None:
-    """Raises unless they count rows of x. Returns the sizes, if the host has them."""
+    """Check `group_sizes`, and return them as ints if they are on the CPU."""
     if not isinstance(group_sizes, Tensor):
         raise TypeError(f"grouped_linear: group_sizes ({quote(group_sizes)}) is not a torch.Tensor; pass int32 [E]")
     if tuple(group_sizes.shape) != (experts,) or group_sizes.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"grouped_linear: group_sizes ({dtype_name(group_sizes.dtype)} {tuple(group_sizes.shape)}) is not an "
-            f"int32 or int64 for each of {experts} experts; count the rows of each"
+            f"grouped_linear: group_sizes ({dtype_name(group_sizes.dtype)} {tuple(group_sizes.shape)}) is not one "
+            f"int32 or int64 for each of {experts} experts; pass the number of rows of each expert"
         )
     if group_sizes.device.type == "cpu":
         sizes = tuple(group_sizes.tolist())
         if min(sizes) < 0 or sum(sizes) > x.shape[0]:
             raise ValueError(
-                f"grouped_linear: group_sizes ({sum(sizes)} in all, {min(sizes)} the least) do not count the rows of x "
-                f"{tuple(x.shape)}; count again"
+                f"grouped_linear: group_sizes (sum {sum(sizes)}, minimum {min(sizes)}) are negative or exceed the rows "
+                f"of x {tuple(x.shape)}; pass the number of rows of each expert"
             )
         return sizes
     if group_sizes.device != x.device:
         raise ValueError(
-            f"grouped_linear: group_sizes (on {group_sizes.device}) are neither on the host nor on {x.device}, where x "
-            "is; move them"
+            f"grouped_linear: group_sizes (on {group_sizes.device}) are neither on the CPU nor on {x.device}, the "
+            "device of x; move them there"
         )
     fits = (group_sizes >= 0).all() & (group_sizes.sum() <= x.shape[0])
-    torch._assert_async(fits, "grouped_linear: group_sizes are negative, or have more rows than x; count again")
+    torch._assert_async(
+        fits, "grouped_linear: group_sizes are negative or exceed the rows of x; pass the number of rows of each expert"
+    )
     return None
 
 
 class _How(NamedTuple):
-    """What is not a tensor. `sizes` as the host knows them."""
+    """Arguments of `_GroupedProduct` that are not tensors.
+
+    Attributes:
+      recipe: the format of each role.
+      dtype: of y.
+      sizes: the group sizes, if the host knows them.
+      delayed: the states of each expert, under delayed scaling.
+    """
 
     recipe: Recipe
     dtype: torch.dtype
@@ -212,7 +221,7 @@ class _How(NamedTuple):
 
 
 class _GroupedProduct(Node):
-    """Weights are of each expert; or one tensor `[E, N, K]`."""
+    """Autograd node of `grouped_linear`, with one weight per expert or one tensor `[E, N, K]`."""
 
     op, degree = "grouped_linear", 2
     instead = "multiply the rows of each expert with torch.nn.functional.linear"
@@ -229,13 +238,13 @@ class _GroupedProduct(Node):
         ws, scales = _weights(weights, how, Usage.ROWWISE, seeds)
         stops = _stops(how, tiles)
         row, columns = Usage.ROWWISE, weights[0].shape[-2]
-        y = products_of_rows(sides[row], ws[row], row, tiles, stops, columns, how.dtype, fast=True)
+        y = row_product(sides[row], ws[row], row, tiles, stops, columns, how.dtype, fast=True)
         kept_x = sides[Usage.COLUMNWISE] if need_w else None
-        # Codes that FSDP2 has gathered are kept as they are: it frees their memory, and fills it again.
+        # Codes gathered by FSDP2 are saved by reference: FSDP2 frees their memory and gathers them again.
         kept_w = (weights, scales) if need_x else None
         tensors, ctx.rest = _flat((tiles, kept_x, seeds, kept_w))
         ctx.how, ctx.x_dtype, ctx.w_dtype, ctx.w_shape = how, x.dtype, weights[0].dtype, weights[0].shape
-        return tiles.gathered(y), tensors
+        return tiles.gather(y), tensors
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -248,14 +257,14 @@ class _GroupedProduct(Node):
         of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
         if need_w:
             shape = (len(tiles.sizes), *ctx.w_shape[-2:])
-            dw = products_of_experts(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype)
+            dw = expert_products(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype)
             of_weights = [dw] if len(ctx.w_shape) == 3 else dw.unbind()
         if need_x:
             plane = source(how.recipe.weight, columns)
             (w,) = _weights(kept_w[0], how, plane, seeds, kept_w)[0].values()
             row = sides.pop(Usage.ROWWISE)
-            made = products_of_rows(row, w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
-            grad_x = tiles.gathered(made).to(ctx.x_dtype)
+            made = row_product(row, w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
+            grad_x = tiles.gather(made).to(ctx.x_dtype)
         return grad_x, None, None, None, *of_weights
 
 
@@ -266,13 +275,14 @@ def _stops(how: _How, tiles: Tiles) -> tuple[int, ...] | None:
 
 
 def _flat(tree: Any) -> tuple[list[Tensor], Any]:
-    """The tensors of a tree, and what is left of it."""
+    """Split a tree into its tensors and the rest, for `save_for_backward`."""
     leaves, spec = pytree.tree_flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return tensors, ([None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves], spec)
 
 
 def _whole(tensors: Sequence[Tensor], rest: Any) -> Any:
+    """Rebuild the tree that `_flat` split."""
     leaves, spec = rest
     given = iter(tensors)
     return pytree.tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in leaves], spec)
@@ -280,11 +290,11 @@ def _whole(tensors: Sequence[Tensor], rest: Any) -> Any:
 
 def _quantize_rows(
     x: Tensor, how: _How, usage: Usage, role: Role, tiles: Tiles, seeds: Tensor | None
-) -> dict[Usage, Side]:
+) -> dict[Usage, GroupedOperand]:
     spec = operand_spec(how.recipe, role, usage)
     spec.layouts((tiles.number * tiles.unit, x.shape[1]))
-    places = tiles.spread(x.detach().to(how.dtype))
-    sides, amaxes = quantized_places(places, spec, tiles, seeds=seeds, scale=how.scales(role))
+    places = tiles.scatter(x.detach().to(how.dtype))
+    sides, amaxes = quantize_tiles(places, spec, tiles, seeds=seeds, scale=how.scales(role))
     how.observe(role, amaxes)
     return sides
 
@@ -295,14 +305,21 @@ def _weights(
     usage: Usage,
     seeds: Tensor | None,
     kept: tuple[Any, Scales | None] | None = None,
-) -> tuple[dict[Usage, Side | Sequence[Operand]], Scales | None]:
-    """Those planes of all weights that are there, or are to be made; and scales to make them again by.
+) -> tuple[dict[Usage, GroupedOperand | Sequence[Operand]], Scales | None]:
+    """Return planes of all weights, and the scales to quantize them again in the backward pass.
 
-    `kept`, in backward: weights, and the scales that they had in forward.
+    Args:
+      weights: codes, one tensor per expert, or one tensor `[E, N, K]`.
+      how: the arguments of the node.
+      usage: the planes to compute; for codes, the planes to return where all weights have them.
+      seeds: of each expert, for stochastic rounding.
+      kept: in the backward pass: the weights and the scales of the forward pass.
     """
     recipe = how.recipe
 
-    def together(each: list[dict[Usage, Operand]], usages: Iterable[Usage]) -> dict[Usage, Side | Sequence[Operand]]:
+    def together(
+        each: list[dict[Usage, Operand]], usages: Iterable[Usage]
+    ) -> dict[Usage, GroupedOperand | Sequence[Operand]]:
         of = {usage: [planes[usage] for planes in each] for usage in usages}
         return {usage: planes if how.sizes is not None else stack_weights(planes) for usage, planes in of.items()}
 
@@ -325,8 +342,8 @@ def _weights(
     return together(made, usage.planes), None
 
 
-def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) -> tuple[Side, Scales]:
-    """The rowwise plane of all weights, by the ops on lists that ZeRO and FSDP2 have for theirs."""
+def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) -> tuple[GroupedOperand, Scales]:
+    """Quantize all weights rowwise in a constant number of launches, with the list ops of FSDP2 and ZeRO."""
     one = FlatSlice(tuple(values[0].shape), fmt, dtype_name(values[0].dtype))
     flat, whole = flat_plan((one,) * len(values), values[0].device), [value.reshape(-1) for value in values]
     if scales is None:
@@ -335,23 +352,29 @@ def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) 
     data = torch.empty((len(values), *where.data_shape), dtype=torch.uint8, device=values[0].device)
     flat.cast([*data.unbind()], whole, [scales.scale], pieces=False)
     scale_inv = scales.scale_inv.view(len(values), *where.scale_shape)
-    return side_of(fmt, Usage.ROWWISE, Plane(data, scale_inv, scales.global_scale_inv)), scales
+    return make_operand(fmt, Usage.ROWWISE, Plane(data, scale_inv, scales.global_scale_inv)), scales
 
 
 class GroupedLinear(nn.Module):
-    """A `Linear` for each expert, called at once on tokens that are sorted by expert.
+    """One `Linear` per expert, applied to all tokens in one call. Tokens are sorted by expert.
 
-    Under FSDP2 call `update_scales(model)` once, after `fully_shard`: then one reduction of amaxes serves the model,
-    where else each such layer has its own.
+    Under FSDP2 call `update_scales(model)` once after `fully_shard`. Then one all-reduce of amaxes serves the whole
+    model, instead of one per layer.
 
     Args:
-      num_experts: how many.
-      in_features, out_features, device, dtype: of each.
+      num_experts: number of experts.
+      in_features: K of each expert.
+      out_features: N of each expert.
       recipe: the format of each role, or its name.
+      device: of each expert's weight.
+      dtype: of each expert's weight.
 
     Attributes:
-      experts: the layers, without biases. Each is a `Linear` in all that it is not called for: its weight is sharded by
-        FSDP2 or ZeRO and gathered as codes, saved, moved, and kept as codes under `convert(primary=True)`.
+      experts: one `Linear` without bias per expert. Each weight is sharded by FSDP2 or ZeRO, gathered as codes, saved,
+        moved and kept as codes under `convert(primary=True)`, like the weight of any `Linear`.
+
+    Raises:
+      ValueError: `num_experts` is not positive, or as for `Linear`.
 
     >>> from qshard.recipes import CurrentScaling
     >>> layer = GroupedLinear(3, 32, 16, recipe=CurrentScaling())
@@ -374,17 +397,27 @@ class GroupedLinear(nn.Module):
         super().__init__()
         if not hasattr(num_experts, "__index__") or num_experts < 1:
             raise ValueError(
-                f"GroupedLinear: num_experts ({quote(num_experts)}) is not positive; pass an int from 1 up"
+                f"GroupedLinear: num_experts ({quote(num_experts)}) is not positive; pass an integer of at least 1"
             )
         layer = {"bias": False, "recipe": recipe, "device": device, "dtype": dtype}
         self.experts = nn.ModuleList(Linear(in_features, out_features, **layer) for _ in range(num_experts))
         for expert in self.experts:
             weight = cast(ShardedWeight, expert.weight)
-            weight.scale_state.passes = Passes.of(self)  # One refresh for all of them.
+            weight.scale_state.passes = Passes.of(self)  # All experts share one refresh of scales.
 
     @classmethod
     def of(cls, layers: Iterable[nn.Module]) -> GroupedLinear:
-        """Of layers that are there: all made by `convert`, of one recipe and shape, without biases."""
+        """Build the layer from existing `Linear` modules.
+
+        Args:
+          layers: converted layers of one recipe and shape, without biases.
+
+        Returns:
+          A `GroupedLinear` that contains `layers` themselves.
+
+        Raises:
+          ValueError: a layer is not a `Linear`, has a bias, or differs in recipe or shape.
+        """
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.experts = nn.ModuleList(layers)
@@ -392,14 +425,23 @@ class GroupedLinear(nn.Module):
         plain = all(isinstance(layer, Linear) and layer.bias is None for layer in made.experts)
         if not plain or len(alike) != 1:
             raise ValueError(
-                f"GroupedLinear.of: layers ({quote([*made.experts])}) are not Linear without bias, of one recipe and "
-                "shape; call convert on them first"
+                f"GroupedLinear.of: layers ({quote([*made.experts])}) are not converted Linear layers without bias, of "
+                "one recipe and shape; call convert on them first"
             )
         return made
 
     def forward(self, input: Tensor, group_sizes: Tensor) -> Tensor:
+        """Apply expert e to the rows of its group, as `grouped_linear` does.
+
+        Args:
+          input: `[M, K]`, rows sorted by expert.
+          group_sizes: int32 or int64 `[E]`, the number of rows of each expert.
+
+        Returns:
+          `[M, N]`.
+        """
         layers = cast(list[Linear], [*self.experts])
-        called = [layer.taken(input) for layer in layers]
+        called = [layer.call_operands(input) for layer in layers]
         first = called[0]
         seeds = None if first.seed is None else torch.stack([one.seed for one in called if one.seed is not None])
         delayed = None if first.delayed is None else [one.delayed for one in called]

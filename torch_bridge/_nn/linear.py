@@ -1,4 +1,4 @@
-"""`Linear`: the layer whose three matrix products take quantized operands."""
+"""`Linear` and its base class: layers with a quantized weight, their state dicts, moves and pickles."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from qshard.torch_bridge._nn.operands import ROLES
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._quantized.device_moves import Move, changes
-from qshard.torch_bridge._quantized.scaling_state import loaded_if_there
+from qshard.torch_bridge._quantized.scaling_state import load_state_if_present
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
 from qshard.torch_bridge._torch_internals import hooks_of, put_hooks
 
 
 def _take_seed(seed: Tensor, rank: int) -> Tensor:
-    """What `seed` is, for this rank; `seed` becomes the next one."""
-    return _seed_taken(seed, rank) if may_skip_dispatcher((seed,)) else _take_seed_op(seed, rank)
+    """Return this rank's seed for one call, and advance the buffer `seed`."""
+    return _next_seed(seed, rank) if may_skip_dispatcher((seed,)) else _take_seed_op(seed, rank)
 
 
-def _seed_taken(seed: Tensor, rank: int) -> Tensor:
+def _next_seed(seed: Tensor, rank: int) -> Tensor:
     taken = seed.clone()
     if rank:
         taken[1].add_(rank)
@@ -47,9 +47,9 @@ def _seed_taken(seed: Tensor, rank: int) -> Tensor:
     return taken
 
 
-# One op, since compilers of torch 2.13 move a copy that only the backward pass needs into it, where it reads the next
-# seed.
-_take_seed_op = torch.library.custom_op("qshard::take_seed", _seed_taken, mutates_args=("seed",))
+# A single op, because compilers of torch 2.13 would move a copy that only the backward pass needs into the backward
+# graph, where it would read the next seed.
+_take_seed_op = torch.library.custom_op("qshard::take_seed", _next_seed, mutates_args=("seed",))
 
 
 @_take_seed_op.register_fake
@@ -60,17 +60,25 @@ def _(seed: Tensor, rank: int) -> Tensor:
 def wrap_weight(
     weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None, primary: bool = False
 ) -> nn.Parameter:
-    """A weight with the hooks by which FSDP2 gathers it as codes; the same memory."""
+    """Wrap a weight as a `ShardedWeight`, which FSDP2 gathers as codes. It shares the memory of `weight`.
+
+    Args:
+      weight: `[N, K]`, or the layout of its layer.
+      recipe: the recipe of the layer.
+      name: the name of the weight, for errors.
+      root: the module to refresh scales for; None if not known yet.
+      primary: the weight becomes a primary weight.
+    """
     state = ScaleState(recipe, name, root, weight.device, primary)
     state.shape = tuple(weight.shape)
-    # A tensor of its own also where nothing requires a gradient: `replace_parameter` makes another of the weight.
+    # Always a new tensor, even if nothing requires grad: `replace_parameter` swaps its contents.
     return nn.Parameter(ShardedWeight(plain(weight).detach(), state), requires_grad=weight.requires_grad)
 
 
 def replace_parameter(weight: nn.Parameter, made: nn.Parameter) -> None:
-    """Makes `weight` what `made` is. It stays the object that optimizers hold, with its gradient, hooks and attributes.
+    """Swap `made` into `weight`, which stays the same object for optimizers.
 
-    `made` is of no use afterwards.
+    The gradient, hooks and attributes of `weight` are kept. `made` must not be used afterwards.
     """
     made.grad = weight.grad
     put_hooks(made, *hooks_of(weight))
@@ -79,7 +87,10 @@ def replace_parameter(weight: nn.Parameter, made: nn.Parameter) -> None:
 
 
 def _move_of_codes(move: Move) -> Move:
-    """A move that keeps codes. Without it another dtype raises, and `to_empty` replaces them by a float tensor."""
+    """Wrap `move` so that it moves codes of a `QuantizedTensor` unchanged.
+
+    Without it, a new dtype raises, and `to_empty` replaces the codes by a float tensor.
+    """
 
     def move_codes(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, QuantizedTensor) or not changes(move, tensor):
@@ -91,28 +102,28 @@ def _move_of_codes(move: Move) -> Move:
 
 
 def check_not_sealed(module: nn.Module, move: Move) -> None:
-    """Raises if a move would change a sealed primary weight: its master would stay."""
+    """Raise if `move` would change a sealed primary weight, because its master in the optimizer would not move."""
     for each in modules_of(module):
         if isinstance(each, FSDPModule):
-            each.reshard()  # As it does itself to move: its parameters may be what is gathered.
+            each.reshard()  # FSDP2 does the same before a move: its parameters may be the gathered ones.
     for parameter in parameters_of(module):
         state: ScaleState | None = getattr(local_of(parameter), "scale_state", None)
         if state is not None and state.is_sealed and changes(move, parameter):
             raise NotImplementedError(
-                f"Linear: {state.name} (primary) has a master in its optimizer, which stays where it is; move the "
-                "model before its first forward, and before its optimizer is made"
+                f"Linear: {state.name} (primary) has a master in its optimizer, which would not move; move the model "
+                "before its first forward and before making the optimizer"
             )
 
 
 def _rank_of(weight: Tensor) -> int:
-    """What to add to a seed: ranks that have parts of one tensor share a seed."""
+    """Return the offset of this rank's seed. Ranks with shards of the same tensor use the same seed."""
     if isinstance(weight, DTensor):
         return first_rank(weight.device_mesh)
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 class LinearOperands(NamedTuple):
-    """What a call of a layer multiplies, as `linear` takes it; `dtype`: in which, under autocast."""
+    """Operands of one call of a layer, as arguments of `linear`. `dtype` is set under autocast."""
 
     input: Tensor
     weight: Tensor
@@ -122,12 +133,23 @@ class LinearOperands(NamedTuple):
 
 
 class WeightLayer(Extends):
-    """A layer with one quantized weight: its recipe, seed and state of scaling, in checkpoints, copies and pickles.
+    """Base class of layers with one quantized weight.
+
+    It keeps the recipe, the seed and the scaling state consistent in state dicts, copies, pickles and moves.
 
     Attributes:
       recipe: the format of each role.
-      weight_layout: how the weight lies, as for `linear`.
-      seed, delayed, scatter_dim, overlap, activation_group: as of `Linear`.
+      weight: a `ShardedWeight`, a DTensor of one, or a `QuantizedTensor`.
+      bias: a parameter, or None.
+      weight_layout: memory layout of the weight, as for `linear`.
+      seed: as in `Linear`.
+      delayed: as in `Linear`.
+      scatter_dim: as in `Linear`.
+      overlap: as in `Linear`.
+      activation_group: as in `Linear`.
+      is_one_layer: True: the module is a single layer, so a model that contains it takes over the refresh of its
+        scales.
+      scaling_buffers: names of the buffers that `scaling_state` saves.
     """
 
     recipe: Recipe
@@ -143,7 +165,7 @@ class WeightLayer(Extends):
     scaling_buffers = ("seed",)
 
     def begin(self, recipe: Recipe, weight: nn.Parameter) -> None:
-        """Takes a recipe, and a weight that is wrapped for it."""
+        """Set the recipe and a weight that `wrap_weight` returned, and create the seed and the scaling state."""
         self.recipe, self.weight = recipe, weight
         state = self._state()
         assert state is not None
@@ -153,7 +175,7 @@ class WeightLayer(Extends):
             assert state.delayed is not None
             self.delayed = nn.ModuleDict({Role.WEIGHT.value: state.delayed, **own})
         seed = torch.empty(2, dtype=torch.int32, device=weight.device) if recipe.stochastic else None
-        self.register_buffer("seed", seed, persistent=False)  # `scaling_state` has it.
+        self.register_buffer("seed", seed, persistent=False)  # `scaling_state` saves it.
         self._reset_state()
 
     def _reset_state(self) -> None:
@@ -165,10 +187,11 @@ class WeightLayer(Extends):
                 cast(DelayedScale, state).reset()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Where tensor parallelism puts the cut weight in the place of the whole one.
+        """Register a parameter. Tensor parallelism replaces the weight by a shard through this method.
 
-        Some cuts copy, and what DTensor copies is plain: it becomes a sharded weight again. Whether a layer can be cut
-        so is seen when it runs: weights that are gathered before may be cut anywhere.
+        Some shardings copy the weight, and DTensor copies to a plain tensor, which is wrapped again here. Whether the
+        layer can run with this sharding is checked in `forward`, because a weight that is gathered before may have any
+        sharding.
         """
         old: Any = self._parameters.get("weight")
         new: Any = param
@@ -182,9 +205,10 @@ class WeightLayer(Extends):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """All modules in here, but none while `parallelize_module` walks, which would cut states as it cuts weights.
+        """Yield all modules, except the scaling states while `parallelize_module` shards this layer.
 
-        It cuts each module that it comes by before it asks for the next, and makes DTensors of all buffers.
+        `parallelize_module` shards each module before it requests the next, and turns all parameters and buffers into
+        DTensors. The states must stay plain tensors.
         """
         was_cut = isinstance(self._parameters.get("weight"), DTensor)
         modules = super().named_modules(memo, prefix, remove_duplicate)
@@ -200,30 +224,30 @@ class WeightLayer(Extends):
         return local.scale_state if isinstance(local, ShardedWeight) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A sharded weight is pickled as a plain parameter, with the name and the kind that `__setstate__` restores."""
+        """Pickle a sharded weight as a plain parameter, and its name and kind for `__setstate__`."""
         state = self._state()
         name, primary = (None, False) if state is None else (state.name, state.primary is not None)
         return {**super().__getstate__(), "_weight_name": name, "_weight_primary": primary}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         given = dict(state)
-        name, primary = given.pop("_weight_name", None), given.pop("_weight_primary", False)  # Older files lack it.
+        name, primary = given.pop("_weight_name", None), given.pop("_weight_primary", False)  # Older files lack them.
         super().__setstate__(given)
-        if name is not None and type(self.weight) is nn.Parameter:  # Not so in a copy, nor if layers share it.
+        if name is not None and type(self.weight) is nn.Parameter:  # Not in a copy, or if layers share the weight.
             replace_parameter(self.weight, self._wrap(self.weight, name, primary))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """A checkpoint holds plain tensors: it loads without qshard, and under any other recipe."""
+        """Save plain tensors, so that the checkpoint loads without qshard and under any recipe."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         key = prefix + "weight"
-        if not keep_vars and key in destination:  # It is not where the weight is computed, as if it is parametrized.
+        if not keep_vars and key in destination:  # The key is missing if the weight is parametrized.
             value = destination[key] = plain(destination[key])
             state = self._state()
             if state is not None and state.primary is not None:
                 state.primary.show(value)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *others: Any) -> None:
-        """The state of scaling is in no state dict, but in those of old files: that of another recipe is left out."""
+        """Load values or codes. Scaling state in old state dicts is ignored if the recipe does not use it."""
         state, key, seed = self._state(), prefix + "weight", prefix + "seed"
         assign, was_meta = metadata.get("assign_to_params_buffers", False), self.weight.is_meta
         loaded, held = state_dict.get(key), cast(Any, self._parameters.get("weight"))
@@ -239,25 +263,25 @@ class WeightLayer(Extends):
             elif state is not None:
                 loaded = wrap(loaded, state)
             elif isinstance(held, QuantizedTensor) and type(loaded) in (Tensor, nn.Parameter):
-                loaded = self._wrap(loaded, key)  # Values in the place of codes.
+                loaded = self._wrap(loaded, key)  # Values replace codes.
             state_dict = {**state_dict, key: loaded}
         foreign = [prefix + "delayed."] * ("delayed" not in self._modules) + [seed] * (self.seed is None)
         state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(foreign))}
-        with loaded_if_there(self, state_dict, prefix):
+        with load_state_if_present(self, state_dict, prefix):
             super()._load_from_state_dict(state_dict, prefix, metadata, strict, *others)
         if was_meta and not self.weight.is_meta:
             self._make_state(self.weight.device)
 
     def _unfit(self, codes: Tensor, name: str, assign: bool) -> str | None:
-        """An error if codes of a state dict cannot be the weight, or be copied to it; else None."""
+        """Return an error message if codes in a state dict cannot become the weight, else None."""
         assert isinstance(codes, QuantizedTensor)
         what, state = f"load_state_dict: {name} ({codes.format})", self._state()
         if isinstance(self.weight, DTensor) or (state is not None and state.is_sealed):
-            return f"{what} is codes, and the layer has shards of values or of a master; load codes.dequantize()"
+            return f"{what} is quantized, but the layer has sharded values or a master; load codes.dequantize()"
         if state is not None and not assign:
-            return f"{what} is codes, which values are not copied from; pass assign=True, or load codes.dequantize()"
+            return f"{what} is quantized, but the layer has values; pass assign=True, or load codes.dequantize()"
         if codes.parts(Usage.ROWWISE) is None:
-            return f"{what} has no rowwise plane, which a layer needs; quantize with usage=Usage.ROWWISE or BOTH"
+            return f"{what} has no rowwise plane, which a layer needs; quantize with usage=Usage.ROWWISE or Usage.BOTH"
         try:
             check_weight_format("load_state_dict", name, codes.format, self.recipe)
         except ValueError as error:
@@ -265,20 +289,20 @@ class WeightLayer(Extends):
         return None
 
     def _wrap(self, value: Tensor, name: str, primary: bool = False) -> nn.Parameter:
-        """`wrap_weight` for this layer, with its delayed state."""
+        """Apply `wrap_weight` with this layer's recipe and delayed state."""
         weight = wrap_weight(value, self.recipe, name, None, primary)
         if "delayed" in self._modules:
             cast(ShardedWeight, weight).scale_state.delayed = cast(DelayedScale, self.delayed[Role.WEIGHT.value])
         return weight
 
     def _make_state(self, device: torch.device) -> None:
-        """Initializes seeds and delayed scales that are still on meta, once the weight has left it."""
+        """Initialize seeds and delayed scales that are still on meta, after the weight has left it."""
         if self.seed is not None and self.seed.is_meta:
             self.seed = torch.empty_like(self.seed, device=device).random_(-(2**31), 2**31)
         for module in self.children():
             for state in module.children():
                 if cast(DelayedScale, state).scale.is_meta:
-                    state.to_empty(device=device)  # It resets itself.
+                    state.to_empty(device=device)  # `to_empty` resets the state.
 
     def _apply(self, fn: Any, recurse: bool = True) -> WeightLayer:
         check_not_sealed(self, fn)
@@ -286,26 +310,35 @@ class WeightLayer(Extends):
         belongings = [(hooks_of(parameter), attributes_of(parameter)) for parameter in own]
         was_meta = self.weight.is_meta
         has_codes = isinstance(self._parameters.get("weight"), QuantizedTensor)
-        super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
+        try:
+            super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
+        except RuntimeError as error:
+            if "Couldn't swap" not in str(error):
+                raise
+            state = self._state()
+            raise RuntimeError(
+                f"{type(self).__name__}: {'weight' if state is None else state.name} is in an autograd graph or has a "
+                "view, so it cannot move or change its dtype; drop losses, outputs and views of the model first"
+            ) from None
         for parameter, (hooks, attributes) in zip(own, belongings, strict=True):
-            put_hooks(parameter, *hooks)  # `swap_tensors`, by which subclasses move, loses hooks and attributes.
+            put_hooks(parameter, *hooks)  # `swap_tensors`, which moves tensor subclasses, drops hooks and attributes.
             for name, value in attributes.items():
                 parameter.__dict__.setdefault(name, value)
         if was_meta and not self.weight.is_meta:
             self._reset_state()
         return self
 
-    def taken(self, input: Tensor) -> LinearOperands:
-        """What a call multiplies, and the seed and the states that it takes."""
+    def call_operands(self, input: Tensor) -> LinearOperands:
+        """Return the operands of one call, and take a seed for it."""
         given: Any = input
         if not isinstance(given, Tensor):
             check_tensor("Linear", "input", given)
         seed = delayed = dtype = None
         if torch.is_autocast_enabled(input.device.type):
-            dtype = torch.get_autocast_dtype(input.device.type)  # Given on, so that layers which share x round it once.
+            dtype = torch.get_autocast_dtype(input.device.type)  # Passed on, so that layers that share x round it once.
             if dtype_name(input.dtype) not in FLOATS:
                 input = input.to(dtype)
-        weight: Tensor = self.weight  # Once: it may be a property, as of a parametrization that gathers.
+        weight: Tensor = self.weight  # Read once: a parametrization may compute or gather it on each access.
         if self.seed is not None:
             seed = _take_seed(self.seed, _rank_of(weight))
         if "delayed" in self._modules:
@@ -319,7 +352,8 @@ class WeightLayer(Extends):
         return LinearOperands(input, weight, seed, delayed, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        x, weight, seed, delayed, dtype = self.taken(input)
+        """Compute `linear` with the weight, bias and recipe of the layer."""
+        x, weight, seed, delayed, dtype = self.call_operands(input)
         return linear(
             x,
             weight,
@@ -336,30 +370,41 @@ class WeightLayer(Extends):
 
     def extra_repr(self) -> str:
         own = super().extra_repr()
-        return ", ".join([own] * bool(own) + [f"{role.value}={self.recipe.format(role)}" for role in Role])
+        return ", ".join([own] * bool(own) + [f"recipe={self.recipe!r}"])
 
 
 class Linear(WeightLayer, nn.Linear):
-    """`nn.Linear` with quantized matrix products, whose weight FSDP2 gathers as codes.
+    """`nn.Linear` with quantized GEMM operands, and a weight that FSDP2 gathers as codes.
 
-    The weight stays what it was: a parameter in high precision, for any optimizer, saved as a plain tensor. Each
-    forward quantizes it; under `fully_shard` each rank quantizes its shard, and codes are gathered.
+    The weight stays a parameter in high precision, for any optimizer, and is saved as a plain tensor. Each forward pass
+    quantizes it. Under `fully_shard` each rank quantizes its shard, and codes are gathered.
 
-    Layers and models can be moved, pickled, copied, and shared with processes, as those of `nn.Linear`.
-    `load_state_dict(assign=True)` also takes a `QuantizedTensor` of the recipe's weight format, and uses its codes.
+    The layer can be moved, pickled, copied and shared between processes like `nn.Linear`.
+    `load_state_dict(assign=True)` also accepts a `QuantizedTensor` in the recipe's weight format, and then uses its
+    codes as the weight.
 
     Args:
-      in_features, out_features, bias, device, dtype: as for `nn.Linear`.
-      recipe: the format of each role, for example `CurrentScaling()`, or a name, such as "CurrentScaling".
+      in_features: K.
+      out_features: N.
+      bias: add a learned bias.
+      recipe: the format of each role, for example `CurrentScaling()`, or the name of a recipe, such as
+        "CurrentScaling".
+      device: as for `nn.Linear`.
+      dtype: float32, bfloat16 or float16; as for `nn.Linear`.
 
     Attributes:
-      seed: of stochastic rounding, if the recipe has any: a buffer, int32 `[2]`. Each forward takes one and leaves the
-        next, on the device alone. Ranks add their number to the high word as they take it, so that equal buffers, or
-        one that a checkpoint of one rank has put everywhere, draw other bits on each rank. It begins at random, by
-        `torch.manual_seed`.
-      delayed: under `DelayedScaling`, the `DelayedScale` of each role, which `update_scales` brings up to date.
-      scatter_dim, overlap: of `linear`, under tensor parallelism. The styles of `tensor_parallel.py` set them.
-      activation_group: the ranks that keep codes of x together, if `prepare_modules_for_fsdp1` was told.
+      seed: for stochastic rounding, if the recipe uses it: a buffer, a uint64 as int32 `[2]`, low word first. Each
+        forward pass uses it and increments it on the device. Each rank adds its rank number to the high word of the
+        seed that it uses, so that ranks with equal buffers, for example after loading one checkpoint, draw different
+        bits. The initial value is random, from `torch.manual_seed`.
+      delayed: under `DelayedScaling`, the `DelayedScale` of each role. `update_scales` updates it.
+      scatter_dim: as for `linear`; set by the styles of `tensor_parallel.py`.
+      overlap: as for `linear`; set by the styles of `tensor_parallel.py`.
+      activation_group: the ranks that each save a part of the codes of x, if passed to `prepare_modules_for_fsdp1`.
+
+    Raises:
+      TypeError: `bias` is a recipe.
+      ValueError: a size is negative, or the weight is not whole blocks of the recipe's formats.
 
     >>> from qshard.recipes import CurrentScaling
     >>> layer = Linear(8, 4, bias=False, recipe=CurrentScaling())
@@ -385,12 +430,13 @@ class Linear(WeightLayer, nn.Linear):
         recipe = as_recipe(recipe, "Linear")
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if not hasattr(size, "__index__") or size < 0:
-                raise ValueError(f"Linear: {name} ({quote(size)}) is not a size; pass an int from 0 up")
+                raise ValueError(f"Linear: {name} ({quote(size)}) is not a size; pass an integer of at least 0")
         check_weight_shape("Linear", "weight", recipe, (out_features, in_features))
         check_dtype("Linear", "dtype", torch.get_default_dtype() if dtype is None else dtype)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.begin(recipe, wrap_weight(self.weight, recipe, "weight", self))
 
     def reset_parameters(self) -> None:
+        """Initialize weight and bias like `nn.Linear`, and reset the seed and the scaling state."""
         super().reset_parameters()
         self._reset_state()

@@ -1,12 +1,12 @@
-"""The passes of a linear layer in few calls, for layers so small that the host is what they wait for.
+"""Forward and backward passes of small linear layers in one host call each.
 
-A weight is quantized and multiplied in one call, and so are both gradients: programs (`programs.py`) of the same ops,
-in the same order, as `functional.py` runs one after another; so the bits are the same. What lies between is held until
-the end of the call, which is why large layers, which wait for no host, go one op after another.
+One program (`programs.py`) quantizes and multiplies the weight, and another computes both gradients. Each runs the ops
+of `functional.py` in the same order, so the bits are the same. Intermediate tensors stay allocated until the call ends.
+Large layers are not limited by the host, so they run op by op instead.
 
-Only where an op makes the products (`gemm.way_of`), of codes or of values: so on GPUs. Else they are PyTorch's own.
-Without this module training steps on an H100 took longer by 8 to 28 % (the examples' GPT, 256 to 1024 wide) and by 21
-to 30 % (one Llama block).
+Programs need GEMMs that are qshard ops (`gemm.way_of`), so they run on GPUs only. Otherwise the caller uses PyTorch's
+matmul. Without programs, training steps on an H100 took 8 to 28 % longer (the examples' GPT, 256 to 1024 wide) and 21
+to 30 % longer (one Llama block).
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from qshard.torch_bridge._ops.programs import Memo, Steps
 from qshard.torch_bridge._quantized.gemm import LARGE, Operand, way_of
 
 Product = Callable[..., Any]
-"""`a @ b.T` of two planes, in some dtype: `Way.product`."""
+"""GEMM `a @ b.T` of two planes, with a fixed result dtype: `Way.product`."""
 
 
-class Backward(NamedTuple):
-    """What the backward pass of a layer comes down to.
+class BackwardPlan(NamedTuple):
+    """Plan of one backward pass.
 
     Attributes:
-      dw, dx: the products for the gradients that are needed.
+      dw: the GEMM of the weight gradient; None if it is not needed.
+      dx: the GEMM of the gradient of x; None if it is not needed.
       usage: the planes of the gradient of y.
-      x_parts, w_parts: how many tensors x and the weight are: the parts of a plane, or values, which are quantized.
-      w_usage: which plane of the weight. Of x it is the columnwise one.
-      drawn: the tensors that are rounded at random.
+      x_parts: number of tensors saved for x: the parts of a plane, or 1 for values, which are quantized again.
+      w_parts: number of tensors saved for the weight, likewise.
+      w_usage: the saved plane of the weight. The saved plane of x is columnwise.
+      drawn: roles with stochastic rounding in this pass.
     """
 
     dw: Product | None
@@ -54,9 +56,18 @@ class Backward(NamedTuple):
 def product(
     x: Operand, weight: Tensor, recipe: Recipe, scale: Tensor | None, seed: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`y = x @ w.T` of the codes of x and values of a weight, and the amax of a weight whose `scale` is given.
+    """Compute `y = x @ w.T` from codes of x and values of a weight, in one call.
 
-    y is None where it cannot be had so.
+    Args:
+      x: rowwise plane of x.
+      weight: `[N, K]`, values.
+      recipe: the format of each role.
+      scale: of the weight, under delayed scaling.
+      seed: of the layer, for stochastic rounding.
+      dtype: of y.
+
+    Returns:
+      y, or None if no program can compute it; and the amax of the weight if `scale` is given.
     """
     multiply = _forward(x.format, recipe, (x.parts.data.shape[0], *weight.shape), weight.device, dtype)
     if multiply is None:
@@ -69,7 +80,7 @@ def product(
 
 
 def gradients(
-    how: Backward,
+    how: BackwardPlan,
     recipe: Recipe,
     grad: Tensor,
     x: Sequence[Tensor],
@@ -77,13 +88,19 @@ def gradients(
     scales: Sequence[Tensor],
     seed: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x and of the weight, and the amax of that of y if its scale is given.
+    """Compute both gradients of `linear` in one call.
 
     Args:
-      grad: of y, a matrix.
-      x, w: what `how` says.
-      scales: of weight, x and gradient, under delayed scaling.
-      seed: of the layer, where something is rounded at random.
+      how: the plan, from `plan_backward`.
+      recipe: the format of each role.
+      grad: the gradient of y, a matrix.
+      x: the tensors saved for x, as `how` describes them.
+      w: the tensors saved for the weight, as `how` describes them.
+      scales: under delayed scaling the scales in the order of `ROLES`; empty otherwise.
+      seed: of the layer, for stochastic rounding.
+
+    Returns:
+      The gradients of x and of the weight, and the amax of the gradient of y if `scales` are given.
     """
     drawn = _draws(recipe, how.drawn, seed, grad.device)
     dx, dw, amax = _gradients((grad, *x, *w, *scales, *drawn), how, recipe)
@@ -91,18 +108,24 @@ def gradients(
 
 
 @Memo
-def backward_of(
+def plan_backward(
     recipe: Recipe,
     sizes: tuple[int, int, int],
     device: torch.device,
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
     kept: tuple[int, int, Usage | None],
-) -> Backward | None:
-    """How `gradients` has those of `x @ w.T`, of M, N and K; None: it cannot.
+) -> BackwardPlan | None:
+    """Plan the backward pass of `x @ w.T`.
 
     Args:
-      dtypes: of the gradient of x, and of that of the weight; None: it is not needed.
+      recipe: the format of each role.
+      sizes: M, N and K.
+      device: of the operands.
+      dtypes: of the gradient of x and of the weight gradient; None for a gradient that is not needed.
       kept: `x_parts`, `w_parts` and `w_usage` of the result.
+
+    Returns:
+      The plan, or None if `gradients` cannot compute it.
     """
     (m, n, k), (x_dtype, w_dtype), (x_parts, w_parts, _) = sizes, dtypes, kept
     usage = Usage.BOTH if x_dtype and w_dtype else Usage.ROWWISE if x_dtype else Usage.COLUMNWISE
@@ -121,9 +144,9 @@ def backward_of(
     made = {Role.GRADIENT: (m, n)}
     made |= {Role.ACTIVATION: (m, k)} if dw and x_parts == 1 else {}
     made |= {Role.WEIGHT: (n, k)} if dx and w_parts == 1 else {}
-    for role, shape in made.items():  # What ops take may be less than whole blocks.
+    for role, shape in made.items():  # Recipes may require whole blocks where ops do not.
         operand_spec(recipe, role, usage if role is Role.GRADIENT else Usage.COLUMNWISE).layouts(shape)
-    return Backward(dw, dx, usage, *kept, tuple(role for role in made if recipe.format(role).stochastic))
+    return BackwardPlan(dw, dx, usage, *kept, tuple(role for role in made if recipe.format(role).stochastic))
 
 
 @Memo
@@ -145,14 +168,14 @@ def _product_of(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Product | None:
-    """The product by an op, if one makes it and its operands are small."""
+    """Return a GEMM op for operands of this size, or None if no op fits or an operand is large."""
     m, n, k = sizes
     way = way_of(a, a_usage, b, b_usage, sizes, device, dtype) if max(m * k, n * k, m * n) <= LARGE else None
     return None if way is None else functools.partial(way.product, dtype=dtype)
 
 
 def _draws(recipe: Recipe, roles: Iterable[Role], seed: Tensor | None, device: torch.device) -> Iterator[Tensor]:
-    """Seed and first index of each."""
+    """Yield the Philox key and offset of each role."""
     for role in roles:
         draws = draws_of(operand_spec(recipe, role, Usage.ROWWISE), seed, device)
         assert draws is not None
@@ -175,13 +198,14 @@ def _gradients(ops: Any, *args: Any) -> tuple[Any, ...]:
     rest = tensors[how.x_parts + how.w_parts :]
     pairs = [Draws(*pair) for pair in zip(rest[::2], rest[1::2], strict=True)] if how.drawn else []
     draws = dict(zip(how.drawn, pairs, strict=True))
-    scales: dict[Role, Any] = {} if how.drawn else dict(zip(ROLES, rest, strict=False))  # Not both.
+    # No recipe has both delayed scales and stochastic rounding.
+    scales: dict[Role, Any] = {} if how.drawn else dict(zip(ROLES, rest, strict=False))
 
     def planes(x: Any, role: Role, usage: Usage) -> tuple[dict[Usage, Plane], Any]:
         return _planes(ops, x, recipe, role, usage, scales.get(role), draws.get(role))
 
     def columnwise(parts: Sequence[Any], role: Role, kept: Usage | None) -> Plane:
-        """The columnwise plane of what is kept of an operand."""
+        """Return the columnwise plane of an operand from its saved tensors."""
         if len(parts) == 1:
             return planes(parts[0], role, Usage.COLUMNWISE)[0][Usage.COLUMNWISE]
         codes = Plane(*parts)
@@ -199,5 +223,5 @@ def _gradients(ops: Any, *args: Any) -> tuple[Any, ...]:
 def _planes(
     ops: Any, x: Any, recipe: Recipe, role: Role, usage: Usage, scale: Any, draws: Draws | None
 ) -> tuple[dict[Usage, Plane], Any]:
-    """The planes of a matrix, and its amax if its scale is given."""
+    """Quantize a matrix, and return its amax if `scale` is given."""
     return quantize_operand(ops, x, operand_spec(recipe, role, usage), scale=scale, draws=draws)

@@ -1,17 +1,17 @@
-"""Calls of modules: how long codes, amaxes and factors of a tensor may be reused.
+"""Running module calls, which limit how long cached codes, amaxes and factors of a tensor are valid.
 
-PyTorch does not see every write to a tensor. NumPy, DLPack, `x.data` and foreign kernels change values, and leave
-object and version as they are. So codes of a tensor are valid only during one call of a module: nobody but the
-`forward` of that module writes to the tensor meanwhile. `convert` registers two hooks on every module above a layer
-that it converts, or above a norm that it fuses; they open and close a call. Outside of such calls nothing is reused.
+PyTorch does not see every write to a tensor. NumPy, DLPack, `x.data` and foreign kernels change values without changing
+the object or its version counter. So codes of a tensor are reused only during one call of a module, because only the
+`forward` of that module writes to the tensor meanwhile. `convert` registers two hooks, which open and close a call, on
+every module above a converted layer or a fused norm. Outside such calls nothing is reused.
 
     codes of x, shared by layers    valid in the outermost running module that received x, else in the innermost one
     amax of a kernel's result       valid in the innermost module that ran then; in a backward pass, in that pass
                                     (`cache_amax`)
     factors of a product            valid in the innermost running module that did not receive the product
 
-One case is left: the `forward` of a module, or a hook within it, writes to a tensor unseen by PyTorch, between two
-layers that take this very tensor. Write through the tensor itself there, or pass `x.clone()`.
+One case is not covered: the `forward` of a module, or a hook inside it, writes to a tensor without PyTorch's knowledge,
+between two layers that receive this same tensor. Write through the tensor itself there, or pass `x.clone()`.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ from qshard.torch_bridge._torch_internals import backward_id, next_node_number, 
 
 
 class ModuleCall:
-    """A call of a module that is running, or was.
+    """A call of a module, running or finished.
 
     Attributes:
+      module: `id` of the module.
+      outer: the enclosing call, if any.
       codes: planes of the last x of its layers (`saved_input.py`).
-      is_open: whether it is running.
-      first_node: the number of the first autograd node that it can have made.
-      backward: the number of the backward pass around it, as under activation checkpointing, or None.
+      is_open: True while the call runs.
+      first_node: lower bound of the sequence numbers of autograd nodes created in the call.
+      backward: number of the enclosing backward pass, as under activation checkpointing, or None.
     """
 
     __slots__ = ("_inputs", "backward", "codes", "first_node", "is_open", "module", "outer")
 
     def __init__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], outer: ModuleCall | None):
         self.module, self.outer, self.is_open = id(module), outer, True
-        self._inputs = [id(x) for x in (*inputs, *keywords.values())]  # The call itself keeps them alive.
+        self._inputs = [id(x) for x in (*inputs, *keywords.values())]  # The call keeps them alive, so ids stay unique.
         self.first_node = next_node_number()
         self.backward = backward_id()
         self.codes: Any = None
 
-    def was_given(self, x: Tensor) -> bool:
+    def received(self, x: Tensor) -> bool:
         return id(x) in self._inputs
 
 
@@ -61,7 +63,7 @@ _thread = _Thread()
 
 
 def running() -> Iterator[ModuleCall]:
-    """The running calls of this thread, the innermost first."""
+    """Yield the running calls of this thread, innermost first."""
     call = _thread.innermost
     while call is not None:
         yield call
@@ -69,67 +71,68 @@ def running() -> Iterator[ModuleCall]:
 
 
 def call_that_shares(x: Tensor) -> ModuleCall | None:
-    """The call during which layers may share codes of x."""
+    """Return the call during which layers may share codes of x."""
     found = _thread.innermost
     for call in running():
-        if not call.was_given(x):
+        if not call.received(x):
             break
         found = call
     return found
 
 
 def call_that_made(x: Tensor) -> ModuleCall | None:
-    """The running call that made x, if there is one."""
+    """Return the innermost running call that did not receive x, if x was computed in it."""
     for call in running():
-        if not call.was_given(x):
+        if not call.received(x):
             node = x.grad_fn
             return None if node is None or node_number(node) < call.first_node else call
     return None
 
 
-def moment() -> ModuleCall | int | None:
-    """The call or the backward pass that this thread runs; None: neither."""
+def current_scope() -> ModuleCall | int | None:
+    """Return the call or the backward pass that this thread runs, or None."""
     call, backward = _thread.innermost, backward_id()
     if backward is not None and (call is None or call.backward != backward):
         return backward
     return call
 
 
-def is_now(moment: ModuleCall | int) -> bool:
-    """Whether a moment is not over."""
-    return moment.is_open if isinstance(moment, ModuleCall) else moment == backward_id()
+def is_current(scope: ModuleCall | int) -> bool:
+    """Return True while the call or the backward pass `scope` runs."""
+    return scope.is_open if isinstance(scope, ModuleCall) else scope == backward_id()
 
 
 def cache_amax(x: Tensor, amax: Tensor) -> None:
-    """Caches the largest magnitude in `x`, `[]`, on `x` itself: with its version, so that a write in place voids it."""
-    when = moment()
+    """Cache the amax `[]` of `x` as an attribute of `x`, with the version of `x`, so that a later write voids it."""
+    when = current_scope()
     if when is not None and type(x) is Tensor and not x.is_inference():
         setattr(x, _AMAX, (x._version, _stream_of(x), when, amax))
 
 
 def cached_amax(x: Tensor) -> Tensor | None:
-    """The amax of this very tensor, if PyTorch saw no write to it since, and the call that made it still runs.
+    """Return the cached amax of this tensor object, or None.
 
-    Another stream does not wait for it, and a CUDA graph does not read tensors of before its capture.
+    It is valid on the stream that computed it, while the same module call or backward pass runs, unless PyTorch saw a
+    write to x. A captured CUDA graph does not use amaxes from before its capture.
     """
     if is_compiling():
         return None
     noted: Any = x.__dict__.get(_AMAX)
-    if noted is None or noted[:2] != (x._version, _stream_of(x)) or not is_now(noted[2]):
+    if noted is None or noted[:2] != (x._version, _stream_of(x)) or not is_current(noted[2]):
         return None
     amax: Tensor = noted[3]
     return amax
 
 
 def _stream_of(x: Tensor) -> tuple[int, bool] | None:
-    """Where work on x goes now, and whether it is captured."""
+    """Return the current stream of the device of x, and whether it is being captured."""
     if not x.is_cuda:
         return None
     return torch.cuda.current_stream(x.device).cuda_stream, is_capturing(x.device)
 
 
 def follow_calls(module: nn.Module) -> None:
-    """Registers the hooks of this file on a module, once."""
+    """Register the two hooks on a module, once."""
     if not any(hook is _open_call for hook in module._forward_pre_hooks.values()):
         module.register_forward_pre_hook(_open_call, with_kwargs=True)
         module.register_forward_hook(_close_call, always_call=True)
@@ -137,7 +140,7 @@ def follow_calls(module: nn.Module) -> None:
 
 def _open_call(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     if not is_compiling():
-        _close(module)  # A KeyboardInterrupt runs no hooks, and may have left it open.
+        _close(module)  # A KeyboardInterrupt skips the closing hook.
         _thread.innermost = ModuleCall(module, inputs, keywords, _thread.innermost)
 
 
@@ -147,7 +150,7 @@ def _close_call(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None
 
 
 def _close(module: nn.Module) -> None:
-    """Closes the last call of a module, and all within it; nothing, if it does not run."""
+    """Close the last running call of a module and all calls within it."""
     calls: list[ModuleCall] = []
     for call in running():
         calls.append(call)

@@ -1,4 +1,4 @@
-"""The operands of `linear`: planes of x, of the weight and of the gradient of y, each of its role's format."""
+"""Quantized operands of `linear`: planes of x, the weight and the gradient of y, in the format of each role."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 
-# Dynamo of torch 2.11 cannot iterate over an enum, on Python 3.12.
+# Dynamo of torch 2.11 cannot iterate over an enum on Python 3.12.
 ROLES = tuple(Role)
 OPERANDS = {Role.WEIGHT: "weight", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}
-"""What users of `linear` call them."""
+"""Names of the operands in error messages."""
 
 
 def matrix_of(x: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
-    """`[M, K]` of `[*lead, K]`."""
+    """Flatten `[*lead, K]` to a contiguous matrix `[M, K]` in `dtype`."""
     if x.ndim == 2 and x.dtype == dtype and columns in (None, x.shape[1]) and x.is_contiguous():
         return x.detach() if x.requires_grad else x
     columns = x.shape[-1] if columns is None else columns
-    rows = x.shape[:-1].numel() if columns == x.shape[-1] else x.numel() // columns  # Also where a part has no columns.
+    rows = x.shape[:-1].numel() if columns == x.shape[-1] else x.numel() // columns  # Also for a shard without columns.
     return x.detach().to(dtype).reshape(rows, columns).contiguous()
 
 
@@ -42,7 +42,15 @@ def values_of(weight: Tensor) -> Tensor:
 
 
 def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]:
-    """The planes that a weight has, of which products need the rowwise one and what gives the `columnwise` one."""
+    """Return the planes of a quantized weight.
+
+    Args:
+      weight: must have a rowwise plane.
+      columnwise: require also a columnwise plane, or a format that gives it as the transposed rowwise plane.
+
+    Raises:
+      ValueError: a required plane is missing.
+    """
     fmt, parts, others = weight.format, weight.parts(Usage.ROWWISE), weight.parts(Usage.COLUMNWISE)
     if parts is None:
         raise ValueError("linear: weight (columnwise) has no rowwise plane; quantize it with usage=Usage.BOTH")
@@ -51,14 +59,14 @@ def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]
         there[Usage.COLUMNWISE] = Operand(fmt, others, Usage.COLUMNWISE)
     elif columnwise and source(fmt, Usage.COLUMNWISE) is not Usage.ROWWISE:
         raise ValueError(
-            f"linear: weight ({fmt}, rowwise) has no columnwise plane, which its rowwise one does not give; "
+            f"linear: weight ({fmt}, rowwise) has no columnwise plane, which cannot be derived from the rowwise one; "
             "quantize it with usage=Usage.BOTH"
         )
     return there
 
 
 def operand_spec(recipe: Recipe, role: Role, usage: Usage, rows: int = 0) -> OperandSpec:
-    """The spec of an operand of a linear layer, a matrix of `rows` rows."""
+    """Build the spec of an operand of a linear layer, a matrix of `rows` rows."""
     return OperandSpec.of(recipe, role, usage, rows, name=OPERANDS[role])
 
 
@@ -68,8 +76,8 @@ class LayerQuantizer(NamedTuple):
     Attributes:
       recipe: of the layer.
       seed: of the layer, int32 `[2]`, for stochastic rounding.
-      parts: under tensor parallelism, the part of a larger tensor that each operand is.
-      scales: of delayed scaling, in the order of `ROLES`; empty under other recipes.
+      parts: the sharding of each operand under tensor parallelism; empty otherwise.
+      scales: under delayed scaling, in the order of `ROLES`; empty otherwise.
     """
 
     recipe: Recipe
@@ -80,9 +88,16 @@ class LayerQuantizer(NamedTuple):
     def quantize(
         self, x: Tensor, role: Role, usage: Usage, amax: Tensor | None = None
     ) -> tuple[dict[Usage, Operand], Tensor | None]:
-        """The planes of a matrix `[M, K]`, and under delayed scaling its amax.
+        """Quantize a matrix `[M, K]`.
 
-        The rowwise plane is without the rows that are added for the columnwise one. `amax`: of x, if it is known.
+        Args:
+          x: the matrix.
+          role: selects the format, the delayed scale and the Philox key.
+          usage: the planes to compute.
+          amax: of x, if it is known.
+
+        Returns:
+          The planes, and under delayed scaling the amax of x. Padding rows are removed from the rowwise plane.
         """
         rows, part = x.shape[0], self.parts.get(role)
         spec = operand_spec(self.recipe, role, usage, rows)
@@ -101,6 +116,6 @@ class LayerQuantizer(NamedTuple):
 
 
 def draws_of(spec: OperandSpec, seed: Tensor | None, device: torch.device) -> Draws | None:
-    """The random numbers of a matrix, by the seed of its layer; None if it takes none."""
+    """Return the Philox key and offset of a matrix, from the seed of its layer; None without stochastic rounding."""
     seed = spec.seed_of(seed, xor_words)
     return None if seed is None else Draws(seed, constant_words(0, device))

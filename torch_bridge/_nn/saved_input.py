@@ -1,30 +1,29 @@
-"""x of linear layers: quantized once for all layers that take it, and kept for their backward passes in little room.
+"""Codes of the input x of linear layers: shared by layers with the same x, and saved for backward in little memory.
 
-**Shared.** Layers that take the same tensor, such as q, k and v, or gate and up, use the same codes: the first
-quantizes x, the others find the codes, and autograd keeps them once. Codes are shared only during one call of a
-converted module (`module_calls.py`): its `forward` passes x to the layers, and nobody else writes to x meanwhile. One x
-is remembered, by the object, its version, and all that codes depend on. It is forgotten when the call
-ends, when x dies, when another comes, and when a layer comes that has had it.
+**Shared codes.** Layers that receive the same tensor, such as q, k and v, or gate and up, use the same codes: the first
+layer quantizes x, the others find the codes, and autograd saves them once. Codes are shared only during one call of a
+converted module (`module_calls.py`): its `forward` passes x to the layers, and nothing else writes to x meanwhile. The
+cache holds one x, identified by object, version and everything its codes depend on. It is dropped when the call ends,
+when x dies, when another x replaces it, or when a layer requests the same x a second time. A write in place between two
+layers changes the version of x, so it is detected.
 
-A write to x in place, between two of the layers, bumps its version, so it is seen.
+Nothing is cached under `torch.compile` or CUDA graph capture: compilers merge equal ops themselves, and a captured
+graph must not read tensors from outside. Stochastically rounded codes are not cached either.
 
-Under `torch.compile`, and while a CUDA graph is captured, nothing is remembered: compilers merge equal ops themselves,
-and a captured graph must not read what was made outside of it. Nor is what is rounded stochastically.
+Under delayed scaling the layers use the scale of the first layer, and each records the amax in its own state. They see
+equal amaxes, so their scales are equal from the first update on, and each of them is a valid scale for x.
 
-Under delayed scaling the layers use the scale of the first, and each notes the amax in its own state. They see the same
-amaxes, so their scales are the same from the first update on; and each of them is a scale for this very x.
+**Recomputed codes.** If autograd already saves x, or the factors of x, no codes are saved. The backward pass recomputes
+them with the same bits.
 
-**Had again.** Where autograd keeps x anyway, or what it is a product of, no codes are kept: the backward pass makes
-them of that, the same bits.
-
-| x | what is kept anyway | by |
+| x | saved tensor | saved by |
 | --- | --- | --- |
-| the result of attention, relu, softmax, .. | x | what made it: `_saved_output`, `_saved_result` |
-| `a * b`, and `swiglu(a, b)` (`activations.py`) | a and b | what made it |
+| the result of attention, relu, softmax, ... | x | the node that computed x: `_saved_output`, `_saved_result` |
+| `a * b`, and `swiglu(a, b)` (`activations.py`) | a and b | the node that computed x |
 
-The two are asked for only where no `saved_tensors_hooks` are in force, as under activation checkpointing: those of a
-node may be unpacked once. There the codes are kept. They are kept too where x was made before the running call of a
-module began: somebody may have written to it since.
+Factors are read only if no `saved_tensors_hooks` are active, as they are under activation checkpointing, because the
+saved tensors of a node may be unpacked only once. Otherwise codes are saved. Codes are also saved if x was computed
+before the running module call began, because something may have written to its factors since.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ from qshard.torch_bridge._torch_internals import (
 )
 
 Planes = tuple[dict[Usage, Operand], list[Tensor]]
-"""Planes of one tensor, and, where its scale is given, its amax, to be noted, and that scale."""
+"""Planes of one tensor by usage; and under delayed scaling its amax, to be recorded, and its scale."""
 
 
 class _Codes:
-    """What was made of one x."""
+    """Cached planes of one x."""
 
     def __init__(self, x: weakref.ref[Tensor], version: int, key: Any):
         self.x, self.version, self.key = x, version, key
@@ -64,18 +63,19 @@ class _Codes:
         self.others: list[Tensor] = []
 
     def serves(self, x: Tensor, key: Any, layer: Hashable) -> bool:
+        """Return True if these are planes of this x and key, and `layer` has not used them."""
         return self.x() is x and self.version == x._version and bool(self.key == key) and layer not in self.layers
 
 
 def planes_of(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable[[Usage], Planes]) -> Planes:
-    """What `make(usage)` gives, of which those planes that were made of this x before are not made again.
+    """Return planes of x, and compute those that are not cached.
 
     Args:
       x: any tensor.
       usage: the planes that are needed.
-      key: all that they depend on, besides x: what is equal makes equal planes.
-      layer: which one asks. One that asks again gets planes that are made anew.
-      make: makes some of them.
+      key: everything besides x that the planes depend on. Equal keys give equal planes.
+      layer: identifies the layer. A layer that requests the same x again gets newly computed planes.
+      make: computes planes of the given usage.
     """
     call = module_calls.call_that_shares(x) if _is_remembered(x) else None
     if call is None:
@@ -83,7 +83,7 @@ def planes_of(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable
     key = (key, *_surroundings(x))
     codes: _Codes | None = call.codes
     if codes is None or not codes.serves(x, key, layer):
-        call.codes = None  # Frees it before there is more.
+        call.codes = None  # Frees the old codes before new ones are allocated.
         codes = _Codes(weakref.ref(x, functools.partial(_forget, call)), x._version, key)
     missing = [one for one in usage.planes if one not in codes.planes]
     if missing:
@@ -95,32 +95,35 @@ def planes_of(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable
 
 
 def _forget(call: module_calls.ModuleCall, x: weakref.ref[Tensor]) -> None:
-    """When x dies, which may be in another thread."""
+    """Drop the cached codes when x dies, possibly in another thread."""
     codes = call.codes
     if codes is not None and codes.x is x:
         call.codes = None
 
 
 def _is_remembered(x: Tensor) -> bool:
-    """Tensors without a version are not, nor are those that stand for others."""
+    """Return True if codes of x may be cached: a plain tensor with a version counter, not traced and not captured."""
     if not may_reuse(x) or type(x) not in (Tensor, torch.nn.Parameter):
         return False
     return not (x.is_inference() or torch.is_inference_mode_enabled())
 
 
 def _surroundings(x: Tensor) -> tuple[Any, ...]:
-    """Other streams do not wait for what this one makes, and who records ops must see those that make codes."""
+    """Return the stream and the dispatch mode that cached codes are bound to.
+
+    Other streams do not wait for this one, and a mode that records ops must see the ops that compute the codes.
+    """
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
     mode = current_dispatch_mode()
     return stream, None if mode is None else weakref.ref(mode)
 
 
 class Source(NamedTuple):
-    """What autograd keeps anyway, and how x can be had of it again.
+    """Tensors that autograd saves anyway, and a function that recomputes x from them.
 
     Attributes:
-      again: makes x, in some shape with the same rows, and its amax, if that comes with it, of the tensors. The last of
-        those may be the amax.
+      again: takes `tensors`, and returns x, in any shape with the same rows, and its amax or None.
+      tensors: the saved tensors; the last one may be the amax.
     """
 
     again: Callable[..., tuple[Tensor, Tensor | None]]
@@ -128,7 +131,7 @@ class Source(NamedTuple):
 
 
 def source_of(x: Tensor) -> Source | None:
-    """x itself, or two that it is made of; None where neither is kept."""
+    """Return the source to recompute x from: x itself or its two factors; None if autograd saves neither."""
     if type(x) is not Tensor:
         return None
     base = base_of(x)
@@ -145,13 +148,14 @@ def source_of(x: Tensor) -> Source | None:
         return None
     saved: Any = node
     try:
-        two = saved.saved_tensors[:2] if made_by is activations.swiglu_again else saved_factors(saved)
-    except RuntimeError:  # One was written since, or the graph is freed: whoever goes backward is told then.
+        two = saved.saved_tensors[:2] if made_by is activations.recompute_swiglu else saved_factors(saved)
+    # One was written to, or the graph was freed. The backward pass of that node raises its own error.
+    except RuntimeError:
         return None
-    # Parameters are left out: FSDP2 may have freed their memory when it is needed.
+    # Parameters are excluded: FSDP2 may have freed their memory by then.
     if not all(one is not None and one.grad_fn is not None and one.shape == whole.shape for one in two):
         return None
-    amax = cached_amax(x) if made_by is activations.swiglu_again else None
+    amax = cached_amax(x) if made_by is activations.recompute_swiglu else None
     return Source(made_by, (*(one.detach() for one in two), *([] if amax is None else [amax])))
 
 
@@ -165,6 +169,6 @@ def _product(a: Tensor, b: Tensor) -> tuple[Tensor, None]:
 
 _MADE_OF_TWO: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
     "MulBackward0": _product,
-    activations.SWIGLU_NODE: activations.swiglu_again,
+    activations.SWIGLU_NODE: activations.recompute_swiglu,
 }
-"""By the name of a node."""
+"""Functions that recompute x from two factors, by the name of the autograd node."""

@@ -1,4 +1,4 @@
-"""Ops of `ffi/ops.def` as `torch.ops.qshard.<op>`, and the ways to run several of them in one call into C++.
+"""Ops of `ffi/ops.def` as `torch.ops.qshard.<op>`, and recorded programs that run several of them in one call into C++.
 
-Nothing here knows of quantized tensors or layers; those are in `_quantized` and `_nn`.
+Nothing here depends on quantized tensors or layers, which are in `_quantized` and `_nn`.
 """

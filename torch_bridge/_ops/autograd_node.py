@@ -1,13 +1,13 @@
-"""The base class of autograd nodes: a first derivative, and a clear error for a second one.
+"""Base class of autograd nodes with a first derivative, and a clear error for a second derivative.
 
 Kernels have no derivatives, so a gradient that a node returns is a constant for autograd. Under `create_graph=True` a
-gradient penalty would silently lose the terms of the node. So there a second node returns each gradient, and raises in
-its own backward pass. The second node is attached to the inputs of the first, whether or not the incoming gradient
-requires grad; `torch.autograd.function.once_differentiable` looks at the incoming gradient alone. Code that calculates
-gradients under `create_graph=True`, adds them up and steps with them runs as before.
+gradient penalty would silently lose the terms of the node. Therefore, under `create_graph=True`, a second node passes
+each gradient on, and raises in its own backward pass. The second node depends on the inputs of the first, whether or
+not the incoming gradient requires grad; `torch.autograd.function.once_differentiable` checks the incoming gradient
+only. Code that computes gradients under `create_graph=True`, sums them and takes a step is not affected.
 
-The link is an empty tensor, the *anchor*: a second result of the node, which autograd saves with the others. It costs
-about 2 us a call, and no memory on a device.
+The link from the second node to those inputs is an empty tensor, the *anchor*: a second result of the first node, which
+autograd saves with the other tensors. It costs about 2 us per call, and no device memory.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Gradients = Sequence[Tensor | None]
 
 
 class Node(torch.autograd.Function):
-    """A `torch.autograd.Function` with one result and a first derivative only.
+    """A `torch.autograd.Function` with one result and only a first derivative.
 
     Subclasses define two static methods. `forward(ctx, *inputs)` returns the result and the tensors to save.
-    `gradients(ctx, saved, grad)` returns a gradient for each input; it may clear `saved`, so that tensors are freed.
+    `gradients(ctx, saved, grad)` returns a gradient for each input. It may clear `saved` to free tensors.
 
     Attributes:
       op: the public function, for errors.
-      instead: what to do where a second derivative is needed, for errors.
-      degree: 1 for a node that is linear in its inputs together, so that their gradients depend on `grad` alone; 2 for
-        one that is linear in the first input and in the others together, so that the gradient of one depends on the
-        other; None for all else.
+      instead: advice for users who need a second derivative, for errors.
+      degree: 1 if the node is linear in all inputs together, so that their gradients depend on `grad` alone; 2 if it is
+        linear in the first input and in the other inputs together, so that each gradient depends on the other side;
+        None for everything else.
     """
 
     op: ClassVar[str]
@@ -46,27 +46,27 @@ class Node(torch.autograd.Function):
     degree: ClassVar[int | None] = None
 
     def __init_subclass__(cls) -> None:
-        """Functions of their own in each class: Dynamo traces these two, and takes no class in their closures."""
+        """Define `forward` and `backward` per class: Dynamo traces them, and accepts no class in a closure."""
         cls.forward = staticmethod(_with_anchor(cls.forward))  # type: ignore[method-assign]
         backward = _backward_of(cls.gradients, cls.op, cls.instead, cls.degree)  # type: ignore[attr-defined]
         cls.backward = staticmethod(backward)  # type: ignore[method-assign]
 
 
 def apply_node(node: type[Node], *inputs: Any) -> Any:
-    """The result of a node. Call this, and not `node.apply`.
+    """Apply a node to its inputs. Call this instead of `node.apply`.
 
     Raises:
-      NotImplementedError: a transform of `torch.func` runs, or an input has a forward-mode tangent.
+      NotImplementedError: a transform of `torch.func` is active, or an input has a forward-mode tangent.
     """
     if is_compiling():
         return node.apply(*inputs)
     if in_functorch():
         raise NotImplementedError(
-            f"{node.op}: transforms of torch.func (grad, jvp, vmap) do not apply to it; use torch.autograd.grad, or "
+            f"{node.op}: transforms of torch.func (grad, jvp, vmap) are not supported; use torch.autograd.grad; or "
             f"{node.instead}"
         )
     _check_no_tangent(inputs, node.op, node.instead)
-    # Past `Function.apply`, which looks for transforms again: the anchor costs what that does.
+    # Skips `Function.apply`, which would check for transforms again. That saves as much time as the anchor costs.
     result = super(torch.autograd.Function, node).apply(*inputs)  # type: ignore[misc]
     return result[0] if type(result) is tuple else result
 
@@ -89,7 +89,7 @@ def _with_anchor(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _backward_of(gradients: Callable[..., Gradients], op: str, instead: str, degree: int | None) -> Callable[..., Any]:
     @functools.wraps(gradients)
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
-        saved = [*ctx.saved_tensors]  # Once: checkpointing unpacks once.
+        saved = [*ctx.saved_tensors]  # Read once: checkpointing unpacks only once.
         anchor = saved.pop() if ctx.has_anchor else None
         if is_compiling():  # AOTAutograd itself raises for second derivatives.
             return gradients(ctx, saved, grad)
@@ -114,7 +114,7 @@ def _backward_of(gradients: Callable[..., Gradients], op: str, instead: str, deg
 
 
 def _depends(i: int, needed: Sequence[bool], degree: int | None, grad: Tensor) -> bool:
-    """Whether the gradient of input i depends on anything that requires grad."""
+    """Return True if the gradient of input i depends on a tensor that requires grad."""
     if grad.requires_grad or degree is None:
         return True
     return degree == 2 and (any(needed[1:]) if i == 0 else needed[0])
@@ -125,17 +125,16 @@ def _check_no_tangent(tensors: Sequence[Any], op: str, instead: str) -> None:
         return
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
-            f"{op}: forward-mode differentiation (of a dual tensor) is not defined; use torch.autograd.grad, or "
-            f"{instead}"
+            f"{op}: forward-mode differentiation (dual tensors) is not supported; use torch.autograd.grad; or {instead}"
         )
 
 
 class _Refusal(torch.autograd.Function):
-    """Gradients as they are, with a backward pass that raises."""
+    """Identity on gradients, with a backward pass that raises."""
 
     @staticmethod
     def forward(ctx: Any, text: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`tensors`: the gradients, then those that they depend on."""
+        """Return views of the first `count` tensors. The others are the tensors that the gradients depend on."""
         ctx.text = text
         return tuple(x.view_as(x) for x in tensors[:count])
 

@@ -1,15 +1,15 @@
-"""Every op of the library as `torch.ops.qshard.<op>`, bound from the table in `ops.def`.
+"""Every op of the library as `torch.ops.qshard.<op>`, bound from the rows of `ops.def`.
 
-An op on single tensors allocates its results; the XLA FFI handler, the one that JAX calls too, fills them. `call_into`
-is the same without the allocation: for code that owns its buffers, as the hooks of a sharded weight do.
+An op on single tensors allocates its results, and the XLA FFI handler, the same as for JAX, fills them. `call_into`
+skips the allocation, for code that owns its buffers, such as the hooks of a sharded weight.
 
-An op on lists of tensors is one call, and a constant number of launches, for a model. It returns nothing. It changes
-operands in place, those that `ops.def` names as its results, and its schema says which: `torch.compile` and graph
-capture see what is written. Optional lists may be empty, as the op's attributes say; all others have one length.
-`call_in_place` is the same without torch's dispatcher.
+An op on lists of tensors is one call, with a constant number of launches, for a whole model. It returns nothing and
+writes in place to the operands that `ops.def` names as results. Its schema declares the writes, so `torch.compile` and
+graph capture see them. Optional lists may be empty, as the attributes of the op specify; all others have one length.
+`call_in_place` does the same without torch's dispatcher.
 
-Codes, and scales of one byte, are uint8 at this edge, since neither Inductor nor gloo knows every eight-bit float;
-`Plane` shows them as what they are. No op has a derivative: gradients pass through `Linear`.
+Codes and one-byte scales are uint8 here, because Inductor and gloo do not support every 8-bit float; `Plane` views them
+in their own dtype. Ops have no derivatives: gradients go through `Linear`.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from qshard.formats import ELEMENTS
 from qshard.op_table import OpSpec, multi_table, table
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 
-__all__ = ["bind", "call_in_place", "call_into", "dtype_name", "into", "ops", "seen_size"]
+__all__ = ["bind", "call_in_place", "call_into", "dtype_name", "into", "ops", "traced_size"]
 
 _LIBRARY = torch.library.Library("qshard", "DEF")
 _ffi.follow_num_threads(torch.get_num_threads)
 
 
 def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> None:
-    """Runs an op and writes its results into `outputs`, on the current stream.
+    """Run an op and write its results into `outputs`, on the current stream.
 
     Args:
       op: a name in `qshard.op_table.table()`.
       inputs: plain, contiguous tensors on one device.
-      outputs: likewise, of the shapes and dtypes that `torch.ops.qshard.<op>` returns; codes as uint8 or their
-        own dtype.
-      attributes: those of the op.
+      outputs: like `inputs`, with the shapes and dtypes that `torch.ops.qshard.<op>` returns; codes as uint8 or in
+        their own dtype.
+      attributes: of the op.
 
     Raises:
-      ValueError, TypeError: the handler does not take these tensors; nothing was written.
-      RuntimeError: nor does PyTorch share them, as on meta.
+      ValueError: a shape, the memory of a tensor or the value of an attribute does not fit; nothing was written.
+      TypeError: a dtype, or the name or type of an attribute, does not fit; nothing was written.
+      RuntimeError: PyTorch cannot export a tensor, such as one on meta.
 
-    No autograd, no tracing. About 1 us on the host.
+    The call bypasses autograd and tracing. It takes about 1 us on the host.
 
     >>> codes = torch.empty(3, dtype=torch.uint8)
     >>> call_into("cast_tensor", (torch.ones(3), torch.tensor(2.0)), (codes,), {"element": "float8_e4m3fn"})
@@ -61,17 +62,16 @@ def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attr
 
 
 def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attributes: Mapping[str, Any]) -> None:
-    """Runs an op on lists of tensors, on the current stream.
+    """Run an op on lists of tensors, on the current stream, bypassing autograd and tracing.
 
     Args:
       op: a name in `qshard.op_table.multi_table()`.
-      operands: a tensor, or a list of them, for each operand; plain and contiguous, on one device.
-      attributes: those of the op.
+      operands: a tensor or a list of tensors for each operand; plain and contiguous, on one device.
+      attributes: of the op.
 
     Raises:
-      ValueError, TypeError: the handler does not take these tensors; nothing was written.
-
-    No autograd, no tracing.
+      ValueError: a shape, the memory of a tensor or the value of an attribute does not fit; nothing was written.
+      TypeError: a dtype, or the name or type of an attribute, does not fit; nothing was written.
     """
     spec = multi_table()[op]
     _call_lists(spec, *by_lists(spec, operands), operands, attributes)
@@ -87,13 +87,14 @@ def _call_lists(
     try:
         _ffi.call(spec.name, inputs, outputs, attributes)
     except ValueError:
-        _check_memory(spec, operands)  # The host names no operands. Looked at only now, to keep good calls short.
+        # The error of the host names no operands. Checking only after a failure keeps good calls short.
+        _check_memory(spec, operands)
         raise
     torch.autograd.graph.increment_version([t for t in outputs if not t.is_inference()])
 
 
 def by_lists(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """All tensors of an op on lists in order, and those that are written."""
+    """Return all tensors of an op on lists, in order, and the tensors that it writes."""
     every: list[Any] = []
     written: list[Any] = []
     for operand, given in zip(spec.inputs, operands, strict=True):
@@ -107,7 +108,7 @@ def by_lists(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Any], list[Any
 
 
 class into:
-    """Ops that write into given tensors, to be passed for `ops` to a step of `_core.quantize_steps`.
+    """Replacement for `ops` that writes results into given tensors, for a step of `_core.quantize_steps`.
 
     >>> codes = torch.empty(3, dtype=torch.uint8)
     >>> into(codes).cast_tensor(torch.ones(3), torch.tensor(2.0), element="float8_e4m3fn") is codes
@@ -119,14 +120,15 @@ class into:
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         def run(*inputs: Tensor, dtype: torch.dtype | None = None, **attributes: Any) -> Any:
-            call_into(op, inputs, self._outputs, attributes)  # Whose dtypes are those of the results.
+            # `dtype` is not used: the outputs have the dtypes of the results.
+            call_into(op, inputs, self._outputs, attributes)
             return self._outputs[0] if len(self._outputs) == 1 else self._outputs
 
         return run
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that qshard, ml_dtypes and JAX have for a torch dtype.
+    """Return the name of a torch dtype in qshard, ml_dtypes and JAX.
 
     >>> dtype_name(torch.float8_e4m3fn)
     'float8_e4m3fn'
@@ -135,19 +137,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class _Plan(NamedTuple):
-    """What a call comes down to, once shapes, dtypes and attributes are checked."""
+    """Shapes and dtypes of the results, and attributes, of a checked call."""
 
     outputs: list[tuple[tuple[int, ...], torch.dtype]]
     attributes: dict[str, Any]
 
 
 def bind(spec: OpSpec) -> Callable[..., Any]:
-    """Makes the torch op of `spec`: schema, fake implementation, and one for each device that may have kernels.
+    """Create the torch op of `spec`: schema, fake implementation, and implementations for CPU and CUDA.
 
-    Arguments are the operands, then by keyword the attributes, and `dtype` where the op can give any float.
+    Its arguments are the operands, then the attributes by keyword, and `dtype` if the result may have any float dtype.
 
     Returns:
-      The op as a function. Of single tensors, it gives a tensor or a tuple of them; of lists, what it has changed.
+      The op as a function. An op on single tensors returns a tensor or a tuple; an op on lists returns the operands
+      that it wrote.
 
     >>> torch.ops.qshard.amax_tensor(torch.tensor([[1.0, -3.0], [2.0, 0.0]]), lead=1)
     tensor([3., 2.])
@@ -174,14 +177,14 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
                 _check_no_grad(spec, inputs)
             shapes, dtypes = tuple([t.shape for t in inputs]), tuple([t.dtype for t in inputs])
         except AttributeError:
-            _check_tensors(spec, inputs)  # Looked at only now, to keep good calls short.
+            _check_tensors(spec, inputs)  # Checked only after a failure, to keep good calls short.
             raise
         outputs, attributes = cached_plan(shapes, dtypes, tuple(keywords.items()))
         made = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
         try:
             call_into(spec.name, inputs, made, attributes)
         except ValueError:
-            _check_memory(spec, inputs)  # As in `call_in_place`.
+            _check_memory(spec, inputs)  # Checked only after a failure, as in `_call_lists`.
             raise
         return made[0] if single else tuple(made)
 
@@ -230,15 +233,16 @@ def plan_call(
     dtypes: tuple[torch.dtype, ...],
     keywords: tuple[tuple[str, Any], ...],
 ) -> _Plan:
-    """What a call of an op on single tensors comes down to.
+    """Match a call of an op on single tensors with its row, and return the results to allocate.
 
     Raises:
-      ValueError, TypeError: it does not fit the row.
+      ValueError: a shape or the value of an attribute does not fit the row.
+      TypeError: a dtype, or the name or type of an attribute, does not fit the row.
     """
     given = dict(keywords)
     dtype = given.pop("dtype", None)
-    sizes = [tuple(map(seen_size, shape)) for shape in shapes]
-    attributes = {name: seen_size(v) if isinstance(v, torch.SymInt) else v for name, v in given.items()}
+    sizes = [tuple(map(traced_size, shape)) for shape in shapes]
+    attributes = {name: traced_size(v) if isinstance(v, torch.SymInt) else v for name, v in given.items()}
     names = [dtype_name(d) for d in dtypes]
     results, axes, _ = spec.match(sizes, names, attributes, None if dtype is None else dtype_name(dtype))
     made = [shape for shape, _ in results]
@@ -246,21 +250,23 @@ def plan_call(
         made = _symbolic(axes, shapes, given)
     kinds = (
         torch.uint8 if operand.dtype != "same" and name in ELEMENTS else getattr(torch, name)
-        for operand, (_, name) in zip(spec.outputs, results, strict=False)  # Those of lists are operands.
+        # The results of ops on lists are operands.
+        for operand, (_, name) in zip(spec.outputs, results, strict=False)
     )
     return _Plan(list(zip(made, kinds, strict=True)), attributes)
 
 
-def seen_size(size: int | torch.SymInt) -> int:
-    """An extent as a number. While shapes are symbols it is what the trace has seen; the op checks what comes later."""
+def traced_size(size: int | torch.SymInt) -> int:
+    """Return an extent as an int. A symbolic size gives its traced size; the op checks later sizes at run time."""
     if isinstance(size, torch.SymInt) and (hint := size.node.hint) is not None:
         return int(hint)
     return int(size)
 
 
 def _symbolic(axes: Sequence[Any], shapes: Sequence[Sequence[int]], given: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Shapes of results from those of operands and from attributes, which may be symbols, and the factors of all
-    (`Row.match`).
+    """Compute the shapes of results from symbolic shapes and attributes.
+
+    `axes` are the factors of the axes of all operands and results, from `Row.match`.
     """
     sizes: dict[tuple[str, ...], Any] = {(name,): v for name, v in given.items() if isinstance(v, torch.SymInt)}
     known = itertools.chain.from_iterable(zip(*pair, strict=True) for pair in zip(axes, shapes, strict=False))
@@ -289,7 +295,7 @@ def _schema(spec: OpSpec) -> str:
     def default(left_out: Any) -> str:
         return "" if left_out is None else f'="{left_out}"' if isinstance(left_out, str) else f"={left_out}"
 
-    # A size that is worked out of shapes may be a symbol, as they may.
+    # A size computed from shapes may be symbolic.
     kinds = {name: "SymInt" if kind == "int" else kind for name, (kind, *_) in spec.attributes.items()}
     keywords = [f"{kinds[name]} {name}{default(left_out)}" for name, (*_, left_out) in spec.attributes.items()]
     results = [] if spec.many else spec.outputs
@@ -299,8 +305,8 @@ def _schema(spec: OpSpec) -> str:
 
 
 def _operands_by_name(spec: OpSpec, operands: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a call, by a name for errors."""
-    for operand, given in zip(spec.inputs, operands, strict=False):  # Torch says of one too few or too many.
+    """Yield every tensor of a call with its name, for errors."""
+    for operand, given in zip(spec.inputs, operands, strict=False):  # Torch reports missing or extra operands.
         if operand.many:
             yield from ((f"{operand.name}[{i}]", x) for i, x in enumerate(given))
         else:
@@ -308,10 +314,10 @@ def _operands_by_name(spec: OpSpec, operands: Sequence[Any]) -> Iterator[tuple[s
 
 
 def _check_tensors(spec: OpSpec, operands: Sequence[Any]) -> None:
-    """Raises TypeError unless operands are tensors and lists of them: torch passes None on, as an undefined tensor."""
+    """Raise TypeError unless operands are tensors and lists of tensors. Torch passes None on as an undefined tensor."""
     for operand, given in zip(spec.inputs, operands, strict=False):
         if operand.many and not isinstance(given, list | tuple):
-            raise TypeError(f"{spec.name}: {operand.name} ({quote(given)}) is not a list of torch.Tensors; pass one")
+            raise TypeError(f"{spec.name}: {operand.name} ({quote(given)}) is not a list of torch.Tensor; pass one")
     for name, x in _operands_by_name(spec, operands):
         if not isinstance(x, Tensor):
             raise TypeError(f"{spec.name}: {name} ({quote(x)}) is not a torch.Tensor; pass one")
@@ -321,8 +327,8 @@ def _check_no_grad(spec: OpSpec, operands: Sequence[Any]) -> None:
     for name, x in _operands_by_name(spec, operands):
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(
-                f"{spec.name}: {name} (requires grad) is not data alone, and the op has no derivative; "
-                "pass .detach(), or use qshard.torch_bridge.Linear"
+                f"{spec.name}: {name} requires grad, but the op has no derivative; pass .detach(), or use "
+                "qshard.torch_bridge.Linear"
             )
 
 
@@ -345,7 +351,10 @@ def _transpose(x: Tensor) -> Tensor:
 
 
 def transposed_squares(ops: Any, data: Any, scale_inv: Any, *, packed: bool) -> tuple[Any, Any]:
-    """Codes and scales in one launch: scales are few, and a launch of their own takes longer than they do."""
+    """Transpose codes and scales of 2-D blocks in one launch.
+
+    Scales are few: a launch of their own would take longer than the work.
+    """
     per_byte = 2 if packed else 1
     data_t = data.new_empty((*data.shape[:-2], data.shape[-1] * per_byte, data.shape[-2] // per_byte))
     scale_inv_t = scale_inv.new_empty((*scale_inv.shape[:-2], scale_inv.shape[-1], scale_inv.shape[-2]))
@@ -353,7 +362,7 @@ def transposed_squares(ops: Any, data: Any, scale_inv: Any, *, packed: bool) -> 
     return data_t, scale_inv_t
 
 
-# The argument `ops` of `quantize_steps` and `flat_shards`: every op, and copies with the last two axes swapped.
+# The argument `ops` of `quantize_steps` and `flat_shards`: every op, and transposing copies.
 ops: Any = SimpleNamespace(
     **{_spec.name: bind(_spec) for _spec in (*table().values(), *multi_table().values())},
     swap_last_axes=_transpose,

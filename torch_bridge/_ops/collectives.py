@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed that several packages use."""
+"""Collectives of torch.distributed used by several packages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # 
 
 
 Groups = dist.ProcessGroup | Sequence[dist.ProcessGroup] | None
-"""Ranks of one group; or those along all axes of a mesh, a group for each; or this one alone."""
+"""A process group; a list with one group per mesh axis; or None for this rank alone."""
 
 
 def max_over_ranks(amax: Tensor, group: Groups) -> Tensor:
-    """Replaces fp32 amaxes by their maximum over the ranks of `group`, in place.
+    """Replace fp32 amaxes by their maximum over the ranks of `group`, in place.
 
-    Positive floats order as their bits do, and NaN above all of them, so an integer maximum is exact and keeps NaN,
-    which a floating-point collective may drop.
+    Nonnegative floats order like their bits, with NaN above all. So an integer maximum is exact and keeps NaN, which a
+    floating-point collective may drop.
     """
     for each in _others(group):
         dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=each)
@@ -29,9 +29,9 @@ def max_over_ranks(amax: Tensor, group: Groups) -> Tensor:
 
 
 def unlike_ranks(facts: bytes, group: Groups, device: torch.device, *, than: int | None = None) -> list[int]:
-    """The ranks of `group` that have other facts than this one, or than rank `than`.
+    """Return the ranks of `group` with other facts than this rank, or than rank `than`.
 
-    Collective: an all-gather of 32 bytes a rank, whatever a rank has, and a wait for the device.
+    Collective: it gathers a 32-byte hash per rank, and waits for the device.
     """
     mine = hashlib.sha256(facts).digest()
     digests = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
@@ -45,6 +45,6 @@ def unlike_ranks(facts: bytes, group: Groups, device: torch.device, *, than: int
 
 
 def _others(group: Groups) -> list[dist.ProcessGroup]:
-    """The groups that have other ranks than this one."""
+    """Return the groups with more than one rank."""
     groups: Any = group if isinstance(group, list | tuple) else [group]
     return [each for each in groups if each is not None and dist.get_world_size(each) > 1]

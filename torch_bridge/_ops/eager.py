@@ -1,11 +1,11 @@
-"""Decides how a call runs: traced by a compiler, captured in a CUDA graph, or eagerly, past the dispatcher or not.
+"""Checks of the execution mode: traced by a compiler, captured in a CUDA graph, or eager.
 
-No other module asks torch.
+All other modules use these checks instead of torch's.
 
     is_compiling               the graph gets ops of `torch.ops.qshard` and functional collectives
-    is_capturing               nothing waits for the device, and no memory of before the capture is read
-    may_skip_dispatcher        an op calls its handler (`bind.py`), and recorded steps are one call (`programs.py`)
-    are_plain                  layers may use kernels of qshard in place of PyTorch's
+    is_capturing               no host synchronization, and no reads of memory from before the capture
+    may_skip_dispatcher        an op calls its handler directly (`bind.py`), recorded steps are one call (`programs.py`)
+    are_plain                  layers may use qshard's kernels instead of PyTorch's
     may_reuse                  a later call may use the results of this one
 """
 
@@ -25,15 +25,15 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Returns True if work on a device is captured in a CUDA graph, and does not run now."""
+    """Return True if work on a device is being captured in a CUDA graph, so that it does not run now."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def may_skip_dispatcher(tensors: Iterable[Tensor]) -> bool:
-    """Returns True if a call on these tensors may go straight to handlers.
+    """Return True if a call on these tensors may bypass torch's dispatcher.
 
-    Not while a compiler or `torch.jit` traces, a profiler records, under a mode of dispatch or of functions, or in a
-    transform of functorch; nor for tensors that stand for others. Autograd has no part in it: no op has a derivative.
+    It may not while a compiler or `torch.jit` traces, a profiler records, a dispatch mode, function mode or functorch
+    transform is active, nor on tensor subclasses. Autograd does not matter, because ops have no derivatives.
 
     >>> x = torch.ones(1)
     >>> may_skip_dispatcher([x, torch.nn.Parameter(x)]), may_skip_dispatcher([x, x.to("meta")])
@@ -41,21 +41,21 @@ def may_skip_dispatcher(tensors: Iterable[Tensor]) -> bool:
     """
     if is_compiling() or is_observed():
         return False
-    for x in tensors:  # noqa: SIM110, since a generator takes longer, and this is asked in every call.
+    for x in tensors:  # noqa: SIM110, a generator is slower, and every call runs this.
         if type(x) not in _PLAIN or not (x.is_cuda or x.is_cpu):
             return False
     return True
 
 
 def are_plain(*tensors: Tensor) -> bool:
-    """Returns True for plain tensors in memory, if no compiler or transform is at work."""
+    """Return True for plain tensors in memory, if no compiler or functorch transform is active."""
     if is_compiling() or in_functorch():
         return False
     return all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
 
 
 def may_reuse(tensor: Tensor) -> bool:
-    """Returns True if a result that was computed from `tensor` may be kept for a later call.
+    """Return True if a result computed from `tensor` may be cached for a later call.
 
     A compiler merges equal ops itself, and a captured graph must not read memory that was written before the capture.
     """

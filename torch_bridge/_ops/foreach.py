@@ -1,4 +1,4 @@
-"""Ops on lists of flat slices, and plans of these: the steps of `flat_shards` and `placement` on torch tensors."""
+"""Ops on lists of flat slices, and their plans: the steps of `flat_shards` and `placement` on torch tensors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ __all__ = ["FlatPlan", "SliceOps", "flat_plan", "xp"]
 
 
 class SliceOps:
-    """What the steps of `_core.flat_shards` take for `ops`, for one plan on one device. Make it once a plan."""
+    """The argument `ops` of the steps of `_core.flat_shards`, for one plan on one device.
+
+    It holds index tensors, so create it once per plan.
+    """
 
     def __init__(self, plan: MasterPlan, device: torch.device):
         self.__dict__.update(vars(ops))
         self._plan, self._device = plan, device
-        # By the first weight, which is of one bucket.
+        # Keyed by the first weight of a bucket: each weight is in one bucket.
         self._rows = {b.indices[0]: self._tensor(b.indices) for b in plan.buckets if len(plan.buckets) > 1}
         self._runs = {b.indices[0]: self._tensor(b.runs) for b in plan.buckets if any(each != 1 for each in b.runs)}
 
@@ -43,7 +46,7 @@ class SliceOps:
 
     def of_bucket(self, pairs: Tensor, bucket: Bucket) -> Tensor:
         rows = self._rows.get(bucket.indices[0])
-        # Indexed as int32: CUDA does not index uint32.
+        # Indexed as int32, because CUDA cannot index uint32.
         return pairs if rows is None else pairs.view(torch.int32)[rows].view(pairs.dtype)
 
     def repeat_values(self, values: Tensor, bucket: Bucket) -> Tensor:
@@ -52,9 +55,9 @@ class SliceOps:
 
 
 class FlatPlan:
-    """The slices that a rank holds of some weights, on one device, and the steps of `_core.flat_shards` over them.
+    """The local slices of some weights on one device, with the steps of `_core.flat_shards` on them.
 
-    Operands that no step changes are made on their first use: fake tensors need none.
+    Constant operands are created on first use, because fake tensors do not need them.
     """
 
     def __init__(self, slices: Sequence[FlatSlice], device: torch.device):
@@ -69,33 +72,33 @@ class FlatPlan:
 
     @functools.cached_property
     def starts(self) -> Tensor:
-        """The first elements of slices, as an operand."""
+        """Index of the first element of each slice, as a uint64 operand."""
         return words("flat_plan", "starts", [s.start for s in self._slices], self._device, len(self._slices))
 
     def amaxes(self, shards: Sequence[Tensor]) -> Tensor:
-        """The amaxes of all weights as far as these slices contribute to them, fp32 `[plan.amaxes]`."""
+        """Compute the contribution of these slices to the amaxes of all weights, fp32 `[plan.amaxes]`."""
         made: Tensor = flat_shards.amaxes(self.ops, self.plan, shards, self.starts)
         return made
 
     def scales(self, amaxes: Tensor) -> list[Scales]:
-        """The scales of the weights of each bucket, from their reduced amaxes."""
+        """Compute the scales of the weights of each bucket from their reduced amaxes."""
         return flat_shards.scales(self.ops, self.plan, amaxes)
 
     def cast(self, data: Sequence[Tensor], shards: Sequence[Tensor], scales: Sequence[Tensor], *, pieces: bool) -> None:
-        """Writes the codes of the slices into `data`, under `Scales.scale` of each bucket."""
+        """Write the codes of the slices into `data`, using `Scales.scale` of each bucket."""
         flat_shards.cast(self.ops, self.plan, data, shards, self.starts, scales, pieces=pieces)
 
 
 @functools.lru_cache(maxsize=4096)
 def flat_plan(slices: tuple[FlatSlice, ...], device: torch.device) -> FlatPlan:
-    """The plan of slices that come again in each step: without planning, and without a copy from the host."""
+    """Return the cached plan of slices that recur in each step, which saves planning and a copy from the host."""
     return FlatPlan(slices, device)
 
 
 def _pad(x: Tensor, sides: Sequence[tuple[int, int]]) -> Tensor:
-    """`numpy.pad` with zeros, before and after, on each axis."""
+    """Pad with zeros like `numpy.pad`, by (before, after) of each axis."""
     return torch.nn.functional.pad(x, [size for pair in reversed(sides) for size in pair])
 
 
 xp = SimpleNamespace(pad=_pad, maximum=torch.maximum, int32=torch.int32)
-"""What the steps of `_core.placement` take for NumPy."""
+"""The array functions that steps of `_core.placement` use instead of NumPy's."""

@@ -1,14 +1,14 @@
-"""Steps over ops that are worked out once, for shapes, dtypes and formats, and are then one call into C++.
+"""Recorded programs: a function over `ops`, planned once for shapes, dtypes and formats, then run in one call into C++.
 
-`Steps` are a function over `ops`, as those of `_core.quantize_steps` are, of values: nothing has a gradient. It is
-*recorded* by running it on `_Slot`s, which have shapes and dtypes and no memory, with an `ops` that notes what it is
-asked for. What comes of that, a `_ffi.Program`, makes the results and what lies between, and runs the handlers one
-after another. So each rule of the pipeline stands where it stood, and a call pays for none of them.
+`Steps` wraps a function over `ops`, such as the functions of `_core.quantize_steps`, on values without gradients. To
+record it, the function runs once on `_Slot`s, which have shapes and dtypes but no memory, with an `ops` that records
+each op. The result is a `_ffi.Program`. It allocates the results and the intermediate tensors, and runs the handlers
+one after another. So each rule of the pipeline is written once, and a call does not pay for evaluating it.
 
-Where a call may not skip the dispatcher (`eager.py`), and where it fails, the steps run as they are written, one op of
-`torch.ops.qshard` after another, each with its checks.
+If a call may not skip the dispatcher (`eager.py`), or if the program fails, the function runs on real tensors, one op
+of `torch.ops.qshard` after another, each with its checks.
 
-Programs hold no tensors. They are remembered by shapes, dtypes, device and constants.
+Programs hold no tensors. They are cached by shapes, dtypes, device and constants.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from qshard.torch_bridge._ops.eager import may_skip_dispatcher
 
 T = TypeVar("T")
 
-_ALIGNMENT = 256  # Of what lies between: that of allocations on GPUs.
+_ALIGNMENT = 256  # Alignment of intermediate tensors, the same as of GPU allocations.
 _BY_VALUE = frozenset((type(None), bool, int, float, str, tuple, torch.Size, torch.dtype, torch.device))
 
 
 class Memo(Generic[T]):
-    """A function that remembers its results: at most `most` of them; one more, and all are forgotten.
+    """A function with a cache of at most `most` results. When it is full, the whole cache is cleared.
 
-    As `functools.lru_cache`, but formats, recipes and what else is no plain value are told apart as objects: to hash
-    them takes longer than the call that they are for. A result keeps its arguments alive, so none takes their place.
+    Unlike `functools.lru_cache`, it compares formats, recipes and all other objects that are not plain values by
+    identity, because hashing them takes longer than the call. A result keeps its arguments alive, so no id is reused.
 
     >>> double = Memo(lambda text: text * 2)
     >>> double("ab"), double("ab"), len(double)
@@ -65,14 +65,14 @@ class Memo(Generic[T]):
 
 
 class Steps:
-    """A function over `ops` that is recorded.
+    """A function over `ops` that is recorded as a program.
 
     Attributes:
-      programs: those that were recorded.
+      programs: the recorded programs.
 
     Args:
-      function: `function(ops, *tensors, *constants)` gives a tuple of tensors, or None for some. Its results may be
-        views of what it makes, by `view`. It depends on nothing but constants, shapes and dtypes.
+      function: `function(ops, *tensors, *constants)` returns a tuple of tensors or None. Results may be views of the
+        tensors that it computes, by `view`. It must depend on nothing but constants, shapes and dtypes.
 
     >>> def amaxes(ops, x):
     ...     return ops.amax_tensor(x, lead=1), ops.amax_tensor(x, lead=0)
@@ -82,12 +82,15 @@ class Steps:
 
     def __init__(self, function: Callable[..., tuple[Any, ...]]):
         self._function = function
-        self.programs = Memo(self._recorded)
+        self.programs = Memo(self._record)
 
     def __call__(
         self, tensors: tuple[Tensor, ...], *constants: Any, check: Callable[[], object] | None = None
     ) -> tuple[Any, ...]:
-        """The results. Where the steps do not run as one call, `check` is asked first, to raise what is wrong."""
+        """Return the results.
+
+        If the program does not run, `check` is called before the steps, to raise an error that names the cause.
+        """
         if may_skip_dispatcher(tensors):
             try:
                 shapes, dtypes = tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors])
@@ -95,12 +98,12 @@ class Steps:
                 if program is not None:
                     return program(*tensors)
             except (ValueError, TypeError, RuntimeError):
-                pass  # What is wrong is said below, by name.
+                pass  # The steps below raise an error that names the operand.
         if check is not None:
             check()
         return self._function(ops, *[x.detach() if x.requires_grad else x for x in tensors], *constants)
 
-    def _recorded(
+    def _record(
         self, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, *constants: Any
     ) -> _ffi.Program | None:
         recorder = _Recorder()
@@ -113,11 +116,11 @@ class Steps:
 
 
 class _NoSuchOpError(Exception):
-    """A step is none of our ops."""
+    """A step is not a qshard op, so the function cannot be recorded."""
 
 
 class _Slot:
-    """A tensor to be. Those with the same number share memory."""
+    """Placeholder of a tensor. Slots with the same number share memory."""
 
     def __init__(self, recorder: _Recorder, number: int, shape: tuple[int, ...], dtype: torch.dtype):
         self._recorder, self.number, self.shape, self.dtype = recorder, number, shape, dtype
@@ -128,7 +131,7 @@ class _Slot:
 
     def view(self, shape: Sequence[int]) -> _Slot:
         if math.prod(shape) != math.prod(self.shape):
-            raise ValueError(f"view: {self.shape} has not as many elements as {tuple(shape)}")
+            raise ValueError(f"view: {self.shape} does not have as many elements as {tuple(shape)}")
         return _Slot(self._recorder, self.number, tuple(shape), self.dtype)
 
     reshape = view
@@ -141,7 +144,7 @@ class _Slot:
 
 
 class _Recorder:
-    """`ops` that notes what it is asked for."""
+    """An `ops` that records the ops called on it."""
 
     def __init__(self) -> None:
         self._made: list[tuple[tuple[int, ...], torch.dtype]] = []
@@ -163,11 +166,11 @@ class _Recorder:
             spec, tuple(x.shape for x in operands), tuple(x.dtype for x in operands), tuple(keywords.items())
         )
         made = [self.slot(shape, dtype) for shape, dtype in plan.outputs]
-        self._note(op, operands, made, plan.attributes)
+        self._add_step(op, operands, made, plan.attributes)
         return made[0] if len(made) == 1 else tuple(made)
 
     def _in_place(self, op: str, *operands: Any, **attributes: Any) -> None:
-        self._note(op, *by_lists(multi_table()[op], operands), attributes)
+        self._add_step(op, *by_lists(multi_table()[op], operands), attributes)
 
     def swap_last_axes(self, x: _Slot) -> _Slot:
         raise _NoSuchOpError
@@ -175,18 +178,23 @@ class _Recorder:
     def transposed_squares(self, data: _Slot, scale_inv: _Slot, *, packed: bool) -> Any:
         return transposed_squares(self, data, scale_inv, packed=packed)
 
-    def _note(self, op: str, operands: Sequence[_Slot], written: Sequence[_Slot], attributes: dict[str, Any]) -> None:
+    def _add_step(
+        self, op: str, operands: Sequence[_Slot], written: Sequence[_Slot], attributes: dict[str, Any]
+    ) -> None:
         taken, made = ([self._rows.setdefault(x.as_row(), len(self._rows)) for x in xs] for xs in (operands, written))
         self._steps.append((op, taken, made, attributes))
 
-    def _placed(self, numbers: Sequence[int]) -> tuple[dict[int, int], int]:
-        """Where in one piece each is, and how long it is. Those that are not needed at the same time share bytes."""
+    def _buffer_offsets(self, numbers: Sequence[int]) -> tuple[dict[int, int], int]:
+        """Return the byte offset of each intermediate tensor in one buffer, and the size of the buffer.
+
+        Tensors that are not live at the same time share bytes.
+        """
         lives: dict[int, list[int]] = {}
         by_row = [number for *_, number in self._rows]
         for i, (_, *sides, _) in enumerate(self._steps):
             for row in (row for side in sides for row in side):
                 lives.setdefault(by_row[row], []).append(i)
-        placed: list[tuple[int, int, int, int]] = []  # First and last byte, first and last step.
+        placed: list[tuple[int, int, int, int]] = []  # Start, end, first step, last step.
         offsets: dict[int, int] = {}
         for number in numbers:
             shape, dtype = self._made[number]
@@ -203,7 +211,7 @@ class _Recorder:
         return offsets, max((end for _, end, *_ in placed), default=0)
 
     def program(self, results: Sequence[_Slot | None], inputs: int, device: torch.device) -> _ffi.Program:
-        """Each result has memory of its own; what lies between is in one piece."""
+        """Build the program. Each result has its own memory; intermediate tensors share one buffer."""
         kept: dict[int, _Slot] = {}
         for x in results:
             if x is not None and x.shape != kept.setdefault(x.number, x).shape:
@@ -212,7 +220,7 @@ class _Recorder:
                 )
         kept = {number: x for number, x in kept.items() if number >= inputs}
         sources = {number: inputs + i for i, number in enumerate(kept)} | {i: i for i in range(inputs)}
-        offsets, end = self._placed([number for number in range(len(self._made)) if number not in sources])
+        offsets, end = self._buffer_offsets([number for number in range(len(self._made)) if number not in sources])
         makers = [_maker(x.shape, x.dtype, device) for x in kept.values()]
         if offsets:
             makers.append(_maker((end,), torch.uint8, device))
@@ -226,6 +234,6 @@ class _Recorder:
 
 
 def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """`torch.empty` of it, by a function that takes half as long."""
+    """Return a function that allocates a tensor in half the time of `torch.empty`."""
     strides = torch.empty(shape, device="meta").stride()
     return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Numbers of 64 bits as ops take them: pairs of int32 words, the low one first."""
+"""uint64 operands of ops: int32 tensors with two words each, low word first."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ _WORDS = (torch.int32, torch.uint32)
 
 
 def words(op: str, name: str, numbers: Any, device: torch.device, count: int | None = None) -> Tensor:
-    """One number as `[2]`, or with `count` so many as `[count, 2]`.
+    """Convert one number to `[2]`, or `count` numbers to `[count, 2]`.
 
-    A CUDA graph can capture it for one int, which gets to the device without a copy from the host, and for tensors on
-    the device.
+    Args:
+      op: the caller, for errors.
+      name: the argument, for errors.
+      numbers: an int, or a list of ints with `count`; or a tensor of words, int32 or uint32; with `count` also int64
+        `[count]`.
+      device: of the result. Tensors are not moved.
+      count: number of uint64; None: one.
 
-    Numbers are ints, which go to `device`, or a tensor of words, int32 or uint32; with `count` also int64 `[count]`.
-    Errors name them by `op` and `name`.
+    A CUDA graph can capture the call for one int, which is written without a copy from the host, and for tensors on the
+    device.
 
     >>> words("quantize", "seed", 2**32 + 5, torch.device("cpu"))
     tensor([5, 1], dtype=torch.int32)
@@ -37,32 +42,36 @@ def words(op: str, name: str, numbers: Any, device: torch.device, count: int | N
     shape = (count, 2)
     if not isinstance(numbers, Tensor):
         if isinstance(numbers, str) or not isinstance(numbers, Iterable):
-            raise TypeError(f"{what} ({quote(numbers)}) is not one number for each of {count} weights; pass a list")
+            raise TypeError(
+                f"{what} ({quote(numbers)}) is not a list of integers; pass one for each of {count} weights"
+            )
         pairs = [_pair(what, number) for number in numbers]
         if len(pairs) != count:
-            raise ValueError(
-                f"{what} ({len(pairs)} numbers) is not one number for each of {count} weights; pass {count}"
-            )
+            raise ValueError(f"{what} has {len(pairs)} entries for {count} weights; pass one per weight")
         return torch.tensor(pairs, dtype=torch.int32).view(shape).to(device)
     given = numbers
     if numbers.dtype == torch.int64 and numbers.ndim == 1:
-        if numbers.device.type == "cpu" and numbers.numel():  # On a GPU, to look would be to wait for it.
+        # On a GPU this check would wait for the device.
+        if numbers.device.type == "cpu" and numbers.numel():
             word_pair(what, int(numbers.min()))
         numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
     if numbers.dtype not in _WORDS:
         raise TypeError(
-            f"{what} ({quote(given)}) is not int32 or uint32 {shape}, low words first; pass that, or an int for each"
+            f"{what} ({quote(given)}) is not int32 or uint32 {shape}, low half first; pass that, or a list of integers"
         )
     made: Tensor = numbers
     if tuple(made.shape) != shape:
-        raise ValueError(f"{what} ({quote(given)}) is not one number for each of {count} weights; pass so many")
+        raise ValueError(
+            f"{what} ({quote(given)}) does not have one entry for each of {count} weights; pass one per weight"
+        )
     return made
 
 
 def constant_words(number: int, device: torch.device) -> Tensor:
-    """`words` of a number that never changes: made once for a device, not to be written.
+    """Return `words` of a constant, cached per device. Do not write to it.
 
-    Not in a captured graph, which must not read what others made on another stream, nor where somebody looks on.
+    It is not cached in a captured graph, which must not read memory written on another stream, nor while a mode, hook
+    or tracer is active.
     """
     if not may_skip_dispatcher(()) or torch.is_inference_mode_enabled() or is_capturing(device):
         return words("words", "number", number, device)
@@ -70,13 +79,13 @@ def constant_words(number: int, device: torch.device) -> Tensor:
 
 
 def xor_words(pairs: Tensor, number: int) -> Tensor:
-    """Pairs of words XOR a number that never changes."""
+    """Compute the XOR of uint64 words with a constant."""
     return pairs ^ constant_words(number, pairs.device)
 
 
 @functools.lru_cache(maxsize=64)
 def _cached_words(number: int, device: torch.device) -> Tensor:
-    # Its copy is waited for, so that any stream may read it.
+    # The copy is synchronous, so any stream may read the result.
     return torch.tensor(_pair("words: number", number), dtype=torch.int32).to(device)
 
 
@@ -89,10 +98,10 @@ def _one(what: str, number: Any, device: torch.device) -> Tensor:
         pair = torch.full((2,), low, dtype=torch.int32, device=device)
         pair[1].fill_(high)
         return pair
-    raise TypeError(f"{what} ({quote(number)}) is not an integer, or int32 or uint32 of shape (2,); pass one")
+    raise TypeError(f"{what} ({quote(number)}) is not an integer, or int32 or uint32 of shape (2,); pass one of these")
 
 
 def _pair(what: str, number: int) -> tuple[int, int]:
-    """As int32, which has the bits of the words."""
+    """Split a uint64 into two words, as int32 with the same bits."""
     low, high = ((word ^ 2**31) - 2**31 for word in word_pair(what, number))
     return low, high

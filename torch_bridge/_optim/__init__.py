@@ -1,4 +1,4 @@
-"""Optimizers: Adam with low-precision states, and master weights that are cast to quantized weights.
+"""Optimizers: Adam with low-precision states, and casts of master weights to quantized weights.
 
-ZeRO is in `_zero`.
+ZeRO lives in `_zero`; the master of a primary weight lives in `_fsdp`.
 """

@@ -1,4 +1,4 @@
-"""Adam and AdamW with low-precision states and exact masters: one multi-tensor kernel for all tensors of a group."""
+"""Adam and AdamW with low-precision states and exact masters: one multi-tensor kernel for each parameter group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._fsdp.refresh import recast
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.bind import call_in_place, dtype_name
-from qshard.torch_bridge._optim.adam_state import SCALED, AsItIs, from_plain, to_plain
+from qshard.torch_bridge._optim.adam_state import SCALED, Uncast, from_plain, to_plain
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype
 
@@ -26,42 +26,48 @@ _LISTS = [operand.name for operand in multi_table()["adam"].inputs if operand.ma
 
 
 class Adam(Optimizer):
-    """`torch.optim.Adam` on float32 or 16-bit parameters, with states of few bits if asked for.
+    """`torch.optim.Adam` for float32 or 16-bit parameters, with optional low-precision states.
 
         m = beta1 m + (1 - beta1) g;   v = beta2 v + (1 - beta2) g g
         u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps);   p = p - lr u
         weight decay: g = g + decay p before, or, decoupled, u = u + decay p after
 
-    Names, order and defaults of the first five arguments are torch's. `AdamW` decouples weight decay.
-
-    All arithmetic is float32, in the order that NUMERICS.md states, so the results are the same bits on every device,
-    and those of `qshard.jax.adam` and `qshard.jax.adamw`. A step is one launch for the settings and one for up to 240
-    tensors of the same dtypes. Nothing waits for the device, so a step can be captured in a CUDA graph, after one that
-    was not; then give `lr` as a tensor on the device, or it is fixed.
-
-    States in float16 or FP8 have one float32 scale for every 128 elements of a row (a row is what follows the first
-    axis), a power of two. A state of zeros stays zeros, and a second moment that is not 0 never becomes 0, which would
-    blow up the next update. Rows are cut from a weight together with their scales, so that a shard's state is the shard
-    of the state. Parameters with less than two axes keep float32 states in their place.
+    The first five arguments have the names, order and defaults of torch. `AdamW` decouples weight decay.
 
     Args:
       params: tensors, DTensors, sharded weights (`ShardedWeight`), or groups of them.
-      lr: a number or a tensor of one.
-      betas, eps, weight_decay: numbers.
-      decoupled_weight_decay: whether this is AdamW: `torch.optim.Adam` has the argument too.
-      exp_avg_dtype, exp_avg_sq_dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
-      master_weights: what a 16-bit parameter lacks of its float32 value. "float32" keeps that value in the state;
-        "remainder", for bfloat16, the 16 bits that the parameter lacks, which together are that value exactly (the
-        parameter is then the nearest bfloat16, a tie going away from zero); None rounds in every step.
-
-    State of a parameter: `step` (float32, on its device), `exp_avg`, `exp_avg_sq`, of which those with scales have
-    `exp_avg_scale_inv`, `exp_avg_sq_scale_inv`; and `master` or `remainder`. Of a DTensor, all but `step` are DTensors.
-    A state dict loads bit for bit, with any number of ranks. It has plain values alone: dtypes by name, and what is in
-    FP8 or int16, which gloo does not take, as bytes in a dict under the name of its dtype. One of torch's Adam or AdamW
-    loads too, and theirs take ours where states are float32 and there are no masters.
+      lr: learning rate, a number or a tensor with one element.
+      betas: decay rates of the two moments, in [0, 1).
+      eps: added to the denominator.
+      weight_decay: weight decay.
+      decoupled_weight_decay: True for AdamW; `torch.optim.Adam` has the argument too.
+      exp_avg_dtype: dtype of the first moment: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
+      exp_avg_sq_dtype: dtype of the second moment, one of the same.
+      master_weights: how to store the float32 value of a 16-bit parameter. "float32" stores it in the state.
+        "remainder", for bfloat16, stores the 16 bits that the parameter lacks: both together are the float32 value, and
+        the parameter is the nearest bfloat16, with ties away from zero. None rounds in every step.
 
     Raises:
-      ValueError, TypeError: a setting is not one of these.
+      ValueError: a setting is out of range, or a shard splits a block of scaled states.
+      TypeError: a setting or a parameter has a wrong type.
+
+    All arithmetic is float32 in the order that NUMERICS.md states, so the bits are the same on every device and in
+    `qshard.jax.adam` and `qshard.jax.adamw`. A step is one launch for the settings and one for up to 240 tensors of the
+    same dtypes. It never waits for the device, so a CUDA graph can capture it, after one step that was not captured. In
+    a graph, pass `lr` as a tensor on the device; a number is fixed at capture.
+
+    States in float16 or FP8 have one float32 power-of-two scale for every 128 elements of a row, where a row is
+    everything after the first axis. A state of zeros stays zero. A second moment other than 0 never rounds to 0, which
+    would blow up the next update. Rows are sharded together with their scales, so the state of a shard is the shard of
+    the state. Parameters with fewer than two axes keep float32 states instead.
+
+    The state of a parameter has `step` (float32, on its device), `exp_avg` and `exp_avg_sq`; scaled states add
+    `exp_avg_scale_inv` and `exp_avg_sq_scale_inv`, and masters add `master` or `remainder`. For a DTensor, all but
+    `step` are DTensors.
+
+    A state dict loads bit for bit on any number of ranks. It contains plain values only: dtypes are names, and FP8 and
+    int16 tensors, which gloo rejects, are bytes in a dict under the name of their dtype. It also loads state dicts of
+    torch's Adam and AdamW, and they load ours if states are float32 without masters.
 
     >>> weight = torch.nn.Parameter(torch.ones(2, 256, dtype=torch.bfloat16))
     >>> optimizer = Adam([weight], lr=0.25, exp_avg_dtype=torch.float8_e4m3fn, master_weights="remainder")
@@ -106,10 +112,14 @@ class Adam(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, with settings that differ from those of the optimizer.
+        """Add parameters with settings of their own.
+
+        Args:
+          param_group: a dictionary with `params` and any arguments of the constructor.
 
         Raises:
-          ValueError, TypeError, NotImplementedError: a setting is not one that is known, or not for these parameters.
+          ValueError: a setting is out of range, or does not fit these parameters.
+          TypeError: a setting or a parameter has a wrong type.
         """
         super().add_param_group(param_group)
         try:
@@ -119,17 +129,20 @@ class Adam(Optimizer):
             raise
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for parameter, of_parameter in state["state"].items():  # Before anything of this optimizer changes.
+        for parameter, of_parameter in state["state"].items():  # Raises before this optimizer changes.
             for name, value in of_parameter.items():
-                if isinstance(value, AsItIs):
+                if isinstance(value, Uncast):
                     of_parameter[name] = value.on(self._op, name, parameter)
         super().__setstate__(state)
         self._hypers, self._steps = {}, {}
-        for group in self.param_groups:  # One of torch.optim.AdamW lacks some settings.
+        for group in self.param_groups:  # A state of torch.optim.AdamW lacks some settings.
             group.update({**self.defaults, **group, "capturable": True})
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in plain values, which share memory with the optimizer, as torch has it.
+        """Return the state as plain values that share memory with the optimizer, as in torch.
+
+        Returns:
+          A dictionary with `state` and `param_groups`.
 
         >>> weight = torch.nn.Parameter(torch.ones(2, 128))
         >>> weight.grad = torch.ones_like(weight)
@@ -141,27 +154,31 @@ class Adam(Optimizer):
         return to_plain(super().state_dict(), self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state, bit for bit: tensors move to the device of their parameter and keep their dtype.
+        """Load a state bit for bit: tensors move to the device of their parameter and keep their dtype.
 
-        torch's own would cast them to the dtype of the parameter.
+        torch's own `load_state_dict` would cast them to the dtype of the parameter.
+
+        Args:
+          state_dict: a state dict of this class, or of torch's Adam or AdamW.
 
         Raises:
-          ValueError: a state is whole where its parameter is sharded.
+          ValueError: a state is whole and its parameter is sharded.
         """
         super().load_state_dict(from_plain(state_dict))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, inv_grad_scale: Tensor | float | None = None) -> Any:
-        """Updates every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
-          closure: makes the gradients, and returns a loss.
-          inv_grad_scale: a number that gradients are multiplied by first, as when the loss was scaled up.
+          closure: computes gradients and returns a loss.
+          inv_grad_scale: a number that gradients are multiplied by first, such as the inverse of a loss scale.
 
         Returns:
-          What `closure` returns.
+          The loss of `closure`; None without one.
 
-        No communication: shards are updated where they are.
+        Shards are updated locally. The step communicates only to recast primary weights: one max-reduction for each
+        process group.
         """
         loss = None
         if closure is not None:
@@ -184,14 +201,14 @@ class Adam(Optimizer):
                 )
                 _run(constants, [tensors for _, tensors in members], decay)
 
-    def _trained(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
-        """What a step updates: states, and parameters that have a gradient."""
+    def _to_update(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
+        """Return the states and parameters to update."""
         return [(self.state[p], p) for p in group["params"] if p.grad is not None]
 
     def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
-        """The states and the plain, local tensors of parameters to update, by device and dtypes: what calls share."""
+        """Group states and local tensors by device and dtypes: one group is one launch."""
         found: dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]] = {}
-        for state, parameter in self._trained(group):
+        for state, parameter in self._to_update(group):
             assert parameter.grad is not None
             if parameter.grad.is_sparse:
                 raise NotImplementedError(f"{self._op}: grad (sparse) is not dense; call .to_dense() on it")
@@ -206,7 +223,7 @@ class Adam(Optimizer):
         return found
 
     def _advance(self, key: Any, states: Sequence[dict[str, Any]]) -> Tensor:
-        """Adds one to the steps of some parameters, and gives them as one tensor, of which their states have views."""
+        """Increment the steps of some parameters, and return them as one tensor. Their states have views of it."""
         given = [state["step"] for state in states]
         together, views = self._steps.get(key, (None, []))
         if together is None or list(map(id, views)) != list(map(id, given)):
@@ -218,7 +235,7 @@ class Adam(Optimizer):
         return together.add_(1)
 
     def _hyper(self, key: Any, group: dict[str, Any], inv_grad_scale: Tensor | float | None) -> Tensor:
-        """The settings as `adam_constants` takes them, in memory that stays. Written where they have changed."""
+        """Return the settings for `adam_constants`, in persistent memory. Only changed settings are written."""
         scale = 1.0 if inv_grad_scale is None else inv_grad_scale
         beta1, beta2 = group["betas"]
         values = adam.settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], scale)
@@ -236,10 +253,19 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """`Adam` with decoupled weight decay, 0.01 by default as in `torch.optim.AdamW`. (`qshard.jax.adamw` has 0.0001.)
+    """`Adam` with decoupled weight decay, by default 0.01 as in `torch.optim.AdamW` (`qshard.jax.adamw`: 0.0001).
 
     Args:
-      params, lr, betas, eps, weight_decay, options: as for `Adam`.
+      params: as for `Adam`.
+      lr: as for `Adam`.
+      betas: as for `Adam`.
+      eps: as for `Adam`.
+      weight_decay: decoupled weight decay.
+      options: the keyword arguments of `Adam`, except `decoupled_weight_decay`.
+
+    Raises:
+      ValueError: as for `Adam`.
+      TypeError: as for `Adam`, or `decoupled_weight_decay` is passed.
 
     >>> weight = torch.nn.Parameter(torch.ones(4))
     >>> weight.grad = torch.zeros(4)
@@ -262,12 +288,12 @@ class AdamW(Adam):
         **options: Any,
     ):
         if "decoupled_weight_decay" in options:
-            raise TypeError("AdamW: decoupled_weight_decay is True, which makes it AdamW; use Adam to choose")
+            raise TypeError("AdamW: decoupled_weight_decay is always True; use Adam for decoupled_weight_decay=False")
         super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=True, **options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # As in torch: that of an Adam would not decouple.
+        for group in self.param_groups:  # As in torch: a state of Adam would not decouple.
             group["decoupled_weight_decay"] = True
 
 
@@ -281,13 +307,13 @@ def _run(constants: Tensor, members: Sequence[dict[str, Tensor]], decay: str) ->
 
 
 def initialize_state(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
-    """Puts what a state lacks before the first step."""
+    """Create the missing states of a parameter before its first step."""
     if not _is_complete(state, parameter, group):
         _complete(state, parameter, group)
 
 
 def _is_complete(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> bool:
-    """Asked in every step."""
+    """Return True if no state is missing. It runs in every step."""
     if "step" not in state or "exp_avg" not in state or "exp_avg_sq" not in state:
         return False
     if state["exp_avg"].dtype in SCALED and "exp_avg_scale_inv" not in state:
@@ -310,7 +336,8 @@ def _complete(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -
         if name in state:
             if state[name].dtype in SCALED and f"{name}_scale_inv" not in state:
                 raise ValueError(
-                    f"Adam: state {name} ({dtype_name(state[name].dtype)}) has no {name}_scale_inv; load it as float32"
+                    f"Adam: state {name} ({dtype_name(state[name].dtype)}) has no {name}_scale_inv; load the state as "
+                    "float32"
                 )
             continue
         dtype = group[f"{name}_dtype"]
@@ -335,10 +362,10 @@ def _check_group(op: str, group: dict[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
         adam.check_setting(op, name, group[name])
     if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-        raise ValueError(f"{op}: lr {tuple(group['lr'].shape)} is not one number; pass a tensor of one")
+        raise ValueError(f"{op}: lr {tuple(group['lr'].shape)} is not one number; pass a scalar tensor")
     betas = group["betas"]
     if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"{op}: betas ({quote(betas)}) is not a pair of numbers; pass two, such as (0.9, 0.999)")
+        raise ValueError(f"{op}: betas ({quote(betas)}) is not a pair of numbers; pass a pair, such as (0.9, 0.999)")
     for i, beta in enumerate(betas):
         adam.check_setting(op, f"betas[{i}]", beta, is_beta=True)
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -346,23 +373,26 @@ def _check_group(op: str, group: dict[str, Any]) -> None:
         adam.check_state_dtype(op, name, dtype, dtype_name(dtype) if isinstance(dtype, torch.dtype) else "", "torch.")
     if group["master_weights"] not in (None, "remainder", "float32"):
         raise ValueError(
-            f"{op}: master_weights ({group['master_weights']!r}) is not None, 'remainder' or 'float32'; pass one"
+            f"{op}: master_weights ({group['master_weights']!r}) is not None, 'remainder' or 'float32'; pass one of "
+            "these"
         )
     for parameter in group["params"]:
         _check_parameter(op, parameter, group)
 
 
 def _check_parameter(op: str, parameter: Tensor, group: dict[str, Any]) -> None:
-    """Raises for what all ranks see alike: nothing here depends on the part of a rank."""
+    """Raise if a parameter is unsupported. All ranks raise: nothing here depends on the local shard."""
     local = local_of(parameter)
     shape = tuple(parameter.shape)
     if isinstance(local, QuantizedTensor):
-        raise TypeError(f"{op}: parameter {shape} (QuantizedTensor) is not of floats; give the optimizer its master")
+        raise TypeError(
+            f"{op}: parameter {shape} is a QuantizedTensor, which has no float values; pass its master to the optimizer"
+        )
     check_dtype(op, f"parameter {shape}", parameter.dtype)
     if group["master_weights"] == "remainder" and parameter.dtype == torch.float16:
         raise TypeError(
-            f"{op}: parameter {shape} (float16) is not bfloat16, which alone takes a remainder; "
-            "pass master_weights='float32'"
+            f"{op}: parameter {shape} (float16) does not support master_weights='remainder', only bfloat16 does; pass "
+            "master_weights='float32'"
         )
     check_contiguous(op, f"parameter {shape}", memory_of(parameter))
     scaled = {group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED)
@@ -372,7 +402,7 @@ def _check_parameter(op: str, parameter: Tensor, group: dict[str, Any]) -> None:
             row, shards = math.prod(parameter.shape[1:]), parameter.device_mesh.size(i)
             if axis > 1 or (axis == 1 and (parameter.shape[1] % shards or row // shards % adam.BLOCK)):
                 raise ValueError(
-                    f"{op}: parameter {shape} (cut into {shards} along axis {axis}) is not cut at blocks of "
-                    f"{adam.BLOCK}, which states in {join_names(map(dtype_name, scaled))} have scales for; cut axis 0, "
-                    "or keep states in bfloat16"
+                    f"{op}: parameter {shape} (axis {axis} in {shards} shards) is not sharded on blocks of "
+                    f"{adam.BLOCK}, as states in {join_names(map(dtype_name, scaled))} need; shard axis 0, or keep "
+                    "states in bfloat16"
                 )

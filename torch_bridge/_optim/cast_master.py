@@ -1,6 +1,6 @@
 """`cast_master`: flat slices of master weights to quantized weights, with one max-reduction for all of them.
 
-The steps are `_core.flat_shards`; here is what they need of torch.
+The algorithm is `_core.flat_shards`; this module binds it to torch.
 """
 
 from __future__ import annotations
@@ -30,21 +30,30 @@ Parity = Literal["master", "model"]
 
 
 class CastPlan:
-    """What `cast_master` knows of its weights before it sees masters. Make it once, and no step pays for it again.
+    """Shapes, formats and device operands of a `cast_master` call. Construct it once to skip planning in every step.
 
     Args:
-      weights: those that will be cast: all `QuantizedTensor`, whole, or all `QuantizedSlice`.
-      dtype: of the masters, of all of them: a rank without a slice must know it too.
-      parity: "master": quantize masters as they are; "model": round them to the dtype of the weight first.
-      op: who is called, for errors.
+      weights: the weights to cast, all `QuantizedTensor` (whole) or all `QuantizedSlice`.
+      parity: "master" quantizes masters as they are; "model" first rounds them to the dtype of the weight.
+      dtype: dtype of all masters, also on a rank without slices.
+      op: the name of the caller, for errors.
 
     Attributes:
-      plan, ops: what the steps of `_core.flat_shards` take.
-      owners: for each plane of the plan, which weight it is of.
-      pieces: whether weights are `QuantizedSlice`s.
+      plan: the plan of `_core.flat_shards`.
+      ops: its ops on the device.
+      owners: for each plane of the plan, the index of its weight.
+      pieces: True if the weights are `QuantizedSlice`s.
 
     Raises:
-      ValueError: as `_core.flat_shards.plan_master`.
+      ValueError: `parity` is unknown, weights are mixed, or a format cannot be cast in slices.
+      TypeError: `weights` is not a list of quantized weights, or `dtype` is not a supported dtype.
+
+    No communication.
+
+    >>> from qshard.torch_bridge import quantize
+    >>> plan = CastPlan([quantize(torch.zeros(2, 2), "FP8_E4M3")], parity="master")
+    >>> plan.owners, plan.pieces
+    ([0], False)
     """
 
     def __init__(
@@ -56,9 +65,11 @@ class CastPlan:
         op: str = "CastPlan",
     ):
         if parity not in ("master", "model"):
-            raise ValueError(f"{op}: parity ({parity!r}) is not 'master' or 'model'; choose what codes equal")
+            raise ValueError(
+                f"{op}: parity ({parity!r}) is not 'master' or 'model'; pass the values that the codes must match"
+            )
         if not isinstance(weights, list | tuple):
-            raise TypeError(f"{op}: weights ({quote(weights)}) is not a list; pass one, of one weight too")
+            raise TypeError(f"{op}: weights ({quote(weights)}) is not a list; pass a list, even for one weight")
         for i, weight in enumerate(weights):
             if not isinstance(weight, QuantizedTensor | QuantizedSlice):
                 raise TypeError(
@@ -70,8 +81,8 @@ class CastPlan:
         check_dtype(op, "dtype", dtype)
         self.pieces = any(isinstance(weight, QuantizedSlice) for weight in weights)
         if self.pieces and not all(isinstance(weight, QuantizedSlice) for weight in weights):
-            raise ValueError(f"{op}: weights (mixed) are not all whole or all slices; cast them in two calls")
-        # A weight with two planes of different numbers is cast twice; `owners` says of which weight a plane is.
+            raise ValueError(f"{op}: weights mix whole tensors and slices; cast them in two calls")
+        # A weight with two different planes is cast twice.
         planes = [(i, *of_weight) for i, weight in enumerate(weights) for of_weight in _planes(weight)]
         self.owners = [i for i, _, _ in planes]
         of_planes = [weights[i] for i in self.owners]
@@ -90,20 +101,32 @@ class CastPlan:
         self._owners = torch.tensor(self.owners).to(self.device) if twice else None
 
     def words(self, name: str, numbers: Sequence[int] | Tensor) -> Tensor:
-        """Numbers of 64 bits, one for each weight, as int32 `[planes, 2]`, the low word first.
+        """Convert 64-bit numbers, one for each weight, to int32 `[planes, 2]`, the low half first.
 
-        A tensor may be int64 `[n]`, or int32 or uint32 `[n, 2]`: on the device, it makes a call that a CUDA graph can
-        capture.
+        Args:
+          name: `starts` or `seeds`, for errors.
+          numbers: ints, or a tensor: int64 `[n]`, or int32 or uint32 `[n, 2]`. With a tensor on the device,
+            `cast_master` can be captured in a CUDA graph.
+
+        Returns:
+          The numbers on the device of the weights.
         """
         pairs = words("cast_master", name, numbers, self.device, self.weights)
-        # Indexed as int32: CUDA does not index uint32.
+        # Index as int32: CUDA cannot index uint32.
         return pairs if self._owners is None else pairs.view(torch.int32)[self._owners]
 
     def amaxes(self, masters: Sequence[Tensor], starts: Tensor) -> list[Tensor]:
-        """What this rank's slices know of the amaxes of each plane's blocks, in the shape of its scales.
+        """Return the amaxes of this rank's slices, one tensor for each plane, in the shape of its scales.
 
-        Delayed scaling keeps them for the next scale. No communication: the amax of a block is the maximum over ranks.
-        `masters` has a flat slice for each plane, maybe empty; `starts` are the `words` of them.
+        Delayed scaling records them for the next scale. No communication: the amax of a block is the maximum over
+        ranks.
+
+        Args:
+          masters: a flat slice for each plane, possibly empty.
+          starts: the first element of each slice, from `words`.
+
+        Returns:
+          float32 amaxes; blocks outside of the slice have 0.
         """
         found = flat_shards.amaxes(self.ops, self.plan, masters, starts)
         of_planes: dict[int, Tensor] = {}
@@ -118,9 +141,13 @@ class CastPlan:
         starts: Tensor,
         scales: Sequence[Scales],
     ) -> None:
-        """Writes the codes of slices under scales that are known, as in delayed scaling, and those scales, in place.
+        """Cast slices with known scales, as in delayed scaling. Writes codes and scales in place. No communication.
 
-        `scales` are those of each plane, the same on all ranks; the rest is as for `amaxes`. No communication.
+        Args:
+          weights: the weights to write to.
+          masters: a flat slice for each plane, possibly empty.
+          starts: the first element of each slice, from `words`.
+          scales: the scales of each plane, equal on all ranks.
         """
         targets = self.targets(weights)
         encoding = [torch.cat([scales[i].scale.view(-1) for i in bucket.indices]) for bucket in self.plan.buckets]
@@ -130,6 +157,11 @@ class CastPlan:
         _write_scales(weights, targets, made)
 
     def targets(self, weights: Sequence[QuantizedTensor | QuantizedSlice]) -> list[Plane]:
+        """Return the planes to write to, in the order of the plan.
+
+        Args:
+          weights: the weights to write to.
+        """
         return [parts for weight in weights for _, parts in _planes(weight)]
 
 
@@ -144,31 +176,32 @@ def cast_master(
     seeds: Sequence[int] | Tensor | None = None,
     plan: CastPlan | None = None,
 ) -> None:
-    """Writes the codes of slices of master weights, and the scales of the whole weights, in place.
+    """Cast slices of master weights to codes, and compute the scales of the whole weights, in place.
 
-    The codes are those of `quantize(master)`, or with parity "model" of `quantize(master.to(weight.dtype))`, of the
-    whole master: gathered, slices are its bits.
+    Gathered slices have the bits of `quantize(master)` of the whole master, or of `quantize(master.to(weight.dtype))`
+    with parity "model".
 
     Args:
-      weights: what is written to. A `QuantizedTensor` is a whole weight, of whose codes those of the slice change. A
-        `QuantizedSlice` holds codes of the slice alone.
-      masters: for each weight this rank's slice, flat, of `dtype`; None or empty if it has none.
-      starts: index of the first element of each slice in its weight. Elements past the end of a weight are padding.
-      group: the ranks that hold the other slices. None: there are none, or no block or scale is shared
+      weights: the weights to write to. In a `QuantizedTensor`, which is whole, the codes of the slice change. A
+        `QuantizedSlice` has only the codes of the slice.
+      masters: this rank's slice of each master, flat, of `dtype`; None or empty if it has none.
+      starts: the index of the first element of each slice in its weight. Elements past the end of a weight are padding.
+      group: the ranks with the other slices. None if there are none, or if no block and no scale is shared
         (`_core.flat_shards.plan_shards`).
       parity: "master" or "model".
-      dtype: of all masters: float32, bfloat16 or float16.
-      seeds: of stochastic rounding, one for each weight, 64 bits; another one each step.
-      plan: made of such weights, with parity and dtype; None: it is made here.
+      dtype: dtype of all masters: float32, bfloat16 or float16.
+      seeds: for stochastic rounding, a 64-bit seed for each weight; pass new ones in each step.
+      plan: a plan for such weights with the same parity and dtype; by default it is computed here.
 
     Raises:
-      ValueError: a format or a shape cannot be cast in slices; seeds are missing; a start is negative; tensors do not
+      ValueError: a format or shape cannot be cast in slices, seeds are missing, a start is negative, or tensors do not
         fit.
-      TypeError: a master is not of the dtype of the plan.
+      TypeError: a master does not have the dtype of the plan.
 
-    Collective: one all-reduce of int32 amaxes for all weights, whatever a rank holds. Launches do not grow with the
-    number of weights: for each format, one for amaxes, some for scales and one for codes; on a GPU, one for each 448
-    weights. The columnwise plane of square blocks goes: `update_columnwise` makes it of the gathered codes.
+    Collective: one all-reduce of int32 amaxes for all weights, also on ranks without slices. The number of launches
+    depends on formats, not on weights: for each format one for amaxes, some for scales and one for codes; on a GPU one
+    for every 448 weights. The columnwise plane of formats with 2-D blocks becomes stale: call `update_columnwise` after
+    the gather.
 
     >>> from qshard.formats import FP8_E4M3
     >>> from qshard.torch_bridge import quantize
@@ -202,16 +235,27 @@ def cast_master(
 
 
 def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
-    """Makes the columnwise planes of weights whose rowwise planes have been gathered: their transposes.
+    """Recompute the columnwise planes of gathered weights by transposing their rowwise planes.
 
     Args:
-      weights: of formats with square blocks, or one scale.
+      weights: `QuantizedTensor`s of formats with 2-D blocks or per-tensor scales.
 
     Raises:
-      ValueError: the columnwise plane of a format is no transpose of the rowwise one.
+      TypeError: a weight is not a `QuantizedTensor`.
+      ValueError: the columnwise plane of a format is not a transpose of the rowwise plane.
 
-    One launch for the codes and the scales of all weights. `cast_master` takes the plane away, so that nothing
-    computes with a stale one; this gives it back, in the same memory.
+    One launch for the codes and scales of all weights, no communication. `cast_master` marks the columnwise plane
+    stale, so that nothing computes with it. This function restores it in the same memory.
+
+    >>> from qshard.formats import Usage
+    >>> from qshard.torch_bridge import quantize
+    >>> q = quantize(torch.zeros(2, 2), "FP8_E4M3", usage=Usage.BOTH)
+    >>> cast_master([q], [torch.tensor([1.0, 2.0, 4.0, 7.0])], [0], parity="master")
+    >>> q.columnwise_is_stale
+    True
+    >>> update_columnwise([q])
+    >>> q.columnwise_is_stale
+    False
     """
     made: list[Plane] = []
     matrices: list[Tensor] = []
@@ -220,10 +264,10 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
         if not isinstance(weight, QuantizedTensor):
             raise TypeError(f"update_columnwise: weights[{i}] ({quote(weight)}) is not a QuantizedTensor; quantize it")
         fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
-        if not fmt.transposes or rows is None:  # There is no transpose to make of vectors.
+        if not fmt.transposes or rows is None:  # With 1-D blocks the planes differ.
             raise ValueError(
-                f"update_columnwise: weights[{i}] ({fmt}) has no columnwise plane that is a transpose; quantize it "
-                "with usage=Usage.BOTH"
+                f"update_columnwise: weights[{i}] ({fmt}) has no columnwise plane that is the transpose of the rowwise "
+                "one; use a format with 2-D blocks, quantized with usage=Usage.BOTH"
             )
         shape, columns = tuple(weight.shape), weight.parts(Usage.COLUMNWISE, stale=True)
         where = plane(fmt, shape, Usage.COLUMNWISE)
@@ -243,7 +287,7 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
 
 
 def _planes(weight: QuantizedTensor | QuantizedSlice) -> list[tuple[Usage, Plane]]:
-    """The planes to cast: of square blocks the rowwise one, of which the other is a transpose."""
+    """Return the planes to cast. A plane that is a transpose of another one is left out."""
     if isinstance(weight, QuantizedSlice):
         return [(weight.usage, weight.parts)]
     there = [(usage, parts) for usage in Usage if (parts := weight.parts(usage)) is not None]
@@ -252,7 +296,7 @@ def _planes(weight: QuantizedTensor | QuantizedSlice) -> list[tuple[Usage, Plane
 
 
 def _write_scales(weights: Sequence[Any], targets: Sequence[Plane], made: Sequence[Plane]) -> None:
-    """Copies new scales to where weights have theirs, once their codes are written."""
+    """Copy new scales into the memory of the old ones, after the codes are written."""
     for part in (1, 2):  # scale_inv, global_scale_inv
         pairs = [(old[part], new[part]) for old, new in zip(targets, made, strict=True)]
         if there := [(old, new) for old, new in pairs if old is not None and new is not None]:
@@ -265,8 +309,8 @@ def _write_scales(weights: Sequence[Any], targets: Sequence[Plane], made: Sequen
 def _check(plan: CastPlan, weights: Sequence[Any], masters: Sequence[Tensor | None]) -> None:
     if not len(weights) == len(masters) == plan.weights:
         raise ValueError(
-            f"cast_master: {len(masters)} masters and a plan of {plan.weights} are not one for each of "
-            f"{len(weights)} weights; give None where this rank has no slice"
+            f"cast_master: got {len(masters)} masters and a plan of {plan.weights} for {len(weights)} weights; pass "
+            "one per weight, None where this rank has no slice"
         )
     for i, m in enumerate(masters):
         if m is None:
@@ -274,7 +318,7 @@ def _check(plan: CastPlan, weights: Sequence[Any], masters: Sequence[Tensor | No
         check_tensor("cast_master", f"masters[{i}]", m)
         if m.dtype != plan.dtype:
             raise TypeError(
-                f"cast_master: masters[{i}] ({dtype_name(m.dtype)}) is not {dtype_name(plan.dtype)}; pass dtype= that "
-                "of them all"
+                f"cast_master: masters[{i}] ({dtype_name(m.dtype)}) is not {dtype_name(plan.dtype)}, the dtype of the "
+                "plan; cast it, or pass dtype= for all masters"
             )
         check_contiguous("cast_master", f"masters[{i}]", m)

@@ -1,4 +1,4 @@
-"""Flat slices of quantized weights: what each rank holds of them, and the gather that makes them whole."""
+"""Flat slices of quantized weights on this rank, and the all-gather that joins them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,21 @@ from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 
 @dataclass(eq=False)
 class QuantizedSlice:
-    """What a rank holds of a quantized weight: the codes of its flat slice, and the scales of the whole weight.
+    """This rank's part of a quantized weight: the codes of its flat slice, and the scales of the whole weight.
 
     Attributes:
-      format: how it is stored.
-      shape, dtype: of the whole weight.
-      data: uint8, the codes from the byte of the first element of the slice on; `_core.flat_shards.piece_bytes` long.
-        The half of a byte that belongs to another rank is 0.
-      scale_inv, global_scale_inv: of the whole weight, in the shapes of `layout.plane`; bytes where a scale is one.
-      usage: the plane: `ROWWISE`, or `COLUMNWISE` of MXFP8 vectors.
+      format: the format of the weight.
+      shape: shape of the whole weight.
+      dtype: dtype of the whole weight.
+      data: uint8, the codes from the byte with the first element of the slice on; `_core.flat_shards.piece_bytes` long.
+        Half a byte that belongs to another rank is 0.
+      scale_inv: scales of the whole weight, in the shape of `layout.plane`; scales of one byte are uint8.
+      global_scale_inv: float32, the second scale of NVFP4; None for other formats.
+      usage: the plane, `ROWWISE`, or `COLUMNWISE` for MXFP8 with 1-D blocks.
+
+    >>> slice_ = QuantizedSlice.empty("MXFP8_E4M3", (4, 64), 100)
+    >>> slice_.data.shape, slice_.scale_inv.shape
+    (torch.Size([100]), torch.Size([4, 2]))
     """
 
     format: Format
@@ -50,10 +56,21 @@ class QuantizedSlice:
         usage: Usage = Usage.ROWWISE,
         device: torch.device | str | None = None,
     ) -> QuantizedSlice:
-        """Room for a slice of `length` elements, of zeros, which `cast_master` fills.
+        """Allocate a slice of `length` elements, filled with zeros, for `cast_master` to write to.
+
+        Args:
+          fmt: the format, or its name.
+          shape: shape of the whole weight.
+          length: elements of the slice.
+          dtype: dtype of the whole weight.
+          usage: the plane.
+          device: the device; by default the current one.
+
+        Returns:
+          A slice with zero codes and zero scales.
 
         Raises:
-          ValueError: `fmt` cannot hold `shape`.
+          ValueError: `fmt` does not fit `shape`.
         """
         fmt = as_format(fmt, "QuantizedSlice.empty")
         where = plane(fmt, shape, usage, op="QuantizedSlice.empty")
@@ -77,15 +94,30 @@ class QuantizedSlice:
 def gather_slices(
     slices: Sequence[QuantizedSlice], cuts: Sequence[FlatShards], group: dist.ProcessGroup
 ) -> list[QuantizedTensor]:
-    """The whole weights of which each rank holds a slice, with one all-gather of bytes for all of them.
+    """All-gather weights from the slices of all ranks, with one all-gather of bytes for all weights.
 
     Args:
-      slices: of each weight, this rank's.
-      cuts: of each weight, of all ranks: `starts` and `stops`, of `plan_shards` or any others.
+      slices: this rank's slice of each weight.
+      cuts: for each weight, `starts` and `stops` of the slices of all ranks, from `plan_shards` or elsewhere.
       group: the ranks.
 
     Returns:
-      The weights, bit for bit those of `quantize` of the whole. Collective: a rank without elements sends padding.
+      The whole weights, bit for bit `quantize` of the whole masters.
+
+    Raises:
+      ValueError: `slices` and `cuts` differ in length.
+
+    Collective, also on ranks without elements, which send padding.
+
+    >>> from qshard._core.flat_shards import plan_shards
+    >>> from qshard.torch_bridge import cast_master
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> slice_ = QuantizedSlice.empty("FP8_E4M3", (2, 2), 4)
+    >>> cast_master([slice_], [torch.tensor([1.0, 2.0, 4.0, 7.0])], [0], dist.group.WORLD, parity="master")
+    >>> gather_slices([slice_], plan_shards([(2, 2)], "FP8_E4M3", 1), dist.group.WORLD)[0].dequantize()
+    tensor([[1., 2.],
+            [4., 7.]], dtype=torch.bfloat16)
+    >>> dist.destroy_process_group()
     """
     if not slices:
         return []
@@ -108,23 +140,39 @@ def gather_slices(
 
 
 def gather_parts(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """What each rank has, flat and of any length, with one all-gather of the longest. Collective."""
-    room = max(lengths)
-    received = own.new_empty(len(lengths) * room)
-    all_gather(received, torch.nn.functional.pad(own, (0, room - own.numel())), group=group)
-    return [received[r * room : r * room + length] for r, length in enumerate(lengths)]
+    """Gather flat tensors of any length from all ranks, with one all-gather of the longest length. Collective.
+
+    Args:
+      own: this rank's tensor.
+      lengths: the lengths of all ranks.
+      group: the ranks.
+    """
+    longest = max(lengths)
+    received = own.new_empty(len(lengths) * longest)
+    all_gather(received, torch.nn.functional.pad(own, (0, longest - own.numel())), group=group)
+    return [received[r * longest : r * longest + length] for r, length in enumerate(lengths)]
 
 
 def join_pieces(
     pieces: Sequence[Tensor], starts: Sequence[int], fmt: FormatLike, data_shape: tuple[int, ...]
 ) -> Tensor:
-    """The codes of a weight from those of its slices. The two halves of a byte that slices share meet by OR.
+    """Join the codes of slices to the codes of a weight. Two halves of a shared byte are combined by OR.
 
     Args:
-      pieces: uint8, as in `QuantizedSlice.data`, of any length from `piece_bytes` of the slice on.
-      starts: of the slices, in elements.
-      fmt: the format.
-      data_shape: of the codes of the whole.
+      pieces: uint8 codes of each slice, as in `QuantizedSlice.data`; longer pieces are truncated at the end of the
+        weight.
+      starts: the index of the first element of each slice.
+      fmt: the format, or its name.
+      data_shape: shape of the codes of the whole weight.
+
+    Returns:
+      uint8 codes of `data_shape`.
+
+    No communication: `gather_slices` gathers and joins.
+
+    >>> first, second = torch.tensor([[0x21, 0x03], [0x40, 0]], dtype=torch.uint8)
+    >>> join_pieces([first, second[:1]], [0, 3], "NVFP4", (1, 2)).tolist() == [[0x21, 0x43]]
+    True
     """
     fmt = as_format(fmt, "join_pieces")
     data = pieces[0].new_zeros(data_shape)

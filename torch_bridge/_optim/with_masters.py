@@ -1,4 +1,4 @@
-"""`WithMasters`: any optimizer of torch over the float32 masters of primary weights."""
+"""`WithMasters`: any torch optimizer on the float32 masters of primary weights."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from qshard.torch_bridge._fsdp.weight import ShardedWeight
 
 
 class WithMasters(Optimizer):
-    """An optimizer for models with primary weights: it updates their masters, then makes their codes anew.
+    """Optimizer for models with primary weights: updates their masters, then casts them to codes.
 
     Args:
-      params: as for any optimizer, after `fully_shard`: parameters, or groups of them. Those that are no primary
-        weights are updated as they are.
-      optimizer: the class to make, or a function of parameters that makes one, such as `torch.optim.SGD`.
-      options: of `optimizer`.
+      params: parameters or groups of them, after `fully_shard`. Parameters that are not primary weights are updated
+        directly.
+      optimizer: an optimizer class, such as `torch.optim.SGD`, or a function of parameters that returns an optimizer.
+      options: options of `optimizer`.
 
     Attributes:
-      inner: the optimizer that was made. Its states belong to masters; here they are by parameter, and the groups are
-        those of this optimizer, so schedulers, `state_dict` and `torch.distributed.checkpoint` see what they expect.
+      inner: the optimizer of the masters. Its states are also available here by parameter, and the groups are shared,
+        so schedulers, `state_dict` and `torch.distributed.checkpoint` work as usual.
 
-    `step` is collective: one max-reduction for all weights, `recast`. `qshard.torch_bridge.Adam` needs no wrapper.
+    Raises:
+      TypeError: `optimizer` is not callable.
+
+    `step` is collective: one max-reduction for all weights. `qshard.torch_bridge.Adam` updates masters without this
+    wrapper.
 
     >>> from qshard.torch_bridge import WithMasters
     >>> layer = nn.Linear(2, 2)
@@ -38,7 +42,10 @@ class WithMasters(Optimizer):
 
     def __init__(self, params: Any, optimizer: Callable[..., Optimizer], **options: Any):
         if not callable(optimizer):
-            raise TypeError(f"WithMasters: optimizer ({quote(optimizer)}) is not a class; pass one, as torch.optim.SGD")
+            raise TypeError(
+                f"WithMasters: optimizer ({quote(optimizer)}) is not a class; pass an optimizer class, such as "
+                "torch.optim.SGD"
+            )
         self._masters: dict[Tensor, Tensor] = {}
         super().__init__(params, {})
         groups = [{**group, "params": [self._master_of(p) for p in group["params"]]} for group in self.param_groups]
@@ -56,7 +63,11 @@ class WithMasters(Optimizer):
         return parameter
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, with options of their own."""
+        """Add parameters with options of their own.
+
+        Args:
+          param_group: a dictionary with `params` and options of the inner optimizer.
+        """
         super().add_param_group(param_group)
         if "inner" in self.__dict__:
             group = self.param_groups[-1]
@@ -65,10 +76,13 @@ class WithMasters(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient. Collective.
+        """Update every parameter that has a gradient. Collective.
 
         Args:
-          closure: makes the gradients, and returns a loss. It is called once.
+          closure: computes gradients and returns a loss; called once.
+
+        Returns:
+          The loss of `closure`; None without one.
         """
         loss = None
         if closure is not None:
@@ -83,11 +97,11 @@ class WithMasters(Optimizer):
         recast(parameter for parameter in self._masters if parameter.grad is not None)
         for master in self._masters.values():
             master.grad = None
-        self._show_states()
+        self._expose_states()
         return loss
 
-    def _show_states(self) -> None:
-        """The states of the inner optimizer, by parameter of this one."""
+    def _expose_states(self) -> None:
+        """Expose the states of the inner optimizer under the parameters of this one."""
         self.state.clear()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -96,8 +110,12 @@ class WithMasters(Optimizer):
                     self.state[parameter] = self.inner.state[key]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state: that of the inner optimizer, to which parameters are numbers."""
+        """Load a state of the inner optimizer.
+
+        Args:
+          state_dict: a state dict of this class, or of the inner optimizer over the same parameters.
+        """
         self.inner.load_state_dict(state_dict)
         for group, of_inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in of_inner.items() if key != "params"})
-        self._show_states()
+        self._expose_states()

@@ -1,4 +1,4 @@
-"""Quantized tensors: `quantize`, products of two of them, their form in files and checkpoints, moves between devices.
+"""Quantized tensors: `quantize`, GEMMs on planes, serialization, and moves between devices and dtypes.
 
-Sharded weights are in `_fsdp`, layers in `_nn`.
+Sharded weights are in `_fsdp`, layers are in `_nn`.
 """

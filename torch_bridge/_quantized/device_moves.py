@@ -1,7 +1,7 @@
-"""Checks before a module moves: `nn.Module.to`, `half`, `to_empty` and all else that calls `nn.Module._apply`.
+"""Checks that run before a module moves, as in `nn.Module.to`, `half`, `to_empty` and every other call of `_apply`.
 
-A master weight or a flat buffer does not move with its module, so such a move has to raise. `_apply` moves one module
-after the other: an error in a layer would leave the layers before it moved. A `Guard` raises before the first one.
+A master weight or a flat buffer does not move with its module, so such a move must raise. `_apply` moves one module
+after the other: an error in a layer would leave the previous layers moved. A `Guard` raises before the first move.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 def changes(move: Move, tensor: Tensor) -> bool:
-    """Whether a move would give `tensor` another dtype, device or memory.
+    """Return True if a move would give `tensor` another dtype, device or memory.
 
     >>> changes(lambda t: t.to(torch.float32), torch.ones(2)), changes(lambda t: t.half(), torch.ones(2))
     (False, True)
@@ -28,9 +28,9 @@ def changes(move: Move, tensor: Tensor) -> bool:
 
 
 class Guard:
-    """Replaces `_apply` of a module: calls `check(module, move)`, then moves the module.
+    """Replacement for `_apply` of a module: calls `check(module, move)`, then moves the module.
 
-    A copy of the module has a guard of its own, with a copy of `check`.
+    A copy of the module gets its own guard, with a copy of `check`.
     """
 
     def __init__(self, module: nn.Module, check: Callable[[nn.Module, Move], None]):
@@ -47,5 +47,5 @@ class Guard:
 
 
 def guard_moves(module: nn.Module, check: Callable[[nn.Module, Move], None]) -> None:
-    """Makes `check` run before `module` moves, alone or with a module that contains it."""
+    """Make `check` run before `module` moves, alone or with a module that contains it."""
     module.__dict__["_apply"] = Guard(module, check)

@@ -1,13 +1,14 @@
-"""The one matrix product that a linear layer is made of, three times: `a @ b.T` of two planes.
+"""GEMM of two planes, `a @ b.T`: each linear layer runs it three times.
 
-On NVIDIA GPUs it runs on tensor cores as it is, by an op of qshard over cuBLASLt, where the hardware multiplies codes
-of the two formats (`qshard.gemm_dispatch`): per-tensor FP8 from compute capability 8.9 on, and on Hopper FP8 in
-blocks of 1x128, one of which may be of 128x128. In all other cases, so always on the CPU, the operands are dequantized
-and multiplied: in float32 for per-tensor formats and on the CPU, by PyTorch; in bfloat16 on GPUs if blocks are
-involved, by an op again. All sum in float32, in an order of their own: results agree to rounding, not in bits.
+On NVIDIA GPUs, tensor cores multiply the codes directly where the hardware supports the two formats
+(`qshard.gemm_dispatch`): per-tensor FP8 from compute capability 8.9, and on Hopper FP8 with 1x128 blocks, where one
+operand may have 128x128 blocks. The op calls cuBLASLt. In all other cases, and always on the CPU, the operands are
+dequantized first. PyTorch multiplies them in float32 for per-tensor formats and on the CPU. On GPUs, formats with
+blocks are multiplied in bfloat16, by an op again. All sum in float32, each in an order of its own, so results agree up
+to rounding, not in bits.
 
-What bfloat16 costs: nothing where scales are powers of two (MXFP8, and FP8 blocks by default), as it holds every code
-times such a scale exactly; one rounding by 2^-8 of itself for each element of NVFP4, whose own steps are 2^-2.
+Rounding to bfloat16 is exact if scales are powers of two (MXFP8, and FP8 blocks by default), because bfloat16 holds
+every code times such a scale. Each element of NVFP4 is rounded once, by a relative 2^-8, while its own steps are 2^-2.
 """
 
 from __future__ import annotations
@@ -30,15 +31,23 @@ from qshard.torch_bridge._ops.programs import Memo
 from qshard.torch_bridge._quantized.plane_programs import dequantize, multiply
 
 PLATFORM = "cuda"
-"""Where ops make products. Tests have the CPU do it."""
+"""Device type that multiplies by ops. Tests set it to "cpu"."""
 
 LARGE = 2**24
-"""Elements of the largest operand from which on kernels take longer than the host: on an H200 a GEMM of 4096 x 4096 x
-4096 takes 0.2 ms, and the calls of a layer half of that."""
+"""Elements of an operand from which kernels take longer than the host.
+
+On an H200 a 4096 x 4096 x 4096 GEMM takes 0.2 ms, and the host calls of a layer take half of that.
+"""
 
 
 class Operand(NamedTuple):
-    """A plane of a matrix `[rows, K]` for `ROWWISE`, or `[K, rows]` for `COLUMNWISE`, K being contracted."""
+    """One plane of a GEMM operand: a matrix `[rows, K]` for `ROWWISE` or `[K, rows]` for `COLUMNWISE`; K is contracted.
+
+    Attributes:
+      format: of the codes.
+      parts: codes and scales.
+      usage: which plane it is.
+    """
 
     format: Format
     parts: Plane
@@ -50,22 +59,29 @@ class Operand(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether it is stored as `[rows, K]`."""
+        """True if the codes are stored as `[rows, K]`."""
         return gemm_dispatch.contracts_last(self.format, self.usage)
 
     def stored_values(self, dtype: torch.dtype) -> Tensor:
-        """As they are stored, rounded to `dtype`."""
+        """Dequantize to `dtype`, in the stored orientation."""
         return dequantize(self.parts, self.format, self.usage, dtype)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """`[rows, K]`, rounded to `dtype`."""
+        """Dequantize to `[rows, K]` in `dtype`."""
         return self.stored_values(dtype) if self.in_order else self.stored_values(dtype).t()
 
 
 def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """`a @ b.T`, contracted over the axis that blocks run along: `[M, N]`, in float32, bfloat16 or float16.
+    """Compute `a @ b.T`, contracted over the axis that blocks run along.
 
-    `fast` lets tensor cores keep fewer bits while they sum, as is usual in the forward pass.
+    Args:
+      a: `[M, K]`.
+      b: `[N, K]`.
+      dtype: of the result, float32, bfloat16 or float16.
+      fast: let FP8 tensor cores accumulate with fewer bits, as is usual in the forward pass.
+
+    Returns:
+      `[M, N]`.
     """
     device, way = a.parts.data.device, None
     if device.type == PLATFORM:
@@ -74,7 +90,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
         if way is not None and at_once:
             return multiply(a.parts, b.parts, dtype, fast, way)
     exact = device.type != "cuda" or multiplies_codes(a.format, b.format)
-    # Values take several times the bytes of codes. Who passes an operand that is of no more use lets its codes go here.
+    # Values take several times the bytes of codes. If the caller passed its last reference, `del` frees the codes here.
     kind = way.values if way is not None else torch.float32 if exact else torch.bfloat16
     in_order = a.in_order, b.in_order
     x = a.stored_values(kind)
@@ -87,7 +103,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
         )
         return made
     x, y = x if in_order[0] else x.t(), y.t() if in_order[1] else y
-    # Autocast would round the operands once more.
+    # Autocast would round the operands again.
     with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
         if not exact and dtype == torch.float32 and x.numel() and y.numel():
             return torch.mm(x, y, out_dtype=dtype)
@@ -97,7 +113,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
 
 
 def matmul_into(a: Operand, b: Operand, out: Tensor, *, fast: bool = False) -> None:
-    """`matmul`, into contiguous memory that is there."""
+    """Compute `matmul` into a contiguous tensor `out`."""
     device = out.device
     if device.type == PLATFORM:
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
@@ -112,7 +128,7 @@ def matmul_into(a: Operand, b: Operand, out: Tensor, *, fast: bool = False) -> N
 def way_of(
     a: Format, a_usage: Usage, b: Format, b_usage: Usage, sizes: Sizes, device: torch.device, dtype: torch.dtype
 ) -> Way | None:
-    """How an op makes the product of two planes in `dtype`; None: PyTorch does, of values."""
+    """Return the op that multiplies two planes into `dtype`, or None if PyTorch multiplies dequantized values."""
     if device.type != PLATFORM:
         return None
     planes = (a, a_usage), (b, b_usage)
@@ -120,7 +136,7 @@ def way_of(
     in_order = gemm_dispatch.contracts_last(*planes[0]) and gemm_dispatch.contracts_last(*planes[1])
     if kind is not None and in_order and gemm_dispatch.fits(kind, sizes) and _runs_on(kind, device.index):
         return Way(*planes, gemm_dispatch.workspace_size(a, b, sizes))
-    # cuBLASLt gives no float16 of bfloat16 values, and PyTorch says how float32 ones are multiplied.
+    # cuBLASLt has no GEMM from bfloat16 to float16. PyTorch's settings decide how float32 values are multiplied.
     if multiplies_codes(a, b) or dtype == torch.float16 or not _runs_on("values", device.index):
         return None
     return Way(*planes, gemm_dispatch.LIBRARY_BYTES, torch.bfloat16)
@@ -136,10 +152,11 @@ def _way_of_shapes(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Way | None, bool]:
-    """`way_of` planes whose codes have these shapes, and whether to dequantize and multiply in one call."""
+    """Return `way_of` planes with codes of these shapes, and whether to dequantize and multiply in one call."""
     (m, k), (n, _) = _sizes(a, a_usage, a_shape), _sizes(b, b_usage, b_shape)
     way = way_of(a, a_usage, b, b_usage, (m, n, k), device, dtype)
-    if way is None or way.values is None or is_compiling():  # Whose graph is the same either way.
+    # The compiled graph is the same either way.
+    if way is None or way.values is None or is_compiling():
         return way, True
     return way, max(m * k, n * k, m * n) <= LARGE
 
@@ -148,7 +165,7 @@ _ways = Memo(_way_of_shapes)
 
 
 def _sizes(fmt: Format, usage: Usage, shape: tuple[int, int]) -> tuple[int, int]:
-    """Rows and K of a plane whose codes have a shape."""
+    """Return rows and K of a plane, from the shape of its codes."""
     first, last = shape
     last *= fmt.element.codes_per_byte
     return (first, last) if gemm_dispatch.contracts_last(fmt, usage) else (last, first)

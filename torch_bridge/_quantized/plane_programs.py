@@ -1,7 +1,7 @@
-"""Steps of `_core.quantize_steps` on tensors, each one call where nobody looks on (`programs.py`).
+"""Steps of `_core.quantize_steps` on tensors, each recorded as a program that runs in one host call (`programs.py`).
 
-The parts of a tensor's planes are data, scale_inv and global_scale_inv of the rowwise plane, then of the columnwise
-one: six, of which those that are not there are None.
+`Parts` holds both planes of a tensor: data, scale_inv and global_scale_inv of the rowwise plane, then of the columnwise
+plane. Missing parts are None.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NO_PLANE = (None,) * len(Plane._fields)
 
 
 def planes_of(parts: Parts) -> dict[Usage, Plane]:
-    """The planes that are there."""
+    """Return the planes that `parts` contains."""
     pair = zip(Usage.BOTH.planes, (parts[: len(NO_PLANE)], parts[len(NO_PLANE) :]), strict=True)
     return {usage: Plane(*own) for usage, own in pair if own[0] is not None}
 
 
 def view_plane(parts: Plane, where: PlaneLayout) -> Plane:
-    """A plane in the shapes of a layout of as many elements: those of a tensor, or of it as a matrix."""
+    """View a plane in the shapes of another layout with as many elements, such as a tensor and its matrix form."""
     data, scale_inv, global_scale_inv = parts
     if global_scale_inv is not None:
         global_scale_inv = global_scale_inv.view(where.global_scale_shape)
@@ -52,9 +52,19 @@ def quantize_operand(
     reduce_max: Reduce | None = None,
     check: Callable[[], object] | None = None,
 ) -> tuple[dict[Usage, Plane], Tensor | None]:
-    """`operands.quantize_operand` of `x` `[*lead, K]`, in the shapes of `layout.plane`.
+    """Apply `operands.quantize_operand` to `x`, and return planes in the shapes of `layout.plane`.
 
-    `check` raises what is wrong with `x`; by default, if it has no such planes. It is skipped where all is one call.
+    Args:
+      x: `[*lead, K]`.
+      spec: format and usage.
+      scale: under delayed scaling, the scale from earlier steps.
+      draws: Philox key and offset, for stochastic rounding.
+      amax: of x, if it is known.
+      reduce_max: merges the amax with the amaxes of other shards.
+      check: raises an error that names x, called only if the program does not run. The default checks the layouts.
+
+    Returns:
+      The planes, and under delayed scaling the amax of x.
     """
     fmt, usage, check = spec.format, spec.usage, check or functools.partial(spec.layouts, tuple(x.shape))
     if scale is not None:
@@ -62,13 +72,14 @@ def quantize_operand(
             return operands.quantize_operand(ops, x, spec, scale=scale, amax=amax, reduce_max=reduce_max)
         *made, amax = _quantize_delayed((x, scale), fmt, usage, spec.margin)
         return planes_of(tuple(made)), amax
-    if reduce_max is not None:  # A collective, amid the steps.
+    if reduce_max is not None:  # A program cannot contain a collective.
         check()
         parts = _parts(ops, x, fmt, usage, draws, reduce_max, amax)
     elif draws is not None:
         if draws.col_step != 1:
             raise ValueError(
-                f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass those of x"
+                f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass draws of the "
+                "untransposed x"
             )
         parts = _quantize_stochastic((x, draws.seed, draws.first), fmt, usage, draws.row_step, check=check)
     elif amax is not None:
@@ -78,15 +89,15 @@ def quantize_operand(
     return planes_of(parts), None
 
 
-def quantized_swiglu_again(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) -> Plane:
-    """The columnwise plane of `swiglu(gate, up)`, matrices: `quantize_steps.quantize_swiglu_again`."""
+def recompute_swiglu_plane(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) -> Plane:
+    """Recompute `swiglu(gate, up)` of two matrices as a columnwise plane: `quantize_steps.quantize_swiglu_again`."""
     return Plane(*_quantize_swiglu_again((gate, up, amax), fmt))
 
 
 def dequantize(
     parts: Plane, fmt: Format, usage: Usage, dtype: torch.dtype, shape: tuple[int, ...] | None = None
 ) -> Tensor:
-    """The values of a plane of a matrix, in the order in which it is stored; with `shape`, those of such a tensor."""
+    """Dequantize a plane of a matrix in its stored orientation; with `shape`, to a tensor of that shape."""
     tensors = tuple(part for part in parts if part is not None)
     (values,) = _dequantize(tensors, fmt, usage, dtype, shape)
     result: Tensor = values
@@ -94,13 +105,13 @@ def dequantize(
 
 
 def transpose(parts: Plane, fmt: Format) -> Plane:
-    """The columnwise plane of the rowwise one of a matrix, or back: `quantize_steps.transpose_plane`."""
+    """Convert between the rowwise and the columnwise plane of a matrix: `quantize_steps.transpose_plane`."""
     data, scale_inv = _transpose((parts.data, parts.scale_inv), fmt)
     return parts._replace(data=data, scale_inv=scale_inv)
 
 
 def multiply(a: Plane, b: Plane, dtype: torch.dtype, fast: bool, way: Way) -> Tensor:
-    """`a @ b.T` of two planes, as `way` has it."""
+    """Compute `a @ b.T` of two planes by the op `way`."""
     tensors = [tuple(part for part in parts if part is not None) for parts in (a, b)]
     (product,) = _multiply((*tensors[0], *tensors[1]), len(tensors[0]), dtype, fast, way)
     result: Tensor = product

@@ -1,4 +1,4 @@
-"""`quantize`: a tensor to a `QuantizedTensor`."""
+"""`quantize`: converts a tensor to a `QuantizedTensor`."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ def quantize(
     first: int | Tensor = 0,
     row_step: int | None = None,
 ) -> QuantizedTensor:
-    """Casts `x` to `fmt`.
+    """Quantize `x` to `fmt`.
 
-    `x ~= code * scale_inv`, with `code = encode(fl(x * scale))`. Each block, or the tensor, has one scale, which takes
-    its largest element to the largest code; NUMERICS.md has the formula of every format.
+    `x ~= code * scale_inv`, with `code = encode(fl(x * scale))`. Each block, or the tensor, has one scale, which maps
+    its largest element to the largest code. NUMERICS.md has the formula of every format.
 
     Args:
       x: float32, bfloat16 or float16, contiguous, `[..., K]`; leading axes count as rows.
-      fmt: one of `qshard.formats`, maybe with other options, or its name, such as "MXFP8_E4M3".
-      usage: the planes to make: `ROWWISE`, `COLUMNWISE` or `BOTH`.
-      group: `x` holds the rows of this rank, of a tensor whose rows are cut over these ranks: the scale of the whole
-        tensor, if the format has one, is of all of it, and the call is collective. Scales of rows and blocks are of `x`
-        alone, so every rank must hold whole blocks; one that does not raises alone.
-      seed: of stochastic rounding, 64 bits: an int, or int32 or uint32 `[2]` on the device of `x`, the low word first.
-      first: index of the first element of `x` in the whole tensor, likewise: random bits belong to it.
-      row_step: how many columns the whole tensor has, if they are not those of `x`.
+      fmt: a format of `qshard.formats`, also with other options, or its name, such as "MXFP8_E4M3".
+      usage: the planes to compute: `ROWWISE`, `COLUMNWISE` or `BOTH`.
+      group: `x` is this rank's rows of a tensor that is sharded by rows over these ranks. A per-tensor scale is then
+        computed from the whole tensor, so the call is collective. Scales of rows and blocks depend on `x` alone, so
+        each rank must have whole blocks. A rank that does not raises alone.
+      seed: for stochastic rounding, an int or a uint64 as int32 or uint32 `[2]` on the device of `x`, low word first.
+      first: index of the first element of `x` in the whole tensor, an int or a tensor like `seed`. It is the Philox
+        offset, so each element gets the same random bits on every sharding.
+      row_step: number of columns of the whole tensor, if `x` has fewer.
 
     Returns:
-      A `QuantizedTensor` of the shape and dtype of `x`. `layout.plane` has the shapes of its planes.
+      A `QuantizedTensor` with the shape and dtype of `x`. `layout.plane` gives the shapes of its planes.
 
     Raises:
-      ValueError: `fmt` cannot hold the shape of `x`; `x` is strided; or there is no seed for stochastic rounding.
-      TypeError: `x` is not a plain tensor of such a dtype, or another argument is not of its type.
+      ValueError: `fmt` does not fit the shape of `x`, `x` is strided, or stochastic rounding has no seed.
+      TypeError: `x` is not a plain tensor of a supported dtype, or another argument has the wrong type.
 
-    With `group`, the codes that ranks get are the rows of the codes of the whole: gathered, they are its bits. Not
-    differentiable: the result holds the values of `x` as they are now. Gradients pass through `Linear`.
+    With `group`, gathering the codes of all ranks gives the codes of the whole tensor, bit for bit. The result is not
+    differentiable and does not follow later changes of `x`. For gradients use `Linear`.
 
     >>> import torch
     >>> from qshard.formats import FP8_E4M3, MXFP8_E4M3
@@ -72,7 +73,7 @@ def quantize(
     draws = reduce_max = None
     if group is not None:
         check_group("quantize", group)
-        if not fmt.row_scaled:  # A row's scale is of its own elements, all of which are here.
+        if not fmt.row_scaled:  # The scale of a row depends on that row only, which is local.
             reduce_max = functools.partial(max_over_ranks, group=group)
     if fmt.stochastic and seed is not None:
         _check(x, fmt, usage)

@@ -1,4 +1,4 @@
-"""The state of scaling: what layers carry from step to step beside their weights, for checkpoints of its own."""
+"""Scaling state of a model: delayed scales, amax histories and seeds, saved in a checkpoint of their own."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""What torch.compile, activation checkpointing and FSDP1 put into names."""
+"""Parts that torch.compile, activation checkpointing and FSDP1 insert into qualified names."""
 
 
 @torch.no_grad()
 def scaling_state(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """The state of scaling of all layers of `model`, by name: scales and histories of amaxes, and seeds.
+    """Return the scaling state of all layers of `model`: scales, amax histories and seeds, by qualified name.
 
-    `model.state_dict()` has none of it, so that models of any recipe, and of none, load each other's. A run that goes
-    on with the same bits needs it under `DelayedScaling`, and where a recipe rounds stochastically.
+    `model.state_dict()` does not contain it, so that models of any recipe, or of none, can load each other's
+    checkpoints. Save it to resume a run with the same bits under `DelayedScaling` or with stochastic rounding.
 
     Args:
       model: on any device, sharded or not.
-      group: the ranks that save it together, whose amaxes since the last update are merged first: then any of them may
-        save or load it, and no bit of the run changes. Collective. None: this rank's own, which are those of all right
-        after `update_scales`, but not after a forward pass since, as of a validation.
+      group: ranks that save the state together. Their amaxes since the last update are merged first, so any of them may
+        save or load the state without changing a bit of the run. Collective. None: this rank's own amaxes. All ranks
+        have the same right after `update_scales`, but not after a later forward pass, as in a validation.
 
     Returns:
-      The very tensors, as `state_dict` does, on this rank: empty if no layer has any. `torch.save`, and
-      `torch.distributed.checkpoint`, take them. Scales are equal on all ranks after `update_scales`. Seeds are so if
-      ranks have made the model under the same `torch.manual_seed`; of others the checkpoint of all ranks keeps one,
-      and they draw other bits once it is loaded.
+      The buffers themselves, as in `state_dict`, on this rank; empty if no layer has any. `torch.save` and
+      `torch.distributed.checkpoint` accept them. Scales are equal on all ranks after `update_scales`. Seeds are equal
+      if the ranks built the model under the same `torch.manual_seed`. Otherwise a checkpoint of all ranks keeps one of
+      them, and ranks draw different bits after loading it.
+
+    Raises:
+      TypeError: `model` is not a module, or `group` is not a process group.
 
     >>> import qshard.torch_bridge as qt
     >>> model = qt.convert(nn.Sequential(nn.Linear(16, 32)), "DelayedScaling")
@@ -55,18 +58,26 @@ def scaling_state(model: nn.Module, group: dist.ProcessGroup | None = None) -> d
 
 @torch.no_grad()
 def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Puts what `scaling_state` gave into the layers of `model`, all of it or, with an error, nothing.
+    """Copy a state from `scaling_state` into the layers of `model`: all of it, or nothing if it raises.
 
     Args:
-      model: has the layers and recipes of the model that the state is of.
-      state: on any device.
+      model: with the same layers and recipes as the model that the state was saved from.
+      state: the result of `scaling_state`, on any device. Each rank loads its own copy, without communication.
 
     Raises:
-      ValueError: the state is of other layers.
+      TypeError: `model` is not a module, or `state` is not a dict.
+      ValueError: names, shapes or dtypes differ from the state of `model`.
+
+    >>> import qshard.torch_bridge as qt
+    >>> one, other = (qt.convert(nn.Sequential(nn.Linear(16, 32)), "DelayedScaling") for _ in range(2))
+    >>> _ = one[0].delayed["weight"].scale.fill_(2.0)
+    >>> load_scaling_state(other, scaling_state(one))
+    >>> other[0].delayed["weight"].scale
+    tensor(2.)
     """
     check_model("load_scaling_state", model)
     if not isinstance(state, Mapping):
-        raise TypeError(f"load_scaling_state: state ({quote(state)}) is not a dict; pass what scaling_state gave")
+        raise TypeError(f"load_scaling_state: state ({quote(state)}) is not a dict; pass the result of scaling_state")
     own = dict(_named_state(model))
     for what, names in (
         ("lacks", [name for name in own if name not in state]),
@@ -76,8 +87,8 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(
-                f"load_scaling_state: state (of {len(state)} tensors) {what} {names[0]}{more}; pass what scaling_state "
-                "gave for a model of the same layers and recipes"
+                f"load_scaling_state: state (of {len(state)} tensors) {what} {names[0]}{more}; pass the result of "
+                "scaling_state for a model of the same layers and recipes"
             )
     for name, buffer in own.items():
         buffer.copy_(state[name])
@@ -88,7 +99,7 @@ def _fits(given: Any, own: Tensor) -> bool:
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Of each module that keeps some: its `scaling_buffers` says which, and `restore_buffers` undoes casts of them."""
+    """Yield the buffers that modules list in `scaling_buffers`, after `restore_buffers` has undone casts of them."""
     for name, module in model.named_modules():
         if (restore := getattr(module, "restore_buffers", None)) is not None:
             restore()
@@ -99,7 +110,7 @@ def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_name(model: nn.Module, name: str) -> Iterator[str]:
-    """The parts of a qualified name, without those of wrappers."""
+    """Yield the parts of a qualified name, without the parts that wrappers insert."""
     module = model
     for part in name.split(".") if name else ():
         wrapped = part in _WRAPPERS or part == "module" and isinstance(module, nn.parallel.DistributedDataParallel)
@@ -109,8 +120,11 @@ def plain_name(model: nn.Module, name: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def loaded_if_there(module: Any, state_dict: Mapping[str, Any], prefix: str) -> Iterator[None]:
-    """For loading: the state of scaling is in no state dict, but counts where one has it, as older files do."""
+def load_state_if_present(module: Any, state_dict: Mapping[str, Any], prefix: str) -> Iterator[None]:
+    """Make `module` load the scaling state in a state dict, if there is any.
+
+    State dicts of older versions contain it; current ones do not, and then loading must not report missing keys.
+    """
     kept = module._non_persistent_buffers_set
     there = {name for name in module.scaling_buffers if prefix + name in state_dict}
     module._non_persistent_buffers_set = kept - there

@@ -1,4 +1,4 @@
-"""Quantized tensors as plain ones, for files that any program reads, and back."""
+"""Conversion of quantized tensors to plain tensors and JSON metadata, for files that other programs read."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import Description
 from qshard._core.validation import quote
 from qshard.formats import Usage
-from qshard.torch_bridge._quantized.tensor import QuantizedTensor, of_description
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor, from_description
 
 
 def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Quantized tensors as tensors of uint8 and float32, with a line of JSON that says what they are of.
+    """Convert quantized tensors to plain tensors of uint8 and float32, and JSON metadata that describes them.
 
     Args:
-      values: by name: `QuantizedTensor`s, and anything else, which stays as it is.
+      values: by name: `QuantizedTensor`s, and any other values, which are returned unchanged.
 
     Returns:
-      The tensors, by names such as `w.rowwise.data`, and metadata of one string. `_core.serialization` has the names.
-      Memory is shared with `values`, but no two parts of a tensor share any, as safetensors wants it. A stale
-      columnwise plane, which counts as absent, is left out.
+      The tensors, by names such as `w.rowwise.data`, and the metadata, a dict with one string. `_core.serialization`
+      defines the names. Memory is shared with `values`, except that parts of one tensor never share memory, as
+      safetensors requires. A stale columnwise plane counts as absent and is left out.
 
     Raises:
-      ValueError: two results have one name.
+      ValueError: two results have the same name.
+
+    Each rank converts its own tensors.
 
     >>> import torch
     >>> from qshard.formats import MXFP8_E4M3
@@ -45,20 +47,26 @@ def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
 
 def from_plain(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """The inverse of `to_plain`, and of `qshard.jax.to_plain`.
+    """Rebuild quantized tensors from the results of `to_plain`, or of `qshard.jax.to_plain`.
 
     Args:
-      tensors: of a file.
-      metadata: of the same file. What it does not describe stays as it is, so None describes nothing.
+      tensors: of a file, by name.
+      metadata: of the same file. Tensors that it does not describe are returned unchanged; None describes none.
 
     Returns:
       Quantized tensors, which share memory with `tensors`, and the rest.
 
     Raises:
       TypeError: an argument is not a dict, or one of `tensors` is not a tensor.
-      ValueError: tensors are not those that the metadata describes, or it is of a later version.
+      ValueError: the tensors do not match the metadata, or its version is newer than this library.
+
+    >>> import torch
+    >>> from qshard.torch_bridge import quantize
+    >>> q = quantize(torch.tensor([[1.0, 0.5]]), "FP8_E4M3")
+    >>> from_plain(*to_plain({"w": q}))["w"].dequantize()
+    tensor([[1.0000, 0.5000]])
     """
-    return serialization.restore(tensors, metadata, _made_of)
+    return serialization.restore(tensors, metadata, _restore_tensor)
 
 
 def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] | None:
@@ -79,9 +87,9 @@ def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] |
     return description, {usage: Plane(*map(own, parts)) for usage, parts in planes.items()}
 
 
-def _made_of(name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
+def _restore_tensor(name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
     for part, array in serialization.flat(planes).items():
         if not isinstance(array, Tensor):
             what = f"{serialization.key_of(name, part)} ({quote(array)}) is not a torch.Tensor"
             raise TypeError(f"from_plain: {what}; load the file with safetensors.torch")
-    return of_description("from_plain", name, description, planes)
+    return from_description("from_plain", name, description, planes)

@@ -1,4 +1,4 @@
-"""`QuantizedTensor`: codes and scales that stand for a high-precision tensor."""
+"""`QuantizedTensor`: a tensor subclass that stores codes and scales instead of values."""
 
 from __future__ import annotations
 
@@ -22,27 +22,37 @@ FLOAT_DTYPES = tuple(getattr(torch, name) for name in FLOATS)
 
 
 class QuantizedTensor(Tensor):
-    """A tensor of dtype `dtype` and shape `shape`, stored as `fmt`: `value = fl(code * scale_inv)`, rounded to `dtype`.
+    """Tensor of shape `shape` and dtype `dtype` stored in `fmt`: `value = fl(code * scale_inv)`, rounded to `dtype`.
 
-    A container: it can be moved, copied, saved, shared and dequantized. All other ops on it raise, since each would
-    have to choose between values and codes, and values cost what the format saved. It has no gradient of its own,
-    except as the weight of `Linear`, where it stands for a parameter of dtype `dtype`. There a move of
-    the model to another float dtype changes `dtype` alone: codes and scales stay.
+    It is a container: it can be moved, copied, saved, shared and dequantized. All other ops raise, because each would
+    have to choose between values and codes, and values cost the memory that the format saved. It has no gradient,
+    except as the weight of `Linear`, where it represents a parameter of dtype `dtype`. Moving such a model to another
+    float dtype changes only `dtype`: codes and scales stay. Under FSDP2 a sharded weight is a `QuantizedTensor` between
+    gather and reshard, and its codes are the gathered bytes.
+
+    Args:
+      fmt: the format of the codes.
+      shape: of the values.
+      dtype: of the values: float32, bfloat16 or float16.
+      rowwise: the plane with blocks along the last axis, as bytes.
+      columnwise: the plane with blocks along the first axis, as bytes.
+      columnwise_is_stale: as the attribute.
 
     Attributes:
-      format: how it is stored.
+      format: the format of the codes.
       rowwise: the `Plane` with blocks along the last axis; None if absent.
-      columnwise: the `Plane` with blocks along the first axis; None if absent.
-      global_scale_inv: that of the rowwise plane if there is one, else of the columnwise plane; None if the format has
+      columnwise: the `Plane` with blocks along the first axis; None if absent or stale.
+      global_scale_inv: the global scale of the rowwise plane, or else of the columnwise plane; None if the format has
         none.
-      columnwise_is_stale: the columnwise plane is of older codes than the rowwise one: it counts as absent, and only
-        its memory is kept, for `update_columnwise`.
+      columnwise_is_stale: the columnwise plane has older codes than the rowwise plane. It counts as absent, and its
+        memory is kept for `update_columnwise`.
 
-    Under FSDP2 it is what a sharded weight becomes between gather and reshard: its codes are the gathered bytes.
+    Raises:
+      ValueError: both planes are None.
 
-    It travels as bytes, bit for bit: `torch.save`, `pickle`, `copy`, queues and shared memory of
-    `torch.multiprocessing`. `torch.load(weights_only=True)` takes it once `qshard.torch_bridge` is imported. `to_plain`
-    is for files that programs without qshard read, and for `torch.distributed.checkpoint`.
+    Codes and scales are saved and sent as bytes, bit for bit, by `torch.save`, `pickle`, `copy`, and the queues and
+    shared memory of `torch.multiprocessing`. `torch.load(weights_only=True)` accepts it once `qshard.torch_bridge` is
+    imported. Use `to_plain` for files that programs without qshard read, and for `torch.distributed.checkpoint`.
 
     >>> from qshard.formats import FP8_E4M3, Usage
     >>> from qshard.torch_bridge import quantize
@@ -57,7 +67,7 @@ class QuantizedTensor(Tensor):
     format: Format
     columnwise_is_stale: bool
 
-    # Each part has an attribute of its own, as `__tensor_flatten__` names them.
+    # Each part is an attribute, because `__tensor_flatten__` returns attribute names.
     _rowwise_data: Tensor | None
     _rowwise_scale_inv: Tensor | None
     _rowwise_global_scale_inv: Tensor | None
@@ -81,36 +91,38 @@ class QuantizedTensor(Tensor):
         columnwise: Plane | None = None,
         columnwise_is_stale: bool = False,
     ) -> QuantizedTensor:
-        """Wraps planes that exist: codes and one-byte scales as uint8, in the shapes of `layout.plane`.
+        """Wrap existing planes: codes and one-byte scales as uint8, in the shapes of `layout.plane`.
 
-        Use `quantize` to make them.
+        Call `quantize` to compute planes from values.
         """
         either = rowwise or columnwise
         if either is None:
-            raise ValueError("QuantizedTensor: rowwise (None) and columnwise (None) are no plane; use quantize")
+            raise ValueError(
+                "QuantizedTensor: rowwise and columnwise are both None; use quantize, or pass at least one plane"
+            )
         self: QuantizedTensor = make_wrapper(cls, shape, dtype=dtype, device=either.data.device)
         self.format, self.columnwise_is_stale = fmt, columnwise_is_stale
-        # One by one: a loop over _NAMES takes three times as long, in each call of `quantize`.
+        # Written out: a loop over _NAMES takes three times as long, in each call of `quantize`.
         self._rowwise_data, self._rowwise_scale_inv, self._rowwise_global_scale_inv = rowwise or NO_PLANE
         self._columnwise_data, self._columnwise_scale_inv, self._columnwise_global_scale_inv = columnwise or NO_PLANE
         return self
 
     def set(self, usage: Usage, parts: Plane | None) -> None:
-        """Puts other memory in the place of a plane, which is current then."""
+        """Replace a plane by `parts`, and mark it as current."""
         for name, part in zip(self._PLANES[usage], parts or NO_PLANE, strict=True):
             setattr(self, name, part)
         if usage is Usage.COLUMNWISE:
             self.columnwise_is_stale = False
 
     def parts(self, usage: Usage, *, stale: bool = False) -> Plane | None:
-        """A plane as bytes; None if it is absent, or if it is stale and `stale` does not ask for it all the same."""
+        """Return a plane as bytes, or None if it is absent. A stale plane counts as absent unless `stale` is True."""
         if usage is Usage.COLUMNWISE and self.columnwise_is_stale and not stale:
             return None
         names = self._PLANES[usage]
         data = getattr(self, names[0])
         return None if data is None else Plane(data, getattr(self, names[1]), getattr(self, names[2]))
 
-    def _shown(self, usage: Usage) -> Plane | None:
+    def _typed_plane(self, usage: Usage) -> Plane | None:
         parts = self.parts(usage)
         if parts is None:
             return None
@@ -119,37 +131,44 @@ class QuantizedTensor(Tensor):
 
     @property
     def rowwise(self) -> Plane | None:
-        return self._shown(Usage.ROWWISE)
+        """The `Plane` with blocks along the last axis; None if absent."""
+        return self._typed_plane(Usage.ROWWISE)
 
     @property
     def columnwise(self) -> Plane | None:
-        return self._shown(Usage.COLUMNWISE)
+        """The `Plane` with blocks along the first axis; None if absent or stale."""
+        return self._typed_plane(Usage.COLUMNWISE)
 
     @property
     def global_scale_inv(self) -> Tensor | None:
+        """The global scale of the rowwise plane, or else of the columnwise plane; None if the format has none."""
         either = self.parts(Usage.ROWWISE) or self.parts(Usage.COLUMNWISE)
         return None if either is None else either.global_scale_inv
 
     def dequantize(self, dtype: torch.dtype | None = None, *, usage: Usage | None = None) -> Tensor:
-        """The values, `fl(code * scale_inv)` rounded once to `dtype`.
+        """Compute the values, `fl(code * scale_inv)`, rounded once to `dtype`.
 
         Args:
-          dtype: float32, bfloat16 or float16; `self.dtype` by default.
-          usage: the plane to read; the rowwise one if it is there by default.
+          dtype: float32, bfloat16 or float16; the default is `self.dtype`.
+          usage: the plane to read; the default is the rowwise plane if present, else the columnwise plane.
 
         Returns:
-          A plain tensor of `self.shape`. Both planes give the same bits if blocks are square or there are none. A
-          rotated columnwise plane gives the values of the rotated tensor.
+          A plain tensor of `self.shape`. Both planes give the same bits if the format has 2-D blocks or no blocks. A
+          columnwise plane with a Hadamard rotation gives the values of the rotated tensor.
 
         Raises:
-          TypeError: `dtype` is not one of these.
-          ValueError: the plane is not there.
+          TypeError: `dtype` is not supported.
+          ValueError: the plane is absent.
+
+        >>> from qshard.torch_bridge import quantize
+        >>> quantize(torch.tensor([[1.0, 0.5]]), "FP8_E4M3").dequantize(torch.bfloat16)
+        tensor([[1.0000, 0.5000]], dtype=torch.bfloat16)
         """
         there = {one: parts for one in Usage.BOTH.planes if (parts := self.parts(one)) is not None}
         usage = as_plane(next(iter(there), Usage.ROWWISE) if usage is None else usage, "dequantize", there)
         if dtype is not None and dtype not in FLOAT_DTYPES:
             raise TypeError(
-                f"dequantize: dtype ({quote(dtype)}) is not {join_names(map(str, FLOAT_DTYPES))}; ask for one"
+                f"dequantize: dtype ({quote(dtype)}) is not {join_names(map(str, FLOAT_DTYPES))}; pass one of these"
             )
         return dequantize(there[usage], self.format, usage, dtype or self.dtype, tuple(self.shape))
 
@@ -169,80 +188,88 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1], columnwise_is_stale=stale)
 
     def described(self, *, stale: bool = False) -> tuple[Description, dict[Usage, Plane]]:
-        """What `_core.serialization` says of it, and its planes as bytes; with `stale`, a stale one too.
+        """Return the description for `_core.serialization`, and the planes as bytes.
+
+        Args:
+          stale: include a stale columnwise plane.
 
         Raises:
-          RuntimeError: there is no memory behind it.
+          RuntimeError: the memory of a plane is freed.
         """
         there = {usage: self.parts(usage, stale=stale) for usage in Usage.BOTH.planes}
         planes = {usage: parts for usage, parts in there.items() if parts is not None}
         for part in flat(planes).values():
             if part.untyped_storage().nbytes() < (part.storage_offset() + part.numel()) * part.itemsize:
                 raise RuntimeError(
-                    f"QuantizedTensor: {self!r} has no memory now: sharded weights are freed between uses; "
-                    "save or copy ZeroOptimizer.full_weights()"
+                    f"QuantizedTensor: {self!r} has no memory now, as sharded weights are freed between uses; use "
+                    "ZeroOptimizer.full_weights() to save or copy it"
                 )
         shape, dtype = tuple(self.shape), dtype_name(self.dtype)
         return Description(format=self.format, shape=shape, dtype=dtype, planes=tuple(planes)), planes
 
-    def _others(self) -> dict[str, Any]:
-        """Attributes that are not ours: that it is a parameter, and what a user has put there."""
+    def _foreign_attributes(self) -> dict[str, Any]:
+        """Return attributes set by others: by `nn.Parameter` and by users."""
         return {name: value for name, value in self.__dict__.items() if name not in _OWN}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Travels as what `to_plain` makes of it, through one function. A stale plane goes along, and stays stale.
+        """Pickle the tensors and metadata of `to_plain`, rebuilt by `_rebuild`. A stale plane stays stale.
 
-        Memory that others have a part of, as in the buffer of a `ZeroOptimizer`, stays behind unless it is shared with
-        processes: `torch.save` would write all of it, and takes no memory that holds several dtypes.
+        A part that is a view of larger memory, such as the buffer of a `ZeroOptimizer`, is cloned unless it is in
+        shared memory: `torch.save` would write all of that memory, and rejects memory with several dtypes.
         """
         warn_if_has_hooks(self)
         description, planes = self.described(stale=True)
         parts = {name: part if _is_all_of_its_memory(part) else part.clone() for name, part in flat(planes).items()}
         text = text_of({"": description})
-        return _rebuild, (text, parts, self.columnwise_is_stale, self.requires_grad, self._others())
+        return _rebuild, (text, parts, self.columnwise_is_stale, self.requires_grad, self._foreign_attributes())
 
     def __copy__(self) -> QuantizedTensor:
         copied = self._of_planes(lambda part: part)
         copied.requires_grad_(self.requires_grad)
-        copied.__dict__.update(self._others())
+        copied.__dict__.update(self._foreign_attributes())
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
-        """Planes that share memory do so in the copy, as `copy.deepcopy` of plain tensors has it."""
+        """Deep-copy the planes. Planes that share memory also share it in the copy, as with plain tensors."""
         if not self.is_leaf:
-            return cast(QuantizedTensor, super().__deepcopy__(memo))  # Which refuses.
+            return cast(QuantizedTensor, super().__deepcopy__(memo))  # Raises, as for any non-leaf tensor.
         if id(self) not in memo:
             self.described(stale=True)
             copied = self._of_planes(lambda part: copy.deepcopy(part, memo))
             copied.requires_grad_(self.requires_grad)
             memo[id(self)] = copied
-            copied.__dict__.update(copy.deepcopy(self._others(), memo))
+            copied.__dict__.update(copy.deepcopy(self._foreign_attributes(), memo))
             copied.grad = copy.deepcopy(self.grad, memo)
         found: QuantizedTensor = memo[id(self)]
         return found
 
     def __create_write_items__(self, name: str, _: Any) -> Any:
-        """What `torch.distributed.checkpoint` asks of a tensor that it is to save.
+        """Reject saving by `torch.distributed.checkpoint`, which calls this method.
 
         Raises:
-          NotImplementedError: it takes plain tensors alone.
+          NotImplementedError: always.
         """
         raise NotImplementedError(
-            f"torch.distributed.checkpoint: {name} (QuantizedTensor) is not a plain tensor; save, and load into, what "
-            "to_plain makes of the state dict, which shares its memory"
+            f"torch.distributed.checkpoint: {name} (QuantizedTensor) is not a plain tensor; save, and load into, "
+            "to_plain(state_dict), which shares its memory"
         )
 
     def __create_chunk_list__(self) -> Any:
-        """What `torch.distributed.checkpoint` asks of a tensor that it is to load into."""
+        """Reject loading by `torch.distributed.checkpoint`, which calls this method.
+
+        Raises:
+          NotImplementedError: always.
+        """
         return self.__create_write_items__("tensor", self)
 
     def share_memory_(self) -> QuantizedTensor:
-        """Moves its planes to shared memory, as of a plain tensor."""
+        """Move the planes to shared memory, and return self."""
         for part in flat(self.described(stale=True)[1]).values():
             part.share_memory_()
         return self
 
     def is_shared(self) -> bool:
+        """Return True if all planes are in shared memory."""
         return all(part.is_shared() for part in flat(self.described(stale=True)[1]).values())
 
     def _of_planes(self, change: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
@@ -252,7 +279,10 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor.__tensor_unflatten__(planes, context, self.shape, self.stride())
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> QuantizedTensor:
-        """Copies the codes to a device; codes from meta are uninitialized. A `dtype` that has no formats is ignored."""
+        """Copy the codes to a device. Codes moved from meta are uninitialized.
+
+        A `dtype` that is not in `FLOAT_DTYPES` is ignored.
+        """
 
         def move(plane: Tensor) -> Tensor:
             return torch.empty_like(plane, device=device) if plane.is_meta else plane.to(device)
@@ -260,12 +290,12 @@ class QuantizedTensor(Tensor):
         return self._of_planes(move, dtype if dtype in FLOAT_DTYPES else None)
 
     def _copy(self, other: QuantizedTensor) -> QuantizedTensor:
-        """Copies the codes and scales of a tensor that is stored alike."""
+        """Copy codes and scales from a tensor with the same format, shape and planes."""
         stored = [(t.format, tuple(t.shape), t.columnwise_is_stale, t.__tensor_flatten__()[0]) for t in (self, other)]
         if stored[0] != stored[1]:
             raise ValueError(
-                f"copy_: codes ({other.format}, {tuple(other.shape)}) are not stored as those ({self.format}, "
-                f"{tuple(self.shape)}) that they would replace, in format, shape or planes; quantize them alike"
+                f"copy_: source ({other.format}, {tuple(other.shape)}) and destination ({self.format}, "
+                f"{tuple(self.shape)}) differ in format, shape or planes; quantize them alike"
             )
         for name in stored[0][-1]:
             getattr(self, name).copy_(getattr(other, name))
@@ -291,13 +321,13 @@ class QuantizedTensor(Tensor):
                 plain = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
                 return func(plain, *args[1:], **kwargs)
         raise NotImplementedError(
-            f"QuantizedTensor: {func} is not an op on codes; call .dequantize() and use its result"
+            f"QuantizedTensor: {func} is not supported on codes; call .dequantize() and use the result"
         )
 
 
 _SAME = {aten.detach.default, aten.alias.default}
 _RESHAPES = {aten.as_strided.default, aten.view.default}
-# What gradients and optimizer states are made with: plain tensors of the dtype that the codes stand for.
+# Used to create gradients and optimizer states: these ops return plain tensors of `self.dtype`.
 _MAKES_PLAIN = {
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -309,7 +339,7 @@ _MAKES_PLAIN = {
 
 
 def _keeps_shape(self: QuantizedTensor, shape: Any, stride: Any = None, *offset: Any) -> bool:
-    """Whether a view is of all elements as they are. FSDP2 asks for such an `as_strided` of what it has gathered."""
+    """Return True if a view covers all elements unchanged. FSDP2 takes such an `as_strided` of the gathered weight."""
     return tuple(shape) == self.shape and (stride is None or tuple(stride) == self.stride()) and not any(offset)
 
 
@@ -324,32 +354,32 @@ def _is_all_of_its_memory(part: Tensor) -> bool:
 def _rebuild(
     text: str, arrays: dict[str, Tensor], stale: bool, requires_grad: bool, others: dict[str, Any]
 ) -> QuantizedTensor:
-    """What a saved tensor calls. Files name it: it stays here, under this name, and takes these arguments.
+    """Rebuild a pickled tensor. Saved files contain this name and these arguments, so neither may change.
 
-    `torch.load(weights_only=True)` trusts it with whatever a file holds. So it takes only what the description in the
-    file asks for, and kernels never see other shapes.
+    `torch.load(weights_only=True)` calls it with untrusted file contents. It uses only parts that the description in
+    the file declares, so kernels never see other shapes.
     """
     op, descriptions = "QuantizedTensor", parse_metadata(text, op="QuantizedTensor")
     if set(descriptions) != {""} or not isinstance(arrays, dict) or not isinstance(others, dict):
-        raise ValueError(f"{op}: saved state ({len(descriptions)} tensors) is not of one tensor; the file is damaged")
+        raise ValueError(f"{op}: saved state describes {len(descriptions)} tensors, not one; the file is damaged")
     if clash := sorted(_OWN & set(others)):
-        raise ValueError(f"{op}: attribute {clash[0]} (saved) is not one to set; the file is damaged")
+        raise ValueError(f"{op}: saved attribute {clash[0]} cannot be set; the file is damaged")
     tensors = {name: part for name, part in arrays.items() if isinstance(part, Tensor)}
-    made = of_description(op, "tensor", descriptions[""], descriptions[""].take(tensors, op=op))
+    made = from_description(op, "tensor", descriptions[""], descriptions[""].take(tensors, op=op))
     if stale and made.parts(Usage.COLUMNWISE) is None:
-        raise ValueError(f"{op}: columnwise plane (stale) is not there; the file is damaged")
+        raise ValueError(f"{op}: the stale columnwise plane is missing; the file is damaged")
     made.columnwise_is_stale = bool(stale)
     made.requires_grad_(bool(requires_grad))
     made.__dict__.update(others)
     return made
 
 
-def of_description(op: str, name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
-    """The tensor of planes that `Description.take` has found, in the memory that they have."""
+def from_description(op: str, name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:
+    """Build a tensor from the planes that `Description.take` returned, in their memory."""
     parts = [part for of_plane in planes.values() for part in of_plane if part is not None]
     for part in parts:
         if is_traceable_wrapper_subclass(part) or part.layout != torch.strided:
-            raise ValueError(f"{op}: {name} ({type(part).__name__}) is not of plain tensors; pass those of to_plain")
+            raise ValueError(f"{op}: {name} ({type(part).__name__}) is not a plain tensor; pass the output of to_plain")
     if len(devices := {str(part.device) for part in parts}) > 1:
         raise ValueError(
             f"{op}: {name} (on {', '.join(sorted(devices))}) is not on one device; move its tensors to one"

@@ -1,4 +1,4 @@
-"""What a caller may pass for a tensor, a model or a group: one check and one text for each mistake."""
+"""Checks of tensors, dtypes, models and process groups passed by users, with one error text for each mistake."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from qshard.torch_bridge._quantized.tensor import FLOAT_DTYPES, QuantizedTensor
 
 
 def check_tensor(op: str, name: str, x: Any, *, sharded: str = "") -> None:
-    """Raises TypeError unless `x` is a plain, dense tensor of numbers in high precision.
+    """Raise TypeError unless `x` is a plain, dense tensor of float32, bfloat16 or float16.
 
     Args:
-      op, name: what the caller knows `x` by.
-      sharded: what to do with a DTensor, if it is not to pass the local part.
+      op: name of the caller, for errors.
+      name: name of the argument, for errors.
+      x: the argument.
+      sharded: advice for a DTensor; the default is to pass the local shard.
 
     >>> check_tensor("quantize", "x", [1.0])
     Traceback (most recent call last):
@@ -36,7 +38,7 @@ def check_tensor(op: str, name: str, x: Any, *, sharded: str = "") -> None:
         raise TypeError(already_quantized(op, name, x))
     if x.layout is not torch.strided:
         kind = str(x.layout).removeprefix("torch.")
-        raise TypeError(f"{op}: {name} ({kind}) is not dense; pass {name}.to_dense(), or pad it to one tensor")
+        raise TypeError(f"{op}: {name} ({kind}) is not dense; pass {name}.to_dense(), or a padded tensor")
     check_dtype(op, name, x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""ZeRO: masters, gradients and optimizer states in flat parts, weights that are gathered as codes.
+"""ZeRO: `ZeroOptimizer`, flat sharded masters, gradients and states, and weights that are gathered as codes.
 
-The optimizers that run on the parts are in `_optim`.
+The Adam step that runs on the shards lives in `_optim`.
 """

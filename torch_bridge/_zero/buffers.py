@@ -1,13 +1,13 @@
-"""The flat buffers of ZeRO: the weights of some layers as one run of bytes, of which each rank owns an even part.
+"""Flat buffers of ZeRO: the weights of one unit as consecutive bytes, sharded evenly over ranks.
 
-    | weight 0 | weight 1 | ... | padding |        as they are gathered: codes, or values in the dtype of the model
-    |   rank 0   |   rank 1   |   rank 2   |       cut wherever that falls, at multiples of `alignment`
+    | weight 0 | weight 1 | ... | padding |        gathered bytes: codes, or values in the dtype of the model
+    |   rank 0   |   rank 1   |   rank 2   |       shard boundaries, at multiples of `alignment`
 
-Bytes are cut, not elements, so that one all-gather of equal parts puts everything in its place, whatever the dtypes. A
-rank has the float32 master and the gradient of the elements whose bytes it owns: of some weights all, of one or two a
-part, of the others nothing. As 16 bytes hold whole elements of every kind, no cut is amid a byte of two codes.
-Optimizer states with a scale for every `BLOCK` elements ask for cuts between such blocks: then the scales are those of
-the whole.
+The shards are equal in bytes, not elements, so one all-gather puts all weights in their places, whatever their dtypes.
+A rank has the float32 master and the gradient of the elements in its bytes: all of some weights, part of one or two,
+none of the others. 16 bytes are a whole number of elements of every dtype, so no boundary splits a byte of two codes.
+For optimizer states with a scale for every `BLOCK` elements, boundaries are between such blocks, and each shard
+computes the scales of the whole weight.
 """
 
 from __future__ import annotations
@@ -34,20 +34,31 @@ from qshard.torch_bridge._zero.placeholders import GradientPlaceholder, WeightPl
 from qshard.torch_bridge._zero.streams import Channel, Pending, Steps
 from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
 
-ALIGNMENT = 16  # bytes: whole elements of every dtype, and what vector loads want
-BLOCK_ALIGNMENT = BLOCK * torch.float32.itemsize  # bytes: whole blocks of elements of every dtype
+ALIGNMENT = 16  # Bytes: whole elements of every dtype, and the width of vector loads.
+BLOCK_ALIGNMENT = BLOCK * torch.float32.itemsize  # Bytes: whole blocks of elements of every dtype.
 
 
 class FlatBuffer:
-    """Weights that are gathered together, the part of this rank, and their gradients.
+    """The weights of one unit in one buffer, the shard of this rank, and their gradients.
 
-    Making it, of weights that `make` has made whole, puts views of the buffer in the place of the parameters. If it is
-    sharded, the whole is freed between uses. Weights and parts are whole multiples of `alignment` bytes.
+    The constructor replaces parameters by views of the buffer. If weights are sharded, the memory of the whole buffer
+    is freed between uses. Weights and shards begin at multiples of `alignment` bytes.
+
+    Args:
+      weights: the parameters of the unit, in the order of the model.
+      ranks: the ranks that share the buffer.
+      sharded: True to free the whole buffer between uses.
+      alignment: bytes.
+      device: the device of the buffer.
+      written: called when a user writes to a master through a placeholder.
+      make: materializes a weight that is on meta.
+      reduce_dtype: dtype of gradients on the wire.
+      reductions: the channel of gradient reductions.
 
     Attributes:
-      shard: the bytes of this rank. Those of values alone are made of masters for each gather, and kept nowhere.
-      in_use: whether layers see the gathered weights.
-      in_backward: whether they do until the gradients are there.
+      shard: the bytes of this rank. A unit without codes casts them from masters for each gather, and keeps none.
+      in_use: True while modules have the gathered weights.
+      in_backward: True while they have them for the backward pass.
     """
 
     def __init__(
@@ -68,9 +79,9 @@ class FlatBuffer:
         size = 0
         for weight in self.weights:
             weight.first = size
-            size += -(-weight.room // alignment) * alignment
+            size += -(-weight.buffer_size // alignment) * alignment
         self.part = -(-size // (alignment * ranks.size)) * alignment
-        # Whole elements of any dtype: torch.load does not take views of other memory that torch.save wrote.
+        # A whole number of elements of any dtype, or torch.load would reject views that torch.save wrote.
         self._memory = torch.zeros(ranks.size * self.part + ALIGNMENT, dtype=torch.uint8, device=self.device)
         self.buffer = self._memory[: ranks.size * self.part]
         lo = ranks.rank * self.part
@@ -98,15 +109,22 @@ class FlatBuffer:
             channel=reductions,
         )
         for index, weight in enumerate(self.weights):
-            self._show(weight, index, written)
+            self._make_placeholders(weight, index, written)
         self.in_use, self.in_backward = True, False
-        self.gradient_is_whole: Callable[[FlatBuffer], None] | None = None  # Called with this, once it is.
+        self.gradient_is_whole: Callable[[FlatBuffer], None] | None = None  # Called with self.
         self._arriving: Pending | None = None
-        self._stream: torch.cuda.Stream | None = None  # The one that was current when memory was asked for.
+        self._stream: torch.cuda.Stream | None = None  # The current stream when memory was allocated.
         self.free()
 
     def _place(self, weight: ZeroParameter, start: int, master: Tensor, lo: int) -> None:
-        """What this rank, whose part begins at byte `lo`, owns of a weight, and what layers see, is in the buffer."""
+        """Point a weight, its master and its slice at the buffer.
+
+        Args:
+          weight: the weight.
+          start: the first element of the slice of this rank.
+          master: the slice of this rank, float32.
+          lo: the first byte of the shard of this rank.
+        """
         weight.start = start
         weight.master = nn.Parameter(master.view(1, -1) if len(weight.shape) > 1 else master)
         own = self.shard[weight.first + weight.bytes_of(start) - lo if master.numel() else 0 :]
@@ -128,45 +146,45 @@ class FlatBuffer:
         for module, name in weight.owners:
             module.register_parameter(name, new)
 
-    def _show(self, weight: ZeroParameter, index: int, written: Callable[[], None]) -> None:
-        """Makes what users see of a weight, and of its gradient."""
+    def _make_placeholders(self, weight: ZeroParameter, index: int, written: Callable[[], None]) -> None:
+        """Create the placeholders of a weight and of its gradient."""
         flat = weight.master.detach().view(-1)
-        absent = WeightPlaceholder(flat, weight.start, weight.shape, weight.dtype, weight.name, written)
-        weight.sliced = nn.Parameter(absent)
-        weight.shown = weight.sliced if self.sharded else weight.parameter
-        weight.taken = GradientPlaceholder(
+        placeholder = WeightPlaceholder(flat, weight.start, weight.shape, weight.dtype, weight.name, written)
+        weight.placeholder = nn.Parameter(placeholder)
+        weight.visible = weight.placeholder if self.sharded else weight.parameter
+        weight.grad_placeholder = GradientPlaceholder(
             weight.parameter,
             weight.name,
             weakly(self.gradient.accumulate, index),
             weakly(self.gradient.forget, index),
         )
 
-    def give_gradient(self, mean: Tensor | None) -> None:
-        """Puts what there is of each weight at `.grad` of its master."""
+    def set_gradients(self, mean: Tensor | None) -> None:
+        """Set `.grad` of the masters to their parts of the mean, or to None."""
         lengths = [weight.master.numel() for weight in self.weights]
         grads = [None] * len(lengths) if mean is None else mean.split(lengths)
         for weight, grad in zip(self.weights, grads, strict=True):
             weight.master.grad = None if grad is None else grad.view(weight.master.shape)
 
-    def take_arrived(self, index: int, _: Tensor) -> None:
-        """Takes the gradient that autograd has made of one of the weights."""
-        if self.gradient.take(index) and self.gradient_is_whole is not None:
+    def collect_gradient(self, index: int, _: Tensor) -> None:
+        """Move the gradient that autograd has accumulated for one of the weights to the flat gradient."""
+        if self.gradient.collect(index) and self.gradient_is_whole is not None:
             self.gradient_is_whole(self)
 
     @property
     def freed(self) -> bool:
-        """Whether there is no memory behind what layers see, nor any that parts are on their way to."""
+        """True if the whole buffer has no memory."""
         return not self._memory.untyped_storage().size()
 
     @property
-    def kept(self) -> int:
-        """Bytes that this rank has of the weights between uses, beside masters."""
+    def stored_bytes(self) -> int:
+        """Bytes of weights that this rank stores between uses, not counting masters."""
         if self.values_alone:
             return 0
         return self.shard.nbytes if self.sharded else self._memory.nbytes
 
     def gather(self, channel: Channel) -> None:
-        """Begins to put all parts in the buffer, with one all-gather of bytes, if they are not there."""
+        """Start an all-gather of the shards into the whole buffer, unless it has memory."""
         if self.freed:
             self._memory.untyped_storage().resize_(self._memory.numel())
             self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -174,7 +192,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def _gather(self, asynchronous: bool) -> Steps:
-        # The same bytes come back to what autograd has saved: it is to see no write, of threads of gloo neither.
+        # Saved tensors get the same bytes again, so autograd must not count the write, nor one by a gloo thread.
         with preserve_version_counter(self._memory):
             if self.values_alone:
                 own = [(w.values, w.master) for w in self.weights if w.values is not None and w.values.numel()]
@@ -194,22 +212,22 @@ class FlatBuffer:
         return None
 
     def use(self) -> None:
-        """After `gather`, puts the weights into their modules."""
+        """Wait for the gather, and put the weights into their modules."""
         self._wait()
         self._put(True)
 
     def hide(self) -> None:
-        """Puts what is shown in the place of sharded weights, whose memory stays."""
+        """Put the placeholders of sharded weights into their modules, and keep the memory of the whole buffer."""
         self._put(False)
 
     def free(self) -> None:
-        """Gives back the memory of the whole, if it is sharded. What autograd has saved are views, which stay."""
+        """Free the memory of sharded weights. Tensors saved by autograd are views, valid after the next gather."""
         if not self.sharded:
             return
         self._wait()
         if not self.freed:
             if self._stream is not None and self._stream != (current := torch.cuda.current_stream(self.device)):
-                self._stream.wait_stream(current)  # The memory goes back to it.
+                self._stream.wait_stream(current)  # The allocator returns the memory to that stream.
             self._memory.untyped_storage().resize_(0)
         self._put(False)
 
@@ -223,27 +241,30 @@ class FlatBuffer:
             self.in_use = real
             for weight in self.weights:
                 for module, name in weight.owners:
-                    module._parameters[name] = weight.parameter if real else weight.shown
+                    module._parameters[name] = weight.parameter if real else weight.visible
 
     def shares(self, tensor: Tensor) -> bool:
-        """Whether a tensor is memory that `free` gives back."""
+        """Return True if a tensor is a view of memory that `free` frees."""
         parts = [tensor] if type(tensor) is not QuantizedTensor else list(tensor.parts(Usage.ROWWISE) or ())
         return any(part is not None and have_one_storage(part, self._memory) for part in parts)
 
     def note_versions(self) -> None:
-        """Masters and weights are the same now."""
+        """Record that masters and weights are equal now."""
         self._version = self.masters._version
         for weight in self.weights:
             if weight.fmt is None and not self.sharded:
-                weight.where, weight.version = (weight.shown.data_ptr(), weight.shown.dtype), weight.shown._version
+                weight.address, weight.version = (
+                    (weight.visible.data_ptr(), weight.visible.dtype),
+                    weight.visible._version,
+                )
 
     @property
     def is_written(self) -> bool:
-        """Whether torch has written to masters since, as to a state dict that shares their memory."""
+        """True if torch has written to masters since `note_versions`, for example through a state dict."""
         return self._version != self.masters._version
 
     def gather_masters(self) -> dict[str, Tensor]:
-        """The masters of whole weights, on every rank. Collective."""
+        """Return the whole masters by name, on every rank. Collective."""
         group = self.ranks.group
         whole = self.masters if group is None else torch.cat(gather_parts(self.masters, self.lengths, group))
         sizes = [weight.size for weight in self.weights]
@@ -251,11 +272,11 @@ class FlatBuffer:
 
 
 class Bucket(NamedTuple):
-    """Units that a step updates together: mean gradients of few units exist at once, beside the sums that stay.
+    """Units that a step updates together, which bounds the memory of mean gradients.
 
     Attributes:
-      number: which bucket it is.
-      flats: units.
+      number: index of the bucket.
+      flats: its units.
       of_groups: their weights, by parameter group.
     """
 
@@ -265,7 +286,7 @@ class Bucket(NamedTuple):
 
 
 def buckets_of(flats: Sequence[FlatBuffer], of_groups: Sequence[Sequence[ZeroParameter]]) -> list[Bucket]:
-    """Units, in order, as many at a time as have no more elements of this rank than the largest one."""
+    """Group units, in order, so that no bucket has more elements of this rank than the largest unit."""
     most = max(flat.masters.numel() for flat in flats)
     buckets: list[Bucket] = []
     size = most + 1

@@ -1,19 +1,19 @@
-"""The gradient of a unit's weights: as autograd has made it, then summed over ranks, by each rank the part it owns.
+"""Gradients of a unit's weights: collected from autograd, then reduce-scattered.
 
-    held       weight by weight, as it was made; float32 once two were added
-    reduced    of sharded weights: float32, this rank's elements, summed over ranks
-    clipped    the mean, once `clip_grad_norm_` was called, in the place of the sum
+    held       gradients by weight, as autograd computed them; float32 once two were added
+    reduced    sharded weights: float32 sums over ranks of this rank's elements
+    clipped    the mean after `clip_grad_norm_`; it replaces the sum
 
-Sharded weights are reduced as soon as a unit's gradients are all held; others when the mean is asked for, in one go for
-all backward passes of a step.
+Gradients of sharded weights are reduced as soon as all gradients of the unit are held. Others are reduced when the mean
+is requested, once for all backward passes of a step.
 
-Floating-point sums depend on their order, so on the cut. So the norm adds powers as integers:
+Floating-point sums depend on their order, and so on the sharding. The norm therefore adds powers as integers:
 
     r = |g| / 2^e, with 2^e > max |g|       r < 1, exact in float64; the maximum is over all ranks
     t = r^p = high 2^-30 + low 2^-60        high, low < 2^30, rounded once, element by element
     norm = 2^e (sum of t)^(1/p)             sums of integers, exact in any order, of up to 2^33 elements
 
-Two reductions of one number and of two numbers, and nothing waits for the device.
+It takes two reductions, of one number and of two, and never waits for the device.
 """
 
 from __future__ import annotations
@@ -31,18 +31,22 @@ from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._zero.streams import Channel, Pending, Steps
 from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
 
-_CHUNK = 1 << 22  # Elements: the sum of as many integers of 30 bits is exact in float64.
+_CHUNK = 1 << 22  # Elements: a float64 sum of this many 30-bit integers is exact.
 _ONE = 2.0**30
-SENT_AT_ONCE = 1 << 27  # bytes: enough for the speed of links, few beside a unit of a model that needs sharding
+SENT_AT_ONCE = 1 << 27  # Bytes: enough to saturate links, little next to a unit that needs sharding.
 
 
 class Gradient:
-    """Of some weights that are gathered together.
+    """The gradients of weights that are gathered together.
 
     Args:
-      lengths: how many elements of theirs, one weight after the other, each rank owns.
-      dtype: in which elements travel.
-      channel: on which they do.
+      weights: the weights.
+      lengths: elements that each rank owns, of all weights concatenated.
+      ranks: the ranks to reduce over.
+      sharded: True if the weights are sharded.
+      device: the device of sums.
+      dtype: dtype of gradients on the wire.
+      channel: runs the reductions.
     """
 
     def __init__(
@@ -61,40 +65,40 @@ class Gradient:
         self._firsts = list(itertools.accumulate((weight.size for weight in weights), initial=0))
         self._starts = list(itertools.accumulate(lengths, initial=0))
         self._own = lengths[ranks.rank]
-        self._given: set[int] = set()  # Weights that have had a gradient since zero_grad,
-        self._held: dict[int, Tensor] = {}  # and what was not reduced yet of these, flat.
-        self._added: set[int] = set()  # Of what is held: sums, memory of ours.
+        self._present: set[int] = set()  # Weights with a gradient since zero_grad.
+        self._held: dict[int, Tensor] = {}  # Their flat gradients that are not reduced yet.
+        self._added: set[int] = set()  # Held gradients that are sums, in memory of this object.
         self._reduced: Tensor | None = None
         self._clipped: Tensor | None = None
         self._pending: Pending | None = None
-        self._sent: Mapping[int, Tensor] = {}  # What pending work reads.
+        self._sent: Mapping[int, Tensor] = {}  # Read by the running reduction.
 
     @property
-    def is_held(self) -> bool:
-        """Whether there is something to reduce."""
+    def is_pending(self) -> bool:
+        """True if there are gradients to reduce."""
         return bool(self._held)
 
-    def take(self, index: int) -> bool:
-        """Takes the gradient that a parameter has, if it was not taken yet. Returns whether all are held."""
+    def collect(self, index: int) -> bool:
+        """Move the gradient of a parameter here. Returns True if the gradients of all weights are held."""
         weight = self._weights[index]
-        for parameter in {weight.parameter, weight.shown}:
-            if parameter.grad is not None and parameter.grad is not weight.taken:
+        for parameter in {weight.parameter, weight.visible}:
+            if parameter.grad is not None and parameter.grad is not weight.grad_placeholder:
                 grad, parameter.grad = parameter.grad, None
                 self._add(index, grad)
         return len(self._held) == len(self._weights)
 
     def accumulate(self, index: int, grad: Tensor) -> None:
-        """Adds what autograd adds to the gradient that was taken. It stays autograd's."""
+        """Add a gradient that autograd adds to one that was moved here. Autograd still owns its memory."""
         self._add(index, grad if index in self._held else grad.clone())
 
     def _add(self, index: int, grad: Tensor) -> None:
-        """Adds, in float32, and leaves at `.grad` what stands for it."""
+        """Add a gradient in float32, and put the placeholder at `.grad`."""
         weight = self._weights[index]
-        if index in self._given and weight.shown.grad is None:
+        if index in self._present and weight.visible.grad is None:
             self.forget_cleared()
         if self._clipped is not None:
             raise RuntimeError(
-                f"ZeroOptimizer: gradients ({weight.name}) were clipped, and more cannot be added to them; call "
+                f"ZeroOptimizer: gradients (of {weight.name}) are already clipped, so no more can be accumulated; call "
                 "clip_grad_norm_ after the last backward pass of a step, and zero_grad before the next"
             )
         grad = grad.detach().reshape(-1)
@@ -105,16 +109,16 @@ class Gradient:
         else:
             self._held[index] = self._held[index].float() + grad
             self._added.add(index)
-        weight.shown.grad = weight.taken
-        self._given.add(index)
+        weight.visible.grad = weight.grad_placeholder
+        self._present.add(index)
 
     def forget(self, index: int) -> None:
-        """A gradient is zeros from now on. All ranks do so, or sums of sharded gradients are of some ranks alone."""
+        """Set a gradient to zero. Every rank must, or sums of sharded gradients would include only some ranks."""
         self.finish()
-        self._given.discard(index)
+        self._present.discard(index)
         self._held.pop(index, None)
         self._added.discard(index)
-        if not self._given:
+        if not self._present:
             self.clear()
             return
         at = sum(weight.master.numel() for weight in self._weights[:index])
@@ -123,17 +127,17 @@ class Gradient:
                 own[at : at + self._weights[index].master.numel()].zero_()
 
     def forget_cleared(self) -> None:
-        """What zero_grad of the model, not of the optimizer, has set to None is no gradient any more."""
-        for index in [index for index in self._given if self._weights[index].shown.grad is None]:
+        """Forget the gradients that `zero_grad` of the model has set to None."""
+        for index in [index for index in self._present if self._weights[index].visible.grad is None]:
             self.forget(index)
 
     def clear(self) -> None:
         self.finish()
         self._reduced = self._clipped = None
-        self._given, self._held, self._added = set(), {}, set()
+        self._present, self._held, self._added = set(), {}, set()
 
     def reduce(self) -> None:
-        """Of sharded weights: begins to add up what ranks hold."""
+        """Start the sum over ranks of the held gradients of sharded weights."""
         self.finish()
         if self._held:
             fresh = self._reduced is None
@@ -143,30 +147,30 @@ class Gradient:
             self._pending = self._channel.begin(self._sum(self._sent, self._reduced, fresh))
 
     def finish(self) -> None:
-        """Waits for what `reduce` has begun, and lets go of what it has sent."""
+        """Wait for a running reduction, and release the gradients that it sent."""
         if self._pending is not None:
             self._pending.wait()
             self._pending, self._sent = None, {}
 
     def settle(self) -> None:
-        """Takes what users have put at `.grad`, drops what they have cleared, and reduces what is sharded."""
+        """Move gradients that users have set at `.grad`, forget cleared ones, and reduce if weights are sharded."""
         for index, weight in enumerate(self._weights):
-            if weight.shown.grad is not weight.taken and weight.shown.grad is not None:
-                self.take(index)
+            if weight.visible.grad is not weight.grad_placeholder and weight.visible.grad is not None:
+                self.collect(index)
         self.forget_cleared()
         if self._sharded and self._clipped is None:
             self.reduce()
         self.finish()
 
     def mean(self) -> Tensor:
-        """After `settle`, the mean over ranks of the gradients of this rank's elements; zeros where there are none."""
+        """Return the mean over ranks of this rank's elements; zeros without gradients. Call `settle` first."""
         if self._clipped is not None:
             return self._clipped
         total = self.total()
         return torch.div(total, self._divisor(), out=None if total is self._reduced else total)
 
     def fixed_mean(self) -> Tensor:
-        """After `settle`, the mean in the place of the sum, to clip. Until `clear` nothing can be added to it."""
+        """Replace the sum by the mean, to be clipped. Until `clear` no gradient can be added. Call `settle` first."""
         if self._clipped is None:
             self._clipped = self.total().div_(self._divisor())
             self._reduced, self._held, self._added = None, {}, set()
@@ -174,11 +178,11 @@ class Gradient:
 
     @property
     def is_clipped(self) -> bool:
-        """Whether there is a mean, and no sum any more."""
+        """True if the mean has replaced the sum."""
         return self._clipped is not None
 
     def total(self) -> Tensor:
-        """After `settle`, the sum over ranks, for who divides by their number."""
+        """Return the sum over ranks, for callers that divide themselves. Call `settle` first."""
         if self._sharded:
             return torch.zeros(self._own, device=self._device) if self._reduced is None else self._reduced
         total = torch.empty(self._own, device=self._device)
@@ -186,18 +190,18 @@ class Gradient:
         return total
 
     def _divisor(self) -> Tensor:
-        """As a tensor: torch divides by a number on a GPU as it multiplies with its inverse, which is rounded."""
+        """Return the number of ranks as a tensor: on a GPU torch divides by numbers through a reciprocal."""
         return torch.full((), self._ranks.size, dtype=torch.float32, device=self._device)
 
     @torch.no_grad()
     def _sum(self, held: Mapping[int, Tensor], total: Tensor, fresh: bool) -> Steps:
-        """A reduce-scatter that adds in the order of ranks, whatever the library, the cut and the number of buffers.
+        """Reduce-scatter that adds in rank order, whatever the backend, the sharding and the number of buffers.
 
-        It sends what a ring sends, (ranks - 1) / ranks of the elements, in so many all-to-alls that what is sent, and
-        what is received, is no more than `SENT_AT_ONCE`. How many follows from lengths that all ranks know.
+        It sends as much as a ring does, (ranks - 1) / ranks of the elements. It is split into all-to-alls that send and
+        receive at most `SENT_AT_ONCE` bytes each. Their number follows from lengths that all ranks know.
         """
         size = self._ranks.size
-        most = max(SENT_AT_ONCE // (size * self._dtype.itemsize), 1)  # of one rank's elements
+        most = max(SENT_AT_ONCE // (size * self._dtype.itemsize), 1)  # Elements of one rank.
         for at in range(0, max(self._lengths), most):
             stops = [min(at + most, length) for length in self._lengths]
             cuts = [(start + min(at, stop), start + stop) for start, stop in zip(self._starts, stops, strict=False)]
@@ -218,9 +222,10 @@ class Gradient:
             call_into("add_ranks", (received.view(size, own), there), (there,), {"fresh": fresh})
 
     def _packed(self, held: Mapping[int, Tensor], cuts: Sequence[tuple[int, int]]) -> Tensor:
-        """Some elements of all weights, one after the other, as they travel; zeros where nothing is held.
+        """Concatenate ranges of the held gradients in the wire dtype; zeros for weights without a gradient.
 
-        `cat` copies vectors of 16 bytes, where `_foreach_copy_` copies 4 elements, but it rounds by way of more memory.
+        `cat` copies vectors of 16 bytes where `_foreach_copy_` copies 4 elements, but it would need more memory to
+        convert.
         """
         pieces: list[Tensor] = []
         for start, stop in cuts:
@@ -241,7 +246,7 @@ class Gradient:
 
 @torch.no_grad()
 def norm_over_ranks(parts: Sequence[Tensor], norm_type: float, group: dist.ProcessGroup | None) -> Tensor:
-    """The norm of all elements of all ranks, float32 `[]`, the same bits on every rank. Collective.
+    """Return the norm of all elements on all ranks, float32 `[]`, equal bits on every rank. Collective.
 
     Infinite or NaN if an element is.
     """
@@ -273,13 +278,13 @@ def norm_over_ranks(parts: Sequence[Tensor], norm_type: float, group: dist.Proce
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """By its bits: no library's `pow` is asked."""
+    """Return `2.0**exponent`, built from bits: no `pow` that differs between libraries."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 @torch.no_grad()
 def clip_by_norm(parts: Sequence[Tensor], norm: Tensor, max_norm: float | Tensor) -> None:
-    """As `torch.nn.utils.clip_grads_with_norm_`, in place: by `min(1, max_norm / (norm + 1e-6))`."""
+    """Multiply in place by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grads_with_norm_` does."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for part in parts:
         part.mul_(factor)

@@ -1,4 +1,4 @@
-"""Models on meta: a module is made whole for a moment, on every rank alike, and each rank keeps its slices."""
+"""Initialization of models on meta: every rank materializes one module at a time and keeps its slices."""
 
 from __future__ import annotations
 
@@ -16,25 +16,32 @@ Init = Callable[[nn.Module], object]
 
 
 def default_device() -> torch.device:
-    """Where a model on meta goes."""
+    """Return the device that a model on meta is moved to: the current accelerator, or the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def check_init(model: nn.Module, init: Init | None) -> None:
-    """Raises ValueError if a module on meta cannot fill what it has."""
+    """Raise ValueError if a module on meta has no method to initialize itself, and no `init` is given."""
     for name, module in model.named_modules():
         if init is None and _on_meta(module) and not isinstance(module, DelayedScale) and _init_of(module) is None:
             raise ValueError(
                 f"ZeroOptimizer: {name} ({type(module).__name__}, on meta) has no reset_parameters or init_weights; "
-                "pass init=, a function of a module that fills what it has"
+                "pass init=, a function that initializes the tensors of a module"
             )
 
 
 class MetaInit:
-    """Makes the modules of a model that are on meta, one at a time, with values that no number of ranks changes.
+    """Materializes modules on meta one at a time, with values that do not depend on the number of ranks.
 
-    They follow from the seed of `torch.manual_seed` on the first rank and from the name of a module.
+    The values depend on the seed of `torch.manual_seed` on the first rank and on the name of the module.
+
+    Args:
+      model: the model.
+      weights: its trained parameters.
+      init: initializes a module; None: its `reset_parameters` or `init_weights`.
+      ranks: the ranks of the optimizer.
+      to: the device.
     """
 
     def __init__(
@@ -54,13 +61,13 @@ class MetaInit:
         trained = {id(module) for weight in weights for module, _ in weight.owners}
         for module in list(self._modules.values()):
             if isinstance(module, DelayedScale):
-                module._apply(lambda t: torch.empty_like(t, device=to))  # It resets itself.
+                module._apply(lambda t: torch.empty_like(t, device=to))  # `_apply` resets a scale that leaves meta.
                 del self._modules[id(module)]
             elif id(module) not in trained:
                 self._make(module)
 
     def make(self, weight: ZeroParameter) -> None:
-        """Gives a weight its values, and the others of its modules."""
+        """Materialize the modules that own a weight."""
         for module, _ in weight.owners:
             self._make(module)
 

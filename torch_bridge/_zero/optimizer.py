@@ -1,23 +1,24 @@
-"""ZeRO: optimizer states, masters and, if asked for, weights cut over ranks; layers see quantized weights.
+"""ZeRO: optimizer states, masters and optionally weights sharded over ranks, with quantized weights for layers.
 
     convert(model, recipe)
-    optimizer = ZeroOptimizer(model, lr=1e-3)          # in place of DistributedDataParallel and AdamW
+    optimizer = ZeroOptimizer(model, lr=1e-3)          # replaces DistributedDataParallel and AdamW
     for batch in data:                                 # each rank its own
         optimizer.zero_grad(); loss_of(model, batch).backward(); optimizer.step()
 
-Stage 1: each rank has all weights, quantized once a step, not once a forward, and a part of masters and states. A step:
+Stage 1: each rank has all weights, quantized once a step instead of once a forward, and a shard of masters and states.
+A step:
 
-    gradients summed and scattered -> Adam on the own slice -> ONE max-reduction -> codes of the own slice -> ONE gather
+    reduce-scatter gradients -> Adam on the local slices -> ONE max-reduction -> cast the local slices -> ONE all-gather
 
-Fully sharded, `shard_weights=True`: each rank has a part of the codes too. Those of a unit, one or more layers, are
-gathered while the unit before it runs, in forward and in backward, and freed after it; its gradients are scattered as
-soon as they are all there, while the next one runs (`schedule.py`).
+Fully sharded, `shard_weights=True`: codes are sharded too. The codes of a unit, one or more layers, are gathered while
+the unit before it runs, in forward and in backward, and freed after it. Its gradients are reduced as soon as they are
+complete, while the next unit runs (`schedule.py`).
 
-The bits do not depend on the stage or on how weights are cut, and those of W ranks are those of one process that runs
-the W batches one after the other and adds their gradients: gradients are added in float32, in the order of ranks, then
-divided by W; codes are those of the whole weight (`_core.flat_shards`); Adam is elementwise. With several backward
-passes a step that holds for each stage alone: stage 1 adds a rank's own first, and sharded weights add those of all
-ranks.
+The bits do not depend on the stage or the sharding, and W ranks give the bits of one process that runs the W batches
+one after the other and adds their gradients. Gradients are added in float32 in rank order, then divided by W; codes are
+the codes of the whole weight (`_core.flat_shards`); Adam is elementwise. With several backward passes a step, the
+bits of the two stages differ: stage 1 first adds the gradients of each rank over the passes, and sharded weights are
+reduced over ranks after each pass.
 
 Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; TransformerEngine `quantize_master_weights`.
 """
@@ -58,61 +59,69 @@ from qshard.torch_bridge._zero.weight import Ranks, SliceCast, ZeroParameter, by
 
 
 class ZeroOptimizer(Adam):
-    """`Adam`, or AdamW, over slices of float32 masters, which makes the weights that layers compute with.
+    """Adam or AdamW with masters and states sharded over ranks, which also quantizes and gathers the weights.
 
-    Weights of `Linear` become `QuantizedTensor`s of the recipe's format, all others are gathered in the dtype that they
-    have; so are weights of formats with vectors as blocks, whose two planes are different numbers, and of
-    `four_over_six`: layers quantize these. Frozen parameters stay as they are.
+    Weights of `Linear` become `QuantizedTensor`s of the recipe's format. All other parameters are gathered in their
+    dtype, among them weights in formats that cannot be gathered as codes: formats with 1-D blocks, where the two planes
+    have different codes, and `four_over_six`. Layers quantize such weights in each forward. Frozen parameters stay as
+    they are.
 
     Args:
-      model: on its device, the same layers on all ranks; values, and buffers, are taken from the first rank. Do not
-        wrap it in DistributedDataParallel. Its parameters become other objects: hold on to those afterwards.
-      lr: a number or a tensor of one.
-      group: the ranks; all of them by default. One process needs none.
-      shard_weights: whether weights are sharded too.
-      units: with it, the modules whose weights are gathered together, innermost first served; by default each module
-        that has parameters of its own. A parameter of two modules needs a unit that holds both.
-      settings: called with the name and the parameter, gives options of `Adam` for it: `{"weight_decay": 0.0}`.
-      parity: "model": codes are those of the master rounded to the dtype of the parameter; "master": of the master.
-      reduce_dtype: in which gradients travel: float32, bfloat16 or float16. Sums are float32. Of a model in that dtype
-        bits are those of float32, if each gradient is made by one backward pass, and half as much travels.
-      init, device: of a model on meta, which goes to `device`, by default the accelerator there is. `init` is called
-        with each module that has parameters or buffers of its own, to fill them; by default their `reset_parameters`
-        or `init_weights` is. A rank has one module whole at a time. Values follow from the names of modules and from
-        `torch.manual_seed` on the first rank, for any number of ranks and either stage.
-      options: of `Adam`, for all: `decoupled_weight_decay=True` is `AdamW`, whose default of 0.01 is then to be given
-        as `weight_decay`. States with scales have one for every 128 elements of the flattened weight.
-
-    Gradients leave `.grad` as soon as they are made, for a flat float32 buffer that `zero_grad`, of the optimizer or of
-    the model, clears and `step` does not. What stands at `.grad` raises where it is read: clip with `clip_grad_norm_`.
-    A parameter without one counts as zeros; one that you put at `.grad` counts. `DelayedScaling` is taken care of: no
-    call of `update_scales` is needed; one more changes nothing.
-
-    Sharded weights are there while their unit runs. Between, `model.parameters()` have shapes and dtypes, and all that
-    would read values raises. Layers may be compiled: hooks that gather and free stay outside. A move to another
-    dtype or device, such as `model.half()`, raises and moves nothing. Any other change of parameters that a step would
-    pass over, such as freezing, or a write to them, raises in the next step.
-
-    Checkpoints: `state_dict` of the model has the float32 masters, exactly, in whole shapes, that of the optimizer the
-    states. With several ranks both are slices of this one: for `torch.distributed.checkpoint`, which loads them with
-    any number of ranks, in either stage and into plain models, and for `get_model_state_dict`,
-    `get_optimizer_state_dict` and their `set_` twins, with `full_state_dict=True` for one file. `load_state_dict` of
-    the model takes whole tensors or slices, and is collective: the weights are made anew. `full_weights` are the
-    masters, whole, on every rank. There is no pickle or copy of a model with sharded weights.
-
-    `step` is collective, also on a rank whose slices are empty. Whatever the number of weights, it takes one all-to-all
-    of gradients for every 128 MiB, one max all-reduce of amaxes and one all-gather of bytes; with sharded weights the
-    first and the last for each unit, and the last again in backward, but for the unit that forward ends with.
-    `DelayedScaling` takes an all-reduce of its own and needs no other. All ranks must run the same units in the same
-    order, and have gradients for the same parameters.
-
-    Sharded weights are gathered one unit ahead, in the order of the last pass. In another order, or when a part of the
-    model is run alone, all is as right: what was gathered for nothing is freed. Two units are whole at a time, beside
-    those that hold others, so choose `units` alike in size, as the blocks of a transformer. On CUDA gathers and sums
-    have streams of their own; such weights refuse to be captured in a graph.
+      model: the model on its device, with the same layers on all ranks. Values and buffers are broadcast from the first
+        rank. Do not wrap it in DistributedDataParallel. Its parameters are replaced, so take references to them
+        afterwards.
+      lr: learning rate, a number or a tensor with one element.
+      group: the ranks; by default all. A single process needs none.
+      shard_weights: whether to shard the weights too.
+      units: with `shard_weights`, the modules that gather their weights together. A parameter belongs to the innermost
+        unit around it. By default each module with parameters of its own is a unit. A parameter of two modules needs a
+        unit that contains both.
+      settings: a function of name and parameter that returns options of `Adam` for it, such as
+        `{"weight_decay": 0.0}`.
+      parity: "model" casts the master after rounding it to the dtype of the parameter; "master" casts the master
+        itself.
+      reduce_dtype: dtype of gradients on the wire: float32, bfloat16 or float16. Sums are float32. If gradients already
+        have this dtype and a step has one backward pass, the bits equal a float32 reduction at half the traffic.
+      init: for a model on meta, a function that initializes a module. It is called with each module that has parameters
+        or buffers of its own; by default its `reset_parameters` or `init_weights` is called. A rank materializes one
+        module at a time. Values depend on module names and on `torch.manual_seed` of the first rank, not on the number
+        of ranks or the stage.
+      device: for a model on meta, its device; by default the current accelerator.
+      options: options of `Adam` for all parameters. `decoupled_weight_decay=True` gives `AdamW`; pass its default
+        `weight_decay` of 0.01 too. Scaled states have one scale for every 128 elements of the flattened weight.
 
     Raises:
-      ValueError: the model, or an option, cannot be taken: on all ranks, also if one rank alone sees why.
+      ValueError: the model or an option is unsupported. All ranks raise, even if only one sees the reason.
+      TypeError: an argument has a wrong type.
+
+    **Gradients.** Each gradient is moved from `.grad` to a flat float32 buffer as soon as autograd has computed it.
+    `zero_grad` of the optimizer or of the model clears the buffer; `step` does not. Reading the placeholder at `.grad`
+    raises: clip with `clip_grad_norm_`. A parameter without a gradient counts as zeros, and a gradient that you assign
+    to `.grad` counts. `step` also updates `DelayedScaling`; a further call of `update_scales` changes nothing.
+
+    **Sharded weights** have memory while their unit runs. In between, `model.parameters()` have shapes and dtypes, and
+    reading values raises. Layers may be compiled: the hooks that gather and free stay outside of the graph. Moving the
+    model to another dtype or device, such as `model.half()`, raises before anything is moved. Any other change that a
+    step would ignore, such as freezing a parameter or writing to it, raises in the next step.
+
+    **Checkpoints.** `state_dict` of the model contains the exact float32 masters in whole shapes; `state_dict` of the
+    optimizer contains the states. With several ranks both contain slices. `torch.distributed.checkpoint` loads them on
+    any number of ranks, in either stage and into plain models. `get_model_state_dict`, `get_optimizer_state_dict` and
+    the matching `set_` functions take them too, with `full_state_dict=True` for one file. `load_state_dict` of the
+    model takes whole tensors or slices; it is collective, because weights are cast again. `full_weights` returns whole
+    masters on every rank. A model with sharded weights cannot be pickled or copied.
+
+    **Communication.** `step` is collective, also on a rank with empty slices. For any number of weights it takes one
+    all-to-all of gradients for every 128 MiB, one max-reduction of amaxes and one all-gather of bytes. With sharded
+    weights the all-to-all and the all-gather are per unit, and backward gathers again, except for the last unit of
+    forward. `DelayedScaling` takes one all-reduce of its own instead of the max-reduction. All ranks must run the same
+    units in the same order and have gradients for the same parameters.
+
+    **Prefetch.** Sharded weights are gathered one unit ahead, in the order of the last pass. In another order, or if
+    only part of the model runs, results are the same, and a unit that was gathered in vain is freed. Two units have
+    memory at a time, plus the units that contain others, so choose `units` of similar size, such as the blocks of a
+    transformer. On CUDA, gathers and reductions have streams of their own. Sharded weights cannot be captured in a CUDA
+    graph.
 
     >>> from qshard.recipes import CurrentScaling
     >>> from qshard.torch_bridge import convert
@@ -154,14 +163,15 @@ class ZeroOptimizer(Adam):
             check_init(model, init)
             chosen = units_of(model, weights, units) if shard_weights else [(model, weights)]
             groups_of = by_setting(weights, settings)
-            # What these would refuse, before any collective.
+            # Validate before any collective.
             CastPlan([], parity=parity, op="ZeroOptimizer")
             check_dtype("ZeroOptimizer", "reduce_dtype", reduce_dtype)
             trial = [{"params": [nn.Parameter(torch.empty(0))], **given} for given, _ in groups_of]
             adam = _Trial(trial, lr, **options)
             if unknown := {key for given, _ in groups_of for key in given} - set(adam.defaults):
                 raise ValueError(
-                    f"ZeroOptimizer: settings ({sorted(unknown)[0]!r}) is not an option of Adam; give options alone"
+                    f"ZeroOptimizer: settings ({sorted(unknown)[0]!r}) is not an option of Adam; pass options of Adam "
+                    "only"
                 )
             if any({group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED) for group in adam.param_groups):
                 alignment = BLOCK_ALIGNMENT
@@ -171,13 +181,13 @@ class ZeroOptimizer(Adam):
         self._layout = hashlib.sha256(
             repr((self._ranks.size, shard_weights, parity, alignment, kinds)).encode()
         ).hexdigest()
-        self._agree(problem, "has another model or other options; make them alike", also=reduce_dtype)
+        self._agree(problem, "has another model or other options; use the same on all ranks", also=reduce_dtype)
         initial = MetaInit(model, weights, init, self._ranks, self._device)
         if self._ranks.size > 1:
             for tensor in (*model.parameters(), *model.buffers()):
                 if not tensor.is_meta:
                     dist.broadcast(memory_of(tensor), group=self._ranks.group, group_src=0)
-        self._stale = False  # Whether masters have been loaded that the weights were not made of yet.
+        self._stale = False  # True if masters were loaded and weights are not cast yet.
         self._schedule = Schedule(self._device)
         make: dict[str, Any] = {
             "device": self._device,
@@ -193,7 +203,7 @@ class ZeroOptimizer(Adam):
         )
         self._of_groups = [of_group for _, of_group in groups_of]
         for made, of_group in zip(self.param_groups, self._of_groups, strict=True):
-            made["params"] = [w.shown for w in of_group]  # What users know of: the same on every rank.
+            made["params"] = [w.visible for w in of_group]  # The tensors that users see, the same on every rank.
         self._buckets = buckets_of(self._flats, self._of_groups)
         self._initialize_states()
         self._current = SliceCast([w for w in self._weights if w.quantized and not w.delayed], parity)
@@ -212,46 +222,46 @@ class ZeroOptimizer(Adam):
         self._publish()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Refuses: what it holds are views of a model's memory, hooks on it, and a process group.
+        """Refuse to pickle or copy: the optimizer has views of a model's memory, hooks on it, and a process group.
 
         Raises:
           TypeError: always.
         """
         raise TypeError(
-            "ZeroOptimizer: it cannot be pickled or copied, as it holds memory and hooks of its model; save "
-            "state_dict(), and load it into one that is made of the other model"
+            "ZeroOptimizer: it owns memory and hooks of its model, so it cannot be pickled or copied; save "
+            "state_dict(), and load it into the optimizer of the other model"
         )
 
     def _initialize_states(self) -> None:
         for group, of_group in zip(self.param_groups, self._of_groups, strict=True):
             for weight in of_group:
-                initialize_state(self.state[weight.shown], weight.master, group)
+                initialize_state(self.state[weight.visible], weight.master, group)
 
-    def _trained(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
+    def _to_update(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
         index = next(i for i, one in enumerate(self.param_groups) if one is group)
-        return [(self.state[weight.shown], weight.master) for weight in self._bucket.of_groups[index]]
+        return [(self.state[weight.visible], weight.master) for weight in self._bucket.of_groups[index]]
 
     def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
-        """As in `Adam`, by bucket too: each has its step numbers in memory that stays."""
+        """Group states as `Adam` does, and by bucket: each bucket has step numbers in memory of its own."""
         return {(*kind, self._bucket.number): members for kind, members in super()._by_kind(group).items()}
 
     def _update(self, inv_grad_scale: Tensor | float | None) -> None:
-        """Updates the own slices with the mean of all ranks' gradients, and the weights that layers see. Collective."""
+        """Update the local slices with the mean gradient of all ranks, then the weights of layers. Collective."""
         check_parameters(self._model, self._flats)
         self._schedule.abandon()
-        self._delayed.observe()  # Of the weights that this step's forward has used.
+        self._delayed.observe()  # The weights that this step's forward used.
         for flat in self._flats:
             flat.gradient.settle()
-        # Adam may divide sums by a power of two: it multiplies, which is the same.
+        # If the number of ranks is a power of two, Adam can multiply sums by its reciprocal without rounding.
         sums = inv_grad_scale is None and self._ranks.size.bit_count() == 1
         sums = sums and not any(flat.gradient.is_clipped for flat in self._flats)
         for bucket in self._buckets:
             self._bucket = bucket
             for flat in bucket.flats:
-                flat.give_gradient(flat.gradient.total() if sums else flat.gradient.mean())
+                flat.set_gradients(flat.gradient.total() if sums else flat.gradient.mean())
             self._update_values(1 / self._ranks.size if sums else inv_grad_scale)
             for flat in bucket.flats:
-                flat.give_gradient(None)
+                flat.set_gradients(None)
         if self._delayed.delayed:
             update_delayed(self._model, self._ranks.group)
         self._publish()
@@ -260,24 +270,24 @@ class ZeroOptimizer(Adam):
     def clip_grad_norm_(
         self, max_norm: float | Tensor, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Clips the mean gradient of all ranks by its norm, as `torch.nn.utils.clip_grad_norm_` clips a whole one.
+        """Clip the mean gradient of all ranks by its norm, like `torch.nn.utils.clip_grad_norm_`.
 
-        Call it on all ranks, after the last backward pass of a step, before `step`. The norm does not depend on the
-        stage or on how weights are cut, to the bit: it is the exact sum of powers that are rounded to 60 bits.
+        Call it on all ranks after the last backward pass of a step and before `step`. The norm is the exact sum of
+        powers rounded to 60 bits, so its bits depend neither on the stage nor on the sharding.
 
         Args:
-          max_norm: of the clipped gradient; `math.inf` only measures.
+          max_norm: largest norm after clipping; `math.inf` only measures.
           norm_type: a number above 0, or infinity.
-          error_if_nonfinite: whether to raise, on all ranks, where the norm is infinite or NaN. This waits for the
-            device.
+          error_if_nonfinite: whether to raise, on all ranks, if the norm is infinite or NaN. This waits for the device.
 
         Returns:
-          The norm before clipping, float32 `[]`, the same bits on every rank. Collective: the gradients' reduction,
-          which `step` then does not need, and two all-reduces of at most 16 bytes.
+          The norm before clipping, float32 `[]`, the same bits on every rank.
 
         Raises:
-          ValueError: `norm_type` is not a norm.
+          ValueError: `norm_type` is not a number above 0.
           RuntimeError: the norm is infinite or NaN, and `error_if_nonfinite` is True.
+
+        Collective: the reduction of gradients, which `step` then skips, and two all-reduces of at most 16 bytes.
 
         >>> model = nn.Linear(2, 1, bias=False)
         >>> optimizer = ZeroOptimizer(model)
@@ -295,50 +305,68 @@ class ZeroOptimizer(Adam):
         norm = norm_over_ranks(means, float(norm_type), self._ranks.group)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"clip_grad_norm_: norm ({norm.item()}) of the gradients is not finite, so they cannot be clipped; "
-                "skip the step with zero_grad(), or pass error_if_nonfinite=False"
+                f"clip_grad_norm_: norm ({norm.item()}) of the gradients is not finite; skip the step with "
+                "zero_grad(), or pass error_if_nonfinite=False"
             )
         clip_by_norm(means, norm, max_norm)
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients. There is nothing to set to zeros."""
+        """Discard all gradients.
+
+        Args:
+          set_to_none: ignored; `.grad` becomes None.
+        """
         if self._schedule.in_backward and not autograd_runs():
-            self._schedule.abandon()  # A backward pass that raised has not seen to it.
+            self._schedule.abandon()  # A backward pass has raised.
         for flat in self._flats:
             flat.gradient.clear()
             for weight in flat.weights:
-                weight.parameter.grad = weight.shown.grad = None
+                weight.parameter.grad = weight.visible.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of `Adam`, in the shapes of whole weights, and, under "zero", the masters. No communication.
+        """Return the states of `Adam` in whole shapes and, under "zero", the masters. No communication.
 
-        Of several ranks they are slices of this one, which share memory with the optimizer: for
-        `torch.distributed.checkpoint`, for `get_optimizer_state_dict`, which drops "zero" (`state_dict` of the model
-        has masters too), or, by `copy.deepcopy`, to come back to.
+        With several ranks, tensors are slices that share memory with the optimizer. Save them with
+        `torch.distributed.checkpoint`, or take a snapshot with `copy.deepcopy`. `get_optimizer_state_dict` drops
+        "zero", and `state_dict` of the model has the masters too.
+
+        Returns:
+          A dictionary with `state`, `param_groups` and `zero`.
+
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> optimizer = ZeroOptimizer(model)
+        >>> sorted(optimizer.state_dict()), sorted(optimizer.state_dict()["state"][0])
+        (['param_groups', 'state', 'zero'], ['exp_avg', 'exp_avg_sq', 'step'])
         """
         given = super().state_dict()
         ordered = [weight for of_group in self._of_groups for weight in of_group]
         state = {
-            key: {name: self._each(self._states.shown, ordered[key], name, value) for name, value in values.items()}
+            key: {name: self._each(self._states.entry, ordered[key], name, value) for name, value in values.items()}
             for key, values in given["state"].items()
         }
         own = {
             "layout": self._layout,
             "rank": self._ranks.rank,
-            "masters": [self._states.shown(w, "master", w.master, master=True) for w in self._weights],
+            "masters": [self._states.entry(w, "master", w.master, master=True) for w in self._weights],
         }
         return {**given, "state": state, "zero": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state, bit for bit: this rank's part of it, whatever it is cut into. Collective.
+        """Load a state bit for bit: this rank's slice of it, whatever its sharding. Collective.
 
-        Masters come along if it is one of `state_dict` itself, for the same model, stage and ranks. Else load the model
-        too: one of `get_optimizer_state_dict`, or of torch's AdamW, is of the states alone.
+        A state from `state_dict` of this class restores the masters too, for the same model, stage and ranks. A state
+        from `get_optimizer_state_dict` or from torch's AdamW has no masters: load the model too.
+
+        Args:
+          state_dict: a state with whole tensors or slices.
 
         Raises:
-          ValueError: it is of another model, or has the masters of another stage, number of ranks or rank; on all
-            ranks, which have changed nothing.
+          ValueError: the state belongs to another model, or its masters to another stage, number of ranks or rank. All
+            ranks raise, and nothing has changed.
+
+        >>> optimizer = ZeroOptimizer(nn.Linear(2, 1, bias=False))
+        >>> optimizer.load_state_dict(optimizer.state_dict())
         """
         problem: Exception | None = None
         states: dict[Any, Any] = {}
@@ -358,48 +386,58 @@ class ZeroOptimizer(Adam):
         own = state_dict.get("zero")
         if own is not None and (own.get("layout"), own.get("rank")) != (self._layout, self._ranks.rank):
             raise ValueError(
-                f"ZeroOptimizer: state (layout {str(own.get('layout'))[:8]}, rank {own.get('rank')}) is not of layout "
-                f"{self._layout[:8]}, rank {self._ranks.rank}; load it with that model, stage and number of ranks, or "
-                "save with get_optimizer_state_dict, which drops the layout"
+                f"ZeroOptimizer: state (layout {str(own.get('layout'))[:8]}, rank {own.get('rank')}) does not match "
+                f"layout {self._layout[:8]}, rank {self._ranks.rank}; load it with the same model, stage and number of "
+                "ranks, or save with get_optimizer_state_dict"
             )
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
         ordered = [weight for of_group in self._of_groups for weight in of_group]
         if len(names) != len(ordered):
             raise ValueError(
-                f"ZeroOptimizer: state (of {len(names)} parameters) is not of the {len(ordered)} of this model; load "
-                "one of the same model"
+                f"ZeroOptimizer: state (of {len(names)} parameters) does not match the {len(ordered)} of this model; "
+                "load a state of the same model"
             )
         weights = dict(zip(names, ordered, strict=True))
         states = {
-            key: {name: self._each(self._states.own, weights[key], name, value) for name, value in values.items()}
+            key: {
+                name: self._each(self._states.local_slice, weights[key], name, value) for name, value in values.items()
+            }
             for key, values in state_dict["state"].items()
         }
         masters = [] if own is None else own["masters"]
-        return states, [self._states.own(w, "master", m) for w, m in zip(self._weights, masters, strict=False)]
+        return states, [self._states.local_slice(w, "master", m) for w, m in zip(self._weights, masters, strict=False)]
 
     def _each(
         self, change: Callable[[ZeroParameter, str, Tensor], Tensor], weight: ZeroParameter, name: str, value: Any
     ) -> Any:
-        """Changes what is of each element; a step number is of all. FP8 may be bytes in a dict."""
+        """Apply `change` to elementwise states, but not to step numbers. A nested dict has the bytes of FP8 states."""
         if isinstance(value, dict):
             return {key: self._each(change, weight, name, part) for key, part in value.items()}
         return change(weight, name, value) if isinstance(value, Tensor) and name != "step" else value
 
     def full_weights(self) -> dict[str, Tensor]:
-        """The float32 masters of all weights, by name, on every rank: what a plain model loads. Collective."""
+        """Return the whole float32 masters by name, on every rank, as a plain model loads them. Collective.
+
+        Returns:
+          A dictionary from parameter names to tensors of the whole shape. Frozen parameters and buffers are not in it.
+
+        >>> optimizer = ZeroOptimizer(nn.Linear(2, 1, bias=False))
+        >>> {name: tuple(value.shape) for name, value in optimizer.full_weights().items()}
+        {'weight': (1, 2)}
+        """
         return {name: value for flat in self._flats for name, value in flat.gather_masters().items()}
 
     def _note_write(self) -> None:
         self._stale = True
 
     def _renew(self) -> None:
-        """Publishes masters that have been loaded. Collective if they have, which all ranks do alike."""
+        """Publish masters that were loaded. Collective if there are any; all ranks load alike."""
         if self._stale or (self._ranks.size == 1 and any(flat.is_written for flat in self._flats)):
             self._publish()
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Makes the own part of the weights of the masters and, unless it is sharded, sends it to all."""
+        """Cast this rank's slices and, unless weights are sharded, gather them."""
         self._stale = False
         self._schedule.abandon()
         self._current.cast(self._ranks.group)
@@ -414,16 +452,16 @@ class ZeroOptimizer(Adam):
             flat.note_versions()
 
     def _agree(self, problem: Exception | None, otherwise: str, also: object = None) -> None:
-        """Raises on all ranks if one has a problem, or if layouts, or something else, differ. Collective."""
+        """Raise on all ranks if one has a problem, or if layouts or `also` differ. Collective."""
         facts = repr((str(problem), self._layout, also)).encode()
         others = unlike_ranks(facts, self._ranks.group, self._device)
         if problem is not None:
             raise problem
         if others:
-            raise ValueError(f"ZeroOptimizer: rank {others[0]} is not like rank {self._ranks.rank}: it {otherwise}")
+            raise ValueError(f"ZeroOptimizer: rank {others[0]} differs from rank {self._ranks.rank}: it {otherwise}")
 
 
 class _Trial(Adam):
-    """What refuses options."""
+    """An `Adam` that only validates options."""
 
     _op = "ZeroOptimizer"

@@ -1,11 +1,11 @@
-"""Placeholder tensors for freed weights and gradients: tensors without memory, which say so.
+"""Placeholder tensors for freed weights and gradients: tensors without memory that raise on use.
 
-    between uses of a unit   module.weight       WeightPlaceholder: this rank's slice of the master is all there is
+    between uses of a unit   module.weight       WeightPlaceholder: this rank stores only its slice of the master
     while it is used         module.weight       the gathered weight
-    after backward           module.weight.grad  GradientPlaceholder: gradients are in flat buffers of float32
+    after backward           module.weight.grad  GradientPlaceholder: gradients are in flat float32 buffers
 
-Each op on these raises and says what to call. A read of memory that was freed would end the process, and a gradient of
-None would pass for none.
+Their ops raise an error that says what to call instead. Reading freed memory would crash the process, and a `.grad` of
+None would be taken for no gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ aten = torch.ops.aten
 
 
 def weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
-    """A method with its first arguments, for tensors to call: what they refer to is freed late, or never."""
+    """Bind leading arguments to a method that is referenced weakly.
+
+    Tensors store such callbacks, and objects that tensors refer to may never be freed.
+    """
     found = weakref.WeakMethod(method)
 
     def call(*others: Any) -> None:
@@ -37,10 +40,10 @@ def weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
 
 
 class Placeholder(Tensor):
-    """A tensor that is not there: shape, dtype and device alone.
+    """A tensor with a shape, dtype and device, and no memory.
 
     Attributes:
-      says: what a user is told who asks for its values.
+      says: the error message of its ops.
     """
 
     says: str
@@ -49,15 +52,16 @@ class Placeholder(Tensor):
 
     @staticmethod
     def empty(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device, says: str) -> Any:
+        """Create a placeholder of class `cls`."""
         self = make_wrapper(cls, tuple(shape), dtype=dtype, device=device)
         self.says = says
         return self
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises RuntimeError: always."""
+        """Raise RuntimeError with the message of the placeholder."""
         raise RuntimeError(self.says)
 
-    # These do not ask `__torch_dispatch__`, and would hand out an address of 0, or write a file of nothing.
+    # These bypass `__torch_dispatch__`: they would return address 0 or write an empty file.
     data_ptr = numpy = tolist = item = refuse
     share_memory_ = __array__ = __dlpack__ = __reduce_ex__ = __deepcopy__ = __copy__ = refuse
 
@@ -73,10 +77,11 @@ class Placeholder(Tensor):
 
 
 class GradientPlaceholder(Placeholder):
-    """Stands at `.grad` for a gradient that has gone to a flat buffer. What autograd adds to it goes there too.
+    """The `.grad` of a weight after its values were moved to a flat buffer. Autograd's additions go there too.
 
     Attributes:
-      accumulate, clear: what is done to the gradient that it stands for.
+      accumulate: adds to the moved gradient.
+      clear: sets the moved gradient to zero.
     """
 
     accumulate: Callable[[Tensor], None]
@@ -87,8 +92,8 @@ class GradientPlaceholder(Placeholder):
         cls, parameter: Tensor, name: str, accumulate: Callable[[Tensor], None], clear: Callable[[], None]
     ) -> Any:
         says = (
-            f"ZeroOptimizer: grad of {name} {tuple(parameter.shape)} is not here: gradients of all ranks are summed in "
-            "parts;\ncall clip_grad_norm_(max_norm) of the optimizer for their norm and to clip them, "
+            f"ZeroOptimizer: grad of {name} {tuple(parameter.shape)} is not available: gradients are reduced into "
+            "shards;\ncall clip_grad_norm_(max_norm) of the optimizer for their norm and to clip them, "
             "step(inv_grad_scale=) to unscale them"
         )
         self = Placeholder.empty(cls, parameter.shape, parameter.dtype, parameter.device, says)
@@ -96,7 +101,7 @@ class GradientPlaceholder(Placeholder):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:  # type: ignore[override]
-        """A copy of the model has no gradient, as one of plain parameters has none."""
+        """Return None: a copied model has no gradients, as with plain parameters."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -104,23 +109,23 @@ class GradientPlaceholder(Placeholder):
     ) -> Any:
         self = args[0] if args else None
         if isinstance(self, GradientPlaceholder):
-            if func is aten.add_.Tensor and not kwargs:  # Of autograd's AccumulateGrad.
+            if func is aten.add_.Tensor and not kwargs:  # From autograd's AccumulateGrad.
                 self.accumulate(args[1])
                 return self
-            if func is aten.zero_.default:  # Of nn.Module.zero_grad(set_to_none=False).
+            if func is aten.zero_.default:  # From nn.Module.zero_grad(set_to_none=False).
                 self.clear()
                 return self
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class WeightPlaceholder(Placeholder):
-    """A weight of which this rank holds a flat slice in float32, and which nothing else is there of.
+    """A freed weight: this rank has a flat float32 slice of it.
 
     Attributes:
-      local: the slice, flat: memory of the optimizer.
-      start: its first element in the weight.
-      label: its name.
-      written: called when the slice is.
+      local: the slice, flat, in memory of the optimizer.
+      start: the index of its first element in the weight.
+      label: the name of the weight.
+      written: called after a write to the slice.
     """
 
     local: Tensor
@@ -133,8 +138,8 @@ class WeightPlaceholder(Placeholder):
         cls, local: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype, name: str, written: Callable[[], None]
     ) -> Any:
         says = (
-            f"ZeroOptimizer: {name} {tuple(shape)} (sharded weights) has no memory between uses of its unit; call the "
-            "module that has it,\nor choose units= so that it is gathered where you need it, or read full_weights()"
+            f"ZeroOptimizer: {name} {tuple(shape)} (sharded weights) is freed between uses of its unit; call the "
+            "module that owns it,\nor choose units= so that it is gathered where you need it, or read full_weights()"
         )
         self = Placeholder.empty(cls, shape, dtype, local.device, says)
         self.local, self.start, self.label, self.written = local.detach(), start, name, written
@@ -148,7 +153,7 @@ class WeightPlaceholder(Placeholder):
         if isinstance(self, WeightPlaceholder):
             if func in (aten.detach.default, aten.alias.default):
                 return WeightPlaceholder(self.local, self.start, self.shape, self.dtype, self.label, self.written)
-            if func is aten.copy_.default:  # Of load_state_dict.
+            if func is aten.copy_.default:  # From load_state_dict.
                 self.local.copy_(own_part(args[1], self.shape, self.start, self.local.numel(), self.label))
                 self.written()
                 return self
@@ -156,10 +161,17 @@ class WeightPlaceholder(Placeholder):
 
 
 def own_part(value: Any, shape: Sequence[int], start: int, length: int, name: str) -> Tensor:
-    """The flat slice of a whole tensor, a DTensor, or a state that is sliced in the same way.
+    """Return this rank's flat slice of a state.
+
+    Args:
+      value: a whole tensor, a DTensor, or a state that is already sliced in the same way.
+      shape: shape of the whole.
+      start: the index of the first element of the slice.
+      length: the number of its elements.
+      name: name of the state, for errors.
 
     Raises:
-      ValueError: it is of another shape, or sliced otherwise.
+      ValueError: `value` has another shape, or other slices.
     """
     flat_start = getattr(value, "start", None)
     if flat_start is not None:
@@ -167,8 +179,8 @@ def own_part(value: Any, shape: Sequence[int], start: int, length: int, name: st
         if (tuple(value.shape), flat_start, local.numel()) != (tuple(shape), start, length):
             raise ValueError(
                 f"ZeroOptimizer: {name} {tuple(value.shape)} (elements {flat_start} to {flat_start + local.numel()}) "
-                f"is not the slice of this rank ({start} to {start + length} of {tuple(shape)}); load it by way of "
-                "torch.distributed.checkpoint, or a full state"
+                f"is not the slice of this rank ({start} to {start + length} of {tuple(shape)}); load it with "
+                "torch.distributed.checkpoint, or load a full state"
             )
         return local
     if isinstance(value, DTensor):
@@ -176,13 +188,14 @@ def own_part(value: Any, shape: Sequence[int], start: int, length: int, name: st
     value = local_of(value)
     if value.numel() != math.prod(shape):
         raise ValueError(
-            f"ZeroOptimizer: {name} {tuple(value.shape)} is not of shape {tuple(shape)}; load the state of such a model"
+            f"ZeroOptimizer: {name} {tuple(value.shape)} does not have the shape {tuple(shape)}; load the state of the "
+            "same model"
         )
     return cast(Tensor, value.detach().reshape(-1)[start : start + length])
 
 
-class ArrivalHook:
-    """The hook of a parameter by which its gradient leaves as soon as it is made."""
+class GradientHook:
+    """Post-accumulate hook of a parameter: moves its gradient away as soon as autograd has computed it."""
 
     def __init__(self, take: Callable[[Tensor], None]):
         self._take = take
@@ -192,8 +205,8 @@ class ArrivalHook:
 
 
 def has_optimizer(parameter: Any) -> bool:
-    """Whether a ZeroOptimizer trains a parameter."""
+    """Return True if a ZeroOptimizer trains the parameter."""
     _, hooks = hooks_of(parameter)
     return isinstance(parameter, WeightPlaceholder) or any(
-        isinstance(hook, ArrivalHook) for hook in (hooks or {}).values()
+        isinstance(hook, GradientHook) for hook in (hooks or {}).values()
     )

@@ -1,21 +1,20 @@
-"""The schedule of gathers and reductions of sharded weights, and the hooks on modules that drive it.
+"""Schedule of gathers and reductions of sharded weights, and the module hooks that drive it.
 
     forward     gather 0 | gather 1, run 0 | gather 2, run 1, free 0 | ...
     backward    gather 2, run 3 | reduce 3, gather 1, run 2, free 3 | ...
 
-A unit is *taken* when its weights are put before layers, and *left* when they have done with them. Which comes next is
-what came next in the pass before. Of what is gathered there are at most the units taken (one, or nested ones) and one
-*ahead*; of gradients on their way, those of one unit.
+A unit is *taken* when its modules get their weights, and *left* when they are done. The next unit is predicted from the
+last pass. Gathered at a time are the taken units (one, or nested ones) and one *ahead*; gradients of one unit are being
+reduced.
 
-Collectives begin in the same order on every rank, which is what keeps ranks from waiting for each other for ever:
+All ranks start collectives in the same order, or they would deadlock:
 
-- What begins, and when, follows from the sequence of calls below alone: `begin_forward`, `take`, `leave`, `reduce` and
-  so on, each with the number of a unit, and from whether autograd records and runs. No clock is asked, nor whether a
-  collective is done, nor a value of a tensor, nor the number of a rank.
-- Hooks make these calls, so ranks make the same ones if they run the same modules in the same order, and have
-  gradients for the same parameters. Gathers on demand ask for that too.
+- Each start follows from the sequence of calls below alone: `begin_forward`, `take`, `leave`, `reduce` and so on, with
+the unit of each call, and from whether autograd records or runs. Nothing depends on time, on the completion of a
+collective, on values of tensors or on the rank. - Hooks make these calls, so ranks make the same calls if they run the
+same modules in the same order and have gradients for the same parameters. Gathering on demand would require the same.
 
-So a wrong guess is one on all ranks: all gather a unit that none uses, free it, and gather the other one.
+A wrong prediction is therefore wrong on all ranks: all gather a unit in vain, free it, and gather the right one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from qshard.torch_bridge._ops.eager import is_capturing
 from qshard.torch_bridge._quantized.device_moves import Move, changes, guard_moves
 from qshard.torch_bridge._torch_internals import active_ddp, backward_id, call_after_backward, pytree
 from qshard.torch_bridge._zero.buffers import FlatBuffer
-from qshard.torch_bridge._zero.placeholders import ArrivalHook, weakly
+from qshard.torch_bridge._zero.placeholders import GradientHook, weakly
 from qshard.torch_bridge._zero.streams import Channel
 from qshard.torch_bridge._zero.weight import ZeroParameter
 
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 
 class Order(Generic[T]):
-    """The order of units in a kind of pass, as learned.
+    """Learned order of the units in one kind of pass.
 
     >>> order = Order()
     >>> for _ in range(2):
@@ -61,33 +60,36 @@ class Order(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """Whether no other unit should follow in this pass."""
+        """True if no further unit is expected in this pass."""
         return 0 <= self._at == len(self._known) - 1
 
     def begin(self) -> None:
         self._seen, self._at = [], -1
 
     def following(self, unit: T) -> T | None:
-        """Notes that a unit is taken, and says which one should be next, if any."""
+        """Record that a unit is taken, and return the unit expected next, if any."""
         self._seen.append(unit)
         try:
             self._at = self._known.index(unit, self._at + 1)
-        except ValueError:  # It was not there, or not then. Those that follow may be.
+        except ValueError:  # Unknown here; later units may still be found.
             return None
         return None if self.is_over else self._known[self._at + 1]
 
     def end(self) -> None:
-        """The pass is complete. One of fewer units, as of a part of the model, is the order when it comes again."""
+        """Learn the order of the finished pass. A shorter pass, over part of the model, is learned when it repeats."""
         if len(self._seen) >= len(self._known) or self._seen == self._last:
             self._known = self._seen
         self._last = self._seen
 
 
 class Schedule:
-    """Of the units of one model.
+    """Gathers and reductions of the units of one model.
+
+    Args:
+      device: the device of the weights.
 
     Attributes:
-      in_backward: whether a backward pass has been seen to begin, and not to end.
+      in_backward: True between the first gather of a backward pass and its end.
     """
 
     def __init__(self, device: torch.device):
@@ -98,13 +100,13 @@ class Schedule:
         self._device = device
         self._forward: Order[FlatBuffer] = Order()
         self._backward: Order[FlatBuffer] = Order()
-        self._in_forward = False  # Whether the model runs, not a part of it alone.
-        self._next: FlatBuffer | None = None  # What should be taken next,
-        self._ahead: FlatBuffer | None = None  # and what was gathered for it.
+        self._in_forward = False  # True while the whole model runs, not only part of it.
+        self._next: FlatBuffer | None = None  # The predicted unit.
+        self._ahead: FlatBuffer | None = None  # The unit gathered ahead.
         self._reducing: FlatBuffer | None = None
 
     def begin_forward(self) -> None:
-        """The model is called."""
+        """Start a forward pass of the whole model."""
         if not autograd_runs():
             raised = self.in_backward or any(flat.in_use for flat in self.flats)
             if raised or self._ahead not in (None, self._forward.first):
@@ -124,25 +126,25 @@ class Schedule:
         self._backward.begin()
 
     def end_backward(self) -> None:
-        """Also of units of which some parameter had no gradient."""
+        """End a backward pass, also for units with parameters that got no gradient."""
         self.in_backward = False
         self._backward.end()
         for flat in self.flats:
             self.reduce(flat)
-            if flat.in_backward or (flat.in_use and not self._in_forward):  # A model may call backward in forward.
+            if flat.in_backward or (flat.in_use and not self._in_forward):  # A forward may call backward.
                 flat.free()
             flat.in_backward = False
         self._drop()
         self._finish()
 
     def take(self, flat: FlatBuffer) -> None:
-        """Puts the weights of a unit before its layers, and begins to gather those of the next."""
+        """Gather a unit and put its weights into its modules, then start to gather the next unit."""
         if flat.in_use:
             return
         if is_capturing(self._device):
             raise RuntimeError(
-                "ZeroOptimizer: sharded weights cannot be used while a CUDA graph is captured, as each gather has "
-                "other memory; run them outside of graphs, or pass shard_weights=False"
+                "ZeroOptimizer: sharded weights do not support CUDA graph capture, as each gather allocates memory; "
+                "run them outside graphs, or pass shard_weights=False"
             )
         if self._ahead is not flat:
             self._drop()
@@ -155,28 +157,28 @@ class Schedule:
             self._ahead = self._next
 
     def leave(self, flat: FlatBuffer) -> None:
-        """Frees the weights of a unit, unless it is the one that comes next: the last of forward, in backward."""
+        """Free the weights of a unit, unless it comes next: the last unit of forward is the first of backward."""
         if flat is self._next and self._ahead is None:
             flat.hide()
             self._ahead = flat
         else:
             flat.free()
 
-    def pass_on(self, flat: FlatBuffer) -> None:
-        """The gradients of a unit are there, so it needs its weights no more."""
+    def end_unit_backward(self, flat: FlatBuffer) -> None:
+        """Reduce the gradients of a unit and leave it, once its gradients are complete."""
         self.reduce(flat)
         flat.in_backward = False
         self.leave(flat)
 
     def reduce(self, flat: FlatBuffer) -> None:
-        """Begins to sum the gradients of a unit, after those of the one before, whose memory goes back."""
-        if flat.gradient.is_held:
+        """Start to sum the gradients of a unit, after the previous unit, which releases its gradients."""
+        if flat.gradient.is_pending:
             self._finish()
             flat.gradient.reduce()
             self._reducing = flat
 
     def abandon(self) -> None:
-        """Frees all that was gathered: a pass has raised, or it will not be what it was."""
+        """Free everything that was gathered, after a pass that raised or a change of weights."""
         self.in_backward = self._in_forward = False
         self._ahead = self._next = None
         self._finish()
@@ -204,12 +206,12 @@ class Schedule:
 
 
 def autograd_runs() -> bool:
-    """Whether this is a backward pass, or what activation checkpointing runs again in it."""
+    """Return True in a backward pass, and in a forward that activation checkpointing reruns in it."""
     return backward_id() is not None
 
 
 class Hook:
-    """A hook on a module, which no compiler traces, and which copies and pickles of the module have no use for."""
+    """A module hook that compilers do not trace, and that copies and pickles as a hook without effect."""
 
     def __init__(self, call: Callable[..., Any] | None = None):
         self._call = None if call is None else torch.compiler.disable(call)
@@ -222,13 +224,13 @@ class Hook:
 
 
 def watch_gradients(flat: FlatBuffer) -> None:
-    """Takes gradients as soon as they are made."""
+    """Register hooks that move gradients away as soon as autograd has computed them."""
     for index, weight in enumerate(flat.weights):
-        weight.parameter.register_post_accumulate_grad_hook(ArrivalHook(weakly(flat.take_arrived, index)))
+        weight.parameter.register_post_accumulate_grad_hook(GradientHook(weakly(flat.collect_gradient, index)))
 
 
 def watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
-    """Sees to it that a move of the model, or of a module of it that has weights, raises before anything has moved."""
+    """Make moves of the model, or of a module that owns weights, raise before anything is moved."""
     owned: dict[nn.Module, list[ZeroParameter]] = {model: [*weights]}
     for weight in weights:
         for module, _ in weight.owners:
@@ -237,10 +239,10 @@ def watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
 
     def check(module: nn.Module, move: Move) -> None:
         for weight in owned[module]:
-            if changes(move, weight.shown):
+            if changes(move, weight.visible):
                 raise RuntimeError(
-                    f"ZeroOptimizer: {weight.name} cannot be moved after the optimizer was made, whose masters and "
-                    "buffers would stay where they are; call .to() of the model before"
+                    f"ZeroOptimizer: {weight.name} cannot be moved after the optimizer was made, as its masters and "
+                    "buffers would not move; call .to() on the model before that"
                 )
 
     for module in owned:
@@ -248,9 +250,9 @@ def watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
 
 
 def watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: Callable[[], None]) -> None:
-    """Gathers sharded weights before their module runs, and frees them after it, so too in backward."""
+    """Register hooks that gather the sharded weights of a unit before each use, and free them after it."""
     schedule.flats.append(flat)
-    flat.gradient_is_whole = schedule.pass_on
+    flat.gradient_is_whole = schedule.end_unit_backward
 
     def before_backward(_: Tensor) -> None:
         if not schedule.in_backward:
@@ -267,18 +269,18 @@ def watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: C
         tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
         if torch.is_grad_enabled() and not tensors:
             raise TypeError(
-                f"ZeroOptimizer: output of a unit ({type(output).__name__}) holds no tensor to see backward pass "
-                "by; return tensors in tuples, lists or dicts, or choose other units"
+                f"ZeroOptimizer: output of a unit ({type(output).__name__}) holds no tensor that a backward hook can "
+                "watch; return tensors in tuples, lists or dicts, or choose other units"
             )
         for t in tensors:
             if flat.shares(t):
                 raise RuntimeError(
                     f"ZeroOptimizer: output of a unit ({type(module).__name__}) is its own weight, which is freed now; "
-                    "return a .clone(), or choose units= that hold its users too"
+                    "return a .clone(), or choose units= that contain its users too"
                 )
             if t.requires_grad:
                 t.register_hook(before_backward)
-        if not flat.in_backward:  # Else activation checkpointing runs it, and backward goes on to use it.
+        if not flat.in_backward:  # Else activation checkpointing reruns it, and backward still needs it.
             schedule.leave(flat)
 
     def refuse_copies(protocol: Any) -> Any:
@@ -293,50 +295,50 @@ def watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: C
 
 
 def watch_model(model: nn.Module, schedule: Schedule, renew: Callable[[], None]) -> None:
-    """Before the model runs: masters that were loaded are published, and wrappers are refused. To call last."""
+    """Register hooks that publish loaded masters before a forward, and refuse wrappers. Call it last."""
 
     def before_forward(*_: Any) -> None:
         wrapper = active_ddp()
         if wrapper is not None and any(module is model for module in wrapper.modules()):
             raise RuntimeError(
-                "ZeroOptimizer: model (in DistributedDataParallel) is wrapped; call it as it is: the optimizer sums "
-                "the gradients of all ranks"
+                "ZeroOptimizer: model is wrapped in DistributedDataParallel, but the optimizer already reduces "
+                "gradients; call the model without the wrapper"
             )
         renew()
         schedule.begin_forward()
 
-    # Outside of those of the model as a unit.
+    # Outside of the hooks of the model as a unit.
     model.register_forward_pre_hook(Hook(before_forward), prepend=True)
     model.register_forward_hook(Hook(lambda *_: schedule.end_forward()))
 
 
 def check_parameters(model: nn.Module, flats: list[FlatBuffer]) -> None:
-    """Raises where parameters have changed in a way that a step would pass over.
+    """Raise if parameters changed in a way that a step would ignore.
 
     Raises:
-      RuntimeError: one was replaced, moved, frozen or written, or the model has got others.
+      RuntimeError: a parameter was replaced, moved, frozen, written or added.
     """
     ours: set[int] = set()
     for flat in flats:
         for weight in flat.weights:
-            shown = weight.shown
+            visible = weight.visible
             there = {id(module._parameters.get(name)) for module, name in weight.owners}
-            if not there <= {id(shown), id(weight.parameter)}:
-                raise _change_error(weight.name, "was replaced", "change models before you make their optimizer")
-            if not shown.requires_grad:
+            if not there <= {id(visible), id(weight.parameter)}:
+                raise _change_error(weight.name, "was replaced", "change the model before making its optimizer")
+            if not visible.requires_grad:
                 raise _change_error(
-                    weight.name, "was frozen", "freeze it before, or set its lr and weight_decay to 0 in its group"
+                    weight.name, "was frozen", "freeze it before that, or set lr and weight_decay of its group to 0"
                 )
-            if weight.where is not None and weight.where != (shown.data_ptr(), shown.dtype):
-                raise _change_error(weight.name, "was moved", "call .to() of the model before")
-            if weight.where is not None and shown._version != weight.version:
+            if weight.address is not None and weight.address != (visible.data_ptr(), visible.dtype):
+                raise _change_error(weight.name, "was moved", "call .to() on the model before that")
+            if weight.address is not None and visible._version != weight.version:
                 raise _change_error(
-                    weight.name, "was written", "write with load_state_dict of the model: it has masters"
+                    weight.name, "was written", "use load_state_dict of the model, which writes the masters too"
                 )
-            ours.update((id(shown), id(weight.parameter)))
+            ours.update((id(visible), id(weight.parameter)))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in ours:
-            raise _change_error(name, "came to train", "add and unfreeze parameters before")
+            raise _change_error(name, "became trainable", "add and unfreeze parameters before that")
 
 
 def _change_error(name: str, what: str, instead: str) -> RuntimeError:

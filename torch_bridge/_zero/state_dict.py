@@ -1,7 +1,7 @@
-"""State dicts of ZeRO: exact masters under the names and in the shapes of the weights, whatever rank has which slice.
+"""State dicts of ZeRO: exact masters under the names and in the shapes of the weights, for any sharding.
 
-With one rank they are plain tensors. With more, each is a `SlicedState`: to torch a DTensor, of which a rank has a flat
-slice, which `torch.distributed.checkpoint` saves as boxes, and loads into any other cut.
+With one rank they contain plain tensors. With more, each tensor is a `SlicedState`, a DTensor subclass with a flat
+slice on each rank. `torch.distributed.checkpoint` saves it as boxes and loads it into any other sharding.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ aten = torch.ops.aten
 
 
 class SlicedState(DTensor):
-    """A tensor whose elements ranks have in flat slices, as `torch.distributed` takes tensors that are sharded.
+    """A tensor that is sharded into flat slices, in the form of a DTensor.
 
-    A real DTensor is cut along its axes. This one can be saved, loaded, gathered and copied to the CPU; its ops raise.
+    A real DTensor is sharded along its axes. This one can be saved, loaded, gathered and copied to the CPU; other ops
+    raise.
 
     Attributes:
-      local: the slice of this rank, flat: memory of the optimizer.
-      cuts: where the slices of all ranks begin and end.
+      local: the slice of this rank, flat, in memory of the optimizer.
+      start: the index of its first element in the whole tensor.
+      cuts: start and stop of the slices of all ranks.
+      label: its name, for errors.
+      written: called before a load writes to the slice.
     """
 
     local: Tensor
@@ -97,24 +101,30 @@ class SlicedState(DTensor):
         )
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor, on every rank. Collective."""
+        """Return the whole tensor on every rank. Collective.
+
+        Args:
+          grad_placements: ignored.
+        """
         group = self.device_mesh.get_group()
         lengths = [stop - start for start, stop in self.cuts]
         device = torch.device(self.device_mesh.device_type)
         own = self.local if self.local.device.type == device.type else self.local.to(device)
-        if own.itemsize == 1:  # FP8, which not every library gathers.
+        if own.itemsize == 1:  # FP8: not every backend gathers it.
             own = own.view(torch.uint8)
         parts = gather_parts(own, lengths, group)
         return torch.cat(parts).view(self.dtype).view(self.shape)
 
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
-        """What a full state dict asks for."""
+        """Return the whole tensor as a replicated DTensor, for full state dicts. Collective."""
         return DTensor.from_local(self.full_tensor(), self.device_mesh, [Replicate()], run_check=False)
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
-        """What a full state is copied to: it takes whole tensors, and keeps the slice."""
-        sliced: Tensor = WeightPlaceholder(self.local, self.start, self.shape, self.dtype, self.label, self.written)
-        return sliced
+        """Return a placeholder that accepts a copy of the whole tensor and keeps the slice, for full state dicts."""
+        placeholder: Tensor = WeightPlaceholder(
+            self.local, self.start, self.shape, self.dtype, self.label, self.written
+        )
+        return placeholder
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedState:
         return memo.setdefault(id(self), self._like(self.local.clone()))  # type: ignore[no-any-return]
@@ -122,7 +132,7 @@ class SlicedState(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
             f"ZeroOptimizer: {self.label} of a state dict is the slice of this rank, and cannot be pickled; save with "
-            "torch.distributed.checkpoint,\nor what get_model_state_dict and get_optimizer_state_dict give with "
+            "torch.distributed.checkpoint,\nor save get_model_state_dict and get_optimizer_state_dict with "
             "full_state_dict=True"
         )
 
@@ -141,7 +151,7 @@ class SlicedState(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Asked of by a load, on all ranks alike, also on one without elements."""
+        """List the chunks to load. Every rank calls it in a load, also one without elements."""
         self.written()
         return [_chunk(box) for box in self._boxes()]
 
@@ -156,18 +166,20 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class StateDicts:
-    """How slices are shown in state dicts, and found in them.
+    """Converts between slices of this rank and entries of state dicts.
 
     Args:
-      written: called when masters have other values than the weights that layers see.
+      ranks: the ranks of the optimizer.
+      device: the device of the slices.
+      written: called when masters were loaded and weights are older.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, written: Callable[[], None]):
         self._ranks, self._device, self._written = ranks, device, written
         self._mesh: DeviceMesh | None = None
 
-    def shown(self, weight: ZeroParameter, name: str, local: Tensor, *, master: bool = False) -> Tensor:
-        """A slice of the master, or of a state of the optimizer, as the whole that it is of."""
+    def entry(self, weight: ZeroParameter, name: str, local: Tensor, *, master: bool = False) -> Tensor:
+        """Return a slice of the master, or of a state, as the state dict entry of the whole tensor."""
         local = local.detach().view(-1)
         shape, cuts = _layout(weight, name)
         if self._ranks.size == 1:
@@ -179,15 +191,15 @@ class StateDicts:
         made: Tensor = SlicedState(local, shape, cuts, self._mesh, f"{weight.name} ({name})", written)
         return made
 
-    def own(self, weight: ZeroParameter, name: str, value: Tensor) -> Tensor:
-        """The slice of this rank of such a whole, as the optimizer has it: `[1, n]`, or `[n]`."""
+    def local_slice(self, weight: ZeroParameter, name: str, value: Tensor) -> Tensor:
+        """Return this rank's slice of a state dict entry, in the optimizer's shape: `[1, n]`, or `[n]`."""
         shape, cuts = _layout(weight, name)
         start, stop = cuts[self._ranks.rank]
         part = own_part(value, shape, start, stop - start, f"{weight.name} ({name})")
         return part.view(1, -1) if weight.master.ndim > 1 else part
 
     def watch(self, model: nn.Module, flats: Sequence[FlatBuffer], publish: Callable[[], None]) -> None:
-        """State dicts of the model have masters, and what is loaded goes to masters."""
+        """Register hooks that put masters into state dicts of the model, and load them from there."""
         owners: dict[int, tuple[nn.Module, list[tuple[str, ZeroParameter, FlatBuffer]]]] = {}
         for flat in flats:
             for weight in flat.weights:
@@ -195,27 +207,27 @@ class StateDicts:
                     owners.setdefault(id(module), (module, []))[1].append((name, weight, flat))
         loading = False
 
-        def show_masters(
+        def put_masters(
             held: list[tuple[str, ZeroParameter, FlatBuffer]], state_dict: dict[str, Any], prefix: str
         ) -> None:
             for name, weight, _ in held:
                 if prefix + name in state_dict:
-                    state_dict[prefix + name] = self.shown(weight, "master", weight.master, master=True)
+                    state_dict[prefix + name] = self.entry(weight, "master", weight.master, master=True)
 
         def before_load(
             module: nn.Module, held: list[tuple[str, ZeroParameter, FlatBuffer]], metadata: dict[str, Any]
         ) -> None:
             if metadata.get("assign_to_params_buffers", False):
                 raise RuntimeError(
-                    f"ZeroOptimizer: load_state_dict of {type(module).__name__} (assign=True) would replace its "
+                    f"ZeroOptimizer: load_state_dict of {type(module).__name__} with assign=True would replace its "
                     "parameters; load without assign"
                 )
             for name, weight, _ in held:
-                module._parameters[name] = weight.sliced
+                module._parameters[name] = weight.placeholder
 
         def after_load(module: nn.Module, held: list[tuple[str, ZeroParameter, FlatBuffer]]) -> None:
             for name, weight, flat in held:
-                module._parameters[name] = weight.parameter if flat.in_use else weight.shown
+                module._parameters[name] = weight.parameter if flat.in_use else weight.visible
             if not loading:
                 publish()
 
@@ -229,7 +241,7 @@ class StateDicts:
             publish()
 
         for module, held in owners.values():
-            module.register_state_dict_post_hook(Hook(lambda _, d, p, __, held=held: show_masters(held, d, p)))
+            module.register_state_dict_post_hook(Hook(lambda _, d, p, __, held=held: put_masters(held, d, p)))
             module.register_load_state_dict_pre_hook(
                 Hook(lambda m, _, __, metadata, *___, held=held: before_load(m, held, metadata))
             )
@@ -239,7 +251,7 @@ class StateDicts:
 
 
 def _layout(weight: ZeroParameter, name: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """The shape of a state, and the slices that ranks have of it. No cut of a weight is amid a block of scales."""
+    """Return the shape of a state and the slices of all ranks. No boundary splits a block of scaled states."""
     if not name.endswith("_scale_inv"):
         return weight.shape, weight.cuts
     shape = (1, -(-weight.size // BLOCK))

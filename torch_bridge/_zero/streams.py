@@ -1,4 +1,4 @@
-"""Collectives beside the computation: on a CUDA stream of their own, or, elsewhere, in the threads of the backend."""
+"""Collectives that overlap computation: on a CUDA stream of their own, or in the threads of the CPU backend."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import torch
 import torch.distributed as dist
 
 Steps = Iterator[dist.Work | None]
-"""Begins a collective, yields, and goes on when its result is there; with as many collectives as it likes."""
+"""An iterator that starts a collective, yields it, and continues when it has finished; any number of times."""
 
 
 class Pending:
-    """What was begun and may not be done. Nothing that it reads or writes is freed before `wait`.
+    """A collective that may still run. Nothing that it reads or writes is freed before `wait`.
 
     Args:
-      steps, work: what is left to do here, after what runs in another thread.
-      event, computing: of a GPU: the end of what was begun, and the streams that computation was seen on.
+      steps: the rest of the iterator, run by `wait`.
+      work: the running collective of a CPU backend.
+      event: on CUDA, the end of all steps.
+      computing: on CUDA, the streams that computations were seen on.
     """
 
     def __init__(
@@ -29,10 +31,10 @@ class Pending:
         self._steps, self._work, self._event, self._computing = steps, work, event, computing
 
     def wait(self) -> None:
-        """Makes streams that compute wait, never the host of a GPU. Elsewhere the remaining steps are taken here.
+        """Make the compute streams wait on CUDA, not the host. On CPUs, wait and run the remaining steps.
 
-        All of them: memory goes back to the stream that has asked for it, which may not be the current one, as where
-        autograd accumulates gradients on a stream of its own choice.
+        All compute streams wait: memory returns to the stream that allocated it, which may not be the current one.
+        Autograd, for example, accumulates gradients on a stream of its own choice.
         """
         if self._event is not None:
             for stream in {torch.cuda.current_stream(self._event.device), *self._computing}:
@@ -43,22 +45,24 @@ class Pending:
 
 
 class Channel:
-    """Runs steps in the order in which they are begun, each after all that the current stream was given before.
+    """Runs steps in the order of `begin`, each after all earlier work of the current stream.
 
     Args:
-      computing: the streams that were current when something was begun, shared by channels.
+      device: the device of the collectives.
+      computing: the streams that were current at a `begin`; channels share the set.
     """
 
     def __init__(self, device: torch.device, computing: set[torch.cuda.Stream]):
         self._device, self._computing = device, computing
         self._stream: torch.cuda.Stream | None = None
-        self.asynchronous = device.type != "cuda"  # On a stream of ours collectives are in its order.
+        self.asynchronous = device.type != "cuda"  # On CUDA the stream orders collectives.
 
     def begin(self, steps: Steps) -> Pending:
+        """Start steps. On CUDA they all run on the stream of the channel; on CPUs the first collective starts."""
         if self.asynchronous:
             return Pending(steps, next(steps, None))
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device, priority=-1)  # Kernels of NCCL go first, as in FSDP2.
+            self._stream = torch.cuda.Stream(self._device, priority=-1)  # NCCL kernels get priority, as in FSDP2.
         current = torch.cuda.current_stream(self._device)
         self._computing.add(current)
         self._stream.wait_stream(current)

@@ -1,4 +1,4 @@
-"""The parameters that ZeRO trains: what each is gathered as, the slice that this rank owns, and the cast of slices."""
+"""Parameters that ZeRO trains: how each is gathered, the slice of this rank, and the cast of slices."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from qshard.torch_bridge._quantized.validation import check_contiguous, check_dt
 from qshard.torch_bridge._zero.placeholders import GradientPlaceholder, has_optimizer
 
 _CALL_NO_CHILD = (GroupedLinear, nn.MultiheadAttention)
-"""Modules that use the weights of the modules in them, and call none of these."""
+"""Modules that use the weights of their children without calling them."""
 
 
 class Ranks(NamedTuple):
-    """A process group, or one process without any."""
+    """A process group, or a single process without one."""
 
     group: dist.ProcessGroup | None
     size: int
@@ -49,21 +49,26 @@ class Ranks(NamedTuple):
 
 @dataclass(eq=False)
 class ZeroParameter:
-    """A parameter of the model, and the slice of it that this rank owns.
+    """A parameter of the model, and this rank's slice of it.
 
     Attributes:
-      parameter: as it was, then as layers see it.
-      sliced: what stands for it where only the slice of this rank is meant.
-      shown: what others see between uses: `sliced` of sharded weights, else the parameter.
-      owners: the modules that have it, and under which name.
-      fmt: what it is gathered as; None: values of its dtype.
-      first, start: its first byte in the buffer, and the first element of the slice.
-      master: of the slice, float32, a view of the flat one: `[1, n]`, a row that states have scales along, or `[n]` of
-        a weight with less than two axes.
-      quantized: where the codes of the slice and the scales of the whole go; None if it is gathered as values,
-      values: which then go here.
-      cuts: the slices of all ranks.
-      where, version: of values that users see, as they were published; to find out what was done to them.
+      name: its qualified name.
+      parameter: the original parameter, then the parameter that layers use.
+      owners: the modules that have it, with its name in each.
+      fmt: the format that it is gathered in; None: values of its dtype.
+      delayed: its delayed scale under `DelayedScaling`.
+      first: its first byte in the buffer.
+      start: the first element of the slice of this rank.
+      master: float32 values of the slice, a view of the flat master: `[1, n]`, a row for scaled states, or `[n]` for
+        weights with fewer than two axes.
+      cuts: start and stop of the slices of all ranks.
+      placeholder: a placeholder with the slice of this rank.
+      visible: the tensor that users see between uses: `placeholder` if weights are sharded, else the parameter.
+      grad_placeholder: the placeholder of its gradient.
+      quantized: codes of the slice and scales of the whole weight; None if it is gathered as values.
+      values: the slice in the dtype of the model; None if it is gathered as codes.
+      address: address and dtype of visible values when they were published, to detect moves.
+      version: their version then, to detect writes.
     """
 
     name: str
@@ -75,12 +80,12 @@ class ZeroParameter:
     start: int = 0
     master: nn.Parameter = field(init=False)
     cuts: list[tuple[int, int]] = field(init=False)
-    sliced: nn.Parameter = field(init=False)
-    shown: nn.Parameter = field(init=False)
-    taken: GradientPlaceholder = field(init=False)
+    placeholder: nn.Parameter = field(init=False)
+    visible: nn.Parameter = field(init=False)
+    grad_placeholder: GradientPlaceholder = field(init=False)
     quantized: QuantizedSlice | None = None
     values: Tensor | None = None
-    where: tuple[int, torch.dtype] | None = None
+    address: tuple[int, torch.dtype] | None = None
     version: int = 0
 
     @property
@@ -100,25 +105,25 @@ class ZeroParameter:
         return self.bytes_of(self.size)
 
     @property
-    def room(self) -> int:
-        """With that for half a byte that a cut may leave of 4-bit codes: ours leave none, but ops want it."""
+    def buffer_size(self) -> int:
+        """Bytes in the buffer, with the byte that cast ops may need for a slice that starts within a byte."""
         return self.bytes if self.fmt is None else piece_bytes(self.fmt, self.size)
 
     def bytes_of(self, elements: int) -> int:
-        """How long its first elements are in the buffer. No cut is amid a byte."""
+        """Return the bytes of the first `elements` elements. No boundary splits a byte."""
         return elements * self.dtype.itemsize if self.fmt is None else elements // self.fmt.element.codes_per_byte
 
     def first_elements(self, end: int) -> int:
-        """How many of its elements are before byte `end` of the buffer."""
+        """Return the number of elements before byte `end` of the buffer."""
         end = min(max(end - self.first, 0), self.bytes)
         return end // self.dtype.itemsize if self.fmt is None else end * self.fmt.element.codes_per_byte
 
 
 def weights_of(model: nn.Module) -> list[ZeroParameter]:
-    """The parameters to train, each once, in the order of the model."""
+    """Return the parameters to train, each once, in the order of the model."""
     if isinstance(model, DistributedDataParallel | DataParallel):
         raise ValueError(
-            f"ZeroOptimizer: model ({type(model).__name__}) sums gradients itself; pass its .module, and call that"
+            f"ZeroOptimizer: model ({type(model).__name__}) reduces gradients itself; pass its .module, and call that"
         )
     found: dict[int, ZeroParameter] = {}
     for prefix, module in model.named_modules():
@@ -131,14 +136,14 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
     for weight in found.values():
         parameter, what = weight.parameter, f"ZeroOptimizer: {weight.name} {weight.shape}"
         if has_optimizer(parameter):
-            raise ValueError(f"{what} is trained by another ZeroOptimizer; make one for a model, or another model")
+            raise ValueError(f"{what} is already trained by another ZeroOptimizer; use one per model")
         if isinstance(parameter, QuantizedTensor):
-            raise ValueError(f"{what} (QuantizedTensor) has no float32 values; make the model anew and load them")
+            raise ValueError(f"{what} (QuantizedTensor) has no float32 values; make the model from float32 weights")
         if isinstance(parameter, DTensor):
-            raise ValueError(f"{what} (DTensor) is not a plain tensor; give a model that is not sharded yet")
+            raise ValueError(f"{what} (DTensor) is not a plain tensor; pass a model that is not sharded yet")
         check_contiguous("ZeroOptimizer", f"{weight.name} {weight.shape}", parameter)
         check_dtype("ZeroOptimizer", f"{weight.name} {weight.shape}", parameter.dtype)
-        # A weight of quantized layers alone travels as codes, if its rowwise plane gives the other.
+        # A weight that only quantized layers use is gathered as codes, if its rowwise plane determines the other.
         formats = {
             m.recipe.format(Role.WEIGHT) if isinstance(m, WeightLayer) and n == "weight" else None
             for m, n in weight.owners
@@ -149,7 +154,8 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
     weights = list(found.values())
     if not weights:
         raise ValueError(
-            f"ZeroOptimizer: model ({type(model).__name__}) has no parameter that requires grad; pass one that has"
+            f"ZeroOptimizer: model ({type(model).__name__}) has no parameter that requires grad; pass a model that has "
+            "one"
         )
     devices = {weight.parameter.device for weight in weights if not weight.parameter.is_meta}
     if len(devices) > 1:
@@ -161,36 +167,36 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
 def units_of(
     model: nn.Module, weights: Sequence[ZeroParameter], units: Sequence[nn.Module] | None
 ) -> list[tuple[nn.Module, list[ZeroParameter]]]:
-    """Modules, and the weights that each gathers, in the order of the model."""
+    """Return the units, in the order of the model, each with the weights that it gathers."""
     modules = list(model.modules())
     # Forward hooks of a module that is never called never run: the module that uses its weight is the unit.
     users = {id(m): user for user in modules if isinstance(user, _CALL_NO_CHILD) for m in user.modules()}
     if units is None:
-        # A compiled module stands for the one in it, so that hooks are outside of what is compiled.
+        # A compiled module replaces the module inside, so that hooks stay outside of the compiled graph.
         compiled = {id(m._modules["_orig_mod"]): m for m in modules if "_orig_mod" in m._modules}
         owners = (users.get(id(module), module) for weight in weights for module, _ in weight.owners)
         asked = {id(compiled.get(id(module), module)) for module in owners}
     else:
         asked = {id(module) for module in (*units, model)}
         if strays := [type(unit).__name__ for unit in units if not any(unit is module for module in modules)]:
-            raise ValueError(f"ZeroOptimizer: units ({strays[0]}) is not a module of the model; give some that are")
+            raise ValueError(f"ZeroOptimizer: units ({strays[0]}) is not a module of the model; pass submodules of it")
         for unit in units:
             if (user := users.get(id(unit), unit)) is not unit:
                 raise ValueError(
-                    f"ZeroOptimizer: units ({type(unit).__name__}) is in a {type(user).__name__}, which uses its "
-                    "weight without a call of it; give that module, or one that holds it"
+                    f"ZeroOptimizer: units ({type(unit).__name__}) is in a {type(user).__name__}, which reads its "
+                    "weight without calling it; pass that module, or one that contains it"
                 )
     chosen = [module for module in modules if id(module) in asked]
     innermost: dict[int, nn.Module] = {}
-    for unit in chosen:  # Outer modules come first, so inner ones have the last word.
+    for unit in chosen:  # Outer modules come first, so the innermost unit wins.
         innermost.update({id(module): unit for module in unit.modules()})
     of_unit: dict[int, list[ZeroParameter]] = {id(unit): [] for unit in chosen}
     for weight in weights:
         homes = {id(innermost[id(module)]) for module, _ in weight.owners}
         if len(homes) > 1:
             raise ValueError(
-                f"ZeroOptimizer: {weight.name} (shared) is not in one unit; give units= with a module that has all of "
-                "its owners"
+                f"ZeroOptimizer: {weight.name} (shared) is shared by several units; pass units= with a module that "
+                "contains all of its owners"
             )
         of_unit[homes.pop()].append(weight)
     return [(unit, of_unit[id(unit)]) for unit in chosen if of_unit[id(unit)]]
@@ -199,7 +205,7 @@ def units_of(
 def by_setting(
     weights: Sequence[ZeroParameter], settings: Callable[[str, nn.Parameter], dict[str, Any]] | None
 ) -> list[tuple[dict[str, Any], list[ZeroParameter]]]:
-    """Weights with the same settings together, in order of appearance: the same groups on every rank."""
+    """Group weights with equal settings, in order of appearance: the same groups on every rank."""
     groups: list[tuple[dict[str, Any], list[ZeroParameter]]] = []
     for weight in weights:
         given = settings(weight.name, weight.parameter) if settings else {}
@@ -211,7 +217,7 @@ def by_setting(
 
 
 class SliceCast:
-    """Slices that are cast together: all with scales of their amaxes, or all with delayed ones."""
+    """The cast of slices, either all with current scales or all with delayed scales."""
 
     def __init__(self, weights: Sequence[ZeroParameter], parity: Parity):
         self._pieces = [weight.quantized for weight in weights if weight.quantized is not None]
@@ -222,7 +228,7 @@ class SliceCast:
         self._starts = self._plan.words("starts", [weight.start for weight in weights])
 
     def cast(self, group: dist.ProcessGroup | None) -> None:
-        """One all-reduce, if scales are made."""
+        """Cast all slices, with one max-reduction of amaxes if scales must be computed."""
         if self.delayed:
             scales = [Scales(state.scale, state.scale_inv) for state in self.delayed]
             known = [state.knows_scale() for state in self.delayed]
@@ -234,7 +240,7 @@ class SliceCast:
             cast_master(self._pieces, self._masters, self._starts, group, parity=self._parity, plan=self._plan)
 
     def observe(self) -> None:
-        """Notes the amaxes of the slices; `update_delayed` makes those of whole weights of them."""
+        """Record the amaxes of the slices; `update_delayed` reduces them to amaxes of whole weights."""
         if self.delayed:
             for state, amax in zip(self.delayed, self._amaxes(), strict=True):
                 state.observe(amax)

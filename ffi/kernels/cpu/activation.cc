@@ -1,4 +1,4 @@
-// SwiGLU and RMSNorm on the CPU. What is written is still in cache when its amax is taken.
+// SwiGLU and RMSNorm on the CPU. Amaxes are taken while outputs are still in cache.
 #include "kernels/activation.h"
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace {
 
 constexpr int64_t kPiece = int64_t{1} << 12;
 
-// Ranges of [runs, length] in pieces that stay in cache: map(begin, end) writes them, and
-// raise(begin, end) has their amaxes.
+// Splits [runs, length] into pieces that stay in cache. map(begin, end) writes a piece, and
+// raise(begin, end) takes its amaxes.
 template <class Map, class Raise>
 void InPieces(const Exec<Cpu>& exec, int64_t runs, int64_t length, int64_t bytes, const Map& map,
               const Raise& raise) {
@@ -31,7 +31,7 @@ void InPieces(const Exec<Cpu>& exec, int64_t runs, int64_t length, int64_t bytes
 template <class Weight>
 constexpr bool kIsWide = std::is_same_v<Weight, float>;
 
-// Returns weights in fp32. Widens them into `wide` unless they have that dtype already.
+// Returns weights in fp32. Widens them into `wide` unless they are fp32 already.
 template <class Weight>
 const float* WidenWeights(const Weight* weight, int64_t n, float* wide) {
   if constexpr (kIsWide<Weight>) {
@@ -102,7 +102,7 @@ Status RmsNormBackward(const Exec<Cpu>& exec, const In* x, const Weight* weight,
                        const In* grad, int64_t runs, int64_t rows, int64_t cols, In* dx,
                        float* parts, float* dweight) {
   const SimdKernels& simd = Simd();
-  const int64_t count = CeilDiv(rows, kSumRows);  // of parts, of a run
+  const int64_t count = CeilDiv(rows, kSumRows);  // parts in a run
   const int64_t size = kIsWide<Weight> ? 0 : cols;
   ParallelForWithScratch<float>(exec, runs * count, size, [&](int64_t part, float* scratch) {
     const int64_t run = part / count;

@@ -1,5 +1,5 @@
-// Adam on the CPU: a block at a time through buffers in L1, threads on stretches of blocks of all
-// tensors.
+// Adam on the CPU. A block at a time goes through buffers in L1. Threads take stretches of blocks
+// of all tensors.
 #include "kernels/adam.h"
 
 #include <cstring>
@@ -13,7 +13,7 @@
 namespace qshard::kernels {
 namespace {
 
-constexpr int64_t kStretch = 64;  // blocks that a thread takes at once
+constexpr int64_t kStretch = 64;  // blocks per task
 
 template <class Pointer>
 Pointer At(Pointer data, int64_t i, AdamType type) {
@@ -60,7 +60,7 @@ struct BlockElements {
 
 Status AdamConstantsOf(const Exec<Cpu>& exec, const float* step, int64_t n, const float* hyper,
                        int64_t run, float* constants) {
-  constexpr int64_t kBytes = 512;  // as slow as moving that many
+  constexpr int64_t kBytes = 512;  // as slow as moving this many bytes
   ParallelRanges(exec, n, kBytes, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const AdamConstants c = MakeAdamConstants(hyper + i / run * kHyperSize, step[i]);

@@ -1,5 +1,5 @@
-// amax, cast and dequantize in blocks on the CPU: a task takes a few blocks side by side, row after
-// row.
+// Amax, cast and dequantization in blocks on the CPU. A task takes a few neighbouring blocks, row
+// by row.
 #include "kernels/block_cast.h"
 
 #include "kernels/cpu/block_pieces.h"
@@ -49,7 +49,7 @@ Status CastBlockStochastic(const Exec<Cpu>& exec, const In* x, const float* scal
 
 namespace {
 
-// x = decode(data) * value(block), with the values of a piece worked out once for all its rows.
+// x = decode(data) * value(block). Computes the values of a piece once for all its rows.
 template <class Code, class Out, class Value>
 void Dequantize(const Exec<Cpu>& exec, const uint8_t* data, const Blocks& blocks, Out* x,
                 const Value& value) {

@@ -1,4 +1,4 @@
-// Dividing matrices in blocks among threads.
+// Splits matrices in blocks among threads.
 #ifndef QSHARD_KERNELS_CPU_BLOCK_PIECES_H_
 #define QSHARD_KERNELS_CPU_BLOCK_PIECES_H_
 
@@ -9,25 +9,25 @@
 
 namespace qshard::kernels {
 
-// The most blocks of a piece, and its most columns unless two blocks have more: what kernels have
-// room for.
+// Upper bounds of a piece, so that kernels can use fixed buffers: its blocks, and its columns
+// unless two blocks have more.
 constexpr int64_t kPieceBlocks = 1024, kPieceCols = 4096;
 
-// A few blocks side by side, of one row of blocks.
+// A few neighbouring blocks of one row of blocks.
 struct Piece {
-  int64_t grid;             // index of the first in the grid
+  int64_t grid;             // index of the first block in the grid
   int64_t num_blocks;       // at most kPieceBlocks
-  int64_t batch, grid_row;  // of all
-  int64_t first_block;      // in the row of blocks
+  int64_t batch, grid_row;  // row of blocks
+  int64_t first_block;      // column of the first block in its row of blocks
   int64_t start;            // index of the first element, row-major over all matrices
-  int64_t rows, cols;       // the elements
+  int64_t rows, cols;       // elements of the piece
 };
 
-// Calls body(piece) on pieces that make up all blocks, each once, in any order. Pieces start at
-// even columns.
+// Calls body(piece) for pieces that cover all blocks once, in any order. Pieces start at even
+// columns.
 template <class Body>
 void ParallelPieces(const Exec<Cpu>& exec, const Blocks& blocks, const Body& body) {
-  constexpr int64_t kElements = 1 << 16;  // at most, for threads to share the work evenly
+  constexpr int64_t kElements = 1 << 16;  // upper bound, so that threads get even shares
   const int64_t grid_rows = blocks.GridRows(), grid_cols = blocks.GridCols();
   if (blocks.GridSize() == 0) return;
   const int64_t rows = std::min(blocks.block_rows, blocks.rows);
@@ -55,7 +55,7 @@ void ParallelPieces(const Exec<Cpu>& exec, const Blocks& blocks, const Body& bod
   });
 }
 
-// Calls body(index of the first element) for each row of a piece.
+// Calls body(index of the row's first element) for each row of a piece.
 template <class Body>
 void ForEachRow(const Piece& piece, const Blocks& blocks, const Body& body) {
   for (int64_t r = 0; r < piece.rows; ++r) body(piece.start + r * blocks.cols);

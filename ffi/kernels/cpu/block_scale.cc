@@ -1,4 +1,4 @@
-// Scales on the CPU, of whole tensors, delayed ones too, and of blocks.
+// Scales on the CPU: per tensor, delayed and per block.
 #include "kernels/block_scale.h"
 
 #include "kernels/cpu/block_pieces.h"
@@ -6,7 +6,7 @@
 
 namespace qshard::kernels {
 namespace {
-constexpr int64_t kGrain = 32;  // a scale is as slow as moving that many bytes
+constexpr int64_t kGrain = 32;  // one scale is as slow as moving this many bytes
 }
 
 template <class Code, class Scales>
@@ -45,7 +45,7 @@ Status UpdateDelayedScale(const Exec<Cpu>& exec, const float* amax, const float*
                           float* new_history, float* new_scale, float* scale_inv) {
   ParallelRanges(exec, n, 8 * kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t shift = amax[i] != 0.0f;  // NaN is an amax too.
+      const int64_t shift = amax[i] != 0.0f;  // NaN counts as an amax
       const float* from = history + i * length + shift;
       float* to = new_history + i * length;
       int32_t largest = 0;

@@ -1,5 +1,5 @@
-// amax, cast and dequantize on the CPU, and encode and decode, which are these with scale 1: x and
-// data are read and written once, in order, by ranges.
+// Amax, cast and dequantization on the CPU, and encode and decode, which are the same with scale 1.
+// x and data are each read or written once, in order, by ranges.
 #include "kernels/cast.h"
 
 #include "kernels/cpu/coded_rows.h"
@@ -10,11 +10,12 @@
 namespace qshard::kernels {
 namespace {
 
-// Hardware prefetching of a long read starts anew at each page; this does not.
+// Distance of software prefetches. Hardware prefetching of a long read restarts at each page.
 constexpr int64_t kAheadBytes = 4096;
 
-// Calls map(begin, end, to) on ranges of [0, n), which writes elements begin .. end of the result
-// to `to`: the result itself or, where that outgrows the caches, a buffer on its way there.
+// Calls map(begin, end, to) on ranges of [0, n), which must write elements [begin, end) of the
+// result to `to`. `to` is the result itself, or a buffer that is then streamed if the result is
+// larger than the caches.
 template <class Out, class Map>
 void ParallelMap(const Exec<Cpu>& exec, int64_t n, int64_t in_bytes, Out* out, const Map& map) {
   const bool stream = OutgrowsCache(n * int64_t{sizeof(Out)});
@@ -45,8 +46,7 @@ void MapCast(const Exec<Cpu>& exec, const In* x, const float* scale, int64_t len
 
 }  // namespace
 
-// A long run is cut over threads, each raising the amax to that of its pieces; short runs are dealt
-// out whole.
+// Splits a long run over threads, which raise its amax together. Distributes short runs whole.
 template <class In>
 Status Amax(const Exec<Cpu>& exec, const In* x, int64_t runs, int64_t length, float* amax) {
   const int64_t run_bytes = length * int64_t{sizeof(In)};
@@ -69,7 +69,7 @@ Status Cast(const Exec<Cpu>& exec, const Scaled<In>& x, int64_t n, uint8_t* data
     MapCast<Code>(exec, x.x, x.scale, x.length, n, data);
     return {};
   }
-  // In pieces that stay in cache between taking their amax and encoding them.
+  // Pieces stay in cache between their amax and their encoding.
   constexpr int64_t kPiece = 1 << 12;
   const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
   ParallelRanges(exec, n, sizeof(In) + 1, [&](int64_t begin, int64_t end) {

@@ -1,5 +1,5 @@
-// Rows of codes as they are stored: those of 4 bits two a byte. Such rows start with a whole byte
-// and have an even number of codes.
+// Rows of codes as stored: one code a byte, or two for 4-bit codes. A row of 4-bit codes starts at
+// a whole byte and has an even number of codes.
 #ifndef QSHARD_KERNELS_CPU_CODED_ROWS_H_
 #define QSHARD_KERNELS_CPU_CODED_ROWS_H_
 
@@ -9,7 +9,7 @@
 
 namespace qshard::kernels {
 
-// Stores n codes, which make(begin, count, codes) makes, one a byte.
+// Stores n codes. make(begin, count, codes) computes some of them, one a byte.
 template <class Code, class Make>
 void StoreCodes(int64_t n, uint8_t* data, const Make& make) {
   if constexpr (kCodesPerByte<Code> == 1) {
@@ -24,7 +24,7 @@ void StoreCodes(int64_t n, uint8_t* data, const Make& make) {
   }
 }
 
-// The scales of a row from its element `begin` on.
+// Returns the scales of a row from element `begin` on.
 inline RowScales From(const RowScales& scales, int64_t begin) {
   return {scales.scale, scales.length, scales.begin + begin};
 }
@@ -37,7 +37,7 @@ void CastRow(const In* x, int64_t n, const RowScales& scales, uint8_t* data) {
   });
 }
 
-// `random`: a byte for each element.
+// Casts a row to E2M1 with stochastic rounding. `random` has one byte per element.
 template <class Code, class In>
 void CastRowStochastic(const In* x, int64_t n, const RowScales& scales, const uint8_t* random,
                        uint8_t* data) {
@@ -47,16 +47,16 @@ void CastRowStochastic(const In* x, int64_t n, const RowScales& scales, const ui
   });
 }
 
-// Stores one code; what shares its byte stays.
+// Stores one code. The other code in its byte keeps its value.
 template <class Code>
 void StoreCode(uint8_t* data, int64_t i, uint8_t code) {
-  constexpr int kBits = 8 / kCodesPerByte<Code>;  // that a code has for itself
+  constexpr int kBits = 8 / kCodesPerByte<Code>;  // bits of storage per code
   uint8_t& byte = data[i / kCodesPerByte<Code>];
   const int shift = static_cast<int>(i % kCodesPerByte<Code>) * kBits;
   byte = static_cast<uint8_t>((byte & ~(((1 << kBits) - 1) << shift)) | code << shift);
 }
 
-// If infinities are to show, the codes of infinite elements become NaN.
+// With Nonfinite::kNan, replaces the codes of infinite elements by NaN.
 template <class Code, class In>
 void ShowInfinite(Nonfinite nonfinite, const In* x, int64_t n, uint8_t* data) {
   if (nonfinite == Nonfinite::kSaturate) return;

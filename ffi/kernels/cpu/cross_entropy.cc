@@ -1,4 +1,4 @@
-// Cross entropy on the CPU: a task takes rows.
+// Cross entropy on the CPU. A task takes rows.
 #include "kernels/cross_entropy.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What a cast on the CPU does for delayed scaling, and to show infinities.
+// Amaxes and scales of a cast on the CPU, for delayed scaling and for infinite elements.
 #ifndef QSHARD_KERNELS_CPU_DELAYED_RUNS_H_
 #define QSHARD_KERNELS_CPU_DELAYED_RUNS_H_
 
@@ -10,10 +10,8 @@
 
 namespace qshard::kernels {
 
-// The scales that x is cast with, and what is recorded of it. Where it is not delayed there is
-// nothing to record.
-//
-// While codes are made, scale_inv holds the scales.
+// The scales of a cast, and the amaxes that it records. Without delayed scaling it records nothing.
+// Until Finish(), scale_inv stores the scales themselves.
 template <class In>
 class DelayedRuns {
  public:
@@ -28,14 +26,15 @@ class DelayedRuns {
 
   const float* scale() const { return x_.runs > 0 ? x_.scale_inv : x_.scale; }
 
-  // Takes the amax of elements [begin, end). Returns whether all are finite; true if nobody asks.
+  // Records the amax of elements [begin, end), and returns whether all are finite. If there is
+  // nothing to record and infinities saturate, returns true without reading them.
   bool Raise(int64_t begin, int64_t end) const {
     if (x_.runs > 0) return RaiseAmaxes(x_.x, begin, end, x_.length, x_.amax);
     return x_.nonfinite == Nonfinite::kSaturate ||
            FloatBits(AmaxOf(x_.x + begin, end - begin)) < kFloatInfinityBits;
   }
 
-  // Once all codes are made.
+  // Inverts the scales, after all codes are written.
   void Finish() const {
     const ScopedFloatEnvironment environment;
     for (int64_t r = 0; r < x_.runs; ++r) x_.scale_inv[r] = ScaleInverse(x_.scale_inv[r]);

@@ -1,6 +1,6 @@
-// GEMMs on the CPU: what others are held against, not what trains. A task takes a tile of the
-// result. It widens codes to fp32 once for each tile, those of b with rows next to each other,
-// so that the inner loop adds to a row of sums and each of them keeps its order.
+// Reference GEMMs on the CPU: an oracle for tests, not meant for training. A task computes a tile
+// of the result. It widens each operand's codes to fp32 once per tile and stores b by rows, so that
+// the inner loop adds to a row of sums, and each sum keeps its order.
 #include "kernels/gemm.h"
 
 #include <algorithm>
@@ -31,12 +31,12 @@ struct ElementTraits {
   int64_t per_byte;
 };
 
-// Filled at load. A static of a function has a guard, which is not safe where other threads fork.
+// Filled at load. A function-local static has a guard, which is not safe if another thread forks.
 #define QSHARD_TRAITS(Nothing, F) {ValuesOf<F>(), kCodesPerByte<F>},
 const ElementTraits kTraits[] = {QSHARD_FOR_EACH_ELEMENT(QSHARD_TRAITS, )};
 #undef QSHARD_TRAITS
 
-// One operand, for reading.
+// Reads elements and scales of one operand.
 class Reader {
  public:
   Reader(const GemmOperand& operand, int64_t k)
@@ -87,7 +87,7 @@ class Reader {
   const int64_t k_;
 };
 
-// What a task works in.
+// Scratch memory of a task.
 struct Scratch {
   float a[kTileRows][kDepth], b[kDepth][kTileCols];
   float block[kTileRows][kTileCols], sum[kTileRows][kTileCols];

@@ -1,4 +1,4 @@
-// hadamard and amax_hadamard on the CPU.
+// Hadamard and AmaxHadamard on the CPU.
 #include "kernels/hadamard.h"
 
 #include <cstring>
@@ -20,7 +20,7 @@ Status Hadamard(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, bfloat
   return {};
 }
 
-// A task takes 16 rows, and of each block what fits on a stack at a time.
+// A task takes 16 rows, and as many columns of a block at a time as fit on a stack.
 template <class In>
 Status AmaxHadamard(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, float* amax,
                     float* amax_t) {

@@ -1,4 +1,4 @@
-// Loops over blocks of work on the caller's thread and the framework's pool.
+// Parallel loops over blocks of work, on the caller's thread and the framework's pool.
 #ifndef QSHARD_KERNELS_CPU_PARALLEL_FOR_H_
 #define QSHARD_KERNELS_CPU_PARALLEL_FOR_H_
 
@@ -18,9 +18,9 @@
 
 namespace qshard::kernels {
 
-// XLA and torch may run us with subnormals flushed to zero; the formulas assume IEEE arithmetic.
-// Round to nearest even, no flushing, exceptions masked; the old state comes back at the end of the
-// scope.
+// Sets the floating-point state for a scope: round to nearest even, no flushing of subnormals,
+// exceptions masked. XLA and torch may call with flushing on, but the formulas assume IEEE
+// arithmetic.
 class ScopedFloatEnvironment {
  public:
   ScopedFloatEnvironment(const ScopedFloatEnvironment&) = delete;
@@ -47,12 +47,13 @@ class ScopedFloatEnvironment {
 #endif
 };
 
-// The largest number of threads, including the caller's, that a loop over `blocks` blocks uses.
+// Returns the largest number of threads, including the caller's, that a loop over `blocks` blocks
+// uses.
 inline int64_t WorkersOf(const Exec<Cpu>& exec, int64_t blocks) {
   return std::max<int64_t>(1, std::min(exec.num_threads, blocks));
 }
 
-// State of a loop that several threads share. Each scheduled task and the caller hold a reference,
+// State of a loop that several threads share. Each scheduled task and the caller own a reference,
 // so the state outlives a task that starts late.
 template <class Body>
 class SharedLoop {
@@ -86,7 +87,7 @@ class SharedLoop {
     }
   }
 
-  // Waits until all blocks are done; no thread uses the body after that. Returns the first
+  // Waits until all blocks are done. No thread uses the body after that. Returns the first
   // exception, or null.
   std::exception_ptr Wait() {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -106,14 +107,14 @@ class SharedLoop {
   std::exception_ptr error_;
 };
 
-// Calls body(i, worker) for every i in [0, blocks), each once, in any order, and returns when all
-// are done. `worker` is less than WorkersOf(exec, blocks); a worker does one block at a time.
+// Calls body(i, worker) once for every i in [0, blocks), in any order, and returns when all are
+// done. `worker` is less than WorkersOf(exec, blocks), and a worker runs one block at a time.
 //
-// The caller works too and waits only for blocks that some thread has started, so a pool that is
-// busy, or that runs tasks in the caller's thread, cannot deadlock it.
+// The caller works too, and waits only for blocks that some thread has started. So a busy pool, or
+// a pool that runs tasks in the caller's thread, cannot deadlock it.
 //
-// Rethrows the first exception of a body, after all workers have stopped. Throws std::bad_alloc
-// only before the first call of a body.
+// Rethrows the first exception of a body after all workers have stopped. Throws std::bad_alloc only
+// before the first call of a body.
 template <class Body>
 void ParallelForWorkers(const Exec<Cpu>& exec, int64_t blocks, const Body& body) {
   const int64_t helpers = WorkersOf(exec, blocks) - 1;
@@ -132,7 +133,7 @@ void ParallelForWorkers(const Exec<Cpu>& exec, int64_t blocks, const Body& body)
   for (int64_t i = 0; i < helpers; ++i) {
     loop->AddReference();
     const ScheduleResult result = exec.schedule(exec, task, loop);
-    // After kUnknown the task may still run and needs its reference: a leak is the lesser evil.
+    // After kUnknown the task may still run and needs its reference. A leak is the lesser evil.
     if (result == ScheduleResult::kRefused) loop->Release();
     if (result != ScheduleResult::kRuns) break;
   }
@@ -148,8 +149,8 @@ void ParallelFor(const Exec<Cpu>& exec, int64_t blocks, const Body& body) {
   ParallelForWorkers(exec, blocks, [&](int64_t i, int64_t) { body(i); });
 }
 
-// ParallelForWorkers for a body(i, scratch): each worker has `count` uninitialized elements of
-// scratch, allocated before the loop. Bodies themselves allocate nothing.
+// ParallelForWorkers for a body(i, scratch). Each worker has `count` uninitialized elements of
+// scratch, allocated before the loop, so bodies allocate nothing.
 template <class T, class Body>
 void ParallelForWithScratch(const Exec<Cpu>& exec, int64_t blocks, int64_t count,
                             const Body& body) {
@@ -161,15 +162,15 @@ void ParallelForWithScratch(const Exec<Cpu>& exec, int64_t blocks, int64_t count
                      [&](int64_t i, int64_t worker) { body(i, all.get() + worker * stride); });
 }
 
-// Bytes read and written that are worth a task: some 20 us, against a few to wake a thread. Smaller
-// work stays on the caller's thread.
+// Bytes read and written that are worth a task: about 20 us, compared with a few to wake a thread.
+// Smaller work stays on the caller's thread.
 constexpr int64_t kTaskBytes = int64_t{1} << 18;
 
 // Splits [0, n) into ranges of kTaskBytes or more. Ranges of 64 or more elements start at multiples
-// of 64, so that two threads share no cache line of an aligned output.
+// of 64, so that threads share no cache line of an aligned output.
 class Ranges {
  public:
-  // `bytes`: read and written for each element.
+  // `bytes`: bytes read and written per element.
   Ranges(int64_t n, int64_t bytes)
       : n_(n), grain_(n == 0 ? 1 : std::max<int64_t>(1, kTaskBytes / bytes)) {
     if (grain_ > 64) grain_ -= grain_ % 64;
@@ -189,7 +190,7 @@ void ParallelRanges(const Exec<Cpu>& exec, int64_t n, int64_t bytes, const Body&
   ParallelFor(exec, ranges.count(), [&](int64_t i) { body(ranges.Begin(i), ranges.End(i)); });
 }
 
-// ParallelRanges with scratch for each worker, as ParallelForWithScratch has it.
+// ParallelRanges with scratch per worker, as in ParallelForWithScratch.
 template <class T, class Body>
 void ParallelRangesWithScratch(const Exec<Cpu>& exec, int64_t n, int64_t bytes, int64_t count,
                                const Body& body) {

@@ -1,5 +1,5 @@
-// Quantizing in blocks on the CPU. A task takes a piece of x that stays in L2, and does all that is
-// wanted of it: amaxes, scales, codes of one plane or of both.
+// Fused block quantization on the CPU. A task takes a piece of x that stays in L2, and computes
+// amaxes, scales and codes of one plane or both.
 #include "kernels/quantize_block.h"
 
 #include <cstring>
@@ -15,14 +15,14 @@
 namespace qshard::kernels {
 namespace {
 
-// Part of the matrices, whole blocks but for the edges.
+// Part of the matrices: whole blocks, except at the edges.
 struct Rectangle {
   int64_t batch, row, col, rows, cols;
 };
 
 // --- one plane ---
 
-// Rows of elements, and where the first of them is in the matrices.
+// Rows of elements, and the position of the first in the matrices.
 template <class In>
 struct Elements {
   const In* at;
@@ -41,7 +41,7 @@ struct PlaneOf {
   Nvfp4Options options = {};
   Blocks places_blocks = {};
 
-  // Does all that is wanted of a rectangle.
+  // Quantizes a rectangle into all requested outputs.
   void Quantize(const Rectangle& all, Panel* panel) const {
     const int64_t most = out.data_t ? kPanelCols : kPieceCols;
     const int64_t wanted = std::clamp<int64_t>(most / blocks.block_cols, 1, kPieceBlocks);
@@ -61,7 +61,7 @@ struct PlaneOf {
         else
           QuantizeStrip(Elements<In>{x + ElementAt(strip), blocks.cols, strip}, row, whole, *panel);
       }
-      if (in_panel) Turn(part, *panel);
+      if (in_panel) TransposePanel(part, *panel);
     }
   }
 
@@ -70,7 +70,8 @@ struct PlaneOf {
     return (r.batch * blocks.rows + r.row) * blocks.cols + r.col;
   }
 
-  // A row of blocks, into rows of `whole` from `row` on, which turns later; if there is one.
+  // Quantizes a row of blocks. With `whole`, writes codes to its rows from `row` on, to be
+  // transposed later.
   template <class T>
   void QuantizeStrip(const Elements<T>& strip, int64_t row, Panel* whole, Panel& panel) const {
     float scale[kPieceBlocks];
@@ -83,7 +84,7 @@ struct PlaneOf {
       CastByPanels(strip, scale, panel);
   }
 
-  // The same of what Hadamard makes of a strip of 16 rows, at most as wide as a panel.
+  // Does the same for the Hadamard transform of a strip of 16 rows, at most as wide as a panel.
   void QuantizeRotated(const Rectangle& strip, int64_t row, Panel* whole, Panel& panel) const {
     In copy[kHadamardSize][kPanelCols];
     bfloat16 rotated[kHadamardSize][kPanelCols];
@@ -93,7 +94,7 @@ struct PlaneOf {
     QuantizeStrip(Elements<bfloat16>{rotated[0], kPanelCols, strip}, row, whole, panel);
   }
 
-  // Amaxes and scales of one row of blocks.
+  // Computes amaxes and scales of one row of blocks.
   template <class T>
   void MakeScales(const Elements<T>& elements, float* scale) const {
     const Rectangle& strip = elements.where;
@@ -113,7 +114,7 @@ struct PlaneOf {
     }
   }
 
-  // The random bytes of row r of a rectangle.
+  // Fills the random bytes of row r of a rectangle.
   void Random(const Rectangle& part, int64_t r, uint8_t* random) const {
     RandomRow(*options.places, places_blocks, part.batch, part.row + r, part.col, part.cols,
               random);
@@ -137,7 +138,7 @@ struct PlaneOf {
     }
   }
 
-  // Casts elements into rows of the panel from `row` on, and into data if that is wanted too.
+  // Casts elements into the panel's rows from `row` on, and into data if requested.
   template <class T>
   void CastToPanel(const Elements<T>& part, const RowScales& scales, int64_t row,
                    Panel& panel) const {
@@ -162,7 +163,7 @@ struct PlaneOf {
     }
   }
 
-  // A row of blocks that are larger than a panel.
+  // Casts a row of blocks that are larger than a panel.
   template <class T>
   void CastByPanels(const Elements<T>& strip, const float* scale, Panel& panel) const {
     const Rectangle& all = strip.where;
@@ -173,23 +174,23 @@ struct PlaneOf {
                              std::min(kPanelCols, all.cols - col)};
         CastToPanel(Elements<T>{strip.at + row * strip.stride + col, strip.stride, part},
                     {scale, blocks.block_cols, col}, 0, panel);
-        Turn(part, panel);
+        TransposePanel(part, panel);
       }
     }
   }
 
-  void Turn(const Rectangle& part, Panel& panel) const {
+  void TransposePanel(const Rectangle& part, Panel& panel) const {
     constexpr int64_t kPerByte = kCodesPerByte<Code>;
     const int64_t height = part.rows / kPerByte, stride = blocks.rows / kPerByte;
     for (int64_t r = 0; kPerByte == 2 && r < height; ++r)
       Simd().pack_rows(panel.codes[2 * r], panel.codes[2 * r + 1], part.cols, panel.codes[r]);
     uint8_t* to = out.data_t + (part.batch * blocks.cols + part.col) * stride;
-    panel.Turn(height, part.cols, to + part.row / kPerByte, stride, /*stream=*/false);
+    panel.Transpose(height, part.cols, to + part.row / kPerByte, stride, /*stream=*/false);
   }
 };
 
-// Calls body(rectangle, panel) on pieces that make up all of `blocks`, as pieces do. Those of a
-// plane that is stored transposed are as high as a panel.
+// Calls body(rectangle, panel) for pieces that cover all of `blocks`, like ParallelPieces. For a
+// transposed plane, pieces are as high as a panel.
 template <class Body>
 void ParallelRectangles(const Exec<Cpu>& exec, Blocks blocks, bool transposed, const Body& body) {
   if (transposed) {
@@ -211,8 +212,7 @@ Status QuantizeOne(const Exec<Cpu>& exec, const Plane& plane) {
   return {};
 }
 
-// Two planes of `blocks`, of which the first goes along rows; where they are stored is not said
-// yet.
+// Quantizes two planes of `blocks`, the first along rows. Sets their output pointers from `out`.
 template <class Plane, class Stored>
 Status QuantizeTwo(const Exec<Cpu>& exec, const Blocks& blocks, Plane rows, Plane columns,
                    const BothPlanes<Stored>& out) {

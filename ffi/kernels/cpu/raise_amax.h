@@ -1,4 +1,4 @@
-// Amaxes that several threads take the maximum into.
+// Amaxes that several threads raise atomically.
 #ifndef QSHARD_KERNELS_CPU_RAISE_AMAX_H_
 #define QSHARD_KERNELS_CPU_RAISE_AMAX_H_
 
@@ -9,7 +9,8 @@
 
 namespace qshard::kernels {
 
-// Raises *amax to `value`, a magnitude or NaN: the larger bit pattern, and the canonical NaN.
+// Raises *amax to `value`, a magnitude or NaN, as a maximum of bit patterns. Stores the canonical
+// NaN.
 inline void RaiseAmax(float* amax, float value) {
   typedef int32_t __attribute__((may_alias)) Bits;
   Bits* target = reinterpret_cast<Bits*>(amax);
@@ -20,13 +21,13 @@ inline void RaiseAmax(float* amax, float value) {
   }
 }
 
-// amax[i / block_cols] = max |x[i]|, i < n, as bit patterns.
+// amax[i / block_cols] = max |x[i]| for i < n, as bit patterns.
 template <class In>
 void AmaxRow(const In* x, int64_t n, int64_t block_cols, float* amax) {
   Simd().amax[kInputIndex<In>](x, /*stride=*/0, /*rows=*/1, n, block_cols, amax);
 }
 
-// max |x[i]|, i < n.
+// Returns max |x[i]| for i < n.
 template <class In>
 float AmaxOf(const In* x, int64_t n) {
   float amax = 0.0f;
@@ -34,8 +35,8 @@ float AmaxOf(const In* x, int64_t n) {
   return amax;
 }
 
-// Raises the amaxes of elements [begin, end) of x, each run of `length` of which has one. Returns
-// whether all elements are finite.
+// Raises the amaxes of elements [begin, end) of x, one per run of `length`. Returns whether all
+// elements are finite.
 template <class In>
 bool RaiseAmaxes(const In* x, int64_t begin, int64_t end, int64_t length, float* amax) {
   bool finite = true;

@@ -1,4 +1,4 @@
-// The random bytes of rows of elements, wherever the regions that say where they are begin and end.
+// Random bytes of rows of elements, across the regions of a Places.
 #ifndef QSHARD_KERNELS_CPU_RANDOM_ROWS_H_
 #define QSHARD_KERNELS_CPU_RANDOM_ROWS_H_
 
@@ -11,12 +11,12 @@
 
 namespace qshard::kernels {
 
-// random[i] = the byte of element (row, col + i) of matrix `batch`, i < n. `blocks` are those of
-// `places`.
+// random[i] = random byte of element (row, col + i) of matrix `batch`, for i < n. `blocks` is the
+// grid that `places` refers to.
 inline void RandomRow(const Places& places, const Blocks& blocks, int64_t batch, int64_t row,
                       int64_t col, int64_t n, uint8_t* random) {
   const int64_t grid_rows = blocks.GridRows(), grid_cols = blocks.GridCols();
-  const int64_t strip = batch * grid_rows + row / blocks.block_rows;  // of blocks
+  const int64_t strip = batch * grid_rows + row / blocks.block_rows;  // row of blocks
   for (int64_t begin = 0, end; begin < n; begin = end) {
     const int64_t region = (strip * grid_cols + (col + begin) / blocks.block_cols) / places.run;
     const int64_t first = region * places.run, first_strip = first / grid_cols;

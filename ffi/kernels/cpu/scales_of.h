@@ -1,4 +1,4 @@
-// Scales of blocks by any rule, from amaxes.
+// Block scales from amaxes, by any scale rule.
 #ifndef QSHARD_KERNELS_CPU_SCALES_OF_H_
 #define QSHARD_KERNELS_CPU_SCALES_OF_H_
 
@@ -12,7 +12,8 @@ inline auto ScalesEntry(const FloatScales&) { return Simd().float_scales; }
 inline auto ScalesEntry(const E8M0Scales&) { return Simd().e8m0_scales; }
 inline auto ScalesEntry(const Nvfp4Scales&) { return Simd().nvfp4_scales; }
 
-// scale[i], scale_inv[i] of blocks first .. first + n of a grid; all pointers are to the first.
+// Computes scale[i] and scale_inv[i] for blocks first to first + n of a grid. All pointers point to
+// block `first`.
 template <class Code, class Scales>
 void ScalesOf(const Scales& scales, const float* amax, int64_t first, int64_t n, float* scale,
               typename Scales::Stored* scale_inv) {

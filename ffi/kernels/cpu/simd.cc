@@ -29,8 +29,8 @@ const SimdKernels* const* SimdTargets() {
     Targets() {
 #if defined(QSHARD_X86_TARGETS)
       __builtin_cpu_init();
-      // A level names every feature that its flags let the compiler use, and asks the system for
-      // the wider registers too.
+      // A level includes every feature that its flags let the compiler use, and checks that the
+      // system saves the wider registers.
       const SimdKernels** next = list + 1;
       if (__builtin_cpu_supports("x86-64-v3")) *next++ = &avx2::kKernels;
       if (__builtin_cpu_supports("x86-64-v4")) *next++ = &avx512::kKernels;

@@ -1,4 +1,4 @@
-// The serial inner loops, one set for each SIMD target, chosen once at load.
+// Serial inner loops: one table per SIMD target, chosen once at load.
 #ifndef QSHARD_KERNELS_CPU_SIMD_H_
 #define QSHARD_KERNELS_CPU_SIMD_H_
 
@@ -10,7 +10,7 @@
 
 namespace qshard::kernels {
 
-// --- places in the tables ---
+// --- indices into the tables ---
 
 #define QSHARD_ENUMERATOR(kind, Type) kind##Type,
 #define QSHARD_INDEX_OF(index, kind, Type) \
@@ -40,34 +40,35 @@ struct RowScales {
 };
 
 struct FourOverSixBlock {
-  int64_t stride, rows;                   // of x; the block has 16 columns
-  float amax, global_amax, global_scale;  // of the block (ShownAmax), and of its tensor or row
-  float max;                              // 6 * scale_max
+  int64_t stride, rows;  // of x; the block has 16 columns
+  // ShownAmax of the block, and amax and scale of its tensor or row.
+  float amax, global_amax, global_scale;
+  float max;  // 6 * scale_max
   bool squared;
 };
 
-// Side of a square tile of bytes: a cache line in each direction.
+// Side of a square tile of bytes: one cache line in each direction.
 constexpr int64_t kByteTile = 64;
 
-// Elements that a buffer on the stack has room for.
+// Elements of a buffer on the stack.
 constexpr int64_t kChunk = 512;
 
-// Loops over rows of n elements. Codes are one a byte, but where they are said to be packed.
-// Outputs overlap no inputs, but where that is said.
+// Loops over rows of n elements. Codes are one a byte unless packed. Outputs overlap no inputs
+// unless stated.
 struct SimdKernels {
   const char* target;  // "scalar", "avx2" or "avx512"
 
-  // amax[b] = the largest |x[r * stride + i]| of block b, i / block_cols = b, over r < rows, as a
-  // maximum of bit patterns: NaN is as it was found.
+  // amax[b] = max |x[r * stride + i]| over r < rows and the i with i / block_cols = b, as a maximum
+  // of bit patterns. NaN keeps its bits.
   void (*amax[kNumInputs])(const void* x, int64_t stride, int64_t rows, int64_t n,
                            int64_t block_cols, float* amax);
 
-  // codes[i] = Encode(x[i] * scale of i). Reading element i, x[i + ahead] is prefetched, which need
-  // not exist; nothing is if `ahead` is 0.
+  // codes[i] = Encode(x[i] * scale of i). While reading element i, prefetches x[i + ahead], which
+  // need not exist. Prefetches nothing if `ahead` is 0.
   void (*cast[kNumInputs][kNumElements])(const void* x, int64_t n, const RowScales& scales,
                                          int64_t ahead, uint8_t* codes);
 
-  // x[i] = Narrow(Decode(codes[i]) * scale of i), likewise.
+  // x[i] = Narrow(Decode(codes[i]) * scale of i). `ahead` as above.
   void (*dequantize[kNumElements][kNumInputs])(const uint8_t* codes, int64_t n,
                                                const RowScales& scales, int64_t ahead, void* x);
 
@@ -75,10 +76,10 @@ struct SimdKernels {
   void (*cast_stochastic[kNumInputs])(const void* x, int64_t n, const RowScales& scales,
                                       const uint8_t* random, uint8_t* codes);
 
-  // random[i] = the random byte of the element with index first + i * step.
+  // random[i] = random byte of the element with index first + i * step.
   void (*random)(uint64_t seed, uint64_t first, uint64_t step, int64_t n, uint8_t* random);
 
-  // codes[i] = Encode<E8M0>(x[i]), x[i] = Decode<E8M0>(codes[i]).
+  // codes[i] = Encode<E8M0>(x[i]), and x[i] = Decode<E8M0>(codes[i]).
   void (*encode_e8m0[kNumInputs])(const void* x, int64_t n, uint8_t* codes);
   void (*decode_e8m0)(const uint8_t* codes, int64_t n, float* x);
 
@@ -89,74 +90,73 @@ struct SimdKernels {
   ScalesFunction<FloatScales>* float_scales;
   ScalesFunction<E8M0Scales>* e8m0_scales;
   ScalesFunction<Nvfp4Scales>* nvfp4_scales;
-  // Whether four over six takes 4 for the block at x.
+  // Returns whether four over six picks 4 for the block at x.
   bool (*takes_four[kNumInputs])(const void* x, const FourOverSixBlock& block);
 
-  // The transform of n blocks. Element i of block b is at [i * element_step + b * block_step], in x
-  // and in y.
+  // Transforms n blocks. Element i of block b is at [i * element_step + b * block_step] in x and y.
   void (*hadamard[kNumInputs])(const void* x, int64_t n, int64_t element_step, int64_t block_step,
                                bfloat16* y);
 
-  // Codes of 4 bits, two a byte: packed[i] = codes[2 * i] | codes[2 * i + 1] << 4 for i < n, and
-  // back.
+  // 4-bit codes: packed[i] = codes[2 * i] | codes[2 * i + 1] << 4 for i < n, and the inverse.
   void (*pack_pairs)(const uint8_t* codes, int64_t n, uint8_t* packed);
   void (*unpack_pairs)(const uint8_t* packed, int64_t n, uint8_t* codes);
-  // packed[i] = even[i] | odd[i] << 4. `packed` may be one of them.
+  // packed[i] = even[i] | odd[i] << 4. `packed` may alias either input.
   void (*pack_rows)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* packed);
-  // turned[2 * i], turned[2 * i + 1] = the low, and the high, nibbles of even[i] and odd[i].
-  void (*turn_pairs)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* turned);
-  // out[j * out_stride + i] = in[i * in_stride + j], bytes, i and j < kByteTile.
+  // transposed[2 * i] has the low nibbles of even[i] and odd[i], and transposed[2 * i + 1] the high
+  // nibbles.
+  void (*transpose_pairs)(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* transposed);
+  // out[j * out_stride + i] = in[i * in_stride + j] for bytes, with i and j < kByteTile.
   void (*transpose)(const uint8_t* in, int64_t in_stride, uint8_t* out, int64_t out_stride);
 
   // sums[i] = Widen(x[i]) if `first`, else sums[i] + Widen(x[i]).
   void (*add[kNumInputs])(const void* x, int64_t n, bool first, float* sums);
 
-  // --- SwiGLU and RMSNorm: core/swiglu.h and core/norm.h, of rows and weights of n elements ---
+  // --- SwiGLU and RMSNorm (core/swiglu.h, core/norm.h), for rows and weights of n elements ---
 
   void (*swiglu[kNumInputs])(const void* gate, const void* up, int64_t n, void* h);
   void (*swiglu_grad[kNumInputs])(const void* gate, const void* up, const void* grad, int64_t n,
                                   void* d_gate, void* d_up);
   float (*squares[kNumInputs])(const void* x, int64_t n);
   void (*rms_norm[kNumInputs])(const void* x, const float* weight, float rstd, int64_t n, void* y);
-  // The sum of grad * weight * x * rstd.
+  // Returns the sum of grad * weight * x * rstd.
   float (*grad_along[kNumInputs])(const void* x, const void* grad, const float* weight, float rstd,
                                   int64_t n);
-  // `sums` are added to.
+  // Adds the gradient of the weight to `sums`.
   void (*rms_norm_grad[kNumInputs])(const void* x, const void* grad, const float* weight,
                                     float rstd, float along, int64_t n, void* dx, float* sums);
 
   // --- cross entropy: core/cross_entropy.h ---
 
-  // Of a part of n <= kSoftmaxPart logits.
+  // Computes the stats of a part of n <= kSoftmaxPart logits.
   void (*softmax_part[kNumInputs])(const void* x, int64_t n, bool total, RowStats* stats);
-  // d[i] = Narrow(of.Of(logits[i])). `d` may be `logits`.
+  // d[i] = Narrow(of.Of(logits[i])). `d` may alias `logits`.
   void (*softmax_grad[kNumInputs])(const void* logits, int64_t n, const CrossEntropyGrad& of,
                                    void* d);
 
-  // --- Adam, of n <= kAdamBlock elements ---
+  // --- Adam, for n <= kAdamBlock elements ---
 
-  // x[i] = the value of from[i], in the type as it is or as a code of it with this scale.
+  // x[i] = value of from[i]: a plain value, or a code with this scale_inv.
   void (*adam_decode[kNumAdamTypes])(const void* from, int64_t n, float scale_inv, float* x);
   void (*adam_join)(const void* upper, const void* lower, int64_t n, float* x);
-  // The reverse: of the type as it is; as codes, after making the scale of x, where `positive` says
-  // that x are second moments; and in halves.
+  // The inverse: as plain values, as codes with a new scale computed from x, or as halves.
+  // `positive` marks second moments.
   void (*adam_narrow[kNumAdamFloats])(const float* x, int64_t n, void* to);
   void (*adam_encode[kNumAdamTypes])(const float* x, int64_t n, bool positive, void* to,
                                      float* scale_inv);
   void (*adam_halve)(const float* x, int64_t n, void* upper, void* lower);
-  // p, m and v after a step with gradients g; `update`: lr * u, which p became less by.
+  // Updates p, m and v with gradients g. `update` receives lr * u, the decrease of p.
   void (*adam_step[3])(const AdamConstants& constants, const float* g, int64_t n, float* p,
                        float* m, float* v, float* update);
 };
 
-// The best target of this machine, or the one that the environment variable QSHARD_SIMD names. Its
-// first call throws std::invalid_argument if this machine has no target of that name.
+// Returns the fastest target of this machine, or the one that the environment variable QSHARD_SIMD
+// names. The first call throws std::invalid_argument if this machine has no such target.
 const SimdKernels& Simd();
 
-// The targets of this machine, the best one last; null-terminated.
+// Returns the targets of this machine, fastest last, null-terminated.
 const SimdKernels* const* SimdTargets();
 
-// Each is kernels/cpu/simd/target.cc, compiled for it.
+// One table per target, compiled from kernels/cpu/simd/target.cc.
 namespace scalar {
 extern const SimdKernels kKernels;
 }

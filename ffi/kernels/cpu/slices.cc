@@ -1,6 +1,6 @@
 // Flat slices of many weights on the CPU. A task takes the part of a slice in an aligned window of
-// its weight, so that no two tasks write one byte. Amaxes of blocks that windows split meet in
-// atomic maxima.
+// its weight, so that no two tasks write the same byte. Amaxes of blocks split by windows are
+// raised atomically.
 #include "kernels/slices.h"
 
 #include <vector>
@@ -15,10 +15,10 @@ namespace {
 
 constexpr int64_t kWindow = 1 << 16;  // elements
 
-// Blocks of a weight, for walking along its elements.
+// Block layout of a weight, for a walk over its elements.
 struct SliceBlocks {
   SliceBlocks(const Slice& slice, const SliceRule& rule) {
-    const bool one = rule.block_rows == 0;  // in one row: no row ends before the weight does
+    const bool one = rule.block_rows == 0;  // one row, so that no row ends before the weight does
     cols = one ? slice.rows * slice.cols : slice.cols;
     block_rows = one ? 1 : rule.block_rows;
     block_cols = one ? std::max<int64_t>(1, cols) : rule.block_cols;
@@ -27,7 +27,7 @@ struct SliceBlocks {
   int64_t cols, block_rows, block_cols, width;
 };
 
-// Elements [begin, end) of weight `index`, whose slice starts at `start`.
+// Elements [begin, end) of weight `index`. The slice of the weight starts at `start`.
 struct SlicePart {
   int64_t index, start, begin, end;
 };
@@ -56,9 +56,9 @@ void ParallelParts(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const 
   });
 }
 
-// Calls body(i, n, row, block) for runs of elements, [i, i + n) in the weight, of one row: a part
-// of one block, or whole blocks from the start of one on and what the last of them has there.
-// `block` is the index of the first in the grid.
+// Calls body(i, n, row, block) for runs [i, i + n) of elements within one row. A run is a part of
+// one block, or whole blocks and possibly the beginning of one more. `block` is the grid index of
+// the first block.
 template <class Body>
 void ForEachRun(const SlicePart& part, const SliceBlocks& grid, const Body& body) {
   for (int64_t i = part.begin; i < part.end;) {
@@ -74,9 +74,9 @@ void ForEachRun(const SlicePart& part, const SliceBlocks& grid, const Body& body
   }
 }
 
-// Calls body(values) with elements [0, n) of x, n <= kPieceCols, rounded as asked.
+// Calls body(values) with elements [0, n) of x rounded to `to`, for n <= kPieceCols.
 template <class In, class Body>
-void Rounded(RoundedTo to, const In* x, int64_t n, const Body& body) {
+void WithRounded(RoundedTo to, const In* x, int64_t n, const Body& body) {
   if (to == RoundedTo::kFloat32) {
     body(x);
     return;
@@ -103,8 +103,8 @@ Status AmaxSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const u
     ForEachRun(part, grid, [&](int64_t i, int64_t count, int64_t row, int64_t block) {
       float found[kPieceBlocks];
       const int64_t blocks = CeilDiv(count, grid.block_cols);
-      Rounded(rule.rounded_to, x + i, count,
-              [&](const auto* values) { AmaxRow(values, count, grid.block_cols, found); });
+      WithRounded(rule.rounded_to, x + i, count,
+                  [&](const auto* values) { AmaxRow(values, count, grid.block_cols, found); });
       float* out = amax + slice.grid + block;
       float run = 0.0f;
       for (int64_t b = 0; b < blocks; ++b) {
@@ -121,8 +121,8 @@ Status AmaxSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const u
 
 namespace {
 
-// Writes codes of a slice: `cast_run(x, i, n, scales, codes)` those of a run whose bytes are all
-// its own, `encode(v, i)` a single one.
+// Writes codes of a slice. cast_run(x, i, n, scales, codes) writes a run that shares no byte, and
+// encode(v, i) returns a single code.
 template <class In, class Code, class CastRun, class EncodeOne>
 void CastPart(const SlicePart& part, const Slice& slice, const SliceRule& rule, const float* scale,
               const CastRun& cast_run, const EncodeOne& encode) {
@@ -136,7 +136,7 @@ void CastPart(const SlicePart& part, const Slice& slice, const SliceRule& rule, 
   };
   ForEachRun(part, grid, [&](int64_t i, int64_t n, int64_t, int64_t block) {
     const float* s = scale + slice.grid + block;
-    // A block that begins amid a byte is cut off by its first element.
+    // If the run starts within a byte, its first element is stored alone.
     if (n > 0 && i % kCodesPerByte<Code> != 0) {
       if (n > grid.block_cols || grid.block_cols % kCodesPerByte<Code> != 0) {
         for (int64_t j = 0; j < n; ++j) cast_one(i + j, s[j / grid.block_cols]);
@@ -147,7 +147,7 @@ void CastPart(const SlicePart& part, const Slice& slice, const SliceRule& rule, 
     }
     const int64_t own = n - n % kCodesPerByte<Code>;
     if (own > 0)
-      Rounded(rule.rounded_to, x + i, own, [&](const auto* values) {
+      WithRounded(rule.rounded_to, x + i, own, [&](const auto* values) {
         cast_run(values, i, own, RowScales{s, grid.block_cols}, data + i / kCodesPerByte<Code>);
       });
     if (own < n) cast_one(i + own, s[own / grid.block_cols]);

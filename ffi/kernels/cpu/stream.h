@@ -1,5 +1,4 @@
-// Writing results that no cache could hold until they are read: around the caches, not through
-// them.
+// Non-temporal stores for results that are too large for any cache.
 #ifndef QSHARD_KERNELS_CPU_STREAM_H_
 #define QSHARD_KERNELS_CPU_STREAM_H_
 
@@ -21,15 +20,15 @@ inline const int64_t kLastCacheBytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
 inline const int64_t kLastCacheBytes = 0;
 #endif
 
-// True for outputs larger than the last-level cache. A plain store first reads the line it writes
-// to, and makes room by evicting another; neither helps an output whose beginning is gone before
-// its end is written.
+// Returns true for outputs larger than the last-level cache. A plain store first reads the line
+// that it writes and evicts another line. That is wasted if the start of the output is evicted
+// before its end is written.
 inline bool OutgrowsCache(int64_t bytes) {
   return bytes > (kLastCacheBytes > 0 ? kLastCacheBytes : int64_t{32} << 20);
 }
 
-// memcpy of whole cache lines that leaves `to` out of the caches; `to` is aligned to kLineBytes.
-// Stores of different threads are ordered by StreamFence alone.
+// memcpy of whole cache lines that bypasses the caches. `to` must be aligned to kLineBytes.
+// StreamFence is needed to order these stores between threads.
 inline void StreamLines(void* to, const void* from, int64_t bytes) {
 #if defined(__x86_64__)
   auto* out = static_cast<__m128i*>(to);
@@ -41,7 +40,7 @@ inline void StreamLines(void* to, const void* from, int64_t bytes) {
 #endif
 }
 
-// memcpy of any bytes, around the caches where whole lines are written.
+// memcpy of any bytes, which bypasses the caches for whole lines.
 inline void StreamCopy(void* to, const void* from, int64_t bytes) {
   auto* out = static_cast<uint8_t*>(to);
   auto* in = static_cast<const uint8_t*>(from);
@@ -58,7 +57,7 @@ inline void StreamCopy(void* to, const void* from, int64_t bytes) {
   std::memcpy(out + done, in + done, bytes - done);
 }
 
-// memcpy, which is a call unless its size is known, of a row that is often as long as it may be.
+// memcpy of a row that often has the maximal length. A memcpy of unknown size is a call.
 template <int64_t kMost>
 void CopyRow(void* to, const void* from, int64_t bytes, bool stream = false) {
   if (stream)
@@ -69,7 +68,7 @@ void CopyRow(void* to, const void* from, int64_t bytes, bool stream = false) {
     std::memcpy(to, from, bytes);
 }
 
-// Makes streamed stores visible before anything stored later. Each thread that streams calls it.
+// Makes streamed stores visible before later stores. Each thread that streams must call it.
 inline void StreamFence() {
 #if defined(__x86_64__)
   _mm_sfence();

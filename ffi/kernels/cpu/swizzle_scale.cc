@@ -1,4 +1,4 @@
-// swizzle_scale on the CPU: a task takes a row of tiles.
+// SwizzleScale on the CPU. A task takes a row of tiles.
 #include <algorithm>
 #include <cstring>
 
@@ -10,7 +10,7 @@ namespace qshard::kernels {
 Status SwizzleScale(const Exec<Cpu>& exec, const uint8_t* scale_inv, int64_t batch, int64_t rows,
                     int64_t cols, int64_t repeat, uint8_t* tiles) {
   constexpr int64_t kRows = kScaleTileRows, kCols = kScaleTileCols, kBytes = kRows * kCols;
-  const int64_t scales = kRows / repeat;  // rows of them in a tile
+  const int64_t scales = kRows / repeat;  // rows of scales in a tile
   const int64_t down = CeilDiv(rows, scales), across = CeilDiv(cols, kCols);
   ParallelFor(exec, batch * down, [&](int64_t strip) {
     const int64_t row = strip % down * scales;

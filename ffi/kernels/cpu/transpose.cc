@@ -1,9 +1,9 @@
-// transpose, of bytes and of packed codes, and cast_transpose, with an amax or without, on the CPU.
-// x is read once and each output written once, by panels: 6 bytes an element for float32, 4 for 16
-// bits, 2 for bytes. What is read or written is at least 256 codes long before it goes on in
-// another row, where memory and TLB start anew.
+// Transposes of bytes and packed codes, and CastTranspose, on the CPU. x is read once and each
+// output written once, by panels: 6 bytes per element for float32, 4 for 16-bit inputs, 2 for
+// bytes. Reads and writes cover at least 256 codes before they move to another row, where memory
+// and TLB accesses start anew.
 //
-// Tasks are whole panels: threads share no cache line of an output whose rows are whole lines.
+// Tasks are whole panels, so threads share no cache line of an output with rows of whole lines.
 #include "kernels/transpose.h"
 
 #include "core/ceil_div.h"
@@ -17,12 +17,12 @@
 namespace qshard::kernels {
 namespace {
 
-constexpr int64_t kRowsAhead = 2;  // what to prefetch while a row is read
+constexpr int64_t kRowsAhead = 2;  // rows to prefetch ahead
 
-// Makes data_t the transpose, matrix by matrix, of what fill(start, end, row) writes: the bytes of
-// elements start .. end, which lie in one row, to `row`. Where data_t has two elements a byte, it
-// is called for each other row, and writes what columns have of that row and the next. `bytes`:
-// read and written for each element.
+// Stores in data_t the transpose of each matrix of codes. fill(start, end, row) must write the
+// bytes of elements [start, end), within one row, to `row`. With two elements a byte it is called
+// for every other row, and must write, column by column, the codes of that row and the next as one
+// byte. `bytes`: bytes read and written per element.
 template <int64_t kPerByte = 1, class Fill>
 void TransposePanels(const Exec<Cpu>& exec, int64_t batch, int64_t rows, int64_t cols,
                      int64_t bytes, bool stream, uint8_t* data_t, const Fill& fill) {
@@ -40,14 +40,14 @@ void TransposePanels(const Exec<Cpu>& exec, int64_t batch, int64_t rows, int64_t
         const int64_t start = base + (row + r) * cols + col;
         fill(start, start + width, panel.codes[r / kPerByte]);
       }
-      panel.Turn(height / kPerByte, width, data_t + (base + col * rows + row) / kPerByte,
-                 rows / kPerByte, stream);
+      panel.Transpose(height / kPerByte, width, data_t + (base + col * rows + row) / kPerByte,
+                      rows / kPerByte, stream);
     }
     StreamFence();
   });
 }
 
-// Prefetches a row that is read kRowsAhead from now.
+// Prefetches the row that is read kRowsAhead rows later.
 void PrefetchRow(const uint8_t* row, int64_t stride, int64_t bytes) {
   const auto ahead = reinterpret_cast<uintptr_t>(row) + kRowsAhead * stride;
   for (int64_t i = 0; i < bytes; i += kLineBytes)
@@ -70,9 +70,9 @@ Status TransposeEach(const Exec<Cpu>& exec, const TransposePair* pairs, int64_t 
       TransposePanels<2>(exec, p.batch, p.rows, p.cols, 1, stream, p.data_t,
                          [&](int64_t start, int64_t end, uint8_t* row) {
                            const uint8_t* even = p.data + start / 2;
-                           Simd().turn_pairs(even, even + p.cols / 2, (end - start) / 2, row);
+                           Simd().transpose_pairs(even, even + p.cols / 2, (end - start) / 2, row);
                          });
-    } else {  // grids of scales, small
+    } else {  // grids of scales, which are small
       const auto* in = reinterpret_cast<const uint32_t*>(p.data);
       auto* out = reinterpret_cast<uint32_t*>(p.data_t);
       for (int64_t b = 0; b < p.batch; ++b, in += p.rows * p.cols, out += p.rows * p.cols)

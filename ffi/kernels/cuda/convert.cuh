@@ -1,8 +1,8 @@
-// core/round.h at the speed of the hardware, where it has the conversion: two elements an
-// instruction. Bit for bit the same results; where the hardware differs (the bits of a NaN) the
-// contract says so, and the caller falls back on core/round.h.
+// Conversions of core/round.h by hardware instructions, two elements each. Results are
+// bit-identical. Where the hardware differs, in the bits of a NaN, comments say so and callers fall
+// back on core/round.h.
 //
-// Needs compute capability 8.9 for the FP8 conversions.
+// The FP8 conversions need compute capability 8.9.
 #ifndef QSHARD_KERNELS_CUDA_CONVERT_CUH_
 #define QSHARD_KERNELS_CUDA_CONVERT_CUH_
 
@@ -15,7 +15,7 @@
 
 namespace qshard::kernels {
 
-// --- widen: the floats of a vector. Equals Widen, but for the payload of a float16 NaN ---
+// --- widen: the floats of a vector. Equals Widen, except for the payload of a float16 NaN. ---
 
 template <class In, int kBytes>
 __device__ __forceinline__ void WidenWords(const Words<kBytes>& x,
@@ -40,18 +40,18 @@ __device__ __forceinline__ void WidenWords(const Words<kBytes>& x,
   }
 }
 
-// --- how codes are stored: two a byte, or one ---
+// --- storage of codes: two a byte, or one ---
 
 template <class F>
 constexpr bool kPacked = F::kBits == 4;
 template <class F>
 constexpr int kStoredBits = kPacked<F> ? 4 : 8;
 
-// --- elements of 6 bits, by way of FP8 ---
+// --- 6-bit elements through FP8 ---
 
-// The hardware converts to FP8 alone. An element of 6 bits with as many bits of mantissa, times a
-// power of two, has the same codes up to its largest: exponents are fewer from the top, and what is
-// subnormal in one is so in the other, in the same steps.
+// The hardware converts only to FP8. A 6-bit element has the same codes as the FP8 format with as
+// many mantissa bits, after multiplication by a power of two and up to its largest value: it has
+// fewer exponents at the top, and the same subnormals.
 template <class F>
 using AsFp8 = std::conditional_t<F::kMantissaBits == E4M3::kMantissaBits, E4M3, E5M2>;
 template <class F>
@@ -59,8 +59,8 @@ constexpr bool kHasFp8 = F::kMantissaBits >= E5M2::kMantissaBits;
 template <class F>
 constexpr float kToFp8 = PowerOfTwo(F::kBias - AsFp8<F>::kBias);
 
-// Codes one a byte, of 6 bits from 8: the sign moves, what is above the largest becomes that, and
-// so does NaN, which the hardware gives no sign.
+// Converts 8-bit codes, one a byte, to 6-bit codes. The sign moves. Codes above the largest
+// saturate, and so does NaN, which the hardware gives no sign.
 __device__ __forceinline__ uint32_t SixBits(uint32_t codes) {
   const uint32_t above = (codes >> 5 | codes >> 6) & 0x01010101u;
   return (codes & 0x1F1F1F1Fu) | above * 0x1F | (codes >> 2 & 0x20202020u);
@@ -69,7 +69,7 @@ __device__ __forceinline__ uint32_t EightBits(uint32_t codes) {
   return (codes & 0x1F1F1F1Fu) | (codes & 0x20202020u) << 2;
 }
 
-// --- encode: codes as bytes, the first the lowest. Equals Encode<F> for every input ---
+// --- encode: codes as bytes, the first the lowest. Equals Encode<F> for every input. ---
 
 template <class F>
 __device__ __forceinline__ uint16_t EncodePair(float lo, float hi) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ uint32_t EncodeOne(float v) {
   return EncodePair<F>(v, 0.0f) & 0xFF;
 }
 
-// v as codes as they are stored, the first in the lowest bits.
+// Returns the codes of v as stored, the first in the lowest bits.
 template <class F, int kCount>
 __device__ __forceinline__ Words<kCount * kStoredBits<F> / 8> EncodeWords(
     const float (&v)[kCount]) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ Words<kCount * kStoredBits<F> / 8> EncodeWords(
   return codes;
 }
 
-// --- decode: equals Decode<F>, but for the bits of a NaN ---
+// --- decode: equals Decode<F>, except for the bits of a NaN ---
 
 template <class F>
 __device__ __forceinline__ void DecodePair(uint16_t codes, float& lo, float& hi) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void DecodePair(uint16_t codes, float& lo, float& hi)
   }
 }
 
-// The codes of a vector, as they are stored.
+// Decodes a vector of codes as stored.
 template <class F, int kCount>
 __device__ __forceinline__ void DecodeWords(const Words<kCount * kStoredBits<F> / 8>& codes,
                                             float (&v)[kCount]) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void DecodeWords(const Words<kCount * kStoredBits<F> 
   }
 }
 
-// --- narrow: v rounded to Out. Equals Narrow<Out>, but for the bits of a NaN ---
+// --- narrow: v rounded to Out. Equals Narrow<Out>, except for the bits of a NaN. ---
 
 template <class Out, int kCount>
 __device__ __forceinline__ Words<kCount * sizeof(Out)> NarrowWords(const float (&v)[kCount]) {
@@ -186,8 +186,8 @@ __device__ __forceinline__ Words<kCount * sizeof(Out)> NarrowWords(const float (
   return x;
 }
 
-// Equals Narrow<Out> for every input. In a vector with a NaN in it, which ordinary data never has,
-// NaNs are replaced.
+// NarrowWords that equals Narrow<Out> for every input. `any_nan` selects the rare path that
+// replaces NaNs.
 template <class Out, int kCount>
 __device__ __forceinline__ Words<kCount * sizeof(Out)> NarrowExactly(const float (&v)[kCount],
                                                                      bool any_nan) {

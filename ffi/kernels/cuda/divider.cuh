@@ -1,4 +1,4 @@
-// Division of indices by numbers that the host knows.
+// Fast division of indices by numbers that the host knows.
 #ifndef QSHARD_KERNELS_CUDA_DIVIDER_CUH_
 #define QSHARD_KERNELS_CUDA_DIVIDER_CUH_
 
@@ -8,7 +8,7 @@ namespace qshard::kernels {
 
 constexpr int64_t kMaxDivided = int64_t{1} << 31;
 
-// n / divisor for 0 <= n < kMaxDivided by a multiplication (Granlund and Montgomery, 1994).
+// n / divisor for 0 <= n < kMaxDivided by multiplication (Granlund and Montgomery, 1994).
 class Divider {
  public:
   explicit Divider(int64_t n = 1) : divisor_(static_cast<uint32_t>(n)) {

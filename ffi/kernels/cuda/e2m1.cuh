@@ -1,10 +1,10 @@
-// E2M1 in a few instructions an element, for hardware without FP4 conversions. Bit for bit the
-// results of core/round.h and core/stochastic.h.
+// E2M1 conversions in a few instructions per element, for hardware without FP4 conversions. Bit for
+// bit equal to core/round.h and core/stochastic.h.
 //
-// How: on magnitudes u, codes are whole numbers near a curve of straight lines: 2u up to 2, then
-// u + 2 up to 4, then u / 2 + 4. Beside 2^23, one addition rounds a line. And the bits of a half as
-// it grows from 0 through the subnormals are the curve: those of u * 2^-14 have the code of u in
-// bits 9 to 11, and the part of a step that is above it in bits 0 to 8.
+// As a function of the magnitude u, the code is a rounded piecewise linear curve: 2u up to 2, then
+// u + 2 up to 4, then u / 2 + 4. Added to 2^23, one fp32 addition rounds a line to an integer. The
+// bits of a half, as it grows from 0 through the subnormals, also follow this curve: the bits of u
+// * 2^-14 have the code of u in bits 9 to 11, and the fraction of a step above it in bits 0 to 8.
 #ifndef QSHARD_KERNELS_CUDA_E2M1_CUH_
 #define QSHARD_KERNELS_CUDA_E2M1_CUH_
 
@@ -12,8 +12,8 @@
 
 #include "core/round.h"
 
-// Conversions to FP4 are in code for a family of devices, or for one, from compute capability 10
-// on.
+// FP4 conversions exist in code for a family of devices, or for one device, from compute capability
+// 10 on.
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) || defined(__CUDA_ARCH_SPECIFIC__)
 #if __CUDA_ARCH__ >= 1000
 #define QSHARD_CUDA_FP4
@@ -24,59 +24,60 @@ namespace qshard::kernels {
 
 namespace e2m1 {
 
-constexpr float kOne = 8388608.0f;  // 2^23, whose last bit is 1
+constexpr float kOne = 8388608.0f;  // 2^23, with an ulp of 1
 
-// The code of a magnitude below 8, rounded down, in the bits of a float after those of 2^23. The
-// curve is concave, so the least of the lines.
+// Returns the code of a magnitude below 8, rounded down, in the low bits of a float near 2^23. The
+// curve is concave, so it is the minimum of the lines.
 __device__ __forceinline__ int32_t Down(float u) {
   return min(min(__float_as_int(__fmaf_rz(u, 2.0f, kOne)), __float_as_int(__fadd_rz(u, kOne + 2))),
              __float_as_int(__fmaf_rz(u, 0.5f, kOne + 4)));
 }
 
-// Rounded at random, two at a time, of magnitudes as fp32 products are. A random byte, doubled,
-// carries into the code where it is to be rounded up. Halves are rounded towards 0, as all that
-// matters is how u compares with whole 256ths of a step; but for the rounding of the sum in
-// core/stochastic.h, which takes 2^-26 below 1/2 up to it. That much more shows nowhere else: from
-// 1/4 on, magnitudes have steps of 2^-25 and more.
-constexpr uint32_t kLargestHalves = 0x0E000E00u;  // the code 7, and that of NaN
+// Stochastic rounding of two fp32 magnitudes at a time. A random byte, doubled, carries into the
+// code if it rounds up. Halves are rounded towards 0, because only the comparison of u with whole
+// 256ths of a step matters. One exception: core/stochastic.h rounds the sum, which takes a value
+// 2^-26 below 1/2 up to 1/2. Adding 2^-26 (2^-40 after scaling) reproduces that and changes nothing
+// else, because from 1/4 on magnitudes have steps of 2^-25 and more.
+constexpr uint32_t kLargestHalves = 0x0E000E00u;  // code 7, which NaN also has
 
 __device__ __forceinline__ uint32_t HalvesOf(float lo, float hi) {
   const float a = __fmaf_rz(lo, PowerOfTwo(-14), PowerOfTwo(-40));
   const float b = __fmaf_rz(hi, PowerOfTwo(-14), PowerOfTwo(-40));
   uint32_t halves;
   asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(b), "f"(a));
-  // Drops NaN. A minimum of integers would do, and is slow.
+  // Drops NaN. An integer minimum would also do, but is slow.
   asm("min.f16x2 %0, %0, %1;" : "+r"(halves) : "r"(kLargestHalves));
   return halves;
 }
-// Bytes `first` and `first` + 1 of random bytes, in halves.
+// Returns bytes kFirst and kFirst + 1 of the random bytes, one per half.
 template <int kFirst>
 __device__ __forceinline__ uint32_t SpreadBytes(uint32_t random) {
   return __byte_perm(random, 0, kFirst == 0 ? 0x4140 : 0x4342);
 }
-// Rounded: codes in bits 9 to 11 of halves, signs, the highest bits of `signs`, in bit 15.
+// Returns rounded codes in bits 9 to 11 of each half, and the sign, the highest bit of a half of
+// `signs`, in bit 15.
 __device__ __forceinline__ uint32_t RoundedHalves(float lo, float hi, uint32_t random,
                                                   uint32_t signs) {
   return (HalvesOf(lo, hi) + 2 * random) | (signs & 0x80008000u);
 }
-// Eight of those as packed codes, from the higher bytes of numbers 0, 2, 4, 6 and of 1, 3, 5, 7.
+// Packs eight rounded codes, given the upper bytes of numbers 0, 2, 4, 6 and of numbers 1, 3, 5, 7.
 __device__ __forceinline__ uint32_t PackHalves(uint32_t even, uint32_t odd) {
   const uint32_t low = (even >> 1 & 0x07070707u) | (even >> 4 & 0x08080808u);
   return low | (odd << 3 & 0x70707070u) | (odd & 0x80808080u);
 }
 
-// Rounded to the nearest, ties to even codes, two at a time. Halves are rounded towards 0, so bit 8
-// says whether u is at least halfway to the next code, and a tie has to be moved off that point if
-// it goes down. Ties are 1/4, 3/4, 1 1/4, 1 3/4, 2 1/2, 3 1/2 and 5; those with a significand of
-// 1 1/2 or 1 3/4 go up, those with 1 or 1 1/4 down. The first step adds a unit in the last place
-// where the significand is above 1 1/3, the second takes one away, from all. So what is above
-// halfway stays at least there, what is below stays below, and of ties those that go up stay.
+// Rounding to nearest, ties to even codes, two at a time. Halves are rounded towards 0, so bit 8
+// tells whether u is at least halfway to the next code. Ties are 1/4, 3/4, 1 1/4, 1 3/4, 2 1/2, 3
+// 1/2 and 5. Ties with a significand of 1 1/2 or 1 3/4 go up, and ties with 1 or 1 1/4 must be
+// moved below the midpoint. The first step adds one ulp if the significand is above 1 1/3, and the
+// second subtracts one from everything. So values above a midpoint stay at or above it, values
+// below stay below, and ties that go up stay.
 constexpr float kTiesUp = 0.375f * PowerOfTwo(-23);
 constexpr float kUnitDown = (1.0f - PowerOfTwo(-24)) * PowerOfTwo(-14);
 static_assert(1.25f * kTiesUp < PowerOfTwo(-24) && 1.5f * kTiesUp > PowerOfTwo(-24));
 
-// Of |v| below 7; with kLimit of any, and of NaN, which has no sign. The highest byte of a half is
-// the sign, three zeros, the code rounded down, and whether it goes up.
+// Returns halves of |v| below 7, or with kLimit of any v, where NaN has no sign. The highest byte
+// of a half is the sign, three zeros, the code rounded down, and the round-up bit.
 template <bool kLimit>
 __device__ __forceinline__ uint32_t NearestHalves(float lo, float hi) {
   const float a = __fmul_rz(__fmaf_rn(lo, kTiesUp, lo), kUnitDown);
@@ -88,7 +89,7 @@ __device__ __forceinline__ uint32_t NearestHalves(float lo, float hi) {
   return halves;
 }
 
-// Eight of those as packed codes, from halves of numbers 0 and 2, 4 and 6, 1 and 3, 5 and 7.
+// Packs eight codes, given halves of numbers 0 and 2, 4 and 6, 1 and 3, 5 and 7.
 __device__ __forceinline__ uint32_t PackNearest(uint32_t h02, uint32_t h46, uint32_t h13,
                                                 uint32_t h57) {
   const uint32_t even = __byte_perm(h02, h46, 0x7531) + 0x01010101u;
@@ -101,10 +102,10 @@ __device__ __forceinline__ uint32_t PackNearest(uint32_t h02, uint32_t h46, uint
   return select(0x80808080u, odd, codes);
 }
 
-// v within +-6. NaN becomes 6, whose code is what NaN has: minimum and maximum drop NaNs.
+// Clamps v to +-6. NaN becomes 6, because fminf and fmaxf drop it. Code 7 serves both.
 __device__ __forceinline__ float Clamp(float v) { return fmaxf(fminf(v, E2M1::kMax), -E2M1::kMax); }
 
-// The bits of the power of two of the steps at `magnitude`: 1, 2 or 4.
+// Returns the bits of a power of two proportional to the step at `magnitude`: 1, 2 or 4.
 __device__ __forceinline__ int32_t StepPower(float magnitude) {
   return __float_as_int(fmaxf(magnitude, 1.0f)) & 0x7F800000;
 }
@@ -115,10 +116,10 @@ __device__ __forceinline__ uint32_t Signed(int32_t code, float v) {
 
 }  // namespace e2m1
 
-// Decode<E2M1>(Encode<E2M1>(v)): the fp32 adder rounds to a whole number of steps.
+// Decode<E2M1>(Encode<E2M1>(v)). The fp32 addition rounds to a whole number of steps.
 __device__ __forceinline__ float RoundE2M1(float v) {
   const float c = e2m1::Clamp(v), m = fabsf(c);
-  const float anchor = __int_as_float(e2m1::StepPower(m) + (22 << 23));  // whose last bit is a step
+  const float anchor = __int_as_float(e2m1::StepPower(m) + (22 << 23));  // its ulp is a step
   return copysignf(__fadd_rn(__fadd_rn(m, anchor), -anchor), c);
 }
 
@@ -126,14 +127,15 @@ __device__ __forceinline__ float RoundE2M1(float v) {
 __device__ __forceinline__ uint32_t EncodeStochasticE2M1(float v, uint32_t random) {
   const float c = e2m1::Clamp(v), m = fabsf(c);
   const float unit = __int_as_float(e2m1::StepPower(m) - (9 << 23));  // step / 256
-  // random as a float: the last bits of 2^23 + random. unit * random is exact: one rounding.
+  // `random` as a float: the low bits of 2^23 + random. unit * random is exact, so there is one
+  // rounding.
   const float r = __fadd_rn(__uint_as_float(0x4B000000u | random), -e2m1::kOne);
   return e2m1::Signed(e2m1::Down(__fmaf_rn(unit, r, m)), c);
 }
 
-// --- codes to the nearest: eight a word, or fewer ---
+// --- nearest codes: eight per word, or fewer ---
 
-// Encode<E2M1> of eight elements, packed. Without kLimit they are below 7.
+// Packs Encode<E2M1> of eight elements. Without kLimit they must be below 7.
 template <bool kLimit = true>
 __device__ __forceinline__ uint32_t PackE2M1(const float* v) {
 #if defined(QSHARD_CUDA_FP4)
@@ -150,7 +152,7 @@ __device__ __forceinline__ uint32_t PackE2M1(const float* v) {
 #endif
 }
 
-// Encode<E2M1> of four elements, packed, and of one.
+// Packs Encode<E2M1> of four elements, and encodes a single one.
 __device__ __forceinline__ uint32_t FourE2M1(const float* v) {
   return e2m1::PackNearest(e2m1::NearestHalves<true>(v[0], v[2]), 0,
                            e2m1::NearestHalves<true>(v[1], v[3]), 0);
@@ -159,8 +161,8 @@ __device__ __forceinline__ uint32_t EncodeE2M1(float v) {
   return e2m1::PackNearest(e2m1::NearestHalves<true>(v, 0.0f), 0, 0, 0);
 }
 
-// Decode<E2M1> of a word. As halves: the bits of a code, moved to the top of the significand and
-// the bottom of the exponent, are the half of its value * 2^-14.
+// Decode<E2M1> of a word. The bits of a code, shifted to the top of a half's significand and the
+// bottom of its exponent, are its value * 2^-14.
 __device__ __forceinline__ void UnpackE2M1(uint32_t w, float* v) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {  // codes j and j + 4

@@ -1,4 +1,4 @@
-// What every launcher needs: alignment, launches and their outcome.
+// Helpers of launchers: alignment, launches and their status.
 #ifndef QSHARD_KERNELS_CUDA_LAUNCH_CUH_
 #define QSHARD_KERNELS_CUDA_LAUNCH_CUH_
 
@@ -19,8 +19,8 @@ inline bool IsAligned(const void* p, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// Multiprocessors of the current device; a table lookup in the runtime, legal while a stream is
-// captured.
+// Returns the number of multiprocessors of the current device. A table lookup in the runtime, legal
+// during stream capture.
 inline int Multiprocessors() {
   int device = 0, count = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
@@ -33,15 +33,16 @@ inline Status ToStatus(cudaError_t error) {
   return {error == cudaSuccess ? nullptr : cudaGetErrorString(error)};
 }
 
-// Of the launch just made. Clears the error, so that it is not blamed on whoever calls CUDA next.
+// Returns the status of the last launch, and clears the error so that the next CUDA call does not
+// report it.
 inline Status LaunchStatus() { return ToStatus(cudaGetLastError()); }
 
-// The limit of gridDim.x.
+// Limit of gridDim.x.
 inline bool FitsGrid(int64_t blocks) { return blocks <= INT32_MAX; }
 constexpr Status kTooManyBlocks{
     "the work is more blocks of threads than one launch takes (2^31 - 1); divide the rows"};
 
-// Launches `blocks` blocks of `threads` threads, if any.
+// Launches `blocks` blocks of `threads` threads, or nothing for 0 blocks.
 template <class... Params, class... Args>
 Status Launch(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t blocks, int threads,
               const Args&... args) {
@@ -51,7 +52,7 @@ Status Launch(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t blocks,
   return LaunchStatus();
 }
 
-// Lets a thread block of a kernel have more dynamic shared memory than 48 KB.
+// Allows a thread block of a kernel more than 48 KB of dynamic shared memory.
 template <class Kernel>
 Status AllowSharedMemory(Kernel kernel, int bytes) {
   return ToStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(kForEachThreads) ForEachKernel(int64_t n, cons
   if (i < n) body(i);
 }
 
-// Calls body(i) for 0 <= i < n, each in a thread of its own.
+// Calls body(i) for 0 <= i < n, one thread each.
 template <class Body>
 Status ForEach(const Exec<Cuda>& exec, int64_t n, const Body& body) {
   return Launch(exec, ForEachKernel<Body>, CeilDiv(n, kForEachThreads), kForEachThreads, n, body);

@@ -1,4 +1,4 @@
-// The largest |x|, as a maximum over bit patterns: what every amax comes from.
+// Magnitude: the largest |x|, as a maximum over bit patterns. Every amax uses it.
 #ifndef QSHARD_KERNELS_CUDA_MAGNITUDE_CUH_
 #define QSHARD_KERNELS_CUDA_MAGNITUDE_CUH_
 
@@ -10,7 +10,7 @@
 
 namespace qshard::kernels {
 
-// |x| as integers, which a word holds one or two of.
+// |x| as integers, one or two per 32-bit word.
 template <class In>
 struct Magnitudes {
   static constexpr int kPerWord = 4 / sizeof(In);
@@ -25,8 +25,8 @@ struct Magnitudes {
   static __device__ __forceinline__ uint32_t Max(uint32_t a, uint32_t b) {
     return kPerWord == 2 ? __vmaxu2(a, b) : max(a, b);
   }
-  // The larger magnitude, with any sign; a NaN wins. One instruction, and no magnitudes of single
-  // words, which the compiler would keep from columns to rows.
+  // Returns the larger magnitude, with any sign. NaN wins. One instruction, and without magnitudes
+  // of single words, which the compiler would keep in registers from columns to rows.
   static __device__ __forceinline__ uint32_t MaxAbs(uint32_t a, uint32_t b) {
     uint32_t m;
     if constexpr (std::is_same_v<In, bfloat16>)
@@ -37,11 +37,11 @@ struct Magnitudes {
       asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
     return m;
   }
-  // The largest of a in the low half, that of b in the high half.
+  // Returns the largest of a in the low half and the largest of b in the high half.
   static __device__ __forceinline__ uint32_t Fold(uint32_t a, uint32_t b) {
     return Max(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
   }
-  // As FloatBits(Widen(|x|)), but for the payload of NaN.
+  // Equals FloatBits(Widen(|x|)), except for the payload of NaN.
   static __device__ __forceinline__ float Value(uint32_t bits) {
     if constexpr (kPerWord == 1) {
       return __uint_as_float(bits);
@@ -53,7 +53,7 @@ struct Magnitudes {
   }
 };
 
-// The largest |x| of what a thread has seen.
+// The largest |x| that a thread has seen.
 template <class In>
 class Magnitude {
  public:
@@ -69,14 +69,14 @@ class Magnitude {
     }
   }
 
-  // The largest over groups of `lanes` neighbouring lanes, a power of two; every lane of the warp
-  // calls this.
+  // Reduces over groups of `lanes` neighbouring lanes, a power of two. Every lane of the warp must
+  // call this.
   __device__ __forceinline__ void ReduceOver(int lanes) {
     for (int offset = lanes / 2; offset > 0; offset /= 2)
       AddBits(__shfl_xor_sync(kAllLanes, bits_, offset));
   }
 
-  // What it has seen, for AddBits of another.
+  // Its state, for AddBits of another Magnitude.
   __device__ __forceinline__ uint32_t Bits() const { return bits_; }
   __device__ __forceinline__ void AddBits(uint32_t bits) { bits_ = Abs::Max(bits_, bits); }
 
@@ -94,8 +94,8 @@ class Magnitude {
   uint32_t bits_ = 0;
 };
 
-// The maximum over a warp, or over the kTeam threads of a block; all of them call this, and wait
-// for each other before they call it again.
+// Returns the maximum over a warp, or over the kTeam threads of a thread block. All of them must
+// call it, and must synchronize before the next call.
 template <int kTeam>
 __device__ __forceinline__ int32_t TeamMax(int32_t bits) {
   bits = __reduce_max_sync(kAllLanes, bits);

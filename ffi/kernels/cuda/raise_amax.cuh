@@ -1,4 +1,4 @@
-// Amaxes that several thread blocks raise, and the zeros that they start from.
+// Amaxes that several thread blocks raise, and their initial zeros.
 #ifndef QSHARD_KERNELS_CUDA_RAISE_AMAX_CUH_
 #define QSHARD_KERNELS_CUDA_RAISE_AMAX_CUH_
 
@@ -9,14 +9,14 @@
 
 namespace qshard::kernels {
 
-// Raises *amax, which other blocks raise too and which holds no NaN but the canonical one. Looks
-// first: most blocks find it high enough, and one word takes few atomics a microsecond.
+// Raises *amax, which other thread blocks raise too, and which has no NaN except the canonical one.
+// Reads first: it is usually high enough already, and atomics on one word are slow.
 __device__ __forceinline__ void RaiseAmax(float* amax, int32_t bits) {
   auto* target = reinterpret_cast<int32_t*>(amax);
   if (bits > *static_cast<volatile int32_t*>(target)) atomicMax(target, bits);
 }
 
-// Lets the kernel after it on the stream start at once. `second` may be null.
+// Zeroes amaxes. Lets the next kernel on the stream start at once. `second` may be null.
 static __global__ void __launch_bounds__(kWarp)
     ZeroAmaxes(float* amax, float* second, int64_t runs) {
   asm volatile("griddepcontrol.launch_dependents;");
@@ -26,10 +26,10 @@ static __global__ void __launch_bounds__(kWarp)
   }
 }
 
-// Launches a kernel of which `splits` blocks share a run, gridDim.y of them, and raise its amaxes
-// from 0 if they are more than one, once AwaitZeros returns. A kernel of one warp makes the zeros
-// while the blocks start: a memset would take time of its own. It comes after all that went before
-// on the stream, so what the kernel reads is there.
+// Launches a kernel with `splits` thread blocks per run (gridDim.y). If there is more than one,
+// they raise its amaxes from 0 after AwaitZeros. A kernel of one warp writes the zeros while the
+// thread blocks start, because a memset would take extra time. It runs after all earlier work on
+// the stream, so the kernel's inputs are ready.
 template <class... Params, class... Args>
 Status LaunchRaising(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t runs,
                      int64_t splits, int threads, float* amax, float* second, const Args&... args) {
@@ -50,10 +50,12 @@ Status LaunchRaising(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t 
   return LaunchStatus();
 }
 
-// For one thread of a block: what it needs before, and storing what the block has found of a run.
+// Waits until the amaxes are zeroed. For one thread of a thread block, before StoreOrRaise.
 __device__ __forceinline__ void AwaitZeros() {
   if (gridDim.y > 1) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
+
+// Stores the amax of a run, or raises the stored one if several thread blocks share a run.
 __device__ __forceinline__ void StoreOrRaise(float* amax, int32_t bits) {
   if (gridDim.y == 1)
     *amax = FloatFromBits(bits);

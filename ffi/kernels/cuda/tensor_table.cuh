@@ -1,5 +1,5 @@
-// Many tensors in one launch. What the host knows of them travels as kernel parameters: nothing is
-// allocated or copied, and a graph that captured a launch holds all it needs.
+// TensorTable: many tensors in one launch. The host's data about them is passed as kernel
+// parameters. Nothing is allocated or copied, and a captured graph contains everything it needs.
 #ifndef QSHARD_KERNELS_CUDA_TENSOR_TABLE_CUH_
 #define QSHARD_KERNELS_CUDA_TENSOR_TABLE_CUH_
 
@@ -9,15 +9,15 @@
 
 namespace qshard::kernels {
 
-constexpr int kParameterBytes = 32764;  // of a launch
+constexpr int kParameterBytes = 32764;  // limit of a launch
 
-// Parts of work, which blocks of threads take, are numbered over all tensors. An Entry has the
-// first of its tensor as `unsigned first`.
+// Parts of work, one per thread block, are numbered over all tensors. An Entry has the first part
+// of its tensor as `unsigned first`.
 template <class Entry, int kMax>
 struct TensorTable {
   static constexpr int kSize = kMax;
 
-  // The tensor of a part: the last whose first part is not after it.
+  // Returns the tensor that a part belongs to.
   __device__ __forceinline__ int Find(unsigned part) const {
     int low = 0, high = count - 1;
     while (low < high) {
@@ -35,8 +35,8 @@ struct TensorTable {
   Entry entries[kMax];
 };
 
-// Fills the table with tensors 0 to n - 1 and calls launch(begin) for those from `begin` on: once,
-// or once for every kSize of them. enter(i, entry) fills in tensor i and returns its parts.
+// Fills the table with tensors 0 to n - 1 and calls launch(begin) once per kSize tensors, from
+// tensor `begin` on. enter(i, entry) fills in tensor i and returns its number of parts.
 template <class Table, class Enter, class Launch>
 Status ForEachTable(Table& table, int64_t n, const Enter& enter, const Launch& launch) {
   static_assert(sizeof(Table) <= kParameterBytes);

@@ -1,4 +1,4 @@
-// Vectors of 1 to 64 bytes in registers, and how they move between registers and device memory.
+// Vectors of 1 to 64 bytes in registers, and their loads and stores.
 #ifndef QSHARD_KERNELS_CUDA_VECTOR_CUH_
 #define QSHARD_KERNELS_CUDA_VECTOR_CUH_
 
@@ -8,8 +8,8 @@
 
 namespace qshard::kernels {
 
-// `kBytes` bytes held as 32-bit words. Indexed by compile-time constants only: anything else would
-// move it to local memory.
+// `kBytes` bytes as 32-bit words. Index only with compile-time constants: anything else moves it to
+// local memory.
 template <int kBytes>
 struct Words {
   static_assert(kBytes % 4 == 0);
@@ -25,27 +25,27 @@ struct Words<2> {
   uint16_t value;
 };
 
-// Hints, not semantics. Data that is touched once needs no place in L1 (kOnce); a write that
-// nothing reads soon should be the first to leave L2 (kStream), so that it does not push out an
-// input that is about to be read again.
+// Cache hints without effect on results. kOnce: data is read once and needs no place in L1.
+// kStream: nothing reads the data soon, so it should leave L2 first and not evict an input that is
+// read again.
 enum class Read { kCached, kOnce, kStream };
 enum class Write { kCached, kStream };
 
-// What instructions move 4, 8 and 16 bytes as.
+// The type that load and store instructions use for 4, 8 and 16 bytes.
 template <int kBytes>
 using MovedAs =
     std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, uint32_t>>;
 
-// `p` is aligned to kBytes, or to 16 if that is less, and nothing writes there while the kernel
-// runs. `volatile` keeps loads in the order they are written in, all ahead of the first use: that
-// is how many are in flight.
+// Loads kBytes from p, which must be aligned to kBytes or to 16 if that is less. Nothing may write
+// there while the kernel runs. `volatile` keeps loads in program order and ahead of the first use,
+// which determines how many are in flight.
 template <int kBytes, Read kRead = Read::kOnce>
 __device__ __forceinline__ Words<kBytes> Load(const void* p) {
   Words<kBytes> v;
   if constexpr (kBytes <= 2) {
     v.value = __ldg(static_cast<const decltype(v.value)*>(p));
   } else if constexpr (kBytes > 16) {
-    // Halves of a sector, or parts of a line: the second must find in L1 what the first brought.
+    // Halves of a sector or parts of a line: the second load must hit the line in L1.
     constexpr int kHalf = kBytes / 2;
     constexpr Read kHow = kRead == Read::kOnce ? Read::kCached : kRead;
     const Words<kHalf> a = Load<kHalf, kHow>(p);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void Put(void* p, T value) {
     *to = value;
 }
 
-// `p` is aligned to kBytes, or to 16 if that is less.
+// Stores v to p, which must be aligned to kBytes or to 16 if that is less.
 template <Write kWrite, int kBytes>
 __device__ __forceinline__ void Store(void* p, const Words<kBytes>& v) {
   if constexpr (kBytes <= 2) {

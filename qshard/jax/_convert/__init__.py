@@ -1,4 +1,5 @@
-"""Whole models: `convert` for flax nnx.
+"""`convert`: quantization of the linear layers of flax nnx models.
 
-The modules that replace a layer, `qshard.jax.nnx` and `qshard.jax.linen`, are public and stand outside.
+The modules that convert puts into layers, `qshard.jax.nnx` and `qshard.jax.linen`, are public and outside of this
+package.
 """

@@ -1,4 +1,4 @@
-"""`convert`: the linear layers of an nnx model multiply in the formats of a recipe."""
+"""`convert`: make the linear layers of an nnx model multiply in the formats of a recipe."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ def convert(
     rngs: Any = None,
     **options: Any,
 ) -> Any:
-    """Makes every linear layer of a flax nnx model multiply in a recipe, in place: same modules, names and values.
+    """Make the linear layers of a flax nnx model multiply in the formats of a recipe, in place.
 
-    Linear layers are `nnx.Linear`, `nnx.LinearGeneral`, so those of `nnx.MultiHeadAttention`, `nnx.LoRALinear` and
-    `nnx.Einsum`. They stay what they are, and so do their parameters, what an optimizer holds and what a checkpoint
-    has; only their `dot_general` becomes another. Under `DelayedScaling` each gets a `qshard.jax.nnx.ScalingState`
-    beside its parameters, and under a recipe that rounds stochastically a stream of random numbers.
+    Linear layers are `nnx.Linear`, `nnx.LinearGeneral` (also in `nnx.MultiHeadAttention`), `nnx.LoRALinear` and
+    `nnx.Einsum`. Modules, names and parameters stay, so optimizer states and checkpoints do not change; only the
+    `dot_general` of each layer is replaced. Under `DelayedScaling` a layer also gets a `qshard.jax.nnx.ScalingState`,
+    and under a recipe with stochastic rounding a random stream.
 
-    A kernel is quantized as it is, not as what `dtype` of the layer would make of it; the result has the dtype that it
-    had before. A layer that was converted before takes the new recipe.
+    Kernels are quantized from their own dtype, not from the `dtype` that the layer computes in. Results keep their
+    dtype. A layer that was converted before gets the new recipe.
 
-    One warning names all weights that stay in high precision, with the reason and what to do, unless `filter` or a
-    pattern leaves them out. Linear layers stay if they override `__call__`, have a `dot_general` of the user, ask for a
-    precision, or have a kernel with batch axes. Other modules stay if they have an `nnx.Param` of floats with two axes
-    or more; embeddings, norms and adapters are not named. `einsums` converts modules with one einsum, such as those of
-    tunix and gemma: they become instances of a subclass of their class.
+    One warning lists all weights that stay in high precision, each with the reason and the remedy, except those that
+    `filter` or a pattern leaves out. Linear layers stay if they override `__call__`, have a `dot_general` of the user,
+    request a precision, or have a kernel with batch axes. Other modules are listed if they have a float `nnx.Param`
+    with two or more axes; embeddings, norms and adapters are not. `einsums` converts modules with one einsum, as in
+    tunix and gemma: each becomes an instance of a subclass of its class.
 
     Args:
       model: an `nnx.Module`, also an abstract one of `nnx.eval_shape`.
-      recipe: the format of each role, or the name of a recipe, such as "CurrentScaling". Or a mapping from patterns of
-        names to recipes, such as `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that
-        matches the name of a layer decides, `*` also matches dots, and None keeps layers in high precision.
-      filter: a function of a module with weights and its qualified name, such as "layers.0.attention.query". A module
-        stays as it is, and is not named, if the function returns False.
-      gather_axis: the mesh axis along which FSDP has cut the kernels: their codes are gathered. How each is cut is read
-        off its array, or off the `out_sharding` of its metadata where it has none, so shard the model first.
-      kept_axes: mesh axes along which kernels stay cut, as of tensor parallelism.
+      recipe: the recipe, or its name, such as "CurrentScaling". Or a mapping from patterns of names to recipes, such as
+        `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that matches the name of a
+        layer decides, `*` also matches dots, and None keeps layers in high precision.
+      filter: a function of a module with weights and its qualified name, such as "layers.0.attention.query". If it
+        returns False, the module stays as it is and is not listed in the warning.
+      gather_axis: the mesh axis along which FSDP shards the kernels: their codes are gathered. Shard the model first:
+        the sharding of each kernel is read from its array, or from `out_sharding` in its metadata.
+      kept_axes: mesh axes along which kernels stay sharded, as in tensor parallelism.
       einsums: equations by pattern of names, for modules with `jnp.einsum(equation, x, self.w)` in `__call__(x)`, or in
-        `__call__(equation, x)`, such as `{"*.q_proj": "BTD,DNH->BTNH"}`; or the name of their attribute with the
+        `__call__(equation, x)`, such as `{"*.q_proj": "BTD,DNH->BTNH"}`; or the name of the attribute with the
         equation, such as `{"*": "einsum_str"}`. `convert` checks the equation against a trace of the module.
-      rngs: an `nnx.Rngs`, of recipes that round stochastically; seeds are of its stream "qshard", or "default".
-      options: of `DotGeneral`, such as `otherwise` or `reshard_after_forward`.
+      rngs: an `nnx.Rngs` for recipes with stochastic rounding; seeds come from its stream "qshard", or "default".
+      options: options of `DotGeneral`, such as `otherwise` or `reshard_after_forward`.
 
     Returns:
       `model`.
 
     Raises:
-      TypeError: a kernel is not float32, bfloat16 or float16, or an argument is not of its type.
-      ValueError: there is nothing to convert; a kernel is not whole blocks of the formats of the recipe; it is cut
-        along a mesh axis that is neither `gather_axis` nor in `kept_axes`, or none is cut along `gather_axis`; there
-        is no `rngs`; a pattern matches no layer, or only layers that an earlier one matches; or a module computes
-        another equation than `einsums` gives, or more. Nothing has been changed then.
+      TypeError: a kernel is not float32, bfloat16 or float16, or an argument has the wrong type.
+      ValueError: there is nothing to convert; a kernel is not whole blocks of the formats; it is sharded along a mesh
+        axis that is neither `gather_axis` nor in `kept_axes`, or no kernel is sharded along `gather_axis`; `rngs` is
+        missing; a pattern matches no layer, or only layers that an earlier one matches; or a module computes another
+        equation than `einsums` gives, or more than it. The model is unchanged then.
 
     >>> import jax
     >>> from flax import nnx
@@ -78,8 +78,8 @@ def convert(
 
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"convert: model ({quote(model)}) is not an nnx.Module; pass DotGeneral(recipe) to layers of linen, and "
-            "make a Policy for pytrees and equinox"
+            f"convert: model ({quote(model)}) is not an nnx.Module; pass DotGeneral(recipe) to linen layers, or use "
+            "Policy for pytrees and equinox"
         )
     rules = Rules.of(recipe, "convert")
     check_filter("convert", filter)
@@ -99,15 +99,17 @@ def convert(
             chosen[name], recipes[name] = layer, own
     check_chosen("convert", model, chosen, why, "linear layer")
     meaning = MeshAxisRoles.of("convert", gather_axis, kept_axes)
-    placed = {name: layer.placed(meaning, name) for name, layer in chosen.items()}
-    meaning.check_used(placed)
-    asked = {each: DotGeneral(each, **options) for each in recipes.values()}
+    sharding_options = {name: layer.sharding_options(meaning, name) for name, layer in chosen.items()}
+    meaning.check_used(sharding_options)
+    multipliers = {each: DotGeneral(each, **options) for each in recipes.values()}
     for name, layer in chosen.items():
-        layer.check(name, asked[recipes[name]])
-    made = {name: layer.multiplier(recipes[name], rngs, options | placed[name]) for name, layer in chosen.items()}
+        layer.check(name, multipliers[recipes[name]])
+    made = {
+        name: layer.multiplier(recipes[name], rngs, options | sharding_options[name]) for name, layer in chosen.items()
+    }
     warn_of_rest("convert", chosen, why)
     for name, layer in chosen.items():
-        layer.put(made[name])
+        layer.install(made[name])
     return model
 
 
@@ -116,6 +118,6 @@ def _check_einsums(einsums: Any) -> None:
         return
     if not isinstance(einsums, Mapping) or not all(isinstance(each, str) for pair in einsums.items() for each in pair):
         raise TypeError(
-            f"convert: einsums ({quote(einsums)}) does not map patterns of names to equations; pass such as "
+            f"convert: einsums ({quote(einsums)}) is not a dict of name patterns and equations; pass one, such as "
             "{'*.q_proj': 'BTD,DNH->BTNH'}"
         )

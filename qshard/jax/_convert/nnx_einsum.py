@@ -1,4 +1,4 @@
-"""nnx modules with `jnp.einsum(equation, x, self.w)` in their `__call__`, as in tunix and gemma.
+"""Conversion of nnx modules with `jnp.einsum(equation, x, self.w)` in their `__call__`, as in tunix and gemma.
 
 `convert(einsums=)` gives the equation of each module. `check_equation` compares it with a trace of `__call__`, so a
 wrong equation, or a module that also adds a bias, raises and never changes a result.
@@ -43,27 +43,27 @@ def extend_class(kind: type[nnx.Module]) -> type[nnx.Module]:
 
 
 def is_extended(kind: type) -> bool:
-    """Whether `extend_class` has made this class."""
+    """Whether `extend_class` created this class."""
     return kind in _EXTENDED.values()
 
 
 def _call(self: Any, *args: Any) -> jax.Array:
-    """The einsum of x, the last argument, and the weight, in the dtype of the user's class."""
+    """Compute the einsum of x, the last argument, and the weight, in the dtype that the user's class returns."""
     equation, name = self.einsum_rule
     *given, x = args
     plain = jax.eval_shape(lambda x: self._extends.__call__(self, *given, x), x)
     ndim = getattr(self, name).get_value().ndim
     if given and _number(terms_of(given[0], ndim)) != _number(terms_of(equation, ndim)):
         raise ValueError(
-            f"einsum: {given[0]!r} is not the equation that einsums= of convert gave this {self._extends.__name__}, "
-            f"{equation!r}; leave the module out of it"
+            f"einsum: {given[0]!r} is not {equation!r}, the equation of this {self._extends.__name__} in einsums= of "
+            "convert; leave the module out of einsums="
         )
     made: jax.Array = self.einsum_op(equation, x, getattr(self, name).get_value(), preferred_element_type=plain.dtype)
     return made
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Pickles the class of the user, from which `extend_class` makes the subclass again."""
+    """Pickle the user's class instead of the subclass, which `extend_class` creates again."""
     reduced = super(type(self), self).__reduce_ex__(max(int(protocol), 2))
     return (_new, (self._extends,), *reduced[2:])
 
@@ -74,40 +74,45 @@ def _new(kind: type[nnx.Module]) -> nnx.Module:
 
 
 def check_equation(op: str, name: str, module: nnx.Module, parameter: str, equation: str, stacked: int) -> None:
-    """Raises ValueError unless `module(x)` is this einsum of x and a parameter of it, and nothing else.
+    """Raise ValueError unless `module(x)` is this einsum of x and one parameter, and nothing else.
 
     Args:
-      op, name: the caller and the qualified name of the module, for errors.
+      op: the public function, for errors.
+      name: the qualified name of the module, for errors.
+      module: the module.
       parameter: the name of the attribute with the weight.
+      equation: the einsum of x and the weight.
       stacked: the number of leading axes of layers, which `nnx.scan` or `nnx.vmap` remove.
     """
     graph, state = nnx.split(module)
     flat, structure = jax.tree_util.tree_flatten_with_path(state)
     arrays = [jax.ShapeDtypeStruct(leaf.shape[stacked:], leaf.dtype) for _, leaf in flat]
-    at = [i for i, (path, _) in enumerate(flat) if _first_of(path) == parameter]
+    at = [i for i, (path, _) in enumerate(flat) if _attribute_of(path) == parameter]
     w = arrays[at[0]]
     terms = terms_of(equation, w.ndim)
     sizes = dict(zip(terms.w, w.shape, strict=True))
     x = jax.ShapeDtypeStruct(tuple(sizes.get(label, 2) for label in terms.x), w.dtype)
     takes = [p for p in inspect.signature(type(module).__call__).parameters.values() if p.default is p.empty]
-    given = (equation,) * (len(takes) == 3)  # Modules of gemma are called with an equation and x.
+    given = (equation,) * (len(takes) == 3)  # Modules of gemma take an equation and x.
     try:
         traced = jax.make_jaxpr(lambda arrays, x: nnx.merge(graph, jax.tree.unflatten(structure, arrays))(*given, x))(
             arrays, x
         )
     except Exception as error:
         what = f"cannot be called with an x of {x.shape}: {str(error).partition(chr(10))[0][:80]}"
-        raise ValueError(f"{op}: {name} ({type(module).__name__}) {what}; give it the equation that it has") from None
+        raise ValueError(
+            f"{op}: {name} ({type(module).__name__}) {what}; pass the equation that the module computes"
+        ) from None
     found = _product_of(traced.jaxpr, w=at[0])
     if isinstance(found, str):
         raise ValueError(
             f"{op}: {name} ({type(module).__name__}) does more than einsum {equation!r}: {found}; call "
-            "qshard.jax.einsum in its __call__, or leave it out"
+            "qshard.jax.einsum in its __call__, or leave it out of einsums="
         )
     if _number(found) != _number(terms):
         raise ValueError(
-            f"{op}: {name} ({type(module).__name__}) computes {_write(found)!r}, not {equation!r}, as einsums "
-            "says; correct that"
+            f"{op}: {name} ({type(module).__name__}) computes {_write(found)!r}, not {equation!r} as in einsums=; pass "
+            "the equation that it computes"
         )
 
 
@@ -119,7 +124,7 @@ def terms_of(equation: str, ndim: int) -> Terms:
     return Terms.of(equation, x, w)
 
 
-def _first_of(path: Any) -> str:
+def _attribute_of(path: Any) -> str:
     return str(getattr(path[0], "key", getattr(path[0], "name", path[0])))
 
 
@@ -131,7 +136,7 @@ class _Value(NamedTuple):
 
 
 def _product_of(jaxpr: Any, w: int) -> Terms | str:
-    """The labels of a program that is one product of its last argument and argument `w`; else its first other op."""
+    """The labels of a program that only multiplies its last argument by argument `w`; else why it is not that."""
     values: dict[Any, _Value] = {}
     ndim = len(jaxpr.invars[w].aval.shape)
     values[jaxpr.invars[w]] = _Value("w", tuple(range(ndim)))
@@ -142,7 +147,7 @@ def _product_of(jaxpr: Any, w: int) -> Terms | str:
         return why
     out = values.get(jaxpr.outvars[0]) if len(jaxpr.outvars) == 1 and _is_var(jaxpr.outvars[0]) else None
     if out is None or out.operand != "y":
-        return "its result is not that of a product with the weight"
+        return "its result is not a product with the weight"
 
     def named(labels: Iterable[int]) -> tuple[str, ...]:
         return tuple(chr(ord("a") + same.get(label, label)) for label in labels)
@@ -155,9 +160,10 @@ def _is_var(atom: Any) -> bool:
 
 
 def _walk(jaxpr: Any, values: dict[Any, _Value], same: dict[int, int]) -> str | None:
-    """Propagates labels through a program. Returns the name of the first op that is not part of a plain product.
+    """Propagate labels through a program. Return the name of the first op that is not part of a plain product.
 
     Args:
+      jaxpr: the program.
       values: the labels of arrays; this adds to them.
       same: labels of x, and the labels of w that they are contracted with or share; this adds to them.
     """
@@ -199,7 +205,7 @@ def _walk(jaxpr: Any, values: dict[Any, _Value], same: dict[int, int]) -> str | 
 
 
 def _number(terms: Terms) -> tuple[tuple[int, ...], ...]:
-    """An equation without its letters."""
+    """Replace the labels of an equation by numbers, in order of appearance."""
     numbers: dict[str, int] = {}
     return tuple(tuple(numbers.setdefault(label, len(numbers)) for label in term) for term in terms)
 

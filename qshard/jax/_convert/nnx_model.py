@@ -1,4 +1,4 @@
-"""The linear layers of flax's nnx, as `convert` sees them. It needs flax."""
+"""The linear layers of a flax nnx model: which ones `convert` can quantize, and how. Requires flax."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Layer:
 
     @property
     def ndim(self) -> int:
-        """Of the kernel of one layer."""
+        """The number of axes of the kernel of one layer."""
         if isinstance(self.module, nnx.Einsum):
             return len(self.module.kernel_shape)
         if isinstance(self.module, nnx.LinearGeneral):
@@ -69,7 +69,7 @@ class Layer:
 
     @property
     def stacked(self) -> tuple[int, ...]:
-        """The axes in front, where one module stands for several layers."""
+        """The sizes of leading axes of layers, if one module stands for several layers."""
         shape: tuple[int, ...] = self.kernel.shape
         return shape[: len(shape) - self.ndim]
 
@@ -84,7 +84,7 @@ class Layer:
 
     @property
     def unfit(self) -> str | None:
-        """Why it has to stay as it is."""
+        """The reason to leave the layer; None if it can be converted."""
         module, kind = self.module, type(self.module)
         if kind.__call__ not in _CALLS:
             return f"{kind.__name__} overrides __call__"
@@ -95,7 +95,7 @@ class Layer:
         if getattr(module, "dot_general_cls", None) is not None:
             return "it has a dot_general_cls"
         if module.precision is not None and module.precision not in dot_general.DEFAULT_PRECISIONS:
-            return f"it asks for precision {module.precision}"
+            return f"it has precision {module.precision}"
         if getattr(module, "batch_axis", None):
             return "its kernel has batch axes"
         if isinstance(module, nnx.Einsum):
@@ -104,8 +104,8 @@ class Layer:
                 return "its kernel has batch axes"
         return None
 
-    def placed(self, meaning: MeshAxisRoles, name: str) -> dict[str, Any]:
-        """How its kernel lies over a mesh, as options of `linear`."""
+    def sharding_options(self, meaning: MeshAxisRoles, name: str) -> dict[str, Any]:
+        """The sharding of the kernel, as options of `linear`."""
         array, more = self.kernel, len(self.stacked)
         sharding = sharding_of(array) or _annotate(self._variable)
         if sharding is None:
@@ -113,44 +113,45 @@ class Layer:
         entries = (*sharding.spec, *[None] * array.ndim)[: array.ndim]
         if any(entry is not None for entry in entries[:more]):
             raise ValueError(
-                f"convert: {name}.{self.parameter} {array.shape} is cut along its axes of layers ({sharding.spec}); "
-                "cut what one layer has"
+                f"convert: {name}.{self.parameter} {array.shape} is sharded along its stacked layer axes "
+                f"({sharding.spec}); shard the axes of one layer"
             )
         return meaning.options(
             f"{name}.{self.parameter}", NamedSharding(sharding.mesh, PartitionSpec(*entries[more:])), self.ndim
         )
 
-    def check(self, name: str, asked: dot_general.DotGeneral) -> None:
-        """Raises unless the recipe can take its kernel."""
+    def check(self, name: str, multiplier: dot_general.DotGeneral) -> None:
+        """Raise TypeError or ValueError unless the recipe can quantize the kernel."""
         array = self.kernel
         check_float("convert", f"{name}.{self.parameter}", str(array.dtype))
         shape = array.shape[len(self.stacked) :]
         k = math.prod(shape[axis] for axis in self.contracted)
-        why = dot_general.broken_blocks(asked.recipe, k, math.prod(shape) // max(1, k))
-        if why is not None and asked.otherwise == "raise":
+        why = dot_general.broken_blocks(multiplier.recipe, k, math.prod(shape) // max(1, k))
+        if why is not None and multiplier.otherwise == "raise":
             raise ValueError(
-                f"convert: {name}.{self.parameter} {shape} has {why}; leave it out with filter=, or pass "
+                f"convert: {name}.{self.parameter} {shape} has {why}; exclude it with filter=, or pass "
                 "otherwise='plain'"
             )
 
     def multiplier(self, recipe: Recipe, rngs: Any, options: dict[str, Any]) -> Any:
-        """What its products become."""
+        """The `DotGeneral` or `Einsum` for the layer."""
         kept = recipe.stateful or recipe.stochastic
         if not kept and not isinstance(self.module, nnx.Einsum):
             return dot_general.DotGeneral(recipe, **options)
         kind = modules.Einsum if isinstance(self.module, nnx.Einsum) else modules.DotGeneral
         return kind(recipe, rngs=rngs, layers=self.stacked, **options)
 
-    def put(self, multiplier: Any) -> None:
+    def install(self, multiplier: Any) -> None:
+        """Make the layer multiply with `multiplier`, and quantize the kernel in its own dtype."""
         module = isinstance(multiplier, nnx.Module)
         setattr(self.module, self._attribute, nnx.data(multiplier) if module else nnx.static(multiplier))
-        if not isinstance(self.module.promote_dtype, _KernelAsItIs):
-            self.module.promote_dtype = _KernelAsItIs(self.module.promote_dtype)
+        if not isinstance(self.module.promote_dtype, _KeepKernelDtype):
+            self.module.promote_dtype = _KeepKernelDtype(self.module.promote_dtype)
 
 
 @dataclass(frozen=True)
-class _KernelAsItIs:
-    """A `promote_dtype` of a layer, but for the kernel: masters are quantized, not what bfloat16 makes of them."""
+class _KeepKernelDtype:
+    """A `promote_dtype` of a layer that leaves the kernel alone, so that masters are quantized, not bfloat16 copies."""
 
     promote: Any
 
@@ -160,7 +161,7 @@ class _KernelAsItIs:
 
 
 @dataclass(frozen=True)
-class OwnEinsum(Layer):
+class EinsumModule(Layer):
     """A module with an einsum of its own, as a linear layer.
 
     Attributes:
@@ -193,16 +194,16 @@ class OwnEinsum(Layer):
         terms = self._terms_of_layer
         return "its weight has batch axes" if {*terms.x} & {*terms.w} & {*terms.out} else None
 
-    def check(self, name: str, asked: dot_general.DotGeneral) -> None:
+    def check(self, name: str, multiplier: dot_general.DotGeneral) -> None:
         if not nnx_einsum.is_extended(type(self.module)):
             stacked = len(self.stacked)
             nnx_einsum.check_equation("convert", name, self.module, self.weight, self.equation, stacked)
-        super().check(name, asked)
+        super().check(name, multiplier)
 
     def multiplier(self, recipe: Recipe, rngs: Any, options: dict[str, Any]) -> Any:
         return modules.Einsum(recipe, rngs=rngs, layers=self.stacked, **options)
 
-    def put(self, multiplier: Any) -> None:
+    def install(self, multiplier: Any) -> None:
         object.__setattr__(self.module, "__class__", nnx_einsum.extend_class(type(self.module)))
         self.module.einsum_op = nnx.data(multiplier)
         self.module.einsum_rule = nnx.static((self.equation, self.weight))
@@ -225,10 +226,10 @@ class Candidate(NamedTuple):
 
 
 def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate]:
-    """Modules with weights of products, by name.
+    """Find the modules with weights that may be operands of a product, by name.
 
-    A weight is an `nnx.Param` of floats with two axes or more that are longer than 1. Embeddings, norms and adapters
-    (`nnx.LoRA`) have none. Whether the module multiplies it cannot be seen from outside.
+    A weight is a float `nnx.Param` with at least two axes longer than 1. Embeddings, norms and adapters (`nnx.LoRA`)
+    have none. Whether a module multiplies its weight cannot be seen from outside.
 
     Args:
       model: the model.
@@ -246,7 +247,7 @@ def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate
             found[name] = Candidate(Layer(module), module, (name, f"{prefix}kernel"), None)
             continue
         if nnx_einsum.is_extended(type(module)):
-            layer = OwnEinsum(module, *cast(Any, module).einsum_rule)
+            layer = EinsumModule(module, *cast(Any, module).einsum_rule)
             found[name] = Candidate(layer, module, (name, prefix + layer.weight), None)
             used |= {pattern for pattern in einsums if fnmatchcase(name, pattern)}
             continue
@@ -263,13 +264,13 @@ def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate
         if len(weights) > 1:
             raise ValueError(
                 f"convert: {name} ({type(module).__name__}) has weights {', '.join(weights)}, and einsums[{pattern!r}] "
-                "is the equation of one; call qshard.jax.einsum in its __call__, or give a narrower pattern"
+                "is an equation of one; call qshard.jax.einsum in its __call__, or use a narrower pattern"
             )
-        found[name] = Candidate(OwnEinsum(module, equation, *weights), module, names, None)
+        found[name] = Candidate(EinsumModule(module, equation, *weights), module, names, None)
     if unused := [pattern for pattern in einsums if pattern not in used]:
         known = [each for candidate in found.values() if candidate.layer is None for each in candidate.names]
         like = closest_names(unused[0], known)
-        raise ValueError(f"convert: einsums ({unused[0]!r}) matches no module with an einsum of its own; {like}")
+        raise ValueError(f"convert: einsums ({unused[0]!r}) matches no module that can take an equation; {like}")
     return found
 
 
@@ -287,7 +288,7 @@ def _equation_of(module: Any, given: str) -> str | None:
 
 
 def _weights_of(module: nnx.Module, own: Any) -> list[str]:
-    """The attributes of a module that are weights of products. `own`: its own name."""
+    """The attributes of a module that may be weights of products. `own`: the name of the module in its parent."""
     kind = type(module).__name__.lower()
     if isinstance(module, _TABLES_AND_NORMS) or "embed" in kind or "norm" in kind or is_name_of_table(str(own), ""):
         return []
@@ -308,21 +309,21 @@ def _is_weight(array: Any) -> bool:
 def _why(module: nnx.Module, weights: list[str]) -> str:
     """Why `convert` leaves the weights of a module, and what to do."""
     if isinstance(module, nnx.Conv | nnx.ConvTranspose):
-        return "no recipe multiplies a convolution"
+        return "convolutions are not supported"
     kind, names = type(module).__name__, ", ".join(weights)
     if len(weights) > 1:
-        return f"{kind} multiplies {names} itself; call qshard.jax.einsum or ragged_dot there"
-    return f"{kind} multiplies {names} itself; name its equation in einsums="
+        return f"{kind} has its own {names}; call qshard.jax.einsum or ragged_dot in it"
+    return f"{kind} has its own {names}; pass its equation in einsums="
 
 
 def _annotate(kernel: Any) -> NamedSharding | None:
-    """How a kernel is to lie, by its metadata."""
+    """The sharding in the metadata of a kernel; None if it has none."""
     if kernel.get_metadata("out_sharding", None) is None:
         return None
     mesh = kernel.get_metadata("mesh", None) or jax.sharding.get_mesh()
     if mesh.empty:
         raise ValueError(
-            f"convert: a kernel is annotated with out_sharding {kernel.get_metadata('out_sharding')}, and no mesh is "
-            "known; enter it with jax.set_mesh"
+            f"convert: a kernel has out_sharding {kernel.get_metadata('out_sharding')}, but there is no mesh; enter "
+            "the mesh with jax.set_mesh"
         )
     return NamedSharding(mesh, nnx.get_partition_spec(kernel).get_value())

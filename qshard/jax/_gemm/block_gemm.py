@@ -1,12 +1,12 @@
-"""GEMMs of codes in blocks, for which XLA has none: qshard's own op, where the GPU has tensor cores for them.
+"""GEMMs of block-scaled codes by qshard's own op, on GPUs that have tensor cores for them.
 
-Whether it has is known when a program is lowered: `product` traces both ways to multiply, and XLA sees one. How the
-operands of a device are multiplied, and what is added up over devices, is the same for every kind of mesh; but
+The platform is known only when a program is lowered, so `product` traces both the GEMM of codes and the GEMM of values;
+XLA sees one. The local product and the sum over devices are the same for all kinds of meshes:
 
-- on one device, and in `shard_map`, arrays are what a device has;
-- on Explicit meshes their types say how they are cut, and a `shard_map` multiplies what each device has;
-- on Auto meshes XLA decides after tracing. It can cut an op over axes that all its buffers share (`bind.py`), and a
-  product has none. So it asks back (`custom_partitioning.py`).
+- on one device, and in `shard_map`, arrays are local;
+- on Explicit meshes types give the shardings, and a `shard_map` multiplies the shards of each device;
+- on Auto meshes XLA shards after tracing. It can shard an op only along axes that all buffers of the op share
+  (`bind.py`). A product has no such axis, so it has a custom partitioning rule (`custom_partitioning.py`).
 
 Exports for several devices multiply values (`custom_partitioning.py`).
 """
@@ -35,20 +35,20 @@ from qshard.jax._ops.custom_partitioning import call_partitionable, local, parti
 from qshard.jax._ops.mesh import MeshKind, mesh_of
 from qshard.jax._quantized.array import QuantizedArray
 
-OfPlanes = Callable[[Plane, Plane], jax.Array]
+PlaneProduct = Callable[[Plane, Plane], jax.Array]
 Usages = tuple[Usage, Usage]
 
 PLATFORM = "cuda"
-"""Where codes are multiplied. Tests have the CPU do it."""
+"""The platform that multiplies codes. Tests change it to the CPU."""
 
 _LIBRARY_OF_OTHERS = 120900
-"""The cuBLASLt that another machine is taken to have, for which a program is compiled. An older one is an error."""
+"""The cuBLASLt version assumed for a program that is compiled for another machine. An older one raises there."""
 _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-"""In names of devices that are not here, of compute capability 9.0."""
+"""Parts of device kinds with compute capability 9.0, for devices of another machine."""
 
 
 def _axes_of(q: QuantizedArray, stored: Usage, contracted: Usage) -> PlaneAxes | None:
-    """The axes of a plane of 1-D or 2-D blocks; None if the op does not take them as they lie."""
+    """The axes of a plane of blocks; None if the op cannot take the plane in this layout."""
     axes = PlaneAxes.of(q, stored, contracted)
     if axes is None or ((axes.last > 1) if q.format.transposes else (axes.contracted[-1] != axes.last)):
         return None
@@ -57,7 +57,13 @@ def _axes_of(q: QuantizedArray, stored: Usage, contracted: Usage) -> PlaneAxes |
 
 @dataclass(frozen=True)
 class Product:
-    """What is static in a product."""
+    """Static options of a product of codes.
+
+    Attributes:
+      kind: the kind of GEMM.
+      a, b: the axes of the operands.
+      dtype: dtype of the result, float32 or bfloat16.
+    """
 
     kind: Kind
     a: PlaneAxes
@@ -65,7 +71,7 @@ class Product:
     dtype: str
 
     def local(self, a: Plane, b: Plane) -> jax.Array:
-        """Of what one device has."""
+        """Multiply local planes: their codes, or their values if the shards do not fit the op."""
         shape = self.a.sizes(a)[0] + self.b.sizes(b)[0]
         x, y = self.a.matrix(a), self.b.matrix(b)
         (m, k), (n, _) = x.data.shape, y.data.shape
@@ -85,39 +91,42 @@ class Product:
         return made.reshape(shape)
 
     def over_devices(self, sharding: ProductSharding, a: Plane, b: Plane) -> jax.Array:
-        """The local product, and the sum over devices."""
-        return sharding.added(self.local(a, b))
+        """Multiply local planes, and sum over the devices that shard contracted axes."""
+        return sharding.sum_over_devices(self.local(a, b))
 
 
 def product(
-    a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any, of_values: OfPlanes
+    a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any, multiply_values: PlaneProduct
 ) -> jax.Array:
-    """The product of two tensors, of codes where tensor cores take them, else as `of_values` makes it of their planes.
+    """Multiply two tensors: their codes where tensor cores take them, otherwise by `multiply_values`.
 
     Args:
-      usages: of each, which plane is read, and which axes are contracted.
+      a: the left operand.
+      b: the right operand.
+      usages: for each operand, the plane to read and its contracted axes.
       dtype: float32 or bfloat16.
+      multiply_values: multiplies dequantized planes.
     """
     planes = a.plane(usages[0][0]), b.plane(usages[1][0])
     what = _block_product(a, b, usages, dtype)
-    of_codes = None if what is None else _of_codes(what, planes, of_values)
-    if of_codes is None:
-        return of_values(*planes)
+    multiply_codes = None if what is None else _multiply_codes(what, planes, multiply_values)
+    if multiply_codes is None:
+        return multiply_values(*planes)
 
     @jax.custom_batching.custom_vmap
     def batched(a: Plane, b: Plane) -> jax.Array:
-        return of_codes(a, b)
+        return multiply_codes(a, b)
 
     @batched.def_vmap
     def _(_: int, axes: Any, a: Plane, b: Plane) -> tuple[jax.Array, bool]:
-        return jax.vmap(of_values, jax.tree.map(lambda is_batched: 0 if is_batched else None, axes))(a, b), True
+        return jax.vmap(multiply_values, jax.tree.map(lambda is_batched: 0 if is_batched else None, axes))(a, b), True
 
-    made: jax.Array = lax.platform_dependent(*planes, **{PLATFORM: batched}, default=of_values)
+    made: jax.Array = lax.platform_dependent(*planes, **{PLATFORM: batched}, default=multiply_values)
     return made
 
 
 def _block_product(a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any) -> Product | None:
-    """The product, if tensor cores take its codes."""
+    """The product of codes, or None if tensor cores do not take it."""
     kind, gpu = gemm_dispatch.kind_of(a.format, b.format), _gpu_of(a.plane(usages[0][0]).data)
     if kind not in ("blocks", "mxfp8") or gpu is None or not gemm_dispatch.runs_on(kind, gpu):
         return None
@@ -131,18 +140,19 @@ def _block_product(a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, U
     return Product(kind, left, right, jnp.dtype(dtype).name)
 
 
-def _of_codes(what: Product, planes: tuple[Plane, Plane], of_values: OfPlanes) -> OfPlanes | None:
-    """The product of codes, on the mesh that operands are on; None where kinds of mesh axes are mixed."""
+def _multiply_codes(what: Product, planes: tuple[Plane, Plane], multiply_values: PlaneProduct) -> PlaneProduct | None:
+    """The function that multiplies codes on the mesh of the operands; None if the mesh has axes of several kinds."""
     kind = MeshKind.of(planes[0].data)
     if kind is MeshKind.LOCAL:
         return what.local
     if kind is MeshKind.MIXED:
         return None
-    return functools.partial(_explicit if kind is MeshKind.EXPLICIT else _auto, what, of_values)
+    return functools.partial(_explicit if kind is MeshKind.EXPLICIT else _auto, what, multiply_values)
 
 
-def _explicit(what: Product, of_values: OfPlanes, a: Plane, b: Plane) -> jax.Array:
-    wanted = jax.eval_shape(of_values, a, b).sharding.spec
+def _explicit(what: Product, multiply_values: PlaneProduct, a: Plane, b: Plane) -> jax.Array:
+    """Multiply on an Explicit mesh, in a `shard_map`."""
+    wanted = jax.eval_shape(multiply_values, a, b).sharding.spec
     given = tuple(jax.typeof(plane.data).sharding for plane in (a, b))
     mesh, shapes = given[0].mesh, (a.data.shape, b.data.shape)
     own = ProductSharding.of((what.a, what.b), dict(mesh.shape), shapes, (given[0].spec, given[1].spec), wanted)
@@ -158,17 +168,19 @@ def _explicit(what: Product, of_values: OfPlanes, a: Plane, b: Plane) -> jax.Arr
     return made
 
 
-def _auto(what: Product, of_values: OfPlanes, a: Plane, b: Plane) -> jax.Array:
+def _auto(what: Product, multiply_values: PlaneProduct, a: Plane, b: Plane) -> jax.Array:
+    """Multiply on an Auto mesh, by a custom partitioning rule."""
+
     def codes(a: Plane, b: Plane) -> jax.Array:
         return _partitionable(what)(a.data, a.scale_inv, b.data, b.scale_inv)
 
-    (made,) = call_partitionable(codes, of_values, what, a, b)
+    (made,) = call_partitionable(codes, multiply_values, what, a, b)
     return made
 
 
 @functools.cache
 def _partitionable(what: Product) -> Callable[..., jax.Array]:
-    """The product as XLA may cut it. It asks, once it knows how its operands and result are cut, and does as told."""
+    """The product with its custom partitioning rule, which XLA calls with the shardings of operands and result."""
 
     def whole(a: jax.Array, a_scale_inv: jax.Array, b: jax.Array, b_scale_inv: jax.Array) -> jax.Array:
         return what.local(Plane(a, a_scale_inv), Plane(b, b_scale_inv))
@@ -189,9 +201,9 @@ def _partitionable(what: Product) -> Callable[..., jax.Array]:
 
 
 def _rule(what: Product) -> tuple[str, dict[str, int]]:
-    """How Shardy carries cuts through: axes by name, of which those of blocks are products of blocks and a length.
+    """The sharding rule for Shardy: named axes. An axis of codes is blocks times the length of a block.
 
-    What is contracted is no reduction factor, for which Shardy may add what `over_devices` has added up already.
+    Contracted axes are not reduction factors: Shardy could sum over devices again, after `over_devices`.
     """
     units: dict[str, int] = {}
     operands, result = [], []
@@ -209,11 +221,11 @@ def _rule(what: Product) -> tuple[str, dict[str, int]]:
     return f"{', '.join(operands)} -> {' '.join(result)}", units
 
 
-# --- what it will run on ---
+# --- the GPU that a program will run on ---
 
 
 def _gpu_of(x: jax.Array) -> Gpu | None:
-    """The GPU that a program will run on, as far as is known while it is traced; None: there is none."""
+    """The GPU that a program will run on, as far as tracing can tell; None if it has no GPU."""
     device = getattr(mesh_of(x), "abstract_device", None) or SimpleNamespace(device_kind="")
     here = _gpus_here()
     if device.device_kind in here or (here and not device.device_kind):
@@ -225,7 +237,7 @@ def _gpu_of(x: jax.Array) -> Gpu | None:
 
 @functools.cache
 def _gpus_here() -> dict[str, Gpu]:
-    """By the kind of device."""
+    """The GPUs of this process, by device kind."""
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The GEMM of two quantized tensors."""
+"""`gemm`: the matrix product of two quantized tensors, of their codes or of their dequantized values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qshard.layout import Shape, is_transposed, multiplies_codes, source
 
 
 def stored_for(fmt: Format, other: Format, contracted: Usage) -> Usage:
-    """The plane that a GEMM with `other` reads. One that multiplies values may contract any axis of square blocks."""
+    """The plane that a GEMM with `other` reads. A GEMM of values reads the rowwise plane of 2-D blocks for any axis."""
     return contracted if multiplies_codes(fmt, other) else source(fmt, contracted)
 
 
@@ -38,36 +38,41 @@ def gemm(
     out_sharding: Any = None,
     by_rows: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The product of two tensors over their contracted axes, fp32 sums of it: what is left of `a`, then of `b`.
+    """Multiply two quantized tensors over their contracted axes, with fp32 accumulation.
 
-    Of formats with one scale, a dot of codes, and the scale for `apply_scale`: XLA applies it where the result is read,
-    in no pass of its own, if nothing stands between. XLA makes the dot a cuBLASLt FP8 matmul where the hardware has
-    that, and elsewhere a product of codes converted exactly. Both operands have the contracted axis last ("TN"),
-    Hopper's only FP8 layout. Dequantizing first and leaving it to XLA to undo that is the better known form, and
-    fragile: with bfloat16 operands jax 0.11 on an H200 did not, and took 1.3 ms in place of 0.8 (8192 x 4096 x 14336,
-    bf16 result).
+    Formats with one scale: a dot of codes, and a scale for `apply_scale`, which XLA fuses into the reader of the result
+    if nothing stands in between. XLA runs the dot as a cuBLASLt FP8 matmul where the hardware has one, and elsewhere
+    converts the codes exactly. Both operands have the contracted axis last ("TN"), Hopper's only FP8 layout.
+    Dequantizing first, and relying on XLA to undo that, is the better known form, but fragile: with bfloat16 operands
+    jax 0.11 on an H200 did not, and took 1.3 ms instead of 0.8 (8192 x 4096 x 14336, bf16 result).
 
-    Of blocks, qshard's own GEMM of codes where the hardware has one (`block_gemm.py`): XLA has none for Hopper that
-    takes their scales. Elsewhere a bfloat16 GEMM of dequantized values. FP8 codes with power-of-two scales are bfloat16
-    numbers; others are rounded once more.
+    Block formats: qshard's own GEMM of codes where the GPU has one (`block_gemm.py`), since XLA has none for Hopper
+    that takes their scales. Elsewhere a bfloat16 GEMM of dequantized values. FP8 codes with power-of-two scales are
+    exact in bfloat16; others are rounded once more.
 
     Args:
-      a_contracted, b_contracted: which axes of each are contracted: the last (`ROWWISE`), or all others, none of which
-        has to be one with another: a mesh may cut each.
-      dtype: of the product. A bfloat16 one of codes is rounded before the scale, and once scaled, since scales do not
-        join such a GEMM, and an fp32 one costs more to write and read: 0.81 ms against 0.77 alone, and 0.98 against
-        0.80 before an elementwise operation. Powers of two do join, round once, and take 0.64.
-      precise: accumulate in fp32 throughout. Given FP8, Hopper's tensor cores by themselves keep fewer bits, in a
-        tenth less time.
-      out_sharding: of the result, on Explicit meshes where operands leave it open.
-      by_rows: whether an Auto mesh shards x by rows alone, and no w: then no operand is gathered for the product.
+      a: the left operand.
+      a_contracted: the contracted axes of `a`: the last (`ROWWISE`), or all others. These need not be folded into one,
+        so a mesh may shard each.
+      b: the right operand.
+      b_contracted: the contracted axes of `b`.
+      dtype: dtype of the product. A bfloat16 product of codes is rounded before and after scaling, because float scales
+        do not fuse into such a GEMM, and an fp32 result costs more to write and read: 0.81 ms against 0.77 alone, and
+        0.98 against 0.80 before an elementwise operation. Power-of-two scales do fuse, round once, and take 0.64.
+      precise: accumulate in fp32 throughout. On FP8, Hopper's tensor cores otherwise keep fewer bits and take a tenth
+        less time.
+      out_sharding: the sharding of the result, on Explicit meshes where operands leave it open.
+      by_rows: whether an Auto mesh shards only the rows of x, and not w. Then no operand is gathered for the product.
+
+    Returns:
+      The product, with the free axes of `a`, then of `b`; and a scale that is still to be applied, or None.
     """
     a_stored, b_stored = stored_for(a.format, b.format, a_contracted), stored_for(b.format, a.format, b_contracted)
-    # A float16 result could overflow before the scales.
+    # A float16 result could overflow before it is scaled.
     narrow = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
     if not multiplies_codes(a.format, b.format):
 
-        def of_values(a_plane: Plane, b_plane: Plane) -> jax.Array:
+        def multiply_values(a_plane: Plane, b_plane: Plane) -> jax.Array:
             x, x_axes = _values(a.with_planes({a_stored: a_plane}), a_stored, a_contracted)
             y, y_axes = _values(b.with_planes({b_stored: b_plane}), b_stored, b_contracted)
             if len(x_axes) != len(y_axes):
@@ -78,8 +83,8 @@ def gemm(
             )
 
         usages = (a_stored, a_contracted), (b_stored, b_contracted)
-        of_planes = of_values if by_rows else gather_codes(a, b, usages, narrow, of_values)
-        return block_gemm.product(a, b, usages, narrow, of_planes).astype(dtype), None
+        multiply_planes = multiply_values if by_rows else gather_codes(a, b, usages, narrow, multiply_values)
+        return block_gemm.product(a, b, usages, narrow, multiply_planes).astype(dtype), None
     a_plane, b_plane = a.plane(a_stored), b.plane(b_stored)
     product = lax.dot_general(
         a_plane.data,
@@ -89,16 +94,16 @@ def gemm(
         preferred_element_type=narrow,
         out_sharding=out_sharding,
     )
-    return product, scale_of(a.format, b.format, a_plane.scale_inv * b_plane.scale_inv, narrow)
+    return product, product_scale(a.format, b.format, a_plane.scale_inv * b_plane.scale_inv, narrow)
 
 
-def scale_of(a: Format, b: Format, scale: jax.Array, dtype: Any) -> jax.Array:
-    """The scale of a product of codes in `dtype`, and the dtype of the scaling: powers of two are exact in any."""
+def product_scale(a: Format, b: Format, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Cast the scale of a product to the dtype to scale in: `dtype` if both scales are powers of two, else float32."""
     return scale.astype(dtype if a.power_scales and b.power_scales else jnp.float32)
 
 
 def apply_scale(product: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
-    """The product that `gemm` gave, or a part of it, multiplied by the scale."""
+    """Multiply a product of `gemm`, or a part of it, by its scale, and cast it to `dtype`."""
     if scale is not None:
         product = product.astype(scale.dtype) * scale
     return product.astype(dtype)
@@ -115,10 +120,20 @@ def row_product(
     out_sharding: Spec,
     by_rows: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`gemm` of the rows `lead` of `a` and of w, without rows that a recipe has added, which no mesh cuts.
+    """Multiply the rows of `a` by w with `gemm`, and drop the padding rows that a recipe added.
 
-    Of a w in one plane that serves both usages, whose last axis an Auto mesh cuts into so many `columns`, a GEMM of
-    codes reads the transpose.
+    Args:
+      a: the codes of x or dy, `[*lead, K]`, or `[rows, K]` with padding rows, which no mesh shards.
+      w: the gathered weight. If one plane serves both usages and the GEMM reads the other, it is transposed.
+      contracted: the plane of w that is contracted.
+      lead: the leading axes of the result.
+      columns: the number of shards of the last axis of w, on an Auto mesh.
+      precise: accumulate in fp32 throughout.
+      out_sharding: the sharding of the result, on Explicit meshes.
+      by_rows: whether an Auto mesh shards only the rows of x.
+
+    Returns:
+      The product `[*lead, N]`, and a scale that is still to be applied, or None.
     """
     read = stored_for(w.format, a.format, contracted)
     if read not in w.planes and w.format.transposes:
@@ -135,6 +150,7 @@ def row_product(
 
 
 def _values(q: QuantizedArray, stored: Usage, contracted: Usage) -> tuple[jax.Array, tuple[int, ...]]:
+    """Dequantize a plane to bfloat16. Also return its contracted axes."""
     values = plane_values(q.plane(stored), q.format, stored, "bfloat16", len(q.axes))
     if is_transposed(q.format, stored):
         return values, tuple(range(1, values.ndim))
@@ -143,9 +159,10 @@ def _values(q: QuantizedArray, stored: Usage, contracted: Usage) -> tuple[jax.Ar
 
 
 def _code_axes(data: jax.Array, contracted: Usage) -> tuple[int, ...]:
-    """Those of codes that are contracted: of `[*lead, K]` the last, of the transposed plane `[K, *lead]` all others."""
+    """The contracted axes of codes: the last of `[*lead, K]`; all but the first of a transposed plane `[K, *lead]`."""
     return (data.ndim - 1,) if contracted is Usage.ROWWISE else tuple(range(1, data.ndim))
 
 
 def _as_matrix(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, tuple[int]]:
+    """Fold the contracted axes into one."""
     return fold_axes(x, axes[0], axes[-1] + 1), (axes[0],)

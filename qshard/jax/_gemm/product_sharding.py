@@ -1,4 +1,4 @@
-"""The operands of a product as planes of blocks, and the shardings under which devices multiply their shards."""
+"""Sharding of products of block-scaled planes: the shards that each device multiplies, and the sum over devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from qshard.layout import Shape, is_transposed, stored_block
 
 @dataclass(frozen=True)
 class PlaneAxes:
-    """The axes of a plane of blocks: which are rows, and which a product contracts."""
+    """The axes of a plane of blocks: rows and contracted axes.
+
+    Attributes:
+      format: the format of the tensor.
+      stored: the usage of the plane.
+      rows: the axes that are not contracted.
+      contracted: the axes that a product contracts.
+      dtypes: the dtypes of codes and scales.
+    """
 
     format: Format
     stored: Usage
@@ -49,31 +57,33 @@ class PlaneAxes:
 
     @property
     def block(self) -> tuple[int, int]:
+        """The block of the plane in its own axes, transposed in a transposed plane."""
         block = stored_block(self.format, self.stored)
         assert block is not None
         return block
 
     @property
     def last(self) -> int:
+        """The last axis."""
         return len(self.rows) + len(self.contracted) - 1
 
     def unit(self, axis: int) -> int:
-        """Elements of a block along an axis."""
+        """The length of a block along an axis, in elements."""
         return self.block[1] if axis == self.last else self.block[0] if axis == self.last - 1 else 1
 
     def shape(self, codes: Shape) -> Shape:
-        """The shape in elements of codes of this shape."""
+        """The shape in elements of codes with shape `codes`."""
         return (*codes[:-1], codes[-1] * self.format.element.codes_per_byte)
 
     def sizes(self, plane: Plane) -> tuple[Shape, Shape]:
-        """The sizes of the axes of rows, and of those that are contracted."""
+        """The sizes of the row axes, and of the contracted axes."""
         rows, depth = (tuple(plane.data.shape[axis] for axis in axes) for axes in (self.rows, self.contracted))
         return rows, depth
 
     def matrix(self, plane: Plane) -> Plane:
-        """A local plane as matrices with the contracted axis last."""
+        """Reshape a local plane to a matrix with the contracted axis last."""
         data, scale_inv = plane.data, plane.scale_inv
-        if self.contracted[-1] != self.last:  # 2-D blocks, and so a matrix.
+        if self.contracted[-1] != self.last:  # Only planes of 2-D blocks, which are matrices.
             data, scale_inv = local.transpose(data), scale_inv.T
         rows, depth = map(math.prod, self.sizes(plane))
         block = self.format.block_shape()
@@ -85,8 +95,8 @@ class ProductSharding(NamedTuple):
 
     Attributes:
       a, b, out: shardings of the operands and of the result.
-      scattered: array axes of the result and mesh axes, of the contracted ones: there the sum is reduce-scattered.
-      summed: mesh axes whose devices all get the sum.
+      scattered: pairs of a result axis and a mesh axis that shards contracted axes: the sum is reduce-scattered there.
+      summed: the other mesh axes that shard contracted axes: all of their devices get the sum.
     """
 
     a: PartitionSpec
@@ -95,8 +105,8 @@ class ProductSharding(NamedTuple):
     scattered: Scattered
     summed: Names
 
-    def added(self, product: jax.Array) -> jax.Array:
-        """The sum of local products over devices."""
+    def sum_over_devices(self, product: jax.Array) -> jax.Array:
+        """Sum local products over devices."""
         return sum_over(product, self.scattered, self.summed)
 
     @classmethod
@@ -108,10 +118,18 @@ class ProductSharding(NamedTuple):
         specs: tuple[Any, Any],
         out: Any,
     ) -> ProductSharding:
-        """The shardings for operands of these shapes and shardings, and for a result that is to be sharded as `out`.
+        """Choose the shardings for operands of these shapes and shardings, and a result to be sharded as `out`.
 
-        A mesh axis shards the contracted axis of both operands, if it shards that of one and nothing else of the other;
-        else rows, those of `a` first, unless `out` wants those of `b` sharded along it. It shards whole blocks only.
+        A mesh axis shards the contracted axis of both operands if it already shards it in one, and nothing else in the
+        other. Otherwise it shards rows, the rows of `a` first, unless `out` needs the rows of `b` sharded along it.
+        Shards are whole blocks.
+
+        Args:
+          sides: the axes of both operands.
+          mesh: the sizes of mesh axes.
+          shapes: the shapes of both operands, in elements.
+          specs: the current shardings of both operands.
+          out: the sharding that the result is to have.
         """
         a, b = (
             [names_of(entry) for entry in (*spec, *[None] * len(shape))]

@@ -1,11 +1,11 @@
-"""Products of dequantized values on Auto meshes: XLA gathers their codes, at a byte an element or less.
+"""GEMMs of dequantized values on Auto meshes, for which XLA gathers codes: a byte an element or less.
 
-XLA decides on shardings after tracing. Left alone it gathers an operand where the product reads it, which is after
-dequantizing, and in both passes: the planes of a tensor of vectors hold different numbers. Here dequantizing and the
-product are one op with a custom partitioning rule (`custom_partitioning.py`), so what crosses is the op's operands.
+XLA chooses shardings after tracing. By default it gathers an operand where the GEMM reads it, after dequantizing, and
+in both passes, since the two planes of 1-D blocks hold different numbers. Here, dequantizing and the GEMM are one op
+with a custom partitioning rule (`custom_partitioning.py`), so XLA can only gather the inputs of the op, the codes.
 
-The rule does not tie the contracted axes of the two operands: each arrives as it is sharded. Where one alone is sharded
-there, its codes are gathered, or the other one is sliced and results are added up, whichever moves less.
+The rule does not tie the contracted axes of both operands: each operand arrives with its own sharding. If only one is
+sharded there, its codes are gathered, or the other is sliced and the products are summed, whichever moves fewer bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
-from qshard.jax._gemm.block_gemm import OfPlanes, Usages
+from qshard.jax._gemm.block_gemm import PlaneProduct, Usages
 from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
 from qshard.jax._ops.custom_partitioning import call_partitionable, local, mesh_of_call, partitionable, spec_on
 from qshard.jax._ops.mesh import is_auto, may_be_sharded, mesh_of, names_of
@@ -40,31 +40,34 @@ class Operand(PlaneAxes):
 
     @classmethod
     def on(cls, q: QuantizedArray, stored: Usage, contracted: Usage, mesh: Mapping[str, int]) -> Operand | None:
-        """The operand that a plane is; None if it has no axes of whole blocks, or a mesh axis does not divide their
-        number: parts of mesh axes would then shard them.
+        """The operand for a plane, or None if an Auto mesh cannot gather it.
+
+        It cannot if the plane has no axes of whole blocks, or a mesh axis does not divide their number: parts of mesh
+        axes would then shard them.
         """
         if q.format.row_scaled or (axes := cls.of(q, stored, contracted)) is None:
             return None
         grid = q.plane(stored).scale_inv.shape
         whole = all(size % shards == 0 for size in grid if size > 1 for shards in mesh.values())
-        # Shardy's rules take no factor of size 1 beside another.
+        # Shardy rejects a compound factor with a part of size 1.
         whole &= all(size > 1 or axes.unit(axis) == 1 for axis, size in enumerate(grid))
         return axes if whole else None
 
     @property
     def bytes(self) -> float:
-        """Bytes of an element's code."""
+        """Bytes per element of codes."""
         return 1 / self.format.element.codes_per_byte
 
     def arrays(self, plane: Plane) -> Arrays:
-        """The parts of a plane as integers, but for a scale of the tensor: XLA moves numbers of other widths as wider
-        ones, and pads with zeros, which E8M0 does not have.
+        """The codes and block scales as unsigned integers, and a per-tensor scale as it is.
+
+        XLA moves 8-bit floats as wider ones, and pads with zeros, which E8M0 cannot represent.
         """
         bits = [lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}") for part in plane[:2]]
         return (*bits, *(part for part in plane[2:] if part is not None))
 
     def values(self, arrays: Arrays) -> jax.Array:
-        """The values of local codes, in bfloat16."""
+        """Dequantize local codes to bfloat16."""
         parts = [lax.bitcast_convert_type(part, name) for part, name in zip(arrays[:2], self.dtypes, strict=False)]
         plane = Plane(*parts, *arrays[2:], *[None] * (3 - len(arrays)))
         values: jax.Array = quantize_steps.dequantize(
@@ -73,57 +76,71 @@ class Operand(PlaneAxes):
         return values
 
     def specs(self, spec: PartitionSpec) -> tuple[PartitionSpec, ...]:
-        """The shardings of its arrays: scales follow codes, and a scale of the tensor is on every device."""
+        """The shardings of `arrays`: block scales follow codes, and a per-tensor scale is replicated."""
         return (spec, spec, *[PartitionSpec()] * (len(self.dtypes) - 2))
 
 
 @dataclass(frozen=True)
 class ValueProduct:
-    """A product of values of two planes of codes."""
+    """The product of the values of two planes of codes.
+
+    Attributes:
+      a, b: the operands.
+      dtype: dtype of the result.
+    """
 
     a: Operand
     b: Operand
     dtype: str
 
     def __call__(self, sharding: ProductSharding | None, *arrays: jax.Array) -> jax.Array:
-        """The local product, and the sum over devices that contracted axes are sharded over."""
+        """Multiply local values, and sum over the devices that shard contracted axes."""
         count = len(self.a.dtypes)
         x, y = self.a.values(arrays[:count]), self.b.values(arrays[count:])
         contracted = ((self.a.contracted, self.b.contracted), ((), ()))
         made = lax.dot_general(x, y, contracted, preferred_element_type=jnp.dtype(self.dtype))
-        return made if sharding is None else sharding.added(made)
+        return made if sharding is None else sharding.sum_over_devices(made)
 
 
 def gather_codes(
-    a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any, of_values: OfPlanes
-) -> OfPlanes:
-    """On an Auto mesh, the op that computes `of_values` from codes that XLA can gather; elsewhere `of_values`."""
+    a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any, multiply_values: PlaneProduct
+) -> PlaneProduct:
+    """Return a product of two planes for which XLA can gather codes on an Auto mesh; elsewhere `multiply_values`.
+
+    Args:
+      a: the left operand.
+      b: the right operand.
+      usages: for each operand, the plane to read and its contracted axes.
+      dtype: dtype of the product.
+      multiply_values: multiplies dequantized planes.
+    """
     data = a.plane(usages[0][0]).data
     mesh = mesh_of(data)
     if not may_be_sharded(data) or not is_auto(mesh):
-        return of_values
+        return multiply_values
     left, right = (Operand.on(q, *usage, dict(mesh.shape)) for q, usage in zip((a, b), usages, strict=True))
     if left is None or right is None or len(left.contracted) != len(right.contracted):
-        return of_values
+        return multiply_values
     what = ValueProduct(left, right, jnp.dtype(dtype).name)
 
     @jax.custom_batching.custom_vmap
-    def of_codes(a: Plane, b: Plane) -> jax.Array:
+    def multiply_codes(a: Plane, b: Plane) -> jax.Array:
         def partitioned(a: Plane, b: Plane) -> jax.Array:
             return _partitionable(what, mesh.abstract_mesh)(*left.arrays(a), *right.arrays(b))
 
-        (made,) = call_partitionable(partitioned, of_values, (what, mesh.abstract_mesh), a, b)
+        (made,) = call_partitionable(partitioned, multiply_values, (what, mesh.abstract_mesh), a, b)
         return made
 
-    @of_codes.def_vmap
+    @multiply_codes.def_vmap
     def _(_: int, axes: Any, a: Plane, b: Plane) -> tuple[jax.Array, bool]:
-        return jax.vmap(of_values, jax.tree.map(lambda is_batched: 0 if is_batched else None, axes))(a, b), True
+        return jax.vmap(multiply_values, jax.tree.map(lambda is_batched: 0 if is_batched else None, axes))(a, b), True
 
-    return of_codes
+    return multiply_codes
 
 
 @functools.lru_cache(maxsize=1024)
 def _partitionable(what: ValueProduct, abstract: Any) -> Callable[..., jax.Array]:
+    """The product with its custom partitioning rule."""
     count = len(what.a.dtypes)
 
     def partition(mesh: Any, operands: Any, result: Any) -> Any:
@@ -152,8 +169,9 @@ def _gather_specs(
     specs: tuple[PartitionSpec, PartitionSpec],
     out: PartitionSpec,
 ) -> tuple[PartitionSpec, PartitionSpec]:
-    """Operand shardings for the product. Row shardings that the wanted result lacks are dropped if gathering the codes
-    moves fewer bytes than gathering the result.
+    """Choose the shardings of operands. Drop row shardings that the result lacks, if gathering codes moves fewer bytes.
+
+    The alternative is to gather the result.
     """
     kept: list[PartitionSpec] = []
     wanted = [*out, *[None] * (len(what.a.rows) + len(what.b.rows) - len(out))]
@@ -172,12 +190,12 @@ def _gather_specs(
 
 
 def _local_size(shape: Sequence[int], spec: Iterable[Any], mesh: Mapping[str, int]) -> int:
-    """Elements that a device has of an array."""
+    """Elements of the local shard of an array."""
     return math.prod(shape) // math.prod(mesh[name] for entry in spec for name in names_of(entry))
 
 
 def _rule(what: ValueProduct) -> tuple[str, dict[str, int]]:
-    """The sharding rule: an axis of blocks is a product of blocks and a length, which codes and results each have."""
+    """The sharding rule for Shardy. An axis of codes, or of values, is blocks times the length of a block."""
     takes: list[str] = []
     gives: list[str] = []
     sizes: dict[str, int] = {}

@@ -1,6 +1,6 @@
-"""Cross entropy, in the bits of PyTorch's front end and of the reference: one pass over logits each way.
+"""Cross entropy, bit-equal to the PyTorch front end and the reference: one pass over the logits in each direction.
 
-What a row comes down to is four numbers (`ffi/ops.def`), so devices that have parts of the classes gather these.
+Each row reduces to four numbers (`ffi/ops.def`). If classes are sharded, devices gather these numbers, not the logits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qshard.jax._ops.validation import as_axes, check_array, check_dtype
 from qshard.jax._sharding.row_partitioning import Names, RowSharding, on_devices
 
 _IGNORED, _NO_CLASS = -1, -2
-"""What labels become where the classes of a device are counted from 0."""
+"""Labels of ignored rows and of invalid labels, once `RowLoss._local_labels` has renumbered classes."""
 
 
 def cross_entropy(
@@ -35,38 +35,38 @@ def cross_entropy(
     num_classes: int | None = None,
     axis_name: AxisName = None,
 ) -> jax.Array:
-    """`lse - logits[label] + z_loss * lse^2` for each row, with `lse = log(sum(exp(logits)))`.
+    """Compute `lse - logits[label] + z_loss * lse^2` for each row, with `lse = log(sum(exp(logits)))`.
 
-    With smoothing s, `(1 - s) * logits[label] + s * mean(logits)` takes the place of the logit of the label.
+    With smoothing s, `(1 - s) * logits[label] + s * mean(logits)` replaces `logits[label]`.
 
     Args:
-      logits: float32, bfloat16 or float16, `[*rows, classes]`: classes are the last axis.
+      logits: float32, bfloat16 or float16, `[*rows, classes]`.
       labels: int32 or int64, `[*rows]`.
       reduction: "mean" over the rows that are not ignored, "sum", or "none".
       ignore_index: a row with this label has loss 0 and gradients 0.
       label_smoothing: from 0 to 1.
-      z_loss: what keeps lse near 0, 0 or more.
-      num_classes: how many classes there are, on all devices together. Columns from it on are padding, as of a
-        vocabulary that is padded so that devices divide it: they add nothing to the loss, and their gradient is 0.
-        None: every column is a class, also one that a caller meant as padding.
-      axis_name: in `shard_map`, the mesh axis that cuts classes, or several, major to minor; the devices have as many
-        classes each, and the same labels. They gather 16 bytes a row, and all have the loss.
+      z_loss: weight of the penalty that keeps lse near 0, 0 or more.
+      num_classes: the number of classes over all devices. Further columns are padding, as in a vocabulary padded to a
+        multiple of the devices: they add nothing to the loss, and their gradient is 0. None: every column is a class.
+      axis_name: in `shard_map`, the mesh axis that shards classes, or several, major to minor. Devices have equally
+        many classes and the same labels. They gather 16 bytes a row, and all get the loss.
 
     Returns:
-      float32, `[]`, or `[*rows]` with "none". The gradient of logits has their dtype; it is worked out in float32, and
+      float32, `[]`, or `[*rows]` with "none". The gradient of logits has their dtype; it is computed in float32 and
       rounded once.
 
     Raises:
-      TypeError, ValueError: these are not such arguments, or labels that the host knows (of NumPy, or on a CPU, outside
-        of `jit`) have one that is none of the classes. Elsewhere such a row has loss NaN and gradients NaN.
+      TypeError: an argument has the wrong type.
+      ValueError: shapes do not match, an option is out of range, or a label that the host knows (a NumPy array, or an
+        array on a CPU outside of `jit`) is not a class. Otherwise such a row has NaN as its loss and gradients.
 
-    Each loss is within 4 units in the last place of lse of what fp64 gives. A second derivative raises. Options are
-    static.
+    The error of each loss is within 4 units in the last place of lse, compared with fp64. Second derivatives raise.
+    Options are static.
 
-    On Auto and Explicit meshes rows stay where they are, whatever axes are cut, with the same bits, and the mean is of
-    all of them. Classes that are cut stay too: devices gather 16 bytes a row; sums are then in another order. In
-    `shard_map` rows are those of a device: average losses by the number of their labels. There, with
-    `check_vma=False`, gradients are those of the sum of the losses of all devices, as behind `lax.psum`.
+    On Auto and Explicit meshes rows stay in place, whatever axes are sharded, with the same bits, and the mean is over
+    all rows. Sharded classes stay in place too: devices gather 16 bytes a row, and the order of sums changes. In
+    `shard_map` the loss is over the local rows: to average means over devices, weight them by the number of labels that
+    are not ignored. With `check_vma=False`, gradients there are of the sum of all devices' losses, as after `lax.psum`.
 
     >>> logits = jnp.array([[0.0, 0.0], [0.0, 1.0986123]])
     >>> loss, grad = jax.value_and_grad(cross_entropy)(logits, jnp.array([0, 1]))
@@ -80,23 +80,23 @@ def cross_entropy(
     names, logits = as_axes("cross_entropy", axis_name), jnp.asarray(logits)
     rule = LossRule.of("cross_entropy", ignore_index, label_smoothing, z_loss)
     check_num_classes("cross_entropy", num_classes)
-    columns = (logits.shape[-1] if logits.ndim else 0) * shards_of(names)
+    columns = (logits.shape[-1] if logits.ndim else 0) * count_class_shards(names)
     check_shapes("cross_entropy", "logits", logits.shape, labels, reduction)
     of = RowLoss(rule, count_classes("cross_entropy", "logits", columns, num_classes), names, columns)
     words = as_words("cross_entropy", labels, of)
-    (logits,), words = vary((logits,), words, names)
+    (logits,), words = cast_varying((logits,), words, names)
     return reduce_losses(_losses(of, logits, words), words, reduction, ignore_index)
 
 
 @dataclass(frozen=True)
 class RowLoss:
-    """The static parts of losses of rows.
+    """Static options of the losses of rows.
 
     Attributes:
-      rule: the options.
+      rule: the options of the loss.
       classes: classes on all devices, without padding.
       names: in `shard_map`, the mesh axes over which classes are sharded.
-      columns: of logits on all devices, with padding.
+      columns: columns of logits on all devices, with padding.
     """
 
     rule: LossRule
@@ -105,9 +105,9 @@ class RowLoss:
     columns: int
 
     def losses(self, held: RowSharding, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The loss of each row, and its lse."""
-        of_own, _ = self._counted(held, logits, labels)
-        valid, smooth = self._valid(held, logits), self.rule.smoothing > 0
+        """Compute the loss and the lse of each row."""
+        of_own, _ = self._local_labels(held, logits, labels)
+        valid, smooth = self._class_mask(held, logits), self.rule.smoothing > 0
         if valid is None:
             stats = held.ops.cross_entropy_stats(logits, of_own, first=0, total=smooth)
         else:
@@ -122,32 +122,44 @@ class RowLoss:
     def gradient(
         self, held: RowSharding, logits: jax.Array, labels: jax.Array, lse: jax.Array, grad: jax.Array, op: Any = None
     ) -> jax.Array:
-        """That of logits, of that of each loss. `op`: another primitive of `cross_entropy_grad`."""
-        of_own, options = self._counted(held, logits, labels)
+        """Compute the gradient of logits.
+
+        Args:
+          held: the sharding of rows and classes.
+          logits: the local logits, `[*rows, classes]`.
+          labels: int32 `[*rows]`.
+          lse: float32 `[*rows]`, from `losses`.
+          grad: the gradient of each loss, float32 `[*rows]`.
+          op: another primitive to use for `cross_entropy_grad`.
+        """
+        of_own, options = self._local_labels(held, logits, labels)
         options |= {"classes": self.classes, "first": 0}
-        valid = self._valid(held, logits)
+        valid = self._class_mask(held, logits)
         logits = logits if valid is None else _mask(logits, valid)
         d: jax.Array = (op or held.ops.cross_entropy_grad)(logits, of_own, lse, grad, **options)
         return d if valid is None else jnp.where(valid, d, 0)
 
-    def _valid(self, held: RowSharding, logits: jax.Array) -> jax.Array | None:
-        """A mask of the columns of this device that are classes; None: all are."""
+    def _class_mask(self, held: RowSharding, logits: jax.Array) -> jax.Array | None:
+        """A mask of the local columns that are classes; None without padding."""
         if self.classes == self.columns:
             return None
         own = logits.shape[-1]
         valid: jax.Array = held.first(own) + jnp.arange(own, dtype=jnp.int32) < self.classes
         return valid
 
-    def _counted(self, held: RowSharding, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-        """Labels with the first class of this device as 0 and classes of other devices as the last one; and the rule.
+    def _local_labels(
+        self, held: RowSharding, logits: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, dict[str, Any]]:
+        """Renumber labels so that the first local class is 0. Labels of other devices' classes become the last class.
 
-        An op takes where its classes begin as an attribute, and one program serves all devices.
+        An op takes the first class as an attribute, but one program serves all devices. Also returns the options of the
+        op.
         """
         if not held.classes:
             return labels, self.rule.options
         own = logits.shape[-1]
         turned = labels - held.first(own)
-        # The last class is not on this device, or is padding on it.
+        # Local column `classes - 1` does not exist on this device, or is padding.
         turned = jnp.where((turned >= 0) & (turned < own), turned, self.classes - 1)
         turned = jnp.where((labels >= 0) & (labels < self.classes), turned, _NO_CLASS)
         turned = jnp.where(labels == self.rule.ignore_index, _IGNORED, turned)
@@ -188,16 +200,16 @@ def _losses_forward(of: RowLoss, logits: jax.Array, labels: jax.Array) -> tuple[
     return losses, (logits, labels, lse)
 
 
-def _losses_backward(of: RowLoss, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, None]:
-    (d,) = on_devices(_Gradient(of), of.names, *kept, RowSharding(of.names).of_losses(grad))
-    return shard_as(d, kept[0]), None
+def _losses_backward(of: RowLoss, saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, None]:
+    (d,) = on_devices(_Gradient(of), of.names, *saved, RowSharding(of.names).of_losses(grad))
+    return shard_as(d, saved[0]), None
 
 
 _losses.defvjp(_losses_forward, _losses_backward)
 
 
 def shard_as(made: jax.Array, like: jax.Array) -> jax.Array:
-    """A gradient, on Explicit meshes cut as what it is of."""
+    """Reshard a gradient as `like`, on Explicit meshes."""
     own = jax.typeof(like).sharding
     return jax.sharding.reshard(made, own) if jax.typeof(made).sharding.spec != own.spec else made
 
@@ -209,17 +221,19 @@ def reduce_losses(losses: jax.Array, labels: jax.Array, reduction: str, ignore_i
 
 
 def rows_that_count(labels: jax.Array, ignore_index: int) -> jax.Array:
-    """How many labels count, as float32."""
+    """The number of labels that are not ignored, as float32."""
     return jnp.sum(labels != ignore_index).astype(jnp.float32)
 
 
-def shards_of(classes: Names) -> int:
-    """How many devices have parts of the classes, in `shard_map`."""
+def count_class_shards(classes: Names) -> int:
+    """The number of devices that shard classes, in `shard_map`."""
     return int(lax.axis_size(classes)) if classes else 1
 
 
-def vary(arrays: Sequence[jax.Array], labels: jax.Array, classes: Names) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """All, typed as varying over the same manual axes, but labels not over those of classes: losses are the same."""
+def cast_varying(
+    arrays: Sequence[jax.Array], labels: jax.Array, classes: Names
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Cast arrays and labels to vary over the same manual axes, except labels over `classes`: they are equal there."""
     own = [frozenset(jax.typeof(a).manual_axis_type.varying) for a in (*arrays, labels)]
     parts = frozenset(classes) if types_tell(classes) else frozenset()
     every = parts.union(*own)
@@ -232,32 +246,32 @@ def _cast(x: jax.Array, missing: frozenset[str]) -> jax.Array:
 
 
 def check_shapes(op: str, name: str, shape: Sequence[int], labels: Any, reduction: Any) -> None:
-    """Raises unless there is a label for each row of `name`, and a reduction."""
+    """Raise TypeError or ValueError unless each row of `name` has a label, and `reduction` exists."""
     check_array(op, "labels", labels)
     labels = labels if hasattr(labels, "dtype") else jnp.asarray(labels)
     check_rows(op, name, shape, labels.shape, str(labels.dtype), reduction)
 
 
 def as_words(op: str, labels: Any, of: RowLoss) -> jax.Array:
-    """Labels as int32, clipped, and checked where the host knows them."""
+    """Convert labels to int32, clipped to its range. Raise ValueError if the host knows one that is not a class."""
     labels = labels if hasattr(labels, "dtype") else jnp.asarray(labels)
     if _is_known(labels):
         there, ignored = np.asarray(labels), of.rule.ignore_index
         wrong = there[(there != ignored) & ((there < 0) | (there >= of.classes))]
         if wrong.size:
             raise wrong_label(op, int(wrong[0]), of.classes, ignored)
-    if str(labels.dtype) != "int32":  # NumPy's would be cut to their low words.
+    if str(labels.dtype) != "int32":  # `jnp.asarray` would truncate int64 of NumPy to the low 32 bits.
         labels = (np if isinstance(labels, np.ndarray | np.generic) else jnp).clip(labels, *WORD).astype("int32")
     return jnp.asarray(labels)
 
 
 def _mask(logits: jax.Array, valid: jax.Array) -> jax.Array:
-    """Logits with -inf in padding, so that it adds 0 to the sum of exponentials."""
+    """Set logits of padding to -inf, so that they add 0 to the sum of exponentials."""
     return jnp.where(valid, logits, jnp.array(-jnp.inf, logits.dtype))
 
 
 def _is_known(labels: Any) -> bool:
-    """Whether the host has the labels, and all processes the same."""
+    """Whether the host has all labels, the same on all processes."""
     if isinstance(labels, jax.core.Tracer):
         return False
     if isinstance(labels, jax.Array):

@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer, whose logits are never whole: a chunk of rows at a time, on each device its own."""
+"""Cross entropy of a linear head, computed in chunks of rows, so that all logits are never stored."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from qshard._core.losses import (
 from qshard.jax._losses.cross_entropy import (
     RowLoss,
     as_words,
+    cast_varying,
     check_shapes,
+    count_class_shards,
     reduce_losses,
     rows_that_count,
     shard_as,
-    shards_of,
-    vary,
 )
-from qshard.jax._losses.quantized_head import Codes, recipe_of
+from qshard.jax._losses.quantized_head import QuantizedHead, check_recipe
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.mesh import AxisName
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, seed_words
@@ -54,35 +54,42 @@ def linear_cross_entropy(
     recipe: RecipeLike | None = None,
     seed: Seed = None,
 ) -> jax.Array:
-    """`cross_entropy(x @ w.T, labels)`, a chunk of rows at a time, whose gradient then takes the place of its logits.
+    """Compute `cross_entropy(x @ w.T, labels)` in chunks of rows. The gradient of a chunk overwrites its logits.
 
     Args:
       x: float32, bfloat16 or float16, `[*rows, K]`.
-      w: of the dtype of x, `[classes, K]`; with `axis_name` a part of the classes. With `recipe` of any such dtype.
-      labels, reduction, ignore_index, label_smoothing, z_loss, num_classes, axis_name: as for `cross_entropy`; columns
-        of logits are rows of w. With `axis_name` x is the same on all devices that have parts of the classes, and its
-        gradient is the sum of theirs.
-      chunk: rows at a time, on each device. By default as many as have 256 MiB of logits, in chunks alike.
-      recipe, seed: as for `linear`, whose three products are then made of each chunk: w is quantized once, x and the
-        gradient of logits a chunk at a time. Formats with a scale for the tensor have one for each chunk, and for the
-        classes of each device, so results depend on `chunk` as those of `linear` depend on the batch. It is for one
-        device and for `shard_map`: on Auto meshes XLA gathers rows that are cut, on Explicit ones they raise.
-        DelayedScaling is refused: chunks have no scales of earlier steps. None: products of values.
+      w: `[classes, K]` in the dtype of x, or with `recipe` in any of these dtypes. With `axis_name`, the local shard of
+        the classes.
+      labels: int32 or int64, `[*rows]`.
+      reduction: "mean" over the rows that are not ignored, "sum", or "none".
+      ignore_index: the label of rows to ignore, as for `cross_entropy`.
+      label_smoothing: from 0 to 1.
+      z_loss: weight of the penalty on lse, 0 or more.
+      num_classes: the number of classes over all devices; further rows of w are padding. None: every row is a class.
+      chunk: rows per chunk on each device. None: as many as have 256 MiB of logits, in chunks of equal size.
+      axis_name: in `shard_map`, the mesh axis, or axes, that shard classes. x is the same on all of their devices, and
+        its gradient is summed over them.
+      recipe: the recipe of the three products of each chunk, or its name: w is quantized once, x and the gradient of
+        logits per chunk. Per-tensor formats have one scale per chunk, and one per shard of w, so results depend on
+        `chunk`, as `linear` depends on the batch. For one device and `shard_map` only: on Auto meshes XLA gathers
+        sharded rows, and on Explicit meshes they raise. DelayedScaling raises, since chunks have no scale history.
+        None: products in the dtype of x.
+      seed: the seed of stochastic rounding, as for `linear`.
 
     Returns:
-      As `cross_entropy`. Logits are rounded to the dtype of x. The gradient of w is summed in float32, over chunks and,
-      outside of `shard_map`, over devices.
+      The loss, as for `cross_entropy`. Logits are rounded to the dtype of x. The gradient of w is summed in float32,
+      over chunks and, outside of `shard_map`, over devices.
 
     Raises:
-      TypeError, ValueError: as `cross_entropy` does, or x and w do not fit.
+      TypeError, ValueError: as for `cross_entropy`; or x and w do not match, or the recipe cannot be used.
 
-    With "mean" and "sum" gradients are made as the loss is, and multiplied by that of the loss, a number, in backward.
-    In float16 a loss that was scaled up could not bring back what has been rounded to 0; so there, and with "none",
-    logits are made again in backward.
+    With "mean" and "sum", the forward pass computes gradients with the loss, and backward multiplies them by the
+    gradient of the loss, a number. In float16 a scaled loss could not recover gradients that were rounded to 0. So in
+    float16, and with "none", backward recomputes the logits.
 
-    On Auto and Explicit meshes rows stay where they are, whatever axes of x are cut, and so do classes, unless what
-    cuts them cuts rows too: then w is gathered once for all chunks, as where its K is cut, and its gradient
-    reduce-scattered. Under `vmap` each example is a head of its own, of which all have a chunk at a time.
+    On Auto and Explicit meshes rows stay in place, whatever axes of x are sharded. Classes stay in place too, unless
+    the same mesh axis shards rows: then w is gathered once for all chunks, as it is if its K is sharded, and its
+    gradient is reduce-scattered. Under `vmap` each example is a head of its own, and a chunk has rows of every example.
 
     >>> x, w = jnp.ones((2, 3)), jnp.zeros((4, 3))
     >>> loss, grad = jax.value_and_grad(linear_cross_entropy)(x, w, jnp.array([0, 3]))
@@ -98,15 +105,15 @@ def linear_cross_entropy(
     names, x, w = as_axes(op, axis_name), jnp.asarray(x), jnp.asarray(w)
     check_head(op, x.shape, str(x.dtype), w.shape, str((w if recipe is None else x).dtype), chunk)
     rule = LossRule.of(op, ignore_index, label_smoothing, z_loss)
-    coded = None if recipe is None else recipe_of(recipe, x, w, seed)
+    coded = None if recipe is None else check_recipe(recipe, x, w, seed)
     drawn = seed_words(op, seed) if coded is not None and coded.stochastic else None
     check_num_classes(op, num_classes)
     check_shapes(op, "x", x.shape, labels, reduction)
-    columns = w.shape[0] * shards_of(names)
+    columns = w.shape[0] * count_class_shards(names)
     of = RowLoss(rule, count_classes(op, "x", columns, num_classes), names, columns)
     head = Head(of, reduction, chunk, str(w.dtype), coded)
     words = as_words(op, labels, of)
-    (x, w), words = vary((x, w), words, names)
+    (x, w), words = cast_varying((x, w), words, names)
     if makes_gradients_early(reduction, str(x.dtype)):
         return _early(head, x, w, words, drawn)
     return reduce_losses(_late(head, x, w, words, drawn), words, reduction, ignore_index)
@@ -114,7 +121,15 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class Head:
-    """What is static in losses of a linear layer."""
+    """Static options of a call, and its loops over chunks.
+
+    Attributes:
+      of: the loss of each row.
+      reduction: "mean", "sum" or "none".
+      chunk: rows per chunk; None: the default.
+      w_dtype: dtype of the gradient of w.
+      recipe: the recipe; None: products are not quantized.
+    """
 
     of: RowLoss
     reduction: str
@@ -123,16 +138,17 @@ class Head:
     recipe: Recipe | None = None
 
     def count(self, labels: jax.Array) -> jax.Array:
-        """What the sum of losses is divided by."""
+        """The divisor of the sum of losses."""
         return rows_that_count(labels, self.of.rule.ignore_index) if self.reduction == "mean" else jnp.float32(1)
 
     def products(self, w: jax.Array, seed: jax.Array | None, *, backward: bool) -> _Values | _Codes:
-        return _Values(w) if self.recipe is None else _Codes(w, Codes(self.recipe, seed), backward)
+        """The products of chunks with `w`, quantized if there is a recipe."""
+        return _Values(w) if self.recipe is None else _Codes(w, QuantizedHead(self.recipe, seed), backward)
 
     def losses(
         self, held: RowSharding, x: jax.Array, w: jax.Array, labels: jax.Array, seed: jax.Array | None = None
     ) -> tuple[jax.Array, ...]:
-        """The loss of each row, and its lse."""
+        """Compute the loss and the lse of each row."""
         products = self.products(w, seed, backward=False)
 
         def step(made: Any, chunk: Any, part: Any, put: Any) -> Any:
@@ -154,7 +170,20 @@ class Head:
         lse: jax.Array | None = None,
         seed: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
-        """Losses, and the gradients of x and w, that of w in float32, of that of each loss."""
+        """Compute losses and the gradients of x and w.
+
+        Args:
+          held: the sharding of rows and classes.
+          x: the local x, `[*rows, K]`.
+          w: the local w, `[classes, K]`.
+          labels: int32 `[*rows]`.
+          grad: the gradient of each loss, float32 `[*rows]`.
+          lse: float32 `[*rows]`, from `losses`; None: compute it, and the losses.
+          seed: the seed of stochastic rounding.
+
+        Returns:
+          The losses, which are zeros if `lse` is given; the gradient of x; the gradient of w, in float32.
+        """
         in_place = functools.partial(_grad_in_place(), **({"cuttable": False} if held.own else {}))
         flat, shape = labels.shape, x.shape
         x, labels, grad = _flat(x, labels, grad)
@@ -163,14 +192,14 @@ class Head:
         def step(made: Any, chunk: Any, part: Any, put: Any) -> Any:
             losses, dx, dw = made
             rows, own = part(x), part(labels)
-            logits, kept = products.logits(rows, chunk)
+            logits, saved = products.logits(rows, chunk)
             if lses is None:
                 loss, lse = self.of.losses(held, logits, own)
                 losses = put(losses, loss)
             else:
                 lse = part(lses)
             d = self.of.gradient(held, logits, own, lse, part(grad), in_place)
-            of_rows, of_w = products.gradients(d, kept, chunk, x.dtype)
+            of_rows, of_w = products.gradients(d, saved, chunk, x.dtype)
             return losses, put(dx, of_rows), dw + of_w
 
         begin = _zeros(labels.shape, labels), _zeros(x.shape, x, x.dtype), _zeros(w.shape, w)
@@ -178,7 +207,7 @@ class Head:
         return losses.reshape(flat), held.of_x(dx.reshape(shape)), held.of_w(dw)
 
     def _over_chunks(self, x: jax.Array, w: jax.Array, step: Callable[..., Any], made: Any) -> Any:
-        """`made` after `step(made, chunk, part, put)` of each: `part` of an array of all rows, and `put` there."""
+        """Fold `step(made, chunk, part, put)` over chunks. `part` slices rows of an array, `put` writes them."""
         rows = rows_at_a_time(self.chunk, len(x), w.shape[0], x.dtype.itemsize)
         whole, rest = divmod(len(x), rows)
 
@@ -197,30 +226,30 @@ class Head:
 
 @functools.cache
 def _grad_in_place() -> ops.Op:
-    """`cross_entropy_grad`, whose result takes over the memory of logits."""
+    """`cross_entropy_grad` with its result in the buffer of the logits."""
     return ops.Op(table()["cross_entropy_grad"], {0: 0})
 
 
 class _Values:
-    """The three products of chunks, of values."""
+    """The three products of a chunk, not quantized."""
 
     def __init__(self, w: jax.Array):
         self.w = w
 
     def logits(self, x: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
-        """And what `gradients` takes of rows."""
+        """Compute logits. Also return the operand that `gradients` takes for these rows."""
         return lax.dot_general(x, self.w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype), x
 
     def gradients(self, d: jax.Array, x: jax.Array, chunk: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Of rows, and of w, in float32."""
+        """Compute the gradient of the rows of a chunk, and its float32 addend to the gradient of w."""
         dx = lax.dot_general(d, self.w, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
         return dx, lax.dot_general(d, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 class _Codes:
-    """The same of codes: those of w are made once."""
+    """The three products of a chunk, quantized. The codes of w are computed once."""
 
-    def __init__(self, w: jax.Array, codes: Codes, backward: bool):
+    def __init__(self, w: jax.Array, codes: QuantizedHead, backward: bool):
         self.codes, self.backward, self.w = codes, backward, codes.weight(w, backward=backward)
 
     def logits(self, x: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
@@ -236,7 +265,7 @@ def _flat(x: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _zeros(shape: tuple[int, ...], like: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """Typed as varying over the manual axes over which `like` does."""
+    """Zeros that vary over the manual axes over which `like` varies."""
     varying = tuple(sorted(jax.typeof(like).manual_axis_type.varying))
     zeros = jnp.zeros(shape, dtype)
     return lax.pcast(zeros, varying, to="varying") if varying else zeros
@@ -280,26 +309,26 @@ class _Gradients:
         return self.head.gradients(held, x, w, labels, grad, lse, *seed)[1:]
 
 
-# --- gradients with the loss ---
+# --- gradients computed with the loss ---
 
 Seeds = jax.Array | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _early(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> jax.Array:
-    losses, _ = _losses_of(head, _Losses(head), x, w, labels, *_there(seed))
+    losses, _ = _losses_of(head, _Losses(head), x, w, labels, *_optional(seed))
     return losses.sum() / head.count(labels)
 
 
 def _early_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, Any]:
     count = head.count(labels)
     share = jnp.broadcast_to(1 / count, labels.shape)
-    losses, dx, dw = _losses_of(head, _LossesAndGradients(head), x, w, labels, share, *_there(seed))
+    losses, dx, dw = _losses_of(head, _LossesAndGradients(head), x, w, labels, share, *_optional(seed))
     return losses.sum() / count, (shard_as(dx, x), shard_as(dw, w))
 
 
-def _early_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
-    dx, dw = kept
+def _early_backward(head: Head, saved: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
+    dx, dw = saved
     grad = RowSharding(head.of.names).of_losses(grad)
     return (dx * grad).astype(dx.dtype), (dw * grad).astype(head.w_dtype), None, None
 
@@ -307,23 +336,23 @@ def _early_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array |
 _early.defvjp(_early_forward, _early_backward)
 
 
-# --- gradients in backward ---
+# --- gradients computed in backward ---
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _late(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> jax.Array:
-    return _losses_of(head, _Losses(head), x, w, labels, *_there(seed))[0]
+    return _losses_of(head, _Losses(head), x, w, labels, *_optional(seed))[0]
 
 
 def _late_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, Any]:
-    losses, lse = _losses_of(head, _Losses(head), x, w, labels, *_there(seed))
+    losses, lse = _losses_of(head, _Losses(head), x, w, labels, *_optional(seed))
     return losses, (x, w, labels, lse, seed)
 
 
-def _late_backward(head: Head, kept: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
-    x, w, labels, lse, seed = kept
+def _late_backward(head: Head, saved: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
+    x, w, labels, lse, seed = saved
     grad = RowSharding(head.of.names).of_losses(grad)
-    dx, dw = _losses_of(head, _Gradients(head), x, w, labels, grad, lse, *_there(seed))
+    dx, dw = _losses_of(head, _Gradients(head), x, w, labels, grad, lse, *_optional(seed))
     return shard_as(dx, x), shard_as(dw.astype(w.dtype), w), None, None
 
 
@@ -334,5 +363,5 @@ def _losses_of(head: Head, function: Any, *operands: jax.Array) -> tuple[jax.Arr
     return on_devices(function, head.of.names, *operands, spreads=head.recipe is None)
 
 
-def _there(seed: Seeds) -> tuple[jax.Array, ...]:
+def _optional(seed: Seeds) -> tuple[jax.Array, ...]:
     return () if seed is None else (seed,)

@@ -1,4 +1,4 @@
-"""The three products of a head of codes, a chunk of rows at a time, on what one device has."""
+"""The three quantized products of a linear head, on the local rows of one chunk."""
 
 from __future__ import annotations
 
@@ -23,52 +23,54 @@ _OP = "linear_cross_entropy"
 _NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of logits"}
 
 
-def recipe_of(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Recipe:
-    """The recipe that a caller gave.
+def check_recipe(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Recipe:
+    """Check the recipe of a call against the arrays, and return it.
 
     Raises:
-      ValueError: a head has none such; shapes do not fit its formats; there is no seed; or types say that a mesh cuts
-        arrays.
+      TypeError: it is not a recipe.
+      ValueError: a head cannot use it, shapes do not fit its formats, the seed is missing, or types say that an array
+        is sharded.
     """
     recipe = head_recipe(_OP, given, seed)
     for name, array in (("x", x), ("w", w)):
         sharding = jax.typeof(array).sharding
         if any(sharding.mesh.shape[axis] > 1 for entry in sharding.spec for axis in names_of(entry)):
             raise ValueError(
-                f"{_OP}: recipe ({type(recipe).__name__}) is for what one device has, and {name} {array.shape} is cut "
-                f"as {sharding.spec}; call it inside jax.shard_map, with axis_name if classes are cut"
+                f"{_OP}: recipe ({type(recipe).__name__}) needs local arrays, but {name} {array.shape} is sharded as "
+                f"{sharding.spec}; call it inside jax.shard_map, with axis_name= if classes are sharded"
             )
     check_weight_shape(_OP, "w", recipe, w.shape)
     return recipe
 
 
 @dataclass(frozen=True)
-class Codes:
-    """What is multiplied, under a seed: traced, so it is not kept beyond a trace."""
+class QuantizedHead:
+    """The recipe and seed of a call. The seed may be traced, so do not keep this object beyond a trace."""
 
     recipe: Recipe
     seed: jax.Array | None
 
     def weight(self, w: jax.Array, *, backward: bool) -> QuantizedArray:
-        """Codes of w, for all chunks."""
+        """Quantize w, once for all chunks."""
         usage = Usage.ROWWISE | (source(self.recipe.weight, Usage.COLUMNWISE) if backward else Usage(0))
         return self._quantized(w, Role.WEIGHT, usage, 0)
 
     def rows(self, x: jax.Array, chunk: Any, *, backward: bool) -> QuantizedArray:
-        """Codes of rows of x."""
+        """Quantize the rows of x in one chunk."""
         recipe, usage = self.recipe, Usage.ROWWISE
         if backward:
             usage |= stored_for(recipe.activation, recipe.gradient, Usage.COLUMNWISE)
         return self._quantized(x, Role.ACTIVATION, usage, chunk)
 
     def logits(self, xq: QuantizedArray, wq: QuantizedArray, rows: int, dtype: Any) -> jax.Array:
+        """Multiply the codes of a chunk by the codes of w."""
         made = row_product(xq, wq, Usage.ROWWISE, (rows,), 1, precise=False, out_sharding=None)
         return apply_scale(*made, dtype)
 
     def gradients(
         self, d: jax.Array, xq: QuantizedArray, wq: QuantizedArray, chunk: Any, dtype: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Those of rows of x, and what they add to that of w, in float32."""
+        """Compute the gradient of the rows of a chunk, and its float32 addend to the gradient of w."""
         recipe, columns = self.recipe, Usage.COLUMNWISE
         usage = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
         usage |= stored_for(recipe.gradient, recipe.activation, columns)

@@ -1,4 +1,4 @@
-"""Layers and their derivatives: linear, dot_general, einsum, experts, RMSNorm, SwiGLU, and weights of a pytree.
+"""Layers and their derivatives: linear, dot_general, einsum, experts, RMSNorm, SwiGLU, and `Policy` for pytrees.
 
 Losses are in `_losses`, conversion of whole models is in `_convert`.
 """

@@ -1,7 +1,8 @@
-"""SwiGLU and RMSNorm, in the bits of PyTorch's front end and of the reference; and quantized with their own amax.
+"""SwiGLU and RMSNorm, bit-equal to the PyTorch front end and the reference, and their quantizing forms.
 
-XLA merges nothing across custom calls: `linear` takes what they make, and reads it for its amax where its format has
-one of a tensor. `swiglu_quantize` and `rms_norm_quantize` do not, for who needs codes and no gradient.
+XLA fuses nothing across custom calls, so `linear` reads the result of `swiglu` or `rms_norm` again for a per-tensor
+amax. `swiglu_quantize` and `rms_norm_quantize` take the amax from the pass that computes the result, but have no
+gradient.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.op_table import table
 
 _PARTS = 8
-"""Into how many parts XLA may cut K of SwiGLU: each has an amax, and to kernels shorter ones are slow."""
+"""XLA may shard K of SwiGLU into this many parts. Each part has its own amax, and kernels are slow on shorter ones."""
 
 _SUM_ROWS = int(table()["rms_norm_grad"].attributes["rows"][1][0])
-"""Rows of x in a part of the gradient of the weight: the one number that the op takes."""
+"""Rows of x per partial sum of the weight gradient of RMSNorm: the only value that the op accepts."""
 
 
 def swiglu(gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike) -> jax.Array:
-    """`silu(gate) * up`, in fp32 and rounded once.
+    """Compute `silu(gate) * up` in fp32, rounded once to the dtype of the inputs. Differentiable.
 
     Args:
-      gate, up: float32, bfloat16 or float16, of one shape and dtype.
+      gate: float32, bfloat16 or float16, of any shape.
+      up: an array of the shape and dtype of `gate`.
 
     Returns:
-      Of the same shape and dtype, and cut as `gate` is.
+      An array of the same shape and dtype, sharded as `gate`.
 
     Raises:
-      TypeError: the two are not arrays of such a dtype.
-      ValueError: they are not of one shape and dtype.
+      TypeError: an input is not an array of such a dtype.
+      ValueError: the inputs differ in shape or dtype.
 
-    The bits, and those of gradients, are the same however the two are sharded, and nothing moves: shards may cut any
-    axis. On Auto meshes that is so for the last one if its shards are whole runs of `gcd(K, max(128, K // 8))`; others
-    are gathered.
-    On Explicit meshes, `up` is first cut as `gate` is.
+    Results and gradients have the same bits under any sharding, without communication, whatever axes are sharded. On
+    Auto meshes, shards of the last axis must be whole runs of `gcd(K, max(128, K // 8))` elements; other shards are
+    gathered. On Explicit meshes, `up` is first resharded like `gate`.
 
     >>> gate, ones = jnp.array([-1.0, 0.0, 2.0]), jnp.ones(3)
     >>> [f"{h:.4f}" for h in swiglu(gate, ones)]
@@ -75,22 +76,27 @@ def swiglu_quantize(
     spec: Spec = None,
     seed: Seed = None,
 ) -> QuantizedArray:
-    """`quantize(swiglu(gate, up), fmt)`, which does not read h for its amax.
+    """Compute `quantize(swiglu(gate, up), fmt)` without a second read of the activations for their amax.
 
-    A format with one scale for the tensor takes the amax of the pass that makes h. With other formats it is the two
+    Per-tensor formats take the amax from the pass that computes `h = swiglu(gate, up)`; other formats run the two
     calls. Not differentiable: to train, pass `swiglu(gate, up)` to `linear`.
 
     Args:
-      gate, up: as for `swiglu`.
-      fmt, usage, axis_name, spec, seed: as for `quantize`, of h.
+      gate: float32, bfloat16 or float16, of any shape.
+      up: an array of the shape and dtype of `gate`.
+      fmt: the format of the result, or its name.
+      usage: the planes to compute.
+      axis_name: in `shard_map`, the mesh axes that shard h, as for `quantize`.
+      spec: the sharding of h, as for `quantize`.
+      seed: the seed of stochastic rounding, as for `quantize`.
 
     Returns:
-      A QuantizedArray, in the bits of the two calls.
+      A QuantizedArray with the bits of the two calls.
 
     Raises:
-      TypeError, ValueError: as `swiglu` and `quantize` do.
+      TypeError, ValueError: as for `swiglu` and `quantize`.
 
-    Sharded `gate` and `up` stay where they are, as for `swiglu`; h is cut and reduced as `quantize` says.
+    Sharded inputs stay in place, as for `swiglu`; h is sharded, and amaxes reduced, as in `quantize`.
 
     >>> swiglu_quantize(jnp.ones((2, 4)), jnp.ones((2, 4)), "FP8_E4M3").dequantize()[0, 0]
     Array(0.7310586, dtype=float32)
@@ -98,34 +104,34 @@ def swiglu_quantize(
     Source: arXiv:2002.05202.
     """
     arrays = _check_pair("swiglu_quantize", gate, up)
-    return _quantize_result("swiglu_quantize", _swiglu_made, arrays, (), fmt, usage, axis_name, spec, seed)
+    return _quantize_result("swiglu_quantize", _swiglu_with_amax, arrays, (), fmt, usage, axis_name, spec, seed)
 
 
 def rms_norm(x: jax.typing.ArrayLike, weight: jax.typing.ArrayLike, eps: float) -> jax.Array:
-    """`x / sqrt(mean(x^2) + eps) * weight`, over the last axis, in fp32 and rounded once.
+    """Compute `x / sqrt(mean(x^2) + eps) * weight` over the last axis, in fp32 and rounded once. Differentiable.
 
     Args:
       x: float32, bfloat16 or float16, `[*lead, K]`.
-      weight: any of these dtypes, `[K]`.
-      eps: not negative; it is static.
+      weight: `[K]`, any of these dtypes.
+      eps: 0 or more; static.
 
     Returns:
-      `[*lead, K]` of the dtype of x, and cut as x is.
+      `[*lead, K]` in the dtype of `x`, sharded as `x`.
 
     Raises:
-      TypeError: the two are not arrays of such dtypes, or `eps` is traced.
-      ValueError: shapes do not fit, or `eps` is negative.
+      TypeError: an input is not an array of such a dtype, or `eps` is traced.
+      ValueError: shapes do not match, or `eps` is negative.
 
-    The bits, and those of the gradient of x, are the same however leading axes are cut, and x stays where it is: on
-    Auto meshes if shards of the last of these are whole runs of `gcd(its size, 32)` rows. K is gathered where it is
-    cut, of x and of weight. The gradient of weight is a sum over rows, to which devices add up theirs.
+    Results and the gradient of x have the same bits under any sharding of leading axes, and x stays in place. On Auto
+    meshes, shards of the last leading axis must be whole runs of `gcd(its size, 32)` rows. If K is sharded, x and
+    weight are gathered along it. The gradient of weight is a sum over rows, and so over devices.
 
     >>> rms_norm(jnp.array([[3.0, 4.0]]), jnp.array([1.0, 2.0]), 0.0)
     Array([[0.84852815, 2.2627418 ]], dtype=float32)
 
     Source: arXiv:1910.07467.
     """
-    y = _rms_norm(*_checked_norm("rms_norm", x, weight, eps), float(eps))
+    y = _rms_norm(*_check_norm("rms_norm", x, weight, eps), float(eps))
     cut = jax.typeof(jnp.asarray(x)).sharding
     return jax.sharding.reshard(y, cut) if jax.typeof(y).sharding.spec != cut.spec else y
 
@@ -141,31 +147,37 @@ def rms_norm_quantize(
     spec: Spec = None,
     seed: Seed = None,
 ) -> QuantizedArray:
-    """`quantize(rms_norm(x, weight, eps), fmt)`, which does not read y for its amax.
+    """Compute `quantize(rms_norm(x, weight, eps), fmt)` without a second read of the result for its amax.
 
-    A format with one scale for the tensor takes the amax of the pass that makes y. With other formats it is the two
-    calls. Not differentiable: to train, pass `rms_norm(x, weight, eps)` to `linear`.
+    Per-tensor formats take the amax from the pass that computes `y = rms_norm(x, weight, eps)`; other formats run the
+    two calls. Not differentiable: to train, pass `rms_norm(x, weight, eps)` to `linear`.
 
     Args:
-      x, weight, eps: as for `rms_norm`.
-      fmt, usage, axis_name, spec, seed: as for `quantize`, of y.
+      x: float32, bfloat16 or float16, `[*lead, K]`.
+      weight: `[K]`, any of these dtypes.
+      eps: 0 or more; static.
+      fmt: the format of the result, or its name.
+      usage: the planes to compute.
+      axis_name: in `shard_map`, the mesh axes that shard y, as for `quantize`.
+      spec: the sharding of y, as for `quantize`.
+      seed: the seed of stochastic rounding, as for `quantize`.
 
     Returns:
-      A QuantizedArray, in the bits of the two calls.
+      A QuantizedArray with the bits of the two calls.
 
     Raises:
-      TypeError, ValueError: as `rms_norm` and `quantize` do.
+      TypeError, ValueError: as for `rms_norm` and `quantize`.
 
-    Sharded `x` stays where it is, as for `rms_norm`; y is cut and reduced as `quantize` says.
+    Sharded `x` stays in place, as for `rms_norm`; y is sharded, and amaxes reduced, as in `quantize`.
 
     >>> rms_norm_quantize(jnp.ones((2, 4)), jnp.ones(4), 0.0, "FP8_E4M3").dequantize()[0, 0]
     Array(1., dtype=float32)
 
     Source: arXiv:1910.07467.
     """
-    arrays = _checked_norm("rms_norm_quantize", x, weight, eps)
+    arrays = _check_norm("rms_norm_quantize", x, weight, eps)
     return _quantize_result(
-        "rms_norm_quantize", _rms_norm_made, arrays, (float(eps),), fmt, usage, axis_name, spec, seed
+        "rms_norm_quantize", _rms_norm_with_amax, arrays, (float(eps),), fmt, usage, axis_name, spec, seed
     )
 
 
@@ -180,7 +192,7 @@ def _quantize_result(
     spec: Spec,
     seed: Seed,
 ) -> QuantizedArray:
-    """What `make(*arrays, *given)` makes, which gives an amax with it, quantized."""
+    """Quantize the result of `make(*arrays, *given)`, which also returns the amax of the result."""
     fmt, usage = as_format(fmt, op), as_usage(usage, op)
     check_spec(op, "spec", spec)
     axes = as_axes(op, axis_name)
@@ -199,7 +211,7 @@ def _with_scales(
     axis_names: tuple[str, ...],
     spec: Spec,
 ) -> tuple[jax.Array, WeightScales | None]:
-    """What is made, and what its one scale is made of its amax, if `fmt` has one scale and no blocks."""
+    """Call `make`. For a per-tensor format, also compute the scale from the amax; otherwise return None for it."""
     h, amax = make(without_derivative(op, *arrays), *arrays[1:], *given)
     if not fmt.per_tensor:
         return h, None
@@ -214,20 +226,20 @@ def _with_scales(
 
 @jax.custom_vjp
 def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return _swiglu_made(gate, up)[0]
+    return _swiglu_with_amax(gate, up)[0]
 
 
-def _swiglu_made(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _swiglu_with_amax(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
     h, amax = _over_runs("swiglu", gate, up)
     return h, amax
 
 
 def _swiglu_forward(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _swiglu_made(gate, up)[0], (gate, up)
+    return _swiglu_with_amax(gate, up)[0], (gate, up)
 
 
-def _swiglu_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    d_gate, d_up, *_ = _over_runs("swiglu_grad", *kept, grad)
+def _swiglu_backward(saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    d_gate, d_up, *_ = _over_runs("swiglu_grad", *saved, grad)
     return d_gate, d_up
 
 
@@ -235,29 +247,29 @@ _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
 def _check_pair(op: str, gate: Any, up: Any) -> tuple[jax.Array, jax.Array]:
-    """The two as arrays that vary over the same manual axes, and on Explicit meshes are cut alike."""
+    """Check both inputs, cast them to vary over the same manual axes, and shard `up` like `gate` on Explicit meshes."""
     for name, x in (("gate", gate), ("up", up)):
         check_array(op, name, x)
         check_dtype(op, name, x)
     gate, up = jnp.asarray(gate), jnp.asarray(up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(
-            f"{op}: up ({up.shape}, {up.dtype}) is not as gate is, ({gate.shape}, {gate.dtype}); give two arrays of "
-            "one shape and dtype"
+            f"{op}: up ({up.dtype} {up.shape}) does not match gate ({gate.dtype} {gate.shape}); pass two arrays of one "
+            "shape and dtype"
         )
     gate, up = vary_alike(gate, up)
     cut = jax.typeof(gate).sharding
-    # Outside of custom_vjp, so that the gradient of `up` is cut as `up` is.
+    # Outside of the custom_vjp, so that the gradient of `up` is sharded as `up`.
     return gate, up if jax.typeof(up).sharding.spec == cut.spec else jax.sharding.reshard(up, cut)
 
 
 def _over_runs(op: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """An op on elements of arrays that are cut alike: results in their shape, and the amax of each, `[]`."""
+    """Run an elementwise op on equally sharded arrays. Returns the results in their shape, then the amax of each."""
     like = arrays[0]
     runs = [partitionable_ops.split_rows(x, longest=x.shape[-1] // _PARTS) if x.ndim else x for x in arrays]
     lead = 0 if runs[0] is like else like.ndim
     made = getattr(ops, op)(*runs, lead=lead)
-    elements = len(made) // 2  # The amaxes follow, in the same order.
+    elements = len(made) // 2  # The second half is the amaxes, in the same order.
     wholes = (partitionable_ops.reshape_as(y, like) for y in made[:elements])
     return *wholes, *(max_along(amax) for amax in made[elements:])
 
@@ -267,7 +279,7 @@ def _over_runs(op: str, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    return _rms_norm_made(x, weight, eps)[0]
+    return _rms_norm_with_amax(x, weight, eps)[0]
 
 
 def _rms_norm_forward(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -275,38 +287,40 @@ def _rms_norm_forward(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.
     return y, (x, weight, rstd)
 
 
-def _rms_norm_backward(_: float, kept: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, weight, rstd = kept
+def _rms_norm_backward(_: float, saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight, rstd = saved
     rows, lead = partitionable_ops.split_lead(x)
     grad_rows, _ = partitionable_ops.split_lead(grad)
-    dx, dweight, _ = ops.rms_norm_grad(rows, _for_each(weight, rows, lead), rstd, grad_rows, lead=lead, rows=_SUM_ROWS)
+    dx, dweight, _ = ops.rms_norm_grad(
+        rows, _broadcast_weight(weight, rows, lead), rstd, grad_rows, lead=lead, rows=_SUM_ROWS
+    )
     return partitionable_ops.reshape_as(dx, x), jnp.sum(dweight, axis=tuple(range(lead))).astype(weight.dtype)
 
 
 _rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-def _rms_norm_made(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+def _rms_norm_with_amax(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
     y, amax, _ = _normalize(x, weight, eps)
     return y, amax
 
 
 def _normalize(x: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """y, its amax `[]`, and what rows were multiplied by, by matrices of `split_lead`."""
+    """Return y, its amax `[]`, and the factor 1/rms of each row, in the matrices of `split_lead`."""
     rows, lead = partitionable_ops.split_lead(x)
-    y, rstd, amax = ops.rms_norm(rows, _for_each(weight, rows, lead), eps=eps, lead=lead)
+    y, rstd, amax = ops.rms_norm(rows, _broadcast_weight(weight, rows, lead), eps=eps, lead=lead)
     return partitionable_ops.reshape_as(y, x), max_along(amax), rstd
 
 
-def _for_each(weight: jax.Array, rows: jax.Array, lead: int) -> jax.Array:
-    """The weight once for each matrix: XLA cuts an op along axes that all its operands have. It is short beside x."""
+def _broadcast_weight(weight: jax.Array, rows: jax.Array, lead: int) -> jax.Array:
+    """Repeat the weight for each matrix of `split_lead`: XLA shards an op only along axes that all operands have."""
     return jnp.broadcast_to(weight, (*rows.shape[:lead], weight.shape[0])) if lead else weight
 
 
-def _checked_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, jax.Array]:
-    """The two as arrays that vary over the same manual axes; the weight whole on all devices, x whole along K.
+def _check_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, jax.Array]:
+    """Check x and weight, cast them to vary over the same manual axes, and unshard weight, and K of x.
 
-    Else a cut of the weight, as FSDP has it, would spread to y on Auto meshes.
+    A sharded weight, as with FSDP, would otherwise shard y on Auto meshes.
     """
     for name, array in (("x", x), ("weight", weight)):
         check_array(op, name, array)
@@ -314,15 +328,15 @@ def _checked_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, ja
     x, weight = jnp.asarray(x), jnp.asarray(weight)
     if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
         raise ValueError(
-            f"{op}: weight {weight.shape} does not fit x {x.shape}; give weight as [K] and x as [*lead, K]"
+            f"{op}: weight {weight.shape} does not fit x {x.shape}; pass weight as [K] and x as [*lead, K]"
         )
     if isinstance(eps, jax.core.Tracer):
-        raise TypeError(f"{op}: eps ({quote(eps)}) is traced; pass a number, which is static")
+        raise TypeError(f"{op}: eps ({quote(eps)}) is traced; pass a Python number")
     if not eps >= 0:
-        raise ValueError(f"{op}: eps ({quote(eps)}) is not 0 or more; give a small number, such as 1e-5")
+        raise ValueError(f"{op}: eps ({quote(eps)}) must be a small number of at least 0, such as 1e-5")
     x, weight = vary_alike(x, weight)
     mesh, cut = mesh_of(x), jax.typeof(x).sharding
-    # Outside of custom_vjp, so that gradients are cut as these are.
+    # Outside of the custom_vjp, so that gradients are sharded as the inputs.
     if mesh.explicit_axes:
         whole = NamedSharding(mesh, PartitionSpec(*cut.spec[:-1], None))
         x = x if cut.spec == whole.spec else jax.sharding.reshard(x, whole)

@@ -1,4 +1,4 @@
-"""Products of tensors as products of matrices: which axes fold into K and N, and how what cuts them folds."""
+"""Reduction of tensor products to matrix products: which axes fold into K and N, and how their shardings fold."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ Axes = tuple[int, ...]
 
 
 class MatrixAxes(NamedTuple):
-    """How a product over axes of `x` and `w` is one of matrices.
+    """The axes of `x` and `w` in groups. Each group folds into one axis of a matrix product.
 
     Attributes:
-      x: groups of the axes of x: one for each that is left, and all that are contracted.
-      w: two groups of the axes of w, in an order that `layout` names: the contracted ones and those that are left.
+      x: groups of the axes of x: one group for each free axis, then one for all contracted axes.
+      w: two groups of the axes of w, contracted and free, in the order of `layout`.
+      layout: "NK" or "KN": the order of the groups of w.
     """
 
     x: tuple[Axes, ...]
@@ -31,30 +32,38 @@ class MatrixAxes(NamedTuple):
 
     @classmethod
     def of(cls, x_ndim: int, w_ndim: int, x_axes: Axes, w_axes: Axes) -> MatrixAxes:
-        """Of a product that contracts these axes, in pairs."""
-        pairs = sorted(zip(w_axes, x_axes, strict=True))  # In the order of w, which then lies as it is.
+        """Group the axes of a product that contracts `x_axes` with `w_axes`, pairwise."""
+        pairs = sorted(zip(w_axes, x_axes, strict=True))  # In the order of w, to avoid a transpose of w.
         k, n = tuple(axis for axis, _ in pairs), tuple(axis for axis in range(w_ndim) if axis not in w_axes)
-        # Neither first nor last, the contracted axes are moved; what is in front stays, as FSDP may cut it.
+        # Contracted axes in the middle of w move to the end. The first axis stays first, as FSDP may shard it.
         layout: WeightLayout = "KN" if n and 0 in k else "NK"
         lead = tuple((axis,) for axis in range(x_ndim) if axis not in x_axes)
         return cls((*lead, tuple(axis for _, axis in pairs)), (k, n) if layout == "KN" else (n, k), layout)
 
     def group(self, of: Literal["N", "K"]) -> Axes:
-        """The axes of w that are left, or contracted."""
+        """The free ("N") or contracted ("K") axes of w."""
         return self.w[self.layout.index(of)]
 
     def spec(self, spec: Any, groups: tuple[Axes, ...]) -> PartitionSpec:
-        """How a tensor is cut once its axes are folded: along all that cuts the axes of a group, in their order."""
+        """The sharding after folding: each folded axis is sharded along all mesh axes of its group, in order."""
         entries = (*spec, *[None] * sum(map(len, groups)))
         return PartitionSpec(*(_merge(entries[axis] for axis in group) for group in groups))
 
     def parts(
         self, op: str, x: jax.Array, w: jax.Array, spec: Spec, gathers: tuple[str, ...], recipe: Recipe
     ) -> AxisSplits:
-        """How axes are split, by how the types of x and w, and `spec` of w, say that they are cut.
+        """Compute how axes must be split before folding, from the types of x and w and the sharding `spec` of w.
+
+        Args:
+          op: the public function, for errors.
+          x: the activations.
+          w: the weight; in `shard_map` the local shard.
+          spec: the sharding of w.
+          gathers: the mesh axes along which w is gathered.
+          recipe: the recipe; its blocks must not be broken.
 
         Raises:
-          ValueError: shards of a group of axes would change the blocks of the folded matrix.
+          ValueError: shards of a group of axes would break the blocks of the folded matrix.
         """
         mesh, told = mesh_of(w, spec), entries_of(spec, w.ndim)
         manual = set(mesh.manual_axes)
@@ -73,16 +82,16 @@ class MatrixAxes(NamedTuple):
         cut_x = [count(names_of(jax.typeof(x).sharding.spec[axis])) for axis in self.x[-1]]
         if any(n > 1 for n in (*cut_x[1:], *(total[axis] for axis in k[1:]))):
             for axis, own, n in zip(self.x[-1], k, cut_x, strict=True):
-                if total[own] == 1:  # w is split as x is cut.
+                if total[own] == 1:  # Split w as x is sharded.
                     outside[own] = total[own] = n
                 elif total[own] % n:
                     raise ValueError(
-                        f"{op}: axis {axis} of x {x.shape} is cut into {n} parts, and axis {own} of w {w.shape}, with "
-                        f"which it is contracted, into {total[own]}; cut both alike, or x not at all"
+                        f"{op}: axis {axis} of x {x.shape} has {n} shards, but axis {own} of w {w.shape}, contracted "
+                        f"with it, has {total[own]}; shard both alike, or replicate x"
                     )
         for group, role in ((self.group("N"), Role.GRADIENT), (k, Role.ACTIVATION)):
             cut = [axis for axis in group[1:] if total[axis] > 1]
-            if not cut:  # Where only the first axis is cut, the folded one is cut alike.
+            if not cut:  # If only the first axis is sharded, the folded axis has the same shards.
                 for axis in group:
                     outside[axis] = 1
                 continue
@@ -91,8 +100,8 @@ class MatrixAxes(NamedTuple):
             run = size // total[last] * math.prod(w.shape[axis] for axis in group[group.index(last) + 1 :])
             if any(w.shape[axis] % outside[axis] for axis in group) or run % unit:
                 raise ValueError(
-                    f"{op}: axis {last} of w {w.shape} is folded after axis {group[0]}, and cut into {total[last]} "
-                    f"parts that break blocks of {unit}; cut it at blocks, or have it before axis {group[0]} in w"
+                    f"{op}: axis {last} of w {w.shape} is folded after axis {group[0]}, and its {total[last]} shards "
+                    f"split blocks of {unit}; shard it on block boundaries, or put it before axis {group[0]} in w"
                 )
         merged = [a * b for a, b in zip(outside, gathered, strict=True)]
         if any(merged[axis] > 1 for axis in k[1:]):
@@ -101,14 +110,19 @@ class MatrixAxes(NamedTuple):
         return AxisSplits(tuple(outside), tuple(of_x), tuple(gathered), tuple(merged), tuple(names))
 
     def sizes(self, x: jax.Array, w: jax.Array, parts: AxisSplits) -> tuple[int, ...]:
-        """The sizes of the result: the axes of x that are left, then the axes of the gathered w that are left."""
+        """The shape of the result: the free axes of x, then the free axes of the gathered w."""
         left = (w.shape[axis] * parts.gathered[axis] for axis in self.group("N"))
         return (*(x.shape[axis] for (axis,) in self.x[:-1]), *left)
 
-    def folded(self, x: jax.Array, groups: tuple[Axes, ...], parts: Sequence[int]) -> jax.Array:
-        """Folds each group of axes into one. Axes in parts are split: the numbers of parts lead in the folded axis.
+    def fold(self, x: jax.Array, groups: tuple[Axes, ...], parts: Sequence[int]) -> jax.Array:
+        """Fold each group of axes into one axis. Part numbers of split axes come first in the folded axis.
 
-        So the folded axis is cut by the mesh axes that cut the group, and no element moves between devices.
+        The folded axis is then sharded along the mesh axes of the group, and no element moves between devices.
+
+        Args:
+          x: the array to fold.
+          groups: the groups of axes.
+          parts: for each axis, the number of parts to split it into.
         """
         entries = jax.typeof(x).sharding.spec
         cut = self.spec(entries, groups)
@@ -123,8 +137,8 @@ class MatrixAxes(NamedTuple):
             x = lax.transpose(x, order)
         return reshape(x, sizes, tuple(cut))
 
-    def unfolded(self, y: jax.Array, sizes: tuple[int, ...], parts: AxisSplits) -> jax.Array:
-        """The result `[*lead, N]` with all axes of w that are left."""
+    def unfold(self, y: jax.Array, sizes: tuple[int, ...], parts: AxisSplits) -> jax.Array:
+        """Unfold the result `[*lead, N]` to the free axes of w."""
         group, lead = self.group("N"), len(self.x) - 1
         entries = (*jax.typeof(y).sharding.spec, *[None] * len(sizes))
         counts = [parts.merged[axis] for axis in group]
@@ -139,13 +153,14 @@ class MatrixAxes(NamedTuple):
 
 
 class AxisSplits(NamedTuple):
-    """Splits the axes of a product before they are folded, so that each shard is one run of the folded axis.
+    """The parts that axes of a product are split into before folding, so that each shard is one run of the folded axis.
 
     Attributes:
-      w, x: into how many parts each axis of an array in hand is split: in `shard_map`, w in 1.
-      gathered: how many shards `shard_map` puts together along each axis of w.
-      merged: the parts of each axis of w, once it is gathered, in the folded one.
-      names: the mesh axes that cut each axis of w.
+      w: the number of parts of each axis of the local w. In `shard_map` it is 1.
+      x: the number of parts of each axis of the local x.
+      gathered: for each axis of w, the number of shards that `shard_map` gathers.
+      merged: for each axis of the gathered w, its number of parts in the folded axis.
+      names: the mesh axes that shard each axis of w.
     """
 
     w: tuple[int, ...]
@@ -159,19 +174,19 @@ def _merge(entries: Iterable[Any]) -> tuple[str, ...] | None:
     return tuple(name for entry in entries for name in names_of(entry)) or None
 
 
-def respec(spec: Spec, entries: Any) -> Spec:
-    """Another spec on the mesh of this one."""
+def replace_entries(spec: Spec, entries: Any) -> Spec:
+    """Replace the entries of `spec`; a NamedSharding keeps its mesh."""
     made = PartitionSpec(*entries)
     return NamedSharding(spec.mesh, made) if isinstance(spec, NamedSharding) else made
 
 
 def entries_of(spec: Spec, ndim: int) -> list[Any]:
-    """An entry for every axis."""
+    """The entries of `spec`, padded with None to `ndim`."""
     return [*spec_of(spec, None), *[None] * ndim][:ndim]
 
 
 class Terms(NamedTuple):
-    """The labels of `einsum`: of x, of w and of the result."""
+    """The labels of an einsum: those on the axes of x, of w and of the result."""
 
     x: tuple[str, ...]
     w: tuple[str, ...]
@@ -179,12 +194,13 @@ class Terms(NamedTuple):
 
     @classmethod
     def of(cls, subscripts: str, x: jax.Array, w: jax.Array) -> Terms:
-        """Of subscripts such as "btd,dhk->bthk"; an ellipsis may stand for axes of x."""
+        """Parse subscripts such as "btd,dhk->bthk". An ellipsis may stand for axes of x."""
         parts = subscripts.replace(" ", "").split("->") if isinstance(subscripts, str) else ()
         operands = parts[0].split(",") if len(parts) == 2 else ()
         if len(operands) != 2:
             raise ValueError(
-                f"einsum: subscripts ({subscripts!r}) are not two operands and a result; write them as 'btd,dhk->bthk'"
+                f"einsum: subscripts ({subscripts!r}) are not two operands and a result; write them like "
+                "'btd,dhk->bthk'"
             )
         more = tuple(f".{i}" for i in range(max(0, x.ndim - len(operands[0].replace("...", "")))))
 
@@ -203,7 +219,7 @@ class Terms(NamedTuple):
         repeated = any(len(set(term)) < len(term) for term in terms)
         if repeated or alone or not set(terms.out) <= {*terms.x, *terms.w}:
             raise ValueError(
-                f"einsum: subscripts ({subscripts!r}) repeat, add up or make up an axis; name each axis of x and w "
-                "once in it, and once in the other or in the result"
+                f"einsum: subscripts ({subscripts!r}) repeat, sum or add an axis; name each axis of x and w once "
+                "there, and once in the other operand or the result"
             )
         return terms

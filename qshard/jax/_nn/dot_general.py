@@ -1,4 +1,4 @@
-"""`DotGeneral` and `einsum`: quantized products of activations with a weight of any shape, as flax calls them."""
+"""`DotGeneral` and `einsum`: quantized products of activations and a weight of any shape, as flax calls them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax import lax
 from qshard._core.validation import closest, quote
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState
-from qshard.jax._nn.dimension_numbers import MatrixAxes, Terms, entries_of, respec
+from qshard.jax._nn.dimension_numbers import MatrixAxes, Terms, entries_of, replace_entries
 from qshard.jax._nn.linear import linear
 from qshard.jax._ops.mesh import Spec, mesh_of
 from qshard.jax._ops.validation import Seed, as_names, check_array, check_dtype, check_spec, check_spec_fits
@@ -33,30 +33,30 @@ _OPTIONS = [
 
 
 class DotGeneral:
-    """`jax.lax.dot_general` of activations and a weight, in the formats of a recipe; differentiable, as `linear` is.
+    """A `jax.lax.dot_general` of activations and a weight in the formats of a recipe, differentiable as `linear` is.
 
-    What flax takes as `dot_general=`, and with `functools.partial(DotGeneral, recipe)` as `dot_general_cls=`. It has no
-    state and draws nothing: for recipes that need a state or a seed there are modules, `qshard.jax.nnx.DotGeneral` and
+    Flax takes it as `dot_general=`, or `functools.partial(DotGeneral, recipe)` as `dot_general_cls=`. It has no state
+    and draws no random numbers. Recipes that need them have the modules `qshard.jax.nnx.DotGeneral` and
     `qshard.jax.linen.DotGeneral`.
 
-    The second operand is the weight, as in `dot_general(inputs, kernel, ...)` of flax. Its contracted axes are K, its
-    others N. Where they are the first or the last ones, as in `[K, N]`, `[N, K]`, `[D, H, Dh]` and `[H, Dh, D]`, the
-    weight is quantized as it lies, and the result is that of `linear` to the bit. Others, as `[H, D, Dh]` with D
-    contracted, are transposed before.
+    The second operand is the weight, as in `dot_general(inputs, kernel, ...)` of flax. Its contracted axes are K, the
+    others N. If they are the first or the last axes, as in `[K, N]`, `[N, K]`, `[D, H, Dh]` and `[H, Dh, D]`, the
+    weight is not transposed, and the result equals `linear` bit for bit. Other weights, such as `[H, D, Dh]` with D
+    contracted, are transposed first.
 
     Args:
-      recipe: the format of each role, or the name of a recipe, such as "MXFP8".
-      otherwise: what to do with a product that no recipe can make: of batch axes, as the scores of attention are, or
-        where K or N is no whole number of blocks. "raise" an error, or make a "plain" product, in the dtypes of the
-        operands.
-      options: of `linear`, such as `gather_axis`. `weight_spec` names the axes of the weight as it lies, and may cut
-        any of them. Where several axes become K or N, shards of all but the first must hold whole blocks: codes are
-        then equal to those of one device. Stochastic rounding draws other random numbers there than one device does.
+      recipe: the recipe, or its name, such as "MXFP8".
+      otherwise: what to do with a product that cannot be quantized: one with batch axes, as in attention scores, or K
+        or N that is not whole blocks. "raise" raises; "plain" multiplies in the dtype of `x`.
+      options: options of `linear`, such as `gather_axis`. `weight_spec` names the axes of the weight before folding,
+        and may shard any of them. If several axes fold into K or N, shards of all but the first must be whole blocks;
+        then codes are as on one device. Stochastic rounding draws other random numbers there than one device would.
 
     Raises:
-      TypeError, ValueError: an argument is not what it has to be.
+      TypeError: an option is not one of `linear`, or has the wrong type.
+      ValueError: `otherwise` is not "raise" or "plain", or no recipe has this name.
 
-    Two of one recipe and options are equal and hash alike, so that `jit` takes them for the same.
+    Objects with equal recipe and options are equal and have equal hashes, so `jit` traces once for them.
 
     >>> from qshard.recipes import CurrentScaling
     >>> dot_general = DotGeneral(CurrentScaling())
@@ -73,7 +73,7 @@ class DotGeneral:
             raise ValueError(f"DotGeneral: otherwise ({quote(otherwise)}) is not 'raise' or 'plain'; pass one of them")
         for name in options:
             if name in _PER_CALL:
-                raise TypeError(f"DotGeneral: {name} is another one in every call; pass it to the call")
+                raise TypeError(f"DotGeneral: {name} changes with every call; pass it to the call")
             if name not in _OPTIONS:
                 raise TypeError(
                     f"DotGeneral: {name} is not an option of linear; {closest(name, _OPTIONS, 'its options')}"
@@ -83,7 +83,20 @@ class DotGeneral:
         self.options: dict[str, Any] = options
 
     def with_options(self, **options: Any) -> DotGeneral:
-        """With other options."""
+        """Copy this object with some options replaced.
+
+        Args:
+          options: options of `linear`.
+
+        Returns:
+          A new `DotGeneral`.
+
+        Raises:
+          TypeError: as for `DotGeneral`.
+
+        >>> DotGeneral("CurrentScaling").with_options(grad_dtype="float32").options
+        {'grad_dtype': 'float32'}
+        """
         return DotGeneral(self.recipe, otherwise=self.otherwise, **(self.options | options))
 
     @property
@@ -113,21 +126,25 @@ class DotGeneral:
         out_sharding: Spec = None,
         **per_call: Any,
     ) -> jax.Array:
-        """The product of `x` and `w` over the axes that `dimension_numbers` contracts: `x`'s other axes, then `w`'s.
+        """Multiply `x` by `w`, contracting the axes in `dimension_numbers`.
 
         Args:
-          x, w: activations and a weight; float32, bfloat16 or float16.
-          dimension_numbers: as of `jax.lax.dot_general`.
-          precision: None or that of XLA's default: the recipe says how precise a product is.
-          preferred_element_type: of the result; None: the dtype of `x`.
-          out_sharding: of the result, on Explicit meshes.
+          x: activations; float32, bfloat16 or float16.
+          w: the weight; float32, bfloat16 or float16.
+          dimension_numbers: as for `jax.lax.dot_general`.
+          precision: None or the default precision of XLA: the recipe sets the precision.
+          preferred_element_type: the dtype of the result; None: the dtype of `x`.
+          out_sharding: the sharding of the result, on Explicit meshes.
           per_call: `seed`, `state` and `weight_scales` of `linear`.
 
+        Returns:
+          The product: the free axes of `x`, then the free axes of `w`.
+
         Raises:
-          TypeError, ValueError: as `linear` does, and for what `otherwise` says.
+          TypeError, ValueError: as for `linear`; or the product cannot be quantized and `otherwise` is "raise".
         """
-        asked = (precision, preferred_element_type, out_sharding)
-        return self._product("dot_general", x, w, dimension_numbers, *asked, per_call)
+        result_options = (precision, preferred_element_type, out_sharding)
+        return self._product("dot_general", x, w, dimension_numbers, *result_options, per_call)
 
     def einsum(
         self,
@@ -140,7 +157,22 @@ class DotGeneral:
         out_sharding: Spec = None,
         **per_call: Any,
     ) -> jax.Array:
-        """`einsum` in this recipe, with these options. flax's `nnx.Einsum` takes it as `einsum_op=`.
+        """Compute `qshard.jax.einsum` with this recipe and these options. `nnx.Einsum` takes it as `einsum_op=`.
+
+        Args:
+          subscripts: two operands and a result, such as "btd,dhk->bthk".
+          x: activations; float32, bfloat16 or float16.
+          w: the weight; float32, bfloat16 or float16.
+          precision: None or the default precision of XLA.
+          preferred_element_type: the dtype of the result; None: the dtype of `x`.
+          out_sharding: the sharding of the result, on Explicit meshes.
+          per_call: `seed`, `state` and `weight_scales` of `linear`.
+
+        Returns:
+          The product, with the axes of the result term.
+
+        Raises:
+          TypeError, ValueError: as for `einsum`.
 
         >>> DotGeneral("CurrentScaling").einsum("btd,dhk->bthk", jnp.ones((2, 3, 16)), jnp.ones((16, 4, 8))).shape
         (2, 3, 4, 8)
@@ -151,12 +183,12 @@ class DotGeneral:
         made = (*batch, *(label for term in terms[:2] for label in term if label not in shared))
         if out_sharding is not None:
             entries = entries_of(out_sharding, len(made))
-            out_sharding = respec(out_sharding, [entries[terms.out.index(label)] for label in made])
+            out_sharding = replace_entries(out_sharding, [entries[terms.out.index(label)] for label in made])
         pairs, batch_axes = (
             tuple(tuple(map(term.index, labels)) for term in terms[:2]) for labels in (contracted, batch)
         )
-        asked = (precision, preferred_element_type, out_sharding)
-        y = self._product("einsum", x, w, (pairs, batch_axes), *asked, per_call)
+        result_options = (precision, preferred_element_type, out_sharding)
+        y = self._product("einsum", x, w, (pairs, batch_axes), *result_options, per_call)
         return lax.transpose(y, tuple(made.index(label) for label in terms.out))
 
     def _product(
@@ -175,15 +207,15 @@ class DotGeneral:
             check_dtype(op, name, operand)
         if precision is not None and precision not in DEFAULT_PRECISIONS:
             raise ValueError(
-                f"{op}: precision ({quote(precision)}) is not what a product of {type(self.recipe).__name__} can have; "
-                "leave it out, or leave this product out"
+                f"{op}: precision ({quote(precision)}) does not apply to {type(self.recipe).__name__}; leave precision "
+                "out, or leave this layer unquantized"
             )
         result = jnp.dtype(x.dtype if preferred is None else preferred)
         (x_axes, w_axes), batch = (tuple(tuple(map(int, axes)) for axes in pair) for pair in dimension_numbers)
-        fold = MatrixAxes.of(x.ndim, w.ndim, x_axes, w_axes)
-        if (why := self._refusal(x, w, x_axes, batch, fold)) is not None:
+        matrix = MatrixAxes.of(x.ndim, w.ndim, x_axes, w_axes)
+        if (why := self._refusal(x, w, x_axes, batch, matrix)) is not None:
             if self.otherwise == "raise":
-                raise ValueError(f"{op}: {why}; make it another way, or pass otherwise='plain'")
+                raise ValueError(f"{op}: {why}; compute it another way, or pass otherwise='plain'")
             dims: Any = ((x_axes, w_axes), batch)
             return lax.dot_general(
                 x, w.astype(x.dtype), dims, precision, preferred_element_type=result, out_sharding=out_sharding
@@ -191,50 +223,50 @@ class DotGeneral:
         options = dict(self.options)
         spec, gathers = options.pop("weight_spec", None), as_names(op, "gather_axis", options.get("gather_axis"))
         check_spec_fits(op, "weight_spec", spec, mesh_of(w, spec), w.ndim)
-        parts = fold.parts(op, x, w, spec, gathers, self.recipe)
-        sizes = fold.sizes(x, w, parts)
+        parts = matrix.parts(op, x, w, spec, gathers, self.recipe)
+        sizes = matrix.sizes(x, w, parts)
         if out_sharding is not None:
-            lead = len(fold.x) - 1
+            lead = len(matrix.x) - 1
             groups = (*((axis,) for axis in range(lead)), tuple(range(lead, len(sizes))))
-            out_sharding = respec(out_sharding, fold.spec(entries_of(out_sharding, len(sizes)), groups))
+            out_sharding = replace_entries(out_sharding, matrix.spec(entries_of(out_sharding, len(sizes)), groups))
         if spec is not None:
-            options["weight_spec"] = respec(spec, fold.spec(entries_of(spec, w.ndim), fold.w))
-        # In the wider dtype, which holds x exactly, so that a product is rounded to no less than is asked for.
+            options["weight_spec"] = replace_entries(spec, matrix.spec(entries_of(spec, w.ndim), matrix.w))
+        # The wider dtype holds x exactly, and the product is not rounded to less than the requested dtype.
         x = x.astype(jnp.promote_types(x.dtype, result))
         y = linear(
-            fold.folded(x, fold.x, parts.x),
-            fold.folded(w, fold.w, parts.w),
+            matrix.fold(x, matrix.x, parts.x),
+            matrix.fold(w, matrix.w, parts.w),
             self.recipe,
-            weight_layout=fold.layout,
+            weight_layout=matrix.layout,
             out_sharding=out_sharding,
             **options,
             **per_call,
         )
-        return fold.unfolded(y, sizes, parts).astype(result)
+        return matrix.unfold(y, sizes, parts).astype(result)
 
-    def _refusal(self, x: jax.Array, w: jax.Array, x_axes: Sequence[int], batch: Any, fold: MatrixAxes) -> str | None:
-        """Why this is no product that a recipe can make, as far as `otherwise` decides what to do about it."""
+    def _refusal(self, x: jax.Array, w: jax.Array, x_axes: Sequence[int], batch: Any, matrix: MatrixAxes) -> str | None:
+        """The reason why a product cannot be quantized; None if it can, or if `linear` will raise the error."""
         what = f"the product of x {x.shape} and w {w.shape}"
         if any(batch):
-            return f"{what} has batch axes {batch}, so it is not one of a weight with one scale"
+            return f"{what} has batch axes {batch}, so w is not one weight matrix"
         if not x_axes:
-            return f"{what} contracts nothing"
+            return f"{what} has no contracted axis"
         if self.otherwise == "raise":
-            return None  # linear says what is wrong with blocks.
-        k, n = (math.prod(w.shape[axis] for axis in fold.w[fold.layout.index(each)]) for each in "KN")
+            return None  # linear raises for broken blocks.
+        k, n = (math.prod(w.shape[axis] for axis in matrix.w[matrix.layout.index(each)]) for each in "KN")
         why = broken_blocks(self.recipe, k, n)
         return None if why is None else f"{what} has {why}"
 
 
 def broken_blocks(recipe: Recipe, k: int, n: int) -> str | None:
-    """Which blocks a weight of this K and N breaks, in any of the three products."""
-    many = 128  # Rows can be made whole blocks.
+    """Describe the blocks that a weight of this K and N breaks in any of the three products; None if all are whole."""
+    many = 128  # Whole blocks of every format: rows are padded, so only K and N can break blocks.
     planes = [(Role.WEIGHT, (n, k), usage) for usage in Usage.BOTH.planes]
     planes += [(Role.ACTIVATION, (many, k), Usage.ROWWISE), (Role.GRADIENT, (many, n), Usage.ROWWISE)]
     for role, shape, usage in planes:
         fmt = recipe.format(role)
         if any(size % unit for size, unit in zip(shape, whole_units(fmt, source(fmt, usage)), strict=True)):
-            return f"K = {k} and N = {n}, which are not whole blocks of {fmt}"
+            return f"K = {k} and N = {n}, which are no whole number of blocks of {fmt}"
     return None
 
 
@@ -253,22 +285,30 @@ def einsum(
     otherwise: Otherwise = "raise",
     **options: Any,
 ) -> jax.Array:
-    """`jnp.einsum` of activations and a weight, in the formats of a recipe; differentiable, as `linear` is.
+    """Compute `jnp.einsum` of activations and a weight in the formats of a recipe. Differentiable, as `linear` is.
 
     Args:
-      subscripts: of two operands and a result, such as "btd,dhk->bthk". What x and w share is contracted, and an
+      subscripts: two operands and a result, such as "btd,dhk->bthk". Labels that only x and w have are contracted. An
         ellipsis may stand for axes of x.
-      x, w: activations and a weight; float32, bfloat16 or float16.
-      recipe: the format of each role, or the name of a recipe, such as "MXFP8".
-      precision, preferred_element_type, out_sharding: as `DotGeneral` takes them.
-      seed, state, weight_scales: as `linear` takes them.
-      otherwise, options: of `DotGeneral`.
+      x: activations; float32, bfloat16 or float16.
+      w: the weight; float32, bfloat16 or float16.
+      recipe: the recipe, or its name, such as "MXFP8".
+      precision: None or the default precision of XLA: the recipe sets the precision.
+      preferred_element_type: the dtype of the result; None: the dtype of `x`.
+      out_sharding: the sharding of the result, on Explicit meshes.
+      seed: the seed of stochastic rounding, as for `linear`.
+      state: the state of delayed scaling, as for `linear`.
+      weight_scales: the scales of `w`, as for `linear`.
+      otherwise: what to do with a product that cannot be quantized, "raise" or "plain", as for `DotGeneral`.
+      options: options of `DotGeneral`.
 
     Returns:
-      Of the dtype of `x`, unless `preferred_element_type` says else.
+      The product, with the axes of the result term.
 
     Raises:
-      TypeError, ValueError: as `DotGeneral` does; or an axis is repeated, or not in two of the three terms.
+      TypeError, ValueError: as for `DotGeneral`; or an axis is repeated, or is not in two of the three terms.
+
+    Shardings are as for `DotGeneral` and `linear`.
 
     >>> from qshard.recipes import CurrentScaling
     >>> einsum("btd,dhk->bthk", jnp.ones((2, 3, 16)), jnp.ones((16, 4, 8)), CurrentScaling()).shape
@@ -276,10 +316,10 @@ def einsum(
     >>> einsum("...hk,hkd->...d", jnp.ones((2, 3, 4, 8)), jnp.ones((4, 8, 16)), "CurrentScaling").shape
     (2, 3, 16)
     """
-    asked: dict[str, Any] = {
+    result_options: dict[str, Any] = {
         "precision": precision,
         "preferred_element_type": preferred_element_type,
         "out_sharding": out_sharding,
     }
     given: dict[str, Any] = {"seed": seed, "state": state, "weight_scales": weight_scales}
-    return DotGeneral(recipe, otherwise=otherwise, **options).einsum(subscripts, x, w, **asked, **given)
+    return DotGeneral(recipe, otherwise=otherwise, **options).einsum(subscripts, x, w, **result_options, **given)

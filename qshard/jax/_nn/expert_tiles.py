@@ -1,8 +1,8 @@
-"""Rows that are sorted by expert, in tiles of which none has rows of two experts: their codes and their products.
+"""Tiles of rows that are sorted by expert: their quantization and their products.
 
-A tile has as many rows as the largest block has, so that blocks end where an expert's rows end; rows of zeros fill its
-last one. Then codes are those that the rows of an expert have alone. There are as many tiles as any `group_sizes` could
-need, since shapes are static.
+Each tile has rows of one expert, and as many rows as the tallest block of the recipe, so blocks end where the rows of
+an expert end. Zeros pad the last tile of an expert. Codes are therefore the same as if each expert's rows were
+quantized alone. Shapes are static, so there are as many tiles as any `group_sizes` could need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax import lax
 from qshard._core.operands import OperandSpec, quantize_operand
 from qshard._core.quantize_steps import Draws
 from qshard.formats import Usage
-from qshard.jax._gemm.gemm import apply_scale, scale_of
+from qshard.jax._gemm.gemm import apply_scale, product_scale
 from qshard.jax._ops.collectives import max_of_groups, max_over
 from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.uint64 import words_times, xor_words
@@ -28,16 +28,16 @@ from qshard.recipes import Recipe
 
 
 class Tiles(NamedTuple):
-    """Where rows are.
+    """The assignment of rows to tiles. M is the number of rows of x, E the number of experts.
 
     Attributes:
-      unit: rows of a tile.
-      experts: of each tile; E of those that are left over.
-      first: the first row of each tile, among those of its expert.
-      source: for each row of the tiles, the row of x; M for rows of zeros.
-      target: for each row of x, the row of the tiles; one that is not there for rows of no expert.
-      sizes: how many rows of tiles each expert has.
-      fits: whether there are as many rows as groups say.
+      unit: rows per tile.
+      experts: the expert of each tile; E for unused tiles.
+      first: the index of each tile's first row among the rows of its expert.
+      source: for each row of the tiles, the row of x; M for padding rows.
+      target: for each row of x, the row of the tiles; out of range for rows after the last group.
+      sizes: for each expert, its number of rows in tiles, with padding.
+      fits: whether x has as many rows as `group_sizes` add up to.
     """
 
     unit: int
@@ -50,13 +50,14 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
+    """Assign `rows` rows to tiles."""
     unit = block_alignment(recipe.activation, recipe.gradient)
     sizes, experts = jnp.asarray(group_sizes, jnp.int32), group_sizes.shape[0]
     padded = -(-sizes // unit) * unit
     ends, stops = jnp.cumsum(sizes), jnp.cumsum(padded)
     count = max(1, (rows + experts * (unit - 1)) // unit)
     find = functools.partial(jnp.searchsorted, side="right", method="compare_all")
-    # What no expert has is found to be of expert E: of it nothing is read or written.
+    # Rows and tiles without an expert get expert E. Nothing is read or written for them.
     shift = jnp.append(stops - padded - (ends - sizes), 0)
     row = jnp.arange(rows, dtype=jnp.int32)
     of_row = find(ends, row)
@@ -79,12 +80,18 @@ def quantize_tiles(
     seeds: jax.Array | None,
     scales: jax.Array | None,
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """The tiles of the rows of x, under one set of scales an expert.
+    """Quantize the rows of x in tiles, with one set of scales per expert.
 
     Args:
-      axes: in `shard_map`, the mesh axes over which the rows of an expert lie.
-      seeds: of each expert, `[E, 2]`.
-      scales: of delayed scaling, `[E]`. The amaxes of experts then come with the tiles.
+      x: float32, bfloat16 or float16, `[M, K]`.
+      operand: the format and planes of the codes.
+      tiles: the tiles of the rows.
+      axes: in `shard_map`, the mesh axes over which the rows of an expert are sharded.
+      seeds: the seed of each expert, uint32 `[E, 2]`; None: round to nearest.
+      scales: the scale of each expert under delayed scaling, `[E]`; None: from amaxes.
+
+    Returns:
+      The codes, with tiles as the first axis; and under delayed scaling the amax of each expert, `[E]`, else None.
     """
     columns, experts = x.shape[1], tiles.sizes.shape[0]
     own = jnp.minimum(tiles.experts, experts - 1)
@@ -93,12 +100,12 @@ def quantize_tiles(
         draws = seeds[own], jnp.stack(words_times(tiles.first.astype(jnp.uint32), columns), axis=-1)
 
     def of_experts(amax: jax.Array, expert: jax.Array) -> jax.Array:
-        """The amax of each expert, of those of all tiles."""
+        """Reduce the amaxes of tiles to the amax of each expert."""
         return max_over(axes)(max_of_groups(amax, expert, experts))
 
     @jax.custom_batching.custom_vmap
     def merged(amax: jax.Array, expert: jax.Array) -> jax.Array:
-        """For each tile, the amax of its expert: of all tiles at once, in the rule below."""
+        """For each tile, the amax of its expert. The `vmap` rule below sees the amaxes of all tiles."""
         return amax
 
     @merged.def_vmap
@@ -107,7 +114,7 @@ def quantize_tiles(
 
     def cast(tile: jax.Array, expert: jax.Array, scale: Any, draws: Any) -> tuple[QuantizedArray, jax.Array | None]:
         def reduce_max(amax: jax.Array) -> jax.Array:
-            return amax if amax.ndim else merged(amax, expert)  # One for each row stays.
+            return amax if amax.ndim else merged(amax, expert)  # Amaxes per row are not merged.
 
         drawn = None if draws is None else Draws(draws[0], draws[1], columns)
         given: dict[str, Any] = {"scale": scale, "draws": drawn, "reduce_max": reduce_max}
@@ -122,7 +129,7 @@ def quantize_tiles(
 
 
 def _operand(q: QuantizedArray, usage: Usage, codes: bool) -> jax.Array:
-    """Tiles or experts as matrices of bfloat16: of codes as numbers, which is exact, or of values."""
+    """Tiles or experts as bfloat16 matrices: the codes as numbers, which is exact, or the dequantized values."""
     stored = source(q.format, usage)
     if codes:
         numbers: jax.Array = q.plane(stored).data.astype(jnp.bfloat16)
@@ -132,7 +139,7 @@ def _operand(q: QuantizedArray, usage: Usage, codes: bool) -> jax.Array:
 
 
 def _ragged_product(a: jax.Array, b: jax.Array, tiles: Tiles, contracted: tuple[int, int], dtype: Any) -> jax.Array:
-    """Of the rows of each expert in `a`, with its matrix in `b`; or with its rows there, contracting these."""
+    """Multiply the rows of each expert in `a` by its matrix or its rows in `b`, contracting the given axes."""
     groups = [0] if b.ndim == 3 else []
     dims = lax.RaggedDotDimensionNumbers((((contracted[0],), (contracted[1],)), ((), ())), [0], groups)
     narrow = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
@@ -141,7 +148,7 @@ def _ragged_product(a: jax.Array, b: jax.Array, tiles: Tiles, contracted: tuple[
 
     @multiply.def_vmap
     def _(size: int, batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
-        """JAX batches a ragged product along the first axis of every operand, and in no other way."""
+        """Broadcast all operands: JAX can batch a ragged product only along the first axis of every operand."""
         each = zip(operands, batched, strict=True)
         return jax.vmap(plain)(*(x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)), True
 
@@ -150,7 +157,19 @@ def _ragged_product(a: jax.Array, b: jax.Array, tiles: Tiles, contracted: tuple[
 
 
 def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: Tiles, dtype: Any) -> jax.Array:
-    """Each row with the weight of its expert, in the order of x."""
+    """Multiply each row by the weight of its expert.
+
+    Args:
+      q: the tiles of x or dy.
+      w: the gathered weights, with experts as the first axis.
+      contracted: the plane of w that the product contracts.
+      tiles: the tiles of the rows.
+      dtype: dtype of the result.
+
+    Returns:
+      `[M, N]` in the order of x: zeros for rows after the last group, and NaN everywhere if x has fewer rows than
+      `group_sizes` add up to.
+    """
     codes = multiplies_codes(q.format, w.format)
     rows, weights = _operand(q, Usage.ROWWISE, codes), _operand(w, contracted, codes)
     axis = 2 if contracted is Usage.ROWWISE else 1
@@ -158,14 +177,24 @@ def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: 
     if codes:
         own = jnp.minimum(tiles.experts, w.shape[0] - 1)
         scale = q.plane(Usage.ROWWISE).scale_inv * w.plane(source(w.format, contracted)).scale_inv[own]
-        scale = scale_of(q.format, w.format, jnp.repeat(scale, tiles.unit)[:, None], product.dtype)
+        scale = product_scale(q.format, w.format, jnp.repeat(scale, tiles.unit)[:, None], product.dtype)
         product = apply_scale(product, scale, dtype)
     back = product.astype(dtype).at[tiles.target].get(mode="fill", fill_value=0)
     return jnp.where(tiles.fits, back, jnp.nan)
 
 
 def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: Any) -> jax.Array:
-    """The gradients of all weights, of dy and x in the order of their layout: the rows of each expert contracted."""
+    """Compute the gradients of all weights, contracting the rows of each expert.
+
+    Args:
+      a: the tiles of dy for layout "NK", of x for "KN".
+      b: the tiles of the other.
+      tiles: the tiles of the rows.
+      dtype: dtype of the result.
+
+    Returns:
+      `[E, N, K]` for layout "NK", `[E, K, N]` for "KN".
+    """
     codes, columns = multiplies_codes(a.format, b.format), Usage.COLUMNWISE
     left, right = (_operand(q, columns, codes) for q in (a, b))
     left, right = (rows.reshape(-1, rows.shape[-1]) for rows in (left, right))
@@ -174,5 +203,5 @@ def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: A
         of_tiles = a.plane(Usage.ROWWISE).scale_inv * b.plane(Usage.ROWWISE).scale_inv
         scale, of_tiles, experts = vary_alike(jnp.zeros(tiles.sizes.shape, jnp.float32), of_tiles, tiles.experts)
         scale = scale.at[experts].set(of_tiles, mode="drop")
-        product = apply_scale(product, scale_of(a.format, b.format, scale[:, None, None], product.dtype), dtype)
+        product = apply_scale(product, product_scale(a.format, b.format, scale[:, None, None], product.dtype), dtype)
     return product.astype(dtype)

@@ -1,10 +1,13 @@
-"""`linear`: three quantized GEMMs, with a weight that FSDP or ZeRO may have cut."""
+"""`linear`: a linear layer as three quantized GEMMs, with a weight that FSDP or ZeRO may shard.
+
+This module checks arguments and finds how the weight is sharded; `linear_vjp` has the forward and backward passes.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from qshard._core.validation import quote, seed_missing
-from qshard.jax import _probes as watch
+from qshard.jax import _probes as probes
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._nn.linear_parallel import TensorParallelOptions
 from qshard.jax._nn.linear_vjp import Config, NonDifferentiable, folding_product, product, whole_weight
@@ -36,7 +39,27 @@ from qshard.jax._quantized.quantize import WeightScales, as_scales
 from qshard.jax._sharding.shard_spec import ShardSpec, matrix_of, unfold
 from qshard.recipes import Recipe, RecipeLike, as_recipe, check_state
 
+_Arguments = ParamSpec("_Arguments")
 
+
+def _refuse_bias(function: Callable[_Arguments, jax.Array]) -> Callable[_Arguments, jax.Array]:
+    """Raises TypeError for the arguments of `linear` in PyTorch, (x, weight, bias, recipe)."""
+
+    @functools.wraps(function)
+    def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> jax.Array:
+        if "bias" in options or (len(args) == 3 and "recipe" in options) or len(args) > 3:
+            bias = options["bias"] if "bias" in options else args[2]
+            if bias is None or hasattr(bias, "dtype"):
+                raise TypeError(
+                    f"linear: bias ({quote(bias)}) is not an argument in JAX; pass linear(x, w, recipe), and add the "
+                    "bias to the result"
+                )
+        return function(*args, **options)
+
+    return checked
+
+
+@_refuse_bias
 def linear(
     x: jax.Array,
     w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
@@ -57,83 +80,81 @@ def linear(
     vmap_as_rows: bool = False,
     seed: Seed = None,
     state: LinearState | None = None,
-    probe: watch.Probe | None = None,
+    probe: probes.Probe | None = None,
 ) -> jax.Array:
-    """`y = x @ w.T` in the formats of a recipe, differentiable.
+    """Compute `y = x @ w.T` with x, w and the gradient of y quantized. Differentiable.
 
-    With Q the cast by role: `y = Q(x) @ Q(w).T`, `dx = Q(dy) @ Q(w)`, `dw = Q(dy).T @ Q(x)`, where blocks run along
-    the axis that each contracts, and a random Hadamard transform of both `dy` and `x` leaves `dw` what it is. Products
-    are accumulated in fp32. Codes of formats with one scale are multiplied as they are; those of blocks as bfloat16.
+    With Q the cast by role, `y = Q(x) @ Q(w).T`, `dx = Q(dy) @ Q(w)` and `dw = Q(dy).T @ Q(x)`. Blocks run along the
+    axis that a product contracts. A random Hadamard transform of both `dy` and `x` cancels in `dw`. Products accumulate
+    in fp32. Codes of formats with one scale are multiplied directly. Block formats are dequantized to bfloat16 first,
+    unless the GPU has tensor cores for their codes.
 
     Args:
       x: float32, bfloat16 or float16, `[*lead, K]`.
-      w: of such a dtype, `[N, K]`; fp32 master weights may go in as they are. Or codes of the recipe's format for
-        weights: a `QuantizedArray`, which is frozen; a `PrimaryWeight`, which `value_and_grad` differentiates; or a
-        `CodedWeight`, which says where its gradient goes.
-      recipe: the format of each role, or the name of a recipe, such as "MXFP8".
-      weight_layout: "NK", or "KN" for a `w` of `[K, N]`, which flax has: `y = x @ w`, in the bits of `[N, K]`,
-        with as many GEMMs and gathers. Codes of it lie as it does.
-      weight_spec: how `w` is cut, and its gradient is to be. Types of Explicit meshes say it. In `shard_map`, by rows
-        along `gather_axis` if not given; one scale serves all that the mesh axes named here cut.
-      gather_axis: the mesh axis along which FSDP has cut `w`, or several: shards are quantized, then their codes
-        gathered.
-      reshard_after_forward: gather the codes of `w` again in the backward pass, and keep only the shard's until then.
-        False keeps the gathered ones: under `jax.checkpoint` that costs nothing and saves a gather, as recomputing
-        gathers them anyway.
-      weight_scales: of `w`, from `compute_scales`; without it, this call reduces the amaxes of `w`.
-      axis_name: in `shard_map`, mesh axes along which leading axes of `x` are cut: one scale then serves all of it, and
-        shards draw the random numbers of the whole, as if all cut the first axis. `P("data", "seq")` says which axis
-        each cuts. Without it, each device has a scale of its own, which costs no communication and makes the result
-        depend on how `x` is cut. Blocks end where a shard ends, either way. With `check_vma=False` it also says which
-        devices share a `state`, and is required with one; `()` is none.
-      local_axes: outside of `shard_map`, mesh axes along which the first axis of `x` is cut: each of their devices then
-        has a scale of its own for `x`, and for the gradient of the result, as in `shard_map` without `axis_name`, and
-        draws the random numbers that the others draw. That saves two all-reduces, for which GEMMs wait. Without it, one
-        scale serves all of `x`.
-      gather_rows: in `shard_map`, the mesh axis of tensor and sequence parallelism that cuts the rows of `x` and the N
-        of `w`. Codes of x are gathered; y has all rows, and a part of N; the gradient of x is reduce-scattered. One
-        scale serves all of x, of w and of the gradient of y. Of x, the last axis before K is cut, unless a spec in
-        `axis_name` says else. `weight_spec`, if it is given, names this axis along N.
-      scatter_rows: the other way round, for the layer that follows: the mesh axis cuts the K of `x` and of `w`, and the
-        rows of y, which is reduce-scattered; codes of the gradient of y are gathered. What travels to be added are
-        products in the dtype of x, of float16 in float32; they are added in float32, in an order that is defined.
-      overlap: with one of these two, the rows of one device are multiplied while those of another, or their products,
-        travel. The same bits.
-      out_sharding: of the result, on Explicit meshes where `x` and `w` leave it open: K is cut.
-      grad_dtype: in which the gradient of `w` is made and reduce-scattered: float32 or bfloat16; None: that of `w`.
-        float32 is 4 bytes an element on the wire, with no rounding but that of sums. bfloat16, as of weights that are
-        cast to it before the product, is half of that, and rounds to 8 bits what each device has, and the sums. What
-        comes out has the dtype of `w` either way.
-      vmap_as_rows: what `vmap` over `x` alone adds to it are rows of one matrix, and the result is that of the matrix,
-        to the bit: models that are written for one example, as those of equinox, want this. Otherwise each example is
-        a tensor of its own, with its own scales and blocks, and `dw` is a sum of as many products.
-      seed: of stochastic rounding, which recipes may ask for: an integer, two words (uint32 `[2]`, low first) or a
-        `jax.random` key. A new one for each call and step, such as `jax.random.fold_in(key, layer)`: calls with one
-        seed draw the same numbers.
-      state: of delayed scaling, from `init_delayed` and `update_delayed`. The gradient with respect to it is the amaxes
-        of this call, reduced over all shards.
-      probe: from `init_numerics`, for this call alone. The gradient with respect to it is the statistics of this call's
-        operands and of the gradient of y, which `numerics_of` reads. No bit of the result changes.
+      w: `[N, K]` of one of these dtypes; fp32 master weights need no cast. Or codes in the recipe's format for weights:
+        a frozen `QuantizedArray`; a `PrimaryWeight`, which `value_and_grad` differentiates; or a `CodedWeight`, which
+        says where its gradient goes.
+      recipe: the recipe, or its name, such as "MXFP8".
+      weight_layout: "NK", or "KN" for a `w` of `[K, N]` as in flax: `y = x @ w`, with the same bits and as many GEMMs
+        and gathers. Codes that are passed as `w` have this layout too.
+      weight_spec: the sharding of `w` and of its gradient. Explicit meshes do not need it. In `shard_map` the default
+        is rows along `gather_axis`, and one scale serves all shards along the mesh axes named here.
+      gather_axis: the mesh axis, or axes, along which FSDP shards `w`. Shards are quantized, then their codes gathered.
+      reshard_after_forward: True saves the codes of the local shard for backward and gathers them again there. False
+        saves the gathered codes: one gather less, more memory. Under `jax.checkpoint` False costs no memory, since the
+        recomputed forward pass gathers anyway.
+      weight_scales: the scales of `w`, from `compute_scales`. None: this call reduces the amaxes of `w`.
+      axis_name: in `shard_map`, the mesh axes along which leading axes of `x` are sharded. One scale then serves all of
+        x, and shards draw the random numbers of the whole, as if all of these mesh axes sharded the first axis.
+        `P("data", "seq")` says which shards which axis. None: each device has its own scale, which needs no
+        communication, and results depend on how `x` is sharded. Blocks end at shard boundaries either way. With
+        `check_vma=False` this also says which devices share a `state`, and is required with one; `()` means none.
+      local_axes: outside of `shard_map`, mesh axes along which the first axis of `x` is sharded. Each device then has
+        its own scale for its rows of x and dy, and all draw the same random numbers, as in `shard_map` without
+        `axis_name`. This saves two all-reduces that GEMMs wait for. None: one scale serves all of x.
+      gather_rows: in `shard_map`, the mesh axis of tensor and sequence parallelism that shards the rows of `x` and the
+        N of `w`. Codes of x are gathered; y has all rows and a shard of N; dx is reduce-scattered. One scale serves all
+        of x, w and dy. The axis shards the last leading axis of x, unless a spec in `axis_name` names another. A
+        `weight_spec` must name it along N.
+      scatter_rows: the reverse, for the next layer: the mesh axis shards the K of `x` and `w`, and the rows of y, which
+        is reduce-scattered; codes of dy are gathered. Partial products are sent in the dtype of x, in float32 for
+        float16, and added in float32 in a fixed order.
+      overlap: with `gather_rows` or `scatter_rows`, send the rows or products of one device while others are
+        multiplied. The bits are the same.
+      out_sharding: the sharding of y, on Explicit meshes where K is sharded, so that `x` and `w` leave it open.
+      grad_dtype: float32 or bfloat16, to compute and reduce-scatter the gradient of `w` in; None: the dtype of `w`. The
+        gradient is returned in the dtype of `w`. float32 sends 4 bytes an element. bfloat16 sends 2, and rounds each
+        device's gradient and the sums to 8 bits.
+      vmap_as_rows: treat the examples of a `vmap` over `x` alone as rows of one matrix, bit for bit. Use it for models
+        written for one example, as in equinox. False: each example is a tensor with its own scales and blocks, and `dw`
+        is a sum of as many products.
+      seed: seed of stochastic rounding: an integer, a uint64 as two uint32 (`[2]`, low first) or a `jax.random` key.
+        Pass a new one for each call and step, such as `jax.random.fold_in(key, layer)`: equal seeds draw equal numbers.
+      state: the state of delayed scaling, from `init_delayed` and `update_delayed`. The gradient with respect to it is
+        the amaxes of this call, reduced over all shards.
+      probe: a probe of `init_numerics`, for this call alone. The gradient with respect to it is the statistics of the
+        call's operands and of dy, for `numerics_of`. No bit of the result changes.
 
     Returns:
-      `[*lead, N]`, of the dtype of `x`. With `gather_rows` of more rows than `x` has, with `scatter_rows` of fewer.
+      `[*lead, N]` in the dtype of `x`. `gather_rows` multiplies the sharded leading axis by the size of the mesh axis,
+      `scatter_rows` divides it.
 
     Raises:
-      TypeError: an operand is not of a float dtype, or another argument not of its type.
-      ValueError: shapes do not fit each other or the formats (of MX and NVFP4, all that is contracted must be whole
-        blocks: K, and for gradients N; and the product of `lead` where a mesh may cut it, outside of `shard_map`: else
-        rows of zeros make up for it); with `gather_rows` or `scatter_rows`, a device has no whole blocks of rows or
-        columns; the recipe needs a seed or a state; or `gather_axis` is not in the mesh or `weight_spec`.
+      TypeError: an operand does not have a float dtype, or another argument has the wrong type.
+      ValueError: shapes do not match each other or the formats; with `gather_rows` or `scatter_rows`, a device does not
+        have whole blocks of rows or columns; the recipe needs a seed or a state; or `gather_axis` is not in the mesh or
+        `weight_spec`. MX formats and NVFP4 need whole blocks along K, and along N for gradients. They also need whole
+        blocks of rows where a mesh may shard them, outside of `shard_map`; elsewhere rows are padded with zeros.
 
-    Works under `jit` on Auto and Explicit meshes, and in `shard_map`, where `w` is the shard. With `gather_axis`, codes
-    of the weight are gathered in the forward and again in the backward pass, a byte or half of one an element, with the
-    scales that shards do not have in common. The gradient of `w` has its dtype, and is reduce-scattered to
+    Works under `jit` on Auto and Explicit meshes, and in `shard_map`, where `w` is the local shard. With `gather_axis`,
+    the weight is gathered as codes in the forward and again in the backward pass: a byte or half a byte an element,
+    plus the scales that shards do not share. The gradient of `w` has its dtype, and is reduce-scattered to
     `weight_spec`.
 
-    Any axes of `x` may be cut, batch and sequence at once: a device multiplies its own rows, and what a product of
-    bfloat16 would not move stays, but for amaxes. On Explicit meshes devices share those of blocks that they cut. An
-    Auto mesh does not say what it cuts, but for K and N, of which `weight_spec` tells; XLA gathers what it must, if
-    that is not whole blocks.
+    Any axes of `x` may be sharded, batch and sequence at once. Each device multiplies its own rows, and communicates no
+    more than for a bfloat16 product, except for amaxes. On Explicit meshes, devices share the amaxes of partial blocks.
+    On Auto meshes only the sharding of K and N is known, from `weight_spec`; XLA gathers operands if shards break
+    blocks.
 
     >>> import jax.numpy as jnp
     >>> from qshard.recipes import CurrentScaling
@@ -156,13 +177,13 @@ def linear(
     given = _check_arguments("linear", w, weight_spec, weight_scales, seed, state)
     gather_axes = as_names("linear", "gather_axis", gather_axis)
     staged = is_staged((x, w, given))
-    if staged:  # There a jitted call is lowered apart from others, which may have quantized its x.
+    if staged:  # No nested jit: it would be lowered separately, and could not share a quantized x with other calls.
         x, w, given = jax.tree.map(jnp.asarray, (x, w, given))
     if probe is not None:
         apart = local_axes is not None or tensor_parallel is not None or vmap_as_rows
-        watch.check_probe("linear", probe, apart)
+        probes.check_probe("linear", probe, apart)
         check_shared("linear", names, "probe")
-        how = watch.How(as_recipe(recipe, "linear"), as_axes("linear", names), rows)
+        how = probes.ProbeOptions(as_recipe(recipe, "linear"), as_axes("linear", names), rows)
         x = jnp.asarray(x)
         if not isinstance(w, CODED):
             whole = gathered_weight(
@@ -175,11 +196,11 @@ def linear(
                 seed=seed,
                 state=state,
             )
-            x = watch.of_weight(x, w, whole, probe, weight_spec, gather_axes)
-        x = watch.before(how, x, probe, given.seed, state)
+            x = probes.observe_weight(x, w, whole, probe, weight_spec, gather_axes)
+        x = probes.observe_activation(how, x, probe, given.seed, state)
     call = functools.partial(
         _checked_linear if staged else _jitted_linear,
-        recipe=as_recipe(recipe, "linear"),  # Before jit, for a name to be the same call as its recipe.
+        recipe=as_recipe(recipe, "linear"),  # Before jit, so that a recipe and its name share a compiled program.
         layout=as_layout("linear", weight_layout),
         gather_axes=gather_axes,
         axes=as_axes("linear", names),
@@ -191,9 +212,9 @@ def linear(
         vmap_as_rows=vmap_as_rows,
     )
     if local_axes is not None:
-        return _on_each_device(call, x, w, given, weight_spec, gather_axes, local_axes)
+        return _in_shard_map(call, x, w, given, weight_spec, gather_axes, local_axes)
     y: jax.Array = call(x, w, given, weight_spec=weight_spec)
-    return y if probe is None else watch.after(how, y, probe.gradient, given.seed, state)
+    return y if probe is None else probes.observe_gradient(how, y, probe.gradient, given.seed, state)
 
 
 def gathered_weight(
@@ -207,20 +228,28 @@ def gathered_weight(
     seed: Seed = None,
     state: LinearState | None = None,
 ) -> QuantizedArray:
-    """The whole weight that `linear` multiplies with in its forward pass, given the same arguments.
+    """Gather the quantized weight that `linear` multiplies with in its forward pass.
+
+    `linear` runs the same code. If one program calls both, XLA may merge the two gathers. Not differentiable.
 
     Args:
-      w, recipe, weight_layout, weight_spec, gather_axis, weight_scales, seed, state: as for `linear`.
+      w: the weight, as for `linear`.
+      recipe: the recipe, or its name.
+      weight_layout: the layout of `w`, "NK" or "KN".
+      weight_spec: the sharding of `w`.
+      gather_axis: the mesh axis, or axes, along which FSDP shards `w`.
+      weight_scales: the scales of `w`, from `compute_scales`.
+      seed: the seed of stochastic rounding.
+      state: the state of delayed scaling.
 
     Returns:
-      The plane that is gathered for it, on every device: the rowwise one, unless `w` is `[K, N]` and its format one of
-      vectors, which run along K.
+      The gathered weight, with the plane that forward reads: the rowwise one, except for a `w` of `[K, N]` in a format
+        of 1-D blocks, which run along K.
 
     Raises:
-      TypeError, ValueError: as `linear` does.
+      TypeError, ValueError: as for `linear`.
 
-    It is what `linear` itself calls. Where one program calls both, XLA may make one gather of the two. It has no
-    gradient.
+    In `shard_map`, `w` is the local shard. Along mesh axes other than `gather_axis`, the result is sharded as `w` is.
 
     >>> from qshard.recipes import CurrentScaling
     >>> gathered_weight(jnp.full((3, 16), 0.875), CurrentScaling()).rowwise.data.shape
@@ -234,7 +263,7 @@ def gathered_weight(
     return whole
 
 
-def _on_each_device(
+def _in_shard_map(
     call: Callable[..., jax.Array],
     x: jax.Array,
     w: Any,
@@ -243,17 +272,18 @@ def _on_each_device(
     gather_axes: tuple[str, ...],
     local_axes: AxisName,
 ) -> jax.Array:
-    """`call` in a `shard_map` over the axes that cut x, and that along which w is gathered; others stay as they are."""
+    """Run `call` in a `shard_map` over `local_axes` and `gather_axes`. Other mesh axes stay as they are."""
     axes = as_names("linear", "local_axes", local_axes)
     mesh = mesh_of(x, weight_spec)
     free = tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
     for axis in axes:
         if axis not in free:
             raise ValueError(
-                f"linear: local_axes ({axis!r}) is not an axis of the mesh {free}; in shard_map leave axis_name out"
+                f"linear: local_axes ({axis!r}) is not an axis of the mesh {free}; leave local_axes out inside "
+                "shard_map"
             )
     if isinstance(w, CODED):
-        raise TypeError(f"linear: w ({type(w).__name__}) is codes already; with local_axes pass an array")
+        raise TypeError(f"linear: w ({type(w).__name__}) is already quantized; pass an array with local_axes")
     names = dict.fromkeys((*axes, *gather_axes))
     check_spec_fits("linear", "weight_spec", weight_spec, mesh, jnp.ndim(w))
     entries = [names_of(entry) for entry in spec_of(weight_spec, gather_axes or None)]
@@ -273,20 +303,18 @@ def _as_grad_dtype(dtype: Any) -> str | None:
         return None
     name = as_float_name("linear", dtype, "grad_dtype")
     if name == "float16":
-        raise TypeError(
-            "linear: grad_dtype (float16) overflows where gradients are summed; ask for bfloat16 or float32"
-        )
+        raise TypeError("linear: grad_dtype (float16) overflows where gradients are summed; pass bfloat16 or float32")
     return name
 
 
 def _check_arguments(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> NonDifferentiable:
-    """Checks the types of what `jit` does not take, or would take for something else."""
+    """Check the types of arguments that `jit` would reject or misread."""
     if not isinstance(w, CODED):
         check_array(op, "w", w)
     check_spec(op, "weight_spec", weight_spec)
     if state is not None and not isinstance(state, LinearState):
         raise TypeError(
-            f"{op}: state ({quote(state)}) is not a LinearState; pass the one of init_delayed for this layer"
+            f"{op}: state ({quote(state)}) is not a LinearState; pass the state of this layer from init_delayed"
         )
     scales = None if weight_scales is None else as_scales(op, "weight_scales", weight_scales)
     return NonDifferentiable(scales, seed_words(op, seed), state)
@@ -322,7 +350,7 @@ def _checked_linear(
     if given.state is not None and weight.sink is not None:
         array, state = require_gradient("linear", weight.sink, given.state)
         weight, given = CodedWeight(weight.codes, array, weight.shards), given._replace(state=state)
-    # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
+    # In shard_map, cast an operand to vary over more axes outside of the custom_vjp: there JAX sums its gradient.
     x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
     weight = CodedWeight(weight.codes, sink[0] if sink else None, weight.shards)
     if vmap_as_rows:
@@ -331,7 +359,7 @@ def _checked_linear(
     return product(config, x, weight, given)
 
 
-# For eager callers, gradients included: one dispatch, and all checks done once for a shape.
+# For eager callers, also of gradients: one dispatch, and checks run once per shape.
 _jitted_linear = jax.jit(
     _checked_linear,
     static_argnames=(
@@ -368,7 +396,10 @@ def _configure(
     layout: WeightLayout,
     **options: Any,
 ) -> tuple[Config, CodedWeight]:
-    """Decides where the weight is of a whole. An array becomes a weight without codes yet, and its own sink."""
+    """Find how the weight is sharded, and build the static options of the call.
+
+    An array becomes a `CodedWeight` without codes, which is its own gradient sink.
+    """
     _check_given(op, recipe, given)
     names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
     w_type, gathers, spec = None, bool(gather_axes), ShardSpec()
@@ -386,7 +417,7 @@ def _configure(
         w_type = None if sink is None else explicit_sharding(sink)
     else:
         if jnp.ndim(w) != 2:
-            raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; give w as [N, K]")
+            raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; pass w as [N, K]")
         check_dtype(op, "w", w)
         check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
         sharding = WeightSharding(ShardSpec.along(w, gather_axes, weight_spec, **names), gather_axes, layout)
@@ -406,13 +437,15 @@ def _configure(
 
 
 def _check_given(op: str, recipe: Recipe, given: NonDifferentiable) -> None:
-    """Checks that do not depend on shapes of operands."""
+    """Check that seed, scales and state are those that the recipe needs. No operand is read."""
     if given.seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing(op, type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
-    advice = "a state from init_delayed, and no weight_scales, with DelayedScaling, and none with other recipes"
+    advice = "the state of this layer from init_delayed, without weight_scales"
     fits = given.state is None or given.scales is None
     check_state(op, "state", "given" if given.state else None, recipe, advice, fits=fits)
     for tensor in (given.state.weight, given.state.activation, given.state.gradient) if given.state else ():
         shapes = {"scale": tensor.scale.shape, "amax_history": tensor.amax_history.shape}
         if shapes != recipe.state_shapes:
-            raise ValueError(f"{op}: state ({shapes}) is not of shapes {recipe.state_shapes}; pass that of one layer")
+            raise ValueError(
+                f"{op}: state ({shapes}) does not have the shapes {recipe.state_shapes}; pass the state of one layer"
+            )

@@ -1,19 +1,18 @@
-"""Tensor and sequence parallelism in `shard_map`: whose rows are gathered as codes, and whose sums are scattered.
+"""Tensor and sequence parallelism of `linear` in `shard_map`: gathered rows, scattered sums, and overlap.
 
-A mesh axis cuts the rows of x and the N of w (`gather_rows`), or the K of both, and then the rows of y
-(`scatter_rows`). The backward pass of one is the forward pass of the other, so there are three things to do:
+A mesh axis shards the rows of x and the N of w (`gather_rows`), or the K of both and the rows of y (`scatter_rows`).
+The backward pass of one is the forward pass of the other, so there are three cases:
 
-    gathered rows    y of one, dx of the other: codes travel, and a device multiplies the rows of all by its part of w
-    scattered sums   dx of one, y of the other: a device multiplies the rows of each other by its part of w, sends it
-                     the product, and adds up what arrives
-    dw               codes of the plane that it contracts are gathered, for one product
+    gathered rows    y with gather_rows, dx with scatter_rows: gather codes, multiply all rows by the local shard of w
+    scattered sums   dx with gather_rows, y with scatter_rows: multiply each device's rows by the local shard of w,
+                     send that device the product, and add the products that arrive
+    dw               gather the codes of the plane that dw contracts, for one product
 
-Rows are multiplied in chunks, one for each device. So how they travel, all at once or each behind the product of the
-one before, changes no bit. Products travel in the dtype of x. A device adds those of the devices before it, the
-nearest first, then its own, in fp32, and rounds once.
+Rows are multiplied in chunks, one per device, so overlap does not change a bit. Products are sent in the dtype of x. A
+device adds the products of the devices before it, the nearest first, then its own, in fp32, and rounds once.
 
-XLA for GPUs would put all that travels where it likes. Ties (`scheduling.py`) leave it one thing at a time and one GEMM
-to hide it behind:
+XLA for GPUs would schedule collectives freely. Optimization barriers (`scheduling.py`) leave it one collective at a
+time, and one GEMM to hide it behind:
 
     gathered rows    GEMM of own rows | next codes;  GEMM | next codes;  ...  last GEMM | codes for dw
     scattered sums   GEMM for the next device | codes for dw;  GEMM | product before;  ...  GEMM of own rows, dw | last
@@ -46,24 +45,31 @@ from qshard.layout import Shape, block_alignment, is_transposed
 from qshard.recipes import Recipe, Role
 
 _Multiply = Callable[[QuantizedArray, Shape], tuple[jax.Array, jax.Array | None]]
-"""The product of rows and w, of a leading shape, and what it is still to be scaled by."""
+"""Multiplies rows of a leading shape by w. Returns the product and a scale that is still to be applied, or None."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["gather"])
 @dataclass(frozen=True, eq=False)
-class OfDw:
-    """What dw is the product of, codes of dy and x; and how all rows of both are gathered, while dx is made."""
+class DwOperands:
+    """The operands of dw, codes of dy and x, and how to gather all rows of both while dx is computed."""
 
     operands: Any = None
     gather: Callable[[Any], Any] | None = None
 
     @property
     def gathered(self) -> Any:
+        """The operands of dw with all rows."""
         return self.operands if self.gather is None else self.gather(self.operands)
 
 
 class TensorParallelOptions(NamedTuple):
-    """What a caller of `linear` asks for: `gather_rows`, or `scatter_rows`, and `overlap`."""
+    """The arguments `gather_rows` or `scatter_rows`, and `overlap`, of a call of `linear`.
+
+    Attributes:
+      axis: the mesh axis.
+      gathers: True for `gather_rows`, False for `scatter_rows`.
+      overlap: whether chunks are sent while others are multiplied.
+    """
 
     axis: str
     gathers: bool
@@ -73,6 +79,7 @@ class TensorParallelOptions(NamedTuple):
     def of(
         cls, op: str, gather_rows: Any, scatter_rows: Any, overlap: bool, vmap_as_rows: bool
     ) -> TensorParallelOptions | None:
+        """Check the arguments of a call. None without `gather_rows` and `scatter_rows`."""
         given = {"gather_rows": gather_rows, "scatter_rows": scatter_rows}
         given = {name: axis for name, axis in given.items() if axis is not None}
         if not given:
@@ -81,12 +88,12 @@ class TensorParallelOptions(NamedTuple):
             return None
         if len(given) > 1:
             raise ValueError(
-                f"{op}: gather_rows ({gather_rows!r}) and scatter_rows ({scatter_rows!r}) are two layers, of which the "
-                "first gathers rows and the second scatters them; pass one of the two to each"
+                f"{op}: gather_rows ({gather_rows!r}) and scatter_rows ({scatter_rows!r}) belong to two layers, the "
+                "first of which gathers rows and the second scatters them; pass one of the two to each"
             )
         ((name, axis),) = given.items()
         if not isinstance(axis, str):
-            raise TypeError(f"{op}: {name} ({quote(axis)}) is not the name of a mesh axis; pass one")
+            raise TypeError(f"{op}: {name} ({quote(axis)}) is not a mesh axis name; pass one")
         as_axes(op, axis, name)
         if vmap_as_rows:
             raise ValueError(f"{op}: vmap_as_rows (True) and {name} ({axis!r}) both add rows to x; leave one out")
@@ -94,18 +101,19 @@ class TensorParallelOptions(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The name of the argument, for errors."""
         return "gather_rows" if self.gathers else "scatter_rows"
 
     def weight_spec(self, op: str, layout: str, gather_axes: tuple[str, ...], spec: Spec) -> Spec:
-        """How w is cut: along N or K by this axis, and its rows by what FSDP gathers, unless `spec` says else.
+        """The sharding of w: `spec`, or by default N or K along this axis, and rows along the axes that FSDP gathers.
 
         Raises:
-          ValueError: that does not name this axis there.
+          ValueError: `spec` does not name this axis along N or K, or it is in `gather_axis` too.
         """
         if self.axis in gather_axes:
             raise ValueError(
-                f"{op}: {self.name} ({self.axis!r}) is in gather_axis too; what cuts x or y beside w is not gathered: "
-                "name it in one of them"
+                f"{op}: {self.name} ({self.axis!r}) is also in gather_axis, but an axis cannot gather both rows and "
+                "weights; leave it out of one"
             )
         letter: Literal["N", "K"] = "N" if self.gathers else "K"
         at = layout.index(letter)
@@ -117,44 +125,52 @@ class TensorParallelOptions(NamedTuple):
         told = [*map(names_of, spec_of(spec, None)), (), ()]
         if self.axis not in told[at]:
             raise ValueError(
-                f"{op}: weight_spec ({spec_of(spec, None)}) does not have {self.name} ({self.axis!r}) in the entry of "
-                f"{letter}, which it cuts; add it to axis {at}, or leave weight_spec out"
+                f"{op}: weight_spec ({spec_of(spec, None)}) does not shard {letter} over {self.name} ({self.axis!r}); "
+                f"add it to axis {at}, or leave weight_spec out"
             )
         return spec
 
     def parallel(
         self, op: str, x: jax.Array, w: Any, given: Any, recipe: Recipe, axes: tuple[str, ...], rows: Spec
     ) -> TensorParallelAxis:
-        """What that is of these operands, the shards.
+        """Check the local operands, and describe how the mesh axis shards them.
 
         Args:
-          given: other arrays that devices must have in common, to be scaled by them.
+          op: the public function, for errors.
+          x: the local shard of x, `[*lead, K]`.
+          w: the local shard of w.
+          given: the `NonDifferentiable` arguments, for the scales that devices must share.
+          recipe: the recipe.
+          axes: the mesh axes that shard leading axes of x.
+          rows: which of `axes` shards which axis of x; None: not given.
 
         Raises:
-          ValueError: x has no rows, or parts of blocks, or rows that do not follow one another; or an operand is whole.
+          ValueError: x has no leading axis, breaks blocks, or has rows that are not contiguous across devices; or an
+            operand is replicated along the mesh axis, or the state is not.
         """
         axis, name, lead = self.axis, self.name, x.shape[:-1]
         if not lead:
-            raise ValueError(f"{op}: x {x.shape} has no axis of rows for {name} ({axis!r}); give it one")
+            raise ValueError(f"{op}: x {x.shape} has no row axis for {name} ({axis!r}); pass x with two or more axes")
         size = int(jax.sharding.get_abstract_mesh().shape[axis])
         entries = [names_of(entry) for entry in (*spec_of(rows, axes), *[None] * len(lead))[: len(lead)]]
         told = [i for i, names in enumerate(entries) if axis in names]
         at = told[0] if told and rows is not None else len(lead) - 1
         if rows is not None and told and entries[at][-1] != axis:
             raise ValueError(
-                f"{op}: axis_name ({rows}) has {entries[at][-1]!r} after {name} ({axis!r}), so that rows of devices of "
-                "that do not follow one another; name it last"
+                f"{op}: axis_name ({rows}) has {entries[at][-1]!r} after {name} ({axis!r}), so rows of its devices are "
+                f"not adjacent; put {axis!r} last"
             )
         tells = types_tell()
         if size > 1 and tells:
-            whole = "; it is whole on every device: give each its part"
+            whole = ", so every device has all of it; pass each device its shard"
             for what, operand in (("x", x), ("w", w)):
                 leaves = jax.tree.leaves(operand)
                 if leaves and not any(_varies(leaf, axis) for leaf in leaves):
                     raise ValueError(f"{op}: {what} does not vary over {name} ({axis!r}){whole}")
             if any(_varies(leaf, axis) for leaf in jax.tree.leaves(given.state)):
                 raise ValueError(
-                    f"{op}: state varies over {name} ({axis!r}), whose devices have one layer; give them all one state"
+                    f"{op}: state varies over {name} ({axis!r}), whose devices share one layer; pass all of them the "
+                    "same state"
                 )
         made = TensorParallelAxis(
             axis=axis,
@@ -170,20 +186,20 @@ class TensorParallelOptions(NamedTuple):
         return made
 
     def _check_rows(self, op: str, x: jax.Array, size: int, at: int, recipe: Recipe) -> None:
-        """Raises ValueError unless rows are whole blocks, in every plane: so blocks are those of one device."""
+        """Raise ValueError unless a device's rows are whole blocks of every plane, so that no block spans devices."""
         parts = 1 if self.gathers else size
         if x.shape[at] % parts:
             raise ValueError(
-                f"{op}: x {x.shape} has an axis of {x.shape[at]} rows, which {self.name} ({self.axis!r}) cannot cut "
-                f"into {size} equal parts; pad it to a multiple of {size}"
+                f"{op}: x {x.shape} has an axis of {x.shape[at]} rows, which {self.name} ({self.axis!r}) cannot split "
+                f"into {size} equal shards; pad it to a multiple of {size}"
             )
         rows = math.prod(x.shape[at:-1]) // parts
         for fmt in (recipe.activation, recipe.gradient):
             unit = block_alignment(fmt)
             if size > 1 and rows % unit:
                 raise ValueError(
-                    f"{op}: x {x.shape} gives a device {rows} rows in a row along {self.name} ({self.axis!r}), which "
-                    f"are not whole blocks of {unit} rows of {fmt}; pad the sequence to a multiple of {unit * size}"
+                    f"{op}: x {x.shape} has {rows} adjacent rows per device over {self.name} ({self.axis!r}), not a "
+                    f"whole number of {unit}-row blocks of {fmt}; pad the sequence to a multiple of {unit * size}"
                 )
 
 
@@ -193,15 +209,16 @@ def _varies(x: Any, axis: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelAxis:
-    """What a manual mesh axis does in a call of `linear`.
+    """The role of a manual mesh axis in a call of `linear`.
 
     Attributes:
-      axis, size: the mesh axis, and its devices.
-      at: which axis of x and of y it cuts, of the one of them that has a part of the rows.
-      others: the mesh axes that cut leading axes besides.
-      gathers: x has a part of the rows, and w is cut along N; else y has, and x and w are cut along K.
-      overlap: chunks travel while others are multiplied.
-      shared: devices surely have the scales of x and w in common, so that sums may be scaled once.
+      axis: the mesh axis.
+      size: its number of devices.
+      at: the leading axis of x and y that it shards, in the one of them with sharded rows.
+      others: for each leading axis, the other mesh axes that shard it.
+      gathers: True: rows of x and N of w are sharded. False: rows of y, and K of x and w.
+      overlap: whether chunks are sent while others are multiplied.
+      shared: whether devices surely share the scales of x and w, so that sums can be scaled once.
     """
 
     axis: str
@@ -212,99 +229,117 @@ class TensorParallelAxis:
     overlap: bool
     shared: bool
 
-    def has_part_of_rows(self, role: Role) -> bool:
-        """Whether a device has some of the rows of x or dy, and all columns; else it has some columns of all rows."""
+    def shards_rows(self, role: Role) -> bool:
+        """Whether x or dy is sharded by rows on this axis; otherwise it is sharded by columns."""
         return self.gathers is (role is Role.ACTIVATION)
 
-    def cut_of(self, x: jax.Array, role: Role, axes: tuple[str, ...]) -> ShardSpec:
-        """How x or dy is cut."""
+    def shard_spec(self, x: jax.Array, role: Role, axes: tuple[str, ...]) -> ShardSpec:
+        """The sharding of x or dy."""
         entries = [*self.others, ()]
-        entries[self.at if self.has_part_of_rows(role) else -1] += (self.axis,)
+        entries[self.at if self.shards_rows(role) else -1] += (self.axis,)
         return ShardSpec.of(x, axes, PartitionSpec(*(names or None for names in entries)), own_blocks=True)
 
     def check_columns(self, op: str, name: str, size: int, role: Role, recipe: Recipe) -> None:
-        """Raises ValueError unless the columns of x or dy that a device has are whole blocks: those of one device."""
+        """Raise ValueError unless a device's columns of x or dy are whole blocks, so that no block spans devices."""
         fmt = recipe.format(role)
         unit = fmt.block_shape()[1]
-        if self.size > 1 and not self.has_part_of_rows(role) and size % unit:
+        if self.size > 1 and not self.shards_rows(role) and size % unit:
             raise ValueError(
-                f"{op}: {name}, of which a device has {size} columns, is cut along {self.axis!r} within the blocks of "
-                f"{unit} columns of {fmt}; cut w at blocks"
+                f"{op}: {name} has {size} columns per device over {self.axis!r}, not a whole number of {unit}-column "
+                f"blocks of {fmt}; shard w on block boundaries"
             )
 
     def row_products(
-        self, q: QuantizedArray, lead: Shape, role: Role, multiply: _Multiply, of_dw: OfDw
+        self, q: QuantizedArray, lead: Shape, role: Role, multiply: _Multiply, dw_operands: DwOperands
     ) -> tuple[jax.Array, jax.Array | None, Any]:
-        """`multiply` of the rows of x or dy, `q`, that make what this device has of y or dx; and all rows for dw."""
+        """Compute the rows of y or dx that this device keeps.
+
+        Args:
+          q: the codes of x or dy, `[*lead, K]`.
+          lead: the leading axes of `q`.
+          role: ACTIVATION for x, GRADIENT for dy.
+          multiply: multiplies rows by w.
+          dw_operands: the operands of dw, to gather behind the products.
+
+        Returns:
+          The product, a scale that is still to be applied (or None), and the operands of dw with all rows.
+        """
         if self.size == 1:
-            return *multiply(q, lead), of_dw.operands
+            return *multiply(q, lead), dw_operands.operands
         rows = _PlaneRows.of(q, Usage.ROWWISE, math.prod(lead[: self.at]))
         sizes = list(lead)
-        if self.has_part_of_rows(role):
+        if self.shards_rows(role):
             sizes[self.at] *= self.size
-            made, scale, operands = self._of_gathered(rows, multiply, of_dw)
+            made, scale, operands = self._gathered_rows(rows, multiply, dw_operands)
         else:
             sizes[self.at] //= self.size
-            made, scale, operands = self._scattered(rows, multiply, of_dw)
+            made, scale, operands = self._scattered_sums(rows, multiply, dw_operands)
         return made.reshape(*sizes, made.shape[-1]), scale, operands
 
     def all_rows(self, q: QuantizedArray, usage: Usage, lead: Shape, role: Role) -> QuantizedArray:
-        """All rows of x or dy as a matrix, in its plane for one usage, which is gathered where devices have parts."""
+        """The plane of x or dy for one usage as a matrix of all rows, gathered if rows are sharded."""
         rows = _PlaneRows.of(q, usage, math.prod(lead[: self.at]))
-        if self.has_part_of_rows(role):
-            # One copy puts them side by side; gathered along their axis, XLA makes two, and transposes both.
-            every = rows.changed(lambda x, _: lax.all_gather(x, self.axis))
-            rows = every.changed(lambda x, axis: lax.concatenate([*x], axis))
+        if self.shards_rows(role):
+            # Gather to a new first axis, then concatenate: one copy. Gathering along the axis itself takes XLA two
+            # transposing copies.
+            every = rows.map_parts(lambda x, _: lax.all_gather(x, self.axis))
+            rows = every.map_parts(lambda x, axis: lax.concatenate([*x], axis))
         return rows.matrix
 
-    def _of_gathered(self, rows: _PlaneRows, multiply: _Multiply, of_dw: OfDw) -> tuple[jax.Array, Any, Any]:
+    def _gathered_rows(
+        self, rows: _PlaneRows, multiply: _Multiply, dw_operands: DwOperands
+    ) -> tuple[jax.Array, Any, Any]:
+        """Gather all rows and multiply them: the rows of each device as one chunk."""
         made: list[tuple[jax.Array, Any]] = []
         if not self.overlap:
-            every = rows.changed(lambda x, _: lax.all_gather(x, self.axis))
+            every = rows.map_parts(lambda x, _: lax.all_gather(x, self.axis))
             for i in range(self.size):
                 chunk = every._replace(parts=tuple(part if part is None else part[i] for part in every.parts)).matrix
                 made.append(multiply(chunk, chunk.shape[:-1]))
-            products = [_apart(each, rows.outer) for each, _ in made]
-            return lax.concatenate(products, 1), made[0][1], of_dw.gathered
+            products = [_split_outer(each, rows.outer) for each, _ in made]
+            return lax.concatenate(products, 1), made[0][1], dw_operands.gathered
         from_next = [((i + 1) % self.size, i) for i in range(self.size)]
         arriving = rows
         for step in range(self.size):
-            if step:  # Not multiplied before the one that it travelled behind.
-                (parts, of_dw), made = barrier((arriving.parts, of_dw), made)
+            if step:  # Multiply a chunk only after the GEMM that hid its transfer.
+                (parts, dw_operands), made = barrier((arriving.parts, dw_operands), made)
                 arriving = arriving._replace(parts=parts)
             chunk = arriving.matrix
             if step + 1 < self.size:
-                arriving = arriving.changed(lambda x, _: lax.ppermute(x, self.axis, from_next))
+                arriving = arriving.map_parts(lambda x, _: lax.ppermute(x, self.axis, from_next))
             made.append(multiply(chunk, chunk.shape[:-1]))
-        # Operands of dw travel behind the last product.
-        products, operands = barrier([_apart(each, rows.outer) for each, _ in made], of_dw.gathered)
-        # Chunks begin with that of this device.
+        # The gather of the operands of dw is hidden behind the last GEMM.
+        products, operands = barrier([_split_outer(each, rows.outer) for each, _ in made], dw_operands.gathered)
+        # The first chunk is from this device; rotate chunks to the order of devices.
         count = products[0].shape[1]
         start = (self.size - lax.axis_index(self.axis)) % self.size * count
-        turned = lax.concatenate([*products, *products[:-1]], 1)
-        return lax.dynamic_slice_in_dim(turned, start, self.size * count, axis=1), made[0][1], operands
+        rotated = lax.concatenate([*products, *products[:-1]], 1)
+        return lax.dynamic_slice_in_dim(rotated, start, self.size * count, axis=1), made[0][1], operands
 
-    def _scattered(self, rows: _PlaneRows, multiply: _Multiply, of_dw: OfDw) -> tuple[jax.Array, Any, Any]:
-        rank, operands = lax.axis_index(self.axis), of_dw.gathered
+    def _scattered_sums(
+        self, rows: _PlaneRows, multiply: _Multiply, dw_operands: DwOperands
+    ) -> tuple[jax.Array, Any, Any]:
+        """Multiply the rows of every device, send each device its product, and add the products that arrive."""
+        rank, operands = lax.axis_index(self.axis), dw_operands.gathered
         scale: Any = None
-        # A part of a sum may be beyond float16 where the sum is not.
+        # A partial sum may overflow float16 even if the sum does not.
         dtype = jnp.dtype(jnp.float32) if rows.q.dtype == jnp.float16 else rows.q.dtype
 
         def product(rows: _PlaneRows, i: Any) -> jax.Array:
-            """Of the rows that one device keeps."""
+            """Multiply the rows that device `i` keeps."""
             nonlocal scale
             chunk = dataclasses.replace(self._chunk(rows, i).matrix, dtype=dtype)
             made, scale = multiply(chunk, chunk.shape[:-1])
             if not self.shared or (scale is not None and _varies(scale, self.axis)):
                 made, scale = apply_scale(made, scale, made.dtype), None
-            return _apart(made, rows.outer)
+            return _split_outer(made, rows.outer)
 
         if self.overlap:
             arrived: list[jax.Array] = []
             made = product(rows, (rank + 1) % self.size)
             for step in range(1, self.size):
-                # Each travels behind the next, which is multiplied once the one before has arrived; operands of dw
-                # behind the first.
+                # Each product is sent during the next GEMM, which starts once the product before has arrived. The
+                # first GEMM hides the gather of the operands of dw.
                 (parts, made), (arrived, operands) = barrier((rows.parts, made), (arrived, operands))
                 rows = rows._replace(parts=parts)
                 there = [(i, (i + step) % self.size) for i in range(self.size)]
@@ -322,67 +357,68 @@ class TensorParallelAxis:
         return total, scale, operands
 
     def _chunk(self, rows: _PlaneRows, i: Any) -> _PlaneRows:
-        """The rows that one device keeps of the sum."""
+        """The rows that device `i` keeps."""
 
         def part(x: jax.Array, axis: int) -> jax.Array:
             size = x.shape[axis] // self.size
             return lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
-        return rows.changed(part)
+        return rows.map_parts(part)
 
 
 class _PlaneRows(NamedTuple):
-    """A plane of a tensor `[*lead, K]`, all of whose parts have an axis of the rows from `at` on.
+    """The parts of one plane of `[*lead, K]`, reshaped so that one axis has the rows that a mesh axis shards.
 
     Attributes:
-      q, usage: of what it is made.
-      outer: how many such axes there are, one after the other.
-      turned: parts are `[K, outer, rows]`; else `[outer, rows, K]`.
-      parts: as integers; None for what is not there, or is one scale of the tensor, which all devices have.
+      q, usage: the tensor and the plane.
+      outer: the number of matrices: the product of the leading axes before the sharded one.
+      transposed: whether parts are `[K, outer, rows]`, as in a transposed plane; otherwise they are `[outer, rows, K]`.
+      parts: codes and scales as unsigned integers. None for a part that is missing, or a per-tensor scale, which
+        devices share.
     """
 
     q: QuantizedArray
     usage: Usage
     outer: int
-    turned: bool
+    transposed: bool
     parts: tuple[jax.Array | None, ...]
 
     @classmethod
     def of(cls, q: QuantizedArray, usage: Usage, outer: int) -> _PlaneRows:
-        turned = is_transposed(q.format, usage)
+        transposed = is_transposed(q.format, usage)
         parts: list[jax.Array | None] = []
         for name, part in q.plane(usage)._asdict().items():
             if part is None or not part.ndim:
                 parts.append(None)
                 continue
             bits = lax.bitcast_convert_type(part, jnp.dtype(f"uint{8 * part.dtype.itemsize}"))
-            columns = 1 if name == "global_scale_inv" else part.shape[0 if turned else -1]
+            columns = 1 if name == "global_scale_inv" else part.shape[0 if transposed else -1]
             rows = part.size // max(1, outer * columns)
-            parts.append(bits.reshape((columns, outer, rows) if turned else (outer, rows, columns)))
-        return cls(q, usage, outer, turned, tuple(parts))
+            parts.append(bits.reshape((columns, outer, rows) if transposed else (outer, rows, columns)))
+        return cls(q, usage, outer, transposed, tuple(parts))
 
-    def changed(self, change: Callable[[jax.Array, int], jax.Array]) -> _PlaneRows:
-        """With each part as `change(part, axis of rows)` has it."""
-        axis = 2 if self.turned else 1
+    def map_parts(self, change: Callable[[jax.Array, int], jax.Array]) -> _PlaneRows:
+        """Apply `change(part, axis of rows)` to each part."""
+        axis = 2 if self.transposed else 1
         return self._replace(parts=tuple(None if part is None else change(part, axis) for part in self.parts))
 
     @property
     def matrix(self) -> QuantizedArray:
-        """The rows as a tensor with two axes."""
+        """The rows as a quantized matrix."""
         plane = []
         for name, part, own in zip(Plane._fields, self.parts, self.q.plane(self.usage), strict=True):
             if part is None:
                 plane.append(own)
                 continue
             a, b, c = part.shape
-            flat = part.reshape((a, b * c) if self.turned else (a * b, c))
+            flat = part.reshape((a, b * c) if self.transposed else (a * b, c))
             flat = flat[:, 0] if name == "global_scale_inv" else flat
             plane.append(lax.bitcast_convert_type(flat, own.dtype))
         made = QuantizedArray(format=self.q.format, dtype=self.q.dtype, axes=(None, None))
         return made.with_planes({self.usage: Plane(*plane)})
 
 
-def _apart(made: jax.Array, outer: int) -> jax.Array:
-    """A product of rows, with an axis for those in front of `at`."""
+def _split_outer(made: jax.Array, outer: int) -> jax.Array:
+    """Reshape a product of rows to `[outer, rows, columns]`."""
     rows, columns = made.shape
     return made.reshape(outer, rows // max(1, outer), columns)

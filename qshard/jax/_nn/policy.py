@@ -1,4 +1,4 @@
-"""`Policy`: how the weights of a pytree are cut and multiplied, said once."""
+"""`Policy`: the recipe and the sharding of every weight of a pytree, given once."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _CODED = (QuantizedArray, CodedWeight, PrimaryWeight)
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["name", "dot_general"])
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A weight that knows its recipe and how it is cut: what a `Policy` puts in place of an array.
+    """A weight with its recipe and sharding, which a `Policy` puts in place of an array.
 
-    `x @ weight` multiplies with a weight of `[K, N]`, `weight.linear(x)` with one of `[N, K]`, and `weight.einsum` with
-    any. `weight @ x` is for layers that are written for one example, as those of equinox: x is a vector, the weight
-    `[N, K]`, and what `vmap` adds are rows of one matrix (`vmap_as_rows` of `linear`). Nothing else takes it: it is no
-    array, so no product is left out in silence.
+    `x @ weight` multiplies by a weight `[K, N]`, `weight.linear(x)` by one of `[N, K]`, and `weight.einsum` by any.
+    `weight @ x` is for layers written for one example, as in equinox: x is a vector, the weight `[N, K]`, and `vmap`
+    adds rows of one matrix (`vmap_as_rows` of `linear`). A `Weight` is not an array, so other operations raise instead
+    of leaving a product unquantized.
 
     Attributes:
       array: the weight.
-      name: where it is in the pytree.
+      name: its path in the pytree.
       dot_general: its recipe and options.
     """
 
@@ -45,7 +45,7 @@ class Weight:
     name: str
     dot_general: DotGeneral
 
-    __array_ufunc__ = None  # NumPy leaves `x @ weight` to it.
+    __array_ufunc__ = None  # NumPy then calls `__rmatmul__` for `x @ weight`.
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,35 +73,76 @@ class Weight:
         return self.linear(x, weight_layout="KN")
 
     def linear(self, x: jax.Array, **options: Any) -> jax.Array:
-        """`x @ weight.T`, of a weight `[N, K]`, or with `weight_layout="KN"` `x @ weight`; `options` as of `linear`."""
+        """Compute `x @ weight.T` for a weight `[N, K]`, or `x @ weight` with `weight_layout="KN"`.
+
+        Args:
+          x: float32, bfloat16 or float16, `[*lead, K]`.
+          options: options of `linear`, which override the policy's options.
+
+        Returns:
+          `[*lead, N]` in the dtype of `x`.
+
+        Raises:
+          TypeError, ValueError: as for `qshard.jax.linear`.
+
+        >>> params = {"up": jnp.ones((32, 16))}
+        >>> weights = Policy.of(params, "CurrentScaling")(params)
+        >>> weights["up"].linear(jnp.ones((2, 16))).shape
+        (2, 32)
+        """
         own = self._own()
         return linear(x, self.array, own.recipe, **(own.options | options))
 
     def einsum(self, subscripts: str, x: jax.Array, **per_call: Any) -> jax.Array:
-        """`einsum(subscripts, x, weight)`; `per_call` as of that: `seed`, `state`, `weight_scales`."""
+        """Compute `einsum(subscripts, x, weight)`.
+
+        Args:
+          subscripts: such as "btd,dhk->bthk".
+          x: float32, bfloat16 or float16.
+          per_call: `seed`, `state` and `weight_scales`.
+
+        Returns:
+          The product, in the dtype of `x`.
+
+        Raises:
+          TypeError, ValueError: as for `qshard.jax.einsum`.
+
+        >>> params = {"up": jnp.ones((16, 4, 8))}
+        >>> weights = Policy.of(params, "CurrentScaling")(params)
+        >>> weights["up"].einsum("btd,dhk->bthk", jnp.ones((2, 3, 16))).shape
+        (2, 3, 4, 8)
+        """
         return self._own().einsum(subscripts, x, self.array, **per_call)
 
     def _own(self) -> DotGeneral:
-        """Its `DotGeneral`, without axes in front that `scan` or `vmap` have taken off."""
+        """Its `DotGeneral`, with the sharding of the axes that are left after `scan` or `vmap` removed leading ones."""
         spec: Any = self.dot_general.options.get("weight_spec")
         taken = 0 if spec is None else len(spec.spec) - self.ndim
         if taken <= 0:
             return self.dot_general
         if any(entry is not None for entry in spec.spec[:taken]):
             raise ValueError(
-                f"Weight: {self.name} {self.shape} has lost axes that a mesh cuts ({spec.spec}); cut the others, so "
-                "that each device has a part of every layer"
+                f"Weight: {self.name} {self.shape} has lost stacked axes that are sharded ({spec.spec}); shard the "
+                "other axes, so that each device has a shard of every layer"
             )
         return self.dot_general.with_options(weight_spec=NamedSharding(spec.mesh, PartitionSpec(*spec.spec[taken:])))
 
     def __getitem__(self, _: Any) -> Any:
         raise TypeError(
-            f"Weight: {self.name} {self.shape} is a weight of products and is indexed; leave it out of the policy"
+            f"Weight: {self.name} {self.shape} is used other than as the weight of a product; leave it out of the "
+            "policy"
         )
 
 
 @dataclass(frozen=True)
 class _WeightPlacement:
+    """The shape and options of one weight.
+
+    Attributes:
+      shape: of the whole array; None: any that the sharding fits.
+      dot_general: the recipe and options, with the sharding as `weight_spec`.
+    """
+
     shape: tuple[int, ...] | None
     dot_general: DotGeneral
 
@@ -112,35 +153,36 @@ class _WeightPlacement:
 
 
 class Policy:
-    """The recipe of all weights of a pytree, and how each is cut: made once, so that no layer says it again.
+    """The recipe of all weights of a pytree and the sharding of each, given once instead of at every layer.
 
-    A call makes of the pytree one with a `Weight` in place of each weight, to multiply with. It is for inside of the
-    function that is differentiated, so that gradients are those of the arrays:
+    Calling a policy replaces each weight of a pytree by a `Weight`, to multiply with. Call it inside of the
+    differentiated function, so that gradients are with respect to the arrays:
 
-        policy = Policy.of(params, "MXFP8", gather_axis="fsdp")        # once, from arrays that are sharded
+        policy = Policy.of(params, "MXFP8", gather_axis="fsdp")        # once, from sharded arrays
 
         def loss(params, x):
             weights = policy(params)
             return jnp.mean((jax.nn.gelu(x @ weights["up"]) @ weights["down"]) ** 2)
 
-    What is wrong is an error when the policy is made, or when a call is traced: a weight that is cut along an axis
-    without a meaning; a `gather_axis` that cuts nothing; a mesh or a spec that does not fit; a pytree whose weights
-    have other names or shapes. How arrays lie is checked where they tell: arrays in hand, types of Explicit meshes, and
-    in `shard_map` the shape of shards. Under `jit` on Auto meshes they do not tell; `jax.jit(step,
-    in_shardings=policy.shardings(params))` makes JAX check it at each call, or call the policy once outside of `jit`.
+    Mistakes raise when the policy is created or a call is traced: a weight sharded along an axis without a role, a
+    `gather_axis` that shards no weight, a mesh or spec that does not fit, or a pytree with other names or shapes. Calls
+    also check the sharding of arrays where it is known: for concrete arrays, by the types of Explicit meshes, and in
+    `shard_map` by the shapes of shards. Under `jit` on Auto meshes it is unknown. There, let JAX check each call by
+    `jax.jit(step, in_shardings=policy.shardings(params))`, or call the policy once outside of `jit`.
 
     Args:
-      recipe: the format of each role, or the name of a recipe. Or a mapping from patterns of names to recipes, such as
+      recipe: the recipe, or its name. Or a mapping from patterns of names to recipes, such as
         `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that matches the name of a
         weight decides, `*` also matches dots, and None leaves arrays as they are.
-      specs: a pytree as the weights: of each a PartitionSpec, or a NamedSharding; None for what is no weight.
-      mesh: of the PartitionSpecs; None: that of `jax.set_mesh`.
-      gather_axis: the mesh axis along which FSDP has cut weights: their codes are gathered.
-      kept_axes: mesh axes along which weights stay cut, as of tensor parallelism.
-      options: of `DotGeneral`, for all of them.
+      specs: a pytree like the weights, with a PartitionSpec or NamedSharding for each weight, and None elsewhere.
+      mesh: the mesh of the PartitionSpecs; None: the mesh of `jax.set_mesh`.
+      gather_axis: the mesh axis along which FSDP shards weights: their codes are gathered.
+      kept_axes: mesh axes along which weights stay sharded, as in tensor parallelism.
+      options: options of `DotGeneral`, for all weights.
 
     Raises:
-      TypeError, ValueError: as above; or a pattern matches no weight, or a weight has no pattern.
+      TypeError: an argument has the wrong type.
+      ValueError: one of the mistakes above, a pattern without a weight, or a weight without a pattern.
 
     >>> params = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16)), "scale": jnp.ones(16)}
     >>> policy = Policy.of(params, "CurrentScaling")
@@ -183,16 +225,25 @@ class Policy:
         kept_axes: Axes = None,
         **options: Any,
     ) -> Policy:
-        """The policy of weights as they lie.
+        """Create a policy from the shapes and shardings of arrays. Call it outside of `jit`.
 
         Args:
-          params: a pytree of arrays, also of `jax.ShapeDtypeStruct`s with a sharding. Outside of `jit`.
-          filter: called with an array and its name, such as "layers.0.up"; those for which it is False are no weights.
-            Without it, weights are all of a float dtype and two axes or more. What is indexed, as the table of an
-            embedding, is to be left out.
-          recipe, gather_axis, kept_axes, options: as of `Policy`.
+          params: a pytree of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
+          recipe: the recipe, its name, or a mapping from patterns, as for `Policy`.
+          filter: a function of an array and its name, such as "layers.0.up", that returns False for arrays that are not
+            weights. None: every float array with two axes or more is a weight. Leave out arrays that are indexed, such
+            as embedding tables.
+          gather_axis: the mesh axis along which FSDP shards weights.
+          kept_axes: mesh axes along which weights stay sharded.
+          options: options of `DotGeneral`.
+
+        Returns:
+          The policy.
+
+        Raises:
+          TypeError, ValueError: as for `Policy`; or an array is traced, so that its sharding is unknown.
         """
-        check_filter("Policy", filter, "an array")
+        check_filter("Policy", filter, "an array and its name")
         given = {}
         for name, leaf in _leaves_by_name(params)[0].items():
             if not _is_matrix(leaf) or (filter is not None and not filter(leaf, name)):
@@ -203,8 +254,8 @@ class Policy:
                 and not jax.typeof(leaf).sharding.mesh.empty
             ):
                 raise ValueError(
-                    f"Policy: {name} is traced on an Auto mesh, where it does not tell how it is cut; make the policy "
-                    "outside of jit, or pass specs"
+                    f"Policy: {name} is traced on an Auto mesh, where its sharding is unknown; make the policy outside "
+                    "jit, or pass specs"
                 )
             given[name] = (tuple(leaf.shape), sharding_of(leaf), leaf.ndim)
         policy = cls.__new__(cls)
@@ -216,7 +267,7 @@ class Policy:
     ) -> None:
         if not given:
             raise ValueError(
-                "Policy: there is no weight of two axes or more that filter= keeps; pass a pytree with some"
+                "Policy: params have no weight of two or more axes that filter= selects; pass a pytree that has one"
             )
         rules = Rules.of(recipe, "Policy")
         rules.check_used([(name,) for name in given])
@@ -224,7 +275,7 @@ class Policy:
         if left := [name for name, pattern in patterns.items() if pattern is None]:
             raise ValueError(
                 f"Policy: recipe has no pattern for {list_layers(dict.fromkeys(left, 'a weight'))}; add one, such as "
-                "'*', and give it None to leave them out"
+                "'*', with None to leave them unquantized"
             )
         recipes = {name: own for name, each in patterns.items() if (own := rules.recipes[str(each)]) is not None}
         given = {name: given[name] for name in recipes}
@@ -237,12 +288,22 @@ class Policy:
         }
 
     def __call__(self, params: Any) -> Any:
-        """`params`, with a `Weight` in place of each weight."""
+        """Replace each weight of `params` by a `Weight`.
+
+        Args:
+          params: a pytree with the names and shapes that the policy was created for.
+
+        Returns:
+          `params`, with a `Weight` in place of each weight.
+
+        Raises:
+          ValueError: a weight is missing, or has another shape or sharding.
+        """
         found, structure = _leaves_by_name(params)
         if missing := [name for name in self._places if name not in found]:
             raise ValueError(
-                f"Policy: params have no {', '.join(missing[:3])}, which the policy was made for; pass such a pytree, "
-                "or make another policy"
+                f"Policy: params have no {', '.join(missing[:3])}, which the policy was made for; pass a pytree that "
+                "has it, or make a new policy"
             )
         for name, place in self._places.items():
             _check(name, found[name], place)
@@ -253,7 +314,22 @@ class Policy:
         return jax.tree.unflatten(structure, made)
 
     def shardings(self, params: Any) -> Any:
-        """How the weights are to lie, for `in_shardings` of `jax.jit`; None for all else, and for what is not cut."""
+        """The sharding of each weight, for `in_shardings` of `jax.jit`.
+
+        Args:
+          params: a pytree with the names that the policy was created for.
+
+        Returns:
+          A pytree of the structure of `params`: a NamedSharding for each sharded weight, None elsewhere.
+
+        >>> mesh = jax.make_mesh((1,), ("fsdp",))
+        >>> specs = {"up": PartitionSpec("fsdp"), "scale": None}
+        >>> policy = Policy("CurrentScaling", specs, mesh=mesh, gather_axis="fsdp")
+        >>> params = {"up": jnp.ones((16, 32)), "scale": jnp.ones(16)}
+        >>> shardings = policy.shardings(params)
+        >>> tuple(shardings["up"].spec), shardings["scale"]
+        (('fsdp',), None)
+        """
         return jax.tree_util.tree_map_with_path(
             lambda path, _: place.sharding if (place := self._places.get(_name(path))) is not None else None, params
         )
@@ -264,7 +340,7 @@ def _name(path: Any) -> str:
 
 
 def _leaves_by_name(params: Any) -> tuple[dict[str, Any], Any]:
-    """The leaves of a pytree by name, and its structure. What is codes already is a leaf, and no weight of a policy."""
+    """The leaves of a pytree by name, and its structure. Quantized weights are leaves."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: isinstance(node, _CODED))
     return {_name(path): leaf for path, leaf in leaves}, structure
 
@@ -276,15 +352,15 @@ def _is_matrix(leaf: Any) -> bool:
 
 
 def _check(name: str, array: Any, place: _WeightPlacement) -> None:
-    """Raises ValueError where an array tells that it is not what the policy was made for."""
+    """Raise ValueError if an array has another shape, or another known sharding, than the policy expects."""
     expected, shape = place.sharding, jnp.shape(array)
     if place.shape is not None:
         whole = place.shape
         want = whole if expected is None else local_shape(whole, expected)
         if shape != want:
             raise ValueError(
-                f"Policy: {name} {shape} is not of the shape {want} that the policy was made for; pass such a weight, "
-                "or make another policy"
+                f"Policy: {name} {shape} does not have the shape {want} that the policy was made for; pass such a "
+                "weight, or make a new policy"
             )
     elif expected is not None:
         check_spec_fits("Policy", f"specs[{name}]", expected, expected.mesh, len(shape))
@@ -294,6 +370,6 @@ def _check(name: str, array: Any, place: _WeightPlacement) -> None:
     spec = PartitionSpec() if expected is None else expected.spec
     if not NamedSharding(lies.mesh, spec).is_equivalent_to(lies, len(shape)):
         raise ValueError(
-            f"Policy: {name} is cut as {lies.spec}, and the policy was made for {spec}; shard it so, or make another "
-            "policy"
+            f"Policy: {name} is sharded as {lies.spec}, but the policy was made for {spec}; shard it like that, or "
+            "make a new policy"
         )

@@ -1,6 +1,6 @@
-"""`ragged_dot`: a linear layer for each expert, on tokens that are sorted by expert.
+"""`ragged_dot`: a linear layer per expert, on tokens that are sorted by expert.
 
-x [M, K], sorted  ->  tiles of rows, none of two experts  ->  codes, with scales by expert  ->  ragged products
+x [M, K], sorted  ->  tiles of rows, one expert each  ->  codes, with scales per expert  ->  ragged products
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, che
 
 @dataclass(frozen=True, kw_only=True)
 class _Config:
-    """What is static in a call.
+    """Static options of a call.
 
     Attributes:
-      sharding: of the weight of one expert.
-      axes: mesh axes over which the rows of an expert lie.
+      recipe: the recipe.
+      sharding: the sharding of the weight of one expert.
+      axes: mesh axes over which the rows of an expert are sharded.
+      learns: whether the weights have a gradient.
+      reshard_after_forward: whether backward gathers the weights again.
     """
 
     recipe: Recipe
@@ -60,7 +63,7 @@ class _Config:
 
 
 class _NonDifferentiable(NamedTuple):
-    """Operands that are not differentiated, but for the state: seeds are `[E, 2]`."""
+    """Arguments without a gradient, except for `state`, which gets a cotangent. Seeds are `[E, 2]`."""
 
     group_sizes: jax.Array
     seeds: jax.Array | None
@@ -69,7 +72,14 @@ class _NonDifferentiable(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """What backward needs: planes, with tiles or experts along their first axis."""
+    """The values saved for backward. Planes have tiles or experts as their first axis.
+
+    Attributes:
+      x: the planes of x that dw reads.
+      w: the plane of the weights that dx reads, or the local codes to gather it from.
+      given: the arguments without gradients.
+      amaxes: of x and w, for the cotangent of the state under delayed scaling.
+    """
 
     x: QuantizedArray
     w: QuantizedArray
@@ -91,43 +101,44 @@ def ragged_dot(
     seed: Seed = None,
     state: LinearState | None = None,
 ) -> jax.Array:
-    """`linear` for each expert: rows of group e give `x_e @ w[e].T`, or `x_e @ w[e]`, differentiable.
+    """Compute `linear` for each expert: rows of group e give `x_e @ w[e].T`, or `x_e @ w[e]`.
 
-    Codes are those of `linear` on the rows of an expert alone, with scales of its own, whatever lies beside them. So
-    are products, up to the order of fp32 sums: of formats with one scale, of codes; of those of blocks, of bfloat16
-    values.
+    Differentiable. Codes and scales are those that `linear` would compute from the rows of one expert alone, whatever
+    the other rows are. Products are equal up to the order of fp32 sums: products of codes for formats with one scale,
+    of bfloat16 values for block formats.
 
     Args:
       x: float32, bfloat16 or float16 `[M, K]`, rows sorted by expert.
-      w: such an array, `[E, N, K]` or `[E, K, N]`; or codes of the recipe's format for weights, of which each expert
-        has its own scales: a frozen `QuantizedArray`, from `jax.vmap` of `quantize`; or a `PrimaryWeight`.
-      group_sizes: integers `[E]`: how many rows each expert has; any may be 0. Rows after the last group give zeros.
-      recipe: as for `linear`.
-      weight_layout: "KN" for `w` `[E, K, N]`, which `jax.lax.ragged_dot` takes; "NK" for `[E, N, K]`, the default of
-        `linear`. Required: where N == K no shape shows which one is meant. Both give the same bits.
-      weight_spec: how `w` is cut: with experts over one mesh axis and rows over another, `P("expert", "fsdp")`.
-      gather_axis: the mesh axis along which FSDP has cut the weights, or several: codes are gathered, for all experts
-        at once.
+      w: `[E, N, K]` or `[E, K, N]` in one of these dtypes. Or codes in the recipe's format for weights, with scales per
+        expert: a frozen `QuantizedArray`, from `jax.vmap` of `quantize`; or a `PrimaryWeight`.
+      group_sizes: integers `[E]`: the number of rows of each expert, 0 or more. Rows after the last group give zeros.
+      recipe: the recipe, or its name, as for `linear`.
+      weight_layout: "KN" for `w` `[E, K, N]`, as in `jax.lax.ragged_dot`; "NK" for `[E, N, K]`, the default of
+        `linear`. Required, since no shape tells them apart if N == K. Both give the same bits.
+      weight_spec: the sharding of `w`. Experts over one mesh axis and rows over another: `P("expert", "fsdp")`.
+      gather_axis: the mesh axis, or axes, along which FSDP shards the weights: codes of all experts are gathered
+        together.
       reshard_after_forward: as for `linear`.
-      axis_name: in `shard_map`, the mesh axes over which the rows of an expert lie: one set of scales then serves them.
-        Without it each device has its own.
-      seed: of stochastic rounding, as for `linear`. Expert e draws what `linear` does under `seed XOR (e << 32)`; on
-        several devices, give each its own.
-      state: of delayed scaling, from `init_delayed(recipe, (E,))`.
+      axis_name: in `shard_map`, the mesh axes over which the rows of an expert are sharded: one set of scales then
+        serves them. None: each device has its own.
+      seed: the seed of stochastic rounding, as for `linear`. Expert e draws what `linear` draws with
+        `seed XOR (e << 32)`. Pass a different seed on each device.
+      state: the state of delayed scaling, from `init_delayed(recipe, (E,))`.
 
     Returns:
-      `[M, N]`, of the dtype of `x`. NaN, if `group_sizes` have more rows than `x`, and that is known too late to raise.
+      `[M, N]` in the dtype of `x`. NaN if `group_sizes` add up to more rows than `x` has, where only the device knows.
 
     Raises:
-      TypeError: an operand is not of a float dtype, or another argument not of its type.
-      ValueError: shapes do not fit each other or the formats; the recipe needs a seed or a state; or a mesh has
-        Explicit axes, for which JAX has no ragged product; `weight_layout` is missing.
+      TypeError: an operand is not of a float dtype, or another argument has the wrong type.
+      ValueError: `weight_layout` is missing; shapes do not match each other or the formats; `group_sizes` add up to
+        more rows than `x` has; the recipe needs a seed or a state; or a mesh has Explicit axes, for which JAX has no
+        ragged product.
 
-    In `shard_map` it runs on the tokens and experts that a device has: bring tokens to their experts first, as by
-    `jax.lax.all_to_all`. On Auto meshes XLA decides how rows are multiplied. No weight is gathered but as codes.
+    In `shard_map` it uses the tokens and experts of one device: send tokens to their experts first, for example with
+    `jax.lax.all_to_all`. On Auto meshes XLA shards the products. Weights are only gathered as codes.
 
-    It is made of `jax.lax.ragged_dot_general`, and has no kernel of its own yet: on a GPU take it for its numerics, not
-    for its speed.
+    It runs `jax.lax.ragged_dot_general` and has no kernel of its own yet: on a GPU, use it for its numerics, not for
+    speed.
 
     >>> x, w = jnp.full((6, 32), 7.0), jnp.stack([jnp.full((16, 32), value) for value in (0.875, 1.75, 3.5)])
     >>> ragged_dot(x, w, jnp.array([2, 0, 3]), "CurrentScaling", weight_layout="NK")[:, 0]
@@ -138,8 +149,8 @@ def ragged_dot(
     recipe = as_recipe(recipe, "ragged_dot")
     if weight_layout is None:
         raise ValueError(
-            "ragged_dot: weight_layout (None) does not say how w lies; pass 'KN' for [E, K, N], as jax.lax.ragged_dot "
-            "takes it, or 'NK' for [E, N, K], as linear does"
+            "ragged_dot: weight_layout (None) is not a layout; pass 'KN' for w [E, K, N], as in jax.lax.ragged_dot, "
+            "or 'NK' for w [E, N, K], as in linear"
         )
     layout = as_layout("ragged_dot", weight_layout)
     check_array("ragged_dot", "x", x)
@@ -148,7 +159,9 @@ def ragged_dot(
         check_array("ragged_dot", "w", w)
     check_spec("ragged_dot", "weight_spec", weight_spec)
     if state is not None and not isinstance(state, LinearState):
-        raise TypeError(f"ragged_dot: state ({quote(state)}) is not a LinearState; pass that of init_delayed")
+        raise TypeError(
+            f"ragged_dot: state ({quote(state)}) is not a LinearState; pass the state of this layer from init_delayed"
+        )
     if state is not None:
         check_shared("ragged_dot", axis_name)
     _check_rows(x, group_sizes)
@@ -168,7 +181,7 @@ def ragged_dot(
     return y
 
 
-# Jitted for eager callers, gradients included.
+# Jitted for eager callers, also of gradients.
 @functools.partial(
     jax.jit,
     static_argnames=("recipe", "layout", "weight_spec", "gather_axes", "reshard_after_forward", "axes"),
@@ -219,24 +232,27 @@ def _checked_ragged_dot(
         seeds = jnp.stack([jnp.broadcast_to(seed[0], high.shape), high], axis=-1)
     if state is not None and sink is not None:
         sink, state = require_gradient("ragged_dot", sink, state)
-    # In shard_map, an operand that varies over fewer axes is cast to vary out here, where JAX sums its gradient.
+    # In shard_map, cast an operand to vary over more axes outside of the custom_vjp: there JAX sums its gradient.
     x, *sinks = vary_alike(x, *([] if sink is None else [sink]))
     weight = CodedWeight(codes, sinks[0] if sinks else None, None)
     return _ragged_product(config, x, weight, _NonDifferentiable(group_sizes, seeds, state, weight_amax))
 
 
 def _check_rows(x: jax.Array, group_sizes: Any) -> None:
-    """Raises where the host can read sizes that are of more rows than x has."""
+    """Raise ValueError if the host knows that `group_sizes` add up to more rows than x has."""
     if isinstance(group_sizes, jax.core.Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
         return
-    # By NumPy: JAX would trace a sum within `jit`. `device_get` is a transfer that `jax.transfer_guard` allows.
+    # NumPy, since JAX would trace the sum within `jit`. `jax.transfer_guard` allows `device_get`.
     rows = int(np.sum(np.asarray(jax.device_get(group_sizes))))
     if rows > jnp.shape(x)[0]:
-        raise ValueError(f"ragged_dot: group_sizes ({rows} in all) has more rows than x {jnp.shape(x)}; count again")
+        raise ValueError(
+            f"ragged_dot: group_sizes (sum {rows}) exceed the rows of x {jnp.shape(x)}; pass the number of rows of "
+            "each expert"
+        )
 
 
 def _no_fit(x: jax.Array, w: tuple[int, ...], layout: WeightLayout) -> ValueError:
-    return ValueError(f"ragged_dot: w {w} does not fit x {x.shape}; give w as [E, {', '.join(layout)}] and x as [M, K]")
+    return ValueError(f"ragged_dot: w {w} does not fit x {x.shape}; pass w as [E, {', '.join(layout)}] and x as [M, K]")
 
 
 def _check_shapes(
@@ -244,16 +260,16 @@ def _check_shapes(
 ) -> None:
     if group_sizes.shape != w[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
-            f"ragged_dot: group_sizes ({group_sizes.dtype} {group_sizes.shape}) is not an integer for each of "
-            f"{w[0]} experts; count the rows of each"
+            f"ragged_dot: group_sizes ({group_sizes.dtype} {group_sizes.shape}) is not one integer for each of {w[0]} "
+            "experts; pass the number of rows of each expert"
         )
     if seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing('ragged_dot', type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
-    advice = "one of init_delayed(recipe, (E,)) with DelayedScaling, and none with other recipes"
+    advice = "init_delayed(recipe, (E,))"
     check_state("ragged_dot", "state", "given" if state else None, recipe, advice)
     if state is not None and state.weight.scale.shape != w[:1]:
         raise ValueError(
-            f"ragged_dot: state (scale {state.weight.scale.shape}) is not of {w[0]} experts; pass that of "
+            f"ragged_dot: state (scale {state.weight.scale.shape}) is not one for each of {w[0]} experts; pass "
             f"init_delayed(recipe, ({w[0]},))"
         )
     plane(recipe.activation, x.shape, Usage.ROWWISE, op="ragged_dot", name="x")
@@ -263,8 +279,8 @@ def _check_mesh(x: jax.Array, w: jax.Array, spec: Spec) -> None:
     for array in (x, w):
         if axes := jax.typeof(array).sharding.mesh.explicit_axes:
             raise ValueError(
-                f"ragged_dot: operands are on a mesh with Explicit axes {axes}, for which JAX has no ragged product; "
-                "call it inside jax.shard_map over them"
+                f"ragged_dot: JAX has no ragged product for Explicit mesh axes ({axes}); call it inside jax.shard_map "
+                "over them"
             )
     check_spec_fits("ragged_dot", "weight_spec", spec, mesh_of(w, spec), 3)
 
@@ -272,7 +288,7 @@ def _check_mesh(x: jax.Array, w: jax.Array, spec: Spec) -> None:
 def _spec_of_expert(
     codes: QuantizedArray | None, sink: jax.Array | None, gather_axes: tuple[str, ...], spec: Spec
 ) -> ShardSpec:
-    """How the weight of one expert is cut."""
+    """The sharding of the weight of one expert: `spec` without the axis of experts."""
     own = spec
     if spec is not None:
         entries = PartitionSpec(*(*spec_of(spec, None), None, None, None)[1:3])
@@ -300,35 +316,35 @@ def _forward(
     config: _Config, x: jax.Array, w: CodedWeight, given: _NonDifferentiable, *, learns: bool = True
 ) -> tuple[jax.Array, _Residuals]:
     recipe, rows, columns, none = config.recipe, Usage.ROWWISE, Usage.COLUMNWISE, Usage(0)
-    x_kept = source(recipe.activation, columns) if learns and config.learns else none
+    x_saved = source(recipe.activation, columns) if learns and config.learns else none
     read = source(recipe.weight, config.sharding.contracted)
-    w_kept = source(recipe.weight, config.sharding.contracted_back) if learns else none
+    w_saved = source(recipe.weight, config.sharding.contracted_back) if learns else none
     tiles = tiles_of(recipe, x.shape[0], given.group_sizes)
-    xq, x_amax = _quantize_rows(config, x, given, Role.ACTIVATION, rows | x_kept, tiles)
-    wq, w_amax = _weight(config, w, given, read | w_kept)
-    whole = _whole(config, wq, read)
+    xq, x_amax = _quantize_rows(config, x, given, Role.ACTIVATION, rows | x_saved, tiles)
+    wq, w_amax = _weight(config, w, given, read | w_saved)
+    whole = _gather_plane(config, wq, read)
     y = row_product(xq, whole, config.sharding.contracted, tiles, x.dtype)
     if learns and not config.reshard_after_forward:
-        wq = whole if w_kept is read else _whole(config, wq, w_kept)
-    return y, _Residuals(_only(xq, x_kept), _only(wq, w_kept), given, (x_amax, w_amax))
+        wq = whole if w_saved is read else _gather_plane(config, wq, w_saved)
+    return y, _Residuals(_keep_planes(xq, x_saved), _keep_planes(wq, w_saved), given, (x_amax, w_amax))
 
 
-def _backward(config: _Config, kept: _Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _NonDifferentiable]:
-    recipe, given, wq, columns = config.recipe, kept.given, kept.w, Usage.COLUMNWISE
+def _backward(config: _Config, saved: _Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _NonDifferentiable]:
+    recipe, given, wq, columns = config.recipe, saved.given, saved.w, Usage.COLUMNWISE
     if config.sharding.gather_axes and config.reshard_after_forward:
         wq, dy = barrier(wq, dy)
-        wq = _whole(config, wq, source(recipe.weight, config.sharding.contracted_back))
+        wq = _gather_plane(config, wq, source(recipe.weight, config.sharding.contracted_back))
     tiles = tiles_of(recipe, dy.shape[0], given.group_sizes)
     read = Usage.ROWWISE | (source(recipe.gradient, columns) if config.learns else Usage(0))
     dyq, dy_amax = _quantize_rows(config, dy, given, Role.GRADIENT, read, tiles)
     dx = row_product(dyq, wq, config.sharding.contracted_back, tiles, dy.dtype)
     dw = None
     if config.learns:
-        pair = (dyq, kept.x) if config.sharding.layout == "NK" else (kept.x, dyq)
+        pair = (dyq, saved.x) if config.sharding.layout == "NK" else (saved.x, dyq)
         dw = jax.vmap(config.sharding.scatter)(expert_products(*pair, tiles, wq.dtype))
         if config.sharding.gather_axes:  # As in `linear`: `scheduling.py`.
             dw, dx = barrier(dw, dx)
-    x_amax, w_amax = kept.amaxes
+    x_amax, w_amax = saved.amaxes
     observed = None
     if given.state is not None:
         observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
@@ -342,20 +358,20 @@ _ragged_product.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
 def _quantize_rows(
     config: _Config, x: jax.Array, given: _NonDifferentiable, role: Role, usage: Usage, tiles: Tiles
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """The tiles of x or dy."""
+    """Quantize the tiles of x or dy."""
     operand = OperandSpec.of(config.recipe, role, usage)
     return quantize_tiles(x, operand, tiles, axes=config.axes, seeds=given.seeds, scales=_scales(given, role))
 
 
 def _scales(given: _NonDifferentiable, role: Role) -> jax.Array | None:
-    """The scale of each expert, in delayed scaling."""
+    """The scale of each expert, under delayed scaling."""
     return None if given.state is None else getattr(given.state, role.value).scale
 
 
 def _weight(
     config: _Config, w: CodedWeight, given: _NonDifferentiable, usage: Usage
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """What this device has of the codes of all experts; and, of delayed scaling, their amaxes."""
+    """The local codes of all experts, and their amaxes under delayed scaling. Quantizes weights that are arrays."""
     if w.codes is not None:
         return w.codes, given.weight_amax
     assert w.sink is not None
@@ -370,12 +386,12 @@ def _weight(
     return made
 
 
-def _whole(config: _Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
-    """One plane of the whole weights, of the codes that one device has."""
+def _gather_plane(config: _Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
+    """Gather one plane of all weights from local codes."""
     check_weight_format("ragged_dot", "w", wq.format, config.recipe)
-    wq = _only(wq, usage)
+    wq = _keep_planes(wq, usage)
     return jax.vmap(config.sharding.gather)(wq) if config.sharding.gather_axes else wq
 
 
-def _only(q: QuantizedArray, usage: Usage) -> QuantizedArray:
+def _keep_planes(q: QuantizedArray, usage: Usage) -> QuantizedArray:
     return q.with_planes({each: plane for each, plane in q.planes.items() if each in usage})

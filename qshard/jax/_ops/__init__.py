@@ -1,4 +1,4 @@
-"""JAX primitives of the ops in `ffi/ops.def`: binding, custom partitioning, scheduling, checks of arguments.
+"""JAX primitives of the ops in `ffi/ops.def`: binding, custom partitioning, scheduling, and argument checks.
 
 Shard specs, quantized arrays and layers are in the packages beside this one.
 """

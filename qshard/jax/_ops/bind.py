@@ -1,19 +1,19 @@
-"""Every op of `ffi/ops.def` as a function of JAX arrays: `cast_tensor(x, scale, element="float8_e4m3fn")`.
+"""The ops of `ffi/ops.def` as functions of JAX arrays, such as `cast_tensor(x, scale, element="float8_e4m3fn")`.
 
-One class makes them all. An op works eagerly, under `jit` on Auto and Explicit meshes, in `shard_map` with sound types,
-under `vmap`, remat and export, because XLA itself can cut it:
+The class `Op` implements all of them. An op works eagerly, under `jit` on Auto and Explicit meshes, in `shard_map` with
+`check_vma`, under `vmap`, remat and export, because XLA itself can partition it:
 
 - its FFI target is *batch partitionable*: XLA runs the handler on shards of the first `num_batch_dims` axes, which all
-  its buffers have in common, and gathers what is cut along later axes;
-- a Shardy rule, made from the op's axis pattern, carries shardings through it.
+  its buffers share, and gathers an operand that is sharded along a later axis;
+- a Shardy rule, derived from the op's axis pattern, propagates shardings through it.
 
-So a caller views its operands such that what may be cut is a leading axis of all of them (`partitionable_ops.py`). A
-plain `jax.ffi.ffi_call` would gather a sharded operand, silently.
+So a caller views its operands such that the axes that may be sharded are leading axes of all of them
+(`partitionable_ops.py`). A plain `jax.ffi.ffi_call` would silently gather a sharded operand.
 
-A transposed result has no leading axis in common with its operand. The primitive gives it the operand's logical axes,
-and a *layout* that transposes its memory. The `jnp.transpose` that follows is free.
+A transposed result shares no leading axis with its operand. The primitive gives the result the logical axes of the
+operand, and a *layout* that transposes its memory. The `jnp.transpose` that follows is free.
 
-Sources: Shardy, `sdy.op_sharding_rule`; `_jax_internals.partitioning_attributes`. Tests pin both.
+Sources: Shardy, `sdy.op_sharding_rule`; `_jax_internals.partitioning_attributes`. Tests check both.
 
 >>> import jax.numpy as jnp
 >>> from qshard.jax import ops
@@ -58,10 +58,14 @@ _registered: set[str] = set()
 
 
 def register_handlers(platform: str, handlers: Mapping[str, Any]) -> None:
-    """Registers handlers, `{op name: capsule}`, with XLA for platform "cpu" or "CUDA".
+    """Register FFI handlers with XLA.
 
-    Importing this module registers what the extension was built with. To compile for a GPU on a machine without one,
-    the targets must exist, and are not run: register those of the CPU as "CUDA".
+    Importing this module registers the handlers of the extension. To compile for a GPU on a machine without one, the
+    targets must exist, but they do not run: register the CPU handlers as "CUDA".
+
+    Args:
+      platform: "cpu" or "CUDA".
+      handlers: a capsule for each op name.
     """
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(target_of(name), handler, platform=platform)
@@ -70,15 +74,18 @@ def register_handlers(platform: str, handlers: Mapping[str, Any]) -> None:
 
 
 def target_of(name: str) -> str:
-    """The name of an op among XLA's targets."""
+    """Return the name of an op's FFI target."""
     return f"qshard_{name}"
 
 
 def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
-    """What `jax.export.export(disabled_checks=)` takes, for programs with ops of qshard: all of their targets.
+    """Return the argument `disabled_checks` of `jax.export.export` for programs with ops of qshard.
 
-    Without it an export refuses custom calls that JAX does not know. Whoever loads the program needs `import
-    qshard.jax`, which registers them, of a version with the same ops.
+    Without it, an export refuses custom calls that JAX does not know. The process that loads the program must import
+    qshard.jax, which registers the targets, in a version with the same ops.
+
+    Returns:
+      One entry for each FFI target of qshard.
 
     >>> from qshard.jax import linear
     >>> step = jax.jit(lambda x, w: linear(x, w, "MXFP8"))
@@ -95,19 +102,20 @@ register_handlers("CUDA", _ffi.handlers("cuda"))
 
 
 class Op:
-    """An op of the table as a function of arrays.
+    """An op of the table as a JAX primitive and a function of arrays.
 
-    Options are all static: the op's attributes; `dtype`, where the op gives any float; `split`, which is found from
-    the shapes; and `cuttable`, whether XLA may cut operands, which is found from the mesh.
+    All options are static: the attributes of the op; `dtype`, if the result may have any float dtype; `split`, which is
+    derived from the shapes; and `cuttable`, whether XLA may shard operands, which is derived from the mesh.
 
-    The primitive takes and gives arrays in the logical order of their factors (`qshard.op_table.Binding`), in which
-    those that XLA may cut lead, with layouts that keep the memory in the order of the op's patterns. So XLA for GPUs
-    makes nothing of the reshapes and transposes around it. Two parameters are not options: `shapes`, of the operands by
-    pattern, and `cuttable`. Where nothing can be cut, buffers go in as they are.
+    The primitive takes and returns arrays in the logical order of their factors (`qshard.op_table.Binding`): axes that
+    XLA may shard come first. Layouts keep the memory in the order of the op's pattern, so on GPUs the reshapes and
+    transposes around the primitive cost nothing. Where nothing can be sharded, buffers are passed unchanged. The
+    primitive has one more parameter, `shapes`: the shapes of the operands in the order of the pattern. The handler gets
+    the attributes only.
     """
 
     def __init__(self, spec: OpSpec, in_place: Mapping[int, int] | None = None):
-        """Makes a primitive. `in_place`: by operand, the result that may take over its memory."""
+        """Create the primitive of `spec`. `in_place` gives, for an operand, the result that may reuse its memory."""
         self.spec = spec
         self._in_place = dict(in_place or {})
         first = spec.inputs[0].terms
@@ -127,37 +135,44 @@ class Op:
         return f"<op {self.spec.name}>"
 
     def __call__(self, *operands: jax.typing.ArrayLike, **options: Any) -> Any:
-        """Runs the op: gives an array, or a tuple of them.
+        """Run the op.
+
+        Args:
+          operands: arrays or numbers, in the order of the op's row.
+          options: the attributes of the op, and the other options of this class.
+
+        Returns:
+          An array, or a tuple of arrays if the op has several results.
 
         Raises:
-          ValueError: shapes do not fit the pattern of the op, or an Explicit mesh cuts an axis inside a block.
-          TypeError: a dtype or an attribute is not what it takes.
+          ValueError: shapes do not fit the pattern of the op, or an Explicit mesh splits a block.
+          TypeError: a dtype or an attribute is not one that the op takes.
           NotImplementedError: qshard was built without kernels for the device.
         """
         arrays = [jnp.asarray(operand) for operand in operands]
         for operand, array in zip(self.spec.inputs, arrays, strict=False):
             check_sizes(self.spec.name, operand.name, array.shape)
         options.setdefault("cuttable", may_be_sharded(arrays[0]))
-        if not self._elementwise or not 0 < arrays[0].ndim == self._bound(arrays, options).lead:
-            return self._patterned(arrays, options)
-        # XLA does not cut the last axis of an op that it could cut along every axis, so there is one of size 1.
+        if not self._elementwise or not 0 < arrays[0].ndim == self._bind(arrays, options).lead:
+            return self._call_views(arrays, options)
+        # XLA does not shard the last axis of an op, even if all axes are leading ones. So append an axis of size 1.
         star = self.spec.inputs[0].terms
         wider = [a[..., None] if o.terms == star else a for a, o in zip(arrays, self.spec.inputs, strict=True)]
-        return jax.tree.map(lambda result: result[..., 0], self._patterned(wider, options))
+        return jax.tree.map(lambda result: result[..., 0], self._call_views(wider, options))
 
-    def _patterned(self, arrays: Sequence[jax.Array], options: dict[str, Any]) -> Any:
-        """`__call__`, with the primitive's view of operands and results made around it."""
+    def _call_views(self, arrays: Sequence[jax.Array], options: dict[str, Any]) -> Any:
+        """Run the op on the primitive's view of the operands, and return results in the shapes of the pattern."""
         shapes = tuple(a.shape for a in arrays)
-        binding = self._bound(arrays, options)
+        binding = self._bind(arrays, options)
         if self.spec.splits and options.setdefault("split", binding.split) != binding.split:
-            raise ValueError(f"{self.spec.name}: split ({options['split']}) is not the form of {shapes}; leave it out")
-        logical = list(map(self._factored, self.spec.inputs, arrays, binding.inputs))
+            raise ValueError(f"{self.spec.name}: split ({options['split']}) does not match {shapes}; leave it out")
+        logical = list(map(self._split_factors, self.spec.inputs, arrays, binding.inputs))
         results = self._primitive.bind(*_alike(logical, binding), shapes=shapes, **options)
         patterned = tuple(map(_join_factors, results, binding.outputs))
         return patterned if len(patterned) > 1 else patterned[0]
 
-    def _factored(self, operand: Operand, array: jax.Array, view: View) -> jax.Array:
-        """An operand with its factors as axes, in their logical order."""
+    def _split_factors(self, operand: Operand, array: jax.Array, view: View) -> jax.Array:
+        """View an operand with one axis for each factor, in logical order."""
         if all(len(axis) == 1 for axis in view.axes):
             return array if view.order == tuple(range(array.ndim)) else jnp.transpose(array, _inverse(view.order))
         sharding = jax.typeof(array).sharding
@@ -166,26 +181,29 @@ class Op:
             shards = math.prod(sharding.mesh.shape[name] for name in names_of(entry))
             if len(axis) > 1 and axis[0].size % shards:
                 raise ValueError(
-                    f"{self.spec.name}: {operand.name} {array.shape} has an axis of {size} cut into "
-                    f"{shards} shards, which are not whole blocks of {size // axis[0].size}; cut it at blocks"
+                    f"{self.spec.name}: {operand.name} {array.shape} has an axis of {size} in {shards} shards, not a "
+                    f"whole number of blocks of {size // axis[0].size}; shard it on block boundaries"
                 )
             entries.extend([entry, *[None] * (len(axis) - 1)])
         sizes = [factor.size for axis in view.axes for factor in axis]
         return jnp.transpose(reshape(array, sizes, entries), _inverse(view.order))
 
-    def _bound(
+    def _bind(
         self, arrays: Sequence[Any], options: Mapping[str, Any], shapes: Sequence[tuple[int, ...]] | None = None
     ) -> Binding:
-        """What follows from operands and options. `shapes`: by pattern, if `arrays` are the primitive's view."""
+        """Bind operands and options to the row of the op.
+
+        `shapes` gives the shapes in the order of the pattern, if `arrays` are the primitive's view.
+        """
         shapes = [a.shape for a in arrays] if shapes is None else shapes
         given = {name: value for name, value in options.items() if name not in ("cuttable", "dtype", "split")}
         dtypes = [str(a.dtype) for a in arrays]
         return self.spec.bind(shapes, dtypes, given, options.get("dtype"), cuttable=options["cuttable"])
 
     def _type(self, *avals: Any, shapes: tuple[tuple[int, ...], ...], **options: Any) -> tuple[Any, ...]:
-        binding = self._bound(avals, options, shapes)
+        binding = self._bind(avals, options, shapes)
         entries = _entries(avals[0], binding)
-        # `update` keeps of the operand's type what a ShapeDtypeStruct lacks: the manual axes over which it varies.
+        # `update` keeps the manual axes over which the operand varies, which a ShapeDtypeStruct lacks.
         return tuple(
             avals[0].update(
                 shape=tuple(factor.size for factor in view.factors),
@@ -200,21 +218,21 @@ class Op:
         missing = sorted(set(platforms_of(ctx)) - _registered)
         if missing:
             raise NotImplementedError(
-                f"{self.spec.name}: this build of qshard has no kernels for {', '.join(missing)}; "
-                "build it where a CUDA compiler is found, or run on the CPU"
+                f"{self.spec.name}: this build of qshard has no kernels for {', '.join(missing)}; install a build with "
+                "CUDA, or run on the CPU"
             )
         devices = device_count(ctx)
         meshes = (ctx.avals_in[0].sharding.mesh, jax.sharding.get_abstract_mesh())
         if devices > 1 and not options["cuttable"] and all(mesh.empty for mesh in meshes):
             raise ValueError(
-                f"{self.spec.name}: operands (on one device, as far as was known) are compiled for {devices}, and XLA "
-                "would gather all of them; trace within jax.set_mesh(mesh)"
+                f"{self.spec.name}: operands are compiled for {devices} without a mesh, and XLA would gather all of "
+                "them; trace within jax.set_mesh(mesh)"
             )
-        binding = self._bound(ctx.avals_in, options, shapes)
+        binding = self._bind(ctx.avals_in, options, shapes)
         batch_dims = min(binding.lead, max(0, ctx.avals_in[0].ndim - 1))
         rule = jax.ffi.ffi_lowering(
             target_of(self.spec.name),
-            # Layouts here run from minor to major.
+            # A layout lists axes from minor to major.
             operand_layouts=[view.order[::-1] for view in binding.inputs],
             result_layouts=[view.order[::-1] for view in binding.outputs],
             operand_output_aliases=self._in_place,
@@ -232,23 +250,21 @@ class Op:
         **options: Any,
     ) -> Any:
         if not self._has_leading_axes:
-            raise NotImplementedError(f"{self.spec.name}: has no leading axes for vmap to add to; use jax.lax.map")
+            raise NotImplementedError(f"{self.spec.name}: cannot be batched by vmap; use jax.lax.map")
         size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-        grow = [isinstance(operand.terms[0], str) for operand in self.spec.inputs]  # Others are one for all.
+        grow = [isinstance(operand.terms[0], str) for operand in self.spec.inputs]  # Other operands serve all examples.
         if any(axis is not None and not grows for axis, grows in zip(axes, grow, strict=True)):
             fixed = next(o.name for o, grows in zip(self.spec.inputs, grow, strict=True) if not grows)
-            raise NotImplementedError(
-                f"{self.spec.name}: {fixed} has no leading axes for vmap to add to; use jax.lax.map"
-            )
+            raise NotImplementedError(f"{self.spec.name}: {fixed} cannot be batched by vmap; use jax.lax.map")
         moved = [
             x if not grows else jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
             for x, axis, grows in zip(operands, axes, grow, strict=True)
         ]
         options |= {name: options.get(name, 0) + 1 for name in ("batch", "lead") if name in self.spec.attributes}
-        # What one call says of its operands does not hold for many.
+        # These attributes describe the operands of one example.
         options = {name: value for name, value in options.items() if name not in ("shared", "turned")}
         shapes = tuple((size, *shape) if grows else shape for shape, grows in zip(shapes, grow, strict=True))
-        results = self._primitive.bind(*_alike(moved, self._bound(moved, options, shapes)), shapes=shapes, **options)
+        results = self._primitive.bind(*_alike(moved, self._bind(moved, options, shapes)), shapes=shapes, **options)
         return results, (0,) * len(results)
 
     def _run(self, *operands: Any, **options: Any) -> Any:
@@ -260,7 +276,7 @@ class Op:
 
 @functools.cache
 def bind(spec: OpSpec) -> Op:
-    """The function of an op, and its primitive, made once."""
+    """Return the function of an op, and create its primitive once."""
     return Op(spec)
 
 
@@ -276,9 +292,9 @@ def _jit(primitive: Primitive, options: tuple[tuple[str, Any], ...]) -> Callable
 
 
 def run_jitted(function: Callable[..., Any], *operands: Any) -> Any:
-    """Calls a jitted function that binds a primitive, as an eager call of the primitive: under `jax.disable_jit()` too.
+    """Call a jitted function that binds a primitive, as the eager implementation of the primitive.
 
-    There `jit` would call the primitive eagerly again, and again.
+    `jit` stays enabled under `jax.disable_jit()`. Otherwise it would call the primitive eagerly again, without end.
     """
     if not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return function(*operands)
@@ -287,16 +303,19 @@ def run_jitted(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def encode_attribute(value: Any) -> Any:
-    """An attribute as handlers decode it: in the width of NumPy, as a Python float has 64 bits under x64."""
+    """Return an attribute in the type that handlers decode: float32 or int64.
+
+    Under x64, JAX would encode a Python float as float64.
+    """
     if isinstance(value, bool | str):
         return value
     return np.float32(value) if isinstance(value, float) else np.int64(value)
 
 
 def shardy_rule(binding: Binding) -> str:
-    """The rule in Shardy's notation: a letter for each factor, in the order in which they appear, and its size.
+    """Return the op's rule in Shardy's notation: each factor has a letter, in order of first use, and a size.
 
-    What a result lacks is never cut: a front end that has it in shards reduces their amaxes itself.
+    A factor that no result has must be replicated. A front end that shards it reduces the amaxes itself.
     """
     views = (*binding.inputs, *binding.outputs)
     letters = {factor: _letter(i) for i, factor in enumerate(dict.fromkeys(f for view in views for f in view.factors))}
@@ -315,17 +334,17 @@ def _letter(index: int) -> str:
 
 
 def _entries(aval: Any, binding: Binding) -> dict[Factor, Any]:
-    """Mesh axes by factor, as the first operand is cut."""
+    """Return the mesh axes of each factor, from the sharding of the first operand."""
     return dict(zip(binding.inputs[0].factors, aval.sharding.spec, strict=True))
 
 
 def _sharding_of(aval: Any, entries: Mapping[Factor, Any], view: View) -> NamedSharding:
-    """The sharding of an operand or result, on the mesh of `aval`."""
+    """Return the sharding of an operand or result on the mesh of `aval`."""
     return NamedSharding(aval.sharding.mesh, PartitionSpec(*(entries.get(factor) for factor in view.factors)))
 
 
 def _alike(arrays: Sequence[jax.Array], binding: Binding) -> list[jax.Array]:
-    """The operands, all varying over the same manual axes, and on Explicit meshes cut as the first one is."""
+    """Return the operands, varying over the same manual axes, and on Explicit meshes sharded like the first one."""
     first = jax.typeof(arrays[0])
     entries = _entries(first, binding)
     varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
@@ -340,7 +359,7 @@ def _alike(arrays: Sequence[jax.Array], binding: Binding) -> list[jax.Array]:
 
 
 def _join_factors(result: jax.Array, view: View) -> jax.Array:
-    """A result by its pattern: the memory as it is, each axis the product of its factors."""
+    """Reshape a result to its pattern: each axis is the product of its factors. The memory stays as it is."""
     entries = dict(zip(view.factors, jax.typeof(result).sharding.spec, strict=True))
     sizes = [math.prod(factor.size for factor in axis) for axis in view.axes]
     return reshape(jnp.transpose(result, view.order), sizes, [entries[axis[0]] for axis in view.axes])

@@ -1,6 +1,6 @@
 """Reductions of amaxes and of partial sums, within an array and over devices.
 
-A maximum is one of the bits of fp32 amaxes as integers: exact in any order, and NaN wins.
+Maxima are taken over the bits of fp32 amaxes as integers: exact in any order, and NaN wins.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from qshard.jax._ops.mesh import vary_alike
 
 
 def max_over(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
-    """The maximum of amaxes over manual mesh axes, as a function."""
+    """Return a function that max-reduces amaxes over manual mesh axes."""
     return lambda amax: as_float(lax.pmax(as_bits(amax), axes)) if axes else amax
 
 
 def max_along(amax: jax.Array, lead: int = 0) -> jax.Array:
-    """The maximum along all array axes but the `lead` first."""
-    if amax.ndim == lead:  # XLA would launch a kernel for it.
+    """Return the maximum along all array axes except the first `lead`."""
+    if amax.ndim == lead:  # XLA would launch a kernel for a reduction over no axes.
         return amax
     return as_float(jnp.max(as_bits(amax), axis=tuple(range(lead, amax.ndim)), initial=0))
 
 
 def max_of_groups(amax: jax.Array, group: jax.Array, count: int) -> jax.Array:
-    """The maximum of the amaxes of each of `count` groups; those of other groups are left out."""
+    """Return the maximum of the amaxes of each group, `[count]`. Amaxes with other group numbers are ignored."""
     maxima, bits, group = vary_alike(jnp.zeros(count, jnp.int32), as_bits(amax), group)
     return as_float(maxima.at[group].max(bits, mode="drop"))
 
 
 def sum_over(x: jax.Array, scattered: Iterable[tuple[int, Any]], summed: tuple[str, ...] = ()) -> jax.Array:
-    """The sum over manual mesh axes.
+    """Sum over manual mesh axes.
 
     Args:
-      scattered: array axes and mesh axes: each device keeps its part along that array axis.
-      summed: mesh axes whose devices all get the sum.
+      x: the local term.
+      scattered: pairs (array axis, mesh axes): each device keeps its part of the sum along that array axis.
+      summed: the mesh axes along which all devices get the sum.
     """
     for axis, names in scattered:
         x = lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
@@ -46,8 +47,10 @@ def sum_over(x: jax.Array, scattered: Iterable[tuple[int, Any]], summed: tuple[s
 
 
 def as_bits(amax: jax.Array) -> jax.Array:
+    """Bitcast fp32 amaxes to int32."""
     return lax.bitcast_convert_type(amax, jnp.int32)
 
 
 def as_float(bits: jax.Array) -> jax.Array:
+    """Bitcast int32 to fp32 amaxes."""
     return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,13 +1,14 @@
-"""Functions of which XLA asks how they are cut, on Auto meshes, once it knows how their operands are.
+"""Ops with a custom partitioning rule, for Auto meshes.
 
-XLA cuts an op over axes that all its buffers share (`bind.py`). What adds up over other axes, or has none in common,
-says itself what each device does, by JAX's `custom_partitioning`.
+XLA partitions an op over axes that all its buffers share (`bind.py`). An op without such axes, or with sums over other
+axes, defines the computation of each device itself, with JAX's `custom_partitioning`.
 
-XLA calls a Python function of this process, and JAX writes its address into the program. `jax.export` cannot save it,
-so exports for several devices have another function in its place. The keys of JAX's persistent cache have the address
-too, so another process misses, unless `jax_remove_custom_partitioning_ptr_from_cache_key` is set. Then the key has
-nothing of the function, and two functions of alike arrays would share an entry. So each op is called through a function
-with a digest of its parameters as a name, which stays in the key.
+XLA then calls a Python function of this process, and JAX writes its address into the program. This has two effects.
+`jax.export` cannot save such a program, so exports for several devices use another function in its place. And the keys
+of JAX's persistent cache contain the address, so another process misses, unless
+`jax_remove_custom_partitioning_ptr_from_cache_key` is set. With that flag the key does not identify the function, and
+two functions of operands of the same types would share an entry. So each op is called through a function that is named
+by a digest of its parameters, and the name stays in the key.
 
 Sources: `jax.experimental.custom_partitioning`; Shardy, `sdy.op_sharding_rule`.
 """
@@ -33,7 +34,7 @@ from qshard.jax._ops import bind as ops
 
 
 class _Local:
-    """The ops, on what a device has: XLA cuts none of it."""
+    """The ops on local arrays, which XLA does not partition."""
 
     def __getattr__(self, name: str) -> Any:
         return functools.partial(getattr(ops, name), cuttable=False)
@@ -50,15 +51,16 @@ def partitionable(
     *,
     decode: bool = True,
 ) -> Callable[..., Any]:
-    """`whole`, of which XLA asks `partition`.
+    """Return `whole` with a custom partitioning rule.
 
     Args:
-      partition: as `custom_partitioning` calls it: gives the mesh, what each device does, and how results and operands
-        are cut.
-      rule: how Shardy carries cuts through, in the notation of einsum.
-      sizes: the length of each factor that the rule names.
-      decode: whether JAX names the mesh axes of shardings. It raises where a part of one shards an array, which
-        `spec_on` takes.
+      whole: the function of whole arrays.
+      partition: the callback of `custom_partitioning`. It returns the mesh, the function of each device, and the
+        shardings of results and operands.
+      rule: the rule by which Shardy propagates shardings, in einsum notation.
+      sizes: the size of each factor that `rule` names.
+      decode: whether JAX converts shardings to mesh axis names. That raises if only a part of a mesh axis shards an
+        array; `spec_on` supports this case.
     """
     made: Any = custom_partitioning(whole)
     made.def_partition(partition=partition, sharding_rule=rule, decode_shardings=decode, **(sizes or {}))
@@ -66,15 +68,15 @@ def partitionable(
 
 
 def specs_of(op: str, arrays: Sequence[Any]) -> list[Any]:
-    """How arrays are cut, of what XLA tells when it asks."""
+    """Return the PartitionSpecs of the arrays that XLA passes to a partitioning callback."""
     shardings = [array.sharding for array in arrays]
     if not all(isinstance(sharding, NamedSharding) or sharding.is_fully_replicated for sharding in shardings):
-        raise ValueError(f"{op}: operands are cut over devices of which no mesh tells; trace within jax.set_mesh(mesh)")
+        raise ValueError(f"{op}: operands are sharded, but there is no mesh; trace within jax.set_mesh(mesh)")
     return [sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec() for sharding in shardings]
 
 
 def spec_on(mesh: Any, array: Any) -> PartitionSpec:
-    """The sharding of an array that XLA tells, on a mesh; unsharded where mesh axes as a whole do not say it."""
+    """Return the PartitionSpec of an array that XLA passes; unsharded if whole axes of `mesh` cannot express it."""
     try:
         indices = array.sharding.devices_indices_map(array.shape)
     except ValueError:  # Shards are uneven.
@@ -94,10 +96,10 @@ def spec_on(mesh: Any, array: Any) -> PartitionSpec:
 
 
 def mesh_of_call(mesh: Any, array: Any, abstract: Any) -> Any:
-    """The mesh that XLA tells, or, where it tells of none, the abstract one of the trace on the devices of an array."""
+    """Return the mesh that XLA passes; if it is empty, the abstract mesh of the trace with the devices of an array."""
     if not mesh.empty:
         return mesh
-    even = (abstract.size,) * len(array.shape)  # Whatever shards it.
+    even = (abstract.size,) * len(array.shape)  # Any sharding divides this shape evenly.
     devices = np.array(list(array.sharding.devices_indices_map(even)))
     return jax.sharding.Mesh(devices.reshape(abstract.axis_sizes), abstract.axis_names)
 
@@ -105,14 +107,19 @@ def mesh_of_call(mesh: Any, array: Any, abstract: Any) -> Any:
 def call_partitionable(
     function: Callable[..., Any], exported: Callable[..., Any], static: Any, *operands: Any
 ) -> list[jax.Array]:
-    """The leaves of the results of `function`, from `partitionable`; in exports for several devices, of `exported`.
+    """Call a function from `partitionable`, and return the leaves of its results.
 
-    `static`: dataclasses that tell `function` from others of its operands, by their `repr` in all processes.
+    Args:
+      function: the function from `partitionable`.
+      exported: the function that exports for several devices use instead.
+      static: dataclasses that distinguish `function` from others with the same operand types. Their `repr` must be the
+        same in all processes.
+      operands: pytrees of arrays.
     """
     both = {"function": jax.make_jaxpr(function)(*operands), "exported": jax.make_jaxpr(exported)(*operands)}
     text = f"{__version__} {static!r} {both['exported']}"
     name = f"qshard_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-    made: list[jax.Array] = _asked.bind(*jax.tree.leaves(operands), **both, name=name)
+    made: list[jax.Array] = _call_p.bind(*jax.tree.leaves(operands), **both, name=name)
     return made
 
 
@@ -131,9 +138,9 @@ def _run(*operands: Any, function: Any, **_: Any) -> Any:
     return ops.run_jitted(jax.jit(jaxpr_as_fun(function)), *operands)
 
 
-# What JAX lowers it to depends on what for.
-_asked = Primitive("qshard_asked")
-_asked.multiple_results = True
-_asked.def_impl(_run)
-_asked.def_abstract_eval(lambda *operands, function, **_: function.out_avals)
-mlir.register_lowering(_asked, _lower)
+# This primitive is lowered to `exported` in an export for several devices, and to `function` otherwise.
+_call_p = Primitive("qshard_custom_partitioning")
+_call_p.multiple_results = True
+_call_p.def_impl(_run)
+_call_p.def_abstract_eval(lambda *operands, function, **_: function.out_avals)
+mlir.register_lowering(_call_p, _lower)

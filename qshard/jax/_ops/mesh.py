@@ -1,7 +1,7 @@
-"""The mesh of an array: which kind it is of, what types tell of shardings, and mesh axes for the axes of arrays.
+"""The mesh of an array, the shardings that types give, and the assignment of mesh axes to array axes.
 
-`MeshKind.of` decides between Auto, Explicit and manual meshes, and `assign_mesh_axes` gives mesh axes to array axes
-for products and rows alike. Other modules read the kind of one axis where they need it.
+`MeshKind.of` distinguishes Auto, Explicit and manual meshes. `assign_mesh_axes` assigns mesh axes for products and for
+row functions. Modules that need the kind of a single mesh axis read it themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Scattered = tuple[tuple[int, str], ...]
 
 
 def may_be_sharded(x: jax.Array) -> bool:
-    """Whether XLA, or an Explicit mesh, may cut `x` over devices."""
+    """Whether XLA, or an Explicit mesh, may shard `x` over devices."""
     mesh = mesh_of(x)
     if mesh.empty:
         return jax.device_count() > 1
@@ -30,7 +30,7 @@ def may_be_sharded(x: jax.Array) -> bool:
 
 
 def reshape(x: jax.Array, sizes: Sequence[int], entries: Sequence[Any]) -> jax.Array:
-    """`x` in another shape, and on Explicit meshes cut so."""
+    """Reshape `x`. On Explicit meshes, `entries` is the sharding of the result."""
     if x.shape == tuple(sizes):
         return x
     mesh = jax.typeof(x).sharding.mesh
@@ -40,26 +40,26 @@ def reshape(x: jax.Array, sizes: Sequence[int], entries: Sequence[Any]) -> jax.A
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of an entry of a PartitionSpec."""
+    """Return the mesh axes of one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays, typed as varying over every manual axis over which any of them does."""
+    """Return the arrays, typed as varying over every manual axis that any of them varies over."""
     own = [frozenset(jax.typeof(a).manual_axis_type.varying) for a in arrays]
     missing = [tuple(sorted(frozenset().union(*own) - axes)) for axes in own]
     return tuple(lax.pcast(a, m, to="varying") if m else a for a, m in zip(arrays, missing, strict=True))
 
 
 def types_tell(axes: Sequence[str] | None = None) -> bool:
-    """Whether types say over which mesh axes an array varies, all manual ones or these: not under `check_vma=False`."""
+    """Whether types show the manual mesh axes that an array varies over, all or `axes`: not under `check_vma=False`."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1] if axes is None else axes
     return all(axis in jax.typeof(lax.axis_index(axis)).manual_axis_type.varying for axis in axes)
 
 
 def mesh_of(x: jax.Array, spec: Spec = None) -> Any:
-    """The mesh by the type of `x`, else of `spec`, else of the context."""
+    """Return the mesh from the type of `x`, else from `spec`, else from the context."""
     for mesh in (jax.typeof(x).sharding.mesh, getattr(spec, "mesh", None)):
         if mesh is not None and not mesh.empty:
             return mesh
@@ -67,31 +67,31 @@ def mesh_of(x: jax.Array, spec: Spec = None) -> Any:
 
 
 def spec_of(spec: Spec, axis_names: str | tuple[str, ...] | None) -> PartitionSpec:
-    """By rows, where nothing else is said."""
+    """Return `spec` as a PartitionSpec. None means that `axis_names` shard the rows."""
     if spec is None:
         return PartitionSpec(axis_names)
     return spec.spec if isinstance(spec, NamedSharding) else spec
 
 
 def explicit_sharding(x: jax.Array) -> NamedSharding | None:
-    """The sharding that the type of `x` has on a mesh with Explicit axes."""
+    """Return the sharding in the type of `x`, if its mesh has Explicit axes."""
     sharding = jax.typeof(x).sharding
     return sharding if sharding.mesh.explicit_axes else None
 
 
 def is_auto(mesh: Any) -> bool:
-    """Whether XLA alone decides how the axes of a mesh shard arrays."""
+    """Whether all axes of a mesh are Auto: XLA alone decides how they shard arrays."""
     return set(mesh.axis_types) == {AxisType.Auto}
 
 
 class MeshKind(enum.Enum):
-    """The way in which arrays are sharded.
+    """How the sharding of an array is decided.
 
     Attributes:
-      LOCAL: on one device, and in `shard_map` over all mesh axes: arrays are what a device has.
-      AUTO: on Auto meshes, and where none is known: XLA decides after tracing.
-      EXPLICIT: on Explicit meshes: types tell.
-      MIXED: on meshes with axes of several kinds.
+      LOCAL: there is one device, or `shard_map` is over all mesh axes. Arrays are local.
+      AUTO: the mesh is Auto, or unknown. XLA decides after tracing.
+      EXPLICIT: the mesh is Explicit. Types give the sharding.
+      MIXED: the mesh has axes of several kinds.
     """
 
     LOCAL = enum.auto()
@@ -101,7 +101,7 @@ class MeshKind(enum.Enum):
 
     @classmethod
     def of(cls, x: jax.Array) -> MeshKind:
-        """The kind of the mesh of `x`."""
+        """Return the kind of the mesh of `x`."""
         if not may_be_sharded(x):
             return cls.LOCAL
         kinds = set(mesh_of(x).axis_types)
@@ -111,19 +111,22 @@ class MeshKind(enum.Enum):
 
 
 def count_shards(sizes: Mapping[str, int], names: Iterable[str]) -> int:
-    """The number of shards that mesh axes make, given the size of each mesh axis."""
+    """Return the number of shards along mesh axes, given the size of each mesh axis."""
     return math.prod(int(sizes[name]) for name in names)
 
 
 def assign_mesh_axes(
     sizes: Mapping[str, int], requests: Iterable[tuple[Iterable[str], int, int]], used: Iterable[str] = ()
 ) -> list[Names]:
-    """Mesh axes for array axes: each mesh axis once, and only where shards are whole blocks.
+    """Assign mesh axes to array axes: each mesh axis at most once, and only where shards are whole blocks.
 
     Args:
-      sizes: of mesh axes.
-      requests: for each array axis, the first served first: mesh axes wanted, its size, and the size of a block.
-      used: mesh axes that are taken already.
+      sizes: the size of each mesh axis.
+      requests: for each array axis, in order of priority: the requested mesh axes, its size, and the size of a block.
+      used: mesh axes that are assigned already.
+
+    Returns:
+      The mesh axes of each array axis, in the order of `requests`.
     """
     taken, found = set(used), []
     for wanted, size, block in requests:
@@ -139,11 +142,12 @@ def assign_mesh_axes(
 def assign_scatter(
     sizes: Mapping[str, int], wanted: Iterable[Any], local: Sequence[int], summed: Collection[str]
 ) -> Scattered:
-    """The axes of a sum over devices that are reduce-scattered, as (array axis, mesh axis).
+    """Return the pairs (array axis, mesh axis) along which a sum over devices is reduce-scattered.
 
     Args:
-      wanted: entries of the sharding that the sum is to have.
-      local: its local shape.
+      sizes: the size of each mesh axis.
+      wanted: the requested sharding of the sum: an entry for each array axis.
+      local: the local shape of the sum.
       summed: the mesh axes that it sums over.
     """
     left, found = list(local), []

@@ -1,9 +1,10 @@
-"""In which order XLA does things, and what it does once.
+"""Optimization barriers and common subexpression elimination, which control the schedule of XLA.
 
-XLA for GPUs has one collective in flight at a time, and begins it as late as it thinks will do. Left alone, it gathers
-a weight right before its GEMM, because the all-reduce of an amax lies between that and the GEMM before; and it puts off
-all gradients of weights to the end of a step, and keeps until then what they are made of. Ties make of each `linear`
-what hides its own collectives, in a loop and under `jax.checkpoint` too (`linear_vjp.py`):
+XLA for GPUs has one collective in flight at a time, and starts it as late as it expects to be early enough. Left alone,
+it gathers a weight right before its GEMM, because the all-reduce of an amax lies between that GEMM and the GEMM before
+it. It also delays the gradients of all weights to the end of a step, and keeps their operands until then. With
+barriers, each `linear` hides its own collectives, in a loop and under `jax.checkpoint` too (`linear_vjp.py`). Here `|`
+means "at the same time as":
 
     forward    GEMM of the layer before | gather w;  amax of x, all-reduce, cast;  GEMM
     backward   amax of dy, all-reduce, cast;  GEMM of dw | gather w;  GEMM of dx | reduce-scatter dw
@@ -29,12 +30,12 @@ _Other = TypeVar("_Other")
 
 
 def barrier(first: _Tree, second: _Other) -> tuple[_Tree, _Other]:
-    """Both as they are, but what is made of either is made only once all of both is there.
+    """Return both trees unchanged, but compute nothing from either before all of both is available.
 
-    It also keeps XLA from seeing that a thing is made twice of `first`, and from keeping it in between.
+    XLA then also repeats a computation on `first` that occurs earlier, instead of keeping its result until here.
     """
     leaves, structure = jax.tree.flatten((first, second))
-    # A barrier makes all of its operands vary alike, and scales that shards have in common do not vary.
+    # A barrier makes all its operands vary over the same axes. Scales that all shards share must not vary.
     varying = [jax.typeof(leaf).manual_axis_type.varying for leaf in leaves]
     held = [i for i, axes in enumerate(varying) if axes == varying[0]]
     for i, leaf in zip(held, lax.optimization_barrier([leaves[i] for i in held]), strict=True):
@@ -44,37 +45,45 @@ def barrier(first: _Tree, second: _Other) -> tuple[_Tree, _Other]:
 
 
 def cse(made: _Tree, of: Any, how: Hashable) -> _Tree:
-    """`made`, or what a program made before it of the same arrays `of` in the same way.
+    """Return `made`, or the value that the program computed before it from the same arrays `of` in the same way.
 
-    XLA finds that by itself only where it has no all-reduce to make: those that it makes for Auto meshes are no two
-    alike to it. So q, k and v would each quantize their x.
+    XLA finds such pairs itself only if no all-reduce is involved: it treats any two all-reduces that it inserts for
+    Auto meshes as different. So q, k and v would each quantize the same x.
+
+    Args:
+      made: a tree of arrays.
+      of: the arrays that it was computed from.
+      how: a hashable description of the computation.
     """
     leaves, structure = jax.tree.flatten(made)
-    first: _Tree = jax.tree.unflatten(structure, _once.bind(*leaves, *jax.tree.leaves(of), count=len(leaves), how=how))
+    first: _Tree = jax.tree.unflatten(structure, _cse_p.bind(*leaves, *jax.tree.leaves(of), count=len(leaves), how=how))
     return first
 
 
 def name_residual(x: jax.Array, name: str) -> jax.Array:
-    """`x` under a name, as integers: `jax.checkpoint` rounds floats that it keeps, and makes NaN of E4M3 above 240."""
+    """Name `x` for policies of `jax.checkpoint`, as integers.
+
+    `jax.checkpoint` rounds the floats that it saves, and turns E4M3 values above 240 into NaN.
+    """
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return lax.bitcast_convert_type(checkpoint_name(bits, name), x.dtype)
 
 
-_once = Primitive("qshard_once")
-_once.multiple_results = True
-_once.def_impl(lambda *arrays, count, how: list(arrays[:count]))
-_once.def_abstract_eval(lambda *types, count, how: list(types[:count]))
+_cse_p = Primitive("qshard_cse")
+_cse_p.multiple_results = True
+_cse_p.def_impl(lambda *arrays, count, how: list(arrays[:count]))
+_cse_p.def_abstract_eval(lambda *types, count, how: list(types[:count]))
 
 
 def _batch(arrays: Any, axes: Any, *, count: int, how: Hashable) -> Any:
-    return _once.bind(*arrays, count=count, how=how), axes[:count]
+    return _cse_p.bind(*arrays, count=count, how=how), axes[:count]
 
 
 def _lower(ctx: Any, *values: Any, count: int, how: Hashable) -> Any:
-    # What a block has made lies before what it makes next, and so may serve it.
+    # Values of the same block of the module precede this one, so they may replace it.
     block = ir.InsertionPoint.current.block
-    return lower_once(ctx, (_once, block, values[count:], how), values[:count])
+    return lower_once(ctx, (_cse_p, block, values[count:], how), values[:count])
 
 
-batching.primitive_batchers[_once] = _batch
-mlir.register_lowering(_once, _lower, cacheable=False)
+batching.primitive_batchers[_cse_p] = _batch
+mlir.register_lowering(_cse_p, _lower, cacheable=False)

@@ -1,7 +1,7 @@
-"""Errors of second derivatives, by the name of the public function.
+"""Errors of second derivatives, which name the public function.
 
-Ops have no derivative, and raise as they are differentiated, each by its own name. The rules of a `jax.custom_vjp` call
-ops; so there it is a gradient that is differentiated, and the error names the function that it is a gradient of.
+Ops have no derivative, and raise under their own name when they are differentiated. The rules of a `jax.custom_vjp`
+call ops. If such a rule is differentiated, the error names its public function.
 """
 
 from __future__ import annotations
@@ -26,42 +26,45 @@ _PRODUCT = "multiply with jnp.matmul"
 
 
 def second_derivative(op: str) -> NotImplementedError:
-    """The error of a derivative of a gradient of `op`."""
+    """Return the error for differentiating a gradient of `op`."""
     instead = _INSTEAD.get(op, _PRODUCT)
-    return NotImplementedError(no_second_derivative(op, f"{instead}, or hold x constant with jax.lax.stop_gradient(x)"))
+    return NotImplementedError(
+        no_second_derivative(op, f"{instead}, or stop the gradient of x with jax.lax.stop_gradient(x)")
+    )
 
 
 def of_op(primitive: str) -> Exception:
-    """The error of a differentiated op, where the public function is not known."""
+    """Return the error for differentiating an op, where the public function is unknown."""
     function = primitive.removesuffix("_grad")
     if function in _INSTEAD:
         return second_derivative(function)
     if primitive.startswith("dequantize"):
         return TypeError(
-            f"{primitive}: codes have no gradient, and are in what is differentiated; leave them out, such as by "
-            "argnums, or train a PrimaryWeight with qshard.jax.value_and_grad"
+            f"{primitive}: codes have no gradient; exclude them from differentiation (argnums=), or train a "
+            "PrimaryWeight with qshard.jax.value_and_grad"
         )
     return TypeError(
-        f"{primitive}: rounding to codes has no derivative; differentiate qshard.jax.linear, or hold the codes "
-        "constant with jax.lax.stop_gradient(x)"
+        f"{primitive}: quantization has no derivative; use qshard.jax.linear, or stop the gradient with "
+        "jax.lax.stop_gradient(x)"
     )
 
 
 def rules_of_product(op: str | None, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> tuple[Any, Any]:
-    """The rules `fwd(config, x, ..)` and `bwd(config, kept, dy)` of a `jax.custom_vjp`, for its `defvjp`.
+    """Return the rules `fwd(config, x, ..)` and `bwd(config, kept, dy)`, wrapped to raise at second derivatives.
 
     Args:
-      op: the public function; None: `config.op` is.
-      fwd: keeps codes for `bwd`, and no operand: the program would hold a second copy of the operand.
+      op: the public function, for errors. None: `config.op`.
+      fwd: the forward rule. It saves codes for `bwd` but no operand, or the program would hold a second copy of it.
+      bwd: the backward rule.
     """
 
-    def held_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
-        return fwd(config, _hold(second_derivative, op or config.op, x, *_floats(rest)), *rest)
+    def checked_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
+        return fwd(config, _refuse_derivative(second_derivative, op or config.op, x, *_floats(rest)), *rest)
 
-    def held_bwd(config: Any, kept: Any, dy: jax.Array) -> Any:
-        return bwd(config, kept, _hold(second_derivative, op or config.op, dy, *_floats(kept)))
+    def checked_bwd(config: Any, kept: Any, dy: jax.Array) -> Any:
+        return bwd(config, kept, _refuse_derivative(second_derivative, op or config.op, dy, *_floats(kept)))
 
-    return held_fwd, held_bwd
+    return checked_fwd, checked_bwd
 
 
 def _floats(tree: Any) -> list[jax.Array]:
@@ -69,17 +72,17 @@ def _floats(tree: Any) -> list[jax.Array]:
 
 
 def without_derivative(op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
-    """`x` for a function `op` that rounds to codes, and so has no first derivative."""
-    held: jax.Array = _hold(of_op, op, x, *others)
-    return held
+    """Return `x`, for a function `op` that rounds to codes: differentiating it, or one of the others, raises."""
+    unchanged: jax.Array = _refuse_derivative(of_op, op, x, *others)
+    return unchanged
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _hold(error: Callable[[str], Exception], op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
-    """`x`, which raises if it, or one of the others, is differentiated. No op in a compiled program."""
+def _refuse_derivative(error: Callable[[str], Exception], op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
+    """Return `x`, and raise if it, or one of the others, is differentiated. Compiled programs get no op for it."""
     return x
 
 
-@_hold.defjvp
+@_refuse_derivative.defjvp
 def _raise_at_derivative(error: Callable[[str], Exception], op: str, *_: Any) -> Any:
     raise error(op)

@@ -1,4 +1,4 @@
-"""Numbers of 64 bits as two uint32 words, low and high, as JAX has no wider integers by default."""
+"""64-bit integers as two uint32, low and high, because JAX has no wider integers by default."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from qshard._core.flat_shards import word_pair
 from qshard._core.validation import quote
 
 Words = tuple[jax.Array, jax.Array]
-"""Arrays of low words and of high words."""
+"""The low halves and the high halves of uint64 numbers."""
 
 
 def words_of(number: Any, what: str = "number") -> Any:
-    """A number as uint32 `[2]`: a NumPy array of an int, a JAX array of a traced or a JAX integer.
+    """Return an integer as uint32 `[2]`, low half first: a NumPy array for an int, else a JAX array.
 
-    `what` names it in the error that an int outside of [0, 2**64) is; one on a device is taken modulo 2**64.
+    An int outside of [0, 2**64) raises, and `what` names it in the error. A JAX integer is taken modulo 2**64.
     """
     if isinstance(number, int | np.integer):
         return np.array(word_pair(what, int(number)), np.uint32)
@@ -27,24 +27,24 @@ def words_of(number: Any, what: str = "number") -> Any:
     number = jnp.asarray(number)
     if number.dtype.itemsize == 8:
         return jnp.stack([(number & 0xFFFFFFFF).astype(jnp.uint32), (number >> 32).astype(jnp.uint32)])
-    # Of a negative number, all bits of the high word are ones.
+    # Sign extension: the high half of a negative number has all bits set.
     return jnp.stack([number.astype(jnp.uint32), jnp.where(number < 0, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))])
 
 
 def xor_words(words: jax.Array, number: int) -> jax.Array:
-    """Pairs of words XOR a number."""
+    """XOR uint64 numbers, as uint32 pairs, with a number."""
     made: jax.Array = words ^ words_of(number).view(words.dtype)
     return made
 
 
 def words_plus(a: Words, b: Words) -> Words:
-    """The sum modulo 2**64."""
+    """Add two uint64 numbers modulo 2**64."""
     low = a[0] + b[0]
     return low, a[1] + b[1] + (low < a[0]).astype(jnp.uint32)
 
 
 def words_times(a: jax.Array, number: int) -> Words:
-    """The product of uint32 and a number, modulo 2**64."""
+    """Multiply uint32 numbers by an integer, modulo 2**64."""
     low, high = (int(word) for word in words_of(number))
     a0, a1, b0, b1 = a & np.uint32(0xFFFF), a >> 16, np.uint32(low & 0xFFFF), np.uint32(low >> 16)
     p00, p01, p10, p11 = a0 * b0, a0 * b1, a1 * b0, a1 * b1

@@ -1,4 +1,4 @@
-"""Adam and AdamW as an optax `GradientTransformation`, on the kernel of `qshard.torch_bridge.Adam` and `AdamW`."""
+"""Adam and AdamW as optax transformations, on the kernel of `qshard.torch_bridge.Adam` and `AdamW`."""
 
 from __future__ import annotations
 
@@ -23,23 +23,35 @@ from qshard.op_table import OpSpec, multi_table
 
 
 class Transformation(NamedTuple):
-    """What optax calls a `GradientTransformation`: any pair of these two functions is one."""
+    """A pair of functions, which optax accepts as a `GradientTransformation`."""
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
 
 
 class ScaledState(NamedTuple):
-    """A moment in few bits: `data` as codes, of which every 128 of a row have one of `scale_inv` `[*lead, blocks]`."""
+    """A moment in float16 or FP8, with scales.
+
+    Attributes:
+      data: the codes, in the shape of the parameter.
+      scale_inv: float32 `[*lead, blocks]`, the decode scale of every 128 elements of a row.
+    """
 
     data: jax.Array
     scale_inv: jax.Array
 
 
 class AdamState(NamedTuple):
-    """The state of `adam`: trees like the parameters, of arrays, `ScaledState`s, and None where there is no master."""
+    """The state of `adam`. `mu`, `nu` and `master` are trees like the parameters.
 
-    count: jax.Array  # type: ignore[assignment]  # Its name in optax, and that of a method of tuples.
+    Attributes:
+      count: int32, the number of steps so far.
+      mu: first moments, arrays or `ScaledState`s.
+      nu: second moments, arrays or `ScaledState`s.
+      master: float32 masters of 16-bit parameters, or None.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # The name in optax. Tuples have a method of this name.
     mu: Any
     nu: Any
     master: Any
@@ -55,34 +67,38 @@ def adam(
     nu_dtype: Any = "float32",
     masters: bool = False,
 ) -> Transformation:
-    """Adam, with states of few bits and float32 masters of 16-bit parameters; `optax.adam` otherwise.
+    """Create Adam with low-precision states, and with float32 masters of 16-bit parameters; otherwise `optax.adam`.
 
         m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g g
         the update is -lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
 
-    All arithmetic is float32, in the order that NUMERICS.md states, so the results are the same bits on every device,
-    and those of `qshard.torch_bridge.Adam`. Updates are float32. A state in float16 or FP8 has one float32 scale for
-    every 128 elements of the last axis, a power of two. A state of zeros stays zeros, and a second moment that is not 0
-    never becomes 0. Parameters with less than two axes keep float32 states in their place.
+    All arithmetic is float32, in the order that NUMERICS.md states. So every device, and `qshard.torch_bridge.Adam`,
+    gives the same bits. Updates are float32. A state in float16 or FP8 has one float32 scale, a power of two, for every
+    128 elements of the last axis. A state of zeros stays zeros, and a second moment that is not 0 never becomes 0.
+    Parameters with fewer than two axes have float32 states instead.
 
-    With masters, the update takes a parameter to its master, rounded: `optax.apply_updates` then gives the rounded
-    master exactly, unless that is less than 2^-15 of the parameter before. What is missing then comes with the next
-    update, since masters alone are carried on.
+    With masters, an update moves a parameter to its rounded master: `optax.apply_updates` gives the rounded master
+    exactly, unless that is smaller than 2^-15 of the old parameter. The next update corrects the difference, because
+    only masters carry over.
 
     Args:
-      learning_rate: a number, an array of one, or a function of the number of steps before this one.
-      b1, b2, eps: numbers, or arrays of one, as `optax.inject_hyperparams` makes of them.
-      mu_dtype, nu_dtype: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
-      masters: whether to keep the float32 values of 16-bit parameters.
+      learning_rate: a number, an array `[]`, or a function of the number of earlier steps.
+      b1: decay of the first moment: a number, or an array `[]` as from `optax.inject_hyperparams`.
+      b2: decay of the second moment, like `b1`.
+      eps: the term that is added to the denominator, like `b1`.
+      mu_dtype: the dtype of first moments: float32, bfloat16, float16, float8_e4m3fn or float8_e5m2.
+      nu_dtype: the dtype of second moments, one of the same.
+      masters: whether to keep float32 masters of 16-bit parameters.
 
     Returns:
-      A pair `(init, update)`, for optax or for use as it is. optax need not be installed.
+      A pair `(init, update)`, for optax or for direct use. optax need not be installed.
 
     Raises:
       TypeError: a dtype is not one of these.
 
-    Works under `jit` with arrays cut along any axes, without communication, if what is cut of the last axis is whole
-    blocks of 128, and in `shard_map`. Each array takes one kernel; donated states are updated in place.
+    It works in `shard_map`, and under `jit` with arrays that are sharded along any axes, without communication; shards
+    of the last axis must be whole blocks of 128 if a state has scales. Each array takes one kernel. Donated states are
+    updated in place on one device and in `shard_map`.
 
     >>> weights = {"w": jnp.ones((2, 256), jnp.bfloat16)}
     >>> optimizer = adam(0.25, mu_dtype=jnp.float8_e4m3fn, masters=True)
@@ -107,24 +123,30 @@ def adamw(
     nu_dtype: Any = "float32",
     masters: bool = False,
 ) -> Transformation:
-    """`adam` with decoupled weight decay; `optax.adamw` otherwise, whose defaults it has.
+    """Create `adam` with decoupled weight decay; otherwise `optax.adamw`, with the same defaults.
 
-        the update is -lr (u + weight_decay p), where -lr u is that of `adam`
+        the update is -lr (u + weight_decay p), where -lr u is the update of `adam`
 
-    `torch.optim.AdamW`, and so `qshard.torch_bridge.AdamW`, has another default, 0.01. The op is the same.
+    `torch.optim.AdamW` and `qshard.torch_bridge.AdamW` have another default, 0.01. The op is the same.
 
-    Weight decay that is added to gradients, as `torch.optim.Adam` has it, is a transformation of its own in optax:
+    Weight decay that is added to gradients, as in `torch.optim.Adam`, is a separate transformation in optax:
     `optax.chain(optax.add_decayed_weights(decay), adam(...))`.
 
     Args:
-      weight_decay: a number, or an array of one.
-      learning_rate, b1, b2, eps, mu_dtype, nu_dtype, masters: as for `adam`.
+      learning_rate: as for `adam`.
+      b1: as for `adam`.
+      b2: as for `adam`.
+      eps: as for `adam`.
+      weight_decay: a number, or an array `[]`.
+      mu_dtype: as for `adam`.
+      nu_dtype: as for `adam`.
+      masters: as for `adam`.
 
     Returns:
-      A pair `(init, update)`; `update` needs the parameters.
+      A pair `(init, update)`. `update` needs the parameters.
 
     Raises:
-      TypeError: a dtype is not one of those that `adam` names.
+      TypeError: a dtype is not one that `adam` names.
 
     On sharded arrays it behaves as `adam` does.
 
@@ -170,7 +192,9 @@ def _transformation(
 
     def update(updates: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         if not isinstance(state, AdamState):
-            raise TypeError(f"{op}: state ({quote(state)}) is not an AdamState; pass what init or the last update gave")
+            raise TypeError(
+                f"{op}: state ({quote(state)}) is not an AdamState; pass the result of init or of the last update"
+            )
         count = jnp.where(state.count < jnp.iinfo(jnp.int32).max, state.count + 1, state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         numbers = settings(rate, b1, b2, eps, weight_decay)
@@ -201,7 +225,7 @@ def _zeros(p: jax.Array, dtype: str) -> Any:
         return jnp.zeros_like(p, dtype=dtype)
     if p.ndim < 2:
         return jnp.zeros_like(p, dtype=jnp.float32)
-    # A slice, for the scales to be where the parameter is.
+    # A slice of the parameter, so that the scales have its sharding.
     return ScaledState(jnp.zeros_like(p, dtype=dtype), jnp.ones_like(p[..., ::BLOCK], dtype=jnp.float32))
 
 
@@ -210,12 +234,15 @@ def _step(
 ) -> tuple[jax.Array, Any, Any, Any]:
     low = "none" if master is None else "master"
     if param is None and (decay != "none" or low != "none"):
-        raise ValueError(f"{op}: params (None) are not there to decay, or to compare with masters; pass them to update")
+        raise ValueError(f"{op}: params (None) are needed for weight decay or master weights; pass them to update")
     check_array(op, "updates", grad)
     check_dtype(op, "updates", grad)
     shape = jnp.shape(mu.data if isinstance(mu, ScaledState) else mu)
     if jnp.shape(grad) != shape:
-        raise ValueError(f"{op}: updates {jnp.shape(grad)} do not fit the state {shape}; pass those of its parameters")
+        raise ValueError(
+            f"{op}: updates {jnp.shape(grad)} do not fit the state {shape}; pass the gradients of the parameters given "
+            "to init"
+        )
     if grad.size == 0:
         return jnp.zeros_like(grad, dtype=jnp.float32), mu, nu, master
     plain = decay == "none" and low == "none"
@@ -250,8 +277,10 @@ def _results(operands: Iterable[str]) -> tuple[str, ...]:
 
 @functools.cache
 def _op(dtypes: tuple[tuple[str, str], ...]) -> ops.Op:
-    """The op `adam` on one tensor as XLA can cut it: constants and scales for every element of the leading axes."""
+    """Return the op `adam` on one tensor, with constants and scales for each index of the leading axes.
 
+    XLA can partition the op in this form.
+    """
     kinds = {**dict(dtypes), "update": "float32"}
 
     def operand(name: str) -> str:
@@ -267,7 +296,7 @@ def _op(dtypes: tuple[tuple[str, str], ...]) -> ops.Op:
 
 
 def _shard_alike(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """On an Explicit mesh, every array cut as the state is."""
+    """On an Explicit mesh, reshard every array like the state."""
     sharding = jax.typeof(given["exp_avg"]).sharding
     if not sharding.mesh.explicit_axes:
         return given
@@ -278,7 +307,7 @@ def _shard_alike(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _views(given: dict[str, jax.Array], constants: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Operands with the axes that XLA may cut in front, and the constants for every element of these."""
+    """Return operands with leading axes that XLA may shard, and the constants repeated over these axes."""
     if not may_be_sharded(given["grad"]):
         return given, constants
     scaled = any(name.endswith("scale_inv") for name in given)
@@ -301,7 +330,7 @@ def _blocks(x: jax.Array) -> jax.Array:
     shards = math.prod(sharding.mesh.shape[name] for name in names_of(sharding.spec[-1]))
     if x.shape[-1] // BLOCK % shards:
         raise ValueError(
-            f"adam: parameter {x.shape} (last axis cut into {shards}) is not cut at blocks of {BLOCK}, which states in "
-            "few bits have scales for; cut another axis, or keep states in bfloat16"
+            f"adam: parameter {x.shape} (last axis in {shards} shards) is not sharded on blocks of {BLOCK}, as scaled "
+            "FP8 states need; shard another axis, or keep states in bfloat16"
         )
     return reshape(x, (*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK), (*sharding.spec, None))

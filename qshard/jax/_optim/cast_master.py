@@ -1,7 +1,7 @@
-"""`cast_master`: flat slices of master weights to quantized weights, with one max-reduction for all of them.
+"""`cast_master`: casts flat slices of masters to quantized weights, with one max-reduction for all of them.
 
-The steps are `_core.flat_shards`. All of it runs on what each device holds, inside `shard_map`: where the slice of a
-device starts is an operand, as one program serves all devices.
+The steps are in `_core.flat_shards`. They run on local arrays, inside `shard_map`. The start of a device's slice is an
+operand, because one program runs on all devices.
 """
 
 from __future__ import annotations
@@ -40,32 +40,33 @@ def cast_master(
     plan: MasterPlan,
     seeds: Sequence[Seed] | None = None,
 ) -> list[Any]:
-    """The codes of slices of master weights, and the scales of the whole weights.
+    """Cast slices of master weights to codes, with the scales of the whole weights.
 
-    The codes are those of `quantize(master)` of the whole master, or of the master rounded to a dtype first, as `plan`
-    says: gathered, slices are its bits.
+    Gathered slices have the bits of `quantize(master)` of the whole master, or of the master first rounded to a dtype,
+    if `plan` says so.
 
     Args:
-      weights: whole weights, of whose codes those of the slice change; None: make pieces.
-      masters: for each weight this device's slice, flat, of the dtype of the plan; maybe empty.
-      starts: index of the first element of each slice in its weight: ints, traced integers, or, for weights of 2**31
-        elements and more, uint32 `[n, 2]`, low words first. What is past the end of a weight is padding, so slices of
-        one length serve all devices.
-      axis_name: the mesh axes over which the slices are cut, inside `shard_map`. None: there are no others, or they
-        share no block and no scale (`_core.flat_shards.plan_shards`).
+      weights: whole weights. The codes of the slices are replaced in them. None: return the codes of each slice alone.
+      masters: for each weight, the slice of this device: flat, in the dtype of the plan, possibly empty.
+      starts: for each slice, the index of its first element in the weight: an int, a traced integer, or, for weights of
+        2**31 elements or more, uint32 `[n, 2]` for all slices, low halves first. Elements past the end of a weight are
+        padding, so slices of one length serve all devices.
+      axis_name: inside `shard_map`, the mesh axes that shard the weights. None: one slice is the whole weight, or
+        slices share neither a block nor a scale (`_core.flat_shards.plan_shards`).
       plan: `_core.flat_shards.plan_master` of the weights; static.
-      seeds: of stochastic rounding, one for each weight, as `quantize` takes them; others each step.
+      seeds: for stochastic rounding, a seed for each weight, as for `quantize`. Pass new ones each step.
 
     Returns:
-      With weights, those weights as they are now: a `QuantizedArray` each, of the plane that the plan makes. With None,
-      a `Plane` each: `data` is uint8 `[piece_bytes(format, length)]`, the codes from the byte of the first element on,
-      where the half of a byte that belongs to another device is 0; scales are of the whole.
+      With `weights`, the updated weights: `QuantizedArray`s with the plane that the plan computes. With None, a `Plane`
+      for each weight: `data` is uint8 `[piece_bytes(format, length)]`, the codes from the byte of the first element on.
+      If a byte is shared with another device, the other half is 0. The scales belong to the whole weight.
 
     Raises:
-      ValueError: lists are not of one length, seeds are missing, or a start is negative.
+      TypeError: an argument has the wrong type, or a master is not of the dtype of the plan.
+      ValueError: lists differ in length, seeds are missing, a start is negative, or a weight does not match the plan.
 
-    Inside `shard_map`: codes vary over `axis_name`, scales do not. One all-reduce of int32, whatever the number of
-    weights; one custom call for each format and step.
+    Inside `shard_map`, codes vary over `axis_name`, and scales do not. The communication is one int32 all-reduce, for
+    any number of weights. Each step is one custom call for each format.
 
     >>> from qshard.formats import FP8_E4M3
     >>> from qshard._core.flat_shards import plan_master
@@ -77,21 +78,22 @@ def cast_master(
     Sources: TransformerEngine `quantize_master_weights`.
     """
     if not isinstance(plan, MasterPlan):
-        raise TypeError(
-            f"cast_master: plan ({quote(plan)}) is not a MasterPlan; pass one of qshard._core.flat_shards.plan_master"
-        )
+        raise TypeError(f"cast_master: plan ({quote(plan)}) is not a MasterPlan; pass the result of plan_master")
     n = len(plan.shapes)
     if len(masters) != n or (weights is not None and len(weights) != n):
-        raise ValueError(f"cast_master: {len(masters)} masters are not one for each of {n} weights; give empty ones")
+        raise ValueError(
+            f"cast_master: got {len(masters)} masters for {n} weights; pass one per weight, empty where this device "
+            "has no slice"
+        )
     if seeds is not None and (not isinstance(seeds, Sequence | jax.Array | np.ndarray) or len(seeds) != n):
-        raise ValueError(f"cast_master: seeds ({quote(seeds)}) is not one for each of {n} weights; pass a list of {n}")
+        raise ValueError(f"cast_master: seeds ({quote(seeds)}) is not a list of {n} seeds; pass one per weight")
     for i, m in enumerate(masters):
         check_array("cast_master", f"masters[{i}]", m)
     flat = [jnp.reshape(m, -1) for m in masters]
     for i, m in enumerate(flat):
         if str(m.dtype) != plan.dtypes[i]:
             raise TypeError(
-                f"cast_master: masters[{i}] ({m.dtype}) is not {plan.dtypes[i]}, as the plan has it; cast it"
+                f"cast_master: masters[{i}] ({m.dtype}) is not {plan.dtypes[i]}, the dtype of the plan; cast it"
             )
         if weights is None:
             continue
@@ -99,7 +101,7 @@ def cast_master(
             raise TypeError(f"cast_master: weights[{i}] ({quote(weights[i])}) is not a QuantizedArray; quantize it")
         if weights[i].format != plan.formats[i] or weights[i].shape != plan.shapes[i]:
             raise ValueError(
-                f"cast_master: weights[{i}] ({weights[i].format} {weights[i].shape}) is not what the plan has, "
+                f"cast_master: weights[{i}] ({weights[i].format} {weights[i].shape}) does not match the plan, "
                 f"{plan.formats[i]} {plan.shapes[i]}; plan with its format and shape"
             )
     if weights is None:
@@ -118,7 +120,7 @@ def cast_master(
     )
     if weights is None:
         return made
-    return [  # Without the other plane, which would be of other numbers.
+    return [  # The other plane is dropped, because its codes are stale.
         weight.with_planes({usage: plane._replace(data=plane.data.view(weight.format.data_dtype))})
         for weight, usage, plane in zip(weights, plan.usages, made, strict=True)
     ]
@@ -127,25 +129,41 @@ def cast_master(
 def join_pieces(
     pieces: jax.Array, starts: Sequence[Start] | jax.Array, fmt: FormatLike, shape: Shape, usage: Usage = Usage.ROWWISE
 ) -> jax.Array:
-    """The codes of a weight from those of its slices. The two halves of a byte that slices share meet by OR.
+    """Join the codes of the slices of a weight, after an all-gather. A byte that two slices share is the OR of both.
 
     Args:
-      pieces: uint8 `[slices, bytes]`, what `jax.lax.all_gather` makes of the `data` of pieces of one length.
-      starts: of the slices, in elements: as for `cast_master`.
-      fmt, shape, usage: of the whole weight and its plane.
+      pieces: uint8 `[slices, bytes]`: `jax.lax.all_gather` of the `data` that `cast_master` returned for slices of one
+        length.
+      starts: for each slice, the index of its first element, as for `cast_master`.
+      fmt: the format of the weight, or its name.
+      shape: the shape of the whole weight.
+      usage: the plane that the codes belong to.
 
     Returns:
-      `data` of the plane, in the shape of `layout.plane`.
+      The `data` of the plane, in the shape of `layout.plane`.
+
+    Raises:
+      ValueError: `pieces` is not uint8 `[slices, bytes]`, or `starts` does not have an entry for each slice.
+
+    The computation is local: every device joins all slices itself.
+
+    >>> from qshard.formats import FP8_E4M3
+    >>> pieces = jnp.array([[0x38, 0x40], [0x48, 0x50]], jnp.uint8)  # 1, 2 and 4, 8 in E4M3
+    >>> join_pieces(pieces, [0, 2], FP8_E4M3, (2, 2))
+    Array([[1, 2],
+           [4, 8]], dtype=float8_e4m3fn)
     """
     fmt = as_format(fmt, "join_pieces")
     if jnp.ndim(pieces) != 2 or str(pieces.dtype) != "uint8":
-        raise ValueError(f"join_pieces: pieces ({quote(pieces)}) is not uint8 [slices, bytes]; stack the data of all")
+        raise ValueError(
+            f"join_pieces: pieces ({quote(pieces)}) is not uint8 [slices, bytes]; stack the data of all slices"
+        )
     count, room = pieces.shape
     data_shape = layout.plane(fmt, shape, usage, op="join_pieces").data_shape
     size = math.prod(data_shape)
     words = _words(starts, count)
     per_byte = fmt.element.codes_per_byte
-    # Less than 2**32 bytes; a piece past the end goes to the room there.
+    # A weight has fewer than 2**32 bytes. A piece past its end goes to the buffer behind it.
     first = words[:, 0] if not fmt.element.packed else words[:, 0] >> 1 | words[:, 1] << 31
     past = (words[:, 1] >= per_byte) | (first > size)
     first = jnp.where(past, np.uint32(size), first)
@@ -164,9 +182,13 @@ def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
         words = jnp.asarray(numbers).astype(jnp.uint32)
     else:
         if isinstance(numbers, int):
-            raise TypeError(f"cast_master: starts ({numbers}) is not one number for each of {n} weights; pass a list")
+            raise TypeError(
+                f"cast_master: starts ({numbers}) is not a list of integers; pass one for each of {n} weights"
+            )
         pairs = [jnp.asarray(words_of(number, "cast_master: starts")) for number in numbers]
         words = jnp.stack(vary_alike(*pairs)) if pairs else jnp.zeros((0, 2), jnp.uint32)
     if words.shape != (n, 2):
-        raise ValueError(f"cast_master: starts {words.shape} is not one number for each of {n} weights; give (n,)")
+        raise ValueError(
+            f"cast_master: starts {words.shape} is not one integer for each of {n} weights; pass shape (n,)"
+        )
     return words

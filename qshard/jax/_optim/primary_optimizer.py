@@ -1,4 +1,4 @@
-"""`optimizer`: any optimizer of optax over the float32 masters of primary weights, whose codes it makes anew."""
+"""`optimizer`: runs an optax optimizer on the float32 masters of primary weights, and casts them to new codes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
+from qshard._core.layer_recipes import check_filter
 from qshard._core.operands import OperandSpec
 from qshard._core.validation import quote
 from qshard.formats import Usage
@@ -32,8 +33,8 @@ class PrimaryState(NamedTuple):
     """The state of `optimizer`: a pytree of arrays.
 
     Attributes:
-      masters: a tree like the parameters: float32 values of primary weights, and None in place of all else.
-      inner: the state of the optimizer within, which sees masters as parameters.
+      masters: a tree like the parameters: the float32 values of each primary weight, and None for other parameters.
+      inner: the state of the inner optimizer, which sees masters as parameters.
     """
 
     masters: Any
@@ -42,7 +43,17 @@ class PrimaryState(NamedTuple):
 
 @dataclass(frozen=True)
 class PrimaryOptimizer:
-    """What `optimizer` makes: `init` and `update` are those of an optax `GradientTransformation`. Static."""
+    """An optimizer of primary weights, from `optimizer`. Static.
+
+    `init` and `update` have the signatures of an optax `GradientTransformation`.
+
+    Attributes:
+      inner: the inner optimizer.
+      recipe: the recipe. Masters are cast to its weight format.
+      filter: whether a parameter is a primary weight, given its path and value.
+      spec: the sharding of the weights, or a function that returns it.
+      axis_name: in `shard_map`, the mesh axes that shard the weights.
+    """
 
     inner: Any
     recipe: Recipe
@@ -51,11 +62,17 @@ class PrimaryOptimizer:
     axis_name: AxisName
 
     def init(self, params: Any) -> PrimaryState:
-        """The state for float parameters, before any of them is codes.
+        """Create the state from float parameters. Call `recast` next to quantize them.
+
+        Args:
+          params: a tree of float arrays.
+
+        Returns:
+          A state with a float32 copy of each primary weight, sharded like it.
 
         Raises:
-          TypeError: a parameter is codes already, so that its values are gone, or is no array.
-          ValueError: the filter takes a parameter that cannot be codes.
+          TypeError: a parameter is already quantized, so that its values are gone, or is not an array.
+          ValueError: the filter selects a parameter that cannot be quantized.
         """
         structure: Any
         paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_codes)
@@ -64,8 +81,8 @@ class PrimaryOptimizer:
             name = jax.tree_util.keystr(path)
             if _is_codes(p):
                 raise TypeError(
-                    f"optimizer: params{name} ({p}) is codes, and its values are gone; give init what it was made of, "
-                    "or its dequantize() to begin with the values of the codes"
+                    f"optimizer: params{name} ({p}) is already quantized, without its master; pass init the float "
+                    "weight, or its dequantize() to start from rounded values"
                 )
             if not self.filter(name, p):
                 masters.append(None)
@@ -74,23 +91,30 @@ class PrimaryOptimizer:
             check_dtype("optimizer", f"params{name}", p)
             if jnp.ndim(p) < 2:
                 raise ValueError(
-                    f"optimizer: params{name} {jnp.shape(p)} has less than two axes, and is no weight [N, K]; let "
-                    "filter leave it out"
+                    f"optimizer: params{name} {jnp.shape(p)} has fewer than two axes, so it is not a weight [N, K]; "
+                    "exclude it with filter="
                 )
             masters.append(_copy(p))
         leaves = [p if master is None else master for (_, p), master in zip(paths, masters, strict=True)]
         return PrimaryState(structure.unflatten(masters), self.inner.init(structure.unflatten(leaves)))
 
     def recast(self, state: PrimaryState, params: Any, *, states: Any = None) -> Any:
-        """Parameters with the codes of masters in their places.
+        """Return parameters with the codes of the masters.
 
         Args:
-          state: has the masters, as after `init`, or from a checkpoint.
-          params: all else. What it has in place of primary weights, values or codes, is not read.
-          states: of `DelayedScaling`, under whose scales the next step reads codes: a tree like `params`, in which each
-            primary weight has its `LinearState`, and all else what it likes, such as None.
+          state: the state with the masters, from `init` or from a checkpoint.
+          params: a tree with all other parameters. In the places of primary weights, values or codes are not read.
+          states: under `DelayedScaling`, the scales that the next step reads codes with: a tree like `params` with a
+            `LinearState` for each primary weight, and anything, such as None, in other places.
 
-        Collective in `shard_map`: one max-reduction for all weights.
+        Returns:
+          The tree with a `PrimaryWeight` for each master.
+
+        Raises:
+          TypeError: `state` is not a PrimaryState, or `states` has no `LinearState` for a primary weight.
+          ValueError: `states` is missing under `DelayedScaling`.
+
+        In `shard_map` it is collective: all weights with the same leading axes and `spec` share one max-reduction.
         """
         names, leaves, masters, structure = self._flat(state, params)
         made = iter(self._cast(names, masters, self._scales(structure, masters, states)))
@@ -99,34 +123,38 @@ class PrimaryOptimizer:
     def update(
         self, grads: Any, state: PrimaryState, params: Any = None, *, states: Any = None, **extra: Any
     ) -> tuple[Any, PrimaryState]:
-        """Updates masters, and makes their codes anew.
+        """Update the masters, and cast them to new codes.
 
         Args:
-          grads: of `qshard.jax.value_and_grad`.
-          state: of `init`, or of the last update.
-          params: with primary weights.
-          states: as for `recast`, of `DelayedScaling`: what `update_delayed` has made of this step.
-          extra: for the optimizer within.
+          grads: gradients from `qshard.jax.value_and_grad`.
+          state: the state from `init`, or from the last update.
+          params: parameters with primary weights.
+          states: under `DelayedScaling`, the result of `update_delayed` for this step, as for `recast`.
+          extra: passed to the inner optimizer.
 
         Returns:
-          The updates for `optax.apply_updates`, unchanged, and the next state. The update of a primary weight sets its
-          codes: it is a `PrimaryWeight` of `CodesUpdate`s. Arithmetic on an update raises, since codes would differ
-          from masters.
+          The updates for `optax.apply_updates`, which must not be changed, and the next state. The update of a primary
+          weight is a `PrimaryWeight` of `CodesUpdate`s, and sets its codes. Arithmetic on it raises, because codes
+          would then differ from masters.
 
-        Collective in `shard_map`, as `recast` is.
+        Raises:
+          TypeError: a primary weight in `params` is not quantized yet, or another argument has the wrong type.
+          ValueError: `params` is missing, or a gradient does not have the shape of its weight.
+
+        In `shard_map` it is collective, like `recast`.
         """
         if params is None:
-            raise ValueError("optimizer: params (None) are not there, and updates are made for them; pass them")
+            raise ValueError("optimizer: params (None) are required; pass them to update")
         names, leaves, masters, structure = self._flat(state, params)
         given = structure.flatten_up_to(grads)
         for name, p, master, grad in zip(names, leaves, masters, given, strict=True):
             if master is not None and not is_primary(p):
                 raise TypeError(
-                    f"optimizer: params{name} ({quote(p)}) is not codes yet; begin with recast(state, params)"
+                    f"optimizer: params{name} ({quote(p)}) is not quantized yet; call recast(state, params) first"
                 )
             if master is not None and (_is_codes(grad) or jnp.shape(grad) != jnp.shape(master)):
                 raise ValueError(
-                    f"optimizer: grads{name} ({quote(grad)}) is not the gradient of a weight {master.shape}; take "
+                    f"optimizer: grads{name} ({quote(grad)}) is not the gradient of a weight {master.shape}; use "
                     "qshard.jax.value_and_grad"
                 )
         scales = self._scales(structure, masters, states)
@@ -139,15 +167,15 @@ class PrimaryOptimizer:
         return structure.unflatten(changes), PrimaryState(structure.unflatten(masters), inner)
 
     def specs(self, params: Any, mesh: Any = None) -> Any:
-        """How parameters are cut, with primary weights in place of arrays: `in_specs` and `out_specs` of `shard_map`.
+        """Return the shardings of parameters with primary weights, for `in_specs` and `out_specs` of `shard_map`.
 
         Args:
-          params: whole parameters, or what has their shapes and dtypes, as `init` takes them.
-          mesh: that of `shard_map`; None: of the context, or of the NamedShardings of `spec`.
+          params: whole parameters, or their shapes and dtypes, as passed to `init`.
+          mesh: the mesh of `shard_map`. None: the mesh of the context, or of the NamedShardings of `spec`.
 
         Returns:
-          A tree of `PartitionSpec`s: by `spec` for all parameters, or by rows over `axis_name`. Scales are cut where
-          shards hold whole blocks, and are elsewhere on every device.
+          A tree of `PartitionSpec`s, from `spec`, or by rows over `axis_name`. Scales are sharded if shards have whole
+          blocks, and are replicated otherwise.
         """
         structure: Any
         paths, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -166,17 +194,20 @@ class PrimaryOptimizer:
         return structure.unflatten(made)
 
     def _flat(self, state: PrimaryState, params: Any) -> tuple[list[str], list[Any], list[Any], Any]:
-        """Of each parameter, primary weights as one: its name, itself, its master or None; and the tree."""
+        """Return the name, the value and the master (or None) of each parameter, and the structure of the tree.
+
+        A primary weight counts as one parameter.
+        """
         if not isinstance(state, PrimaryState):
             raise TypeError(
-                f"optimizer: state ({quote(state)}) is not a PrimaryState; pass what init or update gave, and restore "
-                "checkpoints to a target, such as jax.eval_shape(optimizer.init, values) of float params"
+                f"optimizer: state ({quote(state)}) is not a PrimaryState; pass the result of init or update, and "
+                "restore checkpoints into jax.eval_shape(optimizer.init, float_params)"
             )
         structure: Any
         paths, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_primary)
         names = [jax.tree_util.keystr(path) for path, _ in paths]
         masters = structure.flatten_up_to(state.masters)
-        # optax.masked and optax.partition put nodes without arrays in the place of other parameters.
+        # optax.masked and optax.partition replace other parameters by nodes without arrays.
         masters = [m if jax.tree.leaves(m) else None for m in masters]
         return names, [p for _, p in paths], masters, structure
 
@@ -186,20 +217,18 @@ class PrimaryOptimizer:
         return spec
 
     def _scales(self, structure: Any, masters: list[Any], states: Any) -> list[jax.Array] | None:
-        """The scale of each primary weight, in delayed scaling."""
+        """Return the scale of each primary weight under delayed scaling, else None."""
         if not self.recipe.stateful:
             return None
         if states is None:
             raise ValueError(
-                "optimizer: states (None) are not there, and DelayedScaling makes codes under their scales; pass a "
-                "tree like params, of a LinearState for each primary weight"
+                "optimizer: DelayedScaling quantizes with the scales in `states`, which is None; pass a tree like "
+                "params, with a LinearState for each primary weight"
             )
         of_masters = zip(structure.flatten_up_to(states), masters, strict=True)
         chosen = [state for state, master in of_masters if master is not None]
         if not all(isinstance(state, LinearState) for state in chosen):
-            raise TypeError(
-                "optimizer: states do not have a LinearState for each primary weight; pass a tree like params"
-            )
+            raise TypeError("optimizer: states lack a LinearState for a primary weight; pass a tree like params")
         return [state.weight.scale for state in chosen]
 
     def _cast(self, names: list[str], masters: list[Any], scales: list[jax.Array] | None) -> list[PrimaryWeight]:
@@ -222,39 +251,40 @@ def optimizer(
     spec: Specs = None,
     axis_name: AxisName = None,
 ) -> PrimaryOptimizer:
-    """Any optimizer of optax for primary weights: parameters are codes, and their float32 masters are in its state.
+    """Wrap an optax optimizer for primary weights: parameters are codes, and their float32 masters are in its state.
 
-    A step has the bits of one that keeps the masters as parameters and quantizes them in each call of `linear`. But
-    codes are made once a step, however many microbatches there are, and nothing is cast or reduced for a gather.
+    A step gives the same bits as if the masters were the parameters and each call of `linear` quantized them. But codes
+    are computed once a step, for any number of microbatches, and a gather needs neither a cast nor a reduction.
 
     Args:
-      inner: a `GradientTransformation`: of masters in place of primary weights, and of all other parameters as they
-        are. Whatever else is to be done to gradients or updates goes in here, such as `optax.chain(clip, adamw)`: a
-        transform after this one would change codes and not masters, so it raises.
-      recipe: of the calls of `linear`; its format for weights is what masters are cast to.
-      filter: called with the path of a parameter, such as `"['up']['w']"`, and the parameter: whether it is a primary
-        weight. None: those with two axes or more, so name others than weights of `linear`, such as embeddings. The
-        last two axes are `[N, K]`; axes before them are of stacked weights, each with scales of its own.
-      spec: how weights are cut: for all, or a function as `filter` is. Types of Explicit meshes say it.
-      axis_name: in `shard_map`, the mesh axes over which they are cut: by rows if `spec` says nothing else.
+      inner: a `GradientTransformation`. It sees masters in place of primary weights, and all other parameters
+        unchanged. Put all transforms of gradients and updates here, such as `optax.chain(clip, adamw)`. A transform
+        after this one raises, because it would change codes but not masters.
+      recipe: the recipe of the calls of `linear`. Masters are cast to its weight format.
+      filter: called with the path of a parameter, such as `"['up']['w']"`, and the parameter. Returns whether it is a
+        primary weight. None: parameters with two axes or more, so exclude those that `linear` does not read, such as
+        embeddings. The last two axes are `[N, K]`; earlier axes stack weights, and each weight has scales of its own.
+      spec: the sharding of all weights, or a function with the arguments of `filter` that returns it. On Explicit
+        meshes types give it.
+      axis_name: in `shard_map`, the mesh axes that shard the weights: by rows, unless `spec` says otherwise.
 
     Returns:
-      An object with `init` and `update`, for optax and what takes its optimizers; with `recast`, which makes primary
-      weights of parameters; and with `specs`, for `shard_map`.
+      An object with `init` and `update`, for optax and for code that takes optax optimizers; with `recast`, which
+      converts parameters to primary weights; and with `specs`, for `shard_map`.
 
     Raises:
-      TypeError: `inner` is no such pair.
+      TypeError: `inner` is not such a pair, or another argument has the wrong type.
       ValueError: weights in the recipe's format cannot be gathered as codes.
 
-    Masters and states are cut as parameters are. State and parameters are pytrees of arrays, to be donated, and to be
-    saved by orbax.
+    Masters and states are sharded like the parameters. State and parameters are pytrees of arrays, which may be donated
+    and which orbax saves.
 
     >>> import optax
     >>> from qshard.jax import linear, value_and_grad
     >>> params, x = {"w": jnp.zeros((32, 32)), "b": jnp.zeros(32)}, jnp.ones((8, 32))
     >>> sgd = optimizer(optax.sgd(1.0), "MXFP8")
-    >>> state = sgd.init(params)  # Float32 values are now masters,
-    >>> params = sgd.recast(state, params)  # and parameters their codes.
+    >>> state = sgd.init(params)  # The float32 values are now masters,
+    >>> params = sgd.recast(state, params)  # and the parameters are their codes.
     >>> loss = lambda params: jnp.mean((linear(x, params["w"], "MXFP8") + params["b"] - 1) ** 2)
     >>> value, grads = value_and_grad(loss)(params)
     >>> updates, state = sgd.update(grads, state, params)
@@ -262,17 +292,16 @@ def optimizer(
     >>> print(params["w"], float(state.masters["w"][0, 0]), float(params["w"].dequantize()[0, 0]))
     PrimaryWeight(MXFP8_32x32[nonfinite=nan], (32, 32)) 0.0625 0.0625
 
-    Sources: `qshard.torch_bridge.WithMasters`, its twin; optax (`GradientTransformation`).
+    Sources: `qshard.torch_bridge.WithMasters`, its counterpart; optax (`GradientTransformation`).
     """
     recipe = as_recipe(recipe, "optimizer")
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
-        raise TypeError(f"optimizer: inner ({quote(inner)}) is not a pair of init and update; pass an optax optimizer")
-    if filter is not None and not callable(filter):
-        raise TypeError(f"optimizer: filter ({quote(filter)}) is not a function; pass one of a path and a parameter")
+        raise TypeError(f"optimizer: inner ({quote(inner)}) has no init and update; pass an optax optimizer")
+    check_filter("optimizer", filter, "a path and a parameter", "lambda path, p: p.ndim > 1")
     if (refusal := recipe.weight.gather_refusal) is not None:
         raise ValueError(
-            f"optimizer: weights cannot be codes of {recipe.weight}: {refusal}; pass a recipe with square blocks or "
-            "one scale for weights"
+            f"optimizer: weights cannot be codes of {recipe.weight}: {refusal}; pass a recipe whose weight format has "
+            "2-D blocks or a tensor scale"
         )
     if not callable(spec):
         check_spec("optimizer", "spec", spec)
@@ -284,12 +313,12 @@ def _is_codes(node: Any) -> bool:
 
 
 def _copy(p: Any) -> jax.Array:
-    """In memory of its own, for both parameters and state may be donated."""
+    """Copy to float32 memory of its own, because both parameters and state may be donated."""
     return jnp.array(p, jnp.float32, copy=True)
 
 
 def _of_matrix(spec: Spec, ndim: int) -> Spec:
-    """That of the last two axes."""
+    """Return the sharding of the last two axes."""
     if spec is None or ndim == 2:
         return spec
     entries = PartitionSpec(*(*spec_of(spec, None), *[None] * ndim)[ndim - 2 : ndim])
@@ -320,7 +349,7 @@ def _cast_all(
             _stack(functools.partial(delayed, spec=spec), master.ndim - 2)(master, scale)
             for master, scale, spec in zip(masters, scales, specs, strict=True)
         ]
-    kinds: dict[Any, list[int]] = {}  # Those that may share a reduction.
+    kinds: dict[Any, list[int]] = {}  # Weights that share a reduction.
     for i, (master, spec) in enumerate(zip(masters, specs, strict=True)):
         kinds.setdefault((master.shape[:-2], spec), []).append(i)
     for (lead, spec), chosen in kinds.items():
@@ -341,7 +370,7 @@ def _stack(function: Callable[..., Any], axes: int) -> Callable[..., Any]:
 
 
 def _specs_of(shape: layout.Shape, recipe: Recipe, entries: tuple[Any, ...], mesh: Any) -> PrimaryWeight:
-    """Specs in place of arrays."""
+    """Return a primary weight with PartitionSpecs in place of arrays."""
     fmt = recipe.format(Role.WEIGHT)
     lead, own = entries[:-2], entries[-2:]
     where = layout.plane(fmt, shape[-2:], Usage.ROWWISE, op="optimizer", name="params")

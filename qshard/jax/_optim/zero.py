@@ -1,10 +1,10 @@
-"""ZeRO in `shard_map`: masters and optimizer states in flat slices, and weights that are gathered as codes.
+"""ZeRO in `shard_map`: masters and optimizer states in flat slices, with weights gathered as codes.
 
     codes of the own slices, ONE max-reduction -> codes gathered -> forward, backward -> gradients summed and scattered
     -> any elementwise optimizer on the own slices
 
-It is `qshard.torch_bridge.zero` as functions. Bits do not depend on the number of devices but through their batches:
-gradients are added in float32, in the order of devices, and then divided by their number.
+This is `qshard.torch_bridge.zero` in functional form. Apart from the split of the batch, the number of devices does not
+change any bit: gradients are added in float32, in the order of devices, and then divided by their number.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jax import lax
 
 from qshard._core.adam import BLOCK
 from qshard._core.flat_shards import MasterPlan, check_world, plan_master, plan_shards
+from qshard._core.layer_recipes import check_filter
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, quote
 from qshard.formats import Format, Usage
@@ -34,10 +35,10 @@ from qshard.layout import Shape, plane
 
 @dataclass(frozen=True)
 class _FlatWeight:
-    """A weight as all devices know it: each has `length` elements of it, the last ones maybe padding.
+    """A parameter in flat slices: `length` elements for each device, with padding at the end.
 
-    Of a weight with two axes or more they are a row, as optimizer states in few bits have scales along rows: of whole
-    blocks of these, so that blocks are those of the whole weight.
+    Slices of a parameter with two axes or more are rows, because low-precision optimizer states have scales along rows.
+    `length` is then a whole number of blocks of these states, so that blocks do not depend on the number of devices.
     """
 
     shape: Shape
@@ -55,16 +56,16 @@ class _FlatWeight:
         return (count, self.length) if len(self.shape) > 1 else (count * self.length,)
 
     def cut(self, whole: jax.Array) -> jax.Array:
-        """All of its elements in float32, then padding: those of each device."""
+        """Return all elements in float32, padded, `[world, length]`: a row for each device."""
         padding = self.world * self.length - self.size
         return jnp.pad(jnp.ravel(whole).astype(jnp.float32), (0, padding)).reshape(self.world, self.length)
 
     def gather(self, piece: Plane) -> QuantizedArray:
-        """The whole weight, of the codes of each device's slice."""
+        """Gather the whole weight from the codes of each device's slice."""
         return self.join(piece, lax.all_gather(piece.data, self.axis_name, tiled=True))
 
     def join(self, piece: Plane, codes: jax.Array) -> QuantizedArray:
-        """The whole weight, of all its codes as bytes, and of the scales of any piece."""
+        """Return the whole weight from all its codes as bytes and from the scales of any piece."""
         assert self.fmt is not None
         where = plane(self.fmt, self.shape, Usage.ROWWISE)
         codes = codes[: math.prod(where.data_shape)].reshape(where.data_shape).view(self.fmt.data_dtype)
@@ -76,7 +77,10 @@ class _FlatWeight:
         )
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
-        """The elements of this device of the mean over devices: added in their order, whatever the hardware."""
+        """Average a gradient over devices, and return the elements of this device.
+
+        Terms are added in the order of devices, on any hardware.
+        """
         parts = lax.all_to_all(self.cut(gradient), self.axis_name, 0, 0, tiled=True)
         total = parts[0]
         for device in range(1, self.world):
@@ -87,13 +91,13 @@ class _FlatWeight:
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """Made by `plan_zero`; static.
+    """The slices of each parameter, from `plan_zero`. Static.
 
     Attributes:
-      structure: of the tree of parameters.
-      leaves: of each.
-      master: of those that are quantized.
-      shard_weights: whether each use gathers the codes of a weight.
+      structure: the structure of the tree of parameters.
+      leaves: the slices of each parameter.
+      master: the plan to cast the masters of quantized weights.
+      shard_weights: whether each use of a weight gathers its codes.
     """
 
     structure: Any
@@ -102,34 +106,47 @@ class ZeroPlan:
     shard_weights: bool
 
     def cut(self, params: Any) -> Any:
-        """Whole parameters as float32 masters, padded: put them on a mesh by `P(axis)`.
+        """Convert whole parameters to padded float32 masters, to be sharded over a mesh by `P(axis)`.
 
-        They are `[world, length]`, a row for each device; of parameters with less than two axes, `[world * length]`.
+        Args:
+          params: the tree of parameters.
+
+        Returns:
+          The tree of masters: `[world, length]`, a row for each device; for parameters with fewer than two axes
+          `[world * length]`.
         """
         wholes = zip(self.structure.flatten_up_to(params), self.leaves, strict=True)
         return self.structure.unflatten([leaf.cut(p).reshape(leaf.slices(leaf.world)) for p, leaf in wholes])
 
     def join(self, masters: Any) -> Any:
-        """The inverse of `cut`, in float32. Outside of `shard_map`."""
+        """Convert masters to whole float32 parameters: the inverse of `cut`. Call it outside of `shard_map`.
+
+        Args:
+          masters: the tree of masters of all devices, in the shapes that `cut` returns.
+        """
         slices = zip(self.structure.flatten_up_to(masters), self.leaves, strict=True)
         return self.structure.unflatten([m.reshape(-1)[: leaf.size].reshape(leaf.shape) for m, leaf in slices])
 
     def value_and_grad(
         self, loss: Callable[..., jax.Array], masters: Any, *args: Any, states: Any = None
     ) -> tuple[jax.Array, Any]:
-        """The loss of this device, and this device's slices of the mean over devices of the gradient.
+        """Compute the loss of this device, and its slices of the gradient averaged over devices.
 
         Args:
-          loss: of a tree of weights, and `args`. Weights are `CodedWeight`s for `linear` where the plan has a format,
-            else arrays in the dtype of the parameter.
-          masters: this device's slices, `[1, length]` or `[length]`.
-          args: for example the batch of this device.
-          states: of delayed scaling: `loss` takes them after the weights, and the result is `(value, (gradient,
-            amaxes))`, with the amaxes of this device, for `update_delayed(..., axis_name=)`.
+          loss: a function of a tree of weights, of `states` if they are passed, and of `args`. Weights are
+            `CodedWeight`s for `linear` if the plan has a format for them, else arrays in the dtype of the parameter.
+          masters: the slices of this device, `[1, length]` or `[length]`.
+          args: other arguments of `loss`, such as the batch of this device.
+          states: states of delayed scaling, or None.
 
-        Inside `shard_map`, on all devices of the axis. An all-reduce of int32 amaxes, an all-gather of bytes, of codes
-        and of all else, and an all-to-all of float32 for each gradient. With `shard_weights`, that all-gather leaves
-        out codes; these are gathered where `linear` uses them, once more in backward, and freed in between.
+        Returns:
+          `(value, gradient)`. With `states`, `(value, (gradient, amaxes))`: pass the amaxes, which this device
+          observed, to `update_delayed(..., axis_name=)`.
+
+        Call it inside `shard_map`, on all devices of the axis. The communication is an int32 all-reduce of amaxes, an
+        all-gather of bytes (codes, and parameters that are not quantized), and a float32 all-to-all for each gradient.
+        With `shard_weights`, the all-gather leaves out codes: they are gathered where `linear` uses them, gathered
+        again in backward, and freed in between.
         """
         flat = self.structure.flatten_up_to(masters)
         weights = self._weights(flat)
@@ -141,20 +158,20 @@ class ZeroPlan:
             ]
             return loss(self.structure.unflatten(bound), *(() if states is None else (states,)), *args)
 
-        if states is not None:  # Varying, or JAX would add up the amaxes of devices.
+        if states is not None:  # Typed as varying, or JAX would sum amaxes over devices.
             states = jax.tree.map(lambda leaf: lax.pcast(leaf, self.leaves[0].axis_name, to="varying"), states)
         value, (grads, amaxes) = jax.value_and_grad(of_masters, (0, 1))(flat, states)
         gradient = self.structure.unflatten(grads)
         return value, gradient if states is None else (gradient, amaxes)
 
     def _weights(self, masters: Sequence[jax.Array]) -> list[Any]:
-        """Of the masters: codes of what the plan has a format for, else the whole parameters."""
+        """Return the weights from the masters: codes if the plan has a format, else the whole parameter."""
         axis = self.leaves[0].axis_name
         chosen = [(leaf, m) for leaf, m in zip(self.leaves, masters, strict=True) if leaf.fmt is not None]
         here = lax.axis_index(axis)
         starts = [here * leaf.length for leaf, _ in chosen]
         pieces = iter(cast_master(None, [m.reshape(-1) for _, m in chosen], starts, axis, plan=self.master))
-        own: list[Any] = []  # Of each weight: its piece, with no codes of padding, or its elements as bytes.
+        own: list[Any] = []  # For each weight its piece, without codes of padding, or its elements as bytes.
         for leaf, m in zip(self.leaves, masters, strict=True):
             if leaf.fmt is None:
                 own.append(lax.bitcast_convert_type(m.reshape(-1).astype(leaf.dtype), jnp.uint8).reshape(-1))
@@ -187,19 +204,24 @@ def plan_zero(
     *,
     shard_weights: bool = False,
 ) -> ZeroPlan:
-    """Plans ZeRO for some parameters.
+    """Plan ZeRO for a tree of parameters.
 
     Args:
-      params: a tree of arrays, or of what has their shapes and dtypes.
-      formats: called with the path of a parameter, such as `"['up']['w']"`, and the parameter: the format of its codes,
-        or its name, for weights of `linear`; None for all others, which are gathered as they are. So must be weights
-        under `DelayedScaling`, and of formats with vectors as blocks, whose two planes are different numbers.
-      world: how many devices `axis_name` has.
-      axis_name: the mesh axis over which all of it is cut.
-      shard_weights: False: codes are gathered once a step (stage 1). True: by each use.
+      params: a tree of arrays, or of objects with their shapes and dtypes.
+      formats: called with the path of a parameter, such as `"['up']['w']"`, and the parameter. Returns the format of
+        its codes, or its name, for weights of `linear`; or None, to gather the parameter unquantized. Return None also
+        for weights under `DelayedScaling`, and for formats with 1-D blocks, because their two planes have different
+        codes.
+      world: the number of devices along `axis_name`.
+      axis_name: the mesh axis that shards all masters.
+      shard_weights: False: codes are gathered once a step (stage 1). True: each use gathers them.
+
+    Returns:
+      The plan. Its methods convert parameters to masters and back, and compute gradients.
 
     Raises:
-      ValueError: a format cannot hold a shape, has no square blocks, or depends on more than amaxes.
+      TypeError: `formats` is not a function, or `axis_name` is not a name.
+      ValueError: a format does not support a shape, has no 2-D blocks, or depends on more than amaxes.
 
     >>> from qshard.formats import FP8_E4M3
     >>> params = {"w": jnp.ones((64, 8)), "b": jnp.ones(3)}
@@ -210,13 +232,10 @@ def plan_zero(
     Sources: ZeRO, arXiv:1910.02054.
     """
     check_world("plan_zero", world)
-    if not callable(formats):
-        raise TypeError(
-            f"plan_zero: formats ({quote(formats)}) is not a function; pass one that gives a format, or None, for a "
-            "path and a parameter"
-        )
+    takes, example = "a path and a parameter", "lambda path, p: 'MXFP8_32x32' if p.ndim > 1 else None"
+    check_filter("plan_zero", formats, takes, example, argument="formats")
     if not isinstance(axis_name, str):
-        raise TypeError(f"plan_zero: axis_name ({quote(axis_name)}) is not the name of one mesh axis; pass one")
+        raise TypeError(f"plan_zero: axis_name ({quote(axis_name)}) is not one mesh axis name; pass one")
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves = []
     for path, p in paths:
@@ -229,11 +248,11 @@ def plan_zero(
             check_dtype("plan_zero", name, p)
             if fmt.gather_refusal is not None:
                 raise ValueError(
-                    f"plan_zero: {name} cannot travel as codes of {fmt}: {fmt.gather_refusal}; "
-                    "let formats give None for it, and give the weight to linear"
+                    f"plan_zero: {name} cannot be gathered as codes of {fmt}: {fmt.gather_refusal}; return None for it "
+                    "in formats, and pass the weight to linear"
                 )
             length = plan_shards([shape], fmt, world, op="plan_zero", name=name)[0].padded
-        length = max(1, length)  # Padding, of a parameter without elements: XLA has no all-gather of an empty array.
+        length = max(1, length)  # XLA cannot all-gather an empty array.
         if len(shape) > 1:
             length = -(-length // BLOCK) * BLOCK
         leaves.append(_FlatWeight(shape, str(jnp.dtype(p.dtype)), fmt, length, world, axis_name))
@@ -245,7 +264,7 @@ def plan_zero(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_gradient(leaf: _FlatWeight, values: jax.Array, master: jax.Array) -> jax.Array:
-    """`values`, whose gradient goes to the master slices."""
+    """Return `values`, and send their gradient to the slices of `master`."""
     return values
 
 

@@ -1,4 +1,4 @@
-"""Quantized arrays: `quantize`, the gather of their shards, primary weights, and their form in files.
+"""Quantized arrays: casts, gathers of their shards, primary weights, and serialization.
 
-Layers that multiply them are in `_nn`, products in `_gemm`, optimizers of primary weights in `_optim`.
+Layers that multiply quantized arrays are in `_nn`, products in `_gemm`, and optimizers of primary weights in `_optim`.
 """

@@ -1,4 +1,4 @@
-"""`QuantizedArray`: codes and scales as one pytree."""
+"""`QuantizedArray`: the codes and scales of a tensor as one pytree."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from qshard.layout import has_rows_apart, is_transposed, stored_block
 )
 @dataclass(frozen=True, eq=False, kw_only=True, init=False)
 class QuantizedArray(NoArithmetic):
-    """A quantized tensor: a pytree of arrays, with what it is of as static data.
+    """A quantized tensor: a pytree of codes and scales, with format, dtype and axes as static data.
 
-    The leaves may be whatever a tree transformation puts there: shardings, None, arrays with a new leading axis
-    (`vmap`, `scan`), shards of arrays (`shard_map`). So nothing static depends on a size that these change, and `shape`
-    is read off the arrays.
+    A *plane* is the codes and scales of one usage. A tree transformation may replace the leaves: by shardings, by None,
+    by arrays with a new leading axis (`vmap`, `scan`) or by shards (`shard_map`). So no static field depends on a size
+    that these change, and `shape` is computed from the arrays.
 
-    A container: arithmetic and functions of arrays raise, since each would have to choose between values and codes.
+    It is a container. Arithmetic and array functions raise, because each would have to choose between values and codes.
 
     Attributes:
-      format: how it is stored.
-      dtype: of the tensor it stands for, and the default of `dequantize`.
-      axes: its axes: the sizes of those between the first and the last, None for those two.
+      format: the storage format.
+      dtype: the dtype of the original tensor, and the default of `dequantize`.
+      axes: one entry for each axis of the original tensor: its size, or None for the first and the last axis.
       rowwise: the plane for a GEMM that contracts the last axis, or None.
       columnwise: the plane for a GEMM that contracts the other axes, or None.
     """
@@ -69,8 +69,8 @@ class QuantizedArray(NoArithmetic):
         rowwise: Plane | None = None,
         columnwise: Plane | None = None,
     ) -> None:
-        # In half the time of what `dataclass` makes for frozen ones: each call of a jitted function that gives a
-        # quantized array makes one.
+        # Takes half the time of the `__init__` that `dataclass` generates for a frozen class. Every call of a jitted
+        # function that returns quantized arrays constructs them.
         fields = self.__dict__
         fields["format"], fields["dtype"], fields["axes"] = format, dtype, axes
         fields["rowwise"], fields["columnwise"] = rowwise, columnwise
@@ -81,18 +81,18 @@ class QuantizedArray(NoArithmetic):
 
     @property
     def planes(self) -> dict[Usage, Plane]:
-        """The planes that it has."""
+        """The stored planes, by usage."""
         planes = {Usage.ROWWISE: self.rowwise, Usage.COLUMNWISE: self.columnwise}
         return {usage: plane for usage, plane in planes.items() if plane is not None}
 
     def with_planes(self, planes: Mapping[Usage, Plane]) -> QuantizedArray:
-        """The tensor with these planes alone."""
+        """Return the tensor with these planes only."""
         rowwise, columnwise = map(planes.get, Usage.BOTH.planes)
         return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
 
     @property
     def shape(self) -> layout.Shape:
-        """Of the tensor it stands for, with the axes that `vmap` or `scan` have added in front."""
+        """The shape of the original tensor, after any axes that `vmap` or `scan` added."""
         if self.rowwise is not None or not is_transposed(self.format, Usage.COLUMNWISE):
             data = self.plane(Usage.COLUMNWISE if self.rowwise is None else Usage.ROWWISE).data
             return (*data.shape[:-1], data.shape[-1] * self.format.element.codes_per_byte) if data.ndim else ()
@@ -105,31 +105,34 @@ class QuantizedArray(NoArithmetic):
 
     @property
     def global_scale_inv(self) -> jax.Array | None:
-        """That of the rowwise plane if there is one, else of the columnwise plane."""
+        """The global decode scale of the rowwise plane, else of the columnwise plane; None if the format has none."""
         return next((plane.global_scale_inv for plane in self.planes.values()), None)
 
     def plane(self, usage: Usage) -> Plane:
-        """The plane for one usage.
+        """Return the plane of one usage.
+
+        Args:
+          usage: `Usage.ROWWISE` or `Usage.COLUMNWISE`.
 
         Raises:
-          ValueError: it is not there.
+          ValueError: the plane is not stored.
         """
         return self.planes[as_plane(usage, "plane", self.planes)]
 
     def dequantize(self, dtype: Any = None, *, usage: Usage | None = None) -> jax.Array:
-        """The values `data * scale_inv`, rounded once to `dtype`.
+        """Compute the values `data * scale_inv`, rounded once to `dtype`.
 
         Args:
-          dtype: float32, bfloat16 or float16; None: that of the tensor.
-          usage: the plane to read; None: the rowwise one if it is there, else the columnwise one.
+          dtype: float32, bfloat16 or float16. None: the dtype of the original tensor.
+          usage: the plane to read. None: the rowwise plane if it is stored, else the columnwise plane.
 
         Returns:
-          The tensor, of `dtype`. Sharded as the plane is, and without communication. A rotated columnwise plane gives
-          the values of the rotated tensor.
+          The tensor in `dtype`, sharded like the plane, without communication. A rotated columnwise plane gives the
+          values of the rotated tensor.
 
         Raises:
-          TypeError: `dtype` is not one of them.
-          ValueError: the plane is not there, or is a shard with scales of the whole: gather it first.
+          TypeError: `dtype` is not one of these.
+          ValueError: the plane is not stored, or it is a shard with the scales of the whole tensor: gather it first.
 
         >>> from qshard.formats import FP8_E4M3
         >>> from qshard.jax import quantize
@@ -143,7 +146,7 @@ class QuantizedArray(NoArithmetic):
 
 
 def axes_of_shape(shape: layout.Shape) -> tuple[int | None, ...]:
-    """`QuantizedArray.axes` of a tensor."""
+    """Return `QuantizedArray.axes` for a tensor of this shape."""
     return tuple(None if i in (0, len(shape) - 1) else size for i, size in enumerate(shape))
 
 
@@ -157,9 +160,12 @@ def _dequantize(q: QuantizedArray, dtype: str, usage: Usage) -> jax.Array:
 
 
 def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int | None = None) -> jax.Array:
-    """The values of a plane of a tensor of `ndim` axes, in the plane's order of axes. One more axis is of `vmap`."""
+    """Dequantize one plane of a tensor with `ndim` axes, in the axis order of the plane.
+
+    If `data` has one axis more, `vmap` added it.
+    """
     data, block = plane.data, stored_block(fmt, usage)
-    if fmt.per_tensor:  # No blocks that a cut or `vmap` could break.
+    if fmt.per_tensor:  # One scale: neither sharding nor `vmap` can split a block.
         values: jax.Array = quantize_steps.dequantize(partitionable_ops, plane, fmt, usage, dtype)
         return values
     assert block is not None
@@ -179,10 +185,10 @@ def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int 
 def _join_matrices(
     plane: Plane, fmt: Format, block: tuple[int, int], start: int, stop: int
 ) -> tuple[Plane, tuple[int, int]]:
-    """A plane whose blocks go on from one matrix to the next: as one matrix, or where an Explicit mesh cuts axes that
-    cannot become one, in smaller blocks, with the scales of those that they are parts of.
+    """Fold the row axes `start` to `stop` of a plane, where blocks continue from one matrix to the next.
 
-    The axes from `start` up to `stop` are rows, of which blocks have more than one.
+    Where an Explicit mesh shards axes that cannot be folded, divide the blocks into smaller ones instead, each with the
+    scale of the block that it is part of. A block spans more than one of these rows.
     """
     sharding, turned = jax.typeof(plane.data).sharding, stop == plane.data.ndim
     if not any(sharding.spec[start + 1 : stop]):
@@ -204,7 +210,7 @@ def _join_matrices(
 
 
 def _divide_blocks(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane, tuple[int, int]]:
-    """A plane whose blocks no Explicit mesh cuts: smaller blocks, with the scales of those that are cut."""
+    """Divide blocks that shards of an Explicit mesh split, so that none is split. Parts keep the scale of the block."""
     shape = (*plane.data.shape[:-1], plane.data.shape[-1] * fmt.element.codes_per_byte)
     cut = ShardSpec.of(plane.data)
     if not cut.splits(shape, block):
@@ -223,7 +229,7 @@ def _deserialize(text: bytes) -> tuple[Any, ...]:
     return Format.of(description), jnp.dtype(dtype), tuple(axes)
 
 
-# So that a program saved by jax.export may take and give quantized arrays.
+# Lets programs saved by `jax.export` take and return quantized arrays.
 jax.export.register_pytree_node_serialization(
     QuantizedArray,
     serialized_name="qshard.QuantizedArray",

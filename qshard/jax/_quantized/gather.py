@@ -1,4 +1,4 @@
-"""`gather`: the whole of a weight that FSDP has cut, by moving its codes; and weights as `linear` takes them."""
+"""All-gather of quantized weights as codes, and the weight types that `linear` accepts."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from qshard.layout import Shape, is_transposed, matrix_shape, stored_block
 
 
 def gather(q: QuantizedArray, axis_name: str | Sequence[str], *, spec: Spec = None) -> QuantizedArray:
-    """Gives every device the whole of a tensor that is cut along mesh axes. Codes travel, never values.
+    """All-gather a sharded quantized tensor over mesh axes. Codes go on the wire, never values.
 
-    What is gathered is pinned: the codes are seen as uint8 and held to their place on both sides of the gather. XLA is
-    free to move a gather past a cast or a product, to where it costs 2 or 4 bytes an element in place of 1.
+    XLA may move a gather past a cast or a product, where it sends 2 or 4 bytes an element instead of 1. To prevent
+    that, the codes are viewed as uint8 with a sharding constraint on both sides of the gather.
 
     Args:
-      q: cut along `axis_name`.
-      axis_name: the mesh axis to gather over, or several.
-      spec: how the tensor is cut: by rows along `axis_name` if not given. Types of Explicit meshes say it. A
-        NamedSharding also names the mesh, where neither `jax.set_mesh` nor an array does.
+      q: the tensor, sharded along `axis_name`.
+      axis_name: one mesh axis, or several.
+      spec: the sharding of the tensor. None: rows are sharded along `axis_name`. On Explicit meshes the type of `q`
+        gives it. A NamedSharding also gives the mesh, if neither `jax.set_mesh` nor an array does.
 
     Returns:
-      The tensor, no longer cut along `axis_name`; cuts along other mesh axes stay.
+      The tensor, no longer sharded along `axis_name`. It stays sharded along other mesh axes.
 
     Raises:
-      TypeError: `axis_name` is not the name of a mesh axis, or several.
-      ValueError: no mesh is known, `axis_name` is not in `spec`, shards have scales of their own, or what would be
-        gathered does not lie side by side.
+      TypeError: `q` is not a QuantizedArray, or `axis_name` is not one mesh axis name or several.
+      ValueError: `q` has no plane, no mesh is known, `axis_name` is not in `spec`, each shard has scales of its own, or
+        the shards to gather are not contiguous in the tensor.
 
     >>> import jax.numpy as jnp
     >>> from qshard.formats import FP8_E4M3
@@ -55,42 +55,50 @@ def gather(q: QuantizedArray, axis_name: str | Sequence[str], *, spec: Spec = No
         raise TypeError(f"gather: q ({quote(q)}) is not a QuantizedArray; quantize it first")
     check_spec("gather", "spec", spec)
     if not q.planes:
-        raise ValueError(f"gather: {q} holds nothing to gather; quantize with a usage")
+        raise ValueError(f"gather: {q} has no plane to gather; quantize with a usage")
     axes = as_names("gather", "axis_name", axis_name)
     return WeightSharding(spec_of_codes(q, axes, spec, op="gather", name="axis_name"), axes).gather(q)
 
 
 class Shards(Protocol):
-    """How a weight lies over devices; hashable, as it is static."""
+    """How the devices store a weight, for `CodedWeight`. Hashable, because it is static."""
 
     def gather(self, codes: Any) -> QuantizedArray:
-        """The whole weight, of what one device has of it."""
+        """Return the whole weight.
+
+        Args:
+          codes: the codes on one device: the pytree in `CodedWeight.codes`.
+        """
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
-        """What one device keeps of the gradient of the whole weight."""
+        """Reduce the gradient of the whole weight over devices, and return the part of this device.
+
+        Args:
+          gradient: the gradient that this device computed, in the shape of the whole weight.
+        """
 
 
 WeightLayout = Literal["NK", "KN"]
-"""How a weight lies in memory. "NK": `[N, K]`, as in PyTorch and equinox; "KN": `[K, N]`, as in flax."""
+"""The axis order of a weight. "NK": `[N, K]`, as in PyTorch and equinox; "KN": `[K, N]`, as in flax."""
 
 
 def as_layout(op: str, layout: Any) -> WeightLayout:
-    """The layout that a caller named."""
+    """Return the weight layout that a caller passed, or raise ValueError."""
     if layout not in get_args(WeightLayout):
         raise ValueError(
-            f"{op}: weight_layout ({quote(layout)}) is not how w lies; pass 'NK' for [N, K] or 'KN' for [K, N]"
+            f"{op}: weight_layout ({quote(layout)}) is not a layout; pass 'NK' for w [N, K] or 'KN' for w [K, N]"
         )
     return cast(WeightLayout, layout)
 
 
 @dataclass(frozen=True)
 class WeightSharding:
-    """`Shards` of a weight that FSDP has sharded along mesh axes, or that is whole: along none.
+    """`Shards` of a weight that FSDP shards along mesh axes, or of an unsharded weight.
 
     Attributes:
-      spec: the sharding of the weight, as it lies; empty if nothing tells it.
-      gather_axes: the mesh axes along which codes are gathered.
-      layout: of the weight, its gradient and its codes.
+      spec: the sharding of the weight, in the axis order of `layout`; empty if it is unknown.
+      gather_axes: the mesh axes over which codes are gathered; empty for an unsharded weight.
+      layout: the axis order of the weight, its gradient and its codes.
     """
 
     spec: ShardSpec = ShardSpec()
@@ -99,21 +107,24 @@ class WeightSharding:
 
     @property
     def contracted(self) -> Usage:
-        """The plane of w, as it lies, that forward contracts K of."""
+        """The plane of the stored `w` that the forward product reads: it contracts K."""
         return Usage.ROWWISE if self.layout == "NK" else Usage.COLUMNWISE
 
     @property
     def contracted_back(self) -> Usage:
-        """The plane of w, as it lies, that backward contracts N of."""
+        """The plane of the stored `w` that the product for dx reads: it contracts N."""
         return Usage.COLUMNWISE if self.layout == "NK" else Usage.ROWWISE
 
     @property
     def columns(self) -> int:
-        """The number of shards of the last axis of the gathered w."""
+        """The number of shards of the last axis of the gathered `w`."""
         return self.count("K" if self.layout == "NK" else "N")
 
     def count(self, axis: Literal["N", "K"]) -> int:
-        """The number of shards of an axis of the gathered w, and so of x or y: as far as a spec tells."""
+        """Return the number of shards of axis N or K of the gathered `w`, and so of `y` or `x`.
+
+        It is 1 in `shard_map`, where arrays are local, and where no spec gives it.
+        """
         spec, at = self.spec, self.layout.index(axis)
         if spec.local or len(spec.entries) <= at:
             return 1
@@ -121,24 +132,28 @@ class WeightSharding:
 
     @property
     def contracts_whole_k(self) -> bool:
-        """Whether the gradient of w is known to be whole along K, on an Auto mesh: x is gathered if K is sharded."""
+        """Whether the gradient of `w` is known to be unsharded along K on an Auto mesh.
+
+        If so, `x` is gathered along a sharded K.
+        """
         spec, at = self.spec, self.layout.index("K")
         return not spec.local and len(spec.entries) > at and not spec.entries[at] and is_auto(spec.mesh)
 
     @property
     def by_rows(self) -> bool:
-        """Whether w is gathered along every axis of the mesh, as in FSDP alone, which shards x by rows."""
+        """Whether `w` is gathered along every mesh axis, as in FSDP alone, where `x` is sharded by rows."""
         names = self.gather_axes
         return bool(names) and all(name in names for name, size in self.spec.mesh.shape.items() if size > 1)
 
     def whole_shape(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The shape of the gathered weight, given that of the local array. A size of None stays."""
+        """Return the shape of the gathered weight, given the local shape. A size of None stays None."""
         if not (self.spec.local and self.gather_axes):
             return shape
         counts = (self.spec.count(tuple(n for n in names if n in self.gather_axes)) for names in self.spec.entries)
         return tuple(None if size is None else size * n for size, n in zip(shape, counts, strict=True))
 
     def gather(self, codes: QuantizedArray) -> QuantizedArray:
+        """All-gather every plane over `gather_axes`."""
         spec, names = self.spec, self.gather_axes
         if not names:
             return codes
@@ -156,7 +171,7 @@ class WeightSharding:
         return gathered
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
-        """Summed over devices and cut as the weight is. On Explicit meshes its type says that."""
+        """Sum the gradient over devices and shard it like the weight. On Explicit meshes its type requests that."""
         spec = self.spec
         if spec.local and not spec.mesh.explicit_axes:
             shared = (tuple(name for name in names if name in self.gather_axes) for names in spec.entries)
@@ -169,14 +184,14 @@ class WeightSharding:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "sink"], meta_fields=["shards"])
 @dataclass(frozen=True, eq=False)
 class CodedWeight:
-    """A weight `[N, K]` for `linear` that is codes already, and where its gradient goes.
+    """A weight `[N, K]` for `linear` that is already quantized, with the array that receives its gradient.
 
     Attributes:
-      codes: a `QuantizedArray` of the whole weight; or a pytree that `shards.gather` makes one of, which `linear` then
-        calls in the forward and again in the backward pass.
-      sink: an array. The gradient with respect to it is `shards.scatter` of that of the whole weight; the values of it
-        are not used. None: the weight has no gradient.
-      shards: static. None: the weight is a `QuantizedArray`, cut as the call of `linear` says.
+      codes: a `QuantizedArray` of the whole weight, or the pytree that `shards.gather` converts to one. `linear` calls
+        `shards.gather` in the forward pass and again in the backward pass.
+      sink: an array of unused values. Its gradient is `shards.scatter` of the gradient of the whole weight. None: the
+        weight has no gradient.
+      shards: static. None: `codes` is a `QuantizedArray`, sharded as the call of `linear` says.
     """
 
     codes: Any
@@ -187,6 +202,16 @@ class CodedWeight:
 def spec_of_codes(
     q: QuantizedArray, axes: tuple[str, ...], spec: Spec, *, op: str, name: str, spec_name: str = "spec"
 ) -> ShardSpec:
+    """Return the sharding of a quantized tensor that is gathered along mesh axes.
+
+    Args:
+      q: the quantized tensor, with at least one plane.
+      axes: the mesh axes to gather over.
+      spec: the sharding of the tensor, as for `gather`.
+      op: the public function, for errors.
+      name: its argument that gives `axes`, for errors.
+      spec_name: its argument that gives `spec`, for errors.
+    """
     usage = Usage.COLUMNWISE if q.rowwise is None else Usage.ROWWISE
     turned = is_transposed(q.format, usage)
     data = q.plane(usage).data
@@ -198,7 +223,7 @@ def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...]
     (data, grid, global_scale_inv), block = plane, stored_block(fmt, usage)
     after = cut.without(axes)
     gathered = reshard(data, cut, after)
-    if fmt.per_tensor:  # The one scale does not travel: shards have it in common.
+    if fmt.per_tensor:  # All shards have the one scale already.
         _check_shared(grid, axes)
     else:
         assert block is not None
@@ -217,7 +242,7 @@ def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...]
 def _of_grid(
     data: jax.Array, fmt: Format, ndim: int, block: tuple[int, int], cut: ShardSpec, axes: tuple[str, ...]
 ) -> tuple[ShardSpec, Shape]:
-    """How the scales of codes are cut, `ndim` axes of them, and their shape in hand."""
+    """Return the sharding of a grid of scales with `ndim` axes, and the local shape that it should have."""
     shape = (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte)
     if ndim != data.ndim:
         if cut.local:
@@ -230,40 +255,43 @@ def _of_grid(
 
 
 def _check_shared(scale: jax.Array, axes: tuple[str, ...], cut: tuple[str, ...] = (), fits: bool = True) -> None:
-    """Raises unless a scale that only `cut` cuts fits and is else the same on all devices, as far as its type tells."""
+    """Raise ValueError if a scale has the wrong shape, or if its type shows different values on the devices of `axes`.
+
+    The mesh axes in `cut` shard the scale, so values may differ along them.
+    """
     own = jax.typeof(scale)
     varying = own.manual_axis_type.varying
     differs = [name for name in axes if name in varying and name not in cut and own.sharding.mesh.shape[name] > 1]
     if differs or not fits:
         what = f"of shape {scale.shape}" if not fits else f"varying over {', '.join(map(repr, differs))}"
         raise ValueError(
-            f"gather: scale_inv ({what}) is not one scale for the whole tensor; "
-            f"quantize with axis_name={(axes[0] if len(axes) == 1 else axes)!r}, or give it the scales"
+            f"gather: scale_inv ({what}) is not one scale for the whole tensor; quantize with "
+            f"axis_name={(axes[0] if len(axes) == 1 else axes)!r}, or pass scales="
         )
 
 
 def _check_adjacent(cut: ShardSpec, axes: tuple[str, ...]) -> None:
-    """Raises where what `shard_map` would gather are pieces that do not lie side by side in the tensor."""
+    """Raise ValueError if the shards that `shard_map` would gather are not contiguous in the tensor."""
     for axis, names in enumerate(cut.entries if cut.local else ()):
         sizeable = [name for name in names if cut.count((name,)) > 1]
         kept = [name for name in sizeable if name not in axes]
         if sizeable[: len(kept)] != kept:
             raise ValueError(
-                f"gather: axis {axis} is cut along {names}, and pieces gathered along {axes} alone do not follow one "
-                f"another; gather along {kept[-1]!r} too, or first"
+                f"gather: axis {axis} is sharded over {names}, so shards gathered over {axes} alone are not adjacent; "
+                f"gather over {kept[-1]!r} too, or first"
             )
 
 
 def _transpose_spec(cut: ShardSpec, axes: tuple[str, ...]) -> ShardSpec:
-    """How the transposed plane of a tensor is cut: its first axis is the tensor's last, its last all the others."""
+    """Return the sharding of the transposed plane: its first axis is the tensor's last, its last all the others."""
     _check_rows_follow(cut, axes, "a transposed plane")
     return cut.transposed
 
 
 def _check_rows_follow(cut: ShardSpec, axes: tuple[str, ...], what: str) -> None:
-    """Raises where rows that are gathered do not follow one another in an array that has them in one axis."""
+    """Raise ValueError if the gathered rows are not contiguous in an array that has all rows in one axis."""
     if inner := [name for name in axes if name in cut.inner_axes]:
         raise ValueError(
-            f"gather: spec ({cut.spec}) does not cut the first or the last axis along {join_names(map(repr, inner))}, "
-            f"so that pieces of {what} do not follow one another; gather the rowwise plane, of a format without squares"
+            f"gather: spec ({cut.spec}) does not shard the first or last axis over {join_names(map(repr, inner))}, so "
+            f"shards of {what} are not adjacent; gather the rowwise plane, in a format with 1-D blocks"
         )

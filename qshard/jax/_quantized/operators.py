@@ -1,4 +1,4 @@
-"""Base class of quantized arrays: arithmetic raises, and says what to do."""
+"""Base class of quantized containers: arithmetic raises an error with a remedy."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ _BINARY = {
     **{"and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"},
 }
 _UNARY = {"neg": "-", "pos": "+", "abs": "abs", "invert": "~"}
+_OTHERS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "getitem": "indexing"}
 
 
 class NoArithmetic:
-    """Operators that raise, with the name of the operator and a remedy.
+    """Operators that raise TypeError with the operator and a remedy.
 
-    Without them Python says "unsupported operand type(s)", and NumPy makes an array of objects.
+    Without them Python says "unsupported operand type(s)", and NumPy builds an array of objects.
     """
 
-    _REMEDY: ClassVar[str] = "an op on codes; call .dequantize() and use its result"
-    __array_ufunc__ = None  # NumPy's operators leave the answer to ours.
+    _REMEDY: ClassVar[str] = "supported on codes; call .dequantize() and use the result"
+    __array_ufunc__ = None  # NumPy's operators then defer to ours.
 
     def _refuse(self, what: str) -> NoReturn:
         raise TypeError(f"{type(self).__name__}: {what} is not {self._REMEDY}")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        self._refuse("an array of values")
+        self._refuse("conversion to an array")
 
 
 def _method(symbol: str) -> Callable[..., NoReturn]:
@@ -35,5 +36,5 @@ def _method(symbol: str) -> Callable[..., NoReturn]:
 for _name, _symbol in _BINARY.items():
     for _form in (f"__{_name}__", f"__r{_name}__"):
         setattr(NoArithmetic, _form, _method(_symbol))
-for _name, _symbol in _UNARY.items():
+for _name, _symbol in (_UNARY | _OTHERS).items():
     setattr(NoArithmetic, f"__{_name}__", _method(_symbol))

@@ -1,14 +1,14 @@
-"""Primary weights: the parameter is codes, and its float32 values are a master in the state of an optimizer.
+"""Primary weights: parameters stored as codes, with float32 masters in the optimizer state.
 
-    loss, grads = value_and_grad(loss_of)(params, batch)          # of codes, with float32 gradients
-    updates, state = optimizer.update(grads, state, params)       # masters change, and codes are made anew of them
-    params = optax.apply_updates(params, updates)                 # exactly those codes
+    loss, grads = value_and_grad(loss_of)(params, batch)          # reads codes, returns float32 gradients
+    updates, state = optimizer.update(grads, state, params)       # updates masters and casts them to codes
+    params = optax.apply_updates(params, updates)                 # sets exactly those codes
 
-A function of trees would do arithmetic on the bytes of codes. So `PrimaryWeight` raises where a leaf changes its dtype,
-and its `guard` stops sums over leaves. `dequantize_tree` gives values, for norms, averages and casts.
+A generic tree function would do arithmetic on the bytes of codes. So `PrimaryWeight` raises when the dtype of a leaf
+changes, and its `guard` stops sums over leaves. `dequantize_tree` gives values for norms, averages and casts.
 
-The words are those of `qshard.torch_bridge`: a *master* is the float32 values of a primary weight, and to *recast* is
-to make codes anew of masters. The optimizer is in `qshard.jax._optim.primary_optimizer`.
+The terms match `qshard.torch_bridge`: the *master* of a primary weight is its float32 values, and to *recast* is to
+compute codes from masters. The optimizer is in `qshard.jax._optim.primary_optimizer`.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from qshard.layout import Shape
 )
 @dataclass(frozen=True, eq=False, kw_only=True, init=False)
 class PrimaryWeight(NoArithmetic):
-    """A parameter that is codes, for `linear`. Made by `PrimaryOptimizer.recast`.
+    """A parameter stored as codes, for `linear`. `PrimaryOptimizer.recast` creates it.
 
-    Its arrays are the bits of a rowwise plane as unsigned integers. Arithmetic of a function of trees changes their
-    dtypes, which raises, and `jax.grad` refuses them. `value_and_grad` takes the weight, `dequantize_tree` gives its
-    values, and `optax.apply_updates` gives it new codes.
+    Its arrays are the bits of a rowwise plane as unsigned integers. Arithmetic in a tree function changes their dtype,
+    which raises, and `jax.grad` refuses integers. Use `value_and_grad` for gradients, `dequantize_tree` for values, and
+    `optax.apply_updates` to set new codes.
 
     Attributes:
-      data, scale_inv, global_scale_inv: of `QuantizedArray.rowwise`, as uint8 or uint32.
-      amax: under `DelayedScaling`, that of the master, as uint32; else None.
-      guard: infinity in float8_e5m2, `[*lead, 1, 1]`: JAX does not promote float8, so a sum over leaves raises beside
-        values of another dtype, and is infinite elsewhere. No function reads it.
-      format, dtype, axes: those of the `QuantizedArray`.
+      data, scale_inv, global_scale_inv: the arrays of `QuantizedArray.rowwise`, bitcast to uint8 or uint32.
+      amax: under `DelayedScaling`, the amax of the master, bitcast to uint32; else None.
+      guard: infinity in float8_e5m2, `[*lead, 1, 1]`. JAX does not promote float8, so a sum over leaves raises if
+        another leaf has a different dtype, and is infinite otherwise. No function reads it.
+      format, dtype, axes: as in `QuantizedArray`.
 
     Raises:
       TypeError: an array has another dtype, as after arithmetic on the leaves of a tree.
@@ -80,7 +80,7 @@ class PrimaryWeight(NoArithmetic):
         dtype: np.dtype[Any],
         axes: tuple[int | None, ...],
     ) -> None:
-        # Each call of a jitted function that gives weights makes them: this is faster than `dataclass` is.
+        # Faster than the generated `__init__`. Every call of a jitted function that returns weights constructs them.
         fields = self.__dict__
         fields["data"], fields["scale_inv"], fields["global_scale_inv"] = data, scale_inv, global_scale_inv
         fields["amax"], fields["guard"] = amax, guard
@@ -91,21 +91,26 @@ class PrimaryWeight(NoArithmetic):
                 self._check(array)
 
     def _check(self, array: Any) -> None:
-        """Raises if an array has the dtype of other numbers.
+        """Raise TypeError if an array has the dtype of other numbers.
 
-        Transforms also put specs, shardings and objects here; comparisons give bool, and derivatives float0.
+        Transforms also store specs, shardings and objects here; comparisons store bool, and derivatives float0.
         """
         if isinstance(array, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(array.dtype, np.number):
             name = next(name for name, value in vars(self).items() if value is array)
             raise TypeError(
-                f"PrimaryWeight: {name} ({quote(array)}) is not {'uint8' if name == 'data' else 'unsigned'}: a "
-                "function of trees computed with codes; give it qshard.jax.dequantize_tree(params), or the masters in "
-                "the optimizer's state"
+                f"PrimaryWeight: {name} ({quote(array)}) is not {'uint8' if name == 'data' else 'unsigned'}: a tree "
+                "function changed its codes; apply it to qshard.jax.dequantize_tree(params), or to the masters in the "
+                "optimizer's state"
             )
 
     @classmethod
     def of(cls, codes: QuantizedArray, amax: jax.Array | None = None) -> PrimaryWeight:
-        """The bits of a rowwise plane."""
+        """Create a primary weight from codes.
+
+        Args:
+          codes: a quantized weight. The bits of its rowwise plane are used.
+          amax: float32 `[]`, the amax of the master; only under `DelayedScaling`.
+        """
         data, scale_inv, whole, amax = (
             None if part is None else lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}")
             for part in (*codes.plane(Usage.ROWWISE), amax)
@@ -125,7 +130,7 @@ class PrimaryWeight(NoArithmetic):
 
     @property
     def codes(self) -> QuantizedArray:
-        """The same bits as what they stand for."""
+        """The weight as a `QuantizedArray` with the same bits."""
         as_float = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
         plane = Plane(
             lax.bitcast_convert_type(self.data, jnp.dtype(self.format.data_dtype)),
@@ -136,16 +141,17 @@ class PrimaryWeight(NoArithmetic):
 
     @property
     def shape(self) -> Shape:
-        """Of the weight it stands for."""
+        """The shape of the weight's values."""
         *lead, last = self.data.shape
         return (*lead, last * self.format.element.codes_per_byte)
 
     @property
     def ndim(self) -> int:
+        """The number of axes of the weight."""
         return len(self.data.shape)
 
     def dequantize(self, dtype: Any = None) -> jax.Array:
-        """`QuantizedArray.dequantize` of its codes."""
+        """Compute the values of the codes in `dtype`, as `QuantizedArray.dequantize` does."""
         return self.codes.dequantize(dtype)
 
     def __str__(self) -> str:
@@ -154,33 +160,34 @@ class PrimaryWeight(NoArithmetic):
 
 _GUARD = jnp.dtype("float8_e5m2")
 CODED = (QuantizedArray, PrimaryWeight, CodedWeight)
-"""The types of weights that are codes already."""
+"""The types of weights that are already quantized."""
 
 
 def is_primary(node: Any) -> bool:
+    """Whether a tree node is a `PrimaryWeight`."""
     return isinstance(node, PrimaryWeight)
 
 
 def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
-    """Values in place of codes: for norms, averages, casts and other functions of trees.
+    """Replace codes by values, for norms, averages, casts and other tree functions.
 
         each PrimaryWeight and QuantizedArray becomes its dequantize(dtype)
 
-    The values are those that `linear` multiplies with. The masters of primary weights, `state.masters`, have more bits.
+    `linear` multiplies with these values. The masters of primary weights, `state.masters`, have more bits.
 
     Args:
-      tree: a pytree, such as parameters of `PrimaryOptimizer.recast`. Inside a function that `value_and_grad`
+      tree: a pytree, such as the parameters from `PrimaryOptimizer.recast`. Inside a function that `value_and_grad`
         differentiates, gradients of the values are gradients of the weights, so penalties on weights train them.
-      dtype: float32, bfloat16 or float16; None: the dtype of each tensor.
+      dtype: float32, bfloat16 or float16. None: the dtype of each tensor.
 
     Returns:
-      The tree with arrays in place of codes; all else stays.
+      The tree with arrays in place of codes. Other leaves are unchanged.
 
     Raises:
-      TypeError: `dtype` is not one of them, or a weight is sharded by a `ZeroPlan`.
-      ValueError: a `QuantizedArray` is a shard with scales of the whole: gather it first.
+      TypeError: `dtype` is not one of these, or a weight is sharded by a `ZeroPlan`.
+      ValueError: a `QuantizedArray` is a shard with the scales of the whole tensor: gather it first.
 
-    Sharded codes give values sharded alike, without communication.
+    Sharded codes give values with the same sharding, without communication.
 
     >>> import optax
     >>> from qshard.jax import quantize
@@ -188,7 +195,7 @@ def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
     >>> float(optax.tree.norm(dequantize_tree(params)))
     3.5
 
-    Sources: optax (`optax.tree.norm`, `optax.incremental_update`), whose arguments it makes.
+    Sources: optax (`optax.tree.norm`, `optax.incremental_update`), whose functions take the result.
     """
     if dtype is not None:
         dtype = as_float_name("dequantize_tree", dtype)
@@ -201,8 +208,8 @@ def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
             return node.dequantize(dtype)
         if node.shards is not None:
             raise TypeError(
-                f"dequantize_tree: tree ({quote(node)}) has a weight of ZeRO, whose slices are on all devices; "
-                "take the masters"
+                f"dequantize_tree: tree ({quote(node)}) has a weight of ZeRO, whose slices are on all devices; use the "
+                "masters"
             )
         values = node.codes.dequantize(dtype)
         return values if node.sink is None else _with_sink(values, node.sink)
@@ -212,7 +219,7 @@ def dequantize_tree(tree: Any, dtype: Any = None) -> Any:
 
 @jax.custom_vjp
 def _with_sink(values: jax.Array, sink: jax.Array) -> jax.Array:
-    """Sends the gradient of `values` to the sink."""
+    """Return `values`, and send their gradient to `sink`."""
     return values
 
 
@@ -225,18 +232,23 @@ _with_sink.defvjp(
 def value_and_grad(
     fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad`, of functions of trees with primary weights.
+    """Differentiate a function of trees with primary weights, as `jax.value_and_grad` does for arrays.
 
     Args:
-      fun, argnums, has_aux: as for `jax.value_and_grad`. `fun` gives the primary weights of those arguments to
-        `linear`, or another function that takes a `CodedWeight`.
+      fun: the loss. It must pass the primary weights in its arguments `argnums` to `linear`, or to another function
+        that takes a `CodedWeight`.
+      argnums: the positions of the arguments to differentiate, as for `jax.value_and_grad`.
+      has_aux: whether `fun` returns a pair of the loss and auxiliary data, as for `jax.value_and_grad`.
 
     Returns:
-      A function with the results of `jax.value_and_grad`. The gradient has, in the place of each `PrimaryWeight`, a
-      float32 array of its shape, cut as the weight is.
+      A function with the results of `jax.value_and_grad`. In the gradient, each `PrimaryWeight` is a float32 array of
+      its shape, sharded like the weight.
+
+    Raises:
+      TypeError: `fun` is not a function.
 
     It runs wherever `linear` does: under `jit` on Auto and Explicit meshes, in `shard_map`, and in `scan` over
-    microbatches, where codes are neither cast nor scaled again.
+    microbatches, which all use the same codes and scales.
 
     >>> from qshard.jax import linear, quantize
     >>> params = {"w": PrimaryWeight.of(quantize(jnp.full((16, 32), 0.875), "FP8_E4M3[nonfinite=nan]"))}
@@ -246,7 +258,7 @@ def value_and_grad(
     (12544.0, (16, 32), 'float32')
     """
     if not callable(fun):
-        raise TypeError(f"value_and_grad: fun ({quote(fun)}) is not a function; pass the loss")
+        raise TypeError(f"value_and_grad: fun ({quote(fun)}) is not a function; pass the loss function")
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
@@ -273,7 +285,10 @@ def value_and_grad(
 
 
 def _sink(weight: PrimaryWeight) -> jax.Array:
-    """Where the gradient goes: zeros typed as the weight is. Nothing reads them, so under `jit` they take no memory."""
+    """Return the zeros that receive the gradient of a weight: float32, with the shape and sharding of the weight.
+
+    Nothing reads them, so under `jit` they take no memory.
+    """
     data, per_byte = weight.data, weight.format.element.codes_per_byte
     _, zeros = vary_alike(data, jnp.zeros_like(data, dtype=jnp.float32))
     if weight.format.element.packed:
@@ -283,10 +298,10 @@ def _sink(weight: PrimaryWeight) -> jax.Array:
 
 
 def open_weight(w: Any) -> tuple[Any, jax.Array | None]:
-    """A primary weight, or a `CodedWeight` of one, as `QuantizedArray`s; and the amax of its master, where it has one.
+    """Return a primary weight, or a `CodedWeight` of one, with `QuantizedArray` codes, and its master's amax or None.
 
-    Codes are held constant: to differentiate them is an error. JAX would give float8 zeros for float8, and an optimizer
-    take these, and decay codes, without a word.
+    Differentiating the codes raises. Otherwise JAX would return float8 zeros as the gradient of float8 codes, and an
+    optimizer would apply weight decay to codes without an error.
     """
     codes = w.codes if isinstance(w, CodedWeight) else w
     if codes is None:
@@ -296,7 +311,7 @@ def open_weight(w: Any) -> tuple[Any, jax.Array | None]:
         amax = None if codes.amax is None else lax.bitcast_convert_type(codes.amax, jnp.float32)
         guard = codes.guard
         codes = codes.codes
-    codes, _ = _constant((codes, guard))  # Integers have no tangents under allow_int; the guard has one.
+    codes, _ = _constant((codes, guard))  # Under `allow_int` integers have no tangents, but the guard has one.
     return (dataclasses.replace(w, codes=codes) if isinstance(w, CodedWeight) else codes), amax
 
 
@@ -308,6 +323,6 @@ def _constant(codes: Any) -> Any:
 @_constant.defjvp
 def _raise_at_derivative(primals: Any, _: Any) -> Any:
     raise TypeError(
-        "linear: w (codes) has no gradient, and is in what is differentiated; leave frozen weights out of it, such as "
-        "by argnums, or train a PrimaryWeight with qshard.jax.value_and_grad"
+        "linear: w is quantized, and codes have no gradient; exclude it from differentiation (argnums=), or train a "
+        "PrimaryWeight with qshard.jax.value_and_grad"
     )

@@ -1,4 +1,4 @@
-"""`quantize`, and what all weights of a model need reduced, from one reduction."""
+"""`quantize`, and `compute_scales`: the scales of all weights of a model from one max-reduction."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ from qshard.recipes import RecipeLike, Role, as_recipe
 
 
 class WeightScales(NamedTuple):
-    """What the shards of a tensor have in common, from `compute_scales`; None where a format has no such thing.
+    """Values that all shards of a tensor share, from `compute_scales`. A field that the format does not need is None.
 
-    All float32. `WeightScales(scale, 1 / scale)` casts a per-tensor format under a scale of your own; infinite elements
-    saturate under it.
+    All are float32. `WeightScales(scale, 1 / scale)` casts a per-tensor format under a scale of your own; infinite
+    elements saturate under it.
 
     Attributes:
-      scale: `[]`: the scale of a per-tensor format, which encodes: `x * scale`.
-      scale_inv: `[]`: the scale that decodes, and is stored.
-      amax: `[]`: of the tensor, where a format of blocks has a global scale.
-      block_amax: `[blocks along rows, along columns]`: of the blocks of the whole, where shards cut blocks.
+      scale: `[]`, the encode scale of a per-tensor format: `x * scale`.
+      scale_inv: `[]`, the decode scale, which is stored.
+      amax: `[]`, the amax of the tensor, for block formats with a global scale.
+      block_amax: `[blocks along rows, blocks along columns]`, the amaxes of all blocks of the tensor, where shards
+        split blocks.
     """
 
     scale: jax.Array | None = None
@@ -67,34 +68,39 @@ def quantize(
     scales: WeightScales | None = None,
     seed: Seed = None,
 ) -> QuantizedArray:
-    """Casts `x` to a format.
+    """Cast `x` to a quantized format.
 
-    `data = encode(x * scale)`, with one scale for the tensor or for each block; NUMERICS.md has the formula of each.
+    `data = encode(x * scale)`, with one scale for the tensor or for each block. NUMERICS.md has the formulas.
 
     Args:
-      x: float32, bfloat16 or float16, `[*lead, K]`; seen as a matrix `[M, K]`.
-      fmt: for example `qshard.formats.MXFP8_E4M3`, or its name, "MXFP8_E4M3".
-      usage: which planes to make.
-      axis_name: in `shard_map`, the mesh axes over which `x` is cut: `x` is then a shard, and what its shards have in
-        common is reduced over them. Without it, `x` is a tensor of its own.
-      spec: how the tensor is cut. In `shard_map`, by rows if not given; on Auto meshes, not at all; types of Explicit
-        meshes say it.
-      scales: of `x`, from `compute_scales`, or a pair `(scale, scale_inv)`: then nothing is reduced here.
-      seed: for formats with stochastic rounding: an integer, two words (uint32 `[2]`, low first) or a `jax.random` key.
+      x: float32, bfloat16 or float16, `[*lead, K]`, treated as a matrix `[M, K]`.
+      fmt: a format such as `qshard.formats.MXFP8_E4M3`, or its name, "MXFP8_E4M3".
+      usage: the planes to compute: codes and scales for a GEMM that contracts K (`ROWWISE`), M (`COLUMNWISE`), or both
+        (`BOTH`).
+      axis_name: in `shard_map`, the mesh axes that shard the tensor. `x` is then a shard, and amaxes that shards share
+        are reduced over these axes. None: `x` is a tensor of its own.
+      spec: the sharding of the tensor. None: by rows in `shard_map`; left to XLA on Auto meshes. On Explicit meshes the
+        type of `x` gives it.
+      scales: the result of `compute_scales` for `x`, or a pair `(scale, scale_inv)`. Nothing is reduced then.
+      seed: for stochastic rounding: an integer, a uint64 as uint32 `[2]` (low half first), or a `jax.random` key.
 
     Returns:
-      A QuantizedArray, its planes in the shapes of `qshard.layout.plane`. In `shard_map`, a scale of the tensor is that
-      of the whole, and along an axis where shards cut blocks so are all scales; all else is of the shard.
+      A QuantizedArray with planes in the shapes of `qshard.layout.plane`. In `shard_map`, a per-tensor scale belongs to
+      the whole tensor, and along an axis where shards split blocks, the grid of scales covers the whole tensor. All
+      other arrays are local.
 
     Raises:
-      TypeError: `x` is not of a float dtype, or another argument not of its type.
-      ValueError: `fmt` cannot hold the shape of the whole, or cannot be cut so (in `shard_map`, for one, blocks of rows
-        by an axis between the first and the last), or there is no seed.
+      TypeError: `x` is not of a float dtype, or another argument has the wrong type.
+      ValueError: `fmt` does not support the shape of the whole tensor, or its sharding (for example, in `shard_map`, an
+        axis between the first and the last that splits blocks of rows), or `seed` is missing.
 
-    However `x` is sharded, the bits are those of the unsharded cast. Reduced are 4 bytes for one scale of the tensor,
-    and 4 for each block if shards cut them. The cast moves nothing, with two exceptions. On Auto meshes without `spec`,
-    what cuts blocks (of formats with a scale of the tensor, runs of `gcd(K, 128)`) is gathered. Along leading axes that
-    are cut, other than the first, codes of a transposed plane are gathered: `[K, M]` can be cut in no such way.
+    Every sharding of `x` gives the bits of the unsharded cast. A per-tensor scale costs a max-reduction of 4 bytes;
+    blocks that shards split cost one of 4 bytes a block. The cast itself moves no data, with two exceptions:
+
+    - On Auto meshes without `spec`, XLA gathers an axis if shards split its blocks. For per-tensor formats, runs of
+      `gcd(K, 128)` elements count as blocks here.
+    - If leading axes other than the first are sharded, the codes of a transposed plane are gathered, because `[K, M]`
+      cannot have that sharding.
 
     >>> from qshard.formats import FP8_E4M3, NVFP4
     >>> q = quantize(jnp.array([[1.0, -2.0, 0.3]]), FP8_E4M3, usage=Usage.BOTH)
@@ -116,9 +122,9 @@ def quantize(
 
 @functools.lru_cache(maxsize=1024)
 def _program(fmt: Format, usage: Usage, axis_names: tuple[str, ...], spec: Spec) -> Callable[..., QuantizedArray]:
-    """`quantize` jitted, for eager callers: one dispatch, and all checks of x done once for a shape.
+    """Return `quantize` jitted for these options, so that an eager call is one dispatch and checks run once a shape.
 
-    One for all that is no array: `jit` would hash and compare static arguments in each call, which takes longer.
+    The options are bound here because `jit` would hash and compare static arguments in each call, which takes longer.
     """
 
     def _quantize(x: jax.Array, scales: WeightScales | None, seed: jax.Array | None) -> QuantizedArray:
@@ -139,16 +145,22 @@ def quantize_shard(
     turned: bool = False,
     columns: int | None = None,
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """`quantize`, of what `cut` says `x` is a part of; with rows of zeros added, of the matrix that `x` is.
+    """Quantize a tensor, or the shard of it that `cut` describes.
 
-    Under a role in a layer, `seed` is the layer's seed.
-    With `apart`, leading axes of `x` `[*lead, K]` need not become one: where a mesh may cut any of them, transposed
-    planes are `[K, *lead]`, and grids of scales have an axis for each of them, too. That is for `gemm` alone.
-    `turned`: it draws the random numbers of the matrix whose transpose `x` is. `columns`: into how many shards an Auto
-    mesh cuts the last axis, where `cut` does not tell.
+    Args:
+      x: float32, bfloat16 or float16, `[*lead, K]`.
+      operand: the format, the usage and, in a layer, the role. Its `added_rows` rows of zeros are appended to the
+        matrix.
+      cut: the sharding of `x`.
+      scales: as for `quantize`. Under delayed scaling, `scale` comes from earlier steps, or is 0 if there were none.
+      seed: uint64 as uint32 `[2]`, or None. In a layer, the seed of the layer.
+      apart: keep leading axes separate, because a mesh may shard any of them. Transposed planes are then `[K, *lead]`,
+        and grids of scales have these axes too. Only `gemm` reads this form.
+      turned: `x` is a transpose: use the random bits of the original matrix.
+      columns: the number of shards of the last axis on an Auto mesh, if `cut` does not give it.
 
-    Under delayed scaling the amax of `x` comes too: in `shard_map` the amax of all its shards. The scale is from
-    earlier steps, 0 if there were none.
+    Returns:
+      The quantized tensor. Under delayed scaling also the amax of `x`, in `shard_map` of all its shards; else None.
     """
     fmt, usage, op, name = operand.format, operand.usage, operand.op, operand.name
     check_dtype(op, name, x)
@@ -174,13 +186,13 @@ def quantize_shard(
         each: _quantize_partial_blocks(matrix, places[each], blocks_cut, scales, draws, op, name) for each in broken
     }
     whole = [each for each in places if each not in broken]
-    # XLA cannot cut an op that makes both planes where blocks are cut short at an edge.
+    # XLA cannot partition an op that computes both planes if an edge truncates blocks.
     short = any(size % unit for size in kept.shape[-2:] for unit in fmt.block_shape())
     if len(whole) > 1 and not (short and may_be_sharded(x)):
         whole = [usage]
 
     def reduce_max(amax: jax.Array) -> jax.Array:
-        """The amax of a tensor, or of its rows, over its shards."""
+        """Reduce the amax of a tensor, or of its rows, over its shards."""
         if scales.amax is not None:
             return scales.amax
         return max_over((cut.col_axes if fmt.row_scaled else cut.axes) if cut.local else ())(amax)
@@ -201,7 +213,7 @@ def quantize_shard(
 def _array_of(
     x: jax.Array, places: dict[Usage, layout.PlaneLayout], planes: dict[Usage, Plane], apart: bool
 ) -> QuantizedArray:
-    """Planes of the matrix that `x` is, in the shapes of `layout.plane`; with `apart`, as they are."""
+    """Return planes of the matrix of `x` in the shapes of `layout.plane`; with `apart`, unchanged."""
     lead = x.shape[:-1]
     made = {}
     for each, where in places.items():
@@ -215,7 +227,7 @@ def _array_of(
                 scale_inv = unfold(scale_inv, (*lead, scale_inv.shape[-1]))
             elif scale_inv.ndim > 2 and not apart:
                 scale_inv = matrix_of(scale_inv)
-        if global_scale_inv is not None and global_scale_inv.ndim:  # One a row.
+        if global_scale_inv is not None and global_scale_inv.ndim:  # One for each row.
             global_scale_inv = global_scale_inv.reshape(lead)
         made[each] = Plane(data, scale_inv, global_scale_inv)
     return QuantizedArray(
@@ -228,9 +240,9 @@ def _array_of(
 
 
 def _partial_blocks(where: layout.PlaneLayout, cut: ShardSpec, shape: layout.Shape) -> PartialBlocks | None:
-    """Those of what is stored of an array of this shape `[*outer, M, K]`; None if its blocks are whole, or it has none.
+    """Return the partial blocks of a plane of `[*outer, M, K]`, or None if its blocks are whole or it has none.
 
-    Stored transposed, it is `[K, *outer, M]`. Squares are transposed when they are made.
+    A plane that is stored transposed is `[K, *outer, M]`. 2-D blocks are quantized first and transposed afterwards.
     """
     if where.format.per_tensor:
         return None
@@ -253,8 +265,9 @@ def _quantize_partial_blocks(
     op: str,
     name: str,
 ) -> Plane:
-    """A plane of matrices `[*outer, M, K]` whose blocks shards cut. Scales of such blocks are on every device that has
-    a part of one.
+    """Quantize matrices `[*outer, M, K]` with partial blocks to one plane.
+
+    Every device that has a part of a split block has its scale.
     """
     fmt = where.format
     if (other := layout.source(fmt, where.usage)) is not where.usage:
@@ -263,10 +276,10 @@ def _quantize_partial_blocks(
         return quantize_steps.transpose_plane(_steps_of(cut), made, fmt)
     pieces = _partial_blocks(where, cut, x.shape)
     assert pieces is not None
-    if (refusal := "the rotation mixes all of a block" if where.rotated else fmt.slice_refusal) is not None:
+    if (refusal := "the rotation mixes all elements of a block" if where.rotated else fmt.slice_refusal) is not None:
         raise ValueError(
-            f"{op}: {name} {x.shape}, cut into {' x '.join(map(str, cut.shards))} shards, cuts blocks of {fmt}, and "
-            f"{refusal}; cut it at blocks"
+            f"{op}: {name} {x.shape}in {' x '.join(map(str, cut.shards))} shards splits blocks of {fmt}, and "
+            f"{refusal}; shard it on block boundaries"
         )
     amax = scales.block_amax
     if amax is not None and x.ndim > 2 and pieces.rows is None:
@@ -276,9 +289,7 @@ def _quantize_partial_blocks(
         amax = None if amax is None else partitionable_ops.swap_last_axes(amax)
         x = partitionable_ops.swap_last_axes(x)
     amax = (
-        pieces.merged(quantize_steps.block_amax(partitionable_ops, x, pieces.size))
-        if amax is None
-        else pieces.own(amax)
+        pieces.merge(quantize_steps.block_amax(partitionable_ops, x, pieces.size)) if amax is None else pieces.own(amax)
     )
     whole = scales.amax
     if whole is None and where.global_scale_shape is not None:
@@ -291,27 +302,29 @@ def _quantize_partial_blocks(
 
 
 def _steps_of(cut: ShardSpec) -> Any:
-    """The ops for arrays that are cut so."""
+    """Return the ops for arrays with this sharding."""
     return partitionable_ops if cut.local else partitionable_ops.ShardedOps(cut.shards[1])
 
 
 def compute_scales(weights: Any, recipe: RecipeLike, *, axis_name: AxisName = None, spec: Spec = None) -> Any:
-    """What all weights of a model need reduced, from one max-reduction, for `linear` or `quantize`.
+    """Compute the scales of all weights of a model from one max-reduction, for `linear` or `quantize`.
 
     Args:
-      weights: a pytree of float32, bfloat16 or float16 arrays. For layers stacked along a first axis: under `vmap`.
-      recipe: has the format of `Role.WEIGHT`. It may be the name of a recipe.
-      axis_name: in `shard_map`, the mesh axes over which the weights are cut.
-      spec: how they all are cut, as for `quantize`.
+      weights: a pytree of float32, bfloat16 or float16 arrays. For layers stacked along a first axis, call under
+        `vmap`.
+      recipe: a recipe or its name. Its format for `Role.WEIGHT` is used.
+      axis_name: in `shard_map`, the mesh axes that shard the weights.
+      spec: the sharding of all of them, as for `quantize`.
 
     Returns:
       The pytree, with `WeightScales` in place of every array.
 
     Raises:
       TypeError: a weight is not of a float dtype.
+      ValueError: the format has a scale for each row of a weight, which shards do not share.
 
-    Sharded weights stay where they are. Their amaxes are reduced together: in `shard_map` in one all-reduce of 4 bytes
-    for each; elsewhere XLA combines what it can.
+    Sharded weights are not moved. Their amaxes are reduced together: in `shard_map` in one all-reduce of 4 bytes each;
+    elsewhere XLA combines the reductions that it can.
 
     >>> from qshard.recipes import NVFP4, CurrentScaling
     >>> scales = compute_scales({"a": jnp.full((2, 2), 224.0), "b": jnp.full(3, 7.0)}, CurrentScaling())
@@ -340,7 +353,7 @@ def _stacked_scales(
         check_dtype("compute_scales", "weights", weight)
         check_spec_fits("compute_scales", "spec", spec, mesh_of(weight, spec), weight.ndim)
     cuts = [ShardSpec.of(weight, axis_names, spec) for weight in weights]
-    # Not reduced over shards, which is done for all of them at once.
+    # Local amaxes. One reduction over shards follows for all weights.
     own = [_own_amaxes(weight, fmt, cut) for weight, cut in zip(weights, cuts, strict=True)]
     leaves, structure = jax.tree.flatten(own)
     if not leaves:
@@ -348,7 +361,7 @@ def _stacked_scales(
     axes = tuple(dict.fromkeys(axis for cut in cuts if cut.local for axis in cut.axes))
     flat, unravel = ravel_pytree(jax.tree.unflatten(structure, vary_alike(*leaves)))
     amaxes = max_over(axes)(flat)
-    if fmt.per_tensor:  # One op makes the scales of all weights. Those of blocks are made with their codes.
+    if fmt.per_tensor:  # One op computes the scales of all weights. Block scales are computed with the codes.
         scale, scale_inv = quantize_steps.scales(partitionable_ops, fmt, amaxes)[:2]
         return [WeightScales(scale[i], scale_inv[i]) for i in range(len(weights))]
     scales: list[WeightScales] = unravel(amaxes)
@@ -359,35 +372,37 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: ShardSpec) -> WeightScales:
     where = layout.plane(fmt, cut.whole(x.shape), Usage.ROWWISE, op="compute_scales", name="weights")
     if where.global_scale_shape:
         raise ValueError(
-            f"compute_scales: recipe ({fmt}) has a scale for each row of a weight, and shards share none; leave it out"
+            f"compute_scales: recipe ({fmt}) has one scale per row, so shards share none; leave compute_scales out"
         )
     amax, block_amax = quantize_steps.global_amax(_steps_of(cut), x, fmt), None
     matrix, cut = matrices_of(x, {Usage.ROWWISE: where}, cut, "compute_scales", "weights")
     if (pieces := _partial_blocks(where, cut, matrix.shape)) is not None:
         pieces = pieces.of_whole if cut.local else pieces
         block_amax = matrix_of(
-            pieces.merged(quantize_steps.block_amax(partitionable_ops, matrix, pieces.size), reduce=False)
+            pieces.merge(quantize_steps.block_amax(partitionable_ops, matrix, pieces.size), reduce=False)
         )
     return WeightScales(amax=amax, block_amax=block_amax)
 
 
 def as_scales(op: str, name: str, scales: Any) -> WeightScales | None:
-    """What a caller gave as the scales of one tensor."""
+    """Return the scales of one tensor that a caller passed, as `WeightScales`."""
     if scales is None or isinstance(scales, WeightScales):
         return scales
     if isinstance(scales, tuple) and len(scales) == 2:
         return WeightScales(*scales)
     raise TypeError(
-        f"{op}: {name} ({quote(scales)}) is not the WeightScales of one tensor, or a pair (scale, scale_inv); pass "
-        "what compute_scales gives for it"
+        f"{op}: {name} ({quote(scales)}) is not a WeightScales or a pair (scale, scale_inv); pass the result of "
+        "compute_scales for this tensor"
     )
 
 
 def _check_scales(op: str, name: str, scales: WeightScales, fmt: Format) -> None:
     given = {field: part for field, part in scales._asdict().items() if part is not None}
     if not fmt.per_tensor and "scale" in given:
-        raise ValueError(f"{op}: {name} (of a tensor) are not what {fmt} takes, one scale a block; leave them out")
+        raise ValueError(f"{op}: {name} is per tensor, but {fmt} has one scale per block; leave it out")
     for field, part in given.items():
         shape, dtype = jnp.shape(part), str(jnp.result_type(part))
         if dtype != "float32" or (field != "block_amax" and shape != ()):
-            raise ValueError(f"{op}: {name}.{field} ({dtype} {shape}) is not one float32; pass those of one tensor")
+            raise ValueError(
+                f"{op}: {name}.{field} ({dtype} {shape}) is not a float32 scalar; pass the scales of one tensor"
+            )

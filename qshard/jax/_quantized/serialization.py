@@ -1,4 +1,4 @@
-"""Quantized arrays as plain ones, for files that any program reads, and back."""
+"""Conversion of quantized arrays to plain arrays and metadata, for files that any program reads, and back."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from qshard.jax._quantized.array import QuantizedArray, axes_of_shape
 
 
 def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Quantized arrays as arrays of uint8 and float32, with a line of JSON that says what they are of.
+    """Convert quantized arrays to arrays of uint8 and float32, with one line of JSON that describes them.
 
     Args:
-      values: by name: `QuantizedArray`s, and anything else, which stays as it is.
+      values: `QuantizedArray`s by name. Other values are returned unchanged.
 
     Returns:
-      The arrays, by names such as `w.rowwise.data`, and metadata of one string. `_core.serialization` has the names.
+      The arrays, by names such as `w.rowwise.data`, and metadata: a dict with one string.
+      `qshard/_core/serialization.py` defines the names.
 
     Raises:
-      ValueError: two results have one name; or an array has axes that `vmap` or `scan` has added, or is a shard.
+      ValueError: two results have the same name; or an array has no plane, has axes that `vmap` or `scan` added, or is
+        a shard.
 
     Sharded arrays stay sharded.
 
@@ -40,31 +42,39 @@ def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
 
     With safetensors: `save_file(arrays, "w.safetensors", metadata)` of `safetensors.flax`.
     """
-    return serialization.plain(values, _parts_of)
+    return serialization.plain(values, _to_planes)
 
 
 def from_plain(arrays: Mapping[str, Any], metadata: Mapping[str, str] | None) -> dict[str, Any]:
-    """The inverse of `to_plain`, and of `qshard.torch_bridge.to_plain`.
+    """Restore the values that `to_plain` converted, here or in `qshard.torch_bridge`.
 
     Args:
-      arrays: of a file, JAX's or NumPy's.
-      metadata: of the same file. What it does not describe stays as it is, so None describes nothing.
+      arrays: JAX or NumPy arrays by name, as read from a file.
+      metadata: the metadata of the same file. Arrays that it does not describe are returned unchanged. None: it
+        describes none.
 
     Returns:
-      Quantized arrays, and the rest.
+      The quantized arrays and all other arrays, by name.
 
     Raises:
       TypeError: an argument is not a dict, or one of `arrays` is not an array.
-      ValueError: arrays are not those that the metadata describes, or it is of a later version.
+      ValueError: `arrays` does not match the metadata, or the metadata is of a later version.
+
+    Sharded arrays stay sharded.
+
+    >>> from qshard.jax import quantize
+    >>> arrays, metadata = to_plain({"w": quantize(jnp.full((2, 64), 3.0), "MXFP8_E4M3")})
+    >>> float(from_plain(arrays, metadata)["w"].dequantize()[0, 0])
+    3.0
     """
-    return serialization.restore(arrays, metadata, _made_of)
+    return serialization.restore(arrays, metadata, _from_planes)
 
 
-def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] | None:
+def _to_planes(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] | None:
     if not isinstance(value, QuantizedArray):
         return None
     if not value.planes:
-        raise ValueError(f"to_plain: {name} ({value}) has no plane; there is nothing to save")
+        raise ValueError(f"to_plain: {name} ({value}) has no plane; quantize it with a usage")
     planes = {usage: Plane(*map(_bytes, parts)) for usage, parts in value.planes.items()}
     dtype = np.dtype(value.dtype).name
     description = Description(format=value.format, shape=value.shape, dtype=dtype, planes=tuple(planes))
@@ -72,13 +82,13 @@ def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] |
         description.take(serialization.flat(planes))
     except ValueError as error:
         raise ValueError(
-            f"to_plain: {name} ({value}, shape {value.shape}) is not one whole tensor, but stacked or a shard; take it "
-            "apart, or gather it, first"
+            f"to_plain: {name} ({value}, shape {value.shape}) is stacked or a shard, not one whole tensor; split it, "
+            "or gather it, first"
         ) from error
     return description, planes
 
 
-def _made_of(name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedArray:
+def _from_planes(name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedArray:
     fmt = description.format
 
     def own(parts: Plane) -> Plane:

@@ -1,7 +1,7 @@
-"""Trees with quantized arrays in checkpoints: what of them is no array, as metadata; and flax's serialization.
+"""Checkpoint metadata of trees with quantized arrays, and their handlers for `flax.serialization`.
 
-A checkpoint has the arrays of a tree by their names, and gives them back as dicts and lists where it is told nothing of
-the tree. What makes quantized arrays of those again is one string, for the metadata that every library keeps.
+A checkpoint stores the arrays of a tree by name. Without a target it restores them as dicts and lists. `describe` puts
+formats and places of quantized arrays into one string for the checkpoint's metadata, and `rebuild` applies it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.primary import PrimaryWeight
 
 KEY = "qshard.tree"
-"""Of the metadata."""
+"""The key of the description in the metadata of a checkpoint."""
 VERSION = 1
 _Keys = tuple[str, ...]
 _FIELDS: dict[type, dict[str, type | None]] = {
@@ -36,26 +36,26 @@ _FIELDS: dict[type, dict[str, type | None]] = {
     TensorState: {"scale": None, "amax_history": None, "observed": Observed},
     Observed: {"amax": None, "seal": None},
 }
-"""Of the nodes that are ours: their arrays, and the nodes below them."""
+"""The fields of each node type of this package: None for an array, else the type of the nested node."""
 _CODES = (QuantizedArray, PrimaryWeight)
 _ROOTS = (*_CODES, LinearState, TensorState)
 
 
 def describe(tree: Any) -> dict[str, str]:
-    """What of a tree is no array, for the metadata of a checkpoint: where it has quantized arrays, and in which format.
+    """Describe the quantized arrays of a tree, their places and formats, for the metadata of a checkpoint.
 
     Args:
-      tree: any pytree: parameters, or all that a training has. Its leaves are not read; `jax.eval_shape` makes such a
-        tree, too.
+      tree: any pytree: parameters, or a whole training state. Its leaves are not read, so the result of
+        `jax.eval_shape` works too.
 
     Returns:
-      Metadata of one string, by a key of qshard's: `{**describe(tree), ...}` with what else you keep.
+      A dict with one string, under a key of qshard. Merge it with your own metadata: `{**describe(tree), ...}`.
 
     >>> from qshard.jax import quantize
     >>> tree = {"w": quantize(jnp.ones((32, 32)), "MXFP8_32x32"), "b": jnp.ones(32)}
     >>> metadata = describe(tree)
     >>> w = {"data": tree["w"].rowwise.data, "scale_inv": tree["w"].rowwise.scale_inv, "global_scale_inv": None}
-    >>> dicts = {"w": {"rowwise": w, "columnwise": None}, "b": tree["b"]}  # as checkpoints give it back
+    >>> dicts = {"w": {"rowwise": w, "columnwise": None}, "b": tree["b"]}  # as a checkpoint restores it
     >>> print(rebuild(dicts, metadata)["w"])
     QuantizedArray(MXFP8_32x32, float32, rowwise)
 
@@ -70,31 +70,36 @@ def describe(tree: Any) -> dict[str, str]:
 
 
 def rebuild(tree: Any, metadata: Mapping[str, Any] | None) -> Any:
-    """The tree that `describe` has described, of what a checkpoint gave back of it.
+    """Restore the quantized arrays of a tree that a checkpoint returned as dicts and lists.
 
     Args:
-      tree: of dicts and lists, where quantized arrays and the states of delayed scaling are dicts, too. Its leaves are
-        arrays, or what describes them. Where it has quantized arrays already, as after a restore with a target, these
-        are compared with the metadata.
-      metadata: of the same checkpoint, with all that it has.
+      tree: dicts and lists. Quantized arrays and the states of delayed scaling are dicts too. Leaves are arrays, or
+        descriptions of arrays. Quantized arrays that are already there, as after a restore with a target,
+        are checked against the metadata.
+      metadata: the whole metadata of the same checkpoint.
 
     Returns:
-      The tree with quantized arrays and states in their places, and all else as it was.
+      The tree with quantized arrays and states in their places, and everything else unchanged.
 
     Raises:
-      ValueError: the metadata is not of `describe`, or of a later version; or the tree has something else at a place,
-        such as codes of another format.
+      ValueError: the metadata is not from `describe`, or is of a later version; or the tree does not match it, for
+        example because codes have another format.
 
     Nothing is moved or computed: sharded arrays stay sharded.
 
-    With orbax, no target: `rebuild(checkpointer.restore(path), checkpointer.metadata(path).custom_metadata)`. Onto
-    another mesh: `rebuild` what `checkpointer.metadata(path).item_metadata.tree` has, give its leaves shardings, and
-    restore to that.
+    >>> from qshard.jax import quantize
+    >>> tree = {"w": quantize(jnp.ones((32, 32)), "MXFP8_32x32")}
+    >>> print(rebuild(tree, describe(tree))["w"])
+    QuantizedArray(MXFP8_32x32, float32, rowwise)
+
+    With orbax, without a target: `rebuild(checkpointer.restore(path), checkpointer.metadata(path).custom_metadata)`. To
+    restore onto another mesh, `rebuild` the tree `checkpointer.metadata(path).item_metadata.tree`, give its leaves
+    shardings, and pass it as the target.
     """
     text = (metadata or {}).get(KEY)
     if text is None:
         raise ValueError(
-            f"rebuild: metadata ({quote(metadata)}) has no {KEY!r}; save what describe(tree) gives with it"
+            f"rebuild: metadata ({quote(metadata)}) has no {KEY!r}; save the result of describe(tree) with it"
         )
     for at, make in _nodes(text):
         tree = _replace(tree, at, make, at)
@@ -106,7 +111,7 @@ def _is_ours(node: Any) -> bool:
 
 
 def _keys(path: Sequence[Any]) -> _Keys:
-    """As names of dicts, fields and places of lists are in a checkpoint."""
+    """Return a path as a checkpoint names it: dict keys, field names and list indices, as strings."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
@@ -123,17 +128,19 @@ def _static(terms: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nodes(text: str) -> list[tuple[_Keys, Callable[[Any, str], Any]]]:
-    """Where nodes are, and what makes each of what is there."""
+    """Return the path of each described node, with the function that rebuilds it."""
     try:
         read = json.loads(text)
     except (TypeError, ValueError):
         read = None
     if not isinstance(read, dict) or "version" not in read:
-        raise ValueError(f"rebuild: metadata ({str(text)[:40]!r}) is not of describe; pass what the checkpoint has")
+        raise ValueError(
+            f"rebuild: metadata ({str(text)[:40]!r}) is not from describe; pass the metadata of the checkpoint"
+        )
     if read["version"] != VERSION:
         raise ValueError(
-            f"rebuild: version ({read['version']!r}) is not {VERSION}, the one that this qshard reads; "
-            "read it with a newer qshard"
+            f"rebuild: version ({read['version']!r}) is not {VERSION}, which this version of qshard reads; read it "
+            "with a newer one"
         )
     kinds = {kind.__name__: kind for kind in _ROOTS}
     try:
@@ -145,11 +152,11 @@ def _nodes(text: str) -> list[tuple[_Keys, Callable[[Any, str], Any]]]:
             for node in read["nodes"]
         ]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"rebuild: metadata ({text[:40]!r}) is not one that this qshard knows: {error}") from None
+        raise ValueError(f"rebuild: metadata ({text[:40]!r}) is unknown to this version of qshard: {error}") from None
 
 
 def _replace(tree: Any, keys: _Keys, make: Callable[[Any, str], Any], at: _Keys) -> Any:
-    """The tree with another node at a place."""
+    """Return the tree with the node at `keys` replaced by `make(node, name)`."""
     where = "/".join(at) or "tree"
     if not keys:
         return make(tree, where)
@@ -161,10 +168,10 @@ def _replace(tree: Any, keys: _Keys, make: Callable[[Any, str], Any], at: _Keys)
     elif isinstance(tree, list | tuple) and first.isdecimal() and int(first) < len(tree):
         parts = [_replace(part, tuple(rest), make, at) if str(i) == first else part for i, part in enumerate(tree)]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    elif hasattr(tree, first):  # A node of the user's, where there was a target: whose fields stay as they are.
+    elif hasattr(tree, first):  # A node of the user's, from a restore with a target: check its fields and keep it.
         _replace(getattr(tree, first), tuple(rest), make, at)
         return tree
-    raise ValueError(f"rebuild: tree has nothing at {where} ({first} is absent); pass what the checkpoint gave back")
+    raise ValueError(f"rebuild: tree has nothing at {where} ({first} is absent); pass the restored tree unchanged")
 
 
 def _like(tree: Any, items: dict[Any, Any]) -> Any:
@@ -172,19 +179,19 @@ def _like(tree: Any, items: dict[Any, Any]) -> Any:
 
 
 def _make(kind: type, static: Mapping[str, Any], node: Any, where: str) -> Any:
-    """A node of some kind, of the dict of its fields."""
+    """Rebuild a node of type `kind` from the dict of its fields, or check a node that exists."""
     if isinstance(node, kind):
         for name, value in static.items():
             if getattr(node, name) != value:
                 raise ValueError(
-                    f"rebuild: {where} ({name} {getattr(node, name)}) is not of {name} {value}, as it was saved; "
-                    "restore it to a target that is"
+                    f"rebuild: {where} ({name} {getattr(node, name)}) was saved with {name} {value}; restore it into a "
+                    "target that has it"
                 )
         return node
     below = _FIELDS[kind]
     if not isinstance(node, Mapping) or not set(node) <= set(below):
         given = ", ".join(map(str, node)) if isinstance(node, Mapping) else type(node).__name__
-        raise ValueError(f"rebuild: {where} ({given}) is not a {kind.__name__}, as it was saved; pass the whole tree")
+        raise ValueError(f"rebuild: {where} ({given}) was saved as a {kind.__name__}; pass the whole restored tree")
 
     def part(name: str) -> Any:
         value, of = node.get(name), below[name]
@@ -193,8 +200,8 @@ def _make(kind: type, static: Mapping[str, Any], node: Any, where: str) -> Any:
     return kind(**static, **{name: part(name) for name in below})
 
 
-# What follows is for flax, where it is installed. `flax.serialization` has states by type, and is told of ours as soon
-# as both libraries are imported, in any order, so that nobody has to import a module for its effects.
+# `flax.serialization` has a registry of handlers by type. Our handlers are registered once both libraries are imported,
+# in any order, so users need not import a module for its side effects.
 
 
 def _to_state(serialization: ModuleType, node: Any) -> dict[str, Any]:
@@ -208,7 +215,7 @@ def _from_state(serialization: ModuleType, target: Any, state: Any) -> Any:
     if not isinstance(state, Mapping) or set(state) != names:
         given = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(
-            f"from_state_dict: state ({given}) is not of a {kind.__name__}; give a target like what was saved"
+            f"from_state_dict: state ({given}) is not the state of a {kind.__name__}; pass a target like the saved tree"
         )
     static = {}
     if kind in _CODES:
@@ -216,8 +223,8 @@ def _from_state(serialization: ModuleType, target: Any, state: Any) -> Any:
         for name, value in static.items():
             if getattr(target, name) != value:
                 raise ValueError(
-                    f"from_state_dict: target ({name} {getattr(target, name)}) is not of {name} {value}, as the state; "
-                    "give a target like what was saved"
+                    f"from_state_dict: target ({name} {getattr(target, name)}) does not have the {name} of the state, "
+                    f"{value}; pass a target like the saved tree"
                 )
     fields = {name: serialization.from_state_dict(getattr(target, name), state[name], name) for name in _FIELDS[kind]}
     return kind(**static, **fields)

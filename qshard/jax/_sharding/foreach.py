@@ -1,10 +1,10 @@
-"""Ops on lists of arrays: one custom call for all weights of a model.
+"""Multi-tensor ops: one custom call on lists of arrays, for all weights of a model.
 
-Such an op changes operands in place: those that `ffi/ops.def` names as its results. XLA copies an operand that is
-needed elsewhere, and reuses the memory of one that is not, as of a donated argument.
+An op changes those operands in place that `ffi/ops.def` also names as results. XLA copies such an operand if it is
+needed elsewhere, and otherwise reuses its memory, as for a donated argument.
 
-They run on what each device has: eagerly, under `jit` on one device, and inside `shard_map`, where results vary over
-the mesh axes that any operand varies over. XLA cannot cut them; under `jit` alone it would gather sharded operands.
+The ops run on local arrays: eagerly, under `jit` on one device, and inside `shard_map`, where results vary over every
+mesh axis that an operand varies over. XLA cannot partition them; under `jit` alone it would gather sharded operands.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ __all__ = ["bind"]
 
 @functools.cache
 def bind(name: str) -> Callable[..., Any]:
-    """The function of an op: takes its operands, arrays or lists of arrays, and by keyword its attributes.
+    """Return the function of a multi-tensor op.
 
-    It returns what the op has changed: an array or a list for each result, a tuple if there are several.
+    It takes the operands, arrays or lists of arrays, and the attributes by keyword. It returns the changed operands: an
+    array or a list for each result, as a tuple if there are several.
 
     Args:
-      name: in `qshard.op_table.multi_table()`.
+      name: a key of `qshard.op_table.multi_table()`.
     """
     spec = multi_table()[name]
 
@@ -51,7 +52,7 @@ def bind(name: str) -> Callable[..., Any]:
             for x in arrays:
                 check_sizes(name, o.name, x.shape)
         flat = vary_alike(*(x for arrays in lists for x in arrays))
-        spec.results([x.shape for x in flat], [str(x.dtype) for x in flat], attributes)  # Raises what the op would.
+        spec.results([x.shape for x in flat], [str(x.dtype) for x in flat], attributes)  # Raises the errors of the op.
         begins = np.cumsum([0, *map(len, lists)])
         written = [next(i for i, o in enumerate(spec.inputs) if o.name == out.name) for out in spec.outputs]
         positions = [p for i in written for p in range(begins[i], begins[i + 1])]

@@ -1,4 +1,4 @@
-"""How weights lie over a mesh, read off real arrays, and held against what a caller says of it."""
+"""Shardings of weights, inferred from arrays and checked against the mesh axes that a caller names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ Axes = str | Sequence[str] | None
 
 @dataclass(frozen=True)
 class MeshAxisRoles:
-    """The role of each mesh axis that shards weights. One without a role raises, instead of adding collectives.
+    """The role of each mesh axis that shards weights: gathered or kept.
+
+    A mesh axis without a role raises, instead of silently adding collectives.
 
     Attributes:
-      op: who asks, for errors.
-      gather_axis: what FSDP has cut weights along: their codes are gathered.
-      kept_axes: along which weights stay cut, as of tensor parallelism.
+      op: the public function, for errors.
+      gather_axis: the mesh axes of FSDP, over which codes are gathered.
+      kept_axes: the mesh axes that keep sharding the weights in a product, as in tensor parallelism.
     """
 
     op: str
@@ -31,16 +33,30 @@ class MeshAxisRoles:
 
     @classmethod
     def of(cls, op: str, gather_axis: Axes, kept_axes: Axes) -> MeshAxisRoles:
+        """Check the mesh axes that a caller passed, and assign their roles."""
         as_names(op, "gather_axis", gather_axis)
         given = gather_axis if gather_axis is None or isinstance(gather_axis, str) else tuple(gather_axis)
         return cls(op, given, as_names(op, "kept_axes", kept_axes))
 
     @property
     def gathered(self) -> tuple[str, ...]:
+        """The mesh axes of `gather_axis` as a tuple."""
         return names_of(self.gather_axis)
 
     def options(self, name: str, sharding: Any, ndim: int) -> dict[str, Any]:
-        """`weight_spec`, with an entry for each axis, and `gather_axis`, if that cuts it, for a weight that lies so."""
+        """Return the options of `linear` for a weight with this sharding.
+
+        Args:
+          name: the weight, for errors.
+          sharding: its sharding. Anything but a NamedSharding gives no options.
+          ndim: its number of axes.
+
+        Returns:
+          `weight_spec`, with an entry for each axis, and `gather_axis`, if it shards the weight. Empty if nothing does.
+
+        Raises:
+          ValueError: a mesh axis that shards the weight has no role.
+        """
         if not isinstance(sharding, NamedSharding):
             return {}
         entries = [*sharding.spec, *[None] * ndim][:ndim]
@@ -48,8 +64,8 @@ class MeshAxisRoles:
         for axis in axes:
             if axis not in (*self.gathered, *self.kept_axes):
                 raise ValueError(
-                    f"{self.op}: {name} is cut along {axis!r} ({sharding.spec}), which is neither gather_axis "
-                    f"({self.gather_axis!r}) nor in kept_axes {self.kept_axes}; name it in one of them"
+                    f"{self.op}: {name} is sharded over {axis!r} ({sharding.spec}), which is neither gather_axis "
+                    f"({self.gather_axis!r}) nor in kept_axes {self.kept_axes}; add it to one of them"
                 )
         if not axes:
             return {}
@@ -59,17 +75,17 @@ class MeshAxisRoles:
         return options
 
     def check_used(self, weights: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raises ValueError where no weight at all is cut along `gather_axis`."""
+        """Raise ValueError if `gather_axis` shards none of the weights."""
         if self.gathered and not any("gather_axis" in options for options in weights.values()):
-            cuts = {str(options["weight_spec"].spec) if options else "not cut" for options in weights.values()}
+            cuts = {str(options["weight_spec"].spec) if options else "not sharded" for options in weights.values()}
             raise ValueError(
-                f"{self.op}: gather_axis ({self.gather_axis!r}) cuts none of the {len(weights)} weights "
-                f"({', '.join(sorted(cuts)[:3])}); shard them first, or name the axis that cuts them"
+                f"{self.op}: gather_axis ({self.gather_axis!r}) shards none of the {len(weights)} weights "
+                f"({', '.join(sorted(cuts)[:3])}); shard them first, or pass the axis that shards them"
             )
 
 
 def sharding_of(x: Any) -> NamedSharding | None:
-    """How an array lies, as far as it tells: one in hand does, its type on Explicit meshes does; else None."""
+    """Return the sharding of an array, if a concrete array or a type on an Explicit mesh gives it; else None."""
     if isinstance(x, jax.core.Tracer):
         return explicit_sharding(x)
     sharding = getattr(x, "sharding", None)
@@ -77,7 +93,7 @@ def sharding_of(x: Any) -> NamedSharding | None:
 
 
 def local_shape(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
-    """Of an array so cut, as the code around sees it: in `shard_map`, of the shard."""
+    """Return the local shape of an array with this sharding in the enclosing `shard_map`; elsewhere, `shape`."""
     mesh = jax.sharding.get_abstract_mesh()
     entries = [*spec_of(spec, None), *[None] * len(shape)]
     sizes = list(shape)

@@ -1,10 +1,11 @@
 """Partial blocks: blocks that shard boundaries split.
 
-A device that holds all of a block quantizes it alone. Where a boundary splits a block, the unit is a piece: the largest
-divisor of the block that no boundary splits. Amaxes of pieces are merged into those of blocks, on every device that has
-a part of one, and each piece is cast with the scale of its block. That serves shards of rows and of columns, in
-`shard_map` and where XLA shards whole arrays. Flat slices, which ZeRO uses for masters, serve neither columns nor XLA.
-The core pads shards to whole blocks instead (`_core.placement`), which needs starts that Python knows.
+A device that has a whole block quantizes it alone. A block that a boundary splits is divided into equal pieces, as
+large as possible, such that no boundary splits a piece. Amaxes of pieces are merged into amaxes of blocks, on every
+device that has a part of the block, and each piece is cast with the scale of its block. This works for shards of rows
+and of columns, in `shard_map` and where XLA shards whole arrays. Flat slices, which ZeRO uses for masters, support
+neither columns nor XLA's sharding. The core instead pads shards to whole blocks (`_core.placement`), which needs shard
+starts that are known in Python.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from qshard.layout import Shape
 
 @dataclass(frozen=True)
 class PartialBlocks:
-    """The pieces of the blocks of an array, which tile its last two axes.
+    """The pieces of the blocks of an array. The blocks tile its last two axes.
 
     Attributes:
-      spec: of the array.
-      grid: of a grid of values of its blocks: along each axis as the array, or unsharded where shards split blocks.
+      spec: the sharding of the array.
+      grid: the sharding of a grid with one value for each block. It equals `spec`, except along axes where shards split
+        blocks: there the grid is unsharded.
       size: rows and columns of a piece.
-      each: by axis of the grid, how many pieces a block has.
-      rows: where blocks go on from one matrix of an array `[*outer, M, K]`, or `[K, *outer, M]`, to the next: the axes
-        of the array, first and after the last, that are rows. The grid has one axis for them.
+      each: for each axis of the grid, the number of pieces in a block.
+      rows: None, unless blocks continue from one matrix of `[*outer, M, K]` or `[K, *outer, M]` to the next. Then the
+        range `(start, stop)` of array axes that are rows. The grid has one axis for them.
     """
 
     spec: ShardSpec
@@ -44,7 +46,7 @@ class PartialBlocks:
 
     @classmethod
     def of(cls, spec: ShardSpec, shape: Shape, block: Block, *, rows: tuple[int, int] | None = None) -> PartialBlocks:
-        """The parts of blocks of a local array of this shape."""
+        """Divide the blocks of a local array of this shape into pieces."""
         size, ones = spec.unsplit(shape, block, rows), (1,) * (len(shape) - 2)
         each = (block[0] // size[0], block[1] // size[1])
         grid = spec.of_blocks(shape, (*ones, *block)) if spec.entries else spec
@@ -55,24 +57,27 @@ class PartialBlocks:
 
     @property
     def of_whole(self) -> PartialBlocks:
-        """With a grid that every device has all of."""
+        """A copy with an unsharded grid."""
         return dataclasses.replace(self, grid=self.grid.without(self.grid.axes))
 
     @property
-    def shared(self) -> list[tuple[str, ...]]:
-        """By axis of the grid, the mesh axes over which devices share its blocks."""
+    def shared_axes(self) -> list[tuple[str, ...]]:
+        """For each axis of the grid, the mesh axes over which devices share its blocks."""
         if self.rows is not None:
             return [()] * len(self.each)
         ends = zip(self.spec.entries, self.grid.entries, strict=True)
         return [tuple(name for name in names if name not in kept) for names, kept in ends]
 
     def count(self, shape: Shape) -> Shape:
-        """How many pieces an array of this shape has, by axis."""
+        """Return the number of pieces along each axis of an array of this shape."""
         return (*shape[:-2], *(-(-size // piece) for size, piece in zip(shape[-2:], self.size, strict=True)))
 
-    def merged(self, amax: jax.Array, *, reduce: bool = True) -> jax.Array:
-        """The amaxes of blocks from those of pieces; in `shard_map` without `reduce`, what this shard says of them."""
-        bits, shared = as_bits(amax), self.shared
+    def merge(self, amax: jax.Array, *, reduce: bool = True) -> jax.Array:
+        """Merge the amaxes of pieces into the amaxes of blocks.
+
+        Without `reduce`, the result in `shard_map` has this shard's amaxes only, and 0 for other blocks.
+        """
+        bits, shared = as_bits(amax), self.shared_axes
         if self.spec.local:
             shape = tuple(size * self.spec.count(names) for size, names in zip(bits.shape, shared, strict=True))
             whole, bits = vary_alike(jnp.zeros(shape, bits.dtype), bits)
@@ -91,16 +96,19 @@ class PartialBlocks:
         return max_over(axes)(as_float(bits)) if self.spec.local and reduce else as_float(bits)
 
     def own(self, grid: jax.Array) -> jax.Array:
-        """What this shard needs of a grid of the whole."""
+        """Return this shard's part of a grid of the whole array."""
         return reshard(grid, self.of_whole.grid, self.grid) if self.spec.local else pin(grid, self.grid)
 
     def spread(self, grid: jax.Array, shape: Shape) -> jax.Array:
-        """The value of its block for each piece of the array, of which there are `shape`: the inverse of `merged`."""
+        """Repeat the value of each block for its pieces: the inverse of `merge`.
+
+        `shape` is the number of pieces along each axis of the array.
+        """
         full = shape
         if self.rows is not None:
             start, stop = self.rows
             shape = (*shape[:start], math.prod(shape[start:stop]), *shape[stop:])
-        for axis, (each, shared) in enumerate(zip(self.each, self.shared, strict=True)):
+        for axis, (each, shared) in enumerate(zip(self.each, self.shared_axes, strict=True)):
             if each > 1:
                 grid = repeat_axis(grid, axis, each)
                 size, local = shape[axis], self.spec.local and bool(shared)
@@ -108,7 +116,7 @@ class PartialBlocks:
                 grid = jnp.pad(grid, [(0, missing if i == axis else 0) for i in range(grid.ndim)])
                 start_of_shard = lax.axis_index(shared) * size if local else 0
                 grid = lax.dynamic_slice_in_dim(grid, start_of_shard, size, axis)
-        grid = pin(grid, self.grid)  # Else XLA cuts what it repeats, and moves it to its place.
+        grid = pin(grid, self.grid)  # Without this constraint XLA shards the repeated grid and then moves it.
         entries = list(jax.typeof(grid).sharding.spec)
         if self.rows is not None:
             entries[start : start + 1] = [None] * (stop - start)
@@ -120,14 +128,14 @@ def _starts(shared: list[tuple[str, ...]], shape: Shape) -> list[jax.Array | int
 
 
 def _split(x: jax.Array, axis: int, each: int) -> jax.Array:
-    """An axis that is not cut, as two."""
+    """Split an unsharded axis into two."""
     sizes, entries = list(x.shape), list(jax.typeof(x).sharding.spec)
     sizes[axis : axis + 1] = [sizes[axis] // each, each]
     return reshape(x, sizes, [*entries[: axis + 1], None, *entries[axis + 1 :]])
 
 
 def repeat_axis(x: jax.Array, axis: int, each: int) -> jax.Array:
-    """Each element of an axis that is not cut, so many times."""
+    """Repeat each element of an unsharded axis `each` times."""
     sizes, entries = list(x.shape), list(jax.typeof(x).sharding.spec)
     wider = [*sizes[: axis + 1], each, *sizes[axis + 1 :]]
     x = lax.broadcast_in_dim(x, wider, [i + (i > axis) for i in range(len(sizes))])

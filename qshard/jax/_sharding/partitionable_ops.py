@@ -1,10 +1,10 @@
-"""The ops as `_core.quantize_steps` and `_core.flat_shards` call them: this module is their argument `ops`.
+"""Every op by name, on views that XLA can partition: the `ops` of `_core.quantize_steps` and `_core.flat_shards`.
 
-Every op of the tables by name, on views that XLA can cut: it runs an op on shards of the leading axes that all operands
-share, and gathers what is cut along any other axis (`bind.py`). So `[..., K]` is seen as runs `[..., K / run, run]`, a
-scale of the whole tensor is repeated for every run or block, and an amax is taken of runs, then of those. An op is told
-so (`shared` in `ops.def`, `turned` in `ops/block.cc`), for kernels of GPUs that are made for one scale. Where nothing
-can be cut, nothing is repeated. Ops on lists of slices run on what a device has, and need none of this.
+XLA partitions an op over the leading axes that all operands share, and gathers an operand that is sharded along any
+other axis (`bind.py`). So `[..., K]` is viewed as runs `[..., K / run, run]`, a scale of the whole tensor is repeated
+for every run or block, and an amax is first taken of each run. Attributes report this to the op (`shared` in `ops.def`,
+`turned` in `ops/block.cc`), for GPU kernels that are specialized for one scale or one seed. Where nothing can be
+sharded, nothing is repeated. Multi-tensor ops run on local arrays and need no views.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
 
 
 class ShardedOps:
-    """The ops of this module for arrays whose last axis has a known number of shards."""
+    """The ops of this module, for arrays with a known number of shards of the last axis."""
 
     def __init__(self, shards: int) -> None:
         self._shards = shards
@@ -52,12 +52,12 @@ class ShardedOps:
 
 
 def _by_runs(op: str, x: jax.Array, *scale: jax.Array, shards: int = 1, **options: Any) -> Any:
-    """An op on elements, under one scale for all of them."""
+    """Run an elementwise op with one scale for all elements, or an amax op, on runs of rows."""
     runs, lead = split_rows(x, shards), options.get("lead", 0)
-    axes = 0 if runs is x else x.ndim  # Each element of so many leading axes is a run.
+    axes = 0 if runs is x else x.ndim  # The number of leading axes that index runs.
     if "lead" in options:
         options["lead"] = max(lead, axes)
-    # One for all runs, or for each element of the first axes (`vmap`).
+    # A scale is one for all runs or, under `vmap`, one for each index of the first axes.
     spread = [_repeat(s, runs.shape[: max(axes, s.ndim)], options) for s in scale]
     made = getattr(ops, op)(runs, *spread, **options)
     arrays = made if isinstance(made, tuple) else (made,)
@@ -80,7 +80,7 @@ transpose = functools.partial(_by_runs, "transpose")
 
 
 def amax_hadamard(x: jax.Array, *, block_rows: int, block_cols: int, shards: int = 1) -> tuple[jax.Array, ...]:
-    """Of all of `x` `[*outer, M, K]`, by blocks that XLA may cut."""
+    """Return the amaxes of `x` `[*outer, M, K]` and of its columns rotated, from blocks that XLA may shard."""
     run = _run(x, shards)
     if run is None:
         x = x.reshape(-1, block_cols)
@@ -91,13 +91,14 @@ def amax_hadamard(x: jax.Array, *, block_rows: int, block_cols: int, shards: int
 
 
 def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
-    """An op on blocks with operands that serve the whole tensor: they are repeated for each block. So is where the
-    tensor begins, as where each block does.
+    """Run a block op with the operands of the whole tensor repeated for each block.
+
+    The Philox offset of the tensor becomes one offset for each block.
     """
     named = dict(zip((operand.name for operand in table()[op].inputs), operands, strict=True))
     arrays = [a for name, a in named.items() if not name.startswith("global_") and name not in ("seed", "first")]
     if may_be_sharded(arrays[0]):
-        grid = arrays[-1].shape  # Of scales or amaxes.
+        grid = arrays[-1].shape  # The shape of scales or amaxes.
         if len(arrays) == 1 and "block_rows" in options:
             *lead, rows, cols = grid
             grid = (*lead, rows // options["block_rows"], cols // options["block_cols"])
@@ -110,20 +111,20 @@ def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
 
 
 def _repeat(value: jax.Array, shape: tuple[int, ...], options: dict[str, Any]) -> jax.Array:
-    """`value` over axes that XLA may cut; if all of `shape` is that one, `options` tells the op."""
+    """Broadcast `value` over axes that XLA may shard. Set the option `shared` if one value serves all of `shape`."""
     if shape and value.ndim == 0:
         options["shared"] = True
     return lax.broadcast_in_dim(value, shape, tuple(range(value.ndim)))
 
 
 _RUN, _LEAD_RUN = 128, 32
-"""The longest runs of elements of a row, and of rows, where what cuts them is not known."""
+"""The longest runs of the elements of a row, and of rows, where the sharding is unknown."""
 
 
 def split_rows(x: jax.Array, shards: int = 1, longest: int = _RUN) -> jax.Array:
-    """`x` `[..., K]` as runs `[..., K / run, run]` that no shard boundary cuts, or as it is.
+    """View `x` `[..., K]` as runs `[..., K / run, run]` that no shard boundary splits, or return `x` unchanged.
 
-    `longest`: what of K runs have at most where XLA decides on cuts, in place of 128.
+    Where XLA decides on shardings, a run has at most 128 elements, or `longest` if that is more.
     """
     run = _run(x, shards, longest=max(_RUN, longest))
     if run is None:
@@ -132,10 +133,12 @@ def split_rows(x: jax.Array, shards: int = 1, longest: int = _RUN) -> jax.Array:
 
 
 def split_lead(x: jax.Array) -> tuple[jax.Array, int]:
-    """`x` `[*rows, K]` as matrices `[*lead, M, K]` that no shard boundary cuts but along K, and how many axes lead.
+    """View `x` `[*rows, K]` as matrices `[*lead, M, K]` that shard boundaries split along K only.
 
-    On Auto meshes they have `gcd(rows, 32)` rows of the last axis of rows, or all of it, as `split_rows` has 128
-    elements. Axes of one row are left out.
+    On Auto meshes M is `gcd(rows, 32)` of the last row axis, or all of that axis. Axes of size 1 are left out.
+
+    Returns:
+      The view, and the number of its leading axes.
     """
     if not may_be_sharded(x):
         return reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]), (None, None)), 0
@@ -150,14 +153,14 @@ def split_lead(x: jax.Array) -> tuple[jax.Array, int]:
 
 
 def _run(x: jax.Array, shards: int, axis: int = -1, longest: int = _RUN) -> int | None:
-    """How long runs of a row, or along another axis, are; None if nothing can be cut.
+    """Return the length of the runs of a row, or along another axis; None if nothing can be sharded.
 
-    In `shard_map`, and where there is one device, all is local: one run is everything. On Explicit meshes the type
-    tells how K is cut: a run is a shard's part of a row. Else XLA decides after tracing: a run is then `gcd(K, 128)`,
-    so that K may be cut into shards of any multiple of it, or of the part of a row that each of `shards` has, where
-    that much is known. That costs 4 bytes a run for the scale, and on an H200 14 of the 112 us of quantizing 8192 x
-    8192 bfloat16. Where it would make runs shorter than 32, a run is the row, or that part of it: such a K is rarely
-    cut. A run that is cut after all costs a gather, and gives the same bits.
+    In `shard_map`, and on one device, arrays are local: one run is everything. On Explicit meshes the type says how K
+    is sharded: a run is a shard's part of a row. Elsewhere XLA decides after tracing. A run then has `gcd(K, longest)`
+    elements, so shards of K may have any multiple of that; if the number of `shards` is known, a shard's part of the
+    row takes the place of K. Each run costs 4 bytes for its scale. On an H200 that is 14 of the 112 us of quantizing
+    8192 x 8192 bfloat16. If runs would be shorter than `longest / 4`, a run is the row, or a shard's part of it,
+    because such a K is rarely sharded. A run that is split after all costs a gather and gives the same bits.
     """
     mesh, spec = mesh_of(x), jax.typeof(x).sharding.spec
     kinds = set(mesh.axis_types)
@@ -170,32 +173,36 @@ def _run(x: jax.Array, shards: int, axis: int = -1, longest: int = _RUN) -> int 
 
 
 def _transpose_as(y: jax.Array, x: jax.Array, batch: int) -> jax.Array:
-    """`y` as the transpose `[*batch, K, *rows]` of `x` `[*batch, *rows, K]`, and cut as that is."""
+    """Reshape `y` to the transpose `[*batch, K, *rows]` of `x` `[*batch, *rows, K]`, sharded like it."""
     order = (*range(batch), x.ndim - 1, *range(batch, x.ndim - 1))
     entries = jax.typeof(x).sharding.spec
     return reshape(y, [x.shape[i] for i in order], [entries[i] for i in order])
 
 
 def reshape_as(y: jax.Array, x: jax.Array) -> jax.Array:
-    """`y` in the shape of `x`, and on Explicit meshes cut as `x` is, which JAX infers for few reshapes."""
+    """Reshape `y` to the shape of `x`. On Explicit meshes it gets the sharding of `x`, which JAX infers only rarely."""
     return reshape(y, x.shape, jax.typeof(x).sharding.spec)
 
 
 def swap_last_axes(a: jax.Array) -> jax.Array:
-    """`[*outer, M, K]` as `[K, *outer, M]`."""
+    """Move the last axis to the front: `[*outer, M, K]` to `[K, *outer, M]`."""
     return jnp.moveaxis(a, -1, 0)
 
 
 def transposed_squares(
     data: jax.Array, scale_inv: jax.Array, *, packed: bool, shards: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-    """Two calls: shards may cut the blocks, and then codes and scales have no leading axis in common."""
+    """Transpose the codes and the scales of 2-D blocks, in a call each.
+
+    Shards may split the blocks, and then codes and scales share no leading axis, which one call would need.
+    """
     turn = ops.transpose_packed if packed else functools.partial(transpose, shards=shards)
     data_t = turn(data, outer=data.ndim - 2)
     return data_t, swap_last_axes(scale_inv)
 
 
 def cast_block_stochastic(x: jax.Array, scale: jax.Array, seed: jax.Array, first: jax.Array, **options: Any) -> Any:
+    """Cast blocks with stochastic rounding, with one Philox offset for each block where XLA may shard them."""
     if may_be_sharded(x) or first.ndim > 1:
         x, seed, first = _words_of_blocks(scale.shape, x, seed, first, **options).values()
     turned = options["col_step"] > options["row_step"]
@@ -214,19 +221,22 @@ def _words_of_blocks(
     block_cols: int,
     **_: Any,
 ) -> dict[str, jax.Array]:
-    """The words of each block; and `x`, without which they are not made, and kept, before they are needed."""
+    """Return `x`, and the Philox key and offset of each block as uint32 pairs.
+
+    A barrier ties them to `x`, so that XLA computes them when they are needed and does not keep them before.
+    """
     seed, x = barrier(seed, x)
     first = _first_of_blocks(grid, first, block_rows * row_step, block_cols * col_step)
     return {"x": x, "seed": jnp.broadcast_to(seed, first.shape), "first": first}
 
 
 def _first_of_blocks(grid: tuple[int, ...], first: jax.Array, row_step: int, col_step: int) -> jax.Array:
-    """Where each block begins in the whole tensor: of `[*outer, M, K]`, or of its transpose `[K, *outer, M]`.
+    """Return the Philox offset of each block of `[*outer, M, K]`, or of the transpose `[K, *outer, M]`.
 
-    `first`: where `x` begins, and its outer axes lie one after the other; or `[*outer, 2]`, where each matrix begins.
+    `first` is the offset of `x`, if its outer axes are contiguous; or `[*outer, 2]`, the offset of each matrix.
     """
     outer = first.ndim - 1
-    turned = col_step > row_step  # Neighbours in a column of the transpose are neighbours in the tensor.
+    turned = col_step > row_step  # In a transpose, the elements of a column are contiguous in the tensor.
     rows = grid[:1] if turned else grid[-2:-1] if outer else grid[:-1]
     cols = grid[-1:] if outer or not turned else grid[1:]
 
@@ -242,16 +252,20 @@ def _first_of_blocks(grid: tuple[int, ...], first: jax.Array, row_step: int, col
 
 
 def zeros(count: int) -> jax.Array:
+    """Return the zeros from which multi-tensor ops accumulate amaxes."""
     return jnp.zeros(count, jnp.float32)
 
 
 def concatenate(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Concatenate arrays that vary over different manual axes."""
     return jnp.concatenate(vary_alike(*arrays))
 
 
 def of_bucket(pairs: jax.Array, bucket: Bucket) -> jax.Array:
+    """Return the rows of `pairs` that belong to the weights of a bucket."""
     return pairs if bucket.indices == tuple(range(pairs.shape[0])) else pairs[np.array(bucket.indices)]
 
 
 def repeat_values(values: jax.Array, bucket: Bucket) -> jax.Array:
+    """Repeat the amax of each tensor, or of each row, for its runs of blocks in a bucket."""
     return jnp.repeat(values, np.array(bucket.runs), total_repeat_length=sum(bucket.runs))

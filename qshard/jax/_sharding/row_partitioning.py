@@ -1,12 +1,12 @@
-"""Functions of rows, such as losses, on what each device has of them: rows stay where they are, and classes too.
+"""Partitioning of row functions, such as losses: rows and classes stay on their devices.
 
-A `RowFunction` takes and gives arrays of four forms, in words: "rows classes", "rows K", "classes K" and "rows", which
-are all the axes that lead. A `RowSharding` tells it which mesh axes shard them, and it adds up over devices what is
-left to add:
+The operands and results of a `RowFunction` have one of four forms: "rows classes", "rows K", "classes K" or "rows".
+"rows" stands for all leading axes. A `RowSharding` says which mesh axes shard rows and classes, and reduces partial
+sums over devices:
 
-- on one device nothing is;
-- in `shard_map` a caller names the axes that cut classes, and JAX adds up gradients;
-- on Explicit meshes types tell how arrays are cut, on Auto meshes XLA does (`custom_partitioning.py`).
+- on one device, there are none;
+- in `shard_map`, the caller names the mesh axes that shard classes, and JAX adds up gradients;
+- on Explicit meshes types give the shardings, and on Auto meshes XLA does (`custom_partitioning.py`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class RowSharding:
-    """How rows and classes are sharded over devices.
+    """The mesh axes that shard rows and classes.
 
     Attributes:
       classes: the mesh axes that shard classes.
-      rows: those that shard each axis of rows, if `own`.
-      scattered: axes of a sum of "classes K" and mesh axes of rows that reduce-scatter it there, after `classes`.
-      own: whether this module put arrays on devices, so that XLA shards none of them and JAX adds nothing up.
+      rows: the mesh axes that shard each axis of rows, if `own`.
+      scattered: pairs (array axis, mesh axis). A "classes K" result, which sums over rows, is reduce-scattered along
+        them, in addition to its sharding by `classes`.
+      own: whether this module partitioned the arrays, so that XLA shards none of them and JAX reduces no gradients.
     """
 
     classes: Names = ()
@@ -57,14 +58,18 @@ class RowSharding:
 
     @property
     def ops(self) -> Any:
+        """The ops for local arrays, or the ops that XLA partitions."""
         return local if self.own else ops
 
     def first(self, columns: int) -> Any:
-        """The first class of a device that has so many."""
+        """Return the index of the first class on this device, if each device has `columns` classes."""
         return lax.axis_index(self.classes) * columns if self.classes else 0
 
     def gathered(self, stats: jax.Array) -> jax.Array:
-        """`[*rows, 4]` of all devices that have other classes, in order: `[*rows, parts, 4]`, alike on all of them."""
+        """All-gather `stats` `[*rows, 4]` over the devices with other classes.
+
+        The result is `[*rows, parts, 4]`, with the parts in order of the classes, and is equal on all these devices.
+        """
         if not self.classes:
             return jnp.expand_dims(stats, -2)
         told = set(self.classes) <= jax.typeof(stats).manual_axis_type.varying
@@ -73,21 +78,25 @@ class RowSharding:
         return parts
 
     def of_losses(self, grad: jax.Array) -> jax.Array:
-        """The gradient of losses that devices have alike. Where no types say so, JAX has cut it up (`lax.psum`)."""
+        """Return the gradient of losses that are replicated over the devices with other classes.
+
+        Where types do not show that they are, JAX has divided the gradient among these devices, and `lax.psum` restores
+        it.
+        """
         return grad if self.own or types_tell(self.classes) else lax.psum(grad, self.classes)
 
     def of_x(self, made: jax.Array) -> jax.Array:
-        """A gradient of "rows K", to which all classes add."""
+        """Sum a gradient of form "rows K" over the devices with other classes."""
         return lax.psum(made, self.classes) if self.own and self.classes else made
 
     def of_w(self, made: jax.Array) -> jax.Array:
-        """A gradient of "classes K", to which all rows add."""
+        """Sum a gradient of form "classes K" over the devices with other rows."""
         scattered = {name for _, name in self.scattered}
         left = tuple(name for names in self.rows for name in names if name not in scattered)
         return sum_over(made, self.scattered, left)
 
     def spec(self, form: str, *, is_sum: bool = False) -> PartitionSpec:
-        """How an array of this form is cut. `is_sum`: it is a result."""
+        """Return the PartitionSpec of an array of this form. `is_sum`: the array is a result."""
         entries: list[Names] = []
         for word in form.split():
             entries += self.rows if word == "rows" else [self.classes if word == "classes" else ()]
@@ -97,12 +106,13 @@ class RowSharding:
 
 
 class RowFunction(Protocol):
-    """A function of rows, equal to others that do the same.
+    """A function of rows. Functions that compute the same are equal.
 
     Attributes:
-      op: what errors call it.
-      is_cut: whether XLA can cut it along rows without being told, as it cuts ops.
-      takes, gives: the forms of operands and results, of which the first one has rows.
+      op: the public function, for errors.
+      is_cut: whether XLA can partition the function along rows without a custom rule, as it does ops.
+      takes: the forms of the operands. The first operand has rows.
+      gives: the forms of the results.
     """
 
     op: ClassVar[str]
@@ -118,9 +128,15 @@ class RowFunction(Protocol):
 def on_devices(
     function: RowFunction, classes: Names, *operands: jax.Array, spreads: bool = True
 ) -> tuple[jax.Array, ...]:
-    """What `function` gives of arrays as a caller has them. `classes`: in `shard_map`, the axes that cut classes.
+    """Run a row function on the rows and classes that each device has.
 
-    It is not to be differentiated: rules of gradients call it. If it does not spread, XLA cuts and gathers as it does.
+    The rules of gradients call it. Differentiating it raises.
+
+    Args:
+      function: the row function.
+      classes: in `shard_map`, the mesh axes that shard classes.
+      operands: arrays as the caller has them.
+      spreads: False: leave partitioning, and any gathers, to XLA.
     """
 
     @jax.custom_jvp
@@ -149,7 +165,7 @@ def _spread(function: RowFunction, classes: Names, operands: Sequence[jax.Array]
 
     @call.def_vmap
     def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> Any:
-        """`vmap` adds an axis of rows, unless results are sums over rows: those are of each example."""
+        """Add an axis of rows, unless results are sums over rows: each example has sums of its own."""
         flags = (True,) * len(function.gives)
         if not all(form.startswith("rows") for form in (*function.takes, *function.gives)):
             if is_explicit:
@@ -166,7 +182,7 @@ def _spread(function: RowFunction, classes: Names, operands: Sequence[jax.Array]
 
 
 def _check_mixed(function: RowFunction, operands: Sequence[jax.Array]) -> None:
-    """Raises where types say of a mesh of several kinds of axes that it cuts what XLA would gather."""
+    """Raise ValueError if a mesh with axes of several kinds shards an array in a way that XLA would gather."""
     for form, x in zip(function.takes, operands, strict=True):
         sharding = jax.typeof(x).sharding
         words = ["rows"] * (x.ndim - len(form.split()) + 1) + form.split()[1:] if "rows" in form else form.split()
@@ -175,18 +191,17 @@ def _check_mixed(function: RowFunction, operands: Sequence[jax.Array]) -> None:
                 sharding.mesh.shape[name] > 1 for name in names_of(entry)
             ):
                 raise ValueError(
-                    f"{function.op}: {word} of {x.shape} are cut over {entry!r} of a mesh whose axes are of several "
-                    f"kinds, {sharding.mesh.axis_types}; enter shard_map over all of them, and pass axis_name for "
-                    "classes"
+                    f"{function.op}: {word} of {x.shape} are sharded over {entry!r} of a mesh with mixed axis types, "
+                    f"{sharding.mesh.axis_types}; enter shard_map over all of its axes, and pass axis_name for classes"
                 )
 
 
 Levels = tuple[tuple[bool, ...], ...]
-"""For each `vmap` around a function, the outermost first: which operands have its axis, among those that lead."""
+"""For each enclosing `vmap`, outermost first: which operands have its axis, among their leading axes."""
 
 
 def _map_examples(function: RowFunction, levels: Levels, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    """`function` of each example, on Explicit meshes: all results have the axes of all `levels`."""
+    """Run `function` on each example, on Explicit meshes. All results have the axes of all `levels`."""
 
     @custom_vmap
     def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -220,7 +235,7 @@ def _explicit(function: RowFunction, levels: Levels, *operands: jax.Array) -> tu
     local: Callable[..., Any] = functools.partial(function, held)
     for level in reversed(levels):
         local = jax.vmap(local, [0 if flag else None for flag in level])
-    # Types that vary are not needed where nothing is differentiated.
+    # Nothing is differentiated, so varying types are not needed.
     run = jax.shard_map(local, mesh=mesh, in_specs=tuple(takes), out_specs=gives, check_vma=False)
     cut = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, takes, strict=True)]
     made: tuple[jax.Array, ...] = run(*cut)
@@ -228,7 +243,7 @@ def _explicit(function: RowFunction, levels: Levels, *operands: jax.Array) -> tu
 
 
 def _names_of_examples(levels: Levels, specs: Sequence[Sequence[Any]]) -> list[Names]:
-    """The mesh axes that shard the examples of each `vmap`."""
+    """Return the mesh axes that shard the examples of each `vmap`."""
     found: list[Names] = []
     for depth, level in enumerate(levels):
         names: Names = ()
@@ -246,7 +261,7 @@ def _auto(function: RowFunction, *operands: jax.Array) -> tuple[jax.Array, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _partitionable(function: RowFunction, ndim: int) -> Callable[..., Any]:
-    """`function`, whose first operand has so many axes."""
+    """Return `function` with a custom partitioning rule, for a first operand with `ndim` axes."""
     rows = ndim - len(function.takes[0].split()) + 1
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
@@ -258,7 +273,7 @@ def _partitionable(function: RowFunction, ndim: int) -> Callable[..., Any]:
         return mesh, functools.partial(function, held), gives, takes
 
     lead = " ".join(f"r{i}" for i in range(rows))
-    # What cuts K of the one is not to spread to the other.
+    # K has a different letter in each form, so that Shardy does not propagate the sharding of one K to the other.
     factors = {"rows": lead, "rows classes": f"{lead} c", "rows K": f"{lead} k", "classes K": "c h"}
     sides = [[factors[form] for form in forms] for forms in (function.takes, function.gives)]
     whole = functools.partial(function, RowSharding(own=True))
@@ -273,9 +288,17 @@ def _row_sharding(
     wanted: Any,
     used: Collection[str] = (),
 ) -> RowSharding:
-    """Of operands that are cut so: what cuts rows stays, and so does what cuts classes, and not rows too.
+    """Choose the mesh axes that shard rows and classes.
 
-    `wanted`: how a result of "classes K" is to be cut. `used`: mesh axes that cut something else.
+    Mesh axes that shard rows of the operands stay. Mesh axes that shard classes stay, unless they shard rows too.
+
+    Args:
+      function: the row function.
+      mesh: the size of each mesh axis.
+      shapes: the shapes of the operands.
+      specs: the shardings of the operands.
+      wanted: the requested sharding of a "classes K" result.
+      used: mesh axes that shard something else already.
     """
     entries = [(*spec, *[None] * (len(s) - len(spec))) for spec, s in zip(specs, shapes, strict=True)]
     count = len(shapes[0]) - len(function.takes[0].split()) + 1

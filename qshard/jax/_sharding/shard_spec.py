@@ -1,8 +1,8 @@
-"""The sharding of a tensor, moves from one sharding to another, and the matrix whose blocks a sharded tensor has.
+"""The sharding of a tensor, resharding, and the matrix that the blocks of a sharded tensor tile.
 
-The matrix of a tensor `[*lead, K]` is `[M, K]`, with all leading axes as one. Axes that devices shard, as of batch and
-sequence, cannot become one where they are: XLA would gather all but the first. So they stay apart, and ops take
-`[*outer, M, K]`.
+The matrix of a tensor `[*lead, K]` is `[M, K]`: all leading axes are folded into one. Leading axes that devices shard,
+such as batch and sequence, cannot be folded without communication: XLA would gather all but the first. So they stay
+separate, and ops take `[*outer, M, K]`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class ShardSpec:
     """The sharding of a tensor `[*lead, K]` over a mesh.
 
     Attributes:
-      entries: the mesh axes that shard each axis of the tensor; empty if nothing tells its sharding.
-      mesh: the mesh that has these axes.
-      local: arrays are shards, as in `shard_map`; else they are whole.
-      own_blocks: in `shard_map`, blocks end where a shard ends; else they are those of the whole.
+      entries: for each axis of the tensor, the mesh axes that shard it; empty if the sharding is unknown.
+      mesh: the mesh with these axes.
+      local: whether arrays are local shards, as in `shard_map`, or whole.
+      own_blocks: in `shard_map`, whether blocks end where a shard ends. Otherwise they are the blocks of the whole
+        tensor.
     """
 
     entries: tuple[tuple[str, ...], ...] = ()
@@ -56,9 +57,14 @@ class ShardSpec:
         ndim: int | None = None,
         own_blocks: bool = False,
     ) -> ShardSpec:
-        """The sharding of `x` `[*lead, K]`: by its type, by `spec`, or in `shard_map` over `axis_names`.
+        """Return the sharding of `x` `[*lead, K]`, from its type, from `spec`, or in `shard_map` from `axis_names`.
 
-        There, `axis_names` shard rows, unless `spec` says else. `ndim`: axes of the tensor, if `x` has others.
+        Args:
+          x: the array; in `shard_map` with `axis_names`, a shard.
+          axis_names: in `shard_map`, the mesh axes that shard the tensor: its rows, unless `spec` says otherwise.
+          spec: the sharding of the tensor, or None.
+          ndim: the number of axes of the tensor, if `x` has a different number.
+          own_blocks: as the attribute.
         """
         mesh, local, ndim = mesh_of(x, spec), bool(axis_names), x.ndim if ndim is None else ndim
         named = {name for entry in spec_of(spec, None) for name in names_of(entry)}
@@ -85,13 +91,22 @@ class ShardSpec:
         spec_name: str = "spec",
         transposed_of: int | None = None,
     ) -> ShardSpec:
-        """The sharding of `x` that is gathered along mesh axes: by its type, by `spec`, or of rows along those axes.
+        """Return the sharding of a tensor that is gathered along mesh axes.
 
-        In `shard_map`, `spec` names all mesh axes that shard the tensor. With `transposed_of`, `x` is the transpose of
-        a tensor of so many axes, which `spec` and the result describe.
+        It comes from the type of `x`, from `spec`, or is a sharding of rows along `axes`.
+
+        Args:
+          x: the array; in `shard_map`, a shard.
+          axes: the mesh axes to gather along.
+          spec: the sharding of the tensor, or None. In `shard_map` it names all mesh axes that shard the tensor.
+          op: the public function, for errors.
+          name: its argument that gives `axes`, for errors.
+          spec_name: its argument that gives `spec`, for errors.
+          transposed_of: None, unless `x` is a transpose: the number of axes of the original tensor, which `spec` and
+            the result describe.
 
         Raises:
-          ValueError: one of what `op` calls `name` is no axis of the mesh, or cuts no axis of `x`.
+          ValueError: one of `axes` is not an axis of the mesh, or does not shard `x`.
         """
         mesh = mesh_of(x, spec)
         for axis in axes:
@@ -111,61 +126,70 @@ class ShardSpec:
             local = () if named.isdisjoint(mesh.manual_axes) else tuple(mesh.manual_axes)
             cut = cls.of(x, local, spec, ndim=ndim)
         for axis in axes:
-            # Types leave out mesh axes of one device, and those of inner cuts, which a transposed plane cannot have.
+            # Types omit mesh axes of size 1, and mesh axes of inner axes, which cannot shard a transposed plane.
             whole = axis in mesh.explicit_axes and (mesh.shape[axis] == 1 or axis in told)
             if not whole and axis not in cut.axes:
                 raise ValueError(
-                    f"{op}: {spec_name} ({cut.spec}) does not have {name} ({axis!r}); name what cuts the tensor"
+                    f"{op}: {spec_name} ({cut.spec}) does not shard over {name} ({axis!r}); pass the spec that the "
+                    "tensor has"
                 )
         return cut
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """The mesh axes that shard the rows of the matrix `[M, K]`, of which a shard has one range."""
+        """The mesh axes that shard the rows of the matrix `[M, K]` into one range of rows a shard."""
         return self.entries[0] if len(self.entries) > 1 else ()
 
     @property
     def col_axes(self) -> tuple[str, ...]:
+        """The mesh axes that shard the columns."""
         return self.entries[-1] if self.entries else ()
 
     @property
     def inner_axes(self) -> tuple[str, ...]:
-        """The mesh axes that shard leading axes other than the first: the rows of a shard are not one range."""
+        """The mesh axes that shard leading axes other than the first, so that the rows of a shard are not one range."""
         return tuple(name for names in self.entries[1:-1] for name in names if self.count((name,)) > 1)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes over which shards differ."""
+        """All mesh axes that shard the tensor."""
         return tuple(name for names in self.entries for name in names)
 
     @property
     def shards(self) -> tuple[int, int]:
+        """The number of shards along rows and along columns of the matrix."""
         return self.count(self.row_axes), self.count(self.col_axes)
 
     def count(self, axes: tuple[str, ...]) -> int:
+        """Return the number of shards along these mesh axes."""
         return math.prod(int(self.mesh.shape.get(name, 1)) for name in axes)
 
     @property
     def spec(self) -> PartitionSpec:
+        """The sharding as a PartitionSpec."""
         return PartitionSpec(*(names or None for names in self.entries))
 
     @property
     def matrix(self) -> ShardSpec:
-        """The sharding of the matrix of the tensor, whose leading axes are folded into rows."""
+        """The sharding of the matrix, which has all leading axes folded into rows."""
         return dataclasses.replace(self, entries=(self.row_axes, self.col_axes))
 
     @property
     def transposed(self) -> ShardSpec:
+        """The sharding of the transposed matrix."""
         return dataclasses.replace(self, entries=(self.col_axes, self.row_axes))
 
     def without(self, axes: Sequence[str]) -> ShardSpec:
-        """The sharding without these mesh axes."""
+        """Return the sharding without these mesh axes."""
         left = tuple(tuple(name for name in names if name not in axes) for names in self.entries)
         return dataclasses.replace(self, entries=left)
 
     def of_blocks(self, shape: Shape, block: Shape) -> ShardSpec:
-        """The sharding of the grid of scales of an array of this shape: that of the array, but for axes whose blocks
-        shards split. So no grid has uneven shards, which XLA replicates by sums of scales.
+        """Return the sharding of the grid of scales of an array of this shape.
+
+        It is the sharding of the array, except along axes where shards split blocks: there the grid is unsharded. So no
+        grid has uneven shards. XLA replicates uneven shards by summing zero-padded copies, and in E8M0 byte 0 is
+        2^-127, so the sum would be wrong.
         """
         held = (
             n == 1 or size % (unit if self.local else n * unit) == 0
@@ -175,10 +199,10 @@ class ShardSpec:
         return dataclasses.replace(self, entries=kept)
 
     def unsplit(self, shape: Shape, block: Block, rows: tuple[int, int] | None = None) -> Block:
-        """The largest divisors of a block, in the last two axes, that no shard splits: the block, where none does.
+        """Return the largest divisors of a block, in the last two axes, that no shard splits: the block if it is whole.
 
-        An op on whole arrays is sharded only if all its blocks are whole, so blocks at an edge count as split too.
-        With `rows`, as in `partial_blocks`, no part of a block is in two matrices.
+        An op on whole arrays is sharded only if all its blocks are whole, so truncated blocks at an edge count as split
+        too. With `rows`, as in `partial_blocks`, no part of a block is in two matrices.
         """
         shards, size = [self.count(names) for names in self.entries[-2:]], block
         if not self.own_blocks and math.prod(shards) > 1:
@@ -189,7 +213,7 @@ class ShardSpec:
             )
         if rows is None:
             return size
-        last = rows[1] == len(shape)  # The rows of the tensor are the last axis of a transposed plane.
+        last = rows[1] == len(shape)  # In a transposed plane, the rows of the tensor are the last axis.
         return (size[0], math.gcd(size[1], shape[-1])) if last else (math.gcd(size[0], shape[-2]), size[1])
 
     def splits(self, shape: Shape, block: Block, rows: tuple[int, int] | None = None) -> bool:
@@ -197,15 +221,19 @@ class ShardSpec:
         return self.unsplit(shape, block, rows) != block
 
     def whole(self, shape: Shape) -> Shape:
-        """The shape of the tensor whose blocks `x` `[*lead, K]` has: of the whole, unless shards have their own."""
+        """Return the shape of the tensor that the blocks of `x` `[*lead, K]` tile.
+
+        That is the whole tensor, or with `own_blocks` the shard.
+        """
         if not self.local or self.own_blocks or not shape:
             return shape
         return tuple(size * self.count(axes) for size, axes in zip(shape, self.entries, strict=True))
 
     def box(self, shape: Shape) -> Box:
-        """The part of the whole that a shard of this shape is, in `shard_map`.
+        """Return the box that a shard of this shape occupies in the whole tensor. Call it in `shard_map`.
 
-        Of an array `[*outer, M, K]`, one box for each matrix: starts along outer axes are arrays of that shape.
+        For `[*outer, M, K]` there is one box for each matrix: starts along outer axes are arrays that broadcast to
+        `outer`.
         """
         start, outer = [], len(shape) - 2
         for axis, (size, names) in enumerate(zip(shape, self.entries, strict=True)):
@@ -218,10 +246,10 @@ class ShardSpec:
 
 
 def reshard(x: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.Array:
-    """Moves `x` from one sharding to another, as integers: gathers it along some mesh axes, slices it along others.
+    """Move `x` from one sharding to another as integers: all-gather it along some mesh axes, slice it along others.
 
-    XLA replicates some arrays by summing copies that are padded with zeros, which changes bytes of scales. It is free
-    to move a gather past a cast, but not past both pins.
+    XLA replicates some arrays by summing zero-padded copies. Such a sum changes bytes of scales, but not integers. XLA
+    may move a gather past a cast, but not past a constraint on each side.
     """
     integer = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     bits = lax.bitcast_convert_type(x, integer)
@@ -229,13 +257,14 @@ def reshard(x: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.Array:
         return lax.bitcast_convert_type(_reshard_local(bits, before, after), x.dtype)
     if not _explicit(before):
         bits = _pin(bits, before)
-        if x.dtype == integer:  # Shardy gives all who read an array the last of the pins in a row on it: here, no row.
+        # Shardy applies the last of consecutive constraints on an array to all its readers. A cast separates the two.
+        if x.dtype == integer:
             bits = lax.bitcast_convert_type(bits, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
     return lax.bitcast_convert_type(_pin(bits, after), x.dtype)
 
 
 def _reshard_local(bits: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.Array:
-    """In `shard_map`."""
+    """Reshard inside `shard_map`."""
     for axis, (had, has) in enumerate(zip(before.entries, after.entries, strict=True)):
         if gathered := tuple(name for name in had if name not in has):
             bits = lax.all_gather(bits, gathered, axis=axis, tiled=True)
@@ -246,14 +275,14 @@ def _reshard_local(bits: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.
 
 
 def pin(x: jax.Array, cut: ShardSpec) -> jax.Array:
-    """Constrains `x` to a sharding, as integers. In `shard_map` it does nothing."""
+    """Constrain `x` to a sharding, as integers. In `shard_map` this has no effect."""
     if cut.local:
         return x
     return _pin(x, cut) if jnp.issubdtype(x.dtype, jnp.integer) else reshard(x, cut, cut)
 
 
 def _pin(bits: jax.Array, cut: ShardSpec) -> jax.Array:
-    # Outside of `jit`, JAX takes only what is cut evenly.
+    # Outside of `jit`, JAX accepts even shardings only.
     even = [names if size % cut.count(names) == 0 else () for size, names in zip(bits.shape, cut.entries, strict=True)]
     sharding = NamedSharding(cut.mesh, PartitionSpec(*(names or None for names in even)))
     held: jax.Array = (jax.sharding.reshard if _explicit(cut) else lax.with_sharding_constraint)(bits, sharding)
@@ -261,7 +290,7 @@ def _pin(bits: jax.Array, cut: ShardSpec) -> jax.Array:
 
 
 def whole_along(x: jax.Array, axis: int, mesh: Any) -> jax.Array:
-    """`x`, whole along one axis on an Auto mesh, and cut along the others as XLA likes. It moves as integers."""
+    """Constrain `x` to be unsharded along one axis of an Auto mesh, and leave the others to XLA. It moves integers."""
     free = PartitionSpec.UNCONSTRAINED
     spec = PartitionSpec(*(None if i == axis % x.ndim else free for i in range(x.ndim)))
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
@@ -273,7 +302,10 @@ def _explicit(cut: ShardSpec) -> bool:
 
 
 def matrix_of(x: jax.Array, added: int = 0) -> jax.Array:
-    """`x` `[*lead, K]` as a matrix `[M, K]`, after `added` axes. On Explicit meshes, only its ends stay cut."""
+    """Fold `x` `[*lead, K]` to a matrix `[M, K]`, after `added` axes.
+
+    On Explicit meshes only the first of the leading axes, and K, stay sharded.
+    """
     own = x.ndim - added
     if own < 2:
         front, last = x.shape[:added], x.shape[added:]
@@ -283,7 +315,7 @@ def matrix_of(x: jax.Array, added: int = 0) -> jax.Array:
 
 
 def fold_axes(x: jax.Array, start: int, stop: int) -> jax.Array:
-    """`x` with the axes from `start` up to `stop` as one. On Explicit meshes it is cut as the first of them is."""
+    """Fold the axes from `start` up to `stop` into one. On Explicit meshes it has the sharding of the first of them."""
     if stop - start == 1:
         return x
     sharding = jax.typeof(x).sharding
@@ -296,19 +328,19 @@ def fold_axes(x: jax.Array, start: int, stop: int) -> jax.Array:
 
 
 def unfold(y: jax.Array, shape: tuple[int, ...], added: int = 0) -> jax.Array:
-    """A matrix, or what has one value a block of it, in the shape of a tensor: the inverse of `matrix_of`."""
+    """Reshape a matrix, or a grid with one value for each block, to the axes of a tensor: inverts `matrix_of`."""
     entries = jax.typeof(y).sharding.spec
     first, last = entries[added:] if y.ndim - added == 2 else (None, None)
     return reshape(y, shape, (*entries[:added], *_ends(first, last, len(shape) - added)))
 
 
 def may_shard_rows(x: jax.Array, spec: Spec = None) -> bool:
-    """Whether the rows of `x` `[*lead, K]`, in `shard_map` of the shard, may be cut, by its type or by `spec`."""
+    """Whether the rows of `x` `[*lead, K]` may be sharded, by its type or `spec`. In `shard_map`: sharded further."""
     sharding = jax.typeof(x).sharding
     if sharding.mesh.size == 1 or set(sharding.mesh.axis_types) <= {AxisType.Manual}:
         return False
     if sharding.mesh.auto_axes:
-        return True  # They may: what XLA cuts, no type says.
+        return True  # Types do not show what XLA shards.
     return any(entry is not None for cut in (sharding.spec, spec_of(spec, None)) for entry in cut[: x.ndim - 1])
 
 
@@ -319,11 +351,21 @@ def _ends(first: Any, last: Any, ndim: int) -> tuple[Any, ...]:
 def matrices_of(
     x: jax.Array, places: dict[Usage, layout.PlaneLayout], cut: ShardSpec, op: str, name: str, draws: bool = False
 ) -> tuple[jax.Array, ShardSpec]:
-    """What blocks of `x` are those of, and how it is cut: a matrix `[M, K]`; or, where a mesh may cut axes that would
-    become one, `[*outer, M, K]`. That has the same blocks if M is a whole number of them; if not, it has their pieces.
+    """Return the matrix `[M, K]` that the blocks of `x` tile, and its sharding.
+
+    If a mesh may shard axes that would be folded, return `[*outer, M, K]` instead. It has the same blocks if M is a
+    whole number of blocks, and pieces of them otherwise.
+
+    Args:
+      x: the tensor, or in `shard_map` its shard, `[*lead, K]`.
+      places: the layout of each plane to compute.
+      cut: the sharding of `x`.
+      op: the public function, for errors.
+      name: its argument `x`, for errors.
+      draws: whether random bits are used.
 
     Raises:
-      ValueError: shards of `shard_map` cut blocks so that their rows do not follow one another.
+      ValueError: in `shard_map`, shards split blocks such that the rows of a block are not contiguous.
     """
     scattered = bool(cut.inner_axes)
     if x.ndim < 3 or not (scattered or may_be_sharded(x)):
@@ -337,19 +379,19 @@ def matrices_of(
 
 
 def scattered_rows_error(x: jax.Array, fmt: Format, unit: int, cut: ShardSpec, op: str, name: str) -> ValueError:
-    """For a shard of `shard_map` whose blocks, or random numbers, would need more rows than it has."""
+    """Return the error for a shard with scattered rows, where blocks or random bits need contiguous rows."""
     return ValueError(
-        f"{op}: {name} {x.shape}, of a whole cut by {cut.spec}, has rows that do not follow one another there, and an "
-        f"axis of {x.shape[-2]} that is no whole number of the {unit} rows of a block of {fmt}; cut it at blocks"
+        f"{op}: {name} {x.shape}is a shard ({cut.spec}) whose rows are not adjacent in the whole, and its axis of "
+        f"{x.shape[-2]} splits the {unit}-row blocks of {fmt}; shard it on block boundaries"
     )
 
 
 def draws_of(
     seed: jax.Array | None, fmt: Format, cut: ShardSpec, shape: layout.Shape, turned: bool = False
 ) -> quantize_steps.Draws | None:
-    """The random numbers of a tensor, in `shard_map` of a shard of this shape; None if it takes none.
+    """Return the Philox key and offset of a tensor, in `shard_map` of its shard; None if it needs no random bits.
 
-    `turned`: those of the matrix whose transpose it is.
+    With `turned`, the tensor is a transpose and uses the random bits of the original matrix.
     """
     if seed is None or not fmt.stochastic:
         return None

@@ -1,4 +1,4 @@
-"""Products under `vmap` whose examples are rows of one matrix, with scales and blocks of all of them."""
+"""Products under `vmap` as one matrix: the rows of all examples share scales and blocks."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from qshard.jax._sharding.shard_spec import matrix_of, unfold
 
 
 def vmap_as_rows(product: Callable[..., Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Callable[..., Any]:
-    """A differentiable `product(config, x, *rest)` of a matrix `x`, to which `vmap` over `x` alone adds rows.
+    """Return a differentiable `product(config, x, *rest)` such that `vmap` over `x` alone adds rows to the matrix `x`.
 
-    Where `vmap` is over the rest too, every example is a product of its own, as elsewhere.
+    If `vmap` is over `rest` too, each example is a product of its own, as usual.
 
     Args:
-      product: gives y `[rows, N]`.
-      fwd, bwd: as `jax.custom_vjp` takes them, `config` first. What `fwd` keeps and the gradient of the rest are of all
-        rows.
+      product: returns y `[rows, N]`.
+      fwd: the forward rule of `jax.custom_vjp`, with `config` first. Its residuals cover all rows.
+      bwd: the backward rule, with `config` first. The gradient of `rest` that it returns covers all rows.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def folded(config: Any, x: jax.Array, *rest: Any) -> Any:
-        # One result, beside which nothing is kept.
-        return _call_as_rows(lambda x, *rest: (product(config, x, *rest), ()), _enough, x, *rest)[0]
+        # One result and no residuals.
+        return _call_as_rows(lambda x, *rest: (product(config, x, *rest), ()), _enough_rows, x, *rest)[0]
 
     def folded_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
-        return _call_as_rows(lambda x, *rest: _with_rows(fwd(config, x, *rest)), _enough, x, *rest)
+        return _call_as_rows(lambda x, *rest: _with_rows(fwd(config, x, *rest)), _enough_rows, x, *rest)
 
     def folded_bwd(config: Any, kept_rows: Any, dy: jax.Array) -> Any:
         def gradients(dy: jax.Array, kept: Any, rows: jax.Array) -> Any:
             if len(dy) != len(rows):
-                raise ValueError(f"vmap: dy {dy.shape} does not have the {len(rows)} rows of x; map over all of both")
+                raise ValueError(
+                    f"vmap: dy {dy.shape} does not have the {len(rows)} rows of x; map over the same axes of both"
+                )
             dx, *rest = bwd(config, kept, dy)
             return dx, rest
 
@@ -50,18 +52,18 @@ def vmap_as_rows(product: Callable[..., Any], fwd: Callable[..., Any], bwd: Call
 
 
 def _with_rows(made: tuple[jax.Array, Any]) -> Any:
-    """What is kept, and an empty array of as many rows as the product has."""
+    """Add to the residuals an empty array with as many rows as the product."""
     y, kept = made
     return y, (kept, jnp.zeros((len(y), 0), jnp.bool_))
 
 
-def _enough(x: jax.Array, *_: Any) -> int:
-    return 128 * len(x)  # Whole blocks, whatever the format.
+def _enough_rows(x: jax.Array, *_: Any) -> int:
+    return 128 * len(x)  # A whole number of blocks in every format.
 
 
-def _call_as_rows(function: Callable[..., Any], enough: Callable[..., int], x: jax.Array, *rest: Any) -> Any:
-    """`function(x, *rest)`, a matrix and what else it gives; `vmap` over x alone adds rows to both matrices."""
-    call = custom_vmap(functools.partial(_or_refused, function, enough))
+def _call_as_rows(function: Callable[..., Any], enough_rows: Callable[..., int], x: jax.Array, *rest: Any) -> Any:
+    """Call `function(x, *rest)`, which returns a matrix and more. `vmap` over `x` alone adds rows to both matrices."""
+    call = custom_vmap(functools.partial(_call_or_raise_later, function, enough_rows))
 
     @call.def_vmap
     def rule(size: int, batched: list[Any], x: jax.Array, *rest: Any) -> Any:
@@ -75,39 +77,41 @@ def _call_as_rows(function: Callable[..., Any], enough: Callable[..., int], x: j
     return call(x, *rest)
 
 
-def _or_refused(function: Callable[..., Any], enough: Callable[..., int], x: jax.Array, *rest: Any) -> Any:
-    """`function(x, *rest)`; where x has too few rows for it, results that are an error to compute.
+def _call_or_raise_later(
+    function: Callable[..., Any], enough_rows: Callable[..., int], x: jax.Array, *rest: Any
+) -> Any:
+    """Call `function(x, *rest)`, or if `x` has too few rows for it, return results that raise when they are computed.
 
-    JAX traces the program of one example before it asks what `vmap` makes of it, and drops it then.
+    JAX first traces the program of one example and drops it when it applies the rule of `vmap`.
     """
     try:
         return function(x, *rest)
     except ValueError as error:
-        copies = enough(x, *rest) // len(x)
+        copies = enough_rows(x, *rest) // len(x)
         made = jax.eval_shape(lambda x, *rest: function(jnp.tile(x, (copies, 1)), *rest), x, *rest)
         leaves, structure = jax.tree.flatten(made)
         leaves[0] = leaves[0].update(shape=(len(x), *leaves[0].shape[1:]))
-        return jax.tree.unflatten(structure, _refused.bind(avals=tuple(leaves), error=error))
+        return jax.tree.unflatten(structure, _error_p.bind(avals=tuple(leaves), error=error))
 
 
 def refuse(tree: Any, error: ValueError) -> Any:
-    """Arrays in the shapes of `tree`. A program that needs one raises `error` when it is lowered.
+    """Return arrays in the shapes of `tree`. A program that needs one of them raises `error` when it is lowered.
 
-    A rule of a `custom_vjp` must not raise itself: JAX 0.10 has then lost what its cached traces know, and later calls
-    that are right fail with "Store empty".
+    A rule of a `custom_vjp` must not raise: JAX 0.10 would lose the state of its cached traces, and later correct calls
+    would fail with "Store empty".
     """
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _refused.bind(avals=tuple(map(jax.typeof, leaves)), error=error))
+    return jax.tree.unflatten(structure, _error_p.bind(avals=tuple(map(jax.typeof, leaves)), error=error))
 
 
-def _refuse(*, error: ValueError, **_: Any) -> Any:
+def _raise(*, error: ValueError, **_: Any) -> Any:
     raise error
 
 
-_refused = Primitive("qshard_refused")
-_refused.multiple_results = True
-_refused.def_impl(_refuse)
-_refused.def_abstract_eval(
+_error_p = Primitive("qshard_error")
+_error_p.multiple_results = True
+_error_p.def_impl(_raise)
+_error_p.def_abstract_eval(
     lambda *, avals, **_: [x if isinstance(x, ShapedArray) else ShapedArray(x.shape, x.dtype) for x in avals]
 )
-mlir.register_lowering(_refused, lambda _, **options: _refuse(**options))
+mlir.register_lowering(_error_p, lambda _, **options: _raise(**options))

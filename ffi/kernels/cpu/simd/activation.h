@@ -1,4 +1,4 @@
-// The loops of SwiGLU and RMSNorm.
+// Loops of SwiGLU and RMSNorm.
 #ifndef QSHARD_KERNELS_CPU_SIMD_ACTIVATION_H_
 #define QSHARD_KERNELS_CPU_SIMD_ACTIVATION_H_
 
@@ -32,7 +32,7 @@ void SwiGluGradAll(const void* gate, const void* up, const void* grad, int64_t n
   }
 }
 
-// The sum of a(i) * b(i), in the order of core/norm.h.
+// Returns the sum of a(i) * b(i), in the order of core/norm.h.
 template <class A, class B>
 QSHARD_INLINE float SumOfProducts(int64_t n, const A& a, const B& b) {
   float lanes[kSumLanes] = {};

@@ -1,4 +1,4 @@
-// The loops of Adam: blocks of up to kAdamBlock elements go through buffers of floats.
+// Loops of Adam. Blocks of up to kAdamBlock elements go through buffers of floats.
 #ifndef QSHARD_KERNELS_CPU_SIMD_ADAM_H_
 #define QSHARD_KERNELS_CPU_SIMD_ADAM_H_
 
@@ -10,7 +10,7 @@
 namespace qshard::kernels {
 namespace {
 
-// --- values of elements ---
+// --- plain values ---
 
 template <class T>
 void NarrowAll(const float* __restrict x, int64_t n, void* to) {

@@ -1,4 +1,4 @@
-// The loops of cross entropy.
+// Loops of cross entropy.
 #ifndef QSHARD_KERNELS_CPU_SIMD_CROSS_ENTROPY_H_
 #define QSHARD_KERNELS_CPU_SIMD_CROSS_ENTROPY_H_
 
@@ -9,7 +9,7 @@
 namespace qshard::kernels {
 namespace {
 
-// The sum of kPartLanes partial sums, as halves: eight side by side, then 32.
+// Sums kPartLanes partial sums in halves: eight neighbours, then 32 such sums.
 QSHARD_INLINE float SumOfLanes(float* lanes) {
   constexpr int kEights = kPartLanes / kLanesOfThread;
   float sums[kEights];
@@ -31,7 +31,7 @@ void SoftmaxPart(const void* x, int64_t n, bool total, RowStats* stats) {
   }
   float max = lanes[0];
   for (float lane : lanes) max = lane > max ? lane : max;
-  max = max + 0.0f;  // No -0.
+  max = max + 0.0f;  // no -0
   const float shift = Shift(max);
   float sums[kPartLanes] = {}, totals[kPartLanes] = {};
   for (int64_t at = 0; at < n; at += kPartLanes) {

@@ -1,4 +1,4 @@
-// The random Hadamard transform of rows of blocks.
+// Random Hadamard transform of rows of blocks.
 #ifndef QSHARD_KERNELS_CPU_SIMD_HADAMARD_H_
 #define QSHARD_KERNELS_CPU_SIMD_HADAMARD_H_
 
@@ -8,15 +8,15 @@
 namespace qshard::kernels {
 namespace {
 
-// All 16 numbers are whole multiples of the unit of the smallest. If their exponents span at most
-// kSpan, as nearly always, the multiples and their sums fit in 32 bits.
-constexpr int32_t kSpan = 18;  // 8 bits of significand + 18 + 4 of summing 16 numbers = 30
+// All 16 numbers are integer multiples of the smallest one's unit. If exponents span at most kSpan,
+// which is nearly always the case, the multiples and their sums fit in 32 bits.
+constexpr int32_t kSpan = 18;  // 8 bits of significand + 18 + 4 for summing 16 numbers = 30
 
-// Whether HadamardTransform is needed, for numbers whose exponents, but for zeros, are low..high.
-// (255, 0) where all are zeros.
+// Returns whether exponents low to high (without zeros) need HadamardTransform. All zeros have
+// (255, 0).
 QSHARD_INLINE bool IsWide(int32_t low, int32_t high) { return high == 255 || high - low > kSpan; }
 
-// x[i] * s[i] in units of 2^(low - 134). No overflow, also where IsWide makes it meaningless.
+// x[i] * s[i] in units of 2^(low - 134). Does not overflow, even if IsWide makes it meaningless.
 QSHARD_INLINE int32_t Multiple(bfloat16 x, int i, int32_t low) {
   const int32_t significand = hadamard::Significand(x);
   const int32_t shift = Select(significand == 0, 0, hadamard::Exponent(x) - low);
@@ -24,19 +24,19 @@ QSHARD_INLINE int32_t Multiple(bfloat16 x, int i, int32_t low) {
   return Select(((x.bits >> 15) ^ (kHadamardSigns >> i)) & 1, -multiple, multiple);
 }
 
-// sum * 2^(exponent - 136), rounded once: the 136 is the unit's 134 and the division by 4.
+// Returns sum * 2^(exponent - 136), rounded once. 136 is the unit's 134 plus 2 for the division by
+// 4.
 QSHARD_INLINE bfloat16 RoundSum(int32_t sum, int32_t exponent) {
   const int32_t sign = sum >> 31;
   const int32_t magnitude = (sum ^ sign) - sign;
-  // To 24 bits for fp32, the last of them set if any bit below is: rounding that is rounding the
-  // sum.
+  // Reduce to 24 bits for fp32, with a sticky last bit, so that rounding the result rounds the sum.
   const int32_t odd = (magnitude & ~0x3F) | (static_cast<int32_t>((magnitude & 0x3F) != 0) << 6);
   const float exact = static_cast<float>(Select(magnitude >= (1 << 24), odd, magnitude));
   const float value = exact * PowerOfTwo(-9) * FloatFromBits(exponent << 23);  // 2^(exponent - 127)
   return {static_cast<uint16_t>(Narrow<bfloat16>(value).bits | (sign & 0x8000))};
 }
 
-// HadamardTransform of kTogether blocks at once: element i of all of them is x[i].
+// HadamardTransform of kTogether blocks at once. x[i] has element i of all blocks.
 constexpr int kTogether = 16;
 using Lanes = uint16_t[kHadamardSize][kTogether];
 

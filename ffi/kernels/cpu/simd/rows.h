@@ -1,4 +1,4 @@
-// Rows of elements and of codes, by blocks of the vector layer.
+// Loops over rows of elements and codes, in blocks of the vector layer.
 #ifndef QSHARD_KERNELS_CPU_SIMD_ROWS_H_
 #define QSHARD_KERNELS_CPU_SIMD_ROWS_H_
 
@@ -15,7 +15,7 @@ template <class InType, class Code>
 struct Casting {
   using In = InType;
   using Out = uint8_t;
-  using ScaledIn = In;  // scales are in the order for it
+  using ScaledIn = In;  // scales are in the order of this input type
   static QSHARD_INLINE void Block(const In* x, const BlockScales& scales, uint8_t* codes) {
     EncodeBlock<In, Code>(x, scales, codes);
   }
@@ -31,7 +31,7 @@ struct Dequantizing {
   }
 };
 
-// n < kBlock elements.
+// Runs an op on n < kBlock elements, through padded buffers.
 template <class Op>
 QSHARD_INLINE void PaddedBlock(const typename Op::In* in, int64_t n, const BlockScales& scales,
                                typename Op::Out* out) {
@@ -42,7 +42,8 @@ QSHARD_INLINE void PaddedBlock(const typename Op::In* in, int64_t n, const Block
   __builtin_memcpy(out, results, n * sizeof(*out));
 }
 
-// n elements with one scale. The last block ends with the last element: some are done twice.
+// Runs an op on n elements with one scale. The last block ends at the last element, so some
+// elements are computed twice.
 template <class Op>
 QSHARD_INLINE void OneRun(const typename Op::In* in, int64_t n, float scale, int64_t ahead,
                           typename Op::Out* out) {
@@ -58,7 +59,7 @@ QSHARD_INLINE void OneRun(const typename Op::In* in, int64_t n, float scale, int
   if (n % kBlock != 0) Op::Block(in + n - kBlock, one, out + n - kBlock);
 }
 
-// each[i] = the scale of element first + i * unit, for i < n. No unit is in two runs.
+// each[i] = scale of element first + i * unit, for i < n. No unit crosses a run.
 QSHARD_INLINE void SpreadScales(const RowScales& scales, int64_t first, int64_t n, int64_t unit,
                                 float* each) {
   const int64_t begin = scales.begin + first;
@@ -73,7 +74,7 @@ QSHARD_INLINE void SpreadScales(const RowScales& scales, int64_t first, int64_t 
   }
 }
 
-// n elements in runs shorter than a block.
+// Runs an op on n elements in runs shorter than a block.
 template <class Op>
 QSHARD_INLINE void ShortRuns(const typename Op::In* in, int64_t n, const RowScales& scales,
                              typename Op::Out* out) {
@@ -111,11 +112,11 @@ QSHARD_INLINE void AllRuns(const void* from, int64_t n, const RowScales& scales,
     ShortRuns<Op>(in, n, scales, out);
     return;
   }
-  // A division costs a block.
+  // A division is as slow as a block, so skip it if possible.
   const int64_t run = scales.begin < scales.length ? 0 : scales.begin / scales.length;
   const float* scale = scales.scale + run;
   int64_t left = (run + 1) * scales.length - scales.begin;               // in this run
-  if (ahead == 0 && (scales.length | scales.begin | n) % kBlock == 0) {  // nothing but whole blocks
+  if (ahead == 0 && (scales.length | scales.begin | n) % kBlock == 0) {  // whole blocks only
     for (int64_t i = 0; i < n; left += scales.length) {
       const BlockScales one = OneScale(*scale++);
       const int64_t stop = left < n ? left : n;
@@ -154,7 +155,7 @@ void CastStochastic(const void* data, int64_t n, const RowScales& scales,
   }
 }
 
-// The bytes of `calls` consecutive calls of 16 elements each, from the call with this counter on.
+// Computes `calls` consecutive Philox calls, for 16 elements each, starting at `counter`.
 void RandomCalls(uint64_t seed, uint64_t counter, int64_t calls, uint32_t* __restrict words) {
   for (int64_t c = 0; c < calls; ++c) {
     const PhiloxWords w = Philox4x32(counter + c, seed);
@@ -163,7 +164,7 @@ void RandomCalls(uint64_t seed, uint64_t counter, int64_t calls, uint32_t* __res
 }
 
 void Random(uint64_t seed, uint64_t first, uint64_t step, int64_t n, uint8_t* __restrict random) {
-  if (step != 1) {  // Each element has its own call, nearly always.
+  if (step != 1) {  // nearly always, each element needs its own call
     for (int64_t i = 0; i < n; ++i) {
       const uint64_t index = first + static_cast<uint64_t>(i) * step;
       random[i] = RandomByte(Philox4x32(index >> 4, seed), index);
@@ -183,7 +184,7 @@ void Random(uint64_t seed, uint64_t first, uint64_t step, int64_t n, uint8_t* __
   }
 }
 
-// --- codes of 4 bits ---
+// --- 4-bit codes ---
 
 void PackPairs(const uint8_t* __restrict codes, int64_t n, uint8_t* __restrict packed) {
   for (int64_t i = 0; i < n; ++i)
@@ -201,11 +202,11 @@ void PackRows(const uint8_t* even, const uint8_t* odd, int64_t n, uint8_t* packe
   for (int64_t i = 0; i < n; ++i) packed[i] = static_cast<uint8_t>(even[i] | odd[i] << 4);
 }
 
-void TurnPairs(const uint8_t* __restrict even, const uint8_t* __restrict odd, int64_t n,
-               uint8_t* __restrict turned) {
+void TransposePairs(const uint8_t* __restrict even, const uint8_t* __restrict odd, int64_t n,
+                    uint8_t* __restrict transposed) {
   for (int64_t i = 0; i < n; ++i) {
-    turned[2 * i] = static_cast<uint8_t>((even[i] & 0xF) | odd[i] << 4);
-    turned[2 * i + 1] = static_cast<uint8_t>(even[i] >> 4 | (odd[i] & 0xF0));
+    transposed[2 * i] = static_cast<uint8_t>((even[i] & 0xF) | odd[i] << 4);
+    transposed[2 * i + 1] = static_cast<uint8_t>(even[i] >> 4 | (odd[i] & 0xF0));
   }
 }
 

@@ -1,5 +1,4 @@
-// Scales of blocks, and single codes: loops simple enough for the vectorizer, no branches, no
-// calls.
+// Block scales and single codes: loops without branches or calls, for the compiler to vectorize.
 #ifndef QSHARD_KERNELS_CPU_SIMD_SCALES_H_
 #define QSHARD_KERNELS_CPU_SIMD_SCALES_H_
 
@@ -19,7 +18,8 @@ void DecodeAllE8M0(const uint8_t* __restrict codes, int64_t n, float* __restrict
   for (int64_t i = 0; i < n; ++i) x[i] = Decode<E8M0>(codes[i]);
 }
 
-// Scales are a copy: that they stay what they are while results are stored lets this vectorize.
+// `scales` is passed by value: the compiler then knows that stores do not change it, and
+// vectorizes.
 template <class Scales>
 QSHARD_INLINE void EachScale(const float* __restrict amax, int64_t n, const Scales scales,
                              float shared, float* __restrict scale,
@@ -48,7 +48,7 @@ void ScalesFrom(const float* amax, int64_t n, const E8M0Scales& scales, float ma
     EachScale(amax, n, floor, max, scale, scale_inv);
 }
 
-// The error of a candidate: sums of a row in the order of elements, rows as a binary tree.
+// Error of a candidate: elements of a row summed in order, rows as a binary tree.
 template <class In>
 float CandidateError(const In* x, const FourOverSixBlock& block, BlockScale<uint8_t> candidate) {
   float sums[kNvfp4Block];

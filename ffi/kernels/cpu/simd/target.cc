@@ -1,10 +1,10 @@
-// The table of one SIMD target. The build compiles this source for each of them, within its own
-// flags:
-//   QSHARD_SIMD_TARGET   the namespace of the table, and the target's name
-//   QSHARD_SIMD_BYTES    of the vectors that blocks are done in: 32 or 64; 0: plain loops
-// Everything else that is compiled here is in an unnamed namespace or forced inline, and the
-// standard library is not used, so no function compiled for a newer machine can be picked by the
-// linker for an older one.
+// The table of one SIMD target. The build compiles this source once per target, with the target's
+// flags and:
+//   QSHARD_SIMD_TARGET   namespace of the table, and name of the target
+//   QSHARD_SIMD_BYTES    bytes of its vectors, 32 or 64, or 0 for plain loops
+// Everything else compiled here is in an unnamed namespace or forced inline, and the standard
+// library is not used. So the linker cannot pick a function compiled for a newer machine on an
+// older one.
 #include "kernels/cpu/simd.h"
 #include "kernels/cpu/simd/activation.h"
 #include "kernels/cpu/simd/adam.h"
@@ -37,7 +37,7 @@ const SimdKernels kKernels = {
     .pack_pairs = PackPairs,
     .unpack_pairs = UnpackPairs,
     .pack_rows = PackRows,
-    .turn_pairs = TurnPairs,
+    .transpose_pairs = TransposePairs,
     .transpose = TransposeTile,
     .add = {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, AddAll)},
     .swiglu = {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, SwiGluAll)},

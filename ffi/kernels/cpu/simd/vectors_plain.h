@@ -1,5 +1,5 @@
-// The vector layer by the definitions in core/round.h, one element at a time, for any compiler and
-// processor.
+// Portable vector layer: the definitions in core/round.h, one element at a time, for any compiler
+// and processor.
 #ifndef QSHARD_KERNELS_CPU_SIMD_VECTORS_PLAIN_H_
 #define QSHARD_KERNELS_CPU_SIMD_VECTORS_PLAIN_H_
 
@@ -12,7 +12,7 @@ constexpr int64_t kBlock = 16;
 
 QSHARD_INLINE void Prefetch(const void*, int64_t, int64_t) {}
 
-// --- scales of kBlock elements: one for all, for each, for each 16 ---
+// --- scales of kBlock elements: one for all, one each, or one per 16 ---
 
 struct BlockScales {
   float each[kBlock];
@@ -38,14 +38,14 @@ QSHARD_INLINE BlockScales SixteenScales(const float* scale) {
 
 // --- codes ---
 
-// codes[i] = Encode(x[i] * scale of i), i < kBlock, one code a byte.
+// codes[i] = Encode(x[i] * scale of i) for i < kBlock, one code a byte.
 template <class In, class Code>
 QSHARD_INLINE void EncodeBlock(const In* __restrict x, const BlockScales& scales,
                                uint8_t* __restrict codes) {
   for (int64_t i = 0; i < kBlock; ++i) codes[i] = Encode<Code>(Widen(x[i]) * scales.each[i]);
 }
 
-// x[i] = Narrow(Decode(codes[i]) * scale of i), i < kBlock.
+// x[i] = Narrow(Decode(codes[i]) * scale of i) for i < kBlock.
 template <class Code, class Out>
 QSHARD_INLINE void DecodeBlock(const uint8_t* __restrict codes, const BlockScales& scales,
                                Out* __restrict x) {

@@ -1,8 +1,9 @@
-// The vector layer for AVX2 and AVX-512, from one source, by QSHARD_SIMD_BYTES. Results equal those
-// of core/round.h, which says what they are; here is how to get them in few instructions.
+// Vector layer for AVX2 and AVX-512, from one source selected by QSHARD_SIMD_BYTES. Results equal
+// the definitions in core/round.h, in fewer instructions.
 //
-// The compiler vectorizes the loops of vectors_plain.h as well, at half the speed: it does not know
-// that packing may saturate, that a minimum may let NaN through, or that a byte is half a float16.
+// The compiler also vectorizes the loops of vectors_plain.h, at half the speed. It does not know
+// that packing may saturate, that a minimum may pass NaN through, or that a byte fits in half a
+// float16.
 #ifndef QSHARD_KERNELS_CPU_SIMD_VECTORS_X86_H_
 #define QSHARD_KERNELS_CPU_SIMD_VECTORS_X86_H_
 
@@ -31,13 +32,13 @@ typedef int64_t I64 __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t HalfU16 __attribute__((vector_size(kVectorBytes / 2)));
 typedef int8_t HalfI8 __attribute__((vector_size(kVectorBytes / 2)));
 
-// `bytes` bytes, `ahead` bytes from p; that may be past the end of the buffer.
+// Prefetches `bytes` bytes at p + ahead, which may be past the end of the buffer.
 QSHARD_INLINE void Prefetch(const void* p, int64_t ahead, int64_t bytes) {
   const char* first = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) + ahead);
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + i, 0, 0);
 }
 
-// --- what the vector types have no operator for. Pack, Interleave: within each 16 bytes ---
+// --- operations without an operator. Pack and Interleave work within each 16 bytes. ---
 
 #if QSHARD_SIMD_BYTES == 64
 #define QSHARD_VECTOR(instruction) _mm512_##instruction
@@ -73,7 +74,7 @@ QSHARD_INLINE F32 FromHalf(HalfU16 h) { return QSHARD_VECTOR(cvtph_ps)((HalfBits
 QSHARD_INLINE HalfU16 ToHalf(F32 v) { return (HalfU16)QSHARD_VECTOR(cvtps_ph)(v, 0); }
 #undef QSHARD_VECTOR
 
-// 16 bytes from each of p, p + stride, ..
+// Loads 16 bytes each from p, p + stride, and so on.
 QSHARD_INLINE I8 LoadLanes(const uint8_t* p, int64_t stride) {
 #if QSHARD_SIMD_BYTES == 64
   __m512i v = _mm512_castsi128_si512(Load<__m128i>(p));
@@ -94,8 +95,8 @@ QSHARD_INLINE I8 LoadLanes(const uint8_t* p, int64_t stride) {
 #define QSHARD_PAIRS 0, 2, 1, 3
 #endif
 
-// Pack leaves the 16-byte lanes of its operands in turn: these put lanes together again, after one
-// Pack and after Pack(Pack(a, b), Pack(c, d)).
+// Pack interleaves the 16-byte lanes of its operands. These restore the order after one Pack, and
+// after Pack(Pack(a, b), Pack(c, d)).
 template <class V>
 QSHARD_INLINE V LanesInOrder(V v) {
   return (V)__builtin_shufflevector((I64)v, (I64)v, QSHARD_PAIRS);
@@ -106,7 +107,7 @@ QSHARD_INLINE I8 LanesInOrderTwice(I8 v) {
 #undef QSHARD_LANES
 #undef QSHARD_PAIRS
 
-// --- scales of kBlock elements, in the order in which LoadPair has inputs In ---
+// --- scales of kBlock elements, in the order of LoadPair for inputs In ---
 
 struct Pair {
   F32 a, b;
@@ -115,21 +116,21 @@ struct BlockScales {
   Pair pair[2];
 };
 
-// v in every lane, -0 too.
+// v in every lane, also for -0.
 QSHARD_INLINE F32 Broadcast(float v) { return v - F32{}; }
 
-// One for all.
+// One scale for all.
 QSHARD_INLINE BlockScales OneScale(float scale) {
   const Pair one = {Broadcast(scale), Broadcast(scale)};
   return {{one, one}};
 }
 
-// 16 bytes from p, p + 32, ..
+// Loads 16 bytes each from p, p + 32, and so on.
 QSHARD_INLINE F32 EveryOtherLane(const float* p) {
   return (F32)LoadLanes(reinterpret_cast<const uint8_t*>(p), 32);
 }
 
-// One for each.
+// One scale per element.
 template <class In>
 QSHARD_INLINE BlockScales EachScales(const float* scale) {
   BlockScales each;
@@ -143,7 +144,7 @@ QSHARD_INLINE BlockScales EachScales(const float* scale) {
   return each;
 }
 
-// One for each 16.
+// One scale per 16 elements.
 template <class In>
 QSHARD_INLINE BlockScales SixteenScales(const float* scale) {
   BlockScales sixteens;
@@ -162,7 +163,8 @@ QSHARD_INLINE BlockScales SixteenScales(const float* scale) {
 
 // --- codes ---
 
-// 2 kLanes elements in the order in which Pack(a, b) is in order, or leaves only lanes to reorder.
+// Loads 2 * kLanes elements in the order that makes Pack(a, b) sequential, up to the order of
+// lanes.
 QSHARD_INLINE Pair LoadPair(const float* x) { return {Load<F32>(x), Load<F32>(x + kLanes)}; }
 QSHARD_INLINE Pair LoadPair(const float16* x) {
   return {FromHalf(Load<HalfU16>(x)), FromHalf(Load<HalfU16>(x + kLanes))};
@@ -172,13 +174,13 @@ QSHARD_INLINE Pair LoadPair(const bfloat16* x) {
   return {(F32)InterleaveLow(I16{}, h), (F32)InterleaveHigh(I16{}, h)};
 }
 
-// The code of |v|, plus kCodeBias<F>; more than 2^15 for NaN.
+// Returns the code of |v| plus kCodeBias<F>, and more than 2^15 for NaN.
 //
-// With g = 2^kShift times the power of two at or below |v|, and at least that of F's smallest
-// normal, the sum |v| + g has the unit in the last place that F has at |v|: the adder rounds as F
-// does, and leaves the significand of the result, as a whole number, in the low bits. Added to the
-// exponent it carries into it as it should. The minimum saturates but lets NaN through; g is then
-// infinite, and the difference of the bits a quiet NaN's payload.
+// Let g be 2^kShift times the power of two at or below |v|, and at least 2^kShift times F's
+// smallest normal number. Then |v| + g has the ulp that F has at |v|: the addition rounds as F does
+// and leaves the significand as an integer in the low bits. Added to the exponent, it carries as it
+// should. The minimum saturates but passes NaN. Then g is infinite, and the difference of the bits
+// is the payload of a quiet NaN.
 template <class F>
 constexpr int16_t kCodeBias = (127 - F::kBias + 1) << F::kMantissaBits;
 
@@ -193,10 +195,10 @@ QSHARD_INLINE I32 MagnitudeCode(F32 v) {
   return (I32)(a + g) - (I32)g + (exponent >> kShift);
 }
 
-// codes[i] = Encode(x[i] * scale of i), i < kBlock, one code a byte.
+// codes[i] = Encode(x[i] * scale of i) for i < kBlock, one code a byte.
 //
-// Saturation does the rest: packing turns the code of NaN into 0x7F, which FP8 has for NaN and
-// nothing else becomes; and of the bits of v it keeps the sign, which NaN drops.
+// Saturating packs turn the code of NaN into 0x7F, which is FP8's NaN and no other result. From the
+// bits of v they keep the sign, which is dropped for NaN.
 template <class In, class Code>
 QSHARD_INLINE void EncodeBlock(const In* x, const BlockScales& scales, uint8_t* codes) {
   static_assert(Code::kBits < 8 || Code::kNan == 0x7F);
@@ -209,7 +211,7 @@ QSHARD_INLINE void EncodeBlock(const In* x, const BlockScales& scales, uint8_t* 
   }
   I8 magnitude = Pack(code[0], code[1]);
   I8 sign = Pack(v[0], v[1]) & INT8_MIN & (I8)(magnitude != 0x7F);
-  if constexpr (Code::kBits < 8) {  // What is 0x7F becomes the largest code, which is that of NaN.
+  if constexpr (Code::kBits < 8) {  // 0x7F becomes the largest code, which stands for NaN
     magnitude = magnitude < Code::kNan ? magnitude : I8{} + static_cast<int8_t>(Code::kNan);
     sign = (I8)((U16)sign >> (8 - Code::kBits));
   }
@@ -219,7 +221,7 @@ QSHARD_INLINE void EncodeBlock(const In* x, const BlockScales& scales, uint8_t* 
     Store(codes, LanesInOrderTwice(magnitude | sign));
 }
 
-// Every value of an element is a half, after a division by the power of two between their biases.
+// Decodes to float16 up to a power of two, the difference of the two biases. Every value fits.
 template <class Code>
 QSHARD_INLINE I16 HalvesOf(HalfI8 codes) {
   const I16 c = WidenBytes(codes);
@@ -233,7 +235,7 @@ QSHARD_INLINE I16 HalvesOf(HalfI8 codes) {
 }
 
 template <class Code>
-QSHARD_INLINE F32 Decoded(HalfU16 halves) {
+QSHARD_INLINE F32 DecodeHalves(HalfU16 halves) {
   const F32 v = FromHalf(halves);
   if constexpr (Code::kInfinity) return v;
   return v * PowerOfTwo(15 - Code::kBias);
@@ -261,23 +263,23 @@ QSHARD_INLINE void StoreNarrow(F32 a, F32 b, bfloat16* x) {
   Store(x, LanesInOrder(PackUnsigned(Bfloat16Of(a), Bfloat16Of(b))));
 }
 
-// x[i] = Narrow(Decode(codes[i]) * scale of i), i < kBlock. Scales are in the order for float.
+// x[i] = Narrow(Decode(codes[i]) * scale of i) for i < kBlock. Scales are in the order for float.
 template <class Code, class Out>
 QSHARD_INLINE void DecodeBlock(const uint8_t* codes, const BlockScales& scales, Out* x) {
   for (int i = 0; i < 2; ++i, codes += 2 * kLanes, x += 2 * kLanes) {
     const I16 h = HalvesOf<Code>(Load<HalfI8>(codes));
     HalfU16 halves[2];
     __builtin_memcpy(halves, &h, sizeof(h));
-    StoreNarrow(Decoded<Code>(halves[0]) * scales.pair[i].a,
-                Decoded<Code>(halves[1]) * scales.pair[i].b, x);
+    StoreNarrow(DecodeHalves<Code>(halves[0]) * scales.pair[i].a,
+                DecodeHalves<Code>(halves[1]) * scales.pair[i].b, x);
   }
 }
 
 // --- bytes ---
 
-// Interleaving the bytes of the first and the second half of the vectors turns the bits of a byte's
-// address, row then column, left by one place; four times four exchange the 16 rows and columns of
-// each 16-byte lane. Lane l holds rows 16 l + (0 .. 15), so a result is kVectorBytes of one column.
+// Interleaving the bytes of the first and second half of the vectors rotates the bits of a byte's
+// address (row, then column) left by one. Four rotations exchange the 16 rows and columns of each
+// 16-byte lane. Lane l has rows 16 l + (0 .. 15), so each result is kVectorBytes of one column.
 void TransposeTile(const uint8_t* __restrict in, int64_t in_stride, uint8_t* __restrict out,
                    int64_t out_stride) {
   for (int64_t i = 0; i < kByteTile; i += kVectorBytes) {
@@ -307,7 +309,7 @@ void TransposeTile(const uint8_t* __restrict in, int64_t in_stride, uint8_t* __r
 
 // --- amax ---
 
-// Blocks are short: 32 bytes at a time on AVX-512 too.
+// Blocks are short, so AVX-512 also uses 32 bytes at a time.
 constexpr int kShortBytes = 32;
 typedef int16_t I16x16 __attribute__((vector_size(kShortBytes)));
 typedef int32_t I32x8 __attribute__((vector_size(kShortBytes)));
@@ -315,7 +317,7 @@ typedef int32_t I32x8 __attribute__((vector_size(kShortBytes)));
 QSHARD_INLINE int32_t LargestLane(I16x16 v) {
   const __m128i h =
       _mm_max_epi16(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
-  // The one horizontal instruction there is takes the least of unsigned numbers.
+  // The only horizontal instruction is a minimum of unsigned numbers.
   return 0xFFFF ^ _mm_extract_epi16(_mm_minpos_epu16(h ^ _mm_set1_epi16(-1)), 0);
 }
 

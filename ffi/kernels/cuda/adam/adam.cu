@@ -1,14 +1,14 @@
-// adam: one step of any number of tensors, from one read of each.
+// Adam: one step of any number of tensors, in one read of each.
 //
-// Reads and writes every buffer once: for float32 throughout 28 bytes an element, for a bfloat16
-// with a remainder, bfloat16 gradients and FP8 states 14. A warp takes the blocks of kAdamBlock
-// elements, four of each to a lane, and finds the amax of a block within itself; so blocks with
-// scales cost no second pass. Where rows are aligned, a lane has neighbouring elements and moves
-// them at once; elsewhere a lane has every 32nd and moves them one by one.
+// Reads and writes every buffer once: 28 bytes per element for float32 throughout, 14 for a
+// bfloat16 with a remainder, bfloat16 gradients and FP8 states. A warp takes blocks of kAdamBlock
+// elements, four per lane, and finds the amax of a block within itself, so states with scales need
+// no second pass. In aligned rows a lane has four neighbouring elements and moves them together.
+// Otherwise a lane has every 32nd element and moves them one by one.
 //
-// Types are told at run time, alike for all threads: a handful of uniform branches a block, against
-// some hundred and fifty kernels; the usual combinations have kernels of their own. Equals
-// core/adam.h bit for bit.
+// Types are runtime values, the same for all threads: a few uniform branches per block instead of
+// about 150 kernels. The most common combinations have their own kernels. Equals core/adam.h bit
+// for bit.
 #include <type_traits>
 
 #include "core/adam.h"
@@ -21,22 +21,22 @@ namespace qshard::kernels {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kPerWarp = 8;  // blocks of elements that a warp takes
+constexpr int kPerWarp = 8;  // blocks of elements per warp
 constexpr int kBlocks = kPerWarp * kWarps;
 
 struct Entry {
   AdamTensor tensor;
   unsigned first;
-  bool four;  // whether lanes can move four neighbours at once
+  bool four;  // whether lanes can move four neighbours together
 };
 
-// Parts are blocks of threads.
+// Parts are thread blocks.
 struct Table : TensorTable<Entry, 240> {
   AdamKinds kinds;
   const float* constants;
 };
 
-// --- a block ---
+// --- one block ---
 
 using Loaded = AdamStored<Four>;
 
@@ -87,7 +87,7 @@ struct LaneElements {
       else
         u[j] = AdamUpdate<Decay::kNone>(c, p[j], g[j], m[j], v[j]);
       p[j] = p[j] - u[j];
-      // What lies past the end of a block that is cut must not count for its amax.
+      // Elements past the end of a partial block must not count for its amax.
       if (!IsThere<kNeighbours>(at, j)) m[j] = v[j] = 0.0f;
     }
   }
@@ -113,7 +113,8 @@ struct LaneElements {
 
 // --- all tensors ---
 
-// Whether four neighbours that begin at a multiple of four can be moved at once, in every buffer.
+// Returns whether four neighbours, from a multiple of four on, can be moved together in every
+// buffer.
 bool MovesFour(const AdamTensor& t, const AdamKinds& kinds) {
   const auto aligned = [](const void* from, const void* to, AdamType type) {
     return IsAligned(from, kFour * SizeOf(type)) && IsAligned(to, kFour * SizeOf(type));
@@ -127,8 +128,8 @@ bool MovesFour(const AdamTensor& t, const AdamKinds& kinds) {
          aligned(t.exp_avg_sq.data, t.new_exp_avg_sq.data, kinds.exp_avg_sq);
 }
 
-// Kinds that a kernel is told, and those that one is made for; and of how many blocks of elements a
-// warp has the loads under way at once.
+// Kinds passed at run time (AnyKinds), or fixed at compile time (Only). kAtOnce: blocks of elements
+// that a warp loads together.
 struct AnyKinds {
   static constexpr int kAtOnce = 1;
   static __device__ __forceinline__ AdamKinds Of(const AdamKinds& kinds) { return kinds; }
@@ -164,8 +165,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
   const int64_t end = min(blocks, begin + kBlocks);
   const int64_t first = begin + threadIdx.x / kWarp * kPerWarp;
   const int count = static_cast<int>(min(int64_t{kPerWarp}, end - first)), lane = Lane();
-  // A lane has the scales of one block, so that they are loaded and stored once, side by side. One
-  // by one, among other warps' loads of the same line, they took a third of the time of a step.
+  // A lane loads and stores the scales of one block, so that scales are accessed together. One by
+  // one, between other warps' loads of the same line, they took a third of the time of a step.
   AdamScales old, made;
   if (lane < count) old = LoadScales(t, kinds, first + lane);
   const auto step = [&](auto whole, int i, const AdamBlock& at, const Loaded& x) {
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 4)
       Loaded x[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) at[k] = next(i + k);
-      int odd = 0;  // The last block of a tensor alone may have a length that is no multiple.
+      int odd = 0;  // only the last block of a tensor may have an odd length
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) odd |= at[k].length % kFour;
       if (four && odd == 0) {

@@ -1,7 +1,7 @@
-// Four elements of a block of kAdamBlock, as a lane of a warp has them: moved, widened, narrowed,
-// and encoded as a state.
+// The four elements of a kAdamBlock that a lane has: load, store, widen, narrow, and encode as
+// state.
 //
-// Types are told at run time, alike for all threads; in a kernel made for them they are constants.
+// Types are runtime values, the same for all threads, and constants in kernels compiled for them.
 #ifndef QSHARD_KERNELS_CUDA_ADAM_FOUR_CUH_
 #define QSHARD_KERNELS_CUDA_ADAM_FOUR_CUH_
 
@@ -14,21 +14,21 @@ namespace qshard::kernels {
 
 constexpr int kFour = kAdamBlock / kWarp;
 
-// Their bits, side by side from w[0] on.
+// Their bits, packed from w[0] on.
 struct Four {
   uint32_t w[4];
 };
 
-// Where a block is. Of its `length` elements a lane has 4 * lane .. + 3 if kNeighbours, for which
-// length is a multiple of four; else lane, lane + 32, ...
+// A block. With kNeighbours a lane has elements 4 * lane to 4 * lane + 3, and `length` is a
+// multiple of four. Otherwise it has lane, lane + 32, and so on.
 struct AdamBlock {
-  int64_t begin;  // elements before it in the tensor
+  int64_t begin;  // index of its first element in the tensor
   int length;
 };
 
 __device__ __forceinline__ int Lane() { return threadIdx.x % kWarp; }
 
-// Whether element j of the lane is one of the block's.
+// Returns whether element j of the lane is within the block.
 template <bool kNeighbours>
 __device__ __forceinline__ bool IsThere(const AdamBlock& at, int j) {
   return (kNeighbours ? kFour * Lane() : Lane() + kWarp * j) < at.length;
@@ -39,7 +39,7 @@ __device__ __forceinline__ const Word* WordsAt(const void* data, int64_t begin, 
   return reinterpret_cast<const Word*>(static_cast<const char*>(data) + begin) + i;
 }
 
-// Streaming: nothing here is read twice.
+// Loads with a streaming hint, because nothing is read twice.
 template <bool kNeighbours>
 __device__ __forceinline__ Four LoadFour(const void* data, AdamType type, const AdamBlock& at) {
   Four x = {};
@@ -134,7 +134,7 @@ __device__ __forceinline__ Four NarrowFour(const float (&v)[kFour], AdamType typ
   return x;
 }
 
-// JoinHalves of bfloat16s and of what they lack.
+// JoinHalves of four bfloat16 and their lower halves.
 __device__ __forceinline__ void JoinFour(const Four& upper, const Four& lower, float (&v)[kFour]) {
 #pragma unroll
   for (int j = 0; j < kFour; ++j) {
@@ -157,7 +157,7 @@ __device__ __forceinline__ void SplitFour(const float (&v)[kFour], Four& upper, 
 
 // --- states ---
 
-// Adds to the codes of second moments what KeepPositive does.
+// Applies KeepPositive to the codes of second moments.
 __device__ __forceinline__ void KeepPositiveFour(const float (&v)[kFour], AdamType type, Four& x) {
   const int bits = 8 * SizeOf(type);
 #pragma unroll
@@ -172,8 +172,8 @@ __device__ __forceinline__ float MaxOf(AdamType type) {
   return type == kAdamE4M3 ? E4M3::kMax : type == kAdamE5M2 ? E5M2::kMax : float16::kMax;
 }
 
-// v as the codes of a state, and in scale_inv, if there is one, the scale of the block. Every lane
-// of the warp calls this.
+// Returns v as codes of a state. Sets scale_inv to the inverse scale of the block, if the state has
+// scales. Every lane of the warp must call this.
 __device__ __forceinline__ Four EncodeState(const float (&v)[kFour], AdamType type, bool positive,
                                             float& scale_inv) {
   if (!IsScaled(type)) return NarrowFour(v, type);

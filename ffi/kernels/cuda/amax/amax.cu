@@ -1,19 +1,17 @@
-// amax: amax[r] = max |x[r, i]| over i, as a maximum over bit patterns of |x|.
+// Amax: amax[r] = max |x[r, i]| over i, as a maximum over bit patterns of |x|.
 //
-// Reads x once (2 or 4 bytes an element), forwards, so that its end stays in L2 for a cast that
-// walks backwards; writes 4 bytes a run. Three ways to map work to threads:
+// Reads x once (2 or 4 bytes per element), forwards, so that its end is in L2 for a cast that walks
+// backwards. Writes 4 bytes per run. Work is mapped to threads in three ways:
 //
-// - Short runs, of up to 32 loads: a group of 1 to 32 lanes takes a run, kRunsAtOnce of them at
-// once.
-// - Rows: a warp takes a run, or from 256 loads up a block does.
-// - Long runs: many blocks share a run, each taking every so many pieces of it. Their maxima meet
-//   in an integer atomicMax on the bits of an amax of 0; a maximum is exact, so the order they come
-//   in does not show.
+// - Short runs, up to 32 loads: a group of 1 to 32 lanes takes a run, kRunsAtOnce at a time.
+// - Rows: a warp takes a run, or a thread block from 256 loads up.
+// - Long runs: many thread blocks share a run, each taking every n-th piece. They combine their
+//   maxima by an integer atomicMax on an amax of 0. A maximum is exact, so order does not matter.
 //
-// Loads are of 16 bytes; the elements of a run before the first 16-byte boundary and after the last
-// whole load go one by one, so x needs only its natural alignment. 16-bit inputs are compared as
-// 16-bit integers, two at a time, and the result widened. Equals the maximum over
-// FloatBits(Widen(x)): NaN propagates, as kNanBits; an empty run gives 0.
+// Loads have 16 bytes. Elements before a run's first 16-byte boundary and after its last whole load
+// are read one by one, so x needs only its natural alignment. 16-bit inputs are compared as 16-bit
+// integers, two at a time, and the result is widened. Equals the maximum over FloatBits(Widen(x)):
+// NaN propagates as kNanBits, and an empty run gives 0.
 #include "kernels/cast.h"
 #include "kernels/cuda/amax/scan_run.cuh"
 #include "kernels/cuda/launch.cuh"
@@ -27,8 +25,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRunsAtOnce = 4;
 
-// --- short runs: `loads` loads of kBytes each make a run; `lanes` is the power of two from `loads`
-// up, at most a warp ---
+// --- short runs: a run has `loads` loads of kBytes each; `lanes` is the smallest power of two that
+// is at least `loads`, up to a warp ---
 
 template <class In, int kBytes>
 __global__ void __launch_bounds__(kThreads)
@@ -65,9 +63,9 @@ Status LaunchShortRuns(const Exec<Cuda>& exec, const In* x, int64_t runs, int lo
 
 // --- rows and long runs ---
 
-constexpr int kBlocksPerSm = 4;  // resident, and the blocks of a run that many share
+constexpr int kBlocksPerSm = 4;  // resident blocks, also the number that share a long run
 
-// Grid: x for runs, y for splits (LaunchRaising).
+// Grid: x is the run, y the split (LaunchRaising).
 template <class In, int kTeam>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     AmaxRuns(const In* x, int64_t runs, int64_t length, float* amax) {

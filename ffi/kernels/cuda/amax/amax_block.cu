@@ -1,15 +1,15 @@
-// amax_block: amax[block] = max |x| over the block, as a maximum over bit patterns of |x|.
+// AmaxBlock: amax[block] = max |x| over the block, as a maximum over bit patterns of |x|.
 //
-// Reads x once, forwards, so that its end stays in L2 for a cast that walks backwards; writes 4
-// bytes a block.
+// Reads x once, forwards, so that its end is in L2 for a cast that walks backwards. Writes 4 bytes
+// per block.
 // - Blocks of one whole row each are runs: amax.cu.
-// - Fast blocks: a warp takes 32 loads of 16 bytes side by side, in the rows of a block, or in some
-//   of them if there are many; up to 8 warps meet in shared memory. Lanes of one block exchange
-//   their maxima; where blocks have one column, each lane keeps those of its columns apart. Needs
-//   rows and x aligned to 16 bytes, and blocks of one column, or 1 to 32 loads, a power of two.
-// - Any other: quantize/any.cuh.
+// - Fast blocks: a warp takes 32 neighbouring loads of 16 bytes, in all rows of a block, or in some
+//   of them if there are many. Up to 8 warps combine in shared memory. Lanes of one block exchange
+//   their maxima. If blocks have one column, each lane keeps one maximum per column. Needs rows and
+//   x aligned to 16 bytes, and blocks of one column, or of 2^i <= 32 loads.
+// - Other blocks: quantize/any.cuh.
 //
-// Equals the maximum over FloatBits(Widen(x)): NaN propagates, as kNanBits.
+// Equals the maximum over FloatBits(Widen(x)): NaN propagates as kNanBits.
 #include <limits>
 #include <type_traits>
 
@@ -30,7 +30,7 @@ constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 struct WarpTiles {
   int64_t rows, cols, grid_rows, grid_cols;
   Divider down, across;             // rows of blocks in a matrix, pieces of kWarp loads in a row
-  int block_rows, block_cols_log2;  // no more rows than the matrix has
+  int block_rows, block_cols_log2;  // at most the rows of the matrix
   int splits;                       // warps that share the rows of a block, a power of two
 };
 
@@ -38,8 +38,8 @@ template <class In, bool kColumns>
 __global__ void __launch_bounds__(kThreads)
     AmaxBlocks(const In* x, const WarpTiles g, float* amax) {
   constexpr int kUnroll = 8, kWidth = 16 / sizeof(In);
-  // The maxima of a thread: of all its loads or, for columns, of word i of each, which has one
-  // column or two.
+  // Maxima of a thread: one over all its loads, or with kColumns one per 32-bit word, which has one
+  // or two columns.
   constexpr int kMaxima = kColumns ? 4 : 1;
   Magnitude<In> m[kMaxima];
   const auto add = [&](const Words<16>& x) {
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int split = warp & (g.splits - 1);
   const int per_block = kWarps / g.splits;
-  const uint32_t strip = g.across.Divide(blockIdx.x);  // row of blocks, of all matrices
+  const uint32_t strip = g.across.Divide(blockIdx.x);  // row of blocks, over all matrices
   const uint32_t piece = (blockIdx.x - strip * g.across.divisor()) * per_block + warp / g.splits;
   const uint32_t matrix = g.down.Divide(strip);
   const int64_t top = int64_t{strip - matrix * g.down.divisor()} * g.block_rows;
@@ -128,7 +128,7 @@ Status LaunchWarps(const Exec<Cuda>& exec, const In* x, const Blocks& b, float* 
                 b.batch * b.GridRows() * g.across.divisor(), kThreads, x, g, amax);
 }
 
-// --- any blocks: an amax is the only scale, and there are no codes ---
+// --- other blocks: the amax is stored as the scale, without codes ---
 
 struct AmaxAsScale {
   using Stored = float;
@@ -144,7 +144,7 @@ struct AmaxAsScale {
 template <class In>
 Status AmaxBlock(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, float* amax) {
   if (blocks.GridSize() == 0) return {};
-  const Blocks b = Simplified(blocks);
+  const Blocks b = Simplify(blocks);
   // Runs: blocks of one row, or of whole rows.
   if (b.batch == 1 && b.cols % b.block_cols == 0 && b.rows % b.block_rows == 0 &&
       (b.block_rows == 1 || b.block_cols == b.cols))

@@ -9,10 +9,10 @@
 
 namespace qshard::kernels {
 
-constexpr int kScanLoads = 8;  // in flight a thread
+constexpr int kScanLoads = 8;  // in flight per thread
 
-// What thread `thread` of the kTeam that take piece `split`, `split` + `splits`, ... of the run
-// finds.
+// Returns the largest |x| that thread `thread` of kTeam finds in pieces `split`, `split` +
+// `splits`, and so on of the run.
 template <class In, int kTeam>
 __device__ __forceinline__ Magnitude<In> ScanRun(const In* run, int64_t length, int split,
                                                  int splits, int thread) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ Magnitude<In> ScanRun(const In* run, int64_t length, 
     for (int k = 0; k < kScanLoads; ++k) m.Add(w[k]);
   }
   for (int64_t i = piece + thread; i < loads; i += kTeam, from += kTeam * kWidth)
-    m.Add(Load<16>(from));  // the run's last piece, cut short
+    m.Add(Load<16>(from));  // the partial last piece of the run
   return m;
 }
 

@@ -1,22 +1,22 @@
-// out = op(in, value of the block) over matrices in blocks: what cast_block, cast_block_stochastic
-// and dequantize_block share.
+// out = op(in, value of the block) over matrices in blocks, for CastBlock, CastBlockStochastic and
+// DequantizeBlock.
 //
 // Reads `in` once and writes `out` once. A thread takes a vector of kWidth columns in kRows rows,
-// all loads under way before the first use; a row of up to 256 threads takes consecutive vectors,
-// so a block of threads takes some whole rows, or a piece of a few KB of each. Work on indices is
-// once a thread, but for the value of a row's block. Vectors need rows of a multiple of kWidth
+// and issues all loads before the first use. A row of up to 256 threads takes consecutive vectors,
+// so a thread block covers whole rows, or a few KB of each. Index arithmetic is done once per
+// thread, except for the value of a row's block. Vectors need rows of a multiple of kWidth
 // elements, buffers aligned to vectors, and blocks of a multiple of kWidth columns, or of one
-// (kColumns: a value an element, and rows of blocks in multiples of kRows). Whatever else comes,
-// edges too, goes one element (two, if they share a byte) a thread, with 64-bit divisions: right,
-// not fast.
+// column (kColumns: one value per element, and rows of blocks in multiples of kRows). All other
+// cases, and edges, take one element per thread (two if they share a byte) with 64-bit divisions:
+// correct, but slow.
 //
 // An op is a class with
 // - kWidth, kRows, kInBytes, kOutBytes: bytes of a vector on each side;
-// - kBackward: the first blocks take the last rows, which a kernel that just read `in` forwards has
-//   left in L2;
-// - Value Get(place): what a vector needs to know, loaded;
+// - kBackward: the first thread blocks take the last rows, which a kernel that just read `in`
+//   forwards has left in L2;
+// - Value Get(place): loads the values that a vector needs;
 // - Apply(Words<kInBytes>, Value) -> Words<kOutBytes>;
-// - kPair, elements of a byte, and Element(index, place), the bits of one element of `out`, of type
+// - kPair, elements per byte, and Element(index, place), the bits of one element of `out`, of type
 //   Output.
 #ifndef QSHARD_KERNELS_CUDA_CAST_BLOCK_MAP_CUH_
 #define QSHARD_KERNELS_CUDA_CAST_BLOCK_MAP_CUH_
@@ -33,26 +33,26 @@ namespace qshard::kernels {
 
 constexpr int kBlockMapThreads = 256;
 
-// Where an element is, and its block.
+// Position of an element, and its block.
 struct BlockPlace {
-  int64_t block;     // in the grid
-  int64_t row, col;  // rows are counted through all matrices
+  int64_t block;     // index in the grid
+  int64_t row, col;  // rows are counted over all matrices
 };
 
-// The same grid with as few matrices, and blocks as small, as can be.
-inline Blocks Simplified(Blocks b) {
+// Returns the same grid with as few matrices and as small blocks as possible.
+inline Blocks Simplify(Blocks b) {
   b.block_rows = std::max<int64_t>(1, std::min(b.block_rows, b.rows));
   b.block_cols = std::max<int64_t>(1, std::min(b.block_cols, b.cols));
   if (b.rows % b.block_rows == 0) b.rows *= b.batch, b.batch = 1;
   return b;
 }
 
-// Whether Divider can find its way in these, simplified.
+// Returns whether Divider can index these blocks, which must be simplified.
 inline bool HasSmallIndices(const Blocks& b) {
   return b.rows < kMaxDivided && b.cols < kMaxDivided && b.GridSize() < kMaxDivided;
 }
 
-// The rows of a thread: kRows of them, as far as there are, from `place` on.
+// The rows of a thread: kRows, or as many as exist, from `place` on.
 struct ThreadRows {
   __device__ __forceinline__ void Next() {
     ++place.row;
@@ -60,10 +60,10 @@ struct ThreadRows {
   }
 
   BlockPlace place;
-  int64_t first;   // element
-  int height;      // rows that there are, if any
+  int64_t first;   // index of the first element
+  int height;      // rows that exist; may be 0 or less
   int left;        // rows until the next block
-  int block_rows;  // of which more than kRows do not matter
+  int block_rows;  // at most kRows
   int64_t grid_cols;
 };
 
@@ -75,7 +75,7 @@ struct MapTiles {
         grid_cols(b.GridCols()),
         block_rows(b.block_rows),
         block_cols(b.block_cols) {
-    // The longest rows of threads that leave few idle.
+    // Choose the longest rows of threads that leave few threads idle.
     const int64_t vectors = CeilDiv(cols, width);
     int lanes = kBlockMapThreads;
     while (lanes > 32 && CeilDiv(vectors, lanes) * lanes * 7 > vectors * 8) lanes /= 2;
@@ -112,7 +112,7 @@ struct MapTiles {
 
   int64_t rows, cols, grid_rows, grid_cols;
   Divider block_rows, block_cols;
-  Divider across{1}, down{1};  // tiles of a row and of a column of tiles, of a matrix
+  Divider across{1}, down{1};  // tiles in a row, and in a column, of tiles of a matrix
   int lanes_log2 = 0;
   int64_t tiles;
 };
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kBlockMapThreads)
     run(std::false_type{});
 }
 
-// `b` is simplified.
+// Returns whether the op can use vectors. `b` must be simplified.
 template <class Op>
 bool TakesVectors(const Blocks& b, const void* in, const void* out) {
   const bool blocks = Op::kColumns ? b.block_cols == 1 && b.block_rows % Op::kRows == 0
@@ -169,7 +169,7 @@ Status LaunchBlockMap(const Exec<Cuda>& exec, const Op& op, const void* in, void
   return Launch(exec, BlockMapKernel<Op>, tiles.tiles, kBlockMapThreads, op, in, out, tiles);
 }
 
-// A thread takes an element, or the two that share a byte.
+// One thread per element, or per two elements that share a byte.
 template <class Op>
 Status LaunchBlockElements(const Exec<Cuda>& exec, const Op& op, typename Op::Output* out,
                            const Blocks& b) {

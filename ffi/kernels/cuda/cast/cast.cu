@@ -1,21 +1,21 @@
-// cast: data[i] = Encode<Code>(x[i] * scale of the run of i); and of delayed scaling amaxes of the
-// runs, which are also what first scales are made of (amax/amax.cu).
+// Cast: data[i] = Encode<Code>(x[i] * scale of the run of i). For delayed scaling it also raises
+// the amax of each run, after BeginDelayed (scale/delayed_scale.cu).
 //
-// Reads x once, writes data once: 3 bytes an element for a 16-bit x, 5 for float32; and reads each
-// scale about once per vector of its run (from L1). Walks from the END of x: after amax, which
-// walks forwards, the end of x is what L2 still holds.
+// Reads x once and writes data once: 3 bytes per element for a 16-bit x, 5 for float32. Reads each
+// scale about once per vector of its run, from L1. Walks from the END of x, because after an amax,
+// which walks forwards, L2 has the end of x.
 //
-// A block of threads takes kSpan consecutive elements: each thread starts loading all its vectors,
-// a sector each and spaced so that a warp's are contiguous, before it uses the first. Nothing is
-// needed of the buffers but their natural alignment: elements before the first 16-byte boundary,
-// after the last whole vector, and in a vector that two runs share go one by one, and if x and data
-// cannot be aligned together every element does.
+// A thread block takes kSpan consecutive elements. Each thread issues loads of all its vectors, one
+// sector each and spaced so that a warp's are contiguous, before it uses the first. Buffers need
+// only their natural alignment. Elements before the first 16-byte boundary, after the last whole
+// vector, and in a vector with two runs are cast one by one. If x and data cannot be aligned
+// together, every element is.
 //
-// For an amax a thread keeps the maximum of what it loads, and a block raises the amax of its run
-// with one integer atomicMax. A maximum is exact, so the order does not show.
+// For an amax a thread keeps the maximum of its loads, and a thread block raises the amax of its
+// run with one integer atomicMax. A maximum is exact, so order does not matter.
 //
-// Needs compute capability 8.9. Equals core/round.h bit for bit: NaN, from x or from the scale,
-// gives the format's NaN.
+// Needs compute capability 8.9. Equals core/round.h bit for bit: NaN from x or the scale gives the
+// format's NaN.
 #include <type_traits>
 
 #include "kernels/cast.h"
@@ -34,10 +34,10 @@ constexpr int kThreads = 256, kSpan = 32 * kThreads;
 struct Runs {
   explicit Runs(int64_t n) : length(n), seen(std::min<int64_t>(n, 2 * kSpan)) {}
   int64_t length;
-  Divider seen;  // no more of a run matters to a block of threads
+  Divider seen;  // a thread block needs no more of a run
 };
 
-// Those of the elements [base, base + kSpan).
+// The runs of elements [base, base + kSpan).
 class RunsOfBlock {
  public:
   __device__ __forceinline__ RunsOfBlock(const Runs& runs, int64_t base)
@@ -46,10 +46,10 @@ class RunsOfBlock {
     into_ = static_cast<int>(seen - min(left, seen));
   }
 
-  // The run of element base + offset.
+  // Returns the run of element base + offset.
   __device__ __forceinline__ int64_t Run(int offset) const { return first_ + Skipped(offset); }
 
-  // True if the elements from base + offset to base + offset + count - 1 are in one run.
+  // Returns true if elements base + offset to base + offset + count - 1 are in one run.
   __device__ __forceinline__ bool OneRun(int offset, int count) const {
     return Skipped(offset) == Skipped(offset + count - 1);
   }
@@ -69,11 +69,11 @@ struct CastArguments {
   const In* x;
   const float* scale;
   uint8_t* data;
-  int64_t n;     // elements
-  int64_t head;  // of them, before the first vector
-  Runs runs;     // of scales, and of amaxes
+  int64_t n;     // number of elements
+  int64_t head;  // elements before the first vector
+  Runs runs;     // of scales and of amaxes
   Nonfinite nonfinite;
-  // Of delayed scaling. To be raised, there are one run, or no elements before the first vector and
+  // For delayed scaling. Raising amaxes needs one run, or no elements before the first vector and
   // runs of whole kSpans.
   float target;
   float* amax;
@@ -86,8 +86,9 @@ struct CastArguments {
 };
 
 template <class Code, int kCount, class In>
-__device__ __forceinline__ Words<kCount> Encoded(const CastArguments<In>& a,
-                                                 const Words<kCount * sizeof(In)>& x, float scale) {
+__device__ __forceinline__ Words<kCount> EncodeScaled(const CastArguments<In>& a,
+                                                      const Words<kCount * sizeof(In)>& x,
+                                                      float scale) {
   float v[kCount];
   WidenWords<In>(x, v);
 #pragma unroll
@@ -96,18 +97,18 @@ __device__ __forceinline__ Words<kCount> Encoded(const CastArguments<In>& a,
   return EncodeWords<Code>(v);
 }
 
-// Returns x[i].
+// Casts element i. Returns x[i].
 template <class Code, class In>
 __device__ __forceinline__ auto CastElement(const CastArguments<In>& a, int64_t i, float scale) {
   const auto x = Load<sizeof(In)>(a.x + i);
-  Store<Write::kCached>(a.data + i, Encoded<Code, 1>(a, x, scale));
+  Store<Write::kCached>(a.data + i, EncodeScaled<Code, 1>(a, x, scale));
   return x;
 }
 
 template <class In, class Code, bool kAmax, int kVector, bool kOneScale>
 __global__ void __launch_bounds__(kThreads) CastKernel(const CastArguments<In> a) {
   constexpr int kBlockVectors = kSpan / kVector, kLoads = kBlockVectors / kThreads;
-  constexpr int kBatch = kLoads < 8 ? kLoads : 8;  // loads in flight a thread
+  constexpr int kBatch = kLoads < 8 ? kLoads : 8;  // loads in flight per thread
   static_assert(kLoads % kBatch == 0);
 
   const int64_t vectors = (a.n - a.head) / kVector;
@@ -116,8 +117,8 @@ __global__ void __launch_bounds__(kThreads) CastKernel(const CastArguments<In> a
   const In* in = a.x + base;
   uint8_t* out = a.data + base;
   Magnitude<In> largest;  // if kAmax
-  // The next kBatch vectors of this thread, the first of them `begin`. `whole`: all exist; else
-  // those before `left` do.
+  // Casts the next kBatch vectors of this thread, starting at `begin`. With `whole` all exist, else
+  // only vectors before `left`.
   const auto run_batch = [&](auto whole, int begin, int left) {
     const auto index = [&](int k) { return begin + k * kThreads; };
     Words<kVector * sizeof(In)> x[kBatch];
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) CastKernel(const CastArguments<In> a
       if (!whole && index(k) >= left) continue;
       const int offset = index(k) * kVector;
       if (kVector == 1 || kOneScale || runs.OneRun(offset, kVector)) {
-        Store<Write::kStream>(out + offset, Encoded<Code, kVector>(a, x[k], scale[k]));
+        Store<Write::kStream>(out + offset, EncodeScaled<Code, kVector>(a, x[k], scale[k]));
         if constexpr (kAmax) largest.Add(x[k]);
       } else {
 #pragma unroll 1
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(kThreads) CastKernel(const CastArguments<In> a
     if (threadIdx.x == 0) RaiseAmax(a.amax + base / a.runs.length, bits);
   }
 
-  // What is left over: less than a vector at each end.
+  // Elements at the ends: less than a vector each.
   if (kVector > 1 && blockIdx.x == 0) {
     const int64_t tail = a.head + vectors * kVector;
     if (threadIdx.x < a.head + (a.n - tail)) {
@@ -203,7 +204,7 @@ Status Cast(const Exec<Cuda>& exec, const Scaled<In>& x, int64_t n, uint8_t* dat
   const CastArguments<In> a{x.x,         x.scale,  data,  n, 0, Runs(x.length),
                             x.nonfinite, x.target, x.amax};
   if (x.runs == 0) return LaunchCast<Code, false>(exec, a);
-  // Two passes where blocks of threads would have a part in more than one run.
+  // Use two passes if a thread block would have elements of more than one run.
   const bool vectors = IsAligned(x.x, 16) && IsAligned(data, 16);
   if (x.runs > 1 && !(vectors && x.length % kSpan == 0)) {
     QSHARD_RETURN_IF_ERROR(Amax(exec, x.x, x.runs, x.length, x.amax));

@@ -1,9 +1,8 @@
-// cast_block: data[i] = Encode<Code>(x[i] * scale[block of i]).
+// CastBlock: data[i] = Encode<Code>(x[i] * scale[block of i]).
 //
-// Reads x and writes data once: 3 bytes an element for a 16-bit x, 2.5 in E2M1, plus 4 for each
-// scale. Work is mapped to threads as block_map.cuh says, from the END of x: after amax_block,
-// which walks forwards, the end of x is what L2 still holds. Needs compute capability 8.9. Equals
-// core/round.h bit for bit.
+// Reads x and writes data once: 3 bytes per element for a 16-bit x, 2.5 for E2M1, plus 4 per scale.
+// block_map.cuh maps work to threads, from the END of x, because after an amax, which walks
+// forwards, L2 has the end of x. Needs compute capability 8.9. Equals core/round.h bit for bit.
 #include <type_traits>
 
 #include "kernels/block_cast.h"
@@ -56,7 +55,7 @@ template <class In, class Code>
 Status CastBlock(const Exec<Cuda>& exec, const In* x, const float* scale, const Blocks& blocks,
                  uint8_t* data) {
   if (blocks.GridSize() == 0) return {};
-  const Blocks b = Simplified(blocks);
+  const Blocks b = Simplify(blocks);
   using Rows = CastBlockOp<In, Code, false>;
   using Columns = CastBlockOp<In, Code, true>;
   if (TakesVectors<Rows>(b, x, data)) return LaunchBlockMap(exec, Rows{x, scale}, x, data, b);

@@ -1,11 +1,11 @@
-// cast_block_stochastic: data[i] = EncodeStochastic(x[i] * scale[block of i], random byte of i).
+// CastBlockStochastic: data[i] = EncodeStochastic(x[i] * scale[block of i], random byte of i).
 //
-// Reads x and writes data once: 2.5 bytes an element for a 16-bit x, plus 4 for each scale; most of
-// the time goes into random numbers. A call of Philox serves 16 elements with consecutive indices.
-// Those are 16 columns where an index grows by 1 a column: a thread takes vectors of them, as
-// block_map.cuh says, with one call each, or two if the indices start in the middle of a call.
-// Where the index grows by 1 a row, as x is a transpose, a thread takes 16 rows of 4 columns.
-// Anything else takes a call an element. Equals core/stochastic.h bit for bit.
+// Reads x and writes data once: 2.5 bytes per element for a 16-bit x, plus 4 per scale. Most of the
+// time goes into random numbers. One Philox call serves 16 elements with consecutive indices. If
+// the index grows by 1 per column, those are 16 columns: a thread takes vectors of them
+// (block_map.cuh), with one call each, or two if the indices start within a call. If the index
+// grows by 1 per row, because x is a transpose, a thread takes 16 rows of 4 columns. Otherwise each
+// element takes a call. Equals core/stochastic.h bit for bit.
 #include "kernels/block_cast.h"
 #include "kernels/cuda/cast/block_map.cuh"
 #include "kernels/cuda/cast/stochastic.cuh"
@@ -14,11 +14,11 @@
 namespace qshard::kernels {
 namespace {
 
-// --- indices that grow by 1 a column ---
+// --- indices that grow by 1 per column ---
 
 template <class In, bool kScaleColumns>
 struct CastStochasticOp {
-  // The columns of a vector have each their scale, read when they are needed.
+  // With kScaleColumns each column of a vector has its own scale, read when needed.
   static constexpr bool kBackward = true, kColumns = false;
   static constexpr int kWidth = 16, kRows = sizeof(In) == 4 ? 1 : 2;
   static constexpr int kPair = 2;
@@ -61,7 +61,7 @@ struct CastStochasticOp {
   Regions regions;
 };
 
-// --- indices that grow by 1 a row: one region, or regions in step; blocks of a multiple of 4
+// --- indices that grow by 1 per row: one region, or regions in step; blocks of a multiple of 4
 // columns ---
 
 constexpr int kStripCols = 4, kStripRows = 16;
@@ -114,17 +114,17 @@ template <class In>
 Status CastBlockStochastic(const Exec<Cuda>& exec, const In* x, const float* scale,
                            const Places& places, const Blocks& blocks, uint8_t* data) {
   if (blocks.GridSize() == 0) return {};
-  const Blocks b = Simplified(blocks);
+  const Blocks b = Simplify(blocks);
   using Rows = CastStochasticOp<In, false>;
   using Columns = CastStochasticOp<In, true>;
   const Regions regions = RegionsOf(places, b);
   const Rows rows{x, scale, regions};
   if (places.steps.col == 1 && TakesVectors<Rows>(b, x, data))
     return LaunchBlockMap(exec, rows, x, data, b);
-  // One block a column, but one region a vector.
+  // Blocks of one column, but one region per vector.
   const bool whole_rows = places.run >= b.GridSize() || places.run % b.GridCols() == 0;
   if (places.steps.col == 1 && b.block_cols == 1 && whole_rows) {
-    Blocks wide = b;  // as far as vectors go
+    Blocks wide = b;  // block width as far as vectors are concerned
     wide.block_cols = b.cols;
     if (HasSmallIndices(b) && TakesVectors<Columns>(wide, x, data))
       return LaunchBlockMap(exec, Columns{x, scale, regions}, x, data, b);

@@ -1,11 +1,11 @@
-// cast_transpose: data[b, i, j] = Encode<Code>(x[b, i, j] * scale), and data_t[b, j, i] is the same
-// code; of delayed scaling also amaxes of x.
+// CastTranspose: data[b, i, j] = Encode<Code>(x[b, i, j] * scale), and data_t[b, j, i] is the same
+// code. For delayed scaling it also records amaxes of x.
 //
-// Where whole matrices have one scale, and one amax, these are square tiles with a given scale
-// (quantize/square.cuh): x is read once and both planes are written once, 4 bytes an element
-// for a 16-bit x, 6 for float32. Rows of a multiple of 8 elements will do, aligned to vectors.
-// Anything else is a cast and a transpose. Needs compute capability 8.9. Equals core/round.h bit
-// for bit.
+// If a scale, and an amax, covers whole matrices, the tile kernel for 2-D blocks runs with a passed
+// scale (quantize/square.cuh). It reads x once and writes both planes once: 4 bytes per element for
+// a 16-bit x, 6 for float32. It needs rows of a multiple of 8 elements, aligned to vectors.
+// Otherwise a cast and a transpose run. Needs compute capability 8.9. Equals core/round.h bit for
+// bit.
 #include "kernels/cast.h"
 #include "kernels/cuda/quantize/quantize_block.cuh"
 #include "kernels/transpose.h"
@@ -13,7 +13,8 @@
 namespace qshard::kernels {
 namespace {
 
-// Whether runs of `length` elements are whole matrices: `each` of them, 0 for all.
+// Returns whether runs of `length` elements are whole matrices. Sets *each to matrices per run, or
+// 0 if one run has all.
 bool AreMatrices(const Blocks& m, int64_t length, int64_t* each) {
   const int64_t matrix = m.rows * m.cols;
   const bool all = m.batch * matrix <= length;

@@ -1,10 +1,10 @@
-// dequantize_block: x[i] = Narrow<Out>(Decode<Code>(data[i]) * value of scale_inv[block of i]);
-// dequantize, where runs of any length are such blocks; and dequantize_nvfp4, whose values are
-// products with a global scale.
+// DequantizeBlock: x[i] = Narrow<Out>(Decode<Code>(data[i]) * value of scale_inv[block of i]). Also
+// Dequantize, where runs are such blocks, and DequantizeNvfp4, where values are products with a
+// global scale.
 //
-// Reads data and writes x once: 3 bytes an element for a 16-bit x, 2.5 from E2M1, plus those of the
-// scales. Work is mapped to threads as block_map.cuh says. Needs compute capability 8.9. Equals
-// core/round.h and core/block_scale.h bit for bit, NaNs included.
+// Reads data and writes x once: 3 bytes per element for a 16-bit x, 2.5 from E2M1, plus the scales.
+// block_map.cuh maps work to threads. Needs compute capability 8.9. Equals core/round.h and
+// core/block_scale.h bit for bit, NaNs included.
 #include <numeric>
 #include <type_traits>
 
@@ -16,9 +16,9 @@
 namespace qshard::kernels {
 namespace {
 
-// Values of blocks from stored scales: Value(scale, Shared(block)), where blocks of a row of the
-// grid share the latter. Loads come without a branch, so that those of all rows of a thread are
-// under way together. Slow is for indices that Divider does not divide.
+// Values of blocks from stored scales: Value(scale, Shared(block)). Blocks of a row of the grid
+// share the second argument. Loads have no branches, so that loads of all rows of a thread are in
+// flight together. Slow is for indices that Divider cannot divide.
 template <class Scale>
 struct StoredValues {
   using Type = typename StoredScale<Scale>::Type;
@@ -41,7 +41,7 @@ struct ValuesNvfp4 {
   __device__ __forceinline__ float Shared(int64_t block) const {
     return __ldg(global_scale_inv + run.Divide(static_cast<uint32_t>(block)));
   }
-  // ScaleInverseNvfp4, but for the bits of a NaN.
+  // ScaleInverseNvfp4, except for the bits of a NaN.
   static __device__ __forceinline__ float Value(Type code, float global) {
     float d, zero;
     DecodePair<E4M3>(code, d, zero);
@@ -55,7 +55,7 @@ struct ValuesNvfp4 {
   const uint8_t* scale_inv;
   const float* global_scale_inv;
   int64_t length;  // of a run
-  Divider run;     // all of the grid is one run if it is so long
+  Divider run;     // the whole grid is one run if `length` is as long
   bool one_global;
 };
 
@@ -97,7 +97,7 @@ struct DequantizeBlockOp {
     float v[kWidth];
     bool any_nan = false;
     DecodeWords<Code>(codes, v);
-    if constexpr (kPacked<Code>) {  // Only a scale can make a NaN.
+    if constexpr (kPacked<Code>) {  // only a scale can give NaN
 #pragma unroll
       for (float s : value.scale_inv) any_nan |= !isfinite(s);
     }
@@ -138,7 +138,7 @@ Status DequantizeBlock(const Exec<Cuda>& exec, const uint8_t* data,
                        const typename StoredScale<Scale>::Type* scale_inv, const Blocks& blocks,
                        Out* x) {
   if (blocks.GridSize() == 0) return {};
-  return Map<Code>(exec, data, StoredValues<Scale>{scale_inv}, Simplified(blocks), x);
+  return Map<Code>(exec, data, StoredValues<Scale>{scale_inv}, Simplify(blocks), x);
 }
 
 template <class Code, class Out>
@@ -156,7 +156,7 @@ Status DequantizeNvfp4(const Exec<Cuda>& exec, const uint8_t* data, const uint8_
   if (grid == 0) return {};
   const ValuesNvfp4 values{scale_inv, global_scale_inv, run,
                            Divider(std::min(run, kMaxDivided - 1)), run >= grid};
-  return Map<E2M1>(exec, data, values, Simplified(blocks), x);
+  return Map<E2M1>(exec, data, values, Simplify(blocks), x);
 }
 
 QSHARD_FOR_EACH_BLOCK_FORMAT(float, E8M0, QSHARD_FOR_EACH_INPUT, QSHARD_INSTANTIATE_FOR, Cuda,

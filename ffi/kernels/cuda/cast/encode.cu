@@ -1,9 +1,9 @@
-// encode and decode, one code a byte, no scale: codes[i] = Encode<Code>(x[i]), x[i] =
-// Decode<Code>(codes[i]).
+// EncodeElements and DecodeElements, one code a byte without a scale: codes[i] =
+// Encode<Code>(x[i]), x[i] = Decode<Code>(codes[i]).
 //
-// One thread an element, any alignment. Not for speed: for looking at a format, and for holding the
-// hardware's FP8 conversions, those of convert.cuh that every kernel here uses, against
-// core/round.h. Equals core/round.h bit for bit, NaNs included.
+// One thread per element, any alignment. They serve to inspect a format, and to test the hardware
+// conversions of convert.cuh, which every kernel uses, against core/round.h. Equals core/round.h
+// bit for bit, NaNs included.
 #include <type_traits>
 
 #include "core/round.h"

@@ -1,4 +1,4 @@
-// Random bytes of elements, and where elements are in the whole tensor that these belong to.
+// Random bytes of elements, and the Philox key and index of an element.
 #ifndef QSHARD_KERNELS_CUDA_CAST_STOCHASTIC_CUH_
 #define QSHARD_KERNELS_CUDA_CAST_STOCHASTIC_CUH_
 
@@ -12,7 +12,7 @@
 
 namespace qshard::kernels {
 
-// The random bytes of the elements index .. index + 15, the first in the lowest byte.
+// Returns the random bytes of elements index to index + 15, the first in the lowest byte.
 __device__ __forceinline__ Words<16> RandomBytes(uint64_t index, uint64_t seed) {
   const PhiloxWords call = Philox4x32(index >> 4, seed);
   Words<16> bytes{{call.word[0], call.word[1], call.word[2], call.word[3]}};
@@ -22,7 +22,7 @@ __device__ __forceinline__ Words<16> RandomBytes(uint64_t index, uint64_t seed) 
     uint32_t w[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) w[i] = call.word[i], w[4 + i] = next.word[i];
-    // By words, 2 and 1 of them, then by bytes.
+    // Shift by 2 words, by 1 word, then by bytes.
 #pragma unroll
     for (int i = 0; i < 6; ++i) w[i] = skip & 8 ? w[i + 2] : w[i];
 #pragma unroll
@@ -37,18 +37,18 @@ __device__ __forceinline__ uint32_t ByteOf(const Words<16>& bytes, int i) {
   return bytes.w[i / 4] >> (i % 4 * 8) & 0xFF;
 }
 
-// The grid, as regions need it.
+// The regions of a Places, with the grid that they refer to.
 struct Regions {
   Places places;
   int64_t grid_rows, grid_cols;          // of a matrix
-  int64_t rows, block_rows, block_cols;  // of a matrix, of a block
+  int64_t rows, block_rows, block_cols;  // of a matrix, and of a block
   Divider run, blocks_across, blocks_down;
 
   struct Draw {
     uint64_t index, seed;
   };
 
-  // `kSmall`: the grid is one for Divider.
+  // Returns the index and key of an element. `kSmall`: HasSmallIndices holds for the grid.
   template <bool kSmall>
   __device__ __forceinline__ Draw Of(const BlockPlace& p) const {
     const auto divide = [](int64_t n, const Divider& by, int64_t number) {

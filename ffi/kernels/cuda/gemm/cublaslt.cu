@@ -1,5 +1,5 @@
-// Loads cuBLASLt: the one that the process has, as frameworks load theirs; else the one that the
-// loader finds; else one of the files that Python has found in packages.
+// Loads cuBLASLt: the copy already in the process (frameworks load one), else the one that the
+// loader finds, else one of the files that Python found in packages.
 #include <dlfcn.h>
 #include <pthread.h>
 
@@ -14,8 +14,9 @@ namespace {
 
 std::mutex mutex;
 
-// Without this, a child of a fork could wait for ever for a mutex that another thread of its parent
-// held, when it reads the version. Plans of GEMMs need none: CUDA fails before in a child.
+// Without this, a forked child could wait forever, when it reads the version, for a mutex that
+// another thread of its parent had locked. GEMM plans need no such handler, because CUDA fails
+// earlier in a child.
 const bool registered [[maybe_unused]] =
     pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); }) == 0;
 
@@ -24,7 +25,7 @@ std::vector<std::string>& Paths() {
   return paths;
 }
 
-// The newest first.
+// Newest first.
 constexpr const char* kNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
 
 void* Open() {

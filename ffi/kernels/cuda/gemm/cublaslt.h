@@ -1,9 +1,9 @@
-// The part of cuBLASLt that GEMMs here need. It is not linked: the library is loaded when it is
-// first used, from what the framework brings (cublaslt.cu), and its header need not be installed.
+// Declarations of the part of cuBLASLt that GEMMs use. The library is not linked but loaded on
+// first use, from the framework's installation (cublaslt.cu), and its header need not be installed.
 //
-// Names, values and sizes are those of cublasLt.h, cublas_api.h and library_types.h of CUDA 12.9
-// and 13.0 (https://docs.nvidia.com/cuda/cublas, "Using the cuBLASLt API"), which keep them from
-// one release to the next.
+// Names, values and sizes are copied from cublasLt.h, cublas_api.h and library_types.h of CUDA 12.9
+// and 13.0 (https://docs.nvidia.com/cuda/cublas, "Using the cuBLASLt API"). They are stable between
+// releases.
 #ifndef QSHARD_KERNELS_CUDA_GEMM_CUBLASLT_H_
 #define QSHARD_KERNELS_CUDA_GEMM_CUBLASLT_H_
 
@@ -45,20 +45,20 @@ enum DescAttribute : int {  // cublasLtMatmulDescAttributes_t
 
 constexpr int32_t kAsItIs = 0;         // CUBLAS_OP_N
 constexpr int32_t kTransposed = 1;     // CUBLAS_OP_T
-constexpr int32_t kDevicePointer = 1;  // CUBLASLT_POINTER_MODE_DEVICE, of alpha and beta
+constexpr int32_t kDevicePointer = 1;  // CUBLASLT_POINTER_MODE_DEVICE, for alpha and beta
 
 enum ScaleMode : int32_t {  // cublasLtMatmulMatrixScale_t
   kScalar = 0,
-  kVectors16E4M3 = 1,  // both of cuBLAS 12.8
+  kVectors16E4M3 = 1,  // this and the next: since cuBLAS 12.8
   kVectors32E8M0 = 2,
-  kVectors128Float = 4,  // both of cuBLAS 12.9
+  kVectors128Float = 4,  // this and the next: since cuBLAS 12.9
   kSquares128Float = 5,
 };
 
 enum PreferenceAttribute : int {  // cublasLtMatmulPreferenceAttributes_t
   kMaxWorkspaceBytes = 1,         // uint64_t
   kReductionSchemes = 3,          // uint32_t, a mask
-  kMinAlignmentA = 5,             // uint32_t, in bytes; also of the three that follow
+  kMinAlignmentA = 5,             // uint32_t, in bytes; likewise the next three
   kMinAlignmentB = 6,
   kMinAlignmentC = 7,
   kMinAlignmentD = 8,
@@ -78,7 +78,7 @@ struct Heuristic {  // cublasLtMatmulHeuristicResult_t
   int reserved[4];
 };
 
-// The functions, loaded. `error` is null if they are; else it says why not.
+// The loaded functions. `error` is null on success, else the reason.
 struct Library {
   const char* error;
   size_t (*version)();  // 10000 * major + 100 * minor + patch
@@ -93,7 +93,7 @@ struct Library {
   Result (*preference_set)(Preference, PreferenceAttribute, const void* value, size_t bytes);
   Result (*heuristic)(Handle, Desc, Layout a, Layout b, Layout c, Layout d, Preference,
                       int requested, Heuristic* results, int* returned);
-  // Checks that an algorithm supports these operands, and gives its workspace.
+  // Checks that an algorithm supports these operands, and returns its workspace.
   Result (*check)(Handle, Desc, Layout a, Layout b, Layout c, Layout d, const Algorithm*,
                   Heuristic* result);
   Result (*matmul)(Handle, Desc, const void* alpha, const void* a, Layout, const void* b, Layout,
@@ -101,7 +101,7 @@ struct Library {
                    void* workspace, size_t workspace_bytes, CUstream_st* stream);
 };
 
-// Loads it at the first call, and looks for it again as long as it was not found.
+// Loads the library on the first call. Later calls retry until it is found.
 const Library& Load();
 
 }  // namespace qshard::kernels::cublaslt

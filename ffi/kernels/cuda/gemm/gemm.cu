@@ -1,5 +1,5 @@
-// GEMMs of cuBLASLt. What is launched here besides are scales in the order in which it reads them:
-// a few bytes for each row of codes, for both operands at once.
+// GEMMs of cuBLASLt. The only kernels launched here bring scales into its layout: a few bytes per
+// row of codes, for both operands in one launch.
 //
 // Sources: cuBLAS documentation, "8-bit and 4-bit floating point data types usage" (operands) and
 // "Scaling factors layouts"; pytorch/pytorch#158037 and #166752 (blocks of 128).
@@ -16,7 +16,8 @@ namespace {
 using cublaslt::ScaleMode;
 using cublaslt::Type;
 
-// Of elements that the library does not take, a type that it refuses.
+// Returns the library's type of an element. An element that it does not support gets an invalid
+// type, which it refuses.
 Type TypeOf(ElementId element) {
   switch (element) {
     case ElementId::kE4M3:
@@ -45,7 +46,8 @@ constexpr Type kTypeOf<float16> = cublaslt::kFloat16;
 
 constexpr int64_t kVector = 128, kE8M0Vector = 32;
 
-// False for blocks that the library has no scales of.
+// Sets the scale mode of an operand. Returns false for block sizes that the library does not
+// support.
 bool ModeOf(const GemmProblem& gemm, const GemmOperand& operand, ScaleMode* mode) {
   switch (gemm.scales) {
     case ScaleId::kNone:
@@ -64,11 +66,12 @@ bool ModeOf(const GemmProblem& gemm, const GemmOperand& operand, ScaleMode* mode
   return false;
 }
 
-// fp32 scales [rows, cols] of blocks: of vectors by columns, of squares in rows of `stride`.
+// fp32 block scales [rows, cols]: transposed for 1-D blocks, padded to rows of `stride` for 2-D
+// blocks.
 struct FloatScalesOf {
   const float* from;
   float* to;
-  int64_t rows, cols, stride;  // 0: by columns
+  int64_t rows, cols, stride;  // stride 0: transposed
 
   __host__ __device__ int64_t Size() const { return rows * (stride == 0 ? cols : stride); }
   __device__ void Move(int64_t i) const {
@@ -89,8 +92,8 @@ FloatScalesOf FloatScales(const GemmProblem& gemm, const GemmOperand& operand, u
           vectors ? 0 : RoundUp(GridCols(gemm), kScaleTileCols)};
 }
 
-// Scales as the library reads them, at a_scales and b_scales; then, where operands have one of the
-// whole besides those of blocks, alpha and beta, at `alpha`.
+// Writes scales in the library's layout to a_scales and b_scales. For operands that also have a
+// tensor scale, writes alpha and beta to `alpha`.
 Status MoveScales(const Exec<Cuda>& exec, const GemmProblem& gemm, uint8_t* a_scales,
                   uint8_t* b_scales, float* alpha) {
   const float *a_scale = gemm.a.tensor_scale_inv, *b_scale = gemm.b.tensor_scale_inv;
@@ -127,7 +130,8 @@ Status MoveScales(const Exec<Cuda>& exec, const GemmProblem& gemm, uint8_t* a_sc
                  [=] __device__(int64_t i) { alpha[i] = i == 0 ? *a_scale * *b_scale : 0.0f; });
 }
 
-// The largest power of two, up to what the library asks for at most, that divides all addresses.
+// Returns the largest power of two, up to 256, that divides all addresses. The library needs no
+// more.
 int64_t AlignmentOf(const void* a, const void* b, const void* c) {
   const uintptr_t all = reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
                         reinterpret_cast<uintptr_t>(c);
@@ -136,7 +140,7 @@ int64_t AlignmentOf(const void* a, const void* b, const void* c) {
   return alignment;
 }
 
-// What is said of a call that failed. It lasts until the thread's next one.
+// Returns the text for a failed call. It is valid until the thread's next failure.
 const char* Refusal(const GemmKey& key, cublaslt::Result result) {
   thread_local char text[160];
   std::snprintf(text, sizeof(text),
@@ -176,7 +180,7 @@ Status Gemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const Workspace& wo
   const std::shared_ptr<GemmPlan> plan = PlanOf(key);
   if (plan->error != nullptr) return {plan->error};
 
-  // Scales first, as they are what is aligned most.
+  // Scales come first because they need the largest alignment.
   uint8_t* const a_scales = workspace.data;
   const void *a_scale = gemm.a.tensor_scale_inv, *b_scale = gemm.b.tensor_scale_inv;
   constexpr float kOne = 1.0f, kZero = 0.0f;

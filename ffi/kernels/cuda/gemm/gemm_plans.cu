@@ -14,8 +14,8 @@ using cublaslt::kAsItIs;
 using cublaslt::kSuccess;
 using cublaslt::kTransposed;
 
-// One for each device. What creates it may allocate, which a stream that is captured elsewhere in
-// this thread would not survive in its default mode.
+// Returns the handle of a device. Creating one may allocate, which would invalidate a stream
+// capture elsewhere in this thread in the default capture mode.
 cublaslt::Handle HandleOf(const cublaslt::Library& lt, int device) {
   static auto& handles = *new std::map<int, cublaslt::Handle>;
   cublaslt::Handle& handle = handles[device];
@@ -45,7 +45,8 @@ bool LayOut(const cublaslt::Library& lt, cublaslt::Type type, int64_t rows, int6
                   : lt.layout_create(layout, type, k, rows, k)) == kSuccess;
 }
 
-// The library counts columns first: its A is our b, its result [n, m].
+// Creates descriptor and layouts. The library is column-major: its A is our b, and its result is
+// [n, m].
 bool Describe(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
   const bool described =
       lt.desc_create(&plan->desc, cublaslt::kCompute32F, cublaslt::kFloat32) == kSuccess &&
@@ -69,8 +70,8 @@ bool Describe(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
   return described;
 }
 
-// Partial sums of values are added in fp32: by default the library may add them in the dtype of the
-// result.
+// Asks the heuristic for an algorithm. Partial sums of floats are added in fp32: by default the
+// library may add them in the dtype of the result.
 bool Choose(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
   cublaslt::Preference preference = nullptr;
   if (lt.preference_create(&preference) != kSuccess) return false;
@@ -100,12 +101,12 @@ int64_t RoundUpBits(int64_t size) {
   return RoundUp(size, unit);
 }
 
-// The key that the heuristic sees. Experts have new numbers of tokens each step, and the heuristic
-// takes much longer than a launch, so up to a sixteenth more tokens share an algorithm. Values are
-// exempt: their sizes need not be multiples of 16, so rounding would change alignments.
+// Returns the key that the heuristic sees. Experts have new numbers of tokens in each step, and the
+// heuristic takes much longer than a launch, so up to a sixteenth more tokens share an algorithm.
+// Floats are exempt: their sizes need not be multiples of 16, so rounding would change alignments.
 GemmKey BucketOf(GemmKey key) {
   if (key.OfValues()) return key;
-  constexpr int64_t kUnit = int64_t{1} << 20;  // Scales take a little of the workspace.
+  constexpr int64_t kUnit = int64_t{1} << 20;  // scales take a little of the workspace
   key.m = RoundUpBits(key.m);
   key.k = RoundUpBits(key.k);
   if (key.workspace_bytes > kUnit)
@@ -117,7 +118,7 @@ using Values = std::array<int64_t, 15>;
 
 constexpr size_t kMostPlans = 1024;
 
-// Guarded by the mutex of plans.
+// Guarded by the mutex of Plans.
 LruCache<Values, cublaslt::Algorithm>& Algorithms() {
   static auto& algorithms = *new LruCache<Values, cublaslt::Algorithm>(kMostPlans);
   return algorithms;
@@ -130,7 +131,7 @@ bool CanRun(const cublaslt::Library& lt, const GemmKey& key, const GemmPlan& pla
          found.workspace_bytes <= static_cast<size_t>(key.workspace_bytes);
 }
 
-// Takes the algorithm of the bucket, or one for this key if that does not support it. The choice
+// Takes the bucket's algorithm, or one for this key if the bucket's does not support it. The choice
 // does not depend on earlier products.
 bool ChooseForBucket(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
   const GemmKey bucket = BucketOf(key);
@@ -147,7 +148,7 @@ bool ChooseForBucket(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* 
   return values == key.Values() || CanRun(lt, key, *plan) || Choose(lt, key, plan);
 }
 
-std::shared_ptr<GemmPlan> Made(const GemmKey& key) {
+std::shared_ptr<GemmPlan> MakePlan(const GemmKey& key) {
   auto plan = std::make_shared<GemmPlan>();
   const cublaslt::Library& lt = cublaslt::Load();
   plan->error = lt.error;
@@ -188,8 +189,9 @@ std::shared_ptr<GemmPlan> PlanOf(const GemmKey& key) {
   const Values values = key.Values();
   const std::lock_guard<std::mutex> lock(plans.mutex);
   if (const auto* found = plans.known.Find(values)) return *found;
-  std::shared_ptr<GemmPlan> plan = Made(key);
-  if (plan->handle != nullptr) plans.known.Insert(values, plan);  // The library may appear later.
+  std::shared_ptr<GemmPlan> plan = MakePlan(key);
+  // A plan without a handle is not kept, because the library may be found later.
+  if (plan->handle != nullptr) plans.known.Insert(values, plan);
   return plan;
 }
 

@@ -1,4 +1,4 @@
-// What a GEMM of a shape comes down to: descriptors and an algorithm, chosen once.
+// GEMM plans: descriptors and an algorithm for a shape, chosen once and cached.
 #ifndef QSHARD_KERNELS_CUDA_GEMM_GEMM_PLANS_H_
 #define QSHARD_KERNELS_CUDA_GEMM_GEMM_PLANS_H_
 
@@ -11,7 +11,7 @@
 
 namespace qshard::kernels {
 
-// All that an algorithm may depend on.
+// Everything that the choice of an algorithm may depend on.
 struct GemmKey {
   int device;
   int64_t m, n, k;
@@ -20,9 +20,9 @@ struct GemmKey {
   bool a_k_first, b_k_first;
   bool fast, device_alpha;
   int64_t alignment;        // in bytes, of operands and result
-  int64_t workspace_bytes;  // that are left to the library
+  int64_t workspace_bytes;  // left for the library
 
-  // Whether operands are values, which have no scales.
+  // Returns whether operands are floats, which have no scales.
   bool OfValues() const {
     return a == cublaslt::kFloat32 || a == cublaslt::kBFloat16 || a == cublaslt::kFloat16;
   }
@@ -51,15 +51,15 @@ struct GemmPlan {
   GemmPlan(const GemmPlan&) = delete;
   ~GemmPlan();
 
-  const char* error = nullptr;  // why there is none; static storage
+  const char* error = nullptr;  // why the plan failed, or null; static storage
   cublaslt::Handle handle = nullptr;
   cublaslt::Desc desc = nullptr;
   cublaslt::Layout a = nullptr, b = nullptr, out = nullptr;
   cublaslt::Algorithm algorithm{};
-  std::mutex mutex;  // of `desc`, which calls write pointers to
+  std::mutex mutex;  // guards `desc`, into which calls write pointers
 };
 
-// The plan of a key, for as long as it is held. The thousand plans that were used last are kept.
+// Returns the plan of a key. Caches the 1,024 plans used last.
 std::shared_ptr<GemmPlan> PlanOf(const GemmKey& key);
 
 }  // namespace qshard::kernels

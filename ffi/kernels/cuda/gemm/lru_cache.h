@@ -1,4 +1,4 @@
-// A cache of bounded size that evicts the least recently used entry.
+// LruCache: a bounded cache that evicts the least recently used entry.
 #ifndef QSHARD_KERNELS_CUDA_GEMM_LRU_CACHE_H_
 #define QSHARD_KERNELS_CUDA_GEMM_LRU_CACHE_H_
 
@@ -14,13 +14,13 @@ struct CacheCounts {
   int64_t hits = 0, misses = 0;
 };
 
-// Not synchronized.
+// Not thread-safe.
 template <class Key, class Value>
 class LruCache {
  public:
   explicit LruCache(size_t capacity) : capacity_(capacity) {}
 
-  // Returns the value of `key` and makes it the most recently used; null on a miss.
+  // Returns the value of `key` and makes it the most recently used, or null on a miss.
   const Value* Find(const Key& key) {
     const auto found = entries_.find(key);
     ++(found == entries_.end() ? counts_.misses : counts_.hits);
@@ -52,7 +52,7 @@ class LruCache {
   };
 
   size_t capacity_;
-  std::list<Key> order_;  // the most recently used key first
+  std::list<Key> order_;  // most recently used key first
   std::map<Key, Entry> entries_;
   CacheCounts counts_;
 };

@@ -1,8 +1,8 @@
-// swizzle_scale: scales in the tiles that block-scaled GEMMs read.
+// SwizzleScale: rearranges scales into the tiles that block-scaled GEMMs read.
 //
-// A thread writes a word of a tile, four scales of a row; a warp writes 128 bytes and reads from 32
-// rows. The scales are a sixteenth of a matrix or less. Any alignment; bytes go one by one where
-// words cannot.
+// A thread writes a word of a tile, four scales of a row. A warp writes 128 bytes and reads from 32
+// rows. Scales are at most a sixteenth of a matrix. Any alignment works, with single bytes if words
+// are not aligned.
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vector.cuh"
 #include "kernels/gemm_scales.h"

@@ -1,17 +1,14 @@
-// hadamard and amax_hadamard.
+// Hadamard and AmaxHadamard.
 //
-// hadamard: HadamardTransform (core/hadamard.h) of 16 consecutive elements of a row, or of a
-// column.
+// Hadamard applies HadamardTransform (core/hadamard.h) to 16 consecutive elements of a row or of a
+// column. Reads x and writes y once: 4 bytes per element for a 16-bit x. A thread takes two blocks:
+// 32 bytes each of a row, or two neighbouring columns, so that a warp moves whole lines. Needs rows
+// aligned to 16 bytes, or columns aligned to pairs of elements. Otherwise elements move one by one.
 //
-// Reads x and writes y once: 4 bytes an element for a 16-bit x. A thread takes the 16 elements of a
-// block, two blocks at a time: 32 bytes each of a row, or two columns side by side, so that a warp
-// moves whole lines. Needs rows aligned to 16 bytes, or columns to a pair of elements; otherwise an
-// element at a time moves.
-//
-// amax_hadamard: the largest of x, and of that, by block. Reads x once, 2 bytes an element for a
-// 16-bit x, and writes 8 bytes a block. A thread takes 16 rows of two columns side by side, or of
-// one if columns are not aligned to pairs; small blocks are a warp's, large ones of as many blocks
-// of threads as there is room for (amax/amax.cu says how they meet).
+// AmaxHadamard finds the largest magnitude of x and of its transform, per block. Reads x once, 2
+// bytes per element for a 16-bit x, and writes 8 bytes per block. A thread takes 16 rows of two
+// neighbouring columns, or of one if columns are not aligned to pairs. A warp takes a small block.
+// As many thread blocks as fit share a large one (amax/amax.cu explains how they combine).
 #include "kernels/cuda/divider.cuh"
 #include "kernels/cuda/hadamard/hadamard.cuh"
 #include "kernels/cuda/launch.cuh"
@@ -26,7 +23,7 @@ using hadamard::Transform;
 constexpr int kSize = kHadamardSize;
 constexpr int kThreads = 256;
 
-// Blocks of a row: n of them, one after the other.
+// Blocks of a row: n of them, back to back.
 template <class In>
 __global__ void __launch_bounds__(kThreads, 3) HadamardRows(const In* x, int64_t n, bfloat16* y) {
   constexpr int kUnroll = sizeof(In) == 4 ? 1 : 2;
@@ -46,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, 3) HadamardRows(const In* x, int64_t
   }
 }
 
-// Blocks of columns: n pairs of them, side by side in rows of `pairs`.
+// Blocks of columns: n pairs of neighbours, in rows of `pairs` pairs.
 template <class In>
 __global__ void __launch_bounds__(kThreads, 3)
     HadamardColumns(const In* x, int64_t n, int64_t pairs, bfloat16* y) {
@@ -66,9 +63,9 @@ __global__ void __launch_bounds__(kThreads, 3)
     Store<Write::kStream>(y + start + i * pairs * 2, Words<4>{{w[i]}});
 }
 
-// --- amax_hadamard ---
+// --- AmaxHadamard ---
 
-// Blocks of a grid, in units of 16 rows of two columns (kPairs), or of one.
+// Blocks of a grid, in units of 16 rows of two columns (kPairs) or one.
 struct AmaxGrid {
   AmaxGrid(const Blocks& b, bool pairs)
       : blocks(b),
@@ -76,7 +73,7 @@ struct AmaxGrid {
         units(b.block_rows / kSize * across),
         divider(std::min(across, kMaxDivided - 1)) {}
   Blocks blocks;
-  int64_t across, units;  // in a row of units, and in a block
+  int64_t across, units;  // units in a row of units, and in a block
   Divider divider;
 };
 
@@ -171,7 +168,7 @@ Status Hadamard(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, bfloa
   if (!rows && cols % 2 == 0 && IsAligned(x, 2 * sizeof(In)) && IsAligned(y, 4))
     return Launch(exec, HadamardColumns<In>, CeilDiv(n / 2, kThreads), kThreads, x, n / 2, cols / 2,
                   y);
-  // Any alignment: block t has 16 elements `step` apart, the first of them at `start`.
+  // Any alignment: the 16 elements of block t are `step` apart, from `start` on.
   return ForEach(exec, n, [=] __device__(int64_t t) {
     const int64_t start = rows ? t * kSize : t / cols * kSize * cols + t % cols;
     const int64_t step = rows ? 1 : cols;

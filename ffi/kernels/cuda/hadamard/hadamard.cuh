@@ -1,11 +1,12 @@
 // HadamardTransform (core/hadamard.h) of 16 bfloat16 numbers, in fp32 as far as that is exact.
+// Equals core/hadamard.h bit for bit.
 //
-// Sums are exact in fp32 while the largest is less than 2^24 units of the smallest element, which
-// holds for exponents that span at most 12: then the order does not matter and fp32 additions do.
-// A block that is wider, not one in a hundred of ordinary data, but in a third of the warps, has
-// the sums of fp32 if all that they can be off by leaves each on its side of where bfloat16 rounds.
-// The few others have their sums in fp64, which are exact while exponents span at most 41,
-// and are rounded once; what is left goes through core/hadamard.h. Equals it bit for bit.
+// Sums are exact in fp32 while the largest is below 2^24 units of the smallest element, which holds
+// if exponents span at most 12. Then order does not matter. Wider blocks are rarer than one in a
+// hundred in ordinary data, but a third of all warps have one. Their fp32 sums are used if the
+// largest possible error leaves each sum on its side of bfloat16's rounding boundary. The few other
+// blocks are summed in fp64, exact for exponents that span at most 41, and rounded once. What
+// remains goes through core/hadamard.h.
 #ifndef QSHARD_KERNELS_CUDA_HADAMARD_HADAMARD_CUH_
 #define QSHARD_KERNELS_CUDA_HADAMARD_HADAMARD_CUH_
 
@@ -20,13 +21,13 @@ namespace qshard::kernels {
 namespace hadamard {
 
 constexpr int kSize = kHadamardSize;
-constexpr int kExactSpan = 12;         // 8 bits of significand + 12 + 4 of summing 16 numbers = 24
+constexpr int kExactSpan = 12;         // 8 bits of significand + 12 + 4 for summing 16 numbers = 24
 constexpr int kDoubleSpan = 41;        // 8 + 41 + 4 = 53
 constexpr int kLargestExponent = 249;  // sums of 16 / 4 stay finite
 
-// What fp32 sums may be off by, in largest elements of x. Each of 4 levels of additions is off by
-// 16 * 2^-24 of the largest x / 4 in all, so sums by 2^-20 of the largest x. Twice that, as adding
-// it rounds too.
+// Error bound of fp32 sums, relative to the largest |x|. Each of 4 levels of additions contributes
+// 16 * 2^-24 * largest / 4, so 2^-20 of the largest |x| in total. It is doubled because adding it
+// rounds too.
 constexpr float kError = PowerOfTwo(-19);
 
 static __device__ __noinline__ Words<32> ByDefinition(Words<32> x) {
@@ -40,7 +41,7 @@ static __device__ __noinline__ Words<32> ByDefinition(Words<32> x) {
   return x;
 }
 
-// Sums and differences, of numbers `from` and then twice as far apart, while nearer than `to`.
+// Sums and differences of numbers that are kFrom apart, then twice as far, up to kTo (exclusive).
 template <int kFrom = 1, int kTo = kSize, class T, class Add>
 __device__ __forceinline__ void Butterflies(T (&v)[kSize], const Add& add) {
 #pragma unroll
@@ -62,12 +63,13 @@ static __device__ __noinline__ Words<32> InDouble(Words<32> x) {
   float f[kSize];
   WidenWords<bfloat16>(x, f);
   double v[kSize];
-  // + 0 leaves no -0, and so neither do sums.
+  // + 0 removes -0, so sums have none either.
 #pragma unroll
   for (int i = 0; i < kSize; ++i)
     v[i] = __fma_rn(static_cast<double>(f[i]), kHadamardSigns >> i & 1 ? -0.25 : 0.25, 0.0);
   Butterflies(v, [](double a, double b) { return __dadd_rn(a, b); });
-  // Towards 0 with the last bit set if anything is lost: rounding that is rounding the sum.
+  // Round to odd: towards 0, with the last bit set if anything is lost. Rounding that rounds the
+  // sum.
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
     const float toward_zero = __double2float_rz(v[i]);
@@ -77,7 +79,7 @@ static __device__ __noinline__ Words<32> InDouble(Words<32> x) {
   return NarrowWords<bfloat16>(f);
 }
 
-// The exponents of the largest number of a block, and of the smallest but zero: 511 if all are
+// Exponents of the largest number of a block and of the smallest nonzero number, 511 if all are
 // zeros.
 struct Span {
   int top, bottom;
@@ -86,10 +88,10 @@ struct Span {
   }
 };
 
-// Of two blocks, one in the low halves and one in the high halves of words. Minima and maxima of
-// bfloat16, as those of integers are slow: `low` is the largest of 0x7F81 - magnitude, as numbers,
-// which for a zero is NaN, and maxima drop NaNs. An element that is NaN may take a 1 of its
-// neighbour's difference, which says nothing else of its exponent.
+// Spans of two blocks, in the low and high halves of words. Uses minima and maxima of bfloat16,
+// because integer ones are slow. `low` is the maximum of 0x7F81 - magnitude as bfloat16: for a zero
+// that is NaN, which the maximum drops. If an element is NaN, its difference may borrow a 1 from
+// its neighbour, which changes nothing else about the exponent.
 struct Spans {
   __device__ __forceinline__ void Add(uint32_t w) {
     const uint32_t m = w & 0x7FFF7FFFu;
@@ -101,7 +103,7 @@ struct Spans {
     return {static_cast<int>(high >> (16 * half + 7) & 0x1FF),
             smallest == 0x7F81 ? 511 : (smallest - 1) >> 7};
   }
-  // The largest magnitude.
+  // Returns the largest magnitude.
   __device__ __forceinline__ float Largest(int half) const {
     return __uint_as_float(half == 0 ? high << 16 : high & 0xFFFF0000u);
   }
@@ -121,7 +123,7 @@ static __device__ __noinline__ Words<32> Exactly(Words<32> x) {
   return spans.Of(0).Within(kDoubleSpan) ? InDouble(x) : ByDefinition(x);
 }
 
-// x * s / 4, of which sums are made. + 0 leaves no -0, and so neither do sums.
+// Returns x * s / 4, the terms of sums. + 0 removes -0, so sums have none either.
 __device__ __forceinline__ float Signed(float x, int i) {
   return __fmaf_rn(x, kHadamardSigns >> i & 1 ? -0.25f : 0.25f, 0.0f);
 }
@@ -131,7 +133,7 @@ __device__ __forceinline__ uint32_t TwoBfloat16(float lo, float hi) {
   return NarrowWords<bfloat16>(v).w[0];
 }
 
-// Of two blocks, those numbers in the low and those in the high halves of words.
+// Two blocks, in the low and high halves of words.
 struct TwoBlocks {
   __device__ __forceinline__ explicit TwoBlocks(const uint32_t (&w)[kSize]) {
 #pragma unroll
@@ -141,12 +143,12 @@ struct TwoBlocks {
       hi[i] = Signed(__uint_as_float(w[i] & 0xFFFF0000u), i);
     }
   }
-  // Whether sums are surely exact.
+  // Returns whether sums are certainly exact.
   __device__ __forceinline__ bool AreExact() const {
     return spans.Of(0).Within(kExactSpan) && spans.Of(1).Within(kExactSpan);
   }
-  // 0xFFFF in the halves of blocks of which sums, `lo` or `hi`, may be rounded to one number or
-  // another.
+  // Returns 0xFFFF in the half of each block with uncertain sums: `lo` or `hi` may round to more
+  // than one number.
   template <int kCount>
   __device__ __forceinline__ uint32_t Unknown(const float (&lo)[kCount],
                                               const float (&hi)[kCount]) const {
@@ -171,7 +173,7 @@ struct TwoBlocks {
   float lo[kSize], hi[kSize];
 };
 
-// Replaces the `unknown` halves of y by the transforms of x, of which again(i) is word i.
+// Replaces the `unknown` halves of y by exact transforms. again(i) reloads word i of x.
 template <class Again>
 __device__ __forceinline__ void ExactlyTwo(uint32_t unknown, const Again& again,
                                            uint32_t (&y)[kSize]) {
@@ -192,7 +194,7 @@ __device__ __forceinline__ void ExactlyTwo(uint32_t unknown, const Again& again,
   }
 }
 
-// Of 16 rows of two columns; `again(i)` gives word i once more.
+// Transforms 16 rows of two columns. again(i) reloads word i.
 template <class Again>
 __device__ __forceinline__ void TransformTwo(uint32_t (&w)[kSize], const Again& again) {
   TwoBlocks v(w);
@@ -205,8 +207,8 @@ __device__ __forceinline__ void TransformTwo(uint32_t (&w)[kSize], const Again& 
   if (unknown != 0) ExactlyTwo(unknown, again, w);
 }
 
-// The largest magnitudes of the same, two in a word. The larger of |a + b| and |a - b| is |a| +
-// |b|.
+// Returns the largest magnitudes of the same transforms, two in a word. Uses max(|a + b|, |a - b|)
+// = |a| + |b|.
 template <class Again>
 __device__ __forceinline__ uint32_t LargestOfTwo(const uint32_t (&w)[kSize], const Again& again,
                                                  uint32_t* high) {
@@ -235,7 +237,7 @@ __device__ __forceinline__ uint32_t LargestOfTwo(const uint32_t (&w)[kSize], con
   return largest;
 }
 
-// Of 16 numbers, packed in pairs.
+// Transforms 16 numbers, packed in pairs.
 __device__ __forceinline__ Words<32> Transform(const Words<32>& x) {
   Spans spans;
 #pragma unroll
@@ -252,7 +254,7 @@ __device__ __forceinline__ Words<32> Transform(const Words<32>& x) {
 
 }  // namespace hadamard
 
-// To bfloat16; a NaN is some NaN, which is all that the transform asks.
+// Rounds to bfloat16. NaN payloads may differ, which the transform does not use.
 template <class In, int kCount>
 __device__ __forceinline__ Words<kCount * 2> ToBfloat16(const Words<kCount * sizeof(In)>& x) {
   if constexpr (std::is_same_v<In, bfloat16>) {

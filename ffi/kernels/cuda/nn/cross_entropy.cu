@@ -1,10 +1,10 @@
-// Cross entropy of rows of logits, from one read of them forward, and one read and write backward.
+// Cross entropy of rows of logits. Forward reads them once. Backward reads and writes them once.
 //
-// Forward, a block takes a row and a warp a part of it at a time, of which a lane holds four
-// vectors of eight logits, and loads those of the next. Teams of core/cross_entropy.h are warps, so
-// they merge what they find without a word to each other until the row ends. Backward, a thread
-// takes vectors. Logits go one by one where rows are not aligned vectors. Equals
-// core/cross_entropy.h bit for bit.
+// Forward, a thread block takes a row, and each warp a part at a time: a lane has four vectors of
+// eight logits, and loads the vectors of its next part. The teams of core/cross_entropy.h are
+// warps, so they need no communication until the end of the row. Backward, a thread takes vectors.
+// Rows that are not aligned vectors are read one logit at a time. Equals core/cross_entropy.h bit
+// for bit.
 #include "core/norm.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/convert.cuh"
@@ -21,7 +21,7 @@ constexpr int kThreads = kTeams * kWarp;
 template <class In>
 using Eight = Words<kEach * sizeof(In)>;
 
-// Eight logits from `at` on; what is beyond the row is -inf.
+// Loads eight logits from `at` on, with -inf past the end of the row.
 template <class In, bool kAligned>
 __device__ __forceinline__ Eight<In> LoadEight(const In* row, int64_t at, int64_t cols) {
   if (kAligned && at < cols) return Load<kEach * sizeof(In), Read::kStream>(row + at);
@@ -34,7 +34,8 @@ __device__ __forceinline__ Eight<In> LoadEight(const In* row, int64_t at, int64_
   return words;
 }
 
-// The largest in each lane of 32 bits, of what is not NaN: of one fp32 logit, or of two of 16 bits.
+// Returns the maximum of each lane of 32 bits, ignoring NaN: of one fp32 logit, or of two 16-bit
+// ones.
 template <class In>
 __device__ __forceinline__ uint32_t MaxOfWords(uint32_t a, uint32_t b) {
   if constexpr (std::is_same_v<In, float>)
@@ -54,7 +55,7 @@ __device__ __forceinline__ float WarpSum(float (&lanes)[kEach]) {
   return sum;
 }
 
-// Logits of a part that a lane has.
+// The logits of a part that a lane has.
 template <class In>
 struct Part {
   Eight<In> words[kVectors];
@@ -70,7 +71,7 @@ __device__ __forceinline__ Part<In> LoadPart(const In* row, int64_t at, int64_t 
   return part;
 }
 
-// Of a part that begins at `at`, in all lanes of the warp.
+// Returns the stats of a part that starts at `at`, in all lanes of the warp.
 template <class In>
 __device__ __forceinline__ RowStats PartStats(const Part<In>& part, int64_t at, int64_t cols,
                                               bool total) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ RowStats PartStats(const Part<In>& part, int64_t at, 
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
     max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, offset));
-  max = max + 0.0f;  // No -0.
+  max = max + 0.0f;  // no -0
   const float shift = Shift(max);
   float lanes[kEach] = {}, x[kEach];
 #pragma unroll
@@ -108,7 +109,7 @@ __device__ __forceinline__ RowStats PartStats(const Part<In>& part, int64_t at, 
   return {max, sum, WarpSum(lanes)};
 }
 
-// Blocks of a multiprocessor: as registers hold this part and the next one.
+// Resident blocks per multiprocessor: as many as registers allow for this part and the next.
 template <class In>
 constexpr int kStatsBlocks = sizeof(In) == 2 ? 3 : 2;
 
@@ -139,12 +140,12 @@ __global__ void __launch_bounds__(kThreads, kStatsBlocks<In>)
   to[2] = column >= 0 && column < cols ? CanonicalNan(Widen(x[column])) : 0.0f;
 }
 
-constexpr int kGradVectors = 4;  // of a thread
+constexpr int kGradVectors = 4;  // per thread
 template <class In>
 constexpr int kGradEach = 16 / sizeof(In);
 
-// A block takes a piece of a row. What is one for the row, with its division in fp64, is made by
-// one thread, while logits come.
+// A thread block takes a piece of a row. One thread computes the row's values, with a division in
+// fp64, while logits are loaded.
 template <class In, int kCount>
 __global__ void __launch_bounds__(kThreads)
     GradKernel(const In* logits, const int32_t* labels, const float* lse, const float* grad,

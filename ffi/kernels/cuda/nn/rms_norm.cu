@@ -1,10 +1,10 @@
-// RMSNorm and its gradients, each from one read of its operands.
+// RMSNorm and its gradients, each in one read of its operands.
 //
-// A team of threads, a warp or a block of four, takes a row at a time and holds it in registers: of
-// every kSumLanes elements a thread has eight side by side, which are the lanes of the sum that
-// core/norm.h calls a thread's. Rows that are too long for that are read a second time, from L2.
-// The gradient of the weight stays in registers over the kSumRows rows of a part. Elements go one
-// by one where rows are not aligned vectors. Equals core/norm.h bit for bit.
+// A team of threads, a warp or a thread block of four warps, takes a row at a time and keeps it in
+// registers. In every kSumLanes elements a thread has eight neighbours, which core/norm.h sums as
+// one thread's lanes. Rows that are too long are read again, from L2. The gradient of the weight
+// stays in registers over the kSumRows rows of a part. Rows that are not aligned vectors are read
+// one element at a time. Equals core/norm.h bit for bit.
 #include <type_traits>
 
 #include "kernels/activation.h"
@@ -23,7 +23,7 @@ constexpr int kEach = kLanesOfThread;
 template <class In>
 using Eight = Words<kEach * sizeof(In)>;
 
-// How a team takes a row. kHeld: the vectors that a thread holds; 0: none, they are read again.
+// How a team takes a row. kHeld: vectors that a thread keeps in registers, or 0 to read them again.
 // kVectors: rows are aligned vectors.
 template <int kThreadsOfTeam, int kVectorsHeld, bool kAligned>
 struct RowShape {
@@ -32,7 +32,7 @@ struct RowShape {
   static constexpr int kTeams = kThreads / kTeam, kStep = kTeam * kEach;
 };
 
-// The weight, of any type: alike for all threads, so it costs a branch.
+// A weight of any type. The type is the same for all threads, so it costs a uniform branch.
 enum class WeightType { kFloat, kBFloat16, kFloat16 };
 template <class Weight>
 constexpr WeightType kWeightType = std::is_same_v<Weight, float>      ? WeightType::kFloat
@@ -42,7 +42,7 @@ struct Weights {
   const void* data;
   WeightType type;
 
-  // From element i on.
+  // The weights from element i on.
   __device__ __forceinline__ Weights From(int64_t i) const {
     const int size = type == WeightType::kFloat ? sizeof(float) : sizeof(bfloat16);
     return {static_cast<const char*>(data) + i * size, type};
@@ -71,19 +71,19 @@ __device__ __forceinline__ void EightWeights(const Weights& w, int64_t at, int64
 }
 
 template <class In>
-__device__ __forceinline__ Eight<In> Rounded(const float (&v)[kEach]) {
+__device__ __forceinline__ Eight<In> NarrowEight(const float (&v)[kEach]) {
   bool nan = false;
 #pragma unroll
   for (int e = 0; e < kEach; ++e) nan |= isnan(v[e]);
   return NarrowExactly<In>(v, nan);
 }
 
-// Stores eight elements, of which `left` exist, and adds those to a magnitude.
+// Stores the first `left` of eight elements, and adds them to a magnitude.
 template <class In, bool kVectors>
 __device__ __forceinline__ void StoreEight(In* to, int64_t left, const float (&v)[kEach],
                                            Magnitude<In>* m) {
   if constexpr (kVectors) {
-    const Eight<In> x = Rounded<In>(v);
+    const Eight<In> x = NarrowEight<In>(v);
     if (m != nullptr) m->Add(x);
     Store<Write::kCached>(to, x);
   } else {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void StoreEight(In* to, int64_t left, const float (&v
   }
 }
 
-// The sum over a row, of what each thread has in its lanes, in all threads of the team.
+// Sums the lanes of all threads over a row. Returns the sum in all threads of the team.
 template <int kTeam>
 __device__ __forceinline__ float TeamSum(float (&lanes)[kEach]) {
   float sum = SumHalves<kEach>(lanes);
@@ -106,7 +106,7 @@ __device__ __forceinline__ float TeamSum(float (&lanes)[kEach]) {
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
     sum = sum + __shfl_xor_sync(kAllLanes, sum, offset);
   if constexpr (kTeam == kWarp) {
-    return sum + 0.0f;  // Of the other warps.
+    return sum + 0.0f;  // the other warps add 0
   } else {
     __shared__ float warps[kWarps];
     __syncthreads();
@@ -117,7 +117,7 @@ __device__ __forceinline__ float TeamSum(float (&lanes)[kEach]) {
   }
 }
 
-// Calls body(j, i) for the vectors of a thread, of which number j begins at element i.
+// Calls body(j, i) for the vectors of a thread. Vector j starts at element i.
 template <class Shape, class Body>
 __device__ __forceinline__ void ForVectors(int64_t cols, const Body& body) {
   const int64_t first = threadIdx.x % Shape::kTeam * kEach;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void ForVectors(int64_t cols, const Body& body) {
 template <class Shape>
 constexpr int kHeldOrOne = Shape::kHeld > 0 ? Shape::kHeld : 1;
 
-// Vector j of a row, held or read again.
+// Returns vector j of a row, from registers or read again.
 template <class Shape, class In>
 __device__ __forceinline__ void ValuesOf(const Eight<In>& held, const In* row, int64_t i,
                                          int64_t cols, float (&v)[kEach]) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void Hold(const In* row, int64_t cols,
     });
 }
 
-// Grid: x for runs, y for splits of their rows (LaunchRaising).
+// Grid: x is the run, y the split of its rows (LaunchRaising).
 template <class In, class Shape>
 __global__ void __launch_bounds__(kThreads)
     RmsNormKernel(const In* x, const Weights weights, int64_t rows, int64_t cols, float eps, In* y,
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads)
   Magnitude<In> m;
   const Weights weight = weights.From(blockIdx.x * cols);
   const int team = threadIdx.x / Shape::kTeam;
-  // All teams of a block go around as often: they meet in no row, but at the end.
+  // Teams do not synchronize in this loop, so they may run it a different number of times.
   for (int64_t r = int64_t{blockIdx.y} * Shape::kTeams + team; r < rows;
        r += int64_t{gridDim.y} * Shape::kTeams) {
     const int64_t row = blockIdx.x * rows + r;
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr bool kVectors = Shape::kVectors;
   const int64_t part = int64_t{blockIdx.x} * Shape::kTeams + threadIdx.x / Shape::kTeam;
   const int64_t count = CeilDiv(rows, kSumRows), run = runs == 1 ? 0 : part / count;
-  if (part >= runs * count) return;  // the whole team, which is a warp where a block has several
+  if (part >= runs * count) return;  // the whole team, which is a warp if a block has several
   const int64_t begin = run * rows + (part - run * count) * kSumRows;
   const int64_t end = min((run + 1) * rows, begin + kSumRows);
   const Weights weight = weights.From(run * cols);
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kThreads)
     });
 }
 
-// A block has kWarp columns of a run, and the partial sums of each side by side.
+// A thread block takes kWarp columns of a run, with kRowLanes partial sums each.
 __global__ void __launch_bounds__(kWarp* kRowLanes)
     SumPartsKernel(const float* parts, int64_t count, int64_t cols, float* dweight) {
   __shared__ float lanes[kRowLanes][kWarp];
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kWarp* kRowLanes)
   dweight[run * cols + i] = CanonicalNan(SumHalves<kRowLanes>(all));
 }
 
-// Calls launch(RowShape{}) with that for rows of `cols`.
+// Calls launch(RowShape{}) with the shape for rows of `cols`.
 template <class In, class Fn>
 Status ForShape(bool vectors, int64_t cols, const Fn& launch) {
   if (!vectors) return launch(RowShape<kThreads, 0, false>{});

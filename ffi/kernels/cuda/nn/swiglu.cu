@@ -1,9 +1,9 @@
-// SwiGLU and its gradients, each from one read of its operands, with the amax of each result.
+// SwiGLU and its gradients, each in one read of its operands, with the amax of each result.
 //
-// A thread takes vectors of 8 elements, kUnroll of them at once, as an H200 is fastest. Many blocks
-// share a run, as in amax/amax.cu, and walk it forwards, so that the end of what they write is
-// still in L2 for a cast that walks backwards. Elements before the first and after the last whole
-// vector, and runs that are not aligned alike, go one by one. Equals core/swiglu.h bit for bit.
+// A thread takes vectors of 8 elements, kUnroll at a time, tuned on an H200. Many thread blocks
+// share a run, as in amax/amax.cu, and walk it forwards, so that the end of their output is in L2
+// for a cast that walks backwards. Runs that are not whole aligned vectors move one element at a
+// time. Equals core/swiglu.h bit for bit.
 #include "kernels/activation.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
@@ -20,9 +20,10 @@ constexpr int kThreads = 256;
 template <class In, int kCount>
 using Vector = Words<kCount * sizeof(In)>;
 
-// v rounded, as NarrowExactly has it, with its magnitude added to `m`.
+// Rounds v like NarrowExactly, and adds its magnitude to `m`.
 template <class In, int kCount>
-__device__ __forceinline__ Vector<In, kCount> Rounded(const float (&v)[kCount], Magnitude<In>& m) {
+__device__ __forceinline__ Vector<In, kCount> NarrowAndAdd(const float (&v)[kCount],
+                                                           Magnitude<In>& m) {
   Vector<In, kCount> x = NarrowWords<In>(v);
   Magnitude<In> own;
   own.Add(x);
@@ -31,7 +32,7 @@ __device__ __forceinline__ Vector<In, kCount> Rounded(const float (&v)[kCount], 
   return x;
 }
 
-// One run, or all: `operands` and `results` of the kernel below.
+// The maps of the kernel below, on one run or on all.
 template <class In>
 struct Forward {
   static constexpr int kOperands = 2, kResults = 1, kUnroll = sizeof(In) == 4 ? 1 : 2;
@@ -47,7 +48,7 @@ struct Forward {
     float h[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) h[i] = SwiGlu(v[0][i], v[1][i]);
-    made[0] = Rounded<In>(h, m[0]);
+    made[0] = NarrowAndAdd<In>(h, m[0]);
   }
 };
 
@@ -55,8 +56,8 @@ template <class In>
 struct Backward {
   static constexpr int kOperands = 3, kResults = 2, kUnroll = 1;
   static constexpr int kBlocksPerSm = 4;
-  const In* operand[kOperands];  // gate, up, gradient
-  In* result[kResults];          // of gate, of up
+  const In* operand[kOperands];  // gate, up, gradient of h
+  In* result[kResults];          // gradients of gate and up
   float* amax[kResults];
 
   template <int kCount>
@@ -69,8 +70,8 @@ struct Backward {
       const SwiGluGradients g = SwiGluGrad(v[0][i], v[1][i], v[2][i]);
       gate[i] = g.gate, up[i] = g.up;
     }
-    made[0] = Rounded<In>(gate, m[0]);
-    made[1] = Rounded<In>(up, m[1]);
+    made[0] = NarrowAndAdd<In>(gate, m[0]);
+    made[1] = NarrowAndAdd<In>(up, m[1]);
   }
 };
 
@@ -99,7 +100,7 @@ __device__ __forceinline__ void MapAll(const Map& map, const Loaded<Map, In, kCo
   for (int k = 0; k < Map::kResults; ++k) Store<Write::kCached>(map.result[k] + at, made[k]);
 }
 
-// Grid: x for runs, y for splits (LaunchRaising). `vectors`: whether runs are whole vectors.
+// Grid: x is the run, y the split (LaunchRaising). `vectors`: runs are whole vectors.
 template <class Map, class In>
 __global__ void __launch_bounds__(kThreads, Map::kBlocksPerSm)
     MapKernel(const Map map, const In* type, int64_t length, bool vectors) {
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, Map::kBlocksPerSm)
       for (int k = 0; k < kUnroll; ++k)
         MapAll<kEight>(map, x[k], begin + (i + k * kThreads) * kEight, m);
     }
-    for (int k = 0; k < kUnroll; ++k) {  // the run's last piece, cut short
+    for (int k = 0; k < kUnroll; ++k) {  // the partial last piece of the run
       const int64_t j = i + k * kThreads, at = begin + j * kEight;
       if (j < count) MapAll<kEight>(map, LoadAll<kEight>(map, type, at), at, m);
     }
@@ -148,14 +149,14 @@ Status LaunchMap(const Exec<Cuda>& exec, const Map& map, int64_t runs, int64_t l
   for (const In* x : map.result) vectors = vectors && IsAligned(x, 16);
   const int64_t pieces = CeilDiv(length, kThreads * (vectors ? Map::kUnroll * kEight : 1));
   const int64_t room = int64_t{Multiprocessors()} * Map::kBlocksPerSm;
-  // A block a run where there are runs enough; else all of a wave.
+  // One thread block per run if there are enough runs, else a full wave.
   const int64_t splits = std::max<int64_t>(1, std::min(pieces, room / runs));
   return LaunchRaising(exec, MapKernel<Map, In>, runs, splits, kThreads, map.amax[0],
                        Map::kResults > 1 ? map.amax[Map::kResults - 1] : nullptr, map,
                        static_cast<const In*>(nullptr), length, vectors);
 }
 
-// --- codes, transposed: tiles of 128 x 128 elements (transpose/tile.cuh) ---
+// --- transposed codes: tiles of 128 x 128 elements (transpose/tile.cuh) ---
 
 template <class In>
 struct Pair {
@@ -169,7 +170,7 @@ __device__ __forceinline__ EightOf<In> SwiGluRow(const EightOf<In>& gate, const 
   WidenWords<In>(up, u);
 #pragma unroll
   for (int i = 0; i < kEight; ++i) g[i] = SwiGlu(g[i], u[i]);
-  return NarrowWords<In>(g);  // The bits of a NaN do not matter to codes.
+  return NarrowWords<In>(g);  // the bits of a NaN do not affect codes
 }
 
 template <class In, class Code>

@@ -1,7 +1,7 @@
-// Blocks of any size, wherever they are: right, not fast.
+// Quantization in blocks of any size and alignment: correct, but slow.
 //
-// A team, a warp or a block of threads, takes a unit: one block, or as many as it takes for a byte
-// of 4-bit codes to be of one unit. It reads x twice or three times.
+// A team, a warp or a thread block, takes a unit: one block, or enough blocks that no byte of 4-bit
+// codes belongs to two units. It reads x two or three times.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_ANY_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_ANY_CUH_
 
@@ -27,11 +27,11 @@ struct Units {
         across(CeilDiv(b.GridCols(), cols)),
         count(b.batch * down * across) {}
 
-  int rows, cols;  // of a unit, in blocks
+  int rows, cols;  // blocks of a unit
   int64_t down, across, count;
 };
 
-// Floats whose type is told at run time, so that there is one kernel for all.
+// Floats with a runtime type, so that one kernel serves all.
 struct AnyFloats {
   template <class In>
   explicit AnyFloats(const In* x)
@@ -46,12 +46,12 @@ struct AnyFloats {
   bool wide, brain;
 };
 
-// Calls body(row, col) for this thread's of the elements of [rows, cols].
+// Calls body(row, col) for this thread's share of the elements of [rows, cols].
 template <int kTeam, class Body>
 __device__ __forceinline__ void ForElements(int thread, int64_t rows, int64_t cols,
                                             const Body& body) {
   if (rows <= 0 || cols <= 0) return;
-  // One division, for the first element; a step is `down` rows and `right` columns.
+  // One division, for the first element. Each step moves `down` rows and `right` columns.
   int64_t row = thread, col = 0, down = kTeam, right = 0;
   if (cols > kTeam) {
     row = 0, col = thread, down = 0, right = kTeam;

@@ -1,7 +1,6 @@
-// Eight elements of x, their magnitudes, and their codes under one scale.
+// Eight elements of x: their magnitudes, and their codes under one scale.
 //
-// Of 4-bit codes, scales are those that blocks make of their own amax: x * scale is NaN only where
-// the scale is.
+// 4-bit blocks always use a scale from their own amax, so x * scale is NaN only if the scale is.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_CODES_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_CODES_CUH_
 
@@ -21,9 +20,9 @@ using EightOf = Words<kEight * sizeof(In)>;
 template <class Code>
 using EightCodes = Words<kStoredBits<Code>>;
 
-// Element i, a constant. Equals Widen, but for the payload of a float16 NaN. WidenWords has other
-// instructions for it: of the same ones the compiler would keep the results, all of them, in
-// registers from one plane to the other.
+// Returns element i, a constant. Equals Widen, except for the payload of a float16 NaN. Uses other
+// instructions than WidenWords on purpose: with the same ones the compiler would keep all results
+// in registers from one plane to the other.
 template <class In>
 __device__ __forceinline__ float ElementOf(const EightOf<In>& x, int i) {
   if constexpr (std::is_same_v<In, float>) {
@@ -43,9 +42,9 @@ __device__ __forceinline__ float ElementOf(const EightOf<In>& x, int i) {
 
 // --- maxima over lanes ---
 
-// A step of a maximum over lanes: of `kCount` words, and the lanes whose numbers differ in the bits
-// from kOffset down to kTo. A lane gives half of its words away and goes on with the other half,
-// while it has more than one. What is left are the first words of `w`, of those from `FirstWord`
+// A step of a maximum over lanes that differ in the bits from kOffset down to kTo, for kCount words
+// per lane. While a lane has more than one word it sends half of them away and goes on with the
+// other half. Leaves the results in the first words of `w`: WordsLeft words, from word FirstWord
 // on.
 template <class In, int kOffset, int kTo, int kCount, int kSize>
 __device__ __forceinline__ void ReduceScatter(uint32_t (&w)[kSize], int lane) {
@@ -78,8 +77,8 @@ constexpr int WordsLeft(int offset, int to, int count) {
 
 // --- codes of eight elements under one scale ---
 
-// Whether products are plain: below 7, so that codes of E2M1 need no limit. `kPlain` below: they
-// are; it says nothing of other codes.
+// Returns whether products are plain: below 7, so that E2M1 codes need no limit. `kPlain` below
+// promises that. It has no effect on other formats.
 __device__ __forceinline__ bool IsPlainE2M1(float amax, float scale) {
   return __fmul_rn(amax, scale) < 7.0f;
 }
@@ -96,7 +95,7 @@ __device__ __forceinline__ EightCodes<Code> EncodeEight(const float (&x)[kEight]
     return EncodeWords<Code>(v);
 }
 
-// Of a row of x.
+// Encodes a row of x.
 template <class In, class Code, bool kPlain = false>
 __device__ __forceinline__ EightCodes<Code> EncodeRow(const EightOf<In>& x, float scale) {
   float v[kEight];
@@ -104,7 +103,7 @@ __device__ __forceinline__ EightCodes<Code> EncodeRow(const EightOf<In>& x, floa
   return EncodeEight<Code, kPlain>(v, scale);
 }
 
-// Of a row of x under a scale for each element.
+// Encodes a row of x with one scale per element.
 template <class In, class Code>
 __device__ __forceinline__ EightCodes<Code> EncodeRow(const EightOf<In>& x,
                                                       const float (&scale)[kEight]) {
@@ -115,7 +114,7 @@ __device__ __forceinline__ EightCodes<Code> EncodeRow(const EightOf<In>& x,
   return EncodeWords<Code>(v);
 }
 
-// Of the columns of eight rows, each under its scale.
+// Encodes the columns of eight rows, each with its own scale.
 template <class In, class Code, bool kPlain = false>
 __device__ __forceinline__ void EncodeColumns(const EightOf<In> (&rows)[kEight],
                                               const float (&scale)[kEight],

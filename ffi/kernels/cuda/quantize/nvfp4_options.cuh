@@ -1,12 +1,14 @@
-// NVFP4 of a tensor that is rotated along its columns, or rounded at random, or both: blocks along
-// rows, blocks along columns stored transposed, or both planes, and squares, from one read of x.
+// NVFP4 quantization with a Hadamard transform along columns, stochastic rounding, or both. Writes
+// blocks along rows or 2-D blocks in the order of x, blocks along columns stored transposed, or
+// both planes, in one read of x.
 //
-// A block of 256 threads takes a tile of 128 x 128 elements through shared memory. First a thread
-// takes whole blocks along rows: one call of Philox serves 16 elements of a row, and both planes,
-// as random bits belong to places. Then it takes 16 rows of two columns side by side, which
-// rotation mixes. So no thread waits for another within a block, and the common instructions work
-// on two columns at a time. Codes leave eight bytes a thread, 32 bytes and more side by side; codes
-// of scales go through shared memory, to be stored eight at a time.
+// A thread block of 256 threads takes a tile of 128 x 128 elements through shared memory. First a
+// thread takes whole blocks along rows. One Philox call serves 16 elements of a row, for both
+// planes, because random bits belong to elements. Then it takes 16 rows of two neighbouring
+// columns, which the transform mixes. So threads need not wait for each other within a block, and
+// most instructions work on two columns. A thread writes eight bytes of codes, next to its
+// neighbours' for 32 bytes or more. Codes of scales go through shared memory, to be stored eight at
+// a time.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_NVFP4_OPTIONS_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_NVFP4_OPTIONS_CUH_
 
@@ -23,15 +25,15 @@ template <class In>
 struct Nvfp4TileArguments {
   const In* x;
   Nvfp4Scales scales, second_scales;
-  Divider matrices, second_matrices;  // that share a global scale
+  Divider matrices, second_matrices;  // matrices that share a global scale
   TileGrid grid;
   bool hadamard;
   bool square;  // blocks in the order of x are 16 x 16, else 1 x 16
-  // Of random numbers.
+  // For stochastic rounding.
   Regions regions;
-  Divider cell_rows, cell_cols;  // of a block that regions are made of
+  Divider cell_rows, cell_cols;  // block size of the grid that regions refer to
   bool one_region;
-  // Null for what is not wanted; a plane has both.
+  // Null if not requested. A plane has both pointers.
   uint8_t* data;
   uint8_t* scale_inv;
   uint8_t* second_data;
@@ -40,7 +42,8 @@ struct Nvfp4TileArguments {
 
 constexpr int kBlock16 = kNvfp4Block;
 constexpr int kTileBlocks = kTile / kBlock16;
-constexpr int kStripPad = 32;  // bytes after 16 rows in shared memory: strips in banks of their own
+// Bytes after 16 rows in shared memory, so that strips use different banks.
+constexpr int kStripPad = 32;
 
 template <class In, bool kRandom>
 struct Nvfp4Memory {
@@ -56,7 +59,7 @@ struct Nvfp4Memory {
   int32_t square_amax[kTileBlocks][kTileBlocks];
 };
 
-// To and from shared memory, aligned to kBytes, or to 16 if that is less.
+// Reads from shared memory, aligned to kBytes or to 16 if that is less.
 template <int kBytes>
 __device__ __forceinline__ Words<kBytes> FromShared(const uint8_t* p) {
   constexpr int kOne = kBytes < 16 ? kBytes : 16;
@@ -69,7 +72,7 @@ __device__ __forceinline__ Words<kBytes> FromShared(const uint8_t* p) {
   return v;
 }
 
-// Two neighbours of a row of x, and what their codes need.
+// Two neighbours of a row of x, and access to their values and signs.
 template <class T>
 struct PairOf {
   __device__ __forceinline__ float Value(int i) const {
@@ -77,14 +80,14 @@ struct PairOf {
     WidenWords<T>(words, v);
     return v[i];
   }
-  // In the highest bits of halves.
+  // Returns the signs in the highest bits of halves.
   __device__ __forceinline__ uint32_t Signs() const {
     return sizeof(T) == 4 ? __byte_perm(words.w[0], words.w[sizeof(T) / 4], 0x7632) : words.w[0];
   }
   Words<2 * sizeof(T)> words;
 };
 
-// Eight codes of a row, at random under one scale.
+// Encodes eight elements of a row with stochastic rounding under one scale.
 template <class In>
 __device__ __forceinline__ uint32_t EncodeAtRandom(const EightOf<In>& x, float scale,
                                                    uint32_t random0, uint32_t random1) {
@@ -105,7 +108,8 @@ __device__ __forceinline__ uint32_t EncodeAtRandom(const EightOf<In>& x, float s
   return isnan(scale) ? codes & 0x77777777u : codes;
 }
 
-// Codes of 16 rows of two columns, under a scale each; `random(k)`: the bytes of row k in halves.
+// Encodes 16 rows of two columns, each column with its own scale. random(k) returns the random
+// bytes of row k, one per half.
 template <bool kRandom, class T, class Random>
 __device__ __forceinline__ void EncodeTwoColumns(const PairOf<T> (&x)[kBlock16],
                                                  const float (&scale)[2], const Random& random,
@@ -121,7 +125,7 @@ __device__ __forceinline__ void EncodeTwoColumns(const PairOf<T> (&x)[kBlock16],
                                    __fmul_rn(fabsf(pair.Value(1)), scale[1]),
                                    random(h * kEight + k), pair.Signs());
       }
-      // Rows 0, 2, 4, 6 and rows 1, 3, 5, 7 of both columns: the highest bytes of their halves.
+      // Rows 0, 2, 4, 6 and rows 1, 3, 5, 7 of both columns: the upper bytes of their halves.
       uint32_t even[2], odd[2];
 #pragma unroll
       for (int parity = 0; parity < 2; ++parity) {
@@ -147,7 +151,7 @@ __device__ __forceinline__ void EncodeTwoColumns(const PairOf<T> (&x)[kBlock16],
   }
 }
 
-// The largest magnitude of two columns.
+// Finds the largest magnitudes of two columns.
 template <class T>
 __device__ __forceinline__ void AmaxOfTwo(const PairOf<T> (&x)[kBlock16], float (&amax)[2]) {
   using Abs = Magnitudes<T>;
@@ -171,10 +175,10 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
   extern __shared__ uint4 shared[];
   Memory& memory = *reinterpret_cast<Memory*>(shared);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  // From the end of x, which an amax before, that walks forwards, has left in L2.
+  // Start at the end of x, which a preceding amax, which walks forwards, has left in L2.
   const Tile t = a.grid.At(gridDim.x - 1 - blockIdx.x);
 
-  {  // The tile, as far as it is inside.
+  {  // load the part of the tile inside the matrix
     constexpr int kVector = 16, kVectors = Memory::kRowBytes / kVector;
     const uint8_t* from = reinterpret_cast<const uint8_t*>(a.x + a.grid.Offset(t, 0, 0));
     const int64_t step = a.grid.cols * static_cast<int64_t>(sizeof(In));
@@ -212,9 +216,9 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
 
-  // --- blocks along rows, of which a row of the tile has 8 ---
+  // --- blocks along rows: 8 in a row of the tile ---
 
-  // A thread has blocks below each other.
+  // A thread takes blocks below each other.
   constexpr int kRowsAtOnce = kTileThreads / kTileBlocks;
   constexpr int kBytes = kBlock16 * sizeof(In);  // of x in a block
   const int block = threadIdx.x % kTileBlocks, block_row = threadIdx.x / kTileBlocks;
@@ -302,7 +306,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
   // --- blocks along columns: two columns of 16 rows ---
 
   if (a.second_data != nullptr) {
-    constexpr int kAcross = 8, kDown = kWarp / kAcross;  // lanes side by side
+    constexpr int kAcross = 8, kDown = kWarp / kAcross;  // neighbouring lanes
     const int col = 2 * (warp * kAcross + lane % kAcross);
 #pragma unroll 1
     for (int task = 0; task < kTileBlocks / kDown; ++task) {
@@ -356,7 +360,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
   }
   __syncthreads();
 
-  // --- codes of scales: half of the threads have a row each, the others a column ---
+  // --- codes of scales: half of the threads store a row each, the others a column ---
 
   const int line = threadIdx.x % kTile;
   const bool column = threadIdx.x >= kTile;
@@ -376,14 +380,14 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
   }
 }
 
-// --- anything else: a thread a block, right, not fast ---
+// --- other cases: one thread per block, correct but slow ---
 
 struct Nvfp4BlockArguments {
   Nvfp4Scales scales;
   Blocks blocks;
   bool hadamard, random;
   Regions regions;
-  Blocks cells;  // of regions
+  Blocks cells;  // grid that regions refer to
   BlockPlane<uint8_t> out;
 };
 

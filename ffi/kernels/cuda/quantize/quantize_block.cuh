@@ -1,6 +1,7 @@
-// Which kernel quantizes: the same for all scales, so that each has a .cu file of its own. Fast
-// ones read x once; blocks of other sizes, or in buffers that are not aligned to vectors, are read
-// more than once (any.cuh). Hopper's conversions to FP8 need compute capability 8.9.
+// Chooses the kernel of fused quantization. It is a header, so that each kind of scales has its own
+// .cu file. Fast kernels read x once. Blocks of other sizes, or buffers that are not aligned to
+// vectors, take any.cuh, which reads x more than once. The FP8 conversions need compute capability
+// 8.9.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_QUANTIZE_BLOCK_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_QUANTIZE_BLOCK_CUH_
 
@@ -36,8 +37,8 @@ TileArguments<In, Scales> ArgumentsOfTiles(const In* x, const Scales& scales, co
           second_scale_inv};
 }
 
-// Whether rows are vectors of 8 elements in x and, where there are codes, in `data`; and 4-bit
-// codes can be written transposed.
+// Returns whether the tile kernels apply: rows are vectors of 8 elements in x and, if requested, in
+// `data`, and 4-bit codes can be written transposed.
 template <class Code, class In, class Scales>
 bool TakesTiles(const TileArguments<In, Scales>& a) {
   return a.grid.cols % kEight == 0 && IsAligned(a.x, 16) && IsAligned(a.data, kStoredBits<Code>) &&
@@ -47,7 +48,8 @@ bool TakesTiles(const TileArguments<In, Scales>& a) {
 
 template <class In, class Code, class Scales, Work kWork>
 Status LaunchTiles(const Exec<Cuda>& exec, const TileArguments<In, Scales>& a) {
-  // Both planes of a strip of float16, which the compiler widens but once, do not fit in registers.
+  // Both planes of a strip of float16 do not fit in registers, because the compiler widens it only
+  // once.
   constexpr bool kBoth = kWork == Work::kBoth;
   constexpr bool kStrips =
       Fast<Scales>::kGlobal && sizeof(In) == 2 && !(kBoth && std::is_same_v<In, float16>);
@@ -86,7 +88,7 @@ Status QuantizeBlock(const Exec<Cuda>& exec, const In* x, const Scales& scales,
     if (tall && wide && out.data != nullptr)
       return LaunchTiles<In, Code, Scales, Work::kSquare>(exec, a);
     if constexpr (kBlock == kTile) {
-      if (row && wide && in_order)  // cut
+      if (row && wide && in_order)  // partial blocks at the end of rows
         return LaunchTiles<In, Code, Scales, Work::kRows>(exec, a);
     }
     if (tall && column && (kColumnsTransposed<Code, Scales> ? transposed : in_order)) {

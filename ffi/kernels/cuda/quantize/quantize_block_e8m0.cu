@@ -1,4 +1,4 @@
-// Fused quantization of codes of a byte with E8M0 scales: blocks 1x32, 32x1 and 32x32 are fast.
+// Fused quantization to one-byte codes with E8M0 scales. Blocks of 1x32, 32x1 and 32x32 are fast.
 #include "kernels/cuda/quantize/quantize_block.cuh"
 
 namespace qshard::kernels {

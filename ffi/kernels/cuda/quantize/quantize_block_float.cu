@@ -1,4 +1,4 @@
-// Fused quantization with FP32 scales: blocks 1x128, 128x1 and 128x128 are fast.
+// Fused quantization with fp32 scales. Blocks of 1x128, 128x1 and 128x128 are fast.
 #include "kernels/cuda/quantize/quantize_block.cuh"
 
 namespace qshard::kernels {

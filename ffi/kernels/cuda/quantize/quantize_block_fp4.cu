@@ -1,5 +1,5 @@
-// Fused quantization to E2M1: MXFP4, with E8M0 scales, where blocks 1x32, 32x1 and 32x32 are fast,
-// and NVFP4, where 1x16, 16x1 and 16x16 are.
+// Fused quantization to E2M1. MXFP4 has E8M0 scales, with fast blocks of 1x32, 32x1 and 32x32.
+// NVFP4 has fast blocks of 1x16, 16x1 and 16x16.
 #include "kernels/cuda/quantize/quantize_block.cuh"
 
 namespace qshard::kernels {

@@ -1,5 +1,5 @@
-// Which kernel quantizes to NVFP4: those for all formats where x is taken as it is and codes are
-// the nearest, and otherwise the kernels of nvfp4_options.cuh.
+// Chooses the kernel of NVFP4 quantization: the kernels for all formats without options, and
+// nvfp4_options.cuh with a Hadamard transform or stochastic rounding.
 #include <algorithm>
 
 #include "kernels/cuda/quantize/nvfp4_options.cuh"
@@ -10,7 +10,7 @@ namespace {
 
 template <class In>
 bool TakesNvfp4Tiles(const Nvfp4TileArguments<In>& a, const Blocks& cells, const Places* places) {
-  // A region for the 16 elements of a row of a block, or for all.
+  // One region must have all 16 elements of a row of a block, or everything.
   const bool draws =
       places == nullptr || (places->steps.col == 1 && (a.one_region || cells.block_cols > 1));
   return draws && a.grid.cols % kEight == 0 && IsAligned(a.x, 16) && IsAligned(a.data, 8) &&
@@ -27,8 +27,8 @@ Status LaunchNvfp4Tiles(const Exec<Cuda>& exec, const Nvfp4TileArguments<In>& a)
   return LaunchStatus();
 }
 
-// One plane or both, in the order of x and transposed; blocks of either are 1 x 16 and 16 x 1, but
-// that those in the order of x may be squares.
+// Quantizes one plane or both, in the order of x and transposed. Blocks are 1 x 16 and 16 x 1.
+// Without a second plane, blocks in the order of x may be 16 x 16.
 template <class In>
 Status Quantize(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales& scales,
                 const Nvfp4Scales& second_scales, const Nvfp4Options& options, const Blocks& cells,
@@ -97,7 +97,7 @@ Status QuantizeNvfp4Both(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales&
                          const Nvfp4Scales& second_scales, const Nvfp4Options& options,
                          const Blocks& blocks, const BothPlanes<uint8_t>& out) {
   if (blocks.GridSize() == 0) return {};
-  // The kernel for x as it is makes both planes under one table of scales.
+  // Without options, one kernel writes both planes if they share global scales.
   const bool one = scales.global_amax == second_scales.global_amax &&
                    scales.run == second_scales.run && scales.step == second_scales.step;
   if (!options.hadamard && options.places == nullptr && one)

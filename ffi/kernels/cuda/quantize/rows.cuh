@@ -1,8 +1,8 @@
-// Blocks of one row that make up whole rows, in the order of x: a stream of blocks.
+// Quantization of 1-D blocks that fill whole rows, in the order of x: a stream of blocks.
 //
-// A thread takes 8 elements at a time, `kLanes` threads a block. A warp takes 4 runs of 256
-// elements that follow each other, and works out the scale of each block once, in one of its lanes,
-// which then gives it to the others. Reads x once, writes codes and scales once, nothing else.
+// A thread takes 8 elements at a time, and kLanes threads take a block. A warp takes 4 consecutive
+// runs of 256 elements. It computes the scale of each block once, in one of its lanes, which sends
+// it to the others. Reads x once, writes codes and scales once, nothing else.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_ROWS_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_ROWS_CUH_
 
@@ -16,25 +16,25 @@
 
 namespace qshard::kernels {
 
-constexpr int kRuns = 4;  // of a warp; all loads are under way at once
+constexpr int kRuns = 4;  // per warp; all loads are in flight together
 
 template <class In, class Scales>
 struct QuantizeRowsTuning {
   static constexpr bool kSmall = sizeof(In) == 2 && Fast<Scales>::kGlobal;
   static constexpr int kThreads = kSmall ? 128 : 256;
   static constexpr int kBlocksPerSm = sizeof(In) == 4 ? 4 : kSmall ? 8 : 5;
-  // NVFP4 follows a kernel that read x forwards for its amax, and left the end in L2.
+  // NVFP4 follows an amax kernel that read x forwards and left its end in L2.
   static constexpr bool kBackward = Fast<Scales>::kGlobal;
 };
 
-// The blocks of a block of threads may have one global scale.
+// The global scale, if all blocks of a thread block share one.
 template <class Global>
 struct SharedGlobal {
   Global value;
   bool one;
 };
 
-// `vectors` of 8 elements. x is aligned to 16 bytes, data to kStoredBits.
+// `vectors`: number of vectors of 8 elements. x must be aligned to 16 bytes, data to kStoredBits.
 template <class In, class Code, class Scales>
 __global__ void __launch_bounds__(QuantizeRowsTuning<In, Scales>::kThreads,
                                   QuantizeRowsTuning<In, Scales>::kBlocksPerSm)
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(QuantizeRowsTuning<In, Scales>::kThreads,
     __syncthreads();
   }
 
-  // The amax of each run's block.
+  // Amaxes of the block of each run.
   uint32_t m[kRuns];
 #pragma unroll
   for (int u = 0; u < kRuns; ++u) {
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(QuantizeRowsTuning<In, Scales>::kThreads,
         Abs::kPerWord == 2 ? Abs::Fold(m[2 * i], m[2 * i + 1 < kRuns ? 2 * i + 1 : 0]) : m[i];
   ReduceScatter<In, kLanes / 2, 1, kWords>(folded, lane);
 
-  // Lanes of a block: with 2, each has two runs, 2 * bit and the next; with more, each has one.
+  // Lanes of a block: 2 lanes have two runs each, 2 * bit and the next. More lanes have one run
+  // each.
   constexpr int kOwn = kLanes == 2 ? 2 : 1, kHigh = kLanes / 2, kLow = kLanes / 4;
   const int own = (lane & kHigh) != 0 ? 2 : 0;
   const bool odd = kLow > 0 && (lane & kLow) != 0;

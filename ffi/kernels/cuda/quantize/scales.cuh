@@ -1,5 +1,5 @@
-// Scales of blocks in few instructions: the formulas of core/scale.h and core/block_scale.h, bit
-// for bit, where a thread has few elements to share the work.
+// Block scales in few instructions, for threads that have few elements per scale. Equals
+// core/scale.h and core/block_scale.h bit for bit.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_SCALES_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_SCALES_CUH_
 
@@ -12,33 +12,36 @@
 
 namespace qshard::kernels {
 
-// What blocks take from the tensor: nothing, or what follows from the global scale S of NVFP4.
+// Values that blocks take from the tensor: none, or for NVFP4 those that follow from the global
+// scale S.
 struct NoGlobal {};
 struct GlobalNvfp4 {
   float sixth, inverse;  // fl(S * fl(1/6)), fl(1/S)
-  float largest;         // amaxes above make NaN
+  float largest;         // larger amaxes give a NaN scale
 };
 
-// The largest amax that does not show: FLT_MAX, or infinity.
+// Returns the largest amax that does not give a NaN scale: FLT_MAX with kNan, else infinity.
 __device__ __forceinline__ float LargestAmax(Nonfinite nonfinite) {
   return nonfinite == Nonfinite::kNan ? kFloatMax : FloatFromBits(kFloatInfinityBits);
 }
 
-// One scale for some whole matrices, which is not made of blocks. With amaxes, which are raised
-// unless there is no place for them, infinities can show, and ScaleOrFirst makes the scale.
+// A scale passed for whole matrices, instead of one computed per block. With kWithAmax the kernel
+// also raises amaxes (unless null), replaces infinities by NaN if `nonfinite` is kNan, and applies
+// ScaleOrFirst.
 template <bool kWithAmax>
 struct GivenScales {
   using Stored = float;
   const float* scale;
-  int64_t matrices;  // that share a scale; 0: all
+  int64_t matrices;  // matrices per scale; 0: all
   // If kWithAmax:
   float* amax;
   float target;
   Nonfinite nonfinite;
 };
 
-// What fast kernels know of scales: the side of blocks, those of the formats with these scales;
-// what blocks take from the tensor; whether scales are given, and whether the kernel needs amaxes.
+// Properties of scales for fast kernels: the side of blocks in formats with these scales, the
+// values that blocks take from the tensor, whether scales are passed, and whether the kernel needs
+// amaxes.
 template <int kSide, bool kWithGlobal = false, bool kAreGiven = false, bool kWithAmax = true>
 struct FastScales {
   static constexpr int kBlock = kSide;
@@ -46,7 +49,7 @@ struct FastScales {
   using Global = std::conditional_t<kGlobal, GlobalNvfp4, NoGlobal>;
 };
 template <class Scales>
-struct Fast : FastScales<0> {};  // has no fast kernels
+struct Fast : FastScales<0> {};  // no fast kernels
 template <>
 struct Fast<FloatScales> : FastScales<128> {};
 template <>
@@ -58,7 +61,7 @@ struct Fast<GivenScales<kWithAmax>> : FastScales<128, false, true, kWithAmax> {}
 template <class Scales>
 constexpr int kFastBlock = Fast<Scales>::kBlock;
 
-// How many matrices in a row have one global scale; 0 if a matrix has more than one.
+// Returns how many consecutive matrices share a global scale, or 0 if a matrix has more than one.
 template <class Scales>
 int64_t MatricesOfGlobal(const Scales& scales, const Blocks& b) {
   if constexpr (Fast<Scales>::kGlobal) {
@@ -69,7 +72,7 @@ int64_t MatricesOfGlobal(const Scales& scales, const Blocks& b) {
   }
 }
 
-// `place`: which run of blocks.
+// Returns the values of the global scale at `place`, an index of runs of blocks.
 template <class Scales>
 __device__ __forceinline__ NoGlobal GlobalAt(const Scales&, int64_t) {
   return {};
@@ -80,12 +83,12 @@ __device__ __forceinline__ GlobalNvfp4 GlobalAt(const Nvfp4Scales& scales, int64
   return {__fmul_rn(s, Divide(1.0f, E2M1::kMax)), ScaleInverse(s), LargestAmax(scales.nonfinite)};
 }
 
-// `amax` is a magnitude, or any NaN.
+// Returns the scale of a block. `amax` is a magnitude or any NaN.
 //
-// A power of two needs no division. With a = 2^i (1 + p) and max = 2^j (1 + q), the quotient is in
-// [2^(j - i), 2^(j - i + 1)) if p <= q and else in [2^(j - i - 1), 2^(j - i)), also when rounded:
-// for q = 3/4, which is that of both formats, no quotient is within half a unit below a power of
-// two. Those of 2^127 and above, FLT_MAX with them, go to 2^127.
+// A power of two needs no division. Let a = 2^i (1 + p) and max = 2^j (1 + q). The quotient is in
+// [2^(j - i), 2^(j - i + 1)) if p <= q, and else in [2^(j - i - 1), 2^(j - i)). That also holds
+// after rounding: for q = 3/4, as in both formats, no quotient is within half an ulp below a power
+// of two. Scales of 2^127 and above, including FLT_MAX, become 2^127.
 template <class Code>
 __device__ __forceinline__ BlockScale<float> ScaleOf(const FloatScales& scales, NoGlobal,
                                                      float amax) {
@@ -95,7 +98,7 @@ __device__ __forceinline__ BlockScale<float> ScaleOf(const FloatScales& scales, 
   static_assert(Code::kMax == 1.75f * (1 << kMaxJ));
   const float a = amax <= scales.eps ? scales.eps : amax;  // keeps NaN
   const int32_t bits = __float_as_int(a);
-  // 127 more than the exponent of the scale.
+  // 127 plus the exponent of the scale.
   const int32_t e =
       min(127 + 127 + kMaxJ - (bits >> 23) - ((bits & kFloatMantissaMask) > kMaxQ), 254);
   const bool plain = bits != 0 && static_cast<uint32_t>(bits) < 0x7F800000u;
@@ -112,7 +115,7 @@ __device__ __forceinline__ BlockScale<uint8_t> ScaleOf(const E8M0Scales& scales,
   uint32_t e;
   if (scales.rounding == PowerRounding::kUp) {
     constexpr float kInverseMax = 1.0f / Code::kMax;
-    // Rounded up to a power of two, but subnormals up to 2^-127 have code 0.
+    // Round up to a power of two, except that subnormals up to 2^-127 have code 0.
     const uint32_t bits = __float_as_uint(__fmul_rn(amax, kInverseMax)) & kFloatMagnitudeMask;
     e = min((bits + kFloatMantissaMask) >> 23, uint32_t{E8M0::kMaxCode});
     if (bits <= uint32_t{kTwoToMinus127Bits}) e = 0;
@@ -123,12 +126,12 @@ __device__ __forceinline__ BlockScale<uint8_t> ScaleOf(const E8M0Scales& scales,
   return {MultiplierE8M0(static_cast<uint8_t>(e)), static_cast<uint8_t>(e)};
 }
 
-// fl(amax * sixth), NaN for an amax that is to show.
+// Returns fl(amax * sixth), or NaN for an amax above `largest`.
 __device__ __forceinline__ float UnderSixth(float amax, GlobalNvfp4 global) {
   return __fmul_rn(amax <= global.largest ? amax : FloatFromBits(kNanBits), global.sixth);
 }
 
-// What elements of a block with this E4M3 scale are multiplied by.
+// Returns the multiplier of elements in a block with this E4M3 scale.
 __device__ __forceinline__ float MultiplierOf(uint16_t code, GlobalNvfp4 global) {
   float d, zero;
   DecodePair<E4M3>(code, d, zero);
@@ -143,17 +146,17 @@ __device__ __forceinline__ BlockScale<uint8_t> ScaleOf(const Nvfp4Scales&, Globa
   return {MultiplierOf(code, global), static_cast<uint8_t>(code)};
 }
 
-// What the E4M3 codes of NVFP4's scales, without NaN's sign, multiply elements by: a tile has far
-// more blocks than there are codes.
+// Number of E4M3 codes of scales without a sign. Their multipliers are tabulated, because a tile
+// has far more blocks than there are codes.
 constexpr int kScaleCodes = 128;
 
-// By the first threads of the block.
+// Fills the table. Run by the first threads of the thread block.
 __device__ __forceinline__ void FillMultipliers(GlobalNvfp4 global, float (&table)[kScaleCodes]) {
   if (threadIdx.x < kScaleCodes)
     table[threadIdx.x] = MultiplierOf(static_cast<uint16_t>(threadIdx.x), global);
 }
 
-// The codes of four blocks' scales. Without kShows no amax is above the largest that does not show.
+// Returns the codes of four blocks' scales. Without kShows no amax may be above `largest`.
 template <bool kShows>
 __device__ __forceinline__ uint32_t FourScalesNvfp4(const float (&amax)[4], GlobalNvfp4 global) {
   float v[4];

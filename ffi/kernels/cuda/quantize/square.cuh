@@ -1,5 +1,5 @@
-// Square blocks, or a given scale, in tiles of 128 x 128 elements: codes in the order of x,
-// transposed or both, from one encoding of each element.
+// Quantization of 2-D blocks, or with a passed scale, in tiles of 128 x 128 elements. Stores codes
+// in the order of x, transposed or both, and encodes each element once.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_SQUARE_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_SQUARE_CUH_
 
@@ -12,12 +12,12 @@
 
 namespace qshard::kernels {
 
-// Which run of `matrices` a matrix is in; 0: all are one.
+// Returns the run of `matrices` matrices that a matrix is in; 0: all are one run.
 __device__ __forceinline__ int64_t RunOf(int64_t matrix, int64_t matrices) {
   return matrices == 0 ? 0 : matrix / matrices;
 }
 
-// Infinite elements become NaN.
+// Replaces infinite elements by NaN.
 template <class In>
 __device__ __forceinline__ void ShowInfinite(EightOf<In> (&rows)[kPatch]) {
   using Abs = Magnitudes<In>;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void ShowInfinite(EightOf<In> (&rows)[kPatch]) {
 #pragma unroll
       for (int shift = 0; shift < 32; shift += 32 / Abs::kPerWord) {
         const uint32_t mask = Abs::kPerWord == 2 ? 0x7FFFu << shift : 0x7FFFFFFFu;
-        // Any mantissa makes a NaN.
+        // Any mantissa bit makes a NaN.
         if ((rows[k].w[i] & mask) == Abs::kInfinity << shift) rows[k].w[i] |= 1u << shift;
       }
     }
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
     }
     m = Abs::Abs(m);
     if constexpr (Abs::kPerWord == 2) m = max(m & 0xFFFFu, m >> 16);
-    // Over the patches of the block in this warp, which has two rows of patches.
+    // Reduce over the patches of the block in this warp, which has two rows of patches.
 #pragma unroll
     for (int offset = 1; offset < kPatchesOfBlock; offset *= 2)
       m = max(m, __shfl_xor_sync(0xFFFFFFFFu, m, offset));

@@ -1,10 +1,10 @@
-// NVFP4's blocks along columns, stored transposed, alone or with blocks along rows, of a 16-bit x:
-// warps that hardly wait for each other.
+// NVFP4 quantization of a 16-bit x along columns, stored transposed, alone or together with blocks
+// along rows. Warps rarely wait for each other.
 //
-// A lane holds a strip of 16 rows x 8 columns in registers: whole blocks along columns, halves of
-// blocks along rows, which it completes with its neighbour. So the codes of a column leave from the
-// lanes below each other. Only scales go through shared memory: those of rows, of which each of two
-// neighbours works out half, and the codes of all, to be stored eight at a time.
+// A lane keeps a strip of 16 rows x 8 columns in registers: whole blocks along columns, and halves
+// of blocks along rows, which it completes with its neighbour. So lanes below each other write the
+// codes of a column. Only scales go through shared memory: scales of rows, half of them computed by
+// each of two neighbours, and the codes of all scales, to be stored eight at a time.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_STRIPS_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_STRIPS_CUH_
 
@@ -19,14 +19,14 @@ constexpr int kStripRows = kFastBlock<Nvfp4Scales>;
 constexpr int kStripThreads = kTile * kTile / (kStripRows * kPatch);
 static_assert(kStripRows == 2 * kPatch && kStripThreads == kTile && kStripThreads >= kScaleCodes);
 
-// The codes of the scales of a tile's lines, rows or columns: eight blocks each.
+// Codes of the scales of a tile's lines (rows or columns), eight blocks each.
 constexpr int kLineBlocks = kTile / kStripRows;
 using LineCodes = uint8_t[kTile][kLineBlocks];
 
-// Multipliers and codes of eight blocks, of lines that follow each other, from their magnitudes,
-// two a word. Returns whether all elements are known to be plain (IsPlainE2M1): E4M3's normal
-// numbers are within 1/16 of what they stand for, so that amax * scale is at most 6 * 17/16; and so
-// is the largest one while it does not stand for more.
+// Computes multipliers and codes for eight consecutive lines, one block each, from magnitudes
+// packed two a word. Returns whether all elements are known to be plain (IsPlainE2M1): a normal
+// E4M3 number is within 1/16 of the value it represents, so amax * scale is at most 6 * 17/16. The
+// same holds for the largest E4M3 number unless it is saturated.
 template <class In>
 __device__ __forceinline__ bool EightScales(const uint32_t (&amax)[kPatch / 2], GlobalNvfp4 global,
                                             const float (&table)[kScaleCodes],
@@ -54,7 +54,7 @@ __device__ __forceinline__ bool EightScales(const uint32_t (&amax)[kPatch / 2], 
          __fmul_rn(largest, global.sixth) <= E4M3::kMax * (1 + 1.0f / 16);
 }
 
-// Of a line, of which `left` blocks exist.
+// Stores the scale codes of a line, at most `left` of them.
 __device__ __forceinline__ void StoreLineCodes(const uint8_t (&codes)[kLineBlocks], uint8_t* to,
                                                int left) {
   static_assert(kLineBlocks == sizeof(uint2));
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kStripThreads, 4)
   static_assert(sizeof(In) == 2);
   using Abs = Magnitudes<In>;
   constexpr int kWords = EightOf<In>::kCount;
-  constexpr int kAcross = 8, kDown = kWarp / kAcross;  // lanes side by side, as an H200 is fastest
+  constexpr int kAcross = 8, kDown = kWarp / kAcross;  // neighbouring lanes, tuned on an H200
   constexpr int kWarpsAcross = kPatches / kAcross;
   __shared__ GlobalNvfp4 global;
   __shared__ float table[kScaleCodes];
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kStripThreads, 4)
   FillMultipliers(global, table);
   __syncthreads();
 
-  // The common case has code of its own: the warp's strips are whole and all elements plain.
+  // The common case has its own code: the warp's strips are whole and all elements plain.
   const bool whole = height >= kStripRows;
   const auto in_case = [&](bool plain, const auto& encode) {
     if (__all_sync(0xFFFFFFFFu, plain && whole))
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kStripThreads, 4)
       }
       amax[k / 2] = Abs::Fold(Abs::Abs(two[0]), Abs::Abs(two[1]));
     }
-    // Of two lanes that share blocks, each works out the scales of eight rows.
+    // Two lanes share blocks. Each computes the scales of eight rows.
     ReduceScatter<In, 1, 1, kPatch>(amax, lane);
     const int half = lane % 2 * kPatch;
     const uint32_t own[kPatch / 2] = {amax[0], amax[1], amax[2], amax[3]};

@@ -1,9 +1,9 @@
-// Tiles of 128 x 128 elements, whose blocks of 128, 32 or 16 they hold whole: blocks along rows,
-// along columns or both, stored in the order of x or transposed, from one read of x.
+// Quantization in tiles of 128 x 128 elements, which contain whole blocks of 128, 32 or 16. Blocks
+// along rows, along columns or both, stored in the order of x or transposed, in one read of x.
 //
-// As in transpose/tile.cuh, a thread holds a patch of 8 x 8 elements in registers, and warps read
-// and write whole lines. What threads tell each other through shared memory: the largest magnitudes
-// of their patches' rows and columns, then the scales, of which each thread works out a few.
+// As in transpose/tile.cuh, a thread keeps a patch of 8 x 8 elements in registers, and warps read
+// and write whole lines. Threads exchange two things through shared memory: the amaxes of their
+// patches' rows and columns, and then the scales. Each thread computes a few scales.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_TILES_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_TILES_CUH_
 
@@ -16,33 +16,33 @@
 
 namespace qshard::kernels {
 
-// --- what kernels on tiles share ---
+// --- shared by tile kernels ---
 
 template <class In, class Scales>
 struct TileArguments {
   const In* x;
   Scales scales;
   TileGrid grid;
-  Divider tile_rows;  // of all matrices
-  Divider matrices;   // that share a global scale,
-  bool one_global;    // if none has more than one
-  bool wide;          // WideColumns of the transposed codes
-  // Null for what is not wanted.
+  Divider tile_rows;  // over all matrices
+  Divider matrices;   // matrices that share a global scale,
+  bool one_global;    // if each matrix has only one
+  bool wide;          // WideColumns for the transposed codes
+  // Null if not requested.
   uint8_t* data;
   typename Scales::Stored* scale_inv;
   uint8_t* second_data;
   typename Scales::Stored* second_scale_inv;
 };
 
-// Where a thread's patch is in its tile.
+// Position of a thread's patch in its tile.
 struct PatchPlace {
   __device__ __forceinline__ PatchPlace()
       : down(threadIdx.x / kPatches), across(threadIdx.x % kPatches) {}
   int down, across;
 };
 
-// The tile of this block, in the order of the tuning. kDownFirst: the next one is below, so that it
-// writes what comes next in the transposed plane.
+// Returns the tile of this thread block, in the order of the tuning. kDownFirst: the next tile is
+// below, so that consecutive thread blocks write consecutive parts of the transposed plane.
 template <class Tuning, class In, class Scales>
 __device__ __forceinline__ Tile TileOf(const TileArguments<In, Scales>& a) {
   uint32_t index = blockIdx.x;
@@ -61,8 +61,8 @@ __device__ __forceinline__ void LoadPatch(const In* x, const TileGrid& grid, con
                           rows);
 }
 
-// The codes of a patch's rows, as far as there are any; `kWhole`: there are all. A row at a time,
-// as registers are few; `codes(k)` gives row k, which without kWhole may be worked out in vain.
+// Stores the codes of the patch's rows that exist; with `kWhole`, all of them. codes(k) computes
+// row k. Row by row, to save registers.
 template <class Code, Write kWrite, bool kWhole, class Codes>
 __device__ __forceinline__ void StoreRows(uint8_t* data, const TileGrid& grid, const Tile& t,
                                           const PatchPlace& p, int height, const Codes& codes) {
@@ -76,16 +76,16 @@ __device__ __forceinline__ void StoreRows(uint8_t* data, const TileGrid& grid, c
   }
 }
 
-// What kernels on tiles are for.
+// Task of a tile kernel.
 enum class Work { kRows, kColumns, kBoth, kSquare, kSquareTransposed, kSquareBoth };
 
-// As measured on an H200.
+// Tuned on an H200.
 template <class In, class Scales, Work kWork>
 struct TileTuning {
   static constexpr bool kNvfp4 = Fast<Scales>::kGlobal;
   static constexpr bool kE8M0 = kFastBlock<Scales> == 32, kFloat = kFastBlock<Scales> == 128;
   static constexpr int Blocks() {
-    // As many as the registers of a patch allow. The compiler widens all of a float16 one at once.
+    // As many as the registers of a patch allow. The compiler widens a whole float16 patch at once.
     if (sizeof(In) == 4 || (std::is_same_v<In, float16> && kNvfp4)) return 2;
     if (kWork == Work::kBoth) return 3;
     if (kWork == Work::kSquareTransposed || kWork == Work::kSquareBoth) return 4;
@@ -101,7 +101,7 @@ struct TileTuning {
       !kNvfp4 && (kWork == Work::kBoth || (kE8M0 && kWork == Work::kColumns)) ? Write::kCached
                                                                               : Write::kStream;
 };
-// From the end of x, which an amax before, that walks forwards, has left in L2.
+// Starts at the end of x, which a preceding amax, which walks forwards, has left in L2.
 template <class In, bool kAmax, Work kWork>
 struct TileTuning<In, GivenScales<kAmax>, kWork> {
   static constexpr int kBlocksPerSm = sizeof(In) == 4 ? 2 : kAmax ? 3 : 4;
@@ -110,8 +110,8 @@ struct TileTuning<In, GivenScales<kAmax>, kWork> {
   static constexpr Write kWrite = Write::kStream;
 };
 
-// The scales of a tile are parts of sectors, of which other tiles write the rest. That goes faster
-// if no sector leaves L2 before it is whole.
+// Stores a scale. A tile's scales fill sectors only in part, and other tiles write the rest.
+// Keeping sectors in L2 until they are complete is faster.
 template <class Stored>
 __device__ __forceinline__ void StoreScale(Stored* to, Stored scale_inv) {
   uint64_t last_to_leave;
@@ -128,20 +128,19 @@ __device__ __forceinline__ void StoreScale(Stored* to, Stored scale_inv) {
                  : "memory");
 }
 
-// --- blocks along rows (kRows), and along columns ---
+// --- blocks along rows (kRows) and along columns ---
 
-// How fast kernels store blocks along columns. GEMMs of bytes with E8M0 scales take them in the
-// order of x, all others transposed.
+// How fast kernels store blocks along columns. GEMMs of one-byte codes with E8M0 scales read them
+// in the order of x, all others transposed.
 template <class Code, class Scales>
 constexpr bool kColumnsTransposed = kPacked<Code> || !std::is_same_v<Scales, E8M0Scales>;
 
-// Rows of these in shared memory are 16 bytes longer than their banks are wide, for accesses down
-// columns.
+// Row strides in shared memory: 16 bytes longer than all banks together, for accesses down columns.
 template <class In>
 constexpr int kBitsStride = kTile + 16 / sizeof(typename Magnitudes<In>::Bits);
 constexpr int kScaleStride = kTile + 4;
 
-// Scales of lines that follow each other.
+// Scales of consecutive lines.
 __device__ __forceinline__ void StoreScales(const float (&scale)[kPatch], float* to) {
   auto* four = reinterpret_cast<float4*>(to);
   four[0] = make_float4(scale[0], scale[1], scale[2], scale[3]);
@@ -162,7 +161,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
   constexpr bool kRows = kWork != Work::kColumns, kAlongColumns = kWork != Work::kRows;
   constexpr bool kTransposed = kAlongColumns && kColumnsTransposed<Code, Scales>;
   constexpr int kBlock = kFastBlock<Scales>;
-  constexpr int kAcross = kTile / kBlock;  // blocks of a row of the tile
+  constexpr int kAcross = kTile / kBlock;  // blocks in a row of the tile
   constexpr int kWords = EightOf<In>::kCount;
   constexpr int kWarpRows = 2 * kPatch, kWarps = kTileThreads / 32;
   using BitsOf = typename Abs::Bits;
@@ -184,7 +183,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
     if (threadIdx.x == 0) global = GlobalAt(a.scales, a.matrices.Divide(t.matrix));
   }
 
-  // The largest magnitudes of rows and columns, as far as warps go.
+  // Amaxes of rows and columns within a warp.
   uint32_t row_max[kPatch], column_max[kWords];
 #pragma unroll
   for (int k = 0; k < kPatch; ++k) {
@@ -207,7 +206,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
                                 : row_max[i];
     ReduceScatter<In, kFrom, 1, kCount>(m, lane);
     constexpr int kLeft = WordsLeft(kFrom, 1, kCount);
-    // Lanes that went on after the last split hold the same.
+    // Lanes that went on after the last split have the same words.
     constexpr int kSame = kBlock / kPatch * kLeft / kCount;
     auto* to = reinterpret_cast<uint32_t*>(row_amax + p.across * kPatch / kBlock * kBitsStride<In> +
                                            p.down * kPatch) +
@@ -227,7 +226,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
   }
   __syncthreads();
 
-  // The scales.
+  // Scales.
   constexpr int kScales = kTile * kAcross;
   bool common = t.height == kTile && t.width == kTile;
   if constexpr (kRows) {
@@ -250,8 +249,8 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
     const int64_t grid_rows = CeilDiv(a.grid.rows, int64_t{kBlock});
 #pragma unroll
     for (int i = 0; i < CeilDiv(kScales, kTileThreads); ++i) {
-      // In the order that they are stored in. If they are few, the second half of the threads, as
-      // the first has worked on rows.
+      // In the order of storage. If there are few, use the second half of the threads, because the
+      // first half has worked on rows.
       const int s =
           i * kTileThreads + (kScales < kTileThreads ? static_cast<int>(threadIdx.x) - kScales
                                                      : static_cast<int>(threadIdx.x));
@@ -275,13 +274,13 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
                    scale.scale_inv);
     }
   }
-  // The common case, whole tiles of plain elements, has code of its own.
+  // The common case, whole tiles of plain elements, has its own code.
   if constexpr (kPacked<Code>)
     common = __syncthreads_and(common);
   else
     __syncthreads();
 
-  // The codes.
+  // Codes.
   const auto encode = [&](auto is_common) {
     constexpr bool kCommon = decltype(is_common)::value;
     if constexpr (kRows) {

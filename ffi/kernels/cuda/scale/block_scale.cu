@@ -1,7 +1,7 @@
-// Scales of blocks, and global scales of NVFP4, from amaxes, elementwise.
+// Block scales, and global scales of NVFP4, from amaxes, elementwise.
 //
-// One thread a scale; or four, of blocks, which share what follows from the amax of their tensor.
-// Equals core/scale.h and core/block_scale.h bit for bit.
+// One thread per scale, or per four block scales, which then share the values from their tensor's
+// amax. Equals core/scale.h and core/block_scale.h bit for bit.
 #include "core/block_scale.h"
 #include "core/scale.h"
 #include "kernels/block_scale.h"
@@ -11,7 +11,7 @@
 namespace qshard::kernels {
 namespace {
 
-constexpr int kBlocks = 4;  // of a thread of BlockScales
+constexpr int kBlocks = 4;  // per thread of BlockScales
 
 }  // namespace
 

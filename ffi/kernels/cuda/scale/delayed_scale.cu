@@ -1,5 +1,5 @@
-// Delayed scaling: the scales of tensors from amaxes of earlier steps, or, of tensors without
-// history, from their own. Equals core/block_scale.h bit for bit.
+// Delayed scaling: scales from amaxes of earlier steps, or for tensors without history from their
+// own amax. Equals core/block_scale.h bit for bit.
 #include "core/block_scale.h"
 #include "kernels/block_scale.h"
 #include "kernels/cast.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A team a run. Where there is a scale nothing is read of x.
+// One team per run. Reads x only if the run has no scale yet.
 template <class In, int kTeam, int kBlock>
 __global__ void __launch_bounds__(kBlock) BeginDelayedKernel(const Scaled<In> x) {
   const int64_t run = int64_t{blockIdx.x} * (kBlock / kTeam) + threadIdx.x / kTeam;
@@ -31,8 +31,8 @@ __global__ void __launch_bounds__(kBlock) BeginDelayedKernel(const Scaled<In> x)
 
 constexpr int kUpdateThreads = 128;
 
-// A warp a tensor. Outputs may be inputs: a warp reads 32 amaxes, each one place up if the window
-// moves, before it writes any of them, and goes up.
+// One warp per tensor. Outputs may alias inputs: a warp reads 32 amaxes, shifted by one if the
+// window moves, before it writes them and moves on.
 __global__ void __launch_bounds__(kUpdateThreads)
     UpdateKernel(const float* amax, const float* history, const float* scale, int64_t n,
                  int64_t length, DelayedRule rule, float* new_history, float* new_scale,
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kUpdateThreads)
   if (i >= n) return;
   const int lane = threadIdx.x % kWarp;
   const float newest = amax[i], old_scale = scale[i];
-  const int64_t shift = newest != 0.0f;  // NaN is an amax too
+  const int64_t shift = newest != 0.0f;  // NaN counts as an amax
   const float* from = history + i * length;
   float* to = new_history + i * length;
   int32_t largest = 0;
@@ -65,8 +65,8 @@ __global__ void __launch_bounds__(kUpdateThreads)
 
 }  // namespace
 
-// One block of threads at most for a run: a few words to write, in the place of a memset, matter
-// more, step after step, than the one step that reads x here.
+// At most one thread block per run. This kernel mostly writes a few words, like a memset, in every
+// step. Its speed in the one step that reads x matters less.
 template <class In>
 Status BeginDelayed(const Exec<Cuda>& exec, const Scaled<In>& x) {
   constexpr int kLong = 1024;

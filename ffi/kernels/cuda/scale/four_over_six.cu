@@ -1,7 +1,7 @@
-// scale_four_over_six: the scales of blocks from their amaxes and x.
+// ScaleFourOverSix: block scales from amaxes and x.
 //
-// One thread takes a row of a block, 16 elements. Where a block has 16 rows, 16 neighbouring lanes
-// add up their errors. Equals core/block_scale.h bit for bit.
+// One thread takes a row of a block, 16 elements. If a block has 16 rows, 16 neighbouring lanes add
+// their errors. Equals core/block_scale.h bit for bit.
 #include "core/block_scale.h"
 #include "kernels/block_scale.h"
 #include "kernels/cuda/convert.cuh"
@@ -13,21 +13,22 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// FourOverSixDifference, with the element rounded in fewer steps.
+// FourOverSixDifference, with fewer steps to round the element.
 __device__ __forceinline__ float Difference(float x, BlockScale<uint8_t> candidate, float d,
                                             float global_amax, float max) {
   const float q = RoundE2M1(__fmul_rn(x, candidate.scale));
   return __fadd_rn(Divide(__fmul_rn(__fmul_rn(q, d), global_amax), max), -x);
 }
 
-// A thread a row of a block; `rows`, 1 or 16, of a block are neighbours.
+// One thread per row of a block. The `rows` rows of a block, 1 or 16, are neighbouring threads.
 template <class In>
 __global__ void __launch_bounds__(kThreads)
     FourOverSixKernel(const In* x, const float* amax, const float* global_amax, int64_t run,
                       FourOverSixRule rule, int64_t blocks, int64_t grid_cols, int rows,
                       bool vectors, float* scale, uint8_t* scale_inv) {
   const int64_t t = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t block = min(t / rows, blocks - 1);  // all lanes of a warp add errors up
+  // Clamped, because all lanes of a warp take part in the sum.
+  const int64_t block = min(t / rows, blocks - 1);
   const int row = static_cast<int>(t % rows);
   const int64_t strip = block / grid_cols;
   const In* from =

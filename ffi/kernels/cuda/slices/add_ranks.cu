@@ -1,4 +1,4 @@
-// Sums of what ranks have of a slice, in the order of ranks: one pass over all of it.
+// Sums the ranks' parts of a slice, in rank order, in one pass.
 #include "kernels/add_ranks.h"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/launch.cuh"
@@ -8,9 +8,9 @@ namespace qshard::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kInFlight = 4;  // ranks whose elements are loaded at once
+constexpr int kInFlight = 4;  // ranks that are loaded together
 
-// A thread adds kCount elements from `at` on.
+// Adds kCount elements from `at` on.
 template <class In, int kCount>
 __device__ __forceinline__ void AddAt(const In* parts, int64_t ranks, int64_t length,
                                       const float* before, float* total, int64_t at) {
@@ -55,7 +55,7 @@ template <class In>
 Status AddRanks(const Exec<Cuda>& exec, const In* parts, int64_t ranks, int64_t length,
                 const float* before, float* total) {
   constexpr int kVector = 16 / sizeof(In);
-  // Only then does the part of every rank begin where a vector does.
+  // Only then is the part of every rank aligned to vectors.
   if (length % kVector == 0 && IsAligned(parts, 16) && IsAligned(total, 16))
     return Launch(exec, AddRanksKernel<In, kVector>, CeilDiv(length, kThreads * kVector), kThreads,
                   parts, ranks, length, before, total);

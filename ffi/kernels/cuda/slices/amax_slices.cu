@@ -1,11 +1,11 @@
-// amax_slices: amaxes of blocks, as far as flat slices of many weights know them, in one launch.
+// AmaxSlices: partial amaxes of blocks from flat slices of many weights, in one launch.
 //
-// Reads each slice once, 2 or 4 bytes an element. A warp takes tiles of 16 x 128 elements
-// (slices.cuh) and keeps, for each row of blocks in it, the largest pattern of a lane's four
-// columns, or of each of them where blocks are narrower. Lanes of one block meet through shuffles,
-// of several rows at a time where blocks have one row, and then raise neighbouring amaxes together;
-// by an integer atomicMax, which does not depend on the order they come in. Nothing is stored for a
-// block that the slice has no part in. Equals the loop over core/slices.h.
+// Reads each slice once, 2 or 4 bytes per element. A warp takes tiles of 16 x 128 elements
+// (slices.cuh). For each row of blocks in a tile, a lane keeps the largest pattern of its four
+// columns, or one per column if blocks are narrower. Lanes of one block combine by shuffles,
+// several rows at a time if blocks have one row, and then raise neighbouring amaxes together. They
+// use an integer atomicMax, which does not depend on order. Blocks without elements of the slice
+// are not written. Equals the loop over core/slices.h.
 #include "kernels/cuda/raise_amax.cuh"
 #include "kernels/cuda/slices/slices.cuh"
 #include "kernels/slices.h"
@@ -19,7 +19,7 @@ __device__ __forceinline__ int32_t Canonical(uint32_t bits) {
   return bits > 0x7F800000u ? kNanBits : static_cast<int32_t>(bits);
 }
 
-// Where blocks are in tiles.
+// Blocks of a tile.
 struct BlocksOfTile {
   __device__ __forceinline__ BlocksOfTile(const SliceTable& table, const SliceTile& tile)
       : width(CeilDiv(tile.cols, table.rule.block_cols)),
@@ -30,10 +30,10 @@ struct BlocksOfTile {
     for (int64_t r = left - 1; r < kSliceRows; r += table.rule.block_rows) ends |= 1u << r;
   }
   int64_t width, grid_row;
-  uint32_t ends;  // bit r: after row r of the tile, what was found is given away
+  uint32_t ends;  // bit r: a block ends after row r of the tile, and its amax is raised
 };
 
-// kColumns: blocks are not of whole lanes, and each column is on its own.
+// kColumns: blocks are not whole lanes, so each column is separate.
 template <class In, bool kColumns, TileKind kKind>
 __device__ __forceinline__ void ScanTile(const SliceTable& table, const SliceTile& tile,
                                          float* amax, uint32_t& largest) {
@@ -46,13 +46,13 @@ __device__ __forceinline__ void ScanTile(const SliceTable& table, const SliceTil
   float* whole = amax + slice.whole;
   const bool crowded = table.rule.block_rows > kSliceRows;  // many tiles raise one amax
   uint32_t found[kColumns ? kSliceLane : 1] = {};
-  // What lanes of blocks found, to row `grid_row` of the grid and those after it.
+  // Raises row `grid_row` of the grid, and the rows after it, to the maxima of lanes.
   const auto give = [&](auto& bits, int64_t grid_row) {
     for (int offset = lanes / 2; offset > 0; offset /= 2) {
 #pragma unroll
       for (uint32_t& b : bits) b = max(b, __shfl_xor_sync(0xFFFFFFFFu, b, offset));
     }
-    // Lane l of a block stores what was found in every so many-th row from l on.
+    // Lane l of a block stores every `lanes`-th row, from l on.
     constexpr int kRows = sizeof(bits) / sizeof(bits[0]);
     const int mine = lane & (lanes - 1);
     for (int k = mine; k - mine < kRows; k += lanes) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void ScanTile(const SliceTable& table, const SliceTil
           }
 #pragma unroll
           for (uint32_t& bits : found) bits = 0;
-          ++blocks.grid_row;  // The last row of the tile ends the loop, if not a block.
+          ++blocks.grid_row;  // a partial block at the end of the tile is raised after its last row
         }
       });
 }
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kSliceThreads, kColumns ? 3 : 4)
 template <class In>
 Status AmaxSlices(const Exec<Cuda>& exec, const Slice* slices, int64_t n, const uint32_t* starts,
                   const SliceRule& rule, float* amax) {
-  // Lanes of a block are a power of two of neighbours, and all of them in one tile.
+  // Lanes of a block must be a power of two of neighbours, all in one tile.
   const int64_t cols = rule.block_cols;
   const bool lanes = rule.block_rows == 0 || cols % kSliceCols == 0 ||
                      (kSliceCols % cols == 0 && cols % kSliceLane == 0);

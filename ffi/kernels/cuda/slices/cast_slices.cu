@@ -1,11 +1,11 @@
-// cast_slices: the codes of flat slices of many weights, in place, in one launch.
+// CastSlices: codes of flat slices of many weights, in place, in one launch.
 //
-// Reads each slice once and writes its codes: 5 bytes an element from float32 to FP8, 4.5 to E2M1,
-// and 4 for each scale, loaded together with the elements, not after them. Work is mapped to
-// threads as slices.cuh says. A lane has the four elements of 4, or 2, bytes, so it alone writes
-// them: whole where the slice has all, else byte by byte, and of a byte that the slice has half of,
-// the other half is what was there. Equals the loop over core/slices.h: multiplication by
-// __fmul_rn, EncodePair and FourE2M1 for Encode.
+// Reads each slice once and writes its codes: 5 bytes per element from float32 to FP8, 4.5 to E2M1,
+// and 4 per scale, loaded together with the elements. slices.cuh maps work to threads. A lane has
+// the four elements of 4 bytes, or of 2, so no other lane writes them. It writes them together if
+// the slice has all, else byte by byte. If the slice has half of a byte, the other half keeps its
+// value. Equals the loop over core/slices.h, with __fmul_rn for multiplication, and EncodePair and
+// FourE2M1 for Encode.
 #include <type_traits>
 
 #include "core/stochastic.h"
@@ -15,8 +15,8 @@
 namespace qshard::kernels {
 namespace {
 
-// encode(v, i): the codes of v, which lie from element i on in the weight, from the low bits up.
-// kResident: blocks of threads that a multiprocessor holds, as an H200 runs fastest.
+// encode(v, i) returns the codes of v, which start at element i of the weight, from the low bits
+// up. kResident: thread blocks per multiprocessor, tuned on an H200.
 template <class Code>
 struct Nearest {
   using Format = Code;
@@ -38,7 +38,7 @@ struct Stochastic {
 
   __device__ __forceinline__ void Begin(int index) { seed = FromWords(seeds + 2 * index); }
   __device__ __forceinline__ uint32_t operator()(const float (&v)[kSliceLane], int64_t i) const {
-    // Four neighbours, of which the first has an even index, are in one or two calls of Philox.
+    // Four neighbours from an even index on are in one or two Philox calls.
     PhiloxWords words = Philox4x32(i >> 4, seed);
     uint32_t codes = 0;
 #pragma unroll
@@ -53,8 +53,8 @@ struct Stochastic {
   uint64_t seed;
 };
 
-// Where blocks are in tiles: a lane's elements in a row are all of one block of one row; or those
-// in a column are all of one block; or neither, and tiles are kPartial.
+// Position of blocks in tiles. InRows: a lane's elements in a row are in one block of one row.
+// InColumns: a lane's elements in a column are in one block. Otherwise tiles are kPartial.
 __device__ __forceinline__ bool InRows(const SliceTable& table) {
   return table.rule.block_rows == 1 && table.rule.block_cols % kSliceLane == 0;
 }
@@ -73,7 +73,8 @@ __device__ __forceinline__ void CastTile(const SliceTable& table, const SliceTil
   const bool in_rows = InRows(table), in_columns = InColumns(table);
   const bool vectors =
       kKind == TileKind::kVectors || LanesAligned(tile, data, kSliceLane / kPerByte);
-  // The scale of element j of the lane in row r. Rows after the slice may be none of the weight's.
+  // Returns the scale of element j of the lane in row r. Rows after the slice may be outside the
+  // weight.
   const auto scale_of = [&](int r, int j) {
     if (!kWhole && (tile.col + j >= tile.cols || tile.Index(r) >= tile.end)) return 0.0f;
     return __ldg(scale + slice.grid + (tile.row + r) / table.rule.block_rows * width +

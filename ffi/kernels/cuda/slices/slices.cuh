@@ -1,11 +1,11 @@
-// Flat slices of many weights, in one launch: which slice a block of threads has a part in, and the
-// tiles in which a warp walks over it.
+// Flat slices of many weights in one launch: the slice of a thread block, and the tiles that a warp
+// visits.
 //
-// A weight [rows, cols] is seen in tiles of 16 rows and 128 columns from its first element on,
-// wherever the slice starts. A warp takes tiles, a lane four neighbouring columns of each: whole
-// blocks of 1x16 to 16x128 elements lie in one tile, and whole bytes of codes belong to one lane.
-// Where the slice starts is read from device memory, so the host launches as many tiles as it could
-// touch.
+// A weight [rows, cols] is divided into tiles of 16 rows and 128 columns from its first element on,
+// wherever the slice starts. A warp takes tiles, and a lane four neighbouring columns of each. So
+// blocks from 1x16 to 16x128 elements lie in one tile, and bytes of codes belong to one lane. The
+// slice's start is read from device memory, so the host launches enough thread blocks for any
+// start.
 #ifndef QSHARD_KERNELS_CUDA_SLICES_SLICES_CUH_
 #define QSHARD_KERNELS_CUDA_SLICES_SLICES_CUH_
 
@@ -32,15 +32,16 @@ struct SliceEntry {
   unsigned first;
 };
 
-// Parts are blocks of threads.
+// Parts are thread blocks.
 struct SliceTable : TensorTable<SliceEntry, 448> {
-  const uint32_t* starts;  // of the slices here
-  SliceRule rule;          // one block is many rows of kSliceCols
-  int tiles;               // that a warp takes, one after the other
+  const uint32_t* starts;  // of the slices in this table
+  SliceRule rule;          // if the weight is one block, the block has many rows of kSliceCols
+  int tiles;               // consecutive tiles of a warp
 };
 
-// A weight without other structure is seen as rows of a tile's width, so that tiles are contiguous,
-// and their blocks too: one that is one block, or whose blocks are of one row and cut such rows.
+// Returns the entry of a slice. If the shape of the weight does not matter, it is viewed as rows of
+// a tile's width, so that tiles and their blocks are contiguous. That is the case if the weight is
+// one block, or if 1-D blocks divide such rows.
 inline SliceEntry EntryOf(const Slice& slice, const SliceRule& rule) {
   const bool flat =
       rule.block_rows == 0 || (rule.block_rows == 1 && kSliceCols % rule.block_cols == 0 &&
@@ -50,7 +51,7 @@ inline SliceEntry EntryOf(const Slice& slice, const SliceRule& rule) {
           cols,    slice.grid, slice.whole,  0};
 }
 
-// Blocks of threads that a slice needs, wherever it starts.
+// Returns the thread blocks that a slice needs, wherever it starts.
 inline int64_t BlocksFor(const SliceEntry& slice, int tiles) {
   if (slice.length == 0 || slice.size == 0) return 0;
   const int64_t strip = slice.cols * kSliceRows;
@@ -59,16 +60,16 @@ inline int64_t BlocksFor(const SliceEntry& slice, int tiles) {
   return CeilDiv(strips * CeilDiv(slice.cols, kSliceCols), kSliceWarps * tiles);
 }
 
-// Calls launch(table, begin) for all slices: once, or once for every table of them, which are those
-// from `begin` on.
+// Calls launch(table, begin) for all slices, once per table. `begin` is the first slice of the
+// table.
 template <class Launch>
 Status ForEachSliceTable(const Slice* slices, int64_t n, const uint32_t* starts,
                          const SliceRule& rule, const Launch& launch) {
   SliceTable table;
   table.rule = rule;
   if (rule.block_rows == 0) table.rule.block_rows = INT64_MAX, table.rule.block_cols = kSliceCols;
-  // Fewer warps then look at the amax of the tensor, which each does behind what it stored of
-  // blocks.
+  // With more tiles a warp, fewer warps read the tensor's amax, which each does after its stores of
+  // block amaxes.
   table.tiles = rule.block_rows == 1 && rule.whole == WholeAmax::kTensor ? 8 : 1;
   const auto enter = [&](int64_t i, SliceEntry& slice) {
     slice = EntryOf(slices[i], rule);
@@ -93,7 +94,7 @@ struct SliceTile {
     top = begin / (cols * kSliceRows);
   }
 
-  // Goes to the i-th tile of the warp.
+  // Moves to the i-th tile of the warp.
   __device__ __forceinline__ void Take(int i) {
     const uint32_t number = tile + i * kSliceWarps, down = number / across;
     row = (top + down) * kSliceRows;
@@ -104,14 +105,14 @@ struct SliceTile {
     last = first + (kSliceRows - 1) * cols + min(cols - left, int64_t{kSliceCols}) - 1;
   }
 
-  // Whether the slice has none of the tile, or all of a whole one.
+  // Returns whether the slice has no part of the tile, or all of a whole tile.
   __device__ __forceinline__ bool Empty() const { return first >= end || last < begin; }
   __device__ __forceinline__ bool Whole() const {
     return first >= begin && last < end && all_cols && cols < kMaxCols;
   }
 
   __device__ __forceinline__ int64_t Index(int r) const { return (row + r) * cols + col; }
-  // Which of the lane's elements in a row are in the slice: those from `first` up to `last`.
+  // The lane's elements in a row that are in the slice: `first` to `last` (exclusive).
   struct Part {
     int first, last;
     __device__ __forceinline__ bool Has(int j) const { return j >= first && j < last; }
@@ -124,16 +125,17 @@ struct SliceTile {
             static_cast<int>(max(min(last, int64_t{kSliceLane}), int64_t{0}))};
   }
 
-  static constexpr int64_t kMaxCols = 1 << 30;  // rows of whole tiles are 32 bits of bytes apart
-  int index;                                    // of the slice in the table
+  // Byte offsets between rows of whole tiles fit in 32 bits.
+  static constexpr int64_t kMaxCols = 1 << 30;
+  int index;  // of the slice in the table
   int64_t cols, begin, end, top;
-  uint32_t across, tile;  // tiles in a row of them; the first of the warp
+  uint32_t across, tile;  // tiles in a row of tiles; the first tile of the warp
   int64_t row, col;       // of the lane's first element
-  int64_t first, last;    // elements of the tile, counted in the weight
+  int64_t first, last;    // elements of the tile, as indices in the weight
   bool all_cols;          // the weight has all columns of the tile
 };
 
-// Four elements, each rounded as asked: to bfloat16, or else to float16. NaN is some NaN.
+// Rounds four elements to bfloat16 or else float16. NaN payloads may differ.
 __device__ __forceinline__ void RoundFour(RoundedTo to, float (&v)[kSliceLane]) {
   if (to == RoundedTo::kBFloat16)
     WidenWords<bfloat16>(NarrowWords<bfloat16>(v), v);
@@ -141,16 +143,16 @@ __device__ __forceinline__ void RoundFour(RoundedTo to, float (&v)[kSliceLane]) 
     WidenWords<float16>(NarrowWords<float16>(v), v);
 }
 
-// What a slice has of a tile: all of it, which vectors can move; all of it; or a part.
+// A slice's share of a tile: all of it as aligned vectors, all of it, or a part.
 enum class TileKind { kVectors, kScalars, kPartial };
 
-// Whether what a lane has in a row is aligned, `p` being where the weight begins.
+// Returns whether a lane's elements in each row are aligned. `p` points to the start of the weight.
 __device__ __forceinline__ bool LanesAligned(const SliceTile& tile, const void* p, int bytes) {
   return tile.cols % kSliceLane == 0 && reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// Calls use(kind) for the tiles of the warp that the slice has a part of. `kind` is the TileKind as
-// a constant, `least` or a later one.
+// Calls use(kind) for the warp's tiles that overlap the slice. `kind` is the TileKind as a
+// constant, `least` or a later one.
 template <class In, class Use>
 __device__ __forceinline__ void ForEachTile(const SliceTable& table, SliceTile& tile,
                                             TileKind least, const Use& use) {
@@ -171,9 +173,9 @@ __device__ __forceinline__ void ForEachTile(const SliceTable& table, SliceTile& 
   }
 }
 
-// Calls use(r, v, fetched) for the rows of the tile from its first on, some at a time: v[k] are the
-// lane's elements in row r + k, zeros where the slice has none, and fetched[k] is fetch(r + k),
-// which is for what else must be loaded: all loads of these rows are in flight together.
+// Calls use(r, v, fetched) for the rows of the tile, some at a time. v[k] are the lane's elements
+// in row r + k, zero outside the slice, and fetched[k] is fetch(r + k), for other loads. All loads
+// of these rows are in flight together.
 template <class In, TileKind kKind, class Fetch, class Use>
 __device__ __forceinline__ void ForEachTileRows(const SliceTile& tile, const In* x, RoundedTo to,
                                                 const Fetch& fetch, const Use& use) {
@@ -193,7 +195,7 @@ __device__ __forceinline__ void ForEachTileRows(const SliceTile& tile, const In*
 #pragma unroll
       for (int l = 0; l < kLoads; ++l) {
         w[k][l] = {};
-        if (part.Has(l))  // The four of a lane share lines: they stay in L1.
+        if (part.Has(l))  // a lane's four share lines, so they stay in L1
           w[k][l] =
               Load<kBytes, kVectors ? Read::kOnce : Read::kCached>(from + int64_t{k} * step + l);
       }

@@ -1,14 +1,13 @@
-// Tiles of 128 x 128 elements, and transposing codes in them: in registers, and on their way
-// through shared memory.
+// Tiles of 128 x 128 elements, and the transpose of their codes in registers and shared memory.
 //
-// A block of 256 threads takes a tile. Each thread holds a patch of 8 rows x 8 columns in
+// A thread block of 256 threads takes a tile. Each thread keeps a patch of 8 rows x 8 columns in
 // registers, transposes its codes there, and puts each column of the patch into shared memory,
-// where the tile lies transposed; the block then writes whole columns. So a warp reads and writes
-// only whole lines on every side.
+// which has the transposed tile. Then the thread block writes whole columns. So a warp reads and
+// writes only whole lines on every side.
 //
-// Shared memory holds a column as 16 chunks of the codes of 8 rows, chunk k of column c at place
-// k ^ (c / 8). A warp stores chunks of 16 patches side by side: 16 columns 8 apart, so 16 places,
-// so no two in one bank; it loads columns as they lie, in one order or another.
+// Shared memory stores a column as 16 chunks with the codes of 8 rows each, and chunk k of column c
+// at position k ^ (c / 8). A warp stores chunks of 16 neighbouring patches: 16 columns, 8 apart, so
+// 16 positions and no bank conflicts. It loads columns in storage order.
 #ifndef QSHARD_KERNELS_CUDA_TRANSPOSE_TILE_CUH_
 #define QSHARD_KERNELS_CUDA_TRANSPOSE_TILE_CUH_
 
@@ -27,20 +26,20 @@ constexpr int kPatch = kEight;
 constexpr int kPatches = kTile / kPatch;  // in a row or a column of the tile
 constexpr int kTileThreads = kPatches * kPatches;
 
-// --- which tile ---
+// --- position of a tile ---
 
 struct Tile {
-  int64_t matrix, row, col;  // its first element
-  int height, width;         // of its part inside the matrix
+  int64_t matrix, row, col;  // of its first element
+  int height, width;         // of the part inside the matrix
 
-  // Rows of the patch at (row, col) that the matrix has. Its columns exist together or not at all:
-  // they are a vector.
+  // Returns the rows of the patch at (row, col) that exist in the matrix. Its columns are one
+  // vector, so all of them exist or none.
   __device__ __forceinline__ int PatchHeight(int row, int col) const {
     return col < width ? height - row : 0;
   }
 };
 
-// The tiles of `batch` matrices of [rows, cols], numbered along rows of tiles. Less than 2^31.
+// The tiles of `batch` matrices [rows, cols], numbered along rows of tiles. Fewer than 2^31.
 struct TileGrid {
   TileGrid(int64_t batch, int64_t rows, int64_t cols)
       : rows(rows),
@@ -76,8 +75,8 @@ struct TileGrid {
 
 // --- device memory to registers ---
 
-// The first `height` rows of a patch, and zeros. The whole patch has a branch to itself, so that
-// nothing, not even a predicate, comes between its loads.
+// Loads the first `height` rows of a patch, and zeros for the rest. Whole patches have their own
+// branch, so that not even a predicate separates their loads.
 template <Read kRead, class T>
 __device__ __forceinline__ void LoadRows(const T* from, int64_t stride, int height,
                                          Words<kPatch * sizeof(T)> (&rows)[kPatch]) {
@@ -94,7 +93,7 @@ __device__ __forceinline__ void LoadRows(const T* from, int64_t stride, int heig
   }
 }
 
-// --- transposing: in registers ---
+// --- transpose in registers ---
 
 // out[i] = byte i of a, b, c, d.
 __device__ __forceinline__ void Transpose4x4(uint32_t a, uint32_t b, uint32_t c, uint32_t d,
@@ -107,7 +106,7 @@ __device__ __forceinline__ void Transpose4x4(uint32_t a, uint32_t b, uint32_t c,
   out[3] = __byte_perm(ab23, cd23, 0x7632);
 }
 
-// Codes of eight rows, as columns.
+// Transposes codes of eight rows to columns.
 template <class Code>
 __device__ __forceinline__ void TransposeCodes(const EightCodes<Code> (&rows)[kPatch],
                                                EightCodes<Code> (&columns)[kPatch]) {
@@ -121,7 +120,7 @@ __device__ __forceinline__ void TransposeCodes(const EightCodes<Code> (&rows)[kP
       for (int i = 0; i < 4; ++i) columns[half * 4 + i] = {{upper[i], lower[i]}};
     }
   } else {
-    // Pairs of rows trade nibbles, so that bytes hold two rows of even, or of odd, columns.
+    // Pairs of rows exchange nibbles, so that bytes have two rows of even, or of odd, columns.
     constexpr uint32_t kLow = 0x0F0F0F0Fu;
     uint32_t even[4], odd[4], out[4];
 #pragma unroll
@@ -139,7 +138,7 @@ __device__ __forceinline__ void TransposeCodes(const EightCodes<Code> (&rows)[kP
   }
 }
 
-// --- through shared memory ---
+// --- transpose through shared memory ---
 
 // A tile of transposed codes in shared memory.
 template <class Code>
@@ -148,12 +147,12 @@ struct TransposedTile {
   static constexpr int kColumnBytes = kPatches * kChunkBytes;
   using Bytes = uint8_t[kTile * kColumnBytes];
 
-  // Where chunk `chunk` of column `col` is.
+  // Returns the offset of chunk `chunk` of column `col`.
   static __device__ __forceinline__ int Offset(int col, int chunk) {
     return col * kColumnBytes + (chunk ^ (col / kPatch)) * kChunkBytes;
   }
 
-  // Puts the columns of the patch at patch row `down`, patch column `across`.
+  // Stores the columns of the patch at patch row `down` and patch column `across`.
   static __device__ __forceinline__ void Put(uint8_t* tile, int down, int across,
                                              const EightCodes<Code> (&columns)[kPatch]) {
 #pragma unroll
@@ -166,8 +165,8 @@ struct TransposedTile {
     }
   }
 
-  // Writes the tile to its place in the transposed matrices. `wide`: every column of them starts at
-  // a multiple of 16 codes, aligned, and is one long; so it is if codes are packed.
+  // Writes the tile to the transposed matrices. `wide`: each of their columns is aligned and has a
+  // multiple of 16 codes. Packed codes require that.
   template <Write kWrite>
   static __device__ __forceinline__ void WriteOut(const uint8_t* tile, const Tile& t,
                                                   const TileGrid& grid, bool wide, uint8_t* out) {
@@ -187,7 +186,7 @@ struct TransposedTile {
             *reinterpret_cast<const Vector*>(tile + (Offset(col, 2 * lane) & ~(kBytes - 1)));
         Words<kBytes> loaded, chunks;
         memcpy(&loaded, &u, kBytes);
-        // Chunks 2 lane and 2 lane + 1 are neighbours, in this order or the other.
+        // Chunks 2 lane and 2 lane + 1 are neighbours, in this order or swapped.
         const bool swapped = col / kPatch % 2 == 1;
         constexpr int kWords = kBytes / 4;
 #pragma unroll
@@ -197,8 +196,8 @@ struct TransposedTile {
       }
     } else if constexpr (!kPacked<Code>) {
       out += grid.OffsetT(t, 0, 0);
-      // A warp takes a column: aligned words of 4 bytes, put together from two words of the tile,
-      // and bytes at the ends.
+      // A warp takes a column: aligned 4-byte words, assembled from two words of the tile, and
+      // single bytes at the ends.
       constexpr int kWarps = kTileThreads / 32;
       for (int col = threadIdx.x / 32; col < t.width; col += kWarps) {
         uint8_t* to = out + col * grid.rows;
@@ -221,7 +220,7 @@ struct TransposedTile {
   }
 };
 
-// Whether WriteOut is wide.
+// Returns whether WriteOut can be `wide`.
 template <class Code>
 bool WideColumns(int64_t rows, const uint8_t* out) {
   return rows % 16 == 0 && IsAligned(out, 2 * kStoredBits<Code>);

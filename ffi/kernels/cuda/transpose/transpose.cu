@@ -1,12 +1,11 @@
-// transpose, transpose_packed and transpose_each: transposes of matrices of bytes, nibbles or
-// 32-bit words, all of them in one launch.
+// TransposeEach: transposes of matrices of bytes, nibbles or 32-bit words, all in one launch.
 //
-// Reads and writes each byte once. A tile has 256 rows of 128 bytes: whole lines move on both
-// sides. A block of threads walks over tiles, the copies of the next two into shared memory under
-// way while it writes one. ldmatrix transposes pairs of bytes as it reads shared memory; a thread
-// gets 16 bytes of a column, and permutes. Any shape and alignment will do. Vectors move where the
-// rows of both sides are multiples of 16 bytes and start so aligned; else, and for words, which are
-// small grids of scales, elements move one by one.
+// Reads and writes each byte once. A tile has 256 rows of 128 bytes, so whole lines move on both
+// sides. A thread block walks over tiles. While it writes one, the next two are copied to shared
+// memory. ldmatrix transposes pairs of bytes as it reads shared memory. A thread gets 16 bytes of a
+// column and permutes them. Any shape and alignment works. Vectors need rows of a multiple of 16
+// bytes, aligned to 16, on both sides. Otherwise, and for words, which are small grids of scales,
+// elements move one by one.
 #include <type_traits>
 
 #include "kernels/cuda/divider.cuh"
@@ -22,11 +21,11 @@ constexpr int kRows = 256, kBytes = 128, kTileBytes = kRows * kBytes;
 constexpr int kChunk = 16, kChunks = kBytes / kChunk;  // bytes of a chunk, chunks of a row
 constexpr int kFewMatrices = 4, kManyMatrices = 448;
 
-struct Matrix {  // or a batch of them, one after the other
+struct Matrix {  // or a batch of matrices, back to back
   const uint8_t* data;
   uint8_t* data_t;
   int64_t width, width_t;        // bytes of a row
-  Divider tiles_of_one, across;  // tiles of one matrix, and of a row of tiles
+  Divider tiles_of_one, across;  // tiles in a matrix, and in a row of tiles
   unsigned first;
   uint8_t bits;
   bool vectors;
@@ -35,7 +34,7 @@ struct Matrix {  // or a batch of them, one after the other
 template <int kMatrices>
 using MatrixTable = TensorTable<Matrix, kMatrices>;
 
-// A matrix in registers: a block of threads mostly stays in one, and waits for nothing then.
+// A matrix in registers, because a thread block mostly stays in one and then needs no loads.
 struct Cursor {
   Matrix m;
   int end;  // the first tile after it
@@ -52,7 +51,7 @@ struct ByteTile {
   const uint8_t* data;  // its first element
   uint8_t* data_t;
   int64_t width, width_t;
-  int rows, bytes;  // that there are
+  int rows, bytes;  // that exist
 };
 
 __device__ __forceinline__ ByteTile ByteTileAt(const Matrix& m, int index) {
@@ -83,14 +82,15 @@ __device__ __forceinline__ void CopyAsync(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void EndCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last kLeft groups of copies have arrived.
+// Waits until all but the last kLeft groups of copies have arrived.
 template <int kLeft>
 __device__ __forceinline__ void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// Four matrices of 8 rows of 8 pairs of bytes; lane l gives the address of row l % 8 of matrix
-// l / 8, and gets of each column l / 4 its pairs in rows l % 4 * 2, low, and l % 4 * 2 + 1, high.
+// Loads four matrices of 8 rows of 8 pairs of bytes, transposed. Lane l passes the address of row l
+// % 8 of matrix l / 8. For each matrix it gets column l / 4, rows l % 4 * 2 (low) and l % 4 * 2 + 1
+// (high).
 __device__ __forceinline__ void LoadColumns(uint32_t at, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -98,12 +98,12 @@ __device__ __forceinline__ void LoadColumns(uint32_t at, uint32_t (&r)[4]) {
                : "memory");
 }
 
-// A thread gets kRun rows that follow one another, 16 bytes of a column of the transpose; so rows 0
-// and 1, kRun and kRun + 1 and so on make a matrix of ldmatrix. They lie in 8 different places.
+// A thread gets kRun consecutive rows, 16 bytes of a column of the transpose. So rows 0 and 1, kRun
+// and kRun + 1, and so on form a matrix of ldmatrix. They are at 8 different positions.
 template <int kBits>
 constexpr int kRun = 16 * 8 / kBits;
 
-// Where chunk `chunk` of row `row` of a tile is.
+// Returns the offset of chunk `chunk` of row `row` of a tile.
 template <int kBits>
 __device__ __forceinline__ int ChunkOffset(int row, int chunk) {
   return row * kBytes + (chunk ^ (row / kRun<kBits> % 4 * 2 + row % 2)) * kChunk;
@@ -124,16 +124,18 @@ __device__ __forceinline__ void Fetch(const ByteTile& t, uint32_t tile) {
 
 // --- shared memory to device memory ---
 
-// Words i of 16 bytes of 2 columns of bytes, or of 4 of nibbles, from 4 or 8 rows of them, two a
-// word.
-__device__ __forceinline__ void Turn(const uint32_t (&r)[8], int i, Words<kChunk> (&out)[2]) {
+// Computes word i of 16 bytes of 2 columns of bytes, or 4 columns of nibbles, from 4 or 8 rows of
+// them, two rows a word.
+__device__ __forceinline__ void TransposeWord(const uint32_t (&r)[8], int i,
+                                              Words<kChunk> (&out)[2]) {
   out[0].w[i] = __byte_perm(r[2 * i], r[2 * i + 1], 0x6420);
   out[1].w[i] = __byte_perm(r[2 * i], r[2 * i + 1], 0x7531);
 }
-__device__ __forceinline__ void Turn(const uint32_t (&r)[16], int i, Words<kChunk> (&out)[4]) {
+__device__ __forceinline__ void TransposeWord(const uint32_t (&r)[16], int i,
+                                              Words<kChunk> (&out)[4]) {
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    // Bytes k of even rows, then of odd rows; then those of all even rows, and of all odd rows.
+    // Bytes k of even rows, then of odd rows; then all even rows, and all odd rows.
     const uint32_t select = k == 0 ? 0x6240 : 0x7351;
     const uint32_t upper = __byte_perm(r[4 * i], r[4 * i + 1], select);
     const uint32_t lower = __byte_perm(r[4 * i + 2], r[4 * i + 3], select);
@@ -146,7 +148,7 @@ __device__ __forceinline__ void Turn(const uint32_t (&r)[16], int i, Words<kChun
 
 template <int kBits>
 __device__ __forceinline__ void WriteTile(const ByteTile& t, uint32_t tile) {
-  constexpr int kPerByte = 8 / kBits, kColumns = 2 * kPerByte;  // of a pair of bytes
+  constexpr int kPerByte = 8 / kBits, kColumns = 2 * kPerByte;  // in a pair of bytes
   constexpr int kUnitRows = 4 * kRun<kBits>, kUnits = kRows / kUnitRows;
   const int64_t width_t = t.width_t;
   const int lane = threadIdx.x % 32;
@@ -165,7 +167,7 @@ __device__ __forceinline__ void WriteTile(const ByteTile& t, uint32_t tile) {
     }
     Words<kChunk> out[kColumns];
 #pragma unroll
-    for (int i = 0; i < kChunk / 4; ++i) Turn(r, i, out);
+    for (int i = 0; i < kChunk / 4; ++i) TransposeWord(r, i, out);
     const int at = top / kPerByte + lane % 4 * kChunk;
     const int column = chunk * kChunk * kPerByte + lane / 4 * kColumns;
     uint8_t* to = t.data_t + column * width_t + at;
@@ -177,9 +179,9 @@ __device__ __forceinline__ void WriteTile(const ByteTile& t, uint32_t tile) {
 
 // --- elements one by one ---
 
-// A warp reads along a row, and writes along a column: a thread takes an element of each row of the
-// transpose; two, if they share a byte. `tile`: the tile's place in shared memory, where words of
-// rows that follow one another are in 32 different banks.
+// A warp reads along a row and writes along a column. A thread takes one element of each row of the
+// transpose, or two that share a byte. `tile` is in shared memory, where words of consecutive rows
+// are in 32 different banks.
 template <int kBits>
 __device__ __forceinline__ void MoveElements(const ByteTile& t, uint8_t* tile) {
   using T = std::conditional_t<kBits == 32, uint32_t, uint8_t>;
@@ -196,7 +198,7 @@ __device__ __forceinline__ void MoveElements(const ByteTile& t, uint8_t* tile) {
   __syncthreads();
   const int row = threadIdx.x * kPerT;
   if (row >= t.rows) return;
-  const int64_t width_t = t.width_t / kSize;  // in T
+  const int64_t width_t = t.width_t / kSize;  // in units of T
   T* to = reinterpret_cast<T*>(t.data_t) + threadIdx.x;
 #pragma unroll 8
   for (int i = 0; i < t.bytes; i += kSize, to += kPerT * width_t) {
@@ -284,7 +286,7 @@ Status TransposeTables(const Exec<Cuda>& exec, const TransposePair* pairs, int64
 
 Status TransposeEach(const Exec<Cuda>& exec, const TransposePair* pairs, int64_t n) {
   const int64_t bytes = n == 1 ? pairs->batch * pairs->rows * pairs->cols * pairs->bits / 8 : 0;
-  if (bytes > 0 && std::min(pairs->rows, pairs->cols) == 1)  // the same memory
+  if (bytes > 0 && std::min(pairs->rows, pairs->cols) == 1)  // the memory is the same
     return ToStatus(
         cudaMemcpyAsync(pairs->data_t, pairs->data, bytes, cudaMemcpyDeviceToDevice, exec.stream));
   return n <= kFewMatrices ? TransposeTables<kFewMatrices>(exec, pairs, n)
