@@ -173,7 +173,7 @@ def list_layers(reasons: Mapping[str, str]) -> str:
     """Lists layers by reason, for a message. It names the first of several layers whose names differ in numbers alone.
 
     >>> list_layers({f"layers.{i}.{name}": "3-D" for name in ("w1", "w2") for i in range(32)} | {"head": "tied"})
-    'layers.0.w1, layers.0.w2 (3-D; 62 more alike), head (tied)'
+    'layers.0.w1, layers.0.w2 (3-D; 62 more like these), head (tied)'
     """
     groups: dict[str, dict[str, list[str]]] = {}
     for name, reason in reasons.items():

@@ -154,7 +154,8 @@ def test_layers_that_other_tools_have_changed_stay():
     model = nn.Sequential(*layers)
     text = warning_of(model)
     assert (
-        "0 (its forward was replaced), 1 (its weight is computed; 1 more alike), 3 (its weight is a Special);" in text
+        "0 (its forward was replaced), 1 (its weight is computed; 1 more like these), 3 (its weight is a Special);"
+        in text
     )
     assert [type(layer) for layer in model] == [nn.Linear] * 4 + [Linear]
 

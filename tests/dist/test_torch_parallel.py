@@ -169,7 +169,7 @@ def test_operands_that_do_not_belong_together():
         layer.forward(x)
     with pytest.raises(TypeError, match=r"bias is not a DTensor, but weight is"):
         linear(whole, layer.weight, torch.ones(32), layer.recipe)
-    with pytest.raises(ValueError, match=r"weight .* is cut as Partial.*use Shard.0., Shard.1. or Replicate"):
+    with pytest.raises(ValueError, match=r"weight .* has placement Partial.*use Shard.0., Shard.1. or Replicate"):
         linear(whole, DTensor.from_local(torch.ones(32, 32), mesh["tp"], [Partial()]), None, layer.recipe)
     fully_shard(model, mesh=mesh["shard"])
     with pytest.raises(ValueError, match=r"is not on the mesh of x.*call the module that fully_shard wraps"):

@@ -194,7 +194,7 @@ def test_wrappers_and_second_optimizers(stage):
             DistributedDataParallel(model)(torch.zeros(1, 4, device=torch_ranks.device))
         del optimizer
     if not stage:
-        with pytest.raises(ValueError, match=r"\(QuantizedTensor\) has no float32 values; make the model anew"):
+        with pytest.raises(ValueError, match=r"\(QuantizedTensor\) has no float32 values; make the model from"):
             ZeroOptimizer(copy.deepcopy(convert_and_take()))
 
 
