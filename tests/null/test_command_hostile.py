@@ -161,7 +161,7 @@ def test_ways_to_name_no_checkpoint(tmp_path):
     for name in "abcd":
         write(tmp_path / f"{name}.safetensors", {"w": W})
     assert (
-        "has more than one safetensors checkpoint (4 (a.safetensors, b.safetensors, c.safetensors, ...)); name a file"
+        "has more than one safetensors checkpoint: 4 (a.safetensors, b.safetensors, c.safetensors, ...); name a file"
         in refused("report", tmp_path)
     )
     os.mkfifo(tmp_path / "pipe")
