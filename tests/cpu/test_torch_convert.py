@@ -133,7 +133,8 @@ def test_what_stays_as_it_is_and_why():
     convert(model, RECIPE, filter=lambda layer, name: name == "first")
     assert {name: type(layer) for name, layer in model.items()} == {**types, "first": Linear}
     with pytest.raises(
-        ValueError, match=r"^convert: model .Doubled. has nothing to convert: it .Doubled overrides for"
+        ValueError,
+        match=r"^convert: model .Doubled. has no layer that can be converted: the model .Doubled overrides for",
     ):
         convert(model["doubled"], RECIPE)
 

@@ -192,7 +192,7 @@ def test_recipes_by_layer():
 
 def test_layers_without_a_pattern_are_named():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    assert "convert: 1 of 2 layers were not converted: 1 (no pattern matches it); leave" in warned(
+    assert "convert: 1 of 2 layers were not converted: 1 (no pattern matches it); exclude" in warned(
         model, {"0": "MXFP8"}
     )
     assert kinds(model) == {"0": "MXFP8"}

@@ -141,10 +141,15 @@ def test_a_weight_on_every_rank():
 
 GRADIENTS = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_1x128")
 WITHIN = [
-    ("MXFP8", ColwiseParallel, (64, 96), r"weight \(96, 64\) .*: shards of 48 rows meet weights in blocks of 32"),
-    ("NVFP4", RowwiseParallel, (48, 32), r"shards of 24 columns meet weights in blocks of 16, of NVFP4_16x16"),
-    (GRADIENTS, ColwiseParallel, (16, 128), r"shards of 64 rows meet gradients in blocks of 128"),
-    ("BlockScaling", RowwiseParallel, (192, 128), r"shards of 96 columns meet weights in blocks of 128"),
+    (
+        "MXFP8",
+        ColwiseParallel,
+        (64, 96),
+        r"weight \(96, 64\) has shards of 48 rows, which split the weight blocks of 32",
+    ),
+    ("NVFP4", RowwiseParallel, (48, 32), r"shards of 24 columns, which split the weight blocks of 16 of NVFP4_16x16"),
+    (GRADIENTS, ColwiseParallel, (16, 128), r"shards of 64 rows, which split the gradient blocks of 128"),
+    ("BlockScaling", RowwiseParallel, (192, 128), r"shards of 96 columns, which split the weight blocks of 128"),
 ]
 
 

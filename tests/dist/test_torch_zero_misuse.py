@@ -89,7 +89,7 @@ def test_weights_of_other_modules():
     tokens = torch.arange(4, device=torch_ranks.device)
     model = Lookup().to(torch_ranks.device)
     optimizer = ZeroOptimizer(model, shard_weights=True)
-    with pytest.raises(RuntimeError, match=r"embed.weight .* has no memory .*; call the module that has it"):
+    with pytest.raises(RuntimeError, match=r"embed.weight .* is freed between .*; call the module that owns it"):
         model(tokens)
     with pytest.raises(RuntimeError, match=r"output of a unit \(Lookup\) is its own weight, which is freed now"):
         model(None)
