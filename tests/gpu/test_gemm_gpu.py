@@ -178,7 +178,7 @@ def test_other_refusals():
     with pytest.raises(ValueError, match=r"workspace \(100 bytes\) is less than the \d+ that scales need"):
         product(a, b, pair, torch.bfloat16, workspace=100)
     moved = torch.empty(32 * 256 + 1, dtype=torch.uint8, device="cuda")[1:].view(32, 256)
-    with pytest.raises(ValueError, match="not aligned to 16 bytes, as tensor cores"):
+    with pytest.raises(ValueError, match="not aligned to 16 bytes, which tensor cores need"):
         product(a._replace(data=moved), b, pair, torch.bfloat16)
     odd = {"a_element": E4M3.name, "b_element": E4M3.name, "a_rows": 1, "b_rows": 1, "cols": 64}
     scales = [torch.ones(rows, 4, device="cuda") for rows in (32, 128)]
