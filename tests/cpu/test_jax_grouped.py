@@ -417,6 +417,6 @@ def test_explicit_meshes_are_refused():
     mesh = mesh_of(AxisType.Explicit)
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"Explicit axes \('expert', 'fsdp'\).*inside jax.shard_map"),
+        pytest.raises(ValueError, match=r"Explicit mesh axes \('expert', 'fsdp'\).*inside jax.shard_map"),
     ):
         as_rows(jax.device_put(X, NamedSharding(mesh, P())), W, SIZES, "CurrentScaling")
