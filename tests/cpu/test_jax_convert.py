@@ -108,7 +108,7 @@ def test_einsums_of_their_own_are_named():
     assert warned(Llama()) == (
         "convert: 9 of 13 layers were not converted: layers.0.kv_einsum, layers.0.o_proj, layers.0.q_einsum, "
         "layers.0.q_proj, lm_head (Einsum has its own w; pass its equation in einsums=; 4 more like these); "
-        "exclude them with filter= to silence this warning"
+        "exclude them with filter= to silence this"
     )
 
 
