@@ -175,7 +175,7 @@ def test_modules_that_are_called_with_the_equation():
     want = jax.jit(lambda x, w: einsum("BTD,NDH->BTNH", x, w, "CurrentScaling"))(x, module.w[...])
     assert_bits_equal(np.asarray(nnx.jit(lambda m, x: m("btd,ndh->btnh", x))(module, x)), np.asarray(want))
     with pytest.raises(
-        ValueError, match="^einsum: 'BTD,NDH->BNTH' is not 'BTD,NDH->BTNH', the equation of this Called in"
+        ValueError, match=r"^einsum: 'BTD,NDH->BNTH' is not 'BTD,NDH->BTNH', the equation of this Called in"
     ):
         module("BTD,NDH->BNTH", x)
 

@@ -294,7 +294,7 @@ def test_codes_as_weights(name):
     primary = PrimaryWeight.of(q)
     grads = jax.jit(value_and_grad(call, (1, 2) if recipe.stateful else (1,)))(X, primary, state)[1]
     assert_bits_equal(np.asarray(grads[0]), np.asarray(dw))
-    with pytest.raises(TypeError, match="w is quantized, and codes have no gradient|got uint8"):
+    with pytest.raises(TypeError, match=r"w is quantized, and codes have no gradient|got uint8"):
         jax.grad(call, 1)(X, q)
 
 
