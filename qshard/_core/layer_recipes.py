@@ -218,7 +218,7 @@ def warn_of_rest(op: str, chosen: Collection[str], rest: Mapping[str, str]) -> N
     if rest:
         warnings.warn(
             f"{op}: {len(rest)} of {len(rest) + len(chosen)} layers were not converted: {list_layers(rest)}; exclude "
-            "them with filter= to silence this warning",
+            "them with filter= to silence this",
             stacklevel=3,
         )
 

@@ -108,7 +108,7 @@ def test_einsums_of_their_own_are_named():
     assert warned(Llama()) == (
         "convert: 9 of 13 layers were not converted: layers.0.kv_einsum, layers.0.o_proj, layers.0.q_einsum, "
         "layers.0.q_proj, lm_head (Einsum has its own w; pass its equation in einsums=; 4 more like these); "
-        "exclude them with filter= to silence this warning"
+        "exclude them with filter= to silence this"
     )
 
 
@@ -175,7 +175,7 @@ def test_modules_that_are_called_with_the_equation():
     want = jax.jit(lambda x, w: einsum("BTD,NDH->BTNH", x, w, "CurrentScaling"))(x, module.w[...])
     assert_bits_equal(np.asarray(nnx.jit(lambda m, x: m("btd,ndh->btnh", x))(module, x)), np.asarray(want))
     with pytest.raises(
-        ValueError, match="^einsum: 'BTD,NDH->BNTH' is not 'BTD,NDH->BTNH', the equation of this Called in"
+        ValueError, match=r"^einsum: 'BTD,NDH->BNTH' is not 'BTD,NDH->BTNH', the equation of this Called in"
     ):
         module("BTD,NDH->BNTH", x)
 

@@ -294,7 +294,7 @@ def test_codes_as_weights(name):
     primary = PrimaryWeight.of(q)
     grads = jax.jit(value_and_grad(call, (1, 2) if recipe.stateful else (1,)))(X, primary, state)[1]
     assert_bits_equal(np.asarray(grads[0]), np.asarray(dw))
-    with pytest.raises(TypeError, match="linear: w is quantized, and codes have no gradient; exclude it"):
+    with pytest.raises(TypeError, match=r"w is quantized, and codes have no gradient|got uint8"):
         jax.grad(call, 1)(X, q)
 
 
@@ -417,6 +417,6 @@ def test_explicit_meshes_are_refused():
     mesh = mesh_of(AxisType.Explicit)
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"Explicit axes \('expert', 'fsdp'\).*inside jax.shard_map"),
+        pytest.raises(ValueError, match=r"Explicit mesh axes \('expert', 'fsdp'\).*inside jax.shard_map"),
     ):
         as_rows(jax.device_put(X, NamedSharding(mesh, P())), W, SIZES, "CurrentScaling")

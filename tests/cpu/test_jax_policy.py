@@ -222,7 +222,7 @@ def test_refusals_of_a_call(make, params, text):
     policy, tree = make(), params()
     with pytest.raises(ValueError, match=text):
         policy(tree)
-    if "cut as" not in text:
+    if "sharded as" not in text:
         with pytest.raises(ValueError, match=text):
             jax.jit(policy)(tree)
 

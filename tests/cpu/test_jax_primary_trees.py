@@ -29,9 +29,9 @@ RECIPE = "MXFP8"
 X = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
 VALUES = {"w": np.random.default_rng(1).standard_normal((32, 32)).astype(np.float32), "b": np.zeros(32, np.float32)}
 SGD = optax.sgd(0.1)
-AFTER = r"new codes of a PrimaryWeight: pass other transforms to qshard\.jax\.optimizer as inner>"
+AFTER = r"new codes of a PrimaryWeight: pass other transforms to qshard.jax.optimizer as inner"
 PARTS = r"a subtree of type\s+<class 'qshard.jax.(_quantized.primary.PrimaryWeight|_optim.updates.CodesUpdate)'>"
-CODES = r"PrimaryWeight: data \(jax\.Array, .*\)\) is not uint8: a tree function changed its codes; apply it to"
+CODES = r"PrimaryWeight: .* is not uint8: a tree function changed its codes; apply it to qshard.jax.dequantize_tree"
 
 
 def fresh():

@@ -125,7 +125,7 @@ def test_what_stays_as_it_is_and_why():
     assert warning_of(copy.deepcopy(model)) == (
         "convert: 6 of 7 layers were not converted: head (tied to embed.weight), doubled (Doubled overrides forward), "
         "attention (it multiplies in_proj_weight (q, k, v) and out_proj itself; use nn.Linear for each) and 3 more; "
-        "exclude them with filter= to silence this warning"
+        "exclude them with filter= to silence this"
     )
     late = {"first", "normed", "lazy", "slotted"}
     text = warning_of(copy.deepcopy(model), filter=lambda layer, name: name in late)

@@ -85,7 +85,7 @@ def test_weights_of_three_axes_are_named_once():
         "convert: 16 of 33 layers were not converted: layers.0.router (Router has its own weight; use "
         "nn.Linear instead; 7 more like these), layers.0.experts (w1, w2 with 3 axes, a weight per expert; use "
         "grouped_linear, or a GroupedLinear of nn.Linear layers; 7 more like these); exclude them with filter= "
-        "to silence this warning"
+        "to silence this"
     )
     assert "layers.0.experts (gate_up_proj with 3 axes, a weight per expert; use" in warned(Mixture(kind=OpenExperts))
 
@@ -234,7 +234,7 @@ def test_a_shared_weight_has_one_recipe():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1].weight = model[0].weight
     with pytest.raises(
-        ValueError, match=r"^convert: 1.weight \(MXFP8\) is also 0.weight \(CurrentScaling\), and a weigh"
+        ValueError, match=r"^convert: 1.weight \(MXFP8\) is also 0.weight \(CurrentScaling\), but a weigh"
     ):
         convert(model, {"0": "CurrentScaling", "1": "MXFP8"})
     silent(model, {"[01]": "MXFP8"})

@@ -162,7 +162,7 @@ def test_padding_is_no_class(reduction):
     loss = qt.cross_entropy(logits, labels, **given)
     loss.backward(torch.full_like(loss, 0.5))
     torch.testing.assert_close(logits.grad.t() @ x, of_w[own], **NEAR)
-    with pytest.raises(ValueError, match="labels contain 10, which is neither a class .0 to 9. nor"):
+    with pytest.raises(ValueError, match=r"labels contain 10, which is neither a class .0 to 9. nor"):
         qt.cross_entropy(logits, labels.where(labels != 9, torch.tensor(10)), **given)
     with pytest.raises(ValueError, match=r"num_classes .13. is more than the 12 columns of logits"):
         qt.cross_entropy(logits, labels, **given | {"num_classes": 13})
