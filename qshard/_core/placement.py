@@ -243,8 +243,8 @@ def quantize_boxes(
       draws: returns the Philox key and offset of a box.
 
     Yields:
-      The values of each box padded with zeros, the aligned box that they fill, and the plane of that box with the scales
-      of the whole matrix.
+      The values of each box padded with zeros, the aligned box that they fill, and the plane of that box with the
+      scales of the whole matrix.
     """
     for x, box in shards():
         box_amax(ops, xp, x, box, block, amaxes)

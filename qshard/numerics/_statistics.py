@@ -28,7 +28,7 @@ class Note(enum.StrEnum):
     NOTHING_COUNTS = "no error is measured: no element is finite both in x and as stored"
     NONFINITE_GIVEN = "SQNR and errors exclude elements that are infinite or NaN in x"
     NONFINITE_MADE = "SQNR and errors exclude finite elements that became infinite or NaN"
-    BEYOND_FLOAT32 = "some of x is outside the range of float32, and became 0 or infinite before it was measured"
+    BEYOND_FLOAT32 = "some of x is outside the range of float32, and became 0 or infinite first"
     ROTATED = "compared with the rotated tensor, not with x"
     SCALES = "some scales are 0, infinite or NaN, and have no exponent in the histogram"
 

@@ -94,7 +94,7 @@ def test_contenders_of_experts(monkeypatch):
     monkeypatch.setattr(bench_grouped, "DEVICE", "cpu")
     calls = bench_grouped.contenders(64, 128, 256, 4)
     expected = calls[bench_grouped.BASE]()
-    assert {name.split(",")[0] for name in calls} == {"bf16 torch", *bench_grouped.RECIPES}
+    assert {name.split(",")[0] for name in calls} == {"bf16 torch", "fp8 E4M3 codes", *bench_grouped.RECIPES}
     for call in calls.values():
         for a, b in zip(call(), expected, strict=True):
             assert a.shape == b.shape

@@ -61,7 +61,7 @@ def test_what_is_rotated_is_a_choice_of_its_plane(model):
         uniform = found["tradeoff"]["uniform"]
         assert uniform.keys() == names
         assert len({uniform[name]["bytes_per_element"] for name in names - {"as they are"}}) == 1
-        assert any("is of the columnwise plane" in note for note in found["notes"]) == (usage == "rowwise")
+        assert any("exist only for the columnwise plane" in note for note in found["notes"]) == (usage == "rowwise")
     alone = reported(model, "--formats", "NVFP4[hadamard=True]", "--layers", "layers.*")
     assert alone["ranking"] == {"format": "", "layers": []}
 

@@ -336,7 +336,7 @@ def test_formats_by_name():
 @pytest.mark.parametrize("seed", [-1, 2**64])
 def test_seeds_have_64_bits(seed):
     fmt = formats.NVFP4.with_options(rounding="stochastic")
-    with pytest.raises(ValueError, match=rf"^stats: seed \({seed}\) is not in \[0, 2\*\*64\); pass a number"):
+    with pytest.raises(ValueError, match=rf"^stats: seed \({seed}\) is not in \[0, 2\*\*64\); pass an integer"):
         stats(np.ones(16), fmt, seed=seed)
 
 
