@@ -171,16 +171,11 @@ class OpSpec(_ffi.Row):
     ) -> Binding:
         """Bind a call of an op on single tensors.
 
+        """Bind a call of an op on single tensors. Bindings are cached. Arguments as in `results`, and one more.
+
         Args:
-          shapes: as in `results`.
-          dtypes: as in `results`.
-          attributes: as in `results`.
-          dtype: as in `results`.
           cuttable: whether the call may be sharded. If not, no composite axis is split and buffers keep their memory
             order.
-
-        Returns:
-          The binding. Bindings are cached.
 
         Raises:
           ValueError: shapes or attributes do not fit the row.

@@ -32,10 +32,7 @@ def _version(package: str) -> str | None:
 
 
 def missing(framework: str, module: str) -> str | None:
-    """Return what to install for `module` to run: its framework, or a newer version of it. None if nothing is missing.
-
-    Imports nothing.
-
+    """Return what to install so that `module` runs: its framework, or a newer version of it; None if all is there.
     >>> missing("numpy", "qshard.reference") is None
     True
     """
@@ -57,9 +54,6 @@ def build_info() -> str:
     """Describe this installation for a bug report: versions, build options, and the CPU kernels in use.
 
     Frameworks are looked up, not imported.
-
-    Returns:
-      Three lines of text.
 
     >>> print(build_info())
     qshard ...

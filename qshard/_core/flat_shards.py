@@ -45,12 +45,8 @@ class Bucket:
     amaxes of all tensors or of all rows.
 
     Attributes:
-      fmt: format of the weights.
-      usage: usage of the planes.
-      dtype: dtype of the masters.
       rounded_to: dtype that masters are rounded to before quantization.
       indices: positions of the weights in the plan.
-      planes: layouts of the weights' planes.
       begin: offset of the bucket's amaxes in the buffer of the plan.
     """
 
@@ -127,13 +123,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class MasterPlan:
-    """The plan of `cast_master`: shapes, formats and buckets. Computed once, and equal on every rank.
+    """The plan of `cast_master`. Computed once, and equal on every rank.
 
     Attributes:
-      shapes: shapes of the whole weights.
-      formats: formats of the weights.
-      usages: planes to compute.
-      dtypes: dtypes of the masters.
       buckets: weights that share op calls, in the order that every rank processes them.
     """
 
@@ -153,11 +145,7 @@ class MasterPlan:
 class FlatSlice:
     """The local flat slice of one weight, without its values: a key in the cache of plans.
 
-    Attributes:
-      shape: shape of the whole weight.
-      fmt: format of the weight.
-      dtype: dtype of the master.
-      start: index in the weight of the first element of the slice.
+    `start` is the index in the weight of the first element of the slice.
     """
 
     shape: Shape
@@ -195,9 +183,6 @@ def plan_master(
       rounded_to: parity. None: the codes of `quantize(master)`. A dtype: the codes of `quantize(master.astype(dtype))`,
         as for a model that stores its weights in that dtype.
       op: name of the caller in errors.
-
-    Returns:
-      The plan.
 
     Raises:
       TypeError: a format is not a format or the name of one.
@@ -249,8 +234,7 @@ def cast_master(
     Args:
       ops: ops of a front end: every op of `qshard.op_table.table`; every op of `multi_table` as a function that returns
         its updated operands; `zeros(count)` in fp32; `concatenate(arrays)`; `of_bucket(pairs, bucket)`, the rows of the
-        bucket's weights; and `repeat_values(values, bucket)`, which repeats each tensor or row amax for each of its
-        runs of blocks (`Bucket.run`).
+      ops: ops of a front end: every op of `qshard.op_table.table`; every op of `multi_table` as a function that returns
       data: uint8 codes of each weight, in any shape: of the whole weight, or with `pieces` of the slice
         (`piece_bytes`).
       masters: the slices as 1-D arrays in the dtype of the plan; empty on ranks without a slice.
@@ -263,9 +247,6 @@ def cast_master(
 
     Returns:
       The updated codes of each weight, and the scales of the whole weight in the shapes of `layout.plane`.
-
-    Raises:
-      ValueError: a format rounds stochastically and `seeds` is None.
 
     Collective: every rank calls it, even if all its slices are empty. Such a rank contributes amaxes of 0.
     """
@@ -289,7 +270,7 @@ def cast_master(
 def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) -> Array:
     """Compute the local amaxes of all weights, to be max-reduced over ranks: fp32 `[plan.amaxes]`.
 
-    Arguments as for `cast_master`; the plan has at least one weight.
+    Arguments as in `cast_master`; the plan has at least one weight.
     """
     found = [
         ops.amax_slices(
@@ -330,20 +311,9 @@ def cast(
     pieces: bool = False,
     seeds: Array | None = None,
 ) -> list[Sequence[Array]]:
-    """Write the codes of the slices to `data`, bucket by bucket.
+    """Write the codes of the slices to `data`. Return the updated codes of the weights of each bucket.
 
-    Args:
-      ops: as for `cast_master`.
-      plan: as for `cast_master`.
-      data: as for `cast_master`.
-      masters: as for `cast_master`.
-      starts: as for `cast_master`.
-      scales: `Scales.scale` of each bucket.
-      pieces: as for `cast_master`.
-      seeds: as for `cast_master`.
-
-    Returns:
-      The updated codes of the weights of each bucket.
+    `scales` has `Scales.scale` of each bucket; other arguments as in `cast_master`.
     """
     codes = []
     for bucket, scale in zip(plan.buckets, scales, strict=True):
@@ -395,19 +365,7 @@ def plan_shards(
     so the last ranks may have fewer or none. With such shards `cast_master` needs no reduction, unless a scale serves
     the whole tensor.
 
-    Args:
-      shapes: shapes of the whole weights.
-      fmt: format of all weights.
-      world: number of ranks.
-      usage: plane to compute.
-      op: name of the caller in errors.
-      name: name of the weights in errors.
-
-    Returns:
-      The shards of each weight.
-
-    Raises:
-      ValueError: `fmt` does not support a shape, or `world` is not positive.
+    Raises ValueError if `fmt` does not support a shape, or `world` is not positive.
 
     >>> from qshard.formats import MXFP8_32x32, NVFP4
     >>> plan_shards([(96, 64)], MXFP8_32x32, 2)

@@ -19,7 +19,7 @@ Array = Any
 
 # A NamedTuple, because eager PyTorch builds one per operand and call, and a frozen dataclass takes twice as long.
 class OperandSpec(NamedTuple):
-    """How to quantize one operand.
+    """Specification of the quantization of one operand.
 
     Attributes:
       format: format of its codes.
@@ -45,14 +45,6 @@ class OperandSpec(NamedTuple):
     ) -> OperandSpec:
         """Build the spec of the operand of a layer in `role`: a matrix of `rows` rows.
 
-        Args:
-          recipe: recipe of the layer.
-          role: role of the operand.
-          usage: planes to compute.
-          rows: number of rows of the matrix.
-          op: name of the operation in errors.
-          name: name of the operand in errors.
-
         >>> spec = OperandSpec.of(DelayedScaling(margin=1), Role.ACTIVATION, Usage.BOTH, 40)
         >>> print(spec.format, spec.margin, spec.added_rows)
         FP8_E4M3[nonfinite=nan] 1 0
@@ -73,11 +65,7 @@ class OperandSpec(NamedTuple):
         return xor(seed, number) if number else seed
 
     def layouts(self, shape: Shape) -> dict[Usage, PlaneLayout]:
-        """Return the layout of each plane for an operand of this shape.
-
-        Raises:
-          ValueError: the format needs whole blocks, and `shape` does not have them.
-        """
+        """Return the layout of each plane for an operand of this shape, or raise ValueError if it splits blocks."""
         return {each: plane(self.format, shape, each, op=self.op, name=self.name) for each in self.usage.planes}
 
 
@@ -91,7 +79,7 @@ def quantize_operand(
     amax: Array | None = None,
     reduce_max: Reduce | None = None,
 ) -> tuple[dict[Usage, Plane], Array | None]:
-    """Quantize an operand, and return its planes. Under delayed scaling, also return the amax of `x`, otherwise None.
+    """Quantize an operand. Return its planes, and under delayed scaling the amax of `x`, otherwise None.
 
     A delayed scale of 0 means an empty history. The scale then comes from the amax of `x`, so `x` is read
     twice. With `reduce_max`, `x` is always read twice, because the cast may need the reduced amax.
@@ -104,9 +92,6 @@ def quantize_operand(
       draws: Philox key and offset for stochastic rounding.
       amax: amax of `x`, if known.
       reduce_max: max-reduction of the amax of `x` over the shards of its tensor.
-
-    Returns:
-      The planes by usage, and the amax or None.
     """
     fmt, usage = spec.format, spec.usage
     if spec.margin is None:
