@@ -126,10 +126,10 @@ def fits(kind: Kind, sizes: Sizes) -> bool:
 
 def workspace_size(a: Format, b: Format, sizes: Sizes) -> int:
     """Return the workspace bytes of a product of codes: cuBLASLt's workspace and the scales in GEMM order.
-    """Return the workspace bytes of a product of codes: cuBLASLt's workspace and the scales in GEMM order.
 
-    The scale bytes are an upper bound, by some kilobytes, of those that `ffi/kernels/gemm_scales.h` computes, except
-    for tensors too large for a GPU.
+    This is an upper bound on the scale bytes that `ffi/kernels/gemm_scales.h` computes. It exceeds them by some
+    kilobytes, except for tensors too large for a GPU.
+    """
     size = LIBRARY_BYTES
     if multiplies_codes(a, b):
         return size

@@ -169,9 +169,7 @@ class OpSpec(_ffi.Row):
         *,
         cuttable: bool,
     ) -> Binding:
-        """Bind a call of an op on single tensors.
-
-        """Bind a call of an op on single tensors. Bindings are cached. Arguments as in `results`, and one more.
+        """Bind a call of an op on single tensors. Bindings are cached; other arguments as in `results`.
 
         Args:
           cuttable: whether the call may be sharded. If not, no composite axis is split and buffers keep their memory

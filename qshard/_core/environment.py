@@ -33,6 +33,9 @@ def _version(package: str) -> str | None:
 
 def missing(framework: str, module: str) -> str | None:
     """Return what to install so that `module` runs: its framework, or a newer version of it; None if all is there.
+
+    Frameworks are not imported.
+
     >>> missing("numpy", "qshard.reference") is None
     True
     """

@@ -234,7 +234,8 @@ def cast_master(
     Args:
       ops: ops of a front end: every op of `qshard.op_table.table`; every op of `multi_table` as a function that returns
         its updated operands; `zeros(count)` in fp32; `concatenate(arrays)`; `of_bucket(pairs, bucket)`, the rows of the
-      ops: ops of a front end: every op of `qshard.op_table.table`; every op of `multi_table` as a function that returns
+        bucket's weights; and `repeat_values(values, bucket)`, which repeats each tensor or row amax for each of its
+        runs of blocks (`Bucket.run`).
       data: uint8 codes of each weight, in any shape: of the whole weight, or with `pieces` of the slice
         (`piece_bytes`).
       masters: the slices as 1-D arrays in the dtype of the plan; empty on ranks without a slice.
