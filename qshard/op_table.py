@@ -171,8 +171,7 @@ class OpSpec(_ffi.Row):
     ) -> Binding:
         """Bind a call of an op on single tensors. Bindings are cached; other arguments as in `results`.
 
-        Args:
-          cuttable: whether the call may be sharded. If not, no composite axis is split and buffers keep their memory
+        - `cuttable`: whether the call may be sharded. If not, no composite axis is split and buffers keep their memory
             order.
 
         Raises:

@@ -64,8 +64,7 @@ class Recipe:
 
     Attributes:
       weight: format of `w`, or its name. Formats may be passed by name for every role.
-      activation: format of `x`.
-      gradient: format of the gradient of `y`.
+      activation: format of `x`; `gradient`, of the gradient of `y`.
       accepts: a format of the kind that a named recipe accepts; None: any.
 
     Raises:
@@ -330,16 +329,11 @@ def as_delayed(value: Any, op: str) -> DelayedScaling:
 def check_state(
     op: str, name: str, given: object, recipe: Recipe, advice: str, *, layers: str = "", fits: bool = True
 ) -> None:
-    """Raise ValueError unless state is passed exactly if the recipe keeps state.
+    """Raise ValueError unless state is passed exactly if the recipe keeps state. `advice` says what to pass.
 
-    Args:
-      op: name of the caller in the error.
-      name: name of the state argument in the error.
-      given: description of the state that was passed; None if none was.
-      recipe: the recipe.
-      advice: text that says what to pass.
-      layers: description of the layers that the state is for.
-      fits: False if the state does not match the other arguments.
+    - `given`: description of the state that was passed; None if none was.
+    - `layers`: description of the layers that the state is for.
+    - `fits`: False if the state does not match the other arguments.
     """
     kind = type(recipe).__name__
     if recipe.stateful and given is None:

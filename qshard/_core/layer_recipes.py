@@ -48,7 +48,6 @@ class Rules:
     matches "layers.0.experts.3.up".
 
     Attributes:
-      op: name of the caller in errors.
       recipes: recipe of each pattern, in order of precedence.
 
     >>> rules = Rules.of({"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}, "convert")
@@ -91,11 +90,8 @@ class Rules:
     ) -> Iterator[tuple[str, Recipe | None]]:
         """Yield names and recipes of the modules to convert; the recipe is None if no pattern matches.
 
-        Modules that `filter` rejects, or that match a pattern with None, are skipped.
-
-        Args:
-          candidates: name -> (module, names that patterns may match, whether it is a linear layer).
-          filter: function of a module and its name that returns whether to convert it; None: convert all.
+        Modules that `filter(module, name)` rejects, or that match a pattern with None, are skipped. `candidates` maps a
+        name to the module, the names that patterns may match, and whether the module is a linear layer.
         """
         for name, (module, names, is_layer) in candidates.items():
             pattern = self.pattern_of(*names)
@@ -106,9 +102,8 @@ class Rules:
     def check_used(self, layers: Iterable[Iterable[str]], others: Iterable[str] = ()) -> None:
         """Raise ValueError if a pattern applies to no layer.
 
-        Args:
-          layers: names of each layer.
-          others: names of all other modules, such as embeddings. A pattern with None may match only these.
+        `layers` has the names of each layer. `others` has the names of other modules, such as embeddings: only a
+        pattern with None may match them.
         """
         every = [tuple(names) for names in layers]
         used = {self.pattern_of(*names) for names in every}
@@ -175,12 +170,10 @@ def keeps(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_
 
 
 def list_layers(reasons: Mapping[str, str]) -> str:
-    """Format layers with their reasons for a message.
-
-    Layers with names that differ only in numbers are represented by the first.
+    """Format layers with their reasons for a message, one for all layers with names that differ only in numbers.
 
     >>> list_layers({f"layers.{i}.{name}": "3-D" for name in ("w1", "w2") for i in range(32)} | {"head": "tied"})
-    'layers.0.w1, layers.0.w2 (3-D; 62 more alike), head (tied)'
+    'layers.0.w1, layers.0.w2 (3-D; 62 more like these), head (tied)'
     """
     groups: dict[str, dict[str, list[str]]] = {}
     for name, reason in reasons.items():
@@ -198,12 +191,9 @@ def list_layers(reasons: Mapping[str, str]) -> str:
 def check_chosen(op: str, model: Any, chosen: Collection[str], rest: Mapping[str, str], kind: str) -> None:
     """Raise ValueError if no layer of a model is left to convert.
 
-    Args:
-      op: name of the caller in the error.
-      model: the model.
-      chosen: names of the layers to convert.
-      rest: name of each other layer -> reason to leave it out.
-      kind: description of the layers, in the plural.
+    - `chosen`: names of the layers to convert.
+    - `rest`: name of each other layer -> reason to leave it out.
+    - `kind`: description of the layers, in the plural.
     """
     if chosen:
         return

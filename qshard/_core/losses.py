@@ -43,7 +43,7 @@ class LossRule:
 
         >>> LossRule.of("cross_entropy", -100, 1.5, 0.0)
         Traceback (most recent call last):
-        ValueError: cross_entropy: label_smoothing (1.5) is not from 0 to 1; pass such a number
+        ValueError: cross_entropy: label_smoothing (1.5) must be from 0 to 1
         """
         if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
             raise TypeError(f"{op}: ignore_index ({quote(ignore_index)}) is not an integer; pass one, such as -100")
@@ -78,14 +78,11 @@ def check_rows(
 ) -> None:
     """Raise unless there is one label per row and `reduction` is known.
 
-    Args:
-      op: name of the caller in errors.
-      name: name of the logits or of their input in errors.
-      shape: shape of the logits or of their input, `[*rows, ...]`.
-      labels: shape of the labels, `[*rows]`.
-      dtype: dtype of the labels.
-      reduction: the argument to check.
-      where: devices of both arrays, which must be equal.
+    - `name`: name of the logits or of their input in errors.
+    - `shape`: shape of the logits or of their input, `[*rows, ...]`.
+    - `labels`: shape of the labels, `[*rows]`.
+    - `dtype`: dtype of the labels.
+    - `where`: devices of both arrays, which must be equal.
     """
     if reduction not in _REDUCTIONS:
         raise ValueError(
@@ -106,7 +103,7 @@ def check_num_classes(op: str, num_classes: Any) -> None:
 
     >>> check_num_classes("cross_entropy", 0)
     Traceback (most recent call last):
-    ValueError: cross_entropy: num_classes (0) is not a number of classes; pass 1 or more, or None for all columns
+    ValueError: cross_entropy: num_classes (0) is not a positive integer; ...
     """
     if num_classes is None:
         return
@@ -120,8 +117,7 @@ def check_num_classes(op: str, num_classes: Any) -> None:
 def count_classes(op: str, name: str, columns: int, num_classes: int | None) -> int:
     """Return the number of classes; `columns` counts the columns of `name` on all ranks or devices.
 
-    Raises:
-      ValueError: the number is 0, exceeds int32, or exceeds `columns`.
+    Raises ValueError if the number is 0, exceeds int32, or exceeds `columns`.
     """
     if num_classes is not None and num_classes > columns:
         raise ValueError(
@@ -180,9 +176,7 @@ def makes_gradients_early(reduction: str, dtype: str) -> bool:
 def head_recipe(op: str, given: RecipeLike, seed: Any) -> Recipe:
     """Return the recipe for the products of a head in chunks of rows.
 
-    Raises:
-      TypeError: `given` is not a recipe.
-      ValueError: the recipe uses scales of earlier steps, or needs a seed that is not passed.
+    Raises ValueError if the recipe uses scales of earlier steps, or needs a seed that is not passed.
     """
     recipe = as_recipe(given, op)
     if recipe.stateful:

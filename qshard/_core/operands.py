@@ -27,8 +27,6 @@ class OperandSpec(NamedTuple):
       role: role in a layer, which gives the operand its own random bits; None outside a layer.
       margin: delayed scaling: headroom in powers of two; None: scales come from the operand's own amaxes.
       added_rows: zero rows appended to the matrix `[M, K]` so that blocks along its rows are whole.
-      op: name of the operation in errors.
-      name: name of the operand in errors.
     """
 
     format: Format
@@ -81,17 +79,13 @@ def quantize_operand(
 ) -> tuple[dict[Usage, Plane], Array | None]:
     """Quantize an operand. Return its planes, and under delayed scaling the amax of `x`, otherwise None.
 
-    A delayed scale of 0 means an empty history. The scale then comes from the amax of `x`, so `x` is read
-    twice. With `reduce_max`, `x` is always read twice, because the cast may need the reduced amax.
+    A delayed scale of 0 means an empty history. The scale then comes from the amax of `x`, so `x` is read twice. With
+    `reduce_max`, `x` is always read twice, because the cast may need the reduced amax.
 
-    Args:
-      ops: ops of a front end, as for `quantize_steps.quantize`.
-      x: the operand, with `spec.added_rows` already appended.
-      spec: how to quantize it.
-      scale: delayed scaling: scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor `reduce_max` is passed.
-      draws: Philox key and offset for stochastic rounding.
-      amax: amax of `x`, if known.
-      reduce_max: max-reduction of the amax of `x` over the shards of its tensor.
+    - `ops`: ops of a front end, as for `quantize_steps.quantize`. - `x`: the operand, with `spec.added_rows` already
+      appended. - `scale`: delayed scaling: scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor
+      `reduce_max` is passed. - `amax`: amax of `x`, if known. - `reduce_max`: max-reduction of the amax of `x` over the
+      shards of its tensor.
     """
     fmt, usage = spec.format, spec.usage
     if spec.margin is None:

@@ -21,10 +21,7 @@ FormatLike = Format | str
 def as_format(value: Any, op: str, name: str = "fmt") -> Format:
     """Return the format that a caller of `op` passed as its argument `name`.
 
-    Args:
-      value: a `Format`, or its string: a key of `FORMATS`, optionally followed by options in brackets.
-      op: name of the caller in errors.
-      name: name of the argument in errors.
+    `value` is a `Format` or its string: a key of `FORMATS`, optionally followed by options in brackets.
 
     Raises:
       TypeError: `value` is something else, such as a recipe.
@@ -34,7 +31,7 @@ def as_format(value: Any, op: str, name: str = "fmt") -> Format:
     MXFP8_E4M3 NVFP4[global_scale=row, nonfinite=nan]
     >>> as_format("mxfp8_e4m3", "quantize")
     Traceback (most recent call last):
-    ValueError: quantize: fmt ('mxfp8_e4m3') is not the name of a format; did you mean 'MXFP8_E4M3'?
+    ValueError: quantize: fmt ('mxfp8_e4m3') is not a format name; did you mean 'MXFP8_E4M3'?
     """
     if isinstance(value, Format):
         return value
@@ -145,17 +142,12 @@ MOST_NAMES = 8
 
 
 def closest(name: str, names: Iterable[str], of: str) -> str:
-    """Suggest replacements for an unknown name: similar names, else all names, or a few of many.
-
-    Args:
-      name: the unknown name.
-      names: the known names.
-      of: description of the list of all names.
+    """Suggest replacements for an unknown name: similar names, else all names, or a few of many. `of` describes all.
 
     >>> closest("mxfp8", ["MXFP8", "NVFP4"], "names"), closest("int8", ["MXFP8", "NVFP4"], "names")
-    ("did you mean 'MXFP8'?", 'write MXFP8 or NVFP4')
+    ("did you mean 'MXFP8'?", 'choose MXFP8 or NVFP4')
     >>> closest("x", "abcdefghi", "the first letters")
-    'write a, b, c or another of the first letters'
+    'choose a, b, c or another of the first letters'
     """
     known = {each.upper(): each for each in names}
     like = [each for upper, each in known.items() if name and upper.startswith(name.upper())]
@@ -174,7 +166,6 @@ def _of_element(element: str) -> str:
 
 
 def _parse_format(text: str, op: str, name: str) -> Format:
-    """Parse the string of a format with options."""
     what = f"{op}: {name} ({quote(text)})"
     parts = re.fullmatch(r"(\w+)\[(.+)\]", text)
     if parts is None or parts[1] not in FORMATS:
