@@ -316,16 +316,20 @@ class Format:
         return {"element": self.element, "block": self.block} | vars(self.scaling) | own
 
     def with_options(self, **options: Any) -> Format:
-        """Return a copy of this format with new values for some of its `options`.
+        """Return a copy of this format with some options replaced.
+
+        Args:
+          **options: new values for entries of `options`.
 
         Raises:
           ValueError: the format has no such option, or the value is illegal.
+
         >>> NVFP4.with_options(global_scale="row").scaling
         TwoLevelScaling(global_scale='row')
         >>> FP8_E4M3.with_options(global_scale="row")
         Traceback (most recent call last):
         ValueError: Format FP8_E4M3 has no option global_scale; it has element, block, pow2, eps, hadamard, rounding, \
-nonfinite
+        nonfinite
         """
         if unknown := sorted(set(options) - set(self.options)):
             raise ValueError(f"Format {self.name} has no option {unknown[0]}; it has {', '.join(self.options)}")

@@ -49,16 +49,12 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """An array with its local pieces, and access to the other processes that share it.
+    """An array with its local pieces, and access to the other processes that share it. `dtype` is for display.
 
     Attributes:
-      shape: shape of the whole array.
-      dtype: original dtype, for display.
-      pieces: local rectangles of the matrix, in a dtype that kernels accept. Each element is in one piece of one
-        process.
+      pieces: local rectangles of the matrix, in a dtype that kernels accept. One piece of one process has an element.
       beyond: number of elements of these pieces that were out of range of float32.
       others: reductions over the other processes; None if this process has the whole array.
-      boxes: boxes of the pieces of all processes, in the matrix.
     """
 
     shape: Shape
@@ -75,7 +71,7 @@ class Whole:
 
     @property
     def is_one(self) -> bool:
-        """Whether the whole array is one local piece."""
+        """True if the whole array is one local piece."""
         return self.others is None and len(self.pieces) == 1
 
     def maximum(self, amaxes: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -115,14 +111,7 @@ def of_floats(x: Floats, dtype: str | None = None) -> Whole:
 
 
 def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Others | None, op: str) -> Whole:
-    """Wrap the local shards of an array. Each element must be on exactly one process.
-
-    Args:
-      shape: shape of the whole array.
-      dtype: original dtype, for display.
-      shards: local shards.
-      others: reductions over the other processes; None if all shards are local.
-      op: name of the caller in errors.
+    """Wrap the local shards of an array. `dtype` is its original dtype; `others` is None if all shards are local.
 
     Raises:
       TypeError: the array does not have real numbers.
@@ -150,10 +139,7 @@ def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Others 
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Return whether two boxes share an element.
-
-    Boxes are sorted by first row, so a box is compared only with boxes that start before it ends.
-    """
+    """Return whether two boxes share an element. Sorted by first row, a box needs no comparison with boxes below its end."""
     ordered = sorted(boxes, key=lambda box: int(box.row))
     for i, a in enumerate(ordered):
         for b in ordered[i + 1 :]:

@@ -27,14 +27,7 @@ EACH = 0.1
 def progress_of(show: bool | None, names: list[str], size: int, op: str) -> Iterator[Advance]:
     """Show progress over several parts of equal size, and yield a callback that counts elements.
 
-    Args:
-      show: True: always; None: for long work, in a terminal or Jupyter, if rich is installed; False: never.
-      names: names of the parts.
-      size: number of elements in each part.
-      op: name of the caller in errors.
-
-    Yields:
-      A function that takes the number of newly processed elements.
+    `show` is True (always), False (never), or None: for long work, in a terminal or Jupyter, if rich is installed.
     """
     total = len(names) * size
     if not total or not (show or (show is None and total >= LONG and importlib.util.find_spec("rich") is not None)):
@@ -55,15 +48,9 @@ def progress_of(show: bool | None, names: list[str], size: int, op: str) -> Iter
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, lines: bool = False, op: str = "progress") -> Iterator[Update]:
-    """Show a rich progress bar on standard error or in Jupyter, and remove it at the end.
+    """Show a rich progress bar on standard error or in Jupyter, remove it at the end, and yield a callback that moves it.
 
-    Args:
-      total: number of elements.
-      lines: where a bar cannot be drawn, print the name of each part on its own line instead of nothing.
-      op: name of the caller in errors.
-
-    Yields:
-      A function that takes the name of the current part and the number of processed elements.
+    With `lines`, print the name of each part on its own line where a bar cannot be drawn.
     """
     console = load("rich.console", op).Console(stderr=True)
     # Rich needs ipywidgets to draw in Jupyter.
@@ -88,7 +75,6 @@ def progress_bar(total: int, *, lines: bool = False, op: str = "progress") -> It
 
 
 def _print_names() -> Update:
-    """Return a callback that prints the name of each part once."""
     before = ""
 
     def update(name: str, done: int) -> None:
@@ -101,11 +87,7 @@ def _print_names() -> Update:
 
 
 def load(module: str, op: str, install: str = "'qshard[notebooks]'") -> Any:
-    """Import a module of an optional dependency.
-
-    Raises:
-      ImportError: the package is not installed; the message has the command that installs it.
-    """
+    """Import a module of an optional dependency. The ImportError has the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

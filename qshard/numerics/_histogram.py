@@ -25,8 +25,6 @@ class Histogram(Frame):
     """Histogram of a tensor's exponents and codes; the result of `histogram`.
 
     Attributes:
-      format: format of the plane.
-      usage: usage of the plane.
       given: `floor(log2 |x|)` -> number of finite nonzero elements.
       zeros_given: number of elements that are 0.
       nonfinite_given: number of elements that are infinite or NaN.
@@ -75,11 +73,7 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
       The histogram. Counts are exact, and `sum(given.values()) + zeros_given + nonfinite_given` is the number of
       elements. For a rotated plane, all counts refer to the rotated tensor.
 
-    Raises:
-      TypeError: as for `stats`.
-      ValueError: as for `stats`.
-
-    Sharded arrays are supported as in `stats`. Every process gets the counts of the whole array.
+    Errors and sharded arrays as in `stats`. Every process gets the counts of the whole array.
 
     >>> found = histogram([1.0, -1.0, 0.5, 0.0], "FP8_E4M3")
     >>> found.given, found.zeros_given, found.codes
@@ -121,7 +115,6 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
 
 
 def _value(element: Any, code: int) -> float:
-    """Return the number that a code without sign encodes."""
     field, mantissa = divmod(code, 2**element.mantissa_bits)
     if not field:
         return math.ldexp(mantissa, 1 - element.bias - element.mantissa_bits)

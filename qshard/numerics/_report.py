@@ -38,22 +38,20 @@ def report(
     """Measure several formats like `compare`, for display: `print` the report, or end a notebook cell with it.
 
     Args:
-      x: as for `compare`.
-      formats: as for `compare`.
-      usage: as for `compare`.
+      x: as in `compare`.
+      formats: as in `compare`. Default formats that do not support `x` are listed with the reason.
+      usage: as in `compare`.
       title: title of the table; by default the shape and dtype of `x`.
       seed: seed of stochastic rounding, 64 bits.
-      progress: as for `compare`.
+      progress: as in `compare`.
 
     Returns:
       A report. It is a rich renderable; in Jupyter it shows a table and three plots.
 
     Raises:
       ImportError: rich is not installed.
-      TypeError: as for `stats`.
-      ValueError: as for `stats`, for formats that were passed. Default formats that do not support `x` are left out.
 
-    Sharded arrays are supported as in `stats`.
+    Other errors, and sharded arrays, as in `compare`.
 
     >>> print(report([[0.1, 0.2, 0.3]], ["FP8_E4M3"], title="three numbers").stats[0].format)
     FP8_E4M3
@@ -137,11 +135,9 @@ class Report:
 
 
 class _Column(NamedTuple):
-    """A column of the table.
+    """A column of the table. Each word of the heading may get its own line.
 
     Attributes:
-      heading: heading; each word may get its own line.
-      cell: text of the cell of a row.
       need: priority: in a narrow table, columns of the lowest priority are omitted first. 0: never omitted.
       when: condition on a row; the column is shown if any row meets it. None: always shown.
     """

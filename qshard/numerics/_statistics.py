@@ -41,8 +41,6 @@ class Stats:
     element is nonzero, SQNR and errors are NaN. Check `notes` before comparing rows.
 
     Attributes:
-      format: format of the plane.
-      usage: usage of the plane.
       shape: shape of `x`. A rotated plane is compared with the rotated tensor.
       sqnr_db: signal to quantization noise ratio, `10 * log10(sum(x**2) / sum((value - x)**2))`; infinity without
         noise.
@@ -100,7 +98,7 @@ class Stats:
         >>> from qshard.formats import FP8_E4M3
         >>> for note in stats([math.inf, 1.0], FP8_E4M3).notes:
         ...     print(note)
-        SQNR and errors do not count elements that are infinite or NaN in x
+        SQNR and errors exclude elements that are infinite or NaN in x
         """
         where = plane(self.format, self.shape, self.usage)
         nothing = math.isnan(self.sqnr_db)
@@ -176,11 +174,7 @@ def compare(
     Returns:
       Statistics in the order of `formats`.
 
-    Raises:
-      TypeError: as for `stats`.
-      ValueError: as for `stats`, for formats that were passed.
-
-    Sharded arrays are supported as in `stats`.
+    Errors and sharded arrays as in `stats`.
 
     >>> [f"{s.format}: {s.bits_per_element}" for s in compare(np.ones((16, 48)), ["FP8_E4M3", "NVFP4"])]
     ['FP8_E4M3: 8.041666666666666', 'NVFP4: 4.541666666666667']
@@ -270,16 +264,7 @@ FAR = 6.0
 def outlier_share(x: Any) -> float:
     """Compute the share of elements with `|x| > 6 * sqrt(mean(x**2))`. The mean is over finite elements.
 
-    Args:
-      x: as for `stats`.
-
-    Returns:
-      The share of all elements; 0 for an empty array.
-
-    Raises:
-      TypeError: `x` does not have real numbers.
-
-    Pass an array that this process has in full.
+    The share is of all elements; 0 for an empty array. Pass an array that this process has in full, as for `stats`.
 
     >>> outlier_share([1.0] * 99 + [1000.0])
     0.01

@@ -187,16 +187,10 @@ def scales_from_amax(amax: Amax, fmt: Format) -> Scales:
 
 @np.errstate(all="ignore")
 def delayed_scale(scale: ArrayLike, amax: ArrayLike, element: ElementFormat, *, margin: int = 0) -> Float32:
-    """Compute the scale that delayed scaling casts with.
+    """Compute the scale that delayed scaling casts with, from the `scale` of earlier steps and the current `amax`.
 
         scale; or if it is 0 (no history), the scale that an update with only this amax would give;
         1 if that update is skipped because amax is 0, infinite or NaN
-
-    Args:
-      scale: float32 `[...]`, from earlier steps; 0 for tensors without history.
-      amax: float32 `[...]`, of the tensors to cast.
-      element: element format.
-      margin: headroom in powers of two.
 
     >>> delayed_scale([0.0, 2.0, 0.0], [7.0, 7.0, 0.0], E4M3)
     array([64.,  2.,  1.], dtype=float32)
