@@ -21,13 +21,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line tool.
-
-    Args:
-      arguments: command line arguments; by default the arguments of the process.
-
-    Returns:
-      The exit status.
+    """Run the command line tool with `arguments`, by default those of the process, and return the exit status.
 
     >>> main(["convert", "absent.safetensors", "out.safetensors", "--format", "NVFP4"])
     2

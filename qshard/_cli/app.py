@@ -203,11 +203,7 @@ def info(as_json: bool) -> None:
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Run a command. If it fails, print the reason in one line.
-
-    Returns:
-      The exit status.
-    """
+    """Run a command, and return the exit status. If it fails, print the reason in one line."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed: keep other files from getting its descriptor

@@ -72,15 +72,7 @@ STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file.
-
-    Attributes:
-      name: name of the tensor.
-      dtype: safetensors dtype.
-      shape: shape of the tensor.
-      file: file that stores it.
-      offset: position of its first byte in the file.
-    """
+    """A tensor in a file. `dtype` is that of safetensors, `offset` the position of its first byte in the file."""
 
     name: str
     dtype: str
@@ -117,11 +109,7 @@ class Entry:
         return None
 
     def read(self) -> NDArray[Any]:
-        """Read the tensor. 8-bit floats are returned as bfloat16, which is exact.
-
-        Raises:
-          Failure: the file is shorter than before.
-        """
+        """Read the tensor, 8-bit floats as bfloat16, which is exact. Raises `Failure` if the file became shorter."""
         array = np.empty(self.nbytes, np.uint8)
         first = 0
         for part in self.bytes():
@@ -131,11 +119,7 @@ class Entry:
         return numbers.astype(ml_dtypes.bfloat16) if numbers.dtype.itemsize == 1 else numbers
 
     def bytes(self, most: int = 2**24) -> Iterator[bytes]:
-        """Yield the bytes of the tensor in parts of at most `most` bytes.
-
-        Raises:
-          Failure: the file is shorter than before.
-        """
+        """Yield the bytes of the tensor in parts of at most `most`. Raises `Failure` if the file became shorter."""
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.offset)
             left = self.nbytes
@@ -151,23 +135,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """Contents of a safetensors file.
-
-    Attributes:
-      entries: tensors by name, in file order.
-      metadata: metadata strings.
-    """
+    """Contents of a safetensors file: tensors by name, in file order, and metadata strings."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
 
 
 def read_header(path: Path) -> File:
-    """Read the header of a safetensors file.
-
-    Raises:
-      Failure: the file is not a complete safetensors file.
-    """
+    """Read the header of a safetensors file, or raise `Failure` if the file is incomplete."""
     if not path.is_file():
         raise Failure(f"{quote(path)} is not a file; name a safetensors file")
     try:
@@ -198,10 +173,7 @@ def read_header(path: Path) -> File:
 
 
 def _refuse_twice(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> None:
-    """Raise Failure if two tensors have the same name.
-
-    safetensors silently keeps the last one. Duplicates are found by counting the entries' offsets in the header.
-    """
+    """Raise `Failure` if two tensors have one name. Counts offsets in the header: safetensors silently keeps the last."""
     with path.open("rb") as file:
         header = file.read(int.from_bytes(file.read(LENGTH), "little"))
     times = sum(1 for _ in PLACE.finditer(header))
@@ -223,9 +195,6 @@ class Checkpoint:
 
     Attributes:
       path: path of the file or index.
-      files: safetensors files.
-      entries: tensors by name.
-      metadata: metadata strings of all files.
       notes: remarks for the user.
       outside: names of tensors that are not read: absent from the index, or in other shards.
     """
@@ -351,10 +320,9 @@ def _json_value(key: str, text: bytes) -> object:
 
 
 def matching(names: Collection[str], globs: Iterable[str], option: str) -> set[str]:
-    """Return the names that match any of the patterns. A name matches itself, even if it contains pattern characters.
+    """Return the names that match any of the patterns, or raise `Misuse` if a pattern matches none.
 
-    Raises:
-      Misuse: a pattern matches no name.
+    A name matches itself, even if it contains pattern characters.
     """
     found: set[str] = set()
     for glob in globs:

@@ -40,22 +40,13 @@ BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError)
 
 @dataclass(frozen=True)
 class Activations:
-    """Recorded inputs of layers in a file of `numpy.savez`. Arrays are read one at a time.
-
-    Attributes:
-      path: the file.
-      names: name of a layer -> name of its array.
-    """
+    """Recorded inputs of layers in a file of `numpy.savez`, read one at a time. `names` maps a layer to its array."""
 
     path: Path
     names: dict[str, str]
 
     def of(self, name: str) -> NDArray[Any] | None:
-        """Read the activations of a layer, `[..., K]`; None if the file has none.
-
-        Raises:
-          Misuse: the array cannot be read.
-        """
+        """Read the activations of a layer, `[..., K]`, or raise `Misuse`; None if the file has none."""
         if name not in self.names:
             return None
         try:
@@ -68,8 +59,7 @@ class Activations:
 def open_activations(path: Path, entries: Iterable[Entry]) -> tuple[Activations, list[str]]:
     """Find the activations of layers. An array has the name of its layer, with or without `.weight`.
 
-    Returns:
-      The activations, and a note about arrays that belong to no layer, if there are any.
+    Also return a note about arrays that belong to no layer, if there are any.
 
     Raises:
       Misuse: the file is not from `numpy.savez`, an array does not fit its layer, or no array has the name of a layer.
@@ -157,15 +147,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Layer:
-    """A tensor and its measurements.
+    """A tensor and its measurements, one row per format and plane, for the planes of `usage`.
 
     Attributes:
-      entry: the tensor.
-      outliers: `outlier_share` of the tensor.
-      rows: one row per format and plane.
       left_out: name of a format that does not support the shape -> reason.
-      remarks: remarks for the user.
-      usage: requested planes.
     """
 
     entry: Entry
@@ -244,13 +229,7 @@ class Question:
 
 
 def measure(entries: list[Entry], question: Question, remarks: Mapping[str, str]) -> list[Layer]:
-    """Measure every layer.
-
-    Args:
-      entries: tensors to measure.
-      question: what to measure.
-      remarks: name of a layer -> remark about it.
-    """
+    """Measure every layer. `remarks` maps the name of a layer to a remark about it."""
     draws = question.draws
     total = sum(entry.elements * (draws if fmt.stochastic else 1) for entry in entries for fmt in question.formats)
     found, done = [], 0

@@ -72,10 +72,7 @@ STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
 def console() -> Console:
-    """Return a console for standard output.
-
-    It is as wide as the terminal; without a terminal, lines are not wrapped.
-    """
+    """Return a console as wide as the terminal. Without a terminal, lines are not wrapped."""
     width = shutil.get_terminal_size((WIDE, 24)).columns
     return Console(width=width, highlight=False, markup=False, emoji=False)
 

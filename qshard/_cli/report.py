@@ -45,13 +45,9 @@ class Findings:
     """Results of a report, for text, JSON, CSV and HTML.
 
     Attributes:
-      checkpoint: the checkpoint, with notes.
-      layers: measured layers.
       left_out: name of each tensor that is not a layer -> reason.
       ranked_by: name of the format of the ranking, from `allocation.rank`.
       ranking: layers with their harm, from `allocation.rank`.
-      tradeoff: harm as a function of bytes.
-      budget: bytes per element; None without a budget.
       recommendation: recommended formats; None without a budget, or if none fits it.
     """
 
@@ -74,15 +70,8 @@ def find(
 ) -> Findings:
     """Measure a checkpoint.
 
-    Args:
-      checkpoint: the checkpoint.
-      question: what to measure on each layer.
-      globs: patterns of names of layers; empty: all.
-      given: the budget, if any.
-      activations: file of `numpy.savez` with inputs of the layers, if any.
-
-    Returns:
-      The results.
+    `globs` has patterns of layer names; none selects all layers. `activations` is a file of `numpy.savez` with inputs
+    of the layers.
 
     Raises:
       Misuse: a pattern matches no layer, no layer can be measured, the budget is too small for every choice, or a

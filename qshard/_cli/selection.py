@@ -74,7 +74,7 @@ class Parts(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the name is a name of packed codes."""
+        """True if the name is a name of packed codes."""
         return not self.stem.endswith(self.last)
 
 
@@ -98,11 +98,9 @@ def parts_of(name: str) -> Parts:
 
 @dataclass(frozen=True)
 class Doubt:
-    """A sign that a tensor has codes instead of numbers.
+    """A sign that a tensor has codes instead of numbers, as the predicate of a sentence about the tensor.
 
-    Attributes:
-      why: the sign, as the predicate of a sentence about the tensor.
-      certain: False if the tensor may still have plain numbers.
+    `certain` is False if the tensor may still have plain numbers.
     """
 
     why: str
@@ -113,8 +111,6 @@ class Names:
     """The tensors of a checkpoint, indexed by the parts of their names.
 
     Attributes:
-      checkpoint: the checkpoint.
-      parts: parts of each name.
       scales: tensor or module -> its first scale.
       strays: module -> its first scale without a tensor.
       shapes: module and shape -> the first tensor with both, except codes and biases. One element counts as `()`.
@@ -233,12 +229,9 @@ def select(
 ) -> Selection:
     """Select the layers among `names`.
 
-    Args:
-      checkpoint: the checkpoint.
-      names: names of tensors.
-      keep: names of tensors to leave out, even if they have codes.
-      any_axes: also select tensors with fewer than two axes.
-      advice: alternative to dequantizing the checkpoint, for the error.
+    - `keep`: names of tensors to leave out, even if they have codes.
+    - `any_axes`: also select tensors with fewer than two axes.
+    - `advice`: alternative to dequantizing the checkpoint, for the error.
 
     Raises:
       Misuse: a tensor of `names` has codes, and its scales are in other tensors.

@@ -139,7 +139,7 @@ def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Others 
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Return whether two boxes share an element. Sorted by first row, a box needs no comparison with boxes below its end."""
+    """Return whether two boxes share an element. Boxes are sorted by first row, so each search ends early."""
     ordered = sorted(boxes, key=lambda box: int(box.row))
     for i, a in enumerate(ordered):
         for b in ordered[i + 1 :]:

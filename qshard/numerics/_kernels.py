@@ -25,7 +25,7 @@ Array = NDArray[Any]
 
 
 def bind(spec: OpSpec) -> Callable[..., Any]:
-    """Bind an op as a function of contiguous arrays. Attributes, and `dtype` where the op has it, are keyword arguments.
+    """Bind an op as a function of contiguous arrays. Attributes, and the `dtype` of some ops, are keyword arguments.
 
     >>> ops.amax_tensor(np.float32([[1.0, -3.0], [2.0, 0.0]]), lead=1)
     array([3., 2.], dtype=float32)
