@@ -21,7 +21,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line tool with `arguments`, by default those of the process, and return the exit status.
+    """Run the command line tool with `arguments`, by default from the process, and return the exit status.
 
     >>> main(["convert", "absent.safetensors", "out.safetensors", "--format", "NVFP4"])
     2

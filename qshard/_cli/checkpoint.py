@@ -72,7 +72,7 @@ STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file. `dtype` is that of safetensors, `offset` the position of its first byte in the file."""
+    """A tensor in a file. `dtype` is a safetensors dtype, `offset` the position of its first byte in the file."""
 
     name: str
     dtype: str
@@ -173,7 +173,7 @@ def read_header(path: Path) -> File:
 
 
 def _refuse_twice(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> None:
-    """Raise `Failure` if two tensors have one name. Counts offsets in the header: safetensors silently keeps the last."""
+    """Raise `Failure` if two tensors have one name: safetensors keeps the last one. Counts offsets in the header."""
     with path.open("rb") as file:
         header = file.read(int.from_bytes(file.read(LENGTH), "little"))
     times = sum(1 for _ in PLACE.finditer(header))

@@ -180,7 +180,7 @@ class Writer:
     """
 
     def __init__(self, file: BinaryIO, tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> None:
-        """Write the header of `file`, open for reading and writing. `tensors` has the safetensors dtype and shape of each.
+        """Write the header of `file`, open for reading and writing. `tensors` has safetensors dtypes and shapes.
 
         Raises `Failure` if the header is longer than safetensors reads.
         """
@@ -245,8 +245,7 @@ class Writer:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file for reading and writing that replaces `path` on success and is deleted on failure.
 
-    Raises:
-      Misuse: `path` is a folder, or its folder does not exist or is not writable.
+    Raises Misuse if `path` is a folder, or its folder does not exist or is not writable.
     """
     if path.is_dir():
         raise Misuse(f"{quote(path)} is a folder; name a file in it")

@@ -61,8 +61,8 @@ def open_activations(path: Path, entries: Iterable[Entry]) -> tuple[Activations,
 
     Also return a note about arrays that belong to no layer, if there are any.
 
-    Raises:
-      Misuse: the file is not from `numpy.savez`, an array does not fit its layer, or no array has the name of a layer.
+    Raises Misuse if the file is not from `numpy.savez`, an array does not fit its layer, or no array has the name of a
+    layer.
     """
     there = _headers(path)
     names: dict[str, str] = {}

@@ -57,7 +57,7 @@ BYTES |= {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)}
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit on the bytes of layers, in total with `in_all`, else per element. `text` is the option as the user wrote it."""
+    """A limit on the bytes of layers, in total with `in_all`, else per element. `text` is the option's value."""
 
     text: str
     nbytes: float

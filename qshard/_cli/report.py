@@ -73,9 +73,8 @@ def find(
     `globs` has patterns of layer names; none selects all layers. `activations` is a file of `numpy.savez` with inputs
     of the layers.
 
-    Raises:
-      Misuse: a pattern matches no layer, no layer can be measured, the budget is too small for every choice, or a
-        tensor has codes.
+    Raises Misuse if a pattern matches no layer, no layer can be measured, the budget is too small for every choice, or
+    a tensor has codes.
     """
     notes = list(checkpoint.notes)
     names = matching(checkpoint.entries, globs, "--layers") if globs else set(checkpoint.entries)

@@ -233,8 +233,7 @@ def select(
     - `any_axes`: also select tensors with fewer than two axes.
     - `advice`: alternative to dequantizing the checkpoint, for the error.
 
-    Raises:
-      Misuse: a tensor of `names` has codes, and its scales are in other tensors.
+    Raises Misuse if a tensor of `names` has codes, and its scales are in other tensors.
     """
     by_name = Names(checkpoint)
     never, doubtful = by_name.reasons(), by_name.doubts()

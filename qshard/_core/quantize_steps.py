@@ -92,8 +92,7 @@ def quantize(
       scale per tensor: scales to use instead of computing them from the amax. - `amax`: amax of `x`, if already
       computed. Used by formats that need no other amax.
 
-    Raises:
-      ValueError: `fmt` rounds stochastically and `draws` is None.
+    Raises ValueError if `fmt` rounds stochastically and `draws` is None.
     """
     if fmt.stochastic and draws is None:  # check before the amax, which may be a collective
         raise ValueError(seed_missing("quantize", fmt))

@@ -187,8 +187,7 @@ def plain(
       parts_of: returns for a name and a value its description and its planes as bytes, or None if the value is an
         array.
 
-    Raises:
-      ValueError: two arrays would get the same name.
+    Raises ValueError if two arrays would get the same name.
     """
     arrays: dict[str, Array] = {}
     descriptions: dict[str, Description] = {}

@@ -48,7 +48,7 @@ def progress_of(show: bool | None, names: list[str], size: int, op: str) -> Iter
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, lines: bool = False, op: str = "progress") -> Iterator[Update]:
-    """Show a rich progress bar on standard error or in Jupyter, yield a callback that moves it, and remove it at the end.
+    """Show a rich progress bar on standard error or in Jupyter, yield a callback that moves it, then remove it.
 
     With `lines`, print the name of each part on its own line where a bar cannot be drawn.
     """

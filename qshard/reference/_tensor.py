@@ -41,7 +41,7 @@ class Plane:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """A quantized tensor with the requested planes; `shape` and `dtype` are those of the original tensor."""
+    """A quantized tensor with the requested planes, and the shape and dtype of the original tensor."""
 
     format: Format
     shape: Shape
