@@ -328,8 +328,7 @@ class Format:
         TwoLevelScaling(global_scale='row')
         >>> FP8_E4M3.with_options(global_scale="row")
         Traceback (most recent call last):
-        ValueError: Format FP8_E4M3 has no option global_scale; it has element, block, pow2, eps, hadamard, rounding, \
-        nonfinite
+        ValueError: Format FP8_E4M3 has no option global_scale; it has element, block, pow2, eps, hadamard, ...
         """
         if unknown := sorted(set(options) - set(self.options)):
             raise ValueError(f"Format {self.name} has no option {unknown[0]}; it has {', '.join(self.options)}")

@@ -188,12 +188,9 @@ def multiply_values(
 
 
 class Way(NamedTuple):
-    """The plan of a product of two planes by ops: from codes, or from dequantized values.
+    """The plan of a product of two planes by ops, with their formats and usages and the workspace in bytes.
 
     Attributes:
-      a: format and usage of the first plane.
-      b: format and usage of the second plane.
-      workspace: bytes for cuBLASLt.
       values: dtype that the planes are dequantized to; None: codes are multiplied.
     """
 

@@ -142,14 +142,7 @@ class OpSpec(_ffi.Row):
     ) -> tuple[tuple[Shape, str], ...]:
         """Compute the shapes and dtypes of the results. Ops on lists have none: they update operands.
 
-        Args:
-          shapes: shapes of the operands, in order.
-          dtypes: dtypes of the operands, in order.
-          attributes: attributes of the call.
-          dtype: dtype of the result if the op can return any float.
-
-        Returns:
-          `(shape, dtype)` of each result.
+        `dtype` is the dtype of the result if the op can return any float.
 
         Raises:
           ValueError: shapes or attributes do not fit the row.
@@ -171,8 +164,7 @@ class OpSpec(_ffi.Row):
     ) -> Binding:
         """Bind a call of an op on single tensors. Bindings are cached; other arguments as in `results`.
 
-        - `cuttable`: whether the call may be sharded. If not, no composite axis is split and buffers keep their memory
-            order.
+        If not `cuttable`, the call may not be sharded: no composite axis is split and buffers keep their memory order.
 
         Raises:
           ValueError: shapes or attributes do not fit the row.

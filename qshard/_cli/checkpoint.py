@@ -82,16 +82,14 @@ class Entry:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data."""
         return self.elements * BITS[self.dtype] // 8
 
     @property
-    def given_as(self) -> str:
+    def kernel_dtype(self) -> str:
         """Dtype of the tensor in kernels. 8-bit floats become bfloat16, which is exact; float64 becomes float32."""
         return {"F64": "float32", "F32": "float32", "F16": "float16"}.get(self.dtype, "bfloat16")
 

@@ -130,7 +130,7 @@ def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str,
         except ValueError as error:
             (unfit[entry.name],) = group_refusals({str(fmt): str(error)})
             continue
-        weights[entry.name] = Description(format=fmt, shape=entry.shape, dtype=entry.given_as, planes=usage.planes)
+        weights[entry.name] = Description(format=fmt, shape=entry.shape, dtype=entry.kernel_dtype, planes=usage.planes)
     return weights, unfit
 
 

@@ -26,7 +26,6 @@ SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=cs
 
 
 def machine_facts() -> dict[str, object]:
-    """Return all facts by name."""
     from qshard import _ffi
 
     return {

@@ -64,7 +64,6 @@ class Budget:
     in_all: bool
 
     def of_an_element(self, elements: int) -> float:
-        """Return the budget in bytes per element for this number of elements."""
         return self.nbytes / elements if self.in_all else self.nbytes
 
 

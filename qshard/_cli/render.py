@@ -102,7 +102,6 @@ def print_text(findings: Findings) -> None:
 
 
 def _reports(layer: Layer) -> Iterator[Report]:
-    """Yield a report for each measured plane."""
     name = f"{quote(layer.entry.name)}: {title(layer)}"
     usages = list(dict.fromkeys(row.stats.usage for row in layer.rows)) or [Usage.ROWWISE]
     for usage in usages:
@@ -165,7 +164,6 @@ def _print_recommendation(out: Console, findings: Findings) -> None:
 
 
 def print_conversion(out: Path, fmt: Format, done: Conversion) -> None:
-    """Print the result of `qshard convert`."""
     to = console()
     _print_reasons(to, "kept", done.kept)
     for line in done.remarks:

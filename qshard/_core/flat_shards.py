@@ -70,12 +70,10 @@ class Bucket:
 
     @functools.cached_property
     def blocks(self) -> int:
-        """Number of blocks of all weights."""
         return sum(self.grids)
 
     @functools.cached_property
     def amaxes(self) -> int:
-        """Number of amaxes of all weights."""
         return self.blocks + sum(self.wholes)
 
     @functools.cached_property

@@ -95,7 +95,6 @@ class Box(NamedTuple):
         )
 
     def overlaps(self, other: Box) -> bool:
-        """Return whether the boxes share an element."""
         sides = zip(self.start, self.stop, other.start, other.stop, strict=True)
         return all(max(a, b) < min(a_stop, b_stop) for a, a_stop, b, b_stop in sides)
 

@@ -97,7 +97,6 @@ def check_float(op: str, name: str, dtype: str) -> None:
 
 
 def seed_missing(op: str, what: object) -> str:
-    """Return the error text for a missing seed."""
     return f"{op}: {what} uses stochastic rounding and needs `seed`; pass a new seed on each call"
 
 

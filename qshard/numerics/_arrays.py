@@ -43,7 +43,6 @@ class Shard(NamedTuple):
     start: tuple[int, ...]
 
     def box(self, shape: Shape) -> Box:
-        """Return the shard's box in the whole array of this shape."""
         return Box(shape, self.start, self.array.shape)
 
 
@@ -66,7 +65,6 @@ class Whole:
 
     @property
     def size(self) -> int:
-        """Number of local elements."""
         return sum(piece.array.size for piece in self.pieces)
 
     @property
@@ -81,7 +79,6 @@ class Whole:
         return self.others.maximum(amaxes.view(np.int32)).view(np.float32).reshape(amaxes.shape)
 
     def gathered(self, own: T) -> list[T]:
-        """Return the objects of all processes, in the same order on each."""
         return [own] if self.others is None else self.others.gathered(own)
 
 
@@ -105,7 +102,6 @@ def whole_of(x: Any, op: str) -> Whole:
 
 
 def of_floats(x: Floats, dtype: str | None = None) -> Whole:
-    """Wrap an unsharded array."""
     matrix = x.array.reshape(matrix_shape(x.array.shape))
     return Whole(shape=x.array.shape, dtype=dtype or x.dtype, pieces=(Shard(matrix, (0, 0)),), beyond=x.beyond)
 

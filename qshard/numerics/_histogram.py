@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from qshard.formats import Format, Usage
 from qshard.numerics._arrays import whole_of
 from qshard.numerics._display import Frame
 from qshard.numerics._plots import histograms
-from qshard.numerics._reductions import LEAST, Sums, exponent_counts, magnitudes
+from qshard.numerics._reductions import Sums, exponent_counts, magnitudes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,8 +84,7 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
 
     fmt, whole = as_format(fmt, "histogram"), whole_of(x, "histogram")
     codes, total = np.zeros(256, np.int64), Sums()
-    given: dict[int, int] = {}
-    zeros = 0
+    given, zeros = Counter[int](), 0
     for piece in compare_shards(whole, fmt, usage, seed, "histogram"):
         total += piece.sums(lambda elements: None)
         own = magnitudes(piece.parts.data, fmt)
@@ -92,16 +92,13 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
         codes += np.bincount(own[rows, columns].reshape(-1), minlength=codes.size)
         size = np.abs(piece.x.astype(np.float32))
         zeros += int(np.count_nonzero(size == 0)) - (own.size - own[rows, columns].size)
-        for e, count in exponent_counts(size).items():
-            given[e] = given.get(e, 0) + count
-    merged, found, all_zeros, all_codes = Sums(), dict[int, int](), 0, np.zeros_like(codes)
+        given.update(exponent_counts(size))
+    merged, found, all_zeros, all_codes = Sums(), Counter[int](), 0, np.zeros_like(codes)
     for part, part_given, part_zeros, part_codes in whole.gathered((total, given, zeros, codes)):
         merged += part
         all_zeros += part_zeros
         all_codes += part_codes
-        for e, count in part_given.items():
-            found[e] = found.get(e, 0) + count
-    errors = {i + LEAST: float(merged.errors[i] / merged.counts[i]) for i in np.flatnonzero(merged.counts).tolist()}
+        found.update(part_given)
     element = fmt.element
     return Histogram(
         format=fmt,
@@ -110,7 +107,7 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
         zeros_given=all_zeros,
         nonfinite_given=merged.nonfinite_given,
         codes={_value(element, code): int(all_codes[code]) for code in range(element.max_code + 1) if all_codes[code]},
-        error=errors,
+        error=merged.error_by_exponent,
     )
 
 

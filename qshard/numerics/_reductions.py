@@ -54,7 +54,6 @@ class Floats:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype."""
         return str(self.array.dtype)
 
 
@@ -130,6 +129,12 @@ class Sums:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.largest, self.worst = largest, worst
         return self
+
+    @property
+    def error_by_exponent(self) -> dict[int, float]:
+        """Mean relative errors by exponent."""
+        found = np.flatnonzero(self.counts).tolist()
+        return {i + LEAST: float(self.errors[i] / self.counts[i]) for i in found}
 
     @property
     def worst_block(self) -> WorstBlock | None:
@@ -385,7 +390,6 @@ def magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:
 
 
 def _add_errors(total: Sums, given: NDArray[np.float32], value: NDArray[np.float32]) -> None:
-    """Add the errors of finite nonzero elements."""
     error = np.subtract(value, given, dtype=np.float64)
     np.abs(error, out=error)
     given = np.abs(given)

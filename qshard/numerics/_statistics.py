@@ -17,7 +17,7 @@ from qshard.formats import FORMATS, Format, Usage
 from qshard.layout import Shape, plane, source
 from qshard.numerics._arrays import Whole, check_shards, whole_of
 from qshard.numerics._display import progress_of
-from qshard.numerics._reductions import LEAST, SIZE, Floats, Sums, as_float, exponent_counts
+from qshard.numerics._reductions import SIZE, Floats, Sums, as_float, exponent_counts
 
 
 class Note(enum.StrEnum):
@@ -207,10 +207,7 @@ def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, a
         total += part
         scales.update(part_scales)
         beyond += part_beyond
-    errors, counts = {}, total.counts
-    for i in np.flatnonzero(counts).tolist():
-        errors[i + LEAST] = float(total.errors[i] / counts[i])
-    number, worst, size = int(counts.sum()), total.worst_block, math.prod(whole.shape)
+    number, worst, size = int(total.counts.sum()), total.worst_block, math.prod(whole.shape)
     where, stored = plane(fmt, whole.shape, usage), source(fmt, usage)
 
     def share(count: int) -> float:
@@ -234,7 +231,7 @@ def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, a
         beyond_float32=share(beyond),
         bits_per_element=share(8 * where.nbytes),
         scale_histogram=dict(sorted(scales.items())),
-        error_by_exponent=errors,
+        error_by_exponent=total.error_by_exponent,
     )
 
 

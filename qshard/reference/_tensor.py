@@ -171,7 +171,7 @@ def quantize(
     planes = {}
     for each in usage:
         where = plane(fmt, x.shape, each)
-        matrix, place = what_is_stored(x, fmt, each).astype(np.float32).reshape(rows, cols), index
+        matrix, place = tensor_of_plane(x, fmt, each).astype(np.float32).reshape(rows, cols), index
         turned = each is Usage.COLUMNWISE and not fmt.transposes
         if turned:
             matrix, place = matrix.T, index.T
@@ -193,7 +193,7 @@ def quantize(
     )
 
 
-def what_is_stored(x: NDArray[Any], fmt: Format, usage: Usage) -> NDArray[Any]:
+def tensor_of_plane(x: NDArray[Any], fmt: Format, usage: Usage) -> NDArray[Any]:
     """Return the tensor that a plane of `x` quantizes: `x` itself, or `x` rotated along its columns."""
     if fmt.hadamard and usage is Usage.COLUMNWISE:
         return hadamard_transform(x.reshape(matrix_shape(x.shape)).T).T.reshape(x.shape)
