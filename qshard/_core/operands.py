@@ -82,10 +82,12 @@ def quantize_operand(
     A delayed scale of 0 means an empty history. The scale then comes from the amax of `x`, so `x` is read twice. With
     `reduce_max`, `x` is always read twice, because the cast may need the reduced amax.
 
-    - `ops`: ops of a front end, as for `quantize_steps.quantize`. - `x`: the operand, with `spec.added_rows` already
-      appended. - `scale`: delayed scaling: scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor
-      `reduce_max` is passed. - `amax`: amax of `x`, if known. - `reduce_max`: max-reduction of the amax of `x` over the
-      shards of its tensor.
+    - `ops`: ops of a front end, as for `quantize_steps.quantize`.
+    - `x`: the operand, with `spec.added_rows` already appended.
+    - `scale`: delayed scaling: scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor `reduce_max` is
+      passed.
+    - `amax`: amax of `x`, if known.
+    - `reduce_max`: max-reduction of the amax of `x` over the shards of its tensor.
     """
     fmt, usage = spec.format, spec.usage
     if spec.margin is None:

@@ -86,11 +86,12 @@ def quantize(
     """Compute the planes of `x` with as few reads of `x` as the format allows.
 
     - `x`: float32, bfloat16 or float16 `[*outer, M, K]`; `[*lead, K]` if only `ROWWISE` is requested and blocks have
-      one row. - `reduce_max`: max-reduction of the amax of `x` over the shards of a tensor, for formats with one fp32
-      scale or one global scale per tensor. Blocks must be whole in `x`; see `block_amax` for partial blocks. - `draws`:
-      Philox key and offset, required for stochastic rounding and unused otherwise. - `given`: for formats with one
-      scale per tensor: scales to use instead of computing them from the amax. - `amax`: amax of `x`, if already
-      computed. Used by formats that need no other amax.
+      one row.
+    - `reduce_max`: max-reduction of the amax of `x` over the shards of a tensor, for formats with one fp32 scale or one
+      global scale per tensor. Blocks must be whole in `x`; see `block_amax` for partial blocks.
+    - `draws`: Philox key and offset, required for stochastic rounding and unused otherwise.
+    - `given`: for formats with one scale per tensor: scales to use instead of computing them from the amax.
+    - `amax`: amax of `x`, if already computed. Used by formats that need no other amax.
 
     Raises ValueError if `fmt` rounds stochastically and `draws` is None.
     """
@@ -162,9 +163,10 @@ def block_amax(ops: Any, x: Array, block: tuple[int, int]) -> Array:
 def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, repeated: Reduce | None = None) -> Scales:
     """Compute scales from amaxes. Not for four over six, where scales depend on more than amaxes.
 
-    - `amax`: amaxes of blocks; for formats without blocks, the amax of the tensor. - `whole`: amax of the tensor or of
-      its rows, for formats with a global scale. - `repeated`: for the amaxes of many tensors: repeats each element of
-      `whole` for the parts of `amax` that it serves.
+    - `amax`: amaxes of blocks; for formats without blocks, the amax of the tensor.
+    - `whole`: amax of the tensor or of its rows, for formats with a global scale.
+    - `repeated`: for the amaxes of many tensors: repeats each element of `whole` for the parts of `amax` that it
+      serves.
     """
     if fmt.scaling.global_scale is not None:
         wholes = whole if repeated is None else repeated(whole)

@@ -47,8 +47,8 @@ def step_sums(xp: Any, x: Any, value: Any, scale: Any, element: ElementFormat, c
 
     Sums are in float32 over elements divided by the amax, so that squares of small gradients do not underflow.
 
-    - `xp`: array namespace: `torch` or `jax.numpy`. - `x`: float32 tensor; `value` and `scale`, of the same shape, are
-      its quantized values and the scale of each element. - `count`: function that counts the true elements of a mask.
+    `xp` is `torch` or `jax.numpy`, and `count` counts the true elements of a mask. `x` is float32; `value` and `scale`,
+    of the same shape, are its quantized values and the scale of each element.
     """
     size, given, made = xp.abs(x), xp.isfinite(x), xp.isfinite(value)
     counted, nonzero = given & made, x != 0
