@@ -56,9 +56,9 @@ def gpus() -> list[str]:
     try:
         done = subprocess.run(SMI, capture_output=True, text=True, check=False, timeout=SMI_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"not known: {error}"]
+        return [f"unknown: {error}"]
     if done.returncode:
-        return [f"not known: {SMI[0]} ended with {done.returncode}"]
+        return [f"unknown: {SMI[0]} ended with {done.returncode}"]
     return [line.strip() for line in done.stdout.splitlines()]
 
 

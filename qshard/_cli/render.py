@@ -26,9 +26,7 @@ POINTS = 16
 BAR = 40
 NAMED = 3
 """Maximum tensors that are listed by name for one reason."""
-HINT = (
-    "--budget 0.8 recommends a format for each layer, of 0.8 bytes an element in all; --html FILE draws the trade-off"
-)
+HINT = "--budget 0.8 recommends a format per layer for a mean of 0.8 bytes per element; --html FILE plots the trade-off"
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #1b1f24 }
@@ -131,7 +129,7 @@ def _print_curve(out: Console, findings: Findings) -> None:
         part = (10 * math.log10(point.harm) - low) / ((high - low) or 1) if point.harm else 0.0
         rows.append([name, f"{point.bytes_per_element:.3f}", decibels(point.harm), "#" * round(1 + (BAR - 1) * part)])
         rows[-1][-1] = rows[-1][-1].ljust(BAR) if point.harm else " " * BAR
-    out.print(Text(f"bytes an element against dB of {HARM}", style="bold"))
+    out.print(Text(f"bytes per element against dB of {HARM}", style="bold"))
     out.print(table(["formats", "bytes", "noise dB", "more noise, longer bar".ljust(BAR)], rows))
 
 
@@ -155,7 +153,7 @@ def _print_recommendation(out: Console, findings: Findings) -> None:
     out.print()
     point = chosen.point
     what = f"{point.bytes_per_element:.3f}, {level(point.harm)}"
-    out.print(Text(f"for {findings.budget:g} bytes an element: {what}", style="bold"))
+    out.print(Text(f"for {findings.budget:g} bytes per element: {what}", style="bold"))
     rows = [
         [quote(name), choice.name, f"{choice.nbytes:.0f}", decibels(choice.harm)]
         for name, choice in chosen.choices.items()
@@ -169,7 +167,7 @@ def print_conversion(out: Path, fmt: Format, done: Conversion) -> None:
     for line in done.remarks:
         to.print(Text(line))
     before, after = done.nbytes
-    what = f"{count_of(len(done.quantized), 'tensor')} in {fmt}, {len(done.kept)} as they were"
+    what = f"{count_of(len(done.quantized), 'tensor')} in {fmt}, {len(done.kept)} unchanged"
     to.print(Text(f"{quote(out)}: {what}; {before} bytes became {after}; read back bit for bit"))
 
 
@@ -200,12 +198,12 @@ def _parts(findings: Findings) -> Iterator[str]:
     if findings.ranking:
         yield f"<h2>Bytes against {HARM}</h2>"
         yield svg(findings)
-        yield "<p class=small>The line: each layer in a format of its own, so that no mix of its bytes has less noise. "
-        yield f"Dots: one format for all layers that it fits.{' The ring: what is recommended.' if chosen else ''} "
-        yield "What keeps all numbers has no noise, and is not on it.</p>"
+        yield "<p class=small>Line: the least noise for each size, with a format per layer. Dots: one format for all "
+        yield f"layers that it supports.{' Ring: the recommendation.' if chosen else ''} Choices without noise are not "
+        yield "shown.</p>"
     if chosen is not None:
-        yield f"<h2>For {findings.budget:g} bytes an element</h2>"
-        yield f"<p>{chosen.point.bytes_per_element:.3f} bytes an element, {level(chosen.point.harm)}.</p>"
+        yield f"<h2>For {findings.budget:g} bytes per element</h2>"
+        yield f"<p>{chosen.point.bytes_per_element:.3f} bytes per element, {level(chosen.point.harm)}.</p>"
         rows = [(name, each.name, f"{each.nbytes:.0f}", decibels(each.harm)) for name, each in chosen.choices.items()]
         yield _table(("layer", "format", "bytes", "noise dB"), rows)
     if findings.ranking:
@@ -284,7 +282,7 @@ def _svg_lines(
         y = (_level(point) - up[0]) / (up[-1] - up[0])
         return LEFT + x * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM)
 
-    yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="bytes an element against noise">'
+    yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="bytes per element against noise">'
     for value in across:
         x, _ = at(Point(value, 1.0))
         yield f'<line class="grid" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}"/>'
@@ -293,7 +291,7 @@ def _svg_lines(
         _, y = at(Point(across[0], 10 ** (value / 10)))
         yield f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>'
         yield f'<text x="{LEFT - 8}" y="{y + DROP:.1f}" text-anchor="end">{value:g}</text>'
-    yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">bytes an element</text>'
+    yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">bytes per element</text>'
     yield f'<text x="{LEFT}" y="{TOP - 12}">dB of {html.escape(HARM)}</text>'
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, curve))
     yield f'<polyline class="curve" points="{path}"/>'

@@ -21,8 +21,8 @@ from qshard._cli.options import Budget
 from qshard._cli.selection import select
 from qshard.formats import Usage
 
-RANKING = "noise for signal, from the layer that loses most"
-HARM = "noise for signal, mean over layers"
+RANKING = "noise-to-signal ratio, worst layer first"
+HARM = "noise-to-signal ratio, mean over layers"
 
 NUMBERS = (
     "sqnr_db",
@@ -145,7 +145,7 @@ def draws(layer: Layer) -> list[str]:
 def outputs(layer: Layer) -> list[str]:
     """Return a line about the harm with activations, if there are any."""
     found = [f"{row.stats.format} {decibels(row.output)}" for row in layer.rows if row.output is not None]
-    return [f"dB of noise for signal with its activations: {', '.join(found)}"] if found else []
+    return [f"noise-to-signal ratio with its activations, in dB: {', '.join(found)}"] if found else []
 
 
 def level(harm: float) -> str:
@@ -157,10 +157,10 @@ def decibels(harm: float | None) -> str:
     """Format a noise-to-signal ratio in dB.
 
     >>> decibels(0.01), decibels(0.0), decibels(None)
-    ('-20.0', 'none', 'not known')
+    ('-20.0', 'none', 'unknown')
     """
     if harm is None:
-        return "not known"
+        return "unknown"
     return f"{10 * math.log10(harm):.1f}" if harm else "none"
 
 

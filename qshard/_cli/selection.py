@@ -267,5 +267,5 @@ def select(
     if raw:
         more = f" and {len(raw) - NAMED} more" if len(raw) > NAMED else ""
         some = ", ".join(map(quote, raw[:NAMED]))
-        found.notes.append(f"FP8 without scales, taken as plain numbers: {some}{more}")
+        found.notes.append(f"FP8 without scales, treated as plain numbers: {some}{more}")
     return found

@@ -84,8 +84,7 @@ def quantize_operand(
 
     - `ops`: ops of a front end, as for `quantize_steps.quantize`.
     - `x`: the operand, with `spec.added_rows` already appended.
-    - `scale`: delayed scaling: scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor `reduce_max` is
-      passed.
+    - `scale`: delayed scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor `reduce_max` is passed.
     - `amax`: amax of `x`, if known.
     - `reduce_max`: max-reduction of the amax of `x` over the shards of its tensor.
     """

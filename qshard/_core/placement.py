@@ -220,8 +220,7 @@ def quantize_boxes(
 
     `ops`, `xp` and `block` as in `box_amax`.
 
-    - `shards`: returns an iterator over values and boxes. Called twice, so that values need not all be in memory at
-      once.
+    - `shards`: returns an iterator over values and boxes. Called twice, so that not all values need memory at once.
     - `amaxes`: fp32 zeros for all blocks of the whole matrix.
     - `reduce_max`: max-reduction of `amaxes` over processes, called once.
     - `whole`: amax of the whole matrix, `[]`, or of each of its rows, if `fmt` has a global scale.

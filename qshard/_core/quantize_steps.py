@@ -85,8 +85,7 @@ def quantize(
 ) -> dict[Usage, Plane]:
     """Compute the planes of `x` with as few reads of `x` as the format allows.
 
-    - `x`: float32, bfloat16 or float16 `[*outer, M, K]`; `[*lead, K]` if only `ROWWISE` is requested and blocks have
-      one row.
+    - `x`: float32, bfloat16 or float16 `[*outer, M, K]`; for `ROWWISE` alone, and blocks of one row, also `[*lead, K]`.
     - `reduce_max`: max-reduction of the amax of `x` over the shards of a tensor, for formats with one fp32 scale or one
       global scale per tensor. Blocks must be whole in `x`; see `block_amax` for partial blocks.
     - `draws`: Philox key and offset, required for stochastic rounding and unused otherwise.
@@ -161,12 +160,11 @@ def block_amax(ops: Any, x: Array, block: tuple[int, int]) -> Array:
 
 
 def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, repeated: Reduce | None = None) -> Scales:
-    """Compute scales from amaxes. Not for four over six, where scales depend on more than amaxes.
+    """Compute scales from amaxes. Four over six is not supported: its scales depend on more than amaxes.
 
     - `amax`: amaxes of blocks; for formats without blocks, the amax of the tensor.
     - `whole`: amax of the tensor or of its rows, for formats with a global scale.
-    - `repeated`: for the amaxes of many tensors: repeats each element of `whole` for the parts of `amax` that it
-      serves.
+    - `repeated`: for many tensors: repeats each element of `whole` for the parts of `amax` that it serves.
     """
     if fmt.scaling.global_scale is not None:
         wholes = whole if repeated is None else repeated(whole)

@@ -62,12 +62,7 @@ def as_formats(values: Any, op: str, name: str = "formats") -> list[Format]:
 
 
 def as_usage(value: Any, op: str) -> Usage:
-    """Return the planes that a caller of `op` requested.
-
-    >>> as_usage("rowwise", "quantize")
-    Traceback (most recent call last):
-    TypeError: quantize: usage ('rowwise') is not a Usage; pass Usage.ROWWISE, Usage.COLUMNWISE or Usage.BOTH
-    """
+    """Return the planes that a caller of `op` requested."""
     if isinstance(value, Usage) and value:
         return value
     raise TypeError(f"{op}: usage ({quote(value)}) is not a Usage; pass Usage.ROWWISE, Usage.COLUMNWISE or Usage.BOTH")
@@ -86,12 +81,7 @@ def as_plane(value: Any, op: str, there: Collection[Usage]) -> Usage:
 
 
 def check_float(op: str, name: str, dtype: str) -> None:
-    """Raise TypeError unless ops accept this dtype as high precision.
-
-    >>> check_float("quantize", "x", "int8")
-    Traceback (most recent call last):
-    TypeError: quantize: x (int8) is not float32, bfloat16 or float16; cast it first
-    """
+    """Raise TypeError unless ops accept this dtype as high precision."""
     if dtype not in FLOATS:
         raise TypeError(f"{op}: {name} ({dtype}) is not {join_names(FLOATS)}; cast it first")
 
