@@ -15,8 +15,7 @@ from types import FrameType
 __all__ = ["main"]
 
 NEEDS = ("click", "rich", "safetensors")
-USAGE = 2
-"""Exit status for wrong usage; failures exit with 1."""
+USAGE = 2  # exit status for wrong usage; failures exit with 1
 INTERRUPTED = 128 + signal.SIGINT
 
 

@@ -23,10 +23,8 @@ import numpy as np
 
 from qshard._cli.layers import Choice, Layer
 
-MOST_MIXES = 2**14
-"""Maximum number of mixes at a time."""
-MIXES_IN_ALL = 2**21
-"""Maximum number of mixes over all layers."""
+MOST_MIXES = 2**14  # maximum number of mixes at a time
+MIXES_IN_ALL = 2**21  # maximum number of mixes over all layers
 ROUNDING = 1e-12
 AS_THEY_ARE = "as they are"
 Choices = Mapping[str, Choice]

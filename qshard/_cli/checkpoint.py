@@ -40,10 +40,8 @@ FLOATS: dict[str, Any] = {
 BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E8M0": 8}
 BITS |= {"I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "C64": 64}
 BITS |= {name: 8 * np.dtype(dtype).itemsize for name, dtype in FLOATS.items()}
-CODES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")
-"""Dtypes of codes or scales, which need other tensors to be decoded."""
-MOST_AXES = 64
-"""Maximum number of axes of a NumPy array."""
+CODES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")  # dtypes of codes or scales, which need other tensors to be decoded
+MOST_AXES = 64  # maximum number of axes of a NumPy array
 OTHERS = {
     b"PK\x03\x04": "torch.save or numpy.savez",
     b"\x80\x02\x8a\nl": "an old torch.save",
@@ -54,19 +52,15 @@ OTHERS = {
 SAVE = "save it with save_file of safetensors.torch, .flax or .numpy"
 PLACE_KEY = "data_offsets"
 PLACE = re.compile(rb'"data_offsets"\s*:')
-LENGTH = 8
-"""Bytes of the header's length, which precedes the header."""
+LENGTH = 8  # bytes of the header's length, which precedes the header
 
 FILE, INDEX = ".safetensors", ".safetensors.index.json"
-LARGEST_INDEX = 2**26
-"""Maximum size in bytes. The index of a model with 100,000 tensors has about 2**23."""
-MOST_NESTED = 1000
-"""Maximum number of objects and lists in an index. A valid index needs two."""
+LARGEST_INDEX = 2**26  # Maximum size in bytes. The index of a model with 100,000 tensors has about 2**23.
+MOST_NESTED = 1000  # Maximum number of objects and lists in an index. A valid index needs two.
 CONFIGS = ("config.json", "hf_quant_config.json")
 QUANTIZATION = re.compile(rb'"(?:quantization_config|compression_config|quantization)"\s*:\s*(?!null|\{\s*\}|\s)')
 """A nonempty key of a config file that marks a quantized model, at any depth: a text model's config may be nested."""
-PART = re.compile(r".*-[0-9]+-of-(?!0*1\.)[0-9]+\.safetensors", re.DOTALL)
-"""File name of one of several shards."""
+PART = re.compile(r".*-[0-9]+-of-(?!0*1\.)[0-9]+\.safetensors", re.DOTALL)  # file name of one of several shards
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 

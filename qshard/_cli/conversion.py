@@ -32,12 +32,10 @@ from qshard.numerics._display import progress_bar
 from qshard.numerics._reductions import as_float
 from qshard.numerics._report import group_refusals
 
-WORDS = {"uint8": "U8", "float32": "F32"}
-"""Safetensors dtypes of codes and scales."""
+WORDS = {"uint8": "U8", "float32": "F32"}  # Safetensors dtypes of codes and scales
 OP = "qshard convert"
 
-LONGEST_HEADER = 100_000_000
-"""Maximum bytes of a header that safetensors reads."""
+LONGEST_HEADER = 100_000_000  # maximum bytes of a header that safetensors reads
 
 
 @dataclass

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from qshard._cli import USAGE
 
-LONGEST = 100
-"""Maximum length of a displayed name."""
+LONGEST = 100  # maximum length of a displayed name
 
 
 class Failure(Exception):

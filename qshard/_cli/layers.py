@@ -30,10 +30,8 @@ OP = "qshard report"
 END = ".weight"
 SUFFIX = ".npy"
 KINDS = "fiu"
-HEADER = 2**16
-"""Bytes to read for the header of an array."""
-PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-"""Compression methods of `numpy.savez` and `numpy.savez_compressed`."""
+HEADER = 2**16  # bytes to read for the header of an array
+PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression methods of `numpy.savez` and `numpy.savez_compressed`
 BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError)
 """Exceptions that zipfile and NumPy raise for files that are truncated or not theirs."""
 

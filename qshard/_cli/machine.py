@@ -62,8 +62,7 @@ def gpus() -> list[str]:
     return [line.strip() for line in done.stdout.splitlines()]
 
 
-SLICE = 5e-3
-"""Seconds that each contender runs per round."""
+SLICE = 5e-3  # seconds that each contender runs per round
 COPY = "copy float32"
 SEED = 0
 

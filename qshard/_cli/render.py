@@ -21,11 +21,9 @@ from qshard._core import environment
 from qshard.formats import Format, Usage
 from qshard.numerics._report import WIDE, Report, group_refusals, percent
 
-POINTS = 16
-"""Maximum points of the curve in text."""
+POINTS = 16  # maximum points of the curve in text
 BAR = 40
-NAMED = 3
-"""Maximum tensors that are listed by name for one reason."""
+NAMED = 3  # maximum tensors that are listed by name for one reason
 HINT = "--budget 0.8 recommends a format per layer for a mean of 0.8 bytes per element; --html FILE plots the trade-off"
 
 STYLE = """
@@ -57,14 +55,10 @@ HEADS = (
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 28, 52
-TICKS = 6
-"""Approximate number of ticks on an axis."""
-LINE = 15
-"""Distance between two lines of text."""
-LETTER = 7.0
-"""Approximate width of a letter."""
-DROP = 4
-"""Distance from the middle of a line of text to its baseline."""
+TICKS = 6  # approximate number of ticks on an axis
+LINE = 15  # distance between two lines of text
+LETTER = 7.0  # approximate width of a letter
+DROP = 4  # distance from the middle of a line of text to its baseline
 DOT = 4
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 

@@ -28,12 +28,11 @@ from qshard._cli.checkpoint import FLOATS, Checkpoint, Entry, quantization_of
 from qshard._cli.errors import Misuse, count_of, quote
 from qshard.layout import Shape
 
-LEAST_AXES = 2
-"""Minimum axes of a layer. Norms and biases have fewer."""
+LEAST_AXES = 2  # Minimum axes of a layer. Norms and biases have fewer.
 KEPT = "named by --keep"
-NAMED = 3
-"""Maximum number of names in a note."""
+NAMED = 3  # maximum number of names in a note
 
+# Patterns for the last part of a name, after `.` or `/`.
 SCALE = re.compile(
     r"(?:(?P<stem>.+?)_)?_?(?:(?P<plain>scales?)|(?:global_)?scales?(?:_(?:inv|ub|[0-9]+))*|scale_(?:weight|input)"
     r"|scaling_factor|(?:nested_)?absmax|amax|scb)",
@@ -43,18 +42,13 @@ WEIGHT_SCALE = re.compile(r"(?P<stem>.*weight)_scale.*", re.IGNORECASE | re.DOTA
 PACKED = re.compile(r"(?P<stem>.+)_(?:blocks|packed|qdata)", re.DOTALL)
 OFFSET = re.compile(r"_?(?:zeros?|zero_points?|qzeros|biases|shift)|.+_zero_points?")
 BIAS = re.compile(r"b|.*bias", re.DOTALL)
-"""Patterns for the last part of a name, after `.` or `/`."""
-LONGEST = 200
-"""Maximum length of a last part. Longer ones match no pattern, so that hostile names cost no time."""
+LONGEST = 200  # Maximum length of a last part. Longer ones match no pattern, so that hostile names cost no time.
 FP8 = tuple(name for name in FLOATS if name.startswith("F8_"))
 SMALL = ("F4", "F6_E2M3", "F6_E3M2")
-INTEGERS = ("U8", "I8", "I32", "U32")
-"""Dtypes of packed codes, and of codes without a dtype of their own."""
+INTEGERS = ("U8", "I8", "I32", "U32")  # dtypes of packed codes, and of codes without a dtype of their own
 CODES = (*FP8, *SMALL, *INTEGERS)
-SCALES = (*(name for name in FLOATS if name not in FP8), "F8_E8M0", "U8")
-"""Dtypes of scales."""
-BLOCKS = (16, 32, 64, 128, 256)
-"""Block sizes in elements."""
+SCALES = (*(name for name in FLOATS if name not in FP8), "F8_E8M0", "U8")  # dtypes of scales
+BLOCKS = (16, 32, 64, 128, 256)  # block sizes in elements
 
 
 class Parts(NamedTuple):

@@ -10,11 +10,9 @@ import numpy as np
 
 from qshard._core.validation import join_names, quote
 
-BLOCK = 128
-"""Elements of a row that share a scale: kAdamBlock in core/adam.h."""
+BLOCK = 128  # elements of a row that share a scale: kAdamBlock in core/adam.h
 
-SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
-"""State dtypes that are stored with scales."""
+SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")  # state dtypes that are stored with scales
 
 STATES = ("float32", "bfloat16", *SCALED)
 

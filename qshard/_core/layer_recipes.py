@@ -33,11 +33,9 @@ __all__ = [
 
 RecipesLike = RecipeLike | Mapping[str, RecipeLike | None]
 """A recipe for all layers, or a mapping from patterns to recipes; None keeps matching layers in high precision."""
-NO_PATTERN = "no pattern matches it"
-"""Reason for leaving out a layer that no pattern of `Rules` matches."""
+NO_PATTERN = "no pattern matches it"  # reason for leaving out a layer that no pattern of `Rules` matches
 
-_SHOWN, _NAMES = 3, 5
-"""Limits of a message: number of reasons, and number of layer names per reason."""
+_SHOWN, _NAMES = 3, 5  # limits of a message: number of reasons, and number of layer names per reason
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,12 @@ from typing import Any
 from qshard._core.validation import join_names, quote, seed_missing
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
-CHUNK_BYTES = 1 << 28
-"""Maximum bytes of logits that `linear_cross_entropy` computes at a time."""
+CHUNK_BYTES = 1 << 28  # maximum bytes of logits that `linear_cross_entropy` computes at a time
 LABELS = ("int64", "int32")
-WORD = (-(1 << 31), (1 << 31) - 1)
-"""Range of labels in ops: int32."""
+WORD = (-(1 << 31), (1 << 31) - 1)  # range of labels in ops: int32
 _REDUCTIONS = ("mean", "sum", "none")
-_ROWS = 128
-"""Default row alignment of chunks: whole blocks, and efficient sizes for GEMMs."""
-CHUNK_SEED_BIT = 48
-"""Chunk `i` rounds with `seed ^ (i << CHUNK_SEED_BIT)`, in bits that layers and ranks do not use."""
+_ROWS = 128  # default row alignment of chunks: whole blocks, and efficient sizes for GEMMs
+CHUNK_SEED_BIT = 48  # chunk `i` rounds with `seed ^ (i << CHUNK_SEED_BIT)`, in bits that layers and ranks do not use
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ from qshard.layout import Shape, plane
 
 __all__ = ["KEY", "Description", "flat", "key_of", "parse_metadata", "plain", "restore", "text_of"]
 
-KEY = "qshard"
-"""Key of the JSON string in the metadata."""
+KEY = "qshard"  # key of the JSON string in the metadata
 VERSION = 1
 _TERMS = ("format", "shape", "dtype", "planes")
 
@@ -156,9 +155,7 @@ def parse_metadata(text: str, *, op: str = "from_plain") -> dict[str, Descriptio
         )
     tensors = read.get("tensors")
     if not isinstance(tensors, dict) or len(read) != 2:
-        raise ValueError(
-            f"{op}: description ({', '.join(read)}) is not a version and a dict of tensors; it is damaged"
-        )
+        raise ValueError(f"{op}: description ({', '.join(read)}) is not a version and a dict of tensors; it is damaged")
     return {name: Description.of(terms, op=op, name=name or "tensor") for name, terms in tensors.items()}
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from qshard.formats import ELEMENTS, FLOATS, FORMATS, Format, Usage
 
-FormatLike = Format | str
-"""A format, or its string as `str` prints it."""
+FormatLike = Format | str  # a format, or its string as `str` prints it
 
 
 def as_format(value: Any, op: str, name: str = "fmt") -> Format:
@@ -126,8 +125,7 @@ def quote(value: Any) -> str:
     return text if len(text) <= 40 and "\n" not in text else f"of type {type(value).__name__}"
 
 
-MOST_NAMES = 8
-"""Maximum number of names in an error."""
+MOST_NAMES = 8  # maximum number of names in an error
 
 
 def closest(name: str, names: Iterable[str], of: str) -> str:

@@ -12,15 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Advance = Callable[[int], None]
-"""Callback that receives the number of newly processed elements."""
+Advance = Callable[[int], None]  # callback that receives the number of newly processed elements
 Update = Callable[[str, int], None]
 """Callback that receives the name of the current part and the total number of processed elements."""
 
 LONG = 2**26
 """Total number of elements, over all formats, above which progress is shown by default: about one second of work."""
-EACH = 0.1
-"""Minimum seconds between two updates of the bar."""
+EACH = 0.1  # minimum seconds between two updates of the bar
 
 
 @contextlib.contextmanager

@@ -22,8 +22,7 @@ from qshard.numerics._statistics import decibels
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROWS = 1024
-"""Rows of a weight that are processed at a time, rounded up to whole blocks."""
+ROWS = 1024  # rows of a weight that are processed at a time, rounded up to whole blocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 
     from qshard.numerics._statistics import Stats
 
-BAR = 0.24
-"""Height of a bar in inches."""
+BAR = 0.24  # height of a bar in inches
 
-ENTRIES = 18
-"""Number of legend entries that fit the height of a plot."""
+ENTRIES = 18  # number of legend entries that fit the height of a plot
 LEAST_ERROR = 1e-3
 """Lower limit of the error axis.
 
@@ -96,8 +94,7 @@ _COLORS = {
     (TwoLevelScaling, 4): "#7a52c7",
 }
 """Color of each family of formats: scaling method and code width."""
-_TINT = 0.45
-"""Share of white in the color of E5M2 and E3M2, the second element formats of their families."""
+_TINT = 0.45  # share of white in the color of E5M2 and E3M2, the second element formats of their families
 _HATCHES = {"-": "", "--": "//", ":": ".."}
 _MARKERS = "os^Dv<>P*X"
 

@@ -29,20 +29,15 @@ TILE = (128, 256)
 """Rows and columns of a tile: 32 K elements, which fit in L2 cache as float64. Tiles of narrow matrices are longer."""
 SIZE = TILE[0] * TILE[1]
 TILES_OF_A_JOB = 16
-LEAST = -149
-"""Exponent of the smallest float32."""
+LEAST = -149  # exponent of the smallest float32
 EXPONENTS = 128 - LEAST
-START = 5.0
-"""Seconds within which a new thread has certainly started, even on a busy machine."""
-LOOK = 1e-3
-"""Seconds between two checks whether a thread has started."""
+START = 5.0  # seconds within which a new thread has certainly started, even on a busy machine
+LOOK = 1e-3  # seconds between two checks whether a thread has started
 _POOLS = itertools.count()
 
 Advance = Callable[[int], None]
-Block = tuple[int, int]
-"""Row and column of a block in the grid of `scale_inv`."""
-Tile = tuple[slice, slice]
-"""Rows and columns of the stored matrix."""
+Block = tuple[int, int]  # row and column of a block in the grid of `scale_inv`
+Tile = tuple[slice, slice]  # rows and columns of the stored matrix
 
 
 @dataclass(frozen=True)

@@ -254,8 +254,7 @@ def fitting(x: Whole, usage: Usage, op: str) -> tuple[list[Format], dict[str, st
     return [fmt for name, fmt in FORMATS.items() if name not in left_out], left_out
 
 
-FAR = 6.0
-"""Limit for outliers, in root mean squares. In a Gaussian, 2 of 10**9 elements are beyond it."""
+FAR = 6.0  # Limit for outliers, in root mean squares. In a Gaussian, 2 of 10**9 elements are beyond it.
 
 
 def outlier_share(x: Any) -> float:

@@ -14,8 +14,7 @@ from qshard.layout import matrix_shape
 from qshard.reference._elements import Float32, decode, encode
 from qshard.reference._scales import block_amax, largest_power, per_element, scale_to
 
-Decay = str
-"""Weight decay: "coupled" adds to the gradient, "decoupled" to the update (AdamW), "none" to neither."""
+Decay = str  # weight decay: "coupled" adds to the gradient, "decoupled" to the update (AdamW), "none" to neither
 
 
 class AdamConstants(NamedTuple):

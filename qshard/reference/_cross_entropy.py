@@ -15,11 +15,9 @@ Team t adds parts t, t + 8, t + 16 and so on, one by one.
 """
 
 _LEAST, _NONE = np.float32(-87), np.float32(-np.inf)
-_NORMAL, _SQRT_HALF = 1 << 23, 0x3F3504F3
-"""Bits of the smallest normal float32, and of sqrt(1/2)."""
+_NORMAL, _SQRT_HALF = 1 << 23, 0x3F3504F3  # bits of the smallest normal float32, and of sqrt(1/2)
 
-Stats = tuple[Float32, Float32, Float32]
-"""Statistics per row: largest logit, sum of e^(x - largest), sum of x."""
+Stats = tuple[Float32, Float32, Float32]  # statistics per row: largest logit, sum of e^(x - largest), sum of x
 
 
 def exp_of_negative(x: Float32) -> Float32:
