@@ -19,7 +19,7 @@ from qshard._cli.layers import Layer
 from qshard._cli.report import HARM, RANKING, Findings, decibels, draws, level, outputs, title
 from qshard._core import environment
 from qshard.formats import Format, Usage
-from qshard.numerics._report import WIDE, Report, group_refusals, percent
+from qshard.numerics._report import WIDE, Report, group_refusals, one_decimal, percent
 
 POINTS = 16  # maximum points of the curve in text
 BAR = 40
@@ -220,8 +220,8 @@ def _layer(layer: Layer) -> Iterator[str]:
         shares = [percent(part) if part else "-" for part in (each.zeros_made, each.saturated, each.subnormal)]
         errors = [percent(each.mean_relative_error), percent(each.max_relative_error, 1)]
         name = f"{each.format}{'' if each.format.transposes else f', {str(each.usage.name).lower()}'}"
-        numbers = [f"{each.bits_per_element:.3f}", _number(each.sqnr_db), *errors, *shares]
-        rows.append((name, *numbers, _number(each.worst_block_db), where))
+        numbers = [f"{each.bits_per_element:.3f}", one_decimal(each.sqnr_db), *errors, *shares]
+        rows.append((name, *numbers, one_decimal(each.worst_block_db), where))
     if rows:
         yield _table(HEADS, rows)
     notes = dict.fromkeys(f"{row.stats.format}: {note}" for row in layer.rows for note in row.stats.notes)
@@ -244,10 +244,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _text(value: object) -> str:
     return html.escape(printable(value)) or "(no name)"
-
-
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.1f}"
 
 
 def svg(findings: Findings) -> str:

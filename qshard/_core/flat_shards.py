@@ -7,7 +7,7 @@ computes all scales from the same amaxes, so scales are never gathered, and the 
 scale. A slice is `[start, start + length)` of the row-major weight. It may split rows, blocks and bytes, be empty or
 absent, or extend past the end of the weight into padding.
 
-Weights with equal format, dtype and parity form a bucket. A bucket costs one amax op, one or two ops for scales, and
+Weights with equal format, dtype and `rounded_to` form a bucket. A bucket costs one amax op, one or two ops for scales, and
 one cast, for any number of weights. `cast_master` runs all steps. Callers that overlap other work, as FSDP2 overlaps
 gathers, call the steps `amaxes`, `scales` and `cast` themselves.
 
@@ -88,7 +88,7 @@ class Bucket:
         each = zip(self.wholes, self.grids, strict=True)
         return tuple(blocks // wholes // self.run for wholes, blocks in each for _ in range(wholes))
 
-    def found(self, amaxes: Array) -> tuple[Array, Array | None]:
+    def select(self, amaxes: Array) -> tuple[Array, Array | None]:
         """Return the bucket's block amaxes, and its tensor or row amaxes or None, as slices of the plan's amaxes."""
         middle, stop = self.begin + self.blocks, self.begin + self.amaxes
         # A weight without rows still has row scales: an empty array, not None.
@@ -178,8 +178,8 @@ def plan_master(
         of the rowwise plane: compute it after the gather.
       dtype: dtype of the masters, per weight or for all: float32, bfloat16 or float16. It is an argument so that ranks
         without a slice agree.
-      rounded_to: parity. None: the codes of `quantize(master)`. A dtype: the codes of `quantize(master.astype(dtype))`,
-        as for a model that stores its weights in that dtype.
+      rounded_to: None: the codes of `quantize(master)`. A dtype: the codes of `quantize(master.astype(dtype))`, as for a
+        model that stores its weights in that dtype.
       op: name of the caller in errors.
 
     Raises:
@@ -197,13 +197,13 @@ def plan_master(
         raise TypeError(f"{op}: shapes ({quote(shapes)}) is not a list of shapes; pass one shape per weight")
     all_shapes = tuple(tuple(shape) for shape in shapes)
     given = {"formats": formats, "usages": usages, "dtype": dtype, "rounded_to": rounded_to}
-    all_formats, all_usages, dtypes, parities = (_each(op, name, value, n) for name, value in given.items())
+    all_formats, all_usages, dtypes, roundings = (_each(op, name, value, n) for name, value in given.items())
     all_formats = tuple(as_format(fmt, op, "formats") for fmt in all_formats)
-    for name, values in (("dtype", dtypes), ("rounded_to", [parity for parity in parities if parity])):
+    for name, values in (("dtype", dtypes), ("rounded_to", [each for each in roundings if each])):
         if wrong := [value for value in values if value not in FLOATS]:
             raise ValueError(f"{op}: {name} ({wrong[0]}) is not {join_names(FLOATS)}; cast the masters first")
     # Rounding to float32, or to the master's own dtype, changes nothing.
-    rounded = ["float32" if p in (None, d) else p for p, d in zip(parities, dtypes, strict=True)]
+    rounded = ["float32" if p in (None, d) else p for p, d in zip(roundings, dtypes, strict=True)]
     members: dict[Any, list[int]] = {}
     for i, key in enumerate(zip(all_formats, all_usages, dtypes, rounded, strict=True)):
         members.setdefault(key, []).append(i)
@@ -286,7 +286,7 @@ def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) 
 
 def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:
     """Compute the scales of each bucket from reduced amaxes. `Bucket.split_scales` splits them by weight."""
-    return [_scales(ops, bucket, *bucket.found(found)) for bucket in plan.buckets]
+    return [_scales(ops, bucket, *bucket.select(found)) for bucket in plan.buckets]
 
 
 def _scales(ops: Any, bucket: Bucket, amax: Array, wholes: Array | None) -> Scales:

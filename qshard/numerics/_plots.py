@@ -15,19 +15,15 @@ if TYPE_CHECKING:
     from qshard.numerics._statistics import Stats
 
 BAR = 0.24  # height of a bar in inches
-
 ENTRIES = 18  # number of legend entries that fit the height of a plot
+# Lower limit of the error axis. Smaller errors are of a few elements near the grid, and would compress the plot.
 LEAST_ERROR = 1e-3
-"""Lower limit of the error axis.
-
-Smaller errors come from a few elements that happen to be on the grid, and would compress the rest of the plot.
-"""
 
 
 def report_figure(rows: Sequence[Stats]) -> Figure:
     """Draw SQNR, mean relative error by exponent, and the histogram of scales, with one style per format."""
     # Not pyplot, which would keep the figure alive and select a backend for the process.
-    heights = (0.9 + 0.24 * len(rows), 3.6, 3.6)
+    heights = (0.9 + BAR * len(rows), 3.6, 3.6)
     size = (11, sum(heights))
     figure: Figure = load("matplotlib.figure", "report").Figure(figsize=size, layout="constrained")
     bars, errors, scales = figure.subplots(3, 1, height_ratios=heights)

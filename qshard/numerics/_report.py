@@ -164,7 +164,7 @@ def _share(share: float) -> str:
     return percent(share) if share else "-"
 
 
-def _decibels(value: float) -> str:
+def one_decimal(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.1f}"
 
 
@@ -186,7 +186,7 @@ def _columns(rows: Sequence[Stats]) -> list[_Column]:
     columns = [
         _Column("format", lambda row: str(row.format)),
         _Column("bits", lambda row: f"{row.bits_per_element:.3f}" if row.bits_per_element else "-", 5),
-        _Column("SQNR dB", lambda row: _decibels(row.sqnr_db)),
+        _Column("SQNR dB", lambda row: one_decimal(row.sqnr_db)),
         _Column("", lambda row: ",".join(letters[note] for note in row.notes), when=lambda row: row.notes),
         _Column(
             "not counted", lambda row: _share(1 - row.counted), 9, lambda row: row.nonfinite_given or row.nonfinite_made
@@ -195,7 +195,7 @@ def _columns(rows: Sequence[Stats]) -> list[_Column]:
         _Column("max error", lambda row: percent(row.max_relative_error, 1), 1),
         _Column("zeros made", lambda row: _share(row.zeros_made), 8),
         _Column("saturated", lambda row: _share(row.saturated), 7),
-        _Column("worst block dB", lambda row: _decibels(row.worst_block_db), 6, lambda row: row.format.block),
+        _Column("worst block dB", lambda row: one_decimal(row.worst_block_db), 6, lambda row: row.format.block),
         _Column("subnormal", lambda row: _share(row.subnormal), 2),
         _Column("non-finite made", lambda row: _share(row.nonfinite_made), 3, lambda row: row.nonfinite_made),
         _Column("scale exponents", lambda row: _range(row.scale_histogram), 4),
