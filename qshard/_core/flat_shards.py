@@ -7,7 +7,7 @@ computes all scales from the same amaxes, so scales are never gathered, and the 
 scale. A slice is `[start, start + length)` of the row-major weight. It may split rows, blocks and bytes, be empty or
 absent, or extend past the end of the weight into padding.
 
-Weights with equal format, dtype and `rounded_to` form a bucket. A bucket costs one amax op, one or two ops for scales, and
+Weights with equal format, usage and dtypes form a bucket. A bucket costs one amax op, one or two ops for scales, and
 one cast, for any number of weights. `cast_master` runs all steps. Callers that overlap other work, as FSDP2 overlaps
 gathers, call the steps `amaxes`, `scales` and `cast` themselves.
 
@@ -88,7 +88,7 @@ class Bucket:
         each = zip(self.wholes, self.grids, strict=True)
         return tuple(blocks // wholes // self.run for wholes, blocks in each for _ in range(wholes))
 
-    def select(self, amaxes: Array) -> tuple[Array, Array | None]:
+    def part(self, amaxes: Array) -> tuple[Array, Array | None]:
         """Return the bucket's block amaxes, and its tensor or row amaxes or None, as slices of the plan's amaxes."""
         middle, stop = self.begin + self.blocks, self.begin + self.amaxes
         # A weight without rows still has row scales: an empty array, not None.
@@ -178,8 +178,8 @@ def plan_master(
         of the rowwise plane: compute it after the gather.
       dtype: dtype of the masters, per weight or for all: float32, bfloat16 or float16. It is an argument so that ranks
         without a slice agree.
-      rounded_to: None: the codes of `quantize(master)`. A dtype: the codes of `quantize(master.astype(dtype))`, as for a
-        model that stores its weights in that dtype.
+      rounded_to: None gives the codes of `quantize(master)`. A dtype gives those of `quantize(master.astype(dtype))`,
+        as for a model that stores its weights in that dtype.
       op: name of the caller in errors.
 
     Raises:
@@ -286,7 +286,7 @@ def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) 
 
 def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:
     """Compute the scales of each bucket from reduced amaxes. `Bucket.split_scales` splits them by weight."""
-    return [_scales(ops, bucket, *bucket.select(found)) for bucket in plan.buckets]
+    return [_scales(ops, bucket, *bucket.part(found)) for bucket in plan.buckets]
 
 
 def _scales(ops: Any, bucket: Bucket, amax: Array, wholes: Array | None) -> Scales:

@@ -13,7 +13,7 @@ from qshard._core import quantize_steps
 from qshard._core.validation import FormatLike, as_format
 from qshard.formats import Format, Usage
 from qshard.layout import matrix_shape, plane
-from qshard.numerics._arrays import Whole, whole_of
+from qshard.numerics._arrays import ShardedArray, as_sharded
 from qshard.numerics._display import Frame
 from qshard.numerics._plots import bar_chart
 from qshard.numerics._reductions import Comparison, as_float
@@ -129,14 +129,14 @@ def gemm_error(
     )
 
 
-def _one_piece(x: Any, name: str) -> Whole:
-    whole = whole_of(x, "gemm_error")
+def _one_piece(x: Any, name: str) -> ShardedArray:
+    whole = as_sharded(x, "gemm_error")
     if not whole.is_one:
         raise ValueError(f"gemm_error: {name} {whole.shape} is sharded; pass a part of it as a plain array")
     return whole
 
 
-def stored_values(whole: Whole, fmt: Format, seed: int, name: str) -> NDArray[np.float64]:
+def stored_values(whole: ShardedArray, fmt: Format, seed: int, name: str) -> NDArray[np.float64]:
     """Quantize the rowwise plane of a matrix, and return its values."""
     from qshard.numerics import _kernels as kernels
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from qshard._core.validation import FormatLike, as_format
 from qshard.formats import Format, Usage
-from qshard.numerics._arrays import whole_of
+from qshard.numerics._arrays import as_sharded
 from qshard.numerics._display import Frame
 from qshard.numerics._plots import histograms
 from qshard.numerics._reductions import Sums, exponent_counts, magnitudes
@@ -82,7 +82,7 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
     """
     from qshard.numerics._pieces import compare_shards  # late: it needs the extension
 
-    fmt, whole = as_format(fmt, "histogram"), whole_of(x, "histogram")
+    fmt, whole = as_format(fmt, "histogram"), as_sharded(x, "histogram")
     codes, total = np.zeros(256, np.int64), Sums()
     given, zeros = Counter[int](), 0
     for piece in compare_shards(whole, fmt, usage, seed, "histogram"):

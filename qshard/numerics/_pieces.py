@@ -20,13 +20,13 @@ from qshard._core.quantize_steps import Draws
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, matrix_shape, plane, source
 from qshard.numerics import _kernels as kernels
-from qshard.numerics._arrays import Shard, Whole, check_shards, splits_blocks
+from qshard.numerics._arrays import Shard, ShardedArray, check_shards, splits_blocks
 from qshard.numerics._reductions import Comparison
 
 Array = NDArray[Any]
 
 
-def compare_shards(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterator[Comparison]:
+def compare_shards(x: ShardedArray, fmt: Format, usage: Usage, seed: int, op: str) -> Iterator[Comparison]:
     """Yield each local piece with its plane. Amaxes are reduced before the first piece is yielded."""
     where = plane(fmt, x.shape, usage, op=op)
     check_shards(where, x, op)
@@ -62,7 +62,7 @@ def _return_reduced(amax: NDArray[np.float32], own: Any) -> NDArray[np.float32]:
     return amax
 
 
-def _reduced_amax(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.float32] | None:
+def _reduced_amax(x: ShardedArray, pieces: list[Shard], fmt: Format) -> NDArray[np.float32] | None:
     """Compute the reduced amax of the tensor or of its rows, or return None if the format has no such scale."""
     if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
@@ -74,7 +74,7 @@ def _reduced_amax(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.floa
 
 
 def _compare_partial_blocks(
-    x: Whole, pieces: list[Shard], layout: PlaneLayout, whole: NDArray[np.float32] | None, key: Array | None
+    x: ShardedArray, pieces: list[Shard], layout: PlaneLayout, whole: NDArray[np.float32] | None, key: Array | None
 ) -> Iterator[Comparison]:
     """Implement `compare_shards` for shards that split blocks. Matrices are in plane order: `x` or `x.T`."""
     fmt, block, turned, matrix = layout.format, layout.block, layout.transposed, matrix_shape(x.shape)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from qshard._core.validation import FormatLike, as_formats
 from qshard.formats import Usage
-from qshard.numerics._arrays import whole_of
+from qshard.numerics._arrays import as_sharded
 from qshard.numerics._display import load
 from qshard.numerics._plots import report_figure
 from qshard.numerics._statistics import Note, Stats, fitting, measure
@@ -57,7 +57,7 @@ def report(
     FP8_E4M3
     """
     load("rich", "report")
-    whole = whole_of(x, "report")
+    whole = as_sharded(x, "report")
     left_out: dict[str, str] = {}
     if formats is None:
         chosen, left_out = fitting(whole, usage, "report")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from qshard._core.validation import FormatLike, as_format, as_formats
 from qshard.formats import FORMATS, Format, Usage
 from qshard.layout import Shape, plane, source
-from qshard.numerics._arrays import Whole, check_shards, whole_of
+from qshard.numerics._arrays import ShardedArray, as_sharded, check_shards
 from qshard.numerics._display import progress_of
 from qshard.numerics._reductions import SIZE, Floats, Sums, as_float, exponent_counts
 
@@ -149,7 +149,7 @@ def stats(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: int = 
 
     Sources: see `qshard.formats` for each format.
     """
-    return measure(whole_of(x, "stats"), [as_format(fmt, "stats")], usage, seed, False, "stats")[0]
+    return measure(as_sharded(x, "stats"), [as_format(fmt, "stats")], usage, seed, False, "stats")[0]
 
 
 def compare(
@@ -179,13 +179,15 @@ def compare(
     >>> [f"{s.format}: {s.bits_per_element}" for s in compare(np.ones((16, 48)), ["FP8_E4M3", "NVFP4"])]
     ['FP8_E4M3: 8.041666666666666', 'NVFP4: 4.541666666666667']
     """
-    whole = whole_of(x, "compare")
+    whole = as_sharded(x, "compare")
     chosen = fitting(whole, usage, "compare")[0] if formats is None else as_formats(formats, "compare")
     return measure(whole, chosen, usage, seed, progress, "compare")
 
 
-def measure(x: Whole, formats: list[Format], usage: Usage, seed: int, progress: bool | None, op: str) -> list[Stats]:
-    """Implement `compare` for a `Whole`."""
+def measure(
+    x: ShardedArray, formats: list[Format], usage: Usage, seed: int, progress: bool | None, op: str
+) -> list[Stats]:
+    """Implement `compare` for a `ShardedArray`."""
     for fmt in formats:  # check all formats before measuring any
         check_shards(plane(fmt, x.shape, usage, op=op), x, op)
     with progress_of(progress, [str(fmt) for fmt in formats], x.size, op) as advance:
@@ -193,11 +195,13 @@ def measure(x: Whole, formats: list[Format], usage: Usage, seed: int, progress: 
 
 
 @np.errstate(all="ignore")
-def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]) -> Stats:
+def stats_of(
+    x: Floats | ShardedArray, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]
+) -> Stats:
     """Implement `stats`, and call `advance` with the number of newly processed local elements."""
     from qshard.numerics._pieces import compare_shards  # late: it needs the extension
 
-    whole = whole_of(x, op)
+    whole = as_sharded(x, op)
     own, own_scales = Sums(), Counter[int]()
     for piece in compare_shards(whole, fmt, usage, seed, op):
         own += piece.sums(advance)
@@ -242,7 +246,7 @@ def decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
-def fitting(x: Whole, usage: Usage, op: str) -> tuple[list[Format], dict[str, str]]:
+def fitting(x: ShardedArray, usage: Usage, op: str) -> tuple[list[Format], dict[str, str]]:
     """Return the formats that support a plane of `x`, and the reason for each format that does not, by name."""
     plane(FORMATS["FP8_E4M3"], x.shape, usage, op=op)  # supports every shape, so it raises only for a bad usage
     left_out = {}
