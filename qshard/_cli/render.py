@@ -40,18 +40,8 @@ svg { max-width: 100%; font: 12px system-ui, sans-serif; fill: #1b1f24 }
 .uniform { fill: #bc4c00 } .chosen { fill: none; stroke: #1a7f37; stroke-width: 3 }
 .wide { overflow-x: auto }
 """
-HEADS = (
-    "format",
-    "bits",
-    "SQNR dB",
-    "mean error",
-    "max error",
-    "zeros made",
-    "saturated",
-    "subnormal",
-    "worst block dB",
-    "at",
-)
+HEADS = ["format", "bits", "SQNR dB", "mean error", "max error", "zeros made", "saturated", "subnormal"]
+HEADS += ["worst block dB", "at"]
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 28, 52
@@ -225,14 +215,8 @@ def _layer(layer: Layer) -> Iterator[str]:
     if rows:
         yield _table(HEADS, rows)
     notes = dict.fromkeys(f"{row.stats.format}: {note}" for row in layer.rows for note in row.stats.notes)
-    lines = [
-        *notes,
-        *draws(layer),
-        *outputs(layer),
-        *layer.remarks,
-        *(f"left out: {line}" for line in group_refusals(layer.left_out)),
-    ]
-    for line in lines:
+    left_out = (f"left out: {line}" for line in group_refusals(layer.left_out))
+    for line in (*notes, *draws(layer), *outputs(layer), *layer.remarks, *left_out):
         yield f"<p class=small>{_text(line)}</p>"
 
 

@@ -24,20 +24,9 @@ from qshard.formats import Usage
 RANKING = "noise-to-signal ratio, worst layer first"
 HARM = "noise-to-signal ratio, mean over layers"
 
-NUMBERS = (
-    "sqnr_db",
-    "max_relative_error",
-    "mean_relative_error",
-    "zeros_made",
-    "saturated",
-    "subnormal",
-    "worst_block_db",
-    "nonfinite_given",
-    "nonfinite_made",
-    "beyond_float32",
-    "bits_per_element",
-)
-"""Fields of `Stats` that are written."""
+# Fields of `Stats` that are written.
+NUMBERS = ["sqnr_db", "max_relative_error", "mean_relative_error", "zeros_made", "saturated", "subnormal"]
+NUMBERS += ["worst_block_db", "nonfinite_given", "nonfinite_made", "beyond_float32", "bits_per_element"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,19 +185,8 @@ def as_json(findings: Findings) -> str:
 
 def as_csv(findings: Findings) -> str:
     """Return a CSV line per layer, format and plane, and per combination that was left out, with the reason."""
-    heads = [
-        "layer",
-        "dtype",
-        "shape",
-        "format",
-        "usage",
-        *NUMBERS,
-        "worst_block",
-        "harm",
-        "output_noise",
-        "outliers",
-        "notes",
-    ]
+    heads = ["layer", "dtype", "shape", "format", "usage", *NUMBERS]
+    heads += ["worst_block", "harm", "output_noise", "outliers", "notes"]
     made = io.StringIO()
     writer = csv.DictWriter(made, heads, lineterminator="\n")
     writer.writeheader()

@@ -15,8 +15,6 @@ try:
 except ImportError as error:  # running from the source folder
     _built, _problem = {}, str(error)
 
-__all__ = ["OLDEST", "build_info", "missing"]
-
 OLDEST = {"jax": "0.10.2", "torch": "2.11"}
 """Oldest supported version of each framework. The extras in pyproject.toml require the same versions."""
 

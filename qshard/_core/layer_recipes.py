@@ -18,19 +18,6 @@ from typing import Any
 from qshard._core.validation import quote
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
-__all__ = [
-    "NO_PATTERN",
-    "RecipesLike",
-    "Rules",
-    "check_chosen",
-    "check_filter",
-    "closest_names",
-    "is_name_of_table",
-    "keeps",
-    "list_layers",
-    "warn_of_rest",
-]
-
 RecipesLike = RecipeLike | Mapping[str, RecipeLike | None]
 """A recipe for all layers, or a mapping from patterns to recipes; None keeps matching layers in high precision."""
 NO_PATTERN = "no pattern matches it"  # reason for leaving out a layer that no pattern of `Rules` matches

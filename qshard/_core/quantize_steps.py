@@ -313,10 +313,7 @@ def _quantize_at_once(
     if fmt.stochastic:
         assert draws is not None
         operands += [draws.seed, draws.first]
-        options |= {
-            "row_step": x.shape[-1] if draws.row_step is None else draws.row_step,
-            "col_step": draws.col_step,
-        }
+        options |= {"row_step": x.shape[-1] if draws.row_step is None else draws.row_step, "col_step": draws.col_step}
     if op.endswith("_t") or fmt.turns_columns and usage is Usage.BOTH:  # a plane is transposed
         options |= outer_axes(x)
     made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)

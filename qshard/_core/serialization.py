@@ -33,8 +33,6 @@ from qshard._core.validation import quote
 from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import Shape, plane
 
-__all__ = ["KEY", "Description", "flat", "key_of", "parse_metadata", "plain", "restore", "text_of"]
-
 KEY = "qshard"  # key of the JSON string in the metadata
 VERSION = 1
 _TERMS = ("format", "shape", "dtype", "planes")

@@ -85,17 +85,11 @@ def _compare_partial_blocks(
         for piece, box in zip(pieces, boxes, strict=True):
             yield np.ascontiguousarray(piece.array.T if turned else piece.array), box
 
-    planes = quantize_boxes(
-        kernels.ops,
-        np,
-        shards,
-        fmt,
-        block,
-        np.zeros(layout.scale_shape, np.float32),
-        x.maximum,
-        whole=whole,
-        draws=lambda outer: _draws(key, outer.transposed if turned else outer, turned),
-    )
+    def draws(outer: Box) -> Draws | None:
+        return _draws(key, outer.transposed if turned else outer, turned)
+
+    amaxes = np.zeros(layout.scale_shape, np.float32)
+    planes = quantize_boxes(kernels.ops, np, shards, fmt, block, amaxes, x.maximum, whole=whole, draws=draws)
     for box, (values, outer, parts) in zip(boxes, planes, strict=True):
         given = values.T if turned else values
         of_piece = plane(fmt, given.shape, layout.usage)

@@ -49,15 +49,8 @@ def report_figure(rows: Sequence[Stats]) -> Figure:
 
 
 def _add_legend(axes: Any, entries: int) -> None:
-    columns = -(-entries // ENTRIES)
-    axes.legend(
-        loc="center left",
-        bbox_to_anchor=(1.01, 0.5),
-        ncols=columns,
-        fontsize="small",
-        frameon=False,
-        handlelength=3.5,  # long enough to show the dashes
-    )
+    style = {"fontsize": "small", "frameon": False, "handlelength": 3.5}  # long enough to show the dashes
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=-(-entries // ENTRIES), **style)
 
 
 def _plot(axes: Any, values: Mapping[int, float], absent: float, line: dict[str, Any]) -> None:
