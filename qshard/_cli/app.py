@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
 
 import click
 import numpy  # noqa: F401 - before ml_dtypes, which makes an ImportError of Ctrl-C while it imports NumPy
@@ -231,7 +230,7 @@ def _invoke(arguments: list[str]) -> int:
     except Failure as error:
         return _print_error(str(error), error.status)
     except BrokenPipeError:
-        _discard(sys.stdout)  # otherwise Python reports the error again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the error again at exit
         return 1
     except MemoryError as error:
         return _print_error(f"out of memory: {error}; the largest tensor and its codes must fit in memory", 1)
@@ -247,7 +246,3 @@ def _invoke(arguments: list[str]) -> int:
 def _print_error(text: str, status: int) -> int:
     print(f"qshard: {printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
     return status
-
-
-def _discard(stream: TextIO) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

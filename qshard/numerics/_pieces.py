@@ -46,20 +46,14 @@ def compare_shards(x: ShardedArray, fmt: Format, usage: Usage, seed: int, op: st
     block, shared = plain.block_shape(stored), not is_one and plain.per_tensor
     for piece in pieces:
         array, (first_row, first_column) = piece
-        merged = (
-            None if whole is None else functools.partial(_return_reduced, _slice_rows(whole, first_row, len(array)))
-        )
+        own = whole if whole is None or not whole.ndim else whole[first_row : first_row + len(array)]
+        merged = None if own is None else functools.partial(lambda reduced, amax: reduced, own)  # reduced already
         draws = _draws(key, piece.box(matrix))
         parts = quantize_steps.quantize(kernels.ops, array, plain, stored, reduce_max=merged, draws=draws)[stored]
         scales, of_piece = kernels.block_scales(parts, plain), plane(plain, array.shape, stored)
         row, column = first_row // block[0], first_column // block[1]
         first = (column, row) if layout.transposed else (row, column)
         yield Comparison(kernels.ops, array, parts, plain, of_piece, scales, first, None, shared)
-
-
-def _return_reduced(amax: NDArray[np.float32], own: Any) -> NDArray[np.float32]:
-    """Return an amax that was already reduced, as the `reduce_max` argument of `quantize`."""
-    return amax
 
 
 def _reduced_amax(x: ShardedArray, pieces: list[Shard], fmt: Format) -> NDArray[np.float32] | None:
@@ -96,10 +90,6 @@ def _compare_partial_blocks(
         first, own = [blocks.start for blocks in outer.blocks(block)], box.within(outer)
         scales = kernels.block_scales(parts, fmt)
         yield Comparison(kernels.ops, given, parts, fmt, of_piece, scales, (first[0], first[1]), (own[0], own[1]))
-
-
-def _slice_rows(whole: NDArray[np.float32], first: int, rows: int) -> NDArray[np.float32]:
-    return whole[first : first + rows] if whole.ndim else whole
 
 
 def _draws(key: Array | None, box: Box, of_transpose: bool = False) -> Draws | None:
