@@ -64,7 +64,8 @@ class Recipe:
 
     Attributes:
       weight: format of `w`, or its name. Formats may be passed by name for every role.
-      activation: format of `x`; `gradient`, of the gradient of `y`.
+      activation: format of `x`.
+      gradient: format of the gradient of `y`.
       accepts: a format of the kind that a named recipe accepts; None: any.
 
     Raises:

@@ -37,6 +37,7 @@ class Findings:
       left_out: name of each tensor that is not a layer -> reason.
       ranked_by: name of the format of the ranking, from `allocation.rank`.
       ranking: layers with their harm, from `allocation.rank`.
+      budget: bytes per element; None without a budget.
       recommendation: recommended formats; None without a budget, or if none fits it.
     """
 
