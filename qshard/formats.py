@@ -141,12 +141,14 @@ class Scaling:
       elements: formats of `data` that the method accepts.
       whole_blocks: whether the axes of a tensor must be multiples of the block.
       turns_columns: whether the columnwise plane of 1-D blocks is stored transposed, as the rowwise plane of `x.T`.
+      legal: legal values of `block` and of options that have few.
     """
 
     dtype: ClassVar[str]
     elements: ClassVar[tuple[ElementFormat, ...]]
     whole_blocks: ClassVar[bool] = True
     turns_columns: ClassVar[bool] = True
+    legal: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     # Subclasses override these with fields.
     pow2: bool = False
@@ -158,10 +160,6 @@ class Scaling:
 
     def __repr__(self) -> str:
         return constructor_call(self)
-
-    def _rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
-        """Return `(option, is_legal, legal_values)` for each option; the last is text for an error."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -176,19 +174,9 @@ class FloatScaling(Scaling):
     dtype: ClassVar[str] = "float32"
     elements: ClassVar[tuple[ElementFormat, ...]] = (E4M3, E5M2)
     whole_blocks: ClassVar[bool] = False
+    legal: ClassVar[dict[str, tuple[Any, ...]]] = {"pow2": (False, True)}
     pow2: bool = False
     eps: float = 0.0
-
-    def _rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
-        return [
-            ("block", block is None or _is_pair(block), "None or a pair of positive integers"),
-            ("eps", isinstance(self.eps, int | float) and 0 <= self.eps < math.inf, "0 or a positive finite number"),
-            ("pow2", self.pow2 in (False, True), "False or True"),
-        ]
-
-
-def _is_pair(block: Any) -> bool:
-    return isinstance(block, tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -202,13 +190,8 @@ class PowerScaling(Scaling):
     dtype: ClassVar[str] = E8M0.name
     elements: ClassVar[tuple[ElementFormat, ...]] = (E4M3, E5M2, E2M3, E3M2, E2M1)
     turns_columns: ClassVar[bool] = False
+    legal: ClassVar[dict[str, tuple[Any, ...]]] = {"block": ((1, 32), (32, 32)), "scale_rounding": ("up", "floor")}
     scale_rounding: Literal["up", "floor"] = "up"
-
-    def _rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
-        return [
-            ("block", block in ((1, 32), (32, 32)), "(1, 32) or (32, 32)"),
-            ("scale_rounding", self.scale_rounding in ("up", "floor"), "'up' or 'floor'"),
-        ]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -224,18 +207,20 @@ class TwoLevelScaling(Scaling):
 
     dtype: ClassVar[str] = E4M3.name
     elements: ClassVar[tuple[ElementFormat, ...]] = (E2M1,)
+    legal: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "block": ((1, 16), (16, 16)),
+        "global_scale": ("tensor", "row"),
+        "scale_max": (E4M3.max, 256.0),
+        "four_over_six": (None, "mae", "mse"),
+    }
     global_scale: Literal["tensor", "row"] = "tensor"
     scale_max: float = E4M3.max
     four_over_six: Literal["mae", "mse"] | None = None
 
-    def _rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
-        return [
-            ("block", block in ((1, 16), (16, 16)), "(1, 16) or (16, 16)"),
-            ("global_scale", self.global_scale in ("tensor", "row"), "'tensor' or 'row'"),
-            ("global_scale", self.global_scale != "row" or block == (1, 16), "'tensor': blocks span several rows"),
-            ("scale_max", self.scale_max in (E4M3.max, 256.0), "448 or 256"),
-            ("four_over_six", self.four_over_six in (None, "mae", "mse"), "None, 'mae' or 'mse'"),
-        ]
+
+def _either(values: tuple[Any, ...]) -> str:
+    *first, last = (repr(value).removesuffix(".0") for value in values)
+    return f"{', '.join(first)} or {last}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,16 +264,20 @@ class Format:
             object.__setattr__(self, "element", ELEMENTS.get(self.element, self.element))
         if not isinstance(self.scaling, Scaling):
             raise TypeError(f"Format {self.name}: scaling ({self.scaling!r}) must be a Scaling, such as PowerScaling()")
-        two_level = isinstance(self.scaling, TwoLevelScaling)
-        may_rotate = not self.hadamard or (two_level and self.block == (1, 16))
-        compatible = not self.scaling.four_over_six or not (self.hadamard or self.stochastic)
+        scaling, block = self.scaling, self.block
+        own = {"hadamard": (False, True), "rounding": ("nearest", "stochastic"), "nonfinite": ("saturate", "nan")}
+        is_pair = isinstance(block, tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+        eps_is_legal = isinstance(scaling.eps, int | float) and 0 <= scaling.eps < math.inf
+        two_level = isinstance(scaling, TwoLevelScaling)
+        may_rotate = not self.hadamard or (two_level and block == (1, 16))
+        compatible = not scaling.four_over_six or not (self.hadamard or self.stochastic)
         for option, legal, need in [
-            *self.scaling._rules(self.block),
-            ("element", self.element in self.scaling.elements, " or ".join(map(str, self.scaling.elements))),
-            ("hadamard", self.hadamard in (False, True), "False or True"),
-            ("rounding", self.rounding in ("nearest", "stochastic"), "'nearest' or 'stochastic'"),
+            *((name, self.options[name] in values, _either(values)) for name, values in (scaling.legal | own).items()),
+            ("block", block is None or is_pair, "None or a pair of positive integers"),
+            ("eps", eps_is_legal, "0 or a positive finite number"),
+            ("element", self.element in scaling.elements, " or ".join(map(str, scaling.elements))),
+            ("global_scale", scaling.global_scale != "row" or block == (1, 16), "'tensor': blocks span several rows"),
             ("rounding", self.rounding == "nearest" or two_level, "'nearest': only NVFP4 has stochastic rounding"),
-            ("nonfinite", self.nonfinite in ("saturate", "nan"), "'saturate' or 'nan'"),
             ("hadamard", may_rotate, "False: the rotation needs 1x16 blocks"),
             ("four_over_six", compatible, "None: it excludes rotation and stochastic rounding"),
         ]:
