@@ -81,7 +81,7 @@ class Rules:
         for name, (module, names, is_layer) in candidates.items():
             pattern = self.pattern_of(*names)
             recipe = None if pattern is None else self.recipes[pattern]
-            if keeps(filter, module, name, is_layer) and (pattern is None or recipe is not None):
+            if _selects(filter, module, name, is_layer) and (pattern is None or recipe is not None):
                 yield name, recipe
 
     def check_used(self, layers: Iterable[Iterable[str]], others: Iterable[str] = ()) -> None:
@@ -133,7 +133,7 @@ def check_filter(
         ) from None
 
 
-def keeps(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_layer: bool) -> bool:
+def _selects(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_layer: bool) -> bool:
     """Return whether `filter` selects a module.
 
     A filter written for linear layers may read attributes that other modules lack, such as `in_features`. An
@@ -184,7 +184,7 @@ def check_chosen(op: str, model: Any, chosen: Collection[str], rest: Mapping[str
 
 
 def warn_of_rest(op: str, chosen: Collection[str], rest: Mapping[str, str]) -> None:
-    """Warn the caller of `op` about layers that are not converted; arguments as for `check_chosen`."""
+    """Warn the caller of `op` about layers that are not converted; arguments as in `check_chosen`."""
     if rest:
         warnings.warn(
             f"{op}: {len(rest)} of {len(rest) + len(chosen)} layers were not converted: {list_layers(rest)}; exclude "

@@ -69,11 +69,8 @@ def check_rows(
 ) -> None:
     """Raise unless there is one label per row and `reduction` is known.
 
-    - `name`: name of the logits or of their input in errors.
-    - `shape`: shape of the logits or of their input, `[*rows, ...]`.
-    - `labels`: shape of the labels, `[*rows]`.
-    - `dtype`: dtype of the labels.
-    - `where`: devices of both arrays, which must be equal.
+    `name` and `shape`, `[*rows, ...]`, belong to the logits or their input; `labels` and `dtype` are shape and dtype of
+    the labels. `where` has the devices of both, which must be equal.
     """
     if reduction not in _REDUCTIONS:
         raise ValueError(

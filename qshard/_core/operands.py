@@ -82,7 +82,7 @@ def quantize_operand(
     A delayed scale of 0 means an empty history. The scale then comes from the amax of `x`, so `x` is read twice. With
     `reduce_max`, `x` is always read twice, because the cast may need the reduced amax.
 
-    - `ops`: ops of a front end, as for `quantize_steps.quantize`.
+    - `ops`: ops of a front end, as in `quantize_steps.quantize`.
     - `x`: the operand, with `spec.added_rows` already appended.
     - `scale`: delayed scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor `reduce_max` is passed.
     - `amax`: amax of `x`, if known.

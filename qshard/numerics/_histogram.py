@@ -65,7 +65,7 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
     """Count the elements of `x` by exponent, and by the code that a format stores for them.
 
     Args:
-      x: as for `stats`.
+      x: as in `stats`.
       fmt: the format, or its name.
       usage: `ROWWISE` or `COLUMNWISE`.
       seed: seed of stochastic rounding, 64 bits.

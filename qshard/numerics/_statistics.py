@@ -163,7 +163,7 @@ def compare(
     """Measure several formats, as `stats` does for one.
 
     Args:
-      x: as for `stats`.
+      x: as in `stats`.
       formats: formats or their names; by default every format of `qshard.formats.FORMATS` that supports the shape of
         `x`.
       usage: `ROWWISE` or `COLUMNWISE`.
@@ -264,7 +264,7 @@ FAR = 6.0  # Limit for outliers, in root mean squares. In a Gaussian, 2 of 10**9
 def outlier_share(x: Any) -> float:
     """Compute the share of elements with `|x| > 6 * sqrt(mean(x**2))`. The mean is over finite elements.
 
-    The share is of all elements; 0 for an empty array. Pass an array that this process has in full, as for `stats`.
+    The share is of all elements; 0 for an empty array. Pass an array that this process has in full, as in `stats`.
 
     >>> outlier_share([1.0] * 99 + [1000.0])
     0.01
