@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Role", "Usage", "__version__", "build_info", "formats", "num_threads", "recipes", "set_num_threads"]
 
-# Submodules that `__getattr__` imports on first use, and the submodule that defines each lazily imported name.
+# Front ends with the framework that each needs, other submodules, and the submodule that defines each lazy name.
 _NEEDS = {"jax": "jax", "torch_bridge": "torch"}
 _MODULES = {"formats", "gemm_dispatch", "layout", "numerics", "op_table", "recipes", "reference"}
 _HOMES = {"Role": "recipes", "Usage": "formats", "__version__": "_core.environment", "build_info": "_core.environment"}
@@ -47,10 +47,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List public names.
-
-    Front ends are listed only if their framework is installed, because tools import every listed name.
-    """
+    """List public names; front ends only if their framework is installed, because tools import every listed name."""
     front_ends = {name for name, framework in _NEEDS.items() if importlib.util.find_spec(framework)}
     return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *_MODULES, *front_ends})
 
@@ -61,9 +58,6 @@ def num_threads() -> int:
     The first of these that applies: the value passed to `set_num_threads`; `torch.get_num_threads()`, for calls on
     torch tensors; `OMP_NUM_THREADS`; the available cores (CPU affinity and container quota) divided by
     `LOCAL_WORLD_SIZE`. Inside JAX, kernels run on XLA's own thread pool.
-
-    Returns:
-      The number of threads, 1 or more.
 
     >>> import qshard
     >>> qshard.num_threads() >= 1

@@ -20,7 +20,7 @@ _FOLDER = Path(__file__).parent
 def hand_over() -> None:
     """Replace this package by the installed one, or register a finder that explains how to install it.
 
-    Called at the end of the import of this package, which then returns the entry of `sys.modules`.
+    Call it at the end of `qshard/__init__.py`: the import of the package then returns the entry of `sys.modules`.
     """
     spec = _find_installed()
     if spec is None or spec.loader is None:
@@ -59,7 +59,7 @@ def _warn_of_changes(installed: Path) -> None:
             f"qshard: the installed package in {installed} is used, but {len(changed)} files of this checkout differ "
             f"from it, such as {changed[0].relative_to(_FOLDER.parent)}; run `pip install .` again, or `pip install -e "
             ".` once",
-            stacklevel=4,  # whoever imports qshard
+            stacklevel=4,  # the caller's `import qshard`
         )
 
 

@@ -4,8 +4,7 @@ Mirrors `ffi/core/format.h`, and is the only Python module with the constants of
 hashable, so they can be static arguments of `jit` and static fields of a pytree.
 
 Sources: OCP 8-bit Floating Point v1.0; OCP Microscaling Formats v1.0; arXiv:2209.05433 (E4M3, E5M2); arXiv:2412.19437
-(1x128 and 128x128 blocks); arXiv:2506.08027 (MXFP8, rounded up); arXiv:2509.25149 (NVFP4); arXiv:2512.02010 (four over
-six).
+(1x128, 128x128); arXiv:2506.08027 (MXFP8, rounded up); arXiv:2509.25149 (NVFP4); arXiv:2512.02010 (four over six).
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ class ElementFormat:
     Attributes:
       name: dtype name in ml_dtypes, JAX and PyTorch.
       bits: width of a code. 4-bit codes are packed two to a byte, the even element in the low nibble.
-      exponent_bits: width of the exponent field.
-      mantissa_bits: width of the mantissa field.
       bias: exponent bias. Fields `e` and `m` encode `2**(e - bias) * (1 + m / 2**mantissa_bits)`.
       max: largest finite value; encoding saturates to it.
       nan_code: code that NaN encodes to. Formats with fewer than 8 bits have no NaN and use their largest code.
@@ -51,12 +48,12 @@ class ElementFormat:
         return self.name
 
     def __repr__(self) -> str:
-        known = ELEMENTS.get(self.name)
-        return _CONSTANTS[self.name] if known == self else constructor_call(self)
+        constant = self.name.partition("_")[2][:4].upper()  # E4M3 of float8_e4m3fn
+        return constant if self == ELEMENTS.get(self.name) else constructor_call(self)
 
     @property
     def signed(self) -> bool:
-        """Whether codes have a sign bit."""
+        """True if codes have a sign bit."""
         return self.bits > self.exponent_bits + self.mantissa_bits
 
     @property
@@ -66,7 +63,7 @@ class ElementFormat:
 
     @property
     def packed(self) -> bool:
-        """Whether several codes share a byte."""
+        """True if several codes share a byte."""
         return self.codes_per_byte > 1
 
     @property
@@ -98,7 +95,6 @@ E8M0 = ElementFormat(
     name="float8_e8m0fnu", bits=8, exponent_bits=8, mantissa_bits=0, bias=127, max=2.0**127, nan_code=0xFF
 )
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M3, E3M2, E2M1, E8M0)}
-_CONSTANTS = dict(zip(ELEMENTS, ("E4M3", "E5M2", "E2M3", "E3M2", "E2M1", "E8M0"), strict=True))
 
 FLOATS_16 = ("bfloat16", "float16")
 FLOATS = ("float32", *FLOATS_16)
@@ -128,10 +124,7 @@ class Usage(enum.Flag):
 
     @property
     def planes(self) -> tuple[Usage, ...]:
-        """The single-plane usages that this usage contains.
-
-        Unlike `list(usage)`, it works under every `torch.compile`.
-        """
+        """The single-plane usages in this usage. Unlike `list(usage)`, it works under every `torch.compile`."""
         if self is Usage.BOTH:
             return (Usage.ROWWISE, Usage.COLUMNWISE)
         return (self,) if self else ()
@@ -144,16 +137,18 @@ class Scaling:
     every method its neutral value, so an op that serves several methods can be passed all of them.
 
     Attributes:
-      dtype: dtype of `scale_inv`: "float32", or the name of an `ElementFormat`.
-      elements: element formats that the method accepts for `data`.
+      dtype: dtype of `scale_inv`: "float32" or the name of an `ElementFormat`.
+      elements: formats of `data` that the method accepts.
       whole_blocks: whether the axes of a tensor must be multiples of the block.
       turns_columns: whether the columnwise plane of 1-D blocks is stored transposed, as the rowwise plane of `x.T`.
+      legal: legal values of `block` and of options that have few.
     """
 
     dtype: ClassVar[str]
     elements: ClassVar[tuple[ElementFormat, ...]]
     whole_blocks: ClassVar[bool] = True
     turns_columns: ClassVar[bool] = True
+    legal: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     # Subclasses override these with fields.
     pow2: bool = False
@@ -165,10 +160,6 @@ class Scaling:
 
     def __repr__(self) -> str:
         return constructor_call(self)
-
-    def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
-        """Return `(option, is_legal, legal_values)` for each option; the last is text for an error."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -183,21 +174,9 @@ class FloatScaling(Scaling):
     dtype: ClassVar[str] = "float32"
     elements: ClassVar[tuple[ElementFormat, ...]] = (E4M3, E5M2)
     whole_blocks: ClassVar[bool] = False
-
+    legal: ClassVar[dict[str, tuple[Any, ...]]] = {"pow2": (False, True)}
     pow2: bool = False
     eps: float = 0.0
-
-    def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
-        """Return the rules of the options."""
-        return [
-            ("block", block is None or _is_pair(block), "None or a pair of positive integers"),
-            ("eps", isinstance(self.eps, int | float) and 0 <= self.eps < math.inf, "0 or a positive finite number"),
-            ("pow2", self.pow2 in (False, True), "False or True"),
-        ]
-
-
-def _is_pair(block: Any) -> bool:
-    return isinstance(block, tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -211,15 +190,8 @@ class PowerScaling(Scaling):
     dtype: ClassVar[str] = E8M0.name
     elements: ClassVar[tuple[ElementFormat, ...]] = (E4M3, E5M2, E2M3, E3M2, E2M1)
     turns_columns: ClassVar[bool] = False
-
+    legal: ClassVar[dict[str, tuple[Any, ...]]] = {"block": ((1, 32), (32, 32)), "scale_rounding": ("up", "floor")}
     scale_rounding: Literal["up", "floor"] = "up"
-
-    def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
-        """Return the rules of the options."""
-        return [
-            ("block", block in ((1, 32), (32, 32)), "(1, 32) or (32, 32)"),
-            ("scale_rounding", self.scale_rounding in ("up", "floor"), "'up' or 'floor'"),
-        ]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -235,25 +207,25 @@ class TwoLevelScaling(Scaling):
 
     dtype: ClassVar[str] = E4M3.name
     elements: ClassVar[tuple[ElementFormat, ...]] = (E2M1,)
-
+    legal: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "block": ((1, 16), (16, 16)),
+        "global_scale": ("tensor", "row"),
+        "scale_max": (E4M3.max, 256.0),
+        "four_over_six": (None, "mae", "mse"),
+    }
     global_scale: Literal["tensor", "row"] = "tensor"
     scale_max: float = E4M3.max
     four_over_six: Literal["mae", "mse"] | None = None
 
-    def rules(self, block: tuple[int, int] | None) -> list[tuple[str, bool, str]]:
-        """Return the rules of the options."""
-        return [
-            ("block", block in ((1, 16), (16, 16)), "(1, 16) or (16, 16)"),
-            ("global_scale", self.global_scale in ("tensor", "row"), "'tensor' or 'row'"),
-            ("global_scale", self.global_scale != "row" or block == (1, 16), "'tensor': blocks span several rows"),
-            ("scale_max", self.scale_max in (E4M3.max, 256.0), "448 or 256"),
-            ("four_over_six", self.four_over_six in (None, "mae", "mse"), "None, 'mae' or 'mse'"),
-        ]
+
+def _either(values: tuple[Any, ...]) -> str:
+    *first, last = (repr(value).removesuffix(".0") for value in values)
+    return f"{', '.join(first)} or {last}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a tensor is stored: its element format, the blocks that share a scale, and the scaling method.
+    """Storage format of a tensor: its element format, the blocks that share a scale, and the scaling method.
 
     The constructor rejects illegal combinations. Other modules use derived properties (`transposes`, `kind`,
     `gather_refusal`) and `layout.plane` for shapes, instead of reading the structure of a format.
@@ -292,25 +264,22 @@ class Format:
             object.__setattr__(self, "element", ELEMENTS.get(self.element, self.element))
         if not isinstance(self.scaling, Scaling):
             raise TypeError(f"Format {self.name}: scaling ({self.scaling!r}) must be a Scaling, such as PowerScaling()")
-        two_level = isinstance(self.scaling, TwoLevelScaling)
-        plain = not self.hadamard and self.rounding == "nearest"
+        scaling, block = self.scaling, self.block
+        own = {"hadamard": (False, True), "rounding": ("nearest", "stochastic"), "nonfinite": ("saturate", "nan")}
+        is_pair = isinstance(block, tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+        eps_is_legal = isinstance(scaling.eps, int | float) and 0 <= scaling.eps < math.inf
+        two_level = isinstance(scaling, TwoLevelScaling)
+        may_rotate = not self.hadamard or (two_level and block == (1, 16))
+        compatible = not scaling.four_over_six or not (self.hadamard or self.stochastic)
         for option, legal, need in [
-            *self.scaling.rules(self.block),
-            ("element", self.element in self.scaling.elements, " or ".join(map(str, self.scaling.elements))),
-            ("hadamard", self.hadamard in (False, True), "False or True"),
-            ("rounding", self.rounding in ("nearest", "stochastic"), "'nearest' or 'stochastic'"),
+            *((name, self.options[name] in values, _either(values)) for name, values in (scaling.legal | own).items()),
+            ("block", block is None or is_pair, "None or a pair of positive integers"),
+            ("eps", eps_is_legal, "0 or a positive finite number"),
+            ("element", self.element in scaling.elements, " or ".join(map(str, scaling.elements))),
+            ("global_scale", scaling.global_scale != "row" or block == (1, 16), "'tensor': blocks span several rows"),
             ("rounding", self.rounding == "nearest" or two_level, "'nearest': only NVFP4 has stochastic rounding"),
-            ("nonfinite", self.nonfinite in ("saturate", "nan"), "'saturate' or 'nan'"),
-            (
-                "hadamard",
-                not self.hadamard or (two_level and self.block == (1, 16)),
-                "False: the rotation needs 1x16 blocks",
-            ),
-            (
-                "four_over_six",
-                plain or not self.scaling.four_over_six,
-                "None: it excludes rotation and stochastic rounding",
-            ),
+            ("hadamard", may_rotate, "False: the rotation needs 1x16 blocks"),
+            ("four_over_six", compatible, "None: it excludes rotation and stochastic rounding"),
         ]:
             if not legal:
                 given = self.options[option]
@@ -341,9 +310,6 @@ class Format:
         Args:
           **options: new values for entries of `options`.
 
-        Returns:
-          The new format.
-
         Raises:
           ValueError: the format has no such option, or the value is illegal.
 
@@ -351,8 +317,7 @@ class Format:
         TwoLevelScaling(global_scale='row')
         >>> FP8_E4M3.with_options(global_scale="row")
         Traceback (most recent call last):
-        ValueError: Format FP8_E4M3 has no option global_scale; it has element, block, pow2, eps, hadamard, rounding, \
-nonfinite
+        ValueError: Format FP8_E4M3 has no option global_scale; it has element, block, pow2, eps, hadamard, ...
         """
         if unknown := sorted(set(options) - set(self.options)):
             raise ValueError(f"Format {self.name} has no option {unknown[0]}; it has {', '.join(self.options)}")
@@ -372,12 +337,7 @@ nonfinite
     def of(cls, description: Mapping[str, Any]) -> Format:
         """Return the format that a `description` encodes.
 
-        Args:
-          description: a mapping from `Format.description`. Options missing from it, because an older version wrote it,
-            take their defaults.
-
-        Returns:
-          The format.
+        Options that are missing, because an older version wrote the description, take their defaults.
 
         Raises:
           ValueError: `description` does not describe a legal format.
@@ -400,42 +360,34 @@ nonfinite
     def __reduce__(self) -> tuple[Any, ...]:
         return Format.of, (self.description,)  # unpickling validates the fields
 
-    # --- derived properties ---
-
     @property
     def kind(self) -> tuple[object, ...]:
-        """Scaling method, per-tensor or not, and code width.
-
-        A named recipe accepts formats of one kind.
-        """
+        """Scaling method, per-tensor or not, and code width: named recipes accept formats of one kind."""
         return type(self.scaling), self.block is None, self.element.bits
 
     @property
     def per_tensor(self) -> bool:
-        """Whether one fp32 scale, computed from one amax, serves the whole tensor, without block scales."""
+        """True if one fp32 scale, computed from one amax, serves the whole tensor, without block scales."""
         return self.block is None
 
     @property
     def tensor_scaled(self) -> bool:
-        """Whether some scale serves the whole tensor, so its shards must share an amax."""
+        """True if some scale serves the whole tensor, so its shards must share an amax."""
         return self.block is None or self.scaling.global_scale == "tensor"
 
     @property
     def row_scaled(self) -> bool:
-        """Whether each row has an fp32 global scale.
-
-        It depends on all elements of the row, so rows are never sharded.
-        """
+        """True if each row has an fp32 global scale, computed from the whole row, so rows are never sharded."""
         return self.scaling.global_scale == "row"
 
     @property
     def power_scales(self) -> bool:
-        """Whether all scales are powers of two, so that scaling is exact."""
+        """True if all scales are powers of two, so that scaling is exact."""
         return self.scaling.pow2 or self.scale_dtype == E8M0.name
 
     @property
     def transposes(self) -> bool:
-        """Whether both planes hold the same numbers: the columnwise plane is the transpose of the rowwise plane."""
+        """True if both planes hold the same numbers: the columnwise plane is the transpose of the rowwise plane."""
         return self.block is None or self.block[0] == self.block[1]
 
     def rotates(self, usage: Usage) -> bool:
@@ -444,24 +396,21 @@ nonfinite
 
     @property
     def turns_columns(self) -> bool:
-        """Whether the columnwise plane is stored as the rowwise plane of `x.T`.
+        """True if the columnwise plane is stored as the rowwise plane of `x.T`.
 
-        False only for MXFP8 and MXFP6 with 1-D blocks. 4-bit codes are packed along the axis that a GEMM contracts, so
-        their columnwise plane is always transposed.
+        False only for MXFP8 and MXFP6 with 1-D blocks. Packed 4-bit codes are always transposed, because they must be
+        packed along the axis that a GEMM contracts.
         """
         return self.transposes or self.scaling.turns_columns or self.element.codes_per_byte > 1
 
     @property
     def stochastic(self) -> bool:
-        """Whether quantization rounds stochastically and takes a seed."""
+        """True if quantization rounds stochastically and takes a seed."""
         return self.rounding == "stochastic"
 
     @property
     def slice_refusal(self) -> str | None:
-        """Why flat slices of a tensor cannot be cast separately, or None if they can.
-
-        They can if codes depend only on the element and on amaxes.
-        """
+        """Why flat slices of a tensor cannot be cast separately, or None if codes depend only on element and amaxes."""
         if self.scaling.four_over_six is None:
             return None
         return f"its scales depend on more than amaxes (four_over_six={self.scaling.four_over_six})"

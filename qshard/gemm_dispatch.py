@@ -54,7 +54,6 @@ def library_version() -> int:
     if not _ffi.cuda_built:
         return 0
     folders = getattr(find_spec("nvidia"), "submodule_search_locations", None) or ()
-    # CUDA 13 first, then CUDA 12.
     names = ("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12")
     files = [str(path) for name in names for folder in folders if (path := Path(folder, name)).is_file()]
     _ffi.set_gemm_library_paths(files)
@@ -157,9 +156,6 @@ def multiply(
       dtype: dtype of the result, in the front end's type.
       fast: allow tensor cores to accumulate long sums with fewer bits, as is usual in the forward pass.
       workspace: `workspace_size` of the operands on a GPU, 0 on the CPU.
-
-    Returns:
-      The product `[M, N]`.
     """
     how: dict[str, Any] = {"dtype": dtype, "workspace": workspace}
     elements = {"a_element": a_format.element.name, "b_element": b_format.element.name}
@@ -186,21 +182,15 @@ def multiply_values(
       b_in_order: whether `b` is stored with K last.
       dtype: dtype of the result: the operands' dtype or float32.
       workspace: bytes that cuBLASLt may use; 0 on the CPU.
-
-    Returns:
-      The product `[M, N]`.
     """
     multiplied = getattr(ops, f"gemm_values_{'n' if a_in_order else 't'}{'t' if b_in_order else 'n'}")
     return multiplied(a, b, dtype=dtype, workspace=workspace)[0]
 
 
 class Way(NamedTuple):
-    """The plan of a product of two planes by ops: from codes, or from dequantized values.
+    """The plan of a product of two planes by ops, with their formats and usages and the workspace in bytes.
 
     Attributes:
-      a: format of the first plane, and its usage.
-      b: format of the second plane, and its usage.
-      workspace: bytes for cuBLASLt.
       values: dtype that the planes are dequantized to; None: codes are multiplied.
     """
 

@@ -37,9 +37,6 @@ class PlaneLayout:
       global_scale_shape: shape of `global_scale_inv`; None if the format has none.
       transposed: whether `data` and `scale_inv` belong to `x.T`.
       block: (rows, cols) of the stored matrix, `x` or `x.T`, that share a scale; None: the whole matrix shares one.
-      format: format of the plane.
-      shape: shape of `x`.
-      usage: usage of the plane, ROWWISE or COLUMNWISE.
     """
 
     data_shape: Shape
@@ -53,17 +50,17 @@ class PlaneLayout:
 
     @property
     def rows_apart(self) -> bool:
-        """Whether scales are per row of the stored matrix, so that `scale_inv` keeps the leading axes of `x`."""
+        """True if scales are per row of the stored matrix, so that `scale_inv` keeps the leading axes of `x`."""
         return has_rows_apart(self.format, self.usage)
 
     @property
     def keeps_axes(self) -> bool:
-        """Whether the rowwise plane can be computed from `x` without folding its leading axes into rows."""
+        """True if the rowwise plane can be computed from `x` without folding its leading axes into rows."""
         return self.block is None or self.rows_apart
 
     @property
     def rotated(self) -> bool:
-        """Whether the plane quantizes a rotated `x`."""
+        """True if the plane quantizes a rotated `x`."""
         return self.format.rotates(self.usage)
 
     @property
@@ -180,9 +177,6 @@ def plane(fmt: FormatLike, shape: Shape, usage: Usage, *, op: str = "quantize", 
       op: name of the operation in errors.
       name: name of `x` in errors.
 
-    Returns:
-      The layout.
-
     Raises:
       ValueError: `fmt` needs whole blocks and `shape` does not have them, or `fmt` has no columnwise plane.
 
@@ -233,17 +227,7 @@ def plane(fmt: FormatLike, shape: Shape, usage: Usage, *, op: str = "quantize", 
 
 
 def slice_plane(fmt: Format, shape: Shape, usage: Usage, *, op: str, name: str = "x") -> PlaneLayout:
-    """Compute the layout of a plane that ranks can quantize from flat slices of `x`.
-
-    Args:
-      fmt: the format.
-      shape: shape of the whole `x`.
-      usage: `ROWWISE` or `COLUMNWISE`.
-      op: name of the operation in errors.
-      name: name of `x` in errors.
-
-    Returns:
-      The layout of the whole plane.
+    """Compute the layout of a plane of the whole `x` that ranks can quantize from flat slices of `x`.
 
     Raises:
       ValueError: `plane` raises; the plane is stored transposed; or its scales depend on more than amaxes.

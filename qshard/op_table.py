@@ -142,14 +142,7 @@ class OpSpec(_ffi.Row):
     ) -> tuple[tuple[Shape, str], ...]:
         """Compute the shapes and dtypes of the results. Ops on lists have none: they update operands.
 
-        Args:
-          shapes: shapes of the operands, in order.
-          dtypes: dtypes of the operands, in order.
-          attributes: attributes of the call.
-          dtype: dtype of the result if the op can return any float.
-
-        Returns:
-          `(shape, dtype)` of each result.
+        `dtype` is the dtype of the result if the op can return any float.
 
         Raises:
           ValueError: shapes or attributes do not fit the row.
@@ -169,18 +162,9 @@ class OpSpec(_ffi.Row):
         *,
         cuttable: bool,
     ) -> Binding:
-        """Bind a call of an op on single tensors.
+        """Bind a call of an op on single tensors. Bindings are cached; other arguments as in `results`.
 
-        Args:
-          shapes: as in `results`.
-          dtypes: as in `results`.
-          attributes: as in `results`.
-          dtype: as in `results`.
-          cuttable: whether the call may be sharded. If not, no composite axis is split and buffers keep their memory
-            order.
-
-        Returns:
-          The binding. Bindings are cached.
+        If not `cuttable`, the call may not be sharded: no composite axis is split and buffers keep their memory order.
 
         Raises:
           ValueError: shapes or attributes do not fit the row.

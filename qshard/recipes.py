@@ -122,12 +122,12 @@ class Recipe:
 
     @property
     def stochastic(self) -> bool:
-        """Whether a format rounds stochastically, so that layers need a seed."""
+        """True if a format rounds stochastically, so that layers need a seed."""
         return self._stochastic
 
     @property
     def stateful(self) -> bool:
-        """Whether scales come from earlier steps, so that layers carry state that is updated every step."""
+        """True if scales come from earlier steps, so that layers carry state that is updated every step."""
         return bool(self.state_shapes)
 
     @property
@@ -152,7 +152,6 @@ class Recipe:
 
 
 def _recipe(kind: type[Recipe], options: dict[str, Any]) -> Recipe:
-    """Construct a recipe on unpickling."""
     return kind(**options)
 
 
@@ -331,16 +330,11 @@ def as_delayed(value: Any, op: str) -> DelayedScaling:
 def check_state(
     op: str, name: str, given: object, recipe: Recipe, advice: str, *, layers: str = "", fits: bool = True
 ) -> None:
-    """Raise ValueError unless state is passed exactly if the recipe keeps state.
+    """Raise ValueError unless state is passed exactly if the recipe keeps state. `advice` says what to pass.
 
-    Args:
-      op: name of the caller in the error.
-      name: name of the state argument in the error.
-      given: description of the state that was passed; None if none was.
-      recipe: the recipe.
-      advice: text that says what to pass.
-      layers: description of the layers that the state is for.
-      fits: False if the state does not match the other arguments.
+    - `given`: description of the state that was passed; None if none was.
+    - `layers`: description of the layers that the state is for.
+    - `fits`: False if the state does not match the other arguments.
     """
     kind = type(recipe).__name__
     if recipe.stateful and given is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from qshard.numerics._arrays import Shard, Whole, of_floats, of_shards
+from qshard.numerics._arrays import Shard, ShardedArray, of_floats, of_shards
 from qshard.numerics._reductions import as_float
 from qshard.numerics._sensitivity import Outputs, call_with_batch, leaves
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
@@ -57,7 +57,7 @@ class Ranks:
 
 
 @torch.no_grad()
-def whole_of(x: Tensor, op: str) -> Whole:
+def as_sharded(x: Tensor, op: str) -> ShardedArray:
     """Describe a tensor for `qshard.numerics`: shape, dtype and local shards.
 
     A weight of a converted model is measured by its values, not by its codes. For a DTensor, call it on every rank of

@@ -20,7 +20,7 @@ from qshard._core.validation import quote
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.numerics import _kernels as kernels
-from qshard.numerics._arrays import Whole, splits_blocks
+from qshard.numerics._arrays import ShardedArray, splits_blocks
 from qshard.numerics._pieces import compare_shards
 from qshard.numerics._training_steps import COUNTS, LayerStats, StepStats, Totals, layer_stats, step_sums
 from qshard.recipes import Role
@@ -32,7 +32,7 @@ from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy,
 from qshard.torch_bridge._nn.grouped_linear import GroupedLinear, _checked_sizes
 from qshard.torch_bridge._nn.linear import WeightLayer, _next_seed, _rank_of
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, operand_spec
-from qshard.torch_bridge._numerics import whole_of
+from qshard.torch_bridge._numerics import as_sharded
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.scaling_state import plain_name
@@ -190,7 +190,7 @@ class Watch:
         weight, fmt = layer.weight, layer.recipe.weight
         if not isinstance(local_of(weight), ShardedWeight):  # Codes of a ZeroOptimizer, or a computed weight.
             return
-        whole = whole_of(weight, "numerics_of")
+        whole = as_sharded(weight, "numerics_of")
         where = plane(fmt, whole.shape, Usage.ROWWISE, op="numerics_of", name=name)
         scales = _scales_of(layer)
         if fmt.stochastic or splits_blocks(where, whole) or fmt.row_scaled:
@@ -388,7 +388,7 @@ def _count(mask: Tensor) -> Tensor:
     return mask.sum()
 
 
-def _on_the_host(whole: Whole, fmt: Format) -> Totals:
+def _on_the_host(whole: ShardedArray, fmt: Format) -> Totals:
     """Measure the local part of a weight with the kernels of `qshard.numerics`."""
     total = Totals(calls=int(bool(whole.pieces)))
     for piece in compare_shards(whole, fmt, Usage.ROWWISE, 0, "numerics_of"):

@@ -15,19 +15,12 @@ from types import FrameType
 __all__ = ["main"]
 
 NEEDS = ("click", "rich", "safetensors")
-USAGE = 2
-"""Exit status for wrong usage; failures exit with 1."""
+USAGE = 2  # exit status for wrong usage; failures exit with 1
 INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line tool.
-
-    Args:
-      arguments: command line arguments; by default the arguments of the process.
-
-    Returns:
-      The exit status.
+    """Run the command line tool with `arguments`, by default from the process, and return the exit status.
 
     >>> main(["convert", "absent.safetensors", "out.safetensors", "--format", "NVFP4"])
     2

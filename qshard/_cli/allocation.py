@@ -23,10 +23,8 @@ import numpy as np
 
 from qshard._cli.layers import Choice, Layer
 
-MOST_MIXES = 2**14
-"""Maximum number of mixes at a time."""
-MIXES_IN_ALL = 2**21
-"""Maximum number of mixes over all layers."""
+MOST_MIXES = 2**14  # maximum number of mixes at a time
+MIXES_IN_ALL = 2**21  # maximum number of mixes over all layers
 ROUNDING = 1e-12
 AS_THEY_ARE = "as they are"
 Choices = Mapping[str, Choice]
@@ -65,9 +63,8 @@ class Recommendation:
 def rank(layers: Sequence[Layer]) -> tuple[str, list[tuple[Layer, float | None]]]:
     """Rank layers by harm, worst first, in the smallest format that supports half of the layers (or the most).
 
-    Returns:
-      The name of the format ("" if there is none), and the layers that it supports with their harm. Unknown harm is
-      None and comes first.
+    Return the name of the format ("" if there is none), and the layers that it supports with their harm. Unknown harm
+    is None and comes first.
     """
     names = _formats(layers)
     fits = {name: [layer for layer in layers if name in layer.choices] for name in names}
@@ -114,7 +111,6 @@ def _steps(fronts: Mapping[str, Sequence[Choice]]) -> list[tuple[str, Choice, Ch
 
 
 def tradeoff(layers: Sequence[Layer]) -> Tradeoff:
-    """Compute the trade-off of a checkpoint."""
     fronts = {layer.entry.name: front(layer.choices) for layer in layers}
     steps, elements = _steps(fronts), _elements(layers)
     sizes = [sum(choices[0].nbytes for choices in fronts.values())]
@@ -133,18 +129,11 @@ def tradeoff(layers: Sequence[Layer]) -> Tradeoff:
 
 
 def recommend(layers: Sequence[Layer], budget: float) -> Recommendation | None:
-    """Choose formats with the least harm for a budget.
+    """Choose formats with the least harm for a budget in bytes per element; None if the smallest choices exceed it.
 
-    The result is optimal if at most `MOST_MIXES` mixes are undominated at a time. If there are more, or many layers, a
-    subset that is spread over the bytes is kept. The result is then at least as good as the last point of the curve
-    within the budget.
-
-    Args:
-      layers: the layers.
-      budget: bytes per element over all layers.
-
-    Returns:
-      The recommendation; None if the smallest choices of known harm exceed the budget.
+    Only choices of known harm count. The result is optimal if at most `MOST_MIXES` mixes are undominated at a time. If
+    there are more, or many layers, a subset that is spread over the bytes is kept. The result is then at least as good
+    as the last point of the curve within the budget.
     """
     left = budget * _elements(layers) * (1 + ROUNDING)  # bytes are whole numbers, their quotients are not
     known = [[choice for choice in layer.choices.values() if choice.harm is not None] for layer in layers]

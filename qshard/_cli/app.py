@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
 
 import click
 import numpy  # noqa: F401 - before ml_dtypes, which makes an ImportError of Ctrl-C while it imports NumPy
@@ -203,11 +202,7 @@ def info(as_json: bool) -> None:
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Run a command. If it fails, print the reason in one line.
-
-    Returns:
-      The exit status.
-    """
+    """Run a command, and return the exit status. If it fails, print the reason in one line."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed: keep other files from getting its descriptor
@@ -235,7 +230,7 @@ def _invoke(arguments: list[str]) -> int:
     except Failure as error:
         return _print_error(str(error), error.status)
     except BrokenPipeError:
-        _discard(sys.stdout)  # otherwise Python reports the error again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the error again at exit
         return 1
     except MemoryError as error:
         return _print_error(f"out of memory: {error}; the largest tensor and its codes must fit in memory", 1)
@@ -251,7 +246,3 @@ def _invoke(arguments: list[str]) -> int:
 def _print_error(text: str, status: int) -> int:
     print(f"qshard: {printable(' '.join(text.split()))}", file=sys.stderr, flush=True)
     return status
-
-
-def _discard(stream: TextIO) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

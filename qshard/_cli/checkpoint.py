@@ -40,10 +40,8 @@ FLOATS: dict[str, Any] = {
 BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E8M0": 8}
 BITS |= {"I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "C64": 64}
 BITS |= {name: 8 * np.dtype(dtype).itemsize for name, dtype in FLOATS.items()}
-CODES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")
-"""Dtypes of codes or scales, which need other tensors to be decoded."""
-MOST_AXES = 64
-"""Maximum number of axes of a NumPy array."""
+CODES = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")  # dtypes of codes or scales, which need other tensors to be decoded
+MOST_AXES = 64  # maximum number of axes of a NumPy array
 OTHERS = {
     b"PK\x03\x04": "torch.save or numpy.savez",
     b"\x80\x02\x8a\nl": "an old torch.save",
@@ -54,33 +52,21 @@ OTHERS = {
 SAVE = "save it with save_file of safetensors.torch, .flax or .numpy"
 PLACE_KEY = "data_offsets"
 PLACE = re.compile(rb'"data_offsets"\s*:')
-LENGTH = 8
-"""Bytes of the header's length, which precedes the header."""
+LENGTH = 8  # bytes of the header's length, which precedes the header
 
 FILE, INDEX = ".safetensors", ".safetensors.index.json"
-LARGEST_INDEX = 2**26
-"""Maximum size in bytes. The index of a model with 100,000 tensors has about 2**23."""
-MOST_NESTED = 1000
-"""Maximum number of objects and lists in an index. A valid index needs two."""
+LARGEST_INDEX = 2**26  # Maximum size in bytes. The index of a model with 100,000 tensors has about 2**23.
+MOST_NESTED = 1000  # Maximum number of objects and lists in an index. A valid index needs two.
 CONFIGS = ("config.json", "hf_quant_config.json")
 QUANTIZATION = re.compile(rb'"(?:quantization_config|compression_config|quantization)"\s*:\s*(?!null|\{\s*\}|\s)')
 """A nonempty key of a config file that marks a quantized model, at any depth: a text model's config may be nested."""
-PART = re.compile(r".*-[0-9]+-of-(?!0*1\.)[0-9]+\.safetensors", re.DOTALL)
-"""File name of one of several shards."""
+PART = re.compile(r".*-[0-9]+-of-(?!0*1\.)[0-9]+\.safetensors", re.DOTALL)  # file name of one of several shards
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file.
-
-    Attributes:
-      name: name of the tensor.
-      dtype: safetensors dtype.
-      shape: shape of the tensor.
-      file: file that stores it.
-      offset: position of its first byte in the file.
-    """
+    """A tensor in a file. `dtype` is a safetensors dtype, `offset` the position of its first byte in the file."""
 
     name: str
     dtype: str
@@ -90,16 +76,14 @@ class Entry:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data."""
         return self.elements * BITS[self.dtype] // 8
 
     @property
-    def given_as(self) -> str:
+    def kernel_dtype(self) -> str:
         """Dtype of the tensor in kernels. 8-bit floats become bfloat16, which is exact; float64 becomes float32."""
         return {"F64": "float32", "F32": "float32", "F16": "float16"}.get(self.dtype, "bfloat16")
 
@@ -117,11 +101,7 @@ class Entry:
         return None
 
     def read(self) -> NDArray[Any]:
-        """Read the tensor. 8-bit floats are returned as bfloat16, which is exact.
-
-        Raises:
-          Failure: the file is shorter than before.
-        """
+        """Read the tensor, 8-bit floats as bfloat16, which is exact. Raises `Failure` if the file became shorter."""
         array = np.empty(self.nbytes, np.uint8)
         first = 0
         for part in self.bytes():
@@ -131,11 +111,7 @@ class Entry:
         return numbers.astype(ml_dtypes.bfloat16) if numbers.dtype.itemsize == 1 else numbers
 
     def bytes(self, most: int = 2**24) -> Iterator[bytes]:
-        """Yield the bytes of the tensor in parts of at most `most` bytes.
-
-        Raises:
-          Failure: the file is shorter than before.
-        """
+        """Yield the bytes of the tensor in parts of at most `most`. Raises `Failure` if the file became shorter."""
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.offset)
             left = self.nbytes
@@ -151,23 +127,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """Contents of a safetensors file.
-
-    Attributes:
-      entries: tensors by name, in file order.
-      metadata: metadata strings.
-    """
+    """Contents of a safetensors file: tensors by name, in file order, and metadata strings."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
 
 
 def read_header(path: Path) -> File:
-    """Read the header of a safetensors file.
-
-    Raises:
-      Failure: the file is not a complete safetensors file.
-    """
+    """Read the header of a safetensors file, or raise `Failure` if the file is incomplete."""
     if not path.is_file():
         raise Failure(f"{quote(path)} is not a file; name a safetensors file")
     try:
@@ -198,10 +165,7 @@ def read_header(path: Path) -> File:
 
 
 def _refuse_twice(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> None:
-    """Raise Failure if two tensors have the same name.
-
-    safetensors silently keeps the last one. Duplicates are found by counting the entries' offsets in the header.
-    """
+    """Raise `Failure` if two tensors have one name: safetensors keeps the last one. Counts offsets in the header."""
     with path.open("rb") as file:
         header = file.read(int.from_bytes(file.read(LENGTH), "little"))
     times = sum(1 for _ in PLACE.finditer(header))
@@ -223,9 +187,6 @@ class Checkpoint:
 
     Attributes:
       path: path of the file or index.
-      files: safetensors files.
-      entries: tensors by name.
-      metadata: metadata strings of all files.
       notes: remarks for the user.
       outside: names of tensors that are not read: absent from the index, or in other shards.
     """
@@ -351,10 +312,9 @@ def _json_value(key: str, text: bytes) -> object:
 
 
 def matching(names: Collection[str], globs: Iterable[str], option: str) -> set[str]:
-    """Return the names that match any of the patterns. A name matches itself, even if it contains pattern characters.
+    """Return the names that match any of the patterns, or raise `Misuse` if a pattern matches none.
 
-    Raises:
-      Misuse: a pattern matches no name.
+    A name matches itself, even if it contains pattern characters.
     """
     found: set[str] = set()
     for glob in globs:

@@ -32,23 +32,20 @@ from qshard.numerics._display import progress_bar
 from qshard.numerics._reductions import as_float
 from qshard.numerics._report import group_refusals
 
-WORDS = {"uint8": "U8", "float32": "F32"}
-"""Safetensors dtypes of codes and scales."""
+WORDS = {"uint8": "U8", "float32": "F32"}  # Safetensors dtypes of codes and scales
 OP = "qshard convert"
 
-LONGEST_HEADER = 100_000_000
-"""Maximum bytes of a header that safetensors reads."""
+LONGEST_HEADER = 100_000_000  # maximum bytes of a header that safetensors reads
 
 
 @dataclass
 class Conversion:
-    """Result of a conversion.
+    """Result of a conversion, with remarks for the user.
 
     Attributes:
       quantized: description of each quantized tensor, by name.
       kept: name of each copied tensor -> reason.
       nbytes: bytes of all tensors before and after.
-      remarks: remarks for the user.
     """
 
     quantized: dict[str, Description]
@@ -60,18 +57,7 @@ class Conversion:
 def quantize_to(
     out: Path, checkpoint: Checkpoint, fmt: Format, usage: Usage, keep: Sequence[str], seed: int
 ) -> Conversion:
-    """Convert a checkpoint.
-
-    Args:
-      out: path of the new file.
-      checkpoint: the checkpoint to convert.
-      fmt: format of the weights.
-      usage: planes to store.
-      keep: patterns of tensors to copy unchanged.
-      seed: seed of stochastic rounding.
-
-    Returns:
-      The result.
+    """Convert a checkpoint to the file `out`. `keep` has patterns of tensors to copy unchanged.
 
     Raises:
       Misuse: nothing is left to quantize, or a tensor has codes and does not match `keep`.
@@ -142,13 +128,13 @@ def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str,
         except ValueError as error:
             (unfit[entry.name],) = group_refusals({str(fmt): str(error)})
             continue
-        weights[entry.name] = Description(format=fmt, shape=entry.shape, dtype=entry.given_as, planes=usage.planes)
+        weights[entry.name] = Description(format=fmt, shape=entry.shape, dtype=entry.kernel_dtype, planes=usage.planes)
     return weights, unfit
 
 
 def _explain_nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
-    """Explain why nothing is left to quantize: the reason that is easiest to change, with an example and a remedy."""
     by_name = {name: why for name, why in kept.items() if why == KEPT}
+    # The reason that is easiest to change comes first.
     for names, advice in (
         (unfit, "choose another format"),
         (by_name, "keep fewer"),
@@ -187,22 +173,14 @@ class Writer:
     """Writer of a safetensors file. Tensors may be written in any order.
 
     Attributes:
-      file: the open file.
-      metadata: metadata strings.
       digests: hash of each tensor written so far.
       slots: position of each tensor by name.
     """
 
     def __init__(self, file: BinaryIO, tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> None:
-        """Write the header.
+        """Write the header of `file`, open for reading and writing. `tensors` has safetensors dtypes and shapes.
 
-        Args:
-          file: the file, opened for reading and writing.
-          tensors: safetensors dtype and shape of each tensor by name.
-          metadata: metadata strings.
-
-        Raises:
-          Failure: the header is longer than safetensors reads.
+        Raises `Failure` if the header is longer than safetensors reads.
         """
         self.file, self.metadata = file, dict(metadata)
         self.digests: dict[str, bytes] = {}
@@ -226,11 +204,7 @@ class Writer:
         file.truncate(first + at)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview[int]]) -> None:
-        """Write the bytes of a tensor.
-
-        Raises:
-          Failure: the number of bytes is wrong.
-        """
+        """Write the bytes of a tensor, or raise `Failure` if their number is wrong."""
         slot, digest = self.slots[name], hashlib.blake2b()
         self.file.seek(slot.offset)
         written = 0
@@ -245,16 +219,9 @@ class Writer:
         self.digests[name] = digest.digest()
 
     def check(self, path: Path) -> File:
-        """Read the file back, from the disk if the system allows, and compare it with the written data.
+        """Read the file back, from the disk if the system allows, and return its contents. `path` is its current path.
 
-        Args:
-          path: current path of the file.
-
-        Returns:
-          The contents of the file.
-
-        Raises:
-          Failure: the file has other tensors or other bytes.
+        Raises `Failure` if it has other tensors or other bytes than were written.
         """
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -276,8 +243,7 @@ class Writer:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file for reading and writing that replaces `path` on success and is deleted on failure.
 
-    Raises:
-      Misuse: `path` is a folder, or its folder does not exist or is not writable.
+    Raises Misuse if `path` is a folder, or its folder does not exist or is not writable.
     """
     if path.is_dir():
         raise Misuse(f"{quote(path)} is a folder; name a file in it")

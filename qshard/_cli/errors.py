@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from qshard._cli import USAGE
 
-LONGEST = 100
-"""Maximum length of a displayed name."""
+LONGEST = 100  # maximum length of a displayed name
 
 
 class Failure(Exception):
-    """A failure that ends the process. Its one-line text names the problem, the argument and the remedy.
-
-    Attributes:
-      status: exit status: 1, or 2 for wrong usage.
-    """
+    """A failure that ends the process with exit status `status`. Its line names problem, argument and remedy."""
 
     def __init__(self, text: str, status: int = 1) -> None:
         super().__init__(text)
@@ -47,9 +42,4 @@ def quote(name: object) -> str:
 
 
 def count_of(count: int, noun: str) -> str:
-    """Format a number of things.
-
-    >>> count_of(1, "tensor"), count_of(2, "tensor")
-    ('1 tensor', '2 tensors')
-    """
     return f"{count} {noun}{'' if count == 1 else 's'}"

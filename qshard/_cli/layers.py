@@ -30,32 +30,21 @@ OP = "qshard report"
 END = ".weight"
 SUFFIX = ".npy"
 KINDS = "fiu"
-HEADER = 2**16
-"""Bytes to read for the header of an array."""
-PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-"""Compression methods of `numpy.savez` and `numpy.savez_compressed`."""
+HEADER = 2**16  # bytes to read for the header of an array
+PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression methods of `numpy.savez` and `numpy.savez_compressed`
 BROKEN = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError)
 """Exceptions that zipfile and NumPy raise for files that are truncated or not theirs."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Recorded inputs of layers in a file of `numpy.savez`. Arrays are read one at a time.
-
-    Attributes:
-      path: the file.
-      names: name of a layer -> name of its array.
-    """
+    """Recorded inputs of layers in a file of `numpy.savez`, read one at a time. `names` maps a layer to its array."""
 
     path: Path
     names: dict[str, str]
 
     def of(self, name: str) -> NDArray[Any] | None:
-        """Read the activations of a layer, `[..., K]`; None if the file has none.
-
-        Raises:
-          Misuse: the array cannot be read.
-        """
+        """Read the activations of a layer, `[..., K]`, or raise `Misuse`; None if the file has none."""
         if name not in self.names:
             return None
         try:
@@ -68,11 +57,10 @@ class Activations:
 def open_activations(path: Path, entries: Iterable[Entry]) -> tuple[Activations, list[str]]:
     """Find the activations of layers. An array has the name of its layer, with or without `.weight`.
 
-    Returns:
-      The activations, and a note about arrays that belong to no layer, if there are any.
+    Also return a note about arrays that belong to no layer, if there are any.
 
-    Raises:
-      Misuse: the file is not from `numpy.savez`, an array does not fit its layer, or no array has the name of a layer.
+    Raises Misuse if the file is not from `numpy.savez`, an array does not fit its layer, or no array has the name of a
+    layer.
     """
     there = _headers(path)
     names: dict[str, str] = {}
@@ -157,15 +145,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Layer:
-    """A tensor and its measurements.
+    """A tensor and its measurements, one row per format and plane, for the planes of `usage`.
 
     Attributes:
-      entry: the tensor.
-      outliers: `outlier_share` of the tensor.
-      rows: one row per format and plane.
       left_out: name of a format that does not support the shape -> reason.
-      remarks: remarks for the user.
-      usage: requested planes.
     """
 
     entry: Entry
@@ -244,13 +227,7 @@ class Question:
 
 
 def measure(entries: list[Entry], question: Question, remarks: Mapping[str, str]) -> list[Layer]:
-    """Measure every layer.
-
-    Args:
-      entries: tensors to measure.
-      question: what to measure.
-      remarks: name of a layer -> remark about it.
-    """
+    """Measure every layer. `remarks` maps the name of a layer to a remark about it."""
     draws = question.draws
     total = sum(entry.elements * (draws if fmt.stochastic else 1) for entry in entries for fmt in question.formats)
     found, done = [], 0

@@ -26,7 +26,6 @@ SMI = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=cs
 
 
 def machine_facts() -> dict[str, object]:
-    """Return all facts by name."""
     from qshard import _ffi
 
     return {
@@ -57,14 +56,13 @@ def gpus() -> list[str]:
     try:
         done = subprocess.run(SMI, capture_output=True, text=True, check=False, timeout=SMI_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"not known: {error}"]
+        return [f"unknown: {error}"]
     if done.returncode:
-        return [f"not known: {SMI[0]} ended with {done.returncode}"]
+        return [f"unknown: {SMI[0]} ended with {done.returncode}"]
     return [line.strip() for line in done.stdout.splitlines()]
 
 
-SLICE = 5e-3
-"""Seconds that each contender runs per round."""
+SLICE = 5e-3  # seconds that each contender runs per round
 COPY = "copy float32"
 SEED = 0
 

@@ -34,17 +34,10 @@ seed: Callable[[Any], Any] = click.option(
 
 
 class Command(click.Command):
-    """A command that rejects repeated options, unless they are declared with `multiple=True`.
-
-    click itself silently uses the last value.
-    """
+    """A command that rejects repeated options without `multiple=True`. click itself silently uses the last value."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments after counting each option.
-
-        Raises:
-          click.UsageError: an option is repeated.
-        """
+        """Parse the arguments after counting each option. Raises `click.UsageError` if one is repeated."""
         if not ctx.resilient_parsing:  # set during shell completion
             _, _, order = self.make_parser(ctx).parse_args(list(args))
             for parameter, times in collections.Counter(order).items():
@@ -64,20 +57,13 @@ BYTES |= {f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)}
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit on the bytes of layers, per element or in total.
-
-    Attributes:
-      text: the option as the user wrote it.
-      nbytes: bytes per element, or bytes in total.
-      in_all: whether `nbytes` is a total.
-    """
+    """A limit on the bytes of layers, in total with `in_all`, else per element. `text` is the option's value."""
 
     text: str
     nbytes: float
     in_all: bool
 
     def of_an_element(self, elements: int) -> float:
-        """Return the budget in bytes per element for this number of elements."""
         return self.nbytes / elements if self.in_all else self.nbytes
 
 
@@ -116,11 +102,7 @@ def formats_of(texts: Iterable[str], option: str) -> list[Format]:
 
 
 def format_of(name: str, option: str) -> Format:
-    """Parse the name of a format.
-
-    Raises:
-      Misuse: the name is unknown, or an option is illegal.
-    """
+    """Parse the name of a format, or raise `Misuse`."""
     name = re.sub(r",\s*", ", ", name)
     try:
         return as_format(name, "qshard", option)
@@ -137,8 +119,7 @@ def weight_formats() -> list[Format]:
 def with_variants(formats: list[Format], rotate: bool, stochastic: bool) -> list[Format]:
     """Return the formats, followed by their rotated and stochastically rounded variants if requested.
 
-    Raises:
-      Misuse: no format has a requested variant.
+    Raises `Misuse` if no format has a requested variant.
     """
     found = list(formats)
     asked: list[tuple[bool, str, dict[str, Any]]] = [

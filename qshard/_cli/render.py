@@ -19,16 +19,12 @@ from qshard._cli.layers import Layer
 from qshard._cli.report import HARM, RANKING, Findings, decibels, draws, level, outputs, title
 from qshard._core import environment
 from qshard.formats import Format, Usage
-from qshard.numerics._report import WIDE, Report, group_refusals, percent
+from qshard.numerics._report import WIDE, Report, group_refusals, one_decimal, percent
 
-POINTS = 16
-"""Maximum points of the curve in text."""
+POINTS = 16  # maximum points of the curve in text
 BAR = 40
-NAMED = 3
-"""Maximum tensors that are listed by name for one reason."""
-HINT = (
-    "--budget 0.8 recommends a format for each layer, of 0.8 bytes an element in all; --html FILE draws the trade-off"
-)
+NAMED = 3  # maximum tensors that are listed by name for one reason
+HINT = "--budget 0.8 recommends a format per layer for a mean of 0.8 bytes per element; --html FILE plots the trade-off"
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #1b1f24 }
@@ -44,38 +40,21 @@ svg { max-width: 100%; font: 12px system-ui, sans-serif; fill: #1b1f24 }
 .uniform { fill: #bc4c00 } .chosen { fill: none; stroke: #1a7f37; stroke-width: 3 }
 .wide { overflow-x: auto }
 """
-HEADS = (
-    "format",
-    "bits",
-    "SQNR dB",
-    "mean error",
-    "max error",
-    "zeros made",
-    "saturated",
-    "subnormal",
-    "worst block dB",
-    "at",
-)
+HEADS = ["format", "bits", "SQNR dB", "mean error", "max error", "zeros made", "saturated", "subnormal"]
+HEADS += ["worst block dB", "at"]
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 28, 52
-TICKS = 6
-"""Approximate number of ticks on an axis."""
-LINE = 15
-"""Distance between two lines of text."""
-LETTER = 7.0
-"""Approximate width of a letter."""
-DROP = 4
-"""Distance from the middle of a line of text to its baseline."""
+TICKS = 6  # approximate number of ticks on an axis
+LINE = 15  # distance between two lines of text
+LETTER = 7.0  # approximate width of a letter
+DROP = 4  # distance from the middle of a line of text to its baseline
 DOT = 4
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
 def console() -> Console:
-    """Return a console for standard output.
-
-    It is as wide as the terminal; without a terminal, lines are not wrapped.
-    """
+    """Return a console as wide as the terminal. Without a terminal, lines are not wrapped."""
     width = shutil.get_terminal_size((WIDE, 24)).columns
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
@@ -105,7 +84,6 @@ def print_text(findings: Findings) -> None:
 
 
 def _reports(layer: Layer) -> Iterator[Report]:
-    """Yield a report for each measured plane."""
     name = f"{quote(layer.entry.name)}: {title(layer)}"
     usages = list(dict.fromkeys(row.stats.usage for row in layer.rows)) or [Usage.ROWWISE]
     for usage in usages:
@@ -135,7 +113,7 @@ def _print_curve(out: Console, findings: Findings) -> None:
         part = (10 * math.log10(point.harm) - low) / ((high - low) or 1) if point.harm else 0.0
         rows.append([name, f"{point.bytes_per_element:.3f}", decibels(point.harm), "#" * round(1 + (BAR - 1) * part)])
         rows[-1][-1] = rows[-1][-1].ljust(BAR) if point.harm else " " * BAR
-    out.print(Text(f"bytes an element against dB of {HARM}", style="bold"))
+    out.print(Text(f"bytes per element against dB of {HARM}", style="bold"))
     out.print(table(["formats", "bytes", "noise dB", "more noise, longer bar".ljust(BAR)], rows))
 
 
@@ -159,7 +137,7 @@ def _print_recommendation(out: Console, findings: Findings) -> None:
     out.print()
     point = chosen.point
     what = f"{point.bytes_per_element:.3f}, {level(point.harm)}"
-    out.print(Text(f"for {findings.budget:g} bytes an element: {what}", style="bold"))
+    out.print(Text(f"for {findings.budget:g} bytes per element: {what}", style="bold"))
     rows = [
         [quote(name), choice.name, f"{choice.nbytes:.0f}", decibels(choice.harm)]
         for name, choice in chosen.choices.items()
@@ -168,13 +146,12 @@ def _print_recommendation(out: Console, findings: Findings) -> None:
 
 
 def print_conversion(out: Path, fmt: Format, done: Conversion) -> None:
-    """Print the result of `qshard convert`."""
     to = console()
     _print_reasons(to, "kept", done.kept)
     for line in done.remarks:
         to.print(Text(line))
     before, after = done.nbytes
-    what = f"{count_of(len(done.quantized), 'tensor')} in {fmt}, {len(done.kept)} as they were"
+    what = f"{count_of(len(done.quantized), 'tensor')} in {fmt}, {len(done.kept)} unchanged"
     to.print(Text(f"{quote(out)}: {what}; {before} bytes became {after}; read back bit for bit"))
 
 
@@ -205,12 +182,12 @@ def _parts(findings: Findings) -> Iterator[str]:
     if findings.ranking:
         yield f"<h2>Bytes against {HARM}</h2>"
         yield svg(findings)
-        yield "<p class=small>The line: each layer in a format of its own, so that no mix of its bytes has less noise. "
-        yield f"Dots: one format for all layers that it fits.{' The ring: what is recommended.' if chosen else ''} "
-        yield "What keeps all numbers has no noise, and is not on it.</p>"
+        yield "<p class=small>Line: the least noise for each size, with a format per layer. Dots: one format for all "
+        yield f"layers that it supports.{' Ring: the recommendation.' if chosen else ''} Choices without noise are not "
+        yield "shown.</p>"
     if chosen is not None:
-        yield f"<h2>For {findings.budget:g} bytes an element</h2>"
-        yield f"<p>{chosen.point.bytes_per_element:.3f} bytes an element, {level(chosen.point.harm)}.</p>"
+        yield f"<h2>For {findings.budget:g} bytes per element</h2>"
+        yield f"<p>{chosen.point.bytes_per_element:.3f} bytes per element, {level(chosen.point.harm)}.</p>"
         rows = [(name, each.name, f"{each.nbytes:.0f}", decibels(each.harm)) for name, each in chosen.choices.items()]
         yield _table(("layer", "format", "bytes", "noise dB"), rows)
     if findings.ranking:
@@ -233,19 +210,13 @@ def _layer(layer: Layer) -> Iterator[str]:
         shares = [percent(part) if part else "-" for part in (each.zeros_made, each.saturated, each.subnormal)]
         errors = [percent(each.mean_relative_error), percent(each.max_relative_error, 1)]
         name = f"{each.format}{'' if each.format.transposes else f', {str(each.usage.name).lower()}'}"
-        numbers = [f"{each.bits_per_element:.3f}", _number(each.sqnr_db), *errors, *shares]
-        rows.append((name, *numbers, _number(each.worst_block_db), where))
+        numbers = [f"{each.bits_per_element:.3f}", one_decimal(each.sqnr_db), *errors, *shares]
+        rows.append((name, *numbers, one_decimal(each.worst_block_db), where))
     if rows:
         yield _table(HEADS, rows)
     notes = dict.fromkeys(f"{row.stats.format}: {note}" for row in layer.rows for note in row.stats.notes)
-    lines = [
-        *notes,
-        *draws(layer),
-        *outputs(layer),
-        *layer.remarks,
-        *(f"left out: {line}" for line in group_refusals(layer.left_out)),
-    ]
-    for line in lines:
+    left_out = (f"left out: {line}" for line in group_refusals(layer.left_out))
+    for line in (*notes, *draws(layer), *outputs(layer), *layer.remarks, *left_out):
         yield f"<p class=small>{_text(line)}</p>"
 
 
@@ -257,10 +228,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _text(value: object) -> str:
     return html.escape(printable(value)) or "(no name)"
-
-
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.1f}"
 
 
 def svg(findings: Findings) -> str:
@@ -289,7 +256,7 @@ def _svg_lines(
         y = (_level(point) - up[0]) / (up[-1] - up[0])
         return LEFT + x * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM)
 
-    yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="bytes an element against noise">'
+    yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="bytes per element against noise">'
     for value in across:
         x, _ = at(Point(value, 1.0))
         yield f'<line class="grid" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}"/>'
@@ -298,7 +265,7 @@ def _svg_lines(
         _, y = at(Point(across[0], 10 ** (value / 10)))
         yield f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>'
         yield f'<text x="{LEFT - 8}" y="{y + DROP:.1f}" text-anchor="end">{value:g}</text>'
-    yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">bytes an element</text>'
+    yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">bytes per element</text>'
     yield f'<text x="{LEFT}" y="{TOP - 12}">dB of {html.escape(HARM)}</text>'
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, curve))
     yield f'<polyline class="curve" points="{path}"/>'

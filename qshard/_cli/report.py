@@ -21,23 +21,12 @@ from qshard._cli.options import Budget
 from qshard._cli.selection import select
 from qshard.formats import Usage
 
-RANKING = "noise for signal, from the layer that loses most"
-HARM = "noise for signal, mean over layers"
+RANKING = "noise-to-signal ratio, worst layer first"
+HARM = "noise-to-signal ratio, mean over layers"
 
-NUMBERS = (
-    "sqnr_db",
-    "max_relative_error",
-    "mean_relative_error",
-    "zeros_made",
-    "saturated",
-    "subnormal",
-    "worst_block_db",
-    "nonfinite_given",
-    "nonfinite_made",
-    "beyond_float32",
-    "bits_per_element",
-)
-"""Fields of `Stats` that are written."""
+# Fields of `Stats` that are written.
+NUMBERS = ["sqnr_db", "max_relative_error", "mean_relative_error", "zeros_made", "saturated", "subnormal"]
+NUMBERS += ["worst_block_db", "nonfinite_given", "nonfinite_made", "beyond_float32", "bits_per_element"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +34,9 @@ class Findings:
     """Results of a report, for text, JSON, CSV and HTML.
 
     Attributes:
-      checkpoint: the checkpoint, with notes.
-      layers: measured layers.
       left_out: name of each tensor that is not a layer -> reason.
       ranked_by: name of the format of the ranking, from `allocation.rank`.
       ranking: layers with their harm, from `allocation.rank`.
-      tradeoff: harm as a function of bytes.
       budget: bytes per element; None without a budget.
       recommendation: recommended formats; None without a budget, or if none fits it.
     """
@@ -74,19 +60,11 @@ def find(
 ) -> Findings:
     """Measure a checkpoint.
 
-    Args:
-      checkpoint: the checkpoint.
-      question: what to measure on each layer.
-      globs: patterns of names of layers; empty: all.
-      given: the budget, if any.
-      activations: file of `numpy.savez` with inputs of the layers, if any.
+    `globs` has patterns of layer names; none selects all layers. `activations` is a file of `numpy.savez` with inputs
+    of the layers.
 
-    Returns:
-      The results.
-
-    Raises:
-      Misuse: a pattern matches no layer, no layer can be measured, the budget is too small for every choice, or a
-        tensor has codes.
+    Raises Misuse if a pattern matches no layer, no layer can be measured, the budget is too small for every choice, or
+    a tensor has codes.
     """
     notes = list(checkpoint.notes)
     names = matching(checkpoint.entries, globs, "--layers") if globs else set(checkpoint.entries)
@@ -157,7 +135,7 @@ def draws(layer: Layer) -> list[str]:
 def outputs(layer: Layer) -> list[str]:
     """Return a line about the harm with activations, if there are any."""
     found = [f"{row.stats.format} {decibels(row.output)}" for row in layer.rows if row.output is not None]
-    return [f"dB of noise for signal with its activations: {', '.join(found)}"] if found else []
+    return [f"noise-to-signal ratio with its activations, in dB: {', '.join(found)}"] if found else []
 
 
 def level(harm: float) -> str:
@@ -169,10 +147,10 @@ def decibels(harm: float | None) -> str:
     """Format a noise-to-signal ratio in dB.
 
     >>> decibels(0.01), decibels(0.0), decibels(None)
-    ('-20.0', 'none', 'not known')
+    ('-20.0', 'none', 'unknown')
     """
     if harm is None:
-        return "not known"
+        return "unknown"
     return f"{10 * math.log10(harm):.1f}" if harm else "none"
 
 
@@ -208,19 +186,8 @@ def as_json(findings: Findings) -> str:
 
 def as_csv(findings: Findings) -> str:
     """Return a CSV line per layer, format and plane, and per combination that was left out, with the reason."""
-    heads = [
-        "layer",
-        "dtype",
-        "shape",
-        "format",
-        "usage",
-        *NUMBERS,
-        "worst_block",
-        "harm",
-        "output_noise",
-        "outliers",
-        "notes",
-    ]
+    heads = ["layer", "dtype", "shape", "format", "usage", *NUMBERS]
+    heads += ["worst_block", "harm", "output_noise", "outliers", "notes"]
     made = io.StringIO()
     writer = csv.DictWriter(made, heads, lineterminator="\n")
     writer.writeheader()

@@ -28,12 +28,11 @@ from qshard._cli.checkpoint import FLOATS, Checkpoint, Entry, quantization_of
 from qshard._cli.errors import Misuse, count_of, quote
 from qshard.layout import Shape
 
-LEAST_AXES = 2
-"""Minimum axes of a layer. Norms and biases have fewer."""
+LEAST_AXES = 2  # Minimum axes of a layer. Norms and biases have fewer.
 KEPT = "named by --keep"
-NAMED = 3
-"""Maximum number of names in a note."""
+NAMED = 3  # maximum number of names in a note
 
+# Patterns for the last part of a name, after `.` or `/`.
 SCALE = re.compile(
     r"(?:(?P<stem>.+?)_)?_?(?:(?P<plain>scales?)|(?:global_)?scales?(?:_(?:inv|ub|[0-9]+))*|scale_(?:weight|input)"
     r"|scaling_factor|(?:nested_)?absmax|amax|scb)",
@@ -43,18 +42,13 @@ WEIGHT_SCALE = re.compile(r"(?P<stem>.*weight)_scale.*", re.IGNORECASE | re.DOTA
 PACKED = re.compile(r"(?P<stem>.+)_(?:blocks|packed|qdata)", re.DOTALL)
 OFFSET = re.compile(r"_?(?:zeros?|zero_points?|qzeros|biases|shift)|.+_zero_points?")
 BIAS = re.compile(r"b|.*bias", re.DOTALL)
-"""Patterns for the last part of a name, after `.` or `/`."""
-LONGEST = 200
-"""Maximum length of a last part. Longer ones match no pattern, so that hostile names cost no time."""
+LONGEST = 200  # Maximum length of a last part. Longer ones match no pattern, so that hostile names cost no time.
 FP8 = tuple(name for name in FLOATS if name.startswith("F8_"))
 SMALL = ("F4", "F6_E2M3", "F6_E3M2")
-INTEGERS = ("U8", "I8", "I32", "U32")
-"""Dtypes of packed codes, and of codes without a dtype of their own."""
+INTEGERS = ("U8", "I8", "I32", "U32")  # dtypes of packed codes, and of codes without a dtype of their own
 CODES = (*FP8, *SMALL, *INTEGERS)
-SCALES = (*(name for name in FLOATS if name not in FP8), "F8_E8M0", "U8")
-"""Dtypes of scales."""
-BLOCKS = (16, 32, 64, 128, 256)
-"""Block sizes in elements."""
+SCALES = (*(name for name in FLOATS if name not in FP8), "F8_E8M0", "U8")  # dtypes of scales
+BLOCKS = (16, 32, 64, 128, 256)  # block sizes in elements
 
 
 class Parts(NamedTuple):
@@ -74,7 +68,7 @@ class Parts(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the name is a name of packed codes."""
+        """True if the name is a name of packed codes."""
         return not self.stem.endswith(self.last)
 
 
@@ -98,11 +92,9 @@ def parts_of(name: str) -> Parts:
 
 @dataclass(frozen=True)
 class Doubt:
-    """A sign that a tensor has codes instead of numbers.
+    """A sign that a tensor has codes instead of numbers, as the predicate of a sentence about the tensor.
 
-    Attributes:
-      why: the sign, as the predicate of a sentence about the tensor.
-      certain: False if the tensor may still have plain numbers.
+    `certain` is False if the tensor may still have plain numbers.
     """
 
     why: str
@@ -113,8 +105,6 @@ class Names:
     """The tensors of a checkpoint, indexed by the parts of their names.
 
     Attributes:
-      checkpoint: the checkpoint.
-      parts: parts of each name.
       scales: tensor or module -> its first scale.
       strays: module -> its first scale without a tensor.
       shapes: module and shape -> the first tensor with both, except codes and biases. One element counts as `()`.
@@ -233,15 +223,11 @@ def select(
 ) -> Selection:
     """Select the layers among `names`.
 
-    Args:
-      checkpoint: the checkpoint.
-      names: names of tensors.
-      keep: names of tensors to leave out, even if they have codes.
-      any_axes: also select tensors with fewer than two axes.
-      advice: alternative to dequantizing the checkpoint, for the error.
+    - `keep`: names of tensors to leave out, even if they have codes.
+    - `any_axes`: also select tensors with fewer than two axes.
+    - `advice`: alternative to dequantizing the checkpoint, for the error.
 
-    Raises:
-      Misuse: a tensor of `names` has codes, and its scales are in other tensors.
+    Raises Misuse if a tensor of `names` has codes, and its scales are in other tensors.
     """
     by_name = Names(checkpoint)
     never, doubtful = by_name.reasons(), by_name.doubts()
@@ -275,5 +261,5 @@ def select(
     if raw:
         more = f" and {len(raw) - NAMED} more" if len(raw) > NAMED else ""
         some = ", ".join(map(quote, raw[:NAMED]))
-        found.notes.append(f"FP8 without scales, taken as plain numbers: {some}{more}")
+        found.notes.append(f"FP8 without scales, treated as plain numbers: {some}{more}")
     return found

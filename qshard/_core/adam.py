@@ -10,24 +10,15 @@ import numpy as np
 
 from qshard._core.validation import join_names, quote
 
-BLOCK = 128
-"""Elements of a row that share a scale: kAdamBlock in core/adam.h."""
+BLOCK = 128  # elements of a row that share a scale: kAdamBlock in core/adam.h
 
-SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
-"""State dtypes that are stored with scales."""
+SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")  # state dtypes that are stored with scales
 
 STATES = ("float32", "bfloat16", *SCALED)
 
 
 def check_setting(op: str, name: str, value: Any, *, is_beta: bool = False) -> None:
-    """Raise unless a hyperparameter is a number in range.
-
-    Arrays are not checked: reading one would wait for the device.
-
-    >>> check_setting("Adam", "lr", -1)
-    Traceback (most recent call last):
-    ValueError: Adam: lr (-1) must be a number of at least 0
-    """
+    """Raise unless a hyperparameter is a number in range. Arrays are not read, which would wait for the device."""
     if hasattr(value, "dtype") and not isinstance(value, np.generic):
         return
     text = f"{op}: {name} ({quote(value)}) must be a number of at least 0{' and below 1' if is_beta else ''}"
@@ -38,15 +29,7 @@ def check_setting(op: str, name: str, value: Any, *, is_beta: bool = False) -> N
 
 
 def check_state_dtype(op: str, name: str, given: Any, dtype: str, module: str = "") -> None:
-    """Raise TypeError unless a state dtype is supported.
-
-    Args:
-      op: name of the caller in the error.
-      name: name of the argument in the error.
-      given: the argument, as the error shows it.
-      dtype: name of the dtype.
-      module: prefix of dtype names in the error, such as "torch.".
-    """
+    """Raise TypeError unless a state dtype is supported; `module` is the prefix of dtype names in the error."""
     if dtype not in STATES:
         raise TypeError(
             f"{op}: {name} ({quote(given)}) is not {join_names(module + each for each in STATES)}; pass one of these"
@@ -58,14 +41,6 @@ def settings(lr: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: Any, grad_
 
     Each beta is split into two float32 terms: the nearest float32 of 0.999 alone would change 1 - beta in the fifth
     digit. Scalar arrays are passed through.
-
-    Args:
-      lr: learning rate.
-      beta1: decay rate of the first moment.
-      beta2: decay rate of the second moment.
-      eps: term added to the denominator.
-      weight_decay: weight decay.
-      grad_scale: factor of the gradient.
 
     >>> settings(0.5, 0.9, 0.5, 0.0, 0.0)
     [0.5, 0.8999999761581421, 2.384185793236071e-08, 0.5, 0.0, 0.0, 0.0, 1.0]

@@ -15,13 +15,10 @@ try:
 except ImportError as error:  # running from the source folder
     _built, _problem = {}, str(error)
 
-__all__ = ["OLDEST", "build_info", "missing"]
-
 OLDEST = {"jax": "0.10.2", "torch": "2.11"}
 """Oldest supported version of each framework. The extras in pyproject.toml require the same versions."""
 
-__version__ = _built.get("version", "0+source")
-"""Version with a local label for the build: 0.1.0+cpu, 0.1.0+cu130."""
+__version__ = _built.get("version", "0+source")  # version with a local label for the build: 0.1.0+cpu, 0.1.0+cu130
 
 
 def _version(package: str) -> str | None:
@@ -32,9 +29,9 @@ def _version(package: str) -> str | None:
 
 
 def missing(framework: str, module: str) -> str | None:
-    """Return what to install for `module` to run: its framework, or a newer version of it. None if nothing is missing.
+    """Return what to install so that `module` runs: its framework, or a newer version of it; None if all is there.
 
-    Imports nothing.
+    Frameworks are not imported.
 
     >>> missing("numpy", "qshard.reference") is None
     True
@@ -57,9 +54,6 @@ def build_info() -> str:
     """Describe this installation for a bug report: versions, build options, and the CPU kernels in use.
 
     Frameworks are looked up, not imported.
-
-    Returns:
-      Three lines of text.
 
     >>> print(build_info())
     qshard ...

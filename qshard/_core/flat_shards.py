@@ -7,7 +7,7 @@ computes all scales from the same amaxes, so scales are never gathered, and the 
 scale. A slice is `[start, start + length)` of the row-major weight. It may split rows, blocks and bytes, be empty or
 absent, or extend past the end of the weight into padding.
 
-Weights with equal format, dtype and parity form a bucket. A bucket costs one amax op, one or two ops for scales, and
+Weights with equal format, usage and dtypes form a bucket. A bucket costs one amax op, one or two ops for scales, and
 one cast, for any number of weights. `cast_master` runs all steps. Callers that overlap other work, as FSDP2 overlaps
 gathers, call the steps `amaxes`, `scales` and `cast` themselves.
 
@@ -45,12 +45,8 @@ class Bucket:
     amaxes of all tensors or of all rows.
 
     Attributes:
-      fmt: format of the weights.
-      usage: usage of the planes.
-      dtype: dtype of the masters.
       rounded_to: dtype that masters are rounded to before quantization.
       indices: positions of the weights in the plan.
-      planes: layouts of the weights' planes.
       begin: offset of the bucket's amaxes in the buffer of the plan.
     """
 
@@ -74,12 +70,10 @@ class Bucket:
 
     @functools.cached_property
     def blocks(self) -> int:
-        """Number of blocks of all weights."""
         return sum(self.grids)
 
     @functools.cached_property
     def amaxes(self) -> int:
-        """Number of amaxes of all weights."""
         return self.blocks + sum(self.wholes)
 
     @functools.cached_property
@@ -94,7 +88,7 @@ class Bucket:
         each = zip(self.wholes, self.grids, strict=True)
         return tuple(blocks // wholes // self.run for wholes, blocks in each for _ in range(wholes))
 
-    def found(self, amaxes: Array) -> tuple[Array, Array | None]:
+    def part(self, amaxes: Array) -> tuple[Array, Array | None]:
         """Return the bucket's block amaxes, and its tensor or row amaxes or None, as slices of the plan's amaxes."""
         middle, stop = self.begin + self.blocks, self.begin + self.amaxes
         # A weight without rows still has row scales: an empty array, not None.
@@ -127,13 +121,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class MasterPlan:
-    """The plan of `cast_master`: shapes, formats and buckets. Computed once, and equal on every rank.
+    """The plan of `cast_master`. Computed once, and equal on every rank.
 
     Attributes:
-      shapes: shapes of the whole weights.
-      formats: formats of the weights.
-      usages: planes to compute.
-      dtypes: dtypes of the masters.
       buckets: weights that share op calls, in the order that every rank processes them.
     """
 
@@ -153,11 +143,7 @@ class MasterPlan:
 class FlatSlice:
     """The local flat slice of one weight, without its values: a key in the cache of plans.
 
-    Attributes:
-      shape: shape of the whole weight.
-      fmt: format of the weight.
-      dtype: dtype of the master.
-      start: index in the weight of the first element of the slice.
+    `start` is the index in the weight of the first element of the slice.
     """
 
     shape: Shape
@@ -192,12 +178,9 @@ def plan_master(
         of the rowwise plane: compute it after the gather.
       dtype: dtype of the masters, per weight or for all: float32, bfloat16 or float16. It is an argument so that ranks
         without a slice agree.
-      rounded_to: parity. None: the codes of `quantize(master)`. A dtype: the codes of `quantize(master.astype(dtype))`,
-        as for a model that stores its weights in that dtype.
+      rounded_to: with None, codes are `quantize(master)`; with a dtype, `quantize(master.astype(dtype))`, as for a model
+        that stores its weights in that dtype.
       op: name of the caller in errors.
-
-    Returns:
-      The plan.
 
     Raises:
       TypeError: a format is not a format or the name of one.
@@ -214,13 +197,13 @@ def plan_master(
         raise TypeError(f"{op}: shapes ({quote(shapes)}) is not a list of shapes; pass one shape per weight")
     all_shapes = tuple(tuple(shape) for shape in shapes)
     given = {"formats": formats, "usages": usages, "dtype": dtype, "rounded_to": rounded_to}
-    all_formats, all_usages, dtypes, parities = (_each(op, name, value, n) for name, value in given.items())
+    all_formats, all_usages, dtypes, roundings = (_each(op, name, value, n) for name, value in given.items())
     all_formats = tuple(as_format(fmt, op, "formats") for fmt in all_formats)
-    for name, values in (("dtype", dtypes), ("rounded_to", [parity for parity in parities if parity])):
+    for name, values in (("dtype", dtypes), ("rounded_to", [each for each in roundings if each])):
         if wrong := [value for value in values if value not in FLOATS]:
             raise ValueError(f"{op}: {name} ({wrong[0]}) is not {join_names(FLOATS)}; cast the masters first")
     # Rounding to float32, or to the master's own dtype, changes nothing.
-    rounded = ["float32" if p in (None, d) else p for p, d in zip(parities, dtypes, strict=True)]
+    rounded = ["float32" if p in (None, d) else p for p, d in zip(roundings, dtypes, strict=True)]
     members: dict[Any, list[int]] = {}
     for i, key in enumerate(zip(all_formats, all_usages, dtypes, rounded, strict=True)):
         members.setdefault(key, []).append(i)
@@ -264,9 +247,6 @@ def cast_master(
     Returns:
       The updated codes of each weight, and the scales of the whole weight in the shapes of `layout.plane`.
 
-    Raises:
-      ValueError: a format rounds stochastically and `seeds` is None.
-
     Collective: every rank calls it, even if all its slices are empty. Such a rank contributes amaxes of 0.
     """
     if seeds is None and any(fmt.stochastic for fmt in plan.formats):
@@ -289,7 +269,7 @@ def cast_master(
 def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) -> Array:
     """Compute the local amaxes of all weights, to be max-reduced over ranks: fp32 `[plan.amaxes]`.
 
-    Arguments as for `cast_master`; the plan has at least one weight.
+    Arguments as in `cast_master`; the plan has at least one weight.
     """
     found = [
         ops.amax_slices(
@@ -306,7 +286,7 @@ def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) 
 
 def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:
     """Compute the scales of each bucket from reduced amaxes. `Bucket.split_scales` splits them by weight."""
-    return [_scales(ops, bucket, *bucket.found(found)) for bucket in plan.buckets]
+    return [_scales(ops, bucket, *bucket.part(found)) for bucket in plan.buckets]
 
 
 def _scales(ops: Any, bucket: Bucket, amax: Array, wholes: Array | None) -> Scales:
@@ -330,20 +310,9 @@ def cast(
     pieces: bool = False,
     seeds: Array | None = None,
 ) -> list[Sequence[Array]]:
-    """Write the codes of the slices to `data`, bucket by bucket.
+    """Write the codes of the slices to `data`. Return the updated codes of the weights of each bucket.
 
-    Args:
-      ops: as for `cast_master`.
-      plan: as for `cast_master`.
-      data: as for `cast_master`.
-      masters: as for `cast_master`.
-      starts: as for `cast_master`.
-      scales: `Scales.scale` of each bucket.
-      pieces: as for `cast_master`.
-      seeds: as for `cast_master`.
-
-    Returns:
-      The updated codes of the weights of each bucket.
+    `scales` has `Scales.scale` of each bucket; other arguments as in `cast_master`.
     """
     codes = []
     for bucket, scale in zip(plan.buckets, scales, strict=True):
@@ -395,19 +364,7 @@ def plan_shards(
     so the last ranks may have fewer or none. With such shards `cast_master` needs no reduction, unless a scale serves
     the whole tensor.
 
-    Args:
-      shapes: shapes of the whole weights.
-      fmt: format of all weights.
-      world: number of ranks.
-      usage: plane to compute.
-      op: name of the caller in errors.
-      name: name of the weights in errors.
-
-    Returns:
-      The shards of each weight.
-
-    Raises:
-      ValueError: `fmt` does not support a shape, or `world` is not positive.
+    Raises ValueError if `fmt` does not support a shape, or `world` is not positive.
 
     >>> from qshard.formats import MXFP8_32x32, NVFP4
     >>> plan_shards([(96, 64)], MXFP8_32x32, 2)

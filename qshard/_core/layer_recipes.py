@@ -18,26 +18,11 @@ from typing import Any
 from qshard._core.validation import quote
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
-__all__ = [
-    "NO_PATTERN",
-    "RecipesLike",
-    "Rules",
-    "check_chosen",
-    "check_filter",
-    "closest_names",
-    "is_name_of_table",
-    "keeps",
-    "list_layers",
-    "warn_of_rest",
-]
-
 RecipesLike = RecipeLike | Mapping[str, RecipeLike | None]
 """A recipe for all layers, or a mapping from patterns to recipes; None keeps matching layers in high precision."""
-NO_PATTERN = "no pattern matches it"
-"""Reason for leaving out a layer that no pattern of `Rules` matches."""
+NO_PATTERN = "no pattern matches it"  # reason for leaving out a layer that no pattern of `Rules` matches
 
-_SHOWN, _NAMES = 3, 5
-"""Limits of a message: number of reasons, and number of layer names per reason."""
+_SHOWN, _NAMES = 3, 5  # limits of a message: number of reasons, and number of layer names per reason
 
 
 @dataclass(frozen=True)
@@ -48,7 +33,6 @@ class Rules:
     matches "layers.0.experts.3.up".
 
     Attributes:
-      op: name of the caller in errors.
       recipes: recipe of each pattern, in order of precedence.
 
     >>> rules = Rules.of({"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}, "convert")
@@ -91,24 +75,20 @@ class Rules:
     ) -> Iterator[tuple[str, Recipe | None]]:
         """Yield names and recipes of the modules to convert; the recipe is None if no pattern matches.
 
-        Modules that `filter` rejects, or that match a pattern with None, are skipped.
-
-        Args:
-          candidates: name -> (module, names that patterns may match, whether it is a linear layer).
-          filter: function of a module and its name that returns whether to convert it; None: convert all.
+        Modules that `filter(module, name)` rejects, or that match a pattern with None, are skipped. `candidates` maps a
+        name to the module, the names that patterns may match, and whether the module is a linear layer.
         """
         for name, (module, names, is_layer) in candidates.items():
             pattern = self.pattern_of(*names)
             recipe = None if pattern is None else self.recipes[pattern]
-            if keeps(filter, module, name, is_layer) and (pattern is None or recipe is not None):
+            if _selects(filter, module, name, is_layer) and (pattern is None or recipe is not None):
                 yield name, recipe
 
     def check_used(self, layers: Iterable[Iterable[str]], others: Iterable[str] = ()) -> None:
         """Raise ValueError if a pattern applies to no layer.
 
-        Args:
-          layers: names of each layer.
-          others: names of all other modules, such as embeddings. A pattern with None may match only these.
+        `layers` has the names of each layer. `others` has the names of other modules, such as embeddings: only a
+        pattern with None may match them.
         """
         every = [tuple(names) for names in layers]
         used = {self.pattern_of(*names) for names in every}
@@ -132,12 +112,7 @@ def check_filter(
     example: str = "lambda _, name: 'head' not in name",
     argument: str = "filter",
 ) -> None:
-    """Raise TypeError unless `filter` is None or can be called with two arguments.
-
-    >>> check_filter("convert", lambda name: True)
-    Traceback (most recent call last):
-    TypeError: convert: filter (<lambda>(name)) does not take two arguments; pass a function of a layer and its name...
-    """
+    """Raise TypeError unless `filter` is None or can be called with two arguments."""
     if filter is None and argument == "filter":
         return
     if not callable(filter):
@@ -158,7 +133,7 @@ def check_filter(
         ) from None
 
 
-def keeps(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_layer: bool) -> bool:
+def _selects(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_layer: bool) -> bool:
     """Return whether `filter` selects a module.
 
     A filter written for linear layers may read attributes that other modules lack, such as `in_features`. An
@@ -175,9 +150,7 @@ def keeps(filter: Callable[[Any, str], bool] | None, module: Any, name: str, is_
 
 
 def list_layers(reasons: Mapping[str, str]) -> str:
-    """Format layers with their reasons for a message.
-
-    Layers with names that differ only in numbers are represented by the first.
+    """Format layers with their reasons for a message, one for all layers with names that differ only in numbers.
 
     >>> list_layers({f"layers.{i}.{name}": "3-D" for name in ("w1", "w2") for i in range(32)} | {"head": "tied"})
     'layers.0.w1, layers.0.w2 (3-D; 62 more like these), head (tied)'
@@ -198,12 +171,9 @@ def list_layers(reasons: Mapping[str, str]) -> str:
 def check_chosen(op: str, model: Any, chosen: Collection[str], rest: Mapping[str, str], kind: str) -> None:
     """Raise ValueError if no layer of a model is left to convert.
 
-    Args:
-      op: name of the caller in the error.
-      model: the model.
-      chosen: names of the layers to convert.
-      rest: name of each other layer -> reason to leave it out.
-      kind: description of the layers, in the plural.
+    - `chosen`: names of the layers to convert.
+    - `rest`: name of each other layer -> reason to leave it out.
+    - `kind`: description of the layers, in the plural.
     """
     if chosen:
         return
@@ -214,7 +184,7 @@ def check_chosen(op: str, model: Any, chosen: Collection[str], rest: Mapping[str
 
 
 def warn_of_rest(op: str, chosen: Collection[str], rest: Mapping[str, str]) -> None:
-    """Warn the caller of `op` about layers that are not converted; arguments as for `check_chosen`."""
+    """Warn the caller of `op` about layers that are not converted; arguments as in `check_chosen`."""
     if rest:
         warnings.warn(
             f"{op}: {len(rest)} of {len(rest) + len(chosen)} layers were not converted: {list_layers(rest)}; exclude "

@@ -19,7 +19,7 @@ Array = Any
 
 # A NamedTuple, because eager PyTorch builds one per operand and call, and a frozen dataclass takes twice as long.
 class OperandSpec(NamedTuple):
-    """How to quantize one operand.
+    """Specification of the quantization of one operand.
 
     Attributes:
       format: format of its codes.
@@ -27,8 +27,6 @@ class OperandSpec(NamedTuple):
       role: role in a layer, which gives the operand its own random bits; None outside a layer.
       margin: delayed scaling: headroom in powers of two; None: scales come from the operand's own amaxes.
       added_rows: zero rows appended to the matrix `[M, K]` so that blocks along its rows are whole.
-      op: name of the operation in errors.
-      name: name of the operand in errors.
     """
 
     format: Format
@@ -44,14 +42,6 @@ class OperandSpec(NamedTuple):
         recipe: Recipe, role: Role, usage: Usage, rows: int = 0, *, op: str = "linear", name: str = "x"
     ) -> OperandSpec:
         """Build the spec of the operand of a layer in `role`: a matrix of `rows` rows.
-
-        Args:
-          recipe: recipe of the layer.
-          role: role of the operand.
-          usage: planes to compute.
-          rows: number of rows of the matrix.
-          op: name of the operation in errors.
-          name: name of the operand in errors.
 
         >>> spec = OperandSpec.of(DelayedScaling(margin=1), Role.ACTIVATION, Usage.BOTH, 40)
         >>> print(spec.format, spec.margin, spec.added_rows)
@@ -73,11 +63,7 @@ class OperandSpec(NamedTuple):
         return xor(seed, number) if number else seed
 
     def layouts(self, shape: Shape) -> dict[Usage, PlaneLayout]:
-        """Return the layout of each plane for an operand of this shape.
-
-        Raises:
-          ValueError: the format needs whole blocks, and `shape` does not have them.
-        """
+        """Return the layout of each plane for an operand of this shape, or raise ValueError if it splits blocks."""
         return {each: plane(self.format, shape, each, op=self.op, name=self.name) for each in self.usage.planes}
 
 
@@ -91,22 +77,16 @@ def quantize_operand(
     amax: Array | None = None,
     reduce_max: Reduce | None = None,
 ) -> tuple[dict[Usage, Plane], Array | None]:
-    """Quantize an operand, and return its planes. Under delayed scaling, also return the amax of `x`, otherwise None.
+    """Quantize an operand. Return its planes, and under delayed scaling the amax of `x`, otherwise None.
 
-    A delayed scale of 0 means an empty history. The scale then comes from the amax of `x`, so `x` is read
-    twice. With `reduce_max`, `x` is always read twice, because the cast may need the reduced amax.
+    A delayed scale of 0 means an empty history. The scale then comes from the amax of `x`, so `x` is read twice. With
+    `reduce_max`, `x` is always read twice, because the cast may need the reduced amax.
 
-    Args:
-      ops: ops of a front end, as for `quantize_steps.quantize`.
-      x: the operand, with `spec.added_rows` already appended.
-      spec: how to quantize it.
-      scale: delayed scaling: scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor `reduce_max` is passed.
-      draws: Philox key and offset for stochastic rounding.
-      amax: amax of `x`, if known.
-      reduce_max: max-reduction of the amax of `x` over the shards of its tensor.
-
-    Returns:
-      The planes by usage, and the amax or None.
+    - `ops`: ops of a front end, as in `quantize_steps.quantize`.
+    - `x`: the operand, with `spec.added_rows` already appended.
+    - `scale`: delayed scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor `reduce_max` is passed.
+    - `amax`: amax of `x`, if known.
+    - `reduce_max`: max-reduction of the amax of `x` over the shards of its tensor.
     """
     fmt, usage = spec.format, spec.usage
     if spec.margin is None:

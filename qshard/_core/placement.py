@@ -68,14 +68,12 @@ class Box(NamedTuple):
     def draws(
         self, seed: Array, words: Callable[[Any], Array], multiply_add: Callable[[Any, int, Any], Any] | None = None
     ) -> Draws:
-        """Return the Philox key and offset of the box for ops.
-
-        The rows of the box must be consecutive rows of the matrix.
+        """Return the Philox key and offset of the box for ops. Its rows must be consecutive rows of the matrix.
 
         Args:
           seed: the Philox key, uint64 as two uint32.
           words: converts the offset to an operand, uint64 as two uint32, low first.
-          multiply_add: as for `philox_offset`.
+          multiply_add: as in `philox_offset`.
         """
         return Draws(seed, words(self.philox_offset(multiply_add)), self.global_shape[-1])
 
@@ -97,7 +95,6 @@ class Box(NamedTuple):
         )
 
     def overlaps(self, other: Box) -> bool:
-        """Return whether the boxes share an element."""
         sides = zip(self.start, self.stop, other.start, other.stop, strict=True)
         return all(max(a, b) < min(a_stop, b_stop) for a, a_stop, b, b_stop in sides)
 
@@ -169,7 +166,7 @@ def box_amax(ops: Any, xp: Any, x: Array, box: Box, block: tuple[int, int], amax
     """Max-merge the block amaxes of `x` into `amaxes` in place, and return the block amaxes of `x`.
 
     Args:
-      ops: as for `quantize_steps`.
+      ops: as in `quantize_steps`.
       xp: `numpy`, or a namespace with its `pad`, `maximum` and `int32` for arrays of a front end.
       x: float32, bfloat16 or float16 of shape `box.size`.
       box: position of `x` in the matrix that the plane stores, `x` or `x.T`.
@@ -184,20 +181,10 @@ def box_amax(ops: Any, xp: Any, x: Array, box: Box, block: tuple[int, int], amax
 def cast_box(
     ops: Any, xp: Any, x: Array, box: Box, fmt: Format, block: tuple[int, int], scale: Array, draws: Draws | None = None
 ) -> Array:
-    """Cast `x`, padded with zeros to `box.aligned(block)`. `box.within` crops the codes.
+    """Cast `x`, padded with zeros to `box.aligned(block)`, and return the codes. `box.within` crops them.
 
-    Args:
-      ops: as for `box_amax`.
-      xp: as for `box_amax`.
-      x: as for `box_amax`.
-      box: as for `box_amax`.
-      fmt: the format.
-      block: as for `box_amax`.
-      scale: scales of the box's blocks, contiguous.
-      draws: Philox key and offset of the aligned box, if `fmt` rounds stochastically.
-
-    Returns:
-      The codes of the aligned box.
+    `scale` has the scales of the box's blocks, contiguous, and `draws` belongs to the aligned box. Other arguments as
+    in `box_amax`.
     """
     return quantize_steps.cast(ops, pad_box(xp, x, box, block), fmt, scale, block, draws)
 
@@ -231,20 +218,17 @@ def quantize_boxes(
 ) -> Iterator[tuple[Array, Box, Plane]]:
     """Quantize the local boxes of one matrix. Their edges may split blocks.
 
-    Args:
-      ops: as for `cast_box`.
-      xp: as for `cast_box`.
-      shards: returns an iterator over values and boxes. Called twice, so that values need not all be in memory at once.
-      fmt: as for `cast_box`.
-      block: as for `cast_box`.
-      amaxes: fp32 zeros for all blocks of the whole matrix.
-      reduce_max: max-reduction of `amaxes` over processes, called once.
-      whole: amax of the whole matrix, `[]`, or of each of its rows, if `fmt` has a global scale.
-      draws: returns the Philox key and offset of a box.
+    `ops`, `xp` and `block` as in `box_amax`.
+
+    - `shards`: returns an iterator over values and boxes. Called twice, so that not all values need memory at once.
+    - `amaxes`: fp32 zeros for all blocks of the whole matrix.
+    - `reduce_max`: max-reduction of `amaxes` over processes, called once.
+    - `whole`: amax of the whole matrix, `[]`, or of each of its rows, if `fmt` has a global scale.
+    - `draws`: returns the Philox key and offset of a box.
 
     Yields:
-      The values of each box padded with zeros, the aligned box that they fill, and the plane of that box with the
-      scales of the whole matrix.
+      The values of each box padded with zeros, the aligned box that they fill, and its plane with the scales of the
+      whole matrix.
     """
     for x, box in shards():
         box_amax(ops, xp, x, box, block, amaxes)

@@ -85,23 +85,14 @@ def quantize(
 ) -> dict[Usage, Plane]:
     """Compute the planes of `x` with as few reads of `x` as the format allows.
 
-    Args:
-      ops: ops of a front end.
-      x: float32, bfloat16 or float16 `[*outer, M, K]`; `[*lead, K]` if only `ROWWISE` is requested and blocks have one
-        row.
-      fmt: the format.
-      usage: planes to compute.
-      reduce_max: max-reduction of the amax of `x` over the shards of a tensor, for formats with one fp32 scale or one
-        global scale per tensor. Blocks must be whole in `x`; see `block_amax` for partial blocks.
-      draws: Philox key and offset, required for stochastic rounding and unused otherwise.
-      given: for formats with one scale per tensor: scales to use instead of computing them from the amax.
-      amax: amax of `x`, if already computed. Used by formats that need no other amax.
+    - `x`: float32, bfloat16 or float16 `[*outer, M, K]`; for `ROWWISE` alone, and blocks of one row, also `[*lead, K]`.
+    - `reduce_max`: max-reduction of the amax of `x` over the shards of a tensor, for formats with one fp32 scale or one
+      global scale per tensor. Blocks must be whole in `x`; see `block_amax` for partial blocks.
+    - `draws`: Philox key and offset, required for stochastic rounding and unused otherwise.
+    - `given`: for formats with one scale per tensor: scales to use instead of computing them from the amax.
+    - `amax`: amax of `x`, if already computed. Used by formats that need no other amax.
 
-    Returns:
-      The planes by usage.
-
-    Raises:
-      ValueError: `fmt` rounds stochastically and `draws` is None.
+    Raises ValueError if `fmt` rounds stochastically and `draws` is None.
     """
     if fmt.stochastic and draws is None:  # check before the amax, which may be a collective
         raise ValueError(seed_missing("quantize", fmt))
@@ -129,10 +120,7 @@ def makes_planes_apart(fmt: Format) -> bool:
 
 
 def rotate(ops: Any, x: Array, fmt: Format) -> Array:
-    """Rotate `x` along its columns, as the columnwise plane of a format with `hadamard` needs.
-
-    The result is bfloat16.
-    """
+    """Rotate `x` along its columns to bfloat16, as the columnwise plane of a format with `hadamard` needs."""
     assert fmt.block is not None
     return ops.hadamard(x, block_rows=fmt.block[1], block_cols=fmt.block[0])
 
@@ -142,12 +130,7 @@ def global_amax(
 ) -> Array | None:
     """Compute the amax of the whole tensor, or of each row; None if the format has no such scale.
 
-    Args:
-      ops: ops of a front end.
-      x: the tensor.
-      fmt: the format.
-      reduce_max: max-reduction over shards.
-      amax: amax of `x`, if already computed.
+    `reduce_max` max-reduces it over shards; `amax` is the amax of `x`, if already computed.
     """
     if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
@@ -177,16 +160,11 @@ def block_amax(ops: Any, x: Array, block: tuple[int, int]) -> Array:
 
 
 def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, repeated: Reduce | None = None) -> Scales:
-    """Compute scales from amaxes.
+    """Compute scales from amaxes. Four over six is not supported: its scales depend on more than amaxes.
 
-    Not for four over six, where scales depend on more than amaxes.
-
-    Args:
-      ops: ops of a front end.
-      fmt: the format.
-      amax: amaxes of blocks; for formats without blocks, the amax of the tensor.
-      whole: amax of the tensor or of its rows, for formats with a global scale.
-      repeated: for the amaxes of many tensors: repeats each element of `whole` for the parts of `amax` that it serves.
+    - `amax`: amaxes of blocks; for formats without blocks, the amax of the tensor.
+    - `whole`: amax of the tensor or of its rows, for formats with a global scale.
+    - `repeated`: for many tensors: repeats each element of `whole` for the parts of `amax` that it serves.
     """
     if fmt.scaling.global_scale is not None:
         wholes = whole if repeated is None else repeated(whole)
@@ -200,18 +178,9 @@ def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, re
 
 
 def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], draws: Draws | None = None) -> Array:
-    """Cast `x` with one scale per block. Codes are in the order of `x`.
+    """Cast `x` with one encode scale per `block` of (rows, cols). Codes are in the order of `x`.
 
-    Args:
-      ops: ops of a front end.
-      x: the tensor.
-      fmt: the format.
-      scale: encode scale of each block.
-      block: (rows, cols) that share a scale.
-      draws: Philox key and offset for stochastic rounding.
-
-    Raises:
-      ValueError: `fmt` rounds stochastically and `draws` is None.
+    Raises ValueError if `fmt` rounds stochastically and `draws` is None.
     """
     size = {"block_rows": block[0], "block_cols": block[1]}
     if not fmt.stochastic:
@@ -233,15 +202,9 @@ def quantize_swiglu_again(ops: Any, gate: Array, up: Array, fmt: Format, amax: A
 def dequantize(
     ops: Any, parts: Plane, fmt: Format, usage: Usage, dtype: Any, *, block: tuple[int, int] | None = None
 ) -> Array:
-    """Dequantize a plane, in its stored order.
+    """Dequantize a plane, in its stored order, to `dtype` (the front end's type).
 
-    Args:
-      ops: ops of a front end.
-      parts: the plane.
-      fmt: its format.
-      usage: its usage.
-      dtype: dtype of the result, in the front end's type.
-      block: (rows, cols) per element of `scale_inv`, if smaller than a block of the format.
+    `block` is (rows, cols) per element of `scale_inv`, if smaller than a block of the format.
     """
     if fmt.block is None:
         return ops.dequantize(parts.data, parts.scale_inv, element=fmt.element.name, dtype=dtype)
@@ -350,10 +313,7 @@ def _quantize_at_once(
     if fmt.stochastic:
         assert draws is not None
         operands += [draws.seed, draws.first]
-        options |= {
-            "row_step": x.shape[-1] if draws.row_step is None else draws.row_step,
-            "col_step": draws.col_step,
-        }
+        options |= {"row_step": x.shape[-1] if draws.row_step is None else draws.row_step, "col_step": draws.col_step}
     if op.endswith("_t") or fmt.turns_columns and usage is Usage.BOTH:  # a plane is transposed
         options |= outer_axes(x)
     made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)

@@ -33,10 +33,7 @@ from qshard._core.validation import quote
 from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import Shape, plane
 
-__all__ = ["KEY", "Description", "flat", "key_of", "parse_metadata", "plain", "restore", "text_of"]
-
-KEY = "qshard"
-"""Key of the JSON string in the metadata."""
+KEY = "qshard"  # key of the JSON string in the metadata
 VERSION = 1
 _TERMS = ("format", "shape", "dtype", "planes")
 
@@ -46,13 +43,7 @@ Planes = Mapping[Usage, Plane]
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Static description of a quantized tensor: what its arrays encode.
-
-    Attributes:
-      format: format of the tensor.
-      shape: shape of the dequantized tensor.
-      dtype: dtype of the dequantized tensor.
-      planes: planes that the tensor has, one or both.
+    """Static description of a quantized tensor: its format, the shape and dtype of its values, and its planes.
 
     >>> from qshard.formats import NVFP4
     >>> of_w = Description(format=NVFP4, shape=(4, 32), dtype="bfloat16", planes=(Usage.ROWWISE,))
@@ -71,8 +62,7 @@ class Description:
     def arrays(self, *, op: str = "from_plain", name: str = "tensor") -> dict[str, tuple[str, Shape]]:
         """Return the dtype and shape of each array, by its name without the name of the tensor.
 
-        Raises:
-          ValueError: the format does not support the shape.
+        Raises ValueError if the format does not support the shape.
         """
         return {f"{_word(usage)}.{part}": what for usage, part, what in self._parts(op, name)}
 
@@ -119,11 +109,7 @@ class Description:
 
     @classmethod
     def of(cls, terms: Any, *, op: str = "from_plain", name: str = "tensor") -> Description:
-        """Parse `terms`.
-
-        Raises:
-          ValueError: `terms` does not describe a tensor.
-        """
+        """Parse `terms`, or raise ValueError."""
         if not isinstance(terms, dict) or set(terms) != set(_TERMS):
             given = ", ".join(map(str, terms)) if isinstance(terms, dict) else type(terms).__name__
             raise ValueError(
@@ -153,15 +139,7 @@ def text_of(descriptions: Mapping[str, Description]) -> str:
 
 
 def parse_metadata(text: str, *, op: str = "from_plain") -> dict[str, Description]:
-    """Parse the JSON string of `text_of`.
-
-    Raises:
-      ValueError: `text` is not such a string, or a later version wrote it.
-
-    >>> parse_metadata('{"version": 2, "tensors": {}}')
-    Traceback (most recent call last):
-    ValueError: from_plain: version (2) is not 1, which this version of qshard reads; read it with a newer one
-    """
+    """Parse the JSON string of `text_of`. Raises ValueError if it is not such a string, or a later version wrote it."""
     try:
         read = json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -192,18 +170,14 @@ def flat(planes: Planes) -> dict[str, Array]:
 def plain(
     values: Mapping[str, Any], parts_of: Callable[[str, Any], tuple[Description, Planes] | None]
 ) -> tuple[dict[str, Array], dict[str, str]]:
-    """Implement `to_plain` of a front end.
+    """Implement `to_plain` of a front end: return the arrays by name, and the metadata.
 
     Args:
       values: quantized tensors and arrays by name.
       parts_of: returns for a name and a value its description and its planes as bytes, or None if the value is an
         array.
 
-    Returns:
-      The arrays by name, and the metadata.
-
-    Raises:
-      ValueError: two arrays would get the same name.
+    Raises ValueError if two arrays would get the same name.
     """
     arrays: dict[str, Array] = {}
     descriptions: dict[str, Description] = {}
@@ -226,15 +200,12 @@ def restore(
     metadata: Mapping[str, str] | None,
     build: Callable[[str, Description, dict[Usage, Plane]], Any],
 ) -> dict[str, Any]:
-    """Implement `from_plain` of a front end.
+    """Implement `from_plain` of a front end: return quantized tensors and arrays by name.
 
     Args:
       arrays: arrays that `plain` returned. Arrays without a description are returned unchanged.
       metadata: metadata that `plain` returned. Other keys are ignored.
       build: builds a quantized tensor from a name, a description and planes as bytes.
-
-    Returns:
-      Quantized tensors and arrays by name.
 
     Raises:
       TypeError: `arrays` or `metadata` is not a mapping, or an entry with a description is not an array.

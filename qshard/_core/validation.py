@@ -14,17 +14,13 @@ from typing import Any
 
 from qshard.formats import ELEMENTS, FLOATS, FORMATS, Format, Usage
 
-FormatLike = Format | str
-"""A format, or its string as `str` prints it."""
+FormatLike = Format | str  # a format, or its string as `str` prints it
 
 
 def as_format(value: Any, op: str, name: str = "fmt") -> Format:
     """Return the format that a caller of `op` passed as its argument `name`.
 
-    Args:
-      value: a `Format`, or its string: a key of `FORMATS`, optionally followed by options in brackets.
-      op: name of the caller in errors.
-      name: name of the argument in errors.
+    `value` is a `Format` or its string: a key of `FORMATS`, optionally followed by options in brackets.
 
     Raises:
       TypeError: `value` is something else, such as a recipe.
@@ -65,12 +61,7 @@ def as_formats(values: Any, op: str, name: str = "formats") -> list[Format]:
 
 
 def as_usage(value: Any, op: str) -> Usage:
-    """Return the planes that a caller of `op` requested.
-
-    >>> as_usage("rowwise", "quantize")
-    Traceback (most recent call last):
-    TypeError: quantize: usage ('rowwise') is not a Usage; pass Usage.ROWWISE, Usage.COLUMNWISE or Usage.BOTH
-    """
+    """Return the planes that a caller of `op` requested."""
     if isinstance(value, Usage) and value:
         return value
     raise TypeError(f"{op}: usage ({quote(value)}) is not a Usage; pass Usage.ROWWISE, Usage.COLUMNWISE or Usage.BOTH")
@@ -89,18 +80,12 @@ def as_plane(value: Any, op: str, there: Collection[Usage]) -> Usage:
 
 
 def check_float(op: str, name: str, dtype: str) -> None:
-    """Raise TypeError unless ops accept this dtype as high precision.
-
-    >>> check_float("quantize", "x", "int8")
-    Traceback (most recent call last):
-    TypeError: quantize: x (int8) is not float32, bfloat16 or float16; cast it first
-    """
+    """Raise TypeError unless ops accept this dtype as high precision."""
     if dtype not in FLOATS:
         raise TypeError(f"{op}: {name} ({dtype}) is not {join_names(FLOATS)}; cast it first")
 
 
 def seed_missing(op: str, what: object) -> str:
-    """Return the error text for a missing seed."""
     return f"{op}: {what} uses stochastic rounding and needs `seed`; pass a new seed on each call"
 
 
@@ -140,17 +125,11 @@ def quote(value: Any) -> str:
     return text if len(text) <= 40 and "\n" not in text else f"of type {type(value).__name__}"
 
 
-MOST_NAMES = 8
-"""Maximum number of names in an error."""
+MOST_NAMES = 8  # maximum number of names in an error
 
 
 def closest(name: str, names: Iterable[str], of: str) -> str:
-    """Suggest replacements for an unknown name: similar names, else all names, or a few of many.
-
-    Args:
-      name: the unknown name.
-      names: the known names.
-      of: description of the list of all names.
+    """Suggest replacements for an unknown name: similar names, else all names, or a few of many. `of` describes all.
 
     >>> closest("mxfp8", ["MXFP8", "NVFP4"], "names"), closest("int8", ["MXFP8", "NVFP4"], "names")
     ("did you mean 'MXFP8'?", 'choose MXFP8 or NVFP4')
@@ -174,7 +153,6 @@ def _of_element(element: str) -> str:
 
 
 def _parse_format(text: str, op: str, name: str) -> Format:
-    """Parse the string of a format with options."""
     what = f"{op}: {name} ({quote(text)})"
     parts = re.fullmatch(r"(\w+)\[(.+)\]", text)
     if parts is None or parts[1] not in FORMATS:

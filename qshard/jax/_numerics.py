@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
-from qshard.numerics._arrays import Shard, Whole, of_floats, of_shards
+from qshard.numerics._arrays import Shard, ShardedArray, of_floats, of_shards
 from qshard.numerics._reductions import as_float
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def _all_gather(own: NDArray[Any]) -> NDArray[Any]:
     return found.reshape(jax.process_count(), *own.shape)
 
 
-def whole_of(x: Any, op: str) -> Whole:
+def as_sharded(x: Any, op: str) -> ShardedArray:
     """Describe `x` for `qshard.numerics`: its shape, dtype and local shards.
 
     Every process must call this, and the measurement, for an array with shards on other processes.

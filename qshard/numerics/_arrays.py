@@ -1,7 +1,7 @@
 """Input arrays of the statistics: NumPy arrays, and the local shards of JAX and PyTorch arrays.
 
-A front end converts an array to a `Whole`: the local rectangles of the matrix, each element on exactly one process, and
-the reductions over the other processes. A front end is imported only for its own arrays.
+A front end converts an array to a `ShardedArray`: the local rectangles of the matrix, each element on exactly one
+process, and the reductions over the other processes. A front end is imported only for its own arrays.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from qshard.numerics._reductions import Floats, as_float
 T = TypeVar("T")
 
 FRONT_ENDS = {"jax": "qshard.jax._numerics", "jaxlib": "qshard.jax._numerics", "torch": "qshard.torch_bridge._numerics"}
-"""Top-level package of an array's class -> module whose `whole_of(x, op)` converts the array."""
+"""Top-level package of an array's class -> module whose `as_sharded(x, op)` converts the array."""
 
 
-class Others(Protocol):
+class Reductions(Protocol):
     """Reductions over the processes that share an array. All processes call the same methods in the same order."""
 
     def maximum(self, bits: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -43,17 +43,14 @@ class Shard(NamedTuple):
     start: tuple[int, ...]
 
     def box(self, shape: Shape) -> Box:
-        """Return the shard's box in the whole array of this shape."""
         return Box(shape, self.start, self.array.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """An array with its local pieces, and access to the other processes that share it.
+class ShardedArray:
+    """An array with its local pieces, and access to the other processes that share it. `dtype` is for display.
 
     Attributes:
-      shape: shape of the whole array.
-      dtype: original dtype, for display.
       pieces: local rectangles of the matrix, in a dtype that kernels accept. Each element is in one piece of one
         process.
       beyond: number of elements of these pieces that were out of range of float32.
@@ -65,17 +62,16 @@ class Whole:
     dtype: str
     pieces: tuple[Shard, ...]
     beyond: int = 0
-    others: Others | None = None
+    others: Reductions | None = None
     boxes: tuple[Box, ...] = ()
 
     @property
     def size(self) -> int:
-        """Number of local elements."""
         return sum(piece.array.size for piece in self.pieces)
 
     @property
     def is_one(self) -> bool:
-        """Whether the whole array is one local piece."""
+        """True if the whole array is one local piece."""
         return self.others is None and len(self.pieces) == 1
 
     def maximum(self, amaxes: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -85,44 +81,35 @@ class Whole:
         return self.others.maximum(amaxes.view(np.int32)).view(np.float32).reshape(amaxes.shape)
 
     def gathered(self, own: T) -> list[T]:
-        """Return the objects of all processes, in the same order on each."""
         return [own] if self.others is None else self.others.gathered(own)
 
 
-def whole_of(x: Any, op: str) -> Whole:
-    """Convert an array, a nested list or a `Whole` to a `Whole`. `op` names the caller in errors.
+def as_sharded(x: Any, op: str) -> ShardedArray:
+    """Convert an array, a nested list or a `ShardedArray` to a `ShardedArray`. `op` names the caller in errors.
 
-    >>> whole_of([[1.0, 2.0]], "stats").pieces
+    >>> as_sharded([[1.0, 2.0]], "stats").pieces
     (Shard(array=array([[1., 2.]], dtype=float32), start=(0, 0)),)
     """
-    if isinstance(x, Whole):
+    if isinstance(x, ShardedArray):
         return x
     if isinstance(x, Floats):
         return of_floats(x)
     for kind in type(x).__mro__:
         reader = FRONT_ENDS.get(kind.__module__.partition(".")[0])
         if reader is not None:
-            made: Whole = importlib.import_module(reader).whole_of(x, op)
+            made: ShardedArray = importlib.import_module(reader).as_sharded(x, op)
             return made
     floats = as_float(x, op)
     return of_floats(floats, str(getattr(x, "dtype", floats.dtype)))
 
 
-def of_floats(x: Floats, dtype: str | None = None) -> Whole:
-    """Wrap an unsharded array."""
+def of_floats(x: Floats, dtype: str | None = None) -> ShardedArray:
     matrix = x.array.reshape(matrix_shape(x.array.shape))
-    return Whole(shape=x.array.shape, dtype=dtype or x.dtype, pieces=(Shard(matrix, (0, 0)),), beyond=x.beyond)
+    return ShardedArray(shape=x.array.shape, dtype=dtype or x.dtype, pieces=(Shard(matrix, (0, 0)),), beyond=x.beyond)
 
 
-def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Others | None, op: str) -> Whole:
-    """Wrap the local shards of an array. Each element must be on exactly one process.
-
-    Args:
-      shape: shape of the whole array.
-      dtype: original dtype, for display.
-      shards: local shards.
-      others: reductions over the other processes; None if all shards are local.
-      op: name of the caller in errors.
+def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Reductions | None, op: str) -> ShardedArray:
+    """Wrap the local shards of an array. `dtype` is its original dtype; `others` is None if all shards are local.
 
     Raises:
       TypeError: the array does not have real numbers.
@@ -146,14 +133,11 @@ def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Others 
             "sharded along its axes"
         )
     beyond = sum(x.beyond for x, _ in floats)
-    return Whole(shape=shape, dtype=dtype, pieces=pieces, beyond=beyond, others=others, boxes=tuple(boxes))
+    return ShardedArray(shape=shape, dtype=dtype, pieces=pieces, beyond=beyond, others=others, boxes=tuple(boxes))
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Return whether two boxes share an element.
-
-    Boxes are sorted by first row, so a box is compared only with boxes that start before it ends.
-    """
+    """Return whether two boxes share an element. Boxes are sorted by first row, so each search ends early."""
     ordered = sorted(boxes, key=lambda box: int(box.row))
     for i, a in enumerate(ordered):
         for b in ordered[i + 1 :]:
@@ -164,13 +148,13 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     return False
 
 
-def splits_blocks(where: PlaneLayout, x: Whole) -> bool:
+def splits_blocks(where: PlaneLayout, x: ShardedArray) -> bool:
     """Return whether a shard boundary of any process splits a block."""
     block = where.format.block_shape(where.usage)
     return any(box.splits_blocks(block) for box in x.boxes)
 
 
-def check_shards(where: PlaneLayout, x: Whole, op: str) -> None:
+def check_shards(where: PlaneLayout, x: ShardedArray, op: str) -> None:
     """Raise ValueError if shards split blocks of a format that computes block scales from more than amaxes."""
     fmt = where.format
     if (fmt.slice_refusal is None and not where.rotated) or not splits_blocks(where, x):

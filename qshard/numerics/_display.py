@@ -12,29 +12,20 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Advance = Callable[[int], None]
-"""Callback that receives the number of newly processed elements."""
+Advance = Callable[[int], None]  # callback that receives the number of newly processed elements
 Update = Callable[[str, int], None]
 """Callback that receives the name of the current part and the total number of processed elements."""
 
 LONG = 2**26
 """Total number of elements, over all formats, above which progress is shown by default: about one second of work."""
-EACH = 0.1
-"""Minimum seconds between two updates of the bar."""
+EACH = 0.1  # minimum seconds between two updates of the bar
 
 
 @contextlib.contextmanager
 def progress_of(show: bool | None, names: list[str], size: int, op: str) -> Iterator[Advance]:
     """Show progress over several parts of equal size, and yield a callback that counts elements.
 
-    Args:
-      show: True: always; None: for long work, in a terminal or Jupyter, if rich is installed; False: never.
-      names: names of the parts.
-      size: number of elements in each part.
-      op: name of the caller in errors.
-
-    Yields:
-      A function that takes the number of newly processed elements.
+    `show` is True (always), False (never), or None: for long work, in a terminal or Jupyter, if rich is installed.
     """
     total = len(names) * size
     if not total or not (show or (show is None and total >= LONG and importlib.util.find_spec("rich") is not None)):
@@ -55,15 +46,9 @@ def progress_of(show: bool | None, names: list[str], size: int, op: str) -> Iter
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, lines: bool = False, op: str = "progress") -> Iterator[Update]:
-    """Show a rich progress bar on standard error or in Jupyter, and remove it at the end.
+    """Show a rich progress bar on standard error or in Jupyter, yield a callback that moves it, then remove it.
 
-    Args:
-      total: number of elements.
-      lines: where a bar cannot be drawn, print the name of each part on its own line instead of nothing.
-      op: name of the caller in errors.
-
-    Yields:
-      A function that takes the name of the current part and the number of processed elements.
+    With `lines`, print the name of each part on its own line where a bar cannot be drawn.
     """
     console = load("rich.console", op).Console(stderr=True)
     # Rich needs ipywidgets to draw in Jupyter.
@@ -88,7 +73,6 @@ def progress_bar(total: int, *, lines: bool = False, op: str = "progress") -> It
 
 
 def _print_names() -> Update:
-    """Return a callback that prints the name of each part once."""
     before = ""
 
     def update(name: str, done: int) -> None:
@@ -101,11 +85,7 @@ def _print_names() -> Update:
 
 
 def load(module: str, op: str, install: str = "'qshard[notebooks]'") -> Any:
-    """Import a module of an optional dependency.
-
-    Raises:
-      ImportError: the package is not installed; the message has the command that installs it.
-    """
+    """Import a module of an optional dependency. The ImportError has the command that installs it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

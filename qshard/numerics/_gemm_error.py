@@ -13,7 +13,7 @@ from qshard._core import quantize_steps
 from qshard._core.validation import FormatLike, as_format
 from qshard.formats import Format, Usage
 from qshard.layout import matrix_shape, plane
-from qshard.numerics._arrays import Whole, whole_of
+from qshard.numerics._arrays import ShardedArray, as_sharded
 from qshard.numerics._display import Frame
 from qshard.numerics._plots import bar_chart
 from qshard.numerics._reductions import Comparison, as_float
@@ -22,8 +22,7 @@ from qshard.numerics._statistics import decibels
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROWS = 1024
-"""Rows of a weight that are processed at a time, rounded up to whole blocks."""
+ROWS = 1024  # rows of a weight that are processed at a time, rounded up to whole blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,14 +129,14 @@ def gemm_error(
     )
 
 
-def _one_piece(x: Any, name: str) -> Whole:
-    whole = whole_of(x, "gemm_error")
+def _one_piece(x: Any, name: str) -> ShardedArray:
+    whole = as_sharded(x, "gemm_error")
     if not whole.is_one:
         raise ValueError(f"gemm_error: {name} {whole.shape} is sharded; pass a part of it as a plain array")
     return whole
 
 
-def stored_values(whole: Whole, fmt: Format, seed: int, name: str) -> NDArray[np.float64]:
+def stored_values(whole: ShardedArray, fmt: Format, seed: int, name: str) -> NDArray[np.float64]:
     """Quantize the rowwise plane of a matrix, and return its values."""
     from qshard.numerics import _kernels as kernels
 
@@ -151,24 +150,16 @@ def stored_values(whole: Whole, fmt: Format, seed: int, name: str) -> NDArray[np
 
 @np.errstate(all="ignore")
 def output_noise(x: Any, w: Any, fmt: FormatLike, *, seed: int = 0) -> float:
-    """Compute the noise-to-signal ratio of `y = x @ w.T` when only `w` is quantized.
+    """Compute the noise-to-signal ratio of `y = x @ w.T` if only `w` is quantized; NaN without a finite signal.
 
         sum((x @ (value - w).T)**2) / sum((x @ w.T)**2)
 
-    Args:
-      x: `[..., K]`, real numbers, as for `stats`. Products are computed in float32.
-      w: `[*lead, K]`, real numbers. Non-finite elements, original or quantized, count as 0 in both sums.
-      fmt: format of the rowwise plane of `w`, or its name.
-      seed: seed of stochastic rounding, 64 bits.
-
-    Returns:
-      The ratio. NaN if the signal is 0 or not finite, for example because `x` is not finite.
+    Products are computed in float32. Non-finite elements of `w`, original or quantized, count as 0 in both sums. Pass
+    arrays that this process has in full.
 
     Raises:
       TypeError: `x` or `w` does not have real numbers.
       ValueError: `x` and `w` differ in K, or `fmt` does not support the shape of `w`.
-
-    Pass arrays that this process has in full.
 
     >>> output_noise(np.ones((1, 2)), [[448.0, 17.0]], "FP8_E4M3") == (1 / 465) ** 2  # 17 is rounded to 16
     True
@@ -188,7 +179,8 @@ def output_noise(x: Any, w: Any, fmt: FormatLike, *, seed: int = 0) -> float:
     parts = quantize_steps.quantize(kernels.ops, matrix, fmt, Usage.ROWWISE, draws=draws)[Usage.ROWWISE]
     where = plane(fmt, matrix.shape, Usage.ROWWISE)
     compared = Comparison(kernels.ops, matrix, parts, fmt, where, kernels.block_scales(parts, fmt))
-    step = _step(fmt)
+    block = fmt.block_shape()[0]
+    step = -(-ROWS // block) * block
     signal = noise = 0.0
     for first in range(0, matrix.shape[0], step):
         rows = slice(first, min(first + step, matrix.shape[0]))
@@ -200,12 +192,6 @@ def output_noise(x: Any, w: Any, fmt: FormatLike, *, seed: int = 0) -> float:
         signal += _energy(inputs @ exact.T)
         noise += _energy(inputs @ (value - exact).T)
     return noise / signal if 0 < signal < math.inf else math.nan
-
-
-def _step(fmt: Format) -> int:
-    """Return `ROWS` rounded up to whole blocks."""
-    block = fmt.block_shape()[0]
-    return -(-ROWS // block) * block
 
 
 def _energy(y: NDArray[np.float32]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,10 @@ import numpy as np
 
 from qshard._core.validation import FormatLike, as_format
 from qshard.formats import Format, Usage
-from qshard.numerics._arrays import whole_of
+from qshard.numerics._arrays import as_sharded
 from qshard.numerics._display import Frame
 from qshard.numerics._plots import histograms
-from qshard.numerics._reductions import LEAST, Sums, exponent_counts, magnitudes
+from qshard.numerics._reductions import Sums, exponent_counts, magnitudes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,8 +26,6 @@ class Histogram(Frame):
     """Histogram of a tensor's exponents and codes; the result of `histogram`.
 
     Attributes:
-      format: format of the plane.
-      usage: usage of the plane.
       given: `floor(log2 |x|)` -> number of finite nonzero elements.
       zeros_given: number of elements that are 0.
       nonfinite_given: number of elements that are infinite or NaN.
@@ -66,7 +65,7 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
     """Count the elements of `x` by exponent, and by the code that a format stores for them.
 
     Args:
-      x: as for `stats`.
+      x: as in `stats`.
       fmt: the format, or its name.
       usage: `ROWWISE` or `COLUMNWISE`.
       seed: seed of stochastic rounding, 64 bits.
@@ -75,11 +74,7 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
       The histogram. Counts are exact, and `sum(given.values()) + zeros_given + nonfinite_given` is the number of
       elements. For a rotated plane, all counts refer to the rotated tensor.
 
-    Raises:
-      TypeError: as for `stats`.
-      ValueError: as for `stats`.
-
-    Sharded arrays are supported as in `stats`. Every process gets the counts of the whole array.
+    Errors and sharded arrays as in `stats`. Every process gets the counts of the whole array.
 
     >>> found = histogram([1.0, -1.0, 0.5, 0.0], "FP8_E4M3")
     >>> found.given, found.zeros_given, found.codes
@@ -87,10 +82,9 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
     """
     from qshard.numerics._pieces import compare_shards  # late: it needs the extension
 
-    fmt, whole = as_format(fmt, "histogram"), whole_of(x, "histogram")
+    fmt, whole = as_format(fmt, "histogram"), as_sharded(x, "histogram")
     codes, total = np.zeros(256, np.int64), Sums()
-    given: dict[int, int] = {}
-    zeros = 0
+    given, zeros = Counter[int](), 0
     for piece in compare_shards(whole, fmt, usage, seed, "histogram"):
         total += piece.sums(lambda elements: None)
         own = magnitudes(piece.parts.data, fmt)
@@ -98,16 +92,13 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
         codes += np.bincount(own[rows, columns].reshape(-1), minlength=codes.size)
         size = np.abs(piece.x.astype(np.float32))
         zeros += int(np.count_nonzero(size == 0)) - (own.size - own[rows, columns].size)
-        for e, count in exponent_counts(size).items():
-            given[e] = given.get(e, 0) + count
-    merged, found, all_zeros, all_codes = Sums(), dict[int, int](), 0, np.zeros_like(codes)
+        given.update(exponent_counts(size))
+    merged, found, all_zeros, all_codes = Sums(), Counter[int](), 0, np.zeros_like(codes)
     for part, part_given, part_zeros, part_codes in whole.gathered((total, given, zeros, codes)):
         merged += part
         all_zeros += part_zeros
         all_codes += part_codes
-        for e, count in part_given.items():
-            found[e] = found.get(e, 0) + count
-    errors = {i + LEAST: float(merged.errors[i] / merged.counts[i]) for i in np.flatnonzero(merged.counts).tolist()}
+        found.update(part_given)
     element = fmt.element
     return Histogram(
         format=fmt,
@@ -116,12 +107,11 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
         zeros_given=all_zeros,
         nonfinite_given=merged.nonfinite_given,
         codes={_value(element, code): int(all_codes[code]) for code in range(element.max_code + 1) if all_codes[code]},
-        error=errors,
+        error=merged.error_by_exponent,
     )
 
 
 def _value(element: Any, code: int) -> float:
-    """Return the number that a code without sign encodes."""
     field, mantissa = divmod(code, 2**element.mantissa_bits)
     if not field:
         return math.ldexp(mantissa, 1 - element.bias - element.mantissa_bits)

@@ -25,9 +25,7 @@ Array = NDArray[Any]
 
 
 def bind(spec: OpSpec) -> Callable[..., Any]:
-    """Bind an op as a function of contiguous arrays.
-
-    Attributes, and `dtype` where the op has one, are keyword arguments.
+    """Bind an op as a function of contiguous arrays. Attributes, and the `dtype` of some ops, are keyword arguments.
 
     >>> ops.amax_tensor(np.float32([[1.0, -3.0], [2.0, 0.0]]), lead=1)
     array([3., 2.], dtype=float32)
@@ -62,7 +60,6 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def swap_last_axes(x: Array) -> Array:
-    """Return a row-major copy with the last two axes swapped."""
     return np.ascontiguousarray(np.swapaxes(x, -1, -2))
 
 

@@ -20,13 +20,13 @@ from qshard._core.quantize_steps import Draws
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, matrix_shape, plane, source
 from qshard.numerics import _kernels as kernels
-from qshard.numerics._arrays import Shard, Whole, check_shards, splits_blocks
+from qshard.numerics._arrays import Shard, ShardedArray, check_shards, splits_blocks
 from qshard.numerics._reductions import Comparison
 
 Array = NDArray[Any]
 
 
-def compare_shards(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> Iterator[Comparison]:
+def compare_shards(x: ShardedArray, fmt: Format, usage: Usage, seed: int, op: str) -> Iterator[Comparison]:
     """Yield each local piece with its plane. Amaxes are reduced before the first piece is yielded."""
     where = plane(fmt, x.shape, usage, op=op)
     check_shards(where, x, op)
@@ -46,9 +46,8 @@ def compare_shards(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> I
     block, shared = plain.block_shape(stored), not is_one and plain.per_tensor
     for piece in pieces:
         array, (first_row, first_column) = piece
-        merged = (
-            None if whole is None else functools.partial(_return_reduced, _slice_rows(whole, first_row, len(array)))
-        )
+        own = whole if whole is None or not whole.ndim else whole[first_row : first_row + len(array)]
+        merged = None if own is None else functools.partial(lambda reduced, amax: reduced, own)  # reduced already
         draws = _draws(key, piece.box(matrix))
         parts = quantize_steps.quantize(kernels.ops, array, plain, stored, reduce_max=merged, draws=draws)[stored]
         scales, of_piece = kernels.block_scales(parts, plain), plane(plain, array.shape, stored)
@@ -57,12 +56,7 @@ def compare_shards(x: Whole, fmt: Format, usage: Usage, seed: int, op: str) -> I
         yield Comparison(kernels.ops, array, parts, plain, of_piece, scales, first, None, shared)
 
 
-def _return_reduced(amax: NDArray[np.float32], own: Any) -> NDArray[np.float32]:
-    """Return an amax that was already reduced, as the `reduce_max` argument of `quantize`."""
-    return amax
-
-
-def _reduced_amax(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.float32] | None:
+def _reduced_amax(x: ShardedArray, pieces: list[Shard], fmt: Format) -> NDArray[np.float32] | None:
     """Compute the reduced amax of the tensor or of its rows, or return None if the format has no such scale."""
     if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
@@ -74,7 +68,7 @@ def _reduced_amax(x: Whole, pieces: list[Shard], fmt: Format) -> NDArray[np.floa
 
 
 def _compare_partial_blocks(
-    x: Whole, pieces: list[Shard], layout: PlaneLayout, whole: NDArray[np.float32] | None, key: Array | None
+    x: ShardedArray, pieces: list[Shard], layout: PlaneLayout, whole: NDArray[np.float32] | None, key: Array | None
 ) -> Iterator[Comparison]:
     """Implement `compare_shards` for shards that split blocks. Matrices are in plane order: `x` or `x.T`."""
     fmt, block, turned, matrix = layout.format, layout.block, layout.transposed, matrix_shape(x.shape)
@@ -85,27 +79,17 @@ def _compare_partial_blocks(
         for piece, box in zip(pieces, boxes, strict=True):
             yield np.ascontiguousarray(piece.array.T if turned else piece.array), box
 
-    planes = quantize_boxes(
-        kernels.ops,
-        np,
-        shards,
-        fmt,
-        block,
-        np.zeros(layout.scale_shape, np.float32),
-        x.maximum,
-        whole=whole,
-        draws=lambda outer: _draws(key, outer.transposed if turned else outer, turned),
-    )
+    def draws(outer: Box) -> Draws | None:
+        return _draws(key, outer.transposed if turned else outer, turned)
+
+    amaxes = np.zeros(layout.scale_shape, np.float32)
+    planes = quantize_boxes(kernels.ops, np, shards, fmt, block, amaxes, x.maximum, whole=whole, draws=draws)
     for box, (values, outer, parts) in zip(boxes, planes, strict=True):
         given = values.T if turned else values
         of_piece = plane(fmt, given.shape, layout.usage)
         first, own = [blocks.start for blocks in outer.blocks(block)], box.within(outer)
         scales = kernels.block_scales(parts, fmt)
         yield Comparison(kernels.ops, given, parts, fmt, of_piece, scales, (first[0], first[1]), (own[0], own[1]))
-
-
-def _slice_rows(whole: NDArray[np.float32], first: int, rows: int) -> NDArray[np.float32]:
-    return whole[first : first + rows] if whole.ndim else whole
 
 
 def _draws(key: Array | None, box: Box, of_transpose: bool = False) -> Draws | None:

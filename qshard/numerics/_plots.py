@@ -14,22 +14,16 @@ if TYPE_CHECKING:
 
     from qshard.numerics._statistics import Stats
 
-BAR = 0.24
-"""Height of a bar in inches."""
-
-ENTRIES = 18
-"""Number of legend entries that fit the height of a plot."""
+BAR = 0.24  # height of a bar in inches
+ENTRIES = 18  # number of legend entries that fit the height of a plot
+# Lower limit of the error axis. Smaller errors are of a few elements near the grid, and would compress the plot.
 LEAST_ERROR = 1e-3
-"""Lower limit of the error axis.
-
-Smaller errors come from a few elements that happen to be on the grid, and would compress the rest of the plot.
-"""
 
 
 def report_figure(rows: Sequence[Stats]) -> Figure:
     """Draw SQNR, mean relative error by exponent, and the histogram of scales, with one style per format."""
     # Not pyplot, which would keep the figure alive and select a backend for the process.
-    heights = (0.9 + 0.24 * len(rows), 3.6, 3.6)
+    heights = (0.9 + BAR * len(rows), 3.6, 3.6)
     size = (11, sum(heights))
     figure: Figure = load("matplotlib.figure", "report").Figure(figsize=size, layout="constrained")
     bars, errors, scales = figure.subplots(3, 1, height_ratios=heights)
@@ -55,15 +49,8 @@ def report_figure(rows: Sequence[Stats]) -> Figure:
 
 
 def _add_legend(axes: Any, entries: int) -> None:
-    columns = -(-entries // ENTRIES)
-    axes.legend(
-        loc="center left",
-        bbox_to_anchor=(1.01, 0.5),
-        ncols=columns,
-        fontsize="small",
-        frameon=False,
-        handlelength=3.5,  # long enough to show the dashes
-    )
+    style = {"fontsize": "small", "frameon": False, "handlelength": 3.5}  # long enough to show the dashes
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), ncols=-(-entries // ENTRIES), **style)
 
 
 def _plot(axes: Any, values: Mapping[int, float], absent: float, line: dict[str, Any]) -> None:
@@ -96,8 +83,7 @@ _COLORS = {
     (TwoLevelScaling, 4): "#7a52c7",
 }
 """Color of each family of formats: scaling method and code width."""
-_TINT = 0.45
-"""Share of white in the color of E5M2 and E3M2, the second element formats of their families."""
+_TINT = 0.45  # share of white in the color of E5M2 and E3M2, the second element formats of their families
 _HATCHES = {"-": "", "--": "//", ":": ".."}
 _MARKERS = "os^Dv<>P*X"
 

@@ -26,26 +26,18 @@ from qshard.formats import Format
 from qshard.layout import PlaneLayout
 
 TILE = (128, 256)
-"""Rows and columns of a tile: 32 K elements, which fit in an L2 cache as float64.
-
-Tiles of narrow matrices are longer.
-"""
+"""Rows and columns of a tile: 32 K elements, which fit in L2 cache as float64. Tiles of narrow matrices are longer."""
 SIZE = TILE[0] * TILE[1]
 TILES_OF_A_JOB = 16
-LEAST = -149
-"""Exponent of the smallest float32."""
+LEAST = -149  # exponent of the smallest float32
 EXPONENTS = 128 - LEAST
-START = 5.0
-"""Seconds within which a new thread has certainly started, even on a busy machine."""
-LOOK = 1e-3
-"""Seconds between two checks whether a thread has started."""
+START = 5.0  # seconds within which a new thread has certainly started, even on a busy machine
+LOOK = 1e-3  # seconds between two checks whether a thread has started
 _POOLS = itertools.count()
 
 Advance = Callable[[int], None]
-Block = tuple[int, int]
-"""Row and column of a block in the grid of `scale_inv`."""
-Tile = tuple[slice, slice]
-"""Rows and columns of the stored matrix."""
+Block = tuple[int, int]  # row and column of a block in the grid of `scale_inv`
+Tile = tuple[slice, slice]  # rows and columns of the stored matrix
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,6 @@ class Floats:
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype."""
         return str(self.array.dtype)
 
 
@@ -98,22 +89,14 @@ class WorstBlock(NamedTuple):
 
 @dataclass
 class Sums:
-    """Sums from which `Stats` is computed. Arrays are indexed by exponent, starting at `LEAST`.
+    """Sums from which `Stats` is computed; counts have the names of its shares. Index 0 of arrays is exponent `LEAST`.
 
     An element counts if it and its quantized value are finite and it is not 0.
 
     Attributes:
-      signal: sum of `x**2` over the elements that count.
-      noise: sum of `(value - x)**2` over the elements that count.
       largest: largest relative error.
       errors: sums of relative errors by exponent.
       counts: numbers of elements that count, by exponent.
-      zeros_made: number of nonzero elements stored as 0.
-      saturated: number of saturated elements.
-      subnormal: number of elements stored as a subnormal.
-      nonfinite_given: number of elements that are not finite.
-      nonfinite_made: number of finite elements stored as infinity or NaN.
-      elements: number of all elements.
       worst: the whole block with the largest noise-to-signal ratio; among equal blocks the first.
       parts: signal and noise so far of blocks that are longer than a tile or shared with other pieces.
     """
@@ -143,6 +126,12 @@ class Sums:
         return self
 
     @property
+    def error_by_exponent(self) -> dict[int, float]:
+        """Mean relative errors by exponent."""
+        found = np.flatnonzero(self.counts).tolist()
+        return {i + LEAST: float(self.errors[i] / self.counts[i]) for i in found}
+
+    @property
     def worst_block(self) -> WorstBlock | None:
         """The worst block, including the blocks of `parts`."""
         worst = self.worst
@@ -156,11 +145,6 @@ class Comparison:
     """A matrix and one quantized plane of it.
 
     Attributes:
-      ops: the ops that computed the plane.
-      x: the matrix.
-      parts: the plane.
-      format: format of the plane.
-      where: layout of the plane.
       scales: fp32 decode scale of each block.
       first: grid position of the first block in the whole tensor; without blocks, position of the first element.
       own: region of the stored matrix to measure, if it is surrounded by zero padding; None: all of it.
@@ -187,10 +171,7 @@ class Comparison:
         return self.scales.reshape(-(-self._stored_shape[0] // self.where.block[0]), -1)[rows:, columns:]
 
     def sums(self, advance: Advance) -> Sums:
-        """Compute the sums over all elements.
-
-        `advance` is called on the calling thread with the number of new elements.
-        """
+        """Compute the sums over all elements. Calls `advance` on the calling thread with the number of new elements."""
         shape, block = self._stored_shape, self.where.scaled_shape
         steps = [SIZE // max(min(other, size), 1) for other, size in zip(shape[::-1], TILE[::-1], strict=True)]
         tiles = list(itertools.product(*map(cuts, shape, block, steps)))
@@ -241,7 +222,6 @@ class Comparison:
         return total
 
     def _measured(self, tile: Tile) -> Tile:
-        """Return the region of a tile that is measured."""
         if self.own is None:
             return slice(None), slice(None)
         rows, columns = (
@@ -405,7 +385,6 @@ def magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:
 
 
 def _add_errors(total: Sums, given: NDArray[np.float32], value: NDArray[np.float32]) -> None:
-    """Add the errors of finite nonzero elements."""
     error = np.subtract(value, given, dtype=np.float64)
     np.abs(error, out=error)
     given = np.abs(given)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from qshard._core.validation import FormatLike, as_formats
 from qshard.formats import Usage
-from qshard.numerics._arrays import whole_of
+from qshard.numerics._arrays import as_sharded
 from qshard.numerics._display import load
 from qshard.numerics._plots import report_figure
 from qshard.numerics._statistics import Note, Stats, fitting, measure
@@ -38,28 +38,26 @@ def report(
     """Measure several formats like `compare`, for display: `print` the report, or end a notebook cell with it.
 
     Args:
-      x: as for `compare`.
-      formats: as for `compare`.
-      usage: as for `compare`.
+      x: as in `compare`.
+      formats: as in `compare`. Default formats that do not support `x` are listed with the reason.
+      usage: as in `compare`.
       title: title of the table; by default the shape and dtype of `x`.
       seed: seed of stochastic rounding, 64 bits.
-      progress: as for `compare`.
+      progress: as in `compare`.
 
     Returns:
       A report. It is a rich renderable; in Jupyter it shows a table and three plots.
 
     Raises:
       ImportError: rich is not installed.
-      TypeError: as for `stats`.
-      ValueError: as for `stats`, for formats that were passed. Default formats that do not support `x` are left out.
 
-    Sharded arrays are supported as in `stats`.
+    Other errors, and sharded arrays, as in `compare`.
 
     >>> print(report([[0.1, 0.2, 0.3]], ["FP8_E4M3"], title="three numbers").stats[0].format)
     FP8_E4M3
     """
     load("rich", "report")
-    whole = whole_of(x, "report")
+    whole = as_sharded(x, "report")
     left_out: dict[str, str] = {}
     if formats is None:
         chosen, left_out = fitting(whole, usage, "report")
@@ -137,11 +135,9 @@ class Report:
 
 
 class _Column(NamedTuple):
-    """A column of the table.
+    """A column of the table. Each word of the heading may get its own line.
 
     Attributes:
-      heading: heading; each word may get its own line.
-      cell: text of the cell of a row.
       need: priority: in a narrow table, columns of the lowest priority are omitted first. 0: never omitted.
       when: condition on a row; the column is shown if any row meets it. None: always shown.
     """
@@ -168,7 +164,7 @@ def _share(share: float) -> str:
     return percent(share) if share else "-"
 
 
-def _decibels(value: float) -> str:
+def one_decimal(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.1f}"
 
 
@@ -190,7 +186,7 @@ def _columns(rows: Sequence[Stats]) -> list[_Column]:
     columns = [
         _Column("format", lambda row: str(row.format)),
         _Column("bits", lambda row: f"{row.bits_per_element:.3f}" if row.bits_per_element else "-", 5),
-        _Column("SQNR dB", lambda row: _decibels(row.sqnr_db)),
+        _Column("SQNR dB", lambda row: one_decimal(row.sqnr_db)),
         _Column("", lambda row: ",".join(letters[note] for note in row.notes), when=lambda row: row.notes),
         _Column(
             "not counted", lambda row: _share(1 - row.counted), 9, lambda row: row.nonfinite_given or row.nonfinite_made
@@ -199,7 +195,7 @@ def _columns(rows: Sequence[Stats]) -> list[_Column]:
         _Column("max error", lambda row: percent(row.max_relative_error, 1), 1),
         _Column("zeros made", lambda row: _share(row.zeros_made), 8),
         _Column("saturated", lambda row: _share(row.saturated), 7),
-        _Column("worst block dB", lambda row: _decibels(row.worst_block_db), 6, lambda row: row.format.block),
+        _Column("worst block dB", lambda row: one_decimal(row.worst_block_db), 6, lambda row: row.format.block),
         _Column("subnormal", lambda row: _share(row.subnormal), 2),
         _Column("non-finite made", lambda row: _share(row.nonfinite_made), 3, lambda row: row.nonfinite_made),
         _Column("scale exponents", lambda row: _range(row.scale_histogram), 4),

@@ -31,8 +31,6 @@ class LayerSensitivity:
     """Effect on a model of quantizing one weight.
 
     Attributes:
-      layer: name of the weight.
-      format: name of its format.
       loss: loss with the quantized weight; NaN if the model does not return a single number.
       change: loss minus the loss of the unquantized model.
       output_db: SQNR over all outputs of the model, including a loss.
@@ -259,7 +257,6 @@ def _replace_leaf(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 def _convert_like(leaf: Any, value: NDArray[np.float32]) -> Any:
-    """Convert values to an array with the type, dtype and, in JAX, the placement of a leaf."""
     made = value.astype(leaf.dtype)
     if type(leaf).__module__.partition(".")[0] in ("jax", "jaxlib"):
         return importlib.import_module("qshard.jax._numerics").placed_like(leaf, made)

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from qshard._core.validation import FormatLike, as_format, as_formats
 from qshard.formats import FORMATS, Format, Usage
 from qshard.layout import Shape, plane, source
-from qshard.numerics._arrays import Whole, check_shards, whole_of
+from qshard.numerics._arrays import ShardedArray, as_sharded, check_shards
 from qshard.numerics._display import progress_of
-from qshard.numerics._reductions import LEAST, SIZE, Floats, Sums, as_float, exponent_counts
+from qshard.numerics._reductions import SIZE, Floats, Sums, as_float, exponent_counts
 
 
 class Note(enum.StrEnum):
@@ -41,8 +41,6 @@ class Stats:
     element is nonzero, SQNR and errors are NaN. Check `notes` before comparing rows.
 
     Attributes:
-      format: format of the plane.
-      usage: usage of the plane.
       shape: shape of `x`. A rotated plane is compared with the rotated tensor.
       sqnr_db: signal to quantization noise ratio, `10 * log10(sum(x**2) / sum((value - x)**2))`; infinity without
         noise.
@@ -100,7 +98,7 @@ class Stats:
         >>> from qshard.formats import FP8_E4M3
         >>> for note in stats([math.inf, 1.0], FP8_E4M3).notes:
         ...     print(note)
-        SQNR and errors do not count elements that are infinite or NaN in x
+        SQNR and errors exclude elements that are infinite or NaN in x
         """
         where = plane(self.format, self.shape, self.usage)
         nothing = math.isnan(self.sqnr_db)
@@ -151,7 +149,7 @@ def stats(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: int = 
 
     Sources: see `qshard.formats` for each format.
     """
-    return measure(whole_of(x, "stats"), [as_format(fmt, "stats")], usage, seed, False, "stats")[0]
+    return measure(as_sharded(x, "stats"), [as_format(fmt, "stats")], usage, seed, False, "stats")[0]
 
 
 def compare(
@@ -165,7 +163,7 @@ def compare(
     """Measure several formats, as `stats` does for one.
 
     Args:
-      x: as for `stats`.
+      x: as in `stats`.
       formats: formats or their names; by default every format of `qshard.formats.FORMATS` that supports the shape of
         `x`.
       usage: `ROWWISE` or `COLUMNWISE`.
@@ -176,22 +174,20 @@ def compare(
     Returns:
       Statistics in the order of `formats`.
 
-    Raises:
-      TypeError: as for `stats`.
-      ValueError: as for `stats`, for formats that were passed.
-
-    Sharded arrays are supported as in `stats`.
+    Errors and sharded arrays as in `stats`.
 
     >>> [f"{s.format}: {s.bits_per_element}" for s in compare(np.ones((16, 48)), ["FP8_E4M3", "NVFP4"])]
     ['FP8_E4M3: 8.041666666666666', 'NVFP4: 4.541666666666667']
     """
-    whole = whole_of(x, "compare")
+    whole = as_sharded(x, "compare")
     chosen = fitting(whole, usage, "compare")[0] if formats is None else as_formats(formats, "compare")
     return measure(whole, chosen, usage, seed, progress, "compare")
 
 
-def measure(x: Whole, formats: list[Format], usage: Usage, seed: int, progress: bool | None, op: str) -> list[Stats]:
-    """Implement `compare` for a `Whole`."""
+def measure(
+    x: ShardedArray, formats: list[Format], usage: Usage, seed: int, progress: bool | None, op: str
+) -> list[Stats]:
+    """Implement `compare` for a `ShardedArray`."""
     for fmt in formats:  # check all formats before measuring any
         check_shards(plane(fmt, x.shape, usage, op=op), x, op)
     with progress_of(progress, [str(fmt) for fmt in formats], x.size, op) as advance:
@@ -199,11 +195,13 @@ def measure(x: Whole, formats: list[Format], usage: Usage, seed: int, progress: 
 
 
 @np.errstate(all="ignore")
-def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]) -> Stats:
+def stats_of(
+    x: Floats | ShardedArray, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]
+) -> Stats:
     """Implement `stats`, and call `advance` with the number of newly processed local elements."""
     from qshard.numerics._pieces import compare_shards  # late: it needs the extension
 
-    whole = whole_of(x, op)
+    whole = as_sharded(x, op)
     own, own_scales = Sums(), Counter[int]()
     for piece in compare_shards(whole, fmt, usage, seed, op):
         own += piece.sums(advance)
@@ -213,10 +211,7 @@ def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, a
         total += part
         scales.update(part_scales)
         beyond += part_beyond
-    errors, counts = {}, total.counts
-    for i in np.flatnonzero(counts).tolist():
-        errors[i + LEAST] = float(total.errors[i] / counts[i])
-    number, worst, size = int(counts.sum()), total.worst_block, math.prod(whole.shape)
+    number, worst, size = int(total.counts.sum()), total.worst_block, math.prod(whole.shape)
     where, stored = plane(fmt, whole.shape, usage), source(fmt, usage)
 
     def share(count: int) -> float:
@@ -240,7 +235,7 @@ def stats_of(x: Floats | Whole, fmt: Format, usage: Usage, seed: int, op: str, a
         beyond_float32=share(beyond),
         bits_per_element=share(8 * where.nbytes),
         scale_histogram=dict(sorted(scales.items())),
-        error_by_exponent=errors,
+        error_by_exponent=total.error_by_exponent,
     )
 
 
@@ -251,7 +246,7 @@ def decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
-def fitting(x: Whole, usage: Usage, op: str) -> tuple[list[Format], dict[str, str]]:
+def fitting(x: ShardedArray, usage: Usage, op: str) -> tuple[list[Format], dict[str, str]]:
     """Return the formats that support a plane of `x`, and the reason for each format that does not, by name."""
     plane(FORMATS["FP8_E4M3"], x.shape, usage, op=op)  # supports every shape, so it raises only for a bad usage
     left_out = {}
@@ -263,23 +258,13 @@ def fitting(x: Whole, usage: Usage, op: str) -> tuple[list[Format], dict[str, st
     return [fmt for name, fmt in FORMATS.items() if name not in left_out], left_out
 
 
-FAR = 6.0
-"""Limit for outliers, in root mean squares. In a Gaussian, 2 of 10**9 elements are beyond it."""
+FAR = 6.0  # Limit for outliers, in root mean squares. In a Gaussian, 2 of 10**9 elements are beyond it.
 
 
 def outlier_share(x: Any) -> float:
     """Compute the share of elements with `|x| > 6 * sqrt(mean(x**2))`. The mean is over finite elements.
 
-    Args:
-      x: as for `stats`.
-
-    Returns:
-      The share of all elements; 0 for an empty array.
-
-    Raises:
-      TypeError: `x` does not have real numbers.
-
-    Pass an array that this process has in full.
+    The share is of all elements; 0 for an empty array. Pass an array that this process has in full, as in `stats`.
 
     >>> outlier_share([1.0] * 99 + [1000.0])
     0.01

@@ -22,17 +22,9 @@ if TYPE_CHECKING:
 class StepSums(NamedTuple):
     """Sums over a tensor of a step, or over a part of it: 0-d arrays on the device of the tensor.
 
-    Attributes:
-      amax: largest finite magnitude.
-      signal: sum of `(x / amax)**2` over elements that are finite and stored as finite.
-      noise: sum of `((value - x) / amax)**2` over the same elements.
-      scale_low: smallest scale of nonzero elements; infinity if there are none.
-      scale_high: largest scale of nonzero elements; 0 if there are none.
-      zeros_made: number of nonzero elements stored as 0.
-      subnormal: number of elements stored as a subnormal.
-      saturated: number of saturated elements.
-      nonfinite_given: number of elements that are not finite.
-      nonfinite_made: number of finite elements stored as infinity or NaN.
+    The counts have the names of shares in `LayerStats`. `signal` is the sum of `(x / amax)**2`, `noise` the sum of
+    `((value - x) / amax)**2`, over elements that are finite and stored as finite. `scale_low` and `scale_high` are the
+    smallest and largest scale of nonzero elements; infinity and 0 if there are none.
     """
 
     amax: Any
@@ -55,16 +47,8 @@ def step_sums(xp: Any, x: Any, value: Any, scale: Any, element: ElementFormat, c
 
     Sums are in float32 over elements divided by the amax, so that squares of small gradients do not underflow.
 
-    Args:
-      xp: array namespace: `torch` or `jax.numpy`.
-      x: float32 tensor.
-      value: quantized values of `x`, float32 of the same shape.
-      scale: scale of each element, float32 of the same shape.
-      element: element format.
-      count: function that counts the true elements of a mask.
-
-    Returns:
-      The sums, as 0-d arrays.
+    `xp` is `torch` or `jax.numpy`, and `count` counts the true elements of a mask. `x` is float32; `value` and `scale`,
+    of the same shape, are its quantized values and the scale of each element.
     """
     size, given, made = xp.abs(x), xp.isfinite(x), xp.isfinite(value)
     counted, nonzero = given & made, x != 0
@@ -118,11 +102,7 @@ class LayerStats:
     Shares refer to all elements of all calls and ranks. SQNR is over elements that are finite and stored as finite.
 
     Attributes:
-      layer: name of the layer.
-      role: role of the tensor.
-      format: name of its format.
       calls: number of calls of the layer on all ranks. For a weight, the number of ranks that have a part of it.
-      elements: number of elements over all calls.
       amax: largest finite magnitude.
       sqnr_db: `10 * log10(sum(x**2) / sum((value - x)**2))`; infinity without noise, NaN without a signal.
       zeros_made: share of elements with `x != 0` stored as 0 (underflow).
@@ -179,10 +159,7 @@ def layer_stats(layer: str, role: Role, fmt: Format, total: Totals) -> LayerStat
 
 @dataclass(frozen=True)
 class StepStats(Frame):
-    """The rows of a step.
-
-    Attributes:
-      rows: statistics, one row per tensor.
+    """The statistics of a step, one row per tensor.
 
     >>> from qshard.formats import FP8_E4M3
     >>> row = layer_stats("up", Role.WEIGHT, FP8_E4M3, Totals(amax=2.0, signal=4.0, noise=0.04, elements=8, calls=1))
@@ -225,11 +202,7 @@ class StepStats(Frame):
 
 @dataclass(frozen=True)
 class Log(Frame):
-    """A log that `read_log` has parsed, with a record per step and tensor.
-
-    Attributes:
-      given: the records, as `write_log` wrote them.
-    """
+    """A log that `read_log` has parsed, with a record per step and tensor as `write_log` wrote it."""
 
     given: tuple[Mapping[str, Any], ...]
 
@@ -251,9 +224,6 @@ class Log(Frame):
           role: role of the tensor.
           **where: values that other fields must have, such as `run="fp8"` to select a run.
 
-        Returns:
-          Step -> value.
-
         Raises:
           KeyError: no record matches, or the records do not have that statistic.
         """
@@ -269,14 +239,11 @@ class Log(Frame):
         Args:
           name: name of the statistic.
           role: role of the tensors.
-          **where: values that other fields must have, such as `run="fp8"`.
-
-        Returns:
-          The figure.
+          **where: as in `series`.
 
         Raises:
           ImportError: matplotlib is not installed.
-          KeyError: as for `series`.
+          KeyError: as in `series`.
         """
         lines = {layer: self.series(name, layer, role, **where) for layer in self.layers}
         return line_chart(lines, f"{name}, {Role(role).value}", "step")
@@ -312,9 +279,6 @@ def read_log(path: str | Path | Iterable[str]) -> Log:
 
     Args:
       path: path of the file, or its lines. The last line may be truncated, as a stopped run leaves it.
-
-    Returns:
-      The log.
 
     Raises:
       ValueError: a line is not a record of a log.

@@ -12,6 +12,7 @@ from qshard.reference._scales import (
     Amax,
     Scales,
     amax,
+    amax_or_nan,
     block_amax,
     delayed_scale,
     delayed_scale_update,
@@ -19,11 +20,10 @@ from qshard.reference._scales import (
     nvfp4_global_scale,
     scale_from_amax,
     scales_from_amax,
-    shown_amax,
 )
 from qshard.reference._slices import cast_slice, slice_amax
 from qshard.reference._swizzle import swizzle_scale
-from qshard.reference._tensor import Plane, Quantized, quantize, what_is_stored
+from qshard.reference._tensor import Plane, Quantized, quantize, tensor_of_plane
 
 __all__ = [
     "Amax",
@@ -48,9 +48,9 @@ __all__ = [
     "random_bytes",
     "scale_from_amax",
     "scales_from_amax",
-    "shown_amax",
+    "amax_or_nan",
     "slice_amax",
     "swizzle_scale",
     "unpack",
-    "what_is_stored",
+    "tensor_of_plane",
 ]

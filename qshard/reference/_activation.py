@@ -9,8 +9,7 @@ from qshard.reference._elements import Float32
 
 SUM_LANES, LANES_OF_THREAD, LANES_OF_WARP = 1024, 8, 256
 """Partial sums of a row, and the sizes of the first two groups that are added."""
-SUM_ROWS, ROW_LANES = 16, 16
-"""Rows in a part of a sum over rows, and partial sums of parts."""
+SUM_ROWS, ROW_LANES = 16, 16  # rows in a part of a sum over rows, and partial sums of parts
 
 ONE = np.float32(1)
 _LEAST, _MOST = np.float32(-87), np.float32(80)

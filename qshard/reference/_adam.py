@@ -14,8 +14,7 @@ from qshard.layout import matrix_shape
 from qshard.reference._elements import Float32, decode, encode
 from qshard.reference._scales import block_amax, largest_power, per_element, scale_to
 
-Decay = str
-"""Weight decay: "coupled" adds to the gradient, "decoupled" to the update (AdamW), "none" to neither."""
+Decay = str  # weight decay: "coupled" adds to the gradient, "decoupled" to the update (AdamW), "none" to neither
 
 
 class AdamConstants(NamedTuple):
@@ -94,10 +93,8 @@ def encode_state(x: Float32, dtype: str, *, positive: bool = False) -> tuple[NDA
     The scale of a block is the largest power of two that keeps its amax within the range of the dtype. Blocks of zeros,
     and blocks with an infinity or NaN, have scale 1. Scales have shape `[*lead, ceil(cols / 128)]`.
 
-    Args:
-      x: float32.
-      dtype: "float32", "bfloat16", "float16", "float8_e4m3fn" or "float8_e5m2". FP8 codes are returned as uint8.
-      positive: for second moments: round positive values that would become 0 up to the smallest code.
+    `dtype` is "float32", "bfloat16", "float16", "float8_e4m3fn" or "float8_e5m2"; FP8 codes are returned as uint8.
+    `positive` is for second moments: it rounds positive values that would become 0 up to the smallest code.
 
     >>> data, scale_inv = encode_state(np.float32([[1.0, 0.3]]), "float8_e4m3fn")
     >>> data, scale_inv

@@ -15,11 +15,9 @@ Team t adds parts t, t + 8, t + 16 and so on, one by one.
 """
 
 _LEAST, _NONE = np.float32(-87), np.float32(-np.inf)
-_NORMAL, _SQRT_HALF = 1 << 23, 0x3F3504F3
-"""Bits of the smallest normal float32, and of sqrt(1/2)."""
+_NORMAL, _SQRT_HALF = 1 << 23, 0x3F3504F3  # bits of the smallest normal float32, and of sqrt(1/2)
 
-Stats = tuple[Float32, Float32, Float32]
-"""Statistics per row: largest logit, sum of e^(x - largest), sum of x."""
+Stats = tuple[Float32, Float32, Float32]  # statistics per row: largest logit, sum of e^(x - largest), sum of x
 
 
 def exp_of_negative(x: Float32) -> Float32:
@@ -103,14 +101,7 @@ def losses(
 ) -> tuple[Float32, Float32]:
     """Compute the loss and log(sum of e^x) of each row.
 
-    Args:
-      found: statistics of the rows over all classes.
-      logit: logit of the label of each row.
-      labels: int32 `[rows]`.
-      classes: number of classes.
-      ignore_index: label of rows with loss 0.
-      smoothing: label smoothing.
-      z_loss: weight of the squared log of the partition function.
+    `found` has the statistics of the rows over all classes, and `logit` the logit of each row's label.
     """
     lse = (found[0] + log(found[1])).astype(np.float32)
     s, z, wide = float(np.float32(smoothing)), float(np.float32(z_loss)), lse.astype(np.float64)
@@ -136,16 +127,8 @@ def gradients(
 ) -> Float32:
     """Compute the gradient of the logits in fp32.
 
-    Args:
-      x: logits `[rows, columns]` of the classes from `first` on.
-      labels: int32 `[rows]`.
-      lse: log(sum of e^x) of each row.
-      grad: gradient of the loss of each row.
-      classes: number of classes in all shards.
-      first: first class of `x`.
-      ignore_index: label of rows with gradient 0.
-      smoothing: label smoothing.
-      z_loss: weight of the squared log of the partition function.
+    `x` has the logits of the classes from `first` on, of `classes` in all shards. `lse` is log(sum of e^x), and `grad`
+    the gradient of the loss, of each row.
     """
     s, z, g = float(np.float32(smoothing)), float(np.float32(z_loss)), grad.astype(np.float64)
     is_class = (labels >= 0) & (labels < classes)

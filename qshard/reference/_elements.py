@@ -79,10 +79,6 @@ def encode_stochastic(x: ArrayLike, random: ArrayLike) -> Codes:
 
     NaN gives 0x7. This is the rounding of the `cvt.rs.satfinite.e2m1x4` instruction.
 
-    Args:
-      x: float32.
-      random: uint8, of the shape of `x`.
-
     >>> encode_stochastic([1.25, 1.25], [127, 128])
     array([2, 3], dtype=uint8)
     """

@@ -22,12 +22,6 @@ def hadamard_transform(x: ArrayLike) -> Float32:
     `H[i, j] = (-1) ** popcount(i & j)` is the Hadamard matrix. `s[i]` is -1 if bit `i` of 0xD7E8 is set, else 1. `x` is
     first rounded to bfloat16. A sum of exactly 0 is +0; infinities and NaN follow IEEE sums.
 
-    Args:
-      x: `[..., n * 16]`.
-
-    Returns:
-      float32 `[..., n * 16]`, with bfloat16 values.
-
     >>> hadamard_transform([4.0] + [0.0] * 15)[:8]
     array([1., 1., 1., 1., 1., 1., 1., 1.], dtype=float32)
 

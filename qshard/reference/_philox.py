@@ -11,15 +11,7 @@ _LOW, _WORD = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def philox4x32(counter: ArrayLike, key: tuple[int, int], *, rounds: int = 10) -> NDArray[np.uint32]:
-    """Compute Philox4x32: four random uint32 from a counter and a key.
-
-    Args:
-      counter: uint32 `[..., 4]`.
-      key: two uint32.
-      rounds: number of rounds; qshard always uses 10.
-
-    Returns:
-      uint32 `[..., 4]`.
+    """Compute Philox4x32: four random uint32 `[..., 4]` from a counter of four uint32 and a key. qshard uses 10 rounds.
 
     >>> [hex(word) for word in philox4x32([0, 0, 0, 0], (0, 0))]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']

@@ -12,11 +12,11 @@ from qshard.reference._scales import (
     Amax,
     Scales,
     amax,
+    amax_or_nan,
     block_amax,
     nvfp4_block_scales,
     nvfp4_global_scale,
     per_element,
-    shown_amax,
 )
 
 
@@ -48,7 +48,7 @@ def four_over_six(x: Float32, fmt: Format, amax: Amax) -> Scales:
     assert amax.whole is not None
     assert amax.block is not None
     global_scale = nvfp4_global_scale(amax.whole, fmt)
-    base = shown_amax(amax.block, fmt.nonfinite) / np.float32(E2M1.max) * global_scale[..., None]
+    base = amax_or_nan(amax.block, fmt.nonfinite) / np.float32(E2M1.max) * global_scale[..., None]
     multiplier4, d4 = nvfp4_block_scales(base * np.float32(1.5), global_scale)
     multiplier6, d6 = nvfp4_block_scales(base, global_scale)
     error4 = block_error(x, fmt, multiplier4, d4, amax.whole)

@@ -78,7 +78,7 @@ def per_element(blocks: NDArray[Any], block: tuple[int, int] | None, shape: tupl
     return np.repeat(np.repeat(blocks, block[0], axis=0), block[1], axis=1)[: shape[0], : shape[1]]
 
 
-def shown_amax(amax: ArrayLike, nonfinite: str) -> Float32:
+def amax_or_nan(amax: ArrayLike, nonfinite: str) -> Float32:
     """Return `amax` with infinity replaced by NaN if `nonfinite` is "nan"."""
     amax = np.asarray(amax, np.float32)
     return np.where(np.isinf(amax) & (nonfinite == "nan"), np.float32(np.nan), amax)
@@ -174,7 +174,7 @@ def scales_from_amax(amax: Amax, fmt: Format) -> Scales:
     assert amax.block is not None
     if fmt.scale_dtype == "float32":
         return Scales(*scale_from_amax(amax.block, fmt.element, **options))
-    block = shown_amax(amax.block, fmt.nonfinite)
+    block = amax_or_nan(amax.block, fmt.nonfinite)
     if fmt.scale_dtype == E8M0.name:
         code = e8m0_from_amax(block, fmt.element, rounding=fmt.scaling.scale_rounding)
         return Scales(ONE / decode(code, E8M0), code)  # the inverse of a power of two is exact
@@ -187,16 +187,10 @@ def scales_from_amax(amax: Amax, fmt: Format) -> Scales:
 
 @np.errstate(all="ignore")
 def delayed_scale(scale: ArrayLike, amax: ArrayLike, element: ElementFormat, *, margin: int = 0) -> Float32:
-    """Compute the scale that delayed scaling casts with.
+    """Compute the scale that delayed scaling casts with, from the `scale` of earlier steps and the current `amax`.
 
         scale; or if it is 0 (no history), the scale that an update with only this amax would give;
         1 if that update is skipped because amax is 0, infinite or NaN
-
-    Args:
-      scale: float32 `[...]`, from earlier steps; 0 for tensors without history.
-      amax: float32 `[...]`, of the tensors to cast.
-      element: element format.
-      margin: headroom in powers of two.
 
     >>> delayed_scale([0.0, 2.0, 0.0], [7.0, 7.0, 0.0], E4M3)
     array([64.,  2.,  1.], dtype=float32)

@@ -60,19 +60,9 @@ def cast_slice(
 ) -> None:
     """Write the codes of a slice into the data of the whole plane, and leave all other codes unchanged.
 
-    Args:
-      x: as for `slice_amax`.
-      out: uint8 `data` of the whole plane in any shape, updated in place. If a code shares its byte with an element
-        outside the slice, that half is unchanged.
-      fmt: as for `slice_amax`.
-      shape: as for `slice_amax`.
-      start: as for `slice_amax`.
-      amax: amaxes merged over all slices.
-      usage: as for `slice_amax`.
-      seed: seed of stochastic rounding.
-
-    Raises:
-      ValueError: as for `slice_amax`.
+    `out` is the uint8 `data` of the whole plane in any shape, updated in place. If a code shares its byte with an
+    element outside the slice, that half is unchanged. `amax` is merged over all slices. Other arguments, and errors, as
+    in `slice_amax`.
 
     >>> from qshard.formats import FP8_E4M3
     >>> whole = np.zeros((2, 2), np.uint8)

@@ -21,9 +21,6 @@ def swizzle_scale(scale_inv: ArrayLike, *, block_rows: int = 1) -> Codes:
         32x1), pass `scale_inv.T`.
       block_rows: rows that share a scale; each gets a copy.
 
-    Returns:
-      uint8 tiles.
-
     >>> tiles = swizzle_scale(np.arange(256).reshape(64, 4) % 256)
     >>> tiles.reshape(-1)[:8]
     array([  0,   1,   2,   3, 128, 129, 130, 131], dtype=uint8)

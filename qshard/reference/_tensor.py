@@ -41,15 +41,7 @@ class Plane:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """A quantized tensor with the requested planes.
-
-    Attributes:
-      format: format of the planes.
-      shape: shape of the original tensor.
-      dtype: dtype of the original tensor.
-      rowwise: the rowwise plane, if requested.
-      columnwise: the columnwise plane, if requested.
-    """
+    """A quantized tensor with the requested planes, and the shape and dtype of the original tensor."""
 
     format: Format
     shape: Shape
@@ -84,21 +76,13 @@ class Quantized:
         return value.astype(self.dtype if dtype is None else dtype)
 
     def elements(self, usage: Usage) -> Float32:
-        """Decode the codes of a plane without scaling, `[*shape]`.
-
-        Raises:
-          ValueError: the plane is not present.
-        """
+        """Decode the codes of a plane without scaling, `[*shape]`, or raise ValueError if it is not present."""
         stored, where = self._plane(usage)
         codes = unpack(stored.data) if self.format.element.codes_per_byte > 1 else stored.data
         return self._in_order(decode(codes, self.format.element), where)
 
     def scales(self, usage: Usage) -> Float32:
-        """Return the decode scale of each element of a plane, `[*shape]`.
-
-        Raises:
-          ValueError: the plane is not present.
-        """
+        """Return the decode scale of each element of a plane, `[*shape]`, or raise ValueError if it is not present."""
         where = self._plane(usage)[1]
         matrix = matrix_shape(self.shape)[::-1] if where.transposed else matrix_shape(self.shape)
         return self._in_order(per_element(self.block_scales(usage), where.block, matrix), where)
@@ -107,8 +91,7 @@ class Quantized:
     def block_scales(self, usage: Usage) -> Float32:
         """Return the decode scale of each block of a plane, as a matrix of blocks, or one number.
 
-        Raises:
-          ValueError: the plane is not present.
+        Raises ValueError if the plane is not present.
         """
         stored, where = self._plane(usage)
         scale = stored.scale_inv
@@ -158,9 +141,6 @@ def quantize(
       start: index of the first element of `x` in the whole tensor.
       row_stride: columns of the whole tensor, if different from the columns of `x`.
 
-    Returns:
-      The quantized tensor.
-
     Raises:
       TypeError: `x` has another dtype, or another argument is not of its type.
       ValueError: `fmt` does not support the shape of `x`, or does not use `amax` or `scale`.
@@ -191,7 +171,7 @@ def quantize(
     planes = {}
     for each in usage:
         where = plane(fmt, x.shape, each)
-        matrix, place = what_is_stored(x, fmt, each).astype(np.float32).reshape(rows, cols), index
+        matrix, place = tensor_of_plane(x, fmt, each).astype(np.float32).reshape(rows, cols), index
         turned = each is Usage.COLUMNWISE and not fmt.transposes
         if turned:
             matrix, place = matrix.T, index.T
@@ -213,7 +193,7 @@ def quantize(
     )
 
 
-def what_is_stored(x: NDArray[Any], fmt: Format, usage: Usage) -> NDArray[Any]:
+def tensor_of_plane(x: NDArray[Any], fmt: Format, usage: Usage) -> NDArray[Any]:
     """Return the tensor that a plane of `x` quantizes: `x` itself, or `x` rotated along its columns."""
     if fmt.hadamard and usage is Usage.COLUMNWISE:
         return hadamard_transform(x.reshape(matrix_shape(x.shape)).T).T.reshape(x.shape)

@@ -289,7 +289,7 @@ def test_what_is_kept_and_why(model, tmp_path):
     assert "kept (named by --keep): 2: layers.0.w, layers.1.w" in text
     assert "pad the rows to 48 and the columns to 64): 1: odd" in text
     assert "kept (fewer than 2 axes): 1: norm" in text
-    assert "2 tensors in NVFP4_16x16, 5 as they were" in text
+    assert "2 tensors in NVFP4_16x16, 5 unchanged" in text
     before, (after, metadata) = read(model)[0], read(out)
     for name in ("layers.0.w", "layers.1.w", "norm", "odd", "ids"):
         assert after[name].tobytes() == before[name].tobytes()

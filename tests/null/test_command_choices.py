@@ -61,7 +61,7 @@ def test_what_is_rotated_is_a_choice_of_its_plane(model):
         uniform = found["tradeoff"]["uniform"]
         assert uniform.keys() == names
         assert len({uniform[name]["bytes_per_element"] for name in names - {"as they are"}}) == 1
-        assert any("exist only for the columnwise plane" in note for note in found["notes"]) == (usage == "rowwise")
+        assert any("only for the columnwise plane" in note for note in found["notes"]) == (usage == "rowwise")
     alone = reported(model, "--formats", "NVFP4[hadamard=True]", "--layers", "layers.*")
     assert alone["ranking"] == {"format": "", "layers": []}
 
@@ -83,7 +83,7 @@ def test_nonfinite_and_zero_layers(tmp_path):
     assert found["tradeoff"]["curve"][-1]["harm"] == 0
     text = ok("report", path)
     assert "no error is measured" in text
-    assert "not known" in text
+    assert "unknown" in text
     found = reported(path, "--layers", "all", "--formats", "FP8_E4M3", "--budget", "2")
     assert (found["recommendation"], len(found["notes"])) == (None, 1)
     assert "the smallest choice with known harm takes 4.0000 bytes" in found["notes"][0]
@@ -217,8 +217,8 @@ def test_names_in_the_picture(tmp_path):
 
 
 def test_text_says_what_its_numbers_are_and_what_else_there_is(model):
-    """SQNR is signal for noise, harm noise for signal: their signs differ, so both are named."""
-    hint = "--budget 0.8 recommends a format for each layer"
+    """SQNR and the noise-to-signal ratio in dB have opposite signs, so both are named."""
+    hint = "--budget 0.8 recommends a format per layer"
     text = ok("report", model, "--formats", "NVFP4")
     assert re.search(r"^layer +noise dB$", text, re.MULTILINE)
     assert re.search(r"^formats +bytes +noise dB +more noise, longer bar", text, re.MULTILINE)

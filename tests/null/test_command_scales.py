@@ -192,7 +192,7 @@ def test_a_scale_that_may_be_a_parameter_is_named(tmp_path):
 def test_fp8_without_scales_is_plain_numbers_and_says_so(tmp_path):
     arrays = {f"l{i}.weight": fp8((32, 64)) for i in range(5)} | {"norm.scale": np.ones(64, np.float32)}
     source = write(tmp_path / "in.safetensors", arrays)
-    note = "FP8 without scales, taken as plain numbers: l0.weight, l1.weight, l2.weight and 2 more"
+    note = "FP8 without scales, treated as plain numbers: l0.weight, l1.weight, l2.weight and 2 more"
     status, text, made, quantized = converted(source)
     assert status == 0
     assert note in " ".join(text.split())  # A terminal wraps it.
@@ -296,7 +296,7 @@ def test_no_number_is_wrong_in_silence(layout, count, tmp_path):
             assert is_quantized_value(made, name, quantized[name], (arrays | PLAIN)[name])
         if weight in quantized:
             ends["said"] += 1
-            assert "FP8 without scales, taken as plain numbers: l.weight" in text
+            assert "FP8 without scales, treated as plain numbers: l.weight" in text
             assert not has_config
             assert shape in ("missing", "empty") or (state == "misnamed" and shape not in ("right", "one")), CASES[i]
             assert is_quantized_value(made, weight, quantized[weight], arrays[weight])

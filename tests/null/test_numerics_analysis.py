@@ -27,7 +27,7 @@ def test_histogram_counts_every_element(fmt):
             continue
         found = histogram(x, fmt, usage, seed=3)
         quantized = reference.quantize(x, fmt, usage, seed=3)
-        given = np.abs(reference.what_is_stored(x, fmt, usage).astype(np.float64))
+        given = np.abs(reference.tensor_of_plane(x, fmt, usage).astype(np.float64))
         values, counts = np.unique(np.abs(quantized.elements(usage).astype(np.float64)), return_counts=True)
         assert found.codes == dict(zip(values.tolist(), counts.tolist(), strict=True))
         shown = exponent(given[given > 0])

@@ -158,7 +158,7 @@ def swizzle_scale(scale_inv, *, rows):
 
 
 def scale_e8m0(amax, *, element, rounding, nonfinite):
-    shown = reference.shown_amax(amax, nonfinite)
+    shown = reference.amax_or_nan(amax, nonfinite)
     code = reference.e8m0_from_amax(shown, ELEMENTS[element], rounding=rounding)
     return ONE / reference.decode(code, E8M0), code
 

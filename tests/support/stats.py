@@ -18,7 +18,7 @@ def expected_stats(x: NDArray[Any], fmt: Format, usage: Usage, *, seed: int = 0)
     """The fields of `Stats` of float32, bfloat16 or float16 `x`, but for those that say what was asked for."""
     quantized = reference.quantize(x, fmt, usage, seed=seed)
     stored = quantized.rowwise if usage is Usage.ROWWISE else quantized.columnwise
-    given = reference.what_is_stored(x, fmt, usage).astype(np.float64)
+    given = reference.tensor_of_plane(x, fmt, usage).astype(np.float64)
     value = quantized.dequantize(np.float32, usage=usage).astype(np.float64)
     element = np.abs(quantized.elements(usage).astype(np.float64))
     scale, of_blocks = quantized.scales(usage).astype(np.float64), quantized.block_scales(usage)

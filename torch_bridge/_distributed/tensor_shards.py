@@ -270,7 +270,7 @@ def merge_plan(parts: Sequence[ShardSpec | None], plan: MasterPlan, amaxes: Tens
         return
     found: dict[int, Tensor] = {}
     for bucket in plan.buckets:
-        for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):
+        for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.part(amaxes)), strict=True):
             of_tensor = grid if bucket.fmt.per_tensor else whole
             if of_tensor is not None:
                 found[i] = of_tensor

@@ -263,7 +263,7 @@ def _amaxes_on(device: torch.device, weights: Sequence[WeightShard], plans: tupl
     )
     if any(plan.box for plan in plans):
         for bucket in flat.plan.buckets:
-            for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.found(amaxes)), strict=True):
+            for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.part(amaxes)), strict=True):
                 if weights[i].shard.device == device:
                     plans[i].note_amaxes_of_columns(weights[i].shard, grid, whole)
     return amaxes

@@ -131,7 +131,7 @@ class CastPlan:
         found = flat_shards.amaxes(self.ops, self.plan, masters, starts)
         of_planes: dict[int, Tensor] = {}
         for bucket in self.plan.buckets:
-            of_planes.update(zip(bucket.indices, (grid for grid, _ in bucket.split(*bucket.found(found))), strict=True))
+            of_planes.update(zip(bucket.indices, (grid for grid, _ in bucket.split(*bucket.part(found))), strict=True))
         return [of_planes[i] for i in range(len(self.owners))]
 
     def cast(
