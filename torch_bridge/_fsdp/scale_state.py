@@ -77,30 +77,18 @@ class Status(enum.Enum):
 
 
 class ShardPlan:
-    """Shape, position and casts of the local shard of one weight.
+    """Shape, position and casts of the local shard of one weight. Computed once for each weight and sharding.
 
     A scale needs the amax of its whole block, and shard boundaries may split blocks. So ranks merge their amaxes,
     compute all scales from the result, and each casts its shard with its part of the scales.
 
     A shard of rows is a flat slice and takes the steps of `_core.flat_shards`, as the slices of optimizers do. So does
     a shard of columns of a per-tensor format, where positions do not matter. A shard of columns of a block format is a
-    box, and its edges may split blocks (`_core.placement`).
-
-    Computed once for each weight and sharding, then looked up.
-
-    Args:
-      name: the name of the weight, for errors.
-      fmt: the format of the weight.
-      shape: shape of the weight. FSDP2 shards its rows, or its columns into equal parts.
-      shard: the local shard, of any values.
-      mesh: the device mesh of the weight.
-      mesh_dim: the axis of `mesh` that the weight is sharded over.
+    box, and its edges may split blocks (`_core.placement`). FSDP2 shards columns into equal parts.
 
     Attributes:
-      group: the ranks that the weight is sharded over.
       device: where ranks compute. An offloaded shard is elsewhere.
       data_shape: shape of the codes of the weight.
-      padded_shape: shape of the padded codes of a shard.
       buffer_size: bytes of a buffer to cast into. With 4-bit codes one byte more than the padded codes, because a flat
         slice may start in the middle of a byte; a shard of whole rows leaves it unused.
       packs_columns: True if 4-bit codes are sharded by columns: FSDP2, which concatenates columns, must then be told
@@ -140,13 +128,11 @@ class ShardPlan:
         if not of_rows and not fmt.per_tensor:  # With one scale for all elements, any shard is a slice.
             self.box = Box(self.shape, (0, start), (rows, width))
 
-    def note_amaxes_of_columns(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
+    def write_column_amaxes(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
         """Write the amaxes of a box of columns.
 
-        Args:
-          shard: the local columns.
-          grid: output, amaxes of all blocks of the weight; blocks outside the box stay 0.
-          whole: output, the amax of the shard, for formats with a global scale.
+        `grid` has one entry for each block of the weight; blocks outside the box stay 0. `whole` is the amax of the
+        shard, for formats with a global scale.
         """
         if self.box is None or not shard.numel():
             return
@@ -161,10 +147,8 @@ class ShardPlan:
         return part[: self.buffer_size]
 
     def padded_view(self, buffer: Tensor) -> Tensor:
-        """Return the padded codes in a buffer."""
-        if buffer.shape == self.padded_shape:
-            return buffer
-        return buffer.as_strided(self.padded_shape, (self.padded_shape[1], 1))
+        is_padded = buffer.shape == self.padded_shape
+        return buffer if is_padded else buffer.as_strided(self.padded_shape, (self.padded_shape[1], 1))
 
     def cast_columns(self, shard: Tensor, scale: Tensor, buffer: Tensor) -> None:
         """Cast a box of columns into a buffer. `FlatPlan.cast` casts slices."""
@@ -190,24 +174,17 @@ class ScaleState:
     and ranks that lost their scales would start collectives that the others never join.
 
     Attributes:
-      operand: how the weight is quantized.
-      fmt: its format.
-      name: its qualified name, for errors.
       refusal: why FSDP2 cannot gather it; None if it can.
       delayed: the delayed scale of the weight under `DelayedScaling`; else None.
-      primary: master and codes of a primary weight; else None.
       shape: shape of the weight when the state was created.
       part: under tensor parallelism, the part of a larger weight that this weight is. One scale serves all parts.
       whole: shape of the tensor that FSDP2 shards.
       first: flat index of the local shard in `whole`.
       fill_count: how often random values were written to the weight.
-      status: its stage in FSDP2.
       staged: scales of the last refresh; None before the first.
       stored: scales that the unsharded weight refers to; None before the first refresh.
-      refresh: the last refresh; None before the first.
-      prefetched: codes that were cast in the hook of another weight.
       group: weak reference to the weight's `FSDPParamGroup`; None until it is looked up.
-      passes: the passes over its model.
+      prefetched: codes that were cast in the hook of another weight.
       agreed: True once ranks have compared their weights.
     """
 
@@ -248,7 +225,6 @@ class ScaleState:
 
     @property
     def gathers(self) -> bool:
-        """True once FSDP2 has requested the gather hooks of the weight."""
         return self.status is not Status.PLAIN
 
     @property
@@ -289,14 +265,7 @@ class ScaleState:
         return WeightShard(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis))
 
     def plan_of(self, shard: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> ShardPlan:
-        """Return the plan of a shard of the weight.
-
-        Args:
-          shard: the local shard.
-          shape: shape of the tensor that FSDP2 shards.
-          mesh: its device mesh.
-          mesh_dim: the axis of `mesh` that it is sharded over.
-        """
+        """Return the plan of a shard of a weight; `shape` is that of the tensor that FSDP2 shards."""
         key = (mesh, mesh_dim, shape, shard.shape, shard.dtype, shard.device)
         if self._last is not None and self._last[0] == key:  # Faster than hashing the key.
             return self._last[1]
@@ -333,10 +302,7 @@ class WeightShard(NamedTuple):
 class PrefetchedCodes(NamedTuple):
     """Codes that were cast in the hook of another weight of the same FSDP2 group.
 
-    Attributes:
-      buffer: the codes.
-      refresh: the refresh that computed their scales.
-      memory: address of the shard that was cast.
+    They are valid for the scales of `refresh` and for the shard at address `memory`.
     """
 
     buffer: Tensor
@@ -345,13 +311,7 @@ class PrefetchedCodes(NamedTuple):
 
 
 class Refresh:
-    """Scales that were computed together.
-
-    Args:
-      states: the refreshed weights.
-      made: their scales.
-      pass_id: the pass of the refresh; None outside of a pass.
-    """
+    """Scales that were computed together, in the pass `pass_id`, which is None outside of a pass."""
 
     def __init__(self, states: Sequence[ScaleState], made: Sequence[Scales], pass_id: object):
         self.pass_id = pass_id
@@ -417,8 +377,7 @@ class Passes:
         if root is None:
             return cls()
         found = _OF.get(root)
-        passes = None if found is None else found()
-        if passes is None:
+        if found is None or (passes := found()) is None:
             passes = cls(root)
             _OF[root] = weakref.ref(passes)  # States keep it alive.
         return passes
@@ -455,8 +414,7 @@ _OF: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Passes]] = weakref.WeakKey
 # as a whole, so its weights are refreshed one by one.
 def _begin_forward(module: nn.Module, args: Any) -> None:
     if not is_compiling():
-        passes = Passes.of(module)
-        passes._forward = object()
+        Passes.of(module)._forward = object()
 
 
 def _end_forward(module: nn.Module, args: Any, output: Any) -> None:

@@ -216,11 +216,7 @@ class ShardedWeight(Tensor):
 
     @property
     def _fsdp_flattened(self) -> bool:
-        """Refuse FSDP1, which reads this attribute of every parameter before it moves or sends anything.
-
-        Raises:
-          ValueError: always, on every rank. FSDP1 flattens values and would lose the hooks.
-        """
+        """Raise on every rank: FSDP1 reads this attribute first, and would flatten values and lose the hooks."""
         state = self.scale_state
         do = "call prepare_modules_for_fsdp1(model) before wrapping it"
         if state.primary is not None:
@@ -232,13 +228,7 @@ class ShardedWeight(Tensor):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
-        """The pre-all-gather hook of FSDP2.
-
-        FSDP2 looks it up when it shards, on every rank, so unsupported weights raise here.
-
-        Raises:
-          NotImplementedError: shards of this format cannot be gathered, or the weight has no elements.
-        """
+        """The pre-all-gather hook. Every rank looks it up when it shards, so unsupported weights raise here."""
         state = self.scale_state
         if 0 in state.shape:
             raise NotImplementedError(
@@ -308,7 +298,6 @@ class _Hook:
 
 
 def _signature(method: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature without `self`."""
     signature = inspect.signature(method)
     return signature.replace(parameters=[*signature.parameters.values()][1:])
 

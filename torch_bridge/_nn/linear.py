@@ -244,7 +244,7 @@ class WeightLayer(Extends):
             value = destination[key] = plain(destination[key])
             state = self._state()
             if state is not None and state.primary is not None:
-                state.primary.show(value)
+                state.primary.watch(value)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *others: Any) -> None:
         """Load values or codes. Scaling state in old state dicts is ignored if the recipe does not use it."""

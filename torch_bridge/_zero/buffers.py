@@ -45,15 +45,8 @@ class FlatBuffer:
     is freed between uses. Weights and shards begin at multiples of `alignment` bytes.
 
     Args:
-      weights: the parameters of the unit, in the order of the model.
-      ranks: the ranks that share the buffer.
-      sharded: True to free the whole buffer between uses.
-      alignment: bytes.
-      device: the device of the buffer.
-      written: called when a user writes to a master through a placeholder.
+      on_write: called when a user writes to a master through a placeholder.
       make: materializes a weight that is on meta.
-      reduce_dtype: dtype of gradients on the wire.
-      reductions: the channel of gradient reductions.
 
     Attributes:
       shard: the bytes of this rank. A unit without codes casts them from masters for each gather, and keeps none.
@@ -69,7 +62,7 @@ class FlatBuffer:
         alignment: int = ALIGNMENT,
         *,
         device: torch.device,
-        written: Callable[[], None],
+        on_write: Callable[[], None],
         make: Callable[[ZeroParameter], None],
         reduce_dtype: torch.dtype,
         reductions: Channel,
@@ -109,7 +102,7 @@ class FlatBuffer:
             channel=reductions,
         )
         for index, weight in enumerate(self.weights):
-            self._make_placeholders(weight, index, written)
+            self._make_placeholders(weight, index, on_write)
         self.in_use, self.in_backward = True, False
         self.gradient_is_whole: Callable[[FlatBuffer], None] | None = None  # Called with self.
         self._arriving: Pending | None = None
@@ -117,14 +110,7 @@ class FlatBuffer:
         self.free()
 
     def _place(self, weight: ZeroParameter, start: int, master: Tensor, lo: int) -> None:
-        """Point a weight, its master and its slice at the buffer.
-
-        Args:
-          weight: the weight.
-          start: the first element of the slice of this rank.
-          master: the slice of this rank, float32.
-          lo: the first byte of the shard of this rank.
-        """
+        """Point a weight, its master and its slice from element `start` at the buffer; `lo` is the shard's first byte."""
         weight.start = start
         weight.master = nn.Parameter(master.view(1, -1) if len(weight.shape) > 1 else master)
         own = self.shard[weight.first + weight.bytes_of(start) - lo if master.numel() else 0 :]
@@ -146,10 +132,9 @@ class FlatBuffer:
         for module, name in weight.owners:
             module.register_parameter(name, new)
 
-    def _make_placeholders(self, weight: ZeroParameter, index: int, written: Callable[[], None]) -> None:
-        """Create the placeholders of a weight and of its gradient."""
+    def _make_placeholders(self, weight: ZeroParameter, index: int, on_write: Callable[[], None]) -> None:
         flat = weight.master.detach().view(-1)
-        placeholder = WeightPlaceholder(flat, weight.start, weight.shape, weight.dtype, weight.name, written)
+        placeholder = WeightPlaceholder(flat, weight.start, weight.shape, weight.dtype, weight.name, on_write)
         weight.placeholder = nn.Parameter(placeholder)
         weight.visible = weight.placeholder if self.sharded else weight.parameter
         weight.grad_placeholder = GradientPlaceholder(
@@ -272,13 +257,7 @@ class FlatBuffer:
 
 
 class Bucket(NamedTuple):
-    """Units that a step updates together, which bounds the memory of mean gradients.
-
-    Attributes:
-      number: index of the bucket.
-      flats: its units.
-      of_groups: their weights, by parameter group.
-    """
+    """Units that a step updates together, and their weights by group; buckets bound the memory of mean gradients."""
 
     number: int
     flats: list[FlatBuffer]

@@ -35,13 +35,6 @@ class MetaInit:
     """Materializes modules on meta one at a time, with values that do not depend on the number of ranks.
 
     The values depend on the seed of `torch.manual_seed` on the first rank and on the name of the module.
-
-    Args:
-      model: the model.
-      weights: its trained parameters.
-      init: initializes a module; None: its `reset_parameters` or `init_weights`.
-      ranks: the ranks of the optimizer.
-      to: the device.
     """
 
     def __init__(

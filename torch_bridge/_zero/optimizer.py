@@ -191,7 +191,7 @@ class ZeroOptimizer(Adam):
         self._schedule = Schedule(self._device)
         make: dict[str, Any] = {
             "device": self._device,
-            "written": weakly(self._note_write),
+            "on_write": weakly(self._note_write),
             "make": initial.make,
             "reduce_dtype": reduce_dtype,
             "reductions": self._schedule.reductions,
@@ -222,11 +222,7 @@ class ZeroOptimizer(Adam):
         self._publish()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Refuse to pickle or copy: the optimizer has views of a model's memory, hooks on it, and a process group.
-
-        Raises:
-          TypeError: always.
-        """
+        """Raise TypeError: the optimizer has views of a model's memory, hooks on it, and a process group."""
         raise TypeError(
             "ZeroOptimizer: it owns memory and hooks of its model, so it cannot be pickled or copied; save "
             "state_dict(), and load it into the optimizer of the other model"
@@ -301,7 +297,7 @@ class ZeroOptimizer(Adam):
             )
         for flat in self._flats:
             flat.gradient.settle()
-        means = [flat.gradient.fixed_mean() for flat in self._flats]
+        means = [flat.gradient.freeze_mean() for flat in self._flats]
         norm = norm_over_ranks(means, float(norm_type), self._ranks.group)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
@@ -331,9 +327,6 @@ class ZeroOptimizer(Adam):
         `torch.distributed.checkpoint`, or take a snapshot with `copy.deepcopy`. `get_optimizer_state_dict` drops
         "zero", and `state_dict` of the model has the masters too.
 
-        Returns:
-          A dictionary with `state`, `param_groups` and `zero`.
-
         >>> model = nn.Linear(2, 1, bias=False)
         >>> optimizer = ZeroOptimizer(model)
         >>> sorted(optimizer.state_dict()), sorted(optimizer.state_dict()["state"][0])
@@ -357,9 +350,6 @@ class ZeroOptimizer(Adam):
 
         A state from `state_dict` of this class restores the masters too, for the same model, stage and ranks. A state
         from `get_optimizer_state_dict` or from torch's AdamW has no masters: load the model too.
-
-        Args:
-          state_dict: a state with whole tensors or slices.
 
         Raises:
           ValueError: the state belongs to another model, or its masters to another stage, number of ranks or rank. All
@@ -418,8 +408,7 @@ class ZeroOptimizer(Adam):
     def full_weights(self) -> dict[str, Tensor]:
         """Return the whole float32 masters by name, on every rank, as a plain model loads them. Collective.
 
-        Returns:
-          A dictionary from parameter names to tensors of the whole shape. Frozen parameters and buffers are not in it.
+        Frozen parameters and buffers are not among them.
 
         >>> optimizer = ZeroOptimizer(nn.Linear(2, 1, bias=False))
         >>> {name: tuple(value.shape) for name, value in optimizer.full_weights().items()}

@@ -52,19 +52,15 @@ class ZeroParameter:
     """A parameter of the model, and this rank's slice of it.
 
     Attributes:
-      name: its qualified name.
       parameter: the original parameter, then the parameter that layers use.
       owners: the modules that have it, with its name in each.
       fmt: the format that it is gathered in; None: values of its dtype.
-      delayed: its delayed scale under `DelayedScaling`.
       first: its first byte in the buffer.
       start: the first element of the slice of this rank.
       master: float32 values of the slice, a view of the flat master: `[1, n]`, a row for scaled states, or `[n]` for
         weights with fewer than two axes.
       cuts: start and stop of the slices of all ranks.
-      placeholder: a placeholder with the slice of this rank.
       visible: the tensor that users see between uses: `placeholder` if weights are sharded, else the parameter.
-      grad_placeholder: the placeholder of its gradient.
       quantized: codes of the slice and scales of the whole weight; None if it is gathered as values.
       values: the slice in the dtype of the model; None if it is gathered as codes.
       address: address and dtype of visible values when they were published, to detect moves.
