@@ -38,8 +38,6 @@ class DelayedScale(Float32Buffers):
 
     Args:
       recipe: a `DelayedScaling`, or its name.
-      role: of the tensor in the layer.
-      device: of the buffers.
 
     Attributes:
       scale: `[]`, encodes in this step. 0 before the first update, when the tensor is scaled by its own amax.
@@ -89,7 +87,6 @@ class DelayedScale(Float32Buffers):
         self.reset()
 
     def reset(self) -> None:
-        """Reset to the state before the first step."""
         self._made = self._look = None
         self.restore_buffers()
         for buffer in (self.scale, self.scale_inv, self.amax, self.amax_history):
@@ -265,10 +262,7 @@ class _ScaleReadback:
         self._versions = {id(state): (i, _version_of(state.scale)) for i, state in enumerate(states)}
 
     def has_scale(self, state: DelayedScale) -> bool:
-        """Return True if a scale exists on this rank, and was not written since.
-
-        Called one update after the copy began, it does not have to wait.
-        """
+        """Return True if a scale exists on this rank, and was not written since. One update later it does not wait."""
         if self._ready is not None:
             self._ready.synchronize()
         i, version = self._versions[id(state)]
@@ -300,10 +294,7 @@ _agreed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKey
 
 
 def _check_alike(model: nn.Module, states: Sequence[DelayedScale], groups: Sequence[dist.ProcessGroup]) -> None:
-    """Raise on all ranks unless all have the same states.
-
-    Collective until the ranks agree, and again after the states change.
-    """
+    """Raise on all ranks unless all have the same states. Collective until they agree and after states change."""
     if not groups or is_capturing(states[0].amax.device):
         return
     key = (*[group.group_name for group in groups], *map(id, states))

@@ -173,7 +173,6 @@ class Watch:
     def measure(
         self, name: str, role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
     ) -> None:
-        """Measure one operand of a call."""
         self.add(name, role, _measure_operand(role, layer, x, dtype, seed))
 
     def add(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
@@ -207,9 +206,6 @@ class Watch:
 
     def stats(self) -> StepStats:
         """Return the rows, merged over all ranks. Within the context, it covers the calls so far.
-
-        Returns:
-          A `StepStats` with a row per layer and role that was measured.
 
         Raises:
           RuntimeError: no forward pass of any layer was measured on any rank.
@@ -280,10 +276,7 @@ class _Call:
 
     @torch.no_grad()
     def measure_gradient(self, grad: Tensor) -> None:
-        """Measure the gradient of y.
-
-        A call that returns a loss keeps the gradients of logits instead, computed before or after this hook.
-        """
+        """Measure the gradient of y. For a loss, count the gradients of logits that waited for this hook."""
         if not self.gives_loss:
             self.watch.measure(self.name, Role.GRADIENT, self.layer, grad, grad.dtype, self.seed)
             return
@@ -293,10 +286,7 @@ class _Call:
 
     @torch.no_grad()
     def _observe(self, role: Role, x: Tensor, seed: Tensor | None) -> None:
-        """Measure an operand of a chunk of a head.
-
-        Gradients computed with the loss are kept only if the loss is differentiated.
-        """
+        """Measure an operand of a chunk of a head. Gradients computed with the loss wait until it is differentiated."""
         if role is Role.ACTIVATION and _is_in_backward():
             return
         measured = _measure_operand(role, self.layer, x, x.dtype, seed)
@@ -318,7 +308,6 @@ class _ExpertsCall:
 
     @torch.no_grad()
     def measure_gradient(self, grad: Tensor) -> None:
-        """Measure the gradient of y by expert."""
         self._measure(Role.GRADIENT, grad, grad.dtype)
 
     def _measure(self, role: Role, x: Tensor, dtype: torch.dtype) -> None:

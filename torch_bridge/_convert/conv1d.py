@@ -15,7 +15,7 @@ from qshard.torch_bridge._nn.linear import WeightLayer
 class Conv1D(WeightLayer):
     """Linear layer `y = x @ weight + bias` with quantized operands.
 
-    The weight is stored, gathered and saved as `[in, out]`.
+    The weight is stored and gathered as `[in, out]`.
     """
 
     weight_layout = "KN"

@@ -189,10 +189,7 @@ def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
 
 
 def _find_tied(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
-    """Return the layers with a weight that another module uses too, with the reason.
-
-    The other module cannot use codes.
-    """
+    """Return the layers whose weight another module uses too, which cannot use codes, with the reason."""
     taken = set(map(id, chosen.values()))
     others: dict[int, str] = {}
     for name, module in model.named_modules():

@@ -17,12 +17,9 @@ _TABLES_AND_NORMS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, 
 
 
 class Candidate(NamedTuple):
-    """A module with weights.
+    """A module with weights, its qualified name and the names of its weights. A pattern may match any of these `names`.
 
-    Attributes:
-      module: the module.
-      names: the qualified name of the module, then the names of its weights. A pattern may match any of them.
-      why: the reason to leave the module, and what to do; None for a linear layer.
+    `why` is the reason to leave the module, and what to do; None for a linear layer.
     """
 
     module: nn.Module

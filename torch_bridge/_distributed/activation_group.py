@@ -26,9 +26,6 @@ class ActivationGroup:
     """Ranks that save the codes of x together, 1/W of the bytes each, from forward to backward.
 
     Each layer has one. Unpickled layers have none.
-
-    Args:
-      group: the ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -78,8 +75,8 @@ class ActivationGroup:
         return -(-whole // dist.get_world_size(self.group))
 
     def _check(self, codes: Tensor) -> None:
-        described = repr((tuple(codes.shape), codes.dtype)).encode()
-        facts = described + codes.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        text = repr((tuple(codes.shape), codes.dtype)).encode()
+        facts = text + codes.contiguous().view(torch.uint8).cpu().numpy().tobytes()
         others = unlike_ranks(facts, self.group, codes.device, than=0)
         if others:
             raise ValueError(

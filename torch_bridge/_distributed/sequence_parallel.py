@@ -60,8 +60,8 @@ class Rows(NamedTuple):
     def ranks(self) -> int:
         return self.group.size()
 
-    def gathered(self, own: Operand) -> Callable[[], Operand]:
-        """Start to gather a columnwise plane. The returned function waits and returns the whole plane, in order.
+    def gather(self, own: Operand) -> Callable[[], Operand]:
+        """Start to gather a columnwise plane. The returned function waits and returns the whole plane, in row order.
 
         To gather without overlap, call it at once.
         """
@@ -80,14 +80,7 @@ class Rows(NamedTuple):
         return finish
 
     def gather_matmul(self, own: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        """Return `x @ w.T` of the whole x.
-
-        Args:
-          own: a rowwise plane of the own rows of x.
-          w: the local shard of the weight.
-          dtype: dtype of the result.
-          fast: as for `matmul`.
-        """
+        """Return `x @ w.T` of the whole x, from a rowwise plane of the own rows and the local shard of the weight."""
         x, ranks, runs = own.parts.data, self.ranks, range(self.lead)
         known = _recall(own)
         whole = known or own.parts._replace(
@@ -128,13 +121,9 @@ class Rows(NamedTuple):
         return y
 
     def matmul_scatter(self, x: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        """Return the own rows of the sum over ranks of `x @ w.T`. The sum over ranks is rounded once.
+        """Return the own rows of the sum over ranks of `x @ w.T`, rounded once.
 
-        Args:
-          x: a rowwise plane of all rows of the local columns of x.
-          w: the local shard of the weight.
-          dtype: dtype of the result.
-          fast: as for `matmul`.
+        `x` is a rowwise plane of all rows of the local columns, and `w` the local shard of the weight.
         """
         ranks, size = self.ranks, self.lead * self.run
         if is_compiling():
@@ -182,23 +171,14 @@ class Rows(NamedTuple):
 
     def _reorder(self, received: Tensor, axis: int) -> Tensor:
         """Bring gathered rows, along `axis` of each rank's tensor, into the order of the whole."""
-        apart: Tensor = received.unflatten(axis + 1, (self.lead, -1)).movedim(0, axis + 1)
-        return apart.flatten(axis, axis + 2).contiguous()
+        reordered: Tensor = received.unflatten(axis + 1, (self.lead, -1)).movedim(0, axis + 1)
+        return reordered.flatten(axis, axis + 2).contiguous()
 
 
 def rows_of(
     recipe: Recipe, role: Role, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, overlap: bool
 ) -> Rows | None:
-    """Return how the rows of a tensor are sharded along an axis; None if they are uneven or split a block.
-
-    Args:
-      recipe: the recipe of the layer.
-      role: the role of the tensor.
-      shape: its whole shape.
-      dim: the sharded axis.
-      group: the ranks.
-      overlap: whether to communicate and multiply at the same time.
-    """
+    """Return how the rows of a tensor are sharded along axis `dim`; None if they are uneven or split a block."""
     fmt, size, ranks = recipe.format(role), shape[dim], group.size()
     run = size // ranks * math.prod(shape[dim + 1 : -1])
     whole = size % ranks == 0 and run % block_alignment(fmt) == 0 and not recipe.added_rows(role, Usage.BOTH, run)

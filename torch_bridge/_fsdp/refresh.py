@@ -65,7 +65,7 @@ class Gather(NamedTuple):
 def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: DeviceMesh) -> tuple[Tensor, Gather]:
     """Cast a shard for its all-gather, after a refresh if it is the first of a pass.
 
-    `shape` is that of the tensor that FSDP2 shards over `mesh`. Returns the padded codes, uint8, and the gather for the
+    FSDP2 shards a tensor of this shape over `mesh`. Returns the padded codes, uint8, and the gather for the
     post-all-gather hook.
     """
     state.passes.watch()  # Other hooks may now precede ours.
@@ -265,8 +265,8 @@ def check_ranks_agree(weights: Sequence[WeightShard]) -> None:
     The host waits for the device, once for each set of weights.
     """
     group, device = weights[0].plan.group, weights[0].plan.device
-    described = [(s.name, str(s.fmt), s.part and s.part.placements, *plan.described) for s, _, plan in weights]
-    if others := unlike_ranks(repr(described).encode(), group, device):
+    facts = [(s.name, str(s.fmt), s.part and s.part.placements, *plan.facts) for s, _, plan in weights]
+    if others := unlike_ranks(repr(facts).encode(), group, device):
         raise ValueError(
             f"fully_shard: rank {others[0]} of the group has other weights than this rank ({len(weights)}, the first "
             f"{weights[0].state.name} {weights[0].plan.shape} in {weights[0].state.fmt}); convert and shard the model "

@@ -96,7 +96,7 @@ class ShardPlan:
       slice: the shard as a flat slice; an empty slice if it is a box.
       box: the position of a shard of columns of a block format; None if the shard is a slice.
       block: the elements that share a scale; the whole weight for per-tensor formats.
-      described: facts that must be equal on all ranks.
+      facts: what must be equal on all ranks.
 
     Raises:
       NotImplementedError: two ranks would share a byte. All of them raise.
@@ -121,7 +121,7 @@ class ShardPlan:
         self.padded_shape = (longest if of_rows else rows, width // per_byte)
         self.buffer_size = math.prod(self.padded_shape) + per_byte - 1
         self.packs_columns = fmt.element.packed and not of_rows
-        self.described = (self.shape, self.dtype, of_rows, ranks)
+        self.facts = (self.shape, self.dtype, of_rows, ranks)
         self.slice = FlatSlice(self.shape, fmt, self.dtype, min(rows, start) * columns if of_rows else 0)
         self.block = where.scaled_shape
         self.box: Box | None = None
@@ -265,7 +265,7 @@ class ScaleState:
         return WeightShard(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis))
 
     def plan_of(self, shard: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> ShardPlan:
-        """Return the plan of a shard of a weight; `shape` is that of the tensor that FSDP2 shards."""
+        """Return the plan of a shard of a weight; FSDP2 shards a tensor of this shape."""
         key = (mesh, mesh_dim, shape, shard.shape, shard.dtype, shard.device)
         if self._last is not None and self._last[0] == key:  # Faster than hashing the key.
             return self._last[1]

@@ -159,8 +159,6 @@ class LinearCrossEntropy(nn.Linear):
     Args:
       in_features: K.
       out_features: number of classes.
-      device: as for `nn.Linear`.
-      dtype: as for `nn.Linear`.
       loss: options of `linear_cross_entropy`, such as `z_loss`.
 
     >>> head = LinearCrossEntropy(8, 16, z_loss=1e-4)
@@ -174,15 +172,7 @@ class LinearCrossEntropy(nn.Linear):
         self.loss = loss
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute the loss of `labels`, or logits without labels.
-
-        Args:
-          input: `[*rows, in_features]`.
-          labels: int64 or int32 `[*rows]`, or None.
-
-        Returns:
-          The loss, as `linear_cross_entropy` returns it, or logits `[*rows, out_features]`.
-        """
+        """Compute the loss of `labels`, or logits without labels, as `linear_cross_entropy` does."""
         if labels is None:
             return super().forward(input)
         weight = self.weight if "recipe" in self.loss else self.weight.to(input.dtype)
@@ -200,10 +190,7 @@ class LinearCrossEntropy(nn.Linear):
         return super().register_forward_pre_hook(place if places_tensors(hook) else hook, **options)
 
     def register_forward_hook(self, hook: Any, **options: Any) -> Any:
-        """Register a hook. A hook of `parallelize_module` runs on logits only.
-
-        The loss is a plain tensor that is the same on every rank.
-        """
+        """Register a hook. A hook of `parallelize_module` runs on logits only: the loss is the same on every rank."""
 
         def place(module: nn.Module, inputs: Any, output: Tensor) -> Any:
             return hook(module, inputs, output) if isinstance(output, DTensor) else output
@@ -212,18 +199,13 @@ class LinearCrossEntropy(nn.Linear):
 
 
 class QuantizedHead(Linear, LinearCrossEntropy):
-    """`LinearCrossEntropy` with quantized operands; `convert` creates it.
-
-    Attributes:
-      observer: called with the role, values and seed of each operand that a chunk quantizes.
-    """
+    """`LinearCrossEntropy` with quantized operands; `convert` creates it. `observer` is called as `Observer`."""
 
     _of = LinearCrossEntropy
 
     observer: Observer | None = None
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute the loss of `labels`, or logits without labels."""
         if labels is None:
             return super().forward(input)
         taken = self.call_operands(input)
@@ -243,7 +225,7 @@ def _observing(observer: Observer) -> Iterator[None]:
 
 
 class _How(NamedTuple):
-    """How the operands of each chunk are quantized: recipe, seed and observer."""
+    """Recipe, seed and observer that quantize the operands of each chunk."""
 
     recipe: Recipe
     seed: Tensor | None
@@ -251,7 +233,6 @@ class _How(NamedTuple):
 
     @classmethod
     def of(cls, op: str, w: Tensor, recipe: RecipeLike, seed: Any, device: torch.device) -> _How:
-        """Check the recipe, seed and weight passed by the caller."""
         recipe = head_recipe(op, recipe, seed)
         if isinstance(w, QuantizedTensor):
             check_weight_format(op, "w", w.format, recipe)
@@ -262,7 +243,6 @@ class _How(NamedTuple):
         return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None, observer)
 
     def of_chunk(self, number: int, device: torch.device) -> Tensor | None:
-        """Return the seed of a chunk."""
         if self.seed is None or not number:
             return self.seed
         return self.seed ^ constant_words(number << CHUNK_SEED_BIT, device)
@@ -271,9 +251,7 @@ class _How(NamedTuple):
 class _Values:
     """The three GEMMs of each chunk, on values.
 
-    Attributes:
-      dx: gradient of x, filled by chunk; None if not needed.
-      dw: gradient of w, summed over chunks; None if not needed.
+    `dx` is filled by chunk, and `dw` is summed over chunks; None if not needed.
     """
 
     def __init__(self, x: Tensor, w: Tensor, needed: tuple[bool, bool], rows: int):
@@ -356,10 +334,7 @@ class _Weight(NamedTuple):
 
     Attributes:
       tensors: the parameter, or the parts of its planes.
-      dtype: of the weight.
-      shape: of the weight.
       format: of the codes; None for values.
-      usages: the planes in `tensors`.
     """
 
     tensors: tuple[Tensor | None, ...]

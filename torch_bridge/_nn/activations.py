@@ -266,10 +266,10 @@ class _SwiGlu(Node):
     op, instead = "swiglu", "use torch.nn.functional.silu(gate) * up"
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, noted: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, amaxes: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         gate, up = gate.contiguous(), up.contiguous()
         h, amax = ops.swiglu(gate, up, lead=0)
-        noted.append(amax)
+        amaxes.append(amax)
         return h, (gate, up)
 
     @staticmethod
@@ -290,11 +290,11 @@ class _RmsNorm(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, noted: list[Tensor]
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, amaxes: list[Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         x, weight = x.contiguous(), weight.contiguous()
         y, rstd, amax = ops.rms_norm(x, weight, eps=eps, lead=0)
-        noted.append(amax)
+        amaxes.append(amax)
         return y, (x, weight, rstd)
 
     @staticmethod

@@ -34,18 +34,14 @@ class SavedLayout(NamedTuple):
     """Layout of the tensors that `Gradients` saves for the backward pass.
 
     Attributes:
-      recipe: the format of each role.
-      dtype: of y.
       x_again: recomputes x from the tensors that `saved_input.source_of` found; None: the codes of x are saved.
       w_again: quantize the weight again in the backward pass; it is a parameter, so it stays in memory anyway.
       w_format: the format of the saved codes of the weight.
       w_usage: the plane of the saved codes of the weight; None if no codes are saved.
       given: number of leading tensors that belong to delayed scaling.
       of_x: number of saved tensors that belong to x. The tensors of the weight follow.
-      y_shape: of y.
-      parts: how each operand is sharded under tensor parallelism; empty otherwise.
-      x_rows: how rows of x are sharded under sequence parallelism, if they are.
-      y_rows: how rows of y are sharded under sequence parallelism, if they are.
+      parts: how each operand is sharded under tensor parallelism; empty otherwise. Under sequence parallelism `x_rows`
+        and `y_rows` tell how rows are sharded.
       join: gathers the codes of x that the ranks of an `ActivationGroup` saved; None: this rank saved all of them.
       is_kn: the weight is `[K, N]`.
     """
@@ -88,15 +84,9 @@ class Gradients(Node):
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Save the operands and return y.
 
-        Args:
-          ctx: the autograd context.
-          x: the input of `linear`.
-          weight: the weight of `linear`.
-          how: layout of `tensors`.
-          seed: for stochastic rounding.
-          ready: y; None: return a placeholder for y without memory, which `Product` computes later.
-          tensors: under delayed scaling the scale of each role and the amax of the gradient, then the tensors saved for
-            x and for the weight.
+        `ready` has y; None returns a placeholder for y without memory, which `Product` computes later. Under delayed
+        scaling `tensors` begin with the scale of each role and the amax of the gradient. The tensors saved for x and
+        for the weight follow. `how` has their layout.
         """
         given, kept = tensors[: how.given], tensors[how.given :]
         ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, x.shape, x.dtype, weight.dtype
@@ -106,7 +96,6 @@ class Gradients(Node):
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and of the weight."""
         how: SavedLayout = ctx.how
         seed = saved.pop()
         count, of_x, of_w = len(saved), saved[: how.of_x], saved[how.of_x :]
@@ -155,10 +144,10 @@ def _gradients_op_by_op(
     need_x, need_w = ctx.needs_input_grad[:2]
     usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
     dys, amax = _quantizer(ctx, seed).quantize(dy, Role.GRADIENT, usage, known)
-    grad_x = grad_w = travelling = None
+    grad_x = grad_w = waits = None
     if need_w and (how.x_rows or how.y_rows):
         sides = (dys.pop(Usage.COLUMNWISE), how.y_rows), (_take_x(how, of_x, seed, ctx), how.x_rows)
-        travelling = [(lambda own=own: own) if rows is None else rows.gathered(own) for own, rows in sides]
+        waits = [(lambda own=own: own) if rows is None else rows.gather(own) for own, rows in sides]
         del sides
     elif need_w:
         pair = [dys.pop(Usage.COLUMNWISE), _take_x(how, of_x, seed, ctx)]
@@ -168,8 +157,8 @@ def _gradients_op_by_op(
     if need_x:
         dy_row, w_back = dys.pop(Usage.ROWWISE), _take_w(how, of_w, seed, ctx)
         grad_x = _product_of(dy_row, w_back, how.dtype, how.y_rows, how.x_rows)
-    if travelling is not None:
-        dy_column, x_column = (wait() for wait in travelling)
+    if waits is not None:
+        dy_column, x_column = (wait() for wait in waits)
         grad_w = matmul(dy_column, x_column, ctx.w_dtype)
     return grad_x, grad_w, amax
 
@@ -258,5 +247,4 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Pass the gradient of y on to `Gradients`."""
         return grad, None, None, None, None, None, *(None for _ in range(ctx.count))

@@ -12,11 +12,9 @@ T = TypeVar("T", bound="Extends")
 
 
 class Extends(nn.Module):
-    """Base class of the modules that replace a PyTorch class, or a subclass of it that does not override `forward`.
+    """Base class of modules that replace a PyTorch class, `_of`, or a subclass of it that does not override `forward`.
 
-    Attributes:
-      _of: the PyTorch class.
-      _extends: the original class, in subclasses that `extend_class` creates.
+    `_extends` is the original class, in subclasses that `extend_class` creates.
     """
 
     _of: type[nn.Module]
@@ -32,14 +30,9 @@ class Extends(nn.Module):
 
 
 def extend_class(kind: type[T], base: type[nn.Module]) -> type[T]:
-    """Return a subclass of `kind` and `base`, cached for each pair.
+    """Return a subclass of `kind` and `base`, cached for each pair. `base` is `kind._of` or a subclass of it.
 
-    Args:
-      kind: the replacement class, such as `Linear`.
-      base: the class of the module to replace: `kind._of` or a subclass.
-
-    Returns:
-      `kind` itself if `base` is `kind._of`, and `base` itself if it is a subclass of `kind` already.
+    Returns `kind` itself if `base` is `kind._of`, and `base` itself if it is a subclass of `kind` already.
 
     Raises:
       TypeError: `base` has `__slots__`, or Python rejects the class or the change of `__class__`.

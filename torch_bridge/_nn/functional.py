@@ -128,24 +128,24 @@ def linear(
     if is_kn and (isinstance(x, DTensor) or isinstance(weight, DTensor)):
         raise TypeError("linear: weight (DTensor) does not support weight_layout='KN'; pass it as [N, K]")
     # Dynamo would guard on the id and compile equal layers one by one, until its recompilation limit.
-    cut, shared, layer = None, x, 0 if is_compiling() else _id_of(weight)
+    sharding, shared, layer = None, x, 0 if is_compiling() else _id_of(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         _check_shapes(x, weight, bias)
         if scatter_dim is not None and scatter_dim < 0:
             scatter_dim += x.ndim
-        cut = linear_sharding("linear", x, weight, recipe, scatter_dim, overlap)
-        is_there = x.placements == cut.parts[Role.ACTIVATION].placements
-        given_x, x, weight = local_of(x), cut.x(x), cut.weight(weight)
+        sharding = linear_sharding("linear", x, weight, recipe, scatter_dim, overlap)
+        is_there = x.placements == sharding.parts[Role.ACTIVATION].placements
+        given_x, x, weight = local_of(x), sharding.x(x), sharding.weight(weight)
         # `cut.x` returns a new object in each call, so layers that share x compare the local tensor.
         shared = given_x if is_there else x
     elif scatter_dim is not None:
         raise ValueError(
             f"linear: scatter_dim ({scatter_dim}) needs DTensors; pass x and weight as DTensors, or leave it out"
         )
-    parts = {} if cut is None else cut.parts
+    parts = {} if sharding is None else sharding.parts
     check_tensor("linear", "x", x)
     check_operand("linear", weight, recipe)
-    if cut is None:
+    if sharding is None:
         _check_shapes(x, weight, bias, is_kn)
     if not (parts and is_compiling()):  # Dynamo loses the scale state of a shard that it created.
         check_gathered(weight)
@@ -166,8 +166,8 @@ def linear(
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
         given = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
     dtype = x.dtype if dtype is None else dtype
-    y = _product(x, weight, recipe, seed, given, delayed, dtype, cut, shared, layer, activation_group, is_kn)
-    y = y if cut is None else cut.y(y)
+    y = _product(x, weight, recipe, seed, given, delayed, dtype, sharding, shared, layer, activation_group, is_kn)
+    y = y if sharding is None else sharding.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -179,30 +179,19 @@ def _product(
     given: list[Tensor],
     delayed: Mapping[Role, DelayedScale] | None,
     dtype: torch.dtype,
-    cut: LinearSharding | None,
+    sharding: LinearSharding | None,
     shared: Tensor,
     layer: Hashable,
     activation_group: ActivationGroup | None,
     is_kn: bool,
 ) -> Tensor:
-    """Compute `linear` of plain tensors, without bias.
+    """Compute `linear` of plain tensors, without bias. `given`, `shared`, `layer` and `sharding` replace its DTensors.
 
-    Args:
-      x: `[..., K]`.
-      weight: `[N, K]` or `[K, N]`, or a `QuantizedTensor`.
-      recipe: the format of each role.
-      seed: for stochastic rounding, int32 `[2]`.
-      given: under delayed scaling the scale of each role and the amax buffer of the gradient.
-      delayed: as for `linear`.
-      dtype: of y.
-      cut: the sharding of the operands, under tensor parallelism.
-      shared: the tensor that identifies x to the layers that share its codes.
-      layer: identifies the layer.
-      activation_group: ranks that each save a part of the codes of x.
-      is_kn: the weight is `[K, N]`.
+    Under delayed scaling `given` has the scale of each role and the amax buffer of the gradient. `shared` identifies x,
+    and `layer` the layer, to the layers that share codes of x. Other arguments as in `linear`.
     """
-    parts: Mapping[Role, ShardSpec] = {} if cut is None else cut.parts
-    x_rows, y_rows = (None, None) if cut is None else (cut.x_rows, cut.y_rows)
+    parts: Mapping[Role, ShardSpec] = {} if sharding is None else sharding.parts
+    x_rows, y_rows = (None, None) if sharding is None else (sharding.x_rows, sharding.y_rows)
     eager, stochastic = not is_compiling(), recipe.format(Role.ACTIVATION).stochastic
     has_grad = torch.is_grad_enabled()
     need_x, need_w = has_grad and x.requires_grad, has_grad and weight.requires_grad
@@ -247,7 +236,9 @@ def _product(
             ws, w_amax = quantizer.quantize(values_of(weight), Role.WEIGHT, w_usage)
         if delayed is not None:
             delayed[Role.WEIGHT].observe(cast(Tensor, w_amax))
-    shape = (*x.shape[:-1], weight.shape[1 if is_kn else 0]) if cut is None else cut.y_shape(x, weight.shape[0])
+    shape = (
+        (*x.shape[:-1], weight.shape[1 if is_kn else 0]) if sharding is None else sharding.y_shape(x, weight.shape[0])
+    )
     if y is not None:
         y = aten._unsafe_view.default(y, shape)
     elif one_node or not (need_x or need_w):
@@ -261,19 +252,21 @@ def _product(
     if activation_group is not None and need_w and source is None and eager:
         of_x, join = activation_group.split(xs[Usage.COLUMNWISE].parts)
     of_w: Sequence[Tensor | None] = ()
-    kept_usage = None
+    saved_usage = None
     if w_again:
         # Save the tensor inside the wrapper: the version counter of the wrapper misses writes to it.
         of_w = (weight.shard,) if isinstance(weight, ShardedWeight) else ()
     elif need_x:
         # A gathered weight is saved as it is: FSDP2 frees its memory and gathers the same codes before backward.
         w = ws[backward] if backward in ws else ws[forward]
-        of_w, kept_usage = w.parts, w.usage
+        of_w, saved_usage = w.parts, w.usage
     # Dynamo does not accept the same input twice, and saved codes already include their scale.
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
     x_again = None if source is None else source.again
     sizes = len(given), len(of_x), shape
-    how = SavedLayout(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, join, is_kn)
+    how = SavedLayout(
+        recipe, dtype, x_again, w_again, w_format, saved_usage, *sizes, parts, x_rows, y_rows, join, is_kn
+    )
     made: Tensor = apply_node(Gradients, x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w = ws[forward]
@@ -313,12 +306,12 @@ def check_gathered(weight: Tensor) -> None:
 
 
 def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, is_kn: bool = False) -> None:
-    lies = "[K, N]" if is_kn else "[N, K]"
+    layout = "[K, N]" if is_kn else "[N, K]"
     if weight.ndim != 2:
-        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; pass weight as {lies}")
+        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; pass weight as {layout}")
     if x.ndim < 1 or x.shape[-1] != weight.shape[0 if is_kn else 1]:
         raise ValueError(
-            f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; pass weight as {lies} and x as "
+            f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; pass weight as {layout} and x as "
             "[*lead, K]"
         )
     if bias is not None:

@@ -62,12 +62,7 @@ def wrap_weight(
 ) -> nn.Parameter:
     """Wrap a weight as a `ShardedWeight`, which FSDP2 gathers as codes. It shares the memory of `weight`.
 
-    Args:
-      weight: `[N, K]`, or the layout of its layer.
-      recipe: the recipe of the layer.
-      name: the name of the weight, for errors.
-      root: the module to refresh scales for; None if not known yet.
-      primary: the weight becomes a primary weight.
+    Errors call it `name`. `root` is the module whose weights share a refresh of scales; None if it is not known yet.
     """
     state = ScaleState(recipe, name, root, weight.device, primary)
     state.shape = tuple(weight.shape)
@@ -135,18 +130,12 @@ class LinearOperands(NamedTuple):
 class WeightLayer(Extends):
     """Base class of layers with one quantized weight.
 
-    It keeps the recipe, the seed and the scaling state consistent in state dicts, copies, pickles and moves.
+    It keeps the recipe, the seed and the scaling state consistent in state dicts, copies, pickles and moves. `Linear`
+    documents the other attributes.
 
     Attributes:
-      recipe: the format of each role.
       weight: a `ShardedWeight`, a DTensor of one, or a `QuantizedTensor`.
-      bias: a parameter, or None.
       weight_layout: memory layout of the weight, as for `linear`.
-      seed: as in `Linear`.
-      delayed: as in `Linear`.
-      scatter_dim: as in `Linear`.
-      overlap: as in `Linear`.
-      activation_group: as in `Linear`.
       is_one_layer: True: the module is a single layer, so a model that contains it takes over the refresh of its
         scales.
       scaling_buffers: names of the buffers that `scaling_state` saves.
@@ -210,11 +199,11 @@ class WeightLayer(Extends):
         `parallelize_module` shards each module before it requests the next, and turns all parameters and buffers into
         DTensors. The states must stay plain tensors.
         """
-        was_cut = isinstance(self._parameters.get("weight"), DTensor)
+        was_sharded = isinstance(self._parameters.get("weight"), DTensor)
         modules = super().named_modules(memo, prefix, remove_duplicate)
         for name, module in modules:
             yield name, module
-            if module is self and not was_cut and isinstance(self.weight, DTensor):
+            if module is self and not was_sharded and isinstance(self.weight, DTensor):
                 if self.seed is not None:
                     self.seed = local_of(self.seed)
                 return

@@ -31,10 +31,7 @@ class ModuleCall:
     """A call of a module, running or finished.
 
     Attributes:
-      module: `id` of the module.
-      outer: the enclosing call, if any.
       codes: planes of the last x of its layers (`saved_input.py`).
-      is_open: True while the call runs.
       first_node: lower bound of the sequence numbers of autograd nodes created in the call.
       backward: number of the enclosing backward pass, as under activation checkpointing, or None.
     """
@@ -98,7 +95,6 @@ def current_scope() -> ModuleCall | int | None:
 
 
 def is_current(scope: ModuleCall | int) -> bool:
-    """Return True while the call or the backward pass `scope` runs."""
     return scope.is_open if isinstance(scope, ModuleCall) else scope == backward_id()
 
 
@@ -117,10 +113,10 @@ def cached_amax(x: Tensor) -> Tensor | None:
     """
     if is_compiling():
         return None
-    noted: Any = x.__dict__.get(_AMAX)
-    if noted is None or noted[:2] != (x._version, _stream_of(x)) or not is_current(noted[2]):
+    cached: Any = x.__dict__.get(_AMAX)
+    if cached is None or cached[:2] != (x._version, _stream_of(x)) or not is_current(cached[2]):
         return None
-    amax: Tensor = noted[3]
+    amax: Tensor = cached[3]
     return amax
 
 

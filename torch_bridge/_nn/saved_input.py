@@ -75,7 +75,7 @@ def planes_of(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable
       usage: the planes that are needed.
       key: everything besides x that the planes depend on. Equal keys give equal planes.
       layer: identifies the layer. A layer that requests the same x again gets newly computed planes.
-      make: computes planes of the given usage.
+      make: computes planes of a usage.
     """
     call = module_calls.call_that_shares(x) if _is_remembered(x) else None
     if call is None:
@@ -119,11 +119,9 @@ def _surroundings(x: Tensor) -> tuple[Any, ...]:
 
 
 class Source(NamedTuple):
-    """Tensors that autograd saves anyway, and a function that recomputes x from them.
+    """Tensors that autograd saves anyway, and a function `again` that recomputes x from them.
 
-    Attributes:
-      again: takes `tensors`, and returns x, in any shape with the same rows, and its amax or None.
-      tensors: the saved tensors; the last one may be the amax.
+    `again` returns x, in any shape with the same rows, and its amax or None. The last tensor may be the amax.
     """
 
     again: Callable[..., tuple[Tensor, Tensor | None]]
@@ -141,7 +139,7 @@ def source_of(x: Tensor) -> Source | None:
         return None
     if saves_its_result(node):
         return Source(_itself, (x.detach(),))
-    made_by = _MADE_OF_TWO.get(type(node).__name__)
+    made_by = _FACTOR_NODES.get(type(node).__name__)
     if made_by is None or has_saved_tensors_hooks() or module_calls.call_that_made(x) is None:
         return None
     if x._version or x.shape.numel() != whole.shape.numel() or not (x.is_contiguous() and whole.is_contiguous()):
@@ -167,7 +165,7 @@ def _product(a: Tensor, b: Tensor) -> tuple[Tensor, None]:
     return torch.mul(a, b), None
 
 
-_MADE_OF_TWO: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+_FACTOR_NODES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
     "MulBackward0": _product,
     activations.SWIGLU_NODE: activations.recompute_swiglu,
 }

@@ -64,14 +64,8 @@ def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attr
 def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attributes: Mapping[str, Any]) -> None:
     """Run an op on lists of tensors, on the current stream, bypassing autograd and tracing.
 
-    Args:
-      op: a name in `qshard.op_table.multi_table()`.
-      operands: a tensor or a list of tensors for each operand; plain and contiguous, on one device.
-      attributes: of the op.
-
-    Raises:
-      ValueError: a shape, the memory of a tensor or the value of an attribute does not fit; nothing was written.
-      TypeError: a dtype, or the name or type of an attribute, does not fit; nothing was written.
+    `op` is a name in `qshard.op_table.multi_table()`. Each operand is a tensor or a list of tensors, plain and
+    contiguous, on one device. Raises as `call_into` does.
     """
     spec = multi_table()[op]
     _call_lists(spec, *by_lists(spec, operands), operands, attributes)
@@ -147,10 +141,6 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     """Create the torch op of `spec`: schema, fake implementation, and implementations for CPU and CUDA.
 
     Its arguments are the operands, then the attributes by keyword, and `dtype` if the result may have any float dtype.
-
-    Returns:
-      The op as a function. An op on single tensors returns a tensor or a tuple; an op on lists returns the operands
-      that it wrote.
 
     >>> torch.ops.qshard.amax_tensor(torch.tensor([[1.0, -3.0], [2.0, 0.0]]), lead=1)
     tensor([3., 2.])

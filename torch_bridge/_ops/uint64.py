@@ -19,13 +19,8 @@ _WORDS = (torch.int32, torch.uint32)
 def words(op: str, name: str, numbers: Any, device: torch.device, count: int | None = None) -> Tensor:
     """Convert one number to `[2]`, or `count` numbers to `[count, 2]`.
 
-    Args:
-      op: the caller, for errors.
-      name: the argument, for errors.
-      numbers: an int, or a list of ints with `count`; or a tensor of words, int32 or uint32; with `count` also int64
-        `[count]`.
-      device: of the result. Tensors are not moved.
-      count: number of uint64; None: one.
+    `numbers` is an int, or a list of ints with `count`; or a tensor of words, int32 or uint32; with `count` also int64
+    `[count]`. Tensors are not moved to `device`. Errors name the caller `op` and its argument `name`.
 
     A CUDA graph can capture the call for one int, which is written without a copy from the host, and for tensors on the
     device.
@@ -79,7 +74,6 @@ def constant_words(number: int, device: torch.device) -> Tensor:
 
 
 def xor_words(pairs: Tensor, number: int) -> Tensor:
-    """Compute the XOR of uint64 words with a constant."""
     return pairs ^ constant_words(number, pairs.device)
 
 

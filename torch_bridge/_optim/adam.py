@@ -112,10 +112,7 @@ class Adam(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own.
-
-        Args:
-          param_group: a dictionary with `params` and any arguments of the constructor.
+        """Add parameters with settings of their own, the arguments of the constructor.
 
         Raises:
           ValueError: a setting is out of range, or does not fit these parameters.
@@ -141,9 +138,6 @@ class Adam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values that share memory with the optimizer, as in torch.
 
-        Returns:
-          A dictionary with `state` and `param_groups`.
-
         >>> weight = torch.nn.Parameter(torch.ones(2, 128))
         >>> weight.grad = torch.ones_like(weight)
         >>> optimizer = Adam([weight], exp_avg_dtype=torch.float8_e4m3fn)
@@ -157,9 +151,6 @@ class Adam(Optimizer):
         """Load a state bit for bit: tensors move to the device of their parameter and keep their dtype.
 
         torch's own `load_state_dict` would cast them to the dtype of the parameter.
-
-        Args:
-          state_dict: a state dict of this class, or of torch's Adam or AdamW.
 
         Raises:
           ValueError: a state is whole and its parameter is sharded.
@@ -202,7 +193,6 @@ class Adam(Optimizer):
                 _run(constants, [tensors for _, tensors in members], decay)
 
     def _to_update(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
-        """Return the states and parameters to update."""
         return [(self.state[p], p) for p in group["params"] if p.grad is not None]
 
     def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
@@ -255,17 +245,7 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """`Adam` with decoupled weight decay, by default 0.01 as in `torch.optim.AdamW` (`qshard.jax.adamw`: 0.0001).
 
-    Args:
-      params: as for `Adam`.
-      lr: as for `Adam`.
-      betas: as for `Adam`.
-      eps: as for `Adam`.
-      weight_decay: decoupled weight decay.
-      options: the keyword arguments of `Adam`, except `decoupled_weight_decay`.
-
-    Raises:
-      ValueError: as for `Adam`.
-      TypeError: as for `Adam`, or `decoupled_weight_decay` is passed.
+    Arguments and errors as for `Adam`. `decoupled_weight_decay` raises TypeError.
 
     >>> weight = torch.nn.Parameter(torch.ones(4))
     >>> weight.grad = torch.zeros(4)

@@ -101,15 +101,12 @@ class CastPlan:
         self._owners = torch.tensor(self.owners).to(self.device) if twice else None
 
     def words(self, name: str, numbers: Sequence[int] | Tensor) -> Tensor:
-        """Convert 64-bit numbers, one for each weight, to int32 `[planes, 2]`, the low half first.
+        """Convert 64-bit numbers, one for each weight, to int32 `[planes, 2]` on the device, the low half first.
 
         Args:
           name: `starts` or `seeds`, for errors.
           numbers: ints, or a tensor: int64 `[n]`, or int32 or uint32 `[n, 2]`. With a tensor on the device,
             `cast_master` can be captured in a CUDA graph.
-
-        Returns:
-          The numbers on the device of the weights.
         """
         pairs = words("cast_master", name, numbers, self.device, self.weights)
         # Index as int32: CUDA cannot index uint32.
@@ -119,14 +116,7 @@ class CastPlan:
         """Return the amaxes of this rank's slices, one tensor for each plane, in the shape of its scales.
 
         Delayed scaling records them for the next scale. No communication: the amax of a block is the maximum over
-        ranks.
-
-        Args:
-          masters: a flat slice for each plane, possibly empty.
-          starts: the first element of each slice, from `words`.
-
-        Returns:
-          float32 amaxes; blocks outside of the slice have 0.
+        ranks. Blocks outside of the slice have 0. `starts` come from `words`.
         """
         found = flat_shards.amaxes(self.ops, self.plan, masters, starts)
         of_planes: dict[int, Tensor] = {}
@@ -157,11 +147,7 @@ class CastPlan:
         _write_scales(weights, targets, made)
 
     def targets(self, weights: Sequence[QuantizedTensor | QuantizedSlice]) -> list[Plane]:
-        """Return the planes to write to, in the order of the plan.
-
-        Args:
-          weights: the weights to write to.
-        """
+        """Return the planes to write to, in the order of the plan."""
         return [parts for weight in weights for _, parts in _planes(weight)]
 
 

@@ -41,13 +41,7 @@ On an H200 a 4096 x 4096 x 4096 GEMM takes 0.2 ms, and the host calls of a layer
 
 
 class Operand(NamedTuple):
-    """One plane of a GEMM operand: a matrix `[rows, K]` for `ROWWISE` or `[K, rows]` for `COLUMNWISE`; K is contracted.
-
-    Attributes:
-      format: of the codes.
-      parts: codes and scales.
-      usage: which plane it is.
-    """
+    """One plane of a GEMM operand: a matrix `[rows, K]` for `ROWWISE`, `[K, rows]` for `COLUMNWISE`; K is contracted."""
 
     format: Format
     parts: Plane
@@ -63,25 +57,16 @@ class Operand(NamedTuple):
         return gemm_dispatch.contracts_last(self.format, self.usage)
 
     def stored_values(self, dtype: torch.dtype) -> Tensor:
-        """Dequantize to `dtype`, in the stored orientation."""
         return dequantize(self.parts, self.format, self.usage, dtype)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Dequantize to `[rows, K]` in `dtype`."""
         return self.stored_values(dtype) if self.in_order else self.stored_values(dtype).t()
 
 
 def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Compute `a @ b.T`, contracted over the axis that blocks run along.
+    """Compute `a @ b.T`, `[M, N]`, contracted over the axis that blocks run along.
 
-    Args:
-      a: `[M, K]`.
-      b: `[N, K]`.
-      dtype: of the result, float32, bfloat16 or float16.
-      fast: let FP8 tensor cores accumulate with fewer bits, as is usual in the forward pass.
-
-    Returns:
-      `[M, N]`.
+    `fast` lets FP8 tensor cores accumulate with fewer bits, as is usual in the forward pass.
     """
     device, way = a.parts.data.device, None
     if device.type == PLATFORM:

@@ -29,7 +29,6 @@ NO_PLANE = (None,) * len(Plane._fields)
 
 
 def planes_of(parts: Parts) -> dict[Usage, Plane]:
-    """Return the planes that `parts` contains."""
     pair = zip(Usage.BOTH.planes, (parts[: len(NO_PLANE)], parts[len(NO_PLANE) :]), strict=True)
     return {usage: Plane(*own) for usage, own in pair if own[0] is not None}
 
@@ -54,17 +53,8 @@ def quantize_operand(
 ) -> tuple[dict[Usage, Plane], Tensor | None]:
     """Apply `operands.quantize_operand` to `x`, and return planes in the shapes of `layout.plane`.
 
-    Args:
-      x: `[*lead, K]`.
-      spec: format and usage.
-      scale: under delayed scaling, the scale from earlier steps.
-      draws: Philox key and offset, for stochastic rounding.
-      amax: of x, if it is known.
-      reduce_max: merges the amax with the amaxes of other shards.
-      check: raises an error that names x, called only if the program does not run. The default checks the layouts.
-
-    Returns:
-      The planes, and under delayed scaling the amax of x.
+    `check` raises an error that names x, and is called only if the program does not run; the default checks the
+    layouts. Under delayed scaling, with `scale`, also returns the amax of x.
     """
     fmt, usage, check = spec.format, spec.usage, check or functools.partial(spec.layouts, tuple(x.shape))
     if scale is not None:

@@ -60,9 +60,8 @@ def scaling_state(model: nn.Module, group: dist.ProcessGroup | None = None) -> d
 def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy a state from `scaling_state` into the layers of `model`: all of it, or nothing if it raises.
 
-    Args:
-      model: with the same layers and recipes as the model that the state was saved from.
-      state: the result of `scaling_state`, on any device. Each rank loads its own copy, without communication.
+    The models must have the same layers and recipes; devices may differ. Each rank loads its own copy, without
+    communication.
 
     Raises:
       TypeError: `model` is not a module, or `state` is not a dict.

@@ -61,7 +61,7 @@ class QuantizedTensor(Tensor):
     (torch.float8_e4m3fn, (2, 1), tensor([[1.0000, 0.5000]]))
     >>> q + 1
     Traceback (most recent call last):
-    NotImplementedError: QuantizedTensor: aten.add.Tensor is not an op on codes; call .dequantize() and use its result
+    NotImplementedError: QuantizedTensor: aten.add.Tensor is not supported on codes; call .dequantize() and use ...
     """
 
     format: Format
@@ -187,11 +187,8 @@ class QuantizedTensor(Tensor):
         planes = [Plane(*map(inner.get, names)) if names[0] in inner else None for names in cls._PLANES.values()]
         return QuantizedTensor(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1], columnwise_is_stale=stale)
 
-    def described(self, *, stale: bool = False) -> tuple[Description, dict[Usage, Plane]]:
+    def describe(self, *, stale: bool = False) -> tuple[Description, dict[Usage, Plane]]:
         """Return the description for `_core.serialization`, and the planes as bytes.
-
-        Args:
-          stale: include a stale columnwise plane.
 
         Raises:
           RuntimeError: the memory of a plane is freed.
@@ -218,7 +215,7 @@ class QuantizedTensor(Tensor):
         shared memory: `torch.save` would write all of that memory, and rejects memory with several dtypes.
         """
         warn_if_has_hooks(self)
-        description, planes = self.described(stale=True)
+        description, planes = self.describe(stale=True)
         parts = {name: part if _is_all_of_its_memory(part) else part.clone() for name, part in flat(planes).items()}
         text = text_of({"": description})
         return _rebuild, (text, parts, self.columnwise_is_stale, self.requires_grad, self._foreign_attributes())
@@ -234,7 +231,7 @@ class QuantizedTensor(Tensor):
         if not self.is_leaf:
             return cast(QuantizedTensor, super().__deepcopy__(memo))  # Raises, as for any non-leaf tensor.
         if id(self) not in memo:
-            self.described(stale=True)
+            self.describe(stale=True)
             copied = self._of_planes(lambda part: copy.deepcopy(part, memo))
             copied.requires_grad_(self.requires_grad)
             memo[id(self)] = copied
@@ -244,33 +241,23 @@ class QuantizedTensor(Tensor):
         return found
 
     def __create_write_items__(self, name: str, _: Any) -> Any:
-        """Reject saving by `torch.distributed.checkpoint`, which calls this method.
-
-        Raises:
-          NotImplementedError: always.
-        """
+        """Raise: `torch.distributed.checkpoint` calls this method to save."""
         raise NotImplementedError(
             f"torch.distributed.checkpoint: {name} (QuantizedTensor) is not a plain tensor; save, and load into, "
             "to_plain(state_dict), which shares its memory"
         )
 
     def __create_chunk_list__(self) -> Any:
-        """Reject loading by `torch.distributed.checkpoint`, which calls this method.
-
-        Raises:
-          NotImplementedError: always.
-        """
+        """Raise: `torch.distributed.checkpoint` calls this method to load."""
         return self.__create_write_items__("tensor", self)
 
     def share_memory_(self) -> QuantizedTensor:
-        """Move the planes to shared memory, and return self."""
-        for part in flat(self.described(stale=True)[1]).values():
+        for part in flat(self.describe(stale=True)[1]).values():
             part.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Return True if all planes are in shared memory."""
-        return all(part.is_shared() for part in flat(self.described(stale=True)[1]).values())
+        return all(part.is_shared() for part in flat(self.describe(stale=True)[1]).values())
 
     def _of_planes(self, change: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
         names, (fmt, own_dtype, stale) = self.__tensor_flatten__()
@@ -279,9 +266,9 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor.__tensor_unflatten__(planes, context, self.shape, self.stride())
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> QuantizedTensor:
-        """Copy the codes to a device. Codes moved from meta are uninitialized.
+        """Copy the codes to a device.
 
-        A `dtype` that is not in `FLOAT_DTYPES` is ignored.
+        Codes moved from meta are uninitialized. A `dtype` not in `FLOAT_DTYPES` is ignored.
         """
 
         def move(plane: Tensor) -> Tensor:

@@ -110,7 +110,10 @@ class FlatBuffer:
         self.free()
 
     def _place(self, weight: ZeroParameter, start: int, master: Tensor, lo: int) -> None:
-        """Point a weight, its master and its slice from element `start` at the buffer; `lo` is the shard's first byte."""
+        """Point a weight, its master and its slice from element `start` at the buffer.
+
+        The shard starts at byte `lo`.
+        """
         weight.start = start
         weight.master = nn.Parameter(master.view(1, -1) if len(weight.shape) > 1 else master)
         own = self.shard[weight.first + weight.bytes_of(start) - lo if master.numel() else 0 :]
