@@ -1,4 +1,4 @@
-"""griffe extension: docstrings as Python-Markdown and griffe's Google parser read them."""
+"""A griffe extension that adapts docstrings to Python-Markdown and griffe's Google parser."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import griffe
 DOCTEST = re.compile(r"^( *)(>>> .*(?:\n.*\S.*)*)", re.MULTILINE)
 """A doctest, up to the next empty line."""
 SHARED = re.compile(r"^  ([a-z]\w*(?:, \w+)*), (\w+): ", re.MULTILINE)
-"""The names of arguments with one description. The parser takes one name an entry."""
+"""Several arguments with one description. The parser takes one name an entry."""
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites each docstring once, and drops those of special methods, which are for maintainers."""
+    """Rewrite each docstring once, and drop docstrings of special methods, which are for maintainers."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.is_function and obj.name.startswith("__") and obj.name != "__init__":
@@ -26,6 +26,6 @@ class Docstrings(griffe.Extension):
 
 
 def _entries(names: re.Match[str]) -> str:
-    """`a, b: text` as `a: see b.` and `b: text`."""
+    """Rewrite `a, b: text` as `a: see b.` and `b: text`."""
     others = "".join(f"  {name}: see `{names[2]}`.\n" for name in names[1].split(", "))
     return f"{others}  {names[2]}: "

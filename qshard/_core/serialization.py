@@ -176,7 +176,7 @@ def parse_metadata(text: str, *, op: str = "from_plain") -> dict[str, Descriptio
     tensors = read.get("tensors")
     if not isinstance(tensors, dict) or len(read) != 2:
         raise ValueError(
-            f"{op}: description ({', '.join(read)}) does not have exactly the keys version and tensors; it is damaged"
+            f"{op}: description ({', '.join(read)}) is not a version and a dict of tensors; it is damaged"
         )
     return {name: Description.of(terms, op=op, name=name or "tensor") for name, terms in tensors.items()}
 

@@ -72,7 +72,7 @@ def test_the_largest_block_is_the_matrix():
 def test_results_share_no_memory():
     memory = torch.zeros(128, dtype=torch.uint8)
     x, scale = memory.view(torch.float32)[:16], torch.ones(())
-    with pytest.raises(ValueError, match="cast_tensor: result data overlaps operand x; give it memory of its own"):
+    with pytest.raises(ValueError, match="cast_tensor: result data overlaps operand x; allocate it separately"):
         _ffi.call("cast_tensor", (x, scale), (memory[8:24],), CAST)
     with pytest.raises(ValueError, match=r"scale_from_amax: result scale(_inv)? overlaps result scale"):
         _ffi.call("scale_from_amax", (scale,), (scale.clone(),) * 2, {**CAST, "eps": 0.0, "pow2": False})
@@ -188,7 +188,7 @@ NONE = {
         "starts .None. is not a torch.Tensor",
     ),
     "amax": (lambda: of_slices(None, WORDS[:1], [torch.ones(64)], [1, 2]), "amax .None. is not a torch.Tensor"),
-    "x": (lambda: of_slices(torch.zeros(1), WORDS[:1], None, [1, 2]), "x .None. is not a list of torch.Tensors"),
+    "x": (lambda: of_slices(torch.zeros(1), WORDS[:1], None, [1, 2]), "x .None. is not a list of torch.Tensor"),
     "x[0]": (lambda: of_slices(torch.zeros(1), WORDS[:1], [None], [1, 2]), r"x\[0\] .None. is not a torch.Tensor"),
     "a number": (lambda: ops.amax_tensor(3.0, lead=1), r"x \(3.0\) is not a torch.Tensor; pass one"),
     "alone": (lambda: ops.amax_tensor(None, lead=1), r"x \(None\) is not a torch.Tensor; pass one"),
@@ -219,9 +219,9 @@ def test_what_is_no_array_of_jax():
 
     given = {"block_rows": 0, "block_cols": 0, "rounded_to": "float32", "shapes": (1, 2), "whole": "none"}
     for operands, text in (
-        ((None, jnp.zeros(1), [jnp.ones(64)]), r"starts \(None\) is not an array of JAX or NumPy"),
+        ((None, jnp.zeros(1), [jnp.ones(64)]), r"starts \(None\) is not a JAX or NumPy array"),
         ((jnp.zeros((1, 2), "uint32"), jnp.zeros(1), None), r"x \(None\) is not a list of arrays"),
-        ((jnp.zeros((1, 2), "uint32"), jnp.zeros(1), [None]), r"x\[0\] \(None\) is not an array of JAX or NumPy"),
+        ((jnp.zeros((1, 2), "uint32"), jnp.zeros(1), [None]), r"x\[0\] \(None\) is not a JAX or NumPy array"),
     ):
         with pytest.raises(TypeError, match=f"^amax_slices: {text}"):
             bind("amax_slices")(*operands, **given)

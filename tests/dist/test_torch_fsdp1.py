@@ -291,7 +291,7 @@ def test_amaxes_are_those_of_the_group_that_shards(orig):
     other, _ = ready(DelayedScaling())
     for i, group in ((0, pair), (2, across)):
         other[i] = FullyShardedDataParallel(other[i], group, use_orig_params=orig, device_id=device())
-    with pytest.raises(ValueError, match=r"modules \(wrapped with 2 groups, of 2 to 2 ranks\) are not on one.*group="):
+    with pytest.raises(ValueError, match=r"modules are wrapped with 2 groups \(of 2 to 2 ranks\); pass group="):
         update_scales(other)
     update_scales(other, dist.group.WORLD)
 
