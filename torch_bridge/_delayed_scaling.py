@@ -107,10 +107,7 @@ class DelayedScale(Float32Buffers):
         return int(margin)
 
     def knows_scale(self) -> bool:
-        """Return True if all ranks know that a scale exists.
-
-        A write to `scale`, such as loading a checkpoint, makes this False until later updates confirm the scale.
-        """
+        """Return True if all ranks know that a scale exists. After a write to `scale`, updates must confirm it."""
         known = self._made is not None and self._made == _version_of(self._buffers["scale"])
         self._asked = self._asked or not known
         return known

@@ -182,10 +182,7 @@ class Watch:
 
     @torch.no_grad()
     def _measure_weight(self, name: str, layer: WeightLayer) -> None:
-        """Measure the local shards of a weight.
-
-        It runs on the host if shard boundaries split blocks, if rounding is stochastic, or if scales are per row.
-        """
+        """Measure local shards: on the host if a block is split, rounding is stochastic or scales are per row."""
         weight, fmt = layer.weight, layer.recipe.weight
         if not isinstance(local_of(weight), ShardedWeight):  # Codes of a ZeroOptimizer, or a computed weight.
             return

@@ -96,10 +96,7 @@ def node_number(node: Any) -> int:
 
 # Without these two: return False, and raise RuntimeError. Then codes are saved.
 def saves_its_result(node: Any) -> bool:
-    """Return True if an autograd node saves its result.
-
-    It checks the type of the node, because reading the attribute would unpack the tensor.
-    """
+    """Return True if an autograd node saves its result. Reads the type: the attribute would unpack the tensor."""
     return any(hasattr(type(node), name) for name in ("_saved_result", "_saved_output"))
 
 

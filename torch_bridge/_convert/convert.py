@@ -83,8 +83,7 @@ def convert(
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> convert(model, CurrentScaling(), filter=lambda layer, name: name != "2")
     Sequential(
-      (0): Linear(in_features=4, out_features=8, bias=True, weight=FP8_E4M3[nonfinite=nan], \
-    activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
+      (0): Linear(in_features=4, out_features=8, bias=True, recipe=CurrentScaling())
       (1): ReLU()
       (2): Linear(in_features=8, out_features=2, bias=True)
     )
@@ -189,7 +188,7 @@ def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
 
 
 def _find_tied(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
-    """Return the layers whose weight another module uses too, which cannot use codes, with the reason."""
+    """Return the layers that share a weight with another module, which cannot use codes, and the reason."""
     taken = set(map(id, chosen.values()))
     others: dict[int, str] = {}
     for name, module in model.named_modules():

@@ -23,10 +23,7 @@ _PART = "_qshard_part"
 
 
 class ActivationGroup:
-    """Ranks that save the codes of x together, 1/W of the bytes each, from forward to backward.
-
-    Each layer has one. Unpickled layers have none.
-    """
+    """Ranks that each save 1/W of the bytes of the codes of x for backward. Layers have one, unless unpickled."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group

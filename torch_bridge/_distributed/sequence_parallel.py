@@ -42,7 +42,7 @@ from qshard.torch_bridge._torch_internals import pipelined_all_gather, pipelined
 
 
 class Rows(NamedTuple):
-    """How the rows of a tensor are sharded.
+    """Shards of the rows of a tensor.
 
     Attributes:
       group: the ranks; each has one run for each index of `lead`.
@@ -61,10 +61,7 @@ class Rows(NamedTuple):
         return self.group.size()
 
     def gather(self, own: Operand) -> Callable[[], Operand]:
-        """Start to gather a columnwise plane. The returned function waits and returns the whole plane, in row order.
-
-        To gather without overlap, call it at once.
-        """
+        """Start to gather a columnwise plane. The returned function waits and returns the whole plane, in row order."""
         known = _recall(own)
         if known is not None:
             return lambda: own._replace(parts=known)
@@ -121,10 +118,7 @@ class Rows(NamedTuple):
         return y
 
     def matmul_scatter(self, x: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        """Return the own rows of the sum over ranks of `x @ w.T`, rounded once.
-
-        `x` is a rowwise plane of all rows of the local columns, and `w` the local shard of the weight.
-        """
+        """Return the own rows of the sum over ranks of `x @ w.T`, rounded once; x has all rows of its local columns."""
         ranks, size = self.ranks, self.lead * self.run
         if is_compiling():
             order = [i * ranks + rank for rank in range(ranks) for i in range(self.lead)]

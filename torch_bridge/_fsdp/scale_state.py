@@ -265,7 +265,7 @@ class ScaleState:
         return WeightShard(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis))
 
     def plan_of(self, shard: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> ShardPlan:
-        """Return the plan of a shard of a weight; FSDP2 shards a tensor of this shape."""
+        """Return the plan of a shard of a weight. `shape` is the shape of the tensor that FSDP2 shards."""
         key = (mesh, mesh_dim, shape, shard.shape, shard.dtype, shard.device)
         if self._last is not None and self._last[0] == key:  # Faster than hashing the key.
             return self._last[1]
@@ -300,10 +300,7 @@ class WeightShard(NamedTuple):
 
 
 class PrefetchedCodes(NamedTuple):
-    """Codes that were cast in the hook of another weight of the same FSDP2 group.
-
-    They are valid for the scales of `refresh` and for the shard at address `memory`.
-    """
+    """Codes that another weight's hook has cast, valid for scales of `refresh` and a shard at address `memory`."""
 
     buffer: Tensor
     refresh: Refresh

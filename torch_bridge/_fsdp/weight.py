@@ -151,9 +151,9 @@ class ShardedWeight(Tensor):
         return cast(ShardedWeight, copied)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle as a plain parameter, so that programs without this package can load it.
+        """Pickle as a plain parameter, which loads without this package.
 
-        Unpickling a `Linear` makes its weight a `ShardedWeight` again.
+        Unpickling a `Linear` wraps its weight again.
         """
         if not isinstance(self, nn.Parameter):
             return cast(tuple[Any, ...], self.shard.__reduce_ex__(protocol))

@@ -84,7 +84,7 @@ def cross_entropy(
 
 @dataclass(frozen=True)
 class RowLoss:
-    """Loss function of rows of logits, whose classes are sharded over `group`; None if this rank has all classes."""
+    """Loss function of rows of logits. Classes are sharded over `group`; None: this rank has all classes."""
 
     shard: ClassShard
     rule: LossRule
@@ -105,10 +105,7 @@ class RowLoss:
         return (loss, lse) if shard.is_right is None else (loss * shard.is_right, lse * shard.is_right)
 
     def gradient(self, logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, *, in_place: bool) -> Tensor:
-        """Compute the gradient of the local `logits` from `grad`, the gradient of each row's loss.
-
-        `in_place` overwrites the logits, unless they have padding columns.
-        """
+        """Compute the gradient of the local logits; `in_place` overwrites them unless they have padding columns."""
         options = {"classes": self.shard.classes, "first": self.shard.first, **self.rule.options}
         padding = logits.shape[-1] - self.shard.columns
         logits = self._unpadded(logits)

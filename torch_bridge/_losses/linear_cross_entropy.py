@@ -179,10 +179,7 @@ class LinearCrossEntropy(nn.Linear):
         return linear_cross_entropy(input, weight, labels, **self.loss)
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
-        """Register a hook. A hook of `parallelize_module` gets the input without the labels.
-
-        Such hooks return only the first input, so the labels are appended to their result.
-        """
+        """Register a hook. Hooks of `parallelize_module` get, and return, only the first input: not the labels."""
 
         def place(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return hook(module, inputs[:1]), *inputs[1:]
@@ -249,10 +246,7 @@ class _How(NamedTuple):
 
 
 class _Values:
-    """The three GEMMs of each chunk, on values.
-
-    `dx` is filled by chunk, and `dw` is summed over chunks; None if not needed.
-    """
+    """The three GEMMs of each chunk, on values. `dx` is filled by chunk, `dw` summed over chunks; None: not needed."""
 
     def __init__(self, x: Tensor, w: Tensor, needed: tuple[bool, bool], rows: int):
         self.x, self._w, self.rows, self._begun = x, w, rows, False

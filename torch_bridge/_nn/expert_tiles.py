@@ -65,10 +65,7 @@ class Tiles(NamedTuple):
         return rows.view(self.number, self.unit, x.shape[1])
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Gather rows of the tiles into the order of x, with zeros for rows of no expert.
-
-        Writes zeros to the last row of the tiles, which rows of no expert read.
-        """
+        """Gather rows of the tiles into the order of x. The last row becomes zeros, which rows of no expert read."""
         rows[-1].zero_()
         return rows.index_select(0, self.place)
 
@@ -281,10 +278,7 @@ def expert_products(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute all weight gradients, `[E, N, K]`, by contracting the rows of each expert.
-
-    `dy` and `x` are columnwise planes of tiles. The other arguments are as for `row_product`.
-    """
+    """Compute all weight gradients, `[E, N, K]`, from columnwise planes of tiles. Arguments as in `row_product`."""
     if stops is not None:
         dw = torch.empty(shape, dtype=dtype, device=dy.parts.data.device)
         for of_dy, of_x, out in zip(dy.by_expert(stops), x.by_expert(stops), dw, strict=True):

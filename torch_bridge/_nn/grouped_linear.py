@@ -197,10 +197,7 @@ def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, .
 
 
 class _How(NamedTuple):
-    """Arguments of `_GroupedProduct` that are not tensors.
-
-    `dtype` is the dtype of y. `sizes` are the group sizes, if the host knows them.
-    """
+    """Arguments of `_GroupedProduct` that are not tensors. `sizes` are the group sizes, if the host knows them."""
 
     recipe: Recipe
     dtype: torch.dtype

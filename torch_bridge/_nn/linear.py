@@ -60,10 +60,7 @@ def _(seed: Tensor, rank: int) -> Tensor:
 def wrap_weight(
     weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None, primary: bool = False
 ) -> nn.Parameter:
-    """Wrap a weight as a `ShardedWeight`, which FSDP2 gathers as codes. It shares the memory of `weight`.
-
-    Errors call it `name`. `root` is the module whose weights share a refresh of scales; None if it is not known yet.
-    """
+    """Wrap a weight as a `ShardedWeight` in the same memory. Weights of one `root` share a refresh of scales."""
     state = ScaleState(recipe, name, root, weight.device, primary)
     state.shape = tuple(weight.shape)
     # Always a new tensor, even if nothing requires grad: `replace_parameter` swaps its contents.
@@ -71,10 +68,7 @@ def wrap_weight(
 
 
 def replace_parameter(weight: nn.Parameter, made: nn.Parameter) -> None:
-    """Swap `made` into `weight`, which stays the same object for optimizers.
-
-    The gradient, hooks and attributes of `weight` are kept. `made` must not be used afterwards.
-    """
+    """Swap `made` into `weight`, the same object, which keeps its gradient, hooks and attributes. Then drop `made`."""
     made.grad = weight.grad
     put_hooks(made, *hooks_of(weight))
     made.__dict__.update(attributes_of(weight))
@@ -82,10 +76,7 @@ def replace_parameter(weight: nn.Parameter, made: nn.Parameter) -> None:
 
 
 def _move_of_codes(move: Move) -> Move:
-    """Wrap `move` so that it moves codes of a `QuantizedTensor` unchanged.
-
-    Without it, a new dtype raises, and `to_empty` replaces the codes by a float tensor.
-    """
+    """Wrap `move` so that it keeps codes: a new dtype would raise, and `to_empty` would replace codes by floats."""
 
     def move_codes(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, QuantizedTensor) or not changes(move, tensor):

@@ -341,10 +341,7 @@ def _transpose(x: Tensor) -> Tensor:
 
 
 def transposed_squares(ops: Any, data: Any, scale_inv: Any, *, packed: bool) -> tuple[Any, Any]:
-    """Transpose codes and scales of 2-D blocks in one launch.
-
-    Scales are few: a launch of their own would take longer than the work.
-    """
+    """Transpose codes and scales of 2-D blocks in one launch: scales are few, and a second launch would cost more."""
     per_byte = 2 if packed else 1
     data_t = data.new_empty((*data.shape[:-2], data.shape[-1] * per_byte, data.shape[-2] // per_byte))
     scale_inv_t = scale_inv.new_empty((*scale_inv.shape[:-2], scale_inv.shape[-1], scale_inv.shape[-2]))

@@ -20,10 +20,7 @@ __all__ = ["FlatPlan", "SliceOps", "flat_plan", "xp"]
 
 
 class SliceOps:
-    """The argument `ops` of the steps of `_core.flat_shards`, for one plan on one device.
-
-    It holds index tensors, so create it once per plan.
-    """
+    """The argument `ops` of the steps of `_core.flat_shards`, for one plan on one device. Create it once per plan."""
 
     def __init__(self, plan: MasterPlan, device: torch.device):
         self.__dict__.update(vars(ops))

@@ -87,10 +87,7 @@ class Steps:
     def __call__(
         self, tensors: tuple[Tensor, ...], *constants: Any, check: Callable[[], object] | None = None
     ) -> tuple[Any, ...]:
-        """Return the results.
-
-        If the program does not run, `check` is called before the steps, to raise an error that names the cause.
-        """
+        """Return the results. `check` raises an error that names the cause; it runs only if the program does not."""
         if may_skip_dispatcher(tensors):
             try:
                 shapes, dtypes = tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors])
@@ -185,10 +182,7 @@ class _Recorder:
         self._steps.append((op, taken, made, attributes))
 
     def _buffer_offsets(self, numbers: Sequence[int]) -> tuple[dict[int, int], int]:
-        """Return the byte offset of each intermediate tensor in one buffer, and the size of the buffer.
-
-        Tensors that are not live at the same time share bytes.
-        """
+        """Return byte offsets in one buffer, and its size. Tensors that are not live at the same time share bytes."""
         lives: dict[int, list[int]] = {}
         by_row = [number for *_, number in self._rows]
         for i, (_, *sides, _) in enumerate(self._steps):

@@ -41,7 +41,7 @@ On an H200 a 4096 x 4096 x 4096 GEMM takes 0.2 ms, and the host calls of a layer
 
 
 class Operand(NamedTuple):
-    """One plane of a GEMM operand: a matrix `[rows, K]` for `ROWWISE`, `[K, rows]` for `COLUMNWISE`; K is contracted."""
+    """One plane of a GEMM operand: a matrix `[rows, K]` for `ROWWISE`, `[K, rows]` for `COLUMNWISE`."""
 
     format: Format
     parts: Plane
@@ -64,10 +64,7 @@ class Operand(NamedTuple):
 
 
 def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Compute `a @ b.T`, `[M, N]`, contracted over the axis that blocks run along.
-
-    `fast` lets FP8 tensor cores accumulate with fewer bits, as is usual in the forward pass.
-    """
+    """Compute `a @ b.T`, `[M, N]`. `fast` lets FP8 tensor cores accumulate with fewer bits, as in forward passes."""
     device, way = a.parts.data.device, None
     if device.type == PLATFORM:
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape

@@ -91,10 +91,7 @@ class QuantizedTensor(Tensor):
         columnwise: Plane | None = None,
         columnwise_is_stale: bool = False,
     ) -> QuantizedTensor:
-        """Wrap existing planes: codes and one-byte scales as uint8, in the shapes of `layout.plane`.
-
-        Call `quantize` to compute planes from values.
-        """
+        """Wrap existing planes: codes and one-byte scales as uint8, in the shapes of `layout.plane`."""
         either = rowwise or columnwise
         if either is None:
             raise ValueError(
@@ -266,10 +263,7 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor.__tensor_unflatten__(planes, context, self.shape, self.stride())
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> QuantizedTensor:
-        """Copy the codes to a device.
-
-        Codes moved from meta are uninitialized. A `dtype` not in `FLOAT_DTYPES` is ignored.
-        """
+        """Copy the codes to a device; from meta, uninitialized. A `dtype` not in `FLOAT_DTYPES` is ignored."""
 
         def move(plane: Tensor) -> Tensor:
             return torch.empty_like(plane, device=device) if plane.is_meta else plane.to(device)

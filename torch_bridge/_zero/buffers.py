@@ -112,7 +112,7 @@ class FlatBuffer:
     def _place(self, weight: ZeroParameter, start: int, master: Tensor, lo: int) -> None:
         """Point a weight, its master and its slice from element `start` at the buffer.
 
-        The shard starts at byte `lo`.
+        The shard begins at byte `lo`.
         """
         weight.start = start
         weight.master = nn.Parameter(master.view(1, -1) if len(weight.shape) > 1 else master)

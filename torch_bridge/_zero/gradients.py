@@ -236,10 +236,7 @@ class Gradient:
 
 @torch.no_grad()
 def norm_over_ranks(parts: Sequence[Tensor], norm_type: float, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the norm of all elements on all ranks, float32 `[]`, equal bits on every rank. Collective.
-
-    Infinite or NaN if an element is.
-    """
+    """Return the norm of all elements, float32 `[]`, with equal bits on every rank. Collective."""
     device = parts[0].device
     largest = torch.zeros((), dtype=torch.float32, device=device)
     for part in parts:

@@ -26,10 +26,7 @@ aten = torch.ops.aten
 
 
 def weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
-    """Bind leading arguments to a method that is referenced weakly.
-
-    Tensors store such callbacks, and objects that tensors refer to may never be freed.
-    """
+    """Bind leading arguments to a weakly referenced method: objects that tensors refer to may never be freed."""
     found = weakref.WeakMethod(method)
 
     def call(*others: Any) -> None:
