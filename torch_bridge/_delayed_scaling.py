@@ -102,7 +102,6 @@ class DelayedScale(Float32Buffers):
 
     @property
     def margin(self) -> int:
-        """Powers of two of headroom below the largest code."""
         margin: Any = self.options["margin"]
         return int(margin)
 

@@ -43,7 +43,6 @@ class Ranks:
         return made
 
     def gathered(self, own: T) -> list[T]:
-        """Gather an object from all ranks."""
         parts = [own]
         for group in self.groups:
             found: list[Any] = [None] * dist.get_world_size(group)

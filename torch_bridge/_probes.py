@@ -176,7 +176,6 @@ class Watch:
         self.add(name, role, _measure_operand(role, layer, x, dtype, seed))
 
     def add(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
-        """Add the measurements of one operand of a call, from `_measure`."""
         self._seen.setdefault((name, role), []).extend(measured)
         self._totals.setdefault((name, role), Totals()).calls += 1
 
@@ -322,7 +321,6 @@ def _is_in_backward() -> bool:
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """Return the dtype that a layer rounds x to."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -330,7 +328,6 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 def _measure_operand(
     role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
 ) -> list[tuple[Tensor, int]]:
-    """Quantize an operand as the layer does it, and measure it."""
     local = local_of(x).detach()
     parts = {role: ShardSpec(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
     matrix = matrix_of(local, dtype)

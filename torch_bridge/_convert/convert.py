@@ -161,7 +161,6 @@ def _kind_of(kind: type[nn.Module]) -> type[WeightLayer]:
 
 
 def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
-    """Return the reason why a layer cannot be converted, or None."""
     kind, weight = type(layer), layer._parameters.get("weight")
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight"
@@ -199,7 +198,6 @@ def _find_tied(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]
 
 
 def _check_shared(chosen: dict[str, nn.Linear], recipes: dict[str, Recipe]) -> None:
-    """Raise ValueError if layers that share a weight have different recipes."""
     first: dict[Tensor, str] = {}
     for name, layer in chosen.items():
         other = first.setdefault(layer.weight, name)

@@ -80,7 +80,6 @@ def prepare_modules_for_fsdp1(model: nn.Module, *, activation_group: dist.Proces
 
 
 def _check(model: nn.Module) -> None:
-    """Raise ValueError if FSDP1 cannot wrap `model`."""
     for name, module in model.named_modules():
         if (wrapper := wrapper_of(module)) is not None:
             raise ValueError(

@@ -84,7 +84,6 @@ def _is_table_or_norm(module: nn.Module) -> bool:
 
 
 def _why(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
-    """Return the reason why `convert` leaves the weights of a module, and what to do."""
     if isinstance(module, nn.MultiheadAttention):
         return f"it multiplies {', '.join(weights)} (q, k, v) and out_proj itself; use nn.Linear for each"
     if isinstance(module, ConvolutionBase):

@@ -37,7 +37,6 @@ def wrapper_of(module: nn.Module) -> str | None:
 
 
 def is_flattened(parameter: nn.Parameter) -> bool:
-    """Return True if FSDP1 has moved a parameter into a flat parameter."""
     return "_fsdp_flattened" in vars(parameter)
 
 
@@ -73,7 +72,6 @@ class Float32Buffers(nn.Module):
     _kept: dict[str, Tensor] | None = None  # Memory of each protected buffer; None before `keep_bits`.
 
     def keep_bits(self) -> None:
-        """Protect the buffers from now on."""
         if self._kept is None:
             self._kept = {}
         self.restore_buffers()

@@ -142,7 +142,6 @@ class Rows(NamedTuple):
         return received.sum(0)
 
     def _run(self, operand: Operand, at: int) -> Operand:
-        """Return run number `at` of a rowwise plane."""
         rows = at * self.run, (at + 1) * self.run
         return operand._replace(parts=plane_rows(operand.parts, operand.format, operand.usage, *rows))
 
@@ -185,7 +184,6 @@ def _sharded_fields(operand: Operand) -> list[str]:
 
 
 def _ranks_from(rank: int, ranks: int) -> Iterable[int]:
-    """Yield all ranks, this one first."""
     return ((rank + step) % ranks for step in range(ranks))
 
 

@@ -54,7 +54,6 @@ class ShardSpec(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The local shard as a box in the tensor."""
         sizes, starts = list(self.shape), [0] * len(self.shape)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
@@ -105,7 +104,6 @@ class LinearSharding(NamedTuple):
     scatter_dim: int | None = None
 
     def x(self, x: DTensor) -> Tensor:
-        """Return the local shard of x."""
         part = self.parts[Role.ACTIVATION]
         over = list(part.placements)
         if self.x_rows is None:
@@ -119,7 +117,6 @@ class LinearSharding(NamedTuple):
         return weight.to_local(grad_placements=over)
 
     def y(self, y: Tensor) -> Tensor:
-        """Wrap the local result as the DTensor y."""
         part = self.parts[Role.GRADIENT]
         over = list(part.placements)
         if self.y_rows is None:
@@ -129,7 +126,6 @@ class LinearSharding(NamedTuple):
         return made if self.scatter_dim is None else made.redistribute(placements=[Shard(self.scatter_dim)])
 
     def y_shape(self, x: Tensor, rows: int) -> tuple[int, ...]:
-        """Return the shape of the local y, given the local x and the rows of the local weight."""
         whole = self.parts[Role.GRADIENT].shape
         if self.x_rows is not None:
             return (*whole[:-1], rows)

@@ -105,7 +105,6 @@ class Primary:
         self._watched.append((weakref.ref(value), value._version))
 
     def note_version(self) -> None:
-        """Mark all writes so far as known."""
         self._version = _version_of(self.master)
         self._watched = [(ref, value._version) for ref, _ in self._watched if (value := ref()) is not None]
 

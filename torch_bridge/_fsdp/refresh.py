@@ -352,7 +352,6 @@ def _concatenate(scales: Sequence[Tensor]) -> Tensor:
 
 
 def _padded_codes(weight: WeightShard) -> Tensor:
-    """Return the padded codes of a weight that is not primary."""
     prefetched, weight.state.prefetched = weight.state.prefetched, None
     if prefetched is not None and prefetched[1:] == (weight.state.refresh, weight.shard.data_ptr()):
         return prefetched.buffer

@@ -106,7 +106,6 @@ class ShardedWeight(Tensor):
 
     @classmethod
     def __metadata_guard__(cls, traced: ScaleState, now: ScaleState) -> bool:
-        """Guard compiled code by the format alone."""
         return traced.fmt == now.fmt
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWeight:
@@ -378,7 +377,6 @@ def _unwrap(value: Any, states: list[ScaleState]) -> Any:
 
 
 def _wrap(out: Any, state: ScaleState) -> Any:
-    """Wrap the results of an op as sharded weights."""
     if isinstance(out, Tensor):
         return ShardedWeight(out, state)
     return type(out)(_wrap(each, state) for each in out) if isinstance(out, list | tuple) else out
@@ -396,7 +394,6 @@ def _is_view(func: Any) -> bool:
 
 
 def attributes_of(weight: Tensor) -> dict[str, Any]:
-    """Return the attributes that users have set on a parameter."""
     own = ("_inner", "scale_state", "first", "_is_param")
     return {name: value for name, value in weight.__dict__.items() if name not in own}
 

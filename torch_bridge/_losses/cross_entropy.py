@@ -117,7 +117,6 @@ class RowLoss:
         return torch.nn.functional.pad(d, (0, padding)) if padding else d
 
     def _unpadded(self, logits: Tensor) -> Tensor:
-        """Return the logits without padding columns; `logits` itself if there are none."""
         columns = self.shard.columns
         return logits if columns == logits.shape[-1] else logits[..., :columns].contiguous()
 

@@ -147,7 +147,6 @@ def make_operand(fmt: Format, usage: Usage, parts: Plane, scales: Tensor | None 
 
 
 def stack_weights(weights: Sequence[Operand]) -> GroupedOperand:
-    """Stack the planes of all experts' weights."""
     parts = [None if part[0] is None else torch.stack(part) for part in zip(*(w.parts for w in weights), strict=True)]
     return make_operand(weights[0].format, weights[0].usage, Plane(*parts))
 
@@ -207,7 +206,6 @@ class _BatchedOps:
 
 
 def _as_matrix(part: Tensor | None, fmt: Format, usage: Usage, is_batched: bool) -> Tensor | None:
-    """Join the parts of a plane of all tiles to one matrix."""
     if part is None or part.ndim < 2:
         return part
     if part.ndim == 2:

@@ -275,7 +275,6 @@ def _product(
 
 
 def _id_of(weight: Tensor) -> Hashable:
-    """Return an identity of a weight that is equal in all passes."""
     flat = flat_of(weight) if type(weight) is Tensor else None
     return id(weight) if flat is None else (id(flat), weight.storage_offset())
 
@@ -297,7 +296,6 @@ def check_operand(op: str, weight: Tensor, recipe: Recipe) -> None:
 
 
 def check_gathered(weight: Tensor) -> None:
-    """Raise if `weight` is a primary weight that was not gathered."""
     if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
         raise ValueError(
             f"linear: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "

@@ -141,7 +141,6 @@ def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor
 
 
 def _check_shapes(x: Tensor, weights: Sequence[Tensor]) -> None:
-    """Raise unless the shapes and devices of x and the weights fit."""
     shapes = list(dict.fromkeys(tuple(weight.shape) for weight in weights))
     if len(shapes) != 1 or len(shapes[0]) != 2 or x.ndim != 2 or x.shape[1] != shapes[0][1]:
         raise ValueError(

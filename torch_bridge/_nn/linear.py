@@ -145,7 +145,6 @@ class WeightLayer(Extends):
     scaling_buffers = ("seed",)
 
     def begin(self, recipe: Recipe, weight: nn.Parameter) -> None:
-        """Set the recipe and a weight that `wrap_weight` returned, and create the seed and the scaling state."""
         self.recipe, self.weight = recipe, weight
         state = self._state()
         assert state is not None
@@ -204,7 +203,6 @@ class WeightLayer(Extends):
         return local.scale_state if isinstance(local, ShardedWeight) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle a sharded weight as a plain parameter, and its name and kind for `__setstate__`."""
         state = self._state()
         name, primary = (None, False) if state is None else (state.name, state.primary is not None)
         return {**super().__getstate__(), "_weight_name": name, "_weight_primary": primary}
@@ -269,7 +267,6 @@ class WeightLayer(Extends):
         return None
 
     def _wrap(self, value: Tensor, name: str, primary: bool = False) -> nn.Parameter:
-        """Apply `wrap_weight` with this layer's recipe and delayed state."""
         weight = wrap_weight(value, self.recipe, name, None, primary)
         if "delayed" in self._modules:
             cast(ShardedWeight, weight).scale_state.delayed = cast(DelayedScale, self.delayed[Role.WEIGHT.value])

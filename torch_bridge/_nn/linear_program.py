@@ -154,7 +154,6 @@ def _product_of(
 
 
 def _draws(recipe: Recipe, roles: Iterable[Role], seed: Tensor | None, device: torch.device) -> Iterator[Tensor]:
-    """Yield the Philox key and offset of each role."""
     for role in roles:
         draws = draws_of(operand_spec(recipe, role, Usage.ROWWISE), seed, device)
         assert draws is not None
@@ -202,5 +201,4 @@ def _gradients(ops: Any, *args: Any) -> tuple[Any, ...]:
 def _planes(
     ops: Any, x: Any, recipe: Recipe, role: Role, usage: Usage, scale: Any, draws: Draws | None
 ) -> tuple[dict[Usage, Plane], Any]:
-    """Quantize a matrix, and return its amax if `scale` is given."""
     return quantize_operand(ops, x, operand_spec(recipe, role, usage), scale=scale, draws=draws)

@@ -60,7 +60,6 @@ _thread = _Thread()
 
 
 def running() -> Iterator[ModuleCall]:
-    """Yield the running calls of this thread, innermost first."""
     call = _thread.innermost
     while call is not None:
         yield call
@@ -121,14 +120,12 @@ def cached_amax(x: Tensor) -> Tensor | None:
 
 
 def _stream_of(x: Tensor) -> tuple[int, bool] | None:
-    """Return the current stream of the device of x, and whether it is being captured."""
     if not x.is_cuda:
         return None
     return torch.cuda.current_stream(x.device).cuda_stream, is_capturing(x.device)
 
 
 def follow_calls(module: nn.Module) -> None:
-    """Register the two hooks on a module, once."""
     if not any(hook is _open_call for hook in module._forward_pre_hooks.values()):
         module.register_forward_pre_hook(_open_call, with_kwargs=True)
         module.register_forward_hook(_close_call, always_call=True)

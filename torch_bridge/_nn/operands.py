@@ -64,7 +64,6 @@ def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]
 
 
 def operand_spec(recipe: Recipe, role: Role, usage: Usage, rows: int = 0) -> OperandSpec:
-    """Build the spec of an operand of a linear layer, a matrix of `rows` rows."""
     return OperandSpec.of(recipe, role, usage, rows, name=OPERANDS[role])
 
 

@@ -295,7 +295,6 @@ def _schema(spec: OpSpec) -> str:
 
 
 def _operands_by_name(spec: OpSpec, operands: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a call with its name, for errors."""
     for operand, given in zip(spec.inputs, operands, strict=False):  # Torch reports missing or extra operands.
         if operand.many:
             yield from ((f"{operand.name}[{i}]", x) for i, x in enumerate(given))

@@ -69,7 +69,6 @@ class FlatPlan:
 
     @functools.cached_property
     def starts(self) -> Tensor:
-        """Index of the first element of each slice, as a uint64 operand."""
         return words("flat_plan", "starts", [s.start for s in self._slices], self._device, len(self._slices))
 
     def amaxes(self, shards: Sequence[Tensor]) -> Tensor:

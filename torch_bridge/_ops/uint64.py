@@ -96,6 +96,5 @@ def _one(what: str, number: Any, device: torch.device) -> Tensor:
 
 
 def _pair(what: str, number: int) -> tuple[int, int]:
-    """Split a uint64 into two words, as int32 with the same bits."""
     low, high = ((word ^ 2**31) - 2**31 for word in word_pair(what, number))
     return low, high

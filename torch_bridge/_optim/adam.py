@@ -287,7 +287,6 @@ def _run(constants: Tensor, members: Sequence[dict[str, Tensor]], decay: str) ->
 
 
 def initialize_state(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
-    """Create the missing states of a parameter before its first step."""
     if not _is_complete(state, parameter, group):
         _complete(state, parameter, group)
 

@@ -147,7 +147,6 @@ class CastPlan:
         _write_scales(weights, targets, made)
 
     def targets(self, weights: Sequence[QuantizedTensor | QuantizedSlice]) -> list[Plane]:
-        """Return the planes to write to, in the order of the plan."""
         return [parts for weight in weights for _, parts in _planes(weight)]
 
 

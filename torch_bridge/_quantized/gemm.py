@@ -53,7 +53,6 @@ class Operand(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """True if the codes are stored as `[rows, K]`."""
         return gemm_dispatch.contracts_last(self.format, self.usage)
 
     def stored_values(self, dtype: torch.dtype) -> Tensor:
@@ -95,7 +94,6 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
 
 
 def matmul_into(a: Operand, b: Operand, out: Tensor, *, fast: bool = False) -> None:
-    """Compute `matmul` into a contiguous tensor `out`."""
     device = out.device
     if device.type == PLATFORM:
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape

@@ -101,7 +101,6 @@ def transpose(parts: Plane, fmt: Format) -> Plane:
 
 
 def multiply(a: Plane, b: Plane, dtype: torch.dtype, fast: bool, way: Way) -> Tensor:
-    """Compute `a @ b.T` of two planes by the op `way`."""
     tensors = [tuple(part for part in parts if part is not None) for parts in (a, b)]
     (product,) = _multiply((*tensors[0], *tensors[1]), len(tensors[0]), dtype, fast, way)
     result: Tensor = product

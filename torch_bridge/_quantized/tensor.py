@@ -271,7 +271,6 @@ class QuantizedTensor(Tensor):
         return self._of_planes(move, dtype if dtype in FLOAT_DTYPES else None)
 
     def _copy(self, other: QuantizedTensor) -> QuantizedTensor:
-        """Copy codes and scales from a tensor with the same format, shape and planes."""
         stored = [(t.format, tuple(t.shape), t.columnwise_is_stale, t.__tensor_flatten__()[0]) for t in (self, other)]
         if stored[0] != stored[1]:
             raise ValueError(

@@ -161,7 +161,6 @@ class FlatBuffer:
 
     @property
     def freed(self) -> bool:
-        """True if the whole buffer has no memory."""
         return not self._memory.untyped_storage().size()
 
     @property

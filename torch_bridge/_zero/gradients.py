@@ -65,7 +65,6 @@ class Gradient:
 
     @property
     def is_pending(self) -> bool:
-        """True if there are gradients to reduce."""
         return bool(self._unreduced)
 
     def collect(self, index: int) -> bool:
@@ -168,7 +167,6 @@ class Gradient:
 
     @property
     def is_clipped(self) -> bool:
-        """True if the mean has replaced the sum."""
         return self._clipped is not None
 
     def total(self) -> Tensor:

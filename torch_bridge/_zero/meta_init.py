@@ -60,7 +60,6 @@ class MetaInit:
                 self._make(module)
 
     def make(self, weight: ZeroParameter) -> None:
-        """Materialize the modules that own a weight."""
         for module, _ in weight.owners:
             self._make(module)
 

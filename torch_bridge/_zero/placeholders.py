@@ -185,7 +185,6 @@ class GradientHook:
 
 
 def has_optimizer(parameter: Any) -> bool:
-    """Return True if a ZeroOptimizer trains the parameter."""
     _, hooks = hooks_of(parameter)
     return isinstance(parameter, WeightPlaceholder) or any(
         isinstance(hook, GradientHook) for hook in (hooks or {}).values()

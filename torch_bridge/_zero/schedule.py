@@ -60,7 +60,6 @@ class Order(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """True if no further unit is expected in this pass."""
         return 0 <= self._at == len(self._known) - 1
 
     def begin(self) -> None:
@@ -220,7 +219,6 @@ class Hook:
 
 
 def watch_gradients(flat: FlatBuffer) -> None:
-    """Register hooks that move gradients away as soon as autograd has computed them."""
     for index, weight in enumerate(flat.weights):
         weight.parameter.register_post_accumulate_grad_hook(GradientHook(weakly(flat.collect_gradient, index)))
 

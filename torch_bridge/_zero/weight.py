@@ -163,7 +163,6 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
 def units_of(
     model: nn.Module, weights: Sequence[ZeroParameter], units: Sequence[nn.Module] | None
 ) -> list[tuple[nn.Module, list[ZeroParameter]]]:
-    """Return the units, in the order of the model, each with the weights that it gathers."""
     modules = list(model.modules())
     # Forward hooks of a module that is never called never run: the module that uses its weight is the unit.
     users = {id(m): user for user in modules if isinstance(user, _CALL_NO_CHILD) for m in user.modules()}
