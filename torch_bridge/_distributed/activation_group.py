@@ -36,13 +36,10 @@ class ActivationGroup:
         return _none, ()
 
     def split(self, x: Plane) -> tuple[Plane, Join]:
-        """Return the plane with this rank's part of the codes, and a function that gathers the codes.
+        """Return the plane with this rank's part of the codes, and a collective function that gathers the codes.
 
-        The part is flat uint8, zero-padded to equal length on all ranks. Layers that share x share the part. Gathering
-        is collective.
-
-        Raises:
-          ValueError: ranks have different codes. Only the first split checks, and all ranks raise.
+        The part is flat uint8, zero-padded to equal length on all ranks. Layers that share x share the part. The first
+        split raises ValueError on all ranks if they have different codes.
         """
         codes = x.data
         join = functools.partial(self._join, shape=codes.shape, dtype=codes.dtype)

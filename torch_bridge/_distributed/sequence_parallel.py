@@ -42,13 +42,9 @@ from qshard.torch_bridge._torch_internals import pipelined_all_gather, pipelined
 
 
 class Rows(NamedTuple):
-    """Shards of the rows of a tensor.
+    """Shards of the rows of a tensor: each rank of `group` has a run of `run` rows for each of `lead` indices.
 
-    Attributes:
-      group: the ranks; each has one run for each index of `lead`.
-      lead: the product of the axes before the sharded one.
-      run: rows of a run.
-      overlap: whether to communicate and multiply at the same time.
+    `overlap` tells whether to communicate and multiply at the same time.
     """
 
     group: dist.ProcessGroup

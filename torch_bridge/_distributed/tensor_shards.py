@@ -41,12 +41,7 @@ from qshard.torch_bridge._ops.uint64 import words
 
 
 class ShardSpec(NamedTuple):
-    """The sharding of a tensor over a mesh, and the local shard.
-
-    Attributes:
-      shape: shape of the whole tensor.
-      placements: Shard or Replicate for each axis of the mesh.
-    """
+    """The sharding of a tensor of shape `shape` over a mesh: Shard or Replicate for each axis of the mesh."""
 
     shape: tuple[int, ...]
     mesh: DeviceMesh
@@ -90,12 +85,9 @@ class ShardSpec(NamedTuple):
 
 
 class LinearSharding(NamedTuple):
-    """The sharding of a linear layer.
+    """The sharding of x, of the weight and of the gradient of y.
 
-    Attributes:
-      parts: the sharding of x, of the weight and of the gradient of y.
-      x_rows: how the rows of x are sharded over the ranks that shard the weight; None if they are not.
-      y_rows: the same for y.
+    `x_rows` and `y_rows` tell how rows are sharded over the ranks that shard the weight; None if they are not.
     """
 
     parts: dict[Role, ShardSpec]
@@ -141,13 +133,10 @@ class LinearSharding(NamedTuple):
 def linear_sharding(
     op: str, x: DTensor, weight: DTensor, recipe: Recipe, scatter_dim: int | None = None, overlap: bool = False
 ) -> LinearSharding:
-    """Return how `x @ weight.T`, of x `[..., K]` and the weight `[N, K]`, is sharded over the mesh of both.
-
-    Arguments as in `linear`.
+    """Return how `x @ weight.T` is sharded over the mesh of both. Arguments as in `linear`.
 
     Raises:
-      ValueError: x and the weight are on different meshes, or are sharded in a way that the table above does not have.
-        All ranks raise.
+      ValueError: on all ranks, if the meshes differ or the table above does not have such shardings.
     """
     mesh = weight.device_mesh
     if x.device_mesh != mesh:

@@ -138,13 +138,9 @@ def warn_of_late_quantization(weight: Tensor) -> None:
 
 
 class RowSharding(NamedTuple):
-    """Sharding of a weight by rows over one mesh axis, and the rows of this rank.
+    """Sharding of a weight by rows over the ranks of `group`: the local rows as a flat slice, and the longest shard.
 
-    Attributes:
-      slice: the local rows as a flat slice of the whole weight `[N, K]`.
-      longest: rows of the longest shard.
-      group: the ranks that the rows are sharded over.
-      replicas: one group for each other mesh axis: ranks with the same rows.
+    `replicas` has one group for each other mesh axis: ranks with the same rows.
     """
 
     slice: FlatSlice
@@ -229,14 +225,7 @@ class _Gather(Node):
 
 @torch.no_grad()
 def gather(local: ShardedWeight, sharding: RowSharding, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
-    """All-gather the whole weight as codes. Collective.
-
-    Args:
-      local: this rank's shard.
-      sharding: how the weight is sharded.
-      dtype: dtype of the result.
-      observe: whether delayed scaling records the amax of the shard.
-    """
+    """All-gather the whole weight as codes. Collective. `observe` records the amax of the shard for delayed scaling."""
     state, shard = local.scale_state, memory_of(local)
     fmt, shape = sharding.slice.fmt, sharding.slice.shape
     if state.delayed is not None:

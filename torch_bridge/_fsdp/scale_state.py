@@ -88,15 +88,12 @@ class ShardPlan:
 
     Attributes:
       device: where ranks compute. An offloaded shard is elsewhere.
-      data_shape: shape of the codes of the weight.
       buffer_size: bytes of a buffer to cast into. With 4-bit codes one byte more than the padded codes, because a flat
         slice may start in the middle of a byte; a shard of whole rows leaves it unused.
       packs_columns: True if 4-bit codes are sharded by columns: FSDP2, which concatenates columns, must then be told
         that there are half as many.
-      slice: the shard as a flat slice; an empty slice if it is a box.
       box: the position of a shard of columns of a block format; None if the shard is a slice.
       block: the elements that share a scale; the whole weight for per-tensor formats.
-      facts: what must be equal on all ranks.
 
     Raises:
       NotImplementedError: two ranks would share a byte. All of them raise.
@@ -175,8 +172,6 @@ class ScaleState:
 
     Attributes:
       refusal: why FSDP2 cannot gather it; None if it can.
-      delayed: the delayed scale of the weight under `DelayedScaling`; else None.
-      shape: shape of the weight when the state was created.
       part: under tensor parallelism, the part of a larger weight that this weight is. One scale serves all parts.
       whole: shape of the tensor that FSDP2 shards.
       first: flat index of the local shard in `whole`.
@@ -185,7 +180,6 @@ class ScaleState:
       stored: scales that the unsharded weight refers to; None before the first refresh.
       group: weak reference to the weight's `FSDPParamGroup`; None until it is looked up.
       prefetched: codes that were cast in the hook of another weight.
-      agreed: True once ranks have compared their weights.
     """
 
     def __init__(

@@ -324,12 +324,7 @@ class _Codes(_Values):
 
 
 class _Weight(NamedTuple):
-    """A weight as autograd saves it: a parameter by reference, or gathered codes.
-
-    Attributes:
-      tensors: the parameter, or the parts of its planes.
-      format: of the codes; None for values.
-    """
+    """A weight as autograd saves it: a parameter by reference, or the planes of gathered codes (`format`)."""
 
     tensors: tuple[Tensor | None, ...]
     dtype: torch.dtype

@@ -30,12 +30,10 @@ class Extends(nn.Module):
 
 
 def extend_class(kind: type[T], base: type[nn.Module]) -> type[T]:
-    """Return a subclass of `kind` and `base`, cached for each pair. `base` is `kind._of` or a subclass of it.
+    """Return a subclass of `kind` and `base`, which is `kind._of` or a subclass of it; cached for each pair.
 
-    Returns `kind` itself if `base` is `kind._of`, and `base` itself if it is a subclass of `kind` already.
-
-    Raises:
-      TypeError: `base` has `__slots__`, or Python rejects the class or the change of `__class__`.
+    The result is `kind` if `base` is `kind._of`, and `base` if it is a subclass of `kind` already. TypeError if `base`
+    has `__slots__`, or Python rejects the class or the change of `__class__`.
     """
     if base is kind._of:
         return kind

@@ -136,7 +136,7 @@ def linear(
         sharding = linear_sharding("linear", x, weight, recipe, scatter_dim, overlap)
         is_there = x.placements == sharding.parts[Role.ACTIVATION].placements
         given_x, x, weight = local_of(x), sharding.x(x), sharding.weight(weight)
-        # `cut.x` returns a new object in each call, so layers that share x compare the local tensor.
+        # `sharding.x` returns a new object in each call, so layers that share x compare the local tensor.
         shared = given_x if is_there else x
     elif scatter_dim is not None:
         raise ValueError(

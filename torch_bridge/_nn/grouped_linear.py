@@ -392,11 +392,7 @@ class GroupedLinear(nn.Module):
 
     @classmethod
     def of(cls, layers: Iterable[nn.Module]) -> GroupedLinear:
-        """Build the layer from `layers` themselves: converted `Linear` modules of one recipe and shape, without biases.
-
-        Raises:
-          ValueError: a layer is not a `Linear`, has a bias, or differs in recipe or shape.
-        """
+        """Build the layer from converted `Linear`s of one recipe and shape, without biases; else ValueError."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made.experts = nn.ModuleList(layers)

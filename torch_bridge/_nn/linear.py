@@ -119,17 +119,11 @@ class LinearOperands(NamedTuple):
 
 
 class WeightLayer(Extends):
-    """Base class of layers with one quantized weight.
+    """Base class of layers with one quantized weight. `Linear` documents its attributes.
 
-    It keeps the recipe, the seed and the scaling state consistent in state dicts, copies, pickles and moves. `Linear`
-    documents the other attributes.
-
-    Attributes:
-      weight: a `ShardedWeight`, a DTensor of one, or a `QuantizedTensor`.
-      weight_layout: memory layout of the weight, as for `linear`.
-      is_one_layer: True: the module is a single layer, so a model that contains it takes over the refresh of its
-        scales.
-      scaling_buffers: names of the buffers that `scaling_state` saves.
+    It keeps the recipe, the seed and the scaling state consistent in state dicts, copies, pickles and moves. A module
+    with `is_one_layer` lets a model that contains it take over the refresh of its scales. `scaling_state` saves the
+    buffers named in `scaling_buffers`.
     """
 
     recipe: Recipe

@@ -37,11 +37,9 @@ class BackwardPlan(NamedTuple):
     Attributes:
       dw: the GEMM of the weight gradient; None if it is not needed.
       dx: the GEMM of the gradient of x; None if it is not needed.
-      usage: the planes of the gradient of y.
       x_parts: number of tensors saved for x: the parts of a plane, or 1 for values, which are quantized again.
       w_parts: number of tensors saved for the weight, likewise.
       w_usage: the saved plane of the weight. The saved plane of x is columnwise.
-      stochastic: roles with stochastic rounding in this pass.
     """
 
     dw: Product | None
@@ -99,12 +97,8 @@ def plan_backward(
 ) -> BackwardPlan | None:
     """Plan the backward pass of `x @ w.T`; None if `gradients` cannot compute it.
 
-    Args:
-      recipe: the format of each role.
-      sizes: M, N and K.
-      device: of the operands.
-      dtypes: of the gradient of x and of the weight gradient; None for a gradient that is not needed.
-      saved: `x_parts`, `w_parts` and `w_usage` of the result.
+    `sizes` are M, N and K. `dtypes` are the dtypes of the gradient of x and of the weight gradient; None for a gradient
+    that is not needed. `saved` has `x_parts`, `w_parts` and `w_usage` of the result.
     """
     (m, n, k), (x_dtype, w_dtype), (x_parts, w_parts, _) = sizes, dtypes, saved
     usage = Usage.BOTH if x_dtype and w_dtype else Usage.ROWWISE if x_dtype else Usage.COLUMNWISE

@@ -30,10 +30,8 @@ from qshard.torch_bridge._torch_internals import backward_id, next_node_number, 
 class ModuleCall:
     """A call of a module, running or finished.
 
-    Attributes:
-      codes: planes of the last x of its layers (`saved_input.py`).
-      first_node: lower bound of the sequence numbers of autograd nodes created in the call.
-      backward: number of the enclosing backward pass, as under activation checkpointing, or None.
+    `codes` are planes of the last x of its layers (`saved_input.py`), and `backward` is the number of the enclosing
+    backward pass, as under activation checkpointing. Autograd nodes of the call have numbers from `first_node` on.
     """
 
     __slots__ = ("_inputs", "backward", "codes", "first_node", "is_open", "module", "outer")

@@ -44,10 +44,7 @@ def values_of(weight: Tensor) -> Tensor:
 def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]:
     """Return the planes of a quantized weight.
 
-    With `columnwise`, the columnwise plane must exist or be the transposed rowwise plane.
-
-    Raises:
-      ValueError: a required plane is missing.
+    Raise if the rowwise plane, or a required `columnwise` one, is missing.
     """
     fmt, parts, others = weight.format, weight.parts(Usage.ROWWISE), weight.parts(Usage.COLUMNWISE)
     if parts is None:
@@ -70,10 +67,8 @@ def operand_spec(recipe: Recipe, role: Role, usage: Usage, rows: int = 0) -> Ope
 class LayerQuantizer(NamedTuple):
     """Quantizes the operands of one call of a layer.
 
-    Attributes:
-      seed: of the layer, int32 `[2]`, for stochastic rounding.
-      parts: the sharding of each operand under tensor parallelism; empty otherwise.
-      scales: under delayed scaling, in the order of `ROLES`; empty otherwise.
+    `parts` has the sharding of each operand under tensor parallelism. `scales` are delayed scales in the order of
+    `ROLES`.
     """
 
     recipe: Recipe

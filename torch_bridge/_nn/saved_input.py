@@ -68,14 +68,10 @@ class _Codes:
 
 
 def planes_of(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable[[Usage], Planes]) -> Planes:
-    """Return planes of x, and compute those that are not cached.
+    """Return planes of x, and compute those that are not cached with `make`.
 
-    Args:
-      x: any tensor.
-      usage: the planes that are needed.
-      key: everything besides x that the planes depend on. Equal keys give equal planes.
-      layer: identifies the layer. A layer that requests the same x again gets newly computed planes.
-      make: computes planes of a usage.
+    Equal keys give equal planes: `key` is everything besides x that the planes depend on. A layer that requests the
+    same x again gets newly computed planes.
     """
     call = module_calls.call_that_shares(x) if _is_remembered(x) else None
     if call is None:

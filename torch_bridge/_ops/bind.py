@@ -225,9 +225,7 @@ def plan_call(
 ) -> _Plan:
     """Match a call of an op on single tensors with its row, and return the results to allocate.
 
-    Raises:
-      ValueError: a shape or the value of an attribute does not fit the row.
-      TypeError: a dtype, or the name or type of an attribute, does not fit the row.
+    Raises if it does not fit.
     """
     given = dict(keywords)
     dtype = given.pop("dtype", None)

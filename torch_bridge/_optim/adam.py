@@ -148,9 +148,7 @@ class Adam(Optimizer):
         return to_plain(super().state_dict(), self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state bit for bit: tensors move to the device of their parameter and keep their dtype.
-
-        torch's own `load_state_dict` would cast them to the dtype of the parameter.
+        """Load a state bit for bit: tensors move to the device of their parameter and keep their dtype, unlike in torch.
 
         Raises:
           ValueError: a state is whole and its parameter is sharded.

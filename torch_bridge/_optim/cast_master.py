@@ -103,10 +103,8 @@ class CastPlan:
     def words(self, name: str, numbers: Sequence[int] | Tensor) -> Tensor:
         """Convert 64-bit numbers, one for each weight, to int32 `[planes, 2]` on the device, the low half first.
 
-        Args:
-          name: `starts` or `seeds`, for errors.
-          numbers: ints, or a tensor: int64 `[n]`, or int32 or uint32 `[n, 2]`. With a tensor on the device,
-            `cast_master` can be captured in a CUDA graph.
+        `numbers` are ints, or a tensor: int64 `[n]`, or int32 or uint32 `[n, 2]`. With a tensor on the device,
+        `cast_master` can be captured in a CUDA graph. Errors call them `name`.
         """
         pairs = words("cast_master", name, numbers, self.device, self.weights)
         # Index as int32: CUDA cannot index uint32.
@@ -131,13 +129,10 @@ class CastPlan:
         starts: Tensor,
         scales: Sequence[Scales],
     ) -> None:
-        """Cast slices with known scales, as in delayed scaling. Writes codes and scales in place. No communication.
+        """Cast slices with known scales, as in delayed scaling, and write them to `weights`. No communication.
 
-        Args:
-          weights: the weights to write to.
-          masters: a flat slice for each plane, possibly empty.
-          starts: the first element of each slice, from `words`.
-          scales: the scales of each plane, equal on all ranks.
+        There is a flat slice, possibly empty, and a `Scales` for each plane. Scales are equal on all ranks. `starts`
+        come from `words`.
         """
         targets = self.targets(weights)
         encoding = [torch.cat([scales[i].scale.view(-1) for i in bucket.indices]) for bucket in self.plan.buckets]

@@ -187,8 +187,7 @@ class QuantizedTensor(Tensor):
     def describe(self, *, stale: bool = False) -> tuple[Description, dict[Usage, Plane]]:
         """Return the description for `_core.serialization`, and the planes as bytes.
 
-        Raises:
-          RuntimeError: the memory of a plane is freed.
+        Raises if their memory is freed.
         """
         there = {usage: self.parts(usage, stale=stale) for usage in Usage.BOTH.planes}
         planes = {usage: parts for usage, parts in there.items() if parts is not None}

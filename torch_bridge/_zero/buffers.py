@@ -42,11 +42,8 @@ class FlatBuffer:
     """The weights of one unit in one buffer, the shard of this rank, and their gradients.
 
     The constructor replaces parameters by views of the buffer. If weights are sharded, the memory of the whole buffer
-    is freed between uses. Weights and shards begin at multiples of `alignment` bytes.
-
-    Args:
-      on_write: called when a user writes to a master through a placeholder.
-      make: materializes a weight that is on meta.
+    is freed between uses. Weights and shards begin at multiples of `alignment` bytes. `on_write` is called when a user
+    writes to a master through a placeholder. `make` materializes a weight that is on meta.
 
     Attributes:
       shard: the bytes of this rank. A unit without codes casts them from masters for each gather, and keeps none.
@@ -80,18 +77,18 @@ class FlatBuffer:
         lo = ranks.rank * self.part
         own = self._memory[lo : lo + self.part + 1]
         self.shard = own.clone() if sharded and not self.values_alone else own
-        cuts = [[weight.first_elements(r * self.part) for weight in self.weights] for r in range(ranks.size + 1)]
-        self.lengths = [sum(stops) - sum(starts) for starts, stops in itertools.pairwise(cuts)]
+        bounds = [[weight.first_elements(r * self.part) for weight in self.weights] for r in range(ranks.size + 1)]
+        self.lengths = [sum(stops) - sum(starts) for starts, stops in itertools.pairwise(bounds)]
         self.masters = torch.empty(self.lengths[ranks.rank], device=self.device)
         at = 0
         with torch.no_grad():
-            for weight, start, stop in zip(self.weights, *cuts[ranks.rank : ranks.rank + 2], strict=True):
+            for weight, start, stop in zip(self.weights, *bounds[ranks.rank : ranks.rank + 2], strict=True):
                 master = self.masters[at : (at := at + stop - start)]
                 make(weight)
                 master.copy_(memory_of(weight.parameter).view(-1)[start:stop])
                 self._place(weight, start, master, lo)
-        for weight, *starts in zip(self.weights, *cuts, strict=True):
-            weight.cuts = list(itertools.pairwise(starts))
+        for weight, *starts in zip(self.weights, *bounds, strict=True):
+            weight.slices = list(itertools.pairwise(starts))
         self.gradient = Gradient(
             self.weights,
             self.lengths,

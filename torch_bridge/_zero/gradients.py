@@ -192,8 +192,8 @@ class Gradient:
         most = max(SENT_AT_ONCE // (size * self._dtype.itemsize), 1)  # Elements of one rank.
         for at in range(0, max(self._lengths), most):
             stops = [min(at + most, length) for length in self._lengths]
-            cuts = [(start + min(at, stop), start + stop) for start, stop in zip(self._starts, stops, strict=False)]
-            sent, own = self._packed(unreduced, cuts), max(stops[self._ranks.rank] - at, 0)
+            ranges = [(start + min(at, stop), start + stop) for start, stop in zip(self._starts, stops, strict=False)]
+            sent, own = self._packed(unreduced, ranges), max(stops[self._ranks.rank] - at, 0)
             received = sent
             if size > 1:
                 received = sent.new_empty(size * own)
@@ -202,21 +202,21 @@ class Gradient:
                     received,
                     sent,
                     [own] * size,
-                    [stop - start for start, stop in cuts],
+                    [stop - start for start, stop in ranges],
                     group=self._ranks.group,
                     async_op=asynchronous,
                 )
             there = total[at : at + own]
             call_into("add_ranks", (received.view(size, own), there), (there,), {"fresh": fresh})
 
-    def _packed(self, unreduced: Mapping[int, Tensor], cuts: Sequence[tuple[int, int]]) -> Tensor:
+    def _packed(self, unreduced: Mapping[int, Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
         """Concatenate ranges of the unreduced gradients in the wire dtype; zeros for weights without a gradient.
 
         `cat` copies vectors of 16 bytes where `_foreach_copy_` copies 4 elements, but it would need more memory to
         convert.
         """
         pieces: list[Tensor] = []
-        for start, stop in cuts:
+        for start, stop in ranges:
             index = bisect_right(self._firsts, start) - 1
             while start < stop:
                 first, end = self._firsts[index], min(stop, self._firsts[index + 1])

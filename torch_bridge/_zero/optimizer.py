@@ -308,11 +308,7 @@ class ZeroOptimizer(Adam):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard all gradients.
-
-        Args:
-          set_to_none: ignored; `.grad` becomes None.
-        """
+        """Discard all gradients. `set_to_none` is ignored; `.grad` becomes None."""
         if self._schedule.in_backward and not autograd_runs():
             self._schedule.abandon()  # A backward pass has raised.
         for flat in self._flats:

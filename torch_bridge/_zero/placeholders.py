@@ -148,10 +148,8 @@ class WeightPlaceholder(Placeholder):
 def own_part(value: Any, shape: Sequence[int], start: int, length: int, name: str) -> Tensor:
     """Return `length` elements of a state from flat index `start`: the slice of this rank.
 
-    `value` is a whole tensor, a DTensor, or a state that is already sliced in the same way.
-
-    Raises:
-      ValueError: `value` has another shape, or other slices.
+    `value` is a whole tensor, a DTensor, or a state that is sliced in the same way; ValueError if shapes or slices
+    differ.
     """
     flat_start = getattr(value, "start", None)
     if flat_start is not None:

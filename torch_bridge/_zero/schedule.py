@@ -82,15 +82,11 @@ class Order(Generic[T]):
 
 
 class Schedule:
-    """Gathers and reductions of the units of one model.
-
-    Attributes:
-      in_backward: True between the first gather of a backward pass and its end.
-    """
+    """Gathers and reductions of the units of one model."""
 
     def __init__(self, device: torch.device):
         self.flats: list[FlatBuffer] = []
-        self.in_backward = False
+        self.in_backward = False  # True between the first gather of a backward pass and its end.
         computing: set[torch.cuda.Stream] = set()
         self.reductions, self._gathers = Channel(device, computing), Channel(device, computing)
         self._device = device

@@ -31,19 +31,15 @@ aten = torch.ops.aten
 
 
 class SlicedState(DTensor):
-    """A tensor that is sharded into flat slices, in the form of a DTensor.
+    """A tensor that is sharded into flat slices, in the form of a DTensor. This rank's slice begins at element `start`.
 
     A real DTensor is sharded along its axes. This one can be saved, loaded, gathered and copied to the CPU; other ops
-    raise.
-
-    Attributes:
-      start: the index of its first element in the whole tensor.
-      on_write: called before a load writes to the slice.
+    raise. A load calls `on_write` before it writes to the slice.
     """
 
     local: Tensor
     start: int
-    cuts: Sequence[tuple[int, int]]
+    slices: Sequence[tuple[int, int]]
     label: str
     on_write: Callable[[], None]
 
@@ -52,7 +48,7 @@ class SlicedState(DTensor):
         cls,
         local: Tensor,
         shape: Sequence[int],
-        cuts: Sequence[tuple[int, int]],
+        slices: Sequence[tuple[int, int]],
         mesh: DeviceMesh,
         name: str,
         on_write: Callable[[], None],
@@ -61,15 +57,15 @@ class SlicedState(DTensor):
         meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
         spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=meta)
         self: Any = super().__new__(cls, local, spec, requires_grad=False)
-        self.local, self.cuts, self.label, self.on_write = local, cuts, name, on_write
-        self.start = cuts[mesh.get_local_rank()][0]
+        self.local, self.slices, self.label, self.on_write = local, slices, name, on_write
+        self.start = slices[mesh.get_local_rank()][0]
         return self
 
     def __init__(self, *_: Any) -> None:
         pass
 
     def _like(self, local: Tensor) -> SlicedState:
-        return SlicedState(local, self.shape, self.cuts, self.device_mesh, self.label, lambda: None)
+        return SlicedState(local, self.shape, self.slices, self.device_mesh, self.label, lambda: None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         stop = self.start + self.local.numel()
@@ -84,7 +80,7 @@ class SlicedState(DTensor):
         self = args[0] if args else None
         if isinstance(self, SlicedState):
             if func in (aten.detach.default, aten.alias.default):
-                return SlicedState(self.local, self.shape, self.cuts, self.device_mesh, self.label, self.on_write)
+                return SlicedState(self.local, self.shape, self.slices, self.device_mesh, self.label, self.on_write)
             if func is aten.clone.default:
                 return self._like(self.local.clone())
             if func is aten._to_copy.default and (kwargs or {}).get("dtype", self.dtype) == self.dtype:
@@ -100,7 +96,7 @@ class SlicedState(DTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """Return the whole tensor on every rank. Collective. `grad_placements` is ignored."""
         group = self.device_mesh.get_group()
-        lengths = [stop - start for start, stop in self.cuts]
+        lengths = [stop - start for start, stop in self.slices]
         device = torch.device(self.device_mesh.device_type)
         own = self.local if self.local.device.type == device.type else self.local.to(device)
         if own.itemsize == 1:  # FP8: not every backend gathers it.
@@ -168,20 +164,20 @@ class StateDicts:
     def entry(self, weight: ZeroParameter, name: str, local: Tensor, *, master: bool = False) -> Tensor:
         """Return a slice of the master, or of a state, as the state dict entry of the whole tensor."""
         local = local.detach().view(-1)
-        shape, cuts = _layout(weight, name)
+        shape, slices = _layout(weight, name)
         if self._ranks.size == 1:
             return local.view(shape)
         if self._mesh is None:
             assert isinstance(self._ranks.group, dist.ProcessGroup)
             self._mesh = DeviceMesh.from_group(self._ranks.group, self._device.type)
         on_write = self._on_write if master else _nothing
-        made: Tensor = SlicedState(local, shape, cuts, self._mesh, f"{weight.name} ({name})", on_write)
+        made: Tensor = SlicedState(local, shape, slices, self._mesh, f"{weight.name} ({name})", on_write)
         return made
 
     def local_slice(self, weight: ZeroParameter, name: str, value: Tensor) -> Tensor:
         """Return this rank's slice of a state dict entry, in the optimizer's shape: `[1, n]`, or `[n]`."""
-        shape, cuts = _layout(weight, name)
-        start, stop = cuts[self._ranks.rank]
+        shape, slices = _layout(weight, name)
+        start, stop = slices[self._ranks.rank]
         part = own_part(value, shape, start, stop - start, f"{weight.name} ({name})")
         return part.view(1, -1) if weight.master.ndim > 1 else part
 
@@ -240,9 +236,9 @@ class StateDicts:
 def _layout(weight: ZeroParameter, name: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
     """Return the shape of a state and the slices of all ranks. No boundary splits a block of scaled states."""
     if not name.endswith("_scale_inv"):
-        return weight.shape, weight.cuts
+        return weight.shape, weight.slices
     shape = (1, -(-weight.size // BLOCK))
-    return shape, [(-(-start // BLOCK), -(-stop // BLOCK)) for start, stop in weight.cuts]
+    return shape, [(-(-start // BLOCK), -(-stop // BLOCK)) for start, stop in weight.slices]
 
 
 def _nothing() -> None:

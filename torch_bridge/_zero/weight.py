@@ -53,13 +53,10 @@ class ZeroParameter:
 
     Attributes:
       parameter: the original parameter, then the parameter that layers use.
-      owners: the modules that have it, with its name in each.
-      fmt: the format that it is gathered in; None: values of its dtype.
       first: its first byte in the buffer.
-      start: the first element of the slice of this rank.
       master: float32 values of the slice, a view of the flat master: `[1, n]`, a row for scaled states, or `[n]` for
         weights with fewer than two axes.
-      cuts: start and stop of the slices of all ranks.
+      slices: start and stop of the slices of all ranks.
       visible: the tensor that users see between uses: `placeholder` if weights are sharded, else the parameter.
       quantized: codes of the slice and scales of the whole weight; None if it is gathered as values.
       values: the slice in the dtype of the model; None if it is gathered as codes.
@@ -75,7 +72,7 @@ class ZeroParameter:
     first: int = 0
     start: int = 0
     master: nn.Parameter = field(init=False)
-    cuts: list[tuple[int, int]] = field(init=False)
+    slices: list[tuple[int, int]] = field(init=False)
     placeholder: nn.Parameter = field(init=False)
     visible: nn.Parameter = field(init=False)
     grad_placeholder: GradientPlaceholder = field(init=False)
