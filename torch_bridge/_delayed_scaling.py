@@ -113,10 +113,10 @@ class DelayedScale(Float32Buffers):
 
     def scales_under(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scale and its inverse; if no scale exists yet, compute them from the amax of the whole tensor."""
-        made: tuple[Tensor, Tensor] = ops.delayed_scale(
+        pair: tuple[Tensor, Tensor] = ops.delayed_scale(
             amax, self.scale, element=self.options["element"], margin=self.margin
         )
-        return made
+        return pair
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the fields that belong to this process."""
@@ -236,10 +236,10 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
         for name, parts in (("amax_history", histories), ("scale", scales), ("scale_inv", inverses)):
             old += [each[name] for each in alike]
             new += parts.unbind()
-    made = [state for state in states if _has_known_scale(state)]
+    with_scale = [state for state in states if _has_known_scale(state)]
     torch._foreach_copy_(old, new)
     torch._foreach_zero_([each["amax"] for each in buffers])
-    for state in made:
+    for state in with_scale:
         vars(state)["_made"] = _version_of(state._buffers["scale"])  # Setting attributes on modules is slow, too.
     _start_readback([state for state in states if state._asked and state._made is None])
     for state in states:

@@ -39,8 +39,8 @@ class Ranks:
 
     def maximum(self, bits: NDArray[np.int32]) -> NDArray[np.int32]:
         merged = max_over_ranks(torch.from_numpy(bits.copy()).view(torch.float32).to(self.device), self.groups)
-        made: NDArray[np.int32] = merged.cpu().view(torch.int32).numpy()
-        return made
+        result: NDArray[np.int32] = merged.cpu().view(torch.int32).numpy()
+        return result
 
     def gathered(self, own: T) -> list[T]:
         parts = [own]
@@ -113,5 +113,5 @@ class OfModule:
 
     @torch.no_grad()
     def run(self, batch: Any) -> Outputs:
-        made = call_with_batch(self._model, batch)
-        return [np.asarray(as_float(leaf, "sensitivity").array, np.float64) for _, leaf in leaves(made)]
+        outputs = call_with_batch(self._model, batch)
+        return [np.asarray(as_float(leaf, "sensitivity").array, np.float64) for _, leaf in leaves(outputs)]

@@ -196,9 +196,9 @@ class Watch:
         reduce_max = functools.partial(max_over_ranks, group=getattr(whole.others, "groups", ()))
         spec = operand_spec(layer.recipe, Role.WEIGHT, Usage.ROWWISE)
         scale = scales[ROLES.index(Role.WEIGHT)] if scales else None
-        made, _ = quantize_operand(ops, matrix, spec, scale=scale, reduce_max=reduce_max)
+        planes, _ = quantize_operand(ops, matrix, spec, scale=scale, reduce_max=reduce_max)
         if whole.pieces:  # Only the first replica counts.
-            self.add(name, Role.WEIGHT, _measure(matrix, made[Usage.ROWWISE], fmt))
+            self.add(name, Role.WEIGHT, _measure(matrix, planes[Usage.ROWWISE], fmt))
 
     def stats(self) -> StepStats:
         """Return the rows, merged over all ranks. Within the context, it covers the calls so far.
@@ -331,8 +331,8 @@ def _measure_operand(
     local = local_of(x).detach()
     parts = {role: ShardSpec(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
     matrix = matrix_of(local, dtype)
-    made, _ = LayerQuantizer(layer.recipe, seed, parts, _scales_of(layer)).quantize(matrix, role, Usage.ROWWISE)
-    operand = made[Usage.ROWWISE]
+    planes, _ = LayerQuantizer(layer.recipe, seed, parts, _scales_of(layer)).quantize(matrix, role, Usage.ROWWISE)
+    operand = planes[Usage.ROWWISE]
     return _measure(matrix, operand.parts, operand.format)
 
 
@@ -363,8 +363,8 @@ def _measure(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
 
 
 def _values(parts: Plane, fmt: Format) -> Tensor:
-    made: Tensor = quantize_steps.dequantize(ops, parts, fmt, Usage.ROWWISE, torch.float32)
-    return made
+    values: Tensor = quantize_steps.dequantize(ops, parts, fmt, Usage.ROWWISE, torch.float32)
+    return values
 
 
 def _count(mask: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def quantized_state_dict(
     """
     check_model("quantized_state_dict", model)
     is_returned = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
-    made: dict[str, Any] = {}
+    state_dict: dict[str, Any] = {}
     seen: dict[int, Any] = {}  # Shared weights are gathered once.
     for name, value in _entries(model):
         if id(value) not in seen:
@@ -65,8 +65,8 @@ def quantized_state_dict(
                 continue
             seen[id(value)] = whole.cpu() if cpu_offload else whole
         if is_returned:
-            made[name] = seen[id(value)]
-    return made
+            state_dict[name] = seen[id(value)]
+    return state_dict
 
 
 def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -100,15 +100,18 @@ class Rows(NamedTuple):
             for other in _ranks_from(rank, ranks):
                 multiply(other, by_rank, other * self.lead)
             return y
-        given, made = self._sharded_tensors(own), self._sharded_tensors(by_rank)
+        sent, received = self._sharded_tensors(own), self._sharded_tensors(by_rank)
         if not self.overlap:
-            for part, there in zip(given, made, strict=True):
+            for part, there in zip(sent, received, strict=True):
                 all_gather(there, part, group=self.group)
             for other in _ranks_from(rank, ranks):
                 multiply(other, by_rank, other * self.lead)
         else:
             _gather_each(
-                given, made, self.group, lambda r: multiply(r, *((own, 0) if r == rank else (by_rank, r * self.lead)))
+                sent,
+                received,
+                self.group,
+                lambda r: multiply(r, *((own, 0) if r == rank else (by_rank, r * self.lead))),
             )
         _remember(own, whole)
         return y
@@ -119,8 +122,8 @@ class Rows(NamedTuple):
         if is_compiling():
             order = [i * ranks + rank for rank in range(ranks) for i in range(self.lead)]
             sent = torch.cat([matmul(self._run(x, at), w, dtype, fast=fast) for at in order])
-            made: Tensor = funcol.wait_tensor(funcol.all_to_all_single(sent, None, None, self.group))
-            return made.view(ranks, size, -1).sum(0)
+            exchanged: Tensor = funcol.wait_tensor(funcol.all_to_all_single(sent, None, None, self.group))
+            return exchanged.view(ranks, size, -1).sum(0)
 
         def multiply(rank: int, into: Tensor) -> None:
             for i in range(self.lead):
@@ -147,8 +150,8 @@ class Rows(NamedTuple):
     def _start_gather(self, part: Tensor) -> Callable[[], Tensor]:
         """Start to gather a tensor from all ranks. The returned function waits and returns `[ranks, *part]`."""
         if is_compiling():
-            made = funcol.all_gather_tensor(part, 0, self.group)
-            return lambda: funcol.wait_tensor(made).view(self.ranks, *part.shape)
+            whole = funcol.all_gather_tensor(part, 0, self.group)
+            return lambda: funcol.wait_tensor(whole).view(self.ranks, *part.shape)
         received = part.new_empty((self.ranks, *part.shape))
         work = all_gather(received.flatten(0, 1), part, group=self.group, async_op=True)
 
@@ -216,23 +219,23 @@ def _remember(own: Operand, whole: Plane) -> None:
 
 
 def _gather_each(
-    given: list[Tensor], made: list[Tensor], group: dist.ProcessGroup, consume: Callable[[int], None]
+    sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup, consume: Callable[[int], None]
 ) -> None:
-    """Gather `given` into `made`, and call `consume(rank)` as soon as the rows of a rank have arrived.
+    """Gather `sent` into `received`, and call `consume(rank)` as soon as the rows of a rank have arrived.
 
-    This rank comes first; `consume` reads its rows from `given`, because `made` gets them last.
+    This rank comes first; `consume` reads its rows from `sent`, because `received` gets them last.
     """
     rank, ranks = group.rank(), group.size()
-    if copies_memory(group, given[0].device):
-        bytes_given, bytes_made = ([part.view(torch.uint8) for part in parts] for parts in (given, made))
-        pipelined_all_gather(bytes_given, lambda _, other: consume(other), bytes_made, group.group_name)
+    if copies_memory(group, sent[0].device):
+        bytes_sent, bytes_received = ([part.view(torch.uint8) for part in parts] for parts in (sent, received))
+        pipelined_all_gather(bytes_sent, lambda _, other: consume(other), bytes_received, group.group_name)
         return
     works = []
     for step in range(1, ranks):
         to, source = (rank - step) % ranks, (rank + step) % ranks
         messages = [
             message
-            for tag, (part, there) in enumerate(zip(given, made, strict=True))
+            for tag, (part, there) in enumerate(zip(sent, received, strict=True))
             for message in (
                 _message(dist.isend, part, to, group, tag),
                 _message(dist.irecv, there.chunk(ranks)[source], source, group, tag),
@@ -240,7 +243,7 @@ def _gather_each(
         ]
         works.append(dist.batch_isend_irecv(messages))
     consume(rank)
-    for part, there in zip(given, made, strict=True):
+    for part, there in zip(sent, received, strict=True):
         there.chunk(ranks)[rank].copy_(part)
     for step, those in enumerate(works, 1):
         for work in those:

@@ -114,8 +114,8 @@ class LinearSharding(NamedTuple):
         if self.y_rows is None:
             over = [Partial() if isinstance(w, Shard) and w.dim == 1 else p for w, p in self._pairs_with(part)]
         stride = torch.empty(part.shape, device="meta").stride()
-        made = DTensor.from_local(y, part.mesh, over, run_check=False, shape=torch.Size(part.shape), stride=stride)
-        return made if self.scatter_dim is None else made.redistribute(placements=[Shard(self.scatter_dim)])
+        result = DTensor.from_local(y, part.mesh, over, run_check=False, shape=torch.Size(part.shape), stride=stride)
+        return result if self.scatter_dim is None else result.redistribute(placements=[Shard(self.scatter_dim)])
 
     def y_shape(self, x: Tensor, rows: int) -> tuple[int, ...]:
         whole = self.parts[Role.GRADIENT].shape

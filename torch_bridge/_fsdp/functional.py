@@ -101,8 +101,8 @@ def gathered_weight(
     dtype = weight.dtype if param_dtype is None else param_dtype
     # The backward pass returns a gradient that is sharded like the weight.
     shard = weight.to_local(grad_placements=weight.placements)
-    made: QuantizedTensor = apply_node(_Gather, shard, local, sharding, dtype, reduce_dtype or dtype, reduce_op)
-    return made
+    whole: QuantizedTensor = apply_node(_Gather, shard, local, sharding, dtype, reduce_dtype or dtype, reduce_op)
+    return whole
 
 
 def is_converted(weight: Any) -> bool:
@@ -214,13 +214,13 @@ class _Gather(Node):
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         sharding = ctx.sharding
         missing = sharding.longest * sharding.group.size - sharding.slice.shape[0]
-        made = torch.nn.functional.pad(grad.to(ctx.reduce_dtype), (0, 0, 0, missing)).contiguous()
-        made = sharding.group.reduce_scatter(made)[: ctx.shard_shape[0]]
+        shard_grad = torch.nn.functional.pad(grad.to(ctx.reduce_dtype), (0, 0, 0, missing)).contiguous()
+        shard_grad = sharding.group.reduce_scatter(shard_grad)[: ctx.shard_shape[0]]
         for group in sharding.replicas:
-            made = group.all_reduce(made.contiguous(), "sum")
+            shard_grad = group.all_reduce(shard_grad.contiguous(), "sum")
         if ctx.reduce_op == "avg":
-            made = made / math.prod(group.size for group in (sharding.group, *sharding.replicas))
-        return made.to(ctx.dtype), None, None, None, None, None
+            shard_grad = shard_grad / math.prod(group.size for group in (sharding.group, *sharding.replicas))
+        return shard_grad.to(ctx.dtype), None, None, None, None, None
 
 
 @torch.no_grad()

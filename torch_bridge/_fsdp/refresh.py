@@ -184,8 +184,8 @@ def _refresh(weights: Sequence[WeightShard], pass_id: object) -> None:
         check_ranks_agree(weights)
     for delayed in (False, True):
         if chosen := [weight for weight in weights if (weight.state.delayed is not None) is delayed]:
-            made = delayed_scales(chosen) if delayed else current_scales(chosen)
-            Refresh([weight.state for weight in chosen], made, pass_id)
+            scales = delayed_scales(chosen) if delayed else current_scales(chosen)
+            Refresh([weight.state for weight in chosen], scales, pass_id)
 
 
 def delayed_scales(weights: Sequence[WeightShard]) -> list[Scales]:
@@ -193,16 +193,16 @@ def delayed_scales(weights: Sequence[WeightShard]) -> list[Scales]:
 
     Weights without a scale get one from their amaxes, with one max-reduction for all of them.
     """
-    given = [state.delayed for state, _, _ in weights if state.delayed is not None]
-    copies = torch.stack([buffer for delayed in given for buffer in (delayed.scale, delayed.scale_inv)]).unbind()
-    made = [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
-    if new := [i for i, delayed in enumerate(given) if not delayed.knows_scale()]:
-        amaxes = torch.stack([ops.amax_tensor(weights[i].shard, lead=0).to(made[i].scale.device) for i in new])
+    states = [state.delayed for state, _, _ in weights if state.delayed is not None]
+    copies = torch.stack([buffer for delayed in states for buffer in (delayed.scale, delayed.scale_inv)]).unbind()
+    scales = [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
+    if new := [i for i, delayed in enumerate(states) if not delayed.knows_scale()]:
+        amaxes = torch.stack([ops.amax_tensor(weights[i].shard, lead=0).to(scales[i].scale.device) for i in new])
         of_wholes = max_over_ranks(amaxes, weights[0].plan.group).unbind()
         merge_shards([weights[i].state.part for i in new], of_wholes)
         for i, amax in zip(new, of_wholes, strict=True):
-            made[i] = Scales(*given[i].scales_under(amax))
-    return made
+            scales[i] = Scales(*states[i].scales_under(amax))
+    return scales
 
 
 def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
@@ -219,18 +219,18 @@ def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
     flat = flat_plan(tuple(plan.slice for plan in plans), device)
     amaxes = max_over_ranks(amaxes, group)
     merge_plan([state.part for state, _, _ in weights], flat.plan, amaxes)
-    made: dict[int, Scales] = {}
+    found: dict[int, Scales] = {}
     for bucket, of_bucket in zip(flat.plan.buckets, flat.scales(amaxes), strict=True):
-        made.update(zip(bucket.indices, _split_scales(bucket, of_bucket), strict=True))
-    return [made[i] for i in range(len(weights))]
+        found.update(zip(bucket.indices, _split_scales(bucket, of_bucket), strict=True))
+    return [found[i] for i in range(len(weights))]
 
 
-def _split_scales(bucket: Bucket, made: Scales) -> Iterator[Scales]:
+def _split_scales(bucket: Bucket, scales: Scales) -> Iterator[Scales]:
     """Split the scales of a bucket by weight: `Bucket.split_scales`, with fewer torch calls."""
     grids = [where.scale_shape for where in bucket.planes]
-    parts = [_split(made.scale, grids), _split(made.scale_inv, grids)]
-    if made.global_scale_inv is not None:
-        parts.append(_split(made.global_scale_inv, [where.global_scale_shape or () for where in bucket.planes]))
+    parts = [_split(scales.scale, grids), _split(scales.scale_inv, grids)]
+    if scales.global_scale_inv is not None:
+        parts.append(_split(scales.global_scale_inv, [where.global_scale_shape or () for where in bucket.planes]))
     return (Scales(*each) for each in zip(*parts, strict=True))
 
 
@@ -369,9 +369,9 @@ def _cast_into(weight: WeightShard, buffer: Tensor) -> None:
         cast_shards([weight], [buffer])
         return
     amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
-    made = into(plan.padded_view(buffer)[: shard.shape[0]], amax, scale_inv)
+    outputs = into(plan.padded_view(buffer)[: shard.shape[0]], amax, scale_inv)
     scale = weight.staged.scale.to(shard.device)
-    quantize_operand(made, shard, state.operand, scale=scale)
+    quantize_operand(outputs, shard, state.operand, scale=scale)
     state.delayed.observe(amax)
 
 

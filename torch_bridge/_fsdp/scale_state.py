@@ -154,10 +154,10 @@ class ShardPlan:
             return
         codes, of_blocks = self.padded_view(buffer), scale[self.box.blocks(self.block)].contiguous()
         outer = self.box.aligned(self.block)
-        made = cast_box(into(codes) if outer == self.box else ops, xp, shard, self.box, self.fmt, self.block, of_blocks)
+        cast = cast_box(into(codes) if outer == self.box else ops, xp, shard, self.box, self.fmt, self.block, of_blocks)
         if outer != self.box:
             first = self.box.within(outer)[1].start // self.fmt.element.codes_per_byte
-            codes.copy_(made[:, first : first + codes.shape[1]])
+            codes.copy_(cast[:, first : first + codes.shape[1]])
 
     def codes(self, gathered: Tensor) -> Tensor:
         """Return the codes of the weight: a view of the gathered memory without the padding at its end."""
@@ -304,15 +304,15 @@ class PrefetchedCodes(NamedTuple):
 class Refresh:
     """Scales that were computed together, in the pass `pass_id`, which is None outside of a pass."""
 
-    def __init__(self, states: Sequence[ScaleState], made: Sequence[Scales], pass_id: object):
+    def __init__(self, states: Sequence[ScaleState], scales: Sequence[Scales], pass_id: object):
         self.pass_id = pass_id
         self._states = [weakref.ref(state) for state in states]  # States refer to their last refresh.
-        for state, scales in zip(states, made, strict=True):
-            state.staged, state.refresh = scales, self
+        for state, new in zip(states, scales, strict=True):
+            state.staged, state.refresh = new, self
             if state.stored is None:
                 with torch.inference_mode(False):  # A later refresh, in training, writes to it.
-                    of_planes = (None if part is None else torch.empty_like(part) for part in scales[1:])
-                    state.stored = Scales(scales.scale, *of_planes)
+                    of_planes = (None if part is None else torch.empty_like(part) for part in new[1:])
+                    state.stored = Scales(new.scale, *of_planes)
 
     def commit(self, arrived: ScaleState) -> None:
         """Copy staged scales to stored ones, on the compute stream, before a layer reads the gathered codes.

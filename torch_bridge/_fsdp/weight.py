@@ -191,10 +191,10 @@ class ShardedWeight(Tensor):
         out = func(*plain_args, **plain_kwargs)
         if func in _STAYS_SHARDED or _is_view(func):
             with torch.inference_mode(False):  # In inference mode the wrapper could not be a view.
-                made = _wrap(out, states[0])
+                wrapped = _wrap(out, states[0])
             if func is aten.split.Tensor and len(args[0].shape) == 2:
-                _note_split(*args, made)
-            return made
+                _note_split(*args, wrapped)
+            return wrapped
         if func is aten.copy_.default and len(states) == 2:
             states[0].note_start(getattr(args[1], "first", 0))
         if isinstance(out, Tensor) and _is_mutable(func):  # In-place ops return their argument.

@@ -205,11 +205,11 @@ class QuantizedHead(Linear, LinearCrossEntropy):
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is None:
             return super().forward(input)
-        taken = self.call_operands(input)
-        x = taken.input if taken.dtype is None else taken.input.to(taken.dtype)
-        given = {**self.loss, "recipe": self.recipe, "seed": taken.seed}
+        operands = self.call_operands(input)
+        x = operands.input if operands.dtype is None else operands.input.to(operands.dtype)
+        given = {**self.loss, "recipe": self.recipe, "seed": operands.seed}
         with contextlib.nullcontext() if self.observer is None else _observing(self.observer):
-            return linear_cross_entropy(x, taken.weight, labels, **given)
+            return linear_cross_entropy(x, operands.weight, labels, **given)
 
 
 @contextlib.contextmanager
@@ -279,13 +279,13 @@ class _Values:
         else:
             self._plus(torch.mm(d.t(), x), dw)
 
-    def _plus(self, made: Tensor, dw: Tensor) -> None:
-        dw.add_(made) if self._begun else dw.copy_(made)
+    def _plus(self, part: Tensor, dw: Tensor) -> None:
+        dw.add_(part) if self._begun else dw.copy_(part)
 
     def reduce(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:
-        for made in (self.dx, self.dw):
-            if made is not None and not self._begun:
-                made.zero_()
+        for grad in (self.dx, self.dw):
+            if grad is not None and not self._begun:
+                grad.zero_()
         if group is not None and self.dx is not None:
             dist.all_reduce(self.dx, group=group)
         return self.dx, self.dw
@@ -307,7 +307,7 @@ class _Codes(_Values):
         return matmul(self._xs.pop(Usage.ROWWISE), self._planes[Usage.ROWWISE], self.x.dtype, fast=True)
 
     def add(self, chunk: slice, d: Tensor) -> None:
-        usages = [one for one, made in ((Usage.ROWWISE, self.dx), (Usage.COLUMNWISE, self.dw)) if made is not None]
+        usages = [one for one, grad in ((Usage.ROWWISE, self.dx), (Usage.COLUMNWISE, self.dw)) if grad is not None]
         self._ds = self._quantize(d, Usage.BOTH if len(usages) > 1 else usages[0], Role.GRADIENT)
         super().add(chunk, d)
 

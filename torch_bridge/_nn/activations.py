@@ -255,8 +255,8 @@ class RMSNorm(Extends, nn.RMSNorm):
 
 
 def recompute_swiglu(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    h, made = ops.swiglu(gate, up, lead=0)
-    return h, made
+    h, recomputed_amax = ops.swiglu(gate, up, lead=0)
+    return h, recomputed_amax
 
 
 class _SwiGlu(Node):

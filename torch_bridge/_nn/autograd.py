@@ -102,12 +102,12 @@ class Gradients(Node):
         saved.clear()  # Each operand is freed once it is multiplied.
         if how.join is not None:
             of_x[0] = how.join(of_x[0])
-        dy, made = matrix_of(grad, grad.dtype), None
+        dy, results = matrix_of(grad, grad.dtype), None
         if not how.parts and not how.is_kn and not is_compiling():
-            made = _gradients_in_one_call(ctx, dy, of_x, of_w, seed)
-        if made is None:
-            made = _gradients_op_by_op(ctx, dy, cached_amax(grad), of_x, of_w, seed)
-        grad_x, grad_w, amax = made
+            results = _gradients_in_one_call(ctx, dy, of_x, of_w, seed)
+        if results is None:
+            results = _gradients_op_by_op(ctx, dy, cached_amax(grad), of_x, of_w, seed)
+        grad_x, grad_w, amax = results
         if amax is not None:
             merge_amax(ctx.given[-1], amax)
         if grad_x is not None:
@@ -206,8 +206,8 @@ def multiply(
     x: Operand, w: Operand, dtype: torch.dtype, shape: Sequence[int], x_rows: Rows | None, y_rows: Rows | None
 ) -> Tensor:
     """Compute y in its final shape. It is not a view, because FSDP2 cannot attach its hooks to one."""
-    made: Tensor = aten._unsafe_view.default(_product_of(x, w, dtype, x_rows, y_rows, fast=True), shape)
-    return made
+    y: Tensor = aten._unsafe_view.default(_product_of(x, w, dtype, x_rows, y_rows, fast=True), shape)
+    return y
 
 
 def _product_of(

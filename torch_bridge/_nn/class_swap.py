@@ -39,8 +39,8 @@ def extend_class(kind: type[T], base: type[nn.Module]) -> type[T]:
         return kind
     if issubclass(base, kind):
         return base
-    made: type[T] = _subclass_of_both(cast(Any, kind), cast(Any, base))
-    return made
+    subclass: type[T] = _subclass_of_both(cast(Any, kind), cast(Any, base))
+    return subclass
 
 
 @functools.cache
@@ -48,11 +48,11 @@ def _subclass_of_both(kind: Any, base: Any) -> Any:
     if copyreg._slotnames(base):  # type: ignore[attr-defined]
         raise TypeError(f"{base.__name__} has __slots__")
     name = f"Quantized{base.__name__}"
-    made = type(name, (kind, base), {"_extends": base, "__module__": base.__module__, "__doc__": base.__doc__})
-    object.__new__(base).__class__ = made
-    return made
+    subclass = type(name, (kind, base), {"_extends": base, "__module__": base.__module__, "__doc__": base.__doc__})
+    object.__new__(base).__class__ = subclass
+    return subclass
 
 
 def _new(kind: type[Extends], base: type[nn.Module], *given: Any) -> Extends:
-    made = extend_class(kind, base)
-    return made.__new__(made, *given)
+    subclass = extend_class(kind, base)
+    return subclass.__new__(subclass, *given)

@@ -183,9 +183,9 @@ def quantize_tiles(
     if fmt.tensor_scaled and not fmt.rotates(computed):
         amax = ops.amax_tensor(tiled, lead=1)
     given: dict[str, Any] = {"scale": None if scale is None else tiles.to_tiles(scale), "draws": draws, "amax": amax}
-    made, _ = quantize_operand(over, tiled, spec._replace(usage=computed), **given, reduce_max=merged)
+    planes, _ = quantize_operand(over, tiled, spec._replace(usage=computed), **given, reduce_max=merged)
     sides = {}
-    for each, parts in made.items():
+    for each, parts in planes.items():
         of_tiles = parts.scale_inv if fmt.per_tensor else parts.global_scale_inv
         scales = None if of_tiles is None else of_tiles.index_select(0, tiles.starts // tiles.unit)
         matrices = Plane(*(_as_matrix(part, fmt, each, is_batched) for part in parts))

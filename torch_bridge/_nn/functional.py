@@ -267,11 +267,11 @@ def _product(
     how = SavedLayout(
         recipe, dtype, x_again, w_again, w_format, saved_usage, *sizes, parts, x_rows, y_rows, join, is_kn
     )
-    made: Tensor = apply_node(Gradients, x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
+    result: Tensor = apply_node(Gradients, x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w = ws[forward]
-        made = Product.apply(made, dtype, x_row.format, w.format, is_kn, (x_rows, y_rows), *x_row.parts, *w.parts)
-    return made
+        result = Product.apply(result, dtype, x_row.format, w.format, is_kn, (x_rows, y_rows), *x_row.parts, *w.parts)
+    return result
 
 
 def _id_of(weight: Tensor) -> Hashable:

@@ -255,8 +255,8 @@ class _GroupedProduct(Node):
             plane = source(how.recipe.weight, columns)
             (w,) = _weights(saved_w[0], how, plane, seeds, saved_w)[0].values()
             row = sides.pop(Usage.ROWWISE)
-            made = row_product(row, w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
-            grad_x = tiles.gather(made).to(ctx.x_dtype)
+            dx = row_product(row, w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
+            grad_x = tiles.gather(dx).to(ctx.x_dtype)
         return grad_x, None, None, None, *of_weights
 
 
@@ -318,15 +318,15 @@ def _weights(
     if how.delayed is None and fmt.gather_refusal is None:
         side, scales = _cast_at_once(values, fmt, None if saved is None else saved[1])
         return {Usage.ROWWISE: side}, scales
-    made = []
+    operands = []
     for i, value in enumerate(values):
         given = [] if how.delayed is None else [how.delayed[i][role].scale for role in ROLES]
         quantizer = LayerQuantizer(recipe, None if seeds is None else seeds[i], scales=given)
         planes, amax = quantizer.quantize(value, Role.WEIGHT, usage)
-        made.append(planes)
+        operands.append(planes)
         if how.delayed is not None and saved is None:
             how.delayed[i][Role.WEIGHT].observe(amax)
-    return together(made, usage.planes), None
+    return together(operands, usage.planes), None
 
 
 def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) -> tuple[GroupedOperand, Scales]:
@@ -393,17 +393,17 @@ class GroupedLinear(nn.Module):
     @classmethod
     def of(cls, layers: Iterable[nn.Module]) -> GroupedLinear:
         """Build the layer from converted `Linear`s of one recipe and shape, without biases; else ValueError."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made.experts = nn.ModuleList(layers)
-        alike = {(layer.recipe, tuple(layer.weight.shape)) for layer in made.experts if isinstance(layer, Linear)}
-        plain = all(isinstance(layer, Linear) and layer.bias is None for layer in made.experts)
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self.experts = nn.ModuleList(layers)
+        alike = {(layer.recipe, tuple(layer.weight.shape)) for layer in self.experts if isinstance(layer, Linear)}
+        plain = all(isinstance(layer, Linear) and layer.bias is None for layer in self.experts)
         if not plain or len(alike) != 1:
             raise ValueError(
-                f"GroupedLinear.of: layers ({quote([*made.experts])}) are not converted Linear layers without bias, of "
+                f"GroupedLinear.of: layers ({quote([*self.experts])}) are not converted Linear layers without bias, of "
                 "one recipe and shape; call convert on them first"
             )
-        return made
+        return self
 
     def forward(self, input: Tensor, group_sizes: Tensor) -> Tensor:
         """Apply expert e to the rows of its group, as `grouped_linear` does. `input` is sorted by expert."""

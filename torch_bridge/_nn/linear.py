@@ -67,12 +67,12 @@ def wrap_weight(
     return nn.Parameter(ShardedWeight(plain(weight).detach(), state), requires_grad=weight.requires_grad)
 
 
-def replace_parameter(weight: nn.Parameter, made: nn.Parameter) -> None:
-    """Swap `made` into `weight`, the same object, which keeps its gradient, hooks and attributes. Then drop `made`."""
-    made.grad = weight.grad
-    put_hooks(made, *hooks_of(weight))
-    made.__dict__.update(attributes_of(weight))
-    torch.utils.swap_tensors(weight, made)
+def replace_parameter(weight: nn.Parameter, new: nn.Parameter) -> None:
+    """Swap `new` into `weight`, the same object, which keeps its gradient, hooks and attributes. Then drop `new`."""
+    new.grad = weight.grad
+    put_hooks(new, *hooks_of(weight))
+    new.__dict__.update(attributes_of(weight))
+    torch.utils.swap_tensors(weight, new)
 
 
 def _move_of_codes(move: Move) -> Move:

@@ -114,12 +114,12 @@ def plan_backward(
         dx = _product_of(dy, Usage.ROWWISE, w, Usage.COLUMNWISE, (m, k, n), device, x_dtype)
         if dx is None:
             return None
-    made = {Role.GRADIENT: (m, n)}
-    made |= {Role.ACTIVATION: (m, k)} if dw and x_parts == 1 else {}
-    made |= {Role.WEIGHT: (n, k)} if dx and w_parts == 1 else {}
-    for role, shape in made.items():  # Recipes may require whole blocks where ops do not.
+    shapes = {Role.GRADIENT: (m, n)}
+    shapes |= {Role.ACTIVATION: (m, k)} if dw and x_parts == 1 else {}
+    shapes |= {Role.WEIGHT: (n, k)} if dx and w_parts == 1 else {}
+    for role, shape in shapes.items():  # Recipes may require whole blocks where ops do not.
         operand_spec(recipe, role, usage if role is Role.GRADIENT else Usage.COLUMNWISE).layouts(shape)
-    return BackwardPlan(dw, dx, usage, *saved, tuple(role for role in made if recipe.format(role).stochastic))
+    return BackwardPlan(dw, dx, usage, *saved, tuple(role for role in shapes if recipe.format(role).stochastic))
 
 
 @Memo

@@ -94,10 +94,10 @@ class LayerQuantizer(NamedTuple):
             draws = None if draws is None else part.draws(draws.seed)
             by_row = spec.format.row_scaled
             reduce_max = functools.partial(part.merge_amax, by_row=by_row) if part.groups(by_row=by_row) else None
-        made, seen = quantize_operand(x, spec, scale=scale, draws=draws, amax=amax, reduce_max=reduce_max)
-        if spec.added_rows and Usage.ROWWISE in made:
-            made[Usage.ROWWISE] = plane_rows(made[Usage.ROWWISE], spec.format, Usage.ROWWISE, 0, rows)
-        return {one: Operand(spec.format, plane, one) for one, plane in made.items()}, seen
+        planes, observed = quantize_operand(x, spec, scale=scale, draws=draws, amax=amax, reduce_max=reduce_max)
+        if spec.added_rows and Usage.ROWWISE in planes:
+            planes[Usage.ROWWISE] = plane_rows(planes[Usage.ROWWISE], spec.format, Usage.ROWWISE, 0, rows)
+        return {one: Operand(spec.format, plane, one) for one, plane in planes.items()}, observed
 
 
 def draws_of(spec: OperandSpec, seed: Tensor | None, device: torch.device) -> Draws | None:

@@ -157,8 +157,8 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
         _check_memory(spec, operands)
         inputs = [x for _, x in _operands_by_name(spec, operands)]
         outputs = plan(tuple(x.shape for x in inputs), tuple(x.dtype for x in inputs), tuple(keywords.items())).outputs
-        made = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
-        return None if spec.many else made[0] if single else made
+        results = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
+        return None if spec.many else results[0] if single else results
 
     def run(*inputs: Tensor, **keywords: Any) -> Any:
         x = inputs[0]
@@ -170,13 +170,13 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
             _check_tensors(spec, inputs)  # Checked only after a failure, to keep good calls short.
             raise
         outputs, attributes = cached_plan(shapes, dtypes, tuple(keywords.items()))
-        made = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
+        results = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
         try:
-            call_into(spec.name, inputs, made, attributes)
+            call_into(spec.name, inputs, results, attributes)
         except ValueError:
             _check_memory(spec, inputs)  # Checked only after a failure, as in `_call_lists`.
             raise
-        return made[0] if single else tuple(made)
+        return results[0] if single else tuple(results)
 
     def run_in_place(*operands: Any, **attributes: Any) -> None:
         _check_tensors(spec, operands)
@@ -233,15 +233,15 @@ def plan_call(
     attributes = {name: traced_size(v) if isinstance(v, torch.SymInt) else v for name, v in given.items()}
     names = [dtype_name(d) for d in dtypes]
     results, axes, _ = spec.match(sizes, names, attributes, None if dtype is None else dtype_name(dtype))
-    made = [shape for shape, _ in results]
+    result_shapes = [shape for shape, _ in results]
     if any(isinstance(size, torch.SymInt) for sizes in (*shapes, given.values()) for size in sizes):
-        made = _symbolic(axes, shapes, given)
+        result_shapes = _symbolic(axes, shapes, given)
     kinds = (
         torch.uint8 if operand.dtype != "same" and name in ELEMENTS else getattr(torch, name)
         # The results of ops on lists are operands.
         for operand, (_, name) in zip(spec.outputs, results, strict=False)
     )
-    return _Plan(list(zip(made, kinds, strict=True)), attributes)
+    return _Plan(list(zip(result_shapes, kinds, strict=True)), attributes)
 
 
 def traced_size(size: int | torch.SymInt) -> int:
@@ -288,8 +288,8 @@ def _schema(spec: OpSpec) -> str:
     keywords = [f"{kinds[name]} {name}{default(left_out)}" for name, (*_, left_out) in spec.attributes.items()]
     results = [] if spec.many else spec.outputs
     keywords += ["ScalarType dtype"] * any(operand.dtype == "float" for operand in results)
-    made = "Tensor" if len(results) == 1 else f"({', '.join('Tensor' for _ in results)})"
-    return f"{spec.name}({', '.join(operands)}{', *, ' if keywords else ''}{', '.join(keywords)}) -> {made}"
+    returns = "Tensor" if len(results) == 1 else f"({', '.join('Tensor' for _ in results)})"
+    return f"{spec.name}({', '.join(operands)}{', *, ' if keywords else ''}{', '.join(keywords)}) -> {returns}"
 
 
 def _operands_by_name(spec: OpSpec, operands: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:

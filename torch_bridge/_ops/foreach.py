@@ -73,8 +73,8 @@ class FlatPlan:
 
     def amaxes(self, shards: Sequence[Tensor]) -> Tensor:
         """Compute the contribution of these slices to the amaxes of all weights, fp32 `[plan.amaxes]`."""
-        made: Tensor = flat_shards.amaxes(self.ops, self.plan, shards, self.starts)
-        return made
+        result: Tensor = flat_shards.amaxes(self.ops, self.plan, shards, self.starts)
+        return result
 
     def scales(self, amaxes: Tensor) -> list[Scales]:
         """Compute the scales of the weights of each bucket from their reduced amaxes."""

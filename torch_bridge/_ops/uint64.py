@@ -54,12 +54,12 @@ def words(op: str, name: str, numbers: Any, device: torch.device, count: int | N
         raise TypeError(
             f"{what} ({quote(given)}) is not int32 or uint32 {shape}, low half first; pass that, or a list of integers"
         )
-    made: Tensor = numbers
-    if tuple(made.shape) != shape:
+    result: Tensor = numbers
+    if tuple(result.shape) != shape:
         raise ValueError(
             f"{what} ({quote(given)}) does not have one entry for each of {count} weights; pass one per weight"
         )
-    return made
+    return result
 
 
 def constant_words(number: int, device: torch.device) -> Tensor:

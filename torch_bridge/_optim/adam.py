@@ -148,7 +148,7 @@ class Adam(Optimizer):
         return to_plain(super().state_dict(), self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state bit for bit: tensors move to the device of their parameter and, unlike in torch, keep their dtype.
+        """Load a state bit for bit: tensors move to the device of their parameter and keep their dtype, unlike torch's.
 
         Raises:
           ValueError: a state is whole and its parameter is sharded.

@@ -138,8 +138,8 @@ class CastPlan:
         encoding = [torch.cat([scales[i].scale.view(-1) for i in bucket.indices]) for bucket in self.plan.buckets]
         data = [target.data for target in targets]
         flat_shards.cast(self.ops, self.plan, data, masters, starts, encoding, pieces=self.pieces)
-        made = [Plane(codes, each.scale_inv, each.global_scale_inv) for codes, each in zip(data, scales, strict=True)]
-        _write_scales(weights, targets, made)
+        planes = [Plane(codes, each.scale_inv, each.global_scale_inv) for codes, each in zip(data, scales, strict=True)]
+        _write_scales(weights, targets, planes)
 
     def targets(self, weights: Sequence[QuantizedTensor | QuantizedSlice]) -> list[Plane]:
         return [parts for weight in weights for _, parts in _planes(weight)]
@@ -201,7 +201,7 @@ def cast_master(
         torch.empty(0, dtype=plan.dtype, device=plan.device) if m is None else m.detach().view(-1) for m in masters
     ]
     targets = plan.targets(weights)
-    made = flat_shards.cast_master(
+    planes = flat_shards.cast_master(
         plan.ops,
         [target.data for target in targets],
         [slices[i] for i in plan.owners],
@@ -211,7 +211,7 @@ def cast_master(
         pieces=plan.pieces,
         seeds=None if seeds is None else plan.words("seeds", seeds),
     )
-    _write_scales(weights, targets, made)
+    _write_scales(weights, targets, planes)
 
 
 def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
@@ -237,7 +237,7 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
     >>> q.columnwise_is_stale
     False
     """
-    made: list[Plane] = []
+    planes: list[Plane] = []
     matrices: list[Tensor] = []
     transposes: list[Tensor] = []
     for i, weight in enumerate(weights):
@@ -259,10 +259,10 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
             scale_inv = scale_inv.new_empty(where.scale_shape) if columns is None else columns.scale_inv
             matrices.append(rows.scale_inv)
             transposes.append(scale_inv)
-        made.append(Plane(data, scale_inv, rows.global_scale_inv))
+        planes.append(Plane(data, scale_inv, rows.global_scale_inv))
     if matrices:
         torch.ops.qshard.transpose_each(matrices, transposes)
-    for weight, parts in zip(weights, made, strict=True):
+    for weight, parts in zip(weights, planes, strict=True):
         weight.set(Usage.COLUMNWISE, parts)
 
 
@@ -275,10 +275,10 @@ def _planes(weight: QuantizedTensor | QuantizedSlice) -> list[tuple[Usage, Plane
     return [(usage, parts) for usage, parts in there if sources[usage] is usage or sources[usage] not in sources]
 
 
-def _write_scales(weights: Sequence[Any], targets: Sequence[Plane], made: Sequence[Plane]) -> None:
+def _write_scales(weights: Sequence[Any], targets: Sequence[Plane], planes: Sequence[Plane]) -> None:
     """Copy new scales into the memory of the old ones, after the codes are written."""
     for part in (1, 2):  # scale_inv, global_scale_inv
-        pairs = [(old[part], new[part]) for old, new in zip(targets, made, strict=True)]
+        pairs = [(old[part], new[part]) for old, new in zip(targets, planes, strict=True)]
         if there := [(old, new) for old, new in pairs if old is not None and new is not None]:
             torch._foreach_copy_([old for old, _ in there], [new for _, new in there])
     for weight in weights:

@@ -79,10 +79,10 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     y = b.stored_values(kind)
     del b
     if way is not None:
-        made: Tensor = gemm_dispatch.multiply_values(
+        result: Tensor = gemm_dispatch.multiply_values(
             ops, x, in_order[0], y, in_order[1], dtype=dtype, workspace=way.workspace
         )
-        return made
+        return result
     x, y = x if in_order[0] else x.t(), y.t() if in_order[1] else y
     # Autocast would round the operands again.
     with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():

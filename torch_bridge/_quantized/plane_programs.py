@@ -60,8 +60,8 @@ def quantize_operand(
     if scale is not None:
         if reduce_max is not None:
             return operands.quantize_operand(ops, x, spec, scale=scale, amax=amax, reduce_max=reduce_max)
-        *made, amax = _quantize_delayed((x, scale), fmt, usage, spec.margin)
-        return planes_of(tuple(made)), amax
+        *delayed_parts, amax = _quantize_delayed((x, scale), fmt, usage, spec.margin)
+        return planes_of(tuple(delayed_parts)), amax
     if reduce_max is not None:  # A program cannot contain a collective.
         check()
         parts = _parts(ops, x, fmt, usage, draws, reduce_max, amax)
@@ -119,10 +119,12 @@ def _parts(
     shape = tuple(x.shape)
     layouts = {one: plane(fmt, shape, one) for one in usage.planes}
     matrix = x if x.ndim == 2 else x.view(matrix_shape(shape))
-    made = quantize_steps.quantize(ops, matrix, as_constant(fmt), usage, reduce_max=reduce_max, draws=draws, amax=amax)
+    planes = quantize_steps.quantize(
+        ops, matrix, as_constant(fmt), usage, reduce_max=reduce_max, draws=draws, amax=amax
+    )
     if x.ndim != 2:
-        made = {one: view_plane(parts, layouts[one]) for one, parts in made.items()}
-    return _flat(made)
+        planes = {one: view_plane(parts, layouts[one]) for one, parts in planes.items()}
+    return _flat(planes)
 
 
 @Steps

@@ -344,13 +344,13 @@ def _rebuild(
     if clash := sorted(_OWN & set(others)):
         raise ValueError(f"{op}: saved attribute {clash[0]} cannot be set; the file is damaged")
     tensors = {name: part for name, part in arrays.items() if isinstance(part, Tensor)}
-    made = from_description(op, "tensor", descriptions[""], descriptions[""].take(tensors, op=op))
-    if stale and made.parts(Usage.COLUMNWISE) is None:
+    tensor = from_description(op, "tensor", descriptions[""], descriptions[""].take(tensors, op=op))
+    if stale and tensor.parts(Usage.COLUMNWISE) is None:
         raise ValueError(f"{op}: the stale columnwise plane is missing; the file is damaged")
-    made.columnwise_is_stale = bool(stale)
-    made.requires_grad_(bool(requires_grad))
-    made.__dict__.update(others)
-    return made
+    tensor.columnwise_is_stale = bool(stale)
+    tensor.requires_grad_(bool(requires_grad))
+    tensor.__dict__.update(others)
+    return tensor
 
 
 def from_description(op: str, name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:

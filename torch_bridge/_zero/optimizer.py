@@ -202,8 +202,8 @@ class ZeroOptimizer(Adam):
             [{"params": [w.master for w in of_group], **given} for given, of_group in groups_of], lr, **options
         )
         self._of_groups = [of_group for _, of_group in groups_of]
-        for made, of_group in zip(self.param_groups, self._of_groups, strict=True):
-            made["params"] = [w.visible for w in of_group]  # The tensors that users see, the same on every rank.
+        for param_group, of_group in zip(self.param_groups, self._of_groups, strict=True):
+            param_group["params"] = [w.visible for w in of_group]  # What users see, the same on every rank.
         self._buckets = buckets_of(self._flats, self._of_groups)
         self._initialize_states()
         self._current = SliceCast([w for w in self._weights if w.quantized and not w.delayed], parity)

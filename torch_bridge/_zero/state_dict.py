@@ -171,8 +171,8 @@ class StateDicts:
             assert isinstance(self._ranks.group, dist.ProcessGroup)
             self._mesh = DeviceMesh.from_group(self._ranks.group, self._device.type)
         on_write = self._on_write if master else _nothing
-        made: Tensor = SlicedState(local, shape, slices, self._mesh, f"{weight.name} ({name})", on_write)
-        return made
+        state: Tensor = SlicedState(local, shape, slices, self._mesh, f"{weight.name} ({name})", on_write)
+        return state
 
     def local_slice(self, weight: ZeroParameter, name: str, value: Tensor) -> Tensor:
         """Return this rank's slice of a state dict entry, in the optimizer's shape: `[1, n]`, or `[n]`."""
