@@ -90,13 +90,7 @@ class FlatBuffer:
         for weight, *starts in zip(self.weights, *bounds, strict=True):
             weight.slices = list(itertools.pairwise(starts))
         self.gradient = Gradient(
-            self.weights,
-            self.lengths,
-            ranks,
-            sharded=sharded,
-            device=device,
-            dtype=reduce_dtype,
-            channel=reductions,
+            self.weights, self.lengths, ranks, sharded=sharded, device=device, dtype=reduce_dtype, channel=reductions
         )
         for index, weight in enumerate(self.weights):
             self._make_placeholders(weight, index, on_write)
@@ -138,10 +132,7 @@ class FlatBuffer:
         weight.placeholder = nn.Parameter(placeholder)
         weight.visible = weight.placeholder if self.sharded else weight.parameter
         weight.grad_placeholder = GradientPlaceholder(
-            weight.parameter,
-            weight.name,
-            weakly(self.gradient.accumulate, index),
-            weakly(self.gradient.forget, index),
+            weight.parameter, weight.name, weakly(self.gradient.accumulate, index), weakly(self.gradient.forget, index)
         )
 
     def set_gradients(self, mean: Tensor | None) -> None:
