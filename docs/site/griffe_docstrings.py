@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from typing import Any
@@ -23,6 +24,13 @@ class Docstrings(griffe.Extension):
         if obj.docstring:
             text = DOCTEST.sub(r"\1```pycon\n\1\2\n\1```", inspect.cleandoc(obj.docstring.value))
             obj.docstring.value = SHARED.sub(_entries, text)
+
+    def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        """Show the parameters of `__new__` where a class, such as a tensor subclass, has no `__init__`."""
+        if "__new__" in cls.members and "__init__" not in cls.members:
+            constructor = copy.copy(cls.members["__new__"])
+            constructor.name = "__init__"
+            cls.members["__init__"] = constructor
 
 
 def _entries(names: re.Match[str]) -> str:

@@ -160,7 +160,7 @@ def parse_metadata(text: str, *, op: str = "from_plain") -> dict[str, Descriptio
 
     >>> parse_metadata('{"version": 2, "tensors": {}}')
     Traceback (most recent call last):
-    ValueError: from_plain: version (2) is not 1, the one that this qshard reads; read it with a newer qshard
+    ValueError: from_plain: version (2) is not 1, which this version of qshard reads; read it with a newer one
     """
     try:
         read = json.loads(text)

@@ -104,7 +104,7 @@ def test_tensors_are_held_for_the_call():
 def test_arrays_of_jax_are_not_written():
     jnp = pytest.importorskip("jax.numpy")
     result = jnp.zeros(4, jnp.uint8)
-    with pytest.raises(TypeError, match=r"output 0 .* is an array of JAX, which may not be written"):
+    with pytest.raises(TypeError, match=r"output 0 .* is a JAX array, which cannot be written"):
         _ffi.call("cast_tensor", (np.ones(4, np.float32), np.float32(1).reshape(())), (result,), CAST)
     assert not result.any()
 

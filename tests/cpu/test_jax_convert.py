@@ -267,7 +267,7 @@ def test_no_false_alarm():
         model = convert(Model(), "CurrentScaling")
     assert sorted(recipes_of(model)) == [*(f"attention.{name}" for name in ("key", "out", "query", "value")), "lora"]
     model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), nnx.Conv(4, 8, (3,), rngs=rngs))
-    assert "layers.1 (no recipe multiplies a convolution)" in warned(model)
+    assert "layers.1 (convolutions are not supported)" in warned(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         convert(model, {"*.1": None, "*": "CurrentScaling"})

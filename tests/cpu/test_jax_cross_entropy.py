@@ -256,5 +256,7 @@ def test_classes_that_a_mixed_mesh_cuts():
         local = jax.shard_map(
             lambda x, y: qj.cross_entropy(x, y, reduction="none"), in_specs=P("a"), out_specs=P("a"), axis_names={"a"}
         )
-        with pytest.raises(ValueError, match=r"cross_entropy: classes of \(2, 4, 1040\) are cut over 'b' of a mesh"):
+        with pytest.raises(
+            ValueError, match=r"cross_entropy: classes of \(2, 4, 1040\) are sharded over 'b' of a mesh"
+        ):
             jax.jit(local)(*there)

@@ -118,7 +118,7 @@ def test_scores_of_attention_are_refused():
     layer = nn.MultiHeadDotProductAttention(
         4, qk_attn_weights_einsum_cls=lambda: einsum_of, attn_weights_value_einsum_cls=lambda: einsum_of
     )
-    with pytest.raises(ValueError, match=r"has batch axes \(\(0, 2\), \(0, 2\)\), so it is not one of a weight"):
+    with pytest.raises(ValueError, match=r"has batch axes \(\(0, 2\), \(0, 2\)\), so w is not one weight matrix"):
         layer.init(jax.random.key(0), X)
 
 
@@ -394,7 +394,7 @@ def test_convert_reads_how_kernels_are_cut():
             nnx.eval_shape(lambda: make(kernel_metadata={"out_sharding": ("fsdp", "tp")}, rngs=nnx.Rngs(0))),
         ):
             with pytest.raises(
-                ValueError, match=r"kernel is cut along 'tp' .* which is neither gather_axis .'fsdp'. nor"
+                ValueError, match=r"kernel is sharded over 'tp' .* which is neither gather_axis .'fsdp'. nor"
             ):
                 convert(layer, "MXFP8", gather_axis="fsdp")
             convert(layer, "MXFP8", gather_axis="fsdp", kept_axes="tp")

@@ -195,7 +195,7 @@ PLAIN = (((2,), (0,)), ((), ()))
     ("recipe", "x_shape", "w_shape", "dims", "text"),
     [
         ("CurrentScaling", (2, 32, 64), (2, 64, 32), BATCH, r"has batch axes \(\(0,\), \(0,\)\)"),
-        ("CurrentScaling", (2, 32, 64), (64, 32), (((), ()), ((), ())), "contracts nothing"),
+        ("CurrentScaling", (2, 32, 64), (64, 32), (((), ()), ((), ())), "has no contracted axis"),
         ("MXFP8", (2, 32, 40), (40, 32), PLAIN, r"x \(2, 32, 40\) is not a whole number of 1x32 blocks"),
         ("MXFP8", (2, 32, 64), (64, 40), PLAIN, r"w \(64, 40\) is not a whole number of 32x32 blocks"),
     ],

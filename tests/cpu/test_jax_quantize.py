@@ -149,7 +149,7 @@ X = np.ones((4, 32), np.float32)
             ValueError,
             r"scale \(32,\) does not match the leading axes",
         ),
-        (lambda: ops.cast_tensor(X, X[:, 0]), TypeError, r"cast_tensor: attributes \(none\) .* give element"),
+        (lambda: ops.cast_tensor(X, X[:, 0]), TypeError, r"cast_tensor: attributes \(none\) .* pass exactly element"),
         (lambda: ops.cast_tensor(X, X[:, 0].astype("float16"), element="float8_e5m2"), TypeError, r"scale \(float16\)"),
         (lambda: ops.no_such_op, AttributeError, r"no_such_op"),
         (lambda: jax.grad(lambda x: qj.quantize(x, FP8_E4M3).dequantize().sum())(X), TypeError, r"has no derivative"),

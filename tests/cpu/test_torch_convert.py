@@ -133,7 +133,8 @@ def test_what_stays_as_it_is_and_why():
     convert(model, RECIPE, filter=lambda layer, name: name == "first")
     assert {name: type(layer) for name, layer in model.items()} == {**types, "first": Linear}
     with pytest.raises(
-        ValueError, match=r"^convert: model .Doubled. has nothing to convert: it .Doubled overrides for"
+        ValueError,
+        match=r"^convert: model .Doubled. has no layer that can be converted: the model .Doubled overrides for",
     ):
         convert(model["doubled"], RECIPE)
 
@@ -154,7 +155,8 @@ def test_layers_that_other_tools_have_changed_stay():
     model = nn.Sequential(*layers)
     text = warning_of(model)
     assert (
-        "0 (its forward was replaced), 1 (its weight is computed; 1 more alike), 3 (its weight is a Special);" in text
+        "0 (its forward was replaced), 1 (its weight is computed; 1 more like these), 3 (its weight is a Special);"
+        in text
     )
     assert [type(layer) for layer in model] == [nn.Linear] * 4 + [Linear]
 

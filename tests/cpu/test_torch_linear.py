@@ -386,5 +386,5 @@ def test_linear_needs_a_recipe():
         Linear(4, 4)
     with pytest.raises(ValueError, match=r"Linear: weight \(4, 4\) is not a whole number of 32x32 blocks"):
         Linear(4, 4, recipe=MXFP8())
-    with pytest.raises(ValueError, match=r"linear: delayed \(None\) is not what DelayedScaling takes"):
+    with pytest.raises(ValueError, match=r"linear: DelayedScaling needs `delayed`; pass a DelayedScale"):
         linear(torch.ones(2, 4), torch.ones(3, 4), None, DelayedScaling())

@@ -84,7 +84,8 @@ def test_weights_of_three_axes_are_named_once():
     assert warned(Mixture()) == (
         "convert: 16 of 33 layers were not converted: layers.0.router (Router has its own weight; use "
         "nn.Linear instead; 7 more like these), layers.0.experts (w1, w2 with 3 axes, a weight per expert; use "
-        "grouped_linear, or a GroupedLinear of nn.Linear layers; 7 more like these); exclude them with filter= to silence this warning"
+        "grouped_linear, or a GroupedLinear of nn.Linear layers; 7 more like these); exclude them with filter= "
+        "to silence this warning"
     )
     assert "layers.0.experts (gate_up_proj with 3 axes, a weight per expert; use" in warned(Mixture(kind=OpenExperts))
 
@@ -191,7 +192,7 @@ def test_recipes_by_layer():
 
 def test_layers_without_a_pattern_are_named():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    assert "convert: 1 of 2 layers were not converted: 1 (no pattern matches it); leave" in warned(
+    assert "convert: 1 of 2 layers were not converted: 1 (no pattern matches it); exclude" in warned(
         model, {"0": "MXFP8"}
     )
     assert kinds(model) == {"0": "MXFP8"}

@@ -316,10 +316,10 @@ REFUSED = {
     ),
     "codes": (coded_layer, r"0.weight \(QuantizedTensor, FP8_E4M3.*\) is not"),
     "cut": (cut_layer, r"0.weight \(DTensor\) is not"),
-    "wrapped": (lambda: in_fsdp1(ready(CurrentScaling())[0]), r"model \(FullyShardedDataParallel\) has taken"),
+    "wrapped": (lambda: in_fsdp1(ready(CurrentScaling())[0]), r"model \(FullyShardedDataParallel\) has already taken"),
     "wrapped in part": (
         lambda: in_fsdp1(ready(CurrentScaling())[0]).module,
-        r"0 \(FullyShardedDataParallel\) has taken",
+        r"0 \(FullyShardedDataParallel\) has already taken",
     ),
 }
 

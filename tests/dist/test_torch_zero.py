@@ -239,7 +239,7 @@ def test_refusals():
         ZeroOptimizer(model_of(recipe), lr=-1 if rank == 1 else 1)
     for bad, error, message in [
         ({"units": [nn.Linear(1, 1)], "shard_weights": True}, ValueError, r"units \(Linear\) is not a module"),
-        ({"betas": (1.0, 0.9)}, ValueError, r"betas\[0\] \(1.0\) is not a number"),
+        ({"betas": (1.0, 0.9)}, ValueError, r"betas\[0\] \(1.0\) must be a number"),
         ({"exp_avg_dtype": torch.int8}, TypeError, r"exp_avg_dtype"),
     ]:
         with pytest.raises(error, match=message):

@@ -89,7 +89,7 @@ def test_weights_of_other_modules():
     tokens = torch.arange(4, device=torch_ranks.device)
     model = Lookup().to(torch_ranks.device)
     optimizer = ZeroOptimizer(model, shard_weights=True)
-    with pytest.raises(RuntimeError, match=r"embed.weight .* has no memory .*; call the module that has it"):
+    with pytest.raises(RuntimeError, match=r"embed.weight .* is freed between .*; call the module that owns it"):
         model(tokens)
     with pytest.raises(RuntimeError, match=r"output of a unit \(Lookup\) is its own weight, which is freed now"):
         model(None)
@@ -194,7 +194,7 @@ def test_wrappers_and_second_optimizers(stage):
             DistributedDataParallel(model)(torch.zeros(1, 4, device=torch_ranks.device))
         del optimizer
     if not stage:
-        with pytest.raises(ValueError, match=r"\(QuantizedTensor\) has no float32 values; make the model anew"):
+        with pytest.raises(ValueError, match=r"\(QuantizedTensor\) has no float32 values; make the model from"):
             ZeroOptimizer(copy.deepcopy(convert_and_take()))
 
 

@@ -90,7 +90,7 @@ def test_files_that_are_none(tmp_path):
     np.savez(bad, w=np.ones((3, 31)))
     said["w (3, 31) does not end in the (32,) of w (32, 32)"] = refused("report", path, "--activations", bad)
     np.savez(bad, w=np.array([{}] * 32, dtype=object))
-    said["is not of real numbers"] = refused("report", path, "--activations", bad)
+    said["does not have real numbers"] = refused("report", path, "--activations", bad)
     np.savez(bad, w=np.ones((3, 32)))
     whole = bad.read_bytes()
     bad.write_bytes(whole[: len(whole) // 2])

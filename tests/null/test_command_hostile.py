@@ -161,7 +161,7 @@ def test_ways_to_name_no_checkpoint(tmp_path):
     for name in "abcd":
         write(tmp_path / f"{name}.safetensors", {"w": W})
     assert (
-        "has more than one safetensors checkpoint (4 (a.safetensors, b.safetensors, c.safetensors, ...)); name a file"
+        "has more than one safetensors checkpoint: 4 (a.safetensors, b.safetensors, c.safetensors, ...); name a file"
         in refused("report", tmp_path)
     )
     os.mkfifo(tmp_path / "pipe")
@@ -176,7 +176,7 @@ def test_shards_that_are_not_there(tmp_path):
     (folder / "model-00001-of-00002.safetensors").unlink()
     assert "names 2 shards, of which 2 are missing, such as" in refused("report", folder, status=1)
     folder = sharded(tmp_path / "other", [{"a": W}, {"b": W}], b="model-00001-of-00002.safetensors")
-    assert "has b in model-00001-of-00002.safetensors, where it is not" in refused("report", folder, status=1)
+    assert "lists b in model-00001-of-00002.safetensors, which does not have it" in refused("report", folder, status=1)
 
 
 def test_wrong_arguments(tmp_path):
@@ -189,8 +189,8 @@ def test_wrong_arguments(tmp_path):
             "--layers",
             "layer.*",
         ): "--layers layer.* matches no tensor; did you mean 'layers.0.w'?",
-        ("report", path, "--formats", "nvfp4"): "--formats ('nvfp4') is not the name of a format; did you mean 'NVFP4'",
-        ("report", path, "--formats", "MXFP8_E4M3,"): "--formats ('') is not the name of a format",
+        ("report", path, "--formats", "nvfp4"): "--formats ('nvfp4') is not a format name; did you mean 'NVFP4'",
+        ("report", path, "--formats", "MXFP8_E4M3,"): "--formats ('') is not a format name",
         ("report", path, "--json", "--csv"): "--json and --csv exclude each other",
         ("report", path, "--budget", "0.1"): "--budget 0.1 is too small: the formats take 513 bytes, 0.5010 an element",
         ("report", path, "--budget", "500 B"): "--budget 500 B is too small: the formats take 513 bytes",
@@ -215,7 +215,7 @@ def test_wrong_arguments(tmp_path):
         ("report", path, "--colour"): "No such option",
         ("report",): "Missing argument 'CHECKPOINT'",
         ("convert", path, out): "Missing option '--format'",
-        ("convert", path, out, "--format", "E4M3"): "is not the name of a format",
+        ("convert", path, out, "--format", "E4M3"): "is not a format name",
         ("convert", path, path, "--format", "MXFP4"): "is a file of the checkpoint itself",
         ("convert", path, tmp_path / "a.bin", "--format", "MXFP4"): "does not end in .safetensors",
         ("convert", path, out, "--format", "MXFP4", "--keep", "c"): "--keep c matches no tensor",

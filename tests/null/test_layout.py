@@ -55,7 +55,7 @@ def test_shapes(fmt, shape, usage, data, scale, global_scale, transposed):
             (33, 30),
             ROW,
             "gather: x (33, 30) is not a whole number of 32x32 blocks of MXFP8_32x32; "
-            "pad the rows to 64 and pad the columns to 32",
+            "pad the rows to 64 and the columns to 32",
         ),
         (
             formats.NVFP4,

@@ -329,9 +329,7 @@ def test_formats_by_name():
     assert stats(x, "NVFP4[global_scale=row]") == stats(x, formats.NVFP4.with_options(global_scale="row"))
     assert compare(x, ["NVFP4", formats.MXFP4]) == compare(x, [formats.NVFP4, formats.MXFP4])
     assert compare(x, "NVFP4") == compare(x, [formats.NVFP4])
-    with pytest.raises(
-        ValueError, match=r"^stats: fmt \('nvfp4'\) is not the name of a format; did you mean 'NVFP4'\?$"
-    ):
+    with pytest.raises(ValueError, match=r"^stats: fmt \('nvfp4'\) is not a format name; did you mean 'NVFP4'\?$"):
         stats(x, "nvfp4")
 
 

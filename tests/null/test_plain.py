@@ -45,7 +45,7 @@ def test_what_arrives_is_checked():
         ({"element": ["float8_e4m3fn"]}, "element .* must be"),
         ({"element": "float8_e5m2"}, "element .* must be float4_e2m1fn"),
         ({"scale_dtype": "bfloat16"}, "scale_dtype .'bfloat16'. must be float32 or"),
-        ({"block": "1x16"}, r"Format NVFP4: block \('1x16'\) must be None or a pair of positive"),
+        ({"block": "1x16"}, r"block \('1x16'\) must be None or a pair of positive"),
         ({"block": [1, 16, 1]}, r"block \(\[1, 16, 1\]\) must be None or a pair of positive integers"),
         ({"block": [1, 8]}, "block .* must be"),
         ({"hadamard": "no"}, "hadamard .'no'. must be False or True"),

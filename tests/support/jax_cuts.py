@@ -146,7 +146,7 @@ def refusal(case: Case) -> str | None:
     if case.kind != "Auto" or case.told:
         for where in planes:
             if where.block and (where.rotated or case.fmt.slice_refusal) and _breaks(case, where, planes):
-                return "cuts blocks of"
+                return "splits blocks of"
     entries = case.entries
     for names in case.gathers:
         for axis in entries if case.local else ():

@@ -56,16 +56,16 @@ def quantized_state_dict(
     check_model("quantized_state_dict", model)
     is_returned = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     state_dict: dict[str, Any] = {}
-    seen: dict[int, Any] = {}  # Shared weights are gathered once.
+    gathered: dict[int, Any] = {}  # Shared weights are gathered once.
     for name, value in _entries(model):
-        if id(value) not in seen:
+        if id(value) not in gathered:
             whole = _whole(value)
             if not is_returned:
-                seen[id(value)] = None
+                gathered[id(value)] = None
                 continue
-            seen[id(value)] = whole.cpu() if cpu_offload else whole
+            gathered[id(value)] = whole.cpu() if cpu_offload else whole
         if is_returned:
-            state_dict[name] = seen[id(value)]
+            state_dict[name] = gathered[id(value)]
     return state_dict
 
 

@@ -322,10 +322,10 @@ class Refresh:
         """
         old: list[Tensor] = []
         new: list[Tensor] = []
-        together = self.pass_id is not None
+        in_pass = self.pass_id is not None
         states = [state for ref in self._states if (state := ref()) is not None]
-        chosen = [state for state in states if together or state is arrived]
-        self._states = [] if together else [weakref.ref(state) for state in states if state is not arrived]
+        chosen = [state for state in states if in_pass or state is arrived]
+        self._states = [] if in_pass else [weakref.ref(state) for state in states if state is not arrived]
         for state in chosen:
             if state.refresh is self:  # A later gather may have refreshed it already.
                 assert state.stored is not None

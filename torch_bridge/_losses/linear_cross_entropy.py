@@ -114,13 +114,13 @@ def linear_cross_entropy(
     if how is not None:
         for width in sorted(set(rule.shard.widths)):  # Check the widths of all ranks, so that all raise.
             check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
-    flat, words = x.reshape(-1, x.shape[-1]), as_int32(labels).reshape(-1)
+    flat, flat_labels = x.reshape(-1, x.shape[-1]), as_int32(labels).reshape(-1)
     rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
     if not (torch.is_grad_enabled() and makes_gradients_early(reduction, dtype_name(x.dtype))):
-        losses: Tensor = apply_node(_LateLosses, flat, w, words, rule, rows, how)
+        losses: Tensor = apply_node(_LateLosses, flat, w, flat_labels, rule, rows, how)
         return reduce_losses(losses.view(labels.shape), labels, reduction, ignore_index)
     count = count_labels(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
-    loss: Tensor = apply_node(_EarlyLoss, flat, w, words, count, rule, rows, how)
+    loss: Tensor = apply_node(_EarlyLoss, flat, w, flat_labels, count, rule, rows, how)
     return loss
 
 

@@ -38,7 +38,7 @@ class SavedLayout(NamedTuple):
       w_again: quantize the weight again in the backward pass; it is a parameter, so it stays in memory anyway.
       w_format: the format of the saved codes of the weight.
       w_usage: the plane of the saved codes of the weight; None if no codes are saved.
-      given: number of leading tensors that belong to delayed scaling.
+      scaling_count: number of leading tensors that belong to delayed scaling.
       of_x: number of saved tensors that belong to x. The tensors of the weight follow.
       parts: how each operand is sharded under tensor parallelism; empty otherwise. Under sequence parallelism `x_rows`
         and `y_rows` tell how rows are sharded.
@@ -52,7 +52,7 @@ class SavedLayout(NamedTuple):
     w_again: bool
     w_format: Format
     w_usage: Usage | None
-    given: int
+    scaling_count: int
     of_x: int
     y_shape: tuple[int, ...]
     parts: Mapping[Role, ShardSpec]
@@ -88,11 +88,11 @@ class Gradients(Node):
         scaling `tensors` begin with the scale of each role and the amax of the gradient. The tensors saved for x and
         for the weight follow. `how` has their layout.
         """
-        given, kept = tensors[: how.given], tensors[how.given :]
+        scaling, saved = tensors[: how.scaling_count], tensors[how.scaling_count :]
         ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, x.shape, x.dtype, weight.dtype
-        ctx.given = given  # Not saved: the backward pass writes an amax into one of them, and autograd would raise.
+        ctx.scaling = scaling  # Not saved: the backward pass writes an amax into one of them, and autograd would raise.
         y = x.new_empty((), dtype=how.dtype).expand(how.y_shape) if ready is None else ready[0]
-        return y, (*kept, *([weight] if how.w_again else []), seed)
+        return y, (*saved, *([weight] if how.w_again else []), seed)
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -109,10 +109,10 @@ class Gradients(Node):
             results = _gradients_op_by_op(ctx, dy, cached_amax(grad), of_x, of_w, seed)
         grad_x, grad_w, amax = results
         if amax is not None:
-            merge_amax(ctx.given[-1], amax)
+            merge_amax(ctx.scaling[-1], amax)
         if grad_x is not None:
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
-        return grad_x, grad_w, *(None,) * (3 + how.given + count - how.w_again)
+        return grad_x, grad_w, *(None,) * (3 + how.scaling_count + count - how.w_again)
 
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -126,15 +126,15 @@ def _gradients_in_one_call(
     need_x, need_w = ctx.needs_input_grad[:2]
     x, w = ([part for part in parts if part is not None] for parts in (of_x, of_w))
     dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
-    kept = 1 if how.x_again else len(x), 1 if how.w_again else len(w), how.w_usage
-    plan = linear_program.plan_backward(how.recipe, (*dy.shape, ctx.x_shape[-1]), dy.device, dtypes, kept)
+    counts = 1 if how.x_again else len(x), 1 if how.w_again else len(w), how.w_usage
+    plan = linear_program.plan_backward(how.recipe, (*dy.shape, ctx.x_shape[-1]), dy.device, dtypes, counts)
     if plan is None:
         return None
     if how.x_again:
         x = [_recompute_x(how, of_x, ctx)[0]]
     if how.w_again:
         w = [values_of(of_w[-1])]
-    return linear_program.gradients(plan, how.recipe, dy, x, w, ctx.given[: len(ROLES)], seed)
+    return linear_program.gradients(plan, how.recipe, dy, x, w, ctx.scaling[: len(ROLES)], seed)
 
 
 def _gradients_op_by_op(
@@ -163,25 +163,25 @@ def _gradients_op_by_op(
     return grad_x, grad_w, amax
 
 
-def _recompute_x(how: SavedLayout, kept: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | None]:
+def _recompute_x(how: SavedLayout, saved: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | None]:
     """Recompute x as a matrix from the saved tensors, and its amax if the recomputation also gives it."""
     assert how.x_again is not None
-    x, amax = how.x_again(*kept)
+    x, amax = how.x_again(*saved)
     return matrix_of(x, how.dtype, ctx.x_shape[-1]), amax if x.dtype == how.dtype else None
 
 
 def _quantizer(ctx: Any, seed: Tensor | None) -> LayerQuantizer:
-    return LayerQuantizer(ctx.how.recipe, seed, ctx.how.parts, ctx.given)
+    return LayerQuantizer(ctx.how.recipe, seed, ctx.how.parts, ctx.scaling)
 
 
-def _take_x(how: SavedLayout, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
-    """Return x columnwise from its saved tensors, and empty the list `kept` to free them."""
-    parts, role, columns = tuple(kept), Role.ACTIVATION, Usage.COLUMNWISE
-    kept.clear()
+def _take_x(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
+    """Return x columnwise from its saved tensors, and empty the list `saved` to free them."""
+    parts, role, columns = tuple(saved), Role.ACTIVATION, Usage.COLUMNWISE
+    saved.clear()
     fmt = how.recipe.format(role)
     if how.x_again is None:
         return Operand(fmt, Plane(*parts), columns)
-    if how.x_again is activations.recompute_swiglu and fmt.per_tensor and not ctx.given and not how.parts:
+    if how.x_again is activations.recompute_swiglu and fmt.per_tensor and not ctx.scaling and not how.parts:
         gate, up = (matrix_of(part, part.dtype, ctx.x_shape[-1]) for part in parts[:2])
         if len(parts) > 2 and gate.dtype == how.dtype:
             return Operand(fmt, recompute_swiglu_plane(gate, up, fmt, parts[2]), columns)
@@ -189,10 +189,10 @@ def _take_x(how: SavedLayout, kept: list[Any], seed: Tensor | None, ctx: Any) ->
     return _quantizer(ctx, seed).quantize(x, role, columns, amax)[0][columns]
 
 
-def _take_w(how: SavedLayout, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
-    """Return the plane of the weight that contracts N, and empty the list `kept` to free the saved tensors."""
-    parts = tuple(kept)
-    kept.clear()
+def _take_w(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
+    """Return the plane of the weight that contracts N, and empty the list `saved` to free the saved tensors."""
+    parts = tuple(saved)
+    saved.clear()
     usage = Usage.ROWWISE if how.is_kn else Usage.COLUMNWISE
     if how.w_again:
         return _quantizer(ctx, seed).quantize(values_of(parts[-1]), Role.WEIGHT, usage)[0][usage]

@@ -304,7 +304,7 @@ def _weights(
     """
     recipe = how.recipe
 
-    def together(
+    def stacked(
         each: list[dict[Usage, Operand]], usages: Iterable[Usage]
     ) -> dict[Usage, GroupedOperand | Sequence[Operand]]:
         of = {usage: [planes[usage] for planes in each] for usage in usages}
@@ -312,7 +312,7 @@ def _weights(
 
     if isinstance(weights[0], QuantizedTensor):
         there = [planes_of(cast(QuantizedTensor, weight), Usage.COLUMNWISE in usage) for weight in weights]
-        return together(there, [one for one in usage.planes if all(one in planes for planes in there)]), None
+        return stacked(there, [one for one in usage.planes if all(one in planes for planes in there)]), None
     fmt = recipe.weight
     values = weights[0].detach().unbind() if weights[0].ndim == 3 else [values_of(weight) for weight in weights]
     if how.delayed is None and fmt.gather_refusal is None:
@@ -326,7 +326,7 @@ def _weights(
         operands.append(planes)
         if how.delayed is not None and saved is None:
             how.delayed[i][Role.WEIGHT].observe(amax)
-    return together(operands, usage.planes), None
+    return stacked(operands, usage.planes), None
 
 
 def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) -> tuple[GroupedOperand, Scales]:

@@ -196,9 +196,9 @@ class _Recorder:
             shape, dtype = self._slots[number]
             size = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             steps = lives.get(number, [-1])
-            beside = sorted(piece for piece in placed if piece[2] <= steps[-1] and steps[0] <= piece[3])
+            live = sorted(piece for piece in placed if piece[2] <= steps[-1] and steps[0] <= piece[3])
             at = 0
-            for start, end, *_ in beside:
+            for start, end, *_ in live:
                 if at + size <= start:
                     break
                 at = max(at, end)
@@ -208,21 +208,21 @@ class _Recorder:
 
     def program(self, results: Sequence[_Slot | None], inputs: int, device: torch.device) -> _ffi.Program:
         """Build the program. Each result has its own memory; intermediate tensors share one buffer."""
-        kept: dict[int, _Slot] = {}
+        distinct: dict[int, _Slot] = {}
         for x in results:
-            if x is not None and x.shape != kept.setdefault(x.number, x).shape:
+            if x is not None and x.shape != distinct.setdefault(x.number, x).shape:
                 raise ValueError(
-                    f"Steps: a result {x.shape} is another's, which has another shape, {kept[x.number].shape}"
+                    f"Steps: a result {x.shape} is another's, which has another shape, {distinct[x.number].shape}"
                 )
-        kept = {number: x for number, x in kept.items() if number >= inputs}
-        sources = {number: inputs + i for i, number in enumerate(kept)} | {i: i for i in range(inputs)}
+        distinct = {number: x for number, x in distinct.items() if number >= inputs}
+        sources = {number: inputs + i for i, number in enumerate(distinct)} | {i: i for i in range(inputs)}
         offsets, end = self._buffer_offsets([number for number in range(len(self._slots)) if number not in sources])
-        makers = [_maker(x.shape, x.dtype, device) for x in kept.values()]
+        makers = [_maker(x.shape, x.dtype, device) for x in distinct.values()]
         if offsets:
             makers.append(_maker((end,), torch.uint8, device))
-        between = inputs + len(kept)
+        buffer_index = inputs + len(distinct)
         slots = [
-            (dtype_name(dtype), shape, sources.get(number, between), offsets.get(number, 0))
+            (dtype_name(dtype), shape, sources.get(number, buffer_index), offsets.get(number, 0))
             for shape, dtype, number in self._rows
         ]
         found = [None if x is None else sources[x.number] for x in results]

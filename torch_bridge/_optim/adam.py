@@ -212,15 +212,15 @@ class Adam(Optimizer):
 
     def _advance(self, key: Any, states: Sequence[dict[str, Any]]) -> Tensor:
         """Increment the steps of some parameters, and return them as one tensor. Their states have views of it."""
-        given = [state["step"] for state in states]
-        together, views = self._steps.get(key, (None, []))
-        if together is None or list(map(id, views)) != list(map(id, given)):
-            together = torch.stack(given)
-            views = list(together.unbind())
-            self._steps[key] = (together, views)
+        steps = [state["step"] for state in states]
+        stacked, views = self._steps.get(key, (None, []))
+        if stacked is None or list(map(id, views)) != list(map(id, steps)):
+            stacked = torch.stack(steps)
+            views = list(stacked.unbind())
+            self._steps[key] = (stacked, views)
             for state, view in zip(states, views, strict=True):
                 state["step"] = view
-        return together.add_(1)
+        return stacked.add_(1)
 
     def _hyper(self, key: Any, group: dict[str, Any], inv_grad_scale: Tensor | float | None) -> Tensor:
         """Return the settings for `adam_constants`, in persistent memory. Only changed settings are written."""
@@ -230,13 +230,13 @@ class Adam(Optimizer):
         numbers = [math.nan if isinstance(value, Tensor) else float(value) for value in values]
         if key not in self._hypers:
             self._hypers[key] = (torch.tensor(numbers, dtype=torch.float32, device=key[1]), list(numbers))
-        hyper, written = self._hypers[key]
+        hyper, current = self._hypers[key]
         for i, value in enumerate(values):
             if isinstance(value, Tensor):
                 hyper[i].copy_(value.reshape(()))
-            elif written[i] != numbers[i]:
+            elif current[i] != numbers[i]:
                 hyper[i].fill_(numbers[i])
-        written[:] = numbers
+        current[:] = numbers
         return hyper
 
 

@@ -427,8 +427,8 @@ class ZeroOptimizer(Adam):
         self._schedule.abandon()
         self._current.cast(self._ranks.group)
         self._delayed.cast(self._ranks.group)
-        kept = (weight for flat in self._flats if not flat.values_alone for weight in flat.weights)
-        plain_ones = [(w.values, w.master) for w in kept if w.values is not None and w.values.numel()]
+        stored = (weight for flat in self._flats if not flat.values_alone for weight in flat.weights)
+        plain_ones = [(w.values, w.master) for w in stored if w.values is not None and w.values.numel()]
         if plain_ones:
             torch._foreach_copy_([values for values, _ in plain_ones], [master for _, master in plain_ones])
         for flat in self._flats:

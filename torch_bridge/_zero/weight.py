@@ -167,9 +167,9 @@ def units_of(
         # A compiled module replaces the module inside, so that hooks stay outside of the compiled graph.
         compiled = {id(m._modules["_orig_mod"]): m for m in modules if "_orig_mod" in m._modules}
         owners = (users.get(id(module), module) for weight in weights for module, _ in weight.owners)
-        asked = {id(compiled.get(id(module), module)) for module in owners}
+        unit_ids = {id(compiled.get(id(module), module)) for module in owners}
     else:
-        asked = {id(module) for module in (*units, model)}
+        unit_ids = {id(module) for module in (*units, model)}
         if strays := [type(unit).__name__ for unit in units if not any(unit is module for module in modules)]:
             raise ValueError(f"ZeroOptimizer: units ({strays[0]}) is not a module of the model; pass submodules of it")
         for unit in units:
@@ -178,7 +178,7 @@ def units_of(
                     f"ZeroOptimizer: units ({type(unit).__name__}) is in a {type(user).__name__}, which reads its "
                     "weight without calling it; pass that module, or one that contains it"
                 )
-    chosen = [module for module in modules if id(module) in asked]
+    chosen = [module for module in modules if id(module) in unit_ids]
     innermost: dict[int, nn.Module] = {}
     for unit in chosen:  # Outer modules come first, so the innermost unit wins.
         innermost.update({id(module): unit for module in unit.modules()})
