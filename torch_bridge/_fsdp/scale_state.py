@@ -320,22 +320,20 @@ class Refresh:
         The first gather of a pass commits all weights. After a refresh outside a pass, as by an optimizer, other
         weights may still be unsharded with older codes, so only the scales of `arrived` are committed.
         """
-        old: list[Tensor] = []
-        new: list[Tensor] = []
         in_pass = self.pass_id is not None
         states = [state for ref in self._states if (state := ref()) is not None]
         chosen = [state for state in states if in_pass or state is arrived]
         self._states = [] if in_pass else [weakref.ref(state) for state in states if state is not arrived]
-        for state in chosen:
-            if state.refresh is self:  # A later gather may have refreshed it already.
-                assert state.stored is not None
-                assert state.staged is not None
-                for stored, staged in zip(state.stored[1:], state.staged[1:], strict=True):
-                    if stored is not None and staged is not None:
-                        old.append(stored)
-                        new.append(staged)
-        if not old:
+        pairs = [
+            (stored, staged)
+            for state in chosen
+            if state.refresh is self and state.stored and state.staged  # A later gather may have refreshed it already.
+            for stored, staged in zip(state.stored[1:], state.staged[1:], strict=True)
+            if stored is not None and staged is not None
+        ]
+        if not pairs:
             return
+        old, new = [stored for stored, _ in pairs], [staged for _, staged in pairs]
         # Autograd has saved the stored scales. It must not count this write: FSDP2 refills the codes to match.
         with torch.no_grad(), preserve_version_counter(tuple(old)):
             torch._foreach_copy_(old, new)

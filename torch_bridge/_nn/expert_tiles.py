@@ -226,19 +226,12 @@ def row_product(
     *,
     fast: bool,
 ) -> Tensor:
-    """Multiply each row by the weight of its expert.
+    """Multiply each row by the weight of its expert: `[rows of tiles, columns]`, where padding rows are undefined.
 
-    Args:
-      x: rowwise plane of the tiles.
-      w: the plane that the product reads, or the plane to transpose for it. With `stops` it may also be one operand per
-        expert, which avoids stacking them.
-      contracted: `ROWWISE` to contract K of the weights, `COLUMNWISE` to contract N.
-      tiles: the assignment of rows to tiles.
-      stops: for each expert, the end of its rows in the tiles, if the host knows it: then each expert is a GEMM call of
-        its own. None: one grouped call.
-      columns: of the result, `[rows of tiles, columns]`. Its padding rows are undefined.
-      dtype: of the result.
-      fast: let FP8 tensor cores accumulate with fewer bits.
+    `x` is a rowwise plane of the tiles. The product contracts K of the weights if `contracted` is `ROWWISE`, N if it is
+    `COLUMNWISE`. `w` is the plane that it reads, or the plane to transpose for it. If the host knows `stops`, for each
+    expert the end of its rows in the tiles, each expert is a GEMM call of its own, and `w` may be one operand per
+    expert, which avoids stacking them. Else there is one grouped call. `fast` is as for `matmul`.
     """
     needs_transpose = isinstance(w, GroupedOperand) and w.usage is not contracted and w.format.per_tensor
     if isinstance(w, GroupedOperand) and needs_transpose and (stops is not None or _grouped_codes(x, w, dtype)):

@@ -67,9 +67,6 @@ class Memo(Generic[T]):
 class Steps:
     """A function over `ops` that is recorded as a program.
 
-    Attributes:
-      programs: the recorded programs.
-
     Args:
       function: `function(ops, *tensors, *constants)` returns a tuple of tensors or None. Results may be views of the
         tensors that it computes, by `view`. It must depend on nothing but constants, shapes and dtypes.
