@@ -38,7 +38,7 @@ class SavedLayout(NamedTuple):
       w_again: quantize the weight again in the backward pass; it is a parameter, so it stays in memory anyway.
       w_format: the format of the saved codes of the weight.
       w_usage: the plane of the saved codes of the weight; None if no codes are saved.
-      scaling_count: number of leading tensors that belong to delayed scaling.
+      scale_count: number of leading tensors that belong to delayed scaling.
       of_x: number of saved tensors that belong to x. The tensors of the weight follow.
       parts: how each operand is sharded under tensor parallelism; empty otherwise. Under sequence parallelism `x_rows`
         and `y_rows` tell how rows are sharded.
@@ -52,7 +52,7 @@ class SavedLayout(NamedTuple):
     w_again: bool
     w_format: Format
     w_usage: Usage | None
-    scaling_count: int
+    scale_count: int
     of_x: int
     y_shape: tuple[int, ...]
     parts: Mapping[Role, ShardSpec]
@@ -88,9 +88,11 @@ class Gradients(Node):
         scaling `tensors` begin with the scale of each role and the amax of the gradient. The tensors saved for x and
         for the weight follow. `how` has their layout.
         """
-        scaling, saved = tensors[: how.scaling_count], tensors[how.scaling_count :]
+        scale_args, saved = tensors[: how.scale_count], tensors[how.scale_count :]
         ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, x.shape, x.dtype, weight.dtype
-        ctx.scaling = scaling  # Not saved: the backward pass writes an amax into one of them, and autograd would raise.
+        ctx.scale_args = (
+            scale_args  # Not saved: the backward pass writes an amax into one of them, and autograd would raise.
+        )
         y = x.new_empty((), dtype=how.dtype).expand(how.y_shape) if ready is None else ready[0]
         return y, (*saved, *([weight] if how.w_again else []), seed)
 
@@ -109,10 +111,10 @@ class Gradients(Node):
             results = _gradients_op_by_op(ctx, dy, cached_amax(grad), of_x, of_w, seed)
         grad_x, grad_w, amax = results
         if amax is not None:
-            merge_amax(ctx.scaling[-1], amax)
+            merge_amax(ctx.scale_args[-1], amax)
         if grad_x is not None:
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
-        return grad_x, grad_w, *(None,) * (3 + how.scaling_count + count - how.w_again)
+        return grad_x, grad_w, *(None,) * (3 + how.scale_count + count - how.w_again)
 
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -134,7 +136,7 @@ def _gradients_in_one_call(
         x = [_recompute_x(how, of_x, ctx)[0]]
     if how.w_again:
         w = [values_of(of_w[-1])]
-    return linear_program.gradients(plan, how.recipe, dy, x, w, ctx.scaling[: len(ROLES)], seed)
+    return linear_program.gradients(plan, how.recipe, dy, x, w, ctx.scale_args[: len(ROLES)], seed)
 
 
 def _gradients_op_by_op(
@@ -171,7 +173,7 @@ def _recompute_x(how: SavedLayout, saved: Sequence[Any], ctx: Any) -> tuple[Tens
 
 
 def _quantizer(ctx: Any, seed: Tensor | None) -> LayerQuantizer:
-    return LayerQuantizer(ctx.how.recipe, seed, ctx.how.parts, ctx.scaling)
+    return LayerQuantizer(ctx.how.recipe, seed, ctx.how.parts, ctx.scale_args)
 
 
 def _take_x(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
@@ -181,7 +183,7 @@ def _take_x(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -
     fmt = how.recipe.format(role)
     if how.x_again is None:
         return Operand(fmt, Plane(*parts), columns)
-    if how.x_again is activations.recompute_swiglu and fmt.per_tensor and not ctx.scaling and not how.parts:
+    if how.x_again is activations.recompute_swiglu and fmt.per_tensor and not ctx.scale_args and not how.parts:
         gate, up = (matrix_of(part, part.dtype, ctx.x_shape[-1]) for part in parts[:2])
         if len(parts) > 2 and gate.dtype == how.dtype:
             return Operand(fmt, recompute_swiglu_plane(gate, up, fmt, parts[2]), columns)

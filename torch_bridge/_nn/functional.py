@@ -157,16 +157,16 @@ def linear(
         raise ValueError(seed_missing("linear", type(recipe).__name__))
     else:
         seed = words("linear", "seed", seed, x.device).view(torch.int32)
-    scaling: list[Tensor] = []
+    scale_args: list[Tensor] = []
     advice = "a DelayedScale for each role"
     check_state("linear", "delayed", None if delayed is None else "given", recipe, advice)
     if delayed is not None:
         for role in ROLES:
             if role not in delayed:
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
-        scaling = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
+        scale_args = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
     dtype = x.dtype if dtype is None else dtype
-    y = _product(x, weight, recipe, seed, scaling, delayed, dtype, sharding, shared, layer, activation_group, is_kn)
+    y = _product(x, weight, recipe, seed, scale_args, delayed, dtype, sharding, shared, layer, activation_group, is_kn)
     y = y if sharding is None else sharding.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -176,7 +176,7 @@ def _product(
     weight: Tensor,
     recipe: Recipe,
     seed: Tensor | None,
-    scaling: list[Tensor],
+    scale_args: list[Tensor],
     delayed: Mapping[Role, DelayedScale] | None,
     dtype: torch.dtype,
     sharding: LinearSharding | None,
@@ -187,8 +187,8 @@ def _product(
 ) -> Tensor:
     """Compute `linear` of plain tensors, without bias. Arguments as in `linear`, and a few of its intermediate results.
 
-    Under delayed scaling `scaling` has the scale of each role and the amax buffer of the gradient. `shared` identifies
-    x, and `layer` the layer, to the layers that share codes of x.
+    Under delayed scaling `scale_args` has the scale of each role and the amax buffer of the gradient. `shared`
+    identifies x, and `layer` the layer, to the layers that share codes of x.
     """
     parts: Mapping[Role, ShardSpec] = {} if sharding is None else sharding.parts
     x_rows, y_rows = (None, None) if sharding is None else (sharding.x_rows, sharding.y_rows)
@@ -198,12 +198,12 @@ def _product(
     source = saved_input.source_of(x) if need_w and eager and not stochastic and not parts else None
     x_usage = Usage.BOTH if need_w and source is None else Usage.ROWWISE
 
-    quantizer = LayerQuantizer(recipe, seed, parts, scaling)
+    quantizer = LayerQuantizer(recipe, seed, parts, scale_args)
 
     def make(usage: Usage) -> saved_input.Planes:
         known = cached_amax(x) if x.dtype == dtype else None
         planes, amax = quantizer.quantize(matrix_of(x, dtype), Role.ACTIVATION, usage, known)
-        return planes, [] if amax is None else [amax, *scaling[_X_SCALES]]
+        return planes, [] if amax is None else [amax, *scale_args[_X_SCALES]]
 
     if stochastic:
         xs, others = make(x_usage)
@@ -211,7 +211,7 @@ def _product(
         key = (*_key(recipe, dtype), parts.get(Role.ACTIVATION))
         xs, others = saved_input.planes_of(shared, x_usage, key, layer, make)
     if delayed is not None:
-        amax, *scaling[_X_SCALES] = others  # Another layer that shares x may have chosen the scale.
+        amax, *scale_args[_X_SCALES] = others  # Another layer that shares x may have chosen the scale.
         delayed[Role.ACTIVATION].observe(amax)
 
     x_row, w_format, w_again = xs[Usage.ROWWISE], recipe.weight, False
@@ -229,7 +229,7 @@ def _product(
         # A tensor that is not a parameter may be temporary, and is larger than its codes: save the codes.
         w_again = need_x and eager and (isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None)
         if one_node and not parts and not is_kn and (w_again or not need_x):
-            scale = scaling[_W_SCALE] if scaling else None
+            scale = scale_args[_W_SCALE] if scale_args else None
             y, w_amax = linear_program.product(x_row, values_of(weight), recipe, scale, seed, dtype)
         if y is None:
             w_usage = Usage.BOTH if need_x and not w_again else forward
@@ -261,9 +261,9 @@ def _product(
         w = ws[backward] if backward in ws else ws[forward]
         of_w, saved_usage = w.parts, w.usage
     # Dynamo does not accept the same input twice, and saved codes already include their scale.
-    scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(scaling)]
+    scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(scale_args)]
     x_again = None if source is None else source.again
-    sizes = len(scaling), len(of_x), shape
+    sizes = len(scale_args), len(of_x), shape
     how = SavedLayout(
         recipe, dtype, x_again, w_again, w_format, saved_usage, *sizes, parts, x_rows, y_rows, join, is_kn
     )
