@@ -38,8 +38,6 @@ class DelayedScale(Float32Buffers):
 
     Args:
       recipe: a `DelayedScaling`, or its name.
-      role: of the tensor in the layer.
-      device: of the buffers.
 
     Attributes:
       scale: `[]`, encodes in this step. 0 before the first update, when the tensor is scaled by its own amax.
@@ -89,7 +87,6 @@ class DelayedScale(Float32Buffers):
         self.reset()
 
     def reset(self) -> None:
-        """Reset to the state before the first step."""
         self._made = self._look = None
         self.restore_buffers()
         for buffer in (self.scale, self.scale_inv, self.amax, self.amax_history):
@@ -105,25 +102,21 @@ class DelayedScale(Float32Buffers):
 
     @property
     def margin(self) -> int:
-        """Powers of two of headroom below the largest code."""
         margin: Any = self.options["margin"]
         return int(margin)
 
     def knows_scale(self) -> bool:
-        """Return True if all ranks know that a scale exists.
-
-        A write to `scale`, such as loading a checkpoint, makes this False until later updates confirm the scale.
-        """
+        """Return True if all ranks know that a scale exists. After a write to `scale`, updates must confirm it."""
         known = self._made is not None and self._made == _version_of(self._buffers["scale"])
         self._asked = self._asked or not known
         return known
 
     def scales_under(self, amax: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scale and its inverse; if no scale exists yet, compute them from the amax of the whole tensor."""
-        made: tuple[Tensor, Tensor] = ops.delayed_scale(
+        pair: tuple[Tensor, Tensor] = ops.delayed_scale(
             amax, self.scale, element=self.options["element"], margin=self.margin
         )
-        return made
+        return pair
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the fields that belong to this process."""
@@ -243,10 +236,10 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
         for name, parts in (("amax_history", histories), ("scale", scales), ("scale_inv", inverses)):
             old += [each[name] for each in alike]
             new += parts.unbind()
-    made = [state for state in states if _has_known_scale(state)]
+    with_scale = [state for state in states if _has_known_scale(state)]
     torch._foreach_copy_(old, new)
     torch._foreach_zero_([each["amax"] for each in buffers])
-    for state in made:
+    for state in with_scale:
         vars(state)["_made"] = _version_of(state._buffers["scale"])  # Setting attributes on modules is slow, too.
     _start_readback([state for state in states if state._asked and state._made is None])
     for state in states:
@@ -265,10 +258,7 @@ class _ScaleReadback:
         self._versions = {id(state): (i, _version_of(state.scale)) for i, state in enumerate(states)}
 
     def has_scale(self, state: DelayedScale) -> bool:
-        """Return True if a scale exists on this rank, and was not written since.
-
-        Called one update after the copy began, it does not have to wait.
-        """
+        """Return True if a scale exists on this rank, and was not written since. One update later it does not wait."""
         if self._ready is not None:
             self._ready.synchronize()
         i, version = self._versions[id(state)]
@@ -300,10 +290,7 @@ _agreed: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKey
 
 
 def _check_alike(model: nn.Module, states: Sequence[DelayedScale], groups: Sequence[dist.ProcessGroup]) -> None:
-    """Raise on all ranks unless all have the same states.
-
-    Collective until the ranks agree, and again after the states change.
-    """
+    """Raise on all ranks unless all have the same states. Collective until they agree and after states change."""
     if not groups or is_capturing(states[0].amax.device):
         return
     key = (*[group.group_name for group in groups], *map(id, states))

@@ -26,10 +26,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Reductions of `qshard.numerics` over groups of ranks, one group per mesh axis.
-
-    Together the groups reach all ranks with a part of a tensor.
-    """
+    """Reductions of `qshard.numerics` over one group per mesh axis: together, all ranks with a part of a tensor."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device):
         self.groups, self.device = groups, device
@@ -41,13 +38,11 @@ class Ranks:
         return cls([mesh.get_group(axis) for axis in range(mesh.ndim)], device)
 
     def maximum(self, bits: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Compute the elementwise maximum over all ranks."""
         merged = max_over_ranks(torch.from_numpy(bits.copy()).view(torch.float32).to(self.device), self.groups)
-        made: NDArray[np.int32] = merged.cpu().view(torch.int32).numpy()
-        return made
+        result: NDArray[np.int32] = merged.cpu().view(torch.int32).numpy()
+        return result
 
     def gathered(self, own: T) -> list[T]:
-        """Gather an object from all ranks."""
         parts = [own]
         for group in self.groups:
             found: list[Any] = [None] * dist.get_world_size(group)
@@ -62,10 +57,6 @@ def as_sharded(x: Tensor, op: str) -> ShardedArray:
 
     A weight of a converted model is measured by its values, not by its codes. For a DTensor, call it on every rank of
     the mesh. A shard that is replicated over a mesh axis is measured on the first rank of that axis.
-
-    Args:
-      x: a tensor or DTensor.
-      op: the caller, for errors.
 
     Raises:
       TypeError: `x` does not hold real numbers.
@@ -104,16 +95,13 @@ class OfModule:
                 self._weights[name] = weight
 
     def names(self) -> list[str]:
-        """Return the names of the weights."""
         return list(self._weights)
 
     def weight(self, name: str) -> NDArray[Any]:
-        """Return a weight as a NumPy array."""
         return as_float(self._weights[name], "sensitivity").array
 
     @contextlib.contextmanager
     def replaced(self, name: str, value: NDArray[np.float32]) -> Iterator[None]:
-        """Replace a weight by `value` within the context."""
         weight = self._weights[name]
         with torch.no_grad():
             before = weight.detach().clone()
@@ -125,6 +113,5 @@ class OfModule:
 
     @torch.no_grad()
     def run(self, batch: Any) -> Outputs:
-        """Return the outputs of the model for a batch."""
-        made = call_with_batch(self._model, batch)
-        return [np.asarray(as_float(leaf, "sensitivity").array, np.float64) for _, leaf in leaves(made)]
+        outputs = call_with_batch(self._model, batch)
+        return [np.asarray(as_float(leaf, "sensitivity").array, np.float64) for _, leaf in leaves(outputs)]

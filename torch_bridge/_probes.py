@@ -173,20 +173,15 @@ class Watch:
     def measure(
         self, name: str, role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
     ) -> None:
-        """Measure one operand of a call."""
         self.add(name, role, _measure_operand(role, layer, x, dtype, seed))
 
     def add(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
-        """Add the measurements of one operand of a call, from `_measure`."""
         self._seen.setdefault((name, role), []).extend(measured)
         self._totals.setdefault((name, role), Totals()).calls += 1
 
     @torch.no_grad()
     def _measure_weight(self, name: str, layer: WeightLayer) -> None:
-        """Measure the local shards of a weight.
-
-        It runs on the host if shard boundaries split blocks, if rounding is stochastic, or if scales are per row.
-        """
+        """Measure local shards: on the host if a block is split, rounding is stochastic or scales are per row."""
         weight, fmt = layer.weight, layer.recipe.weight
         if not isinstance(local_of(weight), ShardedWeight):  # Codes of a ZeroOptimizer, or a computed weight.
             return
@@ -201,15 +196,12 @@ class Watch:
         reduce_max = functools.partial(max_over_ranks, group=getattr(whole.others, "groups", ()))
         spec = operand_spec(layer.recipe, Role.WEIGHT, Usage.ROWWISE)
         scale = scales[ROLES.index(Role.WEIGHT)] if scales else None
-        made, _ = quantize_operand(ops, matrix, spec, scale=scale, reduce_max=reduce_max)
+        planes, _ = quantize_operand(ops, matrix, spec, scale=scale, reduce_max=reduce_max)
         if whole.pieces:  # Only the first replica counts.
-            self.add(name, Role.WEIGHT, _measure(matrix, made[Usage.ROWWISE], fmt))
+            self.add(name, Role.WEIGHT, _measure(matrix, planes[Usage.ROWWISE], fmt))
 
     def stats(self) -> StepStats:
         """Return the rows, merged over all ranks. Within the context, it covers the calls so far.
-
-        Returns:
-          A `StepStats` with a row per layer and role that was measured.
 
         Raises:
           RuntimeError: no forward pass of any layer was measured on any rank.
@@ -280,10 +272,7 @@ class _Call:
 
     @torch.no_grad()
     def measure_gradient(self, grad: Tensor) -> None:
-        """Measure the gradient of y.
-
-        A call that returns a loss keeps the gradients of logits instead, computed before or after this hook.
-        """
+        """Measure the gradient of y. For a loss, count the gradients of logits that waited for this hook."""
         if not self.gives_loss:
             self.watch.measure(self.name, Role.GRADIENT, self.layer, grad, grad.dtype, self.seed)
             return
@@ -293,10 +282,7 @@ class _Call:
 
     @torch.no_grad()
     def _observe(self, role: Role, x: Tensor, seed: Tensor | None) -> None:
-        """Measure an operand of a chunk of a head.
-
-        Gradients computed with the loss are kept only if the loss is differentiated.
-        """
+        """Measure an operand of a chunk of a head. Gradients computed with the loss wait until it is differentiated."""
         if role is Role.ACTIVATION and _is_in_backward():
             return
         measured = _measure_operand(role, self.layer, x, x.dtype, seed)
@@ -318,7 +304,6 @@ class _ExpertsCall:
 
     @torch.no_grad()
     def measure_gradient(self, grad: Tensor) -> None:
-        """Measure the gradient of y by expert."""
         self._measure(Role.GRADIENT, grad, grad.dtype)
 
     def _measure(self, role: Role, x: Tensor, dtype: torch.dtype) -> None:
@@ -336,7 +321,6 @@ def _is_in_backward() -> bool:
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    """Return the dtype that a layer rounds x to."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -344,12 +328,11 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 def _measure_operand(
     role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
 ) -> list[tuple[Tensor, int]]:
-    """Quantize an operand as the layer does it, and measure it."""
     local = local_of(x).detach()
     parts = {role: ShardSpec(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
     matrix = matrix_of(local, dtype)
-    made, _ = LayerQuantizer(layer.recipe, seed, parts, _scales_of(layer)).quantize(matrix, role, Usage.ROWWISE)
-    operand = made[Usage.ROWWISE]
+    planes, _ = LayerQuantizer(layer.recipe, seed, parts, _scales_of(layer)).quantize(matrix, role, Usage.ROWWISE)
+    operand = planes[Usage.ROWWISE]
     return _measure(matrix, operand.parts, operand.format)
 
 
@@ -380,8 +363,8 @@ def _measure(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
 
 
 def _values(parts: Plane, fmt: Format) -> Tensor:
-    made: Tensor = quantize_steps.dequantize(ops, parts, fmt, Usage.ROWWISE, torch.float32)
-    return made
+    values: Tensor = quantize_steps.dequantize(ops, parts, fmt, Usage.ROWWISE, torch.float32)
+    return values
 
 
 def _count(mask: Tensor) -> Tensor:

@@ -62,7 +62,6 @@ def is_observed() -> bool:
 
 
 def in_functorch() -> bool:
-    """Return True in a transform of `torch.func`."""
     return _functorch_level() is not None
 
 
@@ -96,21 +95,16 @@ def node_number(node: Any) -> int:
 
 # Without these two: return False, and raise RuntimeError. Then codes are saved.
 def saves_its_result(node: Any) -> bool:
-    """Return True if an autograd node saves its result.
-
-    It checks the type of the node, because reading the attribute would unpack the tensor.
-    """
+    """Return True if an autograd node saves its result. Reads the type: the attribute would unpack the tensor."""
     return any(hasattr(type(node), name) for name in ("_saved_result", "_saved_output"))
 
 
 def saved_factors(node: Any) -> tuple[Tensor, Tensor]:
-    """Return the two tensors that a multiplication node has saved."""
     return node._saved_self, node._saved_other
 
 
 # Without it: call `forward_ad.unpack_dual` on every input, which is slower.
 def has_forward_ad_level() -> bool:
-    """Return True in a `torch.autograd.forward_ad.dual_level`."""
     return forward_ad._current_level >= 0
 
 
@@ -131,7 +125,6 @@ rebuild_parameter_with_state: Callable[..., Any] = torch._utils._rebuild_paramet
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the base of a view, or None."""
     return tensor._base if tensor._is_view() else None
 
 

@@ -117,7 +117,7 @@ def test_memory_of_a_step(recipe):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             codes = sum(flat._memory.untyped_storage().nbytes() for flat in flats)
-            held = [t for flat in flats for t in (*flat.gradient._held.values(), *flat.gradient._sent.values())]
+            held = [t for flat in flats for t in (*flat.gradient._unreduced.values(), *flat.gradient._sent.values())]
             most["codes"] = max(most["codes"], codes)
             most["gradients"] = max(most["gradients"], sum(t.untyped_storage().nbytes() for t in held))
             return out

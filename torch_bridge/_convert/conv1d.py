@@ -13,10 +13,7 @@ from qshard.torch_bridge._nn.linear import WeightLayer
 
 
 class Conv1D(WeightLayer):
-    """Linear layer `y = x @ weight + bias` with quantized operands.
-
-    The weight is stored, gathered and saved as `[in, out]`.
-    """
+    """Linear layer `y = x @ weight + bias` with quantized operands and a weight that is stored as `[in, out]`."""
 
     weight_layout = "KN"
     _of = nn.Module

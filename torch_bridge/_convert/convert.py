@@ -83,8 +83,7 @@ def convert(
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> convert(model, CurrentScaling(), filter=lambda layer, name: name != "2")
     Sequential(
-      (0): Linear(in_features=4, out_features=8, bias=True, weight=FP8_E4M3[nonfinite=nan], \
-    activation=FP8_E4M3[nonfinite=nan], gradient=FP8_E5M2[nonfinite=nan])
+      (0): Linear(in_features=4, out_features=8, bias=True, recipe=CurrentScaling())
       (1): ReLU()
       (2): Linear(in_features=8, out_features=2, bias=True)
     )
@@ -96,18 +95,18 @@ def convert(
     candidates = survey(model)
     rules.check_used([each.names for each in candidates.values()], [name for name, _ in model.named_modules()])
     recipes: dict[str, Recipe] = {}  # Recipes of convertible layers.
-    left: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     modules = {name: (each.module, each.names, each.why is None) for name, each in candidates.items()}
     for name, own in rules.choose(modules, filter):
         reason = candidates[name].why or (NO_PATTERN if own is None else _unfit(candidates[name].module, own))
         if reason is not None:
-            left[name] = reason
+            reasons[name] = reason
         elif own is not None:
             recipes[name] = own
     tied = _find_tied(model, {name: candidates[name].module for name in recipes})
-    left = {name: reason for name in candidates if (reason := tied.get(name, left.get(name))) is not None}
+    reasons = {name: reason for name in candidates if (reason := tied.get(name, reasons.get(name))) is not None}
     chosen = {name: cast(nn.Linear, candidates[name].module) for name in recipes if name not in tied}
-    check_chosen("convert", model, chosen, left, "nn.Linear")
+    check_chosen("convert", model, chosen, reasons, "nn.Linear")
     for name, module in chosen.items():
         _check(_weight(name), module, recipes[name])
     _check_shared(chosen, recipes)
@@ -115,9 +114,9 @@ def convert(
     for name, module in chosen.items():
         if module.weight not in weights:
             weights[module.weight] = wrap_weight(module.weight, recipes[name], _weight(name), model, primary)
-    warn_of_rest("convert", chosen, left)
-    for weight, made in weights.items():
-        replace_parameter(cast(nn.Parameter, weight), made)
+    warn_of_rest("convert", chosen, reasons)
+    for weight, wrapped in weights.items():
+        replace_parameter(cast(nn.Parameter, weight), wrapped)
     for name, module in chosen.items():
         cast(Any, module).__class__ = extend_class(_kind_of(type(module)), type(module))
         cast(WeightLayer, module).begin(recipes[name], cast(nn.Parameter, module.weight))
@@ -162,7 +161,6 @@ def _kind_of(kind: type[nn.Module]) -> type[WeightLayer]:
 
 
 def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
-    """Return the reason why a layer cannot be converted, or None."""
     kind, weight = type(layer), layer._parameters.get("weight")
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight"
@@ -189,10 +187,7 @@ def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
 
 
 def _find_tied(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]:
-    """Return the layers with a weight that another module uses too, with the reason.
-
-    The other module cannot use codes.
-    """
+    """Return the layers that share a weight with another module, which cannot use codes, and the reason."""
     taken = set(map(id, chosen.values()))
     others: dict[int, str] = {}
     for name, module in model.named_modules():
@@ -203,7 +198,6 @@ def _find_tied(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]
 
 
 def _check_shared(chosen: dict[str, nn.Linear], recipes: dict[str, Recipe]) -> None:
-    """Raise ValueError if layers that share a weight have different recipes."""
     first: dict[Tensor, str] = {}
     for name, layer in chosen.items():
         other = first.setdefault(layer.weight, name)
@@ -222,8 +216,8 @@ def _check(name: str, layer: nn.Linear, recipe: Recipe) -> None:
     weight = layer.weight
     if isinstance(weight, DTensor):
         raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
-    held: Any = weight
-    if has_other_owners(held) or weakref.getweakrefs(held) or is_flattened(held):
+    referenced: Any = weight
+    if has_other_owners(referenced) or weakref.getweakrefs(referenced) or is_flattened(referenced):
         raise ValueError(
             f"convert: {name} (referenced by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) "
             "cannot be replaced; convert before wrapping the model, and drop earlier losses and views"

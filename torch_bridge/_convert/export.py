@@ -54,19 +54,19 @@ def quantized_state_dict(
     ['0.bias', '0.weight.rowwise.data', '0.weight.rowwise.scale_inv']
     """
     check_model("quantized_state_dict", model)
-    kept = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
-    made: dict[str, Any] = {}
-    seen: dict[int, Any] = {}  # Shared weights are gathered once.
+    is_returned = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+    state_dict: dict[str, Any] = {}
+    gathered: dict[int, Any] = {}  # Shared weights are gathered once.
     for name, value in _entries(model):
-        if id(value) not in seen:
+        if id(value) not in gathered:
             whole = _whole(value)
-            if not kept:
-                seen[id(value)] = None
+            if not is_returned:
+                gathered[id(value)] = None
                 continue
-            seen[id(value)] = whole.cpu() if cpu_offload else whole
-        if kept:
-            made[name] = seen[id(value)]
-    return made
+            gathered[id(value)] = whole.cpu() if cpu_offload else whole
+        if is_returned:
+            state_dict[name] = gathered[id(value)]
+    return state_dict
 
 
 def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -85,12 +85,12 @@ def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _whole(value: Tensor) -> Tensor:
     local = local_of(value)
     if isinstance(local, QuantizedTensor):  # Currently unsharded, or of a `ZeroOptimizer`.
-        local.described()  # Raises if there is no memory.
+        local.describe()  # Raises if there is no memory.
         return local.detach().clone()
     if not isinstance(local, ShardedWeight):
         return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-    if isinstance(value, DTensor) and (cut := row_sharding_of(value)) is not None:
-        return gather(local, cut, value.dtype, observe=False)
+    if isinstance(value, DTensor) and (sharding := row_sharding_of(value)) is not None:
+        return gather(local, sharding, value.dtype, observe=False)
     state, high = local.scale_state, plain(value)
     high = (high.full_tensor() if isinstance(high, DTensor) else high).contiguous()
     scale = None if state.delayed is None else state.delayed.scale

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.activation_group import ActivationGroup
-from qshard.torch_bridge._distributed.fsdp1 import note_delayed, wrapper_of
+from qshard.torch_bridge._distributed.fsdp1 import attach_delayed, wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge._module_tree import modules_of, parameters_of
 from qshard.torch_bridge._nn.linear import WeightLayer, replace_parameter
@@ -75,12 +75,11 @@ def prepare_modules_for_fsdp1(model: nn.Module, *, activation_group: dist.Proces
             name, delayed = weight.scale_state.name, weight.scale_state.delayed
             replace_parameter(weight, nn.Parameter(plain(weight), weight.requires_grad))
             if delayed is not None:
-                note_delayed(weight, name, delayed)
+                attach_delayed(weight, name, delayed)
     return model
 
 
 def _check(model: nn.Module) -> None:
-    """Raise ValueError if FSDP1 cannot wrap `model`."""
     for name, module in model.named_modules():
         if (wrapper := wrapper_of(module)) is not None:
             raise ValueError(

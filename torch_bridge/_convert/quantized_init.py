@@ -32,9 +32,6 @@ def quantized_init(
       filter: as for `convert`.
       primary: as for `convert`, but True by default.
 
-    Returns:
-      A context manager without a value.
-
     Raises:
       TypeError: an argument has the wrong type.
       ValueError: the recipe has an unknown name; or, when the context ends, as for `convert`.

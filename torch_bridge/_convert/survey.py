@@ -17,12 +17,9 @@ _TABLES_AND_NORMS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, 
 
 
 class Candidate(NamedTuple):
-    """A module with weights.
+    """A module with weights, its qualified name and the names of its weights. A pattern may match any of these `names`.
 
-    Attributes:
-      module: the module.
-      names: the qualified name of the module, then the names of its weights. A pattern may match any of them.
-      why: the reason to leave the module, and what to do; None for a linear layer.
+    `why` is the reason to leave the module, and what to do; None for a linear layer.
     """
 
     module: nn.Module
@@ -87,7 +84,6 @@ def _is_table_or_norm(module: nn.Module) -> bool:
 
 
 def _why(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
-    """Return the reason why `convert` leaves the weights of a module, and what to do."""
     if isinstance(module, nn.MultiheadAttention):
         return f"it multiplies {', '.join(weights)} (q, k, v) and out_proj itself; use nn.Linear for each"
     if isinstance(module, ConvolutionBase):

@@ -23,13 +23,7 @@ _PART = "_qshard_part"
 
 
 class ActivationGroup:
-    """Ranks that save the codes of x together, 1/W of the bytes each, from forward to backward.
-
-    Each layer has one. Unpickled layers have none.
-
-    Args:
-      group: the ranks.
-    """
+    """Ranks that each save 1/W of the bytes of the codes of x for backward. Layers have one, unless unpickled."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -42,13 +36,10 @@ class ActivationGroup:
         return _none, ()
 
     def split(self, x: Plane) -> tuple[Plane, Join]:
-        """Return the plane with this rank's part of the codes, and a function that gathers the codes.
+        """Return the plane with this rank's part of the codes, and a collective function that gathers the codes.
 
-        The part is flat uint8, zero-padded to equal length on all ranks. Layers that share x share the part. Gathering
-        is collective.
-
-        Raises:
-          ValueError: ranks have different codes. Only the first split checks, and all ranks raise.
+        The part is flat uint8, zero-padded to equal length on all ranks. Layers that share x share the part. The first
+        split raises ValueError on all ranks if they have different codes.
         """
         codes = x.data
         join = functools.partial(self._join, shape=codes.shape, dtype=codes.dtype)
@@ -78,8 +69,8 @@ class ActivationGroup:
         return -(-whole // dist.get_world_size(self.group))
 
     def _check(self, codes: Tensor) -> None:
-        described = repr((tuple(codes.shape), codes.dtype)).encode()
-        facts = described + codes.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        text = repr((tuple(codes.shape), codes.dtype)).encode()
+        facts = text + codes.contiguous().view(torch.uint8).cpu().numpy().tobytes()
         others = unlike_ranks(facts, self.group, codes.device, than=0)
         if others:
             raise ValueError(

@@ -21,10 +21,7 @@ def local_of(tensor: Tensor) -> Tensor:
 def wrapped_like(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Wrap a local shard as a DTensor with the sharding of `tensor`. Return `local` itself if `tensor` is plain.
 
-    Args:
-      tensor: the tensor with the mesh and the placements.
-      local: the local shard; it stays on its device.
-      shape: shape of the whole; by default the shape of `tensor`.
+    The shard stays on its device. The whole has the shape `shape`, by default the shape of `tensor`.
     """
     if not isinstance(tensor, DTensor):
         return local

@@ -37,25 +37,21 @@ def wrapper_of(module: nn.Module) -> str | None:
 
 
 def is_flattened(parameter: nn.Parameter) -> bool:
-    """Return True if FSDP1 has moved a parameter into a flat parameter."""
     return "_fsdp_flattened" in vars(parameter)
 
 
-def note_delayed(parameter: nn.Parameter, name: str, delayed: nn.Module) -> None:
+def attach_delayed(parameter: nn.Parameter, name: str, delayed: nn.Module) -> None:
     """Store the `DelayedScale` of a parameter on the parameter, because FSDP1 removes the parameter from its layer."""
     setattr(parameter, _STATE, (name, delayed))
 
 
 def delayed_of(parameter: Tensor) -> list[tuple[str, Any]] | None:
-    """Return names and `DelayedScale`s of the weights in a parameter of FSDP1 that a step will change.
-
-    None if the parameter does not belong to FSDP1.
-    """
-    noted: tuple[str, Any] | None = parameter.__dict__.get(_STATE)
-    if noted is not None:
+    """Return names and `DelayedScale`s of the weights in a parameter of FSDP1 that a step changes; else None."""
+    found: tuple[str, Any] | None = parameter.__dict__.get(_STATE)
+    if found is not None:
         # FSDP1 sets no gradient on a rank without elements, but that rank must take part in the update.
         is_empty = parameter.requires_grad and not parameter.numel()
-        return [noted] if is_empty or parameter.grad is not None else []
+        return [found] if is_empty or parameter.grad is not None else []
     if not isinstance(parameter, FlatParameter):
         return None
     layers: list[tuple[str, Any]] = [] if parameter.grad is None else modules_of_flat(parameter)
@@ -76,7 +72,6 @@ class Float32Buffers(nn.Module):
     _kept: dict[str, Tensor] | None = None  # Memory of each protected buffer; None before `keep_bits`.
 
     def keep_bits(self) -> None:
-        """Protect the buffers from now on."""
         if self._kept is None:
             self._kept = {}
         self.restore_buffers()
@@ -93,6 +88,5 @@ class Float32Buffers(nn.Module):
                 self._kept[name] = buffer.detach()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the protected memory."""
         self.restore_buffers()
         return {**self.__dict__, "_kept": None if self._kept is None else {}}

@@ -21,10 +21,8 @@ def groups_of(
 ) -> Sequence[dist.ProcessGroup]:
     """Return the groups to reduce amaxes over, one after the other.
 
-    Args:
-      model: the model.
-      group: the argument of `update_scales`, which takes precedence.
-      layer_groups: the group of each layer, as set by a wrapper or an optimizer; None if none is set.
+    `group`, the argument of `update_scales`, takes precedence over `layer_groups`: the group that a wrapper or an
+    optimizer has set on each layer, or None.
 
     Raises:
       ValueError: no single group serves the whole model.

@@ -42,13 +42,9 @@ from qshard.torch_bridge._torch_internals import pipelined_all_gather, pipelined
 
 
 class Rows(NamedTuple):
-    """How the rows of a tensor are sharded.
+    """Shards of the rows of a tensor: each rank of `group` has a run of `run` rows for each of `lead` indices.
 
-    Attributes:
-      group: the ranks; each has one run for each index of `lead`.
-      lead: the product of the axes before the sharded one.
-      run: rows of a run.
-      overlap: whether to communicate and multiply at the same time.
+    `overlap` tells whether to communicate and multiply at the same time.
     """
 
     group: dist.ProcessGroup
@@ -60,11 +56,8 @@ class Rows(NamedTuple):
     def ranks(self) -> int:
         return self.group.size()
 
-    def gathered(self, own: Operand) -> Callable[[], Operand]:
-        """Start to gather a columnwise plane. The returned function waits and returns the whole plane, in order.
-
-        To gather without overlap, call it at once.
-        """
+    def gather(self, own: Operand) -> Callable[[], Operand]:
+        """Start to gather a columnwise plane. The returned function waits and returns the whole plane, in row order."""
         known = _recall(own)
         if known is not None:
             return lambda: own._replace(parts=known)
@@ -80,14 +73,7 @@ class Rows(NamedTuple):
         return finish
 
     def gather_matmul(self, own: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        """Return `x @ w.T` of the whole x.
-
-        Args:
-          own: a rowwise plane of the own rows of x.
-          w: the local shard of the weight.
-          dtype: dtype of the result.
-          fast: as for `matmul`.
-        """
+        """Return `x @ w.T` of the whole x, from a rowwise plane of the own rows and the local shard of the weight."""
         x, ranks, runs = own.parts.data, self.ranks, range(self.lead)
         known = _recall(own)
         whole = known or own.parts._replace(
@@ -114,34 +100,30 @@ class Rows(NamedTuple):
             for other in _ranks_from(rank, ranks):
                 multiply(other, by_rank, other * self.lead)
             return y
-        given, made = self._sharded_tensors(own), self._sharded_tensors(by_rank)
+        sent, received = self._sharded_tensors(own), self._sharded_tensors(by_rank)
         if not self.overlap:
-            for part, there in zip(given, made, strict=True):
+            for part, there in zip(sent, received, strict=True):
                 all_gather(there, part, group=self.group)
             for other in _ranks_from(rank, ranks):
                 multiply(other, by_rank, other * self.lead)
         else:
             _gather_each(
-                given, made, self.group, lambda r: multiply(r, *((own, 0) if r == rank else (by_rank, r * self.lead)))
+                sent,
+                received,
+                self.group,
+                lambda r: multiply(r, *((own, 0) if r == rank else (by_rank, r * self.lead))),
             )
         _remember(own, whole)
         return y
 
     def matmul_scatter(self, x: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        """Return the own rows of the sum over ranks of `x @ w.T`. The sum over ranks is rounded once.
-
-        Args:
-          x: a rowwise plane of all rows of the local columns of x.
-          w: the local shard of the weight.
-          dtype: dtype of the result.
-          fast: as for `matmul`.
-        """
+        """Return the own rows of the sum over ranks of `x @ w.T`, rounded once; x has all rows of its local columns."""
         ranks, size = self.ranks, self.lead * self.run
         if is_compiling():
             order = [i * ranks + rank for rank in range(ranks) for i in range(self.lead)]
             sent = torch.cat([matmul(self._run(x, at), w, dtype, fast=fast) for at in order])
-            made: Tensor = funcol.wait_tensor(funcol.all_to_all_single(sent, None, None, self.group))
-            return made.view(ranks, size, -1).sum(0)
+            exchanged: Tensor = funcol.wait_tensor(funcol.all_to_all_single(sent, None, None, self.group))
+            return exchanged.view(ranks, size, -1).sum(0)
 
         def multiply(rank: int, into: Tensor) -> None:
             for i in range(self.lead):
@@ -159,7 +141,6 @@ class Rows(NamedTuple):
         return received.sum(0)
 
     def _run(self, operand: Operand, at: int) -> Operand:
-        """Return run number `at` of a rowwise plane."""
         rows = at * self.run, (at + 1) * self.run
         return operand._replace(parts=plane_rows(operand.parts, operand.format, operand.usage, *rows))
 
@@ -169,8 +150,8 @@ class Rows(NamedTuple):
     def _start_gather(self, part: Tensor) -> Callable[[], Tensor]:
         """Start to gather a tensor from all ranks. The returned function waits and returns `[ranks, *part]`."""
         if is_compiling():
-            made = funcol.all_gather_tensor(part, 0, self.group)
-            return lambda: funcol.wait_tensor(made).view(self.ranks, *part.shape)
+            whole = funcol.all_gather_tensor(part, 0, self.group)
+            return lambda: funcol.wait_tensor(whole).view(self.ranks, *part.shape)
         received = part.new_empty((self.ranks, *part.shape))
         work = all_gather(received.flatten(0, 1), part, group=self.group, async_op=True)
 
@@ -182,23 +163,14 @@ class Rows(NamedTuple):
 
     def _reorder(self, received: Tensor, axis: int) -> Tensor:
         """Bring gathered rows, along `axis` of each rank's tensor, into the order of the whole."""
-        apart: Tensor = received.unflatten(axis + 1, (self.lead, -1)).movedim(0, axis + 1)
-        return apart.flatten(axis, axis + 2).contiguous()
+        reordered: Tensor = received.unflatten(axis + 1, (self.lead, -1)).movedim(0, axis + 1)
+        return reordered.flatten(axis, axis + 2).contiguous()
 
 
 def rows_of(
     recipe: Recipe, role: Role, shape: tuple[int, ...], dim: int, group: dist.ProcessGroup, overlap: bool
 ) -> Rows | None:
-    """Return how the rows of a tensor are sharded along an axis; None if they are uneven or split a block.
-
-    Args:
-      recipe: the recipe of the layer.
-      role: the role of the tensor.
-      shape: its whole shape.
-      dim: the sharded axis.
-      group: the ranks.
-      overlap: whether to communicate and multiply at the same time.
-    """
+    """Return how the rows of a tensor are sharded along axis `dim`; None if they are uneven or split a block."""
     fmt, size, ranks = recipe.format(role), shape[dim], group.size()
     run = size // ranks * math.prod(shape[dim + 1 : -1])
     whole = size % ranks == 0 and run % block_alignment(fmt) == 0 and not recipe.added_rows(role, Usage.BOTH, run)
@@ -211,7 +183,6 @@ def _sharded_fields(operand: Operand) -> list[str]:
 
 
 def _ranks_from(rank: int, ranks: int) -> Iterable[int]:
-    """Yield all ranks, this one first."""
     return ((rank + step) % ranks for step in range(ranks))
 
 
@@ -248,23 +219,23 @@ def _remember(own: Operand, whole: Plane) -> None:
 
 
 def _gather_each(
-    given: list[Tensor], made: list[Tensor], group: dist.ProcessGroup, consume: Callable[[int], None]
+    sent: list[Tensor], received: list[Tensor], group: dist.ProcessGroup, consume: Callable[[int], None]
 ) -> None:
-    """Gather `given` into `made`, and call `consume(rank)` as soon as the rows of a rank have arrived.
+    """Gather `sent` into `received`, and call `consume(rank)` as soon as the rows of a rank have arrived.
 
-    This rank comes first; `consume` reads its rows from `given`, because `made` gets them last.
+    This rank comes first; `consume` reads its rows from `sent`, because `received` gets them last.
     """
     rank, ranks = group.rank(), group.size()
-    if copies_memory(group, given[0].device):
-        bytes_given, bytes_made = ([part.view(torch.uint8) for part in parts] for parts in (given, made))
-        pipelined_all_gather(bytes_given, lambda _, other: consume(other), bytes_made, group.group_name)
+    if copies_memory(group, sent[0].device):
+        bytes_sent, bytes_received = ([part.view(torch.uint8) for part in parts] for parts in (sent, received))
+        pipelined_all_gather(bytes_sent, lambda _, other: consume(other), bytes_received, group.group_name)
         return
     works = []
     for step in range(1, ranks):
         to, source = (rank - step) % ranks, (rank + step) % ranks
         messages = [
             message
-            for tag, (part, there) in enumerate(zip(given, made, strict=True))
+            for tag, (part, there) in enumerate(zip(sent, received, strict=True))
             for message in (
                 _message(dist.isend, part, to, group, tag),
                 _message(dist.irecv, there.chunk(ranks)[source], source, group, tag),
@@ -272,7 +243,7 @@ def _gather_each(
         ]
         works.append(dist.batch_isend_irecv(messages))
     consume(rank)
-    for part, there in zip(given, made, strict=True):
+    for part, there in zip(sent, received, strict=True):
         there.chunk(ranks)[rank].copy_(part)
     for step, those in enumerate(works, 1):
         for work in those:

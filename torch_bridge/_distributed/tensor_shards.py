@@ -41,13 +41,7 @@ from qshard.torch_bridge._ops.uint64 import words
 
 
 class ShardSpec(NamedTuple):
-    """The sharding of a tensor over a mesh, and the local shard.
-
-    Attributes:
-      shape: shape of the whole tensor.
-      mesh: the device mesh.
-      placements: Shard or Replicate for each axis of the mesh.
-    """
+    """The sharding of a tensor of shape `shape` over a mesh: Shard or Replicate for each axis of the mesh."""
 
     shape: tuple[int, ...]
     mesh: DeviceMesh
@@ -55,7 +49,6 @@ class ShardSpec(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The local shard as a box in the tensor."""
         sizes, starts = list(self.shape), [0] * len(self.shape)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
@@ -71,14 +64,11 @@ class ShardSpec(NamedTuple):
         With `by_row`, only axes that shard the last dimension count: ranks with other parts of the same rows.
         """
         last = len(self.shape) - 1
-        cut = [isinstance(p, Shard) and (p.dim == last or not by_row) for p in self.placements]
-        return [self.mesh.get_group(axis) for axis, is_cut in enumerate(cut) if is_cut]
+        is_sharded = [isinstance(p, Shard) and (p.dim == last or not by_row) for p in self.placements]
+        return [self.mesh.get_group(axis) for axis, counts in enumerate(is_sharded) if counts]
 
-    def merged(self, amax: Tensor, *, by_row: bool = False) -> Tensor:
-        """Return the amax of the whole tensor, or of its rows, from the amax of the shard, in place.
-
-        Collective over the ranks with other shards.
-        """
+    def merge_amax(self, amax: Tensor, *, by_row: bool = False) -> Tensor:
+        """Return the amax of the whole tensor, or of its rows, in place. Collective over ranks with other shards."""
         return max_over_ranks(amax, self.groups(by_row=by_row))
 
     def draws(self, seed: Tensor) -> Draws:
@@ -87,21 +77,17 @@ class ShardSpec(NamedTuple):
         If an axis is sharded that has axes before it, the rows of a shard are not adjacent. Then ranks still use
         disjoint random numbers, but other ones than one device.
         """
-        apart = 0
-        cut = {placement.dim for placement in self.placements if isinstance(placement, Shard)}
-        if any(math.prod(self.shape[:axis]) > 1 for axis in cut - {len(self.shape) - 1}):
-            apart = (1 + self.mesh.get_rank()) * math.prod(self.shape)
-        return self.box.draws(seed, lambda first: words("linear", "first", first + apart, seed.device))
+        shift = 0
+        axes = {placement.dim for placement in self.placements if isinstance(placement, Shard)}
+        if any(math.prod(self.shape[:axis]) > 1 for axis in axes - {len(self.shape) - 1}):
+            shift = (1 + self.mesh.get_rank()) * math.prod(self.shape)
+        return self.box.draws(seed, lambda first: words("linear", "first", first + shift, seed.device))
 
 
 class LinearSharding(NamedTuple):
-    """The sharding of a linear layer.
+    """The sharding of x, of the weight and of the gradient of y.
 
-    Attributes:
-      parts: the sharding of x, of the weight and of the gradient of y.
-      x_rows: how the rows of x are sharded over the ranks that shard the weight; None if they are not.
-      y_rows: the same for y.
-      scatter_dim: the row axis along which y is to be sharded; None if it is not.
+    `x_rows` and `y_rows` tell how rows are sharded over the ranks that shard the weight; None if they are not.
     """
 
     parts: dict[Role, ShardSpec]
@@ -110,63 +96,47 @@ class LinearSharding(NamedTuple):
     scatter_dim: int | None = None
 
     def x(self, x: DTensor) -> Tensor:
-        """Return the local shard of x."""
         part = self.parts[Role.ACTIVATION]
         over = list(part.placements)
         if self.x_rows is None:
-            over = [Partial() if isinstance(w, Shard) and w.dim == 0 else p for w, p in self._beside(part)]
+            over = [Partial() if isinstance(w, Shard) and w.dim == 0 else p for w, p in self._pairs_with(part)]
         return x.redistribute(placements=part.placements).to_local(grad_placements=over)
 
     def weight(self, weight: DTensor) -> Tensor:
-        """Return the local shard of the weight.
-
-        Ranks with the same weight and other rows of x each have a partial sum of its gradient.
-        """
-        pairs = self._beside(self.parts[Role.ACTIVATION])
+        """Return the local shard of the weight. Ranks with other rows of x each have a partial sum of its gradient."""
+        pairs = self._pairs_with(self.parts[Role.ACTIVATION])
         over = [Partial() if isinstance(w, Replicate) and isinstance(p, Shard) else w for w, p in pairs]
         return weight.to_local(grad_placements=over)
 
     def y(self, y: Tensor) -> Tensor:
-        """Wrap the local result as the DTensor y."""
         part = self.parts[Role.GRADIENT]
         over = list(part.placements)
         if self.y_rows is None:
-            over = [Partial() if isinstance(w, Shard) and w.dim == 1 else p for w, p in self._beside(part)]
+            over = [Partial() if isinstance(w, Shard) and w.dim == 1 else p for w, p in self._pairs_with(part)]
         stride = torch.empty(part.shape, device="meta").stride()
-        made = DTensor.from_local(y, part.mesh, over, run_check=False, shape=torch.Size(part.shape), stride=stride)
-        return made if self.scatter_dim is None else made.redistribute(placements=[Shard(self.scatter_dim)])
+        result = DTensor.from_local(y, part.mesh, over, run_check=False, shape=torch.Size(part.shape), stride=stride)
+        return result if self.scatter_dim is None else result.redistribute(placements=[Shard(self.scatter_dim)])
 
     def y_shape(self, x: Tensor, rows: int) -> tuple[int, ...]:
-        """Return the shape of the local y, given the local x and the rows of the local weight."""
         whole = self.parts[Role.GRADIENT].shape
         if self.x_rows is not None:
             return (*whole[:-1], rows)
         if self.y_rows is None:
             return (*x.shape[:-1], rows)
-        cut, ranks = self.scatter_dim, self.y_rows.ranks
-        return (*(size // ranks if axis == cut else size for axis, size in enumerate(whole[:-1])), rows)
+        ranks, sizes = self.y_rows.ranks, enumerate(whole[:-1])
+        return (*(size // ranks if axis == self.scatter_dim else size for axis, size in sizes), rows)
 
-    def _beside(self, part: ShardSpec) -> list[tuple[Placement, Placement]]:
-        """Pair the placements of the weight with the placements of another operand."""
+    def _pairs_with(self, part: ShardSpec) -> list[tuple[Placement, Placement]]:
         return list(zip(self.parts[Role.WEIGHT].placements, part.placements, strict=True))
 
 
 def linear_sharding(
     op: str, x: DTensor, weight: DTensor, recipe: Recipe, scatter_dim: int | None = None, overlap: bool = False
 ) -> LinearSharding:
-    """Return how `x @ weight.T` is sharded over the mesh of both.
-
-    Args:
-      op: the name of the caller, for errors.
-      x: the input, `[..., K]`.
-      weight: the weight, `[N, K]`.
-      recipe: the recipe of the layer.
-      scatter_dim: the axis of y along which a rowwise layer shards its result.
-      overlap: whether rows are exchanged while others are multiplied.
+    """Return how `x @ weight.T` is sharded over the mesh of both. Arguments as in `linear`.
 
     Raises:
-      ValueError: x and the weight are on different meshes, or are sharded in a way that the table above does not have.
-        All ranks raise.
+      ValueError: on all ranks, if the meshes differ or the table above does not have such shardings.
     """
     mesh = weight.device_mesh
     if x.device_mesh != mesh:
@@ -209,32 +179,23 @@ def linear_sharding(
 def check_sharding(
     op: str, name: str, recipe: Recipe, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> None:
-    """Raise ValueError unless a weight is sharded along rows or columns, between blocks. All ranks raise.
-
-    Args:
-      op: the name of the caller, for errors.
-      name: the name of the weight, for errors.
-      recipe: the recipe of the layer.
-      shape: shape of the whole weight.
-      mesh: its device mesh.
-      placements: its placements.
-    """
+    """Raise ValueError unless a weight is sharded along rows or columns, between blocks. All ranks raise."""
     sizes, what = list(shape), f"{op}: {name} {shape}"
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Replicate | Shard):
             raise ValueError(f"{what} has placement {placement!r}; use Shard(0), Shard(1) or Replicate()")
         if isinstance(placement, Replicate) or mesh.size(axis) == 1:
             continue
-        cut = placement.dim
-        whole, size = sizes[cut], -(-sizes[cut] // mesh.size(axis))
-        sizes[cut] = size
+        dim = placement.dim
+        whole, size = sizes[dim], -(-sizes[dim] // mesh.size(axis))
+        sizes[dim] = size
         # The columns of the gradient of y, or of x, are sharded with the rows or columns of the weight.
-        for role in (Role.WEIGHT, (Role.GRADIENT, Role.ACTIVATION)[cut]):
+        for role in (Role.WEIGHT, (Role.GRADIENT, Role.ACTIVATION)[dim]):
             fmt = recipe.format(role)
             unit = block_alignment(fmt)
             if size % unit and size < whole:
                 raise ValueError(
-                    f"{what} has shards of {size} {('rows', 'columns')[cut]}, which split the {role.value} blocks of "
+                    f"{what} has shards of {size} {('rows', 'columns')[dim]}, which split the {role.value} blocks of "
                     f"{unit} of {fmt}; shard it over fewer ranks, pad it, or leave it out"
                 )
 
@@ -258,14 +219,11 @@ def merge_shards(parts: Sequence[ShardSpec | None], amaxes: Sequence[Tensor]) ->
         if part is not None:
             groups.setdefault(tuple(group.group_name for group in part.groups()), (part, []))[1].append(amax)
     for part, of_parts in groups.values():
-        torch._foreach_copy_(of_parts, list(part.merged(torch.stack(of_parts)).unbind()))
+        torch._foreach_copy_(of_parts, list(part.merge_amax(torch.stack(of_parts)).unbind()))
 
 
 def merge_plan(parts: Sequence[ShardSpec | None], plan: MasterPlan, amaxes: Tensor) -> None:
-    """Merge the per-tensor amaxes of all weights of a plan over tensor-parallel ranks, in place.
-
-    Amaxes of blocks need no merge: no shard boundary splits a block.
-    """
+    """Merge the per-tensor amaxes of all weights of a plan, in place. No shard boundary splits a block."""
     if not any(parts):
         return
     found: dict[int, Tensor] = {}

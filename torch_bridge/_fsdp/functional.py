@@ -101,8 +101,8 @@ def gathered_weight(
     dtype = weight.dtype if param_dtype is None else param_dtype
     # The backward pass returns a gradient that is sharded like the weight.
     shard = weight.to_local(grad_placements=weight.placements)
-    made: QuantizedTensor = apply_node(_Gather, shard, local, sharding, dtype, reduce_dtype or dtype, reduce_op)
-    return made
+    whole: QuantizedTensor = apply_node(_Gather, shard, local, sharding, dtype, reduce_dtype or dtype, reduce_op)
+    return whole
 
 
 def is_converted(weight: Any) -> bool:
@@ -138,13 +138,9 @@ def warn_of_late_quantization(weight: Tensor) -> None:
 
 
 class RowSharding(NamedTuple):
-    """Sharding of a weight by rows over one mesh axis, and the rows of this rank.
+    """Sharding of a weight by rows over the ranks of `group`: the local rows as a flat slice, and the longest shard.
 
-    Attributes:
-      slice: the local rows as a flat slice of the whole weight `[N, K]`.
-      longest: rows of the longest shard.
-      group: the ranks that the rows are sharded over.
-      replicas: one group for each other mesh axis: ranks with the same rows.
+    `replicas` has one group for each other mesh axis: ranks with the same rows.
     """
 
     slice: FlatSlice
@@ -218,25 +214,18 @@ class _Gather(Node):
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         sharding = ctx.sharding
         missing = sharding.longest * sharding.group.size - sharding.slice.shape[0]
-        made = torch.nn.functional.pad(grad.to(ctx.reduce_dtype), (0, 0, 0, missing)).contiguous()
-        made = sharding.group.reduce_scatter(made)[: ctx.shard_shape[0]]
+        shard_grad = torch.nn.functional.pad(grad.to(ctx.reduce_dtype), (0, 0, 0, missing)).contiguous()
+        shard_grad = sharding.group.reduce_scatter(shard_grad)[: ctx.shard_shape[0]]
         for group in sharding.replicas:
-            made = group.all_reduce(made.contiguous(), "sum")
+            shard_grad = group.all_reduce(shard_grad.contiguous(), "sum")
         if ctx.reduce_op == "avg":
-            made = made / math.prod(group.size for group in (sharding.group, *sharding.replicas))
-        return made.to(ctx.dtype), None, None, None, None, None
+            shard_grad = shard_grad / math.prod(group.size for group in (sharding.group, *sharding.replicas))
+        return shard_grad.to(ctx.dtype), None, None, None, None, None
 
 
 @torch.no_grad()
 def gather(local: ShardedWeight, sharding: RowSharding, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
-    """All-gather the whole weight as codes. Collective.
-
-    Args:
-      local: this rank's shard.
-      sharding: how the weight is sharded.
-      dtype: dtype of the result.
-      observe: whether delayed scaling records the amax of the shard.
-    """
+    """All-gather the whole weight as codes. Collective. `observe` records the amax of the shard for delayed scaling."""
     state, shard = local.scale_state, memory_of(local)
     fmt, shape = sharding.slice.fmt, sharding.slice.shape
     if state.delayed is not None:

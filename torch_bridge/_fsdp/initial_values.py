@@ -36,17 +36,9 @@ def box_of(state: ScaleState, shape: tuple[int, ...]) -> Box | None:
 
 
 def fill(func: object, shard: Tensor, box: Box, low: float, high: float, key: str) -> None:
-    """Apply `uniform_` or `normal_` to the shard `[rows, columns]` of a weight.
+    """Apply `uniform_` (bounds `low` and `high`) or `normal_` (mean and standard deviation) to a shard of a weight.
 
-    Element i of the whole weight takes its random bits from SplitMix64 at position i.
-
-    Args:
-      func: `aten.uniform_.default` or `aten.normal_.default`.
-      shard: the tensor to fill.
-      box: the position of the shard in the weight.
-      low: lower bound, or the mean.
-      high: upper bound, or the standard deviation.
-      key: the seed is a hash of this string; the same on all ranks.
+    Element i of the whole weight takes its random bits from SplitMix64 at position i. The seed is a hash of `key`.
     """
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
     rows, columns = shard.shape
@@ -66,10 +58,9 @@ def fill(func: object, shard: Tensor, box: Box, low: float, high: float, key: st
 
 
 def exact_erfinv(x: Tensor) -> Tensor:
-    """Compute `erfinv` in float64 and round.
+    """Compute `erfinv` in float64.
 
-    On CPUs torch has a vectorized and a scalar float32 `erfinv` that differ in the last bits. The end of a shard
-    decides which one an element gets.
+    On CPUs torch has two float32 forms, and the end of a shard decides which one runs.
     """
     return torch.erfinv(x.double()).to(x.dtype)
 

@@ -44,10 +44,10 @@ class Primary:
         self.master: Tensor | None = None
         self.codes: Tensor | None = None
         self._buffer: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._copy_event: torch.cuda.Event | None = None
         self._version = 0
         self._values: list[weakref.ref[Values]] = []  # Of every view and copy of the parameter, also FSDP2's.
-        self._shown: list[tuple[weakref.ref[Tensor], int]] = []
+        self._watched: list[tuple[weakref.ref[Tensor], int]] = []
 
     def add_values(self, values: Values) -> None:
         self._values = [ref for ref in self._values if ref() is not None]
@@ -73,9 +73,9 @@ class Primary:
                 assert master is not None
                 pinned = master.is_cpu and master.is_pinned()
                 self._buffer = torch.zeros(plan.buffer_size, dtype=torch.uint8, device=master.device, pin_memory=pinned)
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
+            self._copy_event = None
         return self._buffer
 
     def codes_on(self, device: torch.device) -> Tensor:
@@ -84,8 +84,8 @@ class Primary:
         if self.codes.device == device:
             return self.codes
         copied = self.codes.to(device, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+        self._copy_event = torch.cuda.Event()
+        self._copy_event.record()
         return copied
 
     def end_cast(self, plan: ShardPlan) -> None:
@@ -99,19 +99,18 @@ class Primary:
             self.master.copy_(values)
         self.codes = None
 
-    def show(self, value: Tensor) -> None:
+    def watch(self, value: Tensor) -> None:
         """Register `value`, a tensor in a state dict that shares the memory of the master, to detect writes to it."""
-        self._shown = [(ref, version) for ref, version in self._shown if ref() is not None]
-        self._shown.append((weakref.ref(value), value._version))
+        self._watched = [(ref, version) for ref, version in self._watched if ref() is not None]
+        self._watched.append((weakref.ref(value), value._version))
 
     def note_version(self) -> None:
-        """Mark all writes so far as known."""
         self._version = _version_of(self.master)
-        self._shown = [(ref, value._version) for ref, _ in self._shown if (value := ref()) is not None]
+        self._watched = [(ref, value._version) for ref, _ in self._watched if (value := ref()) is not None]
 
     def check(self) -> None:
         """Raise RuntimeError if the master was written to after its codes were cast."""
-        written = any((value := ref()) is not None and value._version != version for ref, version in self._shown)
+        written = any((value := ref()) is not None and value._version != version for ref, version in self._watched)
         if written or self._version != _version_of(self.master):
             raise RuntimeError(
                 f"ShardedWeight: the master of {self.name} (primary) was written directly, so its codes are out of "

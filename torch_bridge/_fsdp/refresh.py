@@ -42,7 +42,7 @@ from qshard.torch_bridge._ops.foreach import flat_plan
 from qshard.torch_bridge._quantized.validation import check_model
 from qshard.torch_bridge._torch_internals import fsdp_groups
 
-_ALIGNMENT = 256  # Bytes, of the codes of each weight in a shared buffer; that of GPU allocations.
+_ALIGNMENT = 256  # Bytes, of the codes of each weight in a shared buffer: the alignment of GPU allocations.
 
 
 class Gather(NamedTuple):
@@ -65,14 +65,8 @@ class Gather(NamedTuple):
 def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: DeviceMesh) -> tuple[Tensor, Gather]:
     """Cast a shard for its all-gather, after a refresh if it is the first of a pass.
 
-    Args:
-      state: the state of the weight.
-      shard: the local shard, where FSDP2 gathers it from.
-      shape: shape of the tensor that FSDP2 shards.
-      mesh: the ranks that it is sharded over.
-
-    Returns:
-      The padded codes, uint8, and the gather for the post-all-gather hook.
+    FSDP2 shards a tensor of this shape over `mesh`. Returns the padded codes, uint8, and the gather for the
+    post-all-gather hook.
     """
     state.passes.watch()  # Other hooks may now precede ours.
     if not state.agreed:
@@ -80,7 +74,7 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
     if state.primary is not None:
         shard = state.primary.take_master(state.resident_shard(shard) if state.primary.master is None else shard)
     weight = WeightShard(state, shard, state.plan_of(shard, shape, mesh))
-    make_scales(weight)
+    stage_scales(weight)
     if state.primary is None:
         padded = weight.plan.padded_view(_padded_codes(weight))
     else:
@@ -148,14 +142,13 @@ def recast(parameters: Iterable[Tensor]) -> None:
             groups.setdefault(found.plan.group.group_name, []).append(found)
     for weights in groups.values():
         _refresh(weights, None)
-        primaries = [weight.primary for weight in weights]
         with torch.no_grad():
-            cast_shards(weights, [p.buffer(weight.plan) for p, weight in zip(primaries, weights, strict=True)])
-        for p, weight in zip(primaries, weights, strict=True):
-            p.end_cast(weight.plan)
+            cast_shards(weights, [weight.primary.buffer(weight.plan) for weight in weights])
+        for weight in weights:
+            weight.primary.end_cast(weight.plan)
 
 
-def make_scales(weight: WeightShard) -> None:
+def stage_scales(weight: WeightShard) -> None:
     """Stage the scales for a gather that starts, with a refresh if it is the first gather of its pass."""
     state = weight.state
     if state.primary is not None and state.primary.codes is not None:
@@ -180,8 +173,7 @@ def _sharded_weights(model: nn.Module | None) -> Iterator[WeightShard]:
             continue
         if state.primary is not None and state.primary.codes is not None:
             continue
-        found = state.shard_of(parameter)
-        if found is not None:
+        if (found := state.shard_of(parameter)) is not None:
             yield found
 
 
@@ -191,10 +183,9 @@ def _refresh(weights: Sequence[WeightShard], pass_id: object) -> None:
     if not all(weight.state.agreed for weight in weights):
         check_ranks_agree(weights)
     for delayed in (False, True):
-        chosen = [weight for weight in weights if (weight.state.delayed is not None) is delayed]
-        if chosen:
-            made = delayed_scales(chosen) if delayed else current_scales(chosen)
-            Refresh([weight.state for weight in chosen], made, pass_id)
+        if chosen := [weight for weight in weights if (weight.state.delayed is not None) is delayed]:
+            scales = delayed_scales(chosen) if delayed else current_scales(chosen)
+            Refresh([weight.state for weight in chosen], scales, pass_id)
 
 
 def delayed_scales(weights: Sequence[WeightShard]) -> list[Scales]:
@@ -202,17 +193,16 @@ def delayed_scales(weights: Sequence[WeightShard]) -> list[Scales]:
 
     Weights without a scale get one from their amaxes, with one max-reduction for all of them.
     """
-    given = [state.delayed for state, _, _ in weights if state.delayed is not None]
-    copies = torch.stack([buffer for delayed in given for buffer in (delayed.scale, delayed.scale_inv)]).unbind()
-    made = [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
-    new = [i for i, delayed in enumerate(given) if not delayed.knows_scale()]
-    if new:
-        amaxes = torch.stack([ops.amax_tensor(weights[i].shard, lead=0).to(made[i].scale.device) for i in new])
+    states = [state.delayed for state, _, _ in weights if state.delayed is not None]
+    copies = torch.stack([buffer for delayed in states for buffer in (delayed.scale, delayed.scale_inv)]).unbind()
+    scales = [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
+    if new := [i for i, delayed in enumerate(states) if not delayed.knows_scale()]:
+        amaxes = torch.stack([ops.amax_tensor(weights[i].shard, lead=0).to(scales[i].scale.device) for i in new])
         of_wholes = max_over_ranks(amaxes, weights[0].plan.group).unbind()
         merge_shards([weights[i].state.part for i in new], of_wholes)
         for i, amax in zip(new, of_wholes, strict=True):
-            made[i] = Scales(*given[i].scales_under(amax))
-    return made
+            scales[i] = Scales(*states[i].scales_under(amax))
+    return scales
 
 
 def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
@@ -229,23 +219,22 @@ def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
     flat = flat_plan(tuple(plan.slice for plan in plans), device)
     amaxes = max_over_ranks(amaxes, group)
     merge_plan([state.part for state, _, _ in weights], flat.plan, amaxes)
-    made: dict[int, Scales] = {}
+    found: dict[int, Scales] = {}
     for bucket, of_bucket in zip(flat.plan.buckets, flat.scales(amaxes), strict=True):
-        made.update(zip(bucket.indices, _split_scales(bucket, of_bucket), strict=True))
-    return [made[i] for i in range(len(weights))]
+        found.update(zip(bucket.indices, _split_scales(bucket, of_bucket), strict=True))
+    return [found[i] for i in range(len(weights))]
 
 
-def _split_scales(bucket: Bucket, made: Scales) -> Iterator[Scales]:
+def _split_scales(bucket: Bucket, scales: Scales) -> Iterator[Scales]:
     """Split the scales of a bucket by weight: `Bucket.split_scales`, with fewer torch calls."""
     grids = [where.scale_shape for where in bucket.planes]
-    parts = [_split(made.scale, grids), _split(made.scale_inv, grids)]
-    if made.global_scale_inv is not None:
-        parts.append(_split(made.global_scale_inv, [where.global_scale_shape or () for where in bucket.planes]))
+    parts = [_split(scales.scale, grids), _split(scales.scale_inv, grids)]
+    if scales.global_scale_inv is not None:
+        parts.append(_split(scales.global_scale_inv, [where.global_scale_shape or () for where in bucket.planes]))
     return (Scales(*each) for each in zip(*parts, strict=True))
 
 
 def _split(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
-    """Split a flat tensor into consecutive tensors of these shapes."""
     if not any(shapes):
         return numbers.unbind()
     sizes = [math.prod(shape) for shape in shapes]
@@ -265,7 +254,7 @@ def _amaxes_on(device: torch.device, weights: Sequence[WeightShard], plans: tupl
         for bucket in flat.plan.buckets:
             for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.part(amaxes)), strict=True):
                 if weights[i].shard.device == device:
-                    plans[i].note_amaxes_of_columns(weights[i].shard, grid, whole)
+                    plans[i].write_column_amaxes(weights[i].shard, grid, whole)
     return amaxes
 
 
@@ -276,9 +265,8 @@ def check_ranks_agree(weights: Sequence[WeightShard]) -> None:
     The host waits for the device, once for each set of weights.
     """
     group, device = weights[0].plan.group, weights[0].plan.device
-    described = [(s.name, str(s.fmt), s.part and s.part.placements, *plan.described) for s, _, plan in weights]
-    others = unlike_ranks(repr(described).encode(), group, device)
-    if others:
+    facts = [(s.name, str(s.fmt), s.part and s.part.placements, *plan.facts) for s, _, plan in weights]
+    if others := unlike_ranks(repr(facts).encode(), group, device):
         raise ValueError(
             f"fully_shard: rank {others[0]} of the group has other weights than this rank ({len(weights)}, the first "
             f"{weights[0].state.name} {weights[0].plan.shape} in {weights[0].state.fmt}); convert and shard the model "
@@ -299,8 +287,7 @@ def cast_shards(weights: Sequence[WeightShard], buffers: Sequence[Tensor]) -> No
     """Cast shards with their staged scales, in one launch for all slices of one format on one device."""
     for device in dict.fromkeys(weight.shard.device for weight in weights):
         of_device = [(w, buffer) for w, buffer in zip(weights, buffers, strict=True) if w.shard.device == device]
-        slices = [(weight, buffer) for weight, buffer in of_device if weight.plan.box is None]
-        if slices:
+        if slices := [(weight, buffer) for weight, buffer in of_device if weight.plan.box is None]:
             flat = flat_plan(tuple(weight.plan.slice for weight, _ in slices), device)
             scales = [weight.staged.scale for weight, _ in slices]
             of_buckets = [_concatenate([scales[i] for i in bucket.indices]).to(device) for bucket in flat.plan.buckets]
@@ -310,17 +297,8 @@ def cast_shards(weights: Sequence[WeightShard], buffers: Sequence[Tensor]) -> No
                 weight.plan.cast_columns(weight.shard, weight.staged.scale.to(device), buffer)
 
 
-def pop_prefetched(weight: WeightShard) -> Tensor | None:
-    """Return the codes that an earlier weight of the group has cast for this weight, once; None if there are none."""
-    state, prefetched = weight.state, weight.state.prefetched
-    state.prefetched = None
-    if prefetched is None or prefetched.refresh is not state.refresh or prefetched.memory != weight.shard.data_ptr():
-        return None
-    return prefetched.buffer
-
-
 def cast_group(weight: WeightShard) -> Tensor:
-    """Return the codes of a slice. Also casts the next weights of its FSDP2 group, in the same launch."""
+    """Return the codes of a slice, and cast the next weights of its FSDP2 group in the same launch."""
     weights = [weight, *_next_in_group(weight)]
     sizes = [-(-one.plan.buffer_size // _ALIGNMENT) * _ALIGNMENT for one in weights]
     whole = torch.empty(sum(sizes), dtype=torch.uint8, device=weight.shard.device)
@@ -337,18 +315,14 @@ def cast_group(weight: WeightShard) -> Tensor:
 def _next_in_group(weight: WeightShard) -> Iterator[WeightShard]:
     """Yield later weights of the FSDP2 group that have scales of the same refresh and are cast in gathers."""
     group = _group_of(weight.state)
-    begun = False
+    is_later = False
     for parameter in () if group is None else group.fsdp_params:
-        local: Any = local_of(parameter.sharded_param)
-        state = getattr(local, "scale_state", None)
+        state = getattr(local_of(parameter.sharded_param), "scale_state", None)
         if state is weight.state:
-            begun = True
-        elif (
-            begun
-            and state is not None
-            and state.status is not Status.GATHERING
-            and state.refresh is weight.state.refresh
-        ):
+            is_later = True
+        elif not is_later or state is None or state.status is Status.GATHERING:
+            continue
+        elif state.refresh is weight.state.refresh:
             found = state.shard_of(parameter.sharded_param)
             if found is not None and found.is_cast_in_gathers and found.shard.device == weight.shard.device:
                 yield found
@@ -360,20 +334,16 @@ def _group_of(state: ScaleState) -> Any:
         for group, _, known in _fsdp_params(state.passes.root):
             known.group = weakref.ref(group)
         if state.group is None:  # For example in an unpickled model before `update_scales(model)`.
-            state.group = _nothing
+            state.group = lambda: None
     return state.group()
-
-
-def _nothing() -> None:
-    return None
 
 
 def _concatenate(scales: Sequence[Tensor]) -> Tensor:
     """Concatenate scales, without a copy if they are adjacent in memory, as a refresh returns them."""
     first, last, end, count = scales[0], scales[-1], scales[0].data_ptr(), 0
-    lie_so = last is first or first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    same_storage = last is first or first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
     for scale in scales:
-        if not lie_so or scale.data_ptr() != end:
+        if not same_storage or scale.data_ptr() != end:
             return torch.cat([scale.view(-1) for scale in scales])
         end += scale.nbytes
         count += scale.numel()
@@ -382,10 +352,9 @@ def _concatenate(scales: Sequence[Tensor]) -> Tensor:
 
 
 def _padded_codes(weight: WeightShard) -> Tensor:
-    """Return the padded codes of a weight that is not primary."""
-    prefetched = pop_prefetched(weight)
-    if prefetched is not None:
-        return prefetched
+    prefetched, weight.state.prefetched = weight.state.prefetched, None
+    if prefetched is not None and prefetched[1:] == (weight.state.refresh, weight.shard.data_ptr()):
+        return prefetched.buffer
     if weight.is_cast_in_gathers:
         return cast_group(weight)
     buffer = torch.empty(weight.plan.buffer_size, dtype=torch.uint8, device=weight.shard.device)
@@ -400,9 +369,9 @@ def _cast_into(weight: WeightShard, buffer: Tensor) -> None:
         cast_shards([weight], [buffer])
         return
     amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
-    made = into(plan.padded_view(buffer)[: shard.shape[0]], amax, scale_inv)
+    outputs = into(plan.padded_view(buffer)[: shard.shape[0]], amax, scale_inv)
     scale = weight.staged.scale.to(shard.device)
-    quantize_operand(made, shard, state.operand, scale=scale)
+    quantize_operand(outputs, shard, state.operand, scale=scale)
     state.delayed.observe(amax)
 
 
@@ -418,7 +387,6 @@ def _set_padded_shape(state: ScaleState, padded: Tensor) -> Callable[[], None]:
 
 
 def _fsdp_param(state: ScaleState) -> Any:
-    """Return the `FSDPParam` of a weight."""
     for _, param, known in _fsdp_params(state.passes.root):
         if known is state:
             return param
@@ -433,9 +401,6 @@ def _check_reshards(model: nn.Module | None) -> None:
 
     FSDP2 then turns its part of the gathered memory into a parameter with a gradient, which codes cannot be, and
     gathers it without the hooks of the weight.
-
-    Raises:
-      NotImplementedError: `reshard_after_forward` of such a module is a number of ranks.
     """
     for group, _, known in _fsdp_params(model):
         if group.post_forward_mesh_info not in (None, group.mesh_info):

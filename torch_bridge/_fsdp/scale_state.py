@@ -77,38 +77,23 @@ class Status(enum.Enum):
 
 
 class ShardPlan:
-    """Shape, position and casts of the local shard of one weight.
+    """Shape, position and casts of the local shard of one weight. Computed once for each weight and sharding.
 
     A scale needs the amax of its whole block, and shard boundaries may split blocks. So ranks merge their amaxes,
     compute all scales from the result, and each casts its shard with its part of the scales.
 
     A shard of rows is a flat slice and takes the steps of `_core.flat_shards`, as the slices of optimizers do. So does
     a shard of columns of a per-tensor format, where positions do not matter. A shard of columns of a block format is a
-    box, and its edges may split blocks (`_core.placement`).
-
-    Computed once for each weight and sharding, then looked up.
-
-    Args:
-      name: the name of the weight, for errors.
-      fmt: the format of the weight.
-      shape: shape of the weight. FSDP2 shards its rows, or its columns into equal parts.
-      shard: the local shard, of any values.
-      mesh: the device mesh of the weight.
-      mesh_dim: the axis of `mesh` that the weight is sharded over.
+    box, and its edges may split blocks (`_core.placement`). FSDP2 shards columns into equal parts.
 
     Attributes:
-      group: the ranks that the weight is sharded over.
       device: where ranks compute. An offloaded shard is elsewhere.
-      data_shape: shape of the codes of the weight.
-      padded_shape: shape of the padded codes of a shard.
       buffer_size: bytes of a buffer to cast into. With 4-bit codes one byte more than the padded codes, because a flat
         slice may start in the middle of a byte; a shard of whole rows leaves it unused.
       packs_columns: True if 4-bit codes are sharded by columns: FSDP2, which concatenates columns, must then be told
         that there are half as many.
-      slice: the shard as a flat slice; an empty slice if it is a box.
       box: the position of a shard of columns of a block format; None if the shard is a slice.
       block: the elements that share a scale; the whole weight for per-tensor formats.
-      described: facts that must be equal on all ranks.
 
     Raises:
       NotImplementedError: two ranks would share a byte. All of them raise.
@@ -133,20 +118,18 @@ class ShardPlan:
         self.padded_shape = (longest if of_rows else rows, width // per_byte)
         self.buffer_size = math.prod(self.padded_shape) + per_byte - 1
         self.packs_columns = fmt.element.packed and not of_rows
-        self.described = (self.shape, self.dtype, of_rows, ranks)
+        self.facts = (self.shape, self.dtype, of_rows, ranks)
         self.slice = FlatSlice(self.shape, fmt, self.dtype, min(rows, start) * columns if of_rows else 0)
         self.block = where.scaled_shape
         self.box: Box | None = None
         if not of_rows and not fmt.per_tensor:  # With one scale for all elements, any shard is a slice.
             self.box = Box(self.shape, (0, start), (rows, width))
 
-    def note_amaxes_of_columns(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
+    def write_column_amaxes(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
         """Write the amaxes of a box of columns.
 
-        Args:
-          shard: the local columns.
-          grid: output, amaxes of all blocks of the weight; blocks outside the box stay 0.
-          whole: output, the amax of the shard, for formats with a global scale.
+        `grid` has one entry for each block of the weight; blocks outside the box stay 0. `whole` is the amax of the
+        shard, for formats with a global scale.
         """
         if self.box is None or not shard.numel():
             return
@@ -161,10 +144,8 @@ class ShardPlan:
         return part[: self.buffer_size]
 
     def padded_view(self, buffer: Tensor) -> Tensor:
-        """Return the padded codes in a buffer."""
-        if buffer.shape == self.padded_shape:
-            return buffer
-        return buffer.as_strided(self.padded_shape, (self.padded_shape[1], 1))
+        is_padded = buffer.shape == self.padded_shape
+        return buffer if is_padded else buffer.as_strided(self.padded_shape, (self.padded_shape[1], 1))
 
     def cast_columns(self, shard: Tensor, scale: Tensor, buffer: Tensor) -> None:
         """Cast a box of columns into a buffer. `FlatPlan.cast` casts slices."""
@@ -173,10 +154,10 @@ class ShardPlan:
             return
         codes, of_blocks = self.padded_view(buffer), scale[self.box.blocks(self.block)].contiguous()
         outer = self.box.aligned(self.block)
-        made = cast_box(into(codes) if outer == self.box else ops, xp, shard, self.box, self.fmt, self.block, of_blocks)
+        cast = cast_box(into(codes) if outer == self.box else ops, xp, shard, self.box, self.fmt, self.block, of_blocks)
         if outer != self.box:
             first = self.box.within(outer)[1].start // self.fmt.element.codes_per_byte
-            codes.copy_(made[:, first : first + codes.shape[1]])
+            codes.copy_(cast[:, first : first + codes.shape[1]])
 
     def codes(self, gathered: Tensor) -> Tensor:
         """Return the codes of the weight: a view of the gathered memory without the padding at its end."""
@@ -190,25 +171,15 @@ class ScaleState:
     and ranks that lost their scales would start collectives that the others never join.
 
     Attributes:
-      operand: how the weight is quantized.
-      fmt: its format.
-      name: its qualified name, for errors.
       refusal: why FSDP2 cannot gather it; None if it can.
-      delayed: the delayed scale of the weight under `DelayedScaling`; else None.
-      primary: master and codes of a primary weight; else None.
-      shape: shape of the weight when the state was created.
       part: under tensor parallelism, the part of a larger weight that this weight is. One scale serves all parts.
       whole: shape of the tensor that FSDP2 shards.
       first: flat index of the local shard in `whole`.
       fill_count: how often random values were written to the weight.
-      status: its stage in FSDP2.
       staged: scales of the last refresh; None before the first.
       stored: scales that the unsharded weight refers to; None before the first refresh.
-      refresh: the last refresh; None before the first.
-      prefetched: codes that were cast in the hook of another weight.
       group: weak reference to the weight's `FSDPParamGroup`; None until it is looked up.
-      passes: the passes over its model.
-      agreed: True once ranks have compared their weights.
+      prefetched: codes that were cast in the hook of another weight.
     """
 
     def __init__(
@@ -248,7 +219,6 @@ class ScaleState:
 
     @property
     def gathers(self) -> bool:
-        """True once FSDP2 has requested the gather hooks of the weight."""
         return self.status is not Status.PLAIN
 
     @property
@@ -289,14 +259,7 @@ class ScaleState:
         return WeightShard(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis))
 
     def plan_of(self, shard: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> ShardPlan:
-        """Return the plan of a shard of the weight.
-
-        Args:
-          shard: the local shard.
-          shape: shape of the tensor that FSDP2 shards.
-          mesh: its device mesh.
-          mesh_dim: the axis of `mesh` that it is sharded over.
-        """
+        """Return the plan of a shard of a weight. `shape` is the shape of the tensor that FSDP2 shards."""
         key = (mesh, mesh_dim, shape, shard.shape, shard.dtype, shard.device)
         if self._last is not None and self._last[0] == key:  # Faster than hashing the key.
             return self._last[1]
@@ -331,13 +294,7 @@ class WeightShard(NamedTuple):
 
 
 class PrefetchedCodes(NamedTuple):
-    """Codes that were cast in the hook of another weight of the same FSDP2 group.
-
-    Attributes:
-      buffer: the codes.
-      refresh: the refresh that computed their scales.
-      memory: address of the shard that was cast.
-    """
+    """Codes that another weight's hook has cast, valid for scales of `refresh` and a shard at address `memory`."""
 
     buffer: Tensor
     refresh: Refresh
@@ -345,23 +302,17 @@ class PrefetchedCodes(NamedTuple):
 
 
 class Refresh:
-    """Scales that were computed together.
+    """Scales that were computed together, in the pass `pass_id`, which is None outside of a pass."""
 
-    Args:
-      states: the refreshed weights.
-      made: their scales.
-      pass_id: the pass of the refresh; None outside of a pass.
-    """
-
-    def __init__(self, states: Sequence[ScaleState], made: Sequence[Scales], pass_id: object):
+    def __init__(self, states: Sequence[ScaleState], scales: Sequence[Scales], pass_id: object):
         self.pass_id = pass_id
         self._states = [weakref.ref(state) for state in states]  # States refer to their last refresh.
-        for state, scales in zip(states, made, strict=True):
-            state.staged, state.refresh = scales, self
+        for state, new in zip(states, scales, strict=True):
+            state.staged, state.refresh = new, self
             if state.stored is None:
                 with torch.inference_mode(False):  # A later refresh, in training, writes to it.
-                    of_planes = (None if part is None else torch.empty_like(part) for part in scales[1:])
-                    state.stored = Scales(scales.scale, *of_planes)
+                    of_planes = (None if part is None else torch.empty_like(part) for part in new[1:])
+                    state.stored = Scales(new.scale, *of_planes)
 
     def commit(self, arrived: ScaleState) -> None:
         """Copy staged scales to stored ones, on the compute stream, before a layer reads the gathered codes.
@@ -369,22 +320,20 @@ class Refresh:
         The first gather of a pass commits all weights. After a refresh outside a pass, as by an optimizer, other
         weights may still be unsharded with older codes, so only the scales of `arrived` are committed.
         """
-        old: list[Tensor] = []
-        new: list[Tensor] = []
-        together = self.pass_id is not None
+        in_pass = self.pass_id is not None
         states = [state for ref in self._states if (state := ref()) is not None]
-        chosen = [state for state in states if together or state is arrived]
-        self._states = [] if together else [weakref.ref(state) for state in states if state is not arrived]
-        for state in chosen:
-            if state.refresh is self:  # A later gather may have refreshed it already.
-                assert state.stored is not None
-                assert state.staged is not None
-                for stored, staged in zip(state.stored[1:], state.staged[1:], strict=True):
-                    if stored is not None and staged is not None:
-                        old.append(stored)
-                        new.append(staged)
-        if not old:
+        chosen = [state for state in states if in_pass or state is arrived]
+        self._states = [] if in_pass else [weakref.ref(state) for state in states if state is not arrived]
+        pairs = [
+            (stored, staged)
+            for state in chosen
+            if state.refresh is self and state.stored and state.staged  # A later gather may have refreshed it already.
+            for stored, staged in zip(state.stored[1:], state.staged[1:], strict=True)
+            if stored is not None and staged is not None
+        ]
+        if not pairs:
             return
+        old, new = [stored for stored, _ in pairs], [staged for _, staged in pairs]
         # Autograd has saved the stored scales. It must not count this write: FSDP2 refills the codes to match.
         with torch.no_grad(), preserve_version_counter(tuple(old)):
             torch._foreach_copy_(old, new)
@@ -417,8 +366,7 @@ class Passes:
         if root is None:
             return cls()
         found = _OF.get(root)
-        passes = None if found is None else found()
-        if passes is None:
+        if found is None or (passes := found()) is None:
             passes = cls(root)
             _OF[root] = weakref.ref(passes)  # States keep it alive.
         return passes
@@ -455,8 +403,7 @@ _OF: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Passes]] = weakref.WeakKey
 # as a whole, so its weights are refreshed one by one.
 def _begin_forward(module: nn.Module, args: Any) -> None:
     if not is_compiling():
-        passes = Passes.of(module)
-        passes._forward = object()
+        Passes.of(module)._forward = object()
 
 
 def _end_forward(module: nn.Module, args: Any, output: Any) -> None:

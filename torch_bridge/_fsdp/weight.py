@@ -106,7 +106,6 @@ class ShardedWeight(Tensor):
 
     @classmethod
     def __metadata_guard__(cls, traced: ScaleState, now: ScaleState) -> bool:
-        """Guard compiled code by the format alone."""
         return traced.fmt == now.fmt
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWeight:
@@ -151,9 +150,9 @@ class ShardedWeight(Tensor):
         return cast(ShardedWeight, copied)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle as a plain parameter, so that programs without this package can load it.
+        """Pickle as a plain parameter, which loads without this package.
 
-        Unpickling a `Linear` makes its weight a `ShardedWeight` again.
+        Unpickling a `Linear` wraps its weight again.
         """
         if not isinstance(self, nn.Parameter):
             return cast(tuple[Any, ...], self.shard.__reduce_ex__(protocol))
@@ -192,10 +191,10 @@ class ShardedWeight(Tensor):
         out = func(*plain_args, **plain_kwargs)
         if func in _STAYS_SHARDED or _is_view(func):
             with torch.inference_mode(False):  # In inference mode the wrapper could not be a view.
-                made = _wrap(out, states[0])
+                wrapped = _wrap(out, states[0])
             if func is aten.split.Tensor and len(args[0].shape) == 2:
-                _note_split(*args, made)
-            return made
+                _note_split(*args, wrapped)
+            return wrapped
         if func is aten.copy_.default and len(states) == 2:
             states[0].note_start(getattr(args[1], "first", 0))
         if isinstance(out, Tensor) and _is_mutable(func):  # In-place ops return their argument.
@@ -216,11 +215,7 @@ class ShardedWeight(Tensor):
 
     @property
     def _fsdp_flattened(self) -> bool:
-        """Refuse FSDP1, which reads this attribute of every parameter before it moves or sends anything.
-
-        Raises:
-          ValueError: always, on every rank. FSDP1 flattens values and would lose the hooks.
-        """
+        """Raise on every rank: FSDP1 reads this attribute first, and would flatten values and lose the hooks."""
         state = self.scale_state
         do = "call prepare_modules_for_fsdp1(model) before wrapping it"
         if state.primary is not None:
@@ -232,13 +227,7 @@ class ShardedWeight(Tensor):
 
     @property
     def fsdp_pre_all_gather(self) -> Callable[..., tuple[tuple[Tensor, ...], Any]]:
-        """The pre-all-gather hook of FSDP2.
-
-        FSDP2 looks it up when it shards, on every rank, so unsupported weights raise here.
-
-        Raises:
-          NotImplementedError: shards of this format cannot be gathered, or the weight has no elements.
-        """
+        """The pre-all-gather hook. Every rank looks it up when it shards, so unsupported weights raise here."""
         state = self.scale_state
         if 0 in state.shape:
             raise NotImplementedError(
@@ -308,7 +297,6 @@ class _Hook:
 
 
 def _signature(method: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature without `self`."""
     signature = inspect.signature(method)
     return signature.replace(parameters=[*signature.parameters.values()][1:])
 
@@ -389,7 +377,6 @@ def _unwrap(value: Any, states: list[ScaleState]) -> Any:
 
 
 def _wrap(out: Any, state: ScaleState) -> Any:
-    """Wrap the results of an op as sharded weights."""
     if isinstance(out, Tensor):
         return ShardedWeight(out, state)
     return type(out)(_wrap(each, state) for each in out) if isinstance(out, list | tuple) else out
@@ -407,7 +394,6 @@ def _is_view(func: Any) -> bool:
 
 
 def attributes_of(weight: Tensor) -> dict[str, Any]:
-    """Return the attributes that users have set on a parameter."""
     own = ("_inner", "scale_state", "first", "_is_param")
     return {name: value for name, value in weight.__dict__.items() if name not in own}
 

@@ -50,17 +50,10 @@ def class_shard(
     group: dist.ProcessGroup | None,
     total: int | None = None,
 ) -> ClassShard:
-    """Return the shard of this rank. Collective over `group`.
+    """Return the shard of this rank, of `columns` columns. Collective over `group`.
 
-    Args:
-      op: the caller, for errors.
-      name: the tensor with an axis of classes, for errors.
-      columns: number of columns of the shard of this rank.
-      labels: int64 or int32, `[*rows]`.
-      ignore_index: label of rows to ignore.
-      num_classes: number of classes on all ranks; later columns are padding. None: all columns are classes.
-      group: ranks with a shard each; None: this rank has all classes.
-      total: columns on all ranks, if shards have the widths of `torch.chunk`, as in a DTensor.
+    Errors name the caller `op` and the tensor `name`. `total` is the number of columns on all ranks, if shards have the
+    widths of `torch.chunk`, as in a DTensor. Other arguments as in `cross_entropy`.
 
     Raises:
       ValueError: a label on any rank is not a class, ranks have different numbers of rows, or there are 0 classes. If

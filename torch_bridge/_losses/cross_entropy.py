@@ -84,13 +84,7 @@ def cross_entropy(
 
 @dataclass(frozen=True)
 class RowLoss:
-    """Loss function of rows of logits with sharded classes.
-
-    Attributes:
-      shard: the shard of the classes on this rank.
-      rule: the options of the loss.
-      group: ranks with shards of the classes; None: this rank has all classes.
-    """
+    """Loss function of rows of logits. Classes are sharded over `group`; None: this rank has all classes."""
 
     shard: ClassShard
     rule: LossRule
@@ -111,15 +105,7 @@ class RowLoss:
         return (loss, lse) if shard.is_right is None else (loss * shard.is_right, lse * shard.is_right)
 
     def gradient(self, logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, *, in_place: bool) -> Tensor:
-        """Compute the gradient of `logits` from the gradient of each row's loss.
-
-        Args:
-          logits: the local shard.
-          labels: as int32.
-          lse: from `losses`.
-          grad: gradient of each row's loss.
-          in_place: overwrite the logits, unless they have padding columns.
-        """
+        """Compute the gradient of the local logits; `in_place` overwrites them unless they have padding columns."""
         options = {"classes": self.shard.classes, "first": self.shard.first, **self.rule.options}
         padding = logits.shape[-1] - self.shard.columns
         logits = self._unpadded(logits)
@@ -131,7 +117,6 @@ class RowLoss:
         return torch.nn.functional.pad(d, (0, padding)) if padding else d
 
     def _unpadded(self, logits: Tensor) -> Tensor:
-        """Return the logits without padding columns; `logits` itself if there are none."""
         columns = self.shard.columns
         return logits if columns == logits.shape[-1] else logits[..., :columns].contiguous()
 
@@ -153,7 +138,6 @@ class _RowLosses(Node):
 
 
 def count_labels(labels: Tensor, ignore_index: int) -> Tensor:
-    """Count the labels that are not ignored, as float32."""
     return (labels != ignore_index).sum().to(torch.float32)
 
 
@@ -184,17 +168,7 @@ def row_loss(
 ) -> RowLoss:
     """Check the arguments of `op`, and return the loss function of rows of `x`. Collective over `group`.
 
-    Args:
-      op: the caller, for errors.
-      name: name of `x`, for errors.
-      x: logits, or the input of the head.
-      columns: as for `class_shard`.
-      labels: as for `cross_entropy`, not yet checked.
-      reduction: as for `cross_entropy`.
-      rule: the options of the loss.
-      group: as for `cross_entropy`.
-      num_classes: as for `cross_entropy`.
-      total: as for `class_shard`.
+    `x` are the logits, or the input of the head. `columns` and `total` are as for `class_shard`.
     """
     check_group(op, group)
     check_num_classes(op, num_classes)

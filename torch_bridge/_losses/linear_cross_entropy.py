@@ -114,13 +114,13 @@ def linear_cross_entropy(
     if how is not None:
         for width in sorted(set(rule.shard.widths)):  # Check the widths of all ranks, so that all raise.
             check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
-    flat, words = x.reshape(-1, x.shape[-1]), as_int32(labels).reshape(-1)
+    flat, flat_labels = x.reshape(-1, x.shape[-1]), as_int32(labels).reshape(-1)
     rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
     if not (torch.is_grad_enabled() and makes_gradients_early(reduction, dtype_name(x.dtype))):
-        losses: Tensor = apply_node(_LateLosses, flat, w, words, rule, rows, how)
+        losses: Tensor = apply_node(_LateLosses, flat, w, flat_labels, rule, rows, how)
         return reduce_losses(losses.view(labels.shape), labels, reduction, ignore_index)
     count = count_labels(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
-    loss: Tensor = apply_node(_EarlyLoss, flat, w, words, count, rule, rows, how)
+    loss: Tensor = apply_node(_EarlyLoss, flat, w, flat_labels, count, rule, rows, how)
     return loss
 
 
@@ -159,8 +159,6 @@ class LinearCrossEntropy(nn.Linear):
     Args:
       in_features: K.
       out_features: number of classes.
-      device: as for `nn.Linear`.
-      dtype: as for `nn.Linear`.
       loss: options of `linear_cross_entropy`, such as `z_loss`.
 
     >>> head = LinearCrossEntropy(8, 16, z_loss=1e-4)
@@ -174,25 +172,14 @@ class LinearCrossEntropy(nn.Linear):
         self.loss = loss
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute the loss of `labels`, or logits without labels.
-
-        Args:
-          input: `[*rows, in_features]`.
-          labels: int64 or int32 `[*rows]`, or None.
-
-        Returns:
-          The loss, as `linear_cross_entropy` returns it, or logits `[*rows, out_features]`.
-        """
+        """Compute the loss of `labels`, or logits without labels, as `linear_cross_entropy` does."""
         if labels is None:
             return super().forward(input)
         weight = self.weight if "recipe" in self.loss else self.weight.to(input.dtype)
         return linear_cross_entropy(input, weight, labels, **self.loss)
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
-        """Register a hook. A hook of `parallelize_module` gets the input without the labels.
-
-        Such hooks return only the first input, so the labels are appended to their result.
-        """
+        """Register a hook. Hooks of `parallelize_module` get, and return, only the first input: not the labels."""
 
         def place(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return hook(module, inputs[:1]), *inputs[1:]
@@ -200,10 +187,7 @@ class LinearCrossEntropy(nn.Linear):
         return super().register_forward_pre_hook(place if places_tensors(hook) else hook, **options)
 
     def register_forward_hook(self, hook: Any, **options: Any) -> Any:
-        """Register a hook. A hook of `parallelize_module` runs on logits only.
-
-        The loss is a plain tensor that is the same on every rank.
-        """
+        """Register a hook. A hook of `parallelize_module` runs on logits only: the loss is the same on every rank."""
 
         def place(module: nn.Module, inputs: Any, output: Tensor) -> Any:
             return hook(module, inputs, output) if isinstance(output, DTensor) else output
@@ -212,25 +196,20 @@ class LinearCrossEntropy(nn.Linear):
 
 
 class QuantizedHead(Linear, LinearCrossEntropy):
-    """`LinearCrossEntropy` with quantized operands; `convert` creates it.
-
-    Attributes:
-      observer: called with the role, values and seed of each operand that a chunk quantizes.
-    """
+    """`LinearCrossEntropy` with quantized operands; `convert` creates it. `observer` is called as `Observer`."""
 
     _of = LinearCrossEntropy
 
     observer: Observer | None = None
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute the loss of `labels`, or logits without labels."""
         if labels is None:
             return super().forward(input)
-        taken = self.call_operands(input)
-        x = taken.input if taken.dtype is None else taken.input.to(taken.dtype)
-        given = {**self.loss, "recipe": self.recipe, "seed": taken.seed}
+        operands = self.call_operands(input)
+        x = operands.input if operands.dtype is None else operands.input.to(operands.dtype)
+        given = {**self.loss, "recipe": self.recipe, "seed": operands.seed}
         with contextlib.nullcontext() if self.observer is None else _observing(self.observer):
-            return linear_cross_entropy(x, taken.weight, labels, **given)
+            return linear_cross_entropy(x, operands.weight, labels, **given)
 
 
 @contextlib.contextmanager
@@ -243,7 +222,7 @@ def _observing(observer: Observer) -> Iterator[None]:
 
 
 class _How(NamedTuple):
-    """How the operands of each chunk are quantized: recipe, seed and observer."""
+    """Recipe, seed and observer that quantize the operands of each chunk."""
 
     recipe: Recipe
     seed: Tensor | None
@@ -251,7 +230,6 @@ class _How(NamedTuple):
 
     @classmethod
     def of(cls, op: str, w: Tensor, recipe: RecipeLike, seed: Any, device: torch.device) -> _How:
-        """Check the recipe, seed and weight passed by the caller."""
         recipe = head_recipe(op, recipe, seed)
         if isinstance(w, QuantizedTensor):
             check_weight_format(op, "w", w.format, recipe)
@@ -262,19 +240,13 @@ class _How(NamedTuple):
         return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None, observer)
 
     def of_chunk(self, number: int, device: torch.device) -> Tensor | None:
-        """Return the seed of a chunk."""
         if self.seed is None or not number:
             return self.seed
         return self.seed ^ constant_words(number << CHUNK_SEED_BIT, device)
 
 
 class _Values:
-    """The three GEMMs of each chunk, on values.
-
-    Attributes:
-      dx: gradient of x, filled by chunk; None if not needed.
-      dw: gradient of w, summed over chunks; None if not needed.
-    """
+    """The three GEMMs of each chunk, on values. `dx` is filled by chunk, `dw` summed over chunks; None: not needed."""
 
     def __init__(self, x: Tensor, w: Tensor, needed: tuple[bool, bool], rows: int):
         self.x, self._w, self.rows, self._begun = x, w, rows, False
@@ -307,13 +279,13 @@ class _Values:
         else:
             self._plus(torch.mm(d.t(), x), dw)
 
-    def _plus(self, made: Tensor, dw: Tensor) -> None:
-        dw.add_(made) if self._begun else dw.copy_(made)
+    def _plus(self, part: Tensor, dw: Tensor) -> None:
+        dw.add_(part) if self._begun else dw.copy_(part)
 
     def reduce(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:
-        for made in (self.dx, self.dw):
-            if made is not None and not self._begun:
-                made.zero_()
+        for grad in (self.dx, self.dw):
+            if grad is not None and not self._begun:
+                grad.zero_()
         if group is not None and self.dx is not None:
             dist.all_reduce(self.dx, group=group)
         return self.dx, self.dw
@@ -335,7 +307,7 @@ class _Codes(_Values):
         return matmul(self._xs.pop(Usage.ROWWISE), self._planes[Usage.ROWWISE], self.x.dtype, fast=True)
 
     def add(self, chunk: slice, d: Tensor) -> None:
-        usages = [one for one, made in ((Usage.ROWWISE, self.dx), (Usage.COLUMNWISE, self.dw)) if made is not None]
+        usages = [one for one, grad in ((Usage.ROWWISE, self.dx), (Usage.COLUMNWISE, self.dw)) if grad is not None]
         self._ds = self._quantize(d, Usage.BOTH if len(usages) > 1 else usages[0], Role.GRADIENT)
         super().add(chunk, d)
 
@@ -352,15 +324,7 @@ class _Codes(_Values):
 
 
 class _Weight(NamedTuple):
-    """A weight as autograd saves it: a parameter by reference, or gathered codes.
-
-    Attributes:
-      tensors: the parameter, or the parts of its planes.
-      dtype: of the weight.
-      shape: of the weight.
-      format: of the codes; None for values.
-      usages: the planes in `tensors`.
-    """
+    """A weight as autograd saves it: a parameter by reference, or the planes of gathered codes (`format`)."""
 
     tensors: tuple[Tensor | None, ...]
     dtype: torch.dtype

@@ -167,7 +167,6 @@ def rms_norm_quantize(
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute `swiglu`, and its amax if qshard's kernel runs."""
     if isinstance(gate, DTensor) and isinstance(up, DTensor):
         return F.silu(gate) * up, None
     for name, x in (("gate", gate), ("up", up)):
@@ -185,7 +184,6 @@ def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-    """Compute `rms_norm`, and its amax if qshard's kernel runs."""
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), None
     for name, tensor in (("x", x), ("weight", weight)):
@@ -257,19 +255,17 @@ class RMSNorm(Extends, nn.RMSNorm):
 
 
 def recompute_swiglu(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Recompute h, and its amax, from the tensors that autograd saved."""
-    h, made = ops.swiglu(gate, up, lead=0)
-    return h, made
+    return ops.swiglu(gate, up, lead=0)  # type: ignore[no-any-return]
 
 
 class _SwiGlu(Node):
     op, instead = "swiglu", "use torch.nn.functional.silu(gate) * up"
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, noted: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, amaxes: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         gate, up = gate.contiguous(), up.contiguous()
         h, amax = ops.swiglu(gate, up, lead=0)
-        noted.append(amax)
+        amaxes.append(amax)
         return h, (gate, up)
 
     @staticmethod
@@ -290,11 +286,11 @@ class _RmsNorm(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, noted: list[Tensor]
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, amaxes: list[Tensor]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         x, weight = x.contiguous(), weight.contiguous()
         y, rstd, amax = ops.rms_norm(x, weight, eps=eps, lead=0)
-        noted.append(amax)
+        amaxes.append(amax)
         return y, (x, weight, rstd)
 
     @staticmethod

@@ -34,18 +34,14 @@ class SavedLayout(NamedTuple):
     """Layout of the tensors that `Gradients` saves for the backward pass.
 
     Attributes:
-      recipe: the format of each role.
-      dtype: of y.
       x_again: recomputes x from the tensors that `saved_input.source_of` found; None: the codes of x are saved.
       w_again: quantize the weight again in the backward pass; it is a parameter, so it stays in memory anyway.
       w_format: the format of the saved codes of the weight.
       w_usage: the plane of the saved codes of the weight; None if no codes are saved.
-      given: number of leading tensors that belong to delayed scaling.
+      scale_count: number of leading tensors that belong to delayed scaling.
       of_x: number of saved tensors that belong to x. The tensors of the weight follow.
-      y_shape: of y.
-      parts: how each operand is sharded under tensor parallelism; empty otherwise.
-      x_rows: how rows of x are sharded under sequence parallelism, if they are.
-      y_rows: how rows of y are sharded under sequence parallelism, if they are.
+      parts: how each operand is sharded under tensor parallelism; empty otherwise. Under sequence parallelism `x_rows`
+        and `y_rows` tell how rows are sharded.
       join: gathers the codes of x that the ranks of an `ActivationGroup` saved; None: this rank saved all of them.
       is_kn: the weight is `[K, N]`.
     """
@@ -56,7 +52,7 @@ class SavedLayout(NamedTuple):
     w_again: bool
     w_format: Format
     w_usage: Usage | None
-    given: int
+    scale_count: int
     of_x: int
     y_shape: tuple[int, ...]
     parts: Mapping[Role, ShardSpec]
@@ -88,42 +84,37 @@ class Gradients(Node):
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Save the operands and return y.
 
-        Args:
-          ctx: the autograd context.
-          x: the input of `linear`.
-          weight: the weight of `linear`.
-          how: layout of `tensors`.
-          seed: for stochastic rounding.
-          ready: y; None: return a placeholder for y without memory, which `Product` computes later.
-          tensors: under delayed scaling the scale of each role and the amax of the gradient, then the tensors saved for
-            x and for the weight.
+        `ready` has y; None returns a placeholder for y without memory, which `Product` computes later. Under delayed
+        scaling `tensors` begin with the scale of each role and the amax of the gradient. The tensors saved for x and
+        for the weight follow. `how` has their layout.
         """
-        given, kept = tensors[: how.given], tensors[how.given :]
+        scale_args, saved = tensors[: how.scale_count], tensors[how.scale_count :]
         ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, x.shape, x.dtype, weight.dtype
-        ctx.given = given  # Not saved: the backward pass writes an amax into one of them, and autograd would raise.
+        ctx.scale_args = (
+            scale_args  # Not saved: the backward pass writes an amax into one of them, and autograd would raise.
+        )
         y = x.new_empty((), dtype=how.dtype).expand(how.y_shape) if ready is None else ready[0]
-        return y, (*kept, *([weight] if how.w_again else []), seed)
+        return y, (*saved, *([weight] if how.w_again else []), seed)
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and of the weight."""
         how: SavedLayout = ctx.how
         seed = saved.pop()
         count, of_x, of_w = len(saved), saved[: how.of_x], saved[how.of_x :]
         saved.clear()  # Each operand is freed once it is multiplied.
         if how.join is not None:
             of_x[0] = how.join(of_x[0])
-        dy, made = matrix_of(grad, grad.dtype), None
+        dy, results = matrix_of(grad, grad.dtype), None
         if not how.parts and not how.is_kn and not is_compiling():
-            made = _gradients_in_one_call(ctx, dy, of_x, of_w, seed)
-        if made is None:
-            made = _gradients_op_by_op(ctx, dy, cached_amax(grad), of_x, of_w, seed)
-        grad_x, grad_w, amax = made
+            results = _gradients_in_one_call(ctx, dy, of_x, of_w, seed)
+        if results is None:
+            results = _gradients_op_by_op(ctx, dy, cached_amax(grad), of_x, of_w, seed)
+        grad_x, grad_w, amax = results
         if amax is not None:
-            merge_amax(ctx.given[-1], amax)
+            merge_amax(ctx.scale_args[-1], amax)
         if grad_x is not None:
             grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
-        return grad_x, grad_w, *(None,) * (3 + how.given + count - how.w_again)
+        return grad_x, grad_w, *(None,) * (3 + how.scale_count + count - how.w_again)
 
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -137,15 +128,15 @@ def _gradients_in_one_call(
     need_x, need_w = ctx.needs_input_grad[:2]
     x, w = ([part for part in parts if part is not None] for parts in (of_x, of_w))
     dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
-    kept = 1 if how.x_again else len(x), 1 if how.w_again else len(w), how.w_usage
-    plan = linear_program.plan_backward(how.recipe, (*dy.shape, ctx.x_shape[-1]), dy.device, dtypes, kept)
+    counts = 1 if how.x_again else len(x), 1 if how.w_again else len(w), how.w_usage
+    plan = linear_program.plan_backward(how.recipe, (*dy.shape, ctx.x_shape[-1]), dy.device, dtypes, counts)
     if plan is None:
         return None
     if how.x_again:
         x = [_recompute_x(how, of_x, ctx)[0]]
     if how.w_again:
         w = [values_of(of_w[-1])]
-    return linear_program.gradients(plan, how.recipe, dy, x, w, ctx.given[: len(ROLES)], seed)
+    return linear_program.gradients(plan, how.recipe, dy, x, w, ctx.scale_args[: len(ROLES)], seed)
 
 
 def _gradients_op_by_op(
@@ -155,10 +146,10 @@ def _gradients_op_by_op(
     need_x, need_w = ctx.needs_input_grad[:2]
     usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
     dys, amax = _quantizer(ctx, seed).quantize(dy, Role.GRADIENT, usage, known)
-    grad_x = grad_w = travelling = None
+    grad_x = grad_w = waits = None
     if need_w and (how.x_rows or how.y_rows):
         sides = (dys.pop(Usage.COLUMNWISE), how.y_rows), (_take_x(how, of_x, seed, ctx), how.x_rows)
-        travelling = [(lambda own=own: own) if rows is None else rows.gathered(own) for own, rows in sides]
+        waits = [(lambda own=own: own) if rows is None else rows.gather(own) for own, rows in sides]
         del sides
     elif need_w:
         pair = [dys.pop(Usage.COLUMNWISE), _take_x(how, of_x, seed, ctx)]
@@ -168,31 +159,31 @@ def _gradients_op_by_op(
     if need_x:
         dy_row, w_back = dys.pop(Usage.ROWWISE), _take_w(how, of_w, seed, ctx)
         grad_x = _product_of(dy_row, w_back, how.dtype, how.y_rows, how.x_rows)
-    if travelling is not None:
-        dy_column, x_column = (wait() for wait in travelling)
+    if waits is not None:
+        dy_column, x_column = (wait() for wait in waits)
         grad_w = matmul(dy_column, x_column, ctx.w_dtype)
     return grad_x, grad_w, amax
 
 
-def _recompute_x(how: SavedLayout, kept: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | None]:
+def _recompute_x(how: SavedLayout, saved: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | None]:
     """Recompute x as a matrix from the saved tensors, and its amax if the recomputation also gives it."""
     assert how.x_again is not None
-    x, amax = how.x_again(*kept)
+    x, amax = how.x_again(*saved)
     return matrix_of(x, how.dtype, ctx.x_shape[-1]), amax if x.dtype == how.dtype else None
 
 
 def _quantizer(ctx: Any, seed: Tensor | None) -> LayerQuantizer:
-    return LayerQuantizer(ctx.how.recipe, seed, ctx.how.parts, ctx.given)
+    return LayerQuantizer(ctx.how.recipe, seed, ctx.how.parts, ctx.scale_args)
 
 
-def _take_x(how: SavedLayout, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
-    """Return x columnwise from its saved tensors, and empty the list `kept` to free them."""
-    parts, role, columns = tuple(kept), Role.ACTIVATION, Usage.COLUMNWISE
-    kept.clear()
+def _take_x(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
+    """Return x columnwise from its saved tensors, and empty the list `saved` to free them."""
+    parts, role, columns = tuple(saved), Role.ACTIVATION, Usage.COLUMNWISE
+    saved.clear()
     fmt = how.recipe.format(role)
     if how.x_again is None:
         return Operand(fmt, Plane(*parts), columns)
-    if how.x_again is activations.recompute_swiglu and fmt.per_tensor and not ctx.given and not how.parts:
+    if how.x_again is activations.recompute_swiglu and fmt.per_tensor and not ctx.scale_args and not how.parts:
         gate, up = (matrix_of(part, part.dtype, ctx.x_shape[-1]) for part in parts[:2])
         if len(parts) > 2 and gate.dtype == how.dtype:
             return Operand(fmt, recompute_swiglu_plane(gate, up, fmt, parts[2]), columns)
@@ -200,10 +191,10 @@ def _take_x(how: SavedLayout, kept: list[Any], seed: Tensor | None, ctx: Any) ->
     return _quantizer(ctx, seed).quantize(x, role, columns, amax)[0][columns]
 
 
-def _take_w(how: SavedLayout, kept: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
-    """Return the plane of the weight that contracts N, and empty the list `kept` to free the saved tensors."""
-    parts = tuple(kept)
-    kept.clear()
+def _take_w(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
+    """Return the plane of the weight that contracts N, and empty the list `saved` to free the saved tensors."""
+    parts = tuple(saved)
+    saved.clear()
     usage = Usage.ROWWISE if how.is_kn else Usage.COLUMNWISE
     if how.w_again:
         return _quantizer(ctx, seed).quantize(values_of(parts[-1]), Role.WEIGHT, usage)[0][usage]
@@ -217,8 +208,8 @@ def multiply(
     x: Operand, w: Operand, dtype: torch.dtype, shape: Sequence[int], x_rows: Rows | None, y_rows: Rows | None
 ) -> Tensor:
     """Compute y in its final shape. It is not a view, because FSDP2 cannot attach its hooks to one."""
-    made: Tensor = aten._unsafe_view.default(_product_of(x, w, dtype, x_rows, y_rows, fast=True), shape)
-    return made
+    y: Tensor = aten._unsafe_view.default(_product_of(x, w, dtype, x_rows, y_rows, fast=True), shape)
+    return y
 
 
 def _product_of(
@@ -258,5 +249,4 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Pass the gradient of y on to `Gradients`."""
         return grad, None, None, None, None, None, *(None for _ in range(ctx.count))

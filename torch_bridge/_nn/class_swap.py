@@ -12,11 +12,9 @@ T = TypeVar("T", bound="Extends")
 
 
 class Extends(nn.Module):
-    """Base class of the modules that replace a PyTorch class, or a subclass of it that does not override `forward`.
+    """Base class of modules that replace a PyTorch class, `_of`, or a subclass of it that does not override `forward`.
 
-    Attributes:
-      _of: the PyTorch class.
-      _extends: the original class, in subclasses that `extend_class` creates.
+    `_extends` is the original class, in subclasses that `extend_class` creates.
     """
 
     _of: type[nn.Module]
@@ -32,24 +30,17 @@ class Extends(nn.Module):
 
 
 def extend_class(kind: type[T], base: type[nn.Module]) -> type[T]:
-    """Return a subclass of `kind` and `base`, cached for each pair.
+    """Return a subclass of `kind` and `base`, which is `kind._of` or a subclass of it; cached for each pair.
 
-    Args:
-      kind: the replacement class, such as `Linear`.
-      base: the class of the module to replace: `kind._of` or a subclass.
-
-    Returns:
-      `kind` itself if `base` is `kind._of`, and `base` itself if it is a subclass of `kind` already.
-
-    Raises:
-      TypeError: `base` has `__slots__`, or Python rejects the class or the change of `__class__`.
+    The result is `kind` if `base` is `kind._of`, and `base` if it is a subclass of `kind` already. TypeError if `base`
+    has `__slots__`, or Python rejects the class or the change of `__class__`.
     """
     if base is kind._of:
         return kind
     if issubclass(base, kind):
         return base
-    made: type[T] = _subclass_of_both(cast(Any, kind), cast(Any, base))
-    return made
+    subclass: type[T] = _subclass_of_both(cast(Any, kind), cast(Any, base))
+    return subclass
 
 
 @functools.cache
@@ -57,11 +48,11 @@ def _subclass_of_both(kind: Any, base: Any) -> Any:
     if copyreg._slotnames(base):  # type: ignore[attr-defined]
         raise TypeError(f"{base.__name__} has __slots__")
     name = f"Quantized{base.__name__}"
-    made = type(name, (kind, base), {"_extends": base, "__module__": base.__module__, "__doc__": base.__doc__})
-    object.__new__(base).__class__ = made
-    return made
+    subclass = type(name, (kind, base), {"_extends": base, "__module__": base.__module__, "__doc__": base.__doc__})
+    object.__new__(base).__class__ = subclass
+    return subclass
 
 
 def _new(kind: type[Extends], base: type[nn.Module], *given: Any) -> Extends:
-    made = extend_class(kind, base)
-    return made.__new__(made, *given)
+    subclass = extend_class(kind, base)
+    return subclass.__new__(subclass, *given)

@@ -4,7 +4,7 @@ Each tile has rows of one expert, and as many rows (`unit`) as the tallest block
 end where the rows of an expert end. Zeros pad the last tile of an expert. Codes are therefore the same as if the rows
 of each expert were quantized alone. The ops that quantize one matrix quantize the tiles of all experts in one launch.
 
-Per-tensor formats and NVFP4 have a per-tensor scale for each expert (`factor`).
+Per-tensor formats and NVFP4 have a per-tensor scale for each expert (`expert_scale`).
 
 The host does not know the group sizes, so there are as many tiles as any sizes could need. An expert without rows gets
 one tile of zeros, so that its weight gradient is a sum of zeros. Unused tiles at the end belong to no expert.
@@ -40,7 +40,6 @@ class Tiles(NamedTuple):
 
     Attributes:
       unit: rows per tile.
-      sizes: number of rows of x of each expert, int64 on the device.
       experts: the expert of each tile; E for unused tiles.
       first: the index of each tile's first row among the rows of its expert.
       place: for each row of x, the row of the tiles; the last row of the tiles for rows of no expert.
@@ -62,23 +61,18 @@ class Tiles(NamedTuple):
 
     def scatter(self, x: Tensor) -> Tensor:
         """Scatter the rows of x into zero-padded tiles `[tiles, unit, columns]`."""
-        places = x.new_zeros((self.number * self.unit, x.shape[1])).index_copy_(0, self.place, x)
-        return places.view(self.number, self.unit, x.shape[1])
+        rows = x.new_zeros((self.number * self.unit, x.shape[1])).index_copy_(0, self.place, x)
+        return rows.view(self.number, self.unit, x.shape[1])
 
-    def gather(self, places: Tensor) -> Tensor:
-        """Gather rows of the tiles into the order of x, with zeros for rows of no expert.
-
-        Writes zeros to the last row of the tiles, which rows of no expert read.
-        """
-        places[-1].zero_()
-        return places.index_select(0, self.place)
+    def gather(self, rows: Tensor) -> Tensor:
+        """Gather rows of the tiles into the order of x. The last row becomes zeros, which rows of no expert read."""
+        rows[-1].zero_()
+        return rows.index_select(0, self.place)
 
     def to_tiles(self, of_experts: Tensor) -> Tensor:
-        """Expand one value per expert to one value per tile."""
         return of_experts.index_select(0, self.experts.clamp(max=of_experts.shape[0] - 1))
 
     def to_rows(self, of_experts: Tensor) -> Tensor:
-        """Expand one value per expert to one value per row of the tiles."""
         return self.to_tiles(of_experts).repeat_interleave(self.unit)
 
     def max_by_expert(self, amax: Tensor) -> Tensor:
@@ -89,15 +83,9 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
-    """Assign `rows` rows to tiles.
+    """Assign the M rows of x to `M // unit + E + 1` tiles, enough for any group sizes.
 
-    Args:
-      recipe: determines the rows per tile, from the blocks of activations and gradients.
-      rows: M, the number of rows of x.
-      group_sizes: int32 or int64 `[E]`, rows of each expert. Their sum is not compared with `rows` here.
-
-    Returns:
-      `M // unit + E + 1` tiles, enough for any group sizes.
+    `unit` follows from the blocks of activations and gradients. The sum of `group_sizes` is not compared with M.
     """
     unit = max(_LEAST_UNIT, block_alignment(recipe.activation, recipe.gradient))
     sizes, experts, device = group_sizes.to(torch.int64), group_sizes.shape[0], group_sizes.device
@@ -117,16 +105,14 @@ class GroupedOperand(NamedTuple):
     """One operand of the grouped products: a plane of all tiles as a matrix, or of all weights as `[E, ...]`.
 
     Attributes:
-      format: of the codes.
-      usage: which plane it is.
       parts: the plane, with 1 as its per-tensor scale.
-      factor: the per-tensor scale of each expert, fp32 `[E]`; None if the format has none.
+      expert_scale: the per-tensor scale of each expert, fp32 `[E]`; None if the format has none.
     """
 
     format: Format
     usage: Usage
     parts: Plane
-    factor: Tensor | None
+    expert_scale: Tensor | None
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Dequantize without the per-tensor scales of experts, which is exact in bfloat16."""
@@ -141,52 +127,37 @@ class GroupedOperand(NamedTuple):
             ends = itertools.pairwise((0, *stops))
             rows = [quantize_steps.plane_rows(self.parts, self.format, self.usage, *each) for each in ends]
             planes = [Plane(*(part if part is None else part.contiguous() for part in each)) for each in rows]
-        if self.factor is not None:
+        if self.expert_scale is not None:
             # Padded to one scale every 16 bytes. Otherwise cuBLASLt copies each to an aligned address.
-            apart = torch.nn.functional.pad(self.factor[:, None], (0, 3))[:, 0].unbind()
+            scales = torch.nn.functional.pad(self.expert_scale[:, None], (0, 3))[:, 0].unbind()
             name = "scale_inv" if self.format.per_tensor else "global_scale_inv"
-            planes = [each._replace(**{name: factor}) for each, factor in zip(planes, apart, strict=True)]
+            planes = [each._replace(**{name: scale}) for each, scale in zip(planes, scales, strict=True)]
         return [Operand(self.format, each, self.usage) for each in planes]
 
 
-def make_operand(fmt: Format, usage: Usage, parts: Plane, factors: Tensor | None = None) -> GroupedOperand:
-    """Build an operand, and separate the per-tensor scales of experts from the planes.
-
-    Args:
-      fmt: of the codes.
-      usage: which plane it is.
-      parts: the planes of all experts.
-      factors: the scale of each expert; by default the per-tensor scales in `parts`.
-    """
+def make_operand(fmt: Format, usage: Usage, parts: Plane, scales: Tensor | None = None) -> GroupedOperand:
+    """Build an operand from planes of all experts. Their per-tensor scales are `scales`, or else those in `parts`."""
     if not fmt.tensor_scaled:
         return GroupedOperand(fmt, usage, parts, None)
     one = torch.ones((), device=parts.data.device)
     if fmt.per_tensor:
-        return GroupedOperand(fmt, usage, Plane(parts.data, one), parts.scale_inv if factors is None else factors)
-    factors = parts.global_scale_inv if factors is None else factors
-    return GroupedOperand(fmt, usage, parts._replace(global_scale_inv=one), factors)
+        return GroupedOperand(fmt, usage, Plane(parts.data, one), parts.scale_inv if scales is None else scales)
+    scales = parts.global_scale_inv if scales is None else scales
+    return GroupedOperand(fmt, usage, parts._replace(global_scale_inv=one), scales)
 
 
 def stack_weights(weights: Sequence[Operand]) -> GroupedOperand:
-    """Stack the planes of all experts' weights."""
     parts = [None if part[0] is None else torch.stack(part) for part in zip(*(w.parts for w in weights), strict=True)]
     return make_operand(weights[0].format, weights[0].usage, Plane(*parts))
 
 
 def quantize_tiles(
-    places: Tensor, spec: OperandSpec, tiles: Tiles, *, seeds: Tensor | None = None, scale: Tensor | None = None
+    tiled: Tensor, spec: OperandSpec, tiles: Tiles, *, seeds: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[dict[Usage, GroupedOperand], Tensor | None]:
-    """Quantize tiles, with one per-tensor scale per expert.
+    """Quantize tiles `[tiles, unit, columns]`, with one per-tensor scale per expert.
 
-    Args:
-      places: `[tiles, unit, columns]`.
-      spec: format and usage.
-      tiles: the assignment of rows to tiles.
-      seeds: for stochastic rounding, int32 `[E, 2]`: a uint64 per expert as two words.
-      scale: under delayed scaling, fp32 `[E]`.
-
-    Returns:
-      The planes by usage, and with `scale` the amax of each expert, fp32 `[E]`.
+    For stochastic rounding `seeds` are int32 `[E, 2]`: a uint64 per expert as two words, low word first. Under delayed
+    scaling `scale` is fp32 `[E]`, and the second result is the amax of each expert, fp32 `[E]`.
     """
     fmt, usage = spec.format, spec.usage
     found: list[Tensor] = []
@@ -198,37 +169,35 @@ def quantize_tiles(
         return tiles.to_tiles(found[-1])
 
     # Ops take all tiles as one matrix. An op with a global scale has one per matrix, so there each tile is a matrix.
-    apart = fmt.tensor_scaled and not fmt.per_tensor
-    over = _Apart() if apart else ops
-    asked = usage
+    is_batched = fmt.tensor_scaled and not fmt.per_tensor
+    over = _BatchedOps() if is_batched else ops
+    computed = usage
     if fmt.transposes and fmt.stochastic:
-        asked = Usage.ROWWISE  # The columnwise plane is the transposed rowwise plane, as for a matrix.
+        computed = Usage.ROWWISE  # The columnwise plane is the transposed rowwise plane, as for a matrix.
     draws, seeds = None, spec.seed_of(seeds, xor_words)
     if seeds is not None:
-        tile = Box(tuple(places.shape[1:]), (tiles.first, 0), tuple(places.shape[1:]))
+        tile = Box(tuple(tiled.shape[1:]), (tiles.first, 0), tuple(tiled.shape[1:]))
         # A uint64 is two int32 words, low word first.
         draws = tile.draws(tiles.to_tiles(seeds).contiguous(), lambda first: first.view(torch.int32).view(-1, 2))
     amax = None
-    if fmt.tensor_scaled and not fmt.rotates(asked):
-        amax = ops.amax_tensor(places, lead=1)
+    if fmt.tensor_scaled and not fmt.rotates(computed):
+        amax = ops.amax_tensor(tiled, lead=1)
     given: dict[str, Any] = {"scale": None if scale is None else tiles.to_tiles(scale), "draws": draws, "amax": amax}
-    made, _ = quantize_operand(over, places, spec._replace(usage=asked), **given, reduce_max=merged)
+    planes, _ = quantize_operand(over, tiled, spec._replace(usage=computed), **given, reduce_max=merged)
     sides = {}
-    for each, parts in made.items():
+    for each, parts in planes.items():
         of_tiles = parts.scale_inv if fmt.per_tensor else parts.global_scale_inv
-        factor = None
-        if fmt.tensor_scaled:
-            assert of_tiles is not None
-            factor = of_tiles.index_select(0, tiles.starts // tiles.unit)
-        sides[each] = make_operand(fmt, each, Plane(*(_as_matrix(part, fmt, each, apart) for part in parts)), factor)
-    if asked is not usage:
+        scales = None if of_tiles is None else of_tiles.index_select(0, tiles.starts // tiles.unit)
+        matrices = Plane(*(_as_matrix(part, fmt, each, is_batched) for part in parts))
+        sides[each] = make_operand(fmt, each, matrices, scales)
+    if computed is not usage:
         rowwise = sides[Usage.ROWWISE]
         parts = quantize_steps.transpose_plane(ops, rowwise.parts, fmt)
         sides[Usage.COLUMNWISE] = rowwise._replace(usage=Usage.COLUMNWISE, parts=parts)
     return {each: sides[each] for each in usage.planes}, found[-1] if scale is not None else None
 
 
-class _Apart:
+class _BatchedOps:
     """`ops` that treat the first axis as a batch of matrices instead of as rows."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -236,15 +205,14 @@ class _Apart:
         return lambda *operands, outer=0, **attributes: op(*operands, **attributes)
 
 
-def _as_matrix(part: Tensor | None, fmt: Format, usage: Usage, apart: bool) -> Tensor | None:
-    """Join the parts of a plane of all tiles to one matrix."""
+def _as_matrix(part: Tensor | None, fmt: Format, usage: Usage, is_batched: bool) -> Tensor | None:
     if part is None or part.ndim < 2:
         return part
     if part.ndim == 2:
         return part.flatten()
     if not is_transposed(fmt, usage):
         return part.flatten(0, 1)
-    return (part.transpose(0, 1).contiguous() if apart else part).flatten(1)
+    return (part.transpose(0, 1).contiguous() if is_batched else part).flatten(1)
 
 
 def row_product(
@@ -258,25 +226,15 @@ def row_product(
     *,
     fast: bool,
 ) -> Tensor:
-    """Multiply each row by the weight of its expert.
+    """Multiply each row by the weight of its expert: `[rows of tiles, columns]`, where padding rows are undefined.
 
-    Args:
-      x: rowwise plane of the tiles.
-      w: the plane that the product reads, or the plane to transpose for it. With `stops` it may also be one operand per
-        expert, which avoids stacking them.
-      contracted: `ROWWISE` to contract K of the weights, `COLUMNWISE` to contract N.
-      tiles: the assignment of rows to tiles.
-      stops: for each expert, the end of its rows in the tiles, if the host knows it: then each expert is a GEMM call of
-        its own. None: one grouped call.
-      columns: of the result.
-      dtype: of the result.
-      fast: let FP8 tensor cores accumulate with fewer bits.
-
-    Returns:
-      `[rows of tiles, columns]`. Padding rows are undefined.
+    `x` is a rowwise plane of the tiles. The product contracts K of the weights if `contracted` is `ROWWISE`, N if it is
+    `COLUMNWISE`. `w` is the plane that it reads, or the plane to transpose for it. If the host knows `stops`, for each
+    expert the end of its rows in the tiles, each expert is a GEMM call of its own, and `w` may be one operand per
+    expert, which avoids stacking them. Else there is one grouped call. `fast` is as for `matmul`.
     """
-    turns = isinstance(w, GroupedOperand) and w.usage is not contracted and w.format.per_tensor
-    if isinstance(w, GroupedOperand) and turns and (stops is not None or _grouped_codes(x, w, dtype)):
+    needs_transpose = isinstance(w, GroupedOperand) and w.usage is not contracted and w.format.per_tensor
+    if isinstance(w, GroupedOperand) and needs_transpose and (stops is not None or _grouped_codes(x, w, dtype)):
         w = w._replace(usage=contracted, parts=w.parts._replace(data=ops.transpose(w.parts.data, batch=1)))
     if stops is not None:
         y = torch.empty((x.parts.data.shape[0], columns), dtype=dtype, device=x.parts.data.device)
@@ -289,19 +247,17 @@ def row_product(
     assert isinstance(w, GroupedOperand)
     ends = tiles.stops.to(torch.int32)
     if _grouped_codes(x, w, dtype):
-        (a, b), of_x, of_w = _codes(x, w), cast(Tensor, x.factor), cast(Tensor, w.factor)
+        (a, b), of_x, of_w = _codes(x, w), cast(Tensor, x.expert_scale), cast(Tensor, w.expert_scale)
         of_columns = of_w[:, None].expand(-1, b.shape[1]).contiguous()
         return torch._scaled_grouped_mm(
             a, b.transpose(1, 2), tiles.to_rows(of_x), of_columns, ends, out_dtype=dtype, use_fast_accum=fast
         )
     a, b = x.values(torch.bfloat16), w.values(torch.bfloat16)
     # Weights are stored as [E, N, K] or transposed. `_grouped_mm` contracts their second axis.
-    turned = is_transposed(w.format, w.usage) if w.usage is contracted else False
-    last = contracted is Usage.ROWWISE or turned
-    y = torch._grouped_mm(a, b.transpose(1, 2) if last else b, offs=ends)
-    factor = _product_scale(x, w)
-    if factor is not None:
-        y.mul_(tiles.to_rows(factor)[:, None])
+    contracts_last = contracted is Usage.ROWWISE or (w.usage is contracted and is_transposed(w.format, w.usage))
+    y = torch._grouped_mm(a, b.transpose(1, 2) if contracts_last else b, offs=ends)
+    if (scale := _product_scale(x, w)) is not None:
+        y.mul_(tiles.to_rows(scale)[:, None])
     return y.to(dtype)
 
 
@@ -313,19 +269,7 @@ def expert_products(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute all weight gradients by contracting the rows of each expert.
-
-    Args:
-      dy: columnwise plane of the gradient of y, in tiles.
-      x: columnwise plane of x, in tiles.
-      tiles: the assignment of rows to tiles.
-      stops: as for `row_product`.
-      shape: `(E, N, K)`.
-      dtype: of the result.
-
-    Returns:
-      `[E, N, K]`.
-    """
+    """Compute all weight gradients, `[E, N, K]`, from columnwise planes of tiles. Arguments as in `row_product`."""
     if stops is not None:
         dw = torch.empty(shape, dtype=dtype, device=dy.parts.data.device)
         for of_dy, of_x, out in zip(dy.by_expert(stops), x.by_expert(stops), dw, strict=True):
@@ -333,24 +277,23 @@ def expert_products(
         return dw
     ends = tiles.stops.to(torch.int32)
     if _grouped_codes(dy, x, dtype):
-        (a, b), factors = _codes(dy, x), (cast(Tensor, dy.factor), cast(Tensor, x.factor))
-        of_rows, of_columns = (of.repeat_interleave(size) for of, size in zip(factors, shape[1:], strict=True))
+        (a, b), scales = _codes(dy, x), (cast(Tensor, dy.expert_scale), cast(Tensor, x.expert_scale))
+        of_rows, of_columns = (of.repeat_interleave(size) for of, size in zip(scales, shape[1:], strict=True))
         return torch._scaled_grouped_mm(a, b.t(), of_rows, of_columns, ends, out_dtype=dtype)
     a, b = (
         side.values(torch.bfloat16) if is_transposed(side.format, side.usage) else side.values(torch.bfloat16).t()
         for side in (dy, x)
     )
     dw = torch._grouped_mm(a, b.t(), offs=ends)
-    factor = _product_scale(dy, x)
-    if factor is not None:
-        dw.mul_(factor[:, None, None])
+    if (scale := _product_scale(dy, x)) is not None:
+        dw.mul_(scale[:, None, None])
     return dw.to(dtype)
 
 
 def _product_scale(a: GroupedOperand, b: GroupedOperand) -> Tensor | None:
-    if a.factor is None or b.factor is None:
-        return b.factor if a.factor is None else a.factor
-    return a.factor * b.factor
+    if a.expert_scale is None or b.expert_scale is None:
+        return b.expert_scale if a.expert_scale is None else a.expert_scale
+    return a.expert_scale * b.expert_scale
 
 
 def _grouped_codes(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype) -> bool:

@@ -128,24 +128,24 @@ def linear(
     if is_kn and (isinstance(x, DTensor) or isinstance(weight, DTensor)):
         raise TypeError("linear: weight (DTensor) does not support weight_layout='KN'; pass it as [N, K]")
     # Dynamo would guard on the id and compile equal layers one by one, until its recompilation limit.
-    cut, shared, layer = None, x, 0 if is_compiling() else _id_of(weight)
+    sharding, shared, layer = None, x, 0 if is_compiling() else _id_of(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
         _check_shapes(x, weight, bias)
         if scatter_dim is not None and scatter_dim < 0:
             scatter_dim += x.ndim
-        cut = linear_sharding("linear", x, weight, recipe, scatter_dim, overlap)
-        is_there = x.placements == cut.parts[Role.ACTIVATION].placements
-        given_x, x, weight = local_of(x), cut.x(x), cut.weight(weight)
-        # `cut.x` returns a new object in each call, so layers that share x compare the local tensor.
+        sharding = linear_sharding("linear", x, weight, recipe, scatter_dim, overlap)
+        is_there = x.placements == sharding.parts[Role.ACTIVATION].placements
+        given_x, x, weight = local_of(x), sharding.x(x), sharding.weight(weight)
+        # `sharding.x` returns a new object in each call, so layers that share x compare the local tensor.
         shared = given_x if is_there else x
     elif scatter_dim is not None:
         raise ValueError(
             f"linear: scatter_dim ({scatter_dim}) needs DTensors; pass x and weight as DTensors, or leave it out"
         )
-    parts = {} if cut is None else cut.parts
+    parts = {} if sharding is None else sharding.parts
     check_tensor("linear", "x", x)
     check_operand("linear", weight, recipe)
-    if cut is None:
+    if sharding is None:
         _check_shapes(x, weight, bias, is_kn)
     if not (parts and is_compiling()):  # Dynamo loses the scale state of a shard that it created.
         check_gathered(weight)
@@ -157,17 +157,17 @@ def linear(
         raise ValueError(seed_missing("linear", type(recipe).__name__))
     else:
         seed = words("linear", "seed", seed, x.device).view(torch.int32)
-    given: list[Tensor] = []
+    scale_args: list[Tensor] = []
     advice = "a DelayedScale for each role"
     check_state("linear", "delayed", None if delayed is None else "given", recipe, advice)
     if delayed is not None:
         for role in ROLES:
             if role not in delayed:
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
-        given = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
+        scale_args = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
     dtype = x.dtype if dtype is None else dtype
-    y = _product(x, weight, recipe, seed, given, delayed, dtype, cut, shared, layer, activation_group, is_kn)
-    y = y if cut is None else cut.y(y)
+    y = _product(x, weight, recipe, seed, scale_args, delayed, dtype, sharding, shared, layer, activation_group, is_kn)
+    y = y if sharding is None else sharding.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -176,45 +176,34 @@ def _product(
     weight: Tensor,
     recipe: Recipe,
     seed: Tensor | None,
-    given: list[Tensor],
+    scale_args: list[Tensor],
     delayed: Mapping[Role, DelayedScale] | None,
     dtype: torch.dtype,
-    cut: LinearSharding | None,
+    sharding: LinearSharding | None,
     shared: Tensor,
     layer: Hashable,
     activation_group: ActivationGroup | None,
     is_kn: bool,
 ) -> Tensor:
-    """Compute `linear` of plain tensors, without bias.
+    """Compute `linear` of plain tensors, without bias. Arguments as in `linear`, and a few of its intermediate results.
 
-    Args:
-      x: `[..., K]`.
-      weight: `[N, K]` or `[K, N]`, or a `QuantizedTensor`.
-      recipe: the format of each role.
-      seed: for stochastic rounding, int32 `[2]`.
-      given: under delayed scaling the scale of each role and the amax buffer of the gradient.
-      delayed: as for `linear`.
-      dtype: of y.
-      cut: the sharding of the operands, under tensor parallelism.
-      shared: the tensor that identifies x to the layers that share its codes.
-      layer: identifies the layer.
-      activation_group: ranks that each save a part of the codes of x.
-      is_kn: the weight is `[K, N]`.
+    Under delayed scaling `scale_args` has the scale of each role and the amax buffer of the gradient. `shared`
+    identifies x, and `layer` the layer, to the layers that share codes of x.
     """
-    parts: Mapping[Role, ShardSpec] = {} if cut is None else cut.parts
-    x_rows, y_rows = (None, None) if cut is None else (cut.x_rows, cut.y_rows)
+    parts: Mapping[Role, ShardSpec] = {} if sharding is None else sharding.parts
+    x_rows, y_rows = (None, None) if sharding is None else (sharding.x_rows, sharding.y_rows)
     eager, stochastic = not is_compiling(), recipe.format(Role.ACTIVATION).stochastic
     has_grad = torch.is_grad_enabled()
     need_x, need_w = has_grad and x.requires_grad, has_grad and weight.requires_grad
     source = saved_input.source_of(x) if need_w and eager and not stochastic and not parts else None
     x_usage = Usage.BOTH if need_w and source is None else Usage.ROWWISE
 
-    quantizer = LayerQuantizer(recipe, seed, parts, given)
+    quantizer = LayerQuantizer(recipe, seed, parts, scale_args)
 
     def make(usage: Usage) -> saved_input.Planes:
         known = cached_amax(x) if x.dtype == dtype else None
         planes, amax = quantizer.quantize(matrix_of(x, dtype), Role.ACTIVATION, usage, known)
-        return planes, [] if amax is None else [amax, *given[_X_SCALES]]
+        return planes, [] if amax is None else [amax, *scale_args[_X_SCALES]]
 
     if stochastic:
         xs, others = make(x_usage)
@@ -222,7 +211,7 @@ def _product(
         key = (*_key(recipe, dtype), parts.get(Role.ACTIVATION))
         xs, others = saved_input.planes_of(shared, x_usage, key, layer, make)
     if delayed is not None:
-        amax, *given[_X_SCALES] = others  # Another layer that shares x may have chosen the scale.
+        amax, *scale_args[_X_SCALES] = others  # Another layer that shares x may have chosen the scale.
         delayed[Role.ACTIVATION].observe(amax)
 
     x_row, w_format, w_again = xs[Usage.ROWWISE], recipe.weight, False
@@ -240,14 +229,16 @@ def _product(
         # A tensor that is not a parameter may be temporary, and is larger than its codes: save the codes.
         w_again = need_x and eager and (isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None)
         if one_node and not parts and not is_kn and (w_again or not need_x):
-            scale = given[_W_SCALE] if given else None
+            scale = scale_args[_W_SCALE] if scale_args else None
             y, w_amax = linear_program.product(x_row, values_of(weight), recipe, scale, seed, dtype)
         if y is None:
             w_usage = Usage.BOTH if need_x and not w_again else forward
             ws, w_amax = quantizer.quantize(values_of(weight), Role.WEIGHT, w_usage)
         if delayed is not None:
             delayed[Role.WEIGHT].observe(cast(Tensor, w_amax))
-    shape = (*x.shape[:-1], weight.shape[1 if is_kn else 0]) if cut is None else cut.y_shape(x, weight.shape[0])
+    shape = (
+        (*x.shape[:-1], weight.shape[1 if is_kn else 0]) if sharding is None else sharding.y_shape(x, weight.shape[0])
+    )
     if y is not None:
         y = aten._unsafe_view.default(y, shape)
     elif one_node or not (need_x or need_w):
@@ -261,28 +252,29 @@ def _product(
     if activation_group is not None and need_w and source is None and eager:
         of_x, join = activation_group.split(xs[Usage.COLUMNWISE].parts)
     of_w: Sequence[Tensor | None] = ()
-    kept_usage = None
+    saved_usage = None
     if w_again:
         # Save the tensor inside the wrapper: the version counter of the wrapper misses writes to it.
         of_w = (weight.shard,) if isinstance(weight, ShardedWeight) else ()
     elif need_x:
         # A gathered weight is saved as it is: FSDP2 frees its memory and gathers the same codes before backward.
         w = ws[backward] if backward in ws else ws[forward]
-        of_w, kept_usage = w.parts, w.usage
+        of_w, saved_usage = w.parts, w.usage
     # Dynamo does not accept the same input twice, and saved codes already include their scale.
-    scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(given)]
+    scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(scale_args)]
     x_again = None if source is None else source.again
-    sizes = len(given), len(of_x), shape
-    how = SavedLayout(recipe, dtype, x_again, w_again, w_format, kept_usage, *sizes, parts, x_rows, y_rows, join, is_kn)
-    made: Tensor = apply_node(Gradients, x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
+    sizes = len(scale_args), len(of_x), shape
+    how = SavedLayout(
+        recipe, dtype, x_again, w_again, w_format, saved_usage, *sizes, parts, x_rows, y_rows, join, is_kn
+    )
+    result: Tensor = apply_node(Gradients, x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
     if y is None:
         w = ws[forward]
-        made = Product.apply(made, dtype, x_row.format, w.format, is_kn, (x_rows, y_rows), *x_row.parts, *w.parts)
-    return made
+        result = Product.apply(result, dtype, x_row.format, w.format, is_kn, (x_rows, y_rows), *x_row.parts, *w.parts)
+    return result
 
 
 def _id_of(weight: Tensor) -> Hashable:
-    """Return an identity of a weight that is equal in all passes."""
     flat = flat_of(weight) if type(weight) is Tensor else None
     return id(weight) if flat is None else (id(flat), weight.storage_offset())
 
@@ -304,7 +296,6 @@ def check_operand(op: str, weight: Tensor, recipe: Recipe) -> None:
 
 
 def check_gathered(weight: Tensor) -> None:
-    """Raise if `weight` is a primary weight that was not gathered."""
     if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
         raise ValueError(
             f"linear: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "
@@ -313,12 +304,12 @@ def check_gathered(weight: Tensor) -> None:
 
 
 def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, is_kn: bool = False) -> None:
-    lies = "[K, N]" if is_kn else "[N, K]"
+    layout = "[K, N]" if is_kn else "[N, K]"
     if weight.ndim != 2:
-        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; pass weight as {lies}")
+        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; pass weight as {layout}")
     if x.ndim < 1 or x.shape[-1] != weight.shape[0 if is_kn else 1]:
         raise ValueError(
-            f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; pass weight as {lies} and x as "
+            f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; pass weight as {layout} and x as "
             "[*lead, K]"
         )
     if bias is not None:

@@ -141,7 +141,6 @@ def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor
 
 
 def _check_shapes(x: Tensor, weights: Sequence[Tensor]) -> None:
-    """Raise unless the shapes and devices of x and the weights fit."""
     shapes = list(dict.fromkeys(tuple(weight.shape) for weight in weights))
     if len(shapes) != 1 or len(shapes[0]) != 2 or x.ndim != 2 or x.shape[1] != shapes[0][1]:
         raise ValueError(
@@ -197,14 +196,7 @@ def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, .
 
 
 class _How(NamedTuple):
-    """Arguments of `_GroupedProduct` that are not tensors.
-
-    Attributes:
-      recipe: the format of each role.
-      dtype: of y.
-      sizes: the group sizes, if the host knows them.
-      delayed: the states of each expert, under delayed scaling.
-    """
+    """Arguments of `_GroupedProduct` that are not tensors. `sizes` are the group sizes, if the host knows them."""
 
     recipe: Recipe
     dtype: torch.dtype
@@ -221,7 +213,7 @@ class _How(NamedTuple):
 
 
 class _GroupedProduct(Node):
-    """Autograd node of `grouped_linear`, with one weight per expert or one tensor `[E, N, K]`."""
+    """Autograd node of `grouped_linear`."""
 
     op, degree = "grouped_linear", 2
     instead = "multiply the rows of each expert with torch.nn.functional.linear"
@@ -239,17 +231,17 @@ class _GroupedProduct(Node):
         stops = _stops(how, tiles)
         row, columns = Usage.ROWWISE, weights[0].shape[-2]
         y = row_product(sides[row], ws[row], row, tiles, stops, columns, how.dtype, fast=True)
-        kept_x = sides[Usage.COLUMNWISE] if need_w else None
+        saved_x = sides[Usage.COLUMNWISE] if need_w else None
         # Codes gathered by FSDP2 are saved by reference: FSDP2 frees their memory and gathers them again.
-        kept_w = (weights, scales) if need_x else None
-        tensors, ctx.rest = _flat((tiles, kept_x, seeds, kept_w))
+        saved_w = (weights, scales) if need_x else None
+        tensors, ctx.rest = _flat((tiles, saved_x, seeds, saved_w))
         ctx.how, ctx.x_dtype, ctx.w_dtype, ctx.w_shape = how, x.dtype, weights[0].dtype, weights[0].shape
         return tiles.gather(y), tensors
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         how: _How = ctx.how
-        tiles, x, seeds, kept_w = _whole(saved, ctx.rest)
+        tiles, x, seeds, saved_w = _whole(saved, ctx.rest)
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
         usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
         sides = _quantize_rows(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, tiles, seeds)
@@ -261,10 +253,10 @@ class _GroupedProduct(Node):
             of_weights = [dw] if len(ctx.w_shape) == 3 else dw.unbind()
         if need_x:
             plane = source(how.recipe.weight, columns)
-            (w,) = _weights(kept_w[0], how, plane, seeds, kept_w)[0].values()
+            (w,) = _weights(saved_w[0], how, plane, seeds, saved_w)[0].values()
             row = sides.pop(Usage.ROWWISE)
-            made = row_product(row, w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
-            grad_x = tiles.gather(made).to(ctx.x_dtype)
+            dx = row_product(row, w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
+            grad_x = tiles.gather(dx).to(ctx.x_dtype)
         return grad_x, None, None, None, *of_weights
 
 
@@ -282,7 +274,6 @@ def _flat(tree: Any) -> tuple[list[Tensor], Any]:
 
 
 def _whole(tensors: Sequence[Tensor], rest: Any) -> Any:
-    """Rebuild the tree that `_flat` split."""
     leaves, spec = rest
     given = iter(tensors)
     return pytree.tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in leaves], spec)
@@ -304,20 +295,16 @@ def _weights(
     how: _How,
     usage: Usage,
     seeds: Tensor | None,
-    kept: tuple[Any, Scales | None] | None = None,
+    saved: tuple[Any, Scales | None] | None = None,
 ) -> tuple[dict[Usage, GroupedOperand | Sequence[Operand]], Scales | None]:
     """Return planes of all weights, and the scales to quantize them again in the backward pass.
 
-    Args:
-      weights: codes, one tensor per expert, or one tensor `[E, N, K]`.
-      how: the arguments of the node.
-      usage: the planes to compute; for codes, the planes to return where all weights have them.
-      seeds: of each expert, for stochastic rounding.
-      kept: in the backward pass: the weights and the scales of the forward pass.
+    `weights` are codes, one tensor per expert, or one tensor `[E, N, K]`. Codes give the planes of `usage` that all of
+    them have. In the backward pass `saved` has the weights and the scales of the forward pass.
     """
     recipe = how.recipe
 
-    def together(
+    def stacked(
         each: list[dict[Usage, Operand]], usages: Iterable[Usage]
     ) -> dict[Usage, GroupedOperand | Sequence[Operand]]:
         of = {usage: [planes[usage] for planes in each] for usage in usages}
@@ -325,21 +312,21 @@ def _weights(
 
     if isinstance(weights[0], QuantizedTensor):
         there = [planes_of(cast(QuantizedTensor, weight), Usage.COLUMNWISE in usage) for weight in weights]
-        return together(there, [one for one in usage.planes if all(one in planes for planes in there)]), None
+        return stacked(there, [one for one in usage.planes if all(one in planes for planes in there)]), None
     fmt = recipe.weight
     values = weights[0].detach().unbind() if weights[0].ndim == 3 else [values_of(weight) for weight in weights]
     if how.delayed is None and fmt.gather_refusal is None:
-        side, scales = _cast_at_once(values, fmt, None if kept is None else kept[1])
+        side, scales = _cast_at_once(values, fmt, None if saved is None else saved[1])
         return {Usage.ROWWISE: side}, scales
-    made = []
+    operands = []
     for i, value in enumerate(values):
         given = [] if how.delayed is None else [how.delayed[i][role].scale for role in ROLES]
         quantizer = LayerQuantizer(recipe, None if seeds is None else seeds[i], scales=given)
         planes, amax = quantizer.quantize(value, Role.WEIGHT, usage)
-        made.append(planes)
-        if how.delayed is not None and kept is None:
+        operands.append(planes)
+        if how.delayed is not None and saved is None:
             how.delayed[i][Role.WEIGHT].observe(amax)
-    return together(made, usage.planes), None
+    return stacked(operands, usage.planes), None
 
 
 def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) -> tuple[GroupedOperand, Scales]:
@@ -366,8 +353,6 @@ class GroupedLinear(nn.Module):
       in_features: K of each expert.
       out_features: N of each expert.
       recipe: the format of each role, or its name.
-      device: of each expert's weight.
-      dtype: of each expert's weight.
 
     Attributes:
       experts: one `Linear` without bias per expert. Each weight is sharded by FSDP2 or ZeRO, gathered as codes, saved,
@@ -407,39 +392,21 @@ class GroupedLinear(nn.Module):
 
     @classmethod
     def of(cls, layers: Iterable[nn.Module]) -> GroupedLinear:
-        """Build the layer from existing `Linear` modules.
-
-        Args:
-          layers: converted layers of one recipe and shape, without biases.
-
-        Returns:
-          A `GroupedLinear` that contains `layers` themselves.
-
-        Raises:
-          ValueError: a layer is not a `Linear`, has a bias, or differs in recipe or shape.
-        """
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made.experts = nn.ModuleList(layers)
-        alike = {(layer.recipe, tuple(layer.weight.shape)) for layer in made.experts if isinstance(layer, Linear)}
-        plain = all(isinstance(layer, Linear) and layer.bias is None for layer in made.experts)
+        """Build the layer from converted `Linear`s of one recipe and shape, without biases; else ValueError."""
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self.experts = nn.ModuleList(layers)
+        alike = {(layer.recipe, tuple(layer.weight.shape)) for layer in self.experts if isinstance(layer, Linear)}
+        plain = all(isinstance(layer, Linear) and layer.bias is None for layer in self.experts)
         if not plain or len(alike) != 1:
             raise ValueError(
-                f"GroupedLinear.of: layers ({quote([*made.experts])}) are not converted Linear layers without bias, of "
+                f"GroupedLinear.of: layers ({quote([*self.experts])}) are not converted Linear layers without bias, of "
                 "one recipe and shape; call convert on them first"
             )
-        return made
+        return self
 
     def forward(self, input: Tensor, group_sizes: Tensor) -> Tensor:
-        """Apply expert e to the rows of its group, as `grouped_linear` does.
-
-        Args:
-          input: `[M, K]`, rows sorted by expert.
-          group_sizes: int32 or int64 `[E]`, the number of rows of each expert.
-
-        Returns:
-          `[M, N]`.
-        """
+        """Apply expert e to the rows of its group, as `grouped_linear` does. `input` is sorted by expert."""
         layers = cast(list[Linear], [*self.experts])
         called = [layer.call_operands(input) for layer in layers]
         first = called[0]

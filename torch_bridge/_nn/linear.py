@@ -60,37 +60,23 @@ def _(seed: Tensor, rank: int) -> Tensor:
 def wrap_weight(
     weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None, primary: bool = False
 ) -> nn.Parameter:
-    """Wrap a weight as a `ShardedWeight`, which FSDP2 gathers as codes. It shares the memory of `weight`.
-
-    Args:
-      weight: `[N, K]`, or the layout of its layer.
-      recipe: the recipe of the layer.
-      name: the name of the weight, for errors.
-      root: the module to refresh scales for; None if not known yet.
-      primary: the weight becomes a primary weight.
-    """
+    """Wrap a weight as a `ShardedWeight` in the same memory. Weights of one `root` share a refresh of scales."""
     state = ScaleState(recipe, name, root, weight.device, primary)
     state.shape = tuple(weight.shape)
     # Always a new tensor, even if nothing requires grad: `replace_parameter` swaps its contents.
     return nn.Parameter(ShardedWeight(plain(weight).detach(), state), requires_grad=weight.requires_grad)
 
 
-def replace_parameter(weight: nn.Parameter, made: nn.Parameter) -> None:
-    """Swap `made` into `weight`, which stays the same object for optimizers.
-
-    The gradient, hooks and attributes of `weight` are kept. `made` must not be used afterwards.
-    """
-    made.grad = weight.grad
-    put_hooks(made, *hooks_of(weight))
-    made.__dict__.update(attributes_of(weight))
-    torch.utils.swap_tensors(weight, made)
+def replace_parameter(weight: nn.Parameter, new: nn.Parameter) -> None:
+    """Swap `new` into `weight`, the same object, which keeps its gradient, hooks and attributes. Then drop `new`."""
+    new.grad = weight.grad
+    put_hooks(new, *hooks_of(weight))
+    new.__dict__.update(attributes_of(weight))
+    torch.utils.swap_tensors(weight, new)
 
 
 def _move_of_codes(move: Move) -> Move:
-    """Wrap `move` so that it moves codes of a `QuantizedTensor` unchanged.
-
-    Without it, a new dtype raises, and `to_empty` replaces the codes by a float tensor.
-    """
+    """Wrap `move` so that it keeps codes: a new dtype would raise, and `to_empty` would replace codes by floats."""
 
     def move_codes(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, QuantizedTensor) or not changes(move, tensor):
@@ -133,23 +119,11 @@ class LinearOperands(NamedTuple):
 
 
 class WeightLayer(Extends):
-    """Base class of layers with one quantized weight.
+    """Base class of layers with one quantized weight. `Linear` documents its attributes.
 
-    It keeps the recipe, the seed and the scaling state consistent in state dicts, copies, pickles and moves.
-
-    Attributes:
-      recipe: the format of each role.
-      weight: a `ShardedWeight`, a DTensor of one, or a `QuantizedTensor`.
-      bias: a parameter, or None.
-      weight_layout: memory layout of the weight, as for `linear`.
-      seed: as in `Linear`.
-      delayed: as in `Linear`.
-      scatter_dim: as in `Linear`.
-      overlap: as in `Linear`.
-      activation_group: as in `Linear`.
-      is_one_layer: True: the module is a single layer, so a model that contains it takes over the refresh of its
-        scales.
-      scaling_buffers: names of the buffers that `scaling_state` saves.
+    It keeps the recipe, the seed and the scaling state consistent in state dicts, copies, pickles and moves. A module
+    with `is_one_layer` lets a model that contains it take over the refresh of its scales. `scaling_state` saves the
+    buffers named in `scaling_buffers`.
     """
 
     recipe: Recipe
@@ -165,7 +139,6 @@ class WeightLayer(Extends):
     scaling_buffers = ("seed",)
 
     def begin(self, recipe: Recipe, weight: nn.Parameter) -> None:
-        """Set the recipe and a weight that `wrap_weight` returned, and create the seed and the scaling state."""
         self.recipe, self.weight = recipe, weight
         state = self._state()
         assert state is not None
@@ -210,11 +183,11 @@ class WeightLayer(Extends):
         `parallelize_module` shards each module before it requests the next, and turns all parameters and buffers into
         DTensors. The states must stay plain tensors.
         """
-        was_cut = isinstance(self._parameters.get("weight"), DTensor)
+        was_sharded = isinstance(self._parameters.get("weight"), DTensor)
         modules = super().named_modules(memo, prefix, remove_duplicate)
         for name, module in modules:
             yield name, module
-            if module is self and not was_cut and isinstance(self.weight, DTensor):
+            if module is self and not was_sharded and isinstance(self.weight, DTensor):
                 if self.seed is not None:
                     self.seed = local_of(self.seed)
                 return
@@ -224,7 +197,6 @@ class WeightLayer(Extends):
         return local.scale_state if isinstance(local, ShardedWeight) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle a sharded weight as a plain parameter, and its name and kind for `__setstate__`."""
         state = self._state()
         name, primary = (None, False) if state is None else (state.name, state.primary is not None)
         return {**super().__getstate__(), "_weight_name": name, "_weight_primary": primary}
@@ -244,7 +216,7 @@ class WeightLayer(Extends):
             value = destination[key] = plain(destination[key])
             state = self._state()
             if state is not None and state.primary is not None:
-                state.primary.show(value)
+                state.primary.watch(value)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *others: Any) -> None:
         """Load values or codes. Scaling state in old state dicts is ignored if the recipe does not use it."""
@@ -289,7 +261,6 @@ class WeightLayer(Extends):
         return None
 
     def _wrap(self, value: Tensor, name: str, primary: bool = False) -> nn.Parameter:
-        """Apply `wrap_weight` with this layer's recipe and delayed state."""
         weight = wrap_weight(value, self.recipe, name, None, primary)
         if "delayed" in self._modules:
             cast(ShardedWeight, weight).scale_state.delayed = cast(DelayedScale, self.delayed[Role.WEIGHT.value])

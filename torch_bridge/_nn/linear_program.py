@@ -37,11 +37,9 @@ class BackwardPlan(NamedTuple):
     Attributes:
       dw: the GEMM of the weight gradient; None if it is not needed.
       dx: the GEMM of the gradient of x; None if it is not needed.
-      usage: the planes of the gradient of y.
       x_parts: number of tensors saved for x: the parts of a plane, or 1 for values, which are quantized again.
       w_parts: number of tensors saved for the weight, likewise.
       w_usage: the saved plane of the weight. The saved plane of x is columnwise.
-      drawn: roles with stochastic rounding in this pass.
     """
 
     dw: Product | None
@@ -50,32 +48,23 @@ class BackwardPlan(NamedTuple):
     x_parts: int
     w_parts: int
     w_usage: Usage | None
-    drawn: tuple[Role, ...]
+    stochastic: tuple[Role, ...]
 
 
 def product(
     x: Operand, weight: Tensor, recipe: Recipe, scale: Tensor | None, seed: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute `y = x @ w.T` from codes of x and values of a weight, in one call.
+    """Compute `y = x @ w.T` from codes of x and values of a weight `[N, K]`, in one call.
 
-    Args:
-      x: rowwise plane of x.
-      weight: `[N, K]`, values.
-      recipe: the format of each role.
-      scale: of the weight, under delayed scaling.
-      seed: of the layer, for stochastic rounding.
-      dtype: of y.
-
-    Returns:
-      y, or None if no program can compute it; and the amax of the weight if `scale` is given.
+    Returns y, or None if no program can compute it; and the amax of the weight if its delayed `scale` is passed.
     """
     multiply = _forward(x.format, recipe, (x.parts.data.shape[0], *weight.shape), weight.device, dtype)
     if multiply is None:
         return None, None
     of_x = [part for part in x.parts if part is not None]
     given = () if scale is None else (scale,)
-    drawn = _draws(recipe, (Role.WEIGHT,) if recipe.weight.stochastic else (), seed, weight.device)
-    y, amax = _multiply_weight((*of_x, weight, *given, *drawn), len(of_x), multiply, recipe)
+    draws = _draws(recipe, (Role.WEIGHT,) if recipe.weight.stochastic else (), seed, weight.device)
+    y, amax = _multiply_weight((*of_x, weight, *given, *draws), len(of_x), multiply, recipe)
     return y, amax
 
 
@@ -88,22 +77,13 @@ def gradients(
     scales: Sequence[Tensor],
     seed: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Compute both gradients of `linear` in one call.
+    """Compute both gradients of `linear` in one call, by a plan of `plan_backward`.
 
-    Args:
-      how: the plan, from `plan_backward`.
-      recipe: the format of each role.
-      grad: the gradient of y, a matrix.
-      x: the tensors saved for x, as `how` describes them.
-      w: the tensors saved for the weight, as `how` describes them.
-      scales: under delayed scaling the scales in the order of `ROLES`; empty otherwise.
-      seed: of the layer, for stochastic rounding.
-
-    Returns:
-      The gradients of x and of the weight, and the amax of the gradient of y if `scales` are given.
+    `x` and `w` are the saved tensors that the plan describes. Under delayed scaling `scales` has the scales in the
+    order of `ROLES`, and the third result is the amax of the gradient of y.
     """
-    drawn = _draws(recipe, how.drawn, seed, grad.device)
-    dx, dw, amax = _gradients((grad, *x, *w, *scales, *drawn), how, recipe)
+    draws = _draws(recipe, how.stochastic, seed, grad.device)
+    dx, dw, amax = _gradients((grad, *x, *w, *scales, *draws), how, recipe)
     return dx, dw, amax
 
 
@@ -113,21 +93,14 @@ def plan_backward(
     sizes: tuple[int, int, int],
     device: torch.device,
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
-    kept: tuple[int, int, Usage | None],
+    saved: tuple[int, int, Usage | None],
 ) -> BackwardPlan | None:
-    """Plan the backward pass of `x @ w.T`.
+    """Plan the backward pass of `x @ w.T`; None if `gradients` cannot compute it.
 
-    Args:
-      recipe: the format of each role.
-      sizes: M, N and K.
-      device: of the operands.
-      dtypes: of the gradient of x and of the weight gradient; None for a gradient that is not needed.
-      kept: `x_parts`, `w_parts` and `w_usage` of the result.
-
-    Returns:
-      The plan, or None if `gradients` cannot compute it.
+    `sizes` are M, N and K. `dtypes` are the dtypes of the gradient of x and of the weight gradient; None for a gradient
+    that is not needed. `saved` has `x_parts`, `w_parts` and `w_usage` of the result.
     """
-    (m, n, k), (x_dtype, w_dtype), (x_parts, w_parts, _) = sizes, dtypes, kept
+    (m, n, k), (x_dtype, w_dtype), (x_parts, w_parts, _) = sizes, dtypes, saved
     usage = Usage.BOTH if x_dtype and w_dtype else Usage.ROWWISE if x_dtype else Usage.COLUMNWISE
     dy, x, w = recipe.gradient, recipe.activation, recipe.weight
     if recipe.added_rows(Role.GRADIENT, usage, m):
@@ -141,12 +114,12 @@ def plan_backward(
         dx = _product_of(dy, Usage.ROWWISE, w, Usage.COLUMNWISE, (m, k, n), device, x_dtype)
         if dx is None:
             return None
-    made = {Role.GRADIENT: (m, n)}
-    made |= {Role.ACTIVATION: (m, k)} if dw and x_parts == 1 else {}
-    made |= {Role.WEIGHT: (n, k)} if dx and w_parts == 1 else {}
-    for role, shape in made.items():  # Recipes may require whole blocks where ops do not.
+    shapes = {Role.GRADIENT: (m, n)}
+    shapes |= {Role.ACTIVATION: (m, k)} if dw and x_parts == 1 else {}
+    shapes |= {Role.WEIGHT: (n, k)} if dx and w_parts == 1 else {}
+    for role, shape in shapes.items():  # Recipes may require whole blocks where ops do not.
         operand_spec(recipe, role, usage if role is Role.GRADIENT else Usage.COLUMNWISE).layouts(shape)
-    return BackwardPlan(dw, dx, usage, *kept, tuple(role for role in made if recipe.format(role).stochastic))
+    return BackwardPlan(dw, dx, usage, *saved, tuple(role for role in shapes if recipe.format(role).stochastic))
 
 
 @Memo
@@ -175,7 +148,6 @@ def _product_of(
 
 
 def _draws(recipe: Recipe, roles: Iterable[Role], seed: Tensor | None, device: torch.device) -> Iterator[Tensor]:
-    """Yield the Philox key and offset of each role."""
     for role in roles:
         draws = draws_of(operand_spec(recipe, role, Usage.ROWWISE), seed, device)
         assert draws is not None
@@ -196,20 +168,20 @@ def _gradients(ops: Any, *args: Any) -> tuple[Any, ...]:
     grad, *tensors, how, recipe = args
     x, w = tensors[: how.x_parts], tensors[how.x_parts : how.x_parts + how.w_parts]
     rest = tensors[how.x_parts + how.w_parts :]
-    pairs = [Draws(*pair) for pair in zip(rest[::2], rest[1::2], strict=True)] if how.drawn else []
-    draws = dict(zip(how.drawn, pairs, strict=True))
+    pairs = [Draws(*pair) for pair in zip(rest[::2], rest[1::2], strict=True)] if how.stochastic else []
+    draws = dict(zip(how.stochastic, pairs, strict=True))
     # No recipe has both delayed scales and stochastic rounding.
-    scales: dict[Role, Any] = {} if how.drawn else dict(zip(ROLES, rest, strict=False))
+    scales: dict[Role, Any] = {} if how.stochastic else dict(zip(ROLES, rest, strict=False))
 
     def planes(x: Any, role: Role, usage: Usage) -> tuple[dict[Usage, Plane], Any]:
         return _planes(ops, x, recipe, role, usage, scales.get(role), draws.get(role))
 
-    def columnwise(parts: Sequence[Any], role: Role, kept: Usage | None) -> Plane:
+    def columnwise(parts: Sequence[Any], role: Role, saved: Usage | None) -> Plane:
         """Return the columnwise plane of an operand from its saved tensors."""
         if len(parts) == 1:
             return planes(parts[0], role, Usage.COLUMNWISE)[0][Usage.COLUMNWISE]
         codes = Plane(*parts)
-        return codes if kept is Usage.COLUMNWISE else quantize_steps.transpose_plane(ops, codes, recipe.format(role))
+        return codes if saved is Usage.COLUMNWISE else quantize_steps.transpose_plane(ops, codes, recipe.format(role))
 
     dy, amax = planes(grad, Role.GRADIENT, how.usage)
     dx = dw = None
@@ -223,5 +195,4 @@ def _gradients(ops: Any, *args: Any) -> tuple[Any, ...]:
 def _planes(
     ops: Any, x: Any, recipe: Recipe, role: Role, usage: Usage, scale: Any, draws: Draws | None
 ) -> tuple[dict[Usage, Plane], Any]:
-    """Quantize a matrix, and return its amax if `scale` is given."""
     return quantize_operand(ops, x, operand_spec(recipe, role, usage), scale=scale, draws=draws)

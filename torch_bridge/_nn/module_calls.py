@@ -30,13 +30,8 @@ from qshard.torch_bridge._torch_internals import backward_id, next_node_number, 
 class ModuleCall:
     """A call of a module, running or finished.
 
-    Attributes:
-      module: `id` of the module.
-      outer: the enclosing call, if any.
-      codes: planes of the last x of its layers (`saved_input.py`).
-      is_open: True while the call runs.
-      first_node: lower bound of the sequence numbers of autograd nodes created in the call.
-      backward: number of the enclosing backward pass, as under activation checkpointing, or None.
+    `codes` are planes of the last x of its layers (`saved_input.py`), and `backward` is the number of the enclosing
+    backward pass, as under activation checkpointing. Autograd nodes of the call have numbers from `first_node` on.
     """
 
     __slots__ = ("_inputs", "backward", "codes", "first_node", "is_open", "module", "outer")
@@ -63,7 +58,6 @@ _thread = _Thread()
 
 
 def running() -> Iterator[ModuleCall]:
-    """Yield the running calls of this thread, innermost first."""
     call = _thread.innermost
     while call is not None:
         yield call
@@ -98,7 +92,6 @@ def current_scope() -> ModuleCall | int | None:
 
 
 def is_current(scope: ModuleCall | int) -> bool:
-    """Return True while the call or the backward pass `scope` runs."""
     return scope.is_open if isinstance(scope, ModuleCall) else scope == backward_id()
 
 
@@ -117,22 +110,20 @@ def cached_amax(x: Tensor) -> Tensor | None:
     """
     if is_compiling():
         return None
-    noted: Any = x.__dict__.get(_AMAX)
-    if noted is None or noted[:2] != (x._version, _stream_of(x)) or not is_current(noted[2]):
+    cached: Any = x.__dict__.get(_AMAX)
+    if cached is None or cached[:2] != (x._version, _stream_of(x)) or not is_current(cached[2]):
         return None
-    amax: Tensor = noted[3]
+    amax: Tensor = cached[3]
     return amax
 
 
 def _stream_of(x: Tensor) -> tuple[int, bool] | None:
-    """Return the current stream of the device of x, and whether it is being captured."""
     if not x.is_cuda:
         return None
     return torch.cuda.current_stream(x.device).cuda_stream, is_capturing(x.device)
 
 
 def follow_calls(module: nn.Module) -> None:
-    """Register the two hooks on a module, once."""
     if not any(hook is _open_call for hook in module._forward_pre_hooks.values()):
         module.register_forward_pre_hook(_open_call, with_kwargs=True)
         module.register_forward_hook(_close_call, always_call=True)

@@ -44,12 +44,7 @@ def values_of(weight: Tensor) -> Tensor:
 def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]:
     """Return the planes of a quantized weight.
 
-    Args:
-      weight: must have a rowwise plane.
-      columnwise: require also a columnwise plane, or a format that gives it as the transposed rowwise plane.
-
-    Raises:
-      ValueError: a required plane is missing.
+    Raise if the rowwise plane, or a required `columnwise` one, is missing.
     """
     fmt, parts, others = weight.format, weight.parts(Usage.ROWWISE), weight.parts(Usage.COLUMNWISE)
     if parts is None:
@@ -66,18 +61,14 @@ def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]
 
 
 def operand_spec(recipe: Recipe, role: Role, usage: Usage, rows: int = 0) -> OperandSpec:
-    """Build the spec of an operand of a linear layer, a matrix of `rows` rows."""
     return OperandSpec.of(recipe, role, usage, rows, name=OPERANDS[role])
 
 
 class LayerQuantizer(NamedTuple):
     """Quantizes the operands of one call of a layer.
 
-    Attributes:
-      recipe: of the layer.
-      seed: of the layer, int32 `[2]`, for stochastic rounding.
-      parts: the sharding of each operand under tensor parallelism; empty otherwise.
-      scales: under delayed scaling, in the order of `ROLES`; empty otherwise.
+    `parts` has the sharding of each operand under tensor parallelism. `scales` are delayed scales in the order of
+    `ROLES`.
     """
 
     recipe: Recipe
@@ -88,16 +79,10 @@ class LayerQuantizer(NamedTuple):
     def quantize(
         self, x: Tensor, role: Role, usage: Usage, amax: Tensor | None = None
     ) -> tuple[dict[Usage, Operand], Tensor | None]:
-        """Quantize a matrix `[M, K]`.
+        """Quantize a matrix `[M, K]`. Padding rows are removed from the rowwise plane.
 
-        Args:
-          x: the matrix.
-          role: selects the format, the delayed scale and the Philox key.
-          usage: the planes to compute.
-          amax: of x, if it is known.
-
-        Returns:
-          The planes, and under delayed scaling the amax of x. Padding rows are removed from the rowwise plane.
+        `role` selects the format, the delayed scale and the Philox key. `amax` is the amax of x, if it is known. Also
+        returns the amax of x under delayed scaling.
         """
         rows, part = x.shape[0], self.parts.get(role)
         spec = operand_spec(self.recipe, role, usage, rows)
@@ -108,11 +93,11 @@ class LayerQuantizer(NamedTuple):
         if part is not None:
             draws = None if draws is None else part.draws(draws.seed)
             by_row = spec.format.row_scaled
-            reduce_max = functools.partial(part.merged, by_row=by_row) if part.groups(by_row=by_row) else None
-        made, seen = quantize_operand(x, spec, scale=scale, draws=draws, amax=amax, reduce_max=reduce_max)
-        if spec.added_rows and Usage.ROWWISE in made:
-            made[Usage.ROWWISE] = plane_rows(made[Usage.ROWWISE], spec.format, Usage.ROWWISE, 0, rows)
-        return {one: Operand(spec.format, plane, one) for one, plane in made.items()}, seen
+            reduce_max = functools.partial(part.merge_amax, by_row=by_row) if part.groups(by_row=by_row) else None
+        planes, observed = quantize_operand(x, spec, scale=scale, draws=draws, amax=amax, reduce_max=reduce_max)
+        if spec.added_rows and Usage.ROWWISE in planes:
+            planes[Usage.ROWWISE] = plane_rows(planes[Usage.ROWWISE], spec.format, Usage.ROWWISE, 0, rows)
+        return {one: Operand(spec.format, plane, one) for one, plane in planes.items()}, observed
 
 
 def draws_of(spec: OperandSpec, seed: Tensor | None, device: torch.device) -> Draws | None:

@@ -68,14 +68,10 @@ class _Codes:
 
 
 def planes_of(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable[[Usage], Planes]) -> Planes:
-    """Return planes of x, and compute those that are not cached.
+    """Return planes of x, and compute those that are not cached with `make`.
 
-    Args:
-      x: any tensor.
-      usage: the planes that are needed.
-      key: everything besides x that the planes depend on. Equal keys give equal planes.
-      layer: identifies the layer. A layer that requests the same x again gets newly computed planes.
-      make: computes planes of the given usage.
+    Equal keys give equal planes: `key` is everything besides x that the planes depend on. A layer that requests the
+    same x again gets newly computed planes.
     """
     call = module_calls.call_that_shares(x) if _is_remembered(x) else None
     if call is None:
@@ -119,11 +115,9 @@ def _surroundings(x: Tensor) -> tuple[Any, ...]:
 
 
 class Source(NamedTuple):
-    """Tensors that autograd saves anyway, and a function that recomputes x from them.
+    """Tensors that autograd saves anyway, and a function `again` that recomputes x from them.
 
-    Attributes:
-      again: takes `tensors`, and returns x, in any shape with the same rows, and its amax or None.
-      tensors: the saved tensors; the last one may be the amax.
+    `again` returns x, in any shape with the same rows, and its amax or None. The last tensor may be the amax.
     """
 
     again: Callable[..., tuple[Tensor, Tensor | None]]
@@ -141,7 +135,7 @@ def source_of(x: Tensor) -> Source | None:
         return None
     if saves_its_result(node):
         return Source(_itself, (x.detach(),))
-    made_by = _MADE_OF_TWO.get(type(node).__name__)
+    made_by = _FACTOR_NODES.get(type(node).__name__)
     if made_by is None or has_saved_tensors_hooks() or module_calls.call_that_made(x) is None:
         return None
     if x._version or x.shape.numel() != whole.shape.numel() or not (x.is_contiguous() and whole.is_contiguous()):
@@ -167,7 +161,7 @@ def _product(a: Tensor, b: Tensor) -> tuple[Tensor, None]:
     return torch.mul(a, b), None
 
 
-_MADE_OF_TWO: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+_FACTOR_NODES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
     "MulBackward0": _product,
     activations.SWIGLU_NODE: activations.recompute_swiglu,
 }

@@ -97,15 +97,15 @@ def _backward_of(gradients: Callable[..., Gradients], op: str, instead: str, deg
         if not torch.is_grad_enabled():
             return gradients(ctx, saved, grad)
         with torch.no_grad():
-            made = gradients(ctx, saved, grad)
+            grads = gradients(ctx, saved, grad)
         if anchor is None:
-            return made
+            return grads
         needed = ctx.needs_input_grad
-        where = [i for i, each in enumerate(made) if each is not None and _depends(i, needed, degree, grad)]
-        attached = [*made]
+        where = [i for i, each in enumerate(grads) if each is not None and _depends(i, needed, degree, grad)]
+        attached = [*grads]
         if where:
             text = no_second_derivative(op, instead)
-            results = _Refusal.apply(text, len(where), *(made[i] for i in where), anchor, grad)
+            results = _Refusal.apply(text, len(where), *(grads[i] for i in where), anchor, grad)
             for i, result in zip(where, results, strict=True):
                 attached[i] = result
         return tuple(attached)

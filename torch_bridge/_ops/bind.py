@@ -64,14 +64,8 @@ def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attr
 def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attributes: Mapping[str, Any]) -> None:
     """Run an op on lists of tensors, on the current stream, bypassing autograd and tracing.
 
-    Args:
-      op: a name in `qshard.op_table.multi_table()`.
-      operands: a tensor or a list of tensors for each operand; plain and contiguous, on one device.
-      attributes: of the op.
-
-    Raises:
-      ValueError: a shape, the memory of a tensor or the value of an attribute does not fit; nothing was written.
-      TypeError: a dtype, or the name or type of an attribute, does not fit; nothing was written.
+    `op` is a name in `qshard.op_table.multi_table()`. Each operand is a tensor or a list of tensors, plain and
+    contiguous, on one device. Raises as `call_into` does.
     """
     spec = multi_table()[op]
     _call_lists(spec, *by_lists(spec, operands), operands, attributes)
@@ -148,10 +142,6 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
 
     Its arguments are the operands, then the attributes by keyword, and `dtype` if the result may have any float dtype.
 
-    Returns:
-      The op as a function. An op on single tensors returns a tensor or a tuple; an op on lists returns the operands
-      that it wrote.
-
     >>> torch.ops.qshard.amax_tensor(torch.tensor([[1.0, -3.0], [2.0, 0.0]]), lead=1)
     tensor([3., 2.])
     >>> torch.ops.qshard.cast_tensor(torch.ones(3), torch.ones(2), element="float8_e4m3fn")
@@ -167,8 +157,8 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
         _check_memory(spec, operands)
         inputs = [x for _, x in _operands_by_name(spec, operands)]
         outputs = plan(tuple(x.shape for x in inputs), tuple(x.dtype for x in inputs), tuple(keywords.items())).outputs
-        made = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
-        return None if spec.many else made[0] if single else made
+        results = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
+        return None if spec.many else results[0] if single else results
 
     def run(*inputs: Tensor, **keywords: Any) -> Any:
         x = inputs[0]
@@ -180,13 +170,13 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
             _check_tensors(spec, inputs)  # Checked only after a failure, to keep good calls short.
             raise
         outputs, attributes = cached_plan(shapes, dtypes, tuple(keywords.items()))
-        made = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
+        results = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
         try:
-            call_into(spec.name, inputs, made, attributes)
+            call_into(spec.name, inputs, results, attributes)
         except ValueError:
             _check_memory(spec, inputs)  # Checked only after a failure, as in `_call_lists`.
             raise
-        return made[0] if single else tuple(made)
+        return results[0] if single else tuple(results)
 
     def run_in_place(*operands: Any, **attributes: Any) -> None:
         _check_tensors(spec, operands)
@@ -235,9 +225,7 @@ def plan_call(
 ) -> _Plan:
     """Match a call of an op on single tensors with its row, and return the results to allocate.
 
-    Raises:
-      ValueError: a shape or the value of an attribute does not fit the row.
-      TypeError: a dtype, or the name or type of an attribute, does not fit the row.
+    Raises if it does not fit.
     """
     given = dict(keywords)
     dtype = given.pop("dtype", None)
@@ -245,15 +233,15 @@ def plan_call(
     attributes = {name: traced_size(v) if isinstance(v, torch.SymInt) else v for name, v in given.items()}
     names = [dtype_name(d) for d in dtypes]
     results, axes, _ = spec.match(sizes, names, attributes, None if dtype is None else dtype_name(dtype))
-    made = [shape for shape, _ in results]
+    result_shapes = [shape for shape, _ in results]
     if any(isinstance(size, torch.SymInt) for sizes in (*shapes, given.values()) for size in sizes):
-        made = _symbolic(axes, shapes, given)
+        result_shapes = _symbolic(axes, shapes, given)
     kinds = (
         torch.uint8 if operand.dtype != "same" and name in ELEMENTS else getattr(torch, name)
         # The results of ops on lists are operands.
         for operand, (_, name) in zip(spec.outputs, results, strict=False)
     )
-    return _Plan(list(zip(made, kinds, strict=True)), attributes)
+    return _Plan(list(zip(result_shapes, kinds, strict=True)), attributes)
 
 
 def traced_size(size: int | torch.SymInt) -> int:
@@ -300,12 +288,11 @@ def _schema(spec: OpSpec) -> str:
     keywords = [f"{kinds[name]} {name}{default(left_out)}" for name, (*_, left_out) in spec.attributes.items()]
     results = [] if spec.many else spec.outputs
     keywords += ["ScalarType dtype"] * any(operand.dtype == "float" for operand in results)
-    made = "Tensor" if len(results) == 1 else f"({', '.join('Tensor' for _ in results)})"
-    return f"{spec.name}({', '.join(operands)}{', *, ' if keywords else ''}{', '.join(keywords)}) -> {made}"
+    returns = "Tensor" if len(results) == 1 else f"({', '.join('Tensor' for _ in results)})"
+    return f"{spec.name}({', '.join(operands)}{', *, ' if keywords else ''}{', '.join(keywords)}) -> {returns}"
 
 
 def _operands_by_name(spec: OpSpec, operands: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a call with its name, for errors."""
     for operand, given in zip(spec.inputs, operands, strict=False):  # Torch reports missing or extra operands.
         if operand.many:
             yield from ((f"{operand.name}[{i}]", x) for i, x in enumerate(given))
@@ -351,10 +338,7 @@ def _transpose(x: Tensor) -> Tensor:
 
 
 def transposed_squares(ops: Any, data: Any, scale_inv: Any, *, packed: bool) -> tuple[Any, Any]:
-    """Transpose codes and scales of 2-D blocks in one launch.
-
-    Scales are few: a launch of their own would take longer than the work.
-    """
+    """Transpose codes and scales of 2-D blocks in one launch: scales are few, and a second launch would cost more."""
     per_byte = 2 if packed else 1
     data_t = data.new_empty((*data.shape[:-2], data.shape[-1] * per_byte, data.shape[-2] // per_byte))
     scale_inv_t = scale_inv.new_empty((*scale_inv.shape[:-2], scale_inv.shape[-1], scale_inv.shape[-2]))

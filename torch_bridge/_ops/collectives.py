@@ -29,10 +29,7 @@ def max_over_ranks(amax: Tensor, group: Groups) -> Tensor:
 
 
 def unlike_ranks(facts: bytes, group: Groups, device: torch.device, *, than: int | None = None) -> list[int]:
-    """Return the ranks of `group` with other facts than this rank, or than rank `than`.
-
-    Collective: it gathers a 32-byte hash per rank, and waits for the device.
-    """
+    """Return the ranks with other facts than this rank or rank `than`. Collective; the host waits for the device."""
     mine = hashlib.sha256(facts).digest()
     digests = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     for each in _others(group):

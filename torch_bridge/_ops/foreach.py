@@ -20,10 +20,7 @@ __all__ = ["FlatPlan", "SliceOps", "flat_plan", "xp"]
 
 
 class SliceOps:
-    """The argument `ops` of the steps of `_core.flat_shards`, for one plan on one device.
-
-    It holds index tensors, so create it once per plan.
-    """
+    """The argument `ops` of the steps of `_core.flat_shards`, for one plan on one device. Create it once per plan."""
 
     def __init__(self, plan: MasterPlan, device: torch.device):
         self.__dict__.update(vars(ops))
@@ -72,13 +69,12 @@ class FlatPlan:
 
     @functools.cached_property
     def starts(self) -> Tensor:
-        """Index of the first element of each slice, as a uint64 operand."""
         return words("flat_plan", "starts", [s.start for s in self._slices], self._device, len(self._slices))
 
     def amaxes(self, shards: Sequence[Tensor]) -> Tensor:
         """Compute the contribution of these slices to the amaxes of all weights, fp32 `[plan.amaxes]`."""
-        made: Tensor = flat_shards.amaxes(self.ops, self.plan, shards, self.starts)
-        return made
+        result: Tensor = flat_shards.amaxes(self.ops, self.plan, shards, self.starts)
+        return result
 
     def scales(self, amaxes: Tensor) -> list[Scales]:
         """Compute the scales of the weights of each bucket from their reduced amaxes."""

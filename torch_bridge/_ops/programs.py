@@ -45,30 +45,27 @@ class Memo(Generic[T]):
 
     def __init__(self, function: Callable[..., T], most: int = 1024):
         self._function, self._most = function, most
-        self._found: dict[tuple[Any, ...], tuple[tuple[Any, ...], T]] = {}
+        self._results: dict[tuple[Any, ...], tuple[tuple[Any, ...], T]] = {}
 
     def __call__(self, *args: Any) -> T:
         key = tuple([arg if type(arg) in _BY_VALUE else id(arg) for arg in args])
-        found = self._found.get(key)
+        found = self._results.get(key)
         if found is None:
             result = self._function(*args)
-            if len(self._found) >= self._most:
-                self._found.clear()
-            found = self._found[key] = (args, result)
+            if len(self._results) >= self._most:
+                self._results.clear()
+            found = self._results[key] = (args, result)
         return found[1]
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._results)
 
     def clear(self) -> None:
-        self._found.clear()
+        self._results.clear()
 
 
 class Steps:
     """A function over `ops` that is recorded as a program.
-
-    Attributes:
-      programs: the recorded programs.
 
     Args:
       function: `function(ops, *tensors, *constants)` returns a tuple of tensors or None. Results may be views of the
@@ -87,10 +84,7 @@ class Steps:
     def __call__(
         self, tensors: tuple[Tensor, ...], *constants: Any, check: Callable[[], object] | None = None
     ) -> tuple[Any, ...]:
-        """Return the results.
-
-        If the program does not run, `check` is called before the steps, to raise an error that names the cause.
-        """
+        """Return the results. `check` raises an error that names the cause; it runs only if the program does not."""
         if may_skip_dispatcher(tensors):
             try:
                 shapes, dtypes = tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors])
@@ -147,13 +141,13 @@ class _Recorder:
     """An `ops` that records the ops called on it."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self._slots: list[tuple[tuple[int, ...], torch.dtype]] = []
         self._rows: dict[Any, int] = {}
         self._steps: list[tuple[str, list[int], list[int], dict[str, Any]]] = []
 
     def slot(self, shape: tuple[int, ...], dtype: torch.dtype) -> _Slot:
-        self._made.append((shape, dtype))
-        return _Slot(self, len(self._made) - 1, shape, dtype)
+        self._slots.append((shape, dtype))
+        return _Slot(self, len(self._slots) - 1, shape, dtype)
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         if op in multi_table():
@@ -165,9 +159,9 @@ class _Recorder:
         plan = plan_call(
             spec, tuple(x.shape for x in operands), tuple(x.dtype for x in operands), tuple(keywords.items())
         )
-        made = [self.slot(shape, dtype) for shape, dtype in plan.outputs]
-        self._add_step(op, operands, made, plan.attributes)
-        return made[0] if len(made) == 1 else tuple(made)
+        outputs = [self.slot(shape, dtype) for shape, dtype in plan.outputs]
+        self._add_step(op, operands, outputs, plan.attributes)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _in_place(self, op: str, *operands: Any, **attributes: Any) -> None:
         self._add_step(op, *by_lists(multi_table()[op], operands), attributes)
@@ -181,14 +175,13 @@ class _Recorder:
     def _add_step(
         self, op: str, operands: Sequence[_Slot], written: Sequence[_Slot], attributes: dict[str, Any]
     ) -> None:
-        taken, made = ([self._rows.setdefault(x.as_row(), len(self._rows)) for x in xs] for xs in (operands, written))
-        self._steps.append((op, taken, made, attributes))
+        inputs, results = (
+            [self._rows.setdefault(x.as_row(), len(self._rows)) for x in xs] for xs in (operands, written)
+        )
+        self._steps.append((op, inputs, results, attributes))
 
     def _buffer_offsets(self, numbers: Sequence[int]) -> tuple[dict[int, int], int]:
-        """Return the byte offset of each intermediate tensor in one buffer, and the size of the buffer.
-
-        Tensors that are not live at the same time share bytes.
-        """
+        """Return byte offsets in one buffer, and its size. Tensors that are not live at the same time share bytes."""
         lives: dict[int, list[int]] = {}
         by_row = [number for *_, number in self._rows]
         for i, (_, *sides, _) in enumerate(self._steps):
@@ -197,12 +190,12 @@ class _Recorder:
         placed: list[tuple[int, int, int, int]] = []  # Start, end, first step, last step.
         offsets: dict[int, int] = {}
         for number in numbers:
-            shape, dtype = self._made[number]
+            shape, dtype = self._slots[number]
             size = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             steps = lives.get(number, [-1])
-            beside = sorted(piece for piece in placed if piece[2] <= steps[-1] and steps[0] <= piece[3])
+            live = sorted(piece for piece in placed if piece[2] <= steps[-1] and steps[0] <= piece[3])
             at = 0
-            for start, end, *_ in beside:
+            for start, end, *_ in live:
                 if at + size <= start:
                     break
                 at = max(at, end)
@@ -212,21 +205,21 @@ class _Recorder:
 
     def program(self, results: Sequence[_Slot | None], inputs: int, device: torch.device) -> _ffi.Program:
         """Build the program. Each result has its own memory; intermediate tensors share one buffer."""
-        kept: dict[int, _Slot] = {}
+        distinct: dict[int, _Slot] = {}
         for x in results:
-            if x is not None and x.shape != kept.setdefault(x.number, x).shape:
+            if x is not None and x.shape != distinct.setdefault(x.number, x).shape:
                 raise ValueError(
-                    f"Steps: a result {x.shape} is another's, which has another shape, {kept[x.number].shape}"
+                    f"Steps: a result {x.shape} is another's, which has another shape, {distinct[x.number].shape}"
                 )
-        kept = {number: x for number, x in kept.items() if number >= inputs}
-        sources = {number: inputs + i for i, number in enumerate(kept)} | {i: i for i in range(inputs)}
-        offsets, end = self._buffer_offsets([number for number in range(len(self._made)) if number not in sources])
-        makers = [_maker(x.shape, x.dtype, device) for x in kept.values()]
+        distinct = {number: x for number, x in distinct.items() if number >= inputs}
+        sources = {number: inputs + i for i, number in enumerate(distinct)} | {i: i for i in range(inputs)}
+        offsets, end = self._buffer_offsets([number for number in range(len(self._slots)) if number not in sources])
+        makers = [_maker(x.shape, x.dtype, device) for x in distinct.values()]
         if offsets:
             makers.append(_maker((end,), torch.uint8, device))
-        between = inputs + len(kept)
+        buffer_index = inputs + len(distinct)
         slots = [
-            (dtype_name(dtype), shape, sources.get(number, between), offsets.get(number, 0))
+            (dtype_name(dtype), shape, sources.get(number, buffer_index), offsets.get(number, 0))
             for shape, dtype, number in self._rows
         ]
         found = [None if x is None else sources[x.number] for x in results]

@@ -19,13 +19,8 @@ _WORDS = (torch.int32, torch.uint32)
 def words(op: str, name: str, numbers: Any, device: torch.device, count: int | None = None) -> Tensor:
     """Convert one number to `[2]`, or `count` numbers to `[count, 2]`.
 
-    Args:
-      op: the caller, for errors.
-      name: the argument, for errors.
-      numbers: an int, or a list of ints with `count`; or a tensor of words, int32 or uint32; with `count` also int64
-        `[count]`.
-      device: of the result. Tensors are not moved.
-      count: number of uint64; None: one.
+    `numbers` is an int, or a list of ints with `count`; or a tensor of words, int32 or uint32; with `count` also int64
+    `[count]`. Tensors are not moved to `device`. Errors name the caller `op` and its argument `name`.
 
     A CUDA graph can capture the call for one int, which is written without a copy from the host, and for tensors on the
     device.
@@ -59,12 +54,12 @@ def words(op: str, name: str, numbers: Any, device: torch.device, count: int | N
         raise TypeError(
             f"{what} ({quote(given)}) is not int32 or uint32 {shape}, low half first; pass that, or a list of integers"
         )
-    made: Tensor = numbers
-    if tuple(made.shape) != shape:
+    result: Tensor = numbers
+    if tuple(result.shape) != shape:
         raise ValueError(
             f"{what} ({quote(given)}) does not have one entry for each of {count} weights; pass one per weight"
         )
-    return made
+    return result
 
 
 def constant_words(number: int, device: torch.device) -> Tensor:
@@ -79,7 +74,6 @@ def constant_words(number: int, device: torch.device) -> Tensor:
 
 
 def xor_words(pairs: Tensor, number: int) -> Tensor:
-    """Compute the XOR of uint64 words with a constant."""
     return pairs ^ constant_words(number, pairs.device)
 
 
@@ -102,6 +96,5 @@ def _one(what: str, number: Any, device: torch.device) -> Tensor:
 
 
 def _pair(what: str, number: int) -> tuple[int, int]:
-    """Split a uint64 into two words, as int32 with the same bits."""
     low, high = ((word ^ 2**31) - 2**31 for word in word_pair(what, number))
     return low, high

@@ -112,10 +112,7 @@ class Adam(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own.
-
-        Args:
-          param_group: a dictionary with `params` and any arguments of the constructor.
+        """Add parameters with settings of their own, the arguments of the constructor.
 
         Raises:
           ValueError: a setting is out of range, or does not fit these parameters.
@@ -141,9 +138,6 @@ class Adam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values that share memory with the optimizer, as in torch.
 
-        Returns:
-          A dictionary with `state` and `param_groups`.
-
         >>> weight = torch.nn.Parameter(torch.ones(2, 128))
         >>> weight.grad = torch.ones_like(weight)
         >>> optimizer = Adam([weight], exp_avg_dtype=torch.float8_e4m3fn)
@@ -154,12 +148,7 @@ class Adam(Optimizer):
         return to_plain(super().state_dict(), self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state bit for bit: tensors move to the device of their parameter and keep their dtype.
-
-        torch's own `load_state_dict` would cast them to the dtype of the parameter.
-
-        Args:
-          state_dict: a state dict of this class, or of torch's Adam or AdamW.
+        """Load a state bit for bit: tensors move to the device of their parameter and keep their dtype, unlike torch's.
 
         Raises:
           ValueError: a state is whole and its parameter is sharded.
@@ -202,7 +191,6 @@ class Adam(Optimizer):
                 _run(constants, [tensors for _, tensors in members], decay)
 
     def _to_update(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
-        """Return the states and parameters to update."""
         return [(self.state[p], p) for p in group["params"] if p.grad is not None]
 
     def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
@@ -224,15 +212,15 @@ class Adam(Optimizer):
 
     def _advance(self, key: Any, states: Sequence[dict[str, Any]]) -> Tensor:
         """Increment the steps of some parameters, and return them as one tensor. Their states have views of it."""
-        given = [state["step"] for state in states]
-        together, views = self._steps.get(key, (None, []))
-        if together is None or list(map(id, views)) != list(map(id, given)):
-            together = torch.stack(given)
-            views = list(together.unbind())
-            self._steps[key] = (together, views)
+        steps = [state["step"] for state in states]
+        stacked, views = self._steps.get(key, (None, []))
+        if stacked is None or list(map(id, views)) != list(map(id, steps)):
+            stacked = torch.stack(steps)
+            views = list(stacked.unbind())
+            self._steps[key] = (stacked, views)
             for state, view in zip(states, views, strict=True):
                 state["step"] = view
-        return together.add_(1)
+        return stacked.add_(1)
 
     def _hyper(self, key: Any, group: dict[str, Any], inv_grad_scale: Tensor | float | None) -> Tensor:
         """Return the settings for `adam_constants`, in persistent memory. Only changed settings are written."""
@@ -242,30 +230,20 @@ class Adam(Optimizer):
         numbers = [math.nan if isinstance(value, Tensor) else float(value) for value in values]
         if key not in self._hypers:
             self._hypers[key] = (torch.tensor(numbers, dtype=torch.float32, device=key[1]), list(numbers))
-        hyper, written = self._hypers[key]
+        hyper, current = self._hypers[key]
         for i, value in enumerate(values):
             if isinstance(value, Tensor):
                 hyper[i].copy_(value.reshape(()))
-            elif written[i] != numbers[i]:
+            elif current[i] != numbers[i]:
                 hyper[i].fill_(numbers[i])
-        written[:] = numbers
+        current[:] = numbers
         return hyper
 
 
 class AdamW(Adam):
     """`Adam` with decoupled weight decay, by default 0.01 as in `torch.optim.AdamW` (`qshard.jax.adamw`: 0.0001).
 
-    Args:
-      params: as for `Adam`.
-      lr: as for `Adam`.
-      betas: as for `Adam`.
-      eps: as for `Adam`.
-      weight_decay: decoupled weight decay.
-      options: the keyword arguments of `Adam`, except `decoupled_weight_decay`.
-
-    Raises:
-      ValueError: as for `Adam`.
-      TypeError: as for `Adam`, or `decoupled_weight_decay` is passed.
+    Arguments and errors as for `Adam`. `decoupled_weight_decay` raises TypeError.
 
     >>> weight = torch.nn.Parameter(torch.ones(4))
     >>> weight.grad = torch.zeros(4)
@@ -307,7 +285,6 @@ def _run(constants: Tensor, members: Sequence[dict[str, Tensor]], decay: str) ->
 
 
 def initialize_state(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:
-    """Create the missing states of a parameter before its first step."""
     if not _is_complete(state, parameter, group):
         _complete(state, parameter, group)
 

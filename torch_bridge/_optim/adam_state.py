@@ -29,9 +29,10 @@ class Uncast:
     def on(self, op: str, name: str, parameter: Tensor) -> Tensor:
         """Return the tensor on the device of its parameter.
 
+        torch shards a full state only if the optimizer has a tensor of the same name, and so of the same dtype.
+
         Raises:
-          ValueError: it is whole and the parameter is sharded. torch shards a full state only if the optimizer has a
-            tensor of the same name, and so of the same dtype.
+          ValueError: the tensor is whole and the parameter is sharded.
         """
         if isinstance(parameter, DTensor) and self.tensor.ndim and not isinstance(self.tensor, DTensor):
             given = dtype_name(self.tensor.dtype)
@@ -45,12 +46,7 @@ class Uncast:
 
 
 def to_plain(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Convert a state dict: dtypes to names, and tensors that gloo cannot send to bytes.
-
-    Args:
-      state_dict: the state dict of torch's `Optimizer`.
-      groups: the parameter groups.
-    """
+    """Convert a state dict of torch's `Optimizer`: dtypes to names, and tensors that gloo cannot send to bytes."""
     states = {
         key: {name: _as_bytes(value) for name, value in state.items()} for key, state in state_dict["state"].items()
     }

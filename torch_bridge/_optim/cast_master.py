@@ -101,15 +101,10 @@ class CastPlan:
         self._owners = torch.tensor(self.owners).to(self.device) if twice else None
 
     def words(self, name: str, numbers: Sequence[int] | Tensor) -> Tensor:
-        """Convert 64-bit numbers, one for each weight, to int32 `[planes, 2]`, the low half first.
+        """Convert 64-bit numbers, one for each weight, to int32 `[planes, 2]` on the device, the low half first.
 
-        Args:
-          name: `starts` or `seeds`, for errors.
-          numbers: ints, or a tensor: int64 `[n]`, or int32 or uint32 `[n, 2]`. With a tensor on the device,
-            `cast_master` can be captured in a CUDA graph.
-
-        Returns:
-          The numbers on the device of the weights.
+        `numbers` are ints, or a tensor: int64 `[n]`, or int32 or uint32 `[n, 2]`. With a tensor on the device,
+        `cast_master` can be captured in a CUDA graph. Errors call them `name`.
         """
         pairs = words("cast_master", name, numbers, self.device, self.weights)
         # Index as int32: CUDA cannot index uint32.
@@ -119,14 +114,7 @@ class CastPlan:
         """Return the amaxes of this rank's slices, one tensor for each plane, in the shape of its scales.
 
         Delayed scaling records them for the next scale. No communication: the amax of a block is the maximum over
-        ranks.
-
-        Args:
-          masters: a flat slice for each plane, possibly empty.
-          starts: the first element of each slice, from `words`.
-
-        Returns:
-          float32 amaxes; blocks outside of the slice have 0.
+        ranks. Blocks outside of the slice have 0. `starts` come from `words`.
         """
         found = flat_shards.amaxes(self.ops, self.plan, masters, starts)
         of_planes: dict[int, Tensor] = {}
@@ -141,27 +129,19 @@ class CastPlan:
         starts: Tensor,
         scales: Sequence[Scales],
     ) -> None:
-        """Cast slices with known scales, as in delayed scaling. Writes codes and scales in place. No communication.
+        """Cast slices with known scales, as in delayed scaling, and write them to `weights`. No communication.
 
-        Args:
-          weights: the weights to write to.
-          masters: a flat slice for each plane, possibly empty.
-          starts: the first element of each slice, from `words`.
-          scales: the scales of each plane, equal on all ranks.
+        There is a flat slice, possibly empty, and a `Scales` for each plane. Scales are equal on all ranks. `starts`
+        come from `words`.
         """
         targets = self.targets(weights)
         encoding = [torch.cat([scales[i].scale.view(-1) for i in bucket.indices]) for bucket in self.plan.buckets]
         data = [target.data for target in targets]
         flat_shards.cast(self.ops, self.plan, data, masters, starts, encoding, pieces=self.pieces)
-        made = [Plane(codes, each.scale_inv, each.global_scale_inv) for codes, each in zip(data, scales, strict=True)]
-        _write_scales(weights, targets, made)
+        planes = [Plane(codes, each.scale_inv, each.global_scale_inv) for codes, each in zip(data, scales, strict=True)]
+        _write_scales(weights, targets, planes)
 
     def targets(self, weights: Sequence[QuantizedTensor | QuantizedSlice]) -> list[Plane]:
-        """Return the planes to write to, in the order of the plan.
-
-        Args:
-          weights: the weights to write to.
-        """
         return [parts for weight in weights for _, parts in _planes(weight)]
 
 
@@ -221,7 +201,7 @@ def cast_master(
         torch.empty(0, dtype=plan.dtype, device=plan.device) if m is None else m.detach().view(-1) for m in masters
     ]
     targets = plan.targets(weights)
-    made = flat_shards.cast_master(
+    planes = flat_shards.cast_master(
         plan.ops,
         [target.data for target in targets],
         [slices[i] for i in plan.owners],
@@ -231,7 +211,7 @@ def cast_master(
         pieces=plan.pieces,
         seeds=None if seeds is None else plan.words("seeds", seeds),
     )
-    _write_scales(weights, targets, made)
+    _write_scales(weights, targets, planes)
 
 
 def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
@@ -257,7 +237,7 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
     >>> q.columnwise_is_stale
     False
     """
-    made: list[Plane] = []
+    planes: list[Plane] = []
     matrices: list[Tensor] = []
     transposes: list[Tensor] = []
     for i, weight in enumerate(weights):
@@ -279,10 +259,10 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
             scale_inv = scale_inv.new_empty(where.scale_shape) if columns is None else columns.scale_inv
             matrices.append(rows.scale_inv)
             transposes.append(scale_inv)
-        made.append(Plane(data, scale_inv, rows.global_scale_inv))
+        planes.append(Plane(data, scale_inv, rows.global_scale_inv))
     if matrices:
         torch.ops.qshard.transpose_each(matrices, transposes)
-    for weight, parts in zip(weights, made, strict=True):
+    for weight, parts in zip(weights, planes, strict=True):
         weight.set(Usage.COLUMNWISE, parts)
 
 
@@ -295,10 +275,10 @@ def _planes(weight: QuantizedTensor | QuantizedSlice) -> list[tuple[Usage, Plane
     return [(usage, parts) for usage, parts in there if sources[usage] is usage or sources[usage] not in sources]
 
 
-def _write_scales(weights: Sequence[Any], targets: Sequence[Plane], made: Sequence[Plane]) -> None:
+def _write_scales(weights: Sequence[Any], targets: Sequence[Plane], planes: Sequence[Plane]) -> None:
     """Copy new scales into the memory of the old ones, after the codes are written."""
     for part in (1, 2):  # scale_inv, global_scale_inv
-        pairs = [(old[part], new[part]) for old, new in zip(targets, made, strict=True)]
+        pairs = [(old[part], new[part]) for old, new in zip(targets, planes, strict=True)]
         if there := [(old, new) for old, new in pairs if old is not None and new is not None]:
             torch._foreach_copy_([old for old, _ in there], [new for _, new in there])
     for weight in weights:

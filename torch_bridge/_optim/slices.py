@@ -56,21 +56,10 @@ class QuantizedSlice:
         usage: Usage = Usage.ROWWISE,
         device: torch.device | str | None = None,
     ) -> QuantizedSlice:
-        """Allocate a slice of `length` elements, filled with zeros, for `cast_master` to write to.
-
-        Args:
-          fmt: the format, or its name.
-          shape: shape of the whole weight.
-          length: elements of the slice.
-          dtype: dtype of the whole weight.
-          usage: the plane.
-          device: the device; by default the current one.
-
-        Returns:
-          A slice with zero codes and zero scales.
+        """Allocate a slice of `length` elements of a weight, with zero codes and scales, for `cast_master` to write to.
 
         Raises:
-          ValueError: `fmt` does not fit `shape`.
+          ValueError: `fmt` does not fit `shape`, the shape of the whole weight.
         """
         fmt = as_format(fmt, "QuantizedSlice.empty")
         where = plane(fmt, shape, usage, op="QuantizedSlice.empty")
@@ -92,20 +81,20 @@ class QuantizedSlice:
 
 
 def gather_slices(
-    slices: Sequence[QuantizedSlice], cuts: Sequence[FlatShards], group: dist.ProcessGroup
+    slices: Sequence[QuantizedSlice], shards: Sequence[FlatShards], group: dist.ProcessGroup
 ) -> list[QuantizedTensor]:
     """All-gather weights from the slices of all ranks, with one all-gather of bytes for all weights.
 
     Args:
       slices: this rank's slice of each weight.
-      cuts: for each weight, `starts` and `stops` of the slices of all ranks, from `plan_shards` or elsewhere.
+      shards: for each weight, `starts` and `stops` of the slices of all ranks, from `plan_shards` or elsewhere.
       group: the ranks.
 
     Returns:
       The whole weights, bit for bit `quantize` of the whole masters.
 
     Raises:
-      ValueError: `slices` and `cuts` differ in length.
+      ValueError: `slices` and `shards` differ in length.
 
     Collective, also on ranks without elements, which send padding.
 
@@ -123,7 +112,7 @@ def gather_slices(
         return []
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [
-        [piece_bytes(s.format, cut.stops[r] - cut.starts[r]) for s, cut in zip(slices, cuts, strict=True)]
+        [piece_bytes(s.format, of.stops[r] - of.starts[r]) for s, of in zip(slices, shards, strict=True)]
         for r in range(world)
     ]
     own = torch.cat([s.data[:size] for s, size in zip(slices, sizes[rank], strict=True)])
@@ -132,7 +121,7 @@ def gather_slices(
     weights = []
     for i, s in enumerate(slices):
         where = plane(s.format, s.shape, s.usage)
-        data = join_pieces([pieces[r][i] for r in range(world)], cuts[i].starts, s.format, where.data_shape)
+        data = join_pieces([pieces[r][i] for r in range(world)], shards[i].starts, s.format, where.data_shape)
         planes = {s.usage: s.parts._replace(data=data)}
         rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
         weights.append(QuantizedTensor(s.format, s.shape, s.dtype, rowwise=rowwise, columnwise=columnwise))
@@ -140,13 +129,7 @@ def gather_slices(
 
 
 def gather_parts(own: Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """Gather flat tensors of any length from all ranks, with one all-gather of the longest length. Collective.
-
-    Args:
-      own: this rank's tensor.
-      lengths: the lengths of all ranks.
-      group: the ranks.
-    """
+    """Gather flat tensors of any length from all ranks, with one all-gather of the longest length. Collective."""
     longest = max(lengths)
     received = own.new_empty(len(lengths) * longest)
     all_gather(received, torch.nn.functional.pad(own, (0, longest - own.numel())), group=group)
@@ -158,17 +141,8 @@ def join_pieces(
 ) -> Tensor:
     """Join the codes of slices to the codes of a weight. Two halves of a shared byte are combined by OR.
 
-    Args:
-      pieces: uint8 codes of each slice, as in `QuantizedSlice.data`; longer pieces are truncated at the end of the
-        weight.
-      starts: the index of the first element of each slice.
-      fmt: the format, or its name.
-      data_shape: shape of the codes of the whole weight.
-
-    Returns:
-      uint8 codes of `data_shape`.
-
-    No communication: `gather_slices` gathers and joins.
+    `pieces` are uint8, as in `QuantizedSlice.data`; longer ones are truncated at the end of the weight. `starts` has
+    the index of the first element of each slice. No communication: `gather_slices` gathers and joins.
 
     >>> first, second = torch.tensor([[0x21, 0x03], [0x40, 0]], dtype=torch.uint8)
     >>> join_pieces([first, second[:1]], [0, 3], "NVFP4", (1, 2)).tolist() == [[0x21, 0x43]]

@@ -63,11 +63,7 @@ class WithMasters(Optimizer):
         return parameter
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own.
-
-        Args:
-          param_group: a dictionary with `params` and options of the inner optimizer.
-        """
+        """Add parameters with options of their own, as for `torch.optim.Optimizer`."""
         super().add_param_group(param_group)
         if "inner" in self.__dict__:
             group = self.param_groups[-1]
@@ -76,14 +72,7 @@ class WithMasters(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. Collective.
-
-        Args:
-          closure: computes gradients and returns a loss; called once.
-
-        Returns:
-          The loss of `closure`; None without one.
-        """
+        """Update every parameter that has a gradient, and return the loss of `closure`. Collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,7 +90,6 @@ class WithMasters(Optimizer):
         return loss
 
     def _expose_states(self) -> None:
-        """Expose the states of the inner optimizer under the parameters of this one."""
         self.state.clear()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -110,11 +98,7 @@ class WithMasters(Optimizer):
                     self.state[parameter] = self.inner.state[key]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the inner optimizer.
-
-        Args:
-          state_dict: a state dict of this class, or of the inner optimizer over the same parameters.
-        """
+        """Load a state of this class, or of the inner optimizer over the same parameters."""
         self.inner.load_state_dict(state_dict)
         for group, of_inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in of_inner.items() if key != "params"})

@@ -30,7 +30,7 @@ def changes(move: Move, tensor: Tensor) -> bool:
 class Guard:
     """Replacement for `_apply` of a module: calls `check(module, move)`, then moves the module.
 
-    A copy of the module gets its own guard, with a copy of `check`.
+    Copies have their own.
     """
 
     def __init__(self, module: nn.Module, check: Callable[[nn.Module, Move], None]):

@@ -41,13 +41,7 @@ On an H200 a 4096 x 4096 x 4096 GEMM takes 0.2 ms, and the host calls of a layer
 
 
 class Operand(NamedTuple):
-    """One plane of a GEMM operand: a matrix `[rows, K]` for `ROWWISE` or `[K, rows]` for `COLUMNWISE`; K is contracted.
-
-    Attributes:
-      format: of the codes.
-      parts: codes and scales.
-      usage: which plane it is.
-    """
+    """One plane of a GEMM operand: a matrix `[rows, K]` for `ROWWISE`, `[K, rows]` for `COLUMNWISE`."""
 
     format: Format
     parts: Plane
@@ -59,30 +53,17 @@ class Operand(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """True if the codes are stored as `[rows, K]`."""
         return gemm_dispatch.contracts_last(self.format, self.usage)
 
     def stored_values(self, dtype: torch.dtype) -> Tensor:
-        """Dequantize to `dtype`, in the stored orientation."""
         return dequantize(self.parts, self.format, self.usage, dtype)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Dequantize to `[rows, K]` in `dtype`."""
         return self.stored_values(dtype) if self.in_order else self.stored_values(dtype).t()
 
 
 def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Compute `a @ b.T`, contracted over the axis that blocks run along.
-
-    Args:
-      a: `[M, K]`.
-      b: `[N, K]`.
-      dtype: of the result, float32, bfloat16 or float16.
-      fast: let FP8 tensor cores accumulate with fewer bits, as is usual in the forward pass.
-
-    Returns:
-      `[M, N]`.
-    """
+    """Compute `a @ b.T`, `[M, N]`. `fast` lets FP8 tensor cores accumulate with fewer bits, as in forward passes."""
     device, way = a.parts.data.device, None
     if device.type == PLATFORM:
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
@@ -98,10 +79,10 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     y = b.stored_values(kind)
     del b
     if way is not None:
-        made: Tensor = gemm_dispatch.multiply_values(
+        result: Tensor = gemm_dispatch.multiply_values(
             ops, x, in_order[0], y, in_order[1], dtype=dtype, workspace=way.workspace
         )
-        return made
+        return result
     x, y = x if in_order[0] else x.t(), y.t() if in_order[1] else y
     # Autocast would round the operands again.
     with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
@@ -113,7 +94,6 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
 
 
 def matmul_into(a: Operand, b: Operand, out: Tensor, *, fast: bool = False) -> None:
-    """Compute `matmul` into a contiguous tensor `out`."""
     device = out.device
     if device.type == PLATFORM:
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape

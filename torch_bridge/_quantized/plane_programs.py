@@ -29,7 +29,6 @@ NO_PLANE = (None,) * len(Plane._fields)
 
 
 def planes_of(parts: Parts) -> dict[Usage, Plane]:
-    """Return the planes that `parts` contains."""
     pair = zip(Usage.BOTH.planes, (parts[: len(NO_PLANE)], parts[len(NO_PLANE) :]), strict=True)
     return {usage: Plane(*own) for usage, own in pair if own[0] is not None}
 
@@ -54,24 +53,15 @@ def quantize_operand(
 ) -> tuple[dict[Usage, Plane], Tensor | None]:
     """Apply `operands.quantize_operand` to `x`, and return planes in the shapes of `layout.plane`.
 
-    Args:
-      x: `[*lead, K]`.
-      spec: format and usage.
-      scale: under delayed scaling, the scale from earlier steps.
-      draws: Philox key and offset, for stochastic rounding.
-      amax: of x, if it is known.
-      reduce_max: merges the amax with the amaxes of other shards.
-      check: raises an error that names x, called only if the program does not run. The default checks the layouts.
-
-    Returns:
-      The planes, and under delayed scaling the amax of x.
+    `check` raises an error that names x, and is called only if the program does not run; the default checks the
+    layouts. Under delayed scaling, with `scale`, also returns the amax of x.
     """
     fmt, usage, check = spec.format, spec.usage, check or functools.partial(spec.layouts, tuple(x.shape))
     if scale is not None:
         if reduce_max is not None:
             return operands.quantize_operand(ops, x, spec, scale=scale, amax=amax, reduce_max=reduce_max)
-        *made, amax = _quantize_delayed((x, scale), fmt, usage, spec.margin)
-        return planes_of(tuple(made)), amax
+        *delayed_parts, amax = _quantize_delayed((x, scale), fmt, usage, spec.margin)
+        return planes_of(tuple(delayed_parts)), amax
     if reduce_max is not None:  # A program cannot contain a collective.
         check()
         parts = _parts(ops, x, fmt, usage, draws, reduce_max, amax)
@@ -111,7 +101,6 @@ def transpose(parts: Plane, fmt: Format) -> Plane:
 
 
 def multiply(a: Plane, b: Plane, dtype: torch.dtype, fast: bool, way: Way) -> Tensor:
-    """Compute `a @ b.T` of two planes by the op `way`."""
     tensors = [tuple(part for part in parts if part is not None) for parts in (a, b)]
     (product,) = _multiply((*tensors[0], *tensors[1]), len(tensors[0]), dtype, fast, way)
     result: Tensor = product
@@ -130,10 +119,12 @@ def _parts(
     shape = tuple(x.shape)
     layouts = {one: plane(fmt, shape, one) for one in usage.planes}
     matrix = x if x.ndim == 2 else x.view(matrix_shape(shape))
-    made = quantize_steps.quantize(ops, matrix, as_constant(fmt), usage, reduce_max=reduce_max, draws=draws, amax=amax)
+    planes = quantize_steps.quantize(
+        ops, matrix, as_constant(fmt), usage, reduce_max=reduce_max, draws=draws, amax=amax
+    )
     if x.ndim != 2:
-        made = {one: view_plane(parts, layouts[one]) for one, parts in made.items()}
-    return _flat(made)
+        planes = {one: view_plane(parts, layouts[one]) for one, parts in planes.items()}
+    return _flat(planes)
 
 
 @Steps

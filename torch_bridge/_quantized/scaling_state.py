@@ -60,9 +60,8 @@ def scaling_state(model: nn.Module, group: dist.ProcessGroup | None = None) -> d
 def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy a state from `scaling_state` into the layers of `model`: all of it, or nothing if it raises.
 
-    Args:
-      model: with the same layers and recipes as the model that the state was saved from.
-      state: the result of `scaling_state`, on any device. Each rank loads its own copy, without communication.
+    The models must have the same layers and recipes; devices may differ. Each rank loads its own copy, without
+    communication.
 
     Raises:
       TypeError: `model` is not a module, or `state` is not a dict.
@@ -103,10 +102,10 @@ def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         if (restore := getattr(module, "restore_buffers", None)) is not None:
             restore()
-        for kept in getattr(module, "scaling_buffers", ()):
-            buffer = module._buffers.get(kept)
+        for buffer_name in getattr(module, "scaling_buffers", ()):
+            buffer = module._buffers.get(buffer_name)
             if buffer is not None:
-                yield ".".join([*plain_name(model, name), kept]), buffer
+                yield ".".join([*plain_name(model, name), buffer_name]), buffer
 
 
 def plain_name(model: nn.Module, name: str) -> Iterator[str]:
@@ -125,10 +124,10 @@ def load_state_if_present(module: Any, state_dict: Mapping[str, Any], prefix: st
 
     State dicts of older versions contain it; current ones do not, and then loading must not report missing keys.
     """
-    kept = module._non_persistent_buffers_set
+    non_persistent = module._non_persistent_buffers_set
     there = {name for name in module.scaling_buffers if prefix + name in state_dict}
-    module._non_persistent_buffers_set = kept - there
+    module._non_persistent_buffers_set = non_persistent - there
     try:
         yield
     finally:
-        module._non_persistent_buffers_set = kept
+        module._non_persistent_buffers_set = non_persistent

@@ -83,7 +83,7 @@ def _parts_of(name: str, value: Any) -> tuple[Description, dict[Usage, Plane]] |
         seen.add(memory)
         return part.detach().contiguous()
 
-    description, planes = value.described()
+    description, planes = value.describe()
     return description, {usage: Plane(*map(own, parts)) for usage, parts in planes.items()}
 
 

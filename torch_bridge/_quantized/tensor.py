@@ -61,7 +61,7 @@ class QuantizedTensor(Tensor):
     (torch.float8_e4m3fn, (2, 1), tensor([[1.0000, 0.5000]]))
     >>> q + 1
     Traceback (most recent call last):
-    NotImplementedError: QuantizedTensor: aten.add.Tensor is not supported on codes; call .dequantize()...
+    NotImplementedError: QuantizedTensor: aten.add.Tensor is not supported on codes; call .dequantize() and use ...
     """
 
     format: Format
@@ -91,10 +91,7 @@ class QuantizedTensor(Tensor):
         columnwise: Plane | None = None,
         columnwise_is_stale: bool = False,
     ) -> QuantizedTensor:
-        """Wrap existing planes: codes and one-byte scales as uint8, in the shapes of `layout.plane`.
-
-        Call `quantize` to compute planes from values.
-        """
+        """Wrap existing planes: codes and one-byte scales as uint8, in the shapes of `layout.plane`."""
         either = rowwise or columnwise
         if either is None:
             raise ValueError(
@@ -187,14 +184,10 @@ class QuantizedTensor(Tensor):
         planes = [Plane(*map(inner.get, names)) if names[0] in inner else None for names in cls._PLANES.values()]
         return QuantizedTensor(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1], columnwise_is_stale=stale)
 
-    def described(self, *, stale: bool = False) -> tuple[Description, dict[Usage, Plane]]:
+    def describe(self, *, stale: bool = False) -> tuple[Description, dict[Usage, Plane]]:
         """Return the description for `_core.serialization`, and the planes as bytes.
 
-        Args:
-          stale: include a stale columnwise plane.
-
-        Raises:
-          RuntimeError: the memory of a plane is freed.
+        Raises if their memory is freed.
         """
         there = {usage: self.parts(usage, stale=stale) for usage in Usage.BOTH.planes}
         planes = {usage: parts for usage, parts in there.items() if parts is not None}
@@ -218,7 +211,7 @@ class QuantizedTensor(Tensor):
         shared memory: `torch.save` would write all of that memory, and rejects memory with several dtypes.
         """
         warn_if_has_hooks(self)
-        description, planes = self.described(stale=True)
+        description, planes = self.describe(stale=True)
         parts = {name: part if _is_all_of_its_memory(part) else part.clone() for name, part in flat(planes).items()}
         text = text_of({"": description})
         return _rebuild, (text, parts, self.columnwise_is_stale, self.requires_grad, self._foreign_attributes())
@@ -234,7 +227,7 @@ class QuantizedTensor(Tensor):
         if not self.is_leaf:
             return cast(QuantizedTensor, super().__deepcopy__(memo))  # Raises, as for any non-leaf tensor.
         if id(self) not in memo:
-            self.described(stale=True)
+            self.describe(stale=True)
             copied = self._of_planes(lambda part: copy.deepcopy(part, memo))
             copied.requires_grad_(self.requires_grad)
             memo[id(self)] = copied
@@ -244,33 +237,23 @@ class QuantizedTensor(Tensor):
         return found
 
     def __create_write_items__(self, name: str, _: Any) -> Any:
-        """Reject saving by `torch.distributed.checkpoint`, which calls this method.
-
-        Raises:
-          NotImplementedError: always.
-        """
+        """Raise: `torch.distributed.checkpoint` calls this method to save."""
         raise NotImplementedError(
             f"torch.distributed.checkpoint: {name} (QuantizedTensor) is not a plain tensor; save, and load into, "
             "to_plain(state_dict), which shares its memory"
         )
 
     def __create_chunk_list__(self) -> Any:
-        """Reject loading by `torch.distributed.checkpoint`, which calls this method.
-
-        Raises:
-          NotImplementedError: always.
-        """
+        """Raise: `torch.distributed.checkpoint` calls this method to load."""
         return self.__create_write_items__("tensor", self)
 
     def share_memory_(self) -> QuantizedTensor:
-        """Move the planes to shared memory, and return self."""
-        for part in flat(self.described(stale=True)[1]).values():
+        for part in flat(self.describe(stale=True)[1]).values():
             part.share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        """Return True if all planes are in shared memory."""
-        return all(part.is_shared() for part in flat(self.described(stale=True)[1]).values())
+        return all(part.is_shared() for part in flat(self.describe(stale=True)[1]).values())
 
     def _of_planes(self, change: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
         names, (fmt, own_dtype, stale) = self.__tensor_flatten__()
@@ -279,10 +262,7 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor.__tensor_unflatten__(planes, context, self.shape, self.stride())
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> QuantizedTensor:
-        """Copy the codes to a device. Codes moved from meta are uninitialized.
-
-        A `dtype` that is not in `FLOAT_DTYPES` is ignored.
-        """
+        """Copy the codes to a device; from meta, uninitialized. A `dtype` not in `FLOAT_DTYPES` is ignored."""
 
         def move(plane: Tensor) -> Tensor:
             return torch.empty_like(plane, device=device) if plane.is_meta else plane.to(device)
@@ -290,7 +270,6 @@ class QuantizedTensor(Tensor):
         return self._of_planes(move, dtype if dtype in FLOAT_DTYPES else None)
 
     def _copy(self, other: QuantizedTensor) -> QuantizedTensor:
-        """Copy codes and scales from a tensor with the same format, shape and planes."""
         stored = [(t.format, tuple(t.shape), t.columnwise_is_stale, t.__tensor_flatten__()[0]) for t in (self, other)]
         if stored[0] != stored[1]:
             raise ValueError(
@@ -365,13 +344,13 @@ def _rebuild(
     if clash := sorted(_OWN & set(others)):
         raise ValueError(f"{op}: saved attribute {clash[0]} cannot be set; the file is damaged")
     tensors = {name: part for name, part in arrays.items() if isinstance(part, Tensor)}
-    made = from_description(op, "tensor", descriptions[""], descriptions[""].take(tensors, op=op))
-    if stale and made.parts(Usage.COLUMNWISE) is None:
+    tensor = from_description(op, "tensor", descriptions[""], descriptions[""].take(tensors, op=op))
+    if stale and tensor.parts(Usage.COLUMNWISE) is None:
         raise ValueError(f"{op}: the stale columnwise plane is missing; the file is damaged")
-    made.columnwise_is_stale = bool(stale)
-    made.requires_grad_(bool(requires_grad))
-    made.__dict__.update(others)
-    return made
+    tensor.columnwise_is_stale = bool(stale)
+    tensor.requires_grad_(bool(requires_grad))
+    tensor.__dict__.update(others)
+    return tensor
 
 
 def from_description(op: str, name: str, description: Description, planes: dict[Usage, Plane]) -> QuantizedTensor:

@@ -15,13 +15,7 @@ from qshard.torch_bridge._quantized.tensor import FLOAT_DTYPES, QuantizedTensor
 
 
 def check_tensor(op: str, name: str, x: Any, *, sharded: str = "") -> None:
-    """Raise TypeError unless `x` is a plain, dense tensor of float32, bfloat16 or float16.
-
-    Args:
-      op: name of the caller, for errors.
-      name: name of the argument, for errors.
-      x: the argument.
-      sharded: advice for a DTensor; the default is to pass the local shard.
+    """Raise TypeError unless `x` is a plain, dense float tensor. `sharded` is advice for a DTensor.
 
     >>> check_tensor("quantize", "x", [1.0])
     Traceback (most recent call last):

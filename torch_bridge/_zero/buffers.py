@@ -42,18 +42,8 @@ class FlatBuffer:
     """The weights of one unit in one buffer, the shard of this rank, and their gradients.
 
     The constructor replaces parameters by views of the buffer. If weights are sharded, the memory of the whole buffer
-    is freed between uses. Weights and shards begin at multiples of `alignment` bytes.
-
-    Args:
-      weights: the parameters of the unit, in the order of the model.
-      ranks: the ranks that share the buffer.
-      sharded: True to free the whole buffer between uses.
-      alignment: bytes.
-      device: the device of the buffer.
-      written: called when a user writes to a master through a placeholder.
-      make: materializes a weight that is on meta.
-      reduce_dtype: dtype of gradients on the wire.
-      reductions: the channel of gradient reductions.
+    is freed between uses. Weights and shards begin at multiples of `alignment` bytes. `on_write` is called when a user
+    writes to a master through a placeholder. `make` materializes a weight that is on meta.
 
     Attributes:
       shard: the bytes of this rank. A unit without codes casts them from masters for each gather, and keeps none.
@@ -69,7 +59,7 @@ class FlatBuffer:
         alignment: int = ALIGNMENT,
         *,
         device: torch.device,
-        written: Callable[[], None],
+        on_write: Callable[[], None],
         make: Callable[[ZeroParameter], None],
         reduce_dtype: torch.dtype,
         reductions: Channel,
@@ -87,29 +77,23 @@ class FlatBuffer:
         lo = ranks.rank * self.part
         own = self._memory[lo : lo + self.part + 1]
         self.shard = own.clone() if sharded and not self.values_alone else own
-        cuts = [[weight.first_elements(r * self.part) for weight in self.weights] for r in range(ranks.size + 1)]
-        self.lengths = [sum(stops) - sum(starts) for starts, stops in itertools.pairwise(cuts)]
+        bounds = [[weight.first_elements(r * self.part) for weight in self.weights] for r in range(ranks.size + 1)]
+        self.lengths = [sum(stops) - sum(starts) for starts, stops in itertools.pairwise(bounds)]
         self.masters = torch.empty(self.lengths[ranks.rank], device=self.device)
         at = 0
         with torch.no_grad():
-            for weight, start, stop in zip(self.weights, *cuts[ranks.rank : ranks.rank + 2], strict=True):
+            for weight, start, stop in zip(self.weights, *bounds[ranks.rank : ranks.rank + 2], strict=True):
                 master = self.masters[at : (at := at + stop - start)]
                 make(weight)
                 master.copy_(memory_of(weight.parameter).view(-1)[start:stop])
                 self._place(weight, start, master, lo)
-        for weight, *starts in zip(self.weights, *cuts, strict=True):
-            weight.cuts = list(itertools.pairwise(starts))
+        for weight, *starts in zip(self.weights, *bounds, strict=True):
+            weight.slices = list(itertools.pairwise(starts))
         self.gradient = Gradient(
-            self.weights,
-            self.lengths,
-            ranks,
-            sharded=sharded,
-            device=device,
-            dtype=reduce_dtype,
-            channel=reductions,
+            self.weights, self.lengths, ranks, sharded=sharded, device=device, dtype=reduce_dtype, channel=reductions
         )
         for index, weight in enumerate(self.weights):
-            self._make_placeholders(weight, index, written)
+            self._make_placeholders(weight, index, on_write)
         self.in_use, self.in_backward = True, False
         self.gradient_is_whole: Callable[[FlatBuffer], None] | None = None  # Called with self.
         self._arriving: Pending | None = None
@@ -117,13 +101,9 @@ class FlatBuffer:
         self.free()
 
     def _place(self, weight: ZeroParameter, start: int, master: Tensor, lo: int) -> None:
-        """Point a weight, its master and its slice at the buffer.
+        """Point a weight, its master and its slice from element `start` at the buffer.
 
-        Args:
-          weight: the weight.
-          start: the first element of the slice of this rank.
-          master: the slice of this rank, float32.
-          lo: the first byte of the shard of this rank.
+        The shard begins at byte `lo`.
         """
         weight.start = start
         weight.master = nn.Parameter(master.view(1, -1) if len(weight.shape) > 1 else master)
@@ -146,17 +126,13 @@ class FlatBuffer:
         for module, name in weight.owners:
             module.register_parameter(name, new)
 
-    def _make_placeholders(self, weight: ZeroParameter, index: int, written: Callable[[], None]) -> None:
-        """Create the placeholders of a weight and of its gradient."""
+    def _make_placeholders(self, weight: ZeroParameter, index: int, on_write: Callable[[], None]) -> None:
         flat = weight.master.detach().view(-1)
-        placeholder = WeightPlaceholder(flat, weight.start, weight.shape, weight.dtype, weight.name, written)
+        placeholder = WeightPlaceholder(flat, weight.start, weight.shape, weight.dtype, weight.name, on_write)
         weight.placeholder = nn.Parameter(placeholder)
         weight.visible = weight.placeholder if self.sharded else weight.parameter
         weight.grad_placeholder = GradientPlaceholder(
-            weight.parameter,
-            weight.name,
-            weakly(self.gradient.accumulate, index),
-            weakly(self.gradient.forget, index),
+            weight.parameter, weight.name, weakly(self.gradient.accumulate, index), weakly(self.gradient.forget, index)
         )
 
     def set_gradients(self, mean: Tensor | None) -> None:
@@ -173,7 +149,6 @@ class FlatBuffer:
 
     @property
     def freed(self) -> bool:
-        """True if the whole buffer has no memory."""
         return not self._memory.untyped_storage().size()
 
     @property
@@ -272,13 +247,7 @@ class FlatBuffer:
 
 
 class Bucket(NamedTuple):
-    """Units that a step updates together, which bounds the memory of mean gradients.
-
-    Attributes:
-      number: index of the bucket.
-      flats: its units.
-      of_groups: their weights, by parameter group.
-    """
+    """Units that a step updates together, and their weights by group; buckets bound the memory of mean gradients."""
 
     number: int
     flats: list[FlatBuffer]

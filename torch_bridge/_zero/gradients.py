@@ -1,10 +1,10 @@
 """Gradients of a unit's weights: collected from autograd, then reduce-scattered.
 
-    held       gradients by weight, as autograd computed them; float32 once two were added
+    unreduced  gradients by weight, as autograd computed them; float32 once two were added
     reduced    sharded weights: float32 sums over ranks of this rank's elements
     clipped    the mean after `clip_grad_norm_`; it replaces the sum
 
-Gradients of sharded weights are reduced as soon as all gradients of the unit are held. Others are reduced when the mean
+Gradients of sharded weights are reduced as soon as the unit has all of its gradients. Others are reduced when the mean
 is requested, once for all backward passes of a step.
 
 Floating-point sums depend on their order, and so on the sharding. The norm therefore adds powers as integers:
@@ -37,17 +37,7 @@ SENT_AT_ONCE = 1 << 27  # Bytes: enough to saturate links, little next to a unit
 
 
 class Gradient:
-    """The gradients of weights that are gathered together.
-
-    Args:
-      weights: the weights.
-      lengths: elements that each rank owns, of all weights concatenated.
-      ranks: the ranks to reduce over.
-      sharded: True if the weights are sharded.
-      device: the device of sums.
-      dtype: dtype of gradients on the wire.
-      channel: runs the reductions.
-    """
+    """The gradients of weights that are gathered together; `lengths` has the number of elements of each rank."""
 
     def __init__(
         self,
@@ -66,8 +56,8 @@ class Gradient:
         self._starts = list(itertools.accumulate(lengths, initial=0))
         self._own = lengths[ranks.rank]
         self._present: set[int] = set()  # Weights with a gradient since zero_grad.
-        self._held: dict[int, Tensor] = {}  # Their flat gradients that are not reduced yet.
-        self._added: set[int] = set()  # Held gradients that are sums, in memory of this object.
+        self._unreduced: dict[int, Tensor] = {}  # Their flat gradients that are not reduced yet.
+        self._added: set[int] = set()  # Unreduced gradients that are sums, in memory of this object.
         self._reduced: Tensor | None = None
         self._clipped: Tensor | None = None
         self._pending: Pending | None = None
@@ -75,21 +65,20 @@ class Gradient:
 
     @property
     def is_pending(self) -> bool:
-        """True if there are gradients to reduce."""
-        return bool(self._held)
+        return bool(self._unreduced)
 
     def collect(self, index: int) -> bool:
-        """Move the gradient of a parameter here. Returns True if the gradients of all weights are held."""
+        """Move the gradient of a parameter here. Returns True if all weights have a gradient."""
         weight = self._weights[index]
         for parameter in {weight.parameter, weight.visible}:
             if parameter.grad is not None and parameter.grad is not weight.grad_placeholder:
                 grad, parameter.grad = parameter.grad, None
                 self._add(index, grad)
-        return len(self._held) == len(self._weights)
+        return len(self._unreduced) == len(self._weights)
 
     def accumulate(self, index: int, grad: Tensor) -> None:
         """Add a gradient that autograd adds to one that was moved here. Autograd still owns its memory."""
-        self._add(index, grad if index in self._held else grad.clone())
+        self._add(index, grad if index in self._unreduced else grad.clone())
 
     def _add(self, index: int, grad: Tensor) -> None:
         """Add a gradient in float32, and put the placeholder at `.grad`."""
@@ -102,12 +91,12 @@ class Gradient:
                 "clip_grad_norm_ after the last backward pass of a step, and zero_grad before the next"
             )
         grad = grad.detach().reshape(-1)
-        if index not in self._held:
-            self._held[index] = grad
+        if index not in self._unreduced:
+            self._unreduced[index] = grad
         elif index in self._added:
-            self._held[index] += grad
+            self._unreduced[index] += grad
         else:
-            self._held[index] = self._held[index].float() + grad
+            self._unreduced[index] = self._unreduced[index].float() + grad
             self._added.add(index)
         weight.visible.grad = weight.grad_placeholder
         self._present.add(index)
@@ -116,7 +105,7 @@ class Gradient:
         """Set a gradient to zero. Every rank must, or sums of sharded gradients would include only some ranks."""
         self.finish()
         self._present.discard(index)
-        self._held.pop(index, None)
+        self._unreduced.pop(index, None)
         self._added.discard(index)
         if not self._present:
             self.clear()
@@ -134,16 +123,16 @@ class Gradient:
     def clear(self) -> None:
         self.finish()
         self._reduced = self._clipped = None
-        self._present, self._held, self._added = set(), {}, set()
+        self._present, self._unreduced, self._added = set(), {}, set()
 
     def reduce(self) -> None:
-        """Start the sum over ranks of the held gradients of sharded weights."""
+        """Start the sum over ranks of the unreduced gradients of sharded weights."""
         self.finish()
-        if self._held:
+        if self._unreduced:
             fresh = self._reduced is None
             if self._reduced is None:
                 self._reduced = torch.empty(self._own, device=self._device)
-            self._sent, self._held, self._added = self._held, {}, set()
+            self._sent, self._unreduced, self._added = self._unreduced, {}, set()
             self._pending = self._channel.begin(self._sum(self._sent, self._reduced, fresh))
 
     def finish(self) -> None:
@@ -169,16 +158,15 @@ class Gradient:
         total = self.total()
         return torch.div(total, self._divisor(), out=None if total is self._reduced else total)
 
-    def fixed_mean(self) -> Tensor:
+    def freeze_mean(self) -> Tensor:
         """Replace the sum by the mean, to be clipped. Until `clear` no gradient can be added. Call `settle` first."""
         if self._clipped is None:
             self._clipped = self.total().div_(self._divisor())
-            self._reduced, self._held, self._added = None, {}, set()
+            self._reduced, self._unreduced, self._added = None, {}, set()
         return self._clipped
 
     @property
     def is_clipped(self) -> bool:
-        """True if the mean has replaced the sum."""
         return self._clipped is not None
 
     def total(self) -> Tensor:
@@ -186,7 +174,7 @@ class Gradient:
         if self._sharded:
             return torch.zeros(self._own, device=self._device) if self._reduced is None else self._reduced
         total = torch.empty(self._own, device=self._device)
-        self._channel.begin(self._sum(self._held, total, True)).wait()
+        self._channel.begin(self._sum(self._unreduced, total, True)).wait()
         return total
 
     def _divisor(self) -> Tensor:
@@ -194,7 +182,7 @@ class Gradient:
         return torch.full((), self._ranks.size, dtype=torch.float32, device=self._device)
 
     @torch.no_grad()
-    def _sum(self, held: Mapping[int, Tensor], total: Tensor, fresh: bool) -> Steps:
+    def _sum(self, unreduced: Mapping[int, Tensor], total: Tensor, fresh: bool) -> Steps:
         """Reduce-scatter that adds in rank order, whatever the backend, the sharding and the number of buffers.
 
         It sends as much as a ring does, (ranks - 1) / ranks of the elements. It is split into all-to-alls that send and
@@ -204,8 +192,8 @@ class Gradient:
         most = max(SENT_AT_ONCE // (size * self._dtype.itemsize), 1)  # Elements of one rank.
         for at in range(0, max(self._lengths), most):
             stops = [min(at + most, length) for length in self._lengths]
-            cuts = [(start + min(at, stop), start + stop) for start, stop in zip(self._starts, stops, strict=False)]
-            sent, own = self._packed(held, cuts), max(stops[self._ranks.rank] - at, 0)
+            ranges = [(start + min(at, stop), start + stop) for start, stop in zip(self._starts, stops, strict=False)]
+            sent, own = self._packed(unreduced, ranges), max(stops[self._ranks.rank] - at, 0)
             received = sent
             if size > 1:
                 received = sent.new_empty(size * own)
@@ -214,26 +202,26 @@ class Gradient:
                     received,
                     sent,
                     [own] * size,
-                    [stop - start for start, stop in cuts],
+                    [stop - start for start, stop in ranges],
                     group=self._ranks.group,
                     async_op=asynchronous,
                 )
             there = total[at : at + own]
             call_into("add_ranks", (received.view(size, own), there), (there,), {"fresh": fresh})
 
-    def _packed(self, held: Mapping[int, Tensor], cuts: Sequence[tuple[int, int]]) -> Tensor:
-        """Concatenate ranges of the held gradients in the wire dtype; zeros for weights without a gradient.
+    def _packed(self, unreduced: Mapping[int, Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """Concatenate ranges of the unreduced gradients in the wire dtype; zeros for weights without a gradient.
 
         `cat` copies vectors of 16 bytes where `_foreach_copy_` copies 4 elements, but it would need more memory to
         convert.
         """
         pieces: list[Tensor] = []
-        for start, stop in cuts:
+        for start, stop in ranges:
             index = bisect_right(self._firsts, start) - 1
             while start < stop:
                 first, end = self._firsts[index], min(stop, self._firsts[index + 1])
-                if index in held:
-                    pieces.append(held[index][start - first : end - first])
+                if index in unreduced:
+                    pieces.append(unreduced[index][start - first : end - first])
                 else:
                     pieces.append(torch.zeros(end - start, dtype=self._dtype, device=self._device))
                 start, index = end, index + 1
@@ -246,10 +234,7 @@ class Gradient:
 
 @torch.no_grad()
 def norm_over_ranks(parts: Sequence[Tensor], norm_type: float, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the norm of all elements on all ranks, float32 `[]`, equal bits on every rank. Collective.
-
-    Infinite or NaN if an element is.
-    """
+    """Return the norm of all elements, float32 `[]`, with equal bits on every rank. Collective."""
     device = parts[0].device
     largest = torch.zeros((), dtype=torch.float32, device=device)
     for part in parts:

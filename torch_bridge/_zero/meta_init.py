@@ -35,13 +35,6 @@ class MetaInit:
     """Materializes modules on meta one at a time, with values that do not depend on the number of ranks.
 
     The values depend on the seed of `torch.manual_seed` on the first rank and on the name of the module.
-
-    Args:
-      model: the model.
-      weights: its trained parameters.
-      init: initializes a module; None: its `reset_parameters` or `init_weights`.
-      ranks: the ranks of the optimizer.
-      to: the device.
     """
 
     def __init__(
@@ -50,7 +43,7 @@ class MetaInit:
         self._init, self._device = init, to
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules = {id(module): module for module in model.modules() if _on_meta(module)}
-        self._made: dict[int, nn.Parameter] = {}
+        self._new_parameters: dict[int, nn.Parameter] = {}
         self._by_old = {id(weight.parameter): weight for weight in weights}
         if not self._modules:
             return
@@ -67,7 +60,6 @@ class MetaInit:
                 self._make(module)
 
     def make(self, weight: ZeroParameter) -> None:
-        """Materialize the modules that own a weight."""
         for module, _ in weight.owners:
             self._make(module)
 
@@ -76,12 +68,12 @@ class MetaInit:
             return
         for name, old in module._parameters.items():
             if old is not None and old.is_meta:
-                if id(old) not in self._made:
-                    made = nn.Parameter(torch.empty_like(old.detach(), device=self._device), old.requires_grad)
-                    self._made[id(old)] = made
+                if id(old) not in self._new_parameters:
+                    new = nn.Parameter(torch.empty_like(old.detach(), device=self._device), old.requires_grad)
+                    self._new_parameters[id(old)] = new
                     if id(old) in self._by_old:
-                        self._by_old[id(old)].parameter = made
-                module._parameters[name] = self._made[id(old)]
+                        self._by_old[id(old)].parameter = new
+                module._parameters[name] = self._new_parameters[id(old)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=self._device)

@@ -191,7 +191,7 @@ class ZeroOptimizer(Adam):
         self._schedule = Schedule(self._device)
         make: dict[str, Any] = {
             "device": self._device,
-            "written": weakly(self._note_write),
+            "on_write": weakly(self._note_write),
             "make": initial.make,
             "reduce_dtype": reduce_dtype,
             "reductions": self._schedule.reductions,
@@ -202,8 +202,8 @@ class ZeroOptimizer(Adam):
             [{"params": [w.master for w in of_group], **given} for given, of_group in groups_of], lr, **options
         )
         self._of_groups = [of_group for _, of_group in groups_of]
-        for made, of_group in zip(self.param_groups, self._of_groups, strict=True):
-            made["params"] = [w.visible for w in of_group]  # The tensors that users see, the same on every rank.
+        for param_group, of_group in zip(self.param_groups, self._of_groups, strict=True):
+            param_group["params"] = [w.visible for w in of_group]  # What users see, the same on every rank.
         self._buckets = buckets_of(self._flats, self._of_groups)
         self._initialize_states()
         self._current = SliceCast([w for w in self._weights if w.quantized and not w.delayed], parity)
@@ -222,11 +222,7 @@ class ZeroOptimizer(Adam):
         self._publish()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Refuse to pickle or copy: the optimizer has views of a model's memory, hooks on it, and a process group.
-
-        Raises:
-          TypeError: always.
-        """
+        """Raise TypeError: the optimizer has views of a model's memory, hooks on it, and a process group."""
         raise TypeError(
             "ZeroOptimizer: it owns memory and hooks of its model, so it cannot be pickled or copied; save "
             "state_dict(), and load it into the optimizer of the other model"
@@ -301,7 +297,7 @@ class ZeroOptimizer(Adam):
             )
         for flat in self._flats:
             flat.gradient.settle()
-        means = [flat.gradient.fixed_mean() for flat in self._flats]
+        means = [flat.gradient.freeze_mean() for flat in self._flats]
         norm = norm_over_ranks(means, float(norm_type), self._ranks.group)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
@@ -312,11 +308,7 @@ class ZeroOptimizer(Adam):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard all gradients.
-
-        Args:
-          set_to_none: ignored; `.grad` becomes None.
-        """
+        """Discard all gradients. `set_to_none` is ignored; `.grad` becomes None."""
         if self._schedule.in_backward and not autograd_runs():
             self._schedule.abandon()  # A backward pass has raised.
         for flat in self._flats:
@@ -330,9 +322,6 @@ class ZeroOptimizer(Adam):
         With several ranks, tensors are slices that share memory with the optimizer. Save them with
         `torch.distributed.checkpoint`, or take a snapshot with `copy.deepcopy`. `get_optimizer_state_dict` drops
         "zero", and `state_dict` of the model has the masters too.
-
-        Returns:
-          A dictionary with `state`, `param_groups` and `zero`.
 
         >>> model = nn.Linear(2, 1, bias=False)
         >>> optimizer = ZeroOptimizer(model)
@@ -357,9 +346,6 @@ class ZeroOptimizer(Adam):
 
         A state from `state_dict` of this class restores the masters too, for the same model, stage and ranks. A state
         from `get_optimizer_state_dict` or from torch's AdamW has no masters: load the model too.
-
-        Args:
-          state_dict: a state with whole tensors or slices.
 
         Raises:
           ValueError: the state belongs to another model, or its masters to another stage, number of ranks or rank. All
@@ -418,8 +404,7 @@ class ZeroOptimizer(Adam):
     def full_weights(self) -> dict[str, Tensor]:
         """Return the whole float32 masters by name, on every rank, as a plain model loads them. Collective.
 
-        Returns:
-          A dictionary from parameter names to tensors of the whole shape. Frozen parameters and buffers are not in it.
+        Frozen parameters and buffers are not among them.
 
         >>> optimizer = ZeroOptimizer(nn.Linear(2, 1, bias=False))
         >>> {name: tuple(value.shape) for name, value in optimizer.full_weights().items()}
@@ -442,8 +427,8 @@ class ZeroOptimizer(Adam):
         self._schedule.abandon()
         self._current.cast(self._ranks.group)
         self._delayed.cast(self._ranks.group)
-        kept = (weight for flat in self._flats if not flat.values_alone for weight in flat.weights)
-        plain_ones = [(w.values, w.master) for w in kept if w.values is not None and w.values.numel()]
+        stored = (weight for flat in self._flats if not flat.values_alone for weight in flat.weights)
+        plain_ones = [(w.values, w.master) for w in stored if w.values is not None and w.values.numel()]
         if plain_ones:
             torch._foreach_copy_([values for values, _ in plain_ones], [master for _, master in plain_ones])
         for flat in self._flats:

@@ -26,10 +26,7 @@ aten = torch.ops.aten
 
 
 def weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
-    """Bind leading arguments to a method that is referenced weakly.
-
-    Tensors store such callbacks, and objects that tensors refer to may never be freed.
-    """
+    """Bind leading arguments to a weakly referenced method: objects that tensors refer to may never be freed."""
     found = weakref.WeakMethod(method)
 
     def call(*others: Any) -> None:
@@ -40,26 +37,20 @@ def weakly(method: Callable[..., None], *first: Any) -> Callable[..., None]:
 
 
 class Placeholder(Tensor):
-    """A tensor with a shape, dtype and device, and no memory.
+    """A tensor with a shape, dtype and device, and no memory. Its ops raise `message`."""
 
-    Attributes:
-      says: the error message of its ops.
-    """
-
-    says: str
+    message: str
 
     __torch_function__ = disabled_torch_function
 
     @staticmethod
-    def empty(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device, says: str) -> Any:
-        """Create a placeholder of class `cls`."""
+    def empty(cls: type[Any], shape: Sequence[int], dtype: torch.dtype, device: torch.device, message: str) -> Any:
         self = make_wrapper(cls, tuple(shape), dtype=dtype, device=device)
-        self.says = says
+        self.message = message
         return self
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise RuntimeError with the message of the placeholder."""
-        raise RuntimeError(self.says)
+        raise RuntimeError(self.message)
 
     # These bypass `__torch_dispatch__`: they would return address 0 or write an empty file.
     data_ptr = numpy = tolist = item = refuse
@@ -77,12 +68,7 @@ class Placeholder(Tensor):
 
 
 class GradientPlaceholder(Placeholder):
-    """The `.grad` of a weight after its values were moved to a flat buffer. Autograd's additions go there too.
-
-    Attributes:
-      accumulate: adds to the moved gradient.
-      clear: sets the moved gradient to zero.
-    """
+    """The `.grad` of a weight after its values were moved to a flat buffer, which autograd adds to through it."""
 
     accumulate: Callable[[Tensor], None]
     clear: Callable[[], None]
@@ -91,12 +77,12 @@ class GradientPlaceholder(Placeholder):
     def __new__(
         cls, parameter: Tensor, name: str, accumulate: Callable[[Tensor], None], clear: Callable[[], None]
     ) -> Any:
-        says = (
+        message = (
             f"ZeroOptimizer: grad of {name} {tuple(parameter.shape)} is not available: gradients are reduced into "
             "shards;\ncall clip_grad_norm_(max_norm) of the optimizer for their norm and to clip them, "
             "step(inv_grad_scale=) to unscale them"
         )
-        self = Placeholder.empty(cls, parameter.shape, parameter.dtype, parameter.device, says)
+        self = Placeholder.empty(cls, parameter.shape, parameter.dtype, parameter.device, message)
         self.accumulate, self.clear = accumulate, clear
         return self
 
@@ -119,30 +105,29 @@ class GradientPlaceholder(Placeholder):
 
 
 class WeightPlaceholder(Placeholder):
-    """A freed weight: this rank has a flat float32 slice of it.
-
-    Attributes:
-      local: the slice, flat, in memory of the optimizer.
-      start: the index of its first element in the weight.
-      label: the name of the weight.
-      written: called after a write to the slice.
-    """
+    """A freed weight: this rank has a flat float32 slice of it, from element `start`, in memory of the optimizer."""
 
     local: Tensor
     start: int
     label: str
-    written: Callable[[], None]
+    on_write: Callable[[], None]
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype, name: str, written: Callable[[], None]
+        cls,
+        local: Tensor,
+        start: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        on_write: Callable[[], None],
     ) -> Any:
-        says = (
+        message = (
             f"ZeroOptimizer: {name} {tuple(shape)} (sharded weights) is freed between uses of its unit; call the "
             "module that owns it,\nor choose units= so that it is gathered where you need it, or read full_weights()"
         )
-        self = Placeholder.empty(cls, shape, dtype, local.device, says)
-        self.local, self.start, self.label, self.written = local.detach(), start, name, written
+        self = Placeholder.empty(cls, shape, dtype, local.device, message)
+        self.local, self.start, self.label, self.on_write = local.detach(), start, name, on_write
         return self
 
     @classmethod
@@ -152,26 +137,19 @@ class WeightPlaceholder(Placeholder):
         self = args[0] if args else None
         if isinstance(self, WeightPlaceholder):
             if func in (aten.detach.default, aten.alias.default):
-                return WeightPlaceholder(self.local, self.start, self.shape, self.dtype, self.label, self.written)
+                return WeightPlaceholder(self.local, self.start, self.shape, self.dtype, self.label, self.on_write)
             if func is aten.copy_.default:  # From load_state_dict.
                 self.local.copy_(own_part(args[1], self.shape, self.start, self.local.numel(), self.label))
-                self.written()
+                self.on_write()
                 return self
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def own_part(value: Any, shape: Sequence[int], start: int, length: int, name: str) -> Tensor:
-    """Return this rank's flat slice of a state.
+    """Return `length` elements of a state from flat index `start`: the slice of this rank.
 
-    Args:
-      value: a whole tensor, a DTensor, or a state that is already sliced in the same way.
-      shape: shape of the whole.
-      start: the index of the first element of the slice.
-      length: the number of its elements.
-      name: name of the state, for errors.
-
-    Raises:
-      ValueError: `value` has another shape, or other slices.
+    `value` is a whole tensor, a DTensor, or a state that is sliced in the same way; ValueError if shapes or slices
+    differ.
     """
     flat_start = getattr(value, "start", None)
     if flat_start is not None:
@@ -205,7 +183,6 @@ class GradientHook:
 
 
 def has_optimizer(parameter: Any) -> bool:
-    """Return True if a ZeroOptimizer trains the parameter."""
     _, hooks = hooks_of(parameter)
     return isinstance(parameter, WeightPlaceholder) or any(
         isinstance(hook, GradientHook) for hook in (hooks or {}).values()

@@ -9,10 +9,10 @@ reduced.
 
 All ranks start collectives in the same order, or they would deadlock:
 
-- Each start follows from the sequence of calls below alone: `begin_forward`, `take`, `leave`, `reduce` and so on, with
-the unit of each call, and from whether autograd records or runs. Nothing depends on time, on the completion of a
-collective, on values of tensors or on the rank. - Hooks make these calls, so ranks make the same calls if they run the
-same modules in the same order and have gradients for the same parameters. Gathering on demand would require the same.
+- Each start follows only from the calls below (`begin_forward`, `take`, `leave`, `reduce` and so on), their units, and
+  whether autograd records or runs: not from time, the completion of a collective, values of tensors or the rank.
+- Hooks make these calls, so ranks make the same calls if they run the same modules in the same order and have gradients
+  for the same parameters. Gathering on demand would require the same.
 
 A wrong prediction is therefore wrong on all ranks: all gather a unit in vain, free it, and gather the right one.
 """
@@ -60,7 +60,6 @@ class Order(Generic[T]):
 
     @property
     def is_over(self) -> bool:
-        """True if no further unit is expected in this pass."""
         return 0 <= self._at == len(self._known) - 1
 
     def begin(self) -> None:
@@ -83,18 +82,11 @@ class Order(Generic[T]):
 
 
 class Schedule:
-    """Gathers and reductions of the units of one model.
-
-    Args:
-      device: the device of the weights.
-
-    Attributes:
-      in_backward: True between the first gather of a backward pass and its end.
-    """
+    """Gathers and reductions of the units of one model."""
 
     def __init__(self, device: torch.device):
         self.flats: list[FlatBuffer] = []
-        self.in_backward = False
+        self.in_backward = False  # True between the first gather of a backward pass and its end.
         computing: set[torch.cuda.Stream] = set()
         self.reductions, self._gathers = Channel(device, computing), Channel(device, computing)
         self._device = device
@@ -106,7 +98,6 @@ class Schedule:
         self._reducing: FlatBuffer | None = None
 
     def begin_forward(self) -> None:
-        """Start a forward pass of the whole model."""
         if not autograd_runs():
             raised = self.in_backward or any(flat.in_use for flat in self.flats)
             if raised or self._ahead not in (None, self._forward.first):
@@ -224,7 +215,6 @@ class Hook:
 
 
 def watch_gradients(flat: FlatBuffer) -> None:
-    """Register hooks that move gradients away as soon as autograd has computed them."""
     for index, weight in enumerate(flat.weights):
         weight.parameter.register_post_accumulate_grad_hook(GradientHook(weakly(flat.collect_gradient, index)))
 
@@ -313,11 +303,7 @@ def watch_model(model: nn.Module, schedule: Schedule, renew: Callable[[], None])
 
 
 def check_parameters(model: nn.Module, flats: list[FlatBuffer]) -> None:
-    """Raise if parameters changed in a way that a step would ignore.
-
-    Raises:
-      RuntimeError: a parameter was replaced, moved, frozen, written or added.
-    """
+    """Raise RuntimeError if a parameter was replaced, moved, frozen, written or added: a step would ignore it."""
     ours: set[int] = set()
     for flat in flats:
         for weight in flat.weights:

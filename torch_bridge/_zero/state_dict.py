@@ -31,48 +31,41 @@ aten = torch.ops.aten
 
 
 class SlicedState(DTensor):
-    """A tensor that is sharded into flat slices, in the form of a DTensor.
+    """A tensor that is sharded into flat slices, in the form of a DTensor. This rank's slice begins at element `start`.
 
     A real DTensor is sharded along its axes. This one can be saved, loaded, gathered and copied to the CPU; other ops
-    raise.
-
-    Attributes:
-      local: the slice of this rank, flat, in memory of the optimizer.
-      start: the index of its first element in the whole tensor.
-      cuts: start and stop of the slices of all ranks.
-      label: its name, for errors.
-      written: called before a load writes to the slice.
+    raise. A load calls `on_write` before it writes to the slice.
     """
 
     local: Tensor
     start: int
-    cuts: Sequence[tuple[int, int]]
+    slices: Sequence[tuple[int, int]]
     label: str
-    written: Callable[[], None]
+    on_write: Callable[[], None]
 
     @staticmethod
     def __new__(
         cls,
         local: Tensor,
         shape: Sequence[int],
-        cuts: Sequence[tuple[int, int]],
+        slices: Sequence[tuple[int, int]],
         mesh: DeviceMesh,
         name: str,
-        written: Callable[[], None],
+        on_write: Callable[[], None],
     ) -> Any:
         size = torch.Size(shape)
         meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
         spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=meta)
         self: Any = super().__new__(cls, local, spec, requires_grad=False)
-        self.local, self.cuts, self.label, self.written = local, cuts, name, written
-        self.start = cuts[mesh.get_local_rank()][0]
+        self.local, self.slices, self.label, self.on_write = local, slices, name, on_write
+        self.start = slices[mesh.get_local_rank()][0]
         return self
 
     def __init__(self, *_: Any) -> None:
         pass
 
     def _like(self, local: Tensor) -> SlicedState:
-        return SlicedState(local, self.shape, self.cuts, self.device_mesh, self.label, lambda: None)
+        return SlicedState(local, self.shape, self.slices, self.device_mesh, self.label, lambda: None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         stop = self.start + self.local.numel()
@@ -87,7 +80,7 @@ class SlicedState(DTensor):
         self = args[0] if args else None
         if isinstance(self, SlicedState):
             if func in (aten.detach.default, aten.alias.default):
-                return SlicedState(self.local, self.shape, self.cuts, self.device_mesh, self.label, self.written)
+                return SlicedState(self.local, self.shape, self.slices, self.device_mesh, self.label, self.on_write)
             if func is aten.clone.default:
                 return self._like(self.local.clone())
             if func is aten._to_copy.default and (kwargs or {}).get("dtype", self.dtype) == self.dtype:
@@ -101,13 +94,9 @@ class SlicedState(DTensor):
         )
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """Return the whole tensor on every rank. Collective.
-
-        Args:
-          grad_placements: ignored.
-        """
+        """Return the whole tensor on every rank. Collective. `grad_placements` is ignored."""
         group = self.device_mesh.get_group()
-        lengths = [stop - start for start, stop in self.cuts]
+        lengths = [stop - start for start, stop in self.slices]
         device = torch.device(self.device_mesh.device_type)
         own = self.local if self.local.device.type == device.type else self.local.to(device)
         if own.itemsize == 1:  # FP8: not every backend gathers it.
@@ -122,7 +111,7 @@ class SlicedState(DTensor):
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """Return a placeholder that accepts a copy of the whole tensor and keeps the slice, for full state dicts."""
         placeholder: Tensor = WeightPlaceholder(
-            self.local, self.start, self.shape, self.dtype, self.label, self.written
+            self.local, self.start, self.shape, self.dtype, self.label, self.on_write
         )
         return placeholder
 
@@ -152,7 +141,7 @@ class SlicedState(DTensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """List the chunks to load. Every rank calls it in a load, also one without elements."""
-        self.written()
+        self.on_write()
         return [_chunk(box) for box in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -166,35 +155,29 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class StateDicts:
-    """Converts between slices of this rank and entries of state dicts.
+    """Converts between slices of this rank and entries of state dicts; loads of masters call `on_write`."""
 
-    Args:
-      ranks: the ranks of the optimizer.
-      device: the device of the slices.
-      written: called when masters were loaded and weights are older.
-    """
-
-    def __init__(self, ranks: Ranks, device: torch.device, written: Callable[[], None]):
-        self._ranks, self._device, self._written = ranks, device, written
+    def __init__(self, ranks: Ranks, device: torch.device, on_write: Callable[[], None]):
+        self._ranks, self._device, self._on_write = ranks, device, on_write
         self._mesh: DeviceMesh | None = None
 
     def entry(self, weight: ZeroParameter, name: str, local: Tensor, *, master: bool = False) -> Tensor:
         """Return a slice of the master, or of a state, as the state dict entry of the whole tensor."""
         local = local.detach().view(-1)
-        shape, cuts = _layout(weight, name)
+        shape, slices = _layout(weight, name)
         if self._ranks.size == 1:
             return local.view(shape)
         if self._mesh is None:
             assert isinstance(self._ranks.group, dist.ProcessGroup)
             self._mesh = DeviceMesh.from_group(self._ranks.group, self._device.type)
-        written = self._written if master else _nothing
-        made: Tensor = SlicedState(local, shape, cuts, self._mesh, f"{weight.name} ({name})", written)
-        return made
+        on_write = self._on_write if master else _nothing
+        state: Tensor = SlicedState(local, shape, slices, self._mesh, f"{weight.name} ({name})", on_write)
+        return state
 
     def local_slice(self, weight: ZeroParameter, name: str, value: Tensor) -> Tensor:
         """Return this rank's slice of a state dict entry, in the optimizer's shape: `[1, n]`, or `[n]`."""
-        shape, cuts = _layout(weight, name)
-        start, stop = cuts[self._ranks.rank]
+        shape, slices = _layout(weight, name)
+        start, stop = slices[self._ranks.rank]
         part = own_part(value, shape, start, stop - start, f"{weight.name} ({name})")
         return part.view(1, -1) if weight.master.ndim > 1 else part
 
@@ -208,25 +191,25 @@ class StateDicts:
         loading = False
 
         def put_masters(
-            held: list[tuple[str, ZeroParameter, FlatBuffer]], state_dict: dict[str, Any], prefix: str
+            weights: list[tuple[str, ZeroParameter, FlatBuffer]], state_dict: dict[str, Any], prefix: str
         ) -> None:
-            for name, weight, _ in held:
+            for name, weight, _ in weights:
                 if prefix + name in state_dict:
                     state_dict[prefix + name] = self.entry(weight, "master", weight.master, master=True)
 
         def before_load(
-            module: nn.Module, held: list[tuple[str, ZeroParameter, FlatBuffer]], metadata: dict[str, Any]
+            module: nn.Module, weights: list[tuple[str, ZeroParameter, FlatBuffer]], metadata: dict[str, Any]
         ) -> None:
             if metadata.get("assign_to_params_buffers", False):
                 raise RuntimeError(
                     f"ZeroOptimizer: load_state_dict of {type(module).__name__} with assign=True would replace its "
                     "parameters; load without assign"
                 )
-            for name, weight, _ in held:
+            for name, weight, _ in weights:
                 module._parameters[name] = weight.placeholder
 
-        def after_load(module: nn.Module, held: list[tuple[str, ZeroParameter, FlatBuffer]]) -> None:
-            for name, weight, flat in held:
+        def after_load(module: nn.Module, weights: list[tuple[str, ZeroParameter, FlatBuffer]]) -> None:
+            for name, weight, flat in weights:
                 module._parameters[name] = weight.parameter if flat.in_use else weight.visible
             if not loading:
                 publish()
@@ -240,12 +223,12 @@ class StateDicts:
             loading = False
             publish()
 
-        for module, held in owners.values():
-            module.register_state_dict_post_hook(Hook(lambda _, d, p, __, held=held: put_masters(held, d, p)))
+        for module, weights in owners.values():
+            module.register_state_dict_post_hook(Hook(lambda _, d, p, __, weights=weights: put_masters(weights, d, p)))
             module.register_load_state_dict_pre_hook(
-                Hook(lambda m, _, __, metadata, *___, held=held: before_load(m, held, metadata))
+                Hook(lambda m, _, __, metadata, *___, weights=weights: before_load(m, weights, metadata))
             )
-            module.register_load_state_dict_post_hook(Hook(lambda m, _, held=held: after_load(m, held)))
+            module.register_load_state_dict_post_hook(Hook(lambda m, _, weights=weights: after_load(m, weights)))
         model.register_load_state_dict_pre_hook(Hook(begin))
         model.register_load_state_dict_post_hook(Hook(end))
 
@@ -253,9 +236,9 @@ class StateDicts:
 def _layout(weight: ZeroParameter, name: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
     """Return the shape of a state and the slices of all ranks. No boundary splits a block of scaled states."""
     if not name.endswith("_scale_inv"):
-        return weight.shape, weight.cuts
+        return weight.shape, weight.slices
     shape = (1, -(-weight.size // BLOCK))
-    return shape, [(-(-start // BLOCK), -(-stop // BLOCK)) for start, stop in weight.cuts]
+    return shape, [(-(-start // BLOCK), -(-stop // BLOCK)) for start, stop in weight.slices]
 
 
 def _nothing() -> None:

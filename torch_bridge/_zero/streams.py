@@ -14,11 +14,8 @@ Steps = Iterator[dist.Work | None]
 class Pending:
     """A collective that may still run. Nothing that it reads or writes is freed before `wait`.
 
-    Args:
-      steps: the rest of the iterator, run by `wait`.
-      work: the running collective of a CPU backend.
-      event: on CUDA, the end of all steps.
-      computing: on CUDA, the streams that computations were seen on.
+    On CUDA `event` is the end of all steps, and `computing` are the streams that computations were seen on. A CPU
+    backend has a running collective, `work`, and `wait` runs the remaining steps.
     """
 
     def __init__(
@@ -47,9 +44,7 @@ class Pending:
 class Channel:
     """Runs steps in the order of `begin`, each after all earlier work of the current stream.
 
-    Args:
-      device: the device of the collectives.
-      computing: the streams that were current at a `begin`; channels share the set.
+    `computing` collects the streams that were current at a `begin`; channels share the set.
     """
 
     def __init__(self, device: torch.device, computing: set[torch.cuda.Stream]):

@@ -52,19 +52,12 @@ class ZeroParameter:
     """A parameter of the model, and this rank's slice of it.
 
     Attributes:
-      name: its qualified name.
       parameter: the original parameter, then the parameter that layers use.
-      owners: the modules that have it, with its name in each.
-      fmt: the format that it is gathered in; None: values of its dtype.
-      delayed: its delayed scale under `DelayedScaling`.
       first: its first byte in the buffer.
-      start: the first element of the slice of this rank.
       master: float32 values of the slice, a view of the flat master: `[1, n]`, a row for scaled states, or `[n]` for
         weights with fewer than two axes.
-      cuts: start and stop of the slices of all ranks.
-      placeholder: a placeholder with the slice of this rank.
+      slices: start and stop of the slices of all ranks.
       visible: the tensor that users see between uses: `placeholder` if weights are sharded, else the parameter.
-      grad_placeholder: the placeholder of its gradient.
       quantized: codes of the slice and scales of the whole weight; None if it is gathered as values.
       values: the slice in the dtype of the model; None if it is gathered as codes.
       address: address and dtype of visible values when they were published, to detect moves.
@@ -79,7 +72,7 @@ class ZeroParameter:
     first: int = 0
     start: int = 0
     master: nn.Parameter = field(init=False)
-    cuts: list[tuple[int, int]] = field(init=False)
+    slices: list[tuple[int, int]] = field(init=False)
     placeholder: nn.Parameter = field(init=False)
     visible: nn.Parameter = field(init=False)
     grad_placeholder: GradientPlaceholder = field(init=False)
@@ -167,7 +160,6 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
 def units_of(
     model: nn.Module, weights: Sequence[ZeroParameter], units: Sequence[nn.Module] | None
 ) -> list[tuple[nn.Module, list[ZeroParameter]]]:
-    """Return the units, in the order of the model, each with the weights that it gathers."""
     modules = list(model.modules())
     # Forward hooks of a module that is never called never run: the module that uses its weight is the unit.
     users = {id(m): user for user in modules if isinstance(user, _CALL_NO_CHILD) for m in user.modules()}
@@ -175,9 +167,9 @@ def units_of(
         # A compiled module replaces the module inside, so that hooks stay outside of the compiled graph.
         compiled = {id(m._modules["_orig_mod"]): m for m in modules if "_orig_mod" in m._modules}
         owners = (users.get(id(module), module) for weight in weights for module, _ in weight.owners)
-        asked = {id(compiled.get(id(module), module)) for module in owners}
+        unit_ids = {id(compiled.get(id(module), module)) for module in owners}
     else:
-        asked = {id(module) for module in (*units, model)}
+        unit_ids = {id(module) for module in (*units, model)}
         if strays := [type(unit).__name__ for unit in units if not any(unit is module for module in modules)]:
             raise ValueError(f"ZeroOptimizer: units ({strays[0]}) is not a module of the model; pass submodules of it")
         for unit in units:
@@ -186,7 +178,7 @@ def units_of(
                     f"ZeroOptimizer: units ({type(unit).__name__}) is in a {type(user).__name__}, which reads its "
                     "weight without calling it; pass that module, or one that contains it"
                 )
-    chosen = [module for module in modules if id(module) in asked]
+    chosen = [module for module in modules if id(module) in unit_ids]
     innermost: dict[int, nn.Module] = {}
     for unit in chosen:  # Outer modules come first, so the innermost unit wins.
         innermost.update({id(module): unit for module in unit.modules()})
