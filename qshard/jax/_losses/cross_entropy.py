@@ -93,7 +93,6 @@ class RowLoss:
     """Static options of the losses of rows.
 
     Attributes:
-      rule: the options of the loss.
       classes: classes on all devices, without padding.
       names: in `shard_map`, the mesh axes over which classes are sharded.
       columns: columns of logits on all devices, with padding.
@@ -122,15 +121,10 @@ class RowLoss:
     def gradient(
         self, held: RowSharding, logits: jax.Array, labels: jax.Array, lse: jax.Array, grad: jax.Array, op: Any = None
     ) -> jax.Array:
-        """Compute the gradient of logits.
+        """Compute the gradient of the local logits, `[*rows, classes]`.
 
-        Args:
-          held: the sharding of rows and classes.
-          logits: the local logits, `[*rows, classes]`.
-          labels: int32 `[*rows]`.
-          lse: float32 `[*rows]`, from `losses`.
-          grad: the gradient of each loss, float32 `[*rows]`.
-          op: another primitive to use for `cross_entropy_grad`.
+        `lse` is a result of `losses`, and `grad` the gradient of each loss, both float32 `[*rows]`. `op` replaces the
+        primitive `cross_entropy_grad`.
         """
         of_own, options = self._local_labels(held, logits, labels)
         options |= {"classes": self.classes, "first": 0}
@@ -271,7 +265,7 @@ def _mask(logits: jax.Array, valid: jax.Array) -> jax.Array:
 
 
 def _is_known(labels: Any) -> bool:
-    """Whether the host has all labels, the same on all processes."""
+    """True if the host has all labels, the same on all processes."""
     if isinstance(labels, jax.core.Tracer):
         return False
     if isinstance(labels, jax.Array):

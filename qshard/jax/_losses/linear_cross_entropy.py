@@ -128,7 +128,7 @@ class Head:
       reduction: "mean", "sum" or "none".
       chunk: rows per chunk; None: the default.
       w_dtype: dtype of the gradient of w.
-      recipe: the recipe; None: products are not quantized.
+      recipe: None: products are not quantized.
     """
 
     of: RowLoss
@@ -170,19 +170,10 @@ class Head:
         lse: jax.Array | None = None,
         seed: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
-        """Compute losses and the gradients of x and w.
+        """Compute losses and the gradients of x and w, the latter in float32.
 
-        Args:
-          held: the sharding of rows and classes.
-          x: the local x, `[*rows, K]`.
-          w: the local w, `[classes, K]`.
-          labels: int32 `[*rows]`.
-          grad: the gradient of each loss, float32 `[*rows]`.
-          lse: float32 `[*rows]`, from `losses`; None: compute it, and the losses.
-          seed: the seed of stochastic rounding.
-
-        Returns:
-          The losses, which are zeros if `lse` is given; the gradient of x; the gradient of w, in float32.
+        `lse` is float32 `[*rows]`, from `losses`. If it is passed, losses are not computed, and are zeros; None
+        computes both.
         """
         in_place = functools.partial(_grad_in_place(), **({"cuttable": False} if held.own else {}))
         flat, shape = labels.shape, x.shape

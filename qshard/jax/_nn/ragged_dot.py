@@ -45,15 +45,7 @@ from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, che
 
 @dataclass(frozen=True, kw_only=True)
 class _Config:
-    """Static options of a call.
-
-    Attributes:
-      recipe: the recipe.
-      sharding: the sharding of the weight of one expert.
-      axes: mesh axes over which the rows of an expert are sharded.
-      learns: whether the weights have a gradient.
-      reshard_after_forward: whether backward gathers the weights again.
-    """
+    """Static options of a call. `axes` shard the rows of an expert, and `sharding` describes one expert's weight."""
 
     recipe: Recipe
     sharding: WeightSharding
@@ -74,11 +66,7 @@ class _NonDifferentiable(NamedTuple):
 class _Residuals(NamedTuple):
     """The values saved for backward. Planes have tiles or experts as their first axis.
 
-    Attributes:
-      x: the planes of x that dw reads.
-      w: the plane of the weights that dx reads, or the local codes to gather it from.
-      given: the arguments without gradients.
-      amaxes: of x and w, for the cotangent of the state under delayed scaling.
+    Fields as in `linear_vjp.Residuals`.
     """
 
     x: QuantizedArray
@@ -358,7 +346,6 @@ _ragged_product.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
 def _quantize_rows(
     config: _Config, x: jax.Array, given: _NonDifferentiable, role: Role, usage: Usage, tiles: Tiles
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """Quantize the tiles of x or dy."""
     operand = OperandSpec.of(config.recipe, role, usage)
     return quantize_tiles(x, operand, tiles, axes=config.axes, seeds=given.seeds, scales=_scales(given, role))
 

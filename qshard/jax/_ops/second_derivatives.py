@@ -52,10 +52,8 @@ def of_op(primitive: str) -> Exception:
 def rules_of_product(op: str | None, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> tuple[Any, Any]:
     """Return the rules `fwd(config, x, ..)` and `bwd(config, kept, dy)`, wrapped to raise at second derivatives.
 
-    Args:
-      op: the public function, for errors. None: `config.op`.
-      fwd: the forward rule. It saves codes for `bwd` but no operand, or the program would hold a second copy of it.
-      bwd: the backward rule.
+    `op` is for errors; None: `config.op`. `fwd` saves codes for `bwd` but no operand, or the program would hold a
+    second copy of it.
     """
 
     def checked_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:

@@ -26,7 +26,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def is_staged(tree: Any) -> bool:
-    """Whether operations on the arrays of `tree` become part of a program, as under `jit`. Eager gradients do not.
+    """True if operations on the arrays of `tree` become part of a program, as under `jit`. Eager gradients do not.
 
     >>> is_staged(jnp.ones(2)), jax.jit(lambda x: jnp.full((), is_staged(x)))(1.0)
     (False, Array(True, dtype=bool))

@@ -109,7 +109,6 @@ class RowFunction(Protocol):
     """A function of rows. Functions that compute the same are equal.
 
     Attributes:
-      op: the public function, for errors.
       is_cut: whether XLA can partition the function along rows without a custom rule, as it does ops.
       takes: the forms of the operands. The first operand has rows.
       gives: the forms of the results.
@@ -130,13 +129,8 @@ def on_devices(
 ) -> tuple[jax.Array, ...]:
     """Run a row function on the rows and classes that each device has.
 
-    The rules of gradients call it. Differentiating it raises.
-
-    Args:
-      function: the row function.
-      classes: in `shard_map`, the mesh axes that shard classes.
-      operands: arrays as the caller has them.
-      spreads: False: leave partitioning, and any gathers, to XLA.
+    The rules of gradients call it. Differentiating it raises. `classes` are the mesh axes of `shard_map` that shard
+    classes. `spreads=False` leaves partitioning, and any gathers, to XLA.
     """
 
     @jax.custom_jvp
@@ -290,15 +284,8 @@ def _row_sharding(
 ) -> RowSharding:
     """Choose the mesh axes that shard rows and classes.
 
-    Mesh axes that shard rows of the operands stay. Mesh axes that shard classes stay, unless they shard rows too.
-
-    Args:
-      function: the row function.
-      mesh: the size of each mesh axis.
-      shapes: the shapes of the operands.
-      specs: the shardings of the operands.
-      wanted: the requested sharding of a "classes K" result.
-      used: mesh axes that shard something else already.
+    Mesh axes that shard rows of the operands stay. Mesh axes that shard classes stay, unless they shard rows too, or
+    are in `used` because they shard something else already. `wanted` is the requested sharding of a "classes K" result.
     """
     entries = [(*spec, *[None] * (len(s) - len(spec))) for spec, s in zip(specs, shapes, strict=True)]
     count = len(shapes[0]) - len(function.takes[0].split()) + 1
