@@ -91,8 +91,8 @@ build/titan: requirements/titan.txt | $(PY)
 	$(INSTALL) --no-deps --upgrade --target $@ -r $<
 	touch $@
 
-notebooks: $(STAMP)test $(STAMP)notebooks $(STAMP)package  ## execute the notebooks
-	$(BIN)/pytest -W default --nbmake notebooks  # warnings come from the notebook tools
+notebooks: $(STAMP)test $(STAMP)notebooks $(STAMP)package  ## execute the notebooks and compare their outputs; WRITE=1 stores them
+	$(PY) -P tests/notebooks.py $(if $(WRITE),--write)
 
 # -P: import the package as installed, and read the sources that it was built from.
 docs: $(STAMP)docs $(STAMP)test $(STAMP)package tree  ## build the documentation site into build/docs, and run the code in its pages
@@ -115,7 +115,7 @@ bench: $(BENCH_NEEDS)  ## run every benchmarks/bench_*.py, then make report
 	failed=; for script in $(sort $(wildcard benchmarks/bench_*.py)); do $(PY) $$script || failed="$$failed $$script"; done; \
 	    $(PY) benchmarks/report.py && if test "$$failed"; then echo "failed:$$failed" >&2; exit 1; fi
 
-report:  ## write RESULTS.md, and the numbers in README.md, from the rows in benchmarks/results
+report:  ## write docs/results.md, and the numbers in README.md, from the rows in benchmarks/results
 	$(PYTHON) benchmarks/report.py
 
 # The import checker runs under -S: the editable install's hook would point it to ./qshard, which lacks torch_bridge.

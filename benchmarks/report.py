@@ -1,4 +1,4 @@
-"""Writes RESULTS.md, and the numbers in README.md, from the rows in `results/`.
+"""Writes docs/results.md, and the numbers in README.md, from the rows in `results/`.
 
 In README.md it replaces the text between `<!-- rows: NAME -->` and `<!-- end -->`. A table without rows stays as it is.
 
@@ -37,9 +37,10 @@ JUDGED = (
 """Files with targets in `TARGETS`."""
 HEAD = """# Results
 
-Every row of `benchmarks/results`, by `python benchmarks/report.py`: edit nothing here. `benchmarks/gpu_timing.py` says
-how GPUs are timed, each `bench_*.py` what its rows are, `benchmarks/targets.py` what they are to reach. Only ratios
-within one table count.
+For people who compare speeds: every row of `benchmarks/results`, the newest subject first. The script
+`benchmarks/report.py` writes this page, so edit nothing here. Ratios count within one table only.
+`benchmarks/gpu_timing.py` says how GPUs are timed, each `bench_*.py` what its rows are, and `benchmarks/targets.py` the
+goals, which were set before the first measurement.
 """
 
 
@@ -174,17 +175,22 @@ def training_verdict(row: Row) -> str:
 
 
 def targets(tables: Tables) -> str:
-    """Build a table of targets with their comparison and how many of their rows meet them."""
+    """Build a table of targets with their comparison, how many rows meet them, and which rows miss them."""
     verdicts: dict[tuple[str, str], list[bool]] = {(target.name, target.beside): [] for target in TARGETS}
     for name in JUDGED:
         for target, _, value in judge(name, tables):
             verdicts[target.name, target.beside].append(target.met(value))
-    lines = [[*key, f"{sum(met)} of {len(met)}" if met else "not measured"] for key, met in verdicts.items()]
-    return table(["target", "beside; of GPUs, on an H200", "rows that meet it"], lines)
+    found = missed(tables)
+    lines = [
+        [*key, f"{sum(met)} of {len(met)}" if met else "not measured", ", ".join(found.pop(key[0], ()))]
+        for key, met in verdicts.items()
+    ]
+    lines += [[target, "", "", ", ".join(rows)] for target, rows in found.items()]
+    return table(["target", "compared with; for GPUs, on an H200", "rows that meet it", "rows that miss it"], lines)
 
 
-def missed(tables: Tables) -> list[str]:
-    """Return a line for each target that some row misses, with those rows."""
+def missed(tables: Tables) -> dict[str, list[str]]:
+    """Return the rows that miss a target, by target."""
     found: dict[str, list[str]] = {}
     for name in JUDGED:
         for target, row, value in judge(name, tables):
@@ -204,29 +210,27 @@ def missed(tables: Tables) -> list[str]:
                 bound = training_bound(row["recipe"])
                 where = f"a validation loss at most {bound:g} % above that of bf16"
                 found.setdefault(where, []).append(f"{row['framework']} {row['recipe']} {row['percent_to_bf16']} %")
-    return [f"- {target}: {', '.join(rows)}" for target, rows in found.items()]
+    return found
 
 
 def results(tables: Tables) -> str:
-    parts = [
-        HEAD,
-        "## Targets\n\n" + targets(tables) + "\n",
-        "## Targets missed\n\n" + ("\n".join(missed(tables)) or "None.") + "\n",
-    ]
-    parts += [gpu_section(name, tables) for name in GPU_SECTIONS if name in tables]
+    """Build the page: the targets, then one section a subject, the newest first."""
+    sections = [(name, gpu_section(name, tables)) for name in GPU_SECTIONS if name in tables]
     if "cross_entropy" in tables:
-        parts.append(cross_entropy_section(tables))
+        sections.append(("cross_entropy", cross_entropy_section(tables)))
     if "host" in tables:
-        parts.append(host_section(tables))
+        sections.append(("host", host_section(tables)))
     if "gpu_gemm" in tables:
-        parts.append(gemm_section(tables["gpu_gemm"]))
-    parts += [cpu_section(rows) for name, rows in tables.items() if name.startswith("cpu_kernels")]
+        sections.append(("gpu_gemm", gemm_section(tables["gpu_gemm"])))
+    sections += [(name, section(tables)) for name, section in STEP_SECTIONS.items() if name in tables]
+    trainings = [name for name in ("training_jax", "training_torch") if name in tables]
+    if trainings:
+        sections.append((trainings[0], training_section(tables)))
+    sections += [(name, cpu_section(rows)) for name, rows in tables.items() if name.startswith("cpu_kernels")]
     if "numerics" in tables:
-        parts.append(numerics_section(tables))
-    parts += [section(tables) for name, section in STEP_SECTIONS.items() if name in tables]
-    if "training_jax" in tables or "training_torch" in tables:
-        parts.append(training_section(tables))
-    return "\n".join(parts)
+        sections.append(("numerics", numerics_section(tables)))
+    newest_first = sorted(sections, key=lambda section: max(row["date"] for row in tables[section[0]]), reverse=True)
+    return "\n".join([HEAD, "## Targets\n\n" + targets(tables) + "\n", *(text for _, text in newest_first)])
 
 
 def threads(rows: Rows) -> str:
@@ -252,9 +256,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     tables = read()
-    paths = {name: ROOT / name for name in ("RESULTS.md", "README.md")}
+    paths = {name: ROOT / name for name in ("docs/results.md", "README.md")}
     texts = {name: path.read_text() if path.exists() else "" for name, path in paths.items()}
-    wanted = {"RESULTS.md": results(tables), "README.md": readme(texts["README.md"], tables)}
+    wanted = {"docs/results.md": results(tables), "README.md": readme(texts["README.md"], tables)}
     stale = [name for name in paths if texts[name] != wanted[name]]
     if options.check and stale:
         raise SystemExit(f"report: {', '.join(stale)} differ from the rows; run python benchmarks/report.py")

@@ -1,4 +1,4 @@
-"""Sections of RESULTS.md about training steps."""
+"""Sections of docs/results.md about training steps."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ def tensor_parallel_jax_section(tables: Tables) -> str:
 def tensor_parallel_section(tables: Tables) -> str:
     rows = tables["tensor_parallel"]
     text = (
-        f"{rows[0]['layers']} blocks of width 8192, forward and backward, cut over {rows[0]['ranks']} GPUs; "
-        "`bench_tensor_parallel.py` says what a kind is. A step by itself, and one of many. Percent are those of bf16."
+        f"{rows[0]['layers']} blocks of width 8192, forward and backward, sharded over {rows[0]['ranks']} GPUs; "
+        "`bench_tensor_parallel.py` says what a kind is. A single step, and back-to-back steps, in percent of bf16."
     )
-    header = ["kind", "ms", "% of bf16", "ms, one of many", "% of bf16", "peak GiB", "% of bf16"]
+    header = ["kind", "ms", "% of bf16", "ms, back to back", "% of bf16", "peak GiB", "% of bf16"]
     return f"## Tensor parallelism in PyTorch\n\n{origin(rows)} {text}\n\n{table(header, step_torch_lines(rows))}\n"
 
 
@@ -120,11 +120,11 @@ def step_torch_section(tables: Tables) -> str:
     rows = tables["step_torch"]
     text = (
         f"A step of a 2.0 B model on {rows[0]['ranks']} GPUs under FSDP2, that of `step_torch.py`; "
-        "`bench_step_torch.py` says what a kind is. A step by itself, and one of many that follow each other. Percent "
-        "are those of bf16, eager. The first step compiles."
+        "`bench_step_torch.py` says what a kind is. A single step, and back-to-back steps. Percent are those of bf16, "
+        "eager. The first step compiles."
     )
     first = [[*line, row["first_s"]] for line, row in zip(step_torch_lines(rows), rows, strict=True)]
-    header = ["kind", "ms", "% of bf16", "ms, one of many", "% of bf16", "peak GiB", "% of bf16", "first step, s"]
+    header = ["kind", "ms", "% of bf16", "ms, back to back", "% of bf16", "peak GiB", "% of bf16", "first step, s"]
     return f"## A step in PyTorch\n\n{origin(rows)} {text}\n\n{table(header, first)}\n"
 
 

@@ -129,7 +129,7 @@ class OpSpec(_ffi.Row):
     (((4, 2), 'float32'),)
     >>> spec.results([(4, 65)], ["float32"], {"run": 32})
     Traceback (most recent call last):
-    ValueError: rowsum: x (4, 65) has an axis of 65, which is not a whole number of run=32; pad or shard it to one
+    ValueError: rowsum: x (4, 65) has an axis of 65, not a multiple of run=32; pad it, or shard it on block boundaries
     """
 
     def __init__(self, name: str, operands: str, attributes: str = ""):

@@ -285,7 +285,7 @@ def as_recipe(value: Any, op: str, name: str = "recipe") -> Recipe:
     True
     >>> as_recipe(MXFP8, "convert")
     Traceback (most recent call last):
-    TypeError: convert: recipe (the class MXFP8) is not a recipe yet; write MXFP8()
+    TypeError: convert: recipe (the class MXFP8) is not an instance; pass MXFP8()
     """
     if isinstance(value, Recipe):
         return value
@@ -317,7 +317,7 @@ def as_delayed(value: Any, op: str) -> DelayedScaling:
 
     >>> as_delayed("CurrentScaling", "init_delayed")
     Traceback (most recent call last):
-    TypeError: init_delayed: recipe (CurrentScaling) is not DelayedScaling, the one that keeps state; pass that
+    TypeError: init_delayed: recipe (CurrentScaling) has no scaling state; pass DelayedScaling, the only recipe with one
     """
     recipe = as_recipe(value, op)
     if not isinstance(recipe, DelayedScaling):

@@ -1,4 +1,4 @@
-"""The page of ops: the rows of `ffi/ops.def`, as the extension has them, and the comments on rows and on bodies."""
+"""The page of ops, from the rows and comments of `ffi/ops.def` and the comments above op bodies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
 FIRST_GROUP = "Tensors"
-"""Of ops.def's first group, whose comment is the notation of all."""
+"""Title of the first group of ops.def, whose comment explains the notation instead."""
 
 
 class Group(NamedTuple):
-    """Rows of ops.def that follow one comment."""
+    """Consecutive rows of ops.def under one comment."""
 
     title: str
     text: str
@@ -20,7 +20,7 @@ class Group(NamedTuple):
 
 
 def groups() -> tuple[list[str], list[Group]]:
-    """The lines of ops.def's first comment, and its groups: a comment and the rows up to the next."""
+    """Return the lines of the first comment of ops.def, and its groups of rows."""
     text = (REPOSITORY / "ffi" / "ops.def").read_text()
     notation, *rest = re.split(r"\n(?=QSHARD_OP\()", text, maxsplit=1)
     found: list[Group] = [Group(FIRST_GROUP, "", [])]
@@ -33,14 +33,14 @@ def groups() -> tuple[list[str], list[Group]]:
 
 
 def prose(comment: str) -> str:
-    """A comment of C++ as a paragraph, in which arithmetic is no markup."""
+    """Turn a C++ comment into a paragraph of Markdown, with the symbols of arithmetic escaped."""
     text = " ".join(line.removeprefix("//").strip() for line in comment.splitlines()).strip()
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(part if part.startswith("`") else re.sub(r"([*_<\[\]|])", r"\\\1", part) for part in parts)
 
 
 def bodies() -> dict[str, str]:
-    """What each op does: the comment above its body, or above the first of the bodies that stand together."""
+    """Return the description of each op: the comment above its body, or above the first of adjacent bodies."""
     found: dict[str, str] = {}
     for path in sorted((REPOSITORY / "ffi" / "ops").rglob("*.cc")):
         comment, together = "", False
@@ -58,7 +58,7 @@ def bodies() -> dict[str, str]:
 
 
 def page() -> str:
-    """The page: the notation, all ops at a glance, then each."""
+    """Return the page: a table of all ops, the notation, then each op."""
     from qshard import _ffi
 
     rows = {name: (operands, attributes) for name, operands, attributes in _ffi.ops()}
@@ -84,7 +84,7 @@ def page() -> str:
 
 
 def at_a_glance(each: list[Group], rows: dict[str, tuple[str, str]]) -> list[str]:
-    lines = ["| | op | takes | gives |", "| --- | --- | --- | --- |"]
+    lines = ["| | op | takes | returns |", "| --- | --- | --- | --- |"]
     for group in each:
         for place, op in enumerate(group.ops):
             takes, gives = ([name for name, _ in side] for side in sides(rows[op][0]))
@@ -94,7 +94,7 @@ def at_a_glance(each: list[Group], rows: dict[str, tuple[str, str]]) -> list[str
 
 
 def notation_of(comment: list[str]) -> list[str]:
-    """The first comment of ops.def, of which a line that opens with a word and a colon begins a paragraph."""
+    """Return the first comment of ops.def as paragraphs. A line that begins with a term starts a new one."""
     lines: list[str] = []
     for line in comment:
         text = line.removeprefix("//").strip()
@@ -108,13 +108,13 @@ def notation_of(comment: list[str]) -> list[str]:
 
 
 def sides(operands: str) -> list[list[tuple[str, str]]]:
-    """Operands and results of a row, each as its name and the rest, which is its dtype and axes."""
+    """Split a row into operands and results, each a name and its dtype with axes."""
     return [[tuple(part.strip().partition(": ")[::2]) for part in side.split(",")] for side in operands.split("->")]
 
 
 def table_of(operands: str, attributes: str) -> list[str]:
     lines = ["| | name | is |", "| --- | --- | --- |"]
-    for title, side in zip(("takes", "gives"), sides(operands), strict=True):
+    for title, side in zip(("takes", "returns"), sides(operands), strict=True):
         for place, (name, what) in enumerate(side):
             lines.append(f"| {'' if place else title} | {code(name)} | {code(what) if what else 'changed in place'} |")
     for place, attribute in enumerate(filter(None, attributes.split(", "))):
@@ -124,7 +124,7 @@ def table_of(operands: str, attributes: str) -> list[str]:
 
 
 def code(text: str) -> str:
-    """Code in a cell of a table, where a bar must not end the cell."""
+    """Write code in a table cell, with bars escaped."""
     return (
         "<code>"
         + text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("*", "&#42;")

@@ -1,6 +1,6 @@
-"""Pictures of formats, drawn of `qshard.formats`, `qshard.layout` and `qshard.reference`: no rule is written again.
+"""SVG pictures of formats, computed from `qshard.formats`, `qshard.layout` and `qshard.reference`.
 
-`<!-- picture: NAME ARGUMENTS -->` in a page of docs/ is where the picture goes that the function NAME draws.
+The comment `<!-- picture: NAME ARGUMENTS -->` in a page is replaced by the picture of the function NAME.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from qshard.layout import PlaneLayout, plane
 _PLACE = re.compile(r"^<!-- picture: (\w+) ?(.*?) -->$", re.MULTILINE)
 
 BIT = 26
-"""Pixels of the side of a bit."""
+"""Side of a bit, in pixels."""
 BYTE = 8
 MATRIX = 132
-"""Pixels of the longer side of a matrix."""
+"""Longer side of a matrix, in pixels."""
 CELL = 14
-"""Pixels of the side of a scale."""
+"""Side of a scale, in pixels."""
 SHOWN = 8
-"""How many blocks of an axis are drawn; of more, all but those in the middle."""
+"""Blocks of an axis that are drawn. Of more blocks, those in the middle are left out."""
 BLOCKS = (2, 3)
-"""How many blocks of the longer side of a block a matrix has each way: unequal, so that a transpose shows."""
+"""Rows and columns of a drawn matrix, in longer sides of a block. They differ, so that a transpose is visible."""
 WIDTH = 720
 
 
-def drawn(markdown: str) -> str:
-    """A page with its pictures.
+def draw_pictures(markdown: str) -> str:
+    """Replace the picture comments of a page by pictures.
 
     Raises:
-      KeyError: there is no picture of that name.
+      KeyError: a name is unknown.
     """
     return _PLACE.sub(lambda place: PICTURES[place[1]](*place[2].split()), markdown)
 
 
-# --- what SVG is written with ---
+# --- SVG ---
 
 
 def rect(x: float, y: float, width: float, height: float, kind: str) -> str:
@@ -57,7 +57,7 @@ def text(x: float, y: float, words: str, kind: str = "") -> str:
 
 
 def figure(name: str, caption: str, height: float, parts: list[str]) -> str:
-    """A picture as a block of HTML, without an empty line, which would end it."""
+    """Wrap SVG parts in one HTML block, without an empty line, which would end the block."""
     picture = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(caption)}">{"".join(parts)}</svg>'
     return f'<figure class="picture" id="picture-{name}">{picture}<figcaption>{escape(caption)}</figcaption></figure>'
 
@@ -66,19 +66,19 @@ def figure(name: str, caption: str, height: float, parts: list[str]) -> str:
 
 
 def numbers(element: ElementFormat) -> list[float]:
-    """The positive finite numbers of an element, in order."""
+    """Return the positive finite numbers of an element, in order."""
     codes = np.arange(element.max_code + 1, dtype=np.uint8)
     return sorted(float(value) for value in reference.decode(codes, element) if 0 < value < math.inf)
 
 
 def fields(element: ElementFormat) -> list[str]:
-    """What the bits of a code are, from the high one down."""
+    """Return the field of each bit of a code, from the high bit down."""
     sign = ["sign"] * element.signed
     return [*sign, *["exponent"] * element.exponent_bits, *["mantissa"] * element.mantissa_bits]
 
 
 def byte_of(element: ElementFormat) -> list[str]:
-    """What the bits of a byte are, from the high one down: of two codes, the one with the even index is low."""
+    """Return the field of each bit of a byte, from the high bit down. The code with the even index is low."""
     bits = fields(element) * element.codes_per_byte
     return ["unused"] * (BYTE - len(bits)) + bits
 
@@ -89,7 +89,7 @@ def power(value: float) -> str:
 
 
 def elements() -> str:
-    """The bits of a byte for each element, and the range of its numbers."""
+    """Draw the bits of a byte of each element, with the range of its numbers."""
     parts, y = [], 24
     for place, kind in enumerate(("sign", "exponent", "mantissa", "unused")):
         parts += [rect(190 + 120 * place, y - 14, 16, 16, kind), text(212 + 120 * place, y, kind)]
@@ -113,7 +113,7 @@ def elements() -> str:
 
 
 def values() -> str:
-    """Where the positive numbers of elements lie, on a scale of powers of two."""
+    """Draw the positive numbers of each element on a scale of powers of two."""
     shown = [element for element in ELEMENTS.values() if element is not E8M0]
     low = math.floor(min(math.log2(numbers(element)[0]) for element in shown))
     high = math.ceil(max(math.log2(numbers(element)[-1]) for element in shown))
@@ -134,7 +134,7 @@ def values() -> str:
 
 
 def spans(count: int, length: float) -> list[tuple[float, float]]:
-    """Where the blocks along an axis begin and end: all of them, or, of many, the first ones and the last."""
+    """Return the begin and end of blocks along an axis: of all, or of many blocks the first ones and the last."""
     if count <= SHOWN:
         return [(length / count * i, length / count * (i + 1)) for i in range(count)]
     size = length / SHOWN
@@ -142,7 +142,7 @@ def spans(count: int, length: float) -> list[tuple[float, float]]:
 
 
 def grid(x: float, y: float, rows: list[tuple[float, float]], cols: list[tuple[float, float]], kind: str) -> list[str]:
-    """Blocks as rectangles, the first one filled; where some are left out the background shows."""
+    """Draw blocks as rectangles, the first one filled. Three dots stand for blocks that are left out."""
     parts = [rect(x, y, cols[-1][1], rows[-1][1], f"{kind} open")]
     for row, (top, bottom) in enumerate(rows):
         for col, (left, right) in enumerate(cols):
@@ -171,10 +171,10 @@ def bytes_of(where: PlaneLayout, fmt: Format) -> int:
 
 
 def panel(x: float, fmt: Format, where: PlaneLayout) -> list[str]:
-    """A plane: codes on the left, in which the first block shows, and scales on the right, with that of this block."""
+    """Draw a plane: codes on the left and scales on the right, with the first block and its scale filled."""
     rows, cols = where.shape[::-1] if where.transposed else where.shape
     side = MATRIX / max(rows, cols)
-    # One scale is a grid of one block.
+    # One scale is drawn as a grid of one block.
     scales = where.scale_shape if where.scale_shape else (1, 1)
     assert len(scales) == 2
     title = str(where.usage.name).lower()
@@ -187,7 +187,7 @@ def panel(x: float, fmt: Format, where: PlaneLayout) -> list[str]:
     parts.append(text(left + width / 2, top - 8, f"{across} = {cols}", "small middle"))
     parts += [text(x, top + height / 2, down, "small"), text(x, top + height / 2 + 12, str(rows), "small")]
     beside = left + width + 22
-    # A scale is as high, or as wide, as its block is drawn, where there are many; else a small square.
+    # If there are many scales, each is as high or as wide as its block; otherwise it is a small square.
     many = [height if scales[0] > SHOWN else scales[0] * CELL, width if scales[1] > SHOWN else scales[1] * CELL]
     parts += grid(beside, top, spans(scales[0], many[0]), spans(scales[1], many[1]), "scales")
     if where.global_scale_shape is not None:
@@ -210,7 +210,7 @@ def panel(x: float, fmt: Format, where: PlaneLayout) -> list[str]:
 
 
 def planes(name: str) -> str:
-    """Both planes of a format: the codes, a block of them, and where the scale of that block lies."""
+    """Draw both planes of a format, with one block and its scale filled."""
     fmt = FORMATS[name]
     shape = shape_of(fmt)
     parts = []
@@ -221,11 +221,11 @@ def planes(name: str) -> str:
     return figure(f"planes-{name}", caption, 42 + MATRIX + 18 + 16 * 4, parts)
 
 
-# --- cuts ---
+# --- shards ---
 
 
 def cuts(name: str, rows: str, cols: str, ranks: str) -> str:
-    """A weight whose rows are cut over ranks as FSDP2 cuts them, and the blocks that the cuts run through."""
+    """Draw a weight, its shards under FSDP2, and the blocks that shard boundaries split."""
     fmt, height, width, count = FORMATS[name], int(rows), int(cols), int(ranks)
     assert fmt.block is not None
     block_rows, block_cols = fmt.block

@@ -44,8 +44,8 @@ XLA_FFI_Handler* HandlerOf(nb::str op, const DLDevice& device) {
   if (handlers.size() > 0)
     throw nb::value_error(("call: no op " + std::string(op.c_str())).c_str());
   PyErr_Format(PyExc_NotImplementedError,
-               "%U: device (cuda:%d) is not one that this build of qshard has kernels for; "
-               "build it where nvcc is found, or move the tensors to the CPU",
+               "%U: this build of qshard has no kernels for device (cuda:%d); "
+               "install a build with CUDA, or move the tensors to the CPU",
                op.ptr(), device.device_id);
   nb::raise_python_error();
 }

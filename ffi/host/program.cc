@@ -97,7 +97,7 @@ Program::Program(const std::string& platform, size_t inputs, nb::list makers, nb
 }
 
 nb::object Program::Run(nb::args inputs) const {
-  if (inputs.size() != inputs_) throw nb::value_error("Program: got another number of inputs");
+  if (inputs.size() != inputs_) throw nb::value_error("Program: the number of inputs differs");
   const size_t count = inputs_ + makers_.size();
   Common common;
   SmallArray<nb::object> objects(count), owners(count);  // keep tensors alive for the call
@@ -124,7 +124,7 @@ nb::object Program::Run(nb::args inputs) const {
            (slot.source < static_cast<int64_t>(inputs_) ? slot.offset == 0 && slot.bytes == there
                                                         : slot.offset <= there - slot.bytes);
     if (!fits || (source.dtype != slot.dtype && source.dtype != XLA_FFI_DataType_U8))
-      throw nb::value_error("Program: a tensor is not what the program was made for");
+      throw nb::value_error("Program: a tensor does not match the program");
     slots[i] = {XLA_FFI_Buffer_STRUCT_SIZE,
                 nullptr,
                 slot.dtype,

@@ -161,7 +161,7 @@ void Run(const Common& common, const Step* steps, size_t count) {
   if (device.device_type == kDLCUDA) {
     const DLPackExchangeAPI* api = FrameworkOf(Py_TYPE(common.any.ptr())).api;
     if (api == nullptr || api->current_work_stream == nullptr)
-      throw nb::type_error("call: CUDA tensors of this framework do not tell their stream");
+      throw nb::type_error("call: CUDA tensors of this framework do not give their stream");
     if (api->current_work_stream(device.device_type, device.device_id, &context.stream) != 0)
       nb::raise_python_error();
   } else if (common.numbers > kShared && get_num_threads != nullptr) {

@@ -121,7 +121,7 @@ void CheckNotNegated(PyCFunction is_neg, nb::handle object, const Use& use, size
   if (negated.ptr() == Py_True)
     throw nb::value_error(
         (Name(object, use, index) +
-         " is a negated view, whose memory has other signs; call .resolve_neg() on it")
+         " is a negated view, whose memory has the opposite signs; call .resolve_neg() on it")
             .c_str());
 }
 
@@ -187,10 +187,9 @@ nb::object Import(nb::handle object, const Use& use, size_t index, Tensor& tenso
   }
   // JAX arrays are immutable and may share memory.
   if (use.writable && IsOf("jax", object))
-    throw nb::type_error(
-        (Name(object, use, index) +
-         " is an array of JAX, which may not be written; call the op in qshard.jax.ops")
-            .c_str());
+    throw nb::type_error((Name(object, use, index) +
+                          " is a JAX array, which cannot be written; call the op in qshard.jax.ops")
+                             .c_str());
   const auto import = [&](nb::handle array) {
     return use.writable ? ImportSlow<>(array, use, index, tensor)
                         : ImportSlow<nb::ro>(array, use, index, tensor);

@@ -56,11 +56,12 @@ Error KindsOf(const Call<Platform>& call, AdamKinds* kinds) {
   kinds->grad = KindOf(NameOf(call.arg(kGrad).dtype), kTypes);
   kinds->param = kernels::kAdamFloat32;
   if (call.has_arg(kParam)) kinds->param = KindOf(NameOf(call.arg(kParam).dtype), kTypes);
-  QSHARD_REQUIRE(!kinds->update || kinds->low != AdamLow::kRemainder, call.op(),
-                 ": update is not for parameters with a remainder, which must change as one");
+  QSHARD_REQUIRE(
+      !kinds->update || kinds->low != AdamLow::kRemainder, call.op(),
+      ": update does not support parameters with a remainder, which must change together");
   QSHARD_REQUIRE(kinds->low != AdamLow::kRemainder || kinds->param == kernels::kAdamBFloat16,
                  call.op(), ": param (", NameOf(call.arg(kParam).dtype),
-                 ") is not bfloat16, which alone takes a remainder");
+                 ") is not bfloat16, the only dtype with a remainder");
   const AdamType result = kinds->update ? kernels::kAdamFloat32 : kinds->param;
   QSHARD_REQUIRE(NameOf(call.ret(kNewParam).dtype) == kTypes[result].name, call.op(),
                  ": new param (", NameOf(call.ret(kNewParam).dtype), ") is not ",

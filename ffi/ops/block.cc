@@ -38,7 +38,7 @@ QSHARD_DEFINE_OP(cast_block_stochastic) {
   QSHARD_RETURN_IF_ERROR(PlacesOf(call, 2, blocks, &places));
   QSHARD_REQUIRE(blocks.block_cols <= kernels::kMaxStochasticBlockCols, call.op(), ": block_cols (",
                  blocks.block_cols, ") is more than ", kernels::kMaxStochasticBlockCols,
-                 "; take smaller blocks");
+                 "; use smaller blocks");
   const bool in_rows = blocks.block_rows == 1 && blocks.cols % blocks.block_cols == 0 &&
                        places.run > 0 && blocks.GridCols() % places.run == 0;
   const int64_t k = call.arg(0).dims[0];

@@ -38,8 +38,8 @@ ElementId ValueOf(const Buffer& buffer) {
 Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspace,
                          const Buffer& out) {
   QSHARD_REQUIRE(out.dtype == a.dtype || out.dtype == kDataTypeOf<float>, op, ": a result of ",
-                 NameOf(out.dtype), " is not one that cuBLASLt makes of ", NameOf(a.dtype),
-                 "; ask for that, or for float32");
+                 NameOf(out.dtype), " is not supported by cuBLASLt for operands of ",
+                 NameOf(a.dtype), "; pass that dtype, or float32");
   QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(workspace.data) % kernels::kGemmUnit == 0, op,
                  ": workspace is not aligned to ", kernels::kGemmUnit, " bytes; copy it");
   return {};
@@ -55,17 +55,16 @@ Error CheckForCuda(const char* op, const GemmProblem& gemm, const Buffer& worksp
                  m, ", ", k, ") and (", n, ", ", k,
                  ") has sizes that are not positive multiples of ", unit,
                  k_unit == unit ? "" : ", and K of 32",
-                 ", as tensor cores take them; pad the matrices, or multiply dequantized values");
+                 ", which tensor cores need; pad the matrices, or multiply dequantized values");
   for (const void* data : {gemm.a.data, gemm.b.data, static_cast<const void*>(out.data),
                            static_cast<const void*>(workspace.data)})
     QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(data) % kernels::kGemmUnit == 0, op,
                    ": codes, result or workspace are not aligned to ", kernels::kGemmUnit,
-                   " bytes, as tensor cores take them; copy them");
+                   " bytes, which tensor cores need; copy them");
   const int64_t needed = kernels::ScaleBytes(gemm);
   QSHARD_REQUIRE(Elements(workspace) >= needed, op, ": workspace (", Elements(workspace),
                  " bytes) is less than the ", needed,
-                 " that scales take; give what "
-                 "qshard.gemm_dispatch.workspace_size says");
+                 " that scales need; pass qshard.gemm_dispatch.workspace_size bytes");
   return {};
 }
 

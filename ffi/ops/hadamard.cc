@@ -22,7 +22,7 @@ QSHARD_DEFINE_OP(amax_hadamard) {
   const Blocks blocks = BlocksOf(call.binding);
   QSHARD_REQUIRE(blocks.block_rows % kHadamardSize == 0, call.op(), ": block (", blocks.block_rows,
                  "x", blocks.block_cols, ") must have a multiple of ", kHadamardSize,
-                 " rows; that many are rotated together");
+                 " rows, which are rotated together");
   return DispatchFloat(call.arg(0), [&](auto in) {
     return call(kernels::AmaxHadamard(call.exec, Data<decltype(in)>(call.arg(0)), blocks,
                                       Mutable<float>(call.ret(0)), Mutable<float>(call.ret(1))));

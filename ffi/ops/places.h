@@ -23,7 +23,7 @@ Error PlacesOf(const Call<Platform>& call, int operand, const Blocks& blocks,
                      Multiply(blocks.cols, steps.col, &right) &&
                      !__builtin_add_overflow(down, right, &down),
                  call.op(), ": steps (", steps.row, ", ", steps.col,
-                 ") lead to an index that 64 bits do not hold; give those of the whole tensor");
+                 ") lead to an index above 64 bits; pass the steps of the whole tensor");
   *places = {Data<uint32_t>(seed), Data<uint32_t>(first), call.ArgRun(operand + 1), steps};
   return {};
 }

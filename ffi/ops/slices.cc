@@ -58,7 +58,7 @@ Error SlicesOf(const Call<Platform>& call, int x, WholeAmax whole, bool pieces, 
     fits = fits && !__builtin_add_overflow(slices->blocks, blocks, &slices->blocks) &&
            !__builtin_add_overflow(slices->wholes, wholes, &slices->wholes);
     QSHARD_REQUIRE(fits, call.op(), ": shapes (", rows, ", ", cols, ") of weight ", i,
-                   " are more than memory has");
+                   " are larger than memory");
   }
   return {};
 }
@@ -86,7 +86,7 @@ Error SetData(const Call<Platform>& call, int data_index, int scale, int64_t per
       // With two codes a byte, a slice that starts within a byte needs half a byte more.
       const int64_t needed = slice.length == 0 ? 0 : CeilDiv(slice.length + per_byte - 1, per_byte);
       QSHARD_REQUIRE(bytes >= needed, call.op(), ": data[", i, "] ", Shape(data),
-                     " has no room for the codes of ", slice.length, " elements; give it ", needed,
+                     " is too small for the codes of ", slice.length, " elements; pass ", needed,
                      " bytes");
     }
   }

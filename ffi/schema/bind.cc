@@ -69,7 +69,7 @@ Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes) {
     } else if (row_.splits && name == "split") {
       const auto* scalar = static_cast<const XLA_FFI_Scalar*>(attributes.attrs[i]);
       if (attributes.types[i] != XLA_FFI_AttrType_SCALAR || scalar->dtype != XLA_FFI_DataType_PRED)
-        return TypeError(row_.name, ": split is not a bool; give one");
+        return TypeError(row_.name, ": split is not a bool; pass one");
       split_ = *static_cast<const bool*>(scalar->value);
     } else {
       alien = true;
@@ -87,7 +87,7 @@ Error Binding::ReadAttributes(const XLA_FFI_Attrs& attributes) {
     for (int64_t i = 0; i < attributes.size; ++i) given.emplace_back(View(*attributes.names[i]));
     for (const Attribute& a : expected) needed.push_back(a.name);
     return TypeError(row_.name, ": attributes (", JoinNames(given),
-                     ") are not those it takes; give ", JoinNames(needed));
+                     ") do not match the op; pass exactly ", JoinNames(needed));
   }
   for (size_t i = 0; i < row_.symbols.size(); ++i) {
     const Symbol& s = row_.symbols[i];
@@ -101,7 +101,7 @@ Error Binding::ReadAttribute(int i, XLA_FFI_AttrType type, const void* value) {
   const Attribute& a = row_.attributes[i];
   AttributeValue& v = values_[i];
   const auto wrong = [&](const char* needed) {
-    return TypeError(row_.name, ": ", a.name, " is not ", needed, "; give one");
+    return TypeError(row_.name, ": ", a.name, " is not ", needed, "; pass one");
   };
   const auto* scalar = static_cast<const XLA_FFI_Scalar*>(value);
   const DataType dtype = type == XLA_FFI_AttrType_SCALAR ? scalar->dtype : XLA_FFI_DataType_INVALID;
@@ -195,7 +195,7 @@ Error Binding::CountBuffers(Buffers args, const Buffers* rets) {
     } else if (list_length_ < 0) {
       QSHARD_REQUIRE(size >= singles && (size - singles) % lists == 0, row_.name, ": lists (",
                      std::max<int64_t>(0, size - singles), " tensors in all) are not ", lists,
-                     " of equal length; give each tensor its own");
+                     " of equal length; pass one entry per tensor");
       list_length_ = (size - singles) / lists;
     } else {
       QSHARD_REQUIRE(size == singles + lists * list_length_, row_.name, ": ", side, " (", size,
@@ -276,7 +276,7 @@ Error Binding::CheckBuffer(const Operand& operand, int64_t index, const Buffer& 
   QSHARD_REQUIRE(buffer.rank >= 0 && buffer.rank <= kMaxRank, row_.name, ": ", Name{operand, index},
                  " has ", buffer.rank, " axes, more than ", kMaxRank, "; reshape it");
   QSHARD_REQUIRE(CountElements(buffer, &count), row_.name, ": ", Name{operand, index}, " ",
-                 Shape(buffer), " is negative, or more than memory has");
+                 Shape(buffer), " is negative or larger than memory");
   if (!memory || count == 0) return {};
   const auto address = reinterpret_cast<uintptr_t>(buffer.data);
   QSHARD_REQUIRE(address != 0, row_.name, ": ", Name{operand, index}, " has no memory");
@@ -337,7 +337,7 @@ Error Binding::CheckOverlaps(Buffers args, Buffers rets) const {
       const int64_t result = std::max(r->at, other->at), against = std::min(r->at, other->at);
       return ValueError(row_.name, ": result ", name(result), " overlaps ",
                         against < args.size ? "operand " : "result ", name(against),
-                        "; give it memory of its own");
+                        "; allocate it separately");
     }
     if (last == nullptr || r->end > last->end) last = r;
     if (is_result && (last_result == nullptr || r->end > last_result->end)) last_result = r;

@@ -54,7 +54,7 @@ Error Binding::BindBuffer(int index_of_operand, int64_t index, const Buffer& buf
     } else if (t.kind == Term::kStar) {
       QSHARD_REQUIRE(std::equal(dim, dim + count, star_dims_[t.major]), row_.name, ": ",
                      Name{operand, index}, " ", Shape(buffer), " does not fit '", operand.pattern,
-                     "' and the other operands; give them matching axes");
+                     "' and the other operands; pass matching axes");
     } else {
       const int64_t* next = dim;
       bool fits = true;
@@ -66,8 +66,9 @@ Error Binding::BindBuffer(int index_of_operand, int64_t index, const Buffer& buf
                   [&](int, int64_t, int64_t size) { majors.sizes[majors.rank++] = size; });
         const std::string of = (row_.products > 0 ? "blocks of " : "") + row_.inputs[0].name;
         return ValueError(row_.name, ": ", Name{operand, index}, " ", Shape(buffer),
-                          " is not the first axes of ", of, " ", Shape(majors.sizes, majors.rank),
-                          "; give it one element for each run of ", of);
+                          " does not match the leading axes of ", of, " ",
+                          Shape(majors.sizes, majors.rank), "; pass one element for each run of ",
+                          of);
       }
       prefixes_[index_of_operand] = count;
     }
@@ -80,7 +81,7 @@ Error Binding::BindOne(const Operand& operand, int64_t index, const Buffer& buff
                        const Term& term, int64_t size) {
   const auto mismatch = [&] {
     return ValueError(row_.name, ": ", Name{operand, index}, " ", Shape(buffer), " does not fit '",
-                      operand.pattern, "' and the other operands; give them matching axes");
+                      operand.pattern, "' and the other operands; pass matching axes");
   };
   if (term.last && !Multiply(size, PerByte(operand), &size)) return mismatch();
   int64_t& major = sizes_[term.major];
@@ -96,7 +97,8 @@ Error Binding::BindOne(const Operand& operand, int64_t index, const Buffer& buff
     const std::string given =
         s.fixed >= 0 ? s.name : s.name + "=" + std::to_string(std::max<int64_t>(run, 0));
     return ValueError(row_.name, ": ", Name{operand, index}, " ", Shape(buffer), " has an axis of ",
-                      size, ", which is not a whole number of ", given, "; pad or shard it to one");
+                      size, ", not a multiple of ", given,
+                      "; pad it, or shard it on block boundaries");
   }
   if (major >= 0 && major != CeilDiv(size, run)) return mismatch();
   major = CeilDiv(size, run);
@@ -127,7 +129,7 @@ Error Binding::ShapeOf(const Operand& output, const std::vector<Term>& terms, Di
     } else {
       const int64_t size = t.minor < 0 ? sizes_[t.major] : LengthOfProduct(t);
       const int64_t per_byte = t.last ? PerByte(output) : 1;
-      QSHARD_REQUIRE(size >= 0, row_.name, ": ", output.name, " would be larger than memory is");
+      QSHARD_REQUIRE(size >= 0, row_.name, ": ", output.name, " would be larger than memory");
       QSHARD_REQUIRE(size % per_byte == 0, row_.name, ": ", output.name, " has a last axis of ",
                      size, ", and ", per_byte, " codes share a byte; pad it");
       push(0, 0, size / per_byte);
@@ -150,7 +152,7 @@ Error Binding::CheckResult(const Operand& output, int64_t index, const Buffer& b
     if (is(logical)) return {};
   }
   return ValueError(row_.name, ": ", Name{output, index}, " ", Shape(buffer), " is not of shape ",
-                    Shape(dims.sizes, dims.rank), ", as its operands have it; give it the axes '",
+                    Shape(dims.sizes, dims.rank), ", which its operands need; pass axes '",
                     output.pattern, split_ ? "' in split blocks" : "'");
 }
 
@@ -199,7 +201,7 @@ Error Binding::OutputDtype(int output, Buffers args, std::string_view chosen,
   *dtype = DataTypeOf(chosen);
   if (Accepts(o, *dtype, *dtype)) return {};
   return TypeError(row_.name, ": dtype (", chosen.empty() ? "None" : chosen,
-                   ") is not float32, bfloat16 or float16; ask for one of them");
+                   ") is not float32, bfloat16 or float16; pass one of these");
 }
 
 bool Binding::Axes(std::vector<std::vector<std::vector<Factor>>>* buffers) const {

@@ -268,7 +268,7 @@ def _in_folder(folder: Path) -> Path:
     if not found:
         raise Misuse(f"{quote(folder)} has no {FILE} file; name a folder that has one, or {SAVE}")
     what = f"{len(found)} ({', '.join(map(quote, found[:3]))}{', ...' if len(found) > 3 else ''})"
-    raise Misuse(f"{quote(folder)} has more than one safetensors checkpoint ({what}); name a file")
+    raise Misuse(f"{quote(folder)} has more than one safetensors checkpoint: {what}; name a file")
 
 
 def _from_index(path: Path) -> Checkpoint:

@@ -26,7 +26,7 @@ def check_setting(op: str, name: str, value: Any, *, is_beta: bool = False) -> N
 
     >>> check_setting("Adam", "lr", -1)
     Traceback (most recent call last):
-    ValueError: Adam: lr (-1) is not a number from 0 up; pass one
+    ValueError: Adam: lr (-1) must be a number of at least 0
     """
     if hasattr(value, "dtype") and not isinstance(value, np.generic):
         return

@@ -180,7 +180,7 @@ def list_layers(reasons: Mapping[str, str]) -> str:
     Layers with names that differ only in numbers are represented by the first.
 
     >>> list_layers({f"layers.{i}.{name}": "3-D" for name in ("w1", "w2") for i in range(32)} | {"head": "tied"})
-    'layers.0.w1, layers.0.w2 (3-D; 62 more alike), head (tied)'
+    'layers.0.w1, layers.0.w2 (3-D; 62 more like these), head (tied)'
     """
     groups: dict[str, dict[str, list[str]]] = {}
     for name, reason in reasons.items():
@@ -218,7 +218,7 @@ def warn_of_rest(op: str, chosen: Collection[str], rest: Mapping[str, str]) -> N
     if rest:
         warnings.warn(
             f"{op}: {len(rest)} of {len(rest) + len(chosen)} layers were not converted: {list_layers(rest)}; exclude "
-            "them with filter= to silence this warning",
+            "them with filter= to silence this",
             stacklevel=3,
         )
 

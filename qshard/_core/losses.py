@@ -43,7 +43,7 @@ class LossRule:
 
         >>> LossRule.of("cross_entropy", -100, 1.5, 0.0)
         Traceback (most recent call last):
-        ValueError: cross_entropy: label_smoothing (1.5) is not from 0 to 1; pass such a number
+        ValueError: cross_entropy: label_smoothing (1.5) must be from 0 to 1
         """
         if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
             raise TypeError(f"{op}: ignore_index ({quote(ignore_index)}) is not an integer; pass one, such as -100")
@@ -106,7 +106,8 @@ def check_num_classes(op: str, num_classes: Any) -> None:
 
     >>> check_num_classes("cross_entropy", 0)
     Traceback (most recent call last):
-    ValueError: cross_entropy: num_classes (0) is not a number of classes; pass 1 or more, or None for all columns
+    ValueError: cross_entropy: num_classes (0) is not a positive integer; pass the number of classes, or None for all \
+columns
     """
     if num_classes is None:
         return

@@ -160,7 +160,7 @@ def parse_metadata(text: str, *, op: str = "from_plain") -> dict[str, Descriptio
 
     >>> parse_metadata('{"version": 2, "tensors": {}}')
     Traceback (most recent call last):
-    ValueError: from_plain: version (2) is not 1, the one that this qshard reads; read it with a newer qshard
+    ValueError: from_plain: version (2) is not 1, which this version of qshard reads; read it with a newer one
     """
     try:
         read = json.loads(text)
@@ -175,9 +175,7 @@ def parse_metadata(text: str, *, op: str = "from_plain") -> dict[str, Descriptio
         )
     tensors = read.get("tensors")
     if not isinstance(tensors, dict) or len(read) != 2:
-        raise ValueError(
-            f"{op}: description ({', '.join(read)}) does not have exactly the keys version and tensors; it is damaged"
-        )
+        raise ValueError(f"{op}: description ({', '.join(read)}) is not a version and a dict of tensors; it is damaged")
     return {name: Description.of(terms, op=op, name=name or "tensor") for name, terms in tensors.items()}
 
 

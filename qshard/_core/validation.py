@@ -34,7 +34,7 @@ def as_format(value: Any, op: str, name: str = "fmt") -> Format:
     MXFP8_E4M3 NVFP4[global_scale=row, nonfinite=nan]
     >>> as_format("mxfp8_e4m3", "quantize")
     Traceback (most recent call last):
-    ValueError: quantize: fmt ('mxfp8_e4m3') is not the name of a format; did you mean 'MXFP8_E4M3'?
+    ValueError: quantize: fmt ('mxfp8_e4m3') is not a format name; did you mean 'MXFP8_E4M3'?
     """
     if isinstance(value, Format):
         return value
@@ -153,9 +153,9 @@ def closest(name: str, names: Iterable[str], of: str) -> str:
       of: description of the list of all names.
 
     >>> closest("mxfp8", ["MXFP8", "NVFP4"], "names"), closest("int8", ["MXFP8", "NVFP4"], "names")
-    ("did you mean 'MXFP8'?", 'write MXFP8 or NVFP4')
+    ("did you mean 'MXFP8'?", 'choose MXFP8 or NVFP4')
     >>> closest("x", "abcdefghi", "the first letters")
-    'write a, b, c or another of the first letters'
+    'choose a, b, c or another of the first letters'
     """
     known = {each.upper(): each for each in names}
     like = [each for upper, each in known.items() if name and upper.startswith(name.upper())]

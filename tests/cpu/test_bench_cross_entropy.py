@@ -65,8 +65,9 @@ def test_rows_are_those_of_the_report(tmp_path):
     of_jax = dict.fromkeys(["jax copy", "cross entropy qshard.jax", "linear cross entropy qshard.jax"], 8.0)
     rows += bench.rows_of(of_jax, dict.fromkeys(of_jax, 1.0), options, "jax copy")
     shutil.copytree(REPOSITORY / "benchmarks", tmp_path / "benchmarks")
-    for name in ("RESULTS.md", "README.md"):
-        shutil.copy(REPOSITORY / name, tmp_path)
+    for name in ("docs/results.md", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     origin = {"machine": "NVIDIA H200", "commit": "abc", "versions": "torch 2.11.0", "date": "2026-11-23"}
     with (tmp_path / "benchmarks" / "results" / "cross_entropy.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *origin])
@@ -74,7 +75,7 @@ def test_rows_are_those_of_the_report(tmp_path):
         writer.writerows({**row, **origin} for row in rows)
     script = tmp_path / "benchmarks" / "report.py"
     subprocess.run([sys.executable, str(script)], check=True, capture_output=True)
-    text = (tmp_path / "RESULTS.md").read_text().partition("## Cross entropy on one GPU")[2].partition("\n## ")[0]
+    text = (tmp_path / "docs/results.md").read_text().partition("## Cross entropy on one GPU")[2].partition("\n## ")[0]
     lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
     assert "| 48x112 | 10.0 | 1.0 | 150.0 | at least 85.0 %: met; at most 1.00 of" in lines["cross entropy qshard"]
     assert "| 48x32x112 | 10.0 | 1.0 | - |" in lines["linear cross entropy qshard"]

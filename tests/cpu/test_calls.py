@@ -52,7 +52,7 @@ def test_sizes_from_attributes_are_multiplied_with_care(case):
 @pytest.mark.parametrize("shape", [(1, 2**59), (2**59, 1), (0, 2**62), (2**62, 0), (2**40, 2**40)], ids=str)
 def test_weights_of_slices_are_bounded(shape):
     """Kernels compute `cols * 16`, which must not overflow."""
-    with pytest.raises(ValueError, match=r"amax_slices: shapes \(.*\) of weight 0 are more than memory has"):
+    with pytest.raises(ValueError, match=r"amax_slices: shapes \(.*\) of weight 0 are larger than memory"):
         amax_slices(torch.zeros(4), WORDS[:1], [torch.ones(64)], shape, (1, 2**31 - 1))
 
 
@@ -72,7 +72,7 @@ def test_the_largest_block_is_the_matrix():
 def test_results_share_no_memory():
     memory = torch.zeros(128, dtype=torch.uint8)
     x, scale = memory.view(torch.float32)[:16], torch.ones(())
-    with pytest.raises(ValueError, match="cast_tensor: result data overlaps operand x; give it memory of its own"):
+    with pytest.raises(ValueError, match="cast_tensor: result data overlaps operand x; allocate it separately"):
         _ffi.call("cast_tensor", (x, scale), (memory[8:24],), CAST)
     with pytest.raises(ValueError, match=r"scale_from_amax: result scale(_inv)? overlaps result scale"):
         _ffi.call("scale_from_amax", (scale,), (scale.clone(),) * 2, {**CAST, "eps": 0.0, "pow2": False})
@@ -104,7 +104,7 @@ def test_tensors_are_held_for_the_call():
 def test_arrays_of_jax_are_not_written():
     jnp = pytest.importorskip("jax.numpy")
     result = jnp.zeros(4, jnp.uint8)
-    with pytest.raises(TypeError, match=r"output 0 .* is an array of JAX, which may not be written"):
+    with pytest.raises(TypeError, match=r"output 0 .* is a JAX array, which cannot be written"):
         _ffi.call("cast_tensor", (np.ones(4, np.float32), np.float32(1).reshape(())), (result,), CAST)
     assert not result.any()
 
@@ -188,7 +188,7 @@ NONE = {
         "starts .None. is not a torch.Tensor",
     ),
     "amax": (lambda: of_slices(None, WORDS[:1], [torch.ones(64)], [1, 2]), "amax .None. is not a torch.Tensor"),
-    "x": (lambda: of_slices(torch.zeros(1), WORDS[:1], None, [1, 2]), "x .None. is not a list of torch.Tensors"),
+    "x": (lambda: of_slices(torch.zeros(1), WORDS[:1], None, [1, 2]), "x .None. is not a list of torch.Tensor"),
     "x[0]": (lambda: of_slices(torch.zeros(1), WORDS[:1], [None], [1, 2]), r"x\[0\] .None. is not a torch.Tensor"),
     "a number": (lambda: ops.amax_tensor(3.0, lead=1), r"x \(3.0\) is not a torch.Tensor; pass one"),
     "alone": (lambda: ops.amax_tensor(None, lead=1), r"x \(None\) is not a torch.Tensor; pass one"),
@@ -219,9 +219,9 @@ def test_what_is_no_array_of_jax():
 
     given = {"block_rows": 0, "block_cols": 0, "rounded_to": "float32", "shapes": (1, 2), "whole": "none"}
     for operands, text in (
-        ((None, jnp.zeros(1), [jnp.ones(64)]), r"starts \(None\) is not an array of JAX or NumPy"),
+        ((None, jnp.zeros(1), [jnp.ones(64)]), r"starts \(None\) is not a JAX or NumPy array"),
         ((jnp.zeros((1, 2), "uint32"), jnp.zeros(1), None), r"x \(None\) is not a list of arrays"),
-        ((jnp.zeros((1, 2), "uint32"), jnp.zeros(1), [None]), r"x\[0\] \(None\) is not an array of JAX or NumPy"),
+        ((jnp.zeros((1, 2), "uint32"), jnp.zeros(1), [None]), r"x\[0\] \(None\) is not a JAX or NumPy array"),
     ):
         with pytest.raises(TypeError, match=f"^amax_slices: {text}"):
             bind("amax_slices")(*operands, **given)

@@ -110,5 +110,5 @@ def test_other_files_of_torch(tmp_path):
     for zipped, name in ((True, "torch.save or numpy.savez"), (False, "an old torch.save")):
         torch.save({"w": torch.ones(4, 4)}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
         said = refused("report", tmp_path / "pytorch_model.bin", status=1)
-        assert f"begins as those of {name} do; save it with save_file of safetensors.torch" in said
+        assert f"looks like a file of {name}; save it with save_file of safetensors.torch" in said
     assert "has no .safetensors file" in refused("report", tmp_path)

@@ -151,7 +151,7 @@ def test_masters_heal_what_a_parameter_could_not_take():
 def test_errors():
     transformation = adamw(1e-2, weight_decay=0.1)
     grads = {"w": jnp.ones((2, 2))}
-    with pytest.raises(ValueError, match=r"params \(None\) are not there to decay"):
+    with pytest.raises(ValueError, match=r"params \(None\) are needed for weight decay or master weights; pass"):
         transformation.update(grads, transformation.init(grads))
     plain = adam(1e-2)
     plain.update(grads, plain.init(grads))

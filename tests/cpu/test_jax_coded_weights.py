@@ -190,7 +190,7 @@ def test_a_traced_seed_draws_what_the_number_draws(number):
         (
             lambda: linear(X, codes_of(W, recipes.MXFP8()), CurrentScaling()),
             ValueError,
-            r"linear: w \(MXFP8_32x32.nonfinite=nan.\) is not in the format .* FP8_E4M3",
+            r"linear: w \(MXFP8_32x32.nonfinite=nan.\) is not in the weight format .* FP8_E4M3",
         ),
         (
             lambda: linear(X, codes_of(W[:, :64], CurrentScaling()), CurrentScaling()),

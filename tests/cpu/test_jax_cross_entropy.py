@@ -174,7 +174,7 @@ def test_a_second_derivative_raises():
         return jax.grad(lambda x: qj.cross_entropy(x, labels))(x).sum()
 
     for run in (jax.grad(slope), jax.jit(jax.grad(slope))):
-        with pytest.raises(NotImplementedError, match=r"cross_entropy: its gradient is differentiated .*; use one of"):
+        with pytest.raises(NotImplementedError, match=r"cross_entropy: second derivatives \(gradient penalty"):
             run(logits)
 
 
@@ -182,7 +182,7 @@ def test_labels_that_are_no_classes():
     """Where the host knows them, an error; else NaN."""
     logits = np.zeros((2, 4), np.float32)
     for labels in (np.array([0, 4]), np.array([0, -1], np.int32), jnp.array([4, 0]), np.array([2**32, 0])):
-        with pytest.raises(ValueError, match=r"cross_entropy: labels \(-?\d+ among them\) are not all from 0 to 3"):
+        with pytest.raises(ValueError, match=r"cross_entropy: labels contain .*, which is neither a class \(0 to 3\)"):
             qj.cross_entropy(logits, labels)
     losses, d = jax.jit(functools.partial(step, reduction="none"))(logits, np.array([0, 4]))
     assert np.isnan(losses).tolist() == [False, True]
@@ -229,7 +229,7 @@ def test_padding_is_no_class(mode, cut, num_classes):
 def test_labels_of_padding_raise():
     logits, labels = np.zeros((2, 8), np.float32), np.array([0, 5], np.int32)
     assert qj.cross_entropy(logits, labels, num_classes=6) == pytest.approx(np.log(6))
-    with pytest.raises(ValueError, match=r"cross_entropy: labels .5 among them. are not all from 0 to 4"):
+    with pytest.raises(ValueError, match=r"cross_entropy: labels contain 5, which is neither a class \(0 to 4\)"):
         qj.cross_entropy(logits, labels, num_classes=5)
 
 
@@ -240,7 +240,7 @@ def test_labels_that_are_no_classes_on_meshes(mode):
     labels[2, 1] = CLASSES
     with jax.set_mesh(mesh := mesh_of(getattr(AxisType, mode))):
         there = list(placed(mesh, P("a", None, "b"), logits, labels))
-        with pytest.raises(ValueError, match=f"cross_entropy: labels .{CLASSES} among them. are not all"):
+        with pytest.raises(ValueError, match=f"cross_entropy: labels contain {CLASSES}, which is neither a class"):
             qj.cross_entropy(*there)
         loss, d = jax.jit(functools.partial(step, reduction="none"))(*there)
     wrong = labels == CLASSES
@@ -256,5 +256,7 @@ def test_classes_that_a_mixed_mesh_cuts():
         local = jax.shard_map(
             lambda x, y: qj.cross_entropy(x, y, reduction="none"), in_specs=P("a"), out_specs=P("a"), axis_names={"a"}
         )
-        with pytest.raises(ValueError, match=r"cross_entropy: classes of \(2, 4, 1040\) are cut over 'b' of a mesh"):
+        with pytest.raises(
+            ValueError, match=r"cross_entropy: classes of \(2, 4, 1040\) are sharded over 'b' of a mesh"
+        ):
             jax.jit(local)(*there)

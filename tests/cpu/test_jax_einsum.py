@@ -139,16 +139,16 @@ def test_cuts_of_folded_axes_in_shard_map(case, recipe, mode):
             (2, 64, 32),
             P(None, ("tp", "fsdp")),
             "MXFP8",
-            r"axis 1 of w \(2, 64, 32\) is folded after axis 0, and cut into 4",
+            r"axis 1 of w \(2, 64, 32\) is folded after axis 0, and its 4 shards",
         ),
-        ((2, 66, 32), P(None, ("tp", "fsdp")), "CurrentScaling", r"axis 1 of w .* cut into 4 parts that break"),
+        ((2, 66, 32), P(None, ("tp", "fsdp")), "CurrentScaling", r"axis 1 of w .* its 4 shards split"),
     ],
 )
 def test_cuts_of_blocks_are_refused(shape, spec, recipe, text):
     """With what to do about it, which works: the cut axis goes first in w."""
     x, w = exact((32, 32), 0), exact(shape, 1)
     with jax.set_mesh(mesh_of(AxisType.Auto)):
-        with pytest.raises(ValueError, match=text + ".*; cut it at blocks, or have it before axis 0 in w"):
+        with pytest.raises(ValueError, match=text + ".*; shard it on block boundaries, or put it before axis 0 in w"):
             einsum("tf,nhf->tnh", x, w, recipe, weight_spec=spec)
         made = jax.jit(lambda x, w: einsum("tf,hnf->tnh", x, w, recipe, weight_spec=P(spec[1])))(x, w.swapaxes(0, 1))
     # Blocks along N are others then, and these operands have the same scale in all.
@@ -161,6 +161,6 @@ def test_contracted_axes_that_are_cut_in_two_ways_are_refused():
         x = jax.device_put(exact((32, 2, 32), 0), NamedSharding(mesh, P(None, None, ("tp", "fsdp"))))
         w = jax.device_put(exact((2, 32, 32), 1), NamedSharding(mesh, P(None, "tp")))
         with pytest.raises(
-            ValueError, match=r"axis 2 of x .* is cut into 4 parts, .* into 2; cut both alike, or x not"
+            ValueError, match=r"axis 2 of x \(32, 2, 32\) has 4 shards, but axis 1 of w \(2, 32, 32\), contracted"
         ):
             DotGeneral("CurrentScaling").einsum("tnh,nhd->td", x, w, out_sharding=P())

@@ -118,7 +118,7 @@ def test_scores_of_attention_are_refused():
     layer = nn.MultiHeadDotProductAttention(
         4, qk_attn_weights_einsum_cls=lambda: einsum_of, attn_weights_value_einsum_cls=lambda: einsum_of
     )
-    with pytest.raises(ValueError, match=r"has batch axes \(\(0, 2\), \(0, 2\)\), so it is not one of a weight"):
+    with pytest.raises(ValueError, match=r"has batch axes \(\(0, 2\), \(0, 2\)\), so w is not one weight matrix"):
         layer.init(jax.random.key(0), X)
 
 
@@ -225,20 +225,20 @@ def test_convert_says_what_it_leaves():
             nnx.Linear(64, 64, dot_general=lambda *a, **k: lax.dot_general(*a), rngs=rngs),
             "its dot_general was replaced",
         ),
-        (nnx.Linear(64, 64, precision="highest", rngs=rngs), "it asks for precision highest"),
+        (nnx.Linear(64, 64, precision="highest", rngs=rngs), "it has precision highest"),
         (nnx.LinearGeneral(64, 64, batch_axis={0: 2}, rngs=rngs), "its kernel has batch axes"),
         (nnx.LinearGeneral(64, 64, dot_general_cls=lambda: lax.dot_general, rngs=rngs), "it has a dot_general_cls"),
         (nnx.Einsum("btd,bdh->bth", (2, 64, 64), rngs=rngs), "its kernel has batch axes"),
     ]
     for layer, why in left:
         model = nnx.Sequential(nnx.Linear(64, 64, rngs=rngs), layer)
-        text = rf"convert: 1 of 2 layers stay as they are: layers.1 \({why}\); leave them out with filter="
+        text = rf"convert: 1 of 2 layers were not converted: layers.1 \({why}\); exclude them with filter="
         with pytest.warns(UserWarning, match=text):
             convert(model, "CurrentScaling")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             convert(model, "CurrentScaling", filter=lambda layer, name: name == "layers.0")
-        with pytest.raises(ValueError, match=rf"has nothing to convert: it \({why}\)"):
+        with pytest.raises(ValueError, match=rf"has no layer that can be converted: the model \({why}\)"):
             convert(layer, "CurrentScaling")
     lora = nnx.LoRALinear(64, 64, lora_rank=4, rngs=rngs)
     assert isinstance(convert(lora, "CurrentScaling").dot_general, DotGeneral)
@@ -247,17 +247,17 @@ def test_convert_says_what_it_leaves():
 @pytest.mark.parametrize(
     ("make", "options", "error", "text"),
     [
-        (lambda: nn.Dense(4), {}, TypeError, "is not an nnx.Module; pass DotGeneral.recipe. to layers of linen"),
-        (lambda: nnx.LayerNorm(4, rngs=nnx.Rngs(0)), {}, ValueError, "has no linear layer that filter= keeps"),
+        (lambda: nn.Dense(4), {}, TypeError, r"is not an nnx\.Module; pass DotGeneral\(recipe\) to linen layers"),
+        (lambda: nnx.LayerNorm(4, rngs=nnx.Rngs(0)), {}, ValueError, "has no linear layer that filter= selects"),
         (
             lambda: nnx.Linear(64, 40, rngs=nnx.Rngs(0)),
             {},
             ValueError,
-            r"has K = 64 and N = 40, which are not whole bl",
+            "has K = 64 and N = 40, which are no whole number of blocks of",
         ),
         (lambda: Block(nnx.Rngs(0)), {"filter": "layers"}, TypeError, "is not a function"),
-        (lambda: Block(nnx.Rngs(0)), {"gather_axis": "fsdp"}, ValueError, r"cuts none of the 7 weights \(not cut\)"),
-        (lambda: Block(nnx.Rngs(0)), {"recipe": NVFP4()}, ValueError, r"seed.* of rngs \(None\); pass rngs=nnx.Rngs"),
+        (lambda: Block(nnx.Rngs(0)), {"gather_axis": "fsdp"}, ValueError, r"convert: gather_axis \('fsdp'\) shards"),
+        (lambda: Block(nnx.Rngs(0)), {"recipe": NVFP4()}, ValueError, "DotGeneral: NVFP4 uses stochastic rounding and"),
         (lambda: Block(nnx.Rngs(0)), {"gather_axes": "fsdp"}, TypeError, "gather_axes is not an option"),
         (
             lambda: nnx.Linear(4, 4, param_dtype=jnp.int32, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0)),
@@ -394,7 +394,7 @@ def test_convert_reads_how_kernels_are_cut():
             nnx.eval_shape(lambda: make(kernel_metadata={"out_sharding": ("fsdp", "tp")}, rngs=nnx.Rngs(0))),
         ):
             with pytest.raises(
-                ValueError, match=r"kernel is cut along 'tp' .* which is neither gather_axis .'fsdp'. nor"
+                ValueError, match=r"kernel is sharded over 'tp' .* which is neither gather_axis .'fsdp'. nor"
             ):
                 convert(layer, "MXFP8", gather_axis="fsdp")
             convert(layer, "MXFP8", gather_axis="fsdp", kept_axes="tp")

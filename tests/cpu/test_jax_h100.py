@@ -39,7 +39,7 @@ def run(module, *arguments):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """{program: {"collectives", "calls" of handlers and libraries, "ops" of interest}}"""
+    """Map each program to its "collectives", its "calls" of handlers and libraries, and its "ops" of interest."""
     return run("jax_h100")
 
 
@@ -230,7 +230,7 @@ SLOW = [
 
 @pytest.fixture(scope="module")
 def overlap():
-    """{case: its collectives}, and what else support.jax_overlap prints of it"""
+    """Map each case to its collectives and the other fields that support.jax_overlap prints."""
     return run(
         "jax_overlap", "bf16,auto", *QUICK, "CurrentScaling,auto,kept", "CurrentScaling,auto,apart", "NVFP4,auto"
     )
@@ -282,7 +282,7 @@ def test_collectives_hide_behind_gemms_in_every_mode():
 
 
 def gathered(program):
-    """MiB"""
+    """Return the MiB that all-gathers receive."""
     return round(sum(each.bytes * each.times for each in collectives(program, "all-gather")) / 2**20)
 
 
@@ -320,7 +320,7 @@ PARALLEL = {
 
 @pytest.fixture(scope="module")
 def parallel():
-    """{case: its collectives}"""
+    """Map each case to its collectives."""
     return run("jax_parallel", *PARALLEL)
 
 

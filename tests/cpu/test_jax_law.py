@@ -133,8 +133,8 @@ def test_one_reduction_for_all_weights(fmt, check_vma):
 @pytest.mark.parametrize(
     ("fmt", "rows", "text"),
     [
-        (NVFP4_16x16.with_options(four_over_six="mae"), 24, r"cuts blocks of NVFP4_16x16.*depend on more than amaxes"),
-        (NVFP4.with_options(hadamard=True), 24, r"the rotation mixes all of a block; cut it at blocks"),
+        (NVFP4_16x16.with_options(four_over_six="mae"), 24, r"quantize: x \(24, 64\) in 2 x 1 shards splits blocks of"),
+        (NVFP4.with_options(hadamard=True), 24, "the rotation mixes all elements of a block; shard it on block"),
         (
             MXFP8_32x32,
             4,
@@ -143,7 +143,7 @@ def test_one_reduction_for_all_weights(fmt, check_vma):
         (
             NVFP4_16x16.with_options(rounding="stochastic"),
             24,
-            r"seed \(None\) is not there, and NVFP4_16x16.* rounds stochastically",
+            r"quantize: NVFP4_16x16\[rounding=stochastic\] uses stochastic rounding and",
         ),
     ],
     ids=str,

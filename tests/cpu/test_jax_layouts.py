@@ -101,10 +101,14 @@ def test_kn_takes_codes_and_scales():
         (
             lambda x, w: linear(x, w, "MXFP8", weight_layout="KM"),
             ValueError,
-            r"weight_layout \('KM'\) is not how w lies",
+            r"weight_layout \('KM'\) is not a layout; pass 'NK' for w \[N, K\] or",
         ),
-        (lambda x, w: linear(x, w, "CurrentScaling", weight_layout="KN"), ValueError, r"give w as \[K, N\]"),
-        (lambda x, w: linear(x, w[None], "CurrentScaling"), ValueError, r"give w as \[N, K\]"),
+        (
+            lambda x, w: linear(x, w, "CurrentScaling", weight_layout="KN"),
+            ValueError,
+            r"linear: w \(256, 128\) does not fit x",
+        ),
+        (lambda x, w: linear(x, w[None], "CurrentScaling"), ValueError, r"linear: w \(1, 256, 128\) does not have two"),
     ],
 )
 def test_refusals_of_linear(call, error, text):
@@ -191,7 +195,7 @@ PLAIN = (((2,), (0,)), ((), ()))
     ("recipe", "x_shape", "w_shape", "dims", "text"),
     [
         ("CurrentScaling", (2, 32, 64), (2, 64, 32), BATCH, r"has batch axes \(\(0,\), \(0,\)\)"),
-        ("CurrentScaling", (2, 32, 64), (64, 32), (((), ()), ((), ())), "contracts nothing"),
+        ("CurrentScaling", (2, 32, 64), (64, 32), (((), ()), ((), ())), "has no contracted axis"),
         ("MXFP8", (2, 32, 40), (40, 32), PLAIN, r"x \(2, 32, 40\) is not a whole number of 1x32 blocks"),
         ("MXFP8", (2, 32, 64), (64, 40), PLAIN, r"w \(64, 40\) is not a whole number of 32x32 blocks"),
     ],
@@ -215,14 +219,14 @@ def test_plain_is_for_nothing_else():
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: DotGeneral("MXFP9"), ValueError, "not the name of a recipe"),
+        (lambda: DotGeneral("MXFP9"), ValueError, r"DotGeneral: recipe \('MXFP9'\) is not a recipe name; did you mean"),
         (lambda: DotGeneral("MXFP8", otherwise="bf16"), ValueError, r"otherwise \('bf16'\) is not 'raise' or 'plain'"),
         (
             lambda: DotGeneral("MXFP8", gather_axes="a"),
             TypeError,
             r"gather_axes is not an option of linear; .*gather_axis",
         ),
-        (lambda: DotGeneral("MXFP8", seed=1), TypeError, "seed is another one in every call"),
+        (lambda: DotGeneral("MXFP8", seed=1), TypeError, "DotGeneral: seed changes with every call; pass it to the"),
         (lambda: einsum("btd,dh", 1.0, 1.0, "MXFP8"), ValueError, "not two operands and a result"),
     ],
 )
@@ -236,10 +240,10 @@ def test_refusals(make, error, text):
     [
         ("bd,dhk->bhk", "do not have a label for each of the 3 axes of x"),
         ("btd,dh->bth", "do not have a label for each of the 3 axes of w"),
-        ("btd,dhk->btk", "repeat, add up or make up"),
-        ("btd,dhk->bhk", "repeat, add up or make up"),
-        ("bbd,dhk->bhk", "repeat, add up or make up"),
-        ("btd,dhk->bthkz", "repeat, add up or make up"),
+        ("btd,dhk->btk", r"einsum: subscripts \('b.*d,dhk->b.*'\) repeat, sum or add an axis; name each axis of x and"),
+        ("btd,dhk->bhk", r"einsum: subscripts \('b.*d,dhk->b.*'\) repeat, sum or add an axis; name each axis of x and"),
+        ("bbd,dhk->bhk", r"einsum: subscripts \('b.*d,dhk->b.*'\) repeat, sum or add an axis; name each axis of x and"),
+        ("btd,dhk->bthkz", r"einsum: subscripts \('b.*d,dhk->b.*'\) repeat, sum or add an axis; name each axis of x"),
         ("btd,dhb->bth", "has batch axes|contract"),
     ],
 )

@@ -29,9 +29,9 @@ RECIPE = "MXFP8"
 X = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
 VALUES = {"w": np.random.default_rng(1).standard_normal((32, 32)).astype(np.float32), "b": np.zeros(32, np.float32)}
 SGD = optax.sgd(0.1)
-AFTER = r"new codes of a PrimaryWeight: give other transforms to qshard.jax.optimizer, as inner"
+AFTER = r"new codes of a PrimaryWeight: pass other transforms to qshard.jax.optimizer as inner"
 PARTS = r"a subtree of type\s+<class 'qshard.jax.(_quantized.primary.PrimaryWeight|_optim.updates.CodesUpdate)'>"
-CODES = r"PrimaryWeight: .* is not uint8: a function of trees computed with codes; give it qshard.jax.dequantize_tree"
+CODES = r"PrimaryWeight: .* is not uint8: a tree function changed its codes; apply it to qshard.jax.dequantize_tree"
 
 
 def fresh():
@@ -174,7 +174,7 @@ def test_wrappers_that_make_updates_raise(around, text):
 def test_zeros_for_updates(zero):
     """They have every dtype, so that values must tell: an error, or under jit NaN, as it is known too late there."""
     transform = optax.chain(optimizer(SGD, RECIPE), zero)
-    with pytest.raises(ValueError, match=r"update of a PrimaryWeight was changed by a function of trees; give other"):
+    with pytest.raises(ValueError, match="update of a PrimaryWeight; pass other transforms to"):
         train(transform, jit=False)
     assert np.isnan(train(transform)[2][1:]).all()
 
@@ -188,14 +188,14 @@ def test_other_updates_raise():
     with pytest.raises(ValueError, match=PARTS):
         jax.tree.map(lambda p, g: p + 0.1 * g, params, grads)  # as sharpness-aware minimization does
     updates, _ = transform.update(grads, state, params)
-    with pytest.raises(TypeError, match=r"CodesUpdate: \* is not an op on new codes; give other transforms"):
+    with pytest.raises(TypeError, match=r"CodesUpdate: \* is not supported on new codes; pass other transforms to"):
         jax.tree.map(lambda p, u: p - 0.1 * u, params, updates)
-    with pytest.raises(TypeError, match=r"CodesUpdate: \+ is not an op on new codes"):
+    with pytest.raises(TypeError, match=r"CodesUpdate: \+ is not supported on new codes; pass other"):
         jax.tree.leaves(updates, is_leaf=lambda node: hasattr(node, "seal"))[1] + 1
-    with pytest.raises(ValueError, match=r"update of a PrimaryWeight .* does not fit params .*: they are others, or a"):
+    with pytest.raises(ValueError, match=r"update of a PrimaryWeight \(jax\.Array, uint8 \(32, 32\)\) does not fit"):
         optax.apply_updates(jax.tree.map(lambda leaf: leaf[:1], params), updates)
     ints = jax.tree.map(jnp.zeros_like, params)
-    with pytest.raises(ValueError, match=r"grads\['w'\] .* is not the gradient of a weight .*; take qshard.jax.value"):
+    with pytest.raises(ValueError, match=r"optimizer: grads\['w'\] \(qshard\.PrimaryWeight, float32 \(32, 32\)\)"):
         transform.update(ints, state, params)
 
 
@@ -337,7 +337,7 @@ def test_a_penalty_on_weights():
     with pytest.raises(TypeError, match=CODES):
         value_and_grad(optax.tree.norm)(params)
     of_zero = CodedWeight(params["w"].codes, None, object())
-    with pytest.raises(TypeError, match=r"dequantize_tree: tree .* has a weight of ZeRO, .*; take the masters"):
+    with pytest.raises(TypeError, match=r"dequantize_tree: tree \(of type CodedWeight\) has a weight of ZeRO, whose"):
         dequantize_tree({"w": of_zero})
 
 
@@ -346,7 +346,7 @@ def test_derivatives_of_codes_raise():
     eqx = pytest.importorskip("equinox")
     params, _ = begin(optimizer(SGD, RECIPE))
     for differentiate in (functools.partial(jax.grad, allow_int=True), eqx.filter_grad):
-        with pytest.raises(TypeError, match=r"linear: w \(codes\) has no gradient, .* with qshard.jax.value_and_grad"):
+        with pytest.raises(TypeError, match="linear: w is quantized, and codes have no gradient; exclude it from"):
             differentiate(loss_of)(params)
 
 
@@ -360,12 +360,12 @@ def test_derivatives_of_codes_raise():
         (lambda q: np.ones((32, 32)) * q, r"\*"),
         (lambda q: -q, "-"),
         (lambda q: abs(q), "abs"),
-        (np.asarray, "an array of values"),
+        (np.asarray, "conversion to an array"),
     ],
 )
 def test_arithmetic_on_codes_raises(kind, call, op):
     q = quantize(VALUES["w"], "NVFP4_16x16")
-    text = rf"{kind}: {op} is not an op on codes; call .dequantize\(\) and use its result"
+    text = rf"{kind}: {op} is not supported on codes; call .dequantize\(\) and use the result"
     with pytest.raises(TypeError, match=text):
         call(q if kind == "QuantizedArray" else PrimaryWeight.of(q))
 
@@ -381,7 +381,7 @@ def test_a_state_that_is_restored_without_a_target(tmp_path):
         checkpointer.wait_until_finished()
         dicts = checkpointer.restore(tmp_path / "state")
         again = checkpointer.restore(tmp_path / "state", jax.eval_shape(own.init, fresh()))
-    with pytest.raises(TypeError, match=r"optimizer: state .* is not a PrimaryState; .* to a target, such as"):
+    with pytest.raises(TypeError, match=r"optimizer: state \(of type dict\) is not a PrimaryState; pass the result of"):
         own.recast(dicts, fresh())
     jax.tree.map(lambda a, b: assert_bits_equal(np.asarray(a), np.asarray(b)), again, state)
     assert jax.tree.structure(again) == jax.tree.structure(state)

@@ -198,13 +198,13 @@ def test_one_scale_for_all_shards():
 
 
 def test_refusals_of_shard_map():
-    match = r"linear: the gradient of y \(2, 20, 384\), of a whole cut by .* no whole number of the 16 rows of a block"
+    match = r"linear: the gradient of y \(2, 20, 384\) is a shard \(P\('data', 'seq', None\)\) whose"
     with pytest.raises(ValueError, match=match):
         in_shard_map(recipes.NVFP4(), ROWS)(*operands(4, 80))
     with pytest.raises(ValueError, match=r"linear: axis_name \(.*\) has more entries than the 2 axes"):
         in_shard_map(recipes.NVFP4(), P("data", None, "seq"))(*operands())
     with pytest.raises(
-        ValueError, match=r"quantize: x \(2, 64, 128\), of a whole cut by .* of the 128 rows of a block"
+        ValueError, match=r"quantize: x \(2, 64, 128\) is a shard \(P\('data', 'seq', None\)\) whose rows are not"
     ):
         quantize_in_shard_map(formats.FP8_1x128, Usage.COLUMNWISE, np.ones((4, 256, 128), np.float32))
 

@@ -54,8 +54,9 @@ def operands(dtype=jnp.float32, layout="NK"):
 
 
 def assert_close(got, want):
-    """Both sum the same products of bfloat16 numbers in fp32: a sum of some thousand terms differs by some 2^-18; then
-    results in bfloat16 are rounded, and those of parts once a part.
+    """Compare products of the same bfloat16 operands, summed in fp32 in different orders.
+
+    A sum of a thousand terms differs by about 2^-18. Results in bfloat16 are rounded after that, once per partial sum.
     """
     for name, a, b in zip(("y", "dx", "dw"), got, want, strict=True):
         bound = 2.0**-16 if a.dtype == jnp.float32 else 2.0**-7

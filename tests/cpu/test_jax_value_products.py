@@ -86,8 +86,9 @@ def test_blocks_gather_codes(name, x_spec, w_spec):
 @pytest.mark.parametrize("w_spec", W_SPECS[1:], ids=str)
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_gather_no_more_than_the_plain_model(name, w_spec):
-    """XLA multiplies their codes itself. Of a replicated w it slices codes and gathers the gradient, as of a w that is
-    cast.
+    """XLA multiplies codes with one scale itself.
+
+    It slices the codes of a replicated w and gathers its gradient, as it does for a w that is cast.
     """
     for x_spec in X_SPECS:
         moved, plain = gathered(name, x_spec, w_spec), gathered(None, x_spec, w_spec)

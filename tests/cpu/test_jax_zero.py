@@ -83,7 +83,7 @@ def test_parameters_without_elements(shard_weights):
 def test_bad_input():
     params = params_of()
     with pytest.raises(
-        ValueError, match=r"plan_zero: .* cannot travel as codes of MXFP8_E4M3: its planes are different numbers"
+        ValueError, match=r"plan_zero: \['down'\]\['w'\] cannot be gathered as codes of MXFP8_E4M3: its rowwise and"
     ):
         plan_zero(params, lambda path, p: formats.MXFP8_E4M3 if "w" in path else None, 2, AXIS)
     plan, _, masters, _ = program(RECIPES["MXFP8"], 1, False)
@@ -93,5 +93,5 @@ def test_bad_input():
         loss = lambda w: jnp.sum(linear(jnp.ones((32, 32)), w["up"]["w"], RECIPES["CurrentScaling"]))  # noqa: E731
         return plan.value_and_grad(loss, masters)[1]
 
-    with pytest.raises(ValueError, match=r"linear: w \(MXFP8_32x32.*\) is not in the format .* FP8_E4M3"):
+    with pytest.raises(ValueError, match=r"linear: w \(MXFP8_32x32\[nonfinite=nan\]\) is not in the weight"):
         jax.shard_map(other, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))(masters)

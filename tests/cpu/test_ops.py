@@ -207,14 +207,14 @@ WORDS = [
     ("quantize_block", [(2, 516)], (1, 258), FP4, r"block \(1x258\) of .* sides of 1, or even ones up to 256"),
     ("quantize_square_both", [(4, 8)], (1, 4), FP8, "1x4. is not square"),
     ("quantize_nvfp4", [(4, 32), ()], (1, 32), {"scale_max": 448.0}, "1x32. is not 1x16"),
-    ("quantize_nvfp4", [(4, 40), ()], (1, 16), {"scale_max": 448.0}, "not a whole number of block_cols=16"),
+    ("quantize_nvfp4", [(4, 40), ()], (1, 16), {"scale_max": 448.0}, "not a multiple of block_cols=16"),
     ("quantize_nvfp4", [(4, 32), ()], (1, 16), {"scale_max": 99.0}, "scale_max .99. is not one of 448, 256"),
     (
         "quantize_nvfp4",
         [(4, 32), (3,)],
         (1, 16),
         {"scale_max": 448.0},
-        "not the first axes of blocks of x",
+        "does not match the leading axes of blocks of x",
     ),
     (
         "quantize_nvfp4_t",

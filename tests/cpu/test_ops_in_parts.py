@@ -62,7 +62,7 @@ def test_cut_at_blocks(spec, kind, names):
 def test_explicit_mesh_that_cuts_blocks():
     """An error that says where to cut: XLA could only gather."""
     x = jax.device_put(X[:96, :64], NamedSharding(mesh_of(AxisType.Explicit), P("a")))
-    with pytest.raises(ValueError, match=r"x \(96, 64\) has an axis of 96 cut into 4 shards, .* whole blocks of 32"):
+    with pytest.raises(ValueError, match=r"x \(96, 64\) has an axis of 96 in 4 shards, .* blocks of 32"):
         ops.amax_block(x, **SQUARE)
 
 

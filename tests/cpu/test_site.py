@@ -24,6 +24,23 @@ OPS = {**table(), **multi_table()}
 
 
 @pytest.mark.parametrize("path", DOCS)
+def test_code_fits_the_column(path):
+    """A page of the site is 80 columns wide; longer lines of code would be cut."""
+    blocks = re.findall(r"^```.*?^```$", Page(path).text, re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("path", DOCS)
+def test_a_page_says_first_whom_it_serves(path):
+    assert re.match(r"# .*\n\nFor people (?:who|whose) ", Page(path).text)
+
+
+@pytest.mark.parametrize("path", DOCS)
+def test_a_page_is_in_the_nav(path):
+    assert path in (REPOSITORY / "docs/site/mkdocs.yml").read_text()
+
+
+@pytest.mark.parametrize("path", DOCS)
 def test_examples_of_pages_are_true(path):
     blocks = re.findall(r"^```pycon\n(.*?)^```$", Page(path).text, re.MULTILINE | re.DOTALL)
     test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, path, path, 0)
@@ -45,6 +62,20 @@ def test_modules_that_users_are_told_of_have_a_page():
     used = set(re.findall(r"^(?:from|import) (qshard(?:\.\w+)*)", told, re.MULTILINE))
     assert "qshard.jax" in used
     assert not used - set(re.findall(r"api/([\w.]+)\.md", nav)), "give these a place in the nav of docs/site/mkdocs.yml"
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_is_a_page_with_its_outputs(path):
+    pytest.importorskip("nbconvert")
+    pytest.importorskip("latex2mathml")
+    import site_notebooks
+
+    page, *pictures = site_notebooks.page(path).items()
+    assert page[0] == f"{path.stem}.md"
+    assert len(pictures) >= 3
+    assert all(f"]({name})" in page[1] for name, _ in pictures)
+    prose = re.sub(r"^```.*?^```$|`[^`]*`", "", page[1], flags=re.MULTILINE | re.DOTALL)
+    assert "$" not in re.sub(r"<div.*?</div>", "", prose, flags=re.DOTALL)
 
 
 # --- ops ---
@@ -93,7 +124,7 @@ def test_every_format_has_its_picture():
 @pytest.mark.parametrize("path", DOCS)
 def test_pictures_are_drawn(path):
     text = Page(path).text
-    drawn = site_pictures.drawn(text)
+    drawn = site_pictures.draw_pictures(text)
     figures = re.findall(r"^<figure.*</figure>$", drawn, re.MULTILINE)
     assert len(figures) == text.count("<!-- picture:")
     assert "<!-- picture:" not in drawn

@@ -155,7 +155,7 @@ def test_what_is_no_conv1d_of_gpt2():
             return x * self.weight
 
     Conv1D_.__name__ = "Conv1D"
-    with pytest.warns(UserWarning, match=r"1 \(Conv1D multiplies weight itself; make it an nn.Linear\)"):
+    with pytest.warns(UserWarning, match=r"1 \(Conv1D has its own weight; use nn\.Linear instead\); exclude"):
         convert(nn.Sequential(nn.Linear(64, 64), Conv1D_()), "CurrentScaling")
 
 
@@ -163,7 +163,7 @@ def test_errors_name_the_weight_as_it_is_multiplied():
     with pytest.raises(ValueError, match=r"^convert: weight.T \(48, 64\) is not a whole number of 32x32 blocks"):
         convert(Conv1D(48, 64), "MXFP8")
     w = x_of(64, 32)
-    with pytest.raises(ValueError, match=r"weight \(64, 32\) does not fit x \(4, 32\); give weight as \[K, N\]"):
+    with pytest.raises(ValueError, match=r"weight \(64, 32\) does not fit x \(4, 32\); pass weight as \[K, N\] and x"):
         linear(x_of(4, 32), w, None, CurrentScaling(), weight_layout="KN")
-    with pytest.raises(ValueError, match=r"weight_layout \('TN'\) is not how weight lies"):
+    with pytest.raises(ValueError, match=r"weight_layout \('TN'\) is not a layout; pass 'NK' for weight \[N, K\]"):
         linear(x_of(4, 32), w, None, CurrentScaling(), weight_layout="TN")

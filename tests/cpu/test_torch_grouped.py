@@ -220,13 +220,13 @@ def test_compiled():
 
 def test_layers_that_are_there():
     layers = torch.nn.ModuleList(torch.nn.Linear(K, N, bias=False) for _ in range(E))
-    with pytest.raises(ValueError, match=r"GroupedLinear.of: layers .* are not Linear without bias.*call convert"):
+    with pytest.raises(ValueError, match=r"GroupedLinear\.of: layers \(of type list\) are not converted Linear layers"):
         GroupedLinear.of(layers)
     layer = GroupedLinear.of(convert(layers, "MXFP8"))
     assert isinstance(layer.experts[0], Linear)
     x = torch.randn(M, K)
     assert torch.allclose(layer(x, torch.tensor(SIZES))[: SIZES[0]], layers[0](x[: SIZES[0]]), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=r"not Linear without bias, of one recipe and shape"):
+    with pytest.raises(ValueError, match=r"GroupedLinear\.of: layers \(of type list\) are not converted Linear"):
         GroupedLinear.of([convert(torch.nn.Linear(K, N), "MXFP8")])
 
 
@@ -234,38 +234,38 @@ WRONG = [
     (
         {"sizes": [200, 1, 0, 0, 0, 0]},
         ValueError,
-        r"group_sizes \(201 in all, 0 the least\) do not count the rows of x",
+        r"group_sizes \(sum 201, minimum 0\) are negative or exceed the rows of x",
     ),
-    ({"sizes": [9, -1, 0, 0, 0, 0]}, ValueError, r"group_sizes \(8 in all, -1 the least\) do not count the rows"),
-    ({"sizes": [9, 1]}, ValueError, r"group_sizes \(int64 \(2,\)\) is not an int32 or int64 for each of 6 experts"),
-    ({"sizes": [9.0] * 6}, ValueError, r"group_sizes \(float32 \(6,\)\) is not an int32 or int64"),
-    ({"x": torch.ones(4, 7)}, ValueError, r"weights \(64, 96\) do not fit x \(4, 7\); give each as \[N, K\]"),
+    ({"sizes": [9, -1, 0, 0, 0, 0]}, ValueError, r"group_sizes \(sum 8, minimum -1\) are negative or exceed the rows"),
+    ({"sizes": [9, 1]}, ValueError, r"group_sizes \(int64 \(2,\)\) is not one int32 or int64 for each of 6 experts"),
+    ({"sizes": [9.0] * 6}, ValueError, r"group_sizes \(float32 \(6,\)\) is not one int32 or int64 for each of"),
+    ({"x": torch.ones(4, 7)}, ValueError, r"weights \(64, 96\) do not fit x \(4, 7\); pass each as \[N, K\], all of"),
     ({"x": torch.ones(4, 2, K)}, ValueError, r"weights \(64, 96\) do not fit x \(4, 2, 96\)"),
     ({"x": torch.ones(4, K, dtype=torch.int32)}, TypeError, r"grouped_linear: x \(int32\)"),
     (
         {"weights": torch.ones(E, K, K)},
         ValueError,
-        r"weight_layout \(None\) does not say how one tensor of all experts",
+        r"weight_layout \(None\) is not a layout; pass 'NK' for weights \[E, N, K\]",
     ),
     (
         {"weight_layout": "KN"},
         ValueError,
-        r"weight_layout \('KN'\) is of one tensor of all experts, and weights are one",
+        r"weight_layout \('KN'\) is for one tensor of all experts, but weights is a list",
     ),
     ({"weights": []}, ValueError, r"weights \(none\) do not fit x"),
     ({"weights": [torch.ones(N, K), torch.ones(N, 2 * K)]}, ValueError, r"weights \(64, 96\), \(64, 192\) do not fit"),
     ({"weights": 2}, TypeError, r"weights \(2\) are not tensors; pass one \[E, N, K\]"),
     ({"weights": [torch.ones(48, K)] * E, "recipe": "MXFP8"}, ValueError, r"weights \(48, 96\) is not a whole number"),
-    ({"recipe": "NVFP4"}, ValueError, r"seeds \(None\) are not int32 \(6, 2\), and NVFP4 rounds at random; pass two"),
-    ({"recipe": "NVFP4", "seeds": torch.zeros(6, 2)}, ValueError, r"seeds \(float32 \(6, 2\)\) are not int32"),
+    ({"recipe": "NVFP4"}, ValueError, r"grouped_linear: NVFP4 uses stochastic rounding and needs `seeds` as int32 \(6"),
+    ({"recipe": "NVFP4", "seeds": torch.zeros(6, 2)}, ValueError, "grouped_linear: NVFP4 uses stochastic rounding and"),
     (
         {"recipe": "NVFP4", "seeds": torch.zeros(6, 3, dtype=torch.int32)},
         ValueError,
-        r"seeds \(int32 \(6, 3\)\) are not int32 \(6, 2\)",
+        "grouped_linear: NVFP4 uses stochastic rounding and needs `seeds`",
     ),
-    ({"recipe": "NVFP4", "seeds": [5] * 6}, TypeError, r"seeds \(\[5, 5, 5, 5, 5, 5\]\) are not int32"),
-    ({"recipe": "DelayedScaling"}, ValueError, r"delayed \(None\) is not what DelayedScaling takes for 6 experts"),
-    ({"delayed": [{}] * 6}, ValueError, r"delayed \(6\) is not what CurrentScaling takes for 6 experts; pass None"),
+    ({"recipe": "NVFP4", "seeds": [5] * 6}, TypeError, "grouped_linear: NVFP4 uses stochastic rounding and needs"),
+    ({"recipe": "DelayedScaling"}, ValueError, "grouped_linear: DelayedScaling needs `delayed`; pass a dict of"),
+    ({"delayed": [{}] * 6}, ValueError, "grouped_linear: delayed is for DelayedScaling, and the recipe is"),
 ]
 
 

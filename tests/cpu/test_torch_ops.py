@@ -58,7 +58,7 @@ BAD = {
     "shape": (
         lambda: ops.cast_tensor(X, torch.ones(6), **E4M3_CODES),
         ValueError,
-        r"scale \(6,\) is not the first axes",
+        r"scale \(6,\) does not match the leading axes",
     ),
     "strided": (
         lambda: ops.cast_tensor(X.t(), SCALE, **E4M3_CODES),
@@ -80,7 +80,7 @@ BAD = {
     "requires_grad": (
         lambda: ops.amax_tensor(LEAF),
         ValueError,
-        "x .requires grad. is not data alone",
+        "amax_tensor: x requires grad, but the op has no derivative; pass",
     ),
     "element": (lambda: ops.cast_tensor(X, SCALE, element="float8"), ValueError, "element .float8. is not one of"),
     "no_attribute": (lambda: ops.cast_tensor(X, SCALE), RuntimeError, "missing value for argument 'element'"),
@@ -168,7 +168,9 @@ def test_a_device_without_kernels_is_named():
     if _ffi.cuda_built:
         pytest.skip("this build has kernels for every device")
     x, amax = (OnCuda(np.ones(shape, np.float32)) for shape in (4, ()))
-    with pytest.raises(NotImplementedError, match=r"amax_tensor: device .cuda:0. is not one that this build"):
+    with pytest.raises(
+        NotImplementedError, match=r"amax_tensor: this build of qshard has no kernels for device .cuda:0."
+    ):
         _ffi.call("amax_tensor", (x,), (amax,), {})
 
 

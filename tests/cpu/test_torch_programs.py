@@ -235,15 +235,15 @@ def test_a_program_takes_only_what_it_was_made_for():
     assert program(result=(None, 1))(x)[0] is None
     wrong = [x.half(), x[:3], torch.ones(5), torch.empty(0), x.to(torch.float64)]
     for other in wrong:
-        with pytest.raises(ValueError, match="is not what the program was made for"):
+        with pytest.raises(ValueError, match="does not match the program"):
             program()(other)
-    with pytest.raises(ValueError, match="another number of inputs"):
+    with pytest.raises(ValueError, match="the number of inputs differs"):
         program()(x, x)
     with pytest.raises(ValueError, match="is strided"):
         program()(torch.ones(4, 2)[:, 0])
-    with pytest.raises(ValueError, match="is not what the program was made for"):
+    with pytest.raises(ValueError, match="does not match the program"):
         program(make=lambda: torch.empty(1, dtype=torch.uint8))(x)  # Room for less than the op writes.
-    with pytest.raises(ValueError, match="is not what the program was made for"):
+    with pytest.raises(ValueError, match="does not match the program"):
         program(source=1, offset=1 << 40)(x)
     with pytest.raises(ZeroDivisionError):
         program(make=lambda: 1 // 0)(x)

@@ -136,7 +136,7 @@ def saved(value):
     ],
 )
 def test_all_other_use_says_what_to_do(use):
-    with pytest.raises(NotImplementedError, match=r"is not an op on codes; call .dequantize\(\)"):
+    with pytest.raises(NotImplementedError, match=r"is not supported on codes; call .dequantize\(\)"):
         use(q_of_both())
 
 

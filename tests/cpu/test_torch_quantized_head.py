@@ -130,7 +130,7 @@ def test_convert_takes_the_head(recipe):
 
 
 def test_convert_leaves_heads_that_would_need_a_state():
-    with pytest.warns(UserWarning, match="head .chunks of its rows have no scales of DelayedScaling"):
+    with pytest.warns(UserWarning, match=r"convert: 1 of 2 layers were not converted: head \(DelayedScaling"):
         model = qt.convert(Model(), DelayedScaling())
     assert type(model.head) is qt.LinearCrossEntropy
 
@@ -161,7 +161,7 @@ def test_compiled_it_is_the_same():
 @pytest.mark.parametrize("recipe", STATEFUL.values(), ids=STATEFUL)
 def test_recipes_with_a_state_are_refused(recipe):
     x, w, labels = drawn()
-    with pytest.raises(ValueError, match=r"linear_cross_entropy: recipe .* has scales of earlier steps"):
+    with pytest.raises(ValueError, match=r"linear_cross_entropy: recipe .* is not supported: chunks"):
         qt.linear_cross_entropy(x, w, labels, recipe=recipe)
 
 
@@ -169,9 +169,9 @@ def test_what_does_not_fit():
     x, w, labels = drawn()
     with pytest.raises(ValueError, match=r"linear_cross_entropy: w \(FP8_E4M3\) is not"):
         qt.linear_cross_entropy(x, qt.quantize(w.detach(), "FP8_E4M3"), labels, recipe="MXFP8")
-    with pytest.raises(TypeError, match=r"linear_cross_entropy: w \(QuantizedTensor, FP8_E4M3\) is quantized already"):
+    with pytest.raises(TypeError, match=r"linear_cross_entropy: w \(QuantizedTensor, FP8_E4M3\) is already quantized"):
         qt.linear_cross_entropy(x, qt.quantize(w.detach(), "FP8_E4M3"), labels)
-    with pytest.raises(ValueError, match=r"linear_cross_entropy: seed \(None\) is not there"):
+    with pytest.raises(ValueError, match="linear_cross_entropy: NVFP4 uses stochastic rounding and needs"):
         qt.linear_cross_entropy(x, w, labels, recipe="NVFP4")
     with pytest.raises(ValueError, match=r"linear_cross_entropy: w \(100, 128\) is not a whole number of 32x32"):
         qt.linear_cross_entropy(x, w[:100], labels % 100, recipe="MXFP8")

@@ -83,16 +83,16 @@ def test_a_state_of_other_layers_is_refused():
         )
     )
     for given, text in [
-        ({}, rf"\(of 0 tensors\) lacks {first} and 11 more; pass what scaling_state gave"),
-        ({**state, "1.seed": torch.ones(2)}, r"\(of 13 tensors\) is also of 1.seed; pass what"),
-        ({**state, first: torch.ones(3)}, rf"\(of 12 tensors\) has another shape of {first}; pass what"),
+        ({}, rf"\(of 0 tensors\) lacks {first} and 11 more; pass the result of scaling_state"),
+        ({**state, "1.seed": torch.ones(2)}, r"\(of 13 tensors\) also has 1.seed; pass the result"),
+        ({**state, first: torch.ones(3)}, rf"\(of 12 tensors\) has another shape for {first}; pass the result"),
     ]:
         given = {name: tensor + 1 for name, tensor in given.items()}
         with pytest.raises(ValueError, match=f"^load_scaling_state: state {text}"):
             load_scaling_state(model, given)
     assert all(torch.equal(tensor, state[name]) for name, tensor in scaling_state(model).items())
     with pytest.raises(
-        TypeError, match=r"^load_scaling_state: state \(None\) is not a dict; pass what scaling_state g"
+        TypeError, match=r"^load_scaling_state: state \(None\) is not a dict; pass the result of scaling_state"
     ):
         load_scaling_state(model, None)
     assert scaling_state(nn.Linear(2, 2)) == scaling_state(convert(nn.Linear(32, 32), RECIPE)) == {}

@@ -82,33 +82,37 @@ def kinds(model):
 
 def test_weights_of_three_axes_are_named_once():
     assert warned(Mixture()) == (
-        "convert: 16 of 33 layers stay as they are: layers.0.router (Router multiplies weight itself; make it an "
-        "nn.Linear; 7 more alike), layers.0.experts (w1, w2 of 3 axes; call grouped_linear with it, or make a "
-        "GroupedLinear of nn.Linear layers; 7 more alike); leave them out with filter= to say that they should"
+        "convert: 16 of 33 layers were not converted: layers.0.router (Router has its own weight; use "
+        "nn.Linear instead; 7 more like these), layers.0.experts (w1, w2 with 3 axes, a weight per expert; use "
+        "grouped_linear, or a GroupedLinear of nn.Linear layers; 7 more like these); exclude them with filter= "
+        "to silence this"
     )
-    assert "layers.0.experts (gate_up_proj of 3 axes; call" in warned(Mixture(kind=OpenExperts))
+    assert "layers.0.experts (gate_up_proj with 3 axes, a weight per expert; use" in warned(Mixture(kind=OpenExperts))
 
 
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        (nn.Conv2d(4, 8, 3), r"1 \(no recipe multiplies a convolution\)"),
-        (nn.LazyConv1d(8, 3), r"1 \(no recipe multiplies a convolution\)"),
-        (nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 8, 3)), r"1 \(no recipe multiplies a convolution\)"),
-        (nn.LSTM(32, 32), r"1 \(no recipe multiplies recurrent weights\)"),
-        (nn.GRUCell(32, 32), r"1 \(no recipe multiplies recurrent weights\)"),
-        (nn.Bilinear(8, 8, 8), r"1 \(no recipe multiplies three operands\)"),
+        (nn.Conv2d(4, 8, 3), r"1 \(convolutions are not supported\)"),
+        (nn.LazyConv1d(8, 3), r"1 \(convolutions are not supported\)"),
+        (nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 8, 3)), r"1 \(convolutions are not supported\)"),
+        (nn.LSTM(32, 32), r"1 \(recurrent layers are not supported\)"),
+        (nn.GRUCell(32, 32), r"1 \(recurrent layers are not supported\)"),
+        (nn.Bilinear(8, 8, 8), r"1 \(bilinear layers are not supported\)"),
         (
             nn.MultiheadAttention(32, 2),
-            r"1 \(it reads in_proj_weight of q, k, v and out_proj; write each as nn.Linear\)",
+            r"1 \(it multiplies in_proj_weight \(q, k, v\) and out_proj itself; use nn.Linear for each\)",
         ),
-        (nn.MultiheadAttention(32, 2, kdim=16), r"it reads q_proj_weight, k_proj_weight, v_proj_weight of q, k, v and"),
-        (nn.ParameterList([torch.ones(4, 4)]), r"1 \(ParameterList multiplies 0 itself; make it an nn.Linear\)"),
+        (
+            nn.MultiheadAttention(32, 2, kdim=16),
+            r"it multiplies q_proj_weight, k_proj_weight, v_proj_weight \(q, k, v\) and",
+        ),
+        (nn.ParameterList([torch.ones(4, 4)]), r"1 \(ParameterList has its own 0; use nn.Linear instead\)"),
     ],
     ids=["conv", "lazy conv", "parametrized conv", "lstm", "gru cell", "bilinear", "attention", "kdim", "list"],
 )
 def test_what_else_is_named(module, text):
-    with pytest.warns(UserWarning, match=f"^convert: 1 of 2 layers stay as they are: .*{text}"):
+    with pytest.warns(UserWarning, match=f"^convert: 1 of 2 layers were not converted: .*{text}"):
         convert(nn.Sequential(nn.Linear(32, 32), module), "CurrentScaling")
     silent(nn.Sequential(nn.Linear(32, 32), module), filter=lambda module, name: name != "1")
     silent(nn.Sequential(nn.Linear(32, 32), module), {"1": None, "*": "CurrentScaling"})
@@ -143,7 +147,7 @@ def test_no_false_alarm():
 def test_a_filter_of_linear_layers_meets_other_modules():
     """It may read what those lack: then it has not left them out."""
     text = warned(Mixture(), filter=lambda layer, name: layer.out_features == 32)
-    assert text.startswith("convert: 16 of 32 layers stay as they are: layers.0.router")
+    assert text.startswith("convert: 16 of 32 layers were not converted: layers.0.router")
     silent(Mixture(), filter=lambda layer, name: "experts" not in name and "router" not in name)
     with pytest.raises(AttributeError, match="no_such"):
         convert(Mixture(), "CurrentScaling", filter=lambda layer, name: layer.no_such)
@@ -188,7 +192,9 @@ def test_recipes_by_layer():
 
 def test_layers_without_a_pattern_are_named():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    assert "convert: 1 of 2 layers stay as they are: 1 (no pattern matches it); leave" in warned(model, {"0": "MXFP8"})
+    assert "convert: 1 of 2 layers were not converted: 1 (no pattern matches it); exclude" in warned(
+        model, {"0": "MXFP8"}
+    )
     assert kinds(model) == {"0": "MXFP8"}
 
 
@@ -201,13 +207,13 @@ def test_layers_without_a_pattern_are_named():
         ),
         (
             {"*": "MXFP8", "*.q": "BlockScaling"},
-            r"pattern '\*.q' decides nothing: '\*' before it matches all .* 'layers.0.q'",
+            r"pattern '\*.q' has no effect: '\*' before it matches all .* 'layers.0.q'",
         ),
-        ({"*": None}, r"recipe \({'\*': None}\) has no recipe for any layer; pass one, such as"),
-        ({}, r"recipe \({}\) has no recipe for any layer"),
-        ({"*": "MXFP9"}, r"recipe\['\*'\] \('MXFP9'\) is not the name of a recipe; did you mean 'MXFP8'"),
+        ({"*": None}, r"recipe \({'\*': None}\) gives no layer a recipe; pass at least one, such as"),
+        ({}, r"recipe \({}\) gives no layer a recipe"),
+        ({"*": "MXFP9"}, r"recipe\['\*'\] \('MXFP9'\) is not a recipe name; did you mean 'MXFP8'"),
         ({1: "MXFP8"}, r"pattern \(1\) is not a string"),
-        ({"*.q": "MXFP8", "head": "NVFP4", "*": 3}, r"recipe\['\*'\] \(3\) is not a recipe or the name of one"),
+        ({"*.q": "MXFP8", "head": "NVFP4", "*": 3}, r"recipe\['\*'\] \(3\) is not a recipe or a recipe name"),
     ],
 )
 def test_rules_that_are_wrong_change_nothing(recipe, text):
@@ -228,7 +234,7 @@ def test_a_shared_weight_has_one_recipe():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1].weight = model[0].weight
     with pytest.raises(
-        ValueError, match=r"^convert: 1.weight \(MXFP8\) is also 0.weight \(CurrentScaling\), and a weigh"
+        ValueError, match=r"^convert: 1.weight \(MXFP8\) is also 0.weight \(CurrentScaling\), but a weigh"
     ):
         convert(model, {"0": "CurrentScaling", "1": "MXFP8"})
     silent(model, {"[01]": "MXFP8"})
@@ -240,7 +246,7 @@ def test_quantized_init_takes_recipes_by_layer():
     assert kinds(model) == {"0": "DelayedScaling", "1": "MXFP8"}
     assert model[0].recipe == DelayedScaling()
     with (
-        pytest.raises(ValueError, match=r"^quantized_init: recipe \({}\) has no recipe for any layer"),
+        pytest.raises(ValueError, match=r"^quantized_init: recipe \(\{\}\) gives no layer a recipe; pass at"),
         quantized_init({}),
     ):
         pass

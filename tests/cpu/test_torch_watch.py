@@ -139,7 +139,7 @@ def test_hooks_go_and_mistakes_are_told():
         model(inputs())
     assert [row.role for row in watch.stats().rows] == [Role.ACTIVATION] * 2
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model)
-    with pytest.raises(ValueError, match="has no Linear of qshard; convert it with a recipe first"):
+    with pytest.raises(ValueError, match=r"numerics_of: model \(the class Linear\) has no converted layer"):
         numerics_of(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"is not a torch\.nn\.Module"):
         numerics_of([model])
@@ -243,5 +243,5 @@ def test_experts_have_the_rows_of_their_groups(name):
 def test_heads_that_are_not_measured_are_named():
     model = nn.Sequential(nn.Linear(64, 64), LinearCrossEntropy(64, 96, recipe="MXFP8"))
     convert(model, "MXFP8", filter=lambda module, name: name == "0")
-    with pytest.warns(UserWarning, match=r"numerics_of: 1 \(LinearCrossEntropy with recipe=\) will not be measured"):
+    with pytest.warns(UserWarning, match=r"numerics_of: 1 \(LinearCrossEntropy with recipe=\) are not measured"):
         numerics_of(model)

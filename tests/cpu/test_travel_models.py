@@ -231,7 +231,7 @@ def test_zero_says_what_cannot_travel():
     model, optimizer = made(False)
     learn(model, batches(), optimizer)
     for travel in (copy.copy, *WAYS.values()):
-        with pytest.raises(TypeError, match=r"ZeroOptimizer: it cannot be pickled or copied.*save state_dict\(\)"):
+        with pytest.raises(TypeError, match="ZeroOptimizer: it owns memory and hooks of its model, so it cannot be"):
             travel(optimizer)
     for travel in WAYS.values():  # A snapshot of what layers see.
         other = travel(model)
@@ -256,7 +256,7 @@ def test_zero_says_what_cannot_travel():
             travel(sharded)
     assert_equal(torch.load(saved(sharded.state_dict())).values(), optimizer.full_weights().values())
     for travel in (copy.deepcopy, pickle.dumps, saved, lambda q: q.share_memory_()):
-        with pytest.raises(RuntimeError, match=r"0.weight .*\(sharded weights\) has no memory between uses"):
+        with pytest.raises(RuntimeError, match=r"0\.weight \(64, 32\) \(sharded weights\) is freed between uses of"):
             travel(sharded[0].weight)
     assert len(losses) == 2
     assert torch.load(saved(optimizer.state_dict()), weights_only=True)["zero"]["rank"] == 0

@@ -27,7 +27,7 @@ def cast_in_torch(start):
 @pytest.mark.parametrize("start", [-1, -(2**33), 2**64])
 @pytest.mark.parametrize("cast", [cast_in_jax, cast_in_torch])
 def test_starts(cast, start):
-    with pytest.raises(ValueError, match=rf"cast_master: starts \({start}\) is not in \[0, 2\*\*64\); pass a number"):
+    with pytest.raises(ValueError, match=rf"cast_master: starts \({start}\) is not in \[0, 2\*\*64\); pass an integer"):
         cast(start)
 
 
@@ -45,5 +45,5 @@ def test_a_start_of_numpy():
     ids=["jax", "torch"],
 )
 def test_seeds(draw):
-    with pytest.raises(ValueError, match=r"quantize: seed \(-1\) is not in \[0, 2\*\*64\); pass a number"):
+    with pytest.raises(ValueError, match=r"quantize: seed \(-1\) is not in \[0, 2\*\*64\); pass an integer"):
         draw(-1)

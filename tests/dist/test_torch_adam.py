@@ -94,7 +94,7 @@ def test_a_model_trains_on_fp8_states():
 def test_columns_are_cut_at_blocks():
     mesh = torch_ranks.mesh()
     p = nn.Parameter(distribute_tensor(torch.ones(4, 300), mesh, [Shard(1)]))
-    with pytest.raises(ValueError, match=r"parameter \(4, 300\) \(cut into 2 along axis 1\) is not cut at blocks"):
+    with pytest.raises(ValueError, match=r"parameter \(4, 300\) \(axis 1 in 2 shards\) is not sharded on blocks"):
         Adam([p], exp_avg_dtype=torch.float8_e4m3fn)
     Adam([p])
     whole = nn.Parameter(torch.ones(4, 512))

@@ -291,7 +291,7 @@ def test_amaxes_are_those_of_the_group_that_shards(orig):
     other, _ = ready(DelayedScaling())
     for i, group in ((0, pair), (2, across)):
         other[i] = FullyShardedDataParallel(other[i], group, use_orig_params=orig, device_id=device())
-    with pytest.raises(ValueError, match=r"modules \(wrapped with 2 groups, of 2 to 2 ranks\) are not on one.*group="):
+    with pytest.raises(ValueError, match=r"modules are wrapped with 2 groups \(of 2 to 2 ranks\); pass group="):
         update_scales(other)
     update_scales(other, dist.group.WORLD)
 
@@ -316,10 +316,10 @@ REFUSED = {
     ),
     "codes": (coded_layer, r"0.weight \(QuantizedTensor, FP8_E4M3.*\) is not"),
     "cut": (cut_layer, r"0.weight \(DTensor\) is not"),
-    "wrapped": (lambda: in_fsdp1(ready(CurrentScaling())[0]), r"model \(FullyShardedDataParallel\) has taken"),
+    "wrapped": (lambda: in_fsdp1(ready(CurrentScaling())[0]), r"model \(FullyShardedDataParallel\) has already taken"),
     "wrapped in part": (
         lambda: in_fsdp1(ready(CurrentScaling())[0]).module,
-        r"0 \(FullyShardedDataParallel\) has taken",
+        r"0 \(FullyShardedDataParallel\) has already taken",
     ),
 }
 

@@ -181,10 +181,10 @@ def test_averages_and_dtypes():
 @on_ranks(2)
 def test_what_cannot_be_gathered_is_refused():
     model = convert(side_by_side([awkward_values((32, 32), 0)]), CurrentScaling())
-    with pytest.raises(TypeError, match=r"gathered_weight: weight .* is not a sharded weight of a Linear"):
+    with pytest.raises(TypeError, match=r"gathered_weight: weight .* is not the sharded weight of a converted Linear"):
         gathered_weight(model[0].weight)
     columns = shard(copy.deepcopy(model), shard_placement_fn=lambda _: Shard(1))[0].weight
-    with pytest.raises(NotImplementedError, match=r"0.weight \(32, 32\) \(placements .* is not cut by rows"):
+    with pytest.raises(NotImplementedError, match=r"0.weight \(32, 32\) \(placements .* is not sharded by rows"):
         gathered_weight(columns)
     rows = distribute_tensor(model[0].weight, torch_ranks.mesh(), [Shard(0)])
     with pytest.raises(ValueError, match=r"reduce_op \('mean'\) is not 'sum' or 'avg'"):

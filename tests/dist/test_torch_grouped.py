@@ -182,7 +182,7 @@ def test_zero():
         assert losses == made[0][0]
         assert all(torch.equal(weights[name], value) for name, value in made[0][1].items())
     model = model_of(experts, recipe)
-    with pytest.raises(ValueError, match=r"units \(Linear\) is in a GroupedLinear, which uses its weight"):
+    with pytest.raises(ValueError, match=r"units \(Linear\) is in a GroupedLinear, which reads its weight"):
         ZeroOptimizer(model, shard_weights=True, units=[*model.up.experts])
 
 

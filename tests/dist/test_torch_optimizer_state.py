@@ -187,7 +187,7 @@ def test_a_whole_state_of_another_dtype_is_refused():
     step(other, its_optimizer, 0)
     sent = [get_optimizer_state_dict(other, its_optimizer, options=FULL)]
     dist.broadcast_object_list(sent)
-    text = r"AdamW: state exp_avg \(float32\) is of all of parameter .*, which is sharded; load"
+    text = r"AdamW: state exp_avg \(float32\) is of the whole parameter .*, which is sharded; load"
     with pytest.raises(ValueError, match=text):
         set_optimizer_state_dict(model, optimizer, sent[0], options=StateDictOptions(full_state_dict=True))
     assert_same(optimizer_state(model, optimizer), before)

@@ -141,10 +141,15 @@ def test_a_weight_on_every_rank():
 
 GRADIENTS = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_1x128")
 WITHIN = [
-    ("MXFP8", ColwiseParallel, (64, 96), r"weight \(96, 64\) .*: shards of 48 rows meet weights in blocks of 32"),
-    ("NVFP4", RowwiseParallel, (48, 32), r"shards of 24 columns meet weights in blocks of 16, of NVFP4_16x16"),
-    (GRADIENTS, ColwiseParallel, (16, 128), r"shards of 64 rows meet gradients in blocks of 128"),
-    ("BlockScaling", RowwiseParallel, (192, 128), r"shards of 96 columns meet weights in blocks of 128"),
+    (
+        "MXFP8",
+        ColwiseParallel,
+        (64, 96),
+        r"weight \(96, 64\) has shards of 48 rows, which split the weight blocks of 32",
+    ),
+    ("NVFP4", RowwiseParallel, (48, 32), r"shards of 24 columns, which split the weight blocks of 16 of NVFP4_16x16"),
+    (GRADIENTS, ColwiseParallel, (16, 128), r"shards of 64 rows, which split the gradient blocks of 128"),
+    ("BlockScaling", RowwiseParallel, (192, 128), r"shards of 96 columns, which split the weight blocks of 128"),
 ]
 
 
@@ -167,9 +172,9 @@ def test_operands_that_do_not_belong_together():
     whole = distribute_tensor(x, mesh["tp"], [Replicate()])
     with pytest.raises(TypeError, match=r"weight .DTensor. is not a plain tensor; .* pass x as a DTensor"):
         layer.forward(x)
-    with pytest.raises(TypeError, match=r"bias .Tensor. is not a DTensor, as weight is"):
+    with pytest.raises(TypeError, match=r"bias is not a DTensor, but weight is"):
         linear(whole, layer.weight, torch.ones(32), layer.recipe)
-    with pytest.raises(ValueError, match=r"weight .* is cut as Partial.*use Shard.0., Shard.1. or Replicate"):
+    with pytest.raises(ValueError, match=r"weight .* has placement Partial.*use Shard.0., Shard.1. or Replicate"):
         linear(whole, DTensor.from_local(torch.ones(32, 32), mesh["tp"], [Partial()]), None, layer.recipe)
     fully_shard(model, mesh=mesh["shard"])
     with pytest.raises(ValueError, match=r"is not on the mesh of x.*call the module that fully_shard wraps"):

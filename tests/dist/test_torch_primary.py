@@ -161,7 +161,10 @@ def test_what_a_sealed_weight_refuses():
         lambda: weight.full_tensor(),
         lambda: weight.to_local() + 1,
     ):
-        with torch.no_grad(), pytest.raises(NotImplementedError, match=r"0.weight .primary. is codes.*WithMasters"):
+        with (
+            torch.no_grad(),
+            pytest.raises(NotImplementedError, match=r"0.weight .primary. has only codes.*WithMasters"),
+        ):
             wrong()
     with pytest.raises(NotImplementedError, match="move the model before its first forward"):
         model.to(torch.float64)
@@ -214,7 +217,10 @@ def test_norms_and_averages_of_sealed_weights():
         lambda: copy.deepcopy(weight),
         lambda: torch.equal(weight.to_local(), weight.to_local()),
     ):
-        with torch.no_grad(), pytest.raises(NotImplementedError, match=r"primary. is codes.* values in state_dict"):
+        with (
+            torch.no_grad(),
+            pytest.raises(NotImplementedError, match=r"primary. has only codes.* values in state_dict"),
+        ):
             wrong()
     with pytest.raises(ValueError, match=r"data of 0.weight .primary. is the master .* with load_state_dict"):
         weight.to_local().data = torch.zeros(1)

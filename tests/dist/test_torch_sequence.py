@@ -325,13 +325,13 @@ def test_what_may_not_change_bits(name, overlap):
 def test_what_is_refused():
     mesh = mesh_of("tp")
     layer, x = convert(nn.Linear(64, 64), MXFP8()), torch.ones(1, 64, 64)
-    with pytest.raises(ValueError, match=r"scatter_dim \(1\) is not for plain tensors; pass DTensors"):
+    with pytest.raises(ValueError, match=r"scatter_dim \(1\) needs DTensors; pass x and weight as DTensors"):
         linear(x, layer.weight, None, layer.recipe, scatter_dim=1)
     parallelize_module(layer, mesh, ColwiseParallel())
     with pytest.raises(
-        ValueError, match=r"scatter_dim \(1\) is not for y .*; it is an axis of rows, and the weight is cut"
+        ValueError, match=r"scatter_dim \(1\) does not apply to y .*; pass a row axis of y, with the weight sharded"
     ):
         linear(DTensor.from_local(x, mesh, [Replicate()]), layer.weight, None, layer.recipe, scatter_dim=1)
     layer = parallelize_module(convert(nn.Linear(64, 64), MXFP8()), mesh, RowwiseParallel(output_layouts=Shard(2)))
-    with pytest.raises(ValueError, match=r"scatter_dim \(2\) is not for y \(1, 64, 64\)"):
+    with pytest.raises(ValueError, match=r"scatter_dim \(2\) does not apply to y \(1, 64, 64\)"):
         layer(x.chunk(2, -1)[0])

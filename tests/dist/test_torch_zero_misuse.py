@@ -60,11 +60,11 @@ def test_freed_weights_raise():
             assert (type(p), p.dtype, p.requires_grad, p.is_leaf) == (WeightPlaceholder, torch.bfloat16, True, True)
             assert repr(p).startswith(f"WeightPlaceholder(shape={tuple(p.shape)}, dtype=torch.bfloat16")
             for read in READS.values():
-                with pytest.raises(RuntimeError, match=rf"{name} .*\(sharded weights\) has no memory between uses"):
+                with pytest.raises(RuntimeError, match=rf"{name} .*\(sharded weights\) is freed between uses"):
                     read(p)
         assert sum(p.numel() for p in model.parameters()) == sum(w.numel() for w in optimizer.full_weights().values())
         train(model, optimizer, range(step, step + 1))
-    with pytest.raises(RuntimeError, match="has no memory between uses"):
+    with pytest.raises(RuntimeError, match="is freed between uses"):
         model.share_memory()
     for change in (model.float, lambda: model.to_empty(device=torch_ranks.device)):
         with pytest.raises(RuntimeError, match=r"0.weight cannot be moved after the optimizer was made"):
@@ -89,7 +89,7 @@ def test_weights_of_other_modules():
     tokens = torch.arange(4, device=torch_ranks.device)
     model = Lookup().to(torch_ranks.device)
     optimizer = ZeroOptimizer(model, shard_weights=True)
-    with pytest.raises(RuntimeError, match=r"embed.weight .* has no memory .*; call the module that has it"):
+    with pytest.raises(RuntimeError, match=r"embed.weight .* is freed between .*; call the module that owns it"):
         model(tokens)
     with pytest.raises(RuntimeError, match=r"output of a unit \(Lookup\) is its own weight, which is freed now"):
         model(None)
@@ -115,7 +115,9 @@ def test_a_move_moves_nothing(stage):
     losses, want = (train(*pair, range(1)) for pair in ((model, optimizer), (same, others)))
     for part, name in ((model, "0.weight"), (model[1].up, "1.up.weight"), (model[1].norm, "1.norm.weight")):
         for move in (part.half, part.double, lambda part=part: part.to("meta")):
-            with pytest.raises(RuntimeError, match=f"{name} cannot be moved after the optimizer was made, whose maste"):
+            with pytest.raises(
+                RuntimeError, match=f"{name} cannot be moved after the optimizer was made, as its maste"
+            ):
                 move()
     for swap in (False, True):
         torch.__future__.set_swap_module_params_on_conversion(swap)
@@ -156,9 +158,9 @@ def test_changes_after_construction(stage):
 
     for change, text in [
         (freeze, "1.norm.weight was frozen after the optimizer was made; freeze it before"),
-        (replace, "1.norm.weight was replaced after the optimizer was made; change models before"),
-        (add, "1.scale came to train after the optimizer was made; add and unfreeze parameters before"),
-        (write, "1.norm.weight was written after the optimizer was made; write with load_state_dict"),
+        (replace, "1.norm.weight was replaced after the optimizer was made; change the model before"),
+        (add, "1.scale became trainable after the optimizer was made; add and unfreeze parameters before"),
+        (write, "1.norm.weight was written after the optimizer was made; use load_state_dict"),
         (assign, "1.norm.weight was moved after the optimizer was made; call .to"),
         (shard, "1.norm.weight was replaced after the optimizer was made"),
     ]:
@@ -166,7 +168,7 @@ def test_changes_after_construction(stage):
         optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage)
         train(model, optimizer, range(1))
         if stage and change in (write, assign, shard):
-            with pytest.raises(RuntimeError, match="has no memory between uses"):
+            with pytest.raises(RuntimeError, match="is freed between uses"):
                 change(model)
             train(model, optimizer, range(1))
             continue
@@ -182,17 +184,17 @@ def test_wrappers_and_second_optimizers(stage):
     recipe = CurrentScaling()
     for make in (lambda: model_of(recipe), lambda: nn.Linear(4, 4).to(torch_ranks.device)):
         model = make()
-        with pytest.raises(ValueError, match=r"model \(DistributedDataParallel\) sums gradients itself"):
+        with pytest.raises(ValueError, match=r"model \(DistributedDataParallel\) reduces gradients itself"):
             ZeroOptimizer(DistributedDataParallel(model), shard_weights=stage)
         model = make()
         optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage)
-        with pytest.raises(ValueError, match="is trained by another ZeroOptimizer; make one for a model"):
+        with pytest.raises(ValueError, match="is already trained by another ZeroOptimizer; use one per model"):
             ZeroOptimizer(model, **OPTIONS, shard_weights=not stage)
         with pytest.raises((RuntimeError, NotImplementedError), match=r"ZeroOptimizer: |QuantizedTensor: "):
             DistributedDataParallel(model)(torch.zeros(1, 4, device=torch_ranks.device))
         del optimizer
     if not stage:
-        with pytest.raises(ValueError, match=r"\(QuantizedTensor\) has no float32 values; make the model anew"):
+        with pytest.raises(ValueError, match=r"\(QuantizedTensor\) has no float32 values; make the model from"):
             ZeroOptimizer(copy.deepcopy(convert_and_take()))
 
 

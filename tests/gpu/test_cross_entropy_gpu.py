@@ -70,8 +70,8 @@ def test_torch_captures_it():
         loss = qt.linear_cross_entropy(x, w, labels, chunk=256, **RULE)
         return loss.detach(), *torch.autograd.grad(loss, (x, w))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    torch.cuda.synchronize()  # The other stream reads what this one has copied.
+    with torch.cuda.stream(torch.cuda.Stream()):
         want = run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -175,10 +175,10 @@ def test_what_it_does_not_take_is_an_error(formats, sizes, words):
 def test_other_refusals():
     a, b = plane(32, 256, FP8_1x128, 0), plane(128, 256, FP8_128x128, 1)
     pair = (FP8_1x128, FP8_128x128)
-    with pytest.raises(ValueError, match=r"workspace \(100 bytes\) is less than the \d+ that scales take"):
+    with pytest.raises(ValueError, match=r"workspace \(100 bytes\) is less than the \d+ that scales need"):
         product(a, b, pair, torch.bfloat16, workspace=100)
     moved = torch.empty(32 * 256 + 1, dtype=torch.uint8, device="cuda")[1:].view(32, 256)
-    with pytest.raises(ValueError, match="not aligned to 16 bytes, as tensor cores"):
+    with pytest.raises(ValueError, match="not aligned to 16 bytes, which tensor cores need"):
         product(a._replace(data=moved), b, pair, torch.bfloat16)
     odd = {"a_element": E4M3.name, "b_element": E4M3.name, "a_rows": 1, "b_rows": 1, "cols": 64}
     scales = [torch.ones(rows, 4, device="cuda") for rows in (32, 128)]

@@ -150,10 +150,10 @@ def test_float64_beyond_float32(tmp_path):
     path, out = write(tmp_path / "a.safetensors", {"w": x}), tmp_path / "o.safetensors"
     (row,) = reported(path, "--formats", "FP8_E4M3")["layers"][0]["formats"]
     assert row["beyond_float32"] == 2 / x.size
-    assert "beyond float32" in " ".join(row["notes"])
+    assert "outside the range of float32" in " ".join(row["notes"])
     text = ok("convert", path, out, "--format", "FP8_E4M3")
-    assert "w has 2 elements beyond float32" in text
-    assert "w has infinities or NaN, stored as nonfinite=saturate" in text
+    assert "w has 2 elements outside the range of float32" in text
+    assert "w has infinities or NaN, stored by the rule nonfinite=saturate" in text
 
 
 def test_shards_folders_and_files_are_alike(tmp_path):
@@ -187,7 +187,7 @@ def test_tensors_that_the_index_does_not_name(tmp_path):
     read_index = json.loads(index.read_text())
     del read_index["weight_map"]["b"]
     index.write_text(json.dumps(read_index))
-    note = "not in the index, and left out: 1 tensor, such as b"
+    note = "not in the index, and ignored: 1 tensor, such as b"
     found = reported(folder)
     assert ([layer["name"] for layer in found["layers"]], found["notes"]) == (["a"], [note])
     assert note in ok("report", folder)
@@ -287,7 +287,7 @@ def test_what_is_kept_and_why(model, tmp_path):
     out = tmp_path / "o.safetensors"
     text = ok("convert", model, out, "--format", "NVFP4_16x16", "--keep", "layers.[01].*")
     assert "kept (named by --keep): 2: layers.0.w, layers.1.w" in text
-    assert "pad the rows to 48 and pad the columns to 64): 1: odd" in text
+    assert "pad the rows to 48 and the columns to 64): 1: odd" in text
     assert "kept (fewer than 2 axes): 1: norm" in text
     assert "2 tensors in NVFP4_16x16, 5 as they were" in text
     before, (after, metadata) = read(model)[0], read(out)
@@ -298,14 +298,14 @@ def test_what_is_kept_and_why(model, tmp_path):
     assert len(parse_metadata(read(out)[1][KEY])) == 5
     for command in (("convert", out, tmp_path / "p.safetensors", "--format", "FP8_E4M3"), ("report", out)):
         done = qshard(*command)
-        assert (done.returncode, "has codes of qshard already" in done.stderr) == (2, True)
+        assert (done.returncode, "is already quantized by qshard" in done.stderr) == (2, True)
 
 
 def test_names_that_codes_would_take(tmp_path):
     arrays = {"w": numbers(), "w.rowwise.data": np.ones(3, np.float32)}
     path = write(tmp_path / "a.safetensors", arrays)
     done = qshard("convert", path, tmp_path / "o.safetensors", "--format", "FP8_E4M3")
-    assert (done.returncode, "w.rowwise.data would be there twice" in done.stderr) == (2, True)
+    assert (done.returncode, "w.rowwise.data is also the name of the codes of" in done.stderr) == (2, True)
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -45,7 +45,7 @@ def test_of_stochastic_rounding():
 
 
 def test_wrong_ones():
-    with pytest.raises(ValueError, match=r"output_noise: x \(3, 5\) does not end in the K of w \(4, 8\); give what it"):
+    with pytest.raises(ValueError, match=r"output_noise: x \(3, 5\) and w \(4, 8\) have different last axes \(K\)"):
         output_noise(np.ones((3, 5)), np.ones((4, 8)), "FP8_E4M3")
     with pytest.raises(ValueError, match=r"output_noise: w .* is not a whole number of"):
         output_noise(np.ones((3, 8)), np.ones((4, 8)), "NVFP4")
@@ -73,9 +73,9 @@ def test_the_report_goes_by_the_output(tmp_path):
     white = 10 ** (-layers["d"]["formats"][0]["sqnr_db"] / 10)
     assert harms["c.weight"] == harms["d"] == white
     assert found["ranking"]["layers"][0]["name"] == "a.weight"
-    assert layers["d"]["remarks"] == ["no activations: its harm is that with white ones"]
-    assert "give no signal" in layers["c.weight"]["remarks"][0]
-    assert found["notes"] == ["activations of no layer: other"]
+    assert layers["d"]["remarks"] == ["no activations, so its harm is that for white noise"]
+    assert "have no signal" in layers["c.weight"]["remarks"][0]
+    assert found["notes"] == ["activations match no layer: other"]
     assert "dB of noise for signal with its activations: NVFP4 " in qshard(*arguments).stdout
 
 
@@ -84,17 +84,17 @@ def test_files_that_are_none(tmp_path):
     bad = tmp_path / "x.npz"
     said = {}
     bad.write_bytes(b"PK\x03\x04 and no more")
-    said["is not a file of numpy.savez"] = refused("report", path, "--activations", bad)
+    said["is not a numpy.savez file"] = refused("report", path, "--activations", bad)
     np.savez(bad, v=np.ones(3))
-    said["none by the name of a layer"] = refused("report", path, "--activations", bad)
+    said["none with the name of a layer"] = refused("report", path, "--activations", bad)
     np.savez(bad, w=np.ones((3, 31)))
     said["w (3, 31) does not end in the (32,) of w (32, 32)"] = refused("report", path, "--activations", bad)
     np.savez(bad, w=np.array([{}] * 32, dtype=object))
-    said["is not of real numbers"] = refused("report", path, "--activations", bad)
+    said["does not have real numbers"] = refused("report", path, "--activations", bad)
     np.savez(bad, w=np.ones((3, 32)))
     whole = bad.read_bytes()
     bad.write_bytes(whole[: len(whole) // 2])
-    assert "is not a file of numpy.savez" in refused("report", path, "--activations", bad)
+    assert "is not a numpy.savez file" in refused("report", path, "--activations", bad)
     for text, line in said.items():
         assert text in line
     refused("report", path, "--activations", tmp_path / "absent.npz", status=1)
@@ -102,8 +102,8 @@ def test_files_that_are_none(tmp_path):
     whole = bytearray(bad.read_bytes())
     whole[100_000] ^= 1  # Of the numbers, which are read last.
     bad.write_bytes(whole)
-    assert "is not a file of numpy.savez: w: Bad CRC" in refused("report", path, "--activations", bad)
-    for way, why in ((zipfile.ZIP_BZIP2, "compressed in another way"), (zipfile.ZIP_DEFLATED, "w: ")):
+    assert "is not a numpy.savez file: w: Bad CRC" in refused("report", path, "--activations", bad)
+    for way, why in ((zipfile.ZIP_BZIP2, "uses an unsupported compression"), (zipfile.ZIP_DEFLATED, "w: ")):
         with zipfile.ZipFile(bad, "w", way) as file:
             header = io.BytesIO()
             np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (2**50, 32)})
@@ -112,4 +112,4 @@ def test_files_that_are_none(tmp_path):
         assert why in said or "out of memory" in said
     with zipfile.ZipFile(bad, "w") as file:
         file.writestr("w.npy", b"\x93NUMPY\x02\x00" + (2**32 - 1).to_bytes(4, "little") + bytes(64))
-    assert "is not a file of numpy.savez" in refused("report", path, "--activations", bad)
+    assert "is not a numpy.savez file" in refused("report", path, "--activations", bad)

@@ -82,11 +82,11 @@ def test_nonfinite_and_zero_layers(tmp_path):
     assert found["ranking"]["layers"][0]["harm"] is None
     assert found["tradeoff"]["curve"][-1]["harm"] == 0
     text = ok("report", path)
-    assert "there is no error to measure" in text
+    assert "no error is measured" in text
     assert "not known" in text
     found = reported(path, "--layers", "all", "--formats", "FP8_E4M3", "--budget", "2")
     assert (found["recommendation"], len(found["notes"])) == (None, 1)
-    assert "choices whose harm is known take 4.0000 bytes" in found["notes"][0]
+    assert "the smallest choice with known harm takes 4.0000 bytes" in found["notes"][0]
 
 
 def test_the_recommendation_is_the_best_there_is(tmp_path):

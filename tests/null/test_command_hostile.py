@@ -60,7 +60,7 @@ def test_no_whole_file(name, tmp_path):
     path.write_bytes(content)
     for command in (("report", path), ("convert", path, tmp_path / "out.safetensors", "--format", "MXFP8_32x32")):
         said = refused(*command, status=1)
-        assert "is not a whole file of safetensors: " in said
+        assert "is not a complete safetensors file: " in said
         assert re.search(why, said), said
         assert said.endswith("; copy or save it again")
         assert "\x1b" not in said
@@ -78,7 +78,7 @@ OTHERS = {
 def test_checkpoints_of_others(name, tmp_path):
     path = tmp_path / "model.bin"
     path.write_bytes(OTHERS[name])
-    assert f"begins as those of {name} do; save it with save_file" in refused("report", path, status=1)
+    assert f"looks like a file of {name}; save it with save_file" in refused("report", path, status=1)
 
 
 def test_two_tensors_of_one_name(tmp_path):
@@ -87,7 +87,7 @@ def test_two_tensors_of_one_name(tmp_path):
     path = tmp_path / "a.safetensors"
     path.write_bytes(file_of(f"{first[:-1]}, {last[1:]}".encode(), DATA))
     for command in (("report", path), ("convert", path, tmp_path / "out.safetensors", "--format", "MXFP8_32x32")):
-        assert "has several tensors of one name" in refused(*command, status=1)
+        assert "has several tensors with one name" in refused(*command, status=1)
 
 
 def test_what_has_codes_already(tmp_path):
@@ -124,14 +124,14 @@ def test_no_index(name, tmp_path):
     path = tmp_path / "model.safetensors.index.json"
     path.write_bytes(BOMBS[name])
     said = refused("report", path, status=1, limits=LIMITED)
-    assert "is not an index of safetensors: " in said
+    assert "is not a safetensors index: " in said
 
 
 def test_an_index_that_is_too_long(tmp_path):
     path = tmp_path / "model.safetensors.index.json"
     with path.open("wb") as file:
         file.truncate(2**33)  # Without its bytes.
-    assert "is not an index of safetensors: " in refused("report", path, status=1, limits=LIMITED)
+    assert "is not a safetensors index: " in refused("report", path, status=1, limits=LIMITED)
 
 
 @pytest.mark.parametrize("shape", [[0, 2**63], [0] * 10_000, [2**62, 0, 2**62]], ids=["wide", "axes", "both"])
@@ -160,7 +160,10 @@ def test_ways_to_name_no_checkpoint(tmp_path):
     assert "has no .safetensors file" in refused("report", tmp_path)
     for name in "abcd":
         write(tmp_path / f"{name}.safetensors", {"w": W})
-    assert "with 4 (a.safetensors, b.safetensors, c.safetensors, ...); name a file" in refused("report", tmp_path)
+    assert (
+        "has more than one safetensors checkpoint: 4 (a.safetensors, b.safetensors, c.safetensors, ...); name a file"
+        in refused("report", tmp_path)
+    )
     os.mkfifo(tmp_path / "pipe")
     assert "is not a file" in refused("report", tmp_path / "pipe", status=1)
 
@@ -169,13 +172,11 @@ def test_shards_that_are_not_there(tmp_path):
     folder = sharded(tmp_path / "model", [{"a": W}, {"b": W}])
     (folder / "model-00002-of-00002.safetensors").rename(tmp_path / "elsewhere")
     said = refused("report", folder, status=1)
-    assert (
-        "names 2 shards, of which 1 is missing, such as model-00002-of-00002.safetensors; put what is missing" in said
-    )
+    assert "names 2 shards, of which 1 is missing, such as model-00002-of-00002.safetensors; put the missing" in said
     (folder / "model-00001-of-00002.safetensors").unlink()
     assert "names 2 shards, of which 2 are missing, such as" in refused("report", folder, status=1)
     folder = sharded(tmp_path / "other", [{"a": W}, {"b": W}], b="model-00001-of-00002.safetensors")
-    assert "has b in model-00001-of-00002.safetensors, where it is not" in refused("report", folder, status=1)
+    assert "lists b in model-00001-of-00002.safetensors, which does not have it" in refused("report", folder, status=1)
 
 
 def test_wrong_arguments(tmp_path):
@@ -187,10 +188,10 @@ def test_wrong_arguments(tmp_path):
             path,
             "--layers",
             "layer.*",
-        ): "--layers layer.* is the name of no tensor; did you mean 'layers.0.w'?",
-        ("report", path, "--formats", "nvfp4"): "--formats ('nvfp4') is not the name of a format; did you mean 'NVFP4'",
-        ("report", path, "--formats", "MXFP8_E4M3,"): "--formats ('') is not the name of a format",
-        ("report", path, "--json", "--csv"): "--json and --csv are both given",
+        ): "--layers layer.* matches no tensor; did you mean 'layers.0.w'?",
+        ("report", path, "--formats", "nvfp4"): "--formats ('nvfp4') is not a format name; did you mean 'NVFP4'",
+        ("report", path, "--formats", "MXFP8_E4M3,"): "--formats ('') is not a format name",
+        ("report", path, "--json", "--csv"): "--json and --csv exclude each other",
         ("report", path, "--budget", "0.1"): "--budget 0.1 is too small: the formats take 513 bytes, 0.5010 an element",
         ("report", path, "--budget", "500 B"): "--budget 500 B is too small: the formats take 513 bytes",
         (
@@ -198,31 +199,31 @@ def test_wrong_arguments(tmp_path):
             path,
             "--budget",
             "4gb",
-        ): "'4gb' is not bytes an element, such as 0.8, or in all, such as 4GB (B, kB, ",
+        ): "'4gb' is not a number of bytes per element, such as 0.8, or in total, such as 4GB (B, kB, ",
         ("report", path, "--budget", "1e999"): "Invalid value for '--budget'",
         ("report", path, "--budget", "-1"): "Invalid value for '--budget'",
         ("report", path, "--budget", "0"): "Invalid value for '--budget'",
         ("report", path, "--budget", "nan"): "--budget",
         ("report", path, "--budget", "inf"): "Invalid value for '--budget'",
-        ("report", path, "--rotate"): "--rotate is for no format of these",
+        ("report", path, "--rotate"): "--rotate applies to none of these formats",
         ("report", path, "--stochastic", "0"): "Invalid value for '--stochastic'",
         ("report", path, "--html", path): "does not end in .html",
         ("report", path, "--html", tmp_path / ".." / tmp_path.name): "does not end in .html",
-        ("report", path, "--html", tmp_path / "no" / "a.html"): "is not a folder; make it first",
-        ("report", path, "--html", "/proc/a.html"): "/proc takes no new file",
-        ("convert", path, "/proc/a.safetensors", "--format", "MXFP4_32x32"): "/proc takes no new file",
+        ("report", path, "--html", tmp_path / "no" / "a.html"): "is not a folder; create it first",
+        ("report", path, "--html", "/proc/a.html"): "/proc cannot be written to",
+        ("convert", path, "/proc/a.safetensors", "--format", "MXFP4_32x32"): "/proc cannot be written to",
         ("report", path, "--colour"): "No such option",
         ("report",): "Missing argument 'CHECKPOINT'",
         ("convert", path, out): "Missing option '--format'",
-        ("convert", path, out, "--format", "E4M3"): "is not the name of a format",
+        ("convert", path, out, "--format", "E4M3"): "is not a format name",
         ("convert", path, path, "--format", "MXFP4"): "is a file of the checkpoint itself",
         ("convert", path, tmp_path / "a.bin", "--format", "MXFP4"): "does not end in .safetensors",
-        ("convert", path, out, "--format", "MXFP4", "--keep", "c"): "--keep c is the name of no tensor",
+        ("convert", path, out, "--format", "MXFP4", "--keep", "c"): "--keep c matches no tensor",
         ("convert", path, out, "--format", "MXFP4", "--keep", "*"): (
             "has nothing to quantize: layers.0.w: named by --keep; keep fewer"
         ),
         ("convert", bias, out, "--format", "MXFP4"): (
-            "has nothing to quantize: b: fewer than 2 axes; take a checkpoint with tensors of real numbers and 2 axes"
+            "has nothing to quantize: b: fewer than 2 axes; use a checkpoint that has tensors of real numbers with 2"
         ),
         ("convert", odd, out, "--format", "MXFP4"): (
             "has nothing to quantize: w: MXFP4: shape (3, 3) is not a whole number of 1x32 blocks; pad the columns to "
@@ -236,7 +237,7 @@ def test_wrong_arguments(tmp_path):
         assert text in refused(*arguments), arguments
     assert sorted(tmp_path.iterdir()) == [path, bias, odd]
     out.touch()
-    assert "is there already" in refused("convert", path, out, "--format", "MXFP4")
+    assert "already exists" in refused("convert", path, out, "--format", "MXFP4")
 
 
 def test_a_disk_that_is_full(tmp_path):
@@ -244,7 +245,7 @@ def test_a_disk_that_is_full(tmp_path):
     path = write(tmp_path / "a.safetensors", {"w": np.ones((1024, 1024), np.float32)})
     small = "trap '' XFSZ && ulimit -f 64"  # KiB
     said = refused("convert", path, tmp_path / "o.safetensors", "--format", "MXFP4", status=1, limits=small)
-    assert "File too large; nothing was kept" in said
+    assert "File too large; no partial file was kept" in said
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -296,7 +297,7 @@ def test_where_output_goes_nowhere(command, tmp_path):
     line = f'"{sys.executable}" -P -m qshard {command} {path if command == "report" else ""}'
     for to, status in ((">&-", 0), ("2>&-", 0), ("</dev/null >/dev/full", 1)):
         done = subprocess.run(f"{line} {to}", shell=True, capture_output=True, text=True, check=False)
-        said = "qshard: No space left on device; nothing was kept of what was being written\n"
+        said = "qshard: No space left on device; no partial file was kept\n"
         assert (done.returncode, done.stderr) == (status, said if status else "")
     assert list(tmp_path.iterdir()) == [path]
 
@@ -323,7 +324,7 @@ def test_what_changes_while_it_is_read(tmp_path):
     path = write(tmp_path / "a.safetensors", {"w": W})
     entry = read_header(path).entries["w"]
     os.truncate(path, path.stat().st_size - 8)
-    with pytest.raises(Failure, match="ends within w: it was changed meanwhile"):
+    with pytest.raises(Failure, match="ends within w, so it changed during the run; run again"):
         entry.read()
 
 

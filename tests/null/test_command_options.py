@@ -41,7 +41,7 @@ def test_an_option_that_is_given_twice(name, option, capsys, monkeypatch):
         if (name, flag) in SEVERAL:
             assert (status, out, err) == (0, f"{(*first, *last)}\n", "")
         else:
-            said = f"qshard: {flag} is given 2 times; give it once; qshard {name} --help has what there is\n"
+            said = f"qshard: {flag} is given 2 times; use it once; qshard {name} --help lists all options\n"
             assert (status, out, err) == (2, "", said)
 
 

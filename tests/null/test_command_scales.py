@@ -142,7 +142,7 @@ def test_a_checkpoint_that_is_quantized_is_refused(name, tmp_path):
     ):
         status, out, error = command(*arguments)
         assert (status, out, error.count("\n")) == (2, "", 1)
-        assert " is quantized already (1 of " in error
+        assert " is already quantized (1 of " in error
         assert f": {weight} (" in error
         assert f" its scale in {its_scale}, which qshard does not apply; dequantize it first, or " in error
     assert list(tmp_path.iterdir()) == [source]
@@ -290,7 +290,7 @@ def test_no_number_is_wrong_in_silence(layout, count, tmp_path):
         source = written(tmp_path / str(i), arrays, weight, files, has_config)
         status, text, made, quantized = converted(source, *(word for glob in kept for word in ("--keep", glob)))
         if status:
-            ends["refused"] += " is quantized already" in text
+            ends["refused"] += " is already quantized" in text
             continue
         for name in quantized.keys() - {weight}:
             assert is_quantized_value(made, name, quantized[name], (arrays | PLAIN)[name])

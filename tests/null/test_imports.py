@@ -100,8 +100,11 @@ def test_edits_that_are_not_installed_are_told(checkout, site, libraries):
         with (checkout / name).open("a") as file:
             file.write("# edited\n")
     told = python("import qshard", checkout, site, libraries)
-    assert "<string>:1: UserWarning: qshard: what runs is installed in" in told
-    assert "; 2 of the files here differ from it, such as qshard/op_table.py; run `pip install .` again" in told
+    assert "<string>:1: UserWarning: qshard: the installed package in" in told
+    assert (
+        " is used, but 2 files of this checkout differ from it, such as qshard/op_table.py; run `pip install .` again"
+        in told
+    )
 
 
 PURE = ["qshard", "qshard.formats", "qshard.layout", "qshard.recipes", "qshard.reference", "qshard._core.environment"]
@@ -123,7 +126,7 @@ def test_a_checkout_alone_has_the_pure_modules(checkout, libraries):
 def test_a_checkout_alone_says_so(code, checkout, libraries):
     error = python(code, checkout, libraries)
     assert error == (
-        f"ImportError: qshard.{COMPILED[code]}: {checkout / 'qshard'} is the source folder, not an installation; "
+        f"ImportError: qshard.{COMPILED[code]}: {checkout / 'qshard'} is the source folder and is not installed; "
         f"run `pip install {checkout}`"
     )
 

@@ -55,7 +55,7 @@ def test_shapes(fmt, shape, usage, data, scale, global_scale, transposed):
             (33, 30),
             ROW,
             "gather: x (33, 30) is not a whole number of 32x32 blocks of MXFP8_32x32; "
-            "pad the rows to 64 and pad the columns to 32",
+            "pad the rows to 64 and the columns to 32",
         ),
         (
             formats.NVFP4,
@@ -67,13 +67,14 @@ def test_shapes(fmt, shape, usage, data, scale, global_scale, transposed):
             ROW_SCALED,
             (16, 16),
             COL,
-            "gather: x (NVFP4[global_scale=row]) has one scale a row and so no columnwise plane; ask for ROWWISE",
+            "gather: x (NVFP4[global_scale=row]) has one scale per row, so it has no columnwise plane; "
+            "pass Usage.ROWWISE",
         ),
         (
             formats.FP8_E4M3,
             (2, 2),
             Usage.BOTH,
-            "gather: usage (Usage.BOTH) is not one plane; ask for Usage.ROWWISE or Usage.COLUMNWISE",
+            "gather: usage (Usage.BOTH) selects both planes; pass Usage.ROWWISE or Usage.COLUMNWISE",
         ),
     ],
     ids=str,

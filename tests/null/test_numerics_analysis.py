@@ -74,16 +74,16 @@ def test_stochastic_rounding_has_less_bias():
 
 
 def test_mistakes():
-    with pytest.raises(ValueError, match="do not end in one K"):
+    with pytest.raises(ValueError, match=r"gemm_error: a \(2, 3\) and b \(2, 4\) have different last axes \(K\)"):
         gemm_error(np.ones((2, 3)), np.ones((2, 4)), "FP8_E4M3")
     with pytest.raises(ValueError, match=r"gemm_error: b \(2, 3\) is not a whole number of 1x32 blocks"):
         gemm_error(np.ones((2, 3)), np.ones((2, 3)), None, "MXFP8_E4M3")
     parts = [Shard(np.ones((1, 4)), (0, 0)), Shard(np.ones((1, 4)), (1, 0))]
     with pytest.raises(ValueError, match=r"gemm_error: a \(2, 4\) is sharded"):
         gemm_error(of_shards((2, 4), "float64", parts, None, "x"), np.ones((2, 4)), "FP8_E4M3")
-    with pytest.raises(TypeError, match=r"is not a torch\.nn\.Module; or pass a function, and its params="):
+    with pytest.raises(TypeError, match=r"is not a torch\.nn\.Module; pass one, or pass a function with params="):
         sensitivity(lambda x: x, (1,))
-    with pytest.raises(ValueError, match="no weight is left of 1 that MXFP8_E4M3 can hold"):
+    with pytest.raises(ValueError, match="sensitivity: none of 1 weights fits MXFP8_E4M3; pass other"):
         sensitivity(lambda w, x: x @ w[0].T, (np.ones((2, 3)),), "MXFP8_E4M3", params=[np.ones((2, 3), np.float32)])
 
 

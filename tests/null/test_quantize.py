@@ -279,7 +279,7 @@ def test_errors(x, fmt, usage, options, error):
 
 def test_missing_plane():
     q = reference.quantize(np.ones((2, 2), np.float32), formats.FP8_E4M3)
-    with pytest.raises(ValueError, match="is not a plane of this tensor; quantize it with that"):
+    with pytest.raises(ValueError, match="is not a plane of this tensor; quantize with that usage, or with"):
         q.dequantize(usage=Usage.COLUMNWISE)
     assert q.columnwise is None
     assert q.global_scale_inv is None

@@ -64,9 +64,7 @@ def test_readme_names_each_recipe():
 )
 @pytest.mark.parametrize("role", Role)
 def test_format_of_another_method(recipe, fmt, role):
-    with pytest.raises(
-        ValueError, match=rf"{recipe.__name__}: {fmt} as the format of {role.value} is scaled by another method"
-    ):
+    with pytest.raises(ValueError, match=rf"{recipe.__name__}: {role.value} .{fmt}. has another scaling method"):
         recipe(**{role.value: fmt})
 
 
@@ -136,7 +134,7 @@ def test_added_rows(activation, gradient, usage, added):
 def test_delayed_scaling_state():
     assert recipes.DelayedScaling(history=3).state_shapes == {"scale": (), "amax_history": (3,)}
     assert recipes.CurrentScaling().state_shapes == {}
-    with pytest.raises(ValueError, match=r"history \(0\) must be an int from 1 up"):
+    with pytest.raises(ValueError, match=r"history \(0\) must be an integer of at least 1"):
         recipes.DelayedScaling(history=0)
     with pytest.raises(ValueError, match="most_recent"):
         recipes.DelayedScaling(algorithm="mean")

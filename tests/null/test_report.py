@@ -1,4 +1,4 @@
-"""RESULTS.md and README.md hold the numbers of the rows in benchmarks/results."""
+"""docs/results.md and README.md hold the numbers of the rows in benchmarks/results."""
 
 import csv
 import shutil
@@ -21,11 +21,12 @@ def test_numbers_are_those_of_the_rows():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("page", ["RESULTS.md", "README.md"])
+@pytest.mark.parametrize("page", ["docs/results.md", "README.md"])
 def test_a_changed_number_is_found_and_written_anew(page, tmp_path):
     shutil.copytree(REPOSITORY / "benchmarks", tmp_path / "benchmarks")
-    for name in ("RESULTS.md", "README.md"):
-        shutil.copy(REPOSITORY / name, tmp_path)
+    for name in ("docs/results.md", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     text = (tmp_path / page).read_text()
     cell = next(
         line for line in text.splitlines() if line.startswith(("| `NVFP4` | Blackwell", "| cast_tensor qshard "))
@@ -49,10 +50,11 @@ STEPS = [
 
 
 def test_steps_in_percent_of_bf16(tmp_path):
-    """README has time, memory and recipes beside bf16. RESULTS.md has a profile too, and 50 steps."""
+    """README has time, memory and recipes beside bf16. docs/results.md has a profile too, and 50 steps."""
     shutil.copytree(REPOSITORY / "benchmarks", tmp_path / "benchmarks")
-    for name in ("RESULTS.md", "README.md"):
-        shutil.copy(REPOSITORY / name, tmp_path)
+    for name in ("docs/results.md", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     steps = [
         {"kind": kind, "ranks": 2, "ms": ms, "running_ms": ms, "peak_GiB": peak, "first_s": "9.0"}
         for kind, ms, peak in STEPS
@@ -73,7 +75,7 @@ def test_steps_in_percent_of_bf16(tmp_path):
     assert "| `CurrentScaling`, compiled | 150.0 | 75 % | 20.00 | 80 % |" in readme
     assert "| `CurrentScaling` | Hopper | 73 % | 85 % |" in readme
     assert "| `NVFP4` | Blackwell | - | - |" in readme
-    results = (tmp_path / "RESULTS.md").read_text()
+    results = (tmp_path / "docs/results.md").read_text()
     assert "| fp8 compiled | 150.0 | 68 | 150.0 | 68 | 20.00 | 77 | 9.0 |" in results
     assert f"| kind | {' | '.join(parts)} |" in results
     assert "| bf16 | 200.1 | 200.2 | 25.00 | 25.00 | 0 |" in results

@@ -142,21 +142,21 @@ def refusal(case: Case) -> str | None:
     if case.local and inner:
         rows = case.shape[-2] // case.counts[-2]
         if any(rows % where.block[where.transposed] for where in folded):
-            return "has rows that do not follow one another there"
+            return "whose rows are not adjacent"
     if case.kind != "Auto" or case.told:
         for where in planes:
             if where.block and (where.rotated or case.fmt.slice_refusal) and _breaks(case, where, planes):
-                return "cuts blocks of"
+                return "splits blocks of"
     entries = case.entries
     for names in case.gathers:
         for axis in entries if case.local else ():
             several = [name for name in axis if case.count((name,)) > 1]
             kept = [name for name in several if name not in names]
             if several[: len(kept)] != kept:
-                return "alone do not follow one another"
+                return "alone are not adjacent"
         turned = any(where.transposed for where in planes) and case.kind != "Explicit"
         if inner.intersection(names) and (turned or (case.local and folded)):
-            return "does not cut the first or the last axis"
+            return "does not shard the first or last axis"
         entries = _without(entries, names)
     return None
 

@@ -25,15 +25,30 @@ class Page:
         self.commands = [
             shlex.split(line, comments=True)
             for language, block in blocks
-            for line in block.splitlines()
+            for line in block.replace("\\\n", " ").splitlines()
             if language in ("", "sh", "bash") and line.strip()
         ]
+
+    @property
+    def scripts(self) -> list[str]:
+        """The blocks of Python as programs. A block that imports its framework, or names its file, begins a new one."""
+        found: list[list[str]] = []
+        for code in self.python:
+            if not found or re.search(r"^import (?:torch|jax)$|^# \w+\.py", code, re.MULTILINE):
+                found.append([])
+            found[-1].append(code)
+        return ["\n".join(blocks) for blocks in found]
 
     def rows(self, first: str) -> list[dict[str, str]]:
         """The table whose first heading is `first`."""
         lines = self.text[self.text.index(f"| {first} |") :].split("\n\n")[0].splitlines()
         heads, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
         return [dict(zip(heads, row, strict=True)) for row in rows]
+
+
+def modules(code: str) -> set[str]:
+    """The packages that a program imports, without those of its own functions' bodies."""
+    return set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE))
 
 
 def run(script: Path, command: list[str]) -> subprocess.CompletedProcess[str]:

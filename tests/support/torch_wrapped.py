@@ -62,14 +62,13 @@ def values(model):
 
 
 def follow(model, optimizer, one, *, steps=3, micro_batches=1, clip=None, dtype=torch.float32, sync=True):
-    """Trains `model` by SGD, and asserts that it does what `one` does, a model of one process with the same recipe.
+    """Train `model` by SGD, and assert that it matches `one`, a model of one process with the same recipe.
 
-    Results and their gradients for x are the same bits: codes of weights are, after each step. So are weights after a
-    step of two ranks, whose gradients have a sum without an order, and the state of scaling.
+    Outputs and gradients of x have the same bits, and so do codes of weights after each step. With two ranks the sum of
+    gradients has no order, so weights and the scaling state have the same bits too.
 
-    Args:
-      one: of the dtype in which layers compute. Its weights are rounded from `model`'s in each step.
-      sync: whether gradients are reduced in all micro-batches, or in the last alone.
+    `one` has the dtype in which layers compute, and takes its weights from `model` in each step. With `sync=False`
+    gradients are reduced in the last micro-batch only.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     columns = linears(one)[0].in_features

@@ -74,8 +74,11 @@ def learn(model: nn.Module, xs: torch.Tensor, optimizer: torch.optim.Optimizer) 
 
 
 def serve(inbox: Any, outbox: Any) -> None:
-    """Answers until it is sent None: a model with an input, by its output; a tensor, by its values, and by zeros in
-    its place; a model with batches, by training it in a forked process, in the memory that all share."""
+    """Answer orders until None arrives.
+
+    "run" returns the output of a model. "read" returns the values of a tensor and sets them to zero. "train" trains a
+    model in a forked process, in shared memory.
+    """
     torch.set_num_threads(1)
     while (order := inbox.get()) is not None:
         what, *given = order

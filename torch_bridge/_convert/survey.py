@@ -39,7 +39,7 @@ def survey(model: nn.Module) -> dict[str, Candidate]:
     >>> model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "conv": nn.Conv1d(4, 4, 3), "head": nn.Linear(4, 8)})
     >>> for name, (_, names, why) in survey(model).items():
     ...     print(name, names[1:], why)
-    conv ('conv.weight',) no recipe multiplies a convolution
+    conv ('conv.weight',) convolutions are not supported
     head ('head.weight',) None
     """
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]

@@ -423,7 +423,7 @@ def _fsdp_param(state: ScaleState) -> Any:
         if known is state:
             return param
     raise NotImplementedError(
-        f"fully_shard: {state.name} ({state.fmt}) is sharded by columns, which needs the model; call "
+        f"fully_shard: {state.name} ({state.fmt}) is sharded by columns, but its model is unknown; call "
         "update_scales(model) once after fully_shard, or shard its rows"
     )
 

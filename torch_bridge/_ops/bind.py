@@ -156,7 +156,7 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     tensor([3., 2.])
     >>> torch.ops.qshard.cast_tensor(torch.ones(3), torch.ones(2), element="float8_e4m3fn")
     Traceback (most recent call last):
-    ValueError: cast_tensor: scale (2,) is not the first axes of x (3,); give it one element for each run of x
+    ValueError: cast_tensor: scale (2,) does not match the leading axes of x (3,); pass one element for each run of x
     """
     plan = functools.partial(plan_call, spec)
     cached_plan = functools.lru_cache(maxsize=4096)(plan)

@@ -34,7 +34,7 @@ def words(op: str, name: str, numbers: Any, device: torch.device, count: int | N
     tensor([5, 1], dtype=torch.int32)
     >>> words("cast_master", "starts", [-1], torch.device("cpu"), 1)
     Traceback (most recent call last):
-    ValueError: cast_master: starts (-1) is not in [0, 2**64); pass a number in that range
+    ValueError: cast_master: starts (-1) is not in [0, 2**64); pass an integer in that range
     """
     what = f"{op}: {name}"
     if count is None:

@@ -81,8 +81,8 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     own = dict(_named_state(model))
     for what, names in (
         ("lacks", [name for name in own if name not in state]),
-        ("is also of", [name for name in state if name not in own]),
-        ("has another shape of", [name for name in own if name in state and not _fits(state[name], own[name])]),
+        ("also has", [name for name in state if name not in own]),
+        ("has another shape for", [name for name in own if name in state and not _fits(state[name], own[name])]),
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -61,7 +61,7 @@ class QuantizedTensor(Tensor):
     (torch.float8_e4m3fn, (2, 1), tensor([[1.0000, 0.5000]]))
     >>> q + 1
     Traceback (most recent call last):
-    NotImplementedError: QuantizedTensor: aten.add.Tensor is not an op on codes; call .dequantize() and use its result
+    NotImplementedError: QuantizedTensor: aten.add.Tensor is not supported on codes; call .dequantize()...
     """
 
     format: Format

@@ -43,7 +43,7 @@ _Arguments = ParamSpec("_Arguments")
 
 
 def _refuse_bias(function: Callable[_Arguments, jax.Array]) -> Callable[_Arguments, jax.Array]:
-    """Raises TypeError for the arguments of `linear` in PyTorch, (x, weight, bias, recipe)."""
+    """Add an error for calls in PyTorch's argument order, (x, weight, bias, recipe)."""
 
     @functools.wraps(function)
     def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> jax.Array:

@@ -267,7 +267,7 @@ def _check_mesh(x: jax.Array, w: jax.Array, spec: Spec) -> None:
     for array in (x, w):
         if axes := jax.typeof(array).sharding.mesh.explicit_axes:
             raise ValueError(
-                f"ragged_dot: JAX has no ragged product for Explicit mesh axes ({axes}); call it inside jax.shard_map "
+                f"ragged_dot: JAX has no ragged product for Explicit mesh axes {axes}; call it inside jax.shard_map "
                 "over them"
             )
     check_spec_fits("ragged_dot", "weight_spec", spec, mesh_of(w, spec), 3)

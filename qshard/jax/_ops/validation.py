@@ -46,7 +46,7 @@ def check_array(op: str, name: str, x: Any) -> None:
 
     >>> check_array("quantize", "x", [1.0])
     Traceback (most recent call last):
-    TypeError: quantize: x ([1.0]) is not an array of JAX or NumPy; pass jnp.asarray(x)
+    TypeError: quantize: x ([1.0]) is not a JAX or NumPy array; pass jnp.asarray(x)
     """
     if isinstance(x, _ARRAYS) or hasattr(x, "__jax_array__"):
         return

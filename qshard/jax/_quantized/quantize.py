@@ -278,7 +278,7 @@ def _quantize_partial_blocks(
     assert pieces is not None
     if (refusal := "the rotation mixes all elements of a block" if where.rotated else fmt.slice_refusal) is not None:
         raise ValueError(
-            f"{op}: {name} {x.shape}in {' x '.join(map(str, cut.shards))} shards splits blocks of {fmt}, and "
+            f"{op}: {name} {x.shape} in {' x '.join(map(str, cut.shards))} shards splits blocks of {fmt}, and "
             f"{refusal}; shard it on block boundaries"
         )
     amax = scales.block_amax

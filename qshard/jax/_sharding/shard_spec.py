@@ -351,7 +351,7 @@ def matrices_of(
 def scattered_rows_error(x: jax.Array, fmt: Format, unit: int, cut: ShardSpec, op: str, name: str) -> ValueError:
     """Return the error for a shard with scattered rows, where blocks or random bits need contiguous rows."""
     return ValueError(
-        f"{op}: {name} {x.shape}is a shard ({cut.spec}) whose rows are not adjacent in the whole, and its axis of "
+        f"{op}: {name} {x.shape} is a shard ({cut.spec}) whose rows are not adjacent in the whole, and its axis of "
         f"{x.shape[-2]} splits the {unit}-row blocks of {fmt}; shard it on block boundaries"
     )
 
