@@ -162,11 +162,11 @@ def _forward(
     elif w_saved is read and config.gathers:
         scales = whole.plane(read)._replace(data=None)
     y, scale, _ = _row_product(config, xq, Role.ACTIVATION, whole, x.shape[:-1])
-    saved_x = _keep_planes(xq, x_saved)
+    saved_x = keep_planes(xq, x_saved)
     if x_saved and x_saved is not Usage.ROWWISE and makes_planes_apart(config.recipe.activation):
         y, saved_x = barrier(y, saved_x)  # Without it XLA saves x, and computes this plane in backward.
     y = apply_scale(y, scale, x.dtype)
-    saved = Residuals(saved_x, _keep_planes(saved_w, w_saved), scales, given._replace(scales=None), (x_amax, w_amax))
+    saved = Residuals(saved_x, keep_planes(saved_w, w_saved), scales, given._replace(scales=None), (x_amax, w_amax))
     return checkpoint_name(y, policies.PRODUCTS), saved
 
 
@@ -286,7 +286,7 @@ def _name_residuals(codes: Any, saved: Usage, name: str | None) -> Any:
     return codes.with_planes(planes)
 
 
-def _keep_planes(codes: Any, usage: Usage) -> Any:
+def keep_planes(codes: Any, usage: Usage) -> Any:
     """Drop the planes that are not in `usage`. Codes in the form of custom `Shards` pass."""
     if not isinstance(codes, QuantizedArray):
         return codes
@@ -331,6 +331,6 @@ def whole_weight(config: Config, w: CodedWeight, given: NonDifferentiable) -> Qu
 
 def _gather_plane(config: Config, codes: Any, usage: Usage) -> QuantizedArray:
     """Gather one plane of w from local codes."""
-    whole: QuantizedArray = config.shards.gather(_keep_planes(codes, usage)) if config.gathers else codes
+    whole: QuantizedArray = config.shards.gather(keep_planes(codes, usage)) if config.gathers else codes
     check_weight_format(config.op, "w", whole.format, config.recipe)
     return whole

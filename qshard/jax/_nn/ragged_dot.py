@@ -17,10 +17,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core.operands import OperandSpec
-from qshard._core.validation import quote, seed_missing
+from qshard._core.validation import seed_missing
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, observe_all, require_gradient
 from qshard.jax._nn.expert_tiles import Tiles, expert_products, quantize_tiles, row_product, tiles_of
+from qshard.jax._nn.linear_config import check_arguments
+from qshard.jax._nn.linear_vjp import keep_planes
 from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, spec_of, vary_alike
 from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.second_derivatives import rules_of_product
@@ -30,9 +32,7 @@ from qshard.jax._ops.validation import (
     as_names,
     check_array,
     check_dtype,
-    check_spec,
     check_spec_fits,
-    seed_words,
 )
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, WeightLayout, WeightSharding, as_layout, spec_of_codes
@@ -143,13 +143,7 @@ def ragged_dot(
     layout = as_layout("ragged_dot", weight_layout)
     check_array("ragged_dot", "x", x)
     check_array("ragged_dot", "group_sizes", group_sizes)
-    if not isinstance(w, CODED):
-        check_array("ragged_dot", "w", w)
-    check_spec("ragged_dot", "weight_spec", weight_spec)
-    if state is not None and not isinstance(state, LinearState):
-        raise TypeError(
-            f"ragged_dot: state ({quote(state)}) is not a LinearState; pass the state of this layer from init_delayed"
-        )
+    seed_pair = check_arguments("ragged_dot", w, weight_spec, None, seed, state).seed
     if state is not None:
         check_shared("ragged_dot", axis_name)
     _check_rows(x, group_sizes)
@@ -157,7 +151,7 @@ def ragged_dot(
         x,
         w,
         group_sizes,
-        seed_words("ragged_dot", seed),
+        seed_pair,
         state,
         recipe=recipe,
         layout=layout,
@@ -314,7 +308,7 @@ def _forward(
     y = row_product(xq, whole, config.sharding.contracted, tiles, x.dtype)
     if learns and not config.reshard_after_forward:
         wq = whole if w_saved is read else _gather_plane(config, wq, w_saved)
-    return y, _Residuals(_keep_planes(xq, x_saved), _keep_planes(wq, w_saved), given, (x_amax, w_amax))
+    return y, _Residuals(keep_planes(xq, x_saved), keep_planes(wq, w_saved), given, (x_amax, w_amax))
 
 
 def _backward(config: _Config, saved: _Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _NonDifferentiable]:
@@ -376,9 +370,5 @@ def _weight(
 def _gather_plane(config: _Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
     """Gather one plane of all weights from local codes."""
     check_weight_format("ragged_dot", "w", wq.format, config.recipe)
-    wq = _keep_planes(wq, usage)
+    wq = keep_planes(wq, usage)
     return jax.vmap(config.sharding.gather)(wq) if config.sharding.gather_axes else wq
-
-
-def _keep_planes(q: QuantizedArray, usage: Usage) -> QuantizedArray:
-    return q.with_planes({each: plane for each, plane in q.planes.items() if each in usage})
