@@ -270,7 +270,7 @@ class Op:
         return run_jitted(_jit(self._primitive, tuple(sorted(options.items()))), *operands)
 
     def _differentiate(self, *_: Any, **__: Any) -> Any:
-        raise second_derivatives.of_op(self.spec.name)
+        raise second_derivatives.op_derivative_error(self.spec.name)
 
 
 @functools.cache

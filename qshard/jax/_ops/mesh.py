@@ -85,7 +85,7 @@ def is_auto(mesh: Any) -> bool:
 
 
 class MeshKind(enum.Enum):
-    """The decision how an array is sharded: by XLA, by types, or not at all.
+    """The kind of the mesh of an array, which decides how the array is sharded.
 
     Attributes:
       LOCAL: there is one device, or `shard_map` is over all mesh axes. Arrays are local.
