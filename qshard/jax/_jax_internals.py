@@ -33,7 +33,7 @@ def device_count(ctx: Any) -> int:
 
 
 def is_for_export(ctx: Any) -> bool:
-    """Whether `jax.export` lowers the program.
+    """True if `jax.export` lowers the program.
 
     If JAX removes it: return False, and refuse exports of programs with custom partitioning for several devices.
     """
@@ -71,7 +71,7 @@ def wrapped_value(tracer: Any) -> Any:
 
 
 def is_nnx_pytree(kind: Any) -> bool:
-    """Whether a class of nnx modules is a pytree. If flax removes it: return True, the default of flax."""
+    """True if a class of nnx modules is a pytree. If flax removes it: return True, the default of flax."""
     is_pytree: bool = kind._pytree__is_pytree
     return is_pytree
 

@@ -42,16 +42,9 @@ def _all_gather(own: NDArray[Any]) -> NDArray[Any]:
 
 
 def as_sharded(x: Any, op: str) -> ShardedArray:
-    """Describe `x` for `qshard.numerics`: its shape, dtype and local shards.
+    """Describe `x`, a JAX array of any sharding, for `qshard.numerics`: its shape, dtype and local shards.
 
     Every process must call this, and the measurement, for an array with shards on other processes.
-
-    Args:
-      x: a JAX array, of any sharding.
-      op: the name of the caller, for errors.
-
-    Raises:
-      TypeError: `x` is traced, or is not an array of real numbers.
     """
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{op}: x ({x.aval}) is traced and has no values; call {op} outside jit")

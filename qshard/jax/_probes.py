@@ -179,15 +179,9 @@ def observe_activation(
 def observe_weight(
     x: jax.Array, w: jax.Array, whole: QuantizedArray, probe: Probe, spec: Any, gather_axes: tuple[str, ...]
 ) -> jax.Array:
-    """Return x, with the statistics of `w` as the gradient of `probe.weight`.
+    """Return x, with the statistics of `w` as the gradient of `probe.weight`. The gradient of x passes through.
 
-    Args:
-      x: the other operand; its gradient passes through.
-      w: the weight as passed to `linear`, in `shard_map` the local shard.
-      whole: the gathered codes that the forward product reads.
-      probe: the probe of the call.
-      spec: the sharding of `w`.
-      gather_axes: the mesh axes that `whole` was gathered over.
+    `w` is the weight as passed to `linear`, and `whole` the codes, gathered over `gather_axes`, that the product reads.
     """
     given = lax.stop_gradient(w).astype(jnp.float32)
     value, scale = (_slice_shard(values, given, spec, gather_axes) for values in _values(lax.stop_gradient(whole)))

@@ -125,7 +125,7 @@ def test_rows_that_a_mesh_cuts_are_whole_blocks(kind):
         (lambda x, w: linear(x, w[0], RECIPE), ValueError, r"linear: w \(64,\) does not have two axes"),
         (lambda x, w: linear(x.astype(int), w, RECIPE), TypeError, r"linear: x \(int.*\) is not float32"),
         (lambda x, w: linear(x, w.astype(int), RECIPE), TypeError, r"linear: w \(int.*\) is not float32"),
-        (lambda x, w: linear(x, w, "current"), ValueError, r"linear: recipe \('current'\) is not the name"),
+        (lambda x, w: linear(x, w, "current"), ValueError, r"linear: recipe \('current'\) is not a recipe name"),
         (lambda x, w: linear(x, w, recipes.MXFP8()), ValueError, r"linear: w \(48, 64\) is not a whole number of"),
         (
             lambda x, w: linear(x, w[:32], recipes.NVFP4()),
@@ -136,7 +136,7 @@ def test_rows_that_a_mesh_cuts_are_whole_blocks(kind):
         (lambda x, w: linear(x, w, RECIPE, seed=0.5), TypeError, r"linear: seed \(0.5\) is not an integer"),
         (lambda x, w: compute_scales([w, w.astype(int)], RECIPE), TypeError, r"compute_scales: weights \(int"),
         (lambda x, w: linear(x, w, RECIPE, gather_axis="fsdp"), ValueError, r"'fsdp'\) is not an axis of the mesh"),
-        (lambda x, w: linear(x, w, RECIPE, gather_axis=("a", 1)), TypeError, r"is not the name of a mesh axis"),
+        (lambda x, w: linear(x, w, RECIPE, gather_axis=("a", 1)), TypeError, r"is not a mesh axis name"),
     ],
 )
 def test_errors(call, error, match):

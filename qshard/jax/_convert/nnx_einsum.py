@@ -43,7 +43,6 @@ def extend_class(kind: type[nnx.Module]) -> type[nnx.Module]:
 
 
 def is_extended(kind: type) -> bool:
-    """Whether `extend_class` created this class."""
     return kind in _EXTENDED.values()
 
 
@@ -74,15 +73,9 @@ def _new(kind: type[nnx.Module]) -> nnx.Module:
 
 
 def check_equation(op: str, name: str, module: nnx.Module, parameter: str, equation: str, stacked: int) -> None:
-    """Raise ValueError unless `module(x)` is this einsum of x and one parameter, and nothing else.
+    """Raise ValueError unless `module(x)` is the einsum `equation` of x and `module.parameter`, and nothing else.
 
-    Args:
-      op: the public function, for errors.
-      name: the qualified name of the module, for errors.
-      module: the module.
-      parameter: the name of the attribute with the weight.
-      equation: the einsum of x and the weight.
-      stacked: the number of leading axes of layers, which `nnx.scan` or `nnx.vmap` remove.
+    `stacked` is the number of leading axes of layers, which `nnx.scan` or `nnx.vmap` remove. `name` is for errors.
     """
     graph, state = nnx.split(module)
     flat, structure = jax.tree_util.tree_flatten_with_path(state)
@@ -162,10 +155,8 @@ def _is_var(atom: Any) -> bool:
 def _walk(jaxpr: Any, values: dict[Any, _Value], same: dict[int, int]) -> str | None:
     """Propagate labels through a program. Return the name of the first op that is not part of a plain product.
 
-    Args:
-      jaxpr: the program.
-      values: the labels of arrays; this adds to them.
-      same: labels of x, and the labels of w that they are contracted with or share; this adds to them.
+    Adds to `values`, the labels of arrays, and to `same`: labels of x, and the labels of w that they are contracted
+    with or share.
     """
     for eqn in jaxpr.eqns:
         known = [values.get(atom) if _is_var(atom) else None for atom in eqn.invars]

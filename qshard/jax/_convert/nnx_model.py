@@ -29,11 +29,7 @@ _CALLS = {kind.__call__ for kind in (*_KINDS, nnx.LoRALinear)}
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer.
-
-    Attributes:
-      module: the layer.
-    """
+    """A linear layer."""
 
     module: Any
 
@@ -162,12 +158,7 @@ class _KeepKernelDtype:
 
 @dataclass(frozen=True)
 class EinsumModule(Layer):
-    """A module with an einsum of its own, as a linear layer.
-
-    Attributes:
-      equation: the einsum of x and the weight.
-      weight: the name of the attribute with the weight.
-    """
+    """A module with an einsum of its own, as a linear layer: the `equation` of x and the attribute named `weight`."""
 
     equation: str
     weight: str
@@ -210,11 +201,9 @@ class EinsumModule(Layer):
 
 
 class Candidate(NamedTuple):
-    """A module with weights.
+    """A module with weights, as a linear layer; `layer` is None if it has to stay.
 
     Attributes:
-      layer: the module as a linear layer; None if it has to stay.
-      module: the module.
       names: the qualified name of the module, then the names of its weights. A pattern may match any of them.
       why: the reason to leave the module, and what to do; None for a linear layer.
     """
@@ -229,14 +218,9 @@ def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate
     """Find the modules with weights that may be operands of a product, by name.
 
     A weight is a float `nnx.Param` with at least two axes longer than 1. Embeddings, norms and adapters (`nnx.LoRA`)
-    have none. Whether a module multiplies its weight cannot be seen from outside.
-
-    Args:
-      model: the model.
-      einsums: equations by pattern of names, or the name of the attribute with the equation.
-
-    Raises:
-      ValueError: a pattern of `einsums` matches no such module, or one with several weights.
+    have none. Whether a module multiplies its weight cannot be seen from outside. `einsums` has equations by pattern of
+    names, or the name of the attribute with the equation; ValueError if a pattern matches no such module, or one with
+    several weights.
     """
     found: dict[str, Candidate] = {}
     used: set[str] = set()
@@ -275,7 +259,6 @@ def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate
 
 
 def names_of(model: nnx.Module) -> list[str]:
-    """The qualified names of all modules."""
     return [".".join(map(str, path)) for path, _ in nnx.iter_modules(model)]
 
 

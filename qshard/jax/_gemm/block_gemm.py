@@ -57,13 +57,7 @@ def _axes_of(q: QuantizedArray, stored: Usage, contracted: Usage) -> PlaneAxes |
 
 @dataclass(frozen=True)
 class Product:
-    """Static options of a product of codes.
-
-    Attributes:
-      kind: the kind of GEMM.
-      a, b: the axes of the operands.
-      dtype: dtype of the result, float32 or bfloat16.
-    """
+    """Static options of a product of codes: the kind of GEMM, the axes of both operands, and the result's dtype."""
 
     kind: Kind
     a: PlaneAxes
@@ -100,12 +94,8 @@ def product(
 ) -> jax.Array:
     """Multiply two tensors: their codes where tensor cores take them, otherwise by `multiply_values`.
 
-    Args:
-      a: the left operand.
-      b: the right operand.
-      usages: for each operand, the plane to read and its contracted axes.
-      dtype: float32 or bfloat16.
-      multiply_values: multiplies dequantized planes.
+    `usages` has, for each operand, the plane to read and its contracted axes. `multiply_values` multiplies dequantized
+    planes.
     """
     planes = a.plane(usages[0][0]), b.plane(usages[1][0])
     what = _block_product(a, b, usages, dtype)
@@ -237,7 +227,6 @@ def _gpu_of(x: jax.Array) -> Gpu | None:
 
 @functools.cache
 def _gpus_here() -> dict[str, Gpu]:
-    """The GPUs of this process, by device kind."""
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:

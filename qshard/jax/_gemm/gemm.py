@@ -122,18 +122,10 @@ def row_product(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Multiply the rows of `a` by w with `gemm`, and drop the padding rows that a recipe added.
 
-    Args:
-      a: the codes of x or dy, `[*lead, K]`, or `[rows, K]` with padding rows, which no mesh shards.
-      w: the gathered weight. If one plane serves both usages and the GEMM reads the other, it is transposed.
-      contracted: the plane of w that is contracted.
-      lead: the leading axes of the result.
-      columns: the number of shards of the last axis of w, on an Auto mesh.
-      precise: accumulate in fp32 throughout.
-      out_sharding: the sharding of the result, on Explicit meshes.
-      by_rows: whether an Auto mesh shards only the rows of x.
-
-    Returns:
-      The product `[*lead, N]`, and a scale that is still to be applied, or None.
+    `a` has the codes of x or dy, `[*lead, K]`, or `[rows, K]` with padding rows, which no mesh shards. `contracted` is
+    the plane of w that is contracted; if one plane serves both usages and the GEMM reads the other, it is transposed.
+    `columns` is the number of shards of the last axis of w, on an Auto mesh. Other arguments, and the scale, as in
+    `gemm`.
     """
     read = stored_for(w.format, a.format, contracted)
     if read not in w.planes and w.format.transposes:

@@ -21,15 +21,7 @@ from qshard.layout import Shape, is_transposed, stored_block
 
 @dataclass(frozen=True)
 class PlaneAxes:
-    """The axes of a plane of blocks: rows and contracted axes.
-
-    Attributes:
-      format: the format of the tensor.
-      stored: the usage of the plane.
-      rows: the axes that are not contracted.
-      contracted: the axes that a product contracts.
-      dtypes: the dtypes of codes and scales.
-    """
+    """The axes of a plane of blocks: `rows`, and the axes that a product contracts."""
 
     format: Format
     stored: Usage
@@ -64,7 +56,6 @@ class PlaneAxes:
 
     @property
     def last(self) -> int:
-        """The last axis."""
         return len(self.rows) + len(self.contracted) - 1
 
     def unit(self, axis: int) -> int:
@@ -76,7 +67,6 @@ class PlaneAxes:
         return (*codes[:-1], codes[-1] * self.format.element.codes_per_byte)
 
     def sizes(self, plane: Plane) -> tuple[Shape, Shape]:
-        """The sizes of the row axes, and of the contracted axes."""
         rows, depth = (tuple(plane.data.shape[axis] for axis in axes) for axes in (self.rows, self.contracted))
         return rows, depth
 
@@ -106,7 +96,6 @@ class ProductSharding(NamedTuple):
     summed: Names
 
     def sum_over_devices(self, product: jax.Array) -> jax.Array:
-        """Sum local products over devices."""
         return sum_over(product, self.scattered, self.summed)
 
     @classmethod
@@ -122,14 +111,7 @@ class ProductSharding(NamedTuple):
 
         A mesh axis shards the contracted axis of both operands if it already shards it in one, and nothing else in the
         other. Otherwise it shards rows, the rows of `a` first, unless `out` needs the rows of `b` sharded along it.
-        Shards are whole blocks.
-
-        Args:
-          sides: the axes of both operands.
-          mesh: the sizes of mesh axes.
-          shapes: the shapes of both operands, in elements.
-          specs: the current shardings of both operands.
-          out: the sharding that the result is to have.
+        Shards are whole blocks. `shapes` are in elements.
         """
         a, b = (
             [names_of(entry) for entry in (*spec, *[None] * len(shape))]

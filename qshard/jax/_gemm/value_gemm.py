@@ -82,12 +82,7 @@ class Operand(PlaneAxes):
 
 @dataclass(frozen=True)
 class ValueProduct:
-    """The product of the values of two planes of codes.
-
-    Attributes:
-      a, b: the operands.
-      dtype: dtype of the result.
-    """
+    """The product of the values of two planes of codes."""
 
     a: Operand
     b: Operand
@@ -107,12 +102,7 @@ def gather_codes(
 ) -> PlaneProduct:
     """Return a product of two planes for which XLA can gather codes on an Auto mesh; elsewhere `multiply_values`.
 
-    Args:
-      a: the left operand.
-      b: the right operand.
-      usages: for each operand, the plane to read and its contracted axes.
-      dtype: dtype of the product.
-      multiply_values: multiplies dequantized planes.
+    Arguments as in `block_gemm.product`.
     """
     data = a.plane(usages[0][0]).data
     mesh = mesh_of(data)

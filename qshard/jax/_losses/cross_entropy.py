@@ -93,7 +93,6 @@ class RowLoss:
     """Static options of the losses of rows.
 
     Attributes:
-      rule: the options of the loss.
       classes: classes on all devices, without padding.
       names: in `shard_map`, the mesh axes over which classes are sharded.
       columns: columns of logits on all devices, with padding.
@@ -104,61 +103,62 @@ class RowLoss:
     names: Names
     columns: int
 
-    def losses(self, held: RowSharding, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def losses(self, sharding: RowSharding, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Compute the loss and the lse of each row."""
-        of_own, _ = self._local_labels(held, logits, labels)
-        valid, smooth = self._class_mask(held, logits), self.rule.smoothing > 0
+        of_own, _ = self._local_labels(sharding, logits, labels)
+        valid, smooth = self._class_mask(sharding, logits), self.rule.smoothing > 0
         if valid is None:
-            stats = held.ops.cross_entropy_stats(logits, of_own, first=0, total=smooth)
+            stats = sharding.ops.cross_entropy_stats(logits, of_own, first=0, total=smooth)
         else:
             picked = jnp.where(of_own < jnp.sum(valid), of_own, _NO_CLASS)
-            stats = held.ops.cross_entropy_stats(_mask(logits, valid), picked, first=0, total=False)
+            stats = sharding.ops.cross_entropy_stats(_mask(logits, valid), picked, first=0, total=False)
             if smooth:
                 total = jnp.sum(jnp.where(valid, logits, 0), -1, dtype=jnp.float32, keepdims=True)
                 stats = jnp.concatenate([stats[..., :3], total], -1)
-        made = held.ops.cross_entropy(held.gathered(stats), labels, classes=self.classes, **self.rule.options)
+        made = sharding.ops.cross_entropy(sharding.gathered(stats), labels, classes=self.classes, **self.rule.options)
         return made[0], made[1]
 
     def gradient(
-        self, held: RowSharding, logits: jax.Array, labels: jax.Array, lse: jax.Array, grad: jax.Array, op: Any = None
+        self,
+        sharding: RowSharding,
+        logits: jax.Array,
+        labels: jax.Array,
+        lse: jax.Array,
+        grad: jax.Array,
+        op: Any = None,
     ) -> jax.Array:
-        """Compute the gradient of logits.
+        """Compute the gradient of the local logits, `[*rows, classes]`.
 
-        Args:
-          held: the sharding of rows and classes.
-          logits: the local logits, `[*rows, classes]`.
-          labels: int32 `[*rows]`.
-          lse: float32 `[*rows]`, from `losses`.
-          grad: the gradient of each loss, float32 `[*rows]`.
-          op: another primitive to use for `cross_entropy_grad`.
+        `lse` is a result of `losses`, and `grad` the gradient of each loss, both float32 `[*rows]`. `op` replaces the
+        primitive `cross_entropy_grad`.
         """
-        of_own, options = self._local_labels(held, logits, labels)
+        of_own, options = self._local_labels(sharding, logits, labels)
         options |= {"classes": self.classes, "first": 0}
-        valid = self._class_mask(held, logits)
+        valid = self._class_mask(sharding, logits)
         logits = logits if valid is None else _mask(logits, valid)
-        d: jax.Array = (op or held.ops.cross_entropy_grad)(logits, of_own, lse, grad, **options)
+        d: jax.Array = (op or sharding.ops.cross_entropy_grad)(logits, of_own, lse, grad, **options)
         return d if valid is None else jnp.where(valid, d, 0)
 
-    def _class_mask(self, held: RowSharding, logits: jax.Array) -> jax.Array | None:
+    def _class_mask(self, sharding: RowSharding, logits: jax.Array) -> jax.Array | None:
         """A mask of the local columns that are classes; None without padding."""
         if self.classes == self.columns:
             return None
         own = logits.shape[-1]
-        valid: jax.Array = held.first(own) + jnp.arange(own, dtype=jnp.int32) < self.classes
+        valid: jax.Array = sharding.first(own) + jnp.arange(own, dtype=jnp.int32) < self.classes
         return valid
 
     def _local_labels(
-        self, held: RowSharding, logits: jax.Array, labels: jax.Array
+        self, sharding: RowSharding, logits: jax.Array, labels: jax.Array
     ) -> tuple[jax.Array, dict[str, Any]]:
         """Renumber labels so that the first local class is 0. Labels of other devices' classes become the last class.
 
         An op takes the first class as an attribute, but one program serves all devices. Also returns the options of the
         op.
         """
-        if not held.classes:
+        if not sharding.classes:
             return labels, self.rule.options
         own = logits.shape[-1]
-        turned = labels - held.first(own)
+        turned = labels - sharding.first(own)
         # Local column `classes - 1` does not exist on this device, or is padding.
         turned = jnp.where((turned >= 0) & (turned < own), turned, self.classes - 1)
         turned = jnp.where((labels >= 0) & (labels < self.classes), turned, _NO_CLASS)
@@ -169,25 +169,25 @@ class RowLoss:
 @dataclass(frozen=True)
 class _Losses:
     op: ClassVar[str] = "cross_entropy"
-    is_cut: ClassVar[bool] = True
+    xla_shards_rows: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("rows classes", "rows")
     gives: ClassVar[tuple[str, ...]] = ("rows", "rows")
     of: RowLoss
 
-    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return self.of.losses(held, *operands)
+    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return self.of.losses(sharding, *operands)
 
 
 @dataclass(frozen=True)
 class _Gradient:
     op: ClassVar[str] = "cross_entropy"
-    is_cut: ClassVar[bool] = True
+    xla_shards_rows: ClassVar[bool] = True
     takes: ClassVar[tuple[str, ...]] = ("rows classes", "rows", "rows", "rows")
     gives: ClassVar[tuple[str, ...]] = ("rows classes",)
     of: RowLoss
 
-    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return (self.of.gradient(held, *operands),)
+    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return (self.of.gradient(sharding, *operands),)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -271,7 +271,7 @@ def _mask(logits: jax.Array, valid: jax.Array) -> jax.Array:
 
 
 def _is_known(labels: Any) -> bool:
-    """Whether the host has all labels, the same on all processes."""
+    """True if the host has all labels, the same on all processes."""
     if isinstance(labels, jax.core.Tracer):
         return False
     if isinstance(labels, jax.Array):

@@ -128,7 +128,7 @@ class Head:
       reduction: "mean", "sum" or "none".
       chunk: rows per chunk; None: the default.
       w_dtype: dtype of the gradient of w.
-      recipe: the recipe; None: products are not quantized.
+      recipe: None: products are not quantized.
     """
 
     of: RowLoss
@@ -146,14 +146,14 @@ class Head:
         return _Values(w) if self.recipe is None else _Codes(w, QuantizedHead(self.recipe, seed), backward)
 
     def losses(
-        self, held: RowSharding, x: jax.Array, w: jax.Array, labels: jax.Array, seed: jax.Array | None = None
+        self, sharding: RowSharding, x: jax.Array, w: jax.Array, labels: jax.Array, seed: jax.Array | None = None
     ) -> tuple[jax.Array, ...]:
         """Compute the loss and the lse of each row."""
         products = self.products(w, seed, backward=False)
 
         def step(made: Any, chunk: Any, part: Any, put: Any) -> Any:
             logits, _ = products.logits(part(x), chunk)
-            loss, lse = self.of.losses(held, logits, part(labels))
+            loss, lse = self.of.losses(sharding, logits, part(labels))
             return put(made[0], loss), put(made[1], lse)
 
         flat, x, labels = labels.shape, *_flat(x, labels)
@@ -162,7 +162,7 @@ class Head:
 
     def gradients(
         self,
-        held: RowSharding,
+        sharding: RowSharding,
         x: jax.Array,
         w: jax.Array,
         labels: jax.Array,
@@ -170,21 +170,12 @@ class Head:
         lse: jax.Array | None = None,
         seed: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
-        """Compute losses and the gradients of x and w.
+        """Compute losses and the gradients of x and w, the latter in float32.
 
-        Args:
-          held: the sharding of rows and classes.
-          x: the local x, `[*rows, K]`.
-          w: the local w, `[classes, K]`.
-          labels: int32 `[*rows]`.
-          grad: the gradient of each loss, float32 `[*rows]`.
-          lse: float32 `[*rows]`, from `losses`; None: compute it, and the losses.
-          seed: the seed of stochastic rounding.
-
-        Returns:
-          The losses, which are zeros if `lse` is given; the gradient of x; the gradient of w, in float32.
+        `lse` is float32 `[*rows]`, from `losses`. If it is passed, losses are not computed, and are zeros; None
+        computes both.
         """
-        in_place = functools.partial(_grad_in_place(), **({"cuttable": False} if held.own else {}))
+        in_place = functools.partial(_grad_in_place(), **({"cuttable": False} if sharding.own else {}))
         flat, shape = labels.shape, x.shape
         x, labels, grad = _flat(x, labels, grad)
         lses, products = None if lse is None else lse.reshape(-1), self.products(w, seed, backward=True)
@@ -194,17 +185,17 @@ class Head:
             rows, own = part(x), part(labels)
             logits, saved = products.logits(rows, chunk)
             if lses is None:
-                loss, lse = self.of.losses(held, logits, own)
+                loss, lse = self.of.losses(sharding, logits, own)
                 losses = put(losses, loss)
             else:
                 lse = part(lses)
-            d = self.of.gradient(held, logits, own, lse, part(grad), in_place)
+            d = self.of.gradient(sharding, logits, own, lse, part(grad), in_place)
             of_rows, of_w = products.gradients(d, saved, chunk, x.dtype)
             return losses, put(dx, of_rows), dw + of_w
 
         begin = _zeros(labels.shape, labels), _zeros(x.shape, x, x.dtype), _zeros(w.shape, w)
         losses, dx, dw = self._over_chunks(x, w, step, begin)
-        return losses.reshape(flat), held.of_x(dx.reshape(shape)), held.of_w(dw)
+        return losses.reshape(flat), sharding.of_x(dx.reshape(shape)), sharding.of_w(dw)
 
     def _over_chunks(self, x: jax.Array, w: jax.Array, step: Callable[..., Any], made: Any) -> Any:
         """Fold `step(made, chunk, part, put)` over chunks. `part` slices rows of an array, `put` writes them."""
@@ -274,39 +265,39 @@ def _zeros(shape: tuple[int, ...], like: jax.Array, dtype: Any = jnp.float32) ->
 @dataclass(frozen=True)
 class _Losses:
     op: ClassVar[str] = "linear_cross_entropy"
-    is_cut: ClassVar[bool] = False
+    xla_shards_rows: ClassVar[bool] = False
     takes: ClassVar[tuple[str, ...]] = ("rows K", "classes K", "rows")
     gives: ClassVar[tuple[str, ...]] = ("rows", "rows")
     head: Head
 
-    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return self.head.losses(held, *operands)
+    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return self.head.losses(sharding, *operands)
 
 
 @dataclass(frozen=True)
 class _LossesAndGradients:
     op: ClassVar[str] = "linear_cross_entropy"
-    is_cut: ClassVar[bool] = False
+    xla_shards_rows: ClassVar[bool] = False
     takes: ClassVar[tuple[str, ...]] = ("rows K", "classes K", "rows", "rows")
     gives: ClassVar[tuple[str, ...]] = ("rows", "rows K", "classes K")
     head: Head
 
-    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
         x, w, labels, grad, *seed = operands
-        return self.head.gradients(held, x, w, labels, grad, None, *seed)
+        return self.head.gradients(sharding, x, w, labels, grad, None, *seed)
 
 
 @dataclass(frozen=True)
 class _Gradients:
     op: ClassVar[str] = "linear_cross_entropy"
-    is_cut: ClassVar[bool] = False
+    xla_shards_rows: ClassVar[bool] = False
     takes: ClassVar[tuple[str, ...]] = ("rows K", "classes K", "rows", "rows", "rows")
     gives: ClassVar[tuple[str, ...]] = ("rows K", "classes K")
     head: Head
 
-    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
         x, w, labels, grad, lse, *seed = operands
-        return self.head.gradients(held, x, w, labels, grad, lse, *seed)[1:]
+        return self.head.gradients(sharding, x, w, labels, grad, lse, *seed)[1:]
 
 
 # --- gradients computed with the loss ---

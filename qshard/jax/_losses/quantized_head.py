@@ -26,10 +26,8 @@ _NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient o
 def check_recipe(given: RecipeLike, x: jax.Array, w: jax.Array, seed: Any) -> Recipe:
     """Check the recipe of a call against the arrays, and return it.
 
-    Raises:
-      TypeError: it is not a recipe.
-      ValueError: a head cannot use it, shapes do not fit its formats, the seed is missing, or types say that an array
-        is sharded.
+    ValueError if a head cannot use it, shapes do not fit its formats, the seed is missing, or types say that an array
+    is sharded.
     """
     recipe = head_recipe(_OP, given, seed)
     for name, array in (("x", x), ("w", w)):
@@ -56,14 +54,12 @@ class QuantizedHead:
         return self._quantized(w, Role.WEIGHT, usage, 0)
 
     def rows(self, x: jax.Array, chunk: Any, *, backward: bool) -> QuantizedArray:
-        """Quantize the rows of x in one chunk."""
         recipe, usage = self.recipe, Usage.ROWWISE
         if backward:
             usage |= stored_for(recipe.activation, recipe.gradient, Usage.COLUMNWISE)
         return self._quantized(x, Role.ACTIVATION, usage, chunk)
 
     def logits(self, xq: QuantizedArray, wq: QuantizedArray, rows: int, dtype: Any) -> jax.Array:
-        """Multiply the codes of a chunk by the codes of w."""
         made = row_product(xq, wq, Usage.ROWWISE, (rows,), 1, precise=False, out_sharding=None)
         return apply_scale(*made, dtype)
 

@@ -21,9 +21,8 @@ class MatrixAxes(NamedTuple):
     """The axes of `x` and `w` in groups. Each group folds into one axis of a matrix product.
 
     Attributes:
-      x: groups of the axes of x: one group for each free axis, then one for all contracted axes.
-      w: two groups of the axes of w, contracted and free, in the order of `layout`.
-      layout: "NK" or "KN": the order of the groups of w.
+      x: one group for each free axis, then one for all contracted axes.
+      w: two groups, contracted and free, in the order of `layout`.
     """
 
     x: tuple[Axes, ...]
@@ -54,16 +53,8 @@ class MatrixAxes(NamedTuple):
     ) -> AxisSplits:
         """Compute how axes must be split before folding, from the types of x and w and the sharding `spec` of w.
 
-        Args:
-          op: the public function, for errors.
-          x: the activations.
-          w: the weight; in `shard_map` the local shard.
-          spec: the sharding of w.
-          gathers: the mesh axes along which w is gathered.
-          recipe: the recipe; its blocks must not be broken.
-
-        Raises:
-          ValueError: shards of a group of axes would break the blocks of the folded matrix.
+        `gathers` are the mesh axes along which w is gathered. Raises ValueError if the shards of a group of axes would
+        break the blocks of the folded matrix.
         """
         mesh, told = mesh_of(w, spec), entries_of(spec, w.ndim)
         manual = set(mesh.manual_axes)
@@ -115,14 +106,10 @@ class MatrixAxes(NamedTuple):
         return (*(x.shape[axis] for (axis,) in self.x[:-1]), *left)
 
     def fold(self, x: jax.Array, groups: tuple[Axes, ...], parts: Sequence[int]) -> jax.Array:
-        """Fold each group of axes into one axis. Part numbers of split axes come first in the folded axis.
+        """Fold each group of axes into one axis, after splitting axis i into `parts[i]` parts.
 
-        The folded axis is then sharded along the mesh axes of the group, and no element moves between devices.
-
-        Args:
-          x: the array to fold.
-          groups: the groups of axes.
-          parts: for each axis, the number of parts to split it into.
+        Part numbers come first in the folded axis, which is then sharded along the mesh axes of the group: no element
+        moves between devices.
         """
         entries = jax.typeof(x).sharding.spec
         cut = self.spec(entries, groups)

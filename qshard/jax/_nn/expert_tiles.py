@@ -50,7 +50,6 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
-    """Assign `rows` rows to tiles."""
     unit = block_alignment(recipe.activation, recipe.gradient)
     sizes, experts = jnp.asarray(group_sizes, jnp.int32), group_sizes.shape[0]
     padded = -(-sizes // unit) * unit
@@ -80,18 +79,11 @@ def quantize_tiles(
     seeds: jax.Array | None,
     scales: jax.Array | None,
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """Quantize the rows of x in tiles, with one set of scales per expert.
+    """Quantize the rows of x `[M, K]` in tiles, with one set of scales per expert.
 
-    Args:
-      x: float32, bfloat16 or float16, `[M, K]`.
-      operand: the format and planes of the codes.
-      tiles: the tiles of the rows.
-      axes: in `shard_map`, the mesh axes over which the rows of an expert are sharded.
-      seeds: the seed of each expert, uint32 `[E, 2]`; None: round to nearest.
-      scales: the scale of each expert under delayed scaling, `[E]`; None: from amaxes.
-
-    Returns:
-      The codes, with tiles as the first axis; and under delayed scaling the amax of each expert, `[E]`, else None.
+    `axes` are the mesh axes of `shard_map` over which the rows of an expert are sharded. `seeds` are uint32 `[E, 2]`;
+    None rounds to nearest. `scales` `[E]` are the scales of delayed scaling. Returns the codes, with tiles as the first
+    axis, and under delayed scaling the amax of each expert, `[E]`.
     """
     columns, experts = x.shape[1], tiles.sizes.shape[0]
     own = jnp.minimum(tiles.experts, experts - 1)
@@ -157,18 +149,10 @@ def _ragged_product(a: jax.Array, b: jax.Array, tiles: Tiles, contracted: tuple[
 
 
 def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: Tiles, dtype: Any) -> jax.Array:
-    """Multiply each row by the weight of its expert.
+    """Multiply each row of tiles by the weight of its expert: `[M, N]` in the order of x.
 
-    Args:
-      q: the tiles of x or dy.
-      w: the gathered weights, with experts as the first axis.
-      contracted: the plane of w that the product contracts.
-      tiles: the tiles of the rows.
-      dtype: dtype of the result.
-
-    Returns:
-      `[M, N]` in the order of x: zeros for rows after the last group, and NaN everywhere if x has fewer rows than
-      `group_sizes` add up to.
+    `w` has experts as its first axis; `contracted` is its plane that the product contracts. The result is zero in rows
+    after the last group, and NaN everywhere if x has fewer rows than `group_sizes` add up to.
     """
     codes = multiplies_codes(q.format, w.format)
     rows, weights = _operand(q, Usage.ROWWISE, codes), _operand(w, contracted, codes)
@@ -184,16 +168,9 @@ def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: 
 
 
 def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: Any) -> jax.Array:
-    """Compute the gradients of all weights, contracting the rows of each expert.
+    """Compute the gradients of all weights, `[E, N, K]` or for layout "KN" `[E, K, N]`, over the rows of each expert.
 
-    Args:
-      a: the tiles of dy for layout "NK", of x for "KN".
-      b: the tiles of the other.
-      tiles: the tiles of the rows.
-      dtype: dtype of the result.
-
-    Returns:
-      `[E, N, K]` for layout "NK", `[E, K, N]` for "KN".
+    For layout "NK", `a` is dy and `b` is x; for "KN", `a` is x and `b` is dy.
     """
     codes, columns = multiplies_codes(a.format, b.format), Usage.COLUMNWISE
     left, right = (_operand(q, columns, codes) for q in (a, b))

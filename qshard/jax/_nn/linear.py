@@ -1,6 +1,6 @@
 """`linear`: a linear layer as three quantized GEMMs, with a weight that FSDP or ZeRO may shard.
 
-This module checks arguments and finds how the weight is sharded; `linear_vjp` has the forward and backward passes.
+`linear_config` finds how the weight is sharded, and `linear_vjp` has the forward and backward passes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from qshard._core.validation import quote, seed_missing
+from qshard._core.validation import quote
 from qshard.jax import _probes as probes
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
+from qshard.jax._nn.linear_config import check_arguments, configure
 from qshard.jax._nn.linear_parallel import TensorParallelOptions
-from qshard.jax._nn.linear_vjp import Config, NonDifferentiable, folding_product, product, whole_weight
+from qshard.jax._nn.linear_vjp import NonDifferentiable, folding_product, product, whole_weight
 from qshard.jax._ops.mesh import AxisName, Spec, explicit_sharding, mesh_of, names_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
     Seed,
@@ -30,14 +31,13 @@ from qshard.jax._ops.validation import (
     check_spec,
     check_spec_fits,
     is_staged,
-    seed_words,
 )
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.gather import CodedWeight, WeightLayout, WeightSharding, as_layout, spec_of_codes
+from qshard.jax._quantized.gather import CodedWeight, WeightLayout, as_layout
 from qshard.jax._quantized.primary import CODED, PrimaryWeight, open_weight
-from qshard.jax._quantized.quantize import WeightScales, as_scales
-from qshard.jax._sharding.shard_spec import ShardSpec, matrix_of, unfold
-from qshard.recipes import Recipe, RecipeLike, as_recipe, check_state
+from qshard.jax._quantized.quantize import WeightScales
+from qshard.jax._sharding.shard_spec import matrix_of, unfold
+from qshard.recipes import Recipe, RecipeLike, as_recipe
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -174,7 +174,7 @@ def linear(
         tensor_parallel = TensorParallelOptions.of("linear", gather_rows, scatter_rows, overlap, vmap_as_rows)
     if state is not None:
         check_shared("linear", names)
-    given = _check_arguments("linear", w, weight_spec, weight_scales, seed, state)
+    given = check_arguments("linear", w, weight_spec, weight_scales, seed, state)
     gather_axes = as_names("linear", "gather_axis", gather_axis)
     staged = is_staged((x, w, given))
     if staged:  # No nested jit: it would be lowered separately, and could not share a quantized x with other calls.
@@ -256,7 +256,7 @@ def gathered_weight(
     (3, 16)
     """
     recipe = as_recipe(recipe, "gathered_weight")
-    w, given = lax.stop_gradient((w, _check_arguments("gathered_weight", w, weight_spec, weight_scales, seed, state)))
+    w, given = lax.stop_gradient((w, check_arguments("gathered_weight", w, weight_spec, weight_scales, seed, state)))
     axes = as_names("gathered_weight", "gather_axis", gather_axis)
     options = {"recipe": recipe, "weight_spec": weight_spec, "gather_axes": axes}
     whole: QuantizedArray = _checked_weight(w, given, layout=as_layout("gathered_weight", weight_layout), **options)
@@ -307,19 +307,6 @@ def _as_grad_dtype(dtype: Any) -> str | None:
     return name
 
 
-def _check_arguments(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> NonDifferentiable:
-    """Check the types of arguments that `jit` would reject or misread."""
-    if not isinstance(w, CODED):
-        check_array(op, "w", w)
-    check_spec(op, "weight_spec", weight_spec)
-    if state is not None and not isinstance(state, LinearState):
-        raise TypeError(
-            f"{op}: state ({quote(state)}) is not a LinearState; pass the state of this layer from init_delayed"
-        )
-    scales = None if weight_scales is None else as_scales(op, "weight_scales", weight_scales)
-    return NonDifferentiable(scales, seed_words(op, seed), state)
-
-
 def _checked_linear(
     x: jax.Array,
     w: Any,
@@ -344,7 +331,7 @@ def _checked_linear(
         options |= {"parallel": parallel, "axes": tuple(dict.fromkeys((*options["axes"], parallel.axis)))}
     if vmap_as_rows:
         x = matrix_of(x)
-    config, weight = _configure(
+    config, weight = configure(
         "linear", w, given, recipe, weight_spec, gather_axes, x_type=explicit_sharding(x), **options
     )
     if given.state is not None and weight.sink is not None:
@@ -382,70 +369,5 @@ def _checked_weight(
     gather_axes: tuple[str, ...],
 ) -> QuantizedArray:
     w = open_weight(w)[0] if isinstance(w, CODED) else w
-    config, weight = _configure("gathered_weight", w, given, recipe, weight_spec, gather_axes, layout=layout)
+    config, weight = configure("gathered_weight", w, given, recipe, weight_spec, gather_axes, layout=layout)
     return whole_weight(config, weight, given)
-
-
-def _configure(
-    op: str,
-    w: Any,
-    given: NonDifferentiable,
-    recipe: Recipe,
-    weight_spec: Spec,
-    gather_axes: tuple[str, ...],
-    layout: WeightLayout,
-    **options: Any,
-) -> tuple[Config, CodedWeight]:
-    """Find how the weight is sharded, and build the static options of the call.
-
-    An array becomes a `CodedWeight` without codes, which is its own gradient sink.
-    """
-    _check_given(op, recipe, given)
-    names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
-    w_type, gathers, spec = None, bool(gather_axes), ShardSpec()
-    if isinstance(w, CodedWeight) and w.shards is not None:
-        sharding = WeightSharding(layout=layout)
-        weight, gathers = w, not isinstance(w.codes, QuantizedArray)
-    elif isinstance(w, CodedWeight | QuantizedArray):
-        codes, sink = (w.codes, w.sink) if isinstance(w, CodedWeight) else (w, None)
-        if gathers:
-            spec = spec_of_codes(codes, gather_axes, weight_spec, **names)
-        elif sink is not None:
-            spec = ShardSpec.along(sink, (), weight_spec, **names)
-        sharding = WeightSharding(spec, gather_axes, layout)
-        weight = CodedWeight(codes, sink, sharding)
-        w_type = None if sink is None else explicit_sharding(sink)
-    else:
-        if jnp.ndim(w) != 2:
-            raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; pass w as [N, K]")
-        check_dtype(op, "w", w)
-        check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
-        sharding = WeightSharding(ShardSpec.along(w, gather_axes, weight_spec, **names), gather_axes, layout)
-        weight, w_type = CodedWeight(None, w, sharding), explicit_sharding(w)
-    config = Config(
-        op=op,
-        recipe=recipe,
-        sharding=sharding,
-        shards=weight.shards,
-        gathers=gathers,
-        learns=weight.sink is not None,
-        w_dtype=None if weight.sink is None else weight.sink.dtype,
-        w_type=w_type,
-        **options,
-    )
-    return config, weight
-
-
-def _check_given(op: str, recipe: Recipe, given: NonDifferentiable) -> None:
-    """Check that seed, scales and state are those that the recipe needs. No operand is read."""
-    if given.seed is None and recipe.stochastic:
-        raise ValueError(f"{seed_missing(op, type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
-    advice = "the state of this layer from init_delayed, without weight_scales"
-    fits = given.state is None or given.scales is None
-    check_state(op, "state", "given" if given.state else None, recipe, advice, fits=fits)
-    for tensor in (given.state.weight, given.state.activation, given.state.gradient) if given.state else ():
-        shapes = {"scale": tensor.scale.shape, "amax_history": tensor.amax_history.shape}
-        if shapes != recipe.state_shapes:
-            raise ValueError(
-                f"{op}: state ({shapes}) does not have the shapes {recipe.state_shapes}; pass the state of one layer"
-            )

@@ -58,18 +58,11 @@ class DwOperands:
 
     @property
     def gathered(self) -> Any:
-        """The operands of dw with all rows."""
         return self.operands if self.gather is None else self.gather(self.operands)
 
 
 class TensorParallelOptions(NamedTuple):
-    """The arguments `gather_rows` or `scatter_rows`, and `overlap`, of a call of `linear`.
-
-    Attributes:
-      axis: the mesh axis.
-      gathers: True for `gather_rows`, False for `scatter_rows`.
-      overlap: whether chunks are sent while others are multiplied.
-    """
+    """The arguments `gather_rows` (`gathers`) or `scatter_rows`, and `overlap`, of a call of `linear`."""
 
     axis: str
     gathers: bool
@@ -105,11 +98,7 @@ class TensorParallelOptions(NamedTuple):
         return "gather_rows" if self.gathers else "scatter_rows"
 
     def weight_spec(self, op: str, layout: str, gather_axes: tuple[str, ...], spec: Spec) -> Spec:
-        """The sharding of w: `spec`, or by default N or K along this axis, and rows along the axes that FSDP gathers.
-
-        Raises:
-          ValueError: `spec` does not name this axis along N or K, or it is in `gather_axis` too.
-        """
+        """The sharding of w: `spec`, or by default N or K along this axis, and rows along `gather_axes`."""
         if self.axis in gather_axes:
             raise ValueError(
                 f"{op}: {self.name} ({self.axis!r}) is also in gather_axis, but an axis cannot gather both rows and "
@@ -135,18 +124,8 @@ class TensorParallelOptions(NamedTuple):
     ) -> TensorParallelAxis:
         """Check the local operands, and describe how the mesh axis shards them.
 
-        Args:
-          op: the public function, for errors.
-          x: the local shard of x, `[*lead, K]`.
-          w: the local shard of w.
-          given: the `NonDifferentiable` arguments, for the scales that devices must share.
-          recipe: the recipe.
-          axes: the mesh axes that shard leading axes of x.
-          rows: which of `axes` shards which axis of x; None: not given.
-
-        Raises:
-          ValueError: x has no leading axis, breaks blocks, or has rows that are not contiguous across devices; or an
-            operand is replicated along the mesh axis, or the state is not.
+        `axes` are the mesh axes that shard leading axes of x, and `rows`, if passed, says which of them shards which.
+        Raises ValueError for rows that break blocks or are not contiguous across devices, and for a replicated operand.
         """
         axis, name, lead = self.axis, self.name, x.shape[:-1]
         if not lead:
@@ -212,7 +191,6 @@ class TensorParallelAxis:
     """The role of a manual mesh axis in a call of `linear`.
 
     Attributes:
-      axis: the mesh axis.
       size: its number of devices.
       at: the leading axis of x and y that it shards, in the one of them with sharded rows.
       others: for each leading axis, the other mesh axes that shard it.
@@ -230,11 +208,10 @@ class TensorParallelAxis:
     shared: bool
 
     def shards_rows(self, role: Role) -> bool:
-        """Whether x or dy is sharded by rows on this axis; otherwise it is sharded by columns."""
+        """True if x or dy is sharded by rows on this axis; otherwise it is sharded by columns."""
         return self.gathers is (role is Role.ACTIVATION)
 
     def shard_spec(self, x: jax.Array, role: Role, axes: tuple[str, ...]) -> ShardSpec:
-        """The sharding of x or dy."""
         entries = [*self.others, ()]
         entries[self.at if self.shards_rows(role) else -1] += (self.axis,)
         return ShardSpec.of(x, axes, PartitionSpec(*(names or None for names in entries)), own_blocks=True)
@@ -252,17 +229,10 @@ class TensorParallelAxis:
     def row_products(
         self, q: QuantizedArray, lead: Shape, role: Role, multiply: _Multiply, dw_operands: DwOperands
     ) -> tuple[jax.Array, jax.Array | None, Any]:
-        """Compute the rows of y or dx that this device keeps.
+        """Compute the rows of y or dx that this device keeps, from the codes `q` of x or dy, `[*lead, K]`.
 
-        Args:
-          q: the codes of x or dy, `[*lead, K]`.
-          lead: the leading axes of `q`.
-          role: ACTIVATION for x, GRADIENT for dy.
-          multiply: multiplies rows by w.
-          dw_operands: the operands of dw, to gather behind the products.
-
-        Returns:
-          The product, a scale that is still to be applied (or None), and the operands of dw with all rows.
+        `multiply` multiplies rows by w. Returns the product, a scale that is still to be applied (or None), and the
+        operands of dw with all rows. Products hide the gather of these operands.
         """
         if self.size == 1:
             return *multiply(q, lead), dw_operands.operands
@@ -370,7 +340,6 @@ class _PlaneRows(NamedTuple):
     """The parts of one plane of `[*lead, K]`, reshaped so that one axis has the rows that a mesh axis shards.
 
     Attributes:
-      q, usage: the tensor and the plane.
       outer: the number of matrices: the product of the leading axes before the sharded one.
       transposed: whether parts are `[K, outer, rows]`, as in a transposed plane; otherwise they are `[outer, rows, K]`.
       parts: codes and scales as unsigned integers. None for a part that is missing, or a per-tensor scale, which
@@ -404,7 +373,6 @@ class _PlaneRows(NamedTuple):
 
     @property
     def matrix(self) -> QuantizedArray:
-        """The rows as a quantized matrix."""
         plane = []
         for name, part, own in zip(Plane._fields, self.parts, self.q.plane(self.usage), strict=True):
             if part is None:
@@ -419,6 +387,5 @@ class _PlaneRows(NamedTuple):
 
 
 def _split_outer(made: jax.Array, outer: int) -> jax.Array:
-    """Reshape a product of rows to `[outer, rows, columns]`."""
     rows, columns = made.shape
     return made.reshape(outer, rows // max(1, outer), columns)

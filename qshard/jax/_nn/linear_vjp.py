@@ -41,19 +41,14 @@ class Config:
     """Static options of a call of `linear`.
 
     Attributes:
-      op: the public function, for errors.
-      recipe: the recipe.
       sharding: the sharding of the weight; empty for a weight with its own `Shards`.
       shards: how to gather the weight and scatter its gradient: `sharding`, or the weight's own `Shards`.
       gathers: whether local codes must be gathered.
-      learns: whether the weight has a gradient.
-      w_dtype: dtype of the gradient of w.
+      learns: whether the weight has a gradient, of dtype `w_dtype`.
       w_type, x_type: shardings of the gradients, on Explicit meshes.
       axes: in `shard_map`, the mesh axes that shard leading axes of x.
       grad_dtype: dtype to compute and reduce the gradient of w in; None: the dtype of w.
       rows: which of `axes` shards which axis; None: all shard the first.
-      reshard_after_forward: whether backward gathers w again.
-      out_sharding: the sharding of y, on Explicit meshes.
       parallel: the mesh axis of tensor parallelism, which is in `axes` too.
     """
 
@@ -81,7 +76,7 @@ class Config:
 
     @property
     def shares_scales(self) -> bool:
-        """Whether devices that sum gradients of w surely share the scales of x and dy, so that sums can be scaled."""
+        """True if devices that sum gradients of w surely share the scales of x and dy, so that sums can be scaled."""
         own = self.sharding
         return self.shards is own and (not own.spec.local or set(own.gather_axes) <= set(self.axes))
 
@@ -98,11 +93,8 @@ class Config:
 class NonDifferentiable(NamedTuple):
     """Arguments of `linear` without a gradient, except for `state`, which gets a cotangent.
 
-    Attributes:
-      scales: the scales of the weight, if the caller computed them.
-      seed: a uint64 as two uint32.
-      state: the state of delayed scaling.
-      weight_amax: the amax of a primary weight, under delayed scaling.
+    `scales` are the scales of the weight, if the caller computed them, and `weight_amax` the amax of a primary weight,
+    under delayed scaling.
     """
 
     scales: WeightScales | None
@@ -118,7 +110,6 @@ class Residuals(NamedTuple):
       x: the planes of x that dw reads.
       w: the plane of w that dx reads, or the local codes to gather it from.
       scales: the scales of the gathered w, so that backward gathers only codes. 2-D blocks have few scales.
-      given: the arguments without gradients.
       amaxes: of x and w, for the cotangent of the state under delayed scaling.
     """
 
@@ -171,11 +162,11 @@ def _forward(
     elif w_saved is read and config.gathers:
         scales = whole.plane(read)._replace(data=None)
     y, scale, _ = _row_product(config, xq, Role.ACTIVATION, whole, x.shape[:-1])
-    saved_x = _keep_planes(xq, x_saved)
+    saved_x = keep_planes(xq, x_saved)
     if x_saved and x_saved is not Usage.ROWWISE and makes_planes_apart(config.recipe.activation):
         y, saved_x = barrier(y, saved_x)  # Without it XLA saves x, and computes this plane in backward.
     y = apply_scale(y, scale, x.dtype)
-    saved = Residuals(saved_x, _keep_planes(saved_w, w_saved), scales, given._replace(scales=None), (x_amax, w_amax))
+    saved = Residuals(saved_x, keep_planes(saved_w, w_saved), scales, given._replace(scales=None), (x_amax, w_amax))
     return checkpoint_name(y, policies.PRODUCTS), saved
 
 
@@ -232,18 +223,9 @@ folding_product = vmap_as_rows(product, *rules_of_product(None, _product_fwd, _p
 def _row_product(
     config: Config, q: QuantizedArray, role: Role, w: QuantizedArray, lead: Shape, dw_operands: Any = None
 ) -> tuple[jax.Array, jax.Array | None, Any]:
-    """Multiply x or dy by the gathered w. Also gather the operands of dw along rows, under tensor parallelism.
+    """Multiply x or dy, `[*lead, K]`, by the gathered w. Also gather the operands of dw, under tensor parallelism.
 
-    Args:
-      config: the static options.
-      q: the codes of x or dy.
-      role: ACTIVATION for x, GRADIENT for dy.
-      w: the gathered weight.
-      lead: the leading axes of x or dy.
-      dw_operands: the operands of dw; None in forward.
-
-    Returns:
-      The product, a scale that is still to be applied (or None), and the operands of dw with all rows.
+    Returns the product, a scale that is still to be applied (or None), and the operands of dw with all rows.
     """
     backward = role is Role.GRADIENT
     options: dict[str, Any] = {
@@ -287,7 +269,7 @@ def _whole_k(config: Config, q: QuantizedArray) -> QuantizedArray:
 
 
 def _reduces_amax(config: Config, x: jax.Array) -> bool:
-    """Whether the cast of x needs an all-reduce of its amax."""
+    """True if the cast of x needs an all-reduce of its amax."""
     fmt = config.recipe.activation
     return (fmt.tensor_scaled or fmt.row_scaled) and (bool(config.axes) or may_be_sharded(x))
 
@@ -304,7 +286,7 @@ def _name_residuals(codes: Any, saved: Usage, name: str | None) -> Any:
     return codes.with_planes(planes)
 
 
-def _keep_planes(codes: Any, usage: Usage) -> Any:
+def keep_planes(codes: Any, usage: Usage) -> Any:
     """Drop the planes that are not in `usage`. Codes in the form of custom `Shards` pass."""
     if not isinstance(codes, QuantizedArray):
         return codes
@@ -349,6 +331,6 @@ def whole_weight(config: Config, w: CodedWeight, given: NonDifferentiable) -> Qu
 
 def _gather_plane(config: Config, codes: Any, usage: Usage) -> QuantizedArray:
     """Gather one plane of w from local codes."""
-    whole: QuantizedArray = config.shards.gather(_keep_planes(codes, usage)) if config.gathers else codes
+    whole: QuantizedArray = config.shards.gather(keep_planes(codes, usage)) if config.gathers else codes
     check_weight_format(config.op, "w", whole.format, config.recipe)
     return whole

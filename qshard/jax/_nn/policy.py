@@ -136,12 +136,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class _WeightPlacement:
-    """The shape and options of one weight.
-
-    Attributes:
-      shape: of the whole array; None: any that the sharding fits.
-      dot_general: the recipe and options, with the sharding as `weight_spec`.
-    """
+    """The options of one weight, with its sharding as `weight_spec`. `shape` None: any that the sharding fits."""
 
     shape: tuple[int, ...] | None
     dot_general: DotGeneral

@@ -17,10 +17,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core.operands import OperandSpec
-from qshard._core.validation import quote, seed_missing
+from qshard._core.validation import seed_missing
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, observe_all, require_gradient
 from qshard.jax._nn.expert_tiles import Tiles, expert_products, quantize_tiles, row_product, tiles_of
+from qshard.jax._nn.linear_config import check_arguments
+from qshard.jax._nn.linear_vjp import keep_planes
 from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, spec_of, vary_alike
 from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.second_derivatives import rules_of_product
@@ -30,9 +32,7 @@ from qshard.jax._ops.validation import (
     as_names,
     check_array,
     check_dtype,
-    check_spec,
     check_spec_fits,
-    seed_words,
 )
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, WeightLayout, WeightSharding, as_layout, spec_of_codes
@@ -45,15 +45,7 @@ from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, che
 
 @dataclass(frozen=True, kw_only=True)
 class _Config:
-    """Static options of a call.
-
-    Attributes:
-      recipe: the recipe.
-      sharding: the sharding of the weight of one expert.
-      axes: mesh axes over which the rows of an expert are sharded.
-      learns: whether the weights have a gradient.
-      reshard_after_forward: whether backward gathers the weights again.
-    """
+    """Static options of a call. `axes` shard the rows of an expert, and `sharding` describes one expert's weight."""
 
     recipe: Recipe
     sharding: WeightSharding
@@ -74,11 +66,7 @@ class _NonDifferentiable(NamedTuple):
 class _Residuals(NamedTuple):
     """The values saved for backward. Planes have tiles or experts as their first axis.
 
-    Attributes:
-      x: the planes of x that dw reads.
-      w: the plane of the weights that dx reads, or the local codes to gather it from.
-      given: the arguments without gradients.
-      amaxes: of x and w, for the cotangent of the state under delayed scaling.
+    Fields as in `linear_vjp.Residuals`.
     """
 
     x: QuantizedArray
@@ -155,13 +143,7 @@ def ragged_dot(
     layout = as_layout("ragged_dot", weight_layout)
     check_array("ragged_dot", "x", x)
     check_array("ragged_dot", "group_sizes", group_sizes)
-    if not isinstance(w, CODED):
-        check_array("ragged_dot", "w", w)
-    check_spec("ragged_dot", "weight_spec", weight_spec)
-    if state is not None and not isinstance(state, LinearState):
-        raise TypeError(
-            f"ragged_dot: state ({quote(state)}) is not a LinearState; pass the state of this layer from init_delayed"
-        )
+    seed_pair = check_arguments("ragged_dot", w, weight_spec, None, seed, state).seed
     if state is not None:
         check_shared("ragged_dot", axis_name)
     _check_rows(x, group_sizes)
@@ -169,7 +151,7 @@ def ragged_dot(
         x,
         w,
         group_sizes,
-        seed_words("ragged_dot", seed),
+        seed_pair,
         state,
         recipe=recipe,
         layout=layout,
@@ -326,7 +308,7 @@ def _forward(
     y = row_product(xq, whole, config.sharding.contracted, tiles, x.dtype)
     if learns and not config.reshard_after_forward:
         wq = whole if w_saved is read else _gather_plane(config, wq, w_saved)
-    return y, _Residuals(_keep_planes(xq, x_saved), _keep_planes(wq, w_saved), given, (x_amax, w_amax))
+    return y, _Residuals(keep_planes(xq, x_saved), keep_planes(wq, w_saved), given, (x_amax, w_amax))
 
 
 def _backward(config: _Config, saved: _Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _NonDifferentiable]:
@@ -358,7 +340,6 @@ _ragged_product.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
 def _quantize_rows(
     config: _Config, x: jax.Array, given: _NonDifferentiable, role: Role, usage: Usage, tiles: Tiles
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """Quantize the tiles of x or dy."""
     operand = OperandSpec.of(config.recipe, role, usage)
     return quantize_tiles(x, operand, tiles, axes=config.axes, seeds=given.seeds, scales=_scales(given, role))
 
@@ -389,9 +370,5 @@ def _weight(
 def _gather_plane(config: _Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
     """Gather one plane of all weights from local codes."""
     check_weight_format("ragged_dot", "w", wq.format, config.recipe)
-    wq = _keep_planes(wq, usage)
+    wq = keep_planes(wq, usage)
     return jax.vmap(config.sharding.gather)(wq) if config.sharding.gather_axes else wq
-
-
-def _keep_planes(q: QuantizedArray, usage: Usage) -> QuantizedArray:
-    return q.with_planes({each: plane for each, plane in q.planes.items() if each in usage})

@@ -74,7 +74,6 @@ def register_handlers(platform: str, handlers: Mapping[str, Any]) -> None:
 
 
 def target_of(name: str) -> str:
-    """Return the name of an op's FFI target."""
     return f"qshard_{name}"
 
 
@@ -271,7 +270,7 @@ class Op:
         return run_jitted(_jit(self._primitive, tuple(sorted(options.items()))), *operands)
 
     def _differentiate(self, *_: Any, **__: Any) -> Any:
-        raise second_derivatives.of_op(self.spec.name)
+        raise second_derivatives.op_derivative_error(self.spec.name)
 
 
 @functools.cache
@@ -339,7 +338,6 @@ def _entries(aval: Any, binding: Binding) -> dict[Factor, Any]:
 
 
 def _sharding_of(aval: Any, entries: Mapping[Factor, Any], view: View) -> NamedSharding:
-    """Return the sharding of an operand or result on the mesh of `aval`."""
     return NamedSharding(aval.sharding.mesh, PartitionSpec(*(entries.get(factor) for factor in view.factors)))
 
 

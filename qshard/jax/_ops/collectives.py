@@ -34,12 +34,9 @@ def max_of_groups(amax: jax.Array, group: jax.Array, count: int) -> jax.Array:
 
 
 def sum_over(x: jax.Array, scattered: Iterable[tuple[int, Any]], summed: tuple[str, ...] = ()) -> jax.Array:
-    """Sum over manual mesh axes.
+    """Sum the local term `x` over manual mesh axes. All devices along `summed` get the sum.
 
-    Args:
-      x: the local term.
-      scattered: pairs (array axis, mesh axes): each device keeps its part of the sum along that array axis.
-      summed: the mesh axes along which all devices get the sum.
+    For each pair (array axis, mesh axes) of `scattered`, a device keeps its part of the sum along that array axis.
     """
     for axis, names in scattered:
         x = lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
@@ -47,10 +44,8 @@ def sum_over(x: jax.Array, scattered: Iterable[tuple[int, Any]], summed: tuple[s
 
 
 def as_bits(amax: jax.Array) -> jax.Array:
-    """Bitcast fp32 amaxes to int32."""
     return lax.bitcast_convert_type(amax, jnp.int32)
 
 
 def as_float(bits: jax.Array) -> jax.Array:
-    """Bitcast int32 to fp32 amaxes."""
     return lax.bitcast_convert_type(bits, jnp.float32)

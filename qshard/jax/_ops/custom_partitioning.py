@@ -51,7 +51,7 @@ def partitionable(
     *,
     decode: bool = True,
 ) -> Callable[..., Any]:
-    """Return `whole` with a custom partitioning rule.
+    """Return `whole`, a function of whole arrays, with a custom partitioning rule.
 
     Args:
       whole: the function of whole arrays.
@@ -109,12 +109,8 @@ def call_partitionable(
 ) -> list[jax.Array]:
     """Call a function from `partitionable`, and return the leaves of its results.
 
-    Args:
-      function: the function from `partitionable`.
-      exported: the function that exports for several devices use instead.
-      static: dataclasses that distinguish `function` from others with the same operand types. Their `repr` must be the
-        same in all processes.
-      operands: pytrees of arrays.
+    Exports for several devices use `exported` instead. `static` are dataclasses that distinguish `function` from others
+    with the same operand types; their `repr` must be the same in all processes. Operands are pytrees of arrays.
     """
     both = {"function": jax.make_jaxpr(function)(*operands), "exported": jax.make_jaxpr(exported)(*operands)}
     text = f"{__version__} {static!r} {both['exported']}"

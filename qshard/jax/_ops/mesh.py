@@ -22,7 +22,7 @@ Scattered = tuple[tuple[int, str], ...]
 
 
 def may_be_sharded(x: jax.Array) -> bool:
-    """Whether XLA, or an Explicit mesh, may shard `x` over devices."""
+    """True if XLA, or an Explicit mesh, may shard `x` over devices."""
     mesh = mesh_of(x)
     if mesh.empty:
         return jax.device_count() > 1
@@ -52,7 +52,7 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def types_tell(axes: Sequence[str] | None = None) -> bool:
-    """Whether types show the manual mesh axes that an array varies over, all or `axes`: not under `check_vma=False`."""
+    """True if types show the manual mesh axes that an array varies over, all or `axes`: not under `check_vma=False`."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis in mesh.manual_axes if mesh.shape[axis] > 1] if axes is None else axes
     return all(axis in jax.typeof(lax.axis_index(axis)).manual_axis_type.varying for axis in axes)
@@ -80,12 +80,12 @@ def explicit_sharding(x: jax.Array) -> NamedSharding | None:
 
 
 def is_auto(mesh: Any) -> bool:
-    """Whether all axes of a mesh are Auto: XLA alone decides how they shard arrays."""
+    """True if all axes of a mesh are Auto: XLA alone decides how they shard arrays."""
     return set(mesh.axis_types) == {AxisType.Auto}
 
 
 class MeshKind(enum.Enum):
-    """How the sharding of an array is decided.
+    """The kind of the mesh of an array, which decides how the array is sharded.
 
     Attributes:
       LOCAL: there is one device, or `shard_map` is over all mesh axes. Arrays are local.
@@ -101,7 +101,6 @@ class MeshKind(enum.Enum):
 
     @classmethod
     def of(cls, x: jax.Array) -> MeshKind:
-        """Return the kind of the mesh of `x`."""
         if not may_be_sharded(x):
             return cls.LOCAL
         kinds = set(mesh_of(x).axis_types)
@@ -120,13 +119,9 @@ def assign_mesh_axes(
 ) -> list[Names]:
     """Assign mesh axes to array axes: each mesh axis at most once, and only where shards are whole blocks.
 
-    Args:
-      sizes: the size of each mesh axis.
-      requests: for each array axis, in order of priority: the requested mesh axes, its size, and the size of a block.
-      used: mesh axes that are assigned already.
-
-    Returns:
-      The mesh axes of each array axis, in the order of `requests`.
+    `requests` has for each array axis, in order of priority, the requested mesh axes, its size, and the size of a
+    block. Mesh axes in `used` are assigned already. Returns the mesh axes of each array axis, in the order of
+    `requests`.
     """
     taken, found = set(used), []
     for wanted, size, block in requests:
@@ -144,11 +139,8 @@ def assign_scatter(
 ) -> Scattered:
     """Return the pairs (array axis, mesh axis) along which a sum over devices is reduce-scattered.
 
-    Args:
-      sizes: the size of each mesh axis.
-      wanted: the requested sharding of the sum: an entry for each array axis.
-      local: the local shape of the sum.
-      summed: the mesh axes that it sums over.
+    `wanted` is the requested sharding of the sum, `local` its local shape, and `summed` the mesh axes that it sums
+    over.
     """
     left, found = list(local), []
     for axis, entry in enumerate(wanted):

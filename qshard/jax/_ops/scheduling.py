@@ -48,12 +48,8 @@ def cse(made: _Tree, of: Any, how: Hashable) -> _Tree:
     """Return `made`, or the value that the program computed before it from the same arrays `of` in the same way.
 
     XLA finds such pairs itself only if no all-reduce is involved: it treats any two all-reduces that it inserts for
-    Auto meshes as different. So q, k and v would each quantize the same x.
-
-    Args:
-      made: a tree of arrays.
-      of: the arrays that it was computed from.
-      how: a hashable description of the computation.
+    Auto meshes as different. So q, k and v would each quantize the same x. `how` is a hashable description of the
+    computation.
     """
     leaves, structure = jax.tree.flatten(made)
     first: _Tree = jax.tree.unflatten(structure, _cse_p.bind(*leaves, *jax.tree.leaves(of), count=len(leaves), how=how))

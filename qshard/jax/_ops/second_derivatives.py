@@ -25,7 +25,7 @@ _INSTEAD = {
 _PRODUCT = "multiply with jnp.matmul"
 
 
-def second_derivative(op: str) -> NotImplementedError:
+def second_derivative_error(op: str) -> NotImplementedError:
     """Return the error for differentiating a gradient of `op`."""
     instead = _INSTEAD.get(op, _PRODUCT)
     return NotImplementedError(
@@ -33,11 +33,11 @@ def second_derivative(op: str) -> NotImplementedError:
     )
 
 
-def of_op(primitive: str) -> Exception:
+def op_derivative_error(primitive: str) -> Exception:
     """Return the error for differentiating an op, where the public function is unknown."""
     function = primitive.removesuffix("_grad")
     if function in _INSTEAD:
-        return second_derivative(function)
+        return second_derivative_error(function)
     if primitive.startswith("dequantize"):
         return TypeError(
             f"{primitive}: codes have no gradient; exclude them from differentiation (argnums=), or train a "
@@ -52,17 +52,15 @@ def of_op(primitive: str) -> Exception:
 def rules_of_product(op: str | None, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> tuple[Any, Any]:
     """Return the rules `fwd(config, x, ..)` and `bwd(config, kept, dy)`, wrapped to raise at second derivatives.
 
-    Args:
-      op: the public function, for errors. None: `config.op`.
-      fwd: the forward rule. It saves codes for `bwd` but no operand, or the program would hold a second copy of it.
-      bwd: the backward rule.
+    `op` is for errors; None: `config.op`. `fwd` saves codes for `bwd` but no operand, or the program would hold a
+    second copy of it.
     """
 
     def checked_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
-        return fwd(config, _refuse_derivative(second_derivative, op or config.op, x, *_floats(rest)), *rest)
+        return fwd(config, _refuse_derivative(second_derivative_error, op or config.op, x, *_floats(rest)), *rest)
 
     def checked_bwd(config: Any, kept: Any, dy: jax.Array) -> Any:
-        return bwd(config, kept, _refuse_derivative(second_derivative, op or config.op, dy, *_floats(kept)))
+        return bwd(config, kept, _refuse_derivative(second_derivative_error, op or config.op, dy, *_floats(kept)))
 
     return checked_fwd, checked_bwd
 
@@ -73,7 +71,7 @@ def _floats(tree: Any) -> list[jax.Array]:
 
 def without_derivative(op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
     """Return `x`, for a function `op` that rounds to codes: differentiating it, or one of the others, raises."""
-    unchanged: jax.Array = _refuse_derivative(of_op, op, x, *others)
+    unchanged: jax.Array = _refuse_derivative(op_derivative_error, op, x, *others)
     return unchanged
 
 

@@ -26,7 +26,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def is_staged(tree: Any) -> bool:
-    """Whether operations on the arrays of `tree` become part of a program, as under `jit`. Eager gradients do not.
+    """True if operations on the arrays of `tree` become part of a program, as under `jit`. Eager gradients do not.
 
     >>> is_staged(jnp.ones(2)), jax.jit(lambda x: jnp.full((), is_staged(x)))(1.0)
     (False, Array(True, dtype=bool))
@@ -84,12 +84,7 @@ def as_float_name(op: str, dtype: Any, argument: str = "dtype") -> str:
 
 def as_axes(op: str, axis_name: Any, name: str = "axis_name") -> tuple[str, ...]:
     """Return the mesh axes of the enclosing `shard_map` that a caller named: one, several or none."""
-    if axis_name is None:
-        return ()
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(axes, Iterable) or not all(isinstance(axis, str) for axis in axes):
-        raise TypeError(f"{op}: {name} ({quote(axis_name)}) is not a mesh axis name or a tuple of them; pass one")
-    axes = tuple(axes)
+    axes = as_names(op, name, axis_name)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     for axis in axes:
         if axis not in manual:

@@ -318,7 +318,6 @@ def _copy(p: Any) -> jax.Array:
 
 
 def _of_matrix(spec: Spec, ndim: int) -> Spec:
-    """Return the sharding of the last two axes."""
     if spec is None or ndim == 2:
         return spec
     entries = PartitionSpec(*(*spec_of(spec, None), *[None] * ndim)[ndim - 2 : ndim])

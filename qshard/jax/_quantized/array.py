@@ -146,7 +146,6 @@ class QuantizedArray(NoArithmetic):
 
 
 def axes_of_shape(shape: layout.Shape) -> tuple[int | None, ...]:
-    """Return `QuantizedArray.axes` for a tensor of this shape."""
     return tuple(None if i in (0, len(shape) - 1) else size for i, size in enumerate(shape))
 
 

@@ -61,7 +61,7 @@ def gather(q: QuantizedArray, axis_name: str | Sequence[str], *, spec: Spec = No
 
 
 class Shards(Protocol):
-    """How the devices store a weight, for `CodedWeight`. Hashable, because it is static."""
+    """A way to store a weight on devices, for `CodedWeight`. Hashable, because it is static."""
 
     def gather(self, codes: Any) -> QuantizedArray:
         """Return the whole weight.
@@ -93,12 +93,9 @@ def as_layout(op: str, layout: Any) -> WeightLayout:
 
 @dataclass(frozen=True)
 class WeightSharding:
-    """`Shards` of a weight that FSDP shards along mesh axes, or of an unsharded weight.
+    """`Shards` of a weight that FSDP shards along `gather_axes`, or of an unsharded weight if these are empty.
 
-    Attributes:
-      spec: the sharding of the weight, in the axis order of `layout`; empty if it is unknown.
-      gather_axes: the mesh axes over which codes are gathered; empty for an unsharded weight.
-      layout: the axis order of the weight, its gradient and its codes.
+    `spec` is in the axis order of `layout`, like the gradient and the codes, and is empty if the sharding is unknown.
     """
 
     spec: ShardSpec = ShardSpec()
@@ -132,7 +129,7 @@ class WeightSharding:
 
     @property
     def contracts_whole_k(self) -> bool:
-        """Whether the gradient of `w` is known to be unsharded along K on an Auto mesh.
+        """True if the gradient of `w` is known to be unsharded along K on an Auto mesh.
 
         If so, `x` is gathered along a sharded K.
         """
@@ -141,7 +138,7 @@ class WeightSharding:
 
     @property
     def by_rows(self) -> bool:
-        """Whether `w` is gathered along every mesh axis, as in FSDP alone, where `x` is sharded by rows."""
+        """True if `w` is gathered along every mesh axis, as in FSDP alone, where `x` is sharded by rows."""
         names = self.gather_axes
         return bool(names) and all(name in names for name, size in self.spec.mesh.shape.items() if size > 1)
 
@@ -153,7 +150,6 @@ class WeightSharding:
         return tuple(None if size is None else size * n for size, n in zip(shape, counts, strict=True))
 
     def gather(self, codes: QuantizedArray) -> QuantizedArray:
-        """All-gather every plane over `gather_axes`."""
         spec, names = self.spec, self.gather_axes
         if not names:
             return codes
@@ -202,15 +198,9 @@ class CodedWeight:
 def spec_of_codes(
     q: QuantizedArray, axes: tuple[str, ...], spec: Spec, *, op: str, name: str, spec_name: str = "spec"
 ) -> ShardSpec:
-    """Return the sharding of a quantized tensor that is gathered along mesh axes.
+    """Return the sharding of a quantized tensor that is gathered along the mesh axes `axes`. It has at least one plane.
 
-    Args:
-      q: the quantized tensor, with at least one plane.
-      axes: the mesh axes to gather over.
-      spec: the sharding of the tensor, as for `gather`.
-      op: the public function, for errors.
-      name: its argument that gives `axes`, for errors.
-      spec_name: its argument that gives `spec`, for errors.
+    `op`, `name` and `spec_name` are for errors: the public function, and its arguments that give `axes` and `spec`.
     """
     usage = Usage.COLUMNWISE if q.rowwise is None else Usage.ROWWISE
     turned = is_transposed(q.format, usage)

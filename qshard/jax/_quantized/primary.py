@@ -164,7 +164,6 @@ CODED = (QuantizedArray, PrimaryWeight, CodedWeight)
 
 
 def is_primary(node: Any) -> bool:
-    """Whether a tree node is a `PrimaryWeight`."""
     return isinstance(node, PrimaryWeight)
 
 

@@ -302,7 +302,6 @@ def _quantize_partial_blocks(
 
 
 def _steps_of(cut: ShardSpec) -> Any:
-    """Return the ops for arrays with this sharding."""
     return partitionable_ops if cut.local else partitionable_ops.ShardedOps(cut.shards[1])
 
 

@@ -28,13 +28,10 @@ __all__ = ["bind"]
 
 @functools.cache
 def bind(name: str) -> Callable[..., Any]:
-    """Return the function of a multi-tensor op.
+    """Return the function of the multi-tensor op `name`, a key of `qshard.op_table.multi_table()`.
 
     It takes the operands, arrays or lists of arrays, and the attributes by keyword. It returns the changed operands: an
     array or a list for each result, as a tuple if there are several.
-
-    Args:
-      name: a key of `qshard.op_table.multi_table()`.
     """
     spec = multi_table()[name]
 

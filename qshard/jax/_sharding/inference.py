@@ -17,14 +17,9 @@ Axes = str | Sequence[str] | None
 
 @dataclass(frozen=True)
 class MeshAxisRoles:
-    """The role of each mesh axis that shards weights: gathered or kept.
+    """The role of each mesh axis that shards weights: gathered by FSDP, or kept, as in tensor parallelism.
 
     A mesh axis without a role raises, instead of silently adding collectives.
-
-    Attributes:
-      op: the public function, for errors.
-      gather_axis: the mesh axes of FSDP, over which codes are gathered.
-      kept_axes: the mesh axes that keep sharding the weights in a product, as in tensor parallelism.
     """
 
     op: str
@@ -44,18 +39,10 @@ class MeshAxisRoles:
         return names_of(self.gather_axis)
 
     def options(self, name: str, sharding: Any, ndim: int) -> dict[str, Any]:
-        """Return the options of `linear` for a weight with this sharding.
+        """Return the options of `linear` for the weight `name`.
 
-        Args:
-          name: the weight, for errors.
-          sharding: its sharding. Anything but a NamedSharding gives no options.
-          ndim: its number of axes.
-
-        Returns:
-          `weight_spec`, with an entry for each axis, and `gather_axis`, if it shards the weight. Empty if nothing does.
-
-        Raises:
-          ValueError: a mesh axis that shards the weight has no role.
+        These are `weight_spec`, and `gather_axis` if it shards the weight. Empty if nothing shards the weight, or its
+        sharding is not a NamedSharding. Raises ValueError if a mesh axis that shards the weight has no role.
         """
         if not isinstance(sharding, NamedSharding):
             return {}

@@ -29,9 +29,8 @@ class PartialBlocks:
     """The pieces of the blocks of an array. The blocks tile its last two axes.
 
     Attributes:
-      spec: the sharding of the array.
-      grid: the sharding of a grid with one value for each block. It equals `spec`, except along axes where shards split
-        blocks: there the grid is unsharded.
+      grid: the sharding of a grid with one value for each block. It equals `spec`, the sharding of the array, except
+        along axes where shards split blocks: there the grid is unsharded.
       size: rows and columns of a piece.
       each: for each axis of the grid, the number of pieces in a block.
       rows: None, unless blocks continue from one matrix of `[*outer, M, K]` or `[K, *outer, M]` to the next. Then the
@@ -128,7 +127,6 @@ def _starts(shared: list[tuple[str, ...]], shape: Shape) -> list[jax.Array | int
 
 
 def _split(x: jax.Array, axis: int, each: int) -> jax.Array:
-    """Split an unsharded axis into two."""
     sizes, entries = list(x.shape), list(jax.typeof(x).sharding.spec)
     sizes[axis : axis + 1] = [sizes[axis] // each, each]
     return reshape(x, sizes, [*entries[: axis + 1], None, *entries[axis + 1 :]])

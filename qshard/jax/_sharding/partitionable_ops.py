@@ -135,10 +135,8 @@ def split_rows(x: jax.Array, shards: int = 1, longest: int = _RUN) -> jax.Array:
 def split_lead(x: jax.Array) -> tuple[jax.Array, int]:
     """View `x` `[*rows, K]` as matrices `[*lead, M, K]` that shard boundaries split along K only.
 
-    On Auto meshes M is `gcd(rows, 32)` of the last row axis, or all of that axis. Axes of size 1 are left out.
-
-    Returns:
-      The view, and the number of its leading axes.
+    Also return the number of `lead` axes. On Auto meshes M is `gcd(rows, 32)` of the last row axis, or all of that
+    axis. Axes of size 1 are left out.
     """
     if not may_be_sharded(x):
         return reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]), (None, None)), 0

@@ -34,7 +34,7 @@ from qshard.jax._ops.mesh import (
     names_of,
     types_tell,
 )
-from qshard.jax._ops.second_derivatives import second_derivative
+from qshard.jax._ops.second_derivatives import second_derivative_error
 
 Names = tuple[str, ...]
 
@@ -109,18 +109,17 @@ class RowFunction(Protocol):
     """A function of rows. Functions that compute the same are equal.
 
     Attributes:
-      op: the public function, for errors.
-      is_cut: whether XLA can partition the function along rows without a custom rule, as it does ops.
+      xla_shards_rows: whether XLA can shard rows without a custom partitioning rule, as for ops.
       takes: the forms of the operands. The first operand has rows.
       gives: the forms of the results.
     """
 
     op: ClassVar[str]
-    is_cut: ClassVar[bool]
+    xla_shards_rows: ClassVar[bool]
     takes: ClassVar[tuple[str, ...]]
     gives: ClassVar[tuple[str, ...]]
 
-    def __call__(self, held: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]: ...
+    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]: ...
 
     def __hash__(self) -> int: ...
 
@@ -130,13 +129,8 @@ def on_devices(
 ) -> tuple[jax.Array, ...]:
     """Run a row function on the rows and classes that each device has.
 
-    The rules of gradients call it. Differentiating it raises.
-
-    Args:
-      function: the row function.
-      classes: in `shard_map`, the mesh axes that shard classes.
-      operands: arrays as the caller has them.
-      spreads: False: leave partitioning, and any gathers, to XLA.
+    The rules of gradients call it. Differentiating it raises. `classes` are the mesh axes of `shard_map` that shard
+    classes. `spreads=False` leaves partitioning, and any gathers, to XLA.
     """
 
     @jax.custom_jvp
@@ -145,7 +139,7 @@ def on_devices(
 
     @call.defjvp
     def _(*_: Any) -> Any:
-        raise second_derivative(function.op)
+        raise second_derivative_error(function.op)
 
     made: tuple[jax.Array, ...] = call(*operands)
     return made
@@ -187,7 +181,7 @@ def _check_mixed(function: RowFunction, operands: Sequence[jax.Array]) -> None:
         sharding = jax.typeof(x).sharding
         words = ["rows"] * (x.ndim - len(form.split()) + 1) + form.split()[1:] if "rows" in form else form.split()
         for word, entry in zip(words, sharding.spec, strict=True):
-            if not (function.is_cut and word == "rows") and any(
+            if not (function.xla_shards_rows and word == "rows") and any(
                 sharding.mesh.shape[name] > 1 for name in names_of(entry)
             ):
                 raise ValueError(
@@ -223,16 +217,16 @@ def _explicit(function: RowFunction, levels: Levels, *operands: jax.Array) -> tu
     specs = [spec[lead:] for spec, lead in zip(specs, leads, strict=True)]
     wanted = specs[function.takes.index("classes K")] if "classes K" in function.gives else ()
     shapes = [own.shape[lead:] for own, lead in zip(types, leads, strict=True)]
-    held = _row_sharding(
+    sharding = _row_sharding(
         function, mesh.shape, shapes, specs, wanted, used={name for names in examples for name in names}
     )
     takes = []
     for i, form in enumerate(function.takes):
         own = [names or None for names, level in zip(examples, levels, strict=True) if level[i]]
-        takes.append(PartitionSpec(*own, *held.spec(form)))
+        takes.append(PartitionSpec(*own, *sharding.spec(form)))
     every = [names or None for names in examples]
-    gives = tuple(PartitionSpec(*every, *held.spec(form, is_sum=True)) for form in function.gives)
-    local: Callable[..., Any] = functools.partial(function, held)
+    gives = tuple(PartitionSpec(*every, *sharding.spec(form, is_sum=True)) for form in function.gives)
+    local: Callable[..., Any] = functools.partial(function, sharding)
     for level in reversed(levels):
         local = jax.vmap(local, [0 if flag else None for flag in level])
     # Nothing is differentiated, so varying types are not needed.
@@ -267,10 +261,12 @@ def _partitionable(function: RowFunction, ndim: int) -> Callable[..., Any]:
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         specs = specs_of(function.op, (*operands, *results))
         wanted = specs[len(operands) + function.gives.index("classes K")] if "classes K" in function.gives else ()
-        held = _row_sharding(function, dict(mesh.shape), [x.shape for x in operands], specs[: len(operands)], wanted)
-        takes = tuple(NamedSharding(mesh, held.spec(form)) for form in function.takes)
-        gives = tuple(NamedSharding(mesh, held.spec(form, is_sum=True)) for form in function.gives)
-        return mesh, functools.partial(function, held), gives, takes
+        sharding = _row_sharding(
+            function, dict(mesh.shape), [x.shape for x in operands], specs[: len(operands)], wanted
+        )
+        takes = tuple(NamedSharding(mesh, sharding.spec(form)) for form in function.takes)
+        gives = tuple(NamedSharding(mesh, sharding.spec(form, is_sum=True)) for form in function.gives)
+        return mesh, functools.partial(function, sharding), gives, takes
 
     lead = " ".join(f"r{i}" for i in range(rows))
     # K has a different letter in each form, so that Shardy does not propagate the sharding of one K to the other.
@@ -290,15 +286,8 @@ def _row_sharding(
 ) -> RowSharding:
     """Choose the mesh axes that shard rows and classes.
 
-    Mesh axes that shard rows of the operands stay. Mesh axes that shard classes stay, unless they shard rows too.
-
-    Args:
-      function: the row function.
-      mesh: the size of each mesh axis.
-      shapes: the shapes of the operands.
-      specs: the shardings of the operands.
-      wanted: the requested sharding of a "classes K" result.
-      used: mesh axes that shard something else already.
+    Mesh axes that shard rows of the operands stay. Mesh axes that shard classes stay, unless they shard rows too, or
+    are in `used` because they shard something else already. `wanted` is the requested sharding of a "classes K" result.
     """
     entries = [(*spec, *[None] * (len(s) - len(spec))) for spec, s in zip(specs, shapes, strict=True)]
     count = len(shapes[0]) - len(function.takes[0].split()) + 1

@@ -36,7 +36,6 @@ class ShardSpec:
 
     Attributes:
       entries: for each axis of the tensor, the mesh axes that shard it; empty if the sharding is unknown.
-      mesh: the mesh with these axes.
       local: whether arrays are local shards, as in `shard_map`, or whole.
       own_blocks: in `shard_map`, whether blocks end where a shard ends. Otherwise they are the blocks of the whole
         tensor.
@@ -59,12 +58,8 @@ class ShardSpec:
     ) -> ShardSpec:
         """Return the sharding of `x` `[*lead, K]`, from its type, from `spec`, or in `shard_map` from `axis_names`.
 
-        Args:
-          x: the array; in `shard_map` with `axis_names`, a shard.
-          axis_names: in `shard_map`, the mesh axes that shard the tensor: its rows, unless `spec` says otherwise.
-          spec: the sharding of the tensor, or None.
-          ndim: the number of axes of the tensor, if `x` has a different number.
-          own_blocks: as the attribute.
+        In `shard_map`, `axis_names` shard the rows, unless `spec` says otherwise. `ndim` is the number of axes of the
+        tensor, if `x` has a different number.
         """
         mesh, local, ndim = mesh_of(x, spec), bool(axis_names), x.ndim if ndim is None else ndim
         named = {name for entry in spec_of(spec, None) for name in names_of(entry)}
@@ -91,22 +86,12 @@ class ShardSpec:
         spec_name: str = "spec",
         transposed_of: int | None = None,
     ) -> ShardSpec:
-        """Return the sharding of a tensor that is gathered along mesh axes.
+        """Return the sharding of a tensor that is gathered along the mesh axes `axes`.
 
-        It comes from the type of `x`, from `spec`, or is a sharding of rows along `axes`.
-
-        Args:
-          x: the array; in `shard_map`, a shard.
-          axes: the mesh axes to gather along.
-          spec: the sharding of the tensor, or None. In `shard_map` it names all mesh axes that shard the tensor.
-          op: the public function, for errors.
-          name: its argument that gives `axes`, for errors.
-          spec_name: its argument that gives `spec`, for errors.
-          transposed_of: None, unless `x` is a transpose: the number of axes of the original tensor, which `spec` and
-            the result describe.
-
-        Raises:
-          ValueError: one of `axes` is not an axis of the mesh, or does not shard `x`.
+        It comes from the type of `x`, from `spec`, or is a sharding of rows along `axes`. In `shard_map`, `spec` names
+        all mesh axes that shard the tensor. If `x` is a transpose, `transposed_of` is the number of axes of the
+        original tensor, which `spec` and the result describe. `op`, `name` and `spec_name` are for errors, as in
+        `spec_of_codes`.
         """
         mesh = mesh_of(x, spec)
         for axis in axes:
@@ -142,7 +127,6 @@ class ShardSpec:
 
     @property
     def col_axes(self) -> tuple[str, ...]:
-        """The mesh axes that shard the columns."""
         return self.entries[-1] if self.entries else ()
 
     @property
@@ -152,7 +136,6 @@ class ShardSpec:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All mesh axes that shard the tensor."""
         return tuple(name for names in self.entries for name in names)
 
     @property
@@ -166,7 +149,6 @@ class ShardSpec:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The sharding as a PartitionSpec."""
         return PartitionSpec(*(names or None for names in self.entries))
 
     @property
@@ -176,11 +158,9 @@ class ShardSpec:
 
     @property
     def transposed(self) -> ShardSpec:
-        """The sharding of the transposed matrix."""
         return dataclasses.replace(self, entries=(self.col_axes, self.row_axes))
 
     def without(self, axes: Sequence[str]) -> ShardSpec:
-        """Return the sharding without these mesh axes."""
         left = tuple(tuple(name for name in names if name not in axes) for names in self.entries)
         return dataclasses.replace(self, entries=left)
 
@@ -217,7 +197,7 @@ class ShardSpec:
         return (size[0], math.gcd(size[1], shape[-1])) if last else (math.gcd(size[0], shape[-2]), size[1])
 
     def splits(self, shape: Shape, block: Block, rows: tuple[int, int] | None = None) -> bool:
-        """Whether a shard, or with `rows` a matrix, ends inside a block."""
+        """True if a shard, or with `rows` a matrix, ends inside a block."""
         return self.unsplit(shape, block, rows) != block
 
     def whole(self, shape: Shape) -> Shape:
@@ -264,7 +244,6 @@ def reshard(x: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.Array:
 
 
 def _reshard_local(bits: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.Array:
-    """Reshard inside `shard_map`."""
     for axis, (had, has) in enumerate(zip(before.entries, after.entries, strict=True)):
         if gathered := tuple(name for name in had if name not in has):
             bits = lax.all_gather(bits, gathered, axis=axis, tiled=True)
@@ -335,7 +314,7 @@ def unfold(y: jax.Array, shape: tuple[int, ...], added: int = 0) -> jax.Array:
 
 
 def may_shard_rows(x: jax.Array, spec: Spec = None) -> bool:
-    """Whether the rows of `x` `[*lead, K]` may be sharded, by its type or `spec`. In `shard_map`: sharded further."""
+    """True if the rows of `x` `[*lead, K]` may be sharded, by its type or `spec`. In `shard_map`: sharded further."""
     sharding = jax.typeof(x).sharding
     if sharding.mesh.size == 1 or set(sharding.mesh.axis_types) <= {AxisType.Manual}:
         return False
@@ -354,18 +333,9 @@ def matrices_of(
     """Return the matrix `[M, K]` that the blocks of `x` tile, and its sharding.
 
     If a mesh may shard axes that would be folded, return `[*outer, M, K]` instead. It has the same blocks if M is a
-    whole number of blocks, and pieces of them otherwise.
-
-    Args:
-      x: the tensor, or in `shard_map` its shard, `[*lead, K]`.
-      places: the layout of each plane to compute.
-      cut: the sharding of `x`.
-      op: the public function, for errors.
-      name: its argument `x`, for errors.
-      draws: whether random bits are used.
-
-    Raises:
-      ValueError: in `shard_map`, shards split blocks such that the rows of a block are not contiguous.
+    whole number of blocks, and pieces of them otherwise. `places` are the layouts of the planes to compute, and `draws`
+    says whether random bits are used. Raises ValueError in `shard_map` if shards split blocks such that the rows of a
+    block are not contiguous.
     """
     scattered = bool(cut.inner_axes)
     if x.ndim < 3 or not (scattered or may_be_sharded(x)):

@@ -19,12 +19,8 @@ from qshard.jax._sharding.shard_spec import matrix_of, unfold
 def vmap_as_rows(product: Callable[..., Any], fwd: Callable[..., Any], bwd: Callable[..., Any]) -> Callable[..., Any]:
     """Return a differentiable `product(config, x, *rest)` such that `vmap` over `x` alone adds rows to the matrix `x`.
 
-    If `vmap` is over `rest` too, each example is a product of its own, as usual.
-
-    Args:
-      product: returns y `[rows, N]`.
-      fwd: the forward rule of `jax.custom_vjp`, with `config` first. Its residuals cover all rows.
-      bwd: the backward rule, with `config` first. The gradient of `rest` that it returns covers all rows.
+    If `vmap` is over `rest` too, each example is a product of its own, as usual. `fwd` and `bwd` are the rules of
+    `jax.custom_vjp`, with `config` first; the residuals, and the gradient of `rest`, cover all rows.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
