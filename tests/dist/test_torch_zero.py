@@ -96,8 +96,8 @@ def test_collectives(name, stage):
             optimizer.step()
         optimizer.zero_grad()
         names = [[call for call, _, _ in wire.calls] for wire in (forward, backward, update)]
-        # At first ranks compare their delayed states, and make first scales of the weights as they are.
-        reduces = ["allreduce"] * (3 if name == "DelayedScaling" and step == 0 else 1)
+        # In the first step ranks gather digests of their delayed states, and reduce the amaxes of the first scales.
+        reduces = ["allgather", "allreduce", "allreduce"] if name == "DelayedScaling" and step == 0 else ["allreduce"]
         if not stage:
             assert names == [[], [], ["alltoall", *reduces, "allgather"]]
             continue
