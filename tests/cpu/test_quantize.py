@@ -35,7 +35,9 @@ def test_shapes_dtypes_and_values(front, fmt, usage):
     cases = [(shape, dtype, kinds) for shape in shapes_of(fmt, usage) for dtype in DTYPES for kinds in (TAME, KINDS)]
     for i, (shape, dtype, kinds) in enumerate(some(front, cases, f"{fmt} {usage}")):
         x = awkward_values(shape, i, dtype, kinds=kinds)
-        assert_both_ways(front, x, fmt, usage, [None, *DTYPES] if math.prod(shape) <= 4000 else [DTYPES[i % 3]])
+        # JAX compiles each dtype of values, so each case has one there, and formats have all of them together.
+        small = front.name == "torch" and math.prod(shape) <= 4000
+        assert_both_ways(front, x, fmt, usage, [None, *DTYPES] if small else [(None, *DTYPES)[(i + len(str(fmt))) % 4]])
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 3.4e38])

@@ -91,7 +91,9 @@ def test_primary_weights_have_the_same_losses():
 MESHES = [("shard_map", "fsdp"), ("auto", "fsdp,tp"), ("explicit", "hsdp")]
 
 
-@pytest.mark.parametrize(("mode", "mesh"), MESHES)
+@pytest.mark.parametrize(
+    ("mode", "mesh"), [pytest.param(*each, marks=[pytest.mark.slow] * (each == MESHES[2])) for each in MESHES]
+)
 def test_a_fused_loss_is_the_loss(mode, mesh):
     plain, fused = (trained("mxfp8", mode, mesh, 2 if mesh == "fsdp" else 4, loss=loss) for loss in ("plain", "fused"))
     assert fused.gathered_sha256 == plain.gathered_sha256
@@ -115,7 +117,7 @@ def loss_in_bf16():
     ("name", "mode", "mesh"),
     [
         ("block", "shard_map", "fsdp"),  # whose shards end within blocks
-        ("fp8", "auto", "hsdp"),
+        pytest.param("fp8", "auto", "hsdp", marks=pytest.mark.slow),
         pytest.param("bf16", "shard_map", "hsdp", marks=pytest.mark.slow),
         *(
             pytest.param(name, mode, mesh, marks=pytest.mark.slow)
@@ -134,6 +136,7 @@ def test_experts(name, mode, mesh):
     assert f"--experts {EXPERTS}" in run.ranks
 
 
+@pytest.mark.slow  # test_the_other_framework_goes_on trains them, too.
 def test_experts_of_primary_weights():
     """With a scale for each, of earlier steps."""
     shard, primary = (trained("delayed", kind=kind, experts=EXPERTS) for kind in ("shard", "primary"))
@@ -178,8 +181,10 @@ def start(folder, *options):
     """The program, with a small model."""
     given = ["--steps", "6", "--batch", str(BATCH), "--ranks", "2", "--text", TEXT, "--out", folder, *options]
     command = [sys.executable, "-c", SMALL, TEXT.parents[1], EXAMPLES, *given]
+    # Programs of one test compile the same step.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return subprocess.Popen(
-        list(map(str, command)), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        list(map(str, command)), env=ENVIRONMENT | cache, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
 
 
