@@ -30,6 +30,7 @@ from qshard.recipes import DelayedScaling
 from support.awkward import assert_bits_equal
 from support.formats import RECIPES
 from support.hlo import collectives
+from support.pairs import turns
 
 SIZES = np.array([40, 0, 3, 129, 0, 17], np.int32)
 E, M, N, K, SEED = len(SIZES), 200, 64, 96, 0x0123456789ABCDEF
@@ -176,10 +177,13 @@ def test_experts_and_fsdp_in_shard_map(name):
             assert_bits_equal(np.asarray(got[3].activation.observed.amax)[3 * i : 3 * i + 3], np.maximum(*parts))
 
 
-@pytest.mark.parametrize(("is_primary", "layout"), [(False, "NK"), (True, "NK"), (False, "KN"), (True, "KN")])
-@pytest.mark.parametrize("name", ["MXFP8", "NVFP4", "CurrentScaling"])
-def test_shards_that_end_within_blocks(name, is_primary, layout):
-    """Of 8 rows, or 12, in blocks of 16 and 32: codes are those of the whole."""
+PRIMARY_AND_LAYOUT = [(False, "NK"), (True, "KN"), (True, "NK"), (False, "KN")]
+
+
+@turns(2, name=["MXFP8", "NVFP4", "CurrentScaling"], way={f"{each[0]}-{each[1]}": each for each in PRIMARY_AND_LAYOUT})
+def test_shards_that_end_within_blocks(name, way):
+    """Shards have 8 or 12 rows, and blocks 16 or 32: the codes are those of the whole weight."""
+    is_primary, layout = way
     recipe, mesh, cut = RECIPES[name], mesh_of(fsdp=8), P(None, "fsdp")
     want = step(X, W, DY, SIZES, recipe)
     masters = optimizer(optax.sgd(1.0), recipe, spec=cut)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import qshard.jax as qj
 from support import hlo
-from support.pairs import pairs
+from support.pairs import pairs, turns
 
 RULE = {"label_smoothing": 0.1, "z_loss": 1e-3}
 ROWS, K, CLASSES = (8, 4), 32, 208
@@ -65,8 +65,7 @@ VMAP_CUTS = {
 }
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("cut", VMAP_CUTS.values(), ids=VMAP_CUTS)
+@turns(1, cut=VMAP_CUTS, reduction=["mean", "none"])
 @pytest.mark.parametrize("mode", ["Explicit", pytest.param("Auto", marks=pytest.mark.slow)])
 def test_vmap_over_arrays_that_are_cut(mode, cut, reduction):
     """Of examples that share w, and of heads that each have one; losses, and the gradients of both."""

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from qshard.jax import cross_entropy, linear, linear_cross_entropy
 from support.formats import RECIPES, nearest
+from support.pairs import turns
 
 STATELESS = {name: recipe for name, recipe in RECIPES.items() if not recipe.stateful}
 ROWS, CLASSES, WIDTH = 96, 256, 128
@@ -33,12 +34,13 @@ def apart(x, w, recipe, chunk, reduction, seed=None):
     return {"none": made, "sum": made.sum(), "mean": made.sum() / (LABELS != -100).sum()}[reduction]
 
 
-@pytest.mark.parametrize("chunk", [ROWS, 64])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", STATELESS)
-def test_a_head_is_a_layer_and_a_loss(name, reduction, chunk):
-    """Codes of a chunk are those of `linear` on its rows."""
-    recipe = nearest(STATELESS[name])
+WAYS = [("mean", ROWS), ("sum", 64), ("none", ROWS), ("mean", 64), ("sum", ROWS), ("none", 64)]
+
+
+@turns(2, name=list(STATELESS), way={f"{reduction}-{chunk}": (reduction, chunk) for reduction, chunk in WAYS})
+def test_a_head_is_a_layer_and_a_loss(name, way):
+    """The codes of a chunk are those that `linear` makes of its rows. Each recipe has both chunk sizes."""
+    recipe, (reduction, chunk) = nearest(STATELESS[name]), way
     options = {"recipe": recipe, "reduction": reduction, "chunk": chunk}
     head = lambda x, w: linear_cross_entropy(x, w, LABELS, z_loss=1e-3, **options)  # noqa: E731
     weights = jnp.linspace(0.5, 2, ROWS) if reduction == "none" else 1.0
