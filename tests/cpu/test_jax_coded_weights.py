@@ -200,7 +200,7 @@ def test_a_traced_seed_draws_what_the_number_draws(number):
         (
             lambda: gather(codes_of(W, CurrentScaling()), ("data", 1)),
             TypeError,
-            r"gather: axis_name .* is not the name of a mesh axis",
+            r"gather: axis_name .* is not a mesh axis name",
         ),
     ],
 )
