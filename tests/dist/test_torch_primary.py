@@ -244,7 +244,7 @@ def test_a_write_to_a_master_is_found():
         with torch.no_grad():
             write(state["0.weight"])
         model[0].reshard()
-        with pytest.raises(RuntimeError, match=r"master of 0.weight .primary. was written to.*load_state_dict"):
+        with pytest.raises(RuntimeError, match=r"master of 0.weight .primary. was written directly.*load_state_dict"):
             model[0].unshard()
         model.load_state_dict(state)
         values = [FRONT.numpy(v) for k, v in masters_of(model).items() if k.endswith("weight")]
