@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from qshard.torch_bridge._ops.eager import may_skip_dispatcher
