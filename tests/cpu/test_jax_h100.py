@@ -209,7 +209,7 @@ def test_scales_of_a_model_are_one_reduction(compiled):
 
 def test_arrays_that_no_mesh_tells_of_are_refused(compiled):
     """Compiled from a machine with one device, all of them would be gathered in high precision."""
-    assert "compiled for 8, and XLA would gather all of them; trace within jax.set_mesh" in compiled["no mesh"]
+    assert "compiled for 8 without a mesh, and XLA would gather all of them; trace within jax.set_mesh" in compiled["no mesh"]
 
 
 def test_gradients_may_travel_in_bfloat16(compiled):
