@@ -178,8 +178,8 @@ def plan_master(
         of the rowwise plane: compute it after the gather.
       dtype: dtype of the masters, per weight or for all: float32, bfloat16 or float16. It is an argument so that ranks
         without a slice agree.
-      rounded_to: with None, codes are `quantize(master)`; with a dtype, `quantize(master.astype(dtype))`, as in a model
-        that stores weights in that dtype.
+      rounded_to: with None, codes are of `quantize(master)`; with a dtype, of `quantize(master.astype(dtype))`, as for
+        a model that stores its weights in that dtype.
       op: name of the caller in errors.
 
     Raises:
