@@ -54,7 +54,7 @@ def moved(compiled):
 
 @pairs(dtype=["float32", "bfloat16"], mode=[*MODES, "no context", "shard_map"], cut=ROW_CUTS)
 def test_rows_stay_where_they_are(dtype, mode, cut):
-    """Sharded rows have the bits of one device, without collectives; also in `shard_map`, and without a mesh context."""
+    """Sharded rows have the bits of one device, without collectives, also in `shard_map` or without a mesh context."""
     arrays = drawn(dtype)
     run = functools.partial(step, reduction="none")
     want = run(*arrays)
@@ -201,7 +201,7 @@ PADDED_CUTS = {"one device": None, "classes": P(None, None, ("a", "b"))}
 
 @pairs(mode=[*MODES, "shard_map"], cut=PADDED_CUTS, num_classes=[1037, 3])
 def test_padding_is_no_class(mode, cut, num_classes):
-    """Loss and gradients are those of logits without padding, whose gradient is 0, also on devices with padding alone."""
+    """Loss and gradients are those of the classes alone; the gradient of padding is 0. Some devices have only padding."""
     logits, labels = drawn()
     logits[..., num_classes:] = 50.0  # Would change the loss if they were classes.
     labels = np.where(labels == -100, -100, labels % num_classes)

@@ -277,7 +277,7 @@ def test_codes_of_x_travel_where_its_k_is_cut(name):
         program = jax.jit(functools.partial(step, recipe=recipe, **options)).lower(x, w, dy, {}).compile()
         got = program(x, w, dy, {})
     for made, expected in zip(got[:3], want[:3], strict=True):
-        np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())  # Another order of sums.
+        np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())  # Sum order.
     sizes = [(array, np.prod(eval(array[array.index("[") :]))) for array in moved(program, "all-gather")]
     per_byte, rows = recipe.activation.element.codes_per_byte, x.size // 2
     assert all(array.startswith("u8") for array, _ in sizes), sizes
