@@ -1,4 +1,4 @@
-"""`linear` on weights that are codes already, and the whole weights that it multiplies with."""
+"""`linear` on quantized weights, and `gathered_weight`."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ def product(x, w, recipe, **options):
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """A weight in two halves of its rows, whose gradient is kept doubled."""
+    """A weight in two halves of its rows, whose gradient is doubled."""
 
     def gather(self, codes):
         first, second = (half.rowwise for half in codes)
@@ -60,7 +60,7 @@ class Halves:
 
 @every_recipe
 def test_codes_are_the_weight(recipe):
-    """The same bits as of the weight itself, forward and for x."""
+    """Codes give the bits of the weight itself, for y and dx."""
     q = codes_of(W, recipe)
     for differentiate in (jax.value_and_grad, lambda f: jax.jit(jax.value_and_grad(f))):
         got, want = (differentiate(functools.partial(product, recipe=recipe))(X, w) for w in (q, W))
@@ -69,7 +69,7 @@ def test_codes_are_the_weight(recipe):
 
 
 def test_codes_under_delayed_scaling():
-    """x and dy are observed; of the weight there is nothing to observe."""
+    """x and dy are observed; a quantized weight has no amax."""
     recipe = DelayedScaling(history=2)
     state = init_delayed(recipe)
     q = codes_of(W, recipe)
@@ -81,7 +81,7 @@ def test_codes_under_delayed_scaling():
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_the_gradient_goes_to_the_sink(reshard):
-    """`gather` makes the weight of the codes, in forward and for x; `scatter` what the sink gets of its gradient."""
+    """`gather` assembles the weight for y and dx; `scatter` maps its gradient to the cotangent of the sink."""
     recipe = CurrentScaling()
     scales = compute_scales(W, recipe)
     halves = [codes_of(half, recipe, scales=scales) for half in np.split(W, 2)]
@@ -100,7 +100,7 @@ def test_the_gradient_goes_to_the_sink(reshard):
 
 @every_recipe
 def test_codes_of_shards_are_gathered(recipe):
-    """In `shard_map`, in forward and again in backward, as those of a weight are."""
+    """In `shard_map`, codes of shards are gathered in forward and again in backward."""
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
     def local(x, w, dy):
@@ -113,11 +113,11 @@ def test_codes_of_shards_are_gathered(recipe):
     assert lowered.as_text().count('"stablehlo.all_gather"') in (
         1,
         2,
-    )  # One of codes, and one of scales if they travel.
+    )  # Codes, and scales if they are gathered.
     whole = jax.jit(lambda x, w, dy: jax.grad(lambda x: jnp.sum(linear(x, codes_of(w, recipe), recipe) * dy))(x))
     parts = zip(np.split(X, 4), np.split(DY, 4), strict=True)
     want = np.concatenate([np.asarray(whole(x, W, dy)) for x, dy in parts])
-    np.testing.assert_allclose(lowered.compile()(X, W, DY), want, rtol=1e-6, atol=1e-6)  # Sums of another GEMM shape.
+    np.testing.assert_allclose(lowered.compile()(X, W, DY), want, rtol=1e-6, atol=1e-6)  # Another GEMM shape.
 
 
 def gathered_locally(w, recipe):
@@ -128,7 +128,7 @@ def gathered_locally(w, recipe):
 
 @every_recipe
 def test_the_gathered_weight_is_that_of_the_oracle(recipe):
-    """On every device."""
+    """Every device gathers the weight of the reference."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     local = functools.partial(gathered_locally, recipe=recipe)
     whole = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp")))(W)
@@ -152,7 +152,7 @@ def test_the_gathered_weight_of_whole_arrays(recipe, kind):
 
 
 def test_the_gathered_weight_is_what_linear_gathers():
-    """One program with both has the gathers of `linear` alone."""
+    """A program with both has the gathers of `linear` alone."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     recipe = CurrentScaling()
 

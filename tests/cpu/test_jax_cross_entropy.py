@@ -1,4 +1,4 @@
-"""Cross entropy in JAX: nothing but 16 bytes a row moves, in every mode; gradients, transforms, and what is refused."""
+"""Cross entropy in JAX: 16 bytes a row are sent in every mode; gradients, transforms and errors."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ def drawn(dtype="float32"):
 
 
 def step(logits, labels, reduction="mean", **options):
-    """The loss, and the gradient of half of it."""
+    """Return the loss, and the gradient of half of it."""
     loss, back = jax.vjp(lambda x: qj.cross_entropy(x, labels, reduction=reduction, **RULE, **options), logits)
     return loss, back(jnp.full_like(loss, 0.5))[0]
 
@@ -47,14 +47,14 @@ def placed(mesh, cut, logits, labels):
 
 
 def moved(compiled):
-    """What is not a number."""
+    """Return collectives of arrays, without scalars."""
     found = [(kind, array) for kind, arrays in hlo.collectives(compiled) for array in arrays]
     return [(kind, array) for kind, array in found if not array.endswith("[]")]
 
 
 @pairs(dtype=["float32", "bfloat16"], mode=[*MODES, "no context", "shard_map"], cut=ROW_CUTS)
 def test_rows_stay_where_they_are(dtype, mode, cut):
-    """In the bits of one device; `shard_map` of rows, and a mesh that only arrays know of, too."""
+    """Sharded rows have the bits of one device, without collectives, also in `shard_map` or without a mesh context."""
     arrays = drawn(dtype)
     run = functools.partial(step, reduction="none")
     want = run(*arrays)
@@ -73,7 +73,7 @@ def test_rows_stay_where_they_are(dtype, mode, cut):
 
 @pairs(mode=MODES, cut=CLASS_CUTS, reduction=["mean", "none"])
 def test_classes_stay_where_they_are(mode, cut, reduction):
-    """Sums are in another order, so the last bits may differ."""
+    """Sharded classes gather 4 numbers a row and part. Sums have another order, so last bits may differ."""
     arrays = drawn()
     want = step(*arrays, reduction)
     with jax.set_mesh(mesh := mesh_of(getattr(AxisType, mode))):
@@ -94,13 +94,13 @@ def assert_near(actual, want):
 
 @pairs(reduction=["mean", "none"], names=["b", ("b", "a")], check_vma=[True, False])
 def test_axis_name_has_classes(reduction, names, check_vma):
-    """Differentiated around `shard_map`, and within, where types tell that all have the one loss."""
+    """Gradients are right around `shard_map`, and within it where types show that all devices share one loss."""
     arrays, cut = drawn(), P(None, None, names)
     want = step(*arrays, reduction)
     over = functools.partial(jax.shard_map, mesh=mesh_of(AxisType.Auto), in_specs=(cut, P()), check_vma=check_vma)
     local = functools.partial(qj.cross_entropy, axis_name=names, reduction=reduction, **RULE)
 
-    @jax.jit  # Outside of it, shard_map compiles each of its ops alone.
+    @jax.jit  # Outside jit, shard_map compiles each op alone.
     def around(logits, labels):
         loss, back = jax.vjp(lambda x: over(local, out_specs=P())(x, labels), logits)
         return loss, back(jnp.full_like(loss, 0.5))[0]
@@ -108,13 +108,13 @@ def test_axis_name_has_classes(reduction, names, check_vma):
     assert_near(around(*arrays), want)
     within = over(functools.partial(step, reduction=reduction, axis_name=names), out_specs=(P(), cut))
     loss, d = jax.jit(within)(*arrays)
-    devices = 1 if check_vma else 2 if names == "b" else 8  # As behind `lax.psum`.
+    devices = 1 if check_vma else 2 if names == "b" else 8  # As after `lax.psum`.
     assert_near((loss, d / devices), want)
 
 
 @pytest.mark.parametrize("ignored", [-100, 0, 600, -1, -2])
 def test_labels_of_other_devices(ignored):
-    """An ignored label may be a class, of any device, or what a label of another device becomes."""
+    """An ignored label may be a class of any device, or the local index of another device's label."""
     logits, labels = drawn()
     labels[0, 1], labels[2, 0], labels[3, 3] = 0, 600, CLASSES
     labels = np.where(labels == -100, ignored, labels)
@@ -179,7 +179,7 @@ def test_a_second_derivative_raises():
 
 
 def test_labels_that_are_no_classes():
-    """Where the host knows them, an error; else NaN."""
+    """Invalid labels raise if the host knows them, and give NaN otherwise."""
     logits = np.zeros((2, 4), np.float32)
     for labels in (np.array([0, 4]), np.array([0, -1], np.int32), jnp.array([4, 0]), np.array([2**32, 0])):
         with pytest.raises(ValueError, match=r"cross_entropy: labels contain .*, which is neither a class \(0 to 3\)"):
@@ -201,12 +201,12 @@ PADDED_CUTS = {"one device": None, "classes": P(None, None, ("a", "b"))}
 
 @pairs(mode=[*MODES, "shard_map"], cut=PADDED_CUTS, num_classes=[1037, 3])
 def test_padding_is_no_class(mode, cut, num_classes):
-    """The loss and the gradients of logits without padding, whose own gradient is 0; devices may have padding alone."""
+    """Loss and gradients are those of the classes alone; the gradient of padding is 0. Some devices have only padding."""
     logits, labels = drawn()
-    logits[..., num_classes:] = 50.0  # What would count, were they classes.
+    logits[..., num_classes:] = 50.0  # Would change the loss if they were classes.
     labels = np.where(labels == -100, -100, labels % num_classes)
     labels[0, 1], labels[0, 2] = num_classes - 1, 0
-    labels[3, 3], labels[3, 2] = num_classes, -1  # None of the classes, and known to no host in `jit`.
+    labels[3, 3], labels[3, 2] = num_classes, -1  # Not classes, and unknown to the host in `jit`.
     run = functools.partial(step, reduction="none")
     want = jax.jit(run)(logits[..., :num_classes], labels)
     options = {"num_classes": num_classes}
@@ -235,7 +235,7 @@ def test_labels_of_padding_raise():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_labels_that_are_no_classes_on_meshes(mode):
-    """The promise of one device: an error where the host knows them, also of sharded arrays, else NaN in that row."""
+    """As on one device: invalid labels raise if the host knows them, also in sharded arrays; otherwise their rows are NaN."""
     logits, labels = drawn()
     labels[2, 1] = CLASSES
     with jax.set_mesh(mesh := mesh_of(getattr(AxisType, mode))):

@@ -1,4 +1,4 @@
-"""Delayed scaling in JAX: casts under scales of earlier steps, amaxes that gradients bring, one update for a model."""
+"""Delayed scaling in JAX: casts with scales of earlier steps, amaxes as gradients of states, one update for a model."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ X, W, DY = values(16, 64), values(32, 64, seed=1), values(16, 32, seed=2)
 
 
 def state_with(**scales):
-    """A state with these scales."""
+    """Return a state with the scales."""
     fresh = init_delayed(RECIPE)
     return type(fresh)(
         **{role: dataclasses.replace(getattr(fresh, role), scale=jnp.float32(scale)) for role, scale in scales.items()}
@@ -39,7 +39,7 @@ STATE = state_with(weight=3.0, activation=7.3, gradient=0.77)
 
 
 def step(x, w, state, dy, recipe=RECIPE, **options):
-    """y, and the gradients of sum(y * dy) by x, w and the state."""
+    """Return y, and the gradients of sum(y * dy) with respect to x, w and the state."""
     y, vjp = jax.vjp(lambda x, w, state: linear(x, w, recipe, state=state, **options), x, w, state)
     return y, *vjp(dy)
 
@@ -50,7 +50,7 @@ def assert_states_equal(actual, expected):
 
 
 def test_stacked_layers_are_updated_as_each_alone():
-    """In a tree of states, eagerly and under jit."""
+    """Stacked states in a tree have the bits of single updates, eagerly and under jit."""
     alone = [step(factor * X, W, STATE, DY)[-1] for factor in (1, np.inf, 0)]
     stack = lambda trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)  # noqa: E731
     states, amaxes = {"a": STATE, "b": [stack([STATE] * 2)]}, {"a": alone[0], "b": [stack(alone[1:])]}
@@ -62,7 +62,7 @@ def test_stacked_layers_are_updated_as_each_alone():
 
 
 def test_one_update_for_a_model():
-    """As many kernels as element formats, and no more reads of states than that."""
+    """The update runs one kernel per element format for all states."""
     states = [init_delayed(RECIPE, shape=(4,)) for _ in range(5)]
     text = jax.jit(functools.partial(update_delayed, recipe=RECIPE)).lower(states, states).as_text()
     assert text.count("@qshard_update_delayed_scale") == 2
@@ -73,7 +73,7 @@ FRESH = init_delayed(RECIPE)
 
 @pytest.mark.parametrize("mode", ["Auto", "Explicit", "shard_map"])
 def test_first_scales_are_of_the_whole(mode):
-    """However w is cut, and x where one scale serves all of it."""
+    """First scales come from the amax of the whole w and x, however they are sharded."""
     kind = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}.get(mode, AxisType.Auto)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
     options = {"weight_spec": P("data"), "gather_axis": "data"}
@@ -97,7 +97,7 @@ def test_first_scales_are_of_the_whole(mode):
         got = jax.jit(run)(*cut)
     for mine, want in zip(got[:2], (y, dx), strict=True):
         assert_bits_equal(np.asarray(mine), np.asarray(want))
-    np.testing.assert_allclose(got[2], dw, rtol=1e-5, atol=1e-5)  # Its sum over rows has another order.
+    np.testing.assert_allclose(got[2], dw, rtol=1e-5, atol=1e-5)  # Another order of the sum over rows.
     assert_states_equal(got[3], seen)
 
 
@@ -113,7 +113,7 @@ def largest():
 
 
 def test_microbatches():
-    """Merged in a Python loop and in a scan, from zeros on: the maximum, however many there are."""
+    """A Python loop and a scan merge amaxes to their maximum, starting from zeros."""
     zeros = jax.tree.map(jnp.zeros_like, STATE)
     merged = zeros
     for x in BATCHES:
@@ -129,7 +129,7 @@ def test_microbatches():
 
 
 def test_shared_state():
-    """Calls that share a state, in a loop inside of what is differentiated: each has a copy."""
+    """Calls in a loop share a state through copies of `spread_states`."""
 
     def total(state):
         copies = spread_states(state, len(BATCHES))
@@ -157,7 +157,7 @@ MISUSES = {
 
 @pytest.mark.parametrize("name", MISUSES)
 def test_no_misuse_is_silent(name):
-    """An error, or, where it cannot be known in time, a scale that is NaN."""
+    """Misuse raises; under jit, where values are unknown, scales become NaN."""
     amaxes = MISUSES[name]()
     with pytest.raises(ValueError, match="update_delayed: amaxes were summed, averaged, scaled or rounded; merge"):
         update_delayed(STATE, amaxes, RECIPE)
@@ -166,13 +166,13 @@ def test_no_misuse_is_silent(name):
 
 
 def test_unused_states_stay():
-    """A layer that a step has not used brings zeros, which change nothing."""
+    """A layer not used in a step has zero amaxes, which leave its state."""
     zeros = jax.grad(lambda state: 0.0 * state.weight.scale)(STATE)
     assert_states_equal(update_delayed(STATE, zeros, RECIPE), STATE)
 
 
 def test_reduction_of_all_amaxes_at_once():
-    """States that vary over the mesh bring the amaxes of each device, and the update reduces all in one."""
+    """States that vary over the mesh return local amaxes, and the update reduces them all at once."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def local(x, w, state, dy):
@@ -183,11 +183,11 @@ def test_reduction_of_all_amaxes_at_once():
     program = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P())
     compiled = jax.jit(program).lower(X, W, STATE, DY).compile()
     assert_states_equal(compiled(X, W, STATE, DY), update_delayed(STATE, step(X, W, STATE, DY)[3], RECIPE))
-    assert sum(len(arrays) for _, arrays in collectives(compiled)) == 2  # one of each element format
+    assert sum(len(arrays) for _, arrays in collectives(compiled)) == 2  # one per element format
 
 
 def unchecked(axis_name, out=None):
-    """The amaxes of a step in `shard_map(check_vma=False)`, where types do not say what varies."""
+    """Return the amaxes of a step in `shard_map(check_vma=False)`, where types do not show varying axes."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
     def local(x, w, state, dy):
@@ -201,7 +201,7 @@ def unchecked(axis_name, out=None):
 
 
 def test_what_types_do_not_tell_is_to_be_named():
-    """Without it, the amaxes of one device would leave as if they were those of all."""
+    """Without axis_name, the amaxes of one device would be returned as those of all."""
     with pytest.raises(ValueError, match="linear: check_vma=False hides which devices share state; pass as"):
         unchecked(None)
     assert_states_equal(unchecked("data"), step(X, W, STATE, DY)[3])
@@ -210,7 +210,7 @@ def test_what_types_do_not_tell_is_to_be_named():
 
 
 def test_amaxes_of_whole_weights_without_types():
-    """Of a weight that tensor parallelism has cut, which no gather names: over the axes that share the state."""
+    """For a tensor-parallel weight, without a gather, amaxes are reduced over the axes that share the state."""
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
     def local(x, w, state, dy):

@@ -1,6 +1,6 @@
-"""`einsum` of weights whose folded axes are cut: the equations of Gemma and tunix under FSDP and tensor parallelism.
+"""`einsum` with sharded folded axes: the equations of Gemma and tunix under FSDP and tensor parallelism.
 
-Operands are such that products are exact, so that the order of sums is of no matter: bits are those of one device.
+Operands give exact sums in any order, so that results have the bits of one device.
 """
 
 import functools
@@ -17,7 +17,7 @@ from support.awkward import assert_bits_equal
 from support.hlo import collectives
 
 X, HEADS = (4, 32, 64), (4, 32, 4, 32)
-# What is computed, shapes of x and w, how w and x are cut, and how y is to be where both leave it open.
+# Equation, shapes of x and w, shardings of w and x, and the sharding of y where neither determines it.
 CASES = {
     "query": ("BTD,NDH->BTNH", X, (4, 64, 32), P("tp", "fsdp"), P("fsdp"), None),
     "key, value": ("BSD,2KDH->2BSKH", X, (2, 2, 64, 64), P(None, "tp", "fsdp"), P("fsdp"), None),
@@ -40,7 +40,7 @@ RECIPES = ("CurrentScaling", "MXFP8")
 
 
 def exact(shape, seed):
-    """Signed numbers of {4, 5, 6, 7}, in each scale that a part of them has."""
+    """Return signed numbers of {4, 5, 6, 7}, which give every block the same scale."""
     random = np.random.default_rng(seed)
     return (random.choice([-1, 1], shape) * random.integers(4, 8, shape)).astype(np.float32)
 
@@ -63,7 +63,7 @@ def operands(case):
 
 @functools.cache
 def expected(case, recipe):
-    """Of one device."""
+    """Return the step of one device."""
     made = jax.jit(functools.partial(step, CASES[case][0], recipe))(*operands(case))
     return jax.tree.map(np.asarray, made)
 
@@ -96,11 +96,11 @@ def test_cuts_of_folded_axes(case, recipe, kind):
         assert_bits_equal(np.asarray(made), want, name)
     assert got[2].sharding.is_equivalent_to(w.sharding, w.ndim)
     if kind is AxisType.Auto and (y_spec is not None or case == "gating over both"):
-        return  # XLA decides to gather x, where K is cut, or N over all devices.
+        return  # XLA gathers x if K is sharded, or N over all devices.
     gathered = [array for op, arrays in collectives(program) if op == "all-gather" for array in arrays]
     local = w.addressable_shards[0].data.size
     codes = [array for array in gathered if array.startswith(("u8[", "s8["))]
-    assert any(size_of(array) == 2 * local for array in codes), gathered  # Along tp it stays where it is.
+    assert any(size_of(array) == 2 * local for array in codes), gathered  # It is not gathered along tp.
     assert all(size_of(array) < 2 * local for array in gathered if array not in codes), gathered
 
 
@@ -115,7 +115,7 @@ def test_cuts_of_folded_axes_in_shard_map(case, recipe, mode):
     options = {"weight_spec": w_spec, "gather_axis": "fsdp", "axis_name": "fsdp"}
     terms = equation.replace("...", "BT").replace("2", "C").replace("->", ",").split(",")
     cut = {label: "tp" for label, names in zip(terms[1], w_spec, strict=False) if names and "tp" in names}
-    # Rows are cut along fsdp; along tp, y is cut as w is, unless that contracts the axis.
+    # Rows are sharded along fsdp; along tp, y is sharded as w is, unless the axis is contracted.
     of_y = P(*("fsdp" if label == "B" else cut.get(label) for label in terms[2]))
 
     def local(x, w, dy):
@@ -145,13 +145,13 @@ def test_cuts_of_folded_axes_in_shard_map(case, recipe, mode):
     ],
 )
 def test_cuts_of_blocks_are_refused(shape, spec, recipe, text):
-    """With what to do about it, which works: the cut axis goes first in w."""
+    """The error's advice works: the sharded axis goes first in w."""
     x, w = exact((32, 32), 0), exact(shape, 1)
     with jax.set_mesh(mesh_of(AxisType.Auto)):
         with pytest.raises(ValueError, match=text + ".*; shard it on block boundaries, or put it before axis 0 in w"):
             einsum("tf,nhf->tnh", x, w, recipe, weight_spec=spec)
         made = jax.jit(lambda x, w: einsum("tf,hnf->tnh", x, w, recipe, weight_spec=P(spec[1])))(x, w.swapaxes(0, 1))
-    # Blocks along N are others then, and these operands have the same scale in all.
+    # Blocks along N differ then, but all have the same scale here.
     assert_bits_equal(np.asarray(made), np.asarray(einsum("tf,nhf->tnh", x, w, recipe)))
 
 

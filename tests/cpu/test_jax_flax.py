@@ -1,4 +1,4 @@
-"""flax as its users write it: linen and nnx layers with a `DotGeneral`, and `convert`, against `linear` to the bit."""
+"""flax layers as users write them: linen and nnx with a `DotGeneral`, and `convert`, have the bits of `linear`."""
 
 import functools
 import warnings
@@ -25,12 +25,12 @@ recipes = pytest.mark.parametrize("recipe", STATELESS, ids=lambda recipe: type(r
 
 
 def values(*shape, seed=0, dtype=np.float32):
-    """Small integers: of so few bits that fp32 sums are exact in any order, and that FP8 rounds all the same."""
+    """Return small integers: fp32 sums are exact in any order, but FP8 still rounds."""
     return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), dtype)
 
 
 def integers(_, shape, dtype=np.float32, *__, **___):
-    """An initializer of kernels, the same for all keys."""
+    """Initialize a kernel, with the same values for all keys."""
     return values(*shape, dtype=dtype)
 
 
@@ -38,7 +38,7 @@ X, DY = values(2, 32, 64), values(2, 32, 96, seed=1)
 
 
 def assert_alike(got, want):
-    """The same arrays, bit for bit, in the shapes of `got`."""
+    """Compare two trees bit for bit, in the shapes of `got`."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_bits_equal(np.asarray(a), np.asarray(b).reshape(a.shape))
 
@@ -49,7 +49,7 @@ def step(function, x, w, dy):
 
 
 def expected(x, kernel, dy, recipe, contracted=1, **options):
-    """Of a kernel `[*K, *N]`: y, dx and the gradient of the kernel, by `linear` on the matrices."""
+    """Return y, dx and the gradient of a kernel `[*K, *N]`, computed by `linear` on the matrices."""
     k = int(np.prod(kernel.shape[:contracted]))
     matrices = x.reshape(*x.shape[: x.ndim - contracted], k), kernel.reshape(k, -1).T
     product = functools.partial(linear, recipe=recipe, **options)
@@ -95,7 +95,7 @@ def test_linen_layers(recipe, how):
 
 @recipes
 def test_linen_attention(recipe):
-    """Projections of three axes, forward and back. Their scores stay as they are: nobody gives those a dot_general."""
+    """Projections with three axes have the bits of `einsum`. Scores are not quantized: they take no dot_general."""
     given = DotGeneral(recipe)
     layer = nn.MultiHeadDotProductAttention(num_heads=4, qkv_dot_general=given, out_dot_general=given, use_bias=False)
     params = jax.jit(layer.init)(jax.random.key(0), X)["params"]
@@ -109,7 +109,7 @@ def test_linen_attention(recipe):
     want = jax.jit(functools.partial(step, by_hand))(X, params, X)
     assert_alike(made[:1], want[:1])
     for got, like in zip(jax.tree.leaves(made), jax.tree.leaves(want), strict=True):
-        # XLA fuses the softmax of two programs in two ways.
+        # XLA fuses the softmax differently in the two programs.
         np.testing.assert_allclose(got, like, rtol=1e-4, atol=1e-4)
 
 
@@ -152,7 +152,7 @@ def test_nnx_layers(recipe):
 
 
 def step_of(layer, x, dy):
-    """y, dx and the gradient of the kernel, under `nnx.jit`."""
+    """Return y, dx and the gradient of the kernel, under `nnx.jit`."""
 
     @nnx.jit
     def program(layer, x, dy):
@@ -179,7 +179,7 @@ NAMES = ["attention.key", "attention.out", "attention.query", "attention.value",
 
 
 def test_convert_keeps_the_model():
-    """The same modules, parameters, values, paths and optimizer state; of each linear layer another product."""
+    """`convert` keeps modules, parameters, values, paths and optimizer state; only the products of linear layers change."""
     model = Block(nnx.Rngs(0))
     modules = dict(nnx.iter_modules(model))
     before, types = nnx.state(model), {path: type(module) for path, module in modules.items()}
@@ -203,10 +203,10 @@ def _path(name):
 
 
 def test_convert_quantizes_kernels_as_they_are():
-    """Not what bfloat16 makes of them. Results have the dtype of the layer."""
+    """Kernels are quantized from float32, not from the bfloat16 of the layer. Results have the dtype of the layer."""
     layer = nnx.Linear(64, 96, dtype=jnp.bfloat16, use_bias=False, rngs=nnx.Rngs(0))
     convert(layer, "CurrentScaling")
-    convert(layer, "MXFP8")  # Converted again, it takes the new recipe.
+    convert(layer, "MXFP8")  # A second call replaces the recipe.
     y = layer(X)
     assert_alike(y, linear(X.astype(jnp.bfloat16), layer.kernel[...].T, "MXFP8"))
     assert (y != linear(X.astype(jnp.bfloat16), layer.kernel[...].T.astype(jnp.bfloat16), "MXFP8")).any()
@@ -282,7 +282,7 @@ def test_plain_where_blocks_do_not_fit():
 
 
 def test_random_numbers_of_nnx():
-    """Each layer and each call draws its own; a stream beside the parameters, that no checkpoint of those has."""
+    """Each layer and call draws its own numbers, from a stream that is not among the parameters of a checkpoint."""
     model = Block(nnx.Rngs(0))
     params = nnx.state(model, nnx.Param)
     convert(model, NVFP4(), rngs=nnx.Rngs(qshard=1))
@@ -296,7 +296,7 @@ def test_random_numbers_of_nnx():
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_delayed_scaling(kind):
-    """Two steps: scales of the second come from the first; all are those of `linear`."""
+    """Over two steps, results and scales are those of `linear`; the second step uses scales of the first."""
     recipe = DelayedScaling(history=2)
     if kind == "linen":
         layer = nn.Dense(
@@ -335,7 +335,7 @@ def test_delayed_scaling(kind):
 
 
 def test_layers_of_a_scan():
-    """One module that stands for three layers: each has its own kernel and state."""
+    """A module that stacks three layers has a kernel and a state for each."""
     recipe = DelayedScaling(history=2)
 
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -358,7 +358,7 @@ def test_layers_of_a_scan():
 @pytest.mark.parametrize("cut", [P("fsdp"), P(None, "fsdp")], ids=str)
 @pytest.mark.parametrize("recipe", [CurrentScaling(), MXFP8()], ids=lambda recipe: type(recipe).__name__)
 def test_fsdp_of_nnx(recipe, cut):
-    """Kernels cut along K or along N on an Auto mesh: codes are gathered, and bits are those of one device."""
+    """Kernels sharded along K or N on an Auto mesh gather codes and have the bits of one device."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     x, dy = values(8, 32, 256), values(8, 32, 1024, seed=1)
     layer = nnx.Linear(256, 1024, use_bias=False, kernel_init=integers, rngs=nnx.Rngs(0))
@@ -377,7 +377,7 @@ def test_fsdp_of_nnx(recipe, cut):
         y, dx, dparams = compiled(*args)
     assert_alike((y, dx), want[:2])
     dw = dparams["kernel"][...]
-    np.testing.assert_allclose(dw, want[2], rtol=1e-5, atol=1e-4)  # The order of fp32 sums over devices.
+    np.testing.assert_allclose(dw, want[2], rtol=1e-5, atol=1e-4)  # fp32 sums over devices in another order.
     assert dw.sharding.is_equivalent_to(NamedSharding(mesh, cut), 2)
     gathered = [array for kind, arrays in collectives(compiled) if kind == "all-gather" for array in arrays]
     assert [array for array in gathered if array == "u8[256,1024]"]
@@ -385,7 +385,7 @@ def test_fsdp_of_nnx(recipe, cut):
 
 
 def test_convert_reads_how_kernels_are_cut():
-    """Off arrays or metadata; an axis that has no meaning is an error, and one that nothing is cut along."""
+    """`convert` reads shardings from arrays or metadata; a mesh axis without a role raises."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         make = functools.partial(nnx.Linear, 64, 64, use_bias=False, rngs=nnx.Rngs(0))

@@ -1,8 +1,9 @@
-"""FSDP with every recipe: fp32 shards, quantized before the gather; codes gathered; gradients cut as the weights are.
+"""FSDP with every recipe: fp32 shards are quantized before the gather, codes are gathered, gradients are sharded.
 
-A step over devices is that of one device, which test_linear.py and test_delayed.py hold to the reference: operands to
-the bit, so products up to the order of fp32 sums. On a CPU, XLA makes a reduce-scatter an all-reduce and a slice, and
-may merge the gathers of forward and backward; test_jax_h100.py has the collectives of a GPU.
+A step over devices equals that of one device, which test_linear.py and test_delayed.py compare with the reference:
+operands have the same bits, products differ by the order of fp32 sums. On a CPU, XLA turns a reduce-scatter into an
+all-reduce and a slice, and may merge the gathers of forward and backward; test_jax_h100.py has the collectives of a
+GPU.
 """
 
 import dataclasses
@@ -25,12 +26,12 @@ from support.hlo import collectives
 
 SEED = 0x0123456789ABCDEF
 RECIPE = CurrentScaling()
-# Of two things that have two values each, a recipe meets each value, and recipes take turns in which come together.
+# Recipes run with both values of a mode, and alternate in a second choice of two.
 TURNS = {name: (recipe, i % 2) for i, (name, recipe) in enumerate((STATELESS | STATEFUL).items())}
 
 
 def in_turn(**modes):
-    """Recipes of qshard in each of two modes; mixes of formats in one of them, and else slow."""
+    """Parametrize by recipe and both values of a mode; mixes of formats run one of them, and the other if slow."""
     ((name, values),) = modes.items()
     cases = [
         pytest.param(recipe, turn, value, id=f"{label}-{value}", marks=[pytest.mark.slow] if slow else [])
@@ -59,7 +60,7 @@ WHOLE = reference.quantize(W, FP8_E4M3, Usage.BOTH)
 
 
 def states_of(recipe, shape=()):
-    """The argument `state` of `linear`, if there is one, with a scale for each role."""
+    """Return the argument `state` of `linear`, if the recipe has one, with a scale for each role."""
     if not recipe.stateful:
         return {}
     fresh, scales = init_delayed(recipe, shape), zip(Role, (3.0, 7.3, 0.77), strict=True)
@@ -71,20 +72,20 @@ def states_of(recipe, shape=()):
 
 
 def step(x, w, dy, states, recipe=RECIPE, **options):
-    """y, gradients of sum(y * dy), and what states bring: dy is given, since rounding makes jumps of last bits."""
+    """Return y, gradients of sum(y * dy), and those of states: dy is fixed, since rounding amplifies last bits."""
     y, vjp = jax.vjp(lambda x, w, states: linear(x, w, recipe, seed=SEED, **options, **states), x, w, states)
     return y, *vjp(dy)
 
 
 @functools.cache
 def expected(recipe=RECIPE):
-    """Of one device, with the states after."""
+    """Return the step of one device, with its states."""
     made = jax.jit(functools.partial(step, recipe=recipe))(X, W, DY, states_of(recipe))
     return jax.tree.map(np.asarray, made)
 
 
 def assert_step(actual, recipe=RECIPE, w_sharding=None, x_sharding=None):
-    for got, want in zip(actual[:3], expected(recipe)[:3], strict=True):  # The order of fp32 sums.
+    for got, want in zip(actual[:3], expected(recipe)[:3], strict=True):  # fp32 sums in another order.
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
     for got, want in zip(*(jax.tree.leaves(made[3:]) for made in (actual, expected(recipe))), strict=True):
         assert_bits_equal(got, want)
@@ -98,7 +99,7 @@ def moved(compiled, kind):
 
 
 def assert_codes_travel(compiled, recipe):
-    """Codes are gathered, and little else: scales, and amaxes of parts of blocks."""
+    """Check that codes are gathered, and otherwise only scales and amaxes of partial blocks."""
     gathered = moved(compiled, "all-gather")
     bits = 8 // recipe.weight.element.codes_per_byte
     codes = [array for array in gathered if array in (f"u8[{N},{K * bits // 8}]", f"u8[{K},{N * bits // 8}]")]
@@ -115,7 +116,7 @@ def assert_codes_travel(compiled, recipe):
 
 @in_turn(kind=[AxisType.Auto, AxisType.Explicit])
 def test_step(recipe, turn, kind, request):
-    """With 8 shards, 8 rows each, which cut all square blocks. With scales that `compute_scales` made, or its own."""
+    """A step with 8 shards of 8 rows, which split all 2-D blocks; with scales of `compute_scales`, or its own."""
     if recipe.gradient.block == (128, 128) and kind is AxisType.Auto:
         reason = "XLA gathers the codes of a gradient in square blocks of more columns than it has; bits are right"
         request.applymarker(pytest.mark.xfail(raises=AssertionError, strict=True, reason=reason))
@@ -158,7 +159,7 @@ def test_step_in_shard_map(recipe, turn, check_vma):
     "recipe", [*RECIPES.values(), *(pytest.param(mix, id=name, marks=pytest.mark.slow) for name, mix in MIXES.items())]
 )
 def test_scan_and_remat(recipe):
-    """Stacked layers, with scales or states from outside the loop, give what the layers one after the other give."""
+    """Scanned layers, with scales or states from outside the loop, equal unrolled layers."""
     x, ws, options = values(128, 64), values(2, 64, 64, seed=1) / 8, states_of(recipe, (2,))
     if recipe.weight.block is None and not recipe.stateful:
         options = {"weight_scales": jax.vmap(lambda w: compute_scales(w, recipe))(ws)}
@@ -183,15 +184,15 @@ def test_scan_and_remat(recipe):
         states = [update_delayed(options["state"], each["state"], recipe) for each in seen]
         made.append(jax.tree.leaves((loss, dw, states)))
     for got, want in zip(*made, strict=True):
-        # The order of fp32 sums, of two layers and a tanh; gradients are some 10 in size.
+        # fp32 sums in another order, over two layers and a tanh; gradients are about 10.
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_vmap():
-    """Layers side by side, each with a scale of its own."""
+    """Stacked layers under `vmap` have a scale each."""
     x, w, dy = values(3, 8, 64), values(3, 48, 64, seed=1), values(3, 8, 48, seed=2)
     for i, made in enumerate(zip(*jax.jit(jax.vmap(lambda *a: step(*a, {})[:3]))(x, w, dy), strict=True)):
-        for got, want in zip(made, step(x[i], w[i], dy[i], {})[:3], strict=True):  # The order of fp32 sums.
+        for got, want in zip(made, step(x[i], w[i], dy[i], {})[:3], strict=True):  # fp32 sums in another order.
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
@@ -199,14 +200,14 @@ def test_vmap():
 @pytest.mark.parametrize(
     ("sizes", "x", "w", "dy", "options"),
     [
-        # Gathered codes kept until backward; no gather asked for, so that XLA multiplies as it likes.
+        # Gathered codes saved for backward; no `gather_axis`, so XLA partitions the product.
         ({"fsdp": 8}, P("fsdp"), P("fsdp"), P("fsdp"), {"gather_axis": "fsdp", "reshard_after_forward": False}),
         ({"fsdp": 8}, P(), P("fsdp"), P(None, "fsdp"), {}),
-        # Weights on every device.
+        # Replicated weights.
         ({"data": 8}, P("data"), P(), P("data"), {}),
-        # Tensor parallelism by columns of w: a partial sum on each device.
+        # Tensor parallelism along the columns of w: a partial sum on each device.
         ({"tp": 4}, P(None, "tp"), P(None, "tp"), P(), {"out_sharding": P(None, None)}),
-        # Weights cut along one mesh axis and copied along the other; the batch cut along both.
+        # Hybrid: weights are sharded along one mesh axis and replicated along the other; the batch along both.
         ({"replica": 2, "fsdp": 4}, P(("replica", "fsdp")), P("fsdp"), P(("replica", "fsdp")), {"gather_axis": "fsdp"}),
     ],
     ids=["kept", "by XLA", "replicated", "contracted", "hybrid"],
@@ -226,7 +227,7 @@ def test_step_with_other_cuts(kind, sizes, x, w, dy, options):
     ("batch", "weight", "axes"), [(("replica", "fsdp"), P("fsdp"), {"gather_axis": "fsdp"}), ("fsdp", P(), {})]
 )
 def test_other_cuts_in_shard_map(batch, weight, axes):
-    """Hybrid; and weights on every device. Types say over which axes w does not vary: there its gradient is summed."""
+    """Hybrid sharding, and replicated weights: where types show that w does not vary, its gradient is summed."""
     local = functools.partial(step, states={}, axis_name=batch, **axes)
     program = jax.shard_map(
         lambda *args: local(*args)[:3],
@@ -239,7 +240,7 @@ def test_other_cuts_in_shard_map(batch, weight, axes):
 
 @KINDS
 def test_backward_keeps_no_whole_weight(kind):
-    """What stays from forward to backward of a weight is its shard's codes."""
+    """Only the codes of the local shard are saved for backward."""
     mesh = mesh_of(kind, fsdp=8)
     rows = NamedSharding(mesh, P("fsdp"))
     with jax.set_mesh(mesh):
@@ -251,7 +252,7 @@ def test_backward_keeps_no_whole_weight(kind):
 
 
 def test_one_reduction_for_all_weights():
-    """Also of weights with different shapes and cuts."""
+    """Weights of different shapes and shardings share one all-reduce."""
     mesh = mesh_of(AxisType.Auto, fsdp=8)
     weights = {"a": values(64, 128), "b": values(128, 1024), "c": values(8)}
     specs = {"a": P("fsdp"), "b": P(None, "fsdp"), "c": P()}
@@ -264,9 +265,9 @@ def test_one_reduction_for_all_weights():
 
 @pytest.mark.parametrize("name", ["MXFP8", "NVFP4"])
 def test_codes_of_x_travel_where_its_k_is_cut(name):
-    """On an Auto mesh, for a gradient of w that is whole along K: one plane of x, a byte or less an element."""
+    """On an Auto mesh, one plane of x is gathered for dw, which is whole along K: at most one byte an element."""
     recipe, mesh, spec = STATELESS[name], mesh_of(AxisType.Auto, fsdp=2, tp=2), P("fsdp", None, "tp")
-    wide = 256  # Runs of 128, which have one amax, are not cut.
+    wide = 256  # Runs of 128 share an amax, and are not split.
     x, w, dy = values(4, 64, wide), values(N, wide, seed=1), values(4, 64, N, seed=2)
     options = {"weight_spec": P("fsdp"), "gather_axis": "fsdp"}
     want = jax.jit(functools.partial(step, recipe=recipe))(x, w, dy, {})
@@ -276,17 +277,17 @@ def test_codes_of_x_travel_where_its_k_is_cut(name):
         program = jax.jit(functools.partial(step, recipe=recipe, **options)).lower(x, w, dy, {}).compile()
         got = program(x, w, dy, {})
     for made, expected in zip(got[:3], want[:3], strict=True):
-        np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())  # The order of sums.
+        np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())  # Sum order.
     sizes = [(array, np.prod(eval(array[array.index("[") :]))) for array in moved(program, "all-gather")]
     per_byte, rows = recipe.activation.element.codes_per_byte, x.size // 2
     assert all(array.startswith("u8") for array, _ in sizes), sizes
-    # Two gathers of w, its scales, and codes of the rows of x that a device has, with their scales.
+    # Two gathers of w, its scales, and the codes of the local rows of x, with their scales.
     assert sum(size for _, size in sizes) <= (2 * N * wide + rows) // per_byte + N * wide // 16 + rows // 16
     assert sum(size == rows // per_byte for _, size in sizes) == 1
 
 
 def test_spec_may_name_the_mesh():
-    """A NamedSharding says what an array without a mesh does not."""
+    """A NamedSharding supplies the mesh for an array without one."""
     cut = NamedSharding(mesh_of(AxisType.Auto, fsdp=8), P("fsdp"))
     w = jax.jit(lambda w: gather(quantize(w, FP8_E4M3), "fsdp", spec=cut))(W)
     assert_bits_equal(w.rowwise.data, WHOLE.rowwise.data)

@@ -1,7 +1,6 @@
-"""Experts in JAX: `ragged_dot`, and `linear` under `vmap`, against a loop of `linear` over experts.
+"""Experts in JAX: `ragged_dot`, and `linear` under `vmap`, have the bits of a loop of `linear` over experts.
 
-Operands are such that products are exact: codes of a few bits of mantissa and one exponent or two. Then the order of
-sums is of no matter, and results are compared bit for bit.
+Operands have few mantissa bits and one exponent or two, so that products and fp32 sums are exact in any order.
 """
 
 import functools
@@ -38,7 +37,7 @@ ENDS = np.cumsum(SIZES)
 
 
 def exact(*shape, seed=0):
-    """Signed numbers of {4, 5, 6, 7}, in each scale that a block or an expert has."""
+    """Return signed numbers of {4, 5, 6, 7}, which give every block and expert the same scale."""
     random = np.random.default_rng(seed)
     return (random.choice([-1, 1], shape) * random.integers(4, 8, shape)).astype(np.float32)
 
@@ -48,13 +47,13 @@ LEFT = M - ENDS[-1]
 
 
 def seed_of(expert):
-    """As two words."""
+    """Return the seed of an expert as a uint64 in two uint32."""
     return jnp.asarray([SEED & 0xFFFFFFFF, (SEED >> 32) ^ expert], jnp.uint32)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "weight_layout", "weight_spec", "gather_axis"))
 def step(x, w, dy, sizes, recipe, state=None, weight_layout="NK", **options):
-    """y, the gradients of x and w, and what the state brings."""
+    """Return y, the gradients of x and w, and the cotangent of the state."""
     options |= {"weight_layout": weight_layout, "seed": SEED}
     call = lambda x, w, state: ragged_dot(x, w, sizes, recipe, state=state, **options)  # noqa: E731
     y, vjp = jax.vjp(call, x, w, state)
@@ -68,7 +67,7 @@ def alone(x, w, dy, seed, recipe, state):
 
 
 def looped(x, w, dy, recipe, states=None, sizes=SIZES):
-    """`linear` for each expert that has rows."""
+    """Run `linear` for each expert that has rows."""
     ends = np.cumsum(sizes)
     results = [np.zeros((len(x), w.shape[1]), np.float32), np.zeros_like(x), np.zeros_like(w), {}]
     for expert, (size, end) in enumerate(zip(sizes, ends, strict=True)):
@@ -86,13 +85,13 @@ often = [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.slow) for
 
 @pytest.mark.parametrize("name", often)
 def test_a_loop_over_experts(name):
-    """In forward and both gradients, empty experts and rows of none among them."""
+    """Forward and both gradients equal the loop, with empty experts and rows beyond the last group."""
     recipe = RECIPES[name]
     states = init_delayed(recipe, (E,)) if recipe.stateful else None
     want = looped(X, W, DY, recipe, states)
     got = step(X, W, DY, SIZES, recipe, states)
     for i, (made, expected) in enumerate(zip(got[:3], want[:3], strict=True)):
-        if recipe.gradient.hadamard and i == 2:  # Sums of rotated values are rounded, in another order.
+        if recipe.gradient.hadamard and i == 2:  # Rotated values have rounded sums, in another order.
             np.testing.assert_allclose(made, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
         else:
             assert_bits_equal(np.asarray(made), expected)
@@ -116,7 +115,7 @@ def mesh_of(kind=AxisType.Auto, **sizes):
 
 
 def per_device(name):
-    """Experts over one mesh axis, their weights over the other, which has tokens of its own too: (E, FSDP) tokens."""
+    """Return a setup with experts over one mesh axis, weights and tokens over the other: tokens are (E, FSDP)."""
     recipe, mesh = RECIPES[name], mesh_of()
     groups = np.array([[[9, 0, 23], [40, 1, 0]], [[0, 0, 64], [17, 30, 2]]], np.int32)
     rows = 64
@@ -135,7 +134,7 @@ def one_step(x, w, dy, sizes, recipe, state, gather, axis_name=None):
 
 @pytest.mark.parametrize("name", often)
 def test_experts_and_fsdp_in_shard_map(name):
-    """Codes of all experts of a device are gathered in one gather, and gradients come back to where the weights are."""
+    """One gather sends the codes of all local experts, and gradients are scattered to the shards of weights."""
     recipe, mesh, groups, x, dy = per_device(name)
     state = init_delayed(recipe, (E,)) if recipe.stateful else None
     alone = jax.jit(functools.partial(one_step, recipe=recipe, gather=False))
@@ -171,7 +170,7 @@ def test_experts_and_fsdp_in_shard_map(name):
     codes = f"u8[3,{N},{K // recipe.weight.element.codes_per_byte}]"
     assert codes in gathered
     assert all(array == codes or np.prod(eval(array[array.index("[") :])) <= 3 * N * K // 64 for array in gathered)
-    if state is not None:  # The largest of the devices that share the experts.
+    if state is not None:  # The maximum over devices that share the experts.
         for i in range(2):
             parts = [np.asarray(seen[2 * i + j].activation.observed.amax) for j in range(2)]
             assert_bits_equal(np.asarray(got[3].activation.observed.amax)[3 * i : 3 * i + 3], np.maximum(*parts))
@@ -182,7 +181,7 @@ PRIMARY_AND_LAYOUT = [(False, "NK"), (True, "KN"), (True, "NK"), (False, "KN")]
 
 @turns(2, name=["MXFP8", "NVFP4", "CurrentScaling"], way={f"{each[0]}-{each[1]}": each for each in PRIMARY_AND_LAYOUT})
 def test_shards_that_end_within_blocks(name, way):
-    """Shards have 8 or 12 rows, and blocks 16 or 32: the codes are those of the whole weight."""
+    """Shards of 8 or 12 rows split blocks of 16 or 32: codes are those of the whole weight."""
     is_primary, layout = way
     recipe, mesh, cut = RECIPES[name], mesh_of(fsdp=8), P(None, "fsdp")
     want = step(X, W, DY, SIZES, recipe)
@@ -208,7 +207,7 @@ def test_shards_that_end_within_blocks(name, way):
 
 
 def test_one_set_of_scales_for_rows_on_several_devices():
-    """With `axis_name`: the codes of all rows of an expert together."""
+    """With `axis_name`, all rows of an expert share their scales across devices."""
     recipe, mesh = RECIPES["CurrentScaling"], mesh_of(fsdp=2)
     x = np.concatenate([exact(32, K), 4 * exact(32, K, seed=5)])
     sizes = np.array([[20, 12], [32, 0]], np.int32)
@@ -245,7 +244,7 @@ def test_codes_travel_on_auto_meshes(name, layout):
 
 @pytest.mark.parametrize("name", often)
 def test_weights_of_the_layout_of_jax(name):
-    """`[E, K, N]` gives the bits of `[E, N, K]`, and gradients that lie as the weights do; of codes too."""
+    """`[E, K, N]` gives the bits of `[E, N, K]`, with gradients in the layout of the weights; codes too."""
     recipe = RECIPES[name]
     state = init_delayed(recipe, (E,)) if recipe.stateful else None
     turned = W.swapaxes(1, 2)
@@ -253,7 +252,7 @@ def test_weights_of_the_layout_of_jax(name):
     got = step(X, turned, DY, SIZES, recipe, state, weight_layout="KN")
     for made, want in zip(got[:2], (y, dx), strict=True):
         assert_bits_equal(np.asarray(made), np.asarray(want))
-    if recipe.gradient.hadamard:  # Sums of rotated values are rounded, in another order.
+    if recipe.gradient.hadamard:  # Rotated values have rounded sums, in another order.
         np.testing.assert_allclose(got[2].swapaxes(1, 2), dw, rtol=1e-6, atol=1e-6 * np.abs(dw).max())
     else:
         assert_bits_equal(np.asarray(got[2]).swapaxes(1, 2), np.asarray(dw))
@@ -265,7 +264,7 @@ def test_weights_of_the_layout_of_jax(name):
 
 
 def test_square_weights_say_how_they_lie():
-    """Where N == K no shape tells, and a call without `weight_layout` multiplies by neither order."""
+    """Where N == K, shapes are ambiguous, so a call without `weight_layout` raises."""
     x, w = exact(M, N), exact(E, N, N, seed=1)
     assert_bits_equal(
         np.asarray(ragged_dot(x, w, SIZES, "CurrentScaling", weight_layout="KN")),
@@ -276,7 +275,7 @@ def test_square_weights_say_how_they_lie():
 
 
 def test_sizes_that_a_jitted_function_closes_over():
-    """A `jax.Array` that is no argument is still known to the host, and checked there."""
+    """The host knows a closed-over `jax.Array`, and checks it."""
     sizes = jnp.asarray(SIZES)
     closed = jax.jit(lambda x, w: ragged_dot(x, w, sizes, "CurrentScaling", weight_layout="NK"))
     assert_bits_equal(np.asarray(closed(X, W)), np.asarray(step(X, W, DY, SIZES, RECIPES["CurrentScaling"])[0]))
@@ -286,7 +285,7 @@ def test_sizes_that_a_jitted_function_closes_over():
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "NVFP4"])
 def test_codes_as_weights(name):
-    """Frozen ones, and primary weights, give what the float32 weights give."""
+    """Frozen codes and primary weights give the results of float32 weights."""
     recipe = RECIPES[name]
     state = init_delayed(recipe, (E,)) if recipe.stateful else None
     y, dx, dw, _ = step(X, W, DY, SIZES, recipe, state)
@@ -310,7 +309,7 @@ CALLS = exact(EXPERTS, 256, 128, seed=2)
 @pytest.mark.parametrize("mode", ["Auto", "Explicit", "shard_map"])
 @pytest.mark.parametrize("name", often)
 def test_vmapped_experts(name, mode):
-    """With experts over one mesh axis, and FSDP and tokens over the other: a loop over experts, each with its key."""
+    """With experts over one mesh axis, FSDP and tokens over the other, results equal a loop with a key per expert."""
     recipe, mesh = RECIPES[name], mesh_of(AxisType.Explicit if mode == "Explicit" else AxisType.Auto)
     keys = jax.random.split(jax.random.key(0), EXPERTS)
     axes = {"axis_name": "fsdp"} if mode == "shard_map" else {}
@@ -337,18 +336,18 @@ def test_vmapped_experts(name, mode):
         got = jax.tree.map(np.asarray, program(*args, keys, states))
     for i, expected in enumerate(want):
         assert_bits_equal(np.asarray(got[0][i]), np.asarray(expected[0]))
-        for made, right in zip(got[1:3], expected[1:3], strict=True):  # The order of fp32 sums.
+        for made, right in zip(got[1:3], expected[1:3], strict=True):  # fp32 sums in another order.
             np.testing.assert_allclose(made[i], right, rtol=1e-5, atol=1e-5 * float(jnp.abs(right).max()))
         for a, b in zip(jax.tree.leaves(got[3]), jax.tree.leaves(expected[3]), strict=True):
             assert_bits_equal(np.asarray(a[i]), np.asarray(b))
     gathered = [array for kind, arrays in collectives(program) if kind == "all-gather" for array in arrays]
-    codes = f"8[2,128,{K // recipe.weight.element.codes_per_byte}]"  # Of either sign.
+    codes = f"8[2,128,{K // recipe.weight.element.codes_per_byte}]"  # Signed or unsigned.
     assert {f"u{codes}", f"s{codes}"}.intersection(gathered)
     assert not [array for array in gathered if array in (f"f32[2,128,{K}]", f"bf16[2,128,{K}]", f"f16[2,128,{K}]")]
 
 
 def test_each_expert_draws_its_own_numbers():
-    """Of the same rows and the same gradient, two experts with one seed round differently, as do keys under `vmap`."""
+    """Experts with the same rows, gradient and seed round differently; so do keys under `vmap`."""
     recipe = RECIPES["NVFP4"]
     x, dy, w = (
         np.tile(exact(16, 32), (2, 1)),
@@ -374,7 +373,7 @@ def test_more_rows_than_there_are():
 
 
 def test_an_overflow_stays_with_its_expert():
-    """inf in the rows of one expert is NaN in all of them, and in no others."""
+    """An inf in one row gives NaN in all rows of its expert, and in no others."""
     x = X.copy()
     x[45, 3] = np.inf
     y, dx, dw, _ = step(x, W, DY, SIZES, RECIPES["CurrentScaling"])

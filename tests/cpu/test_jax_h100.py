@@ -1,7 +1,7 @@
-"""What XLA makes of FSDP programs for eight H100s, compiled without a GPU (support/jax_h100.py): bytes and FP8 GEMMs.
+"""FSDP programs that XLA compiles for eight H100s, without a GPU (support/jax_h100.py): bytes sent and FP8 GEMMs.
 
-XLA for CPUs proves neither: it has no FP8 and widens what it gathers. This needs JAX's CUDA plugin, half a gigabyte,
-which need not be installed beside JAX: `make h100` puts it into build/jax_cuda.
+XLA for CPUs proves neither: it has no FP8 GEMMs and widens the gathered arrays. The tests need JAX's CUDA plugin, half
+a gigabyte, which need not be installed beside JAX: `make h100` puts it into build/jax_cuda.
 """
 
 import json
@@ -21,7 +21,7 @@ STEPS = ["step, Auto", "step, Explicit", "step, shard_map"]
 
 
 def run(module, *arguments):
-    """The JSON that a module of support prints about programs."""
+    """Run a module of support and return the JSON that it prints about programs."""
     if not h100.is_there():
         pytest.skip(f"no CUDA plugin of JAX, neither installed nor in {h100.PLUGIN.relative_to(REPOSITORY)}: make h100")
     result = subprocess.run(
@@ -44,13 +44,13 @@ def compiled():
 
 
 def moved(program, kind):
-    """Arrays that collectives of one kind give, in order, however XLA has combined them."""
+    """Return the result arrays of one kind of collective, sorted, however XLA combined them."""
     return sorted(array for each, arrays in program["collectives"] if each == kind for array in arrays)
 
 
 @pytest.mark.parametrize("name", ["cast of rows", "cast of columns"])
 def test_cast(compiled, name):
-    """Four bytes are reduced; the transposed plane is written by the handler, not copied into place after it."""
+    """Four bytes are reduced; the handler writes the transposed plane, with no copy after it."""
     program = compiled[name]
     assert program["collectives"] == [["all-reduce", ["s32[]"]]]
     assert program["ops"] == []
@@ -59,7 +59,7 @@ def test_cast(compiled, name):
 
 @pytest.mark.parametrize("mode", ["Auto", "Explicit"])
 def test_head(compiled, mode):
-    """Gradients take the place of logits, and add up in GEMMs: nothing of the size of a chunk, or of w, is copied."""
+    """Gradients overwrite logits and accumulate in GEMMs: no array of the size of a chunk, or of w, is copied."""
     program = compiled[f"head, {mode}"]
     assert program["ops"] == []
     assert program["gemms"] == ["bf16[512,4096]", "bf16[512,512]", "f32[4096,512]"]
@@ -72,30 +72,30 @@ def test_head(compiled, mode):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_step_gathers_codes_and_scatters_gradients(compiled, name):
-    """Two layers: their codes are gathered forward, and those of the second again, since x has no gradient."""
+    """Both layers gather codes forward; only the second gathers again, since x has no gradient."""
     program = compiled[name]
     assert moved(program, "all-gather") == ["u8[2048,2048]"] * 3
     assert moved(program, "reduce-scatter") == ["f32[256,2048]"] * 2
-    # Amaxes and the loss.
+    # The amaxes and the loss.
     assert {array for array in moved(program, "all-reduce") if not array.startswith("s32[")} == {"f32[]"}
     assert {kind for kind, _ in program["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_step_multiplies_in_fp8(compiled, name):
-    """Every GEMM is cuBLASLt's, on codes as they are: none is dequantized or transposed for it."""
+    """Every GEMM is cuBLASLt's on the codes: no operand is dequantized or transposed by XLA."""
     program = compiled[name]
     assert program["calls"].count("__cublas$lt$matmul$f8") == 5
     assert {call for call in program["calls"] if "cublas" in call} == {"__cublas$lt$matmul$f8"}
     assert program["ops"] == []
-    assert program["calls"].count("qshard_transpose") == 1  # of the gathered weight
+    assert program["calls"].count("qshard_transpose") == 1  # the gathered weight
 
 
 @pytest.mark.parametrize("mode", ["Auto", "Explicit"])
 def test_kn_is_no_dearer(compiled, mode):
-    """flax's layout, cut along K: the same collectives and GEMMs as of `[N, K]`, and nothing that XLA transposes.
+    """flax's layout, sharded along K, has the collectives and GEMMs of `[N, K]`, and XLA transposes nothing.
 
-    Gathered codes are transposed once for each layer, in forward where `[N, K]` has it in backward.
+    Gathered codes are transposed once a layer: in forward, where `[N, K]` does it in backward.
     """
     program, like = compiled[f"step, {mode}, KN"], compiled[f"step, {mode}"]
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
@@ -117,10 +117,9 @@ BLOCKS = {
 @pytest.mark.parametrize("mode", ["Auto", "shard_map"])
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_step_of_blocks(compiled, recipe, mode):
-    """Codes are gathered in each pass, packed FP4 at half a byte, and compact scales once; no values are but GEMMs'.
+    """Codes are gathered in each pass, packed FP4 at half a byte, and compact scales once; high precision is in GEMMs only.
 
-    XLA has no GEMM for Hopper that takes the scales of blocks: those of 128 have qshard's own, of codes; the others
-    are of bfloat16.
+    XLA has no GEMM with block scales for Hopper: 128-blocks use qshard's GEMM of codes, other blocks bfloat16.
     """
     program = compiled[f"step, {recipe}, {mode}"]
     codes, scales = BLOCKS[recipe]
@@ -133,7 +132,7 @@ def test_step_of_blocks(compiled, recipe, mode):
     gemm = "qshard_gemm_block" if of_codes else "__cublas$lt$matmul"
     assert {call for call in program["calls"] if "cublas" in call or "gemm" in call} == {gemm}
     assert program["calls"].count(gemm) == 5
-    # A GEMM of codes reads transposed scales of the weight; nothing else is copied into place.
+    # A GEMM of codes reads transposed scales of the weight; there is no other copy.
     assert program["ops"] == (["transpose"] if of_codes else [])
     assert sum("dequantize" in call for call in program["calls"]) == (0 if of_codes else 10)
 
@@ -142,23 +141,23 @@ def test_step_of_blocks(compiled, recipe, mode):
     "recipe", ["CurrentScaling, Auto", "CurrentScaling, Explicit", "MXFP8, Auto", "BlockScaling, Explicit"]
 )
 def test_batch_and_sequence(compiled, recipe):
-    """x `[16, 4096, 2048]`, cut into 2 x 4: the GEMMs of bfloat16, and no array of x or dy that moves or is copied."""
+    """With x `[16, 4096, 2048]` sharded 2 x 4, the GEMMs are those of bfloat16; x and dy are neither sent nor copied."""
     program, plain = compiled[f"sequence, {recipe}"], compiled["sequence, bfloat16"]
     shapes = [sorted(gemm.split("[")[1] for gemm in each["gemms"]) for each in (program, plain)]
     assert shapes[0] == shapes[1] == ["2048,2048]"] * 2 + ["8192,2048]"] * 3
     scales = {"CurrentScaling": [], "MXFP8": ["u8[64,64]"], "BlockScaling": ["u32[16,16]"]}[recipe.split(",")[0]]
     assert moved(program, "all-gather") == sorted(["u8[2048,2048]"] * 3 + scales * 2)
     assert moved(program, "reduce-scatter") == ["f32[1024,2048]"] * 2
-    # Amaxes and the loss; and of gradients, which devices of "seq" add to, what is left for one of "fsdp".
+    # Amaxes and the loss; and gradients summed over "seq", after the reduce-scatter over "fsdp".
     reduced = {array for array in moved(program, "all-reduce") if not array.startswith("s32[")}
     assert reduced == {"f32[]", "f32[1024,2048]"}
     assert {kind for kind, _ in program["collectives"]} == {"all-gather", "reduce-scatter", "all-reduce"}
     assert plain["ops"] == []
-    assert program["ops"] == (["transpose"] if "BlockScaling" in recipe else [])  # of 16 x 16 scales
+    assert program["ops"] == (["transpose"] if "BlockScaling" in recipe else [])  # 16 x 16 scales
 
 
 def test_delayed_step(compiled):
-    """FP8 GEMMs. What is cut is read for its amax, then cast: one without history is scaled by that of all of it."""
+    """GEMMs are FP8; each cast is preceded by an amax of the whole tensor, which gives the scale if there is no history."""
     program = compiled["step, delayed"]
     assert moved(program, "all-gather") == ["u8[2048,2048]"] * 3
     assert moved(program, "reduce-scatter") == ["f32[256,2048]"] * 2
@@ -170,10 +169,10 @@ def test_delayed_step(compiled):
 
 @pytest.mark.parametrize(("recipe", "codes"), [("CurrentScaling", 128), ("NVFP4", 64)])
 def test_two_axes(compiled, recipe, codes):
-    """Of a weight cut along both axes, shards of 64 columns: codes travel twice, compact scales and amaxes; no value.
+    """A weight sharded along both axes, in shards of 64 columns, sends its codes twice, compact scales and amaxes.
 
-    XLA would gather what is cut into runs shorter than 128 if nobody told it, and permute codes that are bytes already
-    before the backward pass gathers them.
+    Without a custom partitioning rule, XLA would gather shards with runs shorter than 128, and permute codes before the
+    backward pass gathers them.
     """
     program = compiled[f"two axes, {recipe}"]
     gathered = moved(program, "all-gather")
@@ -185,17 +184,17 @@ def test_two_axes(compiled, recipe, codes):
 
 
 def test_cut_blocks(compiled):
-    """Of blocks that devices share, amaxes of their parts travel, then codes; scales are made everywhere."""
+    """Blocks that devices share send amaxes of partial blocks, then codes; every device computes the scales."""
     program = compiled["cut blocks"]
     gathered = moved(program, "all-gather")
     assert "u8[1920,2048]" in gathered
     gathered.remove("u8[1920,2048]")
-    assert gathered in (["f32[120,64]"], ["s32[120,64]"])  # amaxes of 16 x 32
+    assert gathered in (["f32[120,64]"], ["s32[120,64]"])  # amaxes of 16 x 32 blocks
     assert program["ops"] == []
 
 
 def test_scan_and_remat(compiled):
-    """In a loop, one layer's codes at a time: gathered forward, and when recomputing, where backward finds them."""
+    """A loop gathers the codes of one layer at a time: forward, and in the recomputation, which backward reuses."""
     program = compiled["step, scan and remat"]
     assert moved(program, "all-gather") == ["u8[2048,2048]"] * 2
     assert moved(program, "reduce-scatter") == ["f32[256,2048]"]
@@ -208,8 +207,8 @@ def test_scales_of_a_model_are_one_reduction(compiled):
 
 
 def test_arrays_that_no_mesh_tells_of_are_refused(compiled):
-    """Compiled from a machine with one device, all of them would be gathered in high precision."""
-    assert "compiled for 8 without a mesh, and XLA would gather all of them; trace within jax.set_mesh" in compiled["no mesh"]
+    """With one local device, tracing without a mesh would gather everything in high precision."""
+    assert "compiled for 8 without a mesh, and XLA would gather all of them; trace within" in compiled["no mesh"]
 
 
 def test_gradients_may_travel_in_bfloat16(compiled):
@@ -218,7 +217,7 @@ def test_gradients_may_travel_in_bfloat16(compiled):
 
 RECIPES = ["CurrentScaling", "DelayedScaling", "BlockScaling", "MXFP8", "NVFP4"]
 MODES = ["auto", "explicit", "shard_map"]
-# Recipes, modes and options meet in turn; `make slow` has each with each.
+# Each recipe runs with one mode and option; `make slow` runs all combinations.
 QUICK = ["CurrentScaling,auto", "DelayedScaling,shard_map", "MXFP8,explicit,remat", "NVFP4,auto,products"]
 SLOW = [
     f"{recipe},{mode}{option}"
@@ -249,19 +248,19 @@ def casts(program):
 
 
 def assert_overlaps(case, program, bf16):
-    """Of a weight, the gathers of backward hide behind its own GEMMs, whatever the loop or the mode."""
+    """Check that the backward gathers of a weight hide behind its own GEMMs, in any loop and mode."""
     option = case.split(",")[2:]
     gathers = collectives(program, "all-gather")
     forward = [each for each in gathers if not each.backward]
     backward = [each for each in gathers if each.backward and not each.recomputed]
-    # Of eight weights; the first one's x has no gradient. NVFP4's are small enough to be combined. Kept codes, and
-    # those of what is computed again from codes, hide as in forward.
+    # Of eight weights, the first has an x without a gradient. The gathers of NVFP4 are small enough to be combined.
+    # Gathers of cached codes, and of operands recomputed from codes, hide as in forward.
     if option not in (["kept"], ["codes"]):
         assert hidden(backward) == len(backward) >= 6, backward
     assert hidden(forward) >= hidden(collectives(bf16, "all-gather")) - 2
     scattered = collectives(program, "reduce-scatter")
-    # The last has nothing behind it. XLA does not know how long GEMMs of ours take; where it computes codes again, it
-    # bunches what it scatters.
+    # The last reduce-scatter has no work behind it. XLA cannot estimate the time of qshard's GEMMs, and where it
+    # recomputes codes, it groups reduce-scatters.
     least = 3 if case.startswith("BlockScaling") and option == ["codes"] else len(scattered) - 1
     assert hidden(scattered) >= least
     assert program["peak"] < bf16["peak"]
@@ -288,7 +287,7 @@ def gathered(program):
 
 @pytest.mark.slow
 def test_gathered_bytes(overlap):
-    """Twice the codes of two layers, but for what has no backward; with `jax.checkpoint` not more, if so asked."""
+    """Codes of two layers are gathered twice, except where there is no backward; `jax.checkpoint` can avoid more."""
     codes, first = 2 * (3 + 1 + 7 + 3.5) * 16, 3 * 16
     assert gathered(overlap["CurrentScaling,auto"]) == 2 * codes - first
     assert gathered(overlap["CurrentScaling,auto,kept"]) == 2 * codes
@@ -298,13 +297,13 @@ def test_gathered_bytes(overlap):
 
 @pytest.mark.slow
 def test_planes_for_backward_are_made_in_forward(overlap):
-    """And what they hold is made values when it is multiplied: else XLA keeps x, or the values of all layers."""
+    """Planes for backward are computed in forward and dequantized at the GEMM: otherwise XLA saves x, or all values."""
     assert overlap["NVFP4,auto"]["peak"] < 1.05 * overlap["CurrentScaling,auto"]["peak"]
 
 
 @pytest.mark.slow
 def test_each_operand_is_cast_once(overlap):
-    """Eight weights, x and dy of each; q, k and v, and two halves of the MLP, share one x."""
+    """Eight weights have an x and a dy each; q, k and v, and the two halves of the MLP, share one x."""
     assert casts(overlap["CurrentScaling,auto"]) == 24
     assert casts(overlap["CurrentScaling,auto,apart"]) == 14 + 14 + 8
     assert casts(overlap["NVFP4,auto,products"]) == casts(overlap["CurrentScaling,auto"])
@@ -325,13 +324,13 @@ def parallel():
 
 
 LARGE = 2**21
-"""Bytes of what is to hide. Scales of blocks that XLA has not combined with their codes are smaller, as amaxes are."""
+"""Bytes of a collective that must hide. Amaxes, and block scales not combined with their codes, are smaller."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "MXFP8", "NVFP4"])
 def test_chunks_travel_behind_products(parallel, recipe):
-    """Of both layers and passes: 3 pieces of codes, 3 of products, and the codes for dw, each while a GEMM runs."""
+    """In both layers and passes, 3 chunks of codes, 3 of products, and the codes for dw are sent while a GEMM runs."""
     program = parallel[f"{recipe},overlap"]
     permuted = [each for each in collectives(program, "collective-permute") if each.bytes >= LARGE]
     gathered = [each for each in collectives(program, "all-gather") if each.bytes >= LARGE]
@@ -345,7 +344,7 @@ def test_chunks_travel_behind_products(parallel, recipe):
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling"])
 def test_xla_gathers_codes_of_rows(parallel, recipe, mode):
-    """Where XLA cuts products too: codes of x and of dy are gathered for each, and y and dx are reduce-scattered."""
+    """XLA gathers the codes of x and dy for each product, and reduce-scatters y and dx."""
     program = parallel[f"{recipe},{mode}"]
     gathered = [a for each in collectives(program, "all-gather") for a in each.arrays if size(a) > LARGE]
     assert all(array.startswith(("f8", "u8")) for array in gathered)

@@ -1,6 +1,6 @@
-"""Weights of other layouts than `[N, K]`: `[K, N]`, three axes, `einsum`, `DotGeneral`, and rows that `vmap` adds.
+"""Weight layouts other than `[N, K]`: `[K, N]`, three axes, `einsum`, `DotGeneral`, and rows added by `vmap`.
 
-Each is held against `linear` on the same matrices, to the bit.
+Each must have the bits of `linear` on the same matrices.
 """
 
 import functools
@@ -22,7 +22,7 @@ from support.hlo import collectives
 
 SEED = 7
 KINDS = [CurrentScaling(), DelayedScaling(), BlockScaling(), MXFP8(), NVFP4()]
-# Vectors, of which [K, N] stores the other plane, and random numbers of a weight.
+# 1-D blocks, where [K, N] stores the other plane, and stochastic rounding of a weight.
 VECTORS = Recipe(weight=formats.NVFP4.with_options(rounding="stochastic"), activation="NVFP4", gradient="NVFP4")
 OTHERS = [recipe for recipe in (*RECIPES.values(), *MIXES.values()) if recipe not in KINDS]
 every_kind = pytest.mark.parametrize(
@@ -32,12 +32,12 @@ kinds = pytest.mark.parametrize("recipe", KINDS, ids=lambda recipe: type(recipe)
 
 
 def values(*shape, seed=0, dtype=np.float32):
-    """Small integers: of so few bits that fp32 sums are exact in any order, and that FP8 rounds all the same."""
+    """Return small integers: fp32 sums are exact in any order, but FP8 still rounds."""
     return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), dtype)
 
 
 def assert_alike(got, want):
-    """The same arrays, bit for bit, in the shapes of `got`."""
+    """Compare two trees bit for bit, in the shapes of `got`."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert_bits_equal(np.asarray(a), np.asarray(b).reshape(a.shape))
 
@@ -47,14 +47,14 @@ def state_of(recipe):
 
 
 def step(product, x, w, dy, states=None):
-    """y, dx, dw, and what a state brings."""
+    """Return y, dx, dw and the cotangent of the states."""
     y, vjp = jax.vjp(product, x, w, states or {})
     return y, *vjp(dy)
 
 
 @functools.cache
 def expected(recipe, dtype="float32"):
-    """Of x [2, 32, 64] and w [96, 64]."""
+    """Return operands x [2, 32, 64], w [96, 64] and dy, and the step of `linear` on them."""
     x, w, dy = values(2, 32, 64, dtype=dtype), values(96, 64, seed=1), values(2, 32, 96, seed=2, dtype=dtype)
 
     def program(x, w, dy, states):
@@ -65,7 +65,7 @@ def expected(recipe, dtype="float32"):
 
 @every_kind
 def test_kn_has_the_bits_of_nk(recipe):
-    """In every format, stochastic rounding of weights among them: the numbers drawn are those of `[N, K]`."""
+    """`[K, N]` has the bits of `[N, K]` in every format, with the same random numbers for weights too."""
     (x, w, dy), want = expected(recipe, "bfloat16")
 
     def program(x, w, dy, states):
@@ -76,14 +76,14 @@ def test_kn_has_the_bits_of_nk(recipe):
 
     y, dx, dw, states = jax.jit(program)(x, w.T, dy, state_of(recipe))
     assert_alike((y, dx, states), (*want[:2], want[3]))
-    # Its operands trade places, and with them the order of fp32 sums, which a Hadamard transform makes inexact.
+    # Its operands are swapped, and so is the order of fp32 sums, which a Hadamard transform makes inexact.
     np.testing.assert_allclose(dw.T, want[2], rtol=1e-5, atol=1e-5)
     if recipe in KINDS[:-1]:
         assert_alike(dw.T, want[2])
 
 
 def test_kn_takes_codes_and_scales():
-    """Scales are those of `[N, K]`; and what is gathered is the plane that forward reads."""
+    """Scales equal those of `[N, K]`, and the gathered plane is the one that forward reads."""
     x, w = values(64, 128), values(128, 256, seed=1)
     scales = compute_scales(w, "CurrentScaling")
     assert_alike(
@@ -133,16 +133,16 @@ SHAPES = {
     [*((each, MXFP8()) for each in SHAPES), ("btd,dhk->bthk", DelayedScaling()), ("btd,hdk->bthk", BlockScaling())],
 )
 def test_einsum(subscripts, recipe):
-    """Products with weights of two and three axes, in any order of axes, and their gradients."""
+    """Products with weights of two and three axes, in any axis order, and their gradients equal `linear`."""
     (x, w, dy), want = expected(recipe)
     terms = subscripts.replace("...", "bt").replace("->", ",").split(",")
-    # What takes the operands of `linear`, bt and K and N, to these labels.
+    # Maps the operands of `linear` (bt, K and N) to these labels.
     n_labels = [label for label in terms[1] if label in terms[2]]
     k_labels = [label for label in terms[1] if label in terms[0]]
     sizes = dict(zip(terms[1], SHAPES[subscripts], strict=True))
 
     def arranged(array, labels, term):
-        """[.., labels folded] with its last axis unfolded, and axes in the order of a term."""
+        """Unfold the last axis of an array into `labels`, and order its axes as in `term`."""
         array = array.reshape(*array.shape[: -1 if labels else None], *(sizes[label] for label in labels))
         names = [*[label for label in "bt" if label in term], *labels]
         return jnp.transpose(array, [names.index(label) for label in term])
@@ -172,7 +172,7 @@ def test_dot_general_is_that_of_lax():
         ((16,), (16,), ((0,), (0,))),
     ]
     for x_shape, w_shape, axes in cases:
-        x, w = jnp.full(x_shape, 2.0), jnp.full(w_shape, 0.5)  # What FP8 holds.
+        x, w = jnp.full(x_shape, 2.0), jnp.full(w_shape, 0.5)  # Exact in FP8.
         dims = (axes, ((), ()))
         for preferred in (None, jnp.bfloat16, jnp.float32):
             want = lax.dot_general(x, w, dims, preferred_element_type=preferred)
@@ -201,7 +201,7 @@ PLAIN = (((2,), (0,)), ((), ()))
     ],
 )
 def test_what_no_recipe_can_make(recipe, x_shape, w_shape, dims, text):
-    """An error, or, if that was asked for, the plain product."""
+    """Unsupported operands raise, or give the plain product with `otherwise="plain"`."""
     x, w = values(*x_shape, dtype=jnp.bfloat16), values(*w_shape, seed=1)
     with pytest.raises(ValueError, match=text):
         DotGeneral(recipe)(x, w, dims)
@@ -248,7 +248,7 @@ def test_refusals(make, error, text):
     ],
 )
 def test_refusals_of_einsum(subscripts, text):
-    """`jnp.einsum` takes sums over an axis of one operand; a product with a weight has none."""
+    """`jnp.einsum` accepts sums over an axis of one operand; a product with a weight has none."""
     with pytest.raises(ValueError, match=text):
         einsum(subscripts, values(2, 32, 64), values(64, 4, 16), "CurrentScaling")
 
@@ -277,7 +277,7 @@ def test_equal_dot_generals_are_one_program():
 
 @kinds
 def test_rows_that_vmap_adds(recipe):
-    """Vectors under two `vmap`s: the matrix of all, forward and in both gradients."""
+    """Vectors under two `vmap`s have the bits of one matrix, forward and in both gradients."""
     (x, w, dy), _ = expected(recipe)
     states = state_of(recipe)
 
@@ -301,7 +301,7 @@ def test_vmap_over_weights_too_is_a_product_each():
 
 
 def test_rows_too_few_for_their_blocks_are_refused_if_vmap_adds_none():
-    """On a mesh that may cut rows, where no rows of zeros are added."""
+    """A mesh that may shard rows adds no padding rows, so too few rows raise unless `vmap` adds more."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     loss = jax.grad(lambda w, x: linear(x, w, "MXFP8", vmap_as_rows=True).sum())
     with jax.set_mesh(mesh):
@@ -315,7 +315,7 @@ def test_rows_too_few_for_their_blocks_are_refused_if_vmap_adds_none():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_weights_of_three_axes_on_meshes(kind):
-    """Attention's projections, D cut by FSDP and heads by tensor parallelism: codes of a device's heads travel."""
+    """Attention projections, D sharded by FSDP and heads by tensor parallelism, gather the codes of local heads."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(kind, kind))
     up, down, rows = P("fsdp", "tp", None), P("tp", None, "fsdp"), P("fsdp")
     shapes = (8, 32, 512), (512, 4, 64), (4, 64, 512), (8, 32, 512)
@@ -337,7 +337,7 @@ def test_weights_of_three_axes_on_meshes(kind):
         cut = [jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
         compiled = jax.jit(functools.partial(program, specs=(up, down))).lower(*cut).compile()
         got = compiled(*cut)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):  # The order of fp32 sums.
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):  # fp32 sums in another order.
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
     gathered = {array for each, arrays in collectives(compiled) if each == "all-gather" for array in arrays}
     assert {"u8[512,128]", "u8[128,512]"} <= gathered

@@ -1,4 +1,4 @@
-"""The head whose logits are never whole, in JAX: what it holds, what moves, and the gradients of the two calls."""
+"""`linear_cross_entropy` in JAX, without whole logits: its memory, its collectives, and the gradients of two calls."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ CUTS = {
     "fsdp along K": (P("a"), P(None, "a"), [("all-gather", OF_W), ("reduce-scatter", "f32[208,8]")]),
     "K of both": (P(None, None, "b"), P(None, "b"), [("all-gather", OF_W), ("all-gather", OF_X)]),
 }
-"""How x and w are cut, and what moves beside numbers and the 16 bytes a row."""
+"""Shardings of x and w, and the collectives besides scalars and 16 bytes a row."""
 
 
 def drawn(dtype="float32"):
@@ -43,13 +43,13 @@ def two_calls(x, w, labels, **options):
 
 
 def step(x, w, labels, loss=qj.linear_cross_entropy, **options):
-    """The loss, and the gradients of half of it."""
+    """Return the loss, and the gradients of half of it."""
     loss, back = jax.vjp(functools.partial(loss, labels=labels, **RULE, **options), x, w)
     return loss, *back(jnp.full_like(loss, 0.5))
 
 
 def assert_near(actual, want, dtype="float32"):
-    # Products of other rows may add in another order, so a logit may be rounded to its neighbour.
+    # Products of other rows may be summed in another order, so a logit may be rounded to its neighbour.
     close = {"rtol": 1e-4, "atol": 1e-6} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-3}
     for mine, other in zip(actual, want, strict=True):
         assert mine.dtype == other.dtype
@@ -68,7 +68,7 @@ VMAP_CUTS = {
 @turns(1, cut=VMAP_CUTS, reduction=["mean", "none"])
 @pytest.mark.parametrize("mode", ["Explicit", pytest.param("Auto", marks=pytest.mark.slow)])
 def test_vmap_over_arrays_that_are_cut(mode, cut, reduction):
-    """Of examples that share w, and of heads that each have one; losses, and the gradients of both."""
+    """`vmap` over examples that share w, and over heads with a w each, has the losses and gradients of two calls."""
     x, w, labels = drawn()
     options = {"reduction": reduction, **RULE}
 
@@ -102,14 +102,14 @@ def test_vmap_of_vmap_on_an_explicit_mesh():
 
 @pairs(mode=["one device", "Auto", "Explicit", "shard_map"], reduction=["mean", "none"], recipe=[None, "MXFP8"])
 def test_padding_is_no_class(mode, reduction, recipe):
-    """The head of the classes alone; the gradient of rows of w that are padding is 0."""
+    """The loss is that of the classes alone; the gradient of padded rows of w is 0."""
     x, w, labels = drawn()
     classes = 192
     w = np.concatenate([w[:classes], np.full((64, K), 9, np.float32)])
     labels = np.where(labels == -100, -100, labels % classes)
     options = {"reduction": reduction, "chunk": 12, "recipe": recipe}
     if recipe is not None and mode in ("Auto", "Explicit"):
-        return  # Codes are for one device and for `shard_map`.
+        return  # Recipes work on one device and in `shard_map`.
     want = step(x, w[:classes], labels, **options)
     options["num_classes"] = classes
     if mode == "one device":
@@ -125,13 +125,13 @@ def test_padding_is_no_class(mode, reduction, recipe):
             loss, dx, dw = jax.jit(functools.partial(step, **options))(*there)
     dw = np.asarray(dw)
     assert not dw[classes:].any()
-    # MXFP8 of a gradient has blocks of 32 classes, and so the same codes.
+    # MXFP8 gradients have blocks of 32 classes, and so the same codes.
     assert_near((loss, dx, dw[:classes]), want)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_logits_are_never_whole(reduction):
-    """By the arrays of the compiled program, and by what it needs beside operands and results."""
+    """Neither the arrays nor the temporary memory of the compiled program hold whole logits."""
     rows, classes, k, chunk = 4096, 2048, 16, 128
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, k), (classes, k))]
     labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
@@ -147,7 +147,7 @@ def test_logits_are_never_whole(reduction):
     assert f"f32[{chunk},{classes}]" in mine.as_text()
     size = 4 * classes * chunk
     assert whole.memory_analysis().temp_size_in_bytes >= 4 * classes * rows
-    assert mine.memory_analysis().temp_size_in_bytes < 4 * size  # A chunk, and small things.
+    assert mine.memory_analysis().temp_size_in_bytes < 4 * size  # A chunk, and small arrays.
 
 
 @pairs(reduction=["mean", "none"], mode=["Auto", "Explicit", "no context"], name=list(CUTS))
@@ -175,7 +175,7 @@ def test_rows_stay_where_they_are(reduction, mode, name):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_axis_name_has_classes(reduction, check_vma):
-    """Rows are cut over the other axis, where the losses of devices are added up."""
+    """Rows are sharded over the other axis, where losses are summed."""
     x, w, labels = drawn()
     want = step(x, w, labels, two_calls, reduction="sum")
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -188,7 +188,7 @@ def test_axis_name_has_classes(reduction, check_vma):
 
     specs = {"in_specs": (P("a"), P("b"), P("a")), "out_specs": P(), "check_vma": check_vma}
 
-    @jax.jit  # Outside of it, shard_map compiles each of its ops alone.
+    @jax.jit  # Outside jit, shard_map compiles each op alone.
     def around(x, w, labels):
         loss, back = jax.vjp(lambda x, w: jax.shard_map(local, mesh=mesh, **specs)(x, w, labels), x, w)
         return loss, *back(jnp.float32(0.5))
@@ -217,7 +217,7 @@ def test_vmap_has_a_head_for_each_example(mode):
 
 @pytest.mark.parametrize("mode", ["Auto", "Explicit"])
 def test_arrays_that_no_mesh_has(mode):
-    """Of the host, on a mesh around the call: all devices do the same."""
+    """Host arrays under a mesh are replicated."""
     arrays = drawn()
     want = step(*arrays, two_calls)
     with jax.set_mesh(jax.make_mesh((8,), ("a",), axis_types=(getattr(AxisType, mode),))):

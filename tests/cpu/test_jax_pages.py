@@ -1,4 +1,4 @@
-"""What docs/jax_*.md say: their code as scripts, and their tables against what XLA compiles."""
+"""docs/jax_*.md: code blocks run as scripts, and tables agree with what XLA compiles."""
 
 import functools
 import re
@@ -23,7 +23,7 @@ ARRAY = re.compile(r"[a-z]+(\d+)\w*\[([\d,]*)\]")
 
 @pytest.mark.parametrize("name", PAGES)
 def test_their_code_runs(name, tmp_path):
-    """All blocks of a page as one script."""
+    """All blocks of a page run as one script."""
     page = PAGES[name]
     for module in set(re.findall(r"^(?:import|from) (\w+)", "\n".join(page.python), re.MULTILINE)) - {"qshard"}:
         pytest.importorskip(module)
@@ -35,17 +35,17 @@ def test_their_code_runs(name, tmp_path):
 
 
 def total(text):
-    """Of a cell such as 1 + 1/1024, without what is for a weight as a whole."""
+    """Sum a cell such as 1 + 1/1024, without its terms per weight."""
     return sum((Fraction(part) for part in text.split(" + ") if not part.endswith("a weight")), Fraction(0))
 
 
 @pytest.mark.parametrize("recipe", [name for name in COSTS if not name.startswith("bf16")])
 def test_bytes_on_the_wire(recipe):
-    """Of one weight, whose shards are whole blocks."""
+    """Bytes gathered and reduced for one weight, in shards of whole blocks."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     w = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
     given = {"seed": 0} if recipe == "NVFP4" else {}
-    if recipe == "DelayedScaling":  # Its first pass reduces as later ones do, for the next step.
+    if recipe == "DelayedScaling":  # The first pass reduces amaxes as later ones do.
         from qshard.jax import init_delayed
 
         given = {"state": init_delayed(recipe)}
@@ -64,7 +64,7 @@ def test_bytes_on_the_wire(recipe):
 
 
 def test_collectives_of_a_step():
-    """Of the first program of the page of shard_map."""
+    """Collectives of the first program on the page of shard_map."""
     count = {row["collective"].split(",")[0]: row["how many"] for row in SHARD_MAP.rows("collective")}
     assert count == {"all-reduce": "1", "all-gather": count["all-gather"], "reduce-scatter": "L"}
     assert count["all-gather"] == "L forward, and L backward, less those whose x has no gradient"
@@ -72,7 +72,7 @@ def test_collectives_of_a_step():
     exec("\n".join(SHARD_MAP.python[:2]).replace("jax.config.update", "(lambda *_: None)"), there)
     text = there["step"].lower(there["params"], there["x"]).as_text()
     layers = len(there["params"])
-    # As written: what nobody reads, as the first layer's in backward, XLA drops (test_jax_h100).
+    # As traced: XLA drops unused gathers, as of the first layer in backward (test_jax_h100).
     assert text.count('"stablehlo.all_gather"') == 2 * layers
     assert text.count('"stablehlo.reduce_scatter"') == layers
     reduced = re.findall(r'"stablehlo.all_reduce".*?\) -> tensor<(\S+?)>', text, re.DOTALL)

@@ -1,4 +1,4 @@
-"""`Policy`: what it makes of a pytree, of equinox models and on meshes, and what it refuses."""
+"""`Policy` for pytrees, equinox models and meshes, and its errors."""
 
 import functools
 
@@ -20,7 +20,7 @@ recipes = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(rec
 
 
 def values(*shape, seed=0):
-    """Small integers: of so few bits that fp32 sums are exact in any order, and that FP8 rounds all the same."""
+    """Return small integers: fp32 sums are exact in any order, but FP8 still rounds."""
     return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), jnp.float32)
 
 
@@ -44,7 +44,7 @@ def expected(recipe, x=X, w=PARAMS["up"].T, dy=DY):
 
 @recipes
 def test_products(recipe):
-    """`x @ w`, `linear` and `einsum` of a `Weight`, inside of the function that is differentiated."""
+    """`x @ w`, `linear` and `einsum` of a `Weight` have the bits of `qshard.jax.linear`, within a differentiated function."""
     policy = Policy.of(PARAMS, recipe)
     weights = policy(PARAMS)
     assert [name for name, leaf in weights.items() if isinstance(leaf, Weight)] == ["heads", "up"]
@@ -66,7 +66,7 @@ def test_products(recipe):
 
 @recipes
 def test_equinox(recipe):
-    """A model for one example, under `vmap`: each layer is one product of all rows, forward and back."""
+    """A model for one example, under `vmap`, runs one product of all rows per layer, forward and backward."""
     model = eqx.nn.Linear(64, 96, use_bias=False, key=jax.random.key(0))
     model = eqx.tree_at(lambda layer: layer.weight, model, PARAMS["up"].T)
     policy = Policy.of(model, recipe)
@@ -79,7 +79,7 @@ def test_equinox(recipe):
 
 
 def test_equinox_attention_and_perceptron():
-    """Layers within layers, and batches of sequences; tables that are indexed are named when they are used."""
+    """Nested layers and batches of sequences work; an indexed table raises with its name."""
     key = jax.random.key(0)
     attention = eqx.nn.MultiheadAttention(4, 64, key=key)
     policy = Policy.of(attention, "MXFP8")
@@ -100,7 +100,7 @@ def test_equinox_attention_and_perceptron():
 
 
 def test_scan_over_layers():
-    """Weights that are stacked keep what they know, less the axis that a loop takes off."""
+    """Stacked weights keep their spec in `scan`, without the scanned axis."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     stacked = jax.device_put({"w": values(3, 64, 64)}, NamedSharding(mesh, P(None, "fsdp")))
     policy = Policy.of(stacked, "MXFP8", gather_axis="fsdp")
@@ -118,7 +118,7 @@ def test_scan_over_layers():
 
 @pytest.mark.parametrize("mode", ["Auto", "Explicit", "shard_map"])
 def test_fsdp(mode):
-    """Codes are gathered and gradients scattered, with nothing said in the function but the policy."""
+    """Codes are gathered and gradients scattered by the policy alone, without a change in the function."""
     kind = AxisType.Explicit if mode == "Explicit" else AxisType.Auto
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(kind,))
     x, params, dy = values(256, 64), {"up": values(64, 256, seed=1)}, values(256, 256, seed=2)
@@ -218,7 +218,7 @@ def policy_of(**specs):
     ],
 )
 def test_refusals_of_a_call(make, params, text):
-    """Under `jit` while it traces; what an array alone tells, outside of it."""
+    """Refusals under `jit` come while tracing; a sharding known to the array alone is checked outside."""
     policy, tree = make(), params()
     with pytest.raises(ValueError, match=text):
         policy(tree)
@@ -228,7 +228,7 @@ def test_refusals_of_a_call(make, params, text):
 
 
 def test_refusals_where_types_tell():
-    """On Explicit meshes while tracing, in `shard_map` by the shape of a shard, and by `in_shardings` at every call."""
+    """Shardings are checked while tracing on Explicit meshes, by shard shapes in `shard_map`, and by `in_shardings`."""
     policy = Policy.of(put(AxisType.Explicit, up=P("fsdp")), "MXFP8", gather_axis="fsdp")
     with pytest.raises(ValueError, match=r"Policy: up is sharded as P\(None, 'fsdp'\), but the policy was made"):
         jax.jit(policy)(put(AxisType.Explicit, up=P(None, "fsdp")))
@@ -242,7 +242,7 @@ def test_refusals_where_types_tell():
 
 
 def test_weights_are_no_arrays():
-    """What would multiply them another way fails."""
+    """Other products of a `Weight` raise."""
     weight = Policy.of(PARAMS, "CurrentScaling")(PARAMS)["up"]
     for product in (jnp.dot, jnp.matmul, lambda x, w: jnp.einsum("td,dn->tn", x, w)):
         with pytest.raises(TypeError, match="Weight"):

@@ -1,6 +1,6 @@
-"""Primary weights in JAX: codes as parameters, masters in the state of an optimizer, the bits of float32 weights.
+"""Primary weights in JAX: codes as parameters, masters in the optimizer state, with the bits of float32 weights.
 
-The other side of each comparison keeps float32 parameters, which `linear` quantizes in each call.
+The reference keeps float32 parameters, which `linear` quantizes in each call.
 """
 
 import functools
@@ -48,7 +48,7 @@ def values(*shape, seed=0):
 
 
 def params_of():
-    """Shards of `up` cut blocks of 128 and 32."""
+    """Return parameters; shards of `up` split blocks of 128 and 32."""
     return {"up": {"w": values(64, 32), "b": values(64, seed=1)}, "down": {"w": values(32, 64, seed=2) / 8}}
 
 
@@ -64,7 +64,7 @@ def loss_of(params, states, x, key, recipe, **options):
 
 
 def states_of(recipe):
-    """A tree like the parameters."""
+    """Return a tree of states like the parameters."""
     if not recipe.stateful:
         return None
     return {"up": {"w": init_delayed(recipe), "b": None}, "down": {"w": init_delayed(recipe)}}
@@ -79,7 +79,7 @@ def spec_of(path, p):
 
 
 def specs_of(tree):
-    """Of trees with the paths of parameters at their ends, as states of optax."""
+    """Return the specs of a tree whose paths end in those of parameters, as optax states do."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: spec_of(jax.tree_util.keystr(path), leaf), tree)
 
 
@@ -95,7 +95,7 @@ def mesh_of(mode):
 
 
 def train(recipe, mode, *, primary, inner, micro=1, steps=STEPS):
-    """Losses, and the float32 values, of some steps. Everything is donated."""
+    """Train with donated buffers, and return the losses and the float32 values."""
     mesh, local = mesh_of(mode), mode.startswith("shard_map")
     batch = P(tuple(mesh.axis_names))
     options = {} if mode == "one device" else {"weight_spec": P("fsdp"), "gather_axis": "fsdp"}
@@ -180,7 +180,7 @@ def assert_same_bits(name, mode, inner=None, **options):
 
 @pytest.mark.parametrize(("name", "mode"), [(name, list(MODES)[i % len(MODES)]) for i, name in enumerate(GATHERED)])
 def test_bits_of_float32_weights(name, mode):
-    """Losses and masters, donated; and codes are those of the masters, cut as these are."""
+    """Losses and masters have the bits of float32 training; codes are those of the masters, with their sharding."""
     assert_same_bits(name, mode)
 
 
@@ -192,13 +192,13 @@ def test_bits_of_float32_weights_for_all(name, mode):
 
 
 def test_bits_of_float32_weights_over_microbatches():
-    """Codes are made once for all of them; and what is within may be any chain, which sees float32 alone."""
+    """Codes are computed once for all microbatches, and the inner transform may be any chain: it sees float32 alone."""
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.05, momentum=0.9))
     assert_same_bits("CurrentScaling", "Auto", inner, micro=2)
 
 
 def in_shard_map(recipe, micro):
-    """The HLO of a step over four devices with a `scan` over microbatches."""
+    """Lower a step over four devices with a `scan` over microbatches."""
     mesh = mesh_of("shard_map")
     masters = optimizer(optax.sgd(0.01), recipe, spec=spec_of, axis_name="fsdp")
     params = params_of()
@@ -224,7 +224,7 @@ def in_shard_map(recipe, micro):
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
 def test_codes_are_made_once_a_step(name):
-    """Outside of the loop over microbatches, with one reduction for all weights. In it, codes are gathered."""
+    """Casts are outside the loop over microbatches, with one all-reduce for all weights; inside, codes are gathered."""
     lowered = in_shard_map(RECIPES[name], micro=3)
     found = collectives(lowered.compile())
     gathered = {array for kind, arrays in found if kind == "all-gather" for array in arrays}
@@ -239,7 +239,7 @@ def test_codes_are_made_once_a_step(name):
 
 
 def test_stacked_weights():
-    """Layers that are scanned over: each has scales of its own, and the bits of a weight that is alone."""
+    """Layers stacked for `scan` have a scale each, and the bits of separate float32 weights."""
     stack, x = values(3, 32, 32), values(32, 32, seed=1)
     inner = optax.adam(0.01)
 
@@ -267,7 +267,7 @@ def test_stacked_weights():
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
 def test_weights_as_flax_has_them(name):
-    """[K, N], whose codes lie as it does."""
+    """Weights [K, N] have codes in the same layout."""
     recipe, w, x = RECIPES[name], values(32, 64), values(ROWS, 32, seed=1)
     inner = optax.sgd(0.01)
     masters = optimizer(inner, recipe)
@@ -290,7 +290,7 @@ def test_weights_as_flax_has_them(name):
 
 
 def test_a_checkpoint(tmp_path):
-    """State and parameters by orbax, and back, sharded as they were; and parameters by masters alone."""
+    """orbax restores state and parameters with their sharding; masters alone restore the parameters."""
     ocp = pytest.importorskip("orbax.checkpoint")
     recipe, mesh = RECIPES["NVFP4"], mesh_of("Auto")
     masters = optimizer(optax.adam(0.01), recipe, spec=spec_of)
@@ -313,7 +313,7 @@ def test_a_checkpoint(tmp_path):
 
 
 def test_a_train_state_of_flax():
-    """What calls `init`, `update` and `optax.apply_updates` by itself."""
+    """flax's TrainState calls `init`, `update` and `optax.apply_updates`."""
     masters = optimizer(optax.sgd(0.1), "MXFP8")
     TrainState = pytest.importorskip("flax.training.train_state").TrainState
     state = TrainState.create(apply_fn=None, params={"w": values(32, 32)}, tx=masters)
@@ -385,7 +385,7 @@ def test_errors(call, error, text):
 
 
 def adapted(adapters, base, x, key, recipe, **options):
-    """LoRA: a frozen weight, and the product of two thin ones in high precision beside it."""
+    """Return a LoRA loss: a frozen weight, plus a product of two thin matrices in high precision."""
     y = linear(x, base, recipe, seed=key, **options) + (x @ adapters["a"].T) @ adapters["b"].T
     return jnp.sum((y - jnp.concatenate([x, -x], axis=1)) ** 2) / ROWS
 
@@ -399,7 +399,7 @@ def often(name):
     [pytest.param(name, list(MODES)[-i % len(MODES)], marks=often(name)) for i, name in enumerate(STATELESS)],
 )
 def test_adapters_of_a_frozen_base(name, mode):
-    """The base is codes, which travel as they are; adapters learn with the bits of a base in float32."""
+    """The base is codes, gathered as they are; adapters have the bits of a float32 base."""
     recipe, mesh, local = STATELESS[name], mesh_of(mode), mode.startswith("shard_map")
     batch = P(tuple(mesh.axis_names))
     gathers = {} if mode == "one device" else {"weight_spec": P("fsdp"), "gather_axis": "fsdp"}

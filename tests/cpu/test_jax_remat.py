@@ -1,6 +1,6 @@
-"""What `linear` does once: casts of an x that several weights share, and of what policies of `jax.checkpoint` keep.
+"""Casts of an x that several weights share, and casts that policies of `jax.checkpoint` save.
 
-How often codes are gathered is in test_jax_h100.py: XLA for CPUs schedules nothing.
+test_jax_h100.py counts gathers of codes: XLA for CPUs does not schedule collectives.
 """
 
 import functools
@@ -30,7 +30,7 @@ X, WS = values(ROWS, WIDTH), [values(WIDTH, WIDTH, seed=seed) / 8 for seed in (1
 
 
 def casts(compiled):
-    """The calls that read what is to be cast."""
+    """Count the calls that read a tensor to cast it."""
     calls = [line for line in compiled.as_text().splitlines() if 'custom_call_target="' in line]
     return sum(f'custom_call_target="{name}' in line for line in calls for name in CASTS)
 
@@ -41,7 +41,7 @@ def on_mesh(kind, *arrays):
 
 
 def heads(x, ws, recipe=RECIPE, **options):
-    """q, k and v of an x that is computed, and something of all of them."""
+    """Return a loss of q, k and v, which share a computed x, and the three."""
     x = jnp.tanh(x)
     q, k, v = (linear(x, w, recipe, weight_spec=P("fsdp", None), gather_axis="fsdp", **options) for w in ws)
     return jnp.sum(q * k * v), (q, k, v)
@@ -49,7 +49,7 @@ def heads(x, ws, recipe=RECIPE, **options):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_weights_that_share_x_cast_it_once(kind):
-    """Three weights, x once, three gradients: the amax of each, and its cast. Bits are those of each weight alone."""
+    """x is cast once for three weights; each of the 7 casts has an amax. Bits are those of each weight alone."""
     mesh, (x, *ws) = on_mesh(kind, X, *WS)
     with jax.set_mesh(mesh):
         grad = jax.jit(jax.grad(heads, argnums=(0, 1), has_aux=True))
@@ -62,7 +62,7 @@ def test_weights_that_share_x_cast_it_once(kind):
 
 
 def test_what_one_branch_casts_another_cannot_use():
-    """x comes from outside of both; and what another format, or another seed, makes of it is something else."""
+    """A cast in one branch of `cond`, in another format or with another seed is not reused, although both read the same x."""
 
     def chosen(x, ws, first):
         own = jax.lax.cond(first, lambda: linear(x, ws[0], RECIPE), lambda: linear(x, ws[1], RECIPE))
@@ -79,7 +79,7 @@ POLICIES = {"none": None, "codes": policies.codes_saveable, "products": policies
 
 
 def layered(recipe, policy, x, ws, states):
-    """Of two layers under `jax.checkpoint`; policy "off" is without."""
+    """Return the loss of two layers under `jax.checkpoint`; policy "off" is without."""
 
     def layer(h, w, state):
         given = {"state": state} if recipe.stateful else {"seed": 3}
@@ -92,10 +92,10 @@ def layered(recipe, policy, x, ws, states):
     return jnp.sum(x * x)
 
 
-@pytest.mark.usefixtures("optimized")  # Without, XLA adds up products that it recomputes in another order.
+@pytest.mark.usefixtures("optimized")  # Without it, XLA sums recomputed products in another order.
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
 def test_policies_keep_what_was_cast(name):
-    """Bits are the same; casts are as many as without `jax.checkpoint`, which by itself casts x and w again."""
+    """A policy keeps the bits, and casts as often as without `jax.checkpoint`, which alone casts x and w again."""
     recipe = as_recipe(name, "test")
     mesh, (x, *ws) = on_mesh(AxisType.Auto, X, *WS[:2])
     states = [init_delayed(recipe) if recipe.stateful else None] * 2
@@ -114,7 +114,7 @@ def test_policies_keep_what_was_cast(name):
 
 
 def test_policies_keep_no_more():
-    """By kind: bytes of codes that backward reads, of those that forward alone reads, and of products."""
+    """Policies save codes for backward and for forward, and products, but no other residual."""
     from jax._src.ad_checkpoint import saved_residuals
 
     def kept(policy):
@@ -129,7 +129,7 @@ def test_policies_keep_no_more():
 
 
 def test_gradient_in_bfloat16():
-    """Of an fp32 weight with values of bfloat16: the numbers of that weight in bfloat16, in the dtype of its own."""
+    """With `grad_dtype`, an fp32 weight with bfloat16 values has the gradient of that weight in bfloat16, in fp32."""
     w = WS[0].astype(jnp.bfloat16)
     for recipe in (RECIPE, "MXFP8"):
         grad = jax.grad(lambda w, recipe=recipe, **options: jnp.sum(linear(X, w, recipe, **options) ** 2))
@@ -138,7 +138,7 @@ def test_gradient_in_bfloat16():
         assert_bits_equal(made.astype(jnp.bfloat16), np.asarray(grad(w)))
         exact = grad(w.astype(jnp.float32), grad_dtype=jnp.float32)
         assert_bits_equal(exact, np.asarray(grad(w.astype(jnp.float32))))
-        # By its program: on one device, newer XLA for CPUs does not round what is widened at once.
+        # Read the program: on one device, newer XLA for CPUs skips a rounding that is widened at once.
         for dtype in ("bfloat16", "float32"):
             program = str(jax.make_jaxpr(functools.partial(grad, grad_dtype=dtype))(w.astype(jnp.float32)))
             products = re.findall(r"preferred_element_type=(\w+)", program)

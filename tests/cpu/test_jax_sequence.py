@@ -1,7 +1,7 @@
-"""`linear` where batch and sequence are cut: x `[B, S, K]` under `P("data", "seq")`, beside cuts of K and N.
+"""`linear` with batch and sequence sharded: x `[B, S, K]` under `P("data", "seq")`, with shardings of K and N.
 
-What comes out is what one device makes of the whole, and a device does what it would do for bfloat16: it multiplies its
-own rows, and nothing of x or dy moves but the amaxes of blocks that shards share. test_jax_h100.py has that of GPUs.
+Results equal those of one device. Devices multiply local rows, as in bfloat16: x and dy are not sent, only the amaxes
+of blocks that shards share. test_jax_h100.py checks the same for GPUs.
 """
 
 import functools
@@ -20,10 +20,10 @@ from support.awkward import TAME, assert_bits_equal, awkward_values
 from support.hlo import collectives
 
 RECIPES = {
-    **{name: recipe for name, recipe in recipes.NAMED.items() if name != "MXFP6"},  # It has the blocks of MXFP8.
+    **{name: recipe for name, recipe in recipes.NAMED.items() if name != "MXFP6"},  # Same blocks as MXFP8.
     "squares": recipes.BlockScaling(activation=formats.FP8_128x128, gradient=formats.FP8_128x128),
 }
-# Of two kinds of mesh, recipes take turns; test_jax_h100.py has both.
+# Recipes alternate between two kinds of mesh; test_jax_h100.py has both.
 TURNS = {name: (recipe, (AxisType.Auto, AxisType.Explicit)[i % 2]) for i, (name, recipe) in enumerate(RECIPES.items())}
 B, S, K, N = 4, 512, 128, 384
 ROWS = P("data", "seq")
@@ -43,7 +43,7 @@ def operands(batch=B, seq=S, k=K, n=N):
 
 
 def step(x, w, dy, recipe, **options):
-    """y, dx, dw, and the amaxes of a state."""
+    """Return y, dx, dw and the amaxes of a state."""
     states = init_delayed(recipe) if recipe.stateful else None
     y, vjp = jax.vjp(lambda x, w, s: linear(x, w, recipe, seed=5, state=s, **options), x, w, states)
     return y, *vjp(dy)
@@ -55,14 +55,14 @@ def expected(recipe, *sizes):
 
 
 def assert_step(made, recipe, *sizes):
-    for got, want in zip(made[:3], expected(recipe, *sizes)[:3], strict=True):  # The order of fp32 sums.
+    for got, want in zip(made[:3], expected(recipe, *sizes)[:3], strict=True):  # fp32 sums in another order.
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
     for got, want in zip(*(jax.tree.leaves(each[3]) for each in (made, expected(recipe, *sizes))), strict=True):
         assert_bits_equal(got, want)
 
 
 def compiled_step(mesh, recipe, specs, sizes=(), **options):
-    """The program, with its arguments, whose results are cut as their operands are."""
+    """Return the compiled step, whose results are sharded like the operands, and its arguments."""
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     args = [jax.device_put(a, sharding) for a, sharding in zip(operands(*sizes), shardings, strict=True)]
 
@@ -77,14 +77,14 @@ def compiled_step(mesh, recipe, specs, sizes=(), **options):
 
 
 def moved(compiled):
-    """What collectives give, but for amaxes of a tensor and gradients that all devices add to."""
+    """Return the results of collectives, except tensor amaxes and summed gradients."""
     arrays = [array for _, each in collectives(compiled) for array in each]
     return sorted(array for array in arrays if array != "s32[]" and array != f"f32[{N},{K}]")
 
 
 @pytest.mark.parametrize(("recipe", "kind"), TURNS.values(), ids=TURNS)
 def test_batch_and_sequence(recipe, kind):
-    """A device multiplies the 256 rows that it has, three times; y and dx are cut as x is; nothing of them moves."""
+    """Each device multiplies its 256 rows in three products; y and dx are sharded as x, and neither is sent."""
     mesh = mesh_of(kind, 2, 4)
     with jax.set_mesh(mesh):
         compiled, args = compiled_step(mesh, recipe, (ROWS, P(), ROWS))
@@ -97,9 +97,9 @@ def test_batch_and_sequence(recipe, kind):
         assert got.sharding.is_equivalent_to(NamedSharding(mesh, ROWS), 3)
 
 
-# Sizes, how x, w and dy are cut on a mesh of data, seq and model, out_sharding, and what is gathered of blocks.
+# Sizes, shardings of x, w and dy on a mesh of data, seq and model, out_sharding, and the gathered block amaxes.
 CUT_BLOCKS = {
-    # N / 2 is 192, and FFN 11008 over 4 or 8 like it no whole number of 128. Amaxes of parts of blocks of dy, and of w.
+    # N / 2 = 192 is not a multiple of 128, like an FFN of 11008 over 4 or 8. Amaxes of partial blocks of dy and w.
     "columns": (
         (4, 256, 128, 384),
         (P("data"), P("model"), P("data", None, "model")),
@@ -118,7 +118,7 @@ CUT_BLOCKS = {
         ROWS,
         ["s32[1,6]", "s32[2,128,6]"],
     ),
-    # 64 rows a device are half of a block of dw; 40 rows are parts of blocks that go on from one sequence to the next.
+    # 64 local rows are half a block of dw; with 40 rows, blocks continue from one sequence to the next.
     "sequence": ((4, 128, 128, 256), (ROWS, P(), ROWS), None, ["s32[128,2,2]", "s32[256,2,2]"]),
     "short sequence": ((8, 80, 128, 256), (ROWS, P(), ROWS), None, None),
 }
@@ -126,7 +126,7 @@ CUT_BLOCKS = {
 
 @pytest.mark.parametrize("name", CUT_BLOCKS)
 def test_blocks_that_an_explicit_mesh_cuts(name):
-    """They are those of the whole. Amaxes of their parts are shared along the axis that cuts them, and nothing else."""
+    """Blocks are those of the whole. Only amaxes of partial blocks are gathered, along the axis that splits them."""
     sizes, specs, out, gathered = CUT_BLOCKS[name]
     recipe, mesh = recipes.BlockScaling(), mesh_of(AxisType.Explicit, 2, 2, 2)
     with jax.set_mesh(mesh):
@@ -139,7 +139,7 @@ def test_blocks_that_an_explicit_mesh_cuts(name):
 
 
 def test_short_sequence_in_blocks_of_32():
-    """Stored in the order of x: blocks of 32 rows begin amid the 80 of one of the batch and end in the next."""
+    """With 80 rows in a sequence, blocks of 32 rows in the order of x span two sequences."""
     sizes, mesh = (8, 80, 64, 96), mesh_of(AxisType.Explicit, 2, 2)
     with jax.set_mesh(mesh):
         compiled, args = compiled_step(mesh, recipes.MXFP8(), (ROWS, P(), ROWS), sizes)
@@ -149,7 +149,7 @@ def test_short_sequence_in_blocks_of_32():
 
 @pytest.mark.parametrize("kind", ["Auto", "vmap"])
 def test_four_axes(kind):
-    """Any axes; and one more, of vmap, in front."""
+    """x may have four axes, or one more from `vmap`."""
     mesh, recipe = mesh_of(AxisType.Auto, 2, 4), recipes.NVFP4()
     x, w, dy = operands()
     if kind == "vmap":
@@ -165,7 +165,7 @@ def test_four_axes(kind):
         ]
     sharded = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, cut), (w, P()), (dy, cut))]
     compiled = jax.jit(one).lower(*sharded).compile()
-    for got, expect in zip(compiled(*sharded)[:3], want, strict=True):  # The order of fp32 sums.
+    for got, expect in zip(compiled(*sharded)[:3], want, strict=True):  # fp32 sums in another order.
         np.testing.assert_allclose(got, expect, rtol=1e-5, atol=1e-5 * np.abs(expect).max())
     assert "all-gather" not in {kind for kind, _ in collectives(compiled)}
 
@@ -182,10 +182,10 @@ def in_shard_map(recipe, names, *sizes, check_vma=True):
 
 
 def test_shards_draw_what_the_whole_draws():
-    """Rows of a shard do not follow one another in the whole: the spec says where they are, names alone do not."""
+    """Rows of a shard are not adjacent in the whole: a spec gives their offsets to Philox, axis names alone do not."""
     recipe = recipes.NVFP4()
     made = in_shard_map(recipe, ROWS)(*operands())
-    for got, want in zip(made, expected(recipe)[:3], strict=True):  # The order of fp32 sums.
+    for got, want in zip(made, expected(recipe)[:3], strict=True):  # fp32 sums in another order.
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
     y, dx, _ = in_shard_map(recipe, ("data", "seq"))(*operands())
     np.testing.assert_array_equal(y, made[0])  # One scale, and no random numbers.
@@ -223,7 +223,7 @@ def quantize_in_shard_map(fmt, usage, x):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("fmt", ["FP8_E4M3", "FP8_1x128", "MXFP8_E4M3", "MXFP8_32x32", "NVFP4_16x16"])
 def test_quantize(fmt, kind):
-    """Planes in the shapes of `layout.plane`, of blocks that one shard has, or several."""
+    """Planes have the shapes of `layout.plane`, for blocks within one shard or across several."""
     usage = Usage.BOTH
     for shape in (4, 256, 64), (8, 80, 64):
         x = awkward_values(shape, seed=3, kinds=TAME)
@@ -244,7 +244,7 @@ def test_quantize(fmt, kind):
 
 
 def test_quantize_in_shard_map():
-    """A scale of the whole, and blocks that shards do not cut."""
+    """Shards of whole blocks, and one scale for the whole, give the values of the whole."""
     x = awkward_values((4, 256, 64), seed=3, kinds=TAME)
     for fmt, usage in (("FP8_E4M3", Usage.BOTH), ("MXFP8_E4M3", Usage.COLUMNWISE), ("NVFP4_16x16", Usage.ROWWISE)):
         want = reference.quantize(x, formats.FORMATS[fmt], usage).dequantize()

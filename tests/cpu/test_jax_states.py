@@ -1,4 +1,4 @@
-"""Checkpoints of JAX trees, bit for bit: orbax with a target and without, onto another mesh; flax's serialization."""
+"""Checkpoints of JAX trees, bit for bit: orbax with and without a target, onto another mesh, and flax serialization."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mesh_of(count, *shape, names=("a", "b")):
 
 
 def put(tree, mesh):
-    """Every leaf cut along its axes by as many of the mesh's as divide them."""
+    """Shard the axes of every leaf over the mesh axes that divide them."""
 
     def spec(leaf):
         free = list(mesh.axis_names)
@@ -46,7 +46,7 @@ def put(tree, mesh):
 
 @functools.cache
 def tree():
-    """All named formats, in both planes where a format has them, at all kinds of places; and a state."""
+    """Return a tree of all named formats, in both planes where supported, at various depths, and a state."""
     x = jnp.asarray(awkward_values(SHAPE, seed=1))
     coded = {str(fmt): quantize(x, fmt, usage=Usage.BOTH if fmt.transposes else Usage.ROWWISE) for fmt in NAMED}
     deep = quantize(x.astype(jnp.bfloat16).reshape(8, 32, 512), formats.MXFP8_E4M3, usage=Usage.COLUMNWISE)
@@ -67,7 +67,7 @@ def assert_same(got, want):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """What orbax has saved, and what it has of metadata."""
+    """Save a tree by orbax, and return its path and metadata."""
     path = tmp_path_factory.mktemp("orbax") / "all"
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, tree(), custom_metadata={"mine": 1, **describe(tree())})
@@ -85,7 +85,7 @@ def test_orbax_without_a_target(saved):
     plain = restore(path)
     assert not any(isinstance(leaf, QuantizedArray) for leaf in jax.tree.leaves(plain, is_leaf=_is_quantized))
     again = rebuild(plain, metadata.custom_metadata)
-    again["layers"][1] = tuple(again["layers"][1])  # Orbax has lists where tuples were.
+    again["layers"][1] = tuple(again["layers"][1])  # Orbax restores tuples as lists.
     assert_same(again, tree())
 
 
@@ -95,7 +95,7 @@ def _is_quantized(node):
 
 @pytest.mark.parametrize("mesh", [(4, 2, 2), (8, 2, 4), (1, 1)], ids=str)
 def test_orbax_onto_another_mesh(saved, mesh):
-    """With a target that is made of the checkpoint alone."""
+    """The target is built from the checkpoint alone."""
     path, metadata = saved
     other = mesh_of(*mesh)
     target = rebuild(metadata.item_metadata.tree, metadata.custom_metadata)
@@ -114,7 +114,7 @@ def test_orbax_onto_another_mesh(saved, mesh):
 
 
 def test_a_manager_keeps_it(tmp_path):
-    """Of a step, beside a target of eval_shape."""
+    """A CheckpointManager restores a step, with and without a target of eval_shape."""
     made = {"w": tree()["layers"][0]["NVFP4_16x16"]}
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(3, args=ocp.args.StandardSave(made, custom_metadata=describe(made)))
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_refused(saved):
         rebuild({**plain, "layers": [{key: {"data": 1, "scale_inv": 2} for key in plain["layers"][0]}]}, kept)
     with pytest.raises(ValueError, match=r"rebuild: metadata \('\{.version.: 1, .nodes.: \[\{.at.: \[.layers'\) is"):
         rebuild(plain, {"qshard.tree": kept["qshard.tree"].replace("E4M3", "E9M3").replace("e4m3", "e9m3")})
-    # Orbax casts codes to what a target has, in silence.
+    # Orbax silently casts codes to the dtype of the target.
     w = {"w": quantize(jnp.ones(SHAPE), formats.FP8_E4M3)}
     other = {"w": quantize(jnp.ones(SHAPE), formats.FP8_E5M2)}
     with pytest.raises(ValueError, match=r"rebuild: w \(format FP8_E5M2\) was saved with format FP8_E4M3; restore it"):
@@ -203,7 +203,7 @@ def through_orbax(run, folder):
 
 @pytest.mark.parametrize("through", [through_flax, through_orbax])
 def test_a_run_goes_on_with_the_same_bits(through, tmp_path):
-    """Weights, states of the optimizer, and those of delayed scaling."""
+    """Weights, optimizer state and delayed scales resume with the same bits."""
     w = jax.random.normal(jax.random.key(0), (64, 64)) / 8
     run = {"params": {"w": w}, "optimizer": OPTIMIZER.init({"w": w}), "states": init_delayed(RECIPE)}
     xs = jax.random.normal(jax.random.key(1), (4, 16, 64)) * jnp.array([1, 3, 2, 1])[:, None, None]

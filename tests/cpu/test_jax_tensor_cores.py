@@ -1,6 +1,6 @@
-"""GEMMs of codes in JAX, on every kind of mesh: the CPU multiplies them here, as a GPU with tensor cores would.
+"""GEMMs of codes in JAX on every kind of mesh, run on the CPU in place of a GPU with tensor cores.
 
-Results are those of dequantized values, but for the order of sums. What a program does is counted in its text.
+Results equal those of dequantized values up to the order of sums. Operations are counted in the compiled text.
 """
 
 import functools
@@ -33,14 +33,14 @@ def tensor_cores_of_the_cpu(monkeypatch):
 
 
 def values_alone(function):
-    """What `function` gives without tensor cores."""
+    """Call `function` without tensor cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_gemm, "_gpu_of", lambda x: None)
         return function()
 
 
 def step(x, w, dy, **options):
-    """y, and the gradients of x and w."""
+    """Return y, and the gradients of x and w."""
     y, pull = jax.vjp(lambda x, w: linear(x, w, RECIPE, **options), x, w)
     return (y, *pull(dy))
 
@@ -69,7 +69,7 @@ def relative(got, want):
 
 
 def calls(function, *arguments):
-    """How many GEMMs of codes a compiled program has, and how many matrices it dequantizes."""
+    """Count the GEMMs of codes and the dequantized matrices of a compiled program."""
     text = jax.jit(function).lower(*arguments).compile().as_text()
     return tuple(
         len(re.findall(f'custom_call_target="qshard_{name}"', text)) for name in ("gemm_block", "dequantize_block")
@@ -91,7 +91,7 @@ def test_one_device(dtype, layout):
     assert_close(got, want)
 
 
-# How x, w and dy are cut over a mesh of 4 x 2, and what travels that is of the products.
+# Shardings of x, w and dy over a mesh of 4 x 2.
 CUTS = {
     "batch": (P("a"), P(), P("a")),
     "batch, sequence": (P("a", "b"), P(), P("a", "b")),
@@ -105,7 +105,7 @@ CUTS = {
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", CUTS)
 def test_meshes(name, kind):
-    """Every device multiplies what it has, and what is contracted over devices is added up."""
+    """Every device multiplies its local operands, and products contracted over devices are summed."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
     given = [jax.device_put(t, NamedSharding(mesh, spec)) for t, spec in zip(operands(), CUTS[name], strict=True)]
     options = {"weight_spec": CUTS[name][1]} if kind is AxisType.Auto else {}
@@ -134,7 +134,7 @@ def test_shard_map():
 
 
 def test_fsdp_on_an_auto_mesh_scatters_gradients():
-    """The gradient of w is summed over devices that each keep a part of it."""
+    """The gradient of w is reduce-scattered to the shards of w."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     given = [jax.device_put(t, NamedSharding(mesh, P("fsdp"))) for t in operands()]
     run = functools.partial(step, weight_spec=P("fsdp"), gather_axis="fsdp")
@@ -165,19 +165,19 @@ def test_vmap_multiplies_values():
         ({"a": 4}, (P(None, "a"), P()), P("a"), (P(None, "a"), P(None, "a"), P("a"), ((0, "a"),), ())),
         ({"a": 4}, (P("a"), P(None, "a")), P(), (P("a"), P(), P("a"), (), ())),
         ({"a": 4}, (P("a"), P("a")), P(), (P("a"), P(), P("a"), (), ())),
-        ({"a": 4}, (P("a"), P("a")), P(None, "a"), (P(), P("a"), P(None, "a"), (), ())),  # Rows of x, and N.
+        ({"a": 4}, (P("a"), P("a")), P(None, "a"), (P(), P("a"), P(None, "a"), (), ())),  # x along its rows, w along N.
         ({"a": 4}, (P("a"), P()), P(None, "a"), (P("a"), P(), P("a"), (), ())),
         ({"a": 4, "b": 2}, (P("a"), P("b")), P(), (P("a"), P("b"), P("a", "b"), (), ())),
         ({"a": 4, "b": 2}, (P("a", "b"), P(None, "b")), P("a"), (P("a", "b"), P(None, "b"), P("a"), (), ("b",))),
-        ({"a": 3}, (P("a"), P()), P(), (P(), P(), P(), (), ())),  # 256 rows.
-        ({"a": 8}, (P(None, "a"), P(None, "a")), P(), (P(), P(), P(), (), ())),  # Within blocks.
+        ({"a": 3}, (P("a"), P()), P(), (P(), P(), P(), (), ())),  # 256 rows do not divide by 3.
+        ({"a": 8}, (P(None, "a"), P(None, "a")), P(), (P(), P(), P(), (), ())),  # Splits blocks.
         ({"a": 8}, (P(), P("a")), P(), (P(), P("a"), P(None, "a"), (), ())),
-        ({"a": 16}, (P(), P("a")), P(), (P(), P(), P(), (), ())),  # Within blocks.
+        ({"a": 16}, (P(), P("a")), P(), (P(), P(), P(), (), ())),  # Splits blocks.
     ],
     ids=str,
 )
 def test_product_sharding(mesh, specs, out, want):
-    """Of [256, 512] in blocks of 1x128 and [1024, 512] in squares: cuts of rows, of what is contracted, of blocks."""
+    """Shards of rows, of the contracted axis and of blocks, for [256, 512] in 1x128 and [1024, 512] in 128x128 blocks."""
     sides = [PlaneAxes(fmt, Usage.ROWWISE, (0,), (1,)) for fmt in (FP8_1x128, FP8_128x128)]
     got = ProductSharding.of(sides, mesh, ((256, 512), (1024, 512)), specs, out)
     assert [padded(spec) for spec in got[:3]] == [padded(spec) for spec in want[:3]]
@@ -190,7 +190,7 @@ def padded(spec):
 
 
 def test_remat_scan_and_export():
-    """In a loop whose forward is computed again; and saved, where it is of one device."""
+    """A loop with recomputation uses GEMMs of codes; an export for one device has the same bits."""
     x, w, _ = operands()
     ws = jnp.stack([w[:512], -w[:512]])
 
@@ -205,14 +205,14 @@ def test_remat_scan_and_export():
         want = values_alone(lambda: jax.jit(jax.grad(lambda *a: loss(*a)))(*given))
         assert (
             relative(got, want) < 2.0**-6
-        )  # The second layer casts what the first gives: some codes round another way.
+        )  # The second layer casts results of the first: some codes round differently.
         exported = jax.export.export(jax.jit(jax.grad(loss)), disabled_checks=disabled_checks())(*given)
         again = jax.export.deserialize(exported.serialize()).call(*given)
     np.testing.assert_array_equal(again, got)
 
 
 def test_what_is_saved_for_several_devices_multiplies_values():
-    """`custom_partitioning` asks functions of this process, which no file holds."""
+    """A `custom_partitioning` rule is a Python callback of this process, which an export cannot hold."""
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     given = [jax.device_put(t, NamedSharding(mesh, spec)) for t, spec in zip(operands(), CUTS["batch"], strict=True)]
     with jax.set_mesh(mesh):
@@ -224,7 +224,7 @@ def test_what_is_saved_for_several_devices_multiplies_values():
 
 
 def test_without_a_mesh_of_its_own():
-    """`jit` is told how operands are cut; while tracing, nothing is."""
+    """Shardings known to `jit` alone, and not while tracing, still give GEMMs of codes."""
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     cuts = [NamedSharding(mesh, spec) for spec in CUTS["batch"]]
     given = [jax.device_put(t, cut) for t, cut in zip(operands(), cuts, strict=True)]

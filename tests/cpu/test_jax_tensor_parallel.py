@@ -1,7 +1,7 @@
 """`linear` with `gather_rows` and `scatter_rows`: tensor and sequence parallelism in `shard_map`.
 
-x of one is `[B, S, K]` cut along S, of the other along K. Devices have the codes of one device, overlapped or not, and
-what travels between them are codes, and products where sums are of several devices.
+x `[B, S, K]` is sharded along S for `gather_rows`, along K for `scatter_rows`. Devices compute the codes of one device,
+overlapped or not. They send codes, and products where sums span devices.
 """
 
 import functools
@@ -24,7 +24,7 @@ RECIPES = {
     "squares": recipes.BlockScaling(activation=formats.FP8_128x128, gradient=formats.FP8_128x128),
 }
 SIDES = ["gather_rows", "scatter_rows"]
-# Numbers of devices take turns.
+# Device counts take turns.
 TURNS = [(name, side, (2, 4, 8)[(i + j) % 3]) for i, name in enumerate(RECIPES) for j, side in enumerate(SIDES)]
 OFTEN = ("CurrentScaling", "DelayedScaling", "BlockScaling", "NVFP4")
 CUT = P(None, "tp")
@@ -41,9 +41,10 @@ def mesh_of(**sizes):
 
 
 def operands(recipe, devices, exact=False, batch=2, seed=0):
-    """x, w and dy, with one block a device along what is cut. `exact`: products of codes have no order of sums.
+    """Return x, w and dy with one block a device along the sharded axis.
 
-    Such are of 8 bits and exponents near one another, so that fp32 sums of 2048 of them are not rounded.
+    With `exact`, fp32 sums of products of codes are exact in any order: codes have 8 bits and exponents near one
+    another, so sums of 2048 terms are not rounded.
     """
     size = devices * unit_of(recipe)
     shapes = (batch, size, size), (size, size), (batch, size, size)
@@ -54,7 +55,7 @@ def operands(recipe, devices, exact=False, batch=2, seed=0):
 
 
 def step(x, w, dy, recipe, **options):
-    """y, dx, dw, and the amaxes of a state."""
+    """Return y, dx, dw and the amaxes of a state."""
     states = init_delayed(recipe) if recipe.stateful else None
     y, vjp = jax.vjp(lambda x, w, s: linear(x, w, recipe, seed=5, state=s, **options), x, w, states)
     return y, *vjp(dy)
@@ -70,7 +71,7 @@ def in_parts(recipe, side, devices, *, check_vma=True, **options):
 
 
 def assert_close(made, want):
-    for got, expect in zip(made[:3], want[:3], strict=True):  # The order of fp32 sums.
+    for got, expect in zip(made[:3], want[:3], strict=True):  # fp32 sums in another order.
         np.testing.assert_allclose(got, expect, rtol=1e-5, atol=1e-5 * np.abs(expect).max())
 
 
@@ -81,7 +82,10 @@ def assert_same(made, want):
 
 @pytest.mark.parametrize(("name", "side", "devices"), TURNS)
 def test_bits_of_one_device(name, side, devices):
-    """Where no sum is rounded, all is that of one device, so codes are. NVFP4's values are not of few bits."""
+    """With exact sums, results have the bits of one device, so codes are the same.
+
+    NVFP4 values have too many bits for it.
+    """
     recipe = RECIPES[name]
     given = operands(recipe, devices, exact=True)
     want = jax.jit(functools.partial(step, recipe=recipe))(*given)
@@ -107,7 +111,7 @@ def test_overlap_changes_no_bit(name, side, devices):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_sums_are_defined(side):
-    """Of y, or dx: those of the devices before, the nearest first, then its own, in fp32."""
+    """Sums of y or dx add the parts of preceding devices, nearest first, then the local part, in fp32."""
     devices, recipe = 4, RECIPES["CurrentScaling"]
     x, w, dy = operands(recipe, devices)
     y, dx, _, _ = in_parts(recipe, side, devices, overlap=True)(x, w, dy)
@@ -125,7 +129,7 @@ def test_sums_are_defined(side):
         assert_bits_equal(made[:, chunk], total * np.float32(qa.scale_inv * qb.scale_inv))
 
 
-# --- what travels ---
+# --- collectives ---
 
 
 def arrays_of(compiled, kind):
@@ -135,7 +139,10 @@ def arrays_of(compiled, kind):
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
 def test_what_travels(name, side):
-    """Of values, products alone; overlapped, 3 pieces of codes and 3 of products in both passes. Amaxes are 4 bytes."""
+    """Only products are sent in high precision; overlapped, 3 chunks of codes and 3 of products in both passes.
+
+    Amaxes are 4 bytes.
+    """
     devices, recipe = 4, RECIPES[name]
     given = operands(recipe, devices)
     size = given[0].shape[1]
@@ -157,7 +164,7 @@ def test_what_travels(name, side):
 
 
 def test_one_device_on_the_axis():
-    """It has all rows: nothing travels, and blocks need not be whole."""
+    """A single device has all rows: there are no collectives, and blocks need not be whole."""
     recipe = recipes.NVFP4()
     given = tuple(a[:, :40] if a.ndim == 3 else a for a in operands(recipe, 2))
     for side in SIDES:
@@ -171,7 +178,7 @@ def test_one_device_on_the_axis():
 
 @pairs(name=["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"], layout=["NK", "KN"], side=SIDES)
 def test_with_fsdp(name, layout, side):
-    """x `[B, S, K]` cut along B by FSDP, which cuts the rows of w too."""
+    """x `[B, S, K]` is sharded along B by FSDP, which shards the rows of w too."""
     recipe, mesh = RECIPES[name], mesh_of(fsdp=2, tp=2)
     x, w, dy = operands(recipe, 4, exact=True)
     w = w if layout == "NK" else w.T
@@ -191,7 +198,7 @@ def test_with_fsdp(name, layout, side):
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("lead", [(64,), (64, 3), (2, 3, 64)], ids=str)
 def test_axis_that_is_cut(lead, side):
-    """The last before K, unless a spec says else: rows first, as Megatron has them, or behind two others."""
+    """The axis before K is sharded, unless a spec names another: rows first, as in Megatron, or behind two axes."""
     recipe, at = recipes.MXFP8(), lead.index(64)
     rng = np.random.default_rng(1)
     x, w, dy = (rng.standard_normal(shape).astype(np.float32) for shape in ((*lead, 64), (64, 64), (*lead, 64)))
@@ -213,7 +220,7 @@ def test_without_types(name, side):
 
 
 def test_not_finite():
-    """One infinity makes the rows NaN that one device has as NaN, and a device of zeros alone is one of the others."""
+    """An infinity gives NaN in the rows where one device has NaN; a device with zeros alone changes nothing."""
     recipe = recipes.MXFP8()
     x, w, dy = (a.copy() for a in operands(recipe, 4))
     x[1, 70, 3] = np.inf
@@ -239,7 +246,7 @@ def test_parts_of_sums_beyond_float16(name):
 
 
 def test_refusals():
-    """What test_error_catalogue_jax.py cannot have, on a mesh of one axis."""
+    """Errors on a mesh of two axes; test_error_catalogue_jax.py has those of one axis."""
 
     def call(local):
         mesh, x = mesh_of(fsdp=2, tp=2), np.ones((64, 64), np.float32)
@@ -258,7 +265,7 @@ def test_refusals():
 
 
 def test_codes_with_scales_of_their_own():
-    """Frozen codes of parts of w, each under the scale of its part: products are scaled before they are added."""
+    """Frozen codes with one scale per shard of w: products are scaled before they are summed."""
     recipe = recipes.CurrentScaling()
     x, w, _ = operands(recipe, 2)
     w = w * np.repeat(np.float32([1, 64]), w.shape[1] // 2)

@@ -1,4 +1,4 @@
-"""Probes of `qshard.jax.linear`: rows are those of `stats` of what a step makes, in every mode, and no bit changes."""
+"""Probes of `qshard.jax.linear`: rows equal `stats` of the operands, in every mode, and no result changes."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ def given_to(recipe):
 
 
 def step(recipe, x, w, dy, probe, **options):
-    """Loss, gradients of x and w, and what the probe has seen."""
+    """Return the loss, the gradients of x and w, and the cotangent of the probe."""
     options = {**given_to(recipe), **options}
     state = options.pop("state")
 
@@ -57,7 +57,7 @@ def assert_row_is(row, x, fmt):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_on_one_device(name):
-    """The bits of the step are those without a probe."""
+    """A probe changes no bit of the step."""
     recipe, (x, w, dy) = RECIPES[name], operands()
     run = functools.partial(jax.jit, static_argnums=0)(step)
     plain = run(recipe, x, w, dy, None)
@@ -74,7 +74,7 @@ def test_on_one_device(name):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("name", RECIPES)
 def test_sharded_over_devices(name, kind):
-    """Under jit on eight devices counts are those of whole arrays."""
+    """Under jit on eight devices, counts are those of whole arrays."""
     recipe, (x, w, dy) = RECIPES[name], operands(256)
     want = numerics_of(step(recipe, x, w, dy, init_numerics())[1][2], recipe)
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(kind,))
@@ -97,7 +97,7 @@ def assert_alike(rows, want):
 
 @pytest.mark.parametrize(("name", "check_vma"), [*((name, True) for name in RECIPES), ("NVFP4", False)])
 def test_in_shard_map(name, check_vma):
-    """One scale for all of x, by axis_name: rows of the whole. Shards of w cut blocks of square formats."""
+    """With one scale for x by axis_name, rows are those of the whole. Shards of w split 2-D blocks."""
     recipe, (x, w, dy) = RECIPES[name], operands(256)
     want = numerics_of(step(recipe, x, w, dy, init_numerics())[1][2], recipe)
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
@@ -116,7 +116,7 @@ def test_in_shard_map(name, check_vma):
 
 
 def test_a_probe_for_each_device():
-    """Cut along a leading axis, it sees what its device has; without axis_name each has its own scale."""
+    """Probes sharded along a leading axis count their own device; without axis_name, each has its own scale."""
     x, w, dy = operands(256)
     x *= np.linspace(1, 2, 256, dtype=np.float32)[:, None]
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
@@ -135,7 +135,7 @@ def test_a_probe_for_each_device():
 
 
 def test_scan_and_remat():
-    """A probe a layer, threaded as weights are; what remat computes again is seen once."""
+    """A scan takes a probe per layer; recomputation does not count twice."""
     x, w = jnp.ones((32, 64)), jnp.stack([jnp.eye(64) * factor for factor in (1.0, 2.0, 4.0)])
 
     def loss_of(probes):
@@ -151,7 +151,7 @@ def test_scan_and_remat():
 
 
 def test_beside_the_gradient_of_a_state():
-    """A step of delayed scaling differentiates with respect to its states, too."""
+    """A step of delayed scaling differentiates states and probes together."""
     recipe, (x, w, _) = DelayedScaling(), operands()
 
     def loss_of(state, probe):
