@@ -79,7 +79,7 @@ def home(name: str) -> str:
 
 @functools.cache
 def uses(module: str) -> set[str]:
-    """Return modules that define the imports and module attributes of a module; `.qshard.` stands for both front ends."""
+    """Return modules that define what a module imports or reads; `.qshard.` stands for both front ends."""
     names = set(imported(module).values())
     for node in ast.walk(modules()[module][1]):
         match node:

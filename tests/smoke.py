@@ -1,4 +1,4 @@
-"""Smoke test of an installed qshard on one framework, without pytest or this repository: `python -P tests/smoke.py jax`.
+"""Smoke test of an installed qshard on one framework, without pytest or the repository: `python -P tests/smoke.py jax`.
 
 Quantizes in a format of each kind and runs a linear layer forward and backward. Quantized tensors must have the bits of
 `qshard.reference`, and products the bits of NumPy, on small integers whose sums are exact.
