@@ -1,7 +1,7 @@
-"""Test session set-up: devices, hypothesis profiles, the gpu marker and the `front` fixture.
+"""Session set-up: devices, hypothesis profiles, the gpu marker and the `front` fixture.
 
-Imports neither jax nor torch, so that tests/null runs where they are not installed. What must be known before JAX
-starts is put into the environment here, unless the caller has set it.
+Imports neither jax nor torch, so that tests/null runs without them. Sets the environment variables that JAX reads at
+start-up, unless the caller has set them.
 """
 
 import importlib.util
@@ -19,26 +19,26 @@ from support.fronts import FRONTS, Front
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 OF_DOCS = ("_page", "_pages", "_site", "_readme")
-"""The last words of modules that test documentation."""
+"""Name suffixes of modules that test documentation."""
 HIDDEN = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 HAS_NVIDIA = not HIDDEN and any(Path("/dev").glob("nvidia[0-9]*"))
 JAX_HAS_CUDA = HAS_NVIDIA and any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins"))
 
-# Eight host devices stand in for eight accelerators. CPU comes first also where CUDA is present: jax.devices() is then
-# the same on every machine, and a GPU test names its device.
+# Eight host devices stand in for eight accelerators. CPU comes first even with CUDA, so that jax.devices() is the same
+# on every machine; a GPU test names its device.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if JAX_HAS_CUDA else "cpu")
-# XLA compiles for CPUs in two thirds of the time if LLVM does not optimize. `make nightly` runs all tests as users run.
+# Without LLVM optimizations, XLA compiles for CPUs in two thirds of the time. `make nightly` runs with them.
 if not HAS_NVIDIA:
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Torch and JAX share the GPU in one process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# What a shell runs in the background ignores Ctrl-C, and so would the programs that tests start and interrupt.
+# Background jobs of a shell ignore SIGINT, and the programs that tests start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# CI draws the same examples in every run and keeps none; a slow, shared machine must not fail a test by its pace.
+# CI runs the same examples every time and stores none. No deadline: machines may be slow and shared.
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
@@ -49,9 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `front` runs in each framework, on the CPU and, where there is one, on the GPU.
+    """Parametrize tests with `front` over frameworks and over the CPU and, if present, the GPU.
 
-    Tests in tests/gpu run on the GPU alone. The GPU runs carry the gpu marker, so `-m gpu` picks them from all tests.
+    Tests in tests/gpu run on the GPU only. GPU cases carry the gpu marker, so `-m gpu` selects them from all tests.
     """
     if "front" not in metafunc.fixturenames:
         return
@@ -80,7 +80,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def absent(config: pytest.Config, what: str) -> None:
-    """Skip a GPU test, or fail it under --gpu, where a skip would pass for a run."""
+    """Skip a GPU test, or fail it under --gpu, where a skip would look like a pass."""
     if config.getoption("--gpu"):
         pytest.fail(what, pytrace=False)
     pytest.skip(what)
@@ -88,7 +88,7 @@ def absent(config: pytest.Config, what: str) -> None:
 
 @pytest.fixture(autouse=True)
 def first_gpu(request: pytest.FixtureRequest) -> None:
-    """JAX leaves a GPU current on which it worked last, but torch captures graphs on that of its first capture."""
+    """Reset the current GPU: JAX changes it, but torch captures graphs on the GPU of its first capture."""
     torch = sys.modules.get("torch")
     if request.node.get_closest_marker("gpu") and torch is not None:
         torch.cuda.set_device(0)
@@ -96,7 +96,7 @@ def first_gpu(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def optimized() -> Iterator[None]:
-    """Programs that JAX compiles in a test are those of users, with all optimizations of XLA."""
+    """Compile the JAX programs of a test with all XLA optimizations, as users do."""
     if importlib.util.find_spec("jax") is None:
         yield
         return

@@ -1,7 +1,7 @@
 """Prints the test files nearest to a source file: `python tests/near.py qshard/layout.py`. `make near` runs them.
 
-Near to any file are tests that name it. Near to Python are tests that import it, at first hand or through modules. Near
-to a file of `ffi/` are the tests of all kernels, and tests that name an op whose body or kernels include the file.
+A test is near a file that it names. It is near a Python module that it imports, directly or through other modules. It
+is near a file of `ffi/` if it names an op whose body or kernels include the file; kernel tests are near all of `ffi/`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KERNEL_TESTS = "tests/cpu/test_kernels_simd.py"
 
 
 def near(file: str) -> list[str]:
-    """Test files, the nearest first; none for what is not a file of the repository."""
+    """Return test files, the nearest first; none if `file` is not in the repository."""
     path = (REPOSITORY / file).resolve()
     if not (path.is_file() and path.is_relative_to(REPOSITORY)):
         return []
@@ -40,14 +40,14 @@ def near(file: str) -> list[str]:
 
 @functools.cache
 def tests() -> dict[str, str]:
-    """The text of each test file; those with processes or a GPU are last."""
+    """Return the text of each test file; tests of several processes or of GPUs come last."""
     found = sorted(REPOSITORY.glob("tests/*/test_*.py"), key=lambda path: (path.parent.name in ("dist", "gpu"), path))
     return {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in found}
 
 
 @functools.cache
 def modules() -> dict[str, tuple[str, ast.Module]]:
-    """The path and the tree of each module of the package and of tests, by the name that it is imported by."""
+    """Map import names of the package's and the tests' modules to their path and syntax tree."""
     found = {}
     for top, prefix in (("qshard", "qshard."), ("torch_bridge", "qshard.torch_bridge."), ("tests", "")):
         for path in (REPOSITORY / top).rglob("*.py"):
@@ -59,7 +59,7 @@ def modules() -> dict[str, tuple[str, ast.Module]]:
 
 @functools.cache
 def imported(module: str) -> dict[str, str]:
-    """The modules, or names in modules, that the names of a module stand for."""
+    """Map each name that a module imports to its qualified name."""
     found = {}
     for node in ast.walk(modules()[module][1]):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -70,7 +70,7 @@ def imported(module: str) -> dict[str, str]:
 
 
 def home(name: str) -> str:
-    """The module that defines a name, where the module of the name imports it from there."""
+    """Return the module that defines a name, following re-exports."""
     module, _, last = name.rpartition(".")
     if name in modules() or module not in modules() or imported(module).get(last, name) == name:
         return name if name in modules() else module
@@ -79,7 +79,7 @@ def home(name: str) -> str:
 
 @functools.cache
 def uses(module: str) -> set[str]:
-    """The modules that define what a module imports and what it reads of modules, by `.qshard.` of both front ends."""
+    """Return modules that define what a module imports or reads; `.qshard.` stands for both front ends."""
     names = set(imported(module).values())
     for node in ast.walk(modules()[module][1]):
         match node:
@@ -91,7 +91,7 @@ def uses(module: str) -> set[str]:
 
 
 def importers(file: str) -> dict[str, int]:
-    """The tests that use a module, by how many imports; none through a package, which imports all that it holds."""
+    """Map tests that use a module to the number of imports between them. Package `__init__`s do not count as links."""
     edge = {name for name, (path, _) in modules().items() if path == file}
     left = {name for name, (path, _) in modules().items() if not path.endswith("__init__.py")} - edge
     found: dict[str, int] = {}
@@ -103,7 +103,7 @@ def importers(file: str) -> dict[str, int]:
 
 
 def ops_of(file: str) -> set[str]:
-    """The ops whose body includes a file of `ffi/`, or the launchers (`kernels/*.h`) of kernels that include it."""
+    """Return ops whose body includes a file of `ffi/`, or includes launchers (`kernels/*.h`) of kernels that do."""
     texts = {path.relative_to(FFI).as_posix(): path.read_text() for path in FFI.rglob("*.*") if path.suffix != ".pyc"}
     headers = {name: set(re.findall(r'^#include "(.*)"', text, re.MULTILINE)) for name, text in texts.items()}
     reached, edge = {file}, {file}
@@ -115,7 +115,7 @@ def ops_of(file: str) -> set[str]:
 
 
 def naming(ops: set[str]) -> list[str]:
-    """The tests that name these ops, those of most ops first."""
+    """Return tests that name these ops, sorted by the number of ops, descending."""
     counts = {test: len(ops & set(re.findall(r"\w+", text))) for test, text in tests().items()}
     return sorted(filter(counts.get, counts), key=counts.get, reverse=True)
 

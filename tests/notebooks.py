@@ -1,7 +1,7 @@
 """Execute the notebooks and compare their outputs with those stored in them: `python tests/notebooks.py [--write]`.
 
-`make notebooks` runs it. With `--write`, the new outputs are stored instead. Pictures are compared by their number,
-text word by word, and numbers with a tolerance: CPUs differ in the last digits of a training run.
+`make notebooks` runs it. `--write` stores the new outputs instead. Pictures are only counted, text is compared word by
+word, and numbers with a tolerance, because CPUs differ in the last digits of a training run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from PIL import Image
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 RELATIVE, ABSOLUTE = 0.1, 0.06
-"""Tolerance of numbers in text: losses and shares of a short training run on another CPU."""
+"""Tolerances of numbers in text: losses and percentages of a short training run on another CPU."""
 LARGEST = 600_000
-"""Bytes of a notebook with its outputs, so that code hosts still show it."""
+"""Maximum bytes of a notebook with outputs; code hosts do not render larger ones."""
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 

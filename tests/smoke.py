@@ -1,7 +1,7 @@
-"""An installed qshard on one framework, without pytest or anything of this repository: `python -P tests/smoke.py jax`.
+"""Smoke test of an installed qshard on one framework, without pytest or the repository: `python -P tests/smoke.py jax`.
 
-Quantizes in a format of each kind, and takes one forward and backward pass of a linear layer. All bits are compared:
-those of tensors with `qshard.reference`, those of products with NumPy, on whole numbers that every sum holds exactly.
+Quantizes in a format of each kind and runs a linear layer forward and backward. Quantized tensors must have the bits of
+`qshard.reference`, and products the bits of NumPy, on small integers whose sums are exact.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Calls of any op, drawn from its row of `ffi/ops.def`: legal attributes, shapes that fit, values that break formats.
+"""Random calls of any op, generated from its row of `ffi/ops.def`: legal attributes, valid shapes, edge-case values.
 
-A new op, attribute or element is drawn without an edit here, unless rows cannot say what it takes: `legal`, `_lists`
-and `_values` have what bodies of ops and meanings of operands add to a row.
+New ops, attributes and elements need no edit here, unless their constraints are not in the row: `legal`, `_lists` and
+`_values` add the constraints from op bodies and the meanings of operands.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from support.awkward import DTYPES, KINDS, TAME, awkward_values
 
 SPECS = {**table(), **multi_table()}
 FLOATS = tuple(map(str, DTYPES))
-# Next to vectors and tiles of kernels, and more than one panel of them.
+# Sizes next to the vectors and tiles of kernels, and more than one panel.
 LENGTHS = (0, 1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 64, 65, 80, 127, 128, 129, 160, 257, 300, 1030)
 WIDE = (1, 2, 32, 4128, 4130)
-"""More columns than a task of the CPU's kernels takes."""
+"""Column counts that exceed one task of the CPU kernels."""
 FEW = (0, 1, 2, 3, 4, 6)
 _OF_FORMATS = {fmt.block_of(usage) for fmt in FORMATS.values() if fmt.block for usage in Usage}
-# Those of formats, those that divide nothing, and those larger than a piece or a panel.
+# Blocks of formats, blocks that divide no shape evenly, and blocks larger than a tile or a panel.
 BLOCKS = [
     *sorted(_OF_FORMATS),
     *((1, 2), (2, 1), (6, 10), (130, 256), (3, 5), (1, 1), (1, 1000), (300, 2), (7, 130), (300, 300)),
@@ -48,21 +48,21 @@ NUMBERS = {
     "ignore_index": (-100, -1, 2),
 }
 FEW_PARTS = (0, 1, 2, 7)
-"""Of cross entropy: the reference takes them one by one."""
+"""Part counts of cross entropy; small, because the reference loops over parts."""
 IN_ANY_ORDER = tuple(name for name in SPECS if name.startswith("gemm"))
-"""Ops whose sums have the order of the hardware: exact bits are those of the CPU."""
+"""Ops whose order of summation depends on hardware: only CPU results are bit-exact."""
 MOST = 2**16
-"""Elements of an operand, as the reference is slow."""
+"""Maximum elements of an operand; the reference is slow."""
 
 
 @dataclass
 class Call:
-    """An op and what it is given.
+    """An op with attributes and operands.
 
     Attributes:
-      options: attributes, and `dtype`, if a result can be any float.
+      options: attributes, and `dtype` if a result can be any float.
       tensors: shape and dtype of each tensor of each operand; a single operand is a list of one.
-      operands: the same as arrays, once `filled` has made them.
+      operands: arrays of these shapes and dtypes, set by `filled`.
     """
 
     spec: OpSpec
@@ -74,20 +74,20 @@ class Call:
         return f"{self.spec.name} {self.options} of {self.tensors}"
 
     def results(self) -> list[tuple[Shape, str]]:
-        """Shapes and dtypes of the results of an op on single tensors, by the binder."""
+        """Return the binder's shapes and dtypes of the results of an op on single tensors."""
         given = {name: value for name, value in self.options.items() if name != "dtype"}
         single = [one for (one,) in self.tensors]
         return self.spec.results([s for s, _ in single], [d for _, d in single], given, self.options.get("dtype"))
 
 
 def element_of(operand: Operand, options: dict[str, Any]) -> str | None:
-    """The element of an operand that holds codes of one that an attribute names."""
+    """Return the element of an operand's codes if an attribute names it, else None."""
     name = "element" if operand.dtype == "code" else operand.dtype
     return options[name] if name.endswith("element") and name in options else None
 
 
 def codes_per_byte(operand: Operand, options: dict[str, Any]) -> int:
-    """How many codes share a byte, if the operand holds codes; else 1."""
+    """Return the number of codes in a byte; 1 if the operand has no codes."""
     if operand.dtype == "packed":
         return 2
     element = element_of(operand, options)
@@ -95,7 +95,7 @@ def codes_per_byte(operand: Operand, options: dict[str, Any]) -> int:
 
 
 def legal(options: dict[str, Any], row: Any) -> bool:
-    """Whether bodies of ops take this choice, and it is not another one with what has no effect."""
+    """Return whether the op body accepts these attributes, and no attribute is set without effect."""
     element = ELEMENTS.get(options.get("element", ""))
     if options.get("scale_dtype") == "float32":
         if element not in FloatScaling.elements or options.get("rounding", "up") != "up":
@@ -117,7 +117,7 @@ def legal(options: dict[str, Any], row: Any) -> bool:
 
 @functools.cache
 def choices(spec: OpSpec) -> list[dict[str, Any]]:
-    """Every legal choice of attributes that have few values, and of dtypes, shuffled."""
+    """Return every legal combination of dtypes and of attributes with few values, shuffled."""
     values: dict[str, Any] = {}
     for name, (kind, given, *_) in spec.attributes.items():
         few = given or {"bool": (False, True), "float": (0.0, 0.5)}.get(kind)
@@ -134,9 +134,9 @@ def choices(spec: OpSpec) -> list[dict[str, Any]]:
 
 
 def draw(spec: OpSpec, number: int = 0, *, lengths: Sequence[int] = LENGTHS) -> Call:
-    """Call `number`: the numbers from 0 to `len(choices(spec)) - 1` have each choice once.
+    """Generate call `number`: numbers from 0 to `len(choices(spec)) - 1` cover each choice once.
 
-    `lengths` are those of axes to draw from. With one alone, every axis has it, and whole blocks, four or more.
+    Axis lengths are drawn from `lengths`. A single length applies to every axis and has four or more whole blocks.
     """
     rng = random.Random(f"{spec.name} {number} {lengths}")
     for _ in range(1000):
@@ -169,7 +169,7 @@ class _Draw:
         self.even = 2 if packed else 1
 
     def call(self) -> Call | None:
-        """None if the draw does not fit, by the binder, or is too large."""
+        """Return the call, or None if the binder rejects it or it is too large."""
         made = Call(self.spec, self.options)
         if self.spec.many:
             made.tensors = self._lists()
@@ -180,7 +180,7 @@ class _Draw:
             made.tensors.append([(shape, self._dtype(operand, made.tensors))])
         if any(math.prod(shape) > max(MOST, (self.only or 0) ** 2) for ((shape, _),) in made.tensors):
             return None
-        if self.sizes.get("length") == 0:  # A window of delayed scaling, which has an amax or more.
+        if self.sizes.get("length") == 0:  # The amax history of delayed scaling has at least one entry.
             return None
         try:
             made.results()
@@ -225,7 +225,7 @@ class _Draw:
             return major * run
         if major not in self.sizes:
             length = self.rng.choice(FEW_PARTS) if major == "parts" else self._length()
-            if self.rng.random() < 0.5:  # Cut at an edge, which not all rows take.
+            if self.rng.random() < 0.5:  # Partial blocks at the edge, which some ops reject.
                 length = -(-length // run) * run
             self.sizes[major] = -(-length // run)
             return length
@@ -245,7 +245,7 @@ class _Draw:
         }
         return self.rng.choice(some.get(name, [name]))
 
-    # --- ops on lists: their rows leave most to attributes and bodies ---
+    # --- ops on lists: mostly defined by attributes and op bodies, not by rows ---
 
     def _lists(self) -> list[list[tuple[Shape, str]]]:
         n = self.rng.choice([1, 2, 3])
@@ -289,7 +289,7 @@ class _Draw:
     def _adam(self, n: int) -> list[list[tuple[Shape, str]]]:
         options = self.options
         scaled = [options[name] not in FLOATS[:2] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
-        # Rows of whole blocks, of cut blocks, of single elements, and none; some not a multiple of four.
+        # Rows of whole blocks, partial blocks, single elements and no rows; some not a multiple of four.
         shapes: list[Shape] = [(3, 5), (4, 128), (2, 300), (5, 2, 97), (1, 129), (7, 256), (0, 4), (3, 1), (3, 132)]
         if self.small:
             shapes = [(3, 5), (2, 130), (0, 4)]
@@ -317,7 +317,7 @@ class _Draw:
 
 
 def filled(call: Call, number: int = 0) -> Call:
-    """The call with operands, arrays of values that break formats."""
+    """Return the call with operands of edge-case values."""
     rng = np.random.default_rng(number)
     made: list[Any] = []
     for operand, tensors in zip(call.spec.inputs, call.tensors, strict=True):
@@ -363,15 +363,15 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
         x = every_value(dtype, count).reshape(shape)
     else:
         x = awkward_values(shape or (1,), seed, dtype, kinds=kinds).reshape(shape)
-    # Under a scale below 0, zeros that show infinities would have either sign: no formula gives one.
+    # With a negative scale, the sign of zeros that mark infinities is undefined.
     if "amax" in name or name == "history" or (name == "scale" and call.options.get("nonfinite") == "nan"):
         x = np.where(np.isnan(x), x.dtype.type(np.nan), np.abs(x))
-    if name == "scale" and "margin" in call.options:  # 0: none yet.
+    if name == "scale" and "margin" in call.options:  # 0 means unset.
         x = np.where(rng.integers(0, 2, shape), x, x.dtype.type(0))
     if call.spec.name in ("quantize_nvfp4_both", "quantize_nvfp4_stochastic_both") and "global_amax" in name:
         batch = (
             len(call.tensors[0][0][0]) - 2 - call.options["outer"]
-        )  # One a matrix, repeated over axes that a front end may cut.
+        )  # One per matrix, repeated over axes that a front end may shard.
         x = np.broadcast_to(x[(..., *(slice(1),) * (x.ndim - batch))], shape).copy()
     if call.options.get("shared") and operand.terms == ("...",) and x.size:
         x = np.full(shape, x.flat[0])
@@ -379,7 +379,7 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
 
 
 def _far_apart(shape: Shape, rng: np.random.Generator) -> np.ndarray:
-    """Sums of 16 that cancel to their smallest terms, ties of bfloat16, spans next to where the exact path begins."""
+    """Return sums of 16 that cancel to their smallest terms, bfloat16 ties, and exponent spans near the exact path."""
     x = rng.integers(-255, 256, shape).astype(np.float32)
     if rng.integers(2):
         x[..., 8:] = -x[..., : max(0, shape[-1] - 8)]
@@ -389,7 +389,7 @@ def _far_apart(shape: Shape, rng: np.random.Generator) -> np.ndarray:
 
 
 def _words(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.ndarray:
-    """64-bit numbers as pairs of words, the low one first."""
+    """Return uint64 as two uint32, the low one first."""
     numbers = rng.choice(rng.integers(0, 2**64, 3, np.uint64), shape[:-1])
     if name == "starts":
         sizes = np.prod(np.reshape(call.options["shapes"], (-1, 2)), axis=1, dtype=np.int64)
@@ -407,7 +407,7 @@ def _words(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.
 
 
 def _labels(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
-    """Most of classes that are there; next to them, ignored, and none."""
+    """Return labels, mostly of local classes; also neighbouring, ignored and invalid ones."""
     first, columns = call.options.get("first", 0), call.tensors[0][0][0][-1]
     here = first + rng.integers(-1, columns + 2, shape)
     others = rng.choice([call.options.get("ignore_index", 0), -1, -(2**31), 2**31 - 1], shape)
@@ -415,7 +415,7 @@ def _labels(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
 
 
 def _adam_values(call: Call, name: str, shape: Shape, dtype: str, rng: np.random.Generator, i: int) -> np.ndarray:
-    """A wide bell, with zeros, a subnormal, infinities and NaN; states as they are stored."""
+    """Return values of wide range with zeros, a subnormal, infinities and NaN; states in their stored form."""
     from qshard.reference import _adam as adam
 
     if name == "constants":

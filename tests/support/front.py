@@ -1,7 +1,7 @@
-"""What a test may ask of a front end, so that it states a property once: `def test_x(front): ...`; and comparisons.
+"""Interface of a front end, so that a test states a property once for both (`def test_x(front): ...`); and comparisons.
 
-The two front ends are in support/fronts.py. They take and give NumPy arrays. Values keep their ml_dtypes dtype; codes
-(one-byte dtypes) come back as uint8, since bits are what tests compare.
+The two implementations are in support/fronts.py. They take and return NumPy arrays. Values keep their ml_dtypes dtype;
+codes (one-byte dtypes) are returned as uint8, because tests compare bits.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from support.awkward import assert_bits_equal
 
 T = TypeVar("T")
 SlicedPlane = tuple[Format, Usage, tuple[int, ...]]
-"""Of a master weight: its format, which plane is cast, its shape."""
+"""Format, usage of the plane to cast, and shape of a master weight."""
 Products = tuple[np.ndarray, np.ndarray, np.ndarray]
 """y, dx and dw of a linear layer."""
 States = dict[Role, tuple[Any, Any]]
 """(scale, amax_history) of each tensor of a layer."""
 Arrays = Mapping[str, np.ndarray]
 Trained = tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray | None]], np.ndarray | None]
-"""A parameter, the codes and scales of each moment, and the master, if there is one."""
+"""A parameter, the codes and scales of each moment, and the master weight or None."""
 PLANES = ("rowwise", "columnwise")
 PARTS = ("global_scale_inv", "scale_inv", "data")
-"""In the order in which they are compared: wrong scales make all codes wrong."""
+"""Order of comparison: scales first, because wrong scales make all codes wrong."""
 
 
 class Front(Protocol):
-    """What a test may ask of a front end.
+    """Interface of a front end, bound to a device.
 
     Attributes:
       name: "jax" or "torch".
-      device: "cpu" or "cuda", where arrays are put.
+      device: "cpu" or "cuda", the device of arrays.
       qshard: the front end's module, `qshard.jax` or `qshard.torch_bridge`.
-      examples: how many cases of a product a test looks at: a call in JAX is compiled for each shape.
-      result_roundings: how often a sum is rounded to the dtype of a product.
+      examples: number of product cases in a test; small for JAX, which compiles a call for each shape.
+      result_roundings: number of roundings of a sum to the dtype of a product.
     """
 
     name: str
@@ -52,49 +52,49 @@ class Front(Protocol):
     def __init__(self, device: str) -> None: ...
 
     def devices(self) -> int:
-        """How many devices, or ranks, there are."""
+        """Return the number of devices or ranks."""
 
     def array(self, x: np.ndarray) -> Any:
-        """The framework's array of `x`, on the device, with the same dtype and bits."""
+        """Return `x` as the framework's array on the device, with the same dtype and bits."""
 
     def numpy(self, array: Any) -> np.ndarray:
-        """The NumPy array of `array`, with the same bits; one-byte dtypes as uint8."""
+        """Return `array` as a NumPy array with the same bits; one-byte dtypes as uint8."""
 
     def quantize(self, x: np.ndarray, fmt: Any, **options: Any) -> Any:
-        """The front end's quantized object of `x`; `options` such as `usage` are passed on."""
+        """Quantize `x`; `options` such as `usage` are passed on."""
 
     def dequantize(self, quantized: Any, dtype: Any = None, **options: Any) -> np.ndarray:
-        """The values of a quantized object in a NumPy dtype; `options` such as `usage` are passed on."""
+        """Dequantize to a NumPy dtype; `options` such as `usage` are passed on."""
 
     def linear(self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe, *, seed: int = 0) -> Products:
-        """y, and the gradients of x and w where that of y is `dy`."""
+        """Return y, and the gradients of x and w for the gradient `dy` of y."""
 
     def gradients(
         self, function: Callable[..., Any], operands: Sequence[np.ndarray], grad: np.ndarray, *, exact: bool = True
     ) -> list[np.ndarray]:
-        """The result of a function of the front end's arrays, and the gradients of operands for that of the result.
+        """Return the result of a function, and the gradients of its operands for the result's gradient `grad`.
 
-        `exact`: compiled and eager calls have the same bits. Products of XLA may add up in another order.
+        `exact`: compiled and eager calls must have the same bits. XLA may sum products in another order.
         """
 
     def operand_rounding(self, recipe: Recipe) -> float:
-        """What a product may lose of the sum of its terms' magnitudes because operands are rounded."""
+        """Return a product's error bound due to rounded operands, relative to the sum of its terms' magnitudes."""
 
     def delayed_step(
         self, batches: Sequence[Products], recipe: Recipe, states: States
     ) -> tuple[list[Products], dict[Role, np.ndarray], States]:
-        """A step of one layer over microbatches (x, w, dy): their products, the merged amaxes, and the states after."""
+        """Run one layer over microbatches (x, w, dy); return products, merged amaxes and new states."""
 
     def shapes_to_cut(self, fmt: Format, shards: int) -> list[tuple[int, int]]:
-        """Weights whose rows ranks can cut, into uneven shards and parts of blocks too; none if `fmt` is refused."""
+        """Return weight shapes for sharding by rows, also uneven and with partial blocks; none if `fmt` is rejected."""
 
     def assert_law(self, weights: Sequence[np.ndarray], fmt: Format, shards: int) -> None:
-        """Every one of `shards` ranks gathers the bits of each whole weight, or learns at once that it cannot."""
+        """Assert that each of `shards` ranks gathers the bits of each whole weight, or that all raise immediately."""
 
     def adam(
         self, params: Arrays, grads: Sequence[Arrays], moments: tuple[str, str], masters: bool, **options: float
     ) -> dict[str, Trained]:
-        """Parameters after a step of AdamW for each of `grads`, with moments of these dtypes."""
+        """Run a step of AdamW for each of `grads`, with moments of these dtypes, and return the parameters."""
 
     def cast_slices(
         self,
@@ -104,7 +104,7 @@ class Front(Protocol):
         seeds: Sequence[int],
         rounded_to: str | None = None,
     ) -> list[list[np.ndarray | None]]:
-        """The codes and scales of a slice of each master weight, on one device that knows of no other."""
+        """Return the codes and scales of a slice of each master weight, cast on one device without communication."""
 
     def assert_cut_masters(
         self,
@@ -113,7 +113,7 @@ class Front(Protocol):
         cuts: Sequence[Sequence[int]],
         rounded_to: str | None = None,
     ) -> None:
-        """Slices that ranks cast, `cuts[i][rank]` to `cuts[i][rank + 1]`, are gathered as whole weights."""
+        """Assert that slices `cuts[i][rank]` to `cuts[i][rank + 1]`, cast by each rank, gather to the whole weights."""
 
 
 def some(front: Front, cases: Sequence[T], key: str) -> Sequence[T]:
@@ -122,12 +122,12 @@ def some(front: Front, cases: Sequence[T], key: str) -> Sequence[T]:
 
 
 def assert_quantized(front: Front, actual: Any, expected: Any) -> None:
-    """Both planes, which of them there are, their dtypes and every bit are those of `expected`, of the reference."""
+    """Assert that the planes of `actual` have the presence, dtypes and bits of the reference's `expected`."""
     __tracebackhide__ = True
     fmt = actual.format
     assert (fmt, dtype_name(actual)) == (expected.format, str(expected.dtype))
     assert (actual.global_scale_inv is None) == (expected.global_scale_inv is None)
-    # A columnwise plane without elements does not tell how the rows were shaped.
+    # The leading shape cannot be recovered from an empty columnwise plane.
     assert tuple(actual.shape) == expected.shape or (actual.rowwise is None and 0 in expected.shape)
     for name in PLANES:
         plane = getattr(actual, name)
@@ -137,7 +137,7 @@ def assert_quantized(front: Front, actual: Any, expected: Any) -> None:
 
 
 def assert_plane(front: Front, actual: Any, expected: Any, name: str = "plane") -> None:
-    """Codes and scales have the bits of the reference's, or there are none in both."""
+    """Assert that codes and scales have the bits of the reference, or that both planes are None."""
     __tracebackhide__ = True
     assert (actual is None) == (expected is None), name
     for part in PARTS:
@@ -148,22 +148,22 @@ def assert_plane(front: Front, actual: Any, expected: Any, name: str = "plane") 
 
 
 def dtype_name(array: Any) -> str:
-    """The dtype's name, the same in every framework."""
+    """Return the dtype's name without a framework prefix."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def words(numbers: Sequence[int]) -> np.ndarray:
-    """`[n, 2]` uint32, the low words first."""
+    """Return uint64 numbers as `[n, 2]` uint32, the low ones first."""
     return np.array([[n & 0xFFFFFFFF, n >> 32] for n in numbers], np.uint32).reshape(-1, 2)
 
 
 def codes(x: np.ndarray) -> np.ndarray:
-    """`x`, with a one-byte dtype viewed as uint8."""
+    """Return `x`, viewed as uint8 if its dtype has one byte."""
     return x.view(np.uint8) if x.dtype.itemsize == 1 else x
 
 
 def sliced(planes: Sequence[SlicedPlane], weights: Sequence[np.ndarray], rounded_to: str | None) -> list[Any]:
-    """The planes of whole weights that slices are to be gathered as, seeded by their places."""
+    """Return the reference planes of the whole weights, with the index of a weight as its seed."""
     with np.errstate(over="ignore"):
         rounded = [w if rounded_to is None else w.astype(rounded_to) for w in weights]
     return [

@@ -1,7 +1,7 @@
-"""H100s that are not there, for JAX to compile for: `prepare` before JAX is imported, then `devices`.
+"""Virtual H100s as compilation targets for JAX: call `prepare` before importing JAX, then `devices`.
 
-It needs JAX's CUDA plugin, half a gigabyte, which need not be installed beside JAX. Nothing is run, so the handlers of
-the CPU may stand for those of CUDA.
+Needs JAX's CUDA plugin (half a gigabyte), but not installed beside JAX. Nothing runs, so CPU handlers can stand in for
+CUDA handlers.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 PLUGIN = Path(__file__).parents[2] / "build" / "jax_cuda"
-"""Where `make h100` puts it."""
+"""Target folder of `make h100`."""
 
 
 def is_there() -> bool:
-    """Whether there is a plugin for the JAX that is installed."""
+    """Return whether there is a plugin for the installed JAX."""
     return _is_installed() or any(PLUGIN.glob(f"*_plugin-{version('jaxlib')}.dist-info"))
 
 
@@ -26,18 +26,18 @@ def _is_installed() -> bool:
 
 
 def prepare() -> None:
-    """What JAX reads when it is imported."""
+    """Set the environment that JAX reads at import."""
     if not _is_installed():
         sys.path.append(str(PLUGIN))
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    # XLA chooses between its own GEMMs and cuBLASLt's by running both; without a GPU it would take its own.
+    # XLA picks its own GEMMs or cuBLASLt's by running both; without a GPU it would pick its own.
     os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
 
 
 def devices(count: int = 8) -> Any:
-    """An array of so many, eight to a host."""
+    """Return an array of `count` devices, eight per host."""
     import numpy as np
     from jax.experimental import topologies
 
@@ -51,7 +51,7 @@ def devices(count: int = 8) -> Any:
     return np.array(found)
 
 
-# What XLA asks of a device. It only makes FP8 matmuls where it knows the versions of CUDA.
+# Device description for XLA. It emits FP8 matmuls only if the CUDA versions are known.
 _H100 = """
 gpu_device_info {
   name: "NVIDIA H100 80GB HBM3"  cuda_compute_capability { major: 9 }

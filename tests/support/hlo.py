@@ -1,6 +1,6 @@
-"""What a compiled JAX program moves between devices, read off its HLO: how often, how many bytes, behind what.
+"""Collectives of a compiled JAX program, parsed from its HLO: counts, bytes, and the GEMMs that overlap them.
 
-Needs neither JAX nor pytest: benchmarks read programs with it too.
+Needs neither JAX nor pytest, because benchmarks use it too.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _COLLECTIVE = re.compile(rf"(?P<kind>{_KINDS})(?P<start>-start)?$")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|body|to_apply)=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-# Of libraries, and of Triton. Products that XLA has put into a fusion are found by what it calls.
+# GEMMs of libraries and of Triton. `_multiplies` finds GEMMs inside fusions.
 _GEMM = re.compile(r'custom_call_target="(__cublas|__cudnn|qshard_gemm)|"kind":"__triton_gemm"')
 
 
 @dataclass(frozen=True, order=True)
 class Collective:
-    """One of a program, which XLA may have combined from several.
+    """A collective of a program; XLA may have combined several into one.
 
     Attributes:
       kind: such as "all-gather".
-      arrays: its results, such as "u8[128,64]"; what an asynchronous one also carries, its operands, is left out.
-      bytes: of the whole arrays that it gathers, reduces or scatters, on one device.
-      times: how often it runs, in a loop whose length XLA knows.
-      gemms: how many GEMMs XLA has put between its start and its done; 0 if it is synchronous.
-      op_name: where JAX says that it comes from.
+      arrays: results, such as "u8[128,64]", without the operands that an asynchronous start also returns.
+      bytes: bytes of the whole arrays that are gathered, reduced or scattered, on one device.
+      times: number of runs, in loops with a trip count known to XLA.
+      gemms: number of GEMMs between start and done; 0 if synchronous.
+      op_name: the source operation, according to JAX.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Collective:
 
     @property
     def hidden(self) -> bool:
-        """Whether a GEMM runs while it is under way."""
+        """Return whether a GEMM overlaps the collective."""
         return self.gemms > 0
 
     @property
@@ -53,29 +53,29 @@ class Collective:
 
     @property
     def recomputed(self) -> bool:
-        """Whether `jax.checkpoint` does it again."""
+        """Return whether the collective is part of a recomputation by `jax.checkpoint`."""
         return "rematted_computation" in self.op_name
 
 
 def collectives(compiled: Any) -> list[tuple[str, tuple[str, ...]]]:
-    """(kind, results such as "u8[128,64]") of every collective, sorted; one that XLA has combined counts once."""
+    """Return sorted (kind, results such as "u8[128,64]") of all collectives; a combined one counts once."""
     return sorted((each.kind, each.arrays) for each in traffic(compiled))
 
 
 def kinds(compiled: Any) -> list[str]:
-    """The kind of every collective, sorted."""
+    """Return the sorted kinds of all collectives."""
     return [kind for kind, _ in collectives(compiled)]
 
 
 def traffic(compiled: Any) -> list[Collective]:
-    """Every collective of a compiled program, or of its text, in the order in which they begin."""
+    """Return all collectives of a compiled program, or of its HLO text, in starting order."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     computations, entry = _computations(text)
     return [each for name, times in _run(computations, entry) for each in _of(computations, name, times)]
 
 
 def size(array: str) -> int:
-    """The bytes of such as "f32[8,4]".
+    """Return the bytes of an array type such as "f32[8,4]".
 
     >>> size("f32[8,4]"), size("u8[]"), size("f8e4m3fn[4]"), size("s4[3]")
     (128, 1, 4, 2)
@@ -87,7 +87,7 @@ def size(array: str) -> int:
 
 
 def _computations(text: str) -> tuple[dict[str, list[re.Match[str]]], str]:
-    """The instructions of each computation by its name, and the name of the one that is the program."""
+    """Return the instructions of each computation by name, and the name of the entry computation."""
     found: dict[str, list[re.Match[str]]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -100,10 +100,10 @@ def _computations(text: str) -> tuple[dict[str, list[re.Match[str]]], str]:
 
 
 def _run(computations: Any, name: str, times: int = 1) -> Iterator[tuple[str, int]]:
-    """What runs by itself: the program, bodies of loops, and what it calls; and how often."""
+    """Yield the computations that run, such as the entry and loop bodies, and the number of runs."""
     yield name, times
     for instruction in computations[name]:
-        # Of fusions, XLA for GPUs makes some of small all-reduces.
+        # XLA for GPUs puts some small all-reduces into fusions.
         if instruction["op"] in ("while", "call", "conditional") or (
             instruction["op"] == "fusion" and any(_COLLECTIVE.match(i["op"]) for i in _fused(computations, instruction))
         ):
@@ -113,16 +113,16 @@ def _run(computations: Any, name: str, times: int = 1) -> Iterator[tuple[str, in
 
 
 def _of(computations: Any, name: str, times: int) -> list[Collective]:
-    """The collectives of a computation. Its instructions are in the order in which they run."""
+    """Return the collectives of a computation, whose instructions are in execution order."""
     found: dict[str, list[Any]] = {}
     gemms = 0
     for instruction in computations[name]:
         op, rest = instruction["op"], instruction["rest"]
-        # One in a fusion is asynchronous as that is; what is started is what is within.
+        # A fusion-start starts the collective inside the fusion.
         within = [i for i in _fused(computations, instruction) if op == "fusion-start" and _COLLECTIVE.match(i["op"])]
         if match := _COLLECTIVE.match(within[0]["op"] if within else op):
             arrays = _arrays((within[0] if within else instruction)["result"])
-            # The start of an asynchronous one gives (operands, results); of a reduction, up to JAX 0.10, its results.
+            # An asynchronous start returns (operands, results); that of an all-reduce, up to JAX 0.10, only results.
             given = arrays
             if match["start"] and (match["kind"] != "all-reduce" or instruction["result"].startswith("((")):
                 arrays = arrays[len(arrays) // 2 :]

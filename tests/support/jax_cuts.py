@@ -1,6 +1,6 @@
-"""Tensors cut over devices in every way that a mesh of two axes has, drawn at random, and the law for each.
+"""Random shardings of tensors over meshes of one or two axes, and the check of the sharding law for each.
 
-gather(quantize(shards)) == quantize(whole), bit for bit; or an error that says why not, where `refusal` expects one.
+The law: gather(quantize(shards)) == quantize(whole), bit for bit, unless `refusal` expects an error.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A tensor, how it is cut, and how it is put together again.
+    """A tensor, its sharding, and the calls that gather it.
 
     Attributes:
-      kind: the mode of JAX; "unchecked" is check_vma=False.
-      sizes: of the mesh, whose axes are "a" and "b".
-      entries: by axis of the tensor, the mesh axes that cut it.
-      gathers: the mesh axes of each call of `gather`.
-      told: whether `quantize` on an Auto mesh is told how the tensor is cut.
-      jitted: whether all is one program.
+      kind: JAX sharding mode; "unchecked" is check_vma=False.
+      sizes: mesh sizes; the axes are "a" and "b".
+      entries: mesh axes that shard each axis of the tensor.
+      gathers: mesh axes of each call of `gather`.
+      told: on an Auto mesh, whether `quantize` gets `spec`.
+      jitted: whether everything is one compiled program.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class Case:
 
     @property
     def values(self) -> np.ndarray:
-        """With parts, of the size of shards and of blocks, in which all are zeros, -0, tiny or alike."""
+        """Return values with regions, of shard and block size, that are all 0, -0, tiny or constant."""
         x, rng = awkward_values(self.shape, self.seed, kinds=TAME), np.random.default_rng(self.seed)
         for value in (0.0, -0.0, 1e-40, -1e-38, 3.0):
             if rng.random() < 0.6:
@@ -99,7 +99,7 @@ def spec_of(entries: tuple[Names, ...]) -> P:
 
 @st.composite
 def _cuts(draw: Any, ndim: int) -> tuple[tuple[int, ...], tuple[Names, ...]]:
-    """A mesh, and the axis of a tensor that each of its axes cuts, if any."""
+    """Draw a mesh, and the tensor axis that each mesh axis shards, if any."""
     sizes, entries = draw(st.sampled_from(MESHES)), [()] * ndim
     for name in draw(st.permutations(NAMES[: len(sizes)])):
         if (axis := draw(st.integers(-1, ndim - 1))) >= 0:
@@ -109,7 +109,7 @@ def _cuts(draw: Any, ndim: int) -> tuple[tuple[int, ...], tuple[Names, ...]]:
 
 @st.composite
 def tensors(draw: Any, kinds: tuple[str, ...] = KINDS) -> Case:
-    """Tensors of one to three axes, of every format with every option."""
+    """Draw tensors of one to three axes, in every format with every option."""
     fmt, ndim = draw(st.sampled_from(COMBINED)), draw(st.integers(1, 3))
     by_row = fmt.scaling.global_scale == "row"
     usage = Usage.ROWWISE if by_row else draw(st.sampled_from([Usage.ROWWISE, Usage.COLUMNWISE, Usage.BOTH]))
@@ -128,14 +128,14 @@ def tensors(draw: Any, kinds: tuple[str, ...] = KINDS) -> Case:
             gathers[-1] = (*gathers[-1], name)
         else:
             gathers.append((name,))
-    if not case.local:  # What is still cut may be looked at there.
+    if not case.local:  # There, results may stay sharded.
         gathers = gathers[: draw(st.integers(0, len(gathers)))]
     rest = {"told": draw(st.booleans()), "jitted": draw(st.booleans()), "seed": draw(st.integers(0, 99))}
     return dataclasses.replace(case, shape=shape, gathers=tuple(gathers), **rest)
 
 
 def refusal(case: Case) -> str | None:
-    """What the error says of a cut that a format, or a call of `gather`, cannot take."""
+    """Return the error text if a format or a call of `gather` rejects the sharding, else None."""
     planes = [plane(case.fmt, case.shape, usage) for usage in case.usage.planes]
     folded = [where for where in planes if where.block and (where.transposed or not where.rows_apart)]
     inner = {name for names in case.entries[1:-1] for name in names if case.count((name,)) > 1}
@@ -162,9 +162,9 @@ def refusal(case: Case) -> str | None:
 
 
 def _breaks(case: Case, where: Any, planes: list[Any]) -> bool:
-    """Whether shards cut the blocks of a plane, or these go on from one matrix to the next (formats of whole blocks).
+    """Return whether shards split blocks of a plane, or blocks span matrices (for formats of whole blocks).
 
-    Where a mesh may cut any axis, leading axes stay apart: all of them, if one that is not the first is cut.
+    If a mesh may shard any axis, leading axes are not merged: none of them, if one after the first is sharded.
     """
     rows, cols = where.block[::-1] if where.transposed else where.block
     inner = any(n > 1 for n in case.counts[1:-1])
@@ -183,7 +183,7 @@ def _without(entries: tuple[Names, ...], names: Names) -> tuple[Names, ...]:
 
 
 def check_tensor(case: Case) -> None:
-    """The law, or the error."""
+    """Assert the law, or the expected error."""
     expected = refusal(case)
     if expected is None:
         _check_law(case)
@@ -243,19 +243,19 @@ def assert_planes(q: Any, whole: Any, index: Any = ()) -> None:
 
 @st.composite
 def weights(draw: Any, kinds: tuple[str, ...] = KINDS) -> tuple[Case, str]:
-    """Weights for `linear`, each with the name of its recipe."""
+    """Draw weights for `linear`, each with the name of its recipe."""
     name, (sizes, entries) = draw(st.sampled_from(list(GATHERED))), draw(_cuts(2))
     case = Case(kind=draw(st.sampled_from(kinds)), sizes=sizes, entries=entries, shape=(), fmt=GATHERED[name].weight)
-    # MX and NVFP4 want whole blocks of the whole.
+    # MX and NVFP4 require whole blocks in the whole weight.
     shape = tuple(math.lcm(n, 32) * draw(st.sampled_from([1, 2, 3])) for n in case.counts)
     axes = tuple(axis for names in entries for axis in names)
-    if case.kind == "Auto":  # XLA looks after the rest, as in tensor parallelism.
+    if case.kind == "Auto":  # XLA partitions the other axes, as in tensor parallelism.
         axes = axes[: draw(st.integers(0, len(axes)))]
     return dataclasses.replace(case, shape=shape, gathers=(axes,), seed=draw(st.integers(0, 99))), name
 
 
 def check_linear(case: Case, name: str) -> None:
-    """The whole weight to the bit, and y, dx and dw of one device up to the order of sums."""
+    """Assert that the gathered weight is bit-exact, and y, dx and dw match one device up to summation order."""
     (axes,), mesh, spec, recipe = case.gathers, case.mesh, spec_of(case.entries), GATHERED[name]
     rng, rows = np.random.default_rng(case.seed), 128 * case.count(axes)  # Whole blocks on each device.
     x, dy = (rng.standard_normal((rows, size)).astype(np.float32) for size in case.shape[::-1])

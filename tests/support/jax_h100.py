@@ -1,6 +1,6 @@
-"""Compiles JAX programs for eight H100s on a machine without a GPU and prints what they do, as JSON.
+"""Compiles JAX programs for eight H100s on a machine without a GPU, and prints their collectives and GEMMs as JSON.
 
-Run by tests/cpu/test_jax_h100.py, in a process of its own because of what `h100.prepare` does.
+Run by tests/cpu/test_jax_h100.py in a separate process, because `h100.prepare` changes the environment.
 """
 
 import json
@@ -34,7 +34,7 @@ def argument(mesh, shape, dtype, spec):
 
 
 def step(ws, x, recipe=RECIPE, **options):
-    """Two layers and all their gradients: five GEMMs, as x has none."""
+    """Run two layers forward and backward: five GEMMs, because x needs no gradient."""
 
     def loss(ws):
         h = x
@@ -47,7 +47,7 @@ def step(ws, x, recipe=RECIPE, **options):
 
 
 def two_axes_step(w, x, recipe):
-    """One layer, its weight cut by FSDP along columns and by tensor parallelism along rows."""
+    """Run one layer, its weight sharded by FSDP along columns and by tensor parallelism along rows."""
 
     def loss(w, x):
         y = linear(x, w, recipe, weight_spec=P("tp", "fsdp"), gather_axis="fsdp", seed=0)
@@ -57,7 +57,7 @@ def two_axes_step(w, x, recipe):
 
 
 def delayed_step(ws, states, x):
-    """`step` with delayed scaling, and the amaxes it brings."""
+    """Run `step` with delayed scaling, and return its amaxes too."""
 
     def loss(ws, states):
         h = x
@@ -70,7 +70,7 @@ def delayed_step(ws, states, x):
 
 
 def bf16_step(ws, x):
-    """What `step` is in bfloat16, gathered whole."""
+    """Run `step` in bfloat16, with whole weights gathered."""
 
     def loss(ws):
         h = x
@@ -83,12 +83,12 @@ def bf16_step(ws, x):
 
 
 def cut_blocks(w):
-    """A weight of 240 rows a device, so 7.5 blocks."""
+    """Gather a weight with partial blocks: 240 rows per device are 7.5 blocks."""
     return gather(quantize(w, MXFP8_32x32, spec=P("fsdp")), "fsdp", spec=P("fsdp"))
 
 
 def scanned_step(ws, x):
-    """Layers in a loop, their forward computed again in the backward pass; scales from before the loop."""
+    """Scan over layers with recomputation in the backward pass; scales are computed before the loop."""
     scales = jax.vmap(lambda w: compute_scales(w, RECIPE))(ws)
 
     @jax.checkpoint
@@ -118,7 +118,7 @@ def local_step(ws, x, recipe=RECIPE):
 
 
 def programs():
-    """(name, function, arguments)."""
+    """Yield (name, function, arguments)."""
     auto, explicit = mesh_of(AxisType.Auto), mesh_of(AxisType.Explicit)
     for name, spec in (("rows", P("fsdp")), ("columns", P(None, "fsdp"))):
         x = argument(auto, (1024, 2048), jnp.bfloat16, spec)
@@ -174,13 +174,13 @@ def describe(compiled):
             r'= \(?(\w+\[[\d,]*\])[^=]*?custom-call\(.*custom_call_target="(?:__cublas|qshard_gemm)', text
         ),
         "calls": re.findall(r'custom_call_target="([^"]+)"', text),
-        # Of matrices: the zeros that are the gradient of a history, one of 16 numbers, are copied for each result.
+        # Matrices only: zero gradients of amax histories (16 numbers) are copied for each result.
         "ops": sorted(set(re.findall(r"\d,\d+\]\S* (dot|transpose|copy|convolution)\(", text))),
     }
 
 
 def refusal_without_a_mesh():
-    """What compiling says where no mesh tells that arrays are cut, and this machine has one device."""
+    """Return the compile error for sharded arrays without a mesh, on a machine with one device."""
     cut = NamedSharding(mesh_of(AxisType.Auto), P("fsdp"))
     cast = jax.jit(lambda x: quantize(x, FP8_E4M3), in_shardings=cut)
     try:

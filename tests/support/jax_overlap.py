@@ -1,9 +1,11 @@
-"""Compiles a step of two Llama layers for eight H100s and prints what it moves behind its GEMMs, as JSON.
+"""Compiles a step of two Llama layers for eight H100s, and prints the collectives that GEMMs overlap, as JSON.
 
-Arguments: cases "recipe,mode,option,...". Modes are auto, explicit and
-shard_map. Options: remat (all of a layer is computed again), kept (that, and gathered codes stay from there to
-backward), codes and products (that, with the policies of such names), apart (q, k, v and the two halves of the MLP as
-linears of their own), local (scales of activations by device). Recipe "bf16": `x @ w.T`.
+Arguments: cases "recipe,mode,option,...". Modes: auto, explicit, shard_map. Recipe "bf16" is `x @ w.T`. Options:
+  remat: recompute whole layers in the backward pass.
+  kept: remat, and cache gathered codes from the recomputed forward to the backward pass.
+  codes, products: remat with the policies of these names.
+  apart: q, k, v and the two halves of the MLP as separate linears.
+  local: activation scales per device.
 """
 
 import dataclasses
@@ -58,7 +60,7 @@ def layer(multiply, h, ws):
 
 
 def program(recipe, mode, *options):
-    """The step, and what to compile it for."""
+    """Return the step and its abstract arguments."""
     inside = mode == "shard_map"
     kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     mesh = Mesh(h100.devices(), ("fsdp",), axis_types=(kind,))
@@ -99,7 +101,7 @@ def program(recipe, mode, *options):
 
     def step(ws, x):
         value, grads = jax.value_and_grad(loss)(ws, x)
-        # Weights are updated in place, as they are donated; states get what they have observed.
+        # Weights are donated and updated in place; the gradients of states are their observed amaxes.
         updated = jax.tree.map(lambda w, grad: w - 1e-3 * grad if w.ndim == 2 else grad, ws, grads)
         return jax.lax.pmean(value, "fsdp") if inside else value, updated
 

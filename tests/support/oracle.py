@@ -1,6 +1,6 @@
-"""What each op of `ffi/ops.def` gives, by `qshard.reference`: `oracle(call)` for a call of `support/draws.py`.
+"""Expected results of the ops of `ffi/ops.def`, by `qshard.reference`: `oracle(call)` for a call of `support/draws.py`.
 
-Functions have the names of the ops and take their operands and options.
+The functions have the names, operands and options of the ops.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ FUNCTIONS = {**vars(oracle_tensors), **vars(oracle_layers), **vars(oracle_lists)
 
 
 def oracle(call: Call) -> list[np.ndarray]:
-    """The results in order, those of lists one after the other. Operands stay as they are."""
+    """Return the results in order, with lists flattened. Operands are not modified."""
     with np.errstate(all="ignore"):
-        # What a call says of its operands changes nothing.
+        # Attributes that only describe the operands do not change results.
         options = {name: value for name, value in call.options.items() if name not in ("shared", "turned")}
         made = FUNCTIONS[call.spec.name](*call.operands, **options)
     return list(made) if isinstance(made, tuple | list) else [made]

@@ -1,4 +1,4 @@
-"""Ops on lists of tensors of `support/oracle.py`: what they write, in the order of the results."""
+"""Ops on lists of tensors of `support/oracle.py`, with results in the order of the row."""
 
 from __future__ import annotations
 

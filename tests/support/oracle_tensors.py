@@ -63,7 +63,7 @@ def dequantize(data, scale_inv, *, element, dtype):
 def encode(x, *, element):
     if element != E8M0.name:
         return reference.encode(wide(x), ELEMENTS[element])
-    powers = reference.decode(np.arange(E8M0.max_code + 1), E8M0)  # The least that is not below |x|.
+    powers = reference.decode(np.arange(E8M0.max_code + 1), E8M0)  # Round up: the least power >= |x|.
     code = np.searchsorted(powers, np.minimum(np.abs(wide(x)), powers[-1]))
     return np.where(np.isnan(wide(x)), E8M0.nan_code, code).astype(np.uint8)
 
@@ -101,7 +101,7 @@ def dequantize_nvfp4(data, scale_inv, global_scale_inv, *, dtype, **block):
 
 
 def drawn(shape, grid, seed, first, *, row_step, col_step, block_rows, block_cols):
-    """Random bytes: each region of blocks has a seed, and the index of its first element in the whole tensor."""
+    """Return random bytes; each region of blocks has a seed and the index of its first element in the whole tensor."""
     rows, cols = np.indices((math.prod(shape[:-1]), shape[-1]), np.int64)
     matrix = shape[-2]
     grid_rows, grid_cols = grid[-2:]
@@ -169,7 +169,7 @@ def global_scale_nvfp4(global_amax, *, scale_max):
 
 
 def scale_nvfp4(amax, global_amax, **options):
-    """The reference has one global amax a row of blocks; here each block is a row."""
+    """Call the reference with each block as a row, because it takes one global amax per row of blocks."""
     whole = np.broadcast_to(runs(global_amax, amax), amax.shape)
     scales = reference.scales_from_amax(reference.Amax(whole, amax[..., None]), NVFP4.with_options(**options))
     return scales.multiplier[..., 0], scales.scale_inv[..., 0]
@@ -291,7 +291,7 @@ def quantize_nvfp4_t(x, global_amax, *, outer, hadamard=False, **options):
 
 
 def quantize_nvfp4_both(x, *amaxes, outer, hadamard=False, block_rows, block_cols, random=None, **options):
-    """A matrix has one global amax: if there are several, all are the same, and the first is read."""
+    """Quantize both planes. A matrix has one global amax; if there are several equal ones, the first is used."""
     batch = x.ndim - 2 - outer
     first, second = (
         a[(..., *(0,) * (a.ndim - batch))] if x.size else np.zeros(x.shape[:batch], np.float32) for a in amaxes

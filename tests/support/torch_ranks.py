@@ -1,11 +1,11 @@
-"""Ranks for distributed torch tests: processes that stay, and form a new process group for every case.
+"""Ranks for distributed torch tests: long-lived processes with a new process group for every case.
 
     @on_ranks(1, 3, (2, 2))
     def test_it(fmt): ...  # The body runs on every rank of each world; (2, 2): two replicas of two shards.
 
-Four processes import torch once and serve all cases of a test session, over gloo or, on GPUs, NCCL. Each has a GPU of
-its own; with SHARE_GPUS=2 in the environment two share each, which is slow. They load the file of a test themselves. A
-case that hangs shows where each rank stood, and takes only its own test with it: the next case gets new processes.
+Four processes import torch once and run all cases of a session, over gloo or, on GPUs, NCCL. Each has its own GPU; with
+SHARE_GPUS=2 in the environment, two share one, which is slow. Ranks load the test file themselves. If a case hangs, its
+test fails with the stack of each rank, and the next case gets new processes.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from typing import Any, NamedTuple
 import pytest
 
 RANKS = 4
-TIMEOUT = 150.0  # Of a case, in seconds; a few times what the slowest takes on a busy machine.
+TIMEOUT = 150.0  # Seconds for a case; a few times the slowest case on a busy machine.
 SHARE_GPUS = int(os.environ.get("SHARE_GPUS", "1"))
-GRACE = 10.0  # How long the others may take once one rank has failed.
+GRACE = 10.0  # Seconds for the other ranks after one has failed.
 
 
 Shape = int | tuple[int, ...]
-"""How many ranks, or the shape of their mesh: replicas of groups of shards."""
-# On a rank: where the case that runs is to put its tensors, and the shape of its mesh.
+"""Number of ranks, or the shape of their mesh: (replicas, shards)."""
+# Set on a rank: the device for tensors of the current case, and the shape of its mesh.
 device = "cpu"
 shape: tuple[int, ...] = ()
 
 
 def on_ranks(*worlds: Shape) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: the function is a test whose body runs on every rank, once for each of `worlds`.
+    """Decorate a test to run its body on every rank, once for each of `worlds`.
 
-    Without them it takes `world` from another parametrization, as of `support.pairs`.
+    Without `worlds`, another parametrization gives `world`, such as in `support.pairs`.
     """
 
     def make(case: Callable[..., None]) -> Callable[..., None]:
@@ -65,13 +65,13 @@ def on_ranks(*worlds: Shape) -> Callable[[Callable[..., None]], Callable[..., No
 
 
 def run(world: Shape, case: Callable[..., None] | str, *, on: str = "cpu", **arguments: Any) -> None:
-    """Runs a case on the ranks of a world, at most `RANKS`, and fails with the tracebacks of those that failed.
+    """Run a case on up to `RANKS` ranks; fail with the tracebacks of failed ranks.
 
     Args:
       world: number of ranks, or the shape of their mesh.
-      case: a function of a test module; "folder/file.py::name" for one of a module that is not imported.
-      on: "cpu", or "cuda": a test of more ranks than `gpu_ranks` is skipped.
-      arguments: what pickles.
+      case: a function of a test module, or "folder/file.py::name" if the module is not imported.
+      on: "cpu" or "cuda"; on "cuda", tests of more ranks than `gpu_ranks` are skipped.
+      arguments: picklable values.
     """
     global _pool
     __tracebackhide__ = True
@@ -92,14 +92,14 @@ def run(world: Shape, case: Callable[..., None] | str, *, on: str = "cpu", **arg
 
 
 def gpu_ranks() -> int:
-    """How many ranks may be on GPUs."""
+    """Return the maximum number of ranks on GPUs."""
     import torch
 
     return min(RANKS, SHARE_GPUS * torch.cuda.device_count())
 
 
 def mesh() -> Any:
-    """On a rank: the mesh of all ranks. FSDP2's own would be of GPUs."""
+    """Return the mesh of all ranks, for use on a rank. FSDP2's default mesh is on GPUs if there are any."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -115,7 +115,7 @@ class _Case(NamedTuple):
 
 
 class _Broken(Exception):
-    """The ranks can serve no more cases."""
+    """Ranks cannot run further cases."""
 
 
 class _Pool:
@@ -180,7 +180,7 @@ _pool: _Pool | None = None
 
 
 def own_rows(rows: int) -> slice:
-    """What FSDP2 gives this rank of so many rows."""
+    """Return FSDP2's local rows on this rank."""
     import torch.distributed as dist
 
     each = -(-rows // dist.get_world_size())
@@ -195,12 +195,12 @@ def _stop() -> None:
 
 
 def _serve(rank: int, connection: Connection, folder: str) -> None:
-    """What a rank does, until its connection closes."""
+    """Run cases on a rank until its connection closes."""
     stack = Path(folder, f"stack{rank}").open("w")  # noqa: SIM115 - faulthandler writes to it until the end.
     faulthandler.register(signal.SIGUSR1, file=stack)
     faulthandler.enable(file=stack)
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    if SHARE_GPUS > 1:  # NCCL takes one rank a GPU and host; ranks of several hosts talk by sockets.
+    if SHARE_GPUS > 1:  # NCCL allows one rank per GPU and host, so ranks pose as several hosts and use sockets.
         os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     import torch
 
@@ -240,11 +240,11 @@ def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
     device, shape = case.on, case.shape
     gpu = rank % max(1, torch.cuda.device_count())
     if device == "cuda":
-        gc.collect()  # What earlier cases have left would go while this one counts its memory.
+        gc.collect()  # Garbage of earlier cases would be freed while this one measures memory.
         torch.cuda.set_device(gpu)
     torch.manual_seed(0)
-    # Groups of some ranks would be split off a group that is bound to a device, which torch 2.11 does not survive in a
-    # process that has had other groups. Of two ranks there are none.
+    # Subgroups are split off a group that is bound to a device; torch 2.11 crashes there if the process has had other
+    # groups. Two ranks have no subgroups.
     is_bound = device == "cuda" and math.prod(case.shape) <= 2
     dist.init_process_group(
         {"cpu": "gloo", "cuda": "nccl"}[device],
@@ -261,7 +261,7 @@ def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
             warnings.filterwarnings("ignore", r".*(all_gather_into_tensor|reduce_scatter_tensor).*", FutureWarning)
             # torch.compile imports torch.utils.mkldnn.
             warnings.filterwarnings("ignore", ".torch.jit.script_method. is deprecated", DeprecationWarning)
-            # Of a group that is not bound.
+            # Raised by groups that are not bound to a device.
             warnings.filterwarnings("ignore", r".*barrier\(\): using the device under current context", UserWarning)
             function(**case.arguments)
             dist.barrier()

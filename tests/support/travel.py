@@ -1,4 +1,4 @@
-"""Objects that travel, the ways they do, and what the other processes of tests do: those find it by its name."""
+"""Serialization tests: objects to send, ways to send them, and code that other processes import by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WAYS = {
 
 
 def model_of(recipe, seed=0):
-    """Layers that share a weight, and one that is frozen, with what state the recipe has."""
+    """Build layers with a shared and a frozen weight, and the recipe's state."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 64), nn.Linear(64, 32))
     model[4].weight = model[2].weight
@@ -61,7 +61,7 @@ def batches(count=2, seed=0):
 
 
 def learn(model: nn.Module, xs: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Losses of learning the identity, one for each batch."""
+    """Train the identity and return the loss of each batch."""
     losses = []
     for x in xs:
         optimizer.zero_grad()
@@ -74,10 +74,10 @@ def learn(model: nn.Module, xs: torch.Tensor, optimizer: torch.optim.Optimizer) 
 
 
 def serve(inbox: Any, outbox: Any) -> None:
-    """Answer orders until None arrives.
+    """Process commands until None arrives.
 
-    "run" returns the output of a model. "read" returns the values of a tensor and sets them to zero. "train" trains a
-    model in a forked process, in shared memory.
+    "run" returns a model's output. "read" returns a tensor's values and sets them to zero. "train" trains a model in
+    shared memory in a forked process.
     """
     torch.set_num_threads(1)
     while (order := inbox.get()) is not None:
@@ -90,7 +90,7 @@ def serve(inbox: Any, outbox: Any) -> None:
             assert isinstance(q, QuantizedTensor)
             outbox.put(q.dequantize())
             q.rowwise.data.view(torch.uint8).zero_()
-            outbox.put(copy.deepcopy(q) if q.is_cuda else q)  # A GPU's memory is not handed on by who received it.
+            outbox.put(copy.deepcopy(q) if q.is_cuda else q)  # A receiver cannot send shared GPU memory on.
         elif what == "train":
             model, xs = given
             worker = torch.multiprocessing.get_context("fork").Process(target=train, args=(model, xs, outbox))

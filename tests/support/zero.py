@@ -1,4 +1,4 @@
-"""What tests of ZeRO train: a model, its losses, and one process that has everything."""
+"""Model, losses and single-process baseline for tests of ZeRO."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def loss_of(model, step, rank):
 
 
 def in_one_process(recipe, steps, dtype, clip=None, reduce_dtype=torch.float32, **options):
-    """All ranks' batches one after the other, plain weights, float32 masters: no code of ZeRO.
+    """Train on all ranks' batches sequentially, with plain weights and float32 masters, without ZeRO code.
 
-    With `clip` gradients are clipped to that norm, and norms come with losses. Gradients are rounded to `reduce_dtype`.
+    Gradients are rounded to `reduce_dtype`. With `clip`, they are clipped to that norm, and norms follow losses.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     model = model_of(recipe, dtype)
     seeds = [layer.seed.clone() for layer in linears(model) if layer.seed is not None]
-    # A weight is one row, for states to have scales along.
+    # Flatten a weight to one row, along which states have scales.
     flat = [p.float().clone().view(1, -1) if p.ndim > 1 else p.float().clone() for p in map(plain, model.parameters())]
     masters = [nn.Parameter(values) for values in flat]
     optimizer = Adam(masters, **OPTIONS, **options)
@@ -61,7 +61,7 @@ def in_one_process(recipe, steps, dtype, clip=None, reduce_dtype=torch.float32, 
         total = [None] * len(masters)
         for r in range(world):
             for layer, seed in zip((one for one in linears(model) if one.seed is not None), seeds, strict=True):
-                # Each rank draws its own random numbers, by its number, and layers add that of this process.
+                # Random numbers depend on the rank, and layers add this process's rank to the seed.
                 layer.seed.copy_(seed + torch.tensor([step, r - rank], dtype=torch.int32, device=seed.device))
             loss = loss_of(model, step, r)
             loss.backward()

@@ -1,4 +1,4 @@
-"""A chain of units under ZeRO, which logs what begins, in which order."""
+"""Chain of units under ZeRO, with a log of the order of gathers, reductions and runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAME = list(range(UNITS))
 
 
 class Log(TorchDispatchMode):
-    """What begins, in order: `gather i` and `reduce i` of unit i, and `run i` where its layer multiplies."""
+    """Log of starts in order: `gather i` of unit i, `reduce`, and `run i` when unit i runs."""
 
     def __init__(self, optimizer):
         super().__init__()
@@ -36,7 +36,7 @@ class Log(TorchDispatchMode):
 
 
 class Unit(nn.Module):
-    """A layer that says when it runs."""
+    """A layer that logs its runs."""
 
     def __init__(self, number):
         super().__init__()
@@ -50,7 +50,7 @@ class Unit(nn.Module):
 
 
 class Chain(nn.Module):
-    """Units in an order that is given: `order` for those of this pass."""
+    """Units that run in the order `order`."""
 
     def __init__(self):
         super().__init__()
