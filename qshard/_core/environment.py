@@ -18,7 +18,8 @@ except ImportError as error:  # running from the source folder
 OLDEST = {"jax": "0.10.2", "torch": "2.11"}
 """Oldest supported version of each framework. The extras in pyproject.toml require the same versions."""
 
-__version__ = _built.get("version", "0+source")  # version with a local label for the build: 0.1.0+cpu, 0.1.0+cu130
+__version__ = _built.get("version", "0+source")
+"""Version with a local label for the build: 0.1.0+cpu, 0.1.0+cu130."""
 
 
 def _version(package: str) -> str | None:
