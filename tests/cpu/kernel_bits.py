@@ -34,9 +34,9 @@ LEAST, MOST = 40, 108
 
 
 def check_op(spec: OpSpec, part: int, parts: int) -> None:
-    """Each choice of attributes and dtypes, on one to three threads; long rows; every number of 16 bits, every code.
+    """Check each choice of attributes and dtypes, on one to three threads; long rows; all 16-bit numbers and codes.
 
-    Of all these calls, those of one part of `parts`.
+    Only the calls of one part of `parts` run.
     """
     count = len(choices(spec))
     for number in range(min(max(count, LEAST), MOST))[part::parts]:
@@ -50,7 +50,7 @@ def check_op(spec: OpSpec, part: int, parts: int) -> None:
 
 
 def check_streaming() -> None:
-    """Tensors that are written around the caches, in pieces of many tasks, equal their parts done alone."""
+    """Tensors written around the caches, in chunks of many tasks, equal their parts computed alone."""
     cache = max(os.sysconf("SC_LEVEL3_CACHE_SIZE"), 1 << 20) if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 1 << 25
     options, scale = {"element": E4M3.name}, np.float32(1.5)
     for size in [3_000_001] + [cache + 12_345] * (cache <= 64 << 20):
@@ -72,7 +72,7 @@ def check_streaming() -> None:
 
 
 def check_turned() -> None:
-    """Transposes `[k, *outer, m]` whose blocks each say where they are, as where XLA may cut any axis."""
+    """Transpose `[k, *outer, m]` with an offset per block, since XLA may shard any axis."""
     spec = SPECS["cast_block_stochastic"]
     for number, (k, outer, m, cols) in enumerate(
         [(48, (3,), 32, 16), (37, (2, 2), 64, 16), (16, (1,), 16, 16), (130, (2,), 128, 16), (33, (5,), 24, 8)]
@@ -86,7 +86,7 @@ def check_turned() -> None:
 
 
 def check_thresholds() -> None:
-    """Elements that random rounding takes up or not by the last bit of theirs, or of the sum that it rounds."""
+    """Check elements that random rounding decides by their last bit, or by the last bit of the rounded sum."""
     rng, shape = np.random.default_rng(0), (256, 512)
     words = {"seed": np.uint32([7, 9]), "first": np.uint32([16, 0])}
     random = reference.random_bytes(7 | 9 << 32, 16 + np.arange(math.prod(shape), dtype=np.uint64)).astype(np.float64)
@@ -109,7 +109,7 @@ def check_thresholds() -> None:
 
 
 def check_midpoints() -> None:
-    """Elements halfway between two values of E2M1, or a few bits of theirs beside, of every dtype."""
+    """Check elements halfway between two values of E2M1, or a few bits off, in every dtype."""
     rng, shape = np.random.default_rng(0), (256, 512)
     values = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6, 8, np.inf])
     middle = rng.choice(np.append((values[1:-1] + values[:-2]) / 2, values), shape) * rng.choice([1, -1], shape)
@@ -133,7 +133,7 @@ def check_midpoints() -> None:
 def check_unscaled(
     name: str, x: np.ndarray, block: tuple[int, int], amaxes: int, options: dict[str, object], *more: np.ndarray
 ) -> None:
-    """An op that makes NVFP4 of x, which is given a 6 in every block, under an S of 1: all scales are 1."""
+    """Check an NVFP4 op with a 6 in every block of x and S = 1, so that all scales are 1."""
     x = x.copy()
     x[:, ::16] = x[::16] = 6
     options = {"block_rows": block[0], "block_cols": block[1], "nonfinite": "nan", "scale_max": 448.0, **options}

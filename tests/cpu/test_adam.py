@@ -1,4 +1,4 @@
-"""Adam: the reference against the formulas in fp64, and laws of the kernel, whose bits `kernel_bits.py` looks at."""
+"""Adam: the reference compared with the formulas in fp64, and properties of the kernel; kernel_bits.py tests its bits."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def draw(seed, n=4000):
 
 
 def adam_in_float64(step, p, g, m, v, *, lr, betas, weight_decay, decay, eps=1e-8):
-    """The step by the formulas as they are in papers."""
+    """Compute a step by the published formulas."""
     m = betas[0] * m + (1 - betas[0]) * g
     v = betas[1] * v + (1 - betas[1]) * g * g
     u = m / (1 - betas[0] ** step) / (np.sqrt(v / (1 - betas[1] ** step)) + eps)
@@ -40,7 +40,7 @@ def adam_in_float64(step, p, g, m, v, *, lr, betas, weight_decay, decay, eps=1e-
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.99, 0.9999)])
 @pytest.mark.parametrize("step", [1, 2, 10, 1000, 10**7])
 def test_fp32_is_within_ulps_of_fp64(step, betas, decay):
-    """3 ulps for moments, 5 for the update. Units are those of the terms before they are added, which may cancel."""
+    """Moments are within 3 ulps, the update within 5, in units of the terms before they are added, which may cancel."""
     p, g, m, v = draw(step)
     c = reference.adam_constants(step, 3e-4, betas, 1e-8, 0.1)
     u1, m1, v1 = reference.adam_update(c, p, g, m, v, decay)
@@ -54,7 +54,7 @@ def test_fp32_is_within_ulps_of_fp64(step, betas, decay):
 
 
 def test_coupled_decay_is_that_of_a_changed_gradient():
-    """So its error is that of `g + decay p`, one ulp of the larger term, and then what the test before says."""
+    """So its error is that of `g + decay p`, one ulp of the larger term, and the bounds of the test before."""
     p, g, m, v = draw(0)
     c = reference.adam_constants(3, 3e-4, decay=0.5)
     coupled = reference.adam_update(c, p, g, m, v, "coupled")
@@ -65,7 +65,7 @@ def test_coupled_decay_is_that_of_a_changed_gradient():
 @pytest.mark.parametrize("dtype", STATES)
 @pytest.mark.parametrize("positive", [False, True])
 def test_states_round_once(dtype, positive):
-    """Half a unit of the format, of a value or of the smallest normal number of its block."""
+    """The error is half a unit of the format, of a value or of the smallest normal number of its block."""
     x = draw(1)[3 if positive else 2].reshape(4, 1000)
     value = reference.decode_state(*_with_dtype(reference.encode_state(x, dtype, positive=positive), dtype))
     if dtype in ELEMENTS:
@@ -76,7 +76,7 @@ def test_states_round_once(dtype, positive):
         _, scale_inv = reference.encode_state(x, dtype)
         tiny = tiny * np.repeat(scale_inv, BLOCK, axis=1)[:, :1000]
     unit = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), tiny + 1e-300))) - mantissa)
-    bound = unit if positive else unit / 2  # What would round to 0 becomes the smallest value instead.
+    bound = unit if positive else unit / 2  # Values that would round to 0 become the smallest value.
     assert (np.abs(value.astype(np.float64) - x) <= bound).all()
     if positive:
         assert (value[x > 0] > 0).all()
@@ -108,7 +108,7 @@ def test_extreme_blocks(dtype):
 
 
 def test_halves_are_the_whole():
-    """Every lower half, with upper halves of zeros, subnormals, ordinary numbers, infinities and the largest."""
+    """Splits are exact for every lower half, with zero, subnormal, normal, infinite and largest upper halves."""
     upper = np.array([0, 1, 0x7F, 0x80, 0x3F80, 0x3F81, 0x42FF, 0x7F7E, 0x7F7F], np.uint32)
     bits = np.concatenate([(sign | upper[:, None]) << 16 | np.arange(1 << 16, dtype=np.uint32) for sign in (0, 0x8000)])
     bits = np.append(bits.reshape(-1), np.array([0x7F800000, 0xFF800000, 0x7FC00000], np.uint32)).astype(np.uint32)
@@ -124,7 +124,7 @@ def test_halves_are_the_whole():
 
 
 def run(shapes, dtypes=("float32", "float32"), *, seed=0, calls=None, cut=None):
-    """A step of tensors of these shapes. `calls`: how many tensors go together; `cut`: rows that do."""
+    """Run a step for tensors of these shapes, `calls` tensors in each call, or sliced by the rows of `cut`."""
     generator = torch.Generator().manual_seed(seed)
     results = []
     tensors = []
@@ -160,7 +160,7 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float8_e4m3fn", "float8_e5m2")])
 def test_many_tensors_at_once_are_each_alone(dtypes):
-    """More than one launch on a GPU takes; of all sizes, so that threads begin inside tensors."""
+    """More tensors than one GPU launch takes, of all sizes, so that threads begin inside tensors."""
     shapes = [(1 + i % 3, 1 + (i * 37) % 300) for i in range(500)] + [(70, 1000)]
     assert_same(run(shapes, dtypes), run(shapes, dtypes, calls=100))
 

@@ -1,4 +1,4 @@
-"""`Adam`, `AdamW`, `adam` and `adamw` are what their names say in each ecosystem: arguments, order and defaults."""
+"""`Adam`, `AdamW`, `adam` and `adamw` have the arguments, order and defaults of the same names in each framework."""
 
 import inspect
 
@@ -13,7 +13,7 @@ by_kind = pytest.mark.parametrize(("ours", "theirs"), KINDS, ids=["Adam", "AdamW
 
 
 def arguments(function):
-    """The arguments that may be given by position, and their defaults."""
+    """Return the positional arguments and their defaults."""
     given = inspect.signature(function).parameters.values()
     return [(p.name, p.default) for p in given if p.kind is p.POSITIONAL_OR_KEYWORD]
 
@@ -37,7 +37,7 @@ def test_arguments_are_those_of_torch(ours, theirs):
 
 @by_kind
 def test_defaults_train_as_those_of_torch(ours, theirs):
-    """Of numbers up to 2, within a few ulps, as roundings differ. A decay of 0.01 changes them by up to 6e-5."""
+    """Values up to 2 agree within a few ulps, as roundings differ. A decay of 0.01 changes them by up to 6e-5."""
     torch.testing.assert_close(stepped(ours)[0], stepped(theirs)[0], rtol=0, atol=1e-6)
 
 

@@ -9,7 +9,7 @@ from support.awkward import assert_bits_equal
 
 SHAPES = {"w": (16, 384), "odd": (4, 100), "b": (24,), "s": ()}
 LR, DECAY, STEPS = 1e-2, 0.1, 4
-# The dtypes of both moments, and of the parameters: those of 16 bits have masters.
+# Dtypes of both moments and of the parameters; 16-bit parameters have masters.
 SETTINGS = [
     ("float32", "float32", "float32"),
     ("float32", "float8_e4m3fn", "float32"),
@@ -25,9 +25,9 @@ def draw(seed, dtype):
 
 
 def stepped(param, grads, dtypes):
-    """The float32 parameter, and each moment with its scales, after steps with decoupled weight decay.
+    """Return the float32 parameter, and each moment with its scales, after steps with decoupled weight decay.
 
-    A moment that would have scales along rows is float32 where there are no rows.
+    A moment with scales along rows is float32 if there are no rows.
     """
     dtypes = [dtype if param.ndim >= 2 or dtype == "bfloat16" else "float32" for dtype in dtypes]
     p, moments = param.astype(np.float32), [np.zeros(param.shape, np.float32)] * 2

@@ -1,4 +1,4 @@
-"""The benchmark of cross entropy: its contenders do the same, and its rows are what the report reads."""
+"""The cross entropy benchmark: its contenders agree, and its rows fit the report."""
 
 import argparse
 import csv
@@ -23,7 +23,7 @@ TINY = {"rows": 48, "classes": 112, "width": 32}
 def on_cpu(monkeypatch):
     monkeypatch.setattr(bench, "DEVICE", "cpu")
     monkeypatch.setattr(bench, "COMPILER", "aot_eager")
-    # What dynamo of torch 2.13 does against torch 2.13's own advice.
+    # Warnings from torch 2.13's own dynamo.
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
 

@@ -1,4 +1,4 @@
-"""Calls that a handler must survive: those that once crashed it, and what the host promises of memory."""
+"""Calls that a handler must survive: past crashes, and the host's guarantees for memory."""
 
 import contextlib
 import subprocess
@@ -21,7 +21,10 @@ FUZZ = Path(__file__).parents[1] / "fuzz" / "fuzz_calls.py"
 
 
 def test_drawn_calls_do_no_harm(tmp_path):
-    """Valid, nearly valid and hostile calls of every op. A crash is that of the child, which says which call it was."""
+    """Valid, nearly valid and hostile calls of every op.
+
+    They run in a child, which records each call before it can crash.
+    """
     progress = tmp_path / "progress"
     command = [sys.executable, "-P", str(FUZZ), "--calls", "2000", "--progress", str(progress)]
     run = subprocess.run(command, text=True, capture_output=True, check=False)
@@ -85,7 +88,7 @@ def test_memory_is_aligned_to_its_dtype():
 
 
 def test_tensors_are_held_for_the_call():
-    """A list that another thread clears while the kernel runs."""
+    """Another thread may clear the lists of tensors while the kernel runs."""
     attributes = {"batch": 0, **CAST}
     for _ in range(20):
         x, scale = torch.ones(1024, 512), torch.ones(())
@@ -153,14 +156,14 @@ thread.join()
 
 
 def test_forked_processes_have_threads_of_their_own():
-    """A fork while the pool of the parent works."""
-    command = [sys.executable, "-W", "ignore", "-P", "-c", FORKS]  # Python warns of forks of processes with threads.
+    """A fork while the parent's pool works gets its own threads."""
+    command = [sys.executable, "-W", "ignore", "-P", "-c", FORKS]  # Python warns if a process with threads forks.
     run = subprocess.run(command, text=True, capture_output=True, check=False, timeout=200)
     assert run.returncode == 0, run.stderr
 
 
 def test_threads(monkeypatch):
-    """What the environment asks for, then what torch uses, then what was set."""
+    """The count comes from the environment, then from torch, then from `set_num_threads`."""
     code = (
         "import sys, torch, qshard; from qshard.torch_bridge._ops import bind as ops; first = qshard.num_threads()\n"
         "call = lambda: torch.ops.qshard.amax_tensor(torch.ones(20000))\n"
@@ -201,7 +204,7 @@ NONE = {
 
 @pytest.mark.parametrize("case", NONE)
 def test_what_is_no_tensor(case):
-    """Torch takes None for a tensor without memory, and calls the kernel with it."""
+    """Torch accepts None as a tensor without memory, and would call the kernel with it."""
     call, text = NONE[case]
     with pytest.raises(TypeError, match=rf"^\w+: {text}"):
         call()

@@ -1,4 +1,4 @@
-"""Checkpoints that PyTorch and JAX made, for the command; and its files, in both."""
+"""The command with checkpoints of PyTorch and JAX, and its output files in both frameworks."""
 
 import json
 
@@ -26,7 +26,7 @@ def converted(path, *options):
     out = path.with_name("out.safetensors")
     done = checkpoints.qshard("convert", path, out, "--force", *options)
     assert (done.returncode, done.stderr) == (0, "")
-    arrays, metadata = checkpoints.read(out)  # safetensors.numpy has no dtypes of 8 bits, as kept tensors may have.
+    arrays, metadata = checkpoints.read(out)  # safetensors.numpy lacks the 8-bit dtypes of unconverted tensors.
     arrays = {name: jax.numpy.asarray(array) for name, array in arrays.items()}
     return qshard.torch_bridge.from_plain(load_file(out), metadata), qshard.jax.from_plain(arrays, metadata)
 
@@ -37,7 +37,7 @@ def bytes_of(tensor):
 
 @pytest.mark.parametrize("fmt", ["NVFP4_16x16", "NVFP4", "MXFP8_E4M3", "FP8_E4M3[nonfinite=nan]", "FP8_128x128"])
 def test_what_is_written_is_what_both_quantize(fmt, tmp_path):
-    """Of a model of PyTorch."""
+    """A converted PyTorch model has the bytes of `quantize` in both front ends."""
     from safetensors.torch import save_file
 
     model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 32))
@@ -86,7 +86,7 @@ def test_dtypes_of_torch(dtype, tmp_path):
 
 
 def test_a_model_of_flax(tmp_path):
-    """Names with slashes, kernels [in, out], arrays of ml_dtypes."""
+    """Names have slashes, kernels are [in, out], and arrays have dtypes of ml_dtypes."""
     import flax.traverse_util
     from flax import linen
     from safetensors.flax import save_file
@@ -103,7 +103,7 @@ def test_a_model_of_flax(tmp_path):
     assert here.keys() == there.keys() == tree.keys()
     for name in found:
         value = jax.numpy.asarray(there[name].dequantize(), jax.numpy.float32)
-        assert np.allclose(value, jax.numpy.asarray(tree[name], jax.numpy.float32), rtol=0.1, atol=1e-2)  # Of 3 bits.
+        assert np.allclose(value, jax.numpy.asarray(tree[name], jax.numpy.float32), rtol=0.1, atol=1e-2)  # 3 mantissa bits.
 
 
 def test_other_files_of_torch(tmp_path):

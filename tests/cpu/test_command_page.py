@@ -1,4 +1,4 @@
-"""What docs/command.md says: its blocks in order, its options and keys, and nothing that is not there."""
+"""docs/command.md: its blocks run in order, and its options, keys and columns exist."""
 
 import json
 import re

@@ -21,7 +21,7 @@ def drawn(rows, classes, dtype):
 
 
 def expected(logits, labels, grad, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0):
-    """The loss of each row, and the gradient of logits."""
+    """Return the loss of each row, and the gradient of logits."""
     rule = {"ignore_index": ignore_index, "smoothing": label_smoothing, "z_loss": z_loss, "classes": logits.shape[-1]}
     with np.errstate(all="ignore"):
         stats = oracle.cross_entropy_stats(logits, labels, first=0, total=label_smoothing > 0)
@@ -30,7 +30,7 @@ def expected(logits, labels, grad, *, ignore_index=-100, label_smoothing=0.0, z_
 
 
 def step(front, logits, labels, grad, **options):
-    """The loss, and the gradient of logits."""
+    """Return the loss, and the gradient of logits."""
     labels = front.array(labels)
     return front.gradients(lambda x: front.qshard.cross_entropy(x, labels, **options), [logits], grad)
 
@@ -47,7 +47,7 @@ def test_is_the_reference(front, dtype, rule):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_every_row_has_the_gradient_of_the_loss(front, reduction):
-    """In bits; the sum of losses is the framework's."""
+    """Gradients have the bits of the reference; the framework sums the losses."""
     logits, labels, _ = drawn((4, 8), 1030, "bfloat16")
     labels[1, 2:5] = -100
     grad = np.float32(0.37)
@@ -61,5 +61,5 @@ def test_every_row_has_the_gradient_of_the_loss(front, reduction):
 def test_rows_that_are_all_ignored(front):
     logits, labels, _ = drawn((3,), 7, "float32")
     loss, d = step(front, logits, np.full_like(labels, -100), np.float32(1), reduction="mean")
-    assert np.isnan(loss)  # As in PyTorch: 0 / 0.
+    assert np.isnan(loss)  # 0 / 0, as in PyTorch.
     assert not np.nan_to_num(d).any()

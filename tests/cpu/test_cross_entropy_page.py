@@ -1,4 +1,4 @@
-"""docs/cross_entropy.md: its tables against the memory and the collectives of compiled programs."""
+"""docs/cross_entropy.md: its tables agree with the memory and the collectives of compiled programs."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ PAGE = Page("docs/cross_entropy.md")
 
 
 def test_bytes_of_logits():
-    """Logits of one chunk are in memory, and never those of all rows."""
+    """Memory holds the logits of one chunk, and never those of all rows."""
     (row,) = [row for row in PAGE.rows("in bfloat16") if row["in bfloat16"] == "`linear_cross_entropy`"]
     bytes_each, of = row["bytes for each logit"].split(", of ")
     assert of == "`chunk` rows"
@@ -37,4 +37,4 @@ def test_bytes_that_are_sent():
         found = hlo.traffic(jax.jit(jax.value_and_grad(qj.cross_entropy)).lower(logits, labels).compile())
     gathered = [each.bytes for each in found if each.kind == "all-gather"]
     assert gathered == [8 * 64 * 16]
-    assert sum(each.bytes for each in found) - sum(gathered) <= 64  # Numbers.
+    assert sum(each.bytes for each in found) - sum(gathered) <= 64  # Scalars.

@@ -1,4 +1,4 @@
-"""Delayed scaling of both front ends: casts under the scales of earlier steps, merged amaxes, and the update."""
+"""Delayed scaling of both front ends: casts with scales of earlier steps, merged amaxes, and the update."""
 
 import dataclasses
 
@@ -38,9 +38,9 @@ SCALES = {Role.WEIGHT: 500.0, Role.ACTIVATION: 7.3, Role.GRADIENT: 0.77}
 @pytest.mark.parametrize("scales", [SCALES, dict.fromkeys(Role, 0.0)], ids=["given", "first"])
 @pytest.mark.parametrize("margin", [0, 3])
 def test_a_step_over_microbatches(front, recipe, scales, margin):
-    """Operands are cast under the scales that there are, first ones each under that of its own amax.
+    """Operands are cast with their current scales, or, in a first step, each with the scale of its own amax.
 
-    Amaxes are merged by a maximum, whatever their order.
+    Amaxes are merged by a maximum, in any order.
     """
     recipe = dataclasses.replace(recipe, margin=margin)
     states = {role: (np.float32(scale), fresh(recipe)[role][1]) for role, scale in scales.items()}
@@ -66,7 +66,7 @@ def test_a_step_over_microbatches(front, recipe, scales, margin):
 @every_recipe
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_updates(front, recipe, algorithm):
-    """Tensors of one element, so that amaxes are any: none, the least, the largest, infinity and NaN."""
+    """One-element tensors give any amax: zero, the smallest, the largest, infinity and NaN."""
     recipe = dataclasses.replace(recipe, history=3, margin=1, algorithm=algorithm)
     states, rng = fresh(recipe), np.random.default_rng(0)
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""What a new user does wrong, and what both front ends say: the same of the same mistake. See support/mistakes.py."""
+"""Errors of common mistakes: both front ends raise the same text. See support/mistakes.py."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_without_a_framework(wrong):
 
 
 def test_dtypes_of_high_precision_are_those_of_ops():
-    """`FLOATS` is the class `float` of ops.def, by the binder."""
+    """`FLOATS` is the class `float` of ops.def, as the binder reads it."""
     spec, taken = OpSpec("op", "x: float *lead -> y: float32 *lead"), []
     for name in ("float32", "float64", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int32", "uint8", "bool"):
         try:

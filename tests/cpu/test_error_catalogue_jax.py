@@ -1,4 +1,4 @@
-"""The catalogue of errors, of what JAX alone has: what a call says."""
+"""The error catalogue, for mistakes that only JAX has."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ X = np.ones((64, 64), np.float32)
 
 
 def on_mesh(call):
-    """A call with a weight that is sharded over "fsdp", on that mesh."""
+    """Call with a weight that is sharded over "fsdp", on that mesh."""
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
     with jax.set_mesh(mesh):
         return call(jax.device_put(X, NamedSharding(mesh, P("fsdp"))))
@@ -45,7 +45,7 @@ def test_mistakes(wrong):
 
 
 def test_a_name_is_the_same_call():
-    """Nothing is traced again for a name, nor for a format that is equal."""
+    """A recipe or format given by name, or an equal format, causes no new trace."""
 
     def programs():
         own = _program(formats.FP8_E5M2, Usage.ROWWISE, (), None)

@@ -1,4 +1,4 @@
-"""The catalogue of errors, of what PyTorch alone has: what a call says, and that it has changed nothing."""
+"""The error catalogue, for mistakes that only PyTorch has; a call that raises changes nothing."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def watched_without_a_step():
 
 
 def tied():
-    """A head that is the weight of an embedding too."""
+    """Return a model whose head shares the weight of an embedding."""
     model = nn.ModuleDict({"embed": nn.Embedding(64, 64), "head": nn.Linear(64, 64, bias=False)})
     model["head"].weight = model["embed"].weight
     return model
@@ -50,7 +50,7 @@ def twice():
 
 
 def taken():
-    """A model that an optimizer has taken."""
+    """Return a model that an optimizer has taken over."""
     model = layers()
     qt.ZeroOptimizer(model)
     return model
@@ -64,7 +64,7 @@ def moved_under_a_graph():
 
 
 def hollow():
-    """A layer without rows."""
+    """Return a layer without rows."""
     layer = nn.Linear(64, 64)
     layer.weight = nn.Parameter(torch.empty(0, 64))
     return layer
@@ -107,7 +107,7 @@ def mesh(tmp_path):
 
 
 def test_tensors_that_are_sharded(mesh):
-    """And a mesh where a group is meant."""
+    """A DTensor, or a mesh in place of a group, raises."""
     sharded = torch.distributed.tensor.distribute_tensor(X, mesh)
     for call, text in [
         (

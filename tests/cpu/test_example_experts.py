@@ -1,4 +1,4 @@
-"""Experts of the two training scripts: what they compute, against a loop over tokens, in both frameworks."""
+"""Experts of the two training scripts equal a loop over tokens, in both frameworks."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def given():
 
 @pytest.fixture(scope="module")
 def wanted(given):
-    """The loss, its balance and gradients: one token after the other, by the formula of gpt.py."""
+    """Return the loss with its balance term, and gradients, token by token, by the formula of gpt.py."""
     x, router, up, down = (torch.from_numpy(array).requires_grad_() for array in given.values())
     tokens = x.flatten(0, 1)
     p = torch.softmax(tokens @ router, -1)

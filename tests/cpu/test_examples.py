@@ -1,4 +1,4 @@
-"""The two training scripts as programs: what they refuse, how Ctrl-C ends them, what the report shows."""
+"""The two training scripts as programs: rejected options, Ctrl-C, and the plot of the report."""
 
 import codecs
 import os
@@ -45,7 +45,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def said(texts):
-    """What each script says to each of `REFUSED`."""
+    """Run each script with each line of `REFUSED`, and return its messages."""
     return {script: refusals(script, REFUSED, texts) for script in SCRIPTS}
 
 
@@ -59,13 +59,13 @@ ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 
 
 def alive(group: int) -> list[str]:
-    """The processes of a group that run; a dead one may wait for a parent that asks for its status."""
+    """Return the running processes of a group, without zombies."""
     command = ["ps", "-A", "-o", "pgid=,stat=,args="]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return [line for line in lines if line.split()[0] == str(group) and not line.split()[1].startswith("Z")]
 
 
-COMPILES = "to MLIR module conversion jit(step)"  # XLA comes next, and takes 5 s and more
+COMPILES = "to MLIR module conversion jit(step)"  # XLA comes next, and takes at least 5 s
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ COMPILES = "to MLIR module conversion jit(step)"  # XLA comes next, and takes 5 
     ids=["jax-importing", "jax-compiling", "torch-importing", "torch-starting"],
 )
 def test_control_c(script, moment, tmp_path):
-    """On a terminal: it ends at once with one line and status 130, the cursor is there, and no rank is left behind."""
+    """On a terminal, Ctrl-C ends a script at once with one line and status 130, shows the cursor, and leaves no rank."""
     terminal, side = pty.openpty()
     command = [sys.executable, EXAMPLES / f"{script}.py", "--formats", "nvfp4", "--out", str(tmp_path / "out")]
     environment = ENVIRONMENT | {"TERM": "xterm", "JAX_LOG_COMPILES": "1"}
@@ -88,7 +88,7 @@ def test_control_c(script, moment, tmp_path):
             return True
         try:
             output += decoder.decode(os.read(terminal, 65536))
-        except OSError:  # how a terminal says that nobody has it open any more
+        except OSError:  # The other end of the terminal is closed.
             return False
         return True
 
@@ -119,7 +119,7 @@ def test_control_c(script, moment, tmp_path):
     assert ESCAPES.sub("", output).splitlines()[-1] == f"{script}.py: stopped; nothing was written"
     assert output.count("stopped") == 1
     assert "Traceback" not in output
-    assert output.rfind("\x1b[?25h") >= output.rfind("\x1b[?25l")  # the cursor was shown after it was hidden
+    assert output.rfind("\x1b[?25h") >= output.rfind("\x1b[?25l")  # the cursor is shown after it was hidden
     assert list((tmp_path / "out").glob("*")) == []
 
 
@@ -129,7 +129,7 @@ def report():
 
 
 def test_plot_has_a_panel_of_differences(report):
-    """Each recipe less bf16 of the same framework, step by step, in training and on the held-out text."""
+    """The panel shows each recipe minus bf16 of the same framework, step by step, for training and held-out text."""
     losses = {"bf16": [4.0, 3.0, 2.5, 2.0], "fp8": [4.5, 3.25, 2.5, 2.25]}
     runs = [
         report.Run(framework, name, "2", "text", 4, losses=values, validation=[(2, values[1]), (4, values[3])])

@@ -41,5 +41,5 @@ def test_rms_norm(front, shape, dtype, weight_dtype):
         of_weight = rounded(of_weight, weight.dtype)
     assert_bits_equal(y, want, "y")
     assert_bits_equal(dx, of_x.reshape(shape), "gradient of x")
-    # The framework rounds the sum to the dtype of the weight, and has a NaN of its own.
+    # The framework rounds the sum to the dtype of the weight, and has another NaN.
     assert_bits_equal(*(np.where(np.isnan(each), np.nan, each.astype(np.float32)) for each in (dweight, of_weight)))

@@ -1,6 +1,6 @@
-"""Products of codes on the CPU: against fp64, in every combination of formats; and which ones tensor cores take.
+"""GEMMs of codes on the CPU, compared with fp64 for every pair of formats, and the choice of tensor core kernels.
 
-Their bits are under test with those of every op (test_ops.py, kernel_bits.py).
+Their bits are tested with all ops (test_ops.py, kernel_bits.py).
 """
 
 import itertools
@@ -39,7 +39,7 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 
 
 def quantized(rows, k, fmt, seed):
-    """A plane `[rows, k]`, and its values in fp64."""
+    """Return a plane `[rows, k]`, and its values in fp64."""
     x = np.random.default_rng(seed).standard_normal((rows, k)).astype(np.float32)
     made = reference.quantize(x, fmt).rowwise
     codes = made.data if fmt.element.codes_per_byte == 1 else reference.unpack(made.data)
@@ -63,7 +63,7 @@ def as_bytes(x):
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]} {pair[1]}")
 def test_products_are_those_of_values(pair):
-    """fp32 sums of exact products of codes: K roundings of what was added, two of scales, and one to the result."""
+    """Bound: fp32 sums of exact products of codes have K roundings of the sum, two of scales, and one of the result."""
     square = any(fmt.scaling.whole_blocks and fmt.block[0] > 1 for fmt in pair if fmt.block)
     rows = (32, 64) if square else (7, 33)
     for number, k in enumerate((0, 32, 160, 320)):
@@ -81,7 +81,7 @@ def test_products_are_those_of_values(pair):
 @pytest.mark.parametrize("letters", ["nt", "nn", "tn", "tt"])
 @pytest.mark.parametrize("name", DTYPES)
 def test_products_of_values(name, letters):
-    """fp32 sums: K roundings of what was added, as many of products of float32, and one to the result."""
+    """Bound: fp32 sums have K roundings of the sum, as many of float32 products, and one of the result."""
     dtype = getattr(torch, name)
     for m, n, k in ((7, 33, 0), (1, 1, 1), (65, 31, 300)):
         generator = torch.Generator().manual_seed(k)
@@ -98,7 +98,7 @@ def test_products_of_values(name, letters):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_with_a_workspace_of_a_symbol(dynamic):
-    """The size of the workspace is worked out of shapes, which may be symbols, and stays one."""
+    """A workspace size computed from symbolic shapes stays symbolic."""
 
     def multiply(a, b):
         one = torch.ones((), dtype=torch.float32)
@@ -155,7 +155,7 @@ def test_where_an_op_multiplies_values():
 
 @pytest.mark.parametrize("fmt", formats.FORMATS.values(), ids=str)
 def test_planes_that_have_what_is_contracted_last(fmt):
-    """By the layout: `[M, K]` for the last axis, and of the first axis the transpose `[K, M]`."""
+    """`contracts_last` follows the layout: `[M, K]` contracts the last axis, the transpose `[K, M]` the first."""
     assert gemm_dispatch.contracts_last(fmt, Usage.ROWWISE)
     if fmt.scaling.global_scale != "row":
         transposed = plane(fmt, (128, 256), Usage.COLUMNWISE).transposed
@@ -164,7 +164,7 @@ def test_planes_that_have_what_is_contracted_last(fmt):
 
 @pytest.mark.parametrize("pair", [(FP8_1x128, FP8_128x128), (MXFP8_E4M3, MXFP8_32x32), (NVFP4, NVFP4)], ids=str)
 def test_workspaces_have_room_for_scales(pair):
-    """As `gemm_scales.h` has them: padded to tiles, aligned, and 32 MiB besides."""
+    """Workspaces fit the scales of `gemm_scales.h`, padded to tiles and aligned, and 32 MiB besides."""
     number = 4 if pair[0].scale_dtype == "float32" else 1
     for m, n, k in itertools.product((16, 144, 8192), (16, 272, 4096), (16, 640, 14336)):
         needed = 256

@@ -16,7 +16,7 @@ pytest.importorskip("nanobind")
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_architectures(tmp_path):
-    """Of Blackwell, kernels that convert to FP4 take the family, which alone has the instruction."""
+    """For Blackwell, kernels that convert to FP4 target the family, which alone has the instruction."""
     settings = ["-DQSHARD_CUDA=ON", "-DQSHARD_CUDA_ARCHITECTURES=90-real;100-virtual"]
     options = [f"-DPython_EXECUTABLE={sys.executable}", *settings]
     done = subprocess.run(
@@ -33,7 +33,7 @@ def test_a_second_install_compiles_what_changed(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
 
     def install() -> list[str]:
-        """Returns the lines of compiled files."""
+        """Install, and return the lines of compiled files."""
         command = [tmp_path / "env/bin/python", "-m", "pip", "install", "-v", "--no-deps", source]
         environ = {**os.environ, "QSHARD_CUDA": "OFF", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

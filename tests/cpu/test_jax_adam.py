@@ -56,7 +56,7 @@ def assert_trees_equal(a, b):
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_float32_is_optax_adamw(weight_decay):
-    """Over four steps of 1e-2, whose updates have sizes of about 1e-2: within 1e-4 of that, as roundings differ."""
+    """Four steps of 1e-2, with updates of about 1e-2, agree to within 1e-4 of that, as roundings differ."""
     ours, _ = train(adamw(1e-2, weight_decay=weight_decay), draw(9))
     theirs, _ = train(optax.adamw(1e-2, weight_decay=weight_decay), draw(9))
     for name in SHAPES:
@@ -86,7 +86,7 @@ def test_sharded_arrays_give_the_same_bits(settings, kind):
 
 @every_setting
 def test_whole_blocks_are_updated_where_they_are(settings):
-    """No collective, with rows and blocks of columns cut."""
+    """Shards of rows, and of whole blocks of columns, need no collective."""
     mesh = mesh_of(AxisType.Auto)
     w = jax.device_put(np.ones((16, 512), dtype_of(settings)), NamedSharding(mesh, P("a", "b")))
     transformation = adamw(1e-2, weight_decay=0.1, **settings)
@@ -129,14 +129,14 @@ def test_it_is_an_optax_transformation():
     ours, state = train(injected, draw(9))
     assert float(state.hyperparams["learning_rate"]) == np.float32(1e-2)
     theirs, _ = train(optax.adam(1e-2, b2=0.99), draw(9))
-    # 1 - b2 of an injected fp32 b2 is off by 2^-25 / 0.01 = 3e-6, of updates of up to 1e-2 in each of four steps.
+    # 1 - b2 of an injected fp32 b2 is off by 2^-25 / 0.01 = 3e-6; updates are up to 1e-2 in each of four steps.
     np.testing.assert_allclose(ours["w"], theirs["w"], rtol=1e-5, atol=1e-5)
     masked = optax.masked(adam(1e-2), {"w": True, "odd": False, "b": False, "s": True})
     train(masked, draw(9))
 
 
 def test_masters_heal_what_a_parameter_could_not_take():
-    """An update is a difference. What rounding lost of it comes with the next, since only the master goes on."""
+    """An update is a difference to the parameter, so the next one restores what rounding lost: the master is exact."""
     transformation = adam(1.0, b1=0.0, b2=0.0, eps=0.0, masters=True)
     params = {"w": jnp.asarray([[1.0, 1.0]], jnp.bfloat16)}
     state = transformation.init(params)

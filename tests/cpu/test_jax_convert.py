@@ -1,4 +1,4 @@
-"""`convert` of nnx models with einsums of their own, recipes by layer, and the weights that it names."""
+"""`convert` of nnx models with their own einsums, recipes by layer, and the weights named in warnings."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ D, N, K, H, F, V = 32, 4, 2, 16, 64, 96
 
 
 class Einsum(nnx.Module):
-    """As that of tunix (models/llama3, gemma, qwen3) and of flax's gemma: equation, shape, `w` and one einsum."""
+    """Like that of tunix (models/llama3, gemma, qwen3) and of flax's gemma: equation, shape, `w` and one einsum."""
 
     def __init__(self, einsum_str, shape, *, rngs):
         self.einsum_str = einsum_str
@@ -48,7 +48,7 @@ class RMSNorm(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Projections of tunix's Llama 3, and the two of gemma that lie in another order; no scores, for a short test."""
+    """Projections of tunix's Llama 3, and two of gemma in another order; without attention scores, for a short test."""
 
     def __init__(self, *, rngs):
         self.q_proj = Einsum("BTD,DNH->BTNH", (D, N, H), rngs=rngs)
@@ -114,7 +114,7 @@ def test_einsums_of_their_own_are_named():
 
 @pytest.mark.parametrize("einsums", [RULES, {f"*.{n}": None for n in OWN}], ids=["attribute", "equations"])
 def test_einsums_of_their_own_are_converted(einsums):
-    """All of them, silently, each with the bits of `einsum`; parameters, values and paths stay."""
+    """All are converted silently, with the bits of `einsum`; parameters, values and paths stay."""
     model = Llama()
     if None in einsums.values():
         einsums = {f"*.{n}": getattr(model.layers[0], n).einsum_str for n in OWN} | {"lm_head": "btd,dv->btv"}
@@ -134,7 +134,7 @@ def test_einsums_of_their_own_are_converted(einsums):
     assert 0 < float(jnp.linalg.norm(made - plain)) < 0.2 * float(jnp.linalg.norm(plain))
     grads = nnx.jit(nnx.grad(lambda model: jnp.sum(model(TOKENS) ** 2)))(model)
     assert float(jnp.abs(grads["layers"][0]["kv_einsum"]["w"][...]).max()) > 0
-    convert(model, "MXFP8", filter=lambda layer, name: name.startswith("layers.0.q"))  # They take another recipe.
+    convert(model, "MXFP8", filter=lambda layer, name: name.startswith("layers.0.q"))  # Replaces their recipe.
     assert recipes_of(model)["layers.0.q_proj"] == "MXFP8"
     assert recipes_of(model)["lm_head"] == "CurrentScaling"
 
@@ -159,7 +159,7 @@ def test_converted_einsums_travel():
 
 
 class Called(nnx.Module):
-    """As `Einsum` of gemma (gm/nn/_layers.py), which is called with the equation."""
+    """Like `Einsum` of gemma (gm/nn/_layers.py), called with the equation."""
 
     def __init__(self, shape, *, rngs):
         self.shape = shape
@@ -195,7 +195,7 @@ class Biased(Einsum):
 
 
 class Two(nnx.Module):
-    """As tunix's experts: einsums over tensors of three axes."""
+    """Like tunix's experts: einsums over tensors of three axes."""
 
     def __init__(self, rngs):
         self.gate, self.down = (nnx.Param(rngs.params.normal((N, D, F))) for _ in range(2))
@@ -226,7 +226,7 @@ SQUARE = ("BTD,DF->BTF", (D, D))
     ],
 )
 def test_equations_that_are_not_those_of_the_module(make, einsums, error, text):
-    """A square weight fits its transpose, too: the program tells them apart."""
+    """A square weight fits its transpose too: the traced program distinguishes them."""
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Linear(D, D, rngs=rngs), make(*SQUARE, rngs=rngs))
     before = nnx.graphdef(model)
@@ -338,7 +338,7 @@ def test_recipes_of_a_policy():
 
 
 def test_own_einsums_under_fsdp():
-    """A weight that a mesh cuts along its first axis: bits of one device."""
+    """A weight sharded along its first axis gives the bits of one device."""
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
     module = Einsum("BTD,DNH->BTNH", (D, N, H), rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (4, 16, D))
@@ -352,7 +352,7 @@ def test_own_einsums_under_fsdp():
 
 
 def test_own_einsums_of_a_scan():
-    """One module that stands for three layers: each has its own kernel and state."""
+    """A module that stacks three layers has a kernel and a state for each."""
 
     @nnx.vmap(in_axes=0, out_axes=0)
     def stacked(rngs):

@@ -201,7 +201,7 @@ PADDED_CUTS = {"one device": None, "classes": P(None, None, ("a", "b"))}
 
 @pairs(mode=[*MODES, "shard_map"], cut=PADDED_CUTS, num_classes=[1037, 3])
 def test_padding_is_no_class(mode, cut, num_classes):
-    """Loss and gradients are those of the classes alone; the gradient of padding is 0. Some devices have only padding."""
+    """Loss and gradients are those of the classes alone, and padding has gradient 0, also on devices with only padding."""
     logits, labels = drawn()
     logits[..., num_classes:] = 50.0  # Would change the loss if they were classes.
     labels = np.where(labels == -100, -100, labels % num_classes)
@@ -235,7 +235,7 @@ def test_labels_of_padding_raise():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_labels_that_are_no_classes_on_meshes(mode):
-    """As on one device: invalid labels raise if the host knows them, also in sharded arrays; otherwise their rows are NaN."""
+    """As on one device, invalid labels of sharded arrays raise if the host knows them; otherwise their rows are NaN."""
     logits, labels = drawn()
     labels[2, 1] = CLASSES
     with jax.set_mesh(mesh := mesh_of(getattr(AxisType, mode))):

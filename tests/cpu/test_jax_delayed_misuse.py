@@ -19,7 +19,7 @@ def loss(w, state, x=X):
 
 
 def scanned(ws, states, x=X):
-    """Layers over which `scan` goes."""
+    """Return a loss of layers under `scan`."""
     return jnp.sum(
         jax.lax.scan(lambda x, given: (jnp.tanh(linear(x, given[0], RECIPE, state=given[1])), None), x, (ws, states))[0]
     )
@@ -55,7 +55,7 @@ def test_a_state_that_is_not_differentiated(name, outer):
         outer(jax.value_and_grad(lambda w: call(w, STATE)))(W)
     with pytest.raises(ValueError, match=TEXT):
         outer(jax.grad(lambda w, state: call(w, jax.lax.stop_gradient(state)), (0, 1)))(W, STATE)
-    _, amaxes = outer(jax.grad(call, (0, 1)))(W, STATE)  # JAX's caches have not lost anything.
+    _, amaxes = outer(jax.grad(call, (0, 1)))(W, STATE)  # JAX's caches still work.
     assert float(amaxes.weight.observed.amax) > 0
     assert float(outer(call)(W, STATE)) != 0
     with pytest.raises(ValueError, match=TEXT):
@@ -72,7 +72,7 @@ def test_scan_over_layers():
 
 
 def test_frozen_weights_need_no_amaxes():
-    """Adapters beside a frozen weight, codes, inputs alone, and layers that are not trained at all."""
+    """Adapters on a frozen weight, codes, gradients of inputs alone, and layers that are not trained."""
     jax.grad(lambda x: loss(W, STATE, x))(X)
     a, b = jnp.ones((4, 32)), jnp.ones((16, 4))
     jax.jit(jax.grad(lambda ab: jnp.sum(linear(X, W, RECIPE, state=STATE) + X @ ab[0].T @ ab[1].T)))((a, b))
@@ -97,7 +97,7 @@ def test_primary_weights_and_experts():
 
 
 class TestFlax:
-    """As flax's users train: nnx with `wrt=nnx.Param`, its default, and linen with params alone."""
+    """Default training loops of flax: nnx with `wrt=nnx.Param`, and linen with params alone."""
 
     nnx = pytest.importorskip("flax.nnx")
 

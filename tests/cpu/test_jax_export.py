@@ -27,7 +27,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "jax_saved_program.py"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Two processes, one after the other, on the same folder: (folder, programs cached after each)."""
+    """Run two processes in turn on one folder; return (folder, programs cached after each)."""
     folder = tmp_path_factory.mktemp("programs")
     np.save(folder / "x.npy", awkward_values((64, 256), kinds=TAME))
     counts = []
@@ -42,7 +42,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["whole", "sharded"])
 def test_exported_cast(saved, name):
-    """A quantized array is a legal result, and the process that loads needs nothing but `import qshard.jax`."""
+    """A quantized array is a legal result, and the loading process needs only `import qshard.jax`."""
     folder, _ = saved
     q = quantize(np.load(folder / "x.npy"), FP8_E4M3, usage=Usage.BOTH)
     for got, want in zip(np.load(folder / f"{name}.npz").values(), jax.tree.leaves(q), strict=True):
@@ -53,12 +53,12 @@ def test_exported_step(saved):
     folder, _ = saved
     x = np.load(folder / "x.npy")
     want = jax.value_and_grad(lambda w: linear(x, w, CurrentScaling()).sum())(x[:16])
-    for got, expected in zip(np.load(folder / "step.npz").values(), want, strict=True):  # The order of fp32 sums.
+    for got, expected in zip(np.load(folder / "step.npz").values(), want, strict=True):  # fp32 sums in another order.
         np.testing.assert_allclose(got.view(np.float32), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
 def test_exported_update(saved):
-    """NVFP4 under a seed that is an argument, and the kernel of `adamw`: the bits of the program that was not saved."""
+    """NVFP4 with a seed argument, and the kernel of `adamw`, have the bits of the program before export."""
     folder, _ = saved
     x = np.load(folder / "x.npy")
     optimizer = adamw(1e-3)
@@ -73,7 +73,7 @@ def test_exported_update(saved):
 
 
 def test_the_public_list_is_what_export_needs():
-    """An export without it names the first of our targets that JAX does not know."""
+    """Without the list, export names the first custom call that JAX does not know."""
     step = jax.jit(lambda x: linear(x, x, "MXFP8"))
     with pytest.raises(ValueError, match=r"qshard_quantize_block"):
         jax.export.export(step)(np.ones((32, 32), np.float32))
@@ -81,13 +81,13 @@ def test_the_public_list_is_what_export_needs():
 
 
 def test_persistent_cache_hits(saved):
-    """The second process finds what the first has compiled: nothing in a program's key changes from run to run."""
+    """The second process hits the cache: the key of a program is the same in every run."""
     _, (first, second) = saved
     assert first == second > 0
 
 
 def test_losses_of_auto_meshes_hit_the_persistent_cache(saved):
-    """With JAX's flag: XLA asks functions how losses are cut, and no two that differ share an entry."""
+    """With JAX's flag, losses with partitioning callbacks hit the cache, and different losses share no entry."""
     folder, (first, _) = saved
     x, labels = np.load(folder / "x.npy"), np.arange(64) % 40
     want = []
@@ -102,7 +102,7 @@ def test_losses_of_auto_meshes_hit_the_persistent_cache(saved):
 
 
 def test_quantized_arrays_are_serialized():
-    """The static part of the pytree goes through jax.export and comes back equal."""
+    """The static part of the pytree passes through jax.export and stays equal."""
     fmt = FP8_E4M3.with_options(pow2=True, eps=0.25)
     x = np.ones((2, 3, 32), np.float32)
     exported = jax.export.export(

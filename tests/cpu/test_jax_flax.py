@@ -179,7 +179,7 @@ NAMES = ["attention.key", "attention.out", "attention.query", "attention.value",
 
 
 def test_convert_keeps_the_model():
-    """`convert` keeps modules, parameters, values, paths and optimizer state; only the products of linear layers change."""
+    """`convert` keeps modules, parameters, values, paths and optimizer state, and changes the products of layers."""
     model = Block(nnx.Rngs(0))
     modules = dict(nnx.iter_modules(model))
     before, types = nnx.state(model), {path: type(module) for path, module in modules.items()}

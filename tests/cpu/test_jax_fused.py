@@ -1,4 +1,4 @@
-"""SwiGLU and RMSNorm in JAX: shards stay where they are, with the bits of one device; transforms; results as codes."""
+"""SwiGLU and RMSNorm in JAX: sharded arrays are not sent, with the bits of one device; transforms; quantized results."""
 
 import functools
 
@@ -26,7 +26,7 @@ def drawn(shape, dtype="bfloat16", kinds=KINDS):
 
 
 def step(gate, up, grad):
-    """h and both gradients."""
+    """Return h and both gradients."""
     h, back = jax.vjp(qj.swiglu, gate, up)
     return h, *back(grad)
 
@@ -61,7 +61,7 @@ def test_shards_stay_where_they_are(mode, cut):
 
 
 def test_gradient_of_what_shards_share_is_summed():
-    """In `shard_map`, `up` is the same on all of an axis: its gradient is the sum of theirs."""
+    """In `shard_map`, `up` is replicated along an axis: its gradient is summed over it."""
     gate, up, grad = (x.astype(np.float32) for x in drawn((8, 16), "float16"))
     mesh = mesh_of(AxisType.Auto)
 
@@ -148,13 +148,13 @@ def norm_arrays(shape, dtype="bfloat16", weight_dtype="float32", kinds=KINDS):
 
 
 def norm_step(x, weight, grad):
-    """y and both gradients."""
+    """Return y and both gradients."""
     y, back = jax.vjp(functools.partial(qj.rms_norm, eps=EPS), x, weight)
     return y, *back(grad)
 
 
 def assert_norm(actual, x, weight, grad):
-    """The gradient of the weight is a sum over devices."""
+    """Compare y and dx bit for bit; the gradient of the weight is a sum over devices, in another order."""
     rows = (-1, x.shape[-1]) if x.size else (0, x.shape[-1])
     with np.errstate(all="ignore"):
         y, rstd, _ = oracle.rms_norm(x, weight, eps=EPS, lead=0)
@@ -190,7 +190,7 @@ def test_norm_moves_no_rows(mode, cut, weight_cut):
 
 
 def test_norm_of_what_is_cut_along_k():
-    """It is gathered, with the same bits."""
+    """x sharded along K is gathered, with the same bits."""
     arrays = norm_arrays((64, 512), "float32", kinds=("normal",))
     for kind in (AxisType.Auto, AxisType.Explicit):
         with jax.set_mesh(mesh := mesh_of(kind)):

@@ -117,7 +117,7 @@ BLOCKS = {
 @pytest.mark.parametrize("mode", ["Auto", "shard_map"])
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_step_of_blocks(compiled, recipe, mode):
-    """Codes are gathered in each pass, packed FP4 at half a byte, and compact scales once; high precision is in GEMMs only.
+    """Codes are gathered in each pass, packed FP4 at half a byte, and compact scales once; no values are sent.
 
     XLA has no GEMM with block scales for Hopper: 128-blocks use qshard's GEMM of codes, other blocks bfloat16.
     """
@@ -141,7 +141,7 @@ def test_step_of_blocks(compiled, recipe, mode):
     "recipe", ["CurrentScaling, Auto", "CurrentScaling, Explicit", "MXFP8, Auto", "BlockScaling, Explicit"]
 )
 def test_batch_and_sequence(compiled, recipe):
-    """With x `[16, 4096, 2048]` sharded 2 x 4, the GEMMs are those of bfloat16; x and dy are neither sent nor copied."""
+    """With x `[16, 4096, 2048]` sharded 2 x 4, the GEMMs are those of bfloat16; x and dy are not sent or copied."""
     program, plain = compiled[f"sequence, {recipe}"], compiled["sequence, bfloat16"]
     shapes = [sorted(gemm.split("[")[1] for gemm in each["gemms"]) for each in (program, plain)]
     assert shapes[0] == shapes[1] == ["2048,2048]"] * 2 + ["8192,2048]"] * 3
@@ -157,7 +157,7 @@ def test_batch_and_sequence(compiled, recipe):
 
 
 def test_delayed_step(compiled):
-    """GEMMs are FP8; each cast is preceded by an amax of the whole tensor, which gives the scale if there is no history."""
+    """GEMMs are FP8; the amax of the whole tensor precedes each cast, and gives the scale if there is no history."""
     program = compiled["step, delayed"]
     assert moved(program, "all-gather") == ["u8[2048,2048]"] * 3
     assert moved(program, "reduce-scatter") == ["f32[256,2048]"] * 2

@@ -1,6 +1,6 @@
-"""gather(quantize(shards)) == quantize(whole) for every format, in every mode of JAX, also where shards cut blocks.
+"""gather(quantize(shards)) == quantize(whole) for every format and mode of JAX, also where shards split blocks.
 
-Eight host devices (conftest.py). What moves between them is read off the compiled HLO: codes and scales as integers.
+Eight host devices (conftest.py). Collectives are read from the compiled HLO: codes and scales are sent as integers.
 """
 
 import jax
@@ -21,7 +21,7 @@ from support.pairs import pairs, turns
 
 SEED = 0x0123456789ABCDEF
 CUT = [*(fmt for fmt in NAMED if fmt.block), NVFP4.with_options(rounding="stochastic")]
-# Of the options those that change what is reduced or which numbers are drawn.
+# Only options that change what is reduced or which random numbers are drawn.
 WHOLE = [
     *NAMED,
     *(
@@ -42,7 +42,7 @@ def usage_of(fmt):
 
 
 def assert_integers_travel(compiled, limit=0):
-    """What is gathered is integers, but for amaxes of pieces of blocks: up to `limit` elements."""
+    """Check that gathers send integers, except amaxes of partial blocks: up to `limit` elements."""
     for kind, arrays in collectives(compiled):
         for array in arrays if kind == "all-gather" else ():
             size = np.prod([int(n) for n in array[array.index("[") + 1 : -1].split(",")])
@@ -51,7 +51,7 @@ def assert_integers_travel(compiled, limit=0):
 
 @pairs(fmt=WHOLE, spec={"rows": P("fsdp"), "columns": P(None, "fsdp")}, kind=[AxisType.Auto, AxisType.Explicit])
 def test_whole_blocks(fmt, spec, kind):
-    """Shards of whole blocks: nothing is reduced but what one scale serves, and nothing moves before the gather."""
+    """With whole blocks, only tensor and row amaxes are reduced, and nothing is sent before the gather."""
     size = 8 * max(128 if spec != P("fsdp") else 16, *(fmt.block or (16, 16)))
     shape = (size, 128) if spec == P("fsdp") else (128, size)
     w = awkward_values(shape, seed=1, kinds=TAME)
@@ -77,19 +77,19 @@ def test_whole_blocks(fmt, spec, kind):
     assert_integers_travel(together)
 
 
-# Formats of one block shape and one rule of scales differ in their elements: both kinds of mesh meet one of each.
+# Formats of the same block shape and scale rule differ in their elements: one of each runs on both mesh kinds.
 ONE_OF_EACH = {FP8_1x128, FP8_128x128, MXFP8_E4M3, MXFP8_32x32, *(fmt for fmt in CUT if fmt.scaling.global_scale)}
 
 
 @turns(1, ONE_OF_EACH, fmt=CUT, kind=[AxisType.Auto, AxisType.Explicit])
 def test_cut_blocks(fmt, kind):
-    """8 shards of less than a block, or of one and a piece: what moves before the gather is amaxes of pieces."""
+    """With 8 shards of less than a block, or of one and a part, only amaxes of partial blocks precede the gather."""
     mesh, usage = mesh_of(kind), usage_of(fmt)
     for shape, spec in (((8 * 24, 128), P("fsdp")), ((64, 8 * 24), P(None, "fsdp")), ((64, 256), P("fsdp"))):
         if any(size % unit for size, unit in zip(shape, (32, 32), strict=True)):
             continue
         if kind is AxisType.Auto and spec != P("fsdp"):
-            usage = Usage.ROWWISE  # Auto meshes do not tell how the other is cut, and XLA gathers first.
+            usage = Usage.ROWWISE  # Auto meshes do not show the other sharding; XLA gathers first.
         w = awkward_values(shape, seed=1, kinds=TAME)
         with jax.set_mesh(mesh):
             sharded = jax.device_put(w, NamedSharding(mesh, spec))
@@ -106,7 +106,7 @@ def test_cut_blocks(fmt, kind):
 @pytest.mark.parametrize("fmt", [fmt for fmt in SQUARES if fmt.block], ids=str)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_one_reduction_for_all_weights(fmt, check_vma):
-    """Block and tensor amaxes of all weights in one all-reduce, also where shards cut blocks."""
+    """One all-reduce for block and tensor amaxes of all weights, also where shards split blocks."""
     mesh, shards = mesh_of(AxisType.Auto), 8
     weights = {
         "a": awkward_values((shards * 24, 128), seed=1, kinds=TAME),
@@ -151,7 +151,10 @@ def test_one_reduction_for_all_weights(fmt, check_vma):
     ids=str,
 )
 def test_cuts_that_a_format_cannot_take(fmt, rows, text):
-    """One error, when tracing, so on all devices. What must be whole is the whole tensor, unless blocks must be."""
+    """The error is raised while tracing, so on all devices.
+
+    It concerns the whole tensor, unless blocks must be whole.
+    """
     shards = 1 if rows < 8 else 2
     mesh = mesh_of(AxisType.Auto, shards)
     w = np.ones((rows * shards, 64), np.float32)

@@ -1,7 +1,7 @@
-"""The law for tensors of any shape, cut in any way over any mesh, drawn at random (support/jax_cuts.py).
+"""gather(quantize(shards)) == quantize(whole) for random shapes, shardings and meshes (support/jax_cuts.py).
 
-Each example stands for a cut that once broke it: by a grid of scales that was cut unevenly, by blocks that columns cut,
-by tensors of one axis, by meshes of one device, by several mesh axes.
+Each example once failed: uneven grids of scales, blocks split by columns, one-axis tensors, one-device meshes, several
+mesh axes.
 """
 
 import functools
@@ -36,7 +36,7 @@ def examples(test):
         AUTO(sizes=(8,), entries=(("a",),), shape=(512,), fmt=FP8_128x128, gathers=(("a",),)),
         AUTO(sizes=(8,), entries=(("a",),), shape=(64,), fmt=FP8_E4M3, usage=Usage.COLUMNWISE, gathers=(("a",),)),
         Case(kind="Explicit", sizes=(1,), entries=COLUMNS, shape=(32, 64), fmt=NVFP4, gathers=(("a",),)),
-        # Rows that do not follow one another; two mesh axes along one axis, gathered in turn.
+        # Rows that are not adjacent; two mesh axes along one axis, gathered in turn.
         LOCAL(sizes=(4,), entries=((), ("a",), ()), shape=(2, 8, 64), fmt=MXFP4, gathers=(("a",),)),
         LOCAL(sizes=(2, 4), entries=(("a", "b"), ()), shape=(64, 64), fmt=MXFP8_32x32, gathers=(("b",), ("a",))),
     ]
@@ -83,7 +83,7 @@ def mesh_of(kind=AxisType.Auto):
 
 
 def test_zeros_stay_zeros():
-    """Their E8M0 scales have the byte 0, which is 2^-127 to XLA where it adds them up."""
+    """Zeros have E8M0 scales of byte 0, which is 2^-127 if XLA sums them."""
     mesh, spec = mesh_of(), P("a", "b")
     with jax.set_mesh(mesh):
         w = jax.device_put(np.zeros((64, 32), np.float32), NamedSharding(mesh, spec))
@@ -97,7 +97,7 @@ def test_zeros_stay_zeros():
 @pytest.mark.parametrize("fmt", [FP8_E4M3, FP8_128x128, MXFP8_32x32, NVFP4_16x16, FP8_1x128], ids=str)
 @pytest.mark.parametrize("spec", [P(None, ("b", "a")), P("a", "b")], ids=str)
 def test_no_value_travels(fmt, spec, kind):
-    """Shards of 64 columns, half of what XLA is left to cut where nobody tells how: codes, scales, amaxes of pieces."""
+    """Shards of 64 columns, half of XLA's shortest run: only codes, scales and amaxes of partial blocks are sent."""
     mesh, shape = mesh_of(kind), (128, 64 * (8 if spec[0] is None else 4))
     axes = tuple(name for entry in spec if entry for name in ([entry] if isinstance(entry, str) else entry))
     with jax.set_mesh(mesh):
@@ -113,7 +113,7 @@ def test_no_value_travels(fmt, spec, kind):
 
 @pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "NVFP4"])
 def test_tensor_parallel_weights_in_shard_map(recipe):
-    """The spec names both mesh axes: what is gathered along one is a part of the whole weight, with its scales."""
+    """The spec names both mesh axes: gathering along one gives a part of the whole weight, with its scales."""
     spec, w = P("b", "a"), awkward_values((256, 128), seed=3, kinds=TAME)
 
     def local(w):
@@ -125,7 +125,7 @@ def test_tensor_parallel_weights_in_shard_map(recipe):
 
 
 def test_scales_of_cut_blocks_are_those_of_quantize():
-    """Rows that cut blocks and columns that do not: each device has the scales that it has a part in."""
+    """Rows split blocks, columns do not: each device has the scales of all blocks that it shares."""
     mesh, spec, axes = mesh_of(), P("b", "a"), ("b", "a")
     w = awkward_values((96, 128), seed=3, kinds=TAME)
     recipe = Recipe(weight=MXFP8_32x32, activation=MXFP8_32x32, gradient=MXFP8_32x32)

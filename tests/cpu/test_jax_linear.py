@@ -1,6 +1,6 @@
-"""`qshard.jax.linear` where JAX differs: given scales, seeds, rows that devices hold, and errors when tracing.
+"""JAX-specific behaviour of `linear`: given scales, seeds, sharded rows, and errors while tracing.
 
-Its products are in test_linear.py, what devices share of them in test_jax_fsdp.py.
+Products are tested in test_linear.py, sharded ones in test_jax_fsdp.py.
 """
 
 import jax
@@ -25,7 +25,7 @@ def values(*shape, seed=0, dtype=np.float32):
 
 
 def test_given_scales():
-    """They replace the weight's own, and stand for what this call would have computed."""
+    """Given scales replace those that the call would compute."""
     x, w = values(8, 64), values(48, 64, seed=1)
     scales = compute_scales({"w": w, "other": 100 * w}, RECIPE)
     np.testing.assert_array_equal(linear(x, w, RECIPE, weight_scales=scales["w"]), linear(x, w, RECIPE))
@@ -33,7 +33,7 @@ def test_given_scales():
 
 
 def test_compute_scales():
-    """Those of the oracle, for each leaf; layers stacked along a first axis have one each under vmap."""
+    """Each leaf has the scale of the reference; under vmap, stacked layers have one each."""
     pow2 = CurrentScaling(weight=formats.FP8_E4M3.with_options(pow2=True))
     weights = {"a": values(4, 8), "b": [values(3, 5, dtype=BFLOAT16), np.zeros((2, 2), np.float32)]}
     scales = compute_scales(weights, pow2)
@@ -66,7 +66,7 @@ def test_a_seed_is_an_integer_two_words_or_a_key():
 
 
 def exact(*shape, seed=0):
-    """Numbers whose largest is 2688: the global scale of NVFP4 is 1, and bfloat16 holds all values of it."""
+    """Return numbers with amax 2688: the global scale of NVFP4 is 1, and bfloat16 represents all values."""
     x = 400 * values(*shape, seed=seed)
     x.flat[0] = 2688
     return x
@@ -78,9 +78,9 @@ def step(x, w, dy, recipe, **options):
 
 
 def test_shards_with_rows_of_zeros_draw_what_the_whole_draws():
-    """Eight shards of 5 rows, each made 16 for its own dw, are 40 rows all the same."""
+    """Eight shards of 5 rows, each padded to 16 for dw, draw the random numbers of 40 rows."""
     x, dy, one = exact(40, 32), exact(40, 32, seed=1), np.eye(32, dtype=np.float32)
-    unit = formats.FP8_E4M3.with_options(pow2=True)  # Holds an identity matrix as it is.
+    unit = formats.FP8_E4M3.with_options(pow2=True)  # Represents an identity matrix exactly.
     recipe = Recipe(weight=unit, activation=formats.NVFP4, gradient=formats.NVFP4.with_options(rounding="stochastic"))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -94,7 +94,7 @@ def test_shards_with_rows_of_zeros_draw_what_the_whole_draws():
 
 @pytest.mark.parametrize("out", [None, P(None, None, "model")], ids=str)
 def test_rows_that_an_explicit_mesh_does_not_cut(out):
-    """The type says so: zeros need nothing of other devices, whatever cuts K and N."""
+    """Types show that rows are unsharded: zero padding needs no collective, however K and N are sharded."""
     x, w, dy = exact(3, 7, 64), exact(32, 64, seed=1), exact(3, 7, 32, seed=2)
     want = step(x, w, dy, recipes.MXFP8())
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
@@ -103,12 +103,12 @@ def test_rows_that_an_explicit_mesh_does_not_cut(out):
         args = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in ((x, P()), (w, cut), (dy, out or P()))]
         got = jax.jit(lambda *args: step(*args, recipes.MXFP8(), out_sharding=out))(*args)
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))  # The order of fp32 sums.
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))  # fp32 sums in another order.
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_rows_that_a_mesh_cuts_are_whole_blocks(kind):
-    """To gradients alone does it matter. Rows of zeros at their end would have to come from other devices."""
+    """Only gradients need whole blocks. Zero padding of sharded rows would come from other devices."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     text = r"x \(40, 64\) is not a whole number of 32x1 blocks of MXFP8_E4M3.nonfinite=nan.; pad the rows to 64"
     x, w = jax.device_put(values(40, 64), NamedSharding(mesh, P("data"))), values(32, 64)
@@ -140,7 +140,7 @@ def test_rows_that_a_mesh_cuts_are_whole_blocks(kind):
     ],
 )
 def test_errors(call, error, match):
-    """When tracing."""
+    """Errors are raised while tracing."""
     with pytest.raises(error, match=match):
         jax.grad(lambda x: jnp.sum(call(x, values(48, 64))))(values(8, 64))
 

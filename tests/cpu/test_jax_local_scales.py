@@ -1,4 +1,4 @@
-"""`linear(local_axes=)`: on a mesh that XLA cuts, the bits of `shard_map`, where each device has scales of its own."""
+"""`linear(local_axes=)` on a mesh partitioned by XLA has the bits of `shard_map` with scales per device."""
 
 import functools
 
@@ -15,7 +15,7 @@ from support.awkward import assert_bits_equal
 from support.hlo import collectives
 
 N, K, ROWS = 64, 128, 128
-SIZE = 2.0 ** np.arange(8).repeat(ROWS // 8)[:, None]  # Each device has an amax of its own.
+SIZE = 2.0 ** np.arange(8).repeat(ROWS // 8)[:, None]  # Each device has its own amax.
 
 
 def values(*shape, seed=0):
@@ -26,7 +26,7 @@ X, W, DY = (values(ROWS, K) * SIZE).astype(np.float32), values(N, K, seed=1), va
 
 
 def step(x, w, dy, state, recipe, **options):
-    """y, and the gradients of sum(y * dy)."""
+    """Return y, and the gradients of sum(y * dy)."""
 
     def product(x, w, state):
         return linear(x, w, recipe, gather_axis="fsdp", seed=3, state=state, **options)
@@ -57,19 +57,19 @@ def test_bits_are_those_of_shard_map(name, kind):
 
 
 def test_beside_another_axis():
-    """The mesh axis that nothing is said of stays XLA's: y is what one device with rows of its own makes."""
+    """XLA partitions the mesh axis that is not named: y is that of one device with the same rows."""
     mesh = jax.make_mesh((2, 4), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
         w = jax.device_put(W, NamedSharding(mesh, P("tp", None)))
         y = jax.jit(lambda x, w: linear(x, w, CurrentScaling(), weight_spec=P("tp", None), local_axes="data"))(x, w)
     parts = [jax.jit(lambda x: linear(x, W, CurrentScaling()))(part) for part in np.split(X, 2)]
-    # Two programs, of which XLA fuses each in its own way.
+    # XLA fuses the two programs differently.
     np.testing.assert_allclose(y, np.concatenate(parts), rtol=1e-6, atol=1e-6 * np.abs(y).max())
 
 
 def test_no_amax_of_x_is_reduced():
-    """That of w is, since its shards have one scale."""
+    """The amax of w is reduced, since its shards share a scale; that of x is not."""
     mesh, reduced = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,)), {}
     with jax.set_mesh(mesh):
         x, w = jax.device_put((X, W), NamedSharding(mesh, P("fsdp", None)))

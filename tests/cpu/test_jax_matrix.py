@@ -1,7 +1,7 @@
 """Every public function of `qshard.jax` (tests/support/jax_calls.py) in every mode and transform of JAX.
 
-Each cell gives the bits of the plain call, or the error that is named here. Cells that change only how a program is
-traced compare the program, and compile nothing.
+Each cell has the bits of the plain call, or raises the error named here. Modes that change only tracing compare the
+program, without compiling.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ TRACED = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_modes_of_tracing(name):
-    """Each gives the program that JAX makes without it, and so its bits."""
+    """Each mode gives the same program as JAX without it, and so its bits."""
     call, args = WITH_GRADIENTS[name].call, WITH_GRADIENTS[name].args
     want = jax.jit(lambda *args: call(*args)).lower(*args).as_text()
     assert jax.eval_shape(call, *args) is not None
@@ -75,12 +75,12 @@ def test_modes_of_tracing(name):
 
 
 def closed(call, args):
-    """All but the first argument, by which XLA computes nothing while it compiles."""
+    """Close over all arguments except the first, so that XLA does not fold the call to a constant."""
     return jax.jit(lambda first: call(first, *args[1:]))(args[0])
 
 
 def loops(call, args):
-    """In a loop, in a branch of a condition in a scan, computed again."""
+    """Call under checkpoint in a branch of `cond`, in a scan, in a loop."""
     shapes = jax.eval_shape(call, *args)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
@@ -96,7 +96,7 @@ def loops(call, args):
 
 
 def compiled(call, args):
-    """Ahead of time, with a donated argument, on another device than the first."""
+    """Compile ahead of time, with a donated argument, on another device than the first."""
     with jax.default_device(jax.devices()[-1]):
         args = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), args)
         lowered = jax.jit(call, donate_argnums=0).lower(*args)
@@ -104,7 +104,7 @@ def compiled(call, args):
 
 
 def guarded(call, args):
-    """With arrays on the device, a program moves nothing, and makes no NaN or inf on the way."""
+    """Call with arrays on the device: there is no transfer, NaN or inf."""
     with jax.transfer_guard("disallow"), config(jax_debug_nans=True, jax_debug_infs=True):
         return jax.jit(call)(*args)
 
@@ -117,7 +117,7 @@ def exported(call, args):
 
 
 def mapped(call, args):
-    """Each example is a call of its own."""
+    """Map the call over examples."""
     stacked = jax.tree.map(lambda a: jnp.stack([0 * a, a]), args)
     return jax.tree.map(lambda leaf: leaf[1], jax.jit(jax.vmap(call))(*stacked))
 
@@ -153,7 +153,7 @@ CELLS = [
     for name in ROWS
     for mode in RUN
 ]
-# Products of float32 are XLA's, which adds them up in another order within loops.
+# XLA sums float32 products in another order within loops.
 IN_ANOTHER_ORDER = {(loops, "linear_cross_entropy")}
 NO_VMAP = (NotImplementedError, "vmap is only supported for the ffi_call primitive when")
 REFUSED = {

@@ -1,6 +1,6 @@
-"""One primitive in every mode of JAX: the oracle's bits, typed results, and no communication that is not needed.
+"""One primitive in every mode of JAX: the bits of the reference, typed results, and no needless communication.
 
-Eight host devices (conftest.py). What moves between them is read off the compiled HLO.
+Eight host devices (conftest.py). Collectives are read from the compiled HLO.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from support.hlo import collectives
 SHAPE = (64, 1024)  # 8 shards of a row are whole runs of 128.
 X = awkward_values(SHAPE, seed=1, kinds=TAME)
 WHOLE = reference.quantize(X, FP8_E4M3, Usage.BOTH)
-AMAX_REDUCE = ("all-reduce", ("s32[]",))  # XLA makes one for each array axis that is cut.
-# Rows, columns, both, rows over both axes, columns over both, not at all.
+AMAX_REDUCE = ("all-reduce", ("s32[]",))  # XLA makes one for each sharded array axis.
+# Rows, columns, both, rows over both axes, columns over both, replicated.
 SPECS = [P("a"), P(None, "b"), P("a", "b"), P("b", "a"), P(("a", "b")), P(None, ("b", "a")), P()]
 
 
@@ -44,7 +44,7 @@ def assert_whole(q, whole=WHOLE):
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_auto_mesh(spec):
-    """Shardings follow the input; 4 bytes are reduced; the cast, given scales, moves nothing."""
+    """Shardings follow the input; 4 bytes are reduced; the cast with given scales needs no collective."""
     x = jax.device_put(X, NamedSharding(mesh(AxisType.Auto), spec))
     compiled = jax.jit(both).lower(x).compile()
     q = compiled(x)
@@ -62,7 +62,7 @@ def test_auto_mesh(spec):
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("entered", [True, False], ids=["set_mesh", "no set_mesh"])
 def test_explicit_mesh(spec, entered):
-    """The types of results say how they are cut."""
+    """The types of results have the shardings."""
     m = mesh(AxisType.Explicit)
     x = jax.device_put(X, NamedSharding(m, spec))
     with jax.set_mesh(m) if entered else contextlib.nullcontext():
@@ -78,7 +78,7 @@ def test_explicit_mesh(spec, entered):
 
 
 def test_explicit_mesh_cuts_anywhere():
-    """The type tells the length of a shard's rows, so it need not be a multiple of anything."""
+    """The type gives the length of a shard's rows, so any length works."""
     x = awkward_values((8, 4 * 33), kinds=TAME)
     m = mesh(AxisType.Explicit)
     compiled = jax.jit(both).lower(sharded := jax.device_put(x, NamedSharding(m, P("b", "a")))).compile()
@@ -88,7 +88,7 @@ def test_explicit_mesh_cuts_anywhere():
 
 @pytest.mark.parametrize("shape", [(13, 512), (64, 96), (8, 8 * 12)], ids=str)
 def test_auto_mesh_cut_unevenly(shape):
-    """XLA pads a shard, or gathers where a run is cut: the bits are the same."""
+    """XLA pads shards, or gathers where runs are split: the bits are the same."""
     x = awkward_values(shape, seed=2, kinds=TAME)
     m = mesh(AxisType.Auto, a=8)
     whole = reference.quantize(x, FP8_E4M3, Usage.BOTH)
@@ -99,7 +99,7 @@ def test_auto_mesh_cut_unevenly(shape):
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P(("a", "b")), P("a")], ids=str)
 def test_shard_map(spec):
-    """Types are sound: a scale is replicated if it was reduced, and only then."""
+    """Types are sound: a scale is replicated if and only if it was reduced."""
     m = mesh(AxisType.Auto)
     rows, cols = (*spec, None)[:2]
     axes = tuple(np.ravel([axis for axis in spec if axis is not None]))
@@ -120,7 +120,7 @@ def test_shard_map(spec):
 
 
 def test_shard_map_with_own_scales():
-    """Without axis_name, a shard is a tensor of its own."""
+    """Without axis_name, each shard is quantized as a separate tensor."""
     m = mesh(AxisType.Auto, a=8)
     local = jax.shard_map(lambda x: both(x).dequantize(), mesh=m, in_specs=P("a"), out_specs=P("a"))
     parts = [reference.quantize(part, FP8_E4M3).dequantize() for part in np.split(X, 8)]
@@ -128,7 +128,7 @@ def test_shard_map_with_own_scales():
 
 
 def test_shard_map_partly_manual():
-    """One mesh axis manual, the other left to XLA."""
+    """One mesh axis is manual, the other left to XLA."""
     m = mesh(AxisType.Auto)
     spec = P("a", "b")
     out = dataclasses.replace(jax.eval_shape(both, X), rowwise=Plane(P("a"), P()), columnwise=None)
@@ -144,7 +144,7 @@ def test_shard_map_partly_manual():
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_vmap(axis):
-    """Each slice is a tensor with its own scale, along any axis, twice over; sharded too."""
+    """Each slice has its own scale, along any axis."""
     x = awkward_values((3, 32, 64), seed=4, kinds=TAME)
     q = jax.vmap(both, in_axes=axis)(x)
     assert q.shape == np.moveaxis(x, axis, 0).shape
@@ -165,7 +165,7 @@ def test_vmap_of_vmap_with_one_scale():
 
 
 def test_vmap_of_sharded():
-    """Stacked weights, cut by rows: one reduction for all their scales."""
+    """Stacked weights sharded by rows need one reduction for all their scales."""
     x = awkward_values((3, 64, 128), seed=4, kinds=TAME)
     sharded = jax.device_put(x, NamedSharding(mesh(AxisType.Auto, a=8), P(None, "a")))
     compiled = jax.jit(jax.vmap(both)).lower(sharded).compile()
@@ -176,7 +176,7 @@ def test_vmap_of_sharded():
 
 
 def test_scan_and_remat():
-    """In a loop, and computed again for a gradient that the codes are constants of."""
+    """Codes have the same bits in a scan, and when recomputed for a gradient in which they are constants."""
     x = awkward_values((3, 32, 64), seed=4, kinds=TAME)
     _, q = jax.lax.scan(lambda carry, part: (carry, both(part)), None, x)
     assert_whole(jax.tree.map(lambda leaf: leaf[2], q), reference.quantize(x[2], FP8_E4M3, Usage.BOTH))
@@ -206,7 +206,7 @@ def test_square_transpose(name):
 
 
 def test_contract_with_xla():
-    """The undocumented part: without either of these two, XLA gathers what it could have cut."""
+    """Undocumented by XLA: without either of these two, XLA gathers arrays that it could shard."""
     runs = jax.ShapeDtypeStruct((64, 4, 128), jnp.float32)
     scale = jax.ShapeDtypeStruct((64, 4), jnp.float32)
     cast = jax.jit(lambda x, s: ops.cast_transpose(x, s, batch=0, element=FP8_E4M3.element.name))

@@ -27,7 +27,7 @@ from support.stats import assert_same_stats
     ],
 )
 def test_of_sharded_arrays(mesh, shape, spec):
-    """Between blocks and within them, several axes, replicas."""
+    """Shards along and within blocks, over several axes, and replicas."""
     whole = awkward_values(shape, 1, kinds=TAME)
     names = ("a", "b")[: len(mesh)]
     sharding = NamedSharding(jax.make_mesh(mesh, names), spec)

@@ -44,7 +44,7 @@ def expected(recipe, x=X, w=PARAMS["up"].T, dy=DY):
 
 @recipes
 def test_products(recipe):
-    """`x @ w`, `linear` and `einsum` of a `Weight` have the bits of `qshard.jax.linear`, within a differentiated function."""
+    """`x @ w`, `linear` and `einsum` of a `Weight` have the bits of `linear`, within a differentiated function."""
     policy = Policy.of(PARAMS, recipe)
     weights = policy(PARAMS)
     assert [name for name, leaf in weights.items() if isinstance(leaf, Weight)] == ["heads", "up"]

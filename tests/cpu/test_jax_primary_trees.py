@@ -1,6 +1,6 @@
-"""Functions of trees on primary weights in JAX: codes and masters never part in silence.
+"""Tree functions on primary weights in JAX: codes and masters never diverge silently.
 
-Each transform of optax and each function of trees is right, or raises before it changes anything.
+Each optax transform and tree function is right, or raises before it changes anything.
 """
 
 import functools
@@ -43,7 +43,7 @@ def loss_of(params):
 
 
 def state_of(state):
-    """The one of the primary weights, in that of a chain."""
+    """Return the state of the primary weights within that of a chain."""
     is_ours = lambda node: isinstance(node, PrimaryState)  # noqa: E731
     return next(node for node in jax.tree.leaves(state, is_leaf=is_ours) if is_ours(node))
 
@@ -102,7 +102,7 @@ AROUND = {
 
 @pytest.mark.parametrize("name", INNER)
 def test_transforms_within(name):
-    """They see masters: the bits of float32 weights."""
+    """Inner transforms see masters, and give the bits of float32 weights."""
     params, state, losses = train(optimizer(INNER[name], RECIPE))
     want, _, want_losses = train(INNER[name], primary=False)
     assert losses == want_losses
@@ -113,7 +113,7 @@ def test_transforms_within(name):
 
 @pytest.mark.parametrize("name", AROUND)
 def test_transforms_around(name):
-    """Those that leave updates of codes alone: as with float32 weights under the same transform."""
+    """Outer transforms that leave updates of codes alone equal float32 weights under the same transform."""
     params, state, losses = train(AROUND[name](optimizer(SGD, RECIPE)))
     want, _, want_losses = train(AROUND[name](SGD), primary=False)
     masters = state_of(state).masters
@@ -153,7 +153,7 @@ def where_matrices(tree):
     ],
 )
 def test_transforms_after_raise(after, text):
-    """While JAX traces, whatever they do."""
+    """Any transform after the optimizer raises while JAX traces."""
     with pytest.raises((TypeError, ValueError), match=text):
         train(optax.chain(optimizer(SGD, RECIPE), after))
 
@@ -172,7 +172,7 @@ def test_wrappers_that_make_updates_raise(around, text):
 
 @pytest.mark.parametrize("zero", [optax.set_to_zero(), optax.masked(optax.set_to_zero(), {"w": True, "b": False})])
 def test_zeros_for_updates(zero):
-    """They have every dtype, so that values must tell: an error, or under jit NaN, as it is known too late there."""
+    """Zeros fit every dtype, so values must be checked: an error, or NaN under jit, where values are unknown."""
     transform = optax.chain(optimizer(SGD, RECIPE), zero)
     with pytest.raises(ValueError, match="update of a PrimaryWeight; pass other transforms to"):
         train(transform, jit=False)
@@ -200,7 +200,7 @@ def test_other_updates_raise():
 
 
 def test_updates_pass_jit_and_cond():
-    """Sealed, in programs of their own, and where one of two is chosen."""
+    """Sealed updates pass through separate programs and `cond`."""
     transform = optimizer(SGD, RECIPE)
     params, state = begin(transform)
     _, grads = value_and_grad(loss_of)(params)
@@ -217,7 +217,7 @@ def test_updates_pass_jit_and_cond():
 
 
 def test_updates_leave_shard_map():
-    """By the specs of parameters, as they are pytrees like these."""
+    """Updates are pytrees like parameters, and have the same specs."""
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     own = optimizer(SGD, "CurrentScaling", spec=P("fsdp"), axis_name="fsdp")
     values = {"w": jnp.array(VALUES["w"])}
@@ -233,7 +233,7 @@ def test_updates_leave_shard_map():
 
 
 def test_equinox_apply_updates_raises():
-    """It maps over updates first; `optax.apply_updates` takes models of equinox."""
+    """It maps over updates first; `optax.apply_updates` works with equinox models."""
     eqx = pytest.importorskip("equinox")
     transform = optimizer(SGD, RECIPE)
     params, state = begin(transform)
@@ -279,7 +279,7 @@ def test_functions_of_trees_raise(name, recipe):
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_over_leaves_raise(name):
-    """JAX promotes no float8, and `guard` is one."""
+    """JAX does not promote float8, the dtype of `guard`."""
     params, _ = begin(optimizer(SGD, RECIPE))
     for run in (LOOPS[name], jax.jit(LOOPS[name])):
         with pytest.raises(ValueError, match=r"float8_e5m2.* have no available implicit dtype promotion path"):
@@ -293,7 +293,7 @@ def test_loops_with_casts_are_infinite():
 
 
 def test_functions_that_compute_nothing():
-    """Zeros, choices, comparisons, indices and copies of codes are right as they are."""
+    """Zeros, choices, comparisons, indices and copies of codes are right."""
     params, state = begin(optimizer(SGD, RECIPE))
     assert not np.any(dequantize_tree(jax.tree.map(jnp.zeros_like, params))["w"])
     chosen = optax.periodic_update(params, params, jnp.int32(1), 2)
@@ -305,7 +305,7 @@ def test_functions_that_compute_nothing():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_dequantize_tree(kind):
-    """Norms, casts and averages of its values, sharded as codes are."""
+    """Norms, casts and averages of its values are right; values are sharded as codes are."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(kind,))
     with jax.set_mesh(mesh):
         params = jax.device_put(fresh(), {"w": NamedSharding(mesh, P(None, "fsdp")), "b": NamedSharding(mesh, P())})
@@ -318,7 +318,7 @@ def test_dequantize_tree(kind):
         norm = jax.jit(lambda params: optax.tree.norm(dequantize_tree(params)))(params)
     want = quantize(VALUES["w"], "MXFP8_32x32").dequantize()
     assert_bits_equal(np.asarray(values["w"]), np.asarray(want))
-    np.testing.assert_allclose(norm, np.linalg.norm(want), rtol=1e-5)  # Devices add in another order.
+    np.testing.assert_allclose(norm, np.linalg.norm(want), rtol=1e-5)  # Devices sum in another order.
     assert dequantize_tree(params, jnp.bfloat16)["w"].dtype == jnp.bfloat16
     average = optax.incremental_update(values, {"w": jnp.zeros((32, 32)), "b": jnp.zeros(32)}, 0.5)
     assert_bits_equal(np.asarray(average["w"]), np.asarray(want) / 2)
@@ -327,13 +327,13 @@ def test_dequantize_tree(kind):
 
 
 def test_a_penalty_on_weights():
-    """In what `value_and_grad` differentiates, the gradient of values is that of the weight."""
+    """Within `value_and_grad`, the gradient of dequantized values is that of the weight."""
     params, _ = begin(optimizer(SGD, RECIPE))
     penalty = lambda params: 0.5 * optax.tree.norm(dequantize_tree(params), squared=True)  # noqa: E731
     value, grads = jax.jit(value_and_grad(penalty))(params)
     want = jax.value_and_grad(penalty)(dequantize_tree(params))
     assert_bits_equal(np.asarray(grads["w"]), np.asarray(want[1]["w"]))
-    np.testing.assert_allclose(value, want[0], rtol=1e-6)  # XLA adds in another order under jit.
+    np.testing.assert_allclose(value, want[0], rtol=1e-6)  # XLA sums in another order under jit.
     with pytest.raises(TypeError, match=CODES):
         value_and_grad(optax.tree.norm)(params)
     of_zero = CodedWeight(params["w"].codes, None, object())
@@ -342,7 +342,7 @@ def test_a_penalty_on_weights():
 
 
 def test_derivatives_of_codes_raise():
-    """Also where JAX gives integers no gradient, and other leaves one."""
+    """Also where JAX gives integers no gradient, and only other leaves have one."""
     eqx = pytest.importorskip("equinox")
     params, _ = begin(optimizer(SGD, RECIPE))
     for differentiate in (functools.partial(jax.grad, allow_int=True), eqx.filter_grad):
@@ -372,7 +372,7 @@ def test_arithmetic_on_codes_raises(kind, call, op):
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided when restoring:UserWarning")
 def test_a_state_that_is_restored_without_a_target(tmp_path):
-    """It is dicts, which the error says, and what to restore it to."""
+    """A restored state without a target consists of dicts; the error says so, and names the target."""
     ocp = pytest.importorskip("orbax.checkpoint")
     own = optimizer(optax.adam(0.1), RECIPE)
     _, state = begin(own)
@@ -399,7 +399,7 @@ def test_a_state_that_is_restored_without_a_target(tmp_path):
     ids=["debug_nans", "rank_promotion", "dtype_promotion", "checking_leaks"],
 )
 def test_updates_in_modes_of_jax(mode):
-    """Eager, and in programs of their own."""
+    """Eager, and in separate programs."""
     with mode():
         own = optimizer(SGD, RECIPE)
         params, state = begin(own)

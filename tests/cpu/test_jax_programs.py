@@ -1,4 +1,4 @@
-"""What XLA makes of `linear` for Auto meshes: nothing cast twice, no activations moved, and ops told what JAX knows."""
+"""Programs of `linear` on Auto meshes: no cast runs twice, no activations are sent, and ops get JAX's knowledge."""
 
 import functools
 
@@ -13,7 +13,7 @@ from qshard.jax import init_delayed, linear
 from qshard.recipes import as_recipe
 from support.hlo import collectives
 
-ROWS, WIDTH, FFN = (8, 64), 256, 384  # FFN / 4 is no whole run of 128.
+ROWS, WIDTH, FFN = (8, 64), 256, 384  # FFN / 4 is not a multiple of 128.
 
 
 def values(*shape, seed=0):
@@ -32,7 +32,7 @@ def placed(mesh, x, *spec):
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8", "BlockScaling"])
 def test_one_cast_of_x_for_all_that_read_it(name):
-    """In the program of gradients, whatever JAX makes of a jitted function within it."""
+    """Gradients share one cast of x, however JAX splits jitted functions."""
     mesh = mesh_of(4)
     with jax.set_mesh(mesh):
         x, w = (
@@ -55,7 +55,7 @@ def test_one_cast_of_x_for_all_that_read_it(name):
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "NVFP4"])
 def test_tensor_parallel_parts_that_are_no_whole_runs(name):
-    """`weight_spec` says how x and y are cut: of their values, nothing crosses."""
+    """With `weight_spec` as the sharding of x and y, no values are sent."""
     recipe = as_recipe(name, "test")
     given, state = {"seed": 0} if recipe.stochastic else {}, init_delayed(recipe) if recipe.stateful else None
 
@@ -83,7 +83,7 @@ def test_tensor_parallel_parts_that_are_no_whole_runs(name):
 
 
 def test_ops_are_told_what_is_repeated():
-    """A scale of the tensor is one value, however XLA cuts it."""
+    """A tensor scale is one value, whatever XLA's sharding."""
     mesh = mesh_of(4)
     with jax.set_mesh(mesh):
         x, w = placed(mesh, values(*ROWS, WIDTH), "fsdp"), placed(mesh, values(WIDTH, WIDTH, seed=1), "fsdp")
@@ -100,7 +100,7 @@ def test_ops_are_told_what_is_repeated():
 
 
 def test_vmap_says_no_more_of_operands_than_it_knows():
-    """Each of many tensors has a scale of its own, though one is repeated within each."""
+    """Under vmap, each tensor has its own scale, though one value is repeated within it."""
     mesh = mesh_of(4)
     x = values(3, 64, WIDTH) * np.float32([1, 10, 100])[:, None, None]
     w = values(3, WIDTH, WIDTH, seed=1)

@@ -1,4 +1,4 @@
-"""`qshard.jax.quantize` where JAX differs: one device, vmap, x64, given scales, pytrees, and errors when tracing.
+"""JAX-specific behaviour of `quantize`: one device, vmap, x64, given scales, pytrees, and errors while tracing.
 
 The bits of every format and shape are in test_quantize.py.
 """
@@ -27,9 +27,9 @@ assert_quantized = functools.partial(fronts.assert_quantized, fronts.JaxFront("c
 
 @every_format
 def test_one_device(fmt, monkeypatch):
-    """Where nothing can be cut, ops see memory as it is, and not in factors.
+    """On one device nothing is sharded, so ops see the array without factored axes.
 
-    The cache of jit knows nothing of devices, so the shape is one that no other test traces.
+    The jit cache ignores the device count, so the shape is one that no other test traces.
     """
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     x = awkward_values((1, 1, 96, 160), seed=1, dtype=DTYPES[VARIANTS.index(fmt) % 3])
@@ -42,7 +42,7 @@ def test_one_device(fmt, monkeypatch):
 
 @pytest.mark.parametrize("fmt", [FP8_E4M3, NVFP4, ROWS], ids=str)
 def test_one_device_runs_ops_alone(fmt, monkeypatch):
-    """An amax that nothing is left to be merged with goes on as it is: XLA would launch a kernel for each step."""
+    """An unmerged amax is passed on directly: XLA would launch a kernel for each extra step."""
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     usage = usages_of(fmt)[-1]
     program = jax.make_jaxpr(lambda x: jax.tree.leaves(qj.quantize(x, fmt, usage=usage)))(np.ones((48, 32), np.float32))
@@ -51,7 +51,7 @@ def test_one_device_runs_ops_alone(fmt, monkeypatch):
 
 @pytest.mark.parametrize("fmt", [*NAMED, *(fmt for fmt in VARIANTS if stochastic(fmt))], ids=str)
 def test_vmap(fmt):
-    """Each slice is a tensor of its own, twice over; `dequantize` of what comes out of vmap is that of each."""
+    """Each slice is a separate tensor under two vmaps, and `dequantize` of the result is that of each slice."""
     x = awkward_values((2, 2, 64, 32), seed=4, kinds=TAME)
     usage = usages_of(fmt)[-1]
     q = jax.vmap(jax.vmap(lambda x: qj.quantize(x, fmt, usage=usage, seed=SEED)))(x)
@@ -65,7 +65,7 @@ def test_vmap(fmt):
 
 
 def test_large_indices():
-    """A shard far into the whole draws the numbers of its place: 64 bits, in words of 32."""
+    """Philox offsets of a shard far into the whole are 64 bits, as uint64 in two uint32."""
     for number in (3, 0x12345, 0xFFFFFFFF, 2**32, 0x123456789AB):
         a = np.array([0, 1, 0xFFFF, 0x10000, 0xFFFFFFFF], np.uint32)
         low, high = words_plus(words_times(jnp.asarray(a), number), (np.uint32(0xFFFFFFFF), np.uint32(1)))
@@ -85,7 +85,7 @@ def test_x64_changes_nothing(x64):
 
 @pytest.mark.parametrize("usage", list(Usage.BOTH))
 def test_given_scales(usage):
-    """`scales` are used as they are; saturation is then possible."""
+    """Given `scales` are used unchanged, so values may saturate."""
     x = awkward_values((16, 64), kinds=TAME)
     scale = np.float32(7.3)
     actual = qj.quantize(x, FP8_E4M3, usage=usage, scales=qj.WeightScales(scale, 1 / scale))
@@ -93,7 +93,7 @@ def test_given_scales(usage):
 
 
 def test_is_a_pytree():
-    """Leaves may be anything: specs, None, new leading axes. The structure carries what is static."""
+    """Leaves may be anything: specs, None, new leading axes. The structure has the static fields."""
     q = qj.quantize(np.ones((4, 32), np.float32), FP8_E4M3, usage=Usage.BOTH)
     assert len(jax.tree.leaves(q)) == 4
     assert jax.tree.map(lambda leaf: None, q).rowwise.data is None
@@ -157,7 +157,7 @@ X = np.ones((4, 32), np.float32)
 )
 @pytest.mark.parametrize("jitted", [False, True])
 def test_errors_are_python_errors(call, error, text, jitted):
-    """Before anything runs, and the same under jit, where they come when tracing."""
+    """Errors are raised before anything runs, and under jit while tracing."""
     with pytest.raises(error, match=text):
         jax.jit(call)() if jitted else call()
 

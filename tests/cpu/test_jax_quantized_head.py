@@ -1,4 +1,4 @@
-"""Heads of codes in JAX: `linear_cross_entropy(recipe=)` against `cross_entropy` of `linear`, chunk by chunk."""
+"""`linear_cross_entropy(recipe=)` in JAX equals `cross_entropy` of `linear`, chunk by chunk."""
 
 import functools
 
@@ -23,7 +23,7 @@ LABELS[5] = -100
 
 
 def apart(x, w, recipe, chunk, reduction, seed=None):
-    """The same of whole logits, of each chunk by itself."""
+    """Compute the loss from whole logits, chunk by chunk."""
     losses = []
     for i, start in enumerate(range(0, ROWS, chunk)):
         own = slice(start, start + chunk)
@@ -39,7 +39,7 @@ WAYS = [("mean", ROWS), ("sum", 64), ("none", ROWS), ("mean", 64), ("sum", ROWS)
 
 @turns(2, name=list(STATELESS), way={f"{reduction}-{chunk}": (reduction, chunk) for reduction, chunk in WAYS})
 def test_a_head_is_a_layer_and_a_loss(name, way):
-    """The codes of a chunk are those that `linear` makes of its rows. Each recipe has both chunk sizes."""
+    """The codes of a chunk are those of `linear` on its rows. Each recipe has both chunk sizes."""
     recipe, (reduction, chunk) = nearest(STATELESS[name]), way
     options = {"recipe": recipe, "reduction": reduction, "chunk": chunk}
     head = lambda x, w: linear_cross_entropy(x, w, LABELS, z_loss=1e-3, **options)  # noqa: E731
@@ -49,8 +49,8 @@ def test_a_head_is_a_layer_and_a_loss(name, way):
     want = jax.jit(jax.value_and_grad(lambda x, w: (weights * of(x, w)).sum(), (0, 1)))(X, W)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
     for a, b in zip(got[1], want[1], strict=True):
-        # Scales of a chunk follow its gradient of logits, whose share of a mean is rounded at another place: now and
-        # then another code. Else sums differ in their order.
+        # Chunk scales follow the gradient of logits, whose share of a mean is rounded at another place: some codes
+        # differ. Otherwise only the order of sums differs.
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-2 * float(jnp.abs(b).max()))
         assert np.mean(np.abs(a - b) > 1e-5 * np.abs(b).max()) < 0.05
 
@@ -69,7 +69,7 @@ def test_seeds_belong_to_chunks():
 
 @pytest.mark.parametrize("name", ["MXFP8", "BlockScaling"])
 def test_classes_of_devices(name):
-    """In `shard_map`: formats of blocks have the codes of one device."""
+    """In `shard_map`, block formats have the codes of one device."""
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
     head = functools.partial(linear_cross_entropy, labels=LABELS, recipe=name, chunk=64)
 
@@ -105,7 +105,7 @@ def test_what_is_refused(options, text):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_rows_that_a_mesh_cuts(kind):
-    """XLA gathers them; types say so first."""
+    """XLA gathers sharded rows on Auto meshes; on Explicit meshes, types raise first."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(kind,))
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
     head = jax.jit(lambda x: linear_cross_entropy(x, W, LABELS, recipe="MXFP8"))

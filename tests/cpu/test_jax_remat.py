@@ -62,7 +62,7 @@ def test_weights_that_share_x_cast_it_once(kind):
 
 
 def test_what_one_branch_casts_another_cannot_use():
-    """A cast in one branch of `cond`, in another format or with another seed is not reused, although both read the same x."""
+    """A cast in one branch of `cond`, or in another format, is not reused, although x is the same."""
 
     def chosen(x, ws, first):
         own = jax.lax.cond(first, lambda: linear(x, ws[0], RECIPE), lambda: linear(x, ws[1], RECIPE))

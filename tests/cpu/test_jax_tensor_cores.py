@@ -177,7 +177,7 @@ def test_vmap_multiplies_values():
     ids=str,
 )
 def test_product_sharding(mesh, specs, out, want):
-    """Shards of rows, of the contracted axis and of blocks, for [256, 512] in 1x128 and [1024, 512] in 128x128 blocks."""
+    """Shards of rows, of K and within blocks, for [256, 512] in 1x128 and [1024, 512] in 128x128 blocks."""
     sides = [PlaneAxes(fmt, Usage.ROWWISE, (0,), (1,)) for fmt in (FP8_1x128, FP8_128x128)]
     got = ProductSharding.of(sides, mesh, ((256, 512), (1024, 512)), specs, out)
     assert [padded(spec) for spec in got[:3]] == [padded(spec) for spec in want[:3]]

@@ -66,7 +66,7 @@ def compiled_step(name, x_spec, w_spec):
 
 
 def gathered(name, x_spec, w_spec):
-    """What is moved as it is: of at least 64 bytes, so without amaxes of tensors."""
+    """Return gathers of at least 64 bytes, so without amaxes of tensors."""
     moved = [each for each in traffic(compiled_step(name, x_spec, w_spec)[0]) if each.kind in GATHERS]
     return [each for each in moved if each.bytes >= 64]
 
@@ -106,7 +106,7 @@ def test_results_are_those_of_one_device(w_spec):
 
 
 def test_fsdp_alone_is_left_to_xla():
-    """No operand is gathered there, so the persistent cache finds these programs."""
+    """No operand is gathered here, so the persistent cache can hold these programs."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     args = [jax.device_put(a, NamedSharding(mesh, P("fsdp"))) for a in (values(M, K), values(N, K, seed=1))]
     with jax.set_mesh(mesh):

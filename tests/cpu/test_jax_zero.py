@@ -1,4 +1,4 @@
-"""ZeRO in `shard_map`: the bits of one device that runs all batches, for both stages."""
+"""ZeRO in `shard_map`: both stages have the bits of one device that runs all batches."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from support.jax_zero import AXIS, RECIPES, assert_same_bits, batch_of, params_o
     ("name", "world"), [(name, 1 + i % 3) for i, name in enumerate(RECIPES) if name not in ("MXFP4", "MXFP6")]
 )
 def test_bits_of_one_device(name, world):
-    """Losses and masters, unsharded, with sharded states, and fully sharded."""
+    """Losses and masters agree unsharded, with sharded states, and fully sharded."""
     assert_same_bits(name, world)
 
 
 def test_bits_of_one_device_in_few_bits():
-    """Of weights, and of states, whose blocks are those of the whole, whatever the cut."""
+    """Blocks of low-precision weights and states are those of the whole, however they are sharded."""
     assert_same_bits("NVFP4", 3, dtype="bfloat16", mu_dtype="float8_e4m3fn", nu_dtype="float8_e5m2")
 
 
@@ -42,13 +42,13 @@ def test_bits_over_many_steps(name):
 
 @pytest.mark.parametrize("shard_weights", [False, True])
 def test_collectives(shard_weights):
-    """One of amaxes for all weights; codes once a step, or once forward and once backward, and never values."""
+    """One all-reduce of amaxes for all weights; codes are gathered once a step, or in forward and backward; no values."""
     recipe = RECIPES["BlockScaling"]
     plan, step, masters, state = program(recipe, 2, shard_weights)
     x = jnp.concatenate([batch_of(0, r) for r in range(2)])
     lowered = step.lower(masters, state, states_of(recipe), x, 0)
-    # As written: XLA for CPUs drops the barrier that keeps the two gathers of a weight apart, and makes them one. That
-    # of the first layer, whose x has no gradient, is dropped by XLA for GPUs too (test_jax_h100.py).
+    # As traced: XLA for CPUs drops the barrier between the two gathers of a weight, and merges them. XLA for GPUs drops
+    # the backward gather of the first layer too, whose x has no gradient (test_jax_h100.py).
     assert lowered.as_text().count('"stablehlo.all_gather"') == (1 + 2 + 2 if shard_weights else 1)
     found = hlo.collectives(lowered.compile())
     assert [c for c in found if c[0] == "all-reduce"] == [("all-reduce", (f"s32[{plan.master.amaxes}]",))]
