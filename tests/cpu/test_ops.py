@@ -138,7 +138,7 @@ def wrong_operands(made):
         if i and "..." not in operand.terms and not all(isinstance(term, str) for term in operand.terms):
             wrong.append(first[None])
             others = [o.terms for j, o in enumerate(made.spec.inputs) if j != i]
-            # In lists, attributes give the other sizes, and the op's body checks them. An unshared axis may have any size.
+            # In lists, attributes give the other sizes; the op's body checks them. Unshared axes may have any size.
             if ("n",) in operand.terms if made.spec.many else any(operand.terms[0] in terms for terms in others):
                 wrong.append(np.concatenate([first, first, first[:1]]))
         for x in wrong:
@@ -182,7 +182,7 @@ def test_handlers_refuse_other_results_and_write_nothing(spec):
     for i, good in enumerate(outputs):
         wrong = [good.double(), good[None], torch.cat([good.reshape(-1)] * 2)[1:]]
         for other in wrong:
-            if other.shape == good.shape and other.dtype == good.dtype:  # At most one element: `wrong` has the same shape.
+            if other.shape == good.shape and other.dtype == good.dtype:  # At most one element.
                 continue
             before = [to_numpy(x).tobytes() for x in outputs]
             given = [*outputs[:i], other, *outputs[i + 1 :]]
