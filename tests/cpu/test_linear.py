@@ -1,7 +1,7 @@
-"""`linear` of both front ends: three products of the reference's planes, the seed of each tensor, and what it refuses.
+"""`linear` in both front ends: its three products, the seed of each operand, and its errors.
 
-Operands are the reference's to the bit (test_quantize.py), so what may differ is the sum of each product: fp32 in any
-order, and the roundings that `support/fronts.py` states for each front end.
+Operands have the reference's bits (test_quantize.py), so results may differ only in the sums: fp32 in any order, with
+the roundings that `support/fronts.py` gives for each front end.
 """
 
 import math
@@ -19,14 +19,14 @@ from support.products import DTYPES, assert_is_product, operands
 
 pytestmark = pytest.mark.usefixtures("optimized")
 SEED = 0x0123456789ABCDEF
-UNIT = formats.FP8_E4M3.with_options(pow2=True)  # Holds an identity matrix as it is.
-# One row, one axis, no rows, rows that are no whole blocks, whole blocks; K and N are whole where a format needs it.
+UNIT = formats.FP8_E4M3.with_options(pow2=True)  # Represents an identity matrix exactly.
+# One row, one axis, no rows, partial blocks of rows, whole blocks. `shapes_of` drops K and N that a format rejects.
 SHAPES = [(1, 1), (5, 16), (2, 3, 7), (64,), (0, 64), (40, 64), (3, 7, 32), (2, 64, 128)]
 ROWS, COLUMNS = Usage.ROWWISE, Usage.COLUMNWISE
 
 
 def shapes_of(recipe):
-    """(shape of x, N) of products that the recipe can take: zeros make up for rows alone."""
+    """Return (shape of x, N) pairs that the recipe supports: only rows are padded with zeros."""
     return [
         (shape, n)
         for shape in SHAPES
@@ -38,7 +38,7 @@ def shapes_of(recipe):
 
 
 def plane(x, recipe, role, usage):
-    """What the plane of a tensor in `role` holds, exactly; activations and gradients with rows of zeros beyond."""
+    """Return the exact values of a plane of a tensor in `role`; activations and gradients include padded rows."""
     x = x.reshape(-1, x.shape[-1])
     x = np.pad(x, ((0, 0 if role is Role.WEIGHT else -len(x) % 32), (0, 0)))
     q = reference.quantize(x, recipe.format(role), usage, seed=SEED ^ ROLE_SEEDS[role])
@@ -46,7 +46,7 @@ def plane(x, recipe, role, usage):
 
 
 def assert_products(front, got, x, w, dy, recipe):
-    """y, dx and dw are the products of the reference's planes, in the dtypes of x, x and w."""
+    """Check that y, dx and dw are products of the reference's planes, in the dtypes of x, x and w."""
     y, dx, dw = got
     assert [a.dtype for a in got] == [x.dtype, x.dtype, w.dtype]
     assert [a.shape for a in got] == [dy.shape, x.shape, w.shape]
@@ -61,7 +61,7 @@ def assert_products(front, got, x, w, dy, recipe):
 
 @every_stateless_recipe
 def test_three_products(front, recipe):
-    """Each operand has blocks along the axis that is contracted."""
+    """Each operand is quantized in blocks along the contracted axis."""
     cases = [(*case, dtype) for case in shapes_of(recipe) for dtype in DTYPES]
     assert cases
     for shape, n, dtype in some(front, cases, str(recipe)):
@@ -80,10 +80,10 @@ def test_dtypes_may_differ(front, x_dtype, w_dtype):
 
 
 def test_seeds_of_roles(front):
-    """Multiplied with an identity, an operand shows what it holds, but for the sign of zeros."""
+    """A product with an identity matrix returns an operand's values, except for the sign of zeros."""
 
     def exact(seed):
-        """Numbers whose largest is 2688: the global scale of NVFP4 is 1, and bfloat16 holds all values of it."""
+        """Return values with amax 2688: NVFP4's global scale is then 1, and its values are exact in bfloat16."""
         x = 400 * np.random.default_rng(seed).standard_normal((48, 32)).astype(np.float32)
         x.flat[0] = 2688
         return x
@@ -105,9 +105,10 @@ def test_seeds_of_roles(front):
 
 @pytest.mark.parametrize("name", sorted(set(RECIPES) & set(STATELESS)))
 def test_products_are_near_those_without_quantization(front, name):
-    """Rotations cancel, and random rounding has no bias. A bell in FP8 has a cosine of 0.9993 with itself, in FP4 0.99.
+    """Rotations cancel, and stochastic rounding is unbiased.
 
-    Of two such operands the product has the product of both, less what 160 rows make of chance.
+    The cosine between normal values and their quantized values is 0.9993 in FP8 and 0.99 in FP4. A product of two
+    quantized operands has the product of both cosines, less the noise of 160 rows.
     """
     recipe, rng = RECIPES[name], np.random.default_rng(0)
     x, w, dy = (rng.standard_normal(shape).astype(np.float32) for shape in ((160, 128), (96, 128), (160, 96)))
@@ -118,7 +119,7 @@ def test_products_are_near_those_without_quantization(front, name):
 
 @every_recipe
 def test_a_linear_map_is_fitted(front, recipe):
-    """By gradient descent of 12 steps, to a hundredth of the first loss; stateful recipes learn their scales in it."""
+    """Gradient descent reaches 1% of the first loss in 12 steps; stateful recipes update their scales meanwhile."""
     rng = np.random.default_rng(0)
     x, w = rng.standard_normal((256, 64)).astype(np.float32), np.zeros((64, 64), np.float32)
     target = x @ rng.standard_normal((64, 64)).astype(np.float32).T / 8

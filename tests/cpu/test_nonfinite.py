@@ -1,4 +1,4 @@
-"""What shows of an infinity or a NaN in `linear` and in a step of training. Of its ops: test_nonfinite_ops.py."""
+"""Infinities and NaNs in `linear` and in a training step. Single ops are in test_nonfinite_ops.py."""
 
 import copy
 import itertools

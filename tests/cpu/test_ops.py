@@ -1,7 +1,7 @@
-"""Every op of `ffi/ops.def` through each front end: the reference's bits, and calls that are refused alike everywhere.
+"""Every op of `ffi/ops.def` through each front end: the reference's bits, and the same errors everywhere.
 
-Calls are drawn from the rows (support/draws.py), so a new op is under all of these tests. `kernel_bits.py` calls the
-kernels themselves, with all choices of attributes and dtypes and on every SIMD target.
+Calls are generated from the rows of `ops.def` (support/draws.py), so these tests cover a new op automatically.
+`kernel_bits.py` calls the kernels directly, with all attributes and dtypes and on every SIMD target.
 """
 
 import copy
@@ -29,7 +29,7 @@ every_single_op = pytest.mark.parametrize("spec", table().values(), ids=table())
 
 
 def torch_call(made, move=lambda x: x):
-    """`torch.ops.qshard.<op>`, its operands, and its keywords."""
+    """Return `torch.ops.qshard.<op>`, its operands, and its keyword arguments."""
     keywords = dict(made.options)
     if "dtype" in keywords:
         keywords["dtype"] = getattr(torch, keywords["dtype"])
@@ -38,7 +38,7 @@ def torch_call(made, move=lambda x: x):
 
 
 def results(made, returned, operands):
-    """What an op of PyTorch returned, or changed in place."""
+    """Return the results of a PyTorch op: returned tensors, or operands changed in place."""
     if made.spec.many:
         names = [operand.name for operand in made.spec.inputs]
         changed = [operands[names.index(output.name)] for output in made.spec.outputs]
@@ -47,18 +47,18 @@ def results(made, returned, operands):
 
 
 CHEAP = ("encode", "decode", "dequantize", "scale_", "global_scale")
-"""Ops of few elements in a call: PyTorch is given every choice of their attributes."""
+"""Ops with small inputs: the PyTorch test runs every choice of their attributes."""
 
 
 def draws(spec, count, **options):
-    """Calls with operands. PyTorch and JAX have no update of Adam that is apart from the parameter."""
+    """Return calls with operands. PyTorch and JAX have no Adam update separate from the parameter."""
     numbers = (n for n in itertools.count() if spec.name != "adam" or not draw(spec, n).options["update"])
     return [filled(draw(spec, n, **options), n) for n in itertools.islice(numbers, count)]
 
 
 @every_op
 def test_torch(spec):
-    """Eager results, those that `call_into` writes, and the shapes, strides and dtypes of traced ones."""
+    """Eager results and results of `call_into` have the reference's bits; traced results its shapes and dtypes."""
     for made in draws(spec, max(8, len(choices(spec))) if spec.name.startswith(CHEAP) else 8):
         op, operands, keywords = torch_call(made)
         want = oracle(made)
@@ -79,7 +79,7 @@ def test_torch(spec):
 def test_torch_finds_nothing_wrong_with_the_op(spec):
     for made in draws(spec, 2, lengths=FEW):
         op, operands, keywords = torch_call(made)
-        # NaN equals nothing; codes of NaN become it, and labels that are no classes, and the loss of no logits.
+        # NaN compares unequal. It comes from NaN codes, invalid labels, and the loss without logits.
         if spec.name == "cross_entropy" and not math.prod(made.tensors[0][0][0]):
             continue
         least, bits = (0.1, 0) if "classes" in made.options else (0.0, 0x33)
@@ -97,12 +97,12 @@ def jax_call(made):
 
 @every_op
 def test_jax(spec):
-    """In `jit`, and under `vmap`, which adds a leading axis to ops on single tensors."""
+    """Results have the reference's bits in `jit`, and under `vmap` for ops on single tensors."""
     for made in draws(spec, 2):
         assert_all_bits_equal(jax.tree.leaves(jax.jit(jax_call(made))(*made.operands)), oracle(made), str(made))
     if spec.many or not isinstance(spec.inputs[0].terms[0], str):
         return
-    # What has no leading axes, as the weight of a norm, is one for all.
+    # Operands without leading axes, e.g. the weight of a norm, are shared by the batch.
     axes = [0 if isinstance(operand.terms[0], str) else None for operand in spec.inputs]
     stacked = [x if axis is None else np.stack([x, x]) for x, axis in zip(made.operands, axes, strict=True)]
     results = jax.tree.leaves(jax.vmap(jax_call(made), axes)(*stacked))
@@ -115,20 +115,20 @@ WRONG = {"str": ("no such",), "int": (-3, -(2**62), 2**62), "float": (-1.0, math
 
 
 def wrong_attributes(made):
-    """(name, call) with one attribute that its row excludes."""
+    """Yield (name, call) pairs with one invalid attribute."""
     for name, (kind, given, least, most, _) in made.spec.attributes.items():
         for value in WRONG.get(kind, ()):
             if name == "shapes":
                 value = (*value, *made.options["shapes"][2:])
             if kind == "int" and not given and not name.startswith("block") and least <= value <= most:
-                continue  # Blocks have a range of their own.
+                continue  # Block sizes are checked against their own range.
             other = copy.copy(made)
             other.options = {**made.options, name: value}
             yield name.removesuffix("_rows").removesuffix("_cols"), other
 
 
 def wrong_operands(made):
-    """(name, call) with one operand of a dtype that is no operand's, of another rank, or too long."""
+    """Yield (name, call) pairs with one operand of an unsupported dtype, a wrong rank, or a wrong length."""
     for i, operand in enumerate(made.spec.inputs):
         old = made.operands[i]
         first = old[0] if isinstance(old, list) and old else old
@@ -138,7 +138,7 @@ def wrong_operands(made):
         if i and "..." not in operand.terms and not all(isinstance(term, str) for term in operand.terms):
             wrong.append(first[None])
             others = [o.terms for j, o in enumerate(made.spec.inputs) if j != i]
-            # Of lists, other sizes follow from attributes: bodies look. An axis of one operand alone may have any.
+            # In lists, attributes give the other sizes; the op's body checks them. Unshared axes may have any size.
             if ("n",) in operand.terms if made.spec.many else any(operand.terms[0] in terms for terms in others):
                 wrong.append(np.concatenate([first, first, first[:1]]))
         for x in wrong:
@@ -160,7 +160,7 @@ def refusal(function, *arguments, **keywords):
 
 @every_op
 def test_what_no_row_takes_is_refused_alike(spec):
-    """By the handler, in PyTorch eagerly and traced, and by JAX: by the same words, which name what is wrong."""
+    """The handler, eager and traced PyTorch, and JAX raise the same message, which names the wrong argument."""
     (made,) = draws(spec, 1, lengths=(64,))
     for name, wrong in itertools.chain(wrong_attributes(made), wrong_operands(made)):
         op, operands, keywords = torch_call(wrong)
@@ -182,7 +182,7 @@ def test_handlers_refuse_other_results_and_write_nothing(spec):
     for i, good in enumerate(outputs):
         wrong = [good.double(), good[None], torch.cat([good.reshape(-1)] * 2)[1:]]
         for other in wrong:
-            if other.shape == good.shape and other.dtype == good.dtype:  # Twice nothing, less one.
+            if other.shape == good.shape and other.dtype == good.dtype:  # At most one element.
                 continue
             before = [to_numpy(x).tobytes() for x in outputs]
             given = [*outputs[:i], other, *outputs[i + 1 :]]
@@ -194,7 +194,7 @@ def test_handlers_refuse_other_results_and_write_nothing(spec):
 E4M3, E2M1 = "float8_e4m3fn", "float4_e2m1fn"
 FP8 = {"element": E4M3, "eps": 0.0, "pow2": True, "rounding": "up", "scale_dtype": "float32"}
 FP4 = {"element": E2M1, "eps": 0.0, "pow2": False, "rounding": "up", "scale_dtype": "float8_e8m0fnu"}
-# The words for each kind of mistake: op, shapes of operands, block, attributes.
+# The message for each kind of error: op, shapes of operands, block, attributes.
 WORDS = [
     ("cast_block", [(4, 8), (4, 3)], (1, 4), {"element": E4M3}, r"scale \(4, 3\) does not fit"),
     ("cast_block", [(4, 9), (4, 1)], (1, 16), {"element": E2M1}, "2 codes share a byte"),

@@ -1,4 +1,4 @@
-"""Ops on parts of tensors: what XLA may cut of every op, with nothing moved, and what must be reduced over parts."""
+"""Ops on sharded tensors in JAX: axes that shard without communication, and reductions over shards."""
 
 import math
 import re

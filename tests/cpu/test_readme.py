@@ -1,4 +1,4 @@
-"""What README.md tells people to run, runs: each Python block as pasted, and what shell blocks name exists."""
+"""README.md: each Python block runs as pasted, and files and modules in shell blocks exist."""
 
 import json
 import re

@@ -73,7 +73,7 @@ class Container(torch.optim.Optimizer):
 
 
 def containers(model):
-    """Whose hook after the step makes scales."""
+    """Update scales in a post-step hook of a container of optimizers."""
     optimizer = Container(model)
     optimizer.register_step_post_hook(lambda *_: update_scales(model))
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_what_needs_no_update(use):
 
 
 def test_gradients_of_a_deep_model_are_there_at_once():
-    """A scale of 1 would round them to 0 in E5M2, but for one more layer each step."""
+    """With an initial scale of 1 they would round to 0 in E5M2, and reach only one more layer each step."""
     models = [model_of(6, recipe) for recipe in (DelayedScaling(), CurrentScaling())]
     for model in models:
         (1e-4 * model(torch.ones(4, 16)).square().mean()).backward()

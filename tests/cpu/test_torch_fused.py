@@ -1,4 +1,4 @@
-"""Layers between products in PyTorch: cached amaxes and when they are void, `RMSNorm` as a module, `convert`."""
+"""RMSNorm, SwiGLU and `convert(fuse=True)` in PyTorch, and the lifetime of cached amaxes."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ def test_they_are_what_torch_has_but_for_the_last_bits():
 
 
 class Block(nn.Module):
-    """What stands between products, and the products. `apart`: tensors of which no amax is noted."""
+    """A norm and a SwiGLU MLP. With `apart`, layers get copies that have no cached amax."""
 
     def __init__(self, recipe, apart=False):
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Called(nn.Module):
-    """A module that runs a function, as `forward` of a converted one."""
+    """Runs a function as the `forward` of a converted module does."""
 
     def __init__(self):
         super().__init__()
@@ -95,18 +95,18 @@ class Amaxes(TorchDispatchMode):
 
 
 def test_what_was_made_with_its_amax_is_not_read_for_it():
-    """What is left: weights, forward and backward, and the gradient of what `down` gives."""
+    """Amaxes are computed only for weights (forward and backward) and for the gradient of the output of `down`."""
     x = torch.randn(32, 64).bfloat16()
     with Amaxes() as seen:
         gradients(Block("CurrentScaling"), x)
     assert sorted(seen.shapes) == sorted([(128, 64)] * 4 + [(64, 128)] * 2 + [(32, 64)])
     with Amaxes() as seen:
         gradients(Block("CurrentScaling", apart=True), x)
-    assert len(seen.shapes) == 7 + 4  # What the norm gives, h, and the gradients of gate and up.
+    assert len(seen.shapes) == 7 + 4  # The norm's output, h, and the gradients of gate and up.
 
 
 def test_the_layer_after_swiglu_keeps_no_codes():
-    """Autograd has gate and up, which make h again."""
+    """SwiGLU saves gate and up for backward, and h is recomputed from them."""
     gate, up = (torch.randn(32, 128, requires_grad=True).bfloat16() for _ in range(2))
     layer = qt.convert(nn.Linear(128, 64, bias=False).bfloat16(), "CurrentScaling")
     y = Called()(lambda: layer(qt.swiglu(gate, up)))
@@ -139,7 +139,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_an_amax_is_void_once_the_call_that_made_its_tensor_ends(make):
-    """Later writes by NumPy, or through `.data`, are not seen."""
+    """Version counters miss writes through NumPy or `.data`, so a cached amax must not outlive the call."""
     h = Called()(make)
     assert cached_amax(h) is None
     assert cached_amax(make()) is None
@@ -166,7 +166,7 @@ def test_an_amax_of_a_gradient_is_void_once_its_backward_pass_ends():
 
 
 def test_gradients_that_meet_another_are_read_again():
-    """gate goes two ways: what autograd adds up is no longer what the amax was taken of, in place or not."""
+    """`gate` has two consumers: autograd sums their gradients, in place or not, so the cached amax is void."""
     torch.manual_seed(0)
     x, w = torch.randn(32, 64), torch.randn(48, 64)
     results = []
@@ -198,7 +198,7 @@ def _slope(gate, up):
 
 
 def test_the_module_is_nn_rmsnorm():
-    """State, copies, pickles, and what it does with other axes, dtypes, no weight, and wrong shapes."""
+    """`RMSNorm` matches `nn.RMSNorm`: state, copies, pickles, normalized axes, dtypes, no weight, wrong shapes."""
     x = torch.randn(5, 2, 8, dtype=torch.bfloat16)
     for options in ({}, {"eps": 1e-3}, {"elementwise_affine": False}):
         for shape in (8, (2, 8)):
@@ -230,7 +230,7 @@ def test_convert_fuses_norms_if_asked():
 
 
 class Norm(nn.RMSNorm):
-    """Of a user, who keeps what it does."""
+    """A user's subclass, which `convert` must leave unchanged."""
 
 
 class OtherNorm(nn.RMSNorm):

@@ -127,7 +127,7 @@ def assert_few_calls(counts, kind):
 @every_kind
 @pytest.mark.parametrize("name", RECIPES)
 def test_bits_are_those_of_the_ops_one_after_another(name, kind, calls, monkeypatch):
-    """Of layers that are large, whose products are made by the same ops."""
+    """For large layers, whose products use the same ops."""
     recipe = RECIPES[name]
     if kind == "coded" and (recipe.stateful or recipe.weight.stochastic):
         pytest.skip("codes of a weight have a scale already, or a seed")

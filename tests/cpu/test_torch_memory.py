@@ -127,7 +127,7 @@ def test_writes_between_calls_count_even_those_that_autograd_does_not_see(recipe
 
 @unseen
 def test_writes_between_a_call_and_one_layer_of_it_count(write):
-    """As of a module with branches, each of which calls one layer; and of layers outside of a module."""
+    """Writes invalidate codes in a module with one layer per branch, and for layers outside a module."""
     first, second = fan(RECIPE, count=2).layers
     branches, x = Outer(first, second), batch()
     for way in (branches, lambda layer: layer()):
@@ -138,7 +138,7 @@ def test_writes_between_a_call_and_one_layer_of_it_count(write):
 
 @unseen
 def test_a_product_that_was_written_is_not_made_again_of_its_factors(write):
-    """Between modules, of which PyTorch sees nothing either."""
+    """Also for writes that autograd does not see."""
     layer, h = fan(RECIPE, count=1), batch(requires_grad=True)
     x = F.silu(h) * (h + 1)
     write(x, batch(seed=7))
@@ -151,7 +151,7 @@ def test_a_product_that_was_written_is_not_made_again_of_its_factors(write):
 
 
 def test_a_module_that_raises_has_ended():
-    """Whatever raises: what comes later shares nothing with it."""
+    """After any exception, later calls share no codes with the failed call."""
     first, second = fan(RECIPE, count=2).layers
     x = batch()
     for error in (ValueError, KeyboardInterrupt):
@@ -256,7 +256,7 @@ def test_delayed_scaling_with_states_that_differ():
 
 
 def test_nothing_is_kept_alive():
-    """What is remembered goes with x, with the next x, and with the call, and does not hold x."""
+    """The cache is freed with x, at the next x and at the end of the call, and does not keep x alive."""
     first, second = fan(RECIPE, count=2).layers
     gone = []
 

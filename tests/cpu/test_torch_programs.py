@@ -1,4 +1,4 @@
-"""Steps that run as one call: the bits of those that run one by one; and who looks on sees those."""
+"""Programs that run several steps in one call: bits of separate steps; modes and hooks see each op."""
 
 import gc
 import threading
@@ -22,7 +22,7 @@ SEED = torch.tensor([3, 4], dtype=torch.int32)
 
 
 class Watches(TorchDispatchMode):
-    """Someone who looks on: ops go one by one, and it knows them."""
+    """A dispatch mode that records ops; while it is active, ops run separately."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ def test_one_call_gives_the_bits_of_the_steps(fmt):
 
 
 def outcome(x, fmt, usage):
-    """The bits, or the error."""
+    """Return the bits or the error message."""
     try:
         parts = parts_of(quantize(x, fmt, usage=usage, seed=SEED if fmt.stochastic else None))
     except ValueError as error:
@@ -112,7 +112,7 @@ class Subclass(torch.Tensor):
 
 @pytest.mark.parametrize("who", ["dispatch", "function", "fake", "vmap", "trace", "subclass", "device", "compile"])
 def test_who_looks_on_sees_ops(who):
-    """The steps see tensors, and what is looked for sees each op."""
+    """Steps receive tensors, and an active mode or hook sees each op."""
     asked = []
 
     def amax(ops, x):

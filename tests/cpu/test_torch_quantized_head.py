@@ -55,7 +55,7 @@ def test_is_the_two_calls(recipe, reduction):
 
 @pytest.mark.parametrize("recipe", ["MXFP8", "BlockScaling"])
 def test_chunks_of_whole_blocks_have_the_bits_of_one(recipe):
-    """But those of a sum over chunks. Blocks of rows end where a chunk ends."""
+    """Except for sums over chunks. No block of rows crosses a chunk boundary."""
     x, w, labels = drawn((512,))
     given = {"recipe": recipe, "reduction": "none"}
     one = step(qt.linear_cross_entropy(x, w, labels, chunk=512, **given), (x, w))
@@ -85,7 +85,7 @@ def test_chunks_draw_other_numbers():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_codes_for_a_weight(reduction):
-    """As FSDP2 gathers them: the bits of the weight that they are of."""
+    """Gathered codes, as from FSDP2, give the bits of the weight that they encode."""
     x, w, labels = drawn(dtype=torch.float32)
     given = {"recipe": CurrentScaling(), "reduction": reduction}
     codes = qt.quantize(w.detach(), CurrentScaling().weight)

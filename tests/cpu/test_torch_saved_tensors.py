@@ -31,14 +31,14 @@ HAD_AGAIN = ("relu", "a view of softmax", "product", "a view of a product")
 @every_recipe
 @pytest.mark.parametrize("source", SOURCES)
 def test_what_autograd_keeps_anyway_is_not_kept_again(recipe, source):
-    """And gives the bits that kept codes give."""
+    """The bits are those with saved codes."""
     made, sizes = [], []
     for hidden in (False, True):
         model, h = fan(recipe, count=2), batch(32, requires_grad=True)
 
         def made_within(h=h, model=model, hidden=hidden):
             x = SOURCES[source](h * 1)
-            if hidden:  # From what keeps it.
+            if hidden:  # Hides the producer that saves x.
                 x = Hidden.apply(x)
             return model(x), x.grad_fn  # It keeps what it keeps without layers.
 
@@ -70,7 +70,7 @@ class Hidden(torch.autograd.Function):
 
 
 def test_factors_that_were_written_are_not_asked_for():
-    """Whoever goes backward is told, as without qshard."""
+    """The backward pass raises PyTorch's own error, as without qshard."""
     layer, h = fan(RECIPE, count=1).layers[0], batch(requires_grad=True)
     a, b = h * 2, h * 3
 
@@ -85,7 +85,7 @@ def test_factors_that_were_written_are_not_asked_for():
 
 
 def test_a_parameter_must_stay_as_it_is_until_the_backward_pass():
-    """As that of nn.Linear. Its codes would be those of other values."""
+    """As for `nn.Linear`: after a write, its codes would represent different values."""
     for write in (lambda p: p.add_(1), lambda p: p.shard.add_(1)):
         layer = fan(RECIPE, count=1).layers[0]
         y = layer(batch(requires_grad=True))
@@ -105,7 +105,7 @@ def test_a_graph_can_be_gone_through_twice():
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["CurrentScaling", pytest.param("NVFP4", marks=pytest.mark.slow)])
 def test_compilers_quantize_and_keep_x_once(name):
-    """They merge equal ops, so what eager code remembers is of no use to them."""
+    """Compilers merge equal ops, so they do not need the eager cache."""
     torch._dynamo.reset()
     graphs = []
 
@@ -174,7 +174,7 @@ def test_with_activation_checkpointing_the_peak_is_lower_than_that_of_bf16(recip
 
 @every_recipe
 def test_activation_checkpointing_gives_the_same_bits_and_multiplies_what_it_must(recipe):
-    """It ends before the product of the last layer, whose operands alone are kept."""
+    """Recomputation stops before the last layer's product, and only its operands are saved."""
     made, products = [], []
     for recompute in (False, True):
         torch.manual_seed(0)

@@ -71,7 +71,7 @@ def raises(name):
 
 @every_node
 def test_a_gradient_penalty_raises(name):
-    """The gradient that comes in is of ones, and does not require grad: it tells nothing."""
+    """The incoming gradient is ones and does not require grad, so it cannot reveal the second derivative."""
     x = drawn(8, WIDTH)
     (grad,) = torch.autograd.grad(NODES[name]()(x).sum(), x, create_graph=True)
     with raises(name):
@@ -80,7 +80,7 @@ def test_a_gradient_penalty_raises(name):
 
 @every_node
 def test_a_gradient_that_is_differentiated_with_respect_to_an_earlier_layer_raises(name):
-    """`torch.autograd.grad` runs those nodes alone that lead to its inputs."""
+    """`torch.autograd.grad` runs only nodes on a path to its inputs."""
     earlier, x = nn.Linear(WIDTH, WIDTH), drawn(8, WIDTH)
     (grad,) = torch.autograd.grad(NODES[name]()(torch.tanh(earlier(x))).sum(), x, create_graph=True)
     with raises(name):
@@ -89,7 +89,7 @@ def test_a_gradient_that_is_differentiated_with_respect_to_an_earlier_layer_rais
 
 @every_node
 def test_create_graph_without_a_second_derivative_gives_the_gradients(name):
-    """They can be added up, stepped with, and detached."""
+    """The gradients can be accumulated, used in a step, and detached."""
     grads = []
     for create_graph in (False, True):
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ def test_wgan_gp():
 
 
 def test_gradients_of_what_does_not_depend_on_them_stay_constants():
-    """As those of `nn.Linear`: that of a weight depends on x, that of x on the weight."""
+    """As for `nn.Linear`: the weight's gradient depends on x, and the gradient of x on the weight."""
     for bias in (False, True):
         x, linear = drawn(8, WIDTH), layer(bias=bias)
         linear(x.detach()).sum().backward(create_graph=True)
@@ -140,7 +140,7 @@ def test_gradients_of_what_does_not_depend_on_them_stay_constants():
 
 
 def test_other_paths_are_differentiated_twice():
-    """A penalty on the gradient with respect to what does not pass the layer."""
+    """A penalty on the gradient of a tensor outside the layer does not raise."""
     x, y, linear = drawn(8, WIDTH), drawn(8, WIDTH, seed=2), layer()
     loss = linear(x).sum() + y.pow(3).sum()
     of_x, of_y = torch.autograd.grad(loss, [x, y], create_graph=True)
@@ -164,7 +164,7 @@ def test_recomputation_does_not_raise(use_reentrant):
 
 @every_node
 def test_nothing_waits_for_the_garbage_collector(name):
-    """A node that held its own result, and so itself, would stay, and with it what it has saved."""
+    """A node with a reference to its own result would be a cycle and leak its saved tensors."""
     node, leaf = NODES[name](), drawn(8, WIDTH)
     gc.collect()
     gc.disable()
@@ -204,7 +204,7 @@ FALLS_BACK = {"swiglu", "rms_norm"}
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", [name for name in NODES if " " not in name])
 def test_transforms_of_torch_func(name, transform):
-    """`swiglu` and `rms_norm` are PyTorch's own there; all else says that it does not apply."""
+    """`swiglu` and `rms_norm` fall back to PyTorch's ops; all other nodes raise."""
     x = drawn(8, WIDTH).detach()
     if name in FALLS_BACK:
         TRANSFORMS[transform](NODES[name](), x)
@@ -219,7 +219,7 @@ def test_transforms_of_torch_func(name, transform):
 
 @every_node
 def test_forward_mode(name):
-    """Of inputs, and of the gradient that comes in."""
+    """Dual tensors raise, as inputs and as incoming gradients."""
     x = drawn(8, WIDTH)
     y = NODES[name]()(x)
     match = rf"^{name.split()[0]}: forward-mode differentiation \(dual tensors\) is not supported; use"

@@ -14,7 +14,7 @@ from support.torch_linears import x_of
 
 
 class Experts(nn.Module):
-    """As of torchtitan (`GroupedExperts`): one tensor of three axes for each weight of all experts."""
+    """Experts as in torchtitan's `GroupedExperts`: one 3-D tensor holds a weight of all experts."""
 
     def __init__(self, experts=4, size=32):
         super().__init__()
@@ -26,7 +26,7 @@ class Experts(nn.Module):
 
 
 class OpenExperts(nn.Module):
-    """As of transformers (`GptOssExperts`), with a bias for each expert."""
+    """Experts as in transformers' `GptOssExperts`, with a bias for each expert."""
 
     def __init__(self, experts=4, size=32):
         super().__init__()
@@ -35,7 +35,7 @@ class OpenExperts(nn.Module):
 
 
 class Router(nn.Module):
-    """As of transformers (`MixtralTopKRouter`)."""
+    """A router as in transformers' `MixtralTopKRouter`."""
 
     def __init__(self, experts=4, size=32):
         super().__init__()

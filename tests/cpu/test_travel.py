@@ -1,4 +1,4 @@
-"""Quantized tensors travel: what is saved, copied, pickled or shared comes back with the same bits, or is refused."""
+"""Serialization of quantized tensors: save, copy, pickle and share preserve bits, or raise."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ from qshard.torch_bridge._quantized.tensor import _rebuild
 from support.formats import VARIANTS, usages_of
 from support.travel import assert_same, batches, bytes_of, learn, model_of, quantized, saved
 
-# Of a file with a sparse tensor, that of torch 2.11 when it is read, and of torch 2.15 also at the next one.
+# Warnings for files with a sparse tensor: torch 2.11 warns on load, torch 2.15 also at the next sparse tensor.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
     pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants"),
@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def of_all_formats():
-    """A tensor of every format with every option, of one plane or the other or both, of two axes or three."""
+    """Return a tensor of every format and option, with one plane or both, and two axes or three."""
     made = {}
     for i, fmt in enumerate(VARIANTS):
         shape = ((64, 96), (2, 32, 96))[i % 2]
@@ -67,7 +67,7 @@ def test_quantized_tensors_come_back_with_the_same_bits(way, of_all_formats, tmp
     for name, q in of_all_formats.items():
         if way == "plain" and isinstance(q, nn.Parameter):
             q = q.detach()
-        if way == "plain" and name == "stale":  # It counts as absent.
+        if way == "plain" and name == "stale":  # A stale plane counts as absent.
             assert again[name].columnwise is None
             assert again[name].parts(Usage.COLUMNWISE, stale=True) is None
             assert torch.equal(again[name].dequantize(), q.dequantize())
@@ -85,12 +85,12 @@ def test_memory_is_shared_as_it_was():
         addresses = [again[0]._rowwise_data, again[1]._rowwise_data, again[2]]
         assert len({part.untyped_storage().data_ptr() for part in addresses}) == 1
         assert addresses[0].untyped_storage().data_ptr() != q._rowwise_data.untyped_storage().data_ptr()
-        scales = again[0]._rowwise_scale_inv, again[0]._columnwise_scale_inv  # One scale, of two planes.
+        scales = again[0]._rowwise_scale_inv, again[0]._columnwise_scale_inv  # Both planes share one scale.
         assert scales[0].data_ptr() == scales[1].data_ptr()
     assert [part.data_ptr() for part in bytes_of(copy.copy(q))] == [part.data_ptr() for part in bytes_of(q)]
     part = quantized()
     part.set(Usage.ROWWISE, part.parts(Usage.ROWWISE)._replace(data=torch.zeros(2, 32, 64, dtype=torch.uint8)[1]))
-    again = torch.load(saved(part))  # Of memory that holds more, its own part alone.
+    again = torch.load(saved(part))  # Saves only its own part of a larger storage.
     assert again._rowwise_data.untyped_storage().nbytes() == 32 * 64
     assert copy.copy(part)._rowwise_data.data_ptr() == part._rowwise_data.data_ptr()
     twice = copy.deepcopy([q, q])
@@ -109,7 +109,7 @@ def test_attributes_and_gradients_travel_as_those_of_tensors():
 
 
 class Forged:
-    """What a file may hold that qshard did not write."""
+    """File content that qshard did not write."""
 
     def __init__(self, *given):
         self.given = given
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_refused(make, text, weights_only):
 
 
 def test_memory_of_other_strides_is_made_contiguous():
-    """A kernel reads row after row, and would read past the end of what has strides of 0."""
+    """Kernels assume contiguous rows, and would read past the end of a tensor with strides of 0."""
     strided = torch.zeros(1, dtype=torch.uint8).expand(32, 32)
     q = torch.load(forged(rowwise_data=strided), weights_only=True)
     assert q.parts(Usage.ROWWISE).data.is_contiguous()
@@ -188,7 +188,7 @@ assert torch.load(folder / "optimizer", weights_only=True)["state"][0]["exp_avg"
 
 
 def test_programs_without_qshard_read_what_is_plain(tmp_path):
-    """State dicts, parameters, states of optimizers, and quantized weights: with torch alone, or with NumPy alone."""
+    """torch alone, or NumPy alone, reads state dicts, parameters, optimizer states and quantized weights."""
     q = quantized(MXFP8_E4M3, Usage.ROWWISE, dtype=torch.float32)
     tensors, metadata = to_plain({"w": q, "both": quantized(), "b": torch.ones(3)})
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
@@ -228,7 +228,7 @@ def test_safetensors_take_it_as_it_is(of_all_formats, tmp_path):
 
 
 def test_jax_reads_what_torch_wrote_and_back(of_all_formats):
-    """The same names, bytes and JSON, for every format."""
+    """Names, bytes and JSON are the same in both front ends, for every format."""
     jax = pytest.importorskip("jax")
     import qshard.jax
 
@@ -260,10 +260,10 @@ def test_jax_reads_what_torch_wrote_and_back(of_all_formats):
 
 
 def test_checkpoints_of_distributed_take_the_plain_form(tmp_path):
-    """Loaded in place: the plain form shares the memory of the tensor."""
+    """The plain form shares the tensor's memory, so `dcp.load` fills the tensor in place."""
     q, like = quantized(), quantize(torch.zeros(32, 64, dtype=torch.bfloat16), FP8_E4M3, usage=Usage.BOTH)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It warns that there is one process.
+        warnings.simplefilter("ignore")  # DCP warns that there is only one process.
         dcp.save(to_plain({"w": q})[0], checkpoint_id=tmp_path / "taken", no_dist=True)
         dcp.save({"w": torch.zeros(32, 64)}, checkpoint_id=tmp_path / "other", no_dist=True)
         for call, name in ((dcp.save, "w"), (dcp.load, "tensor")):

@@ -1,4 +1,4 @@
-"""Models, weights and optimizers travel, into files and other processes, and train on with the same bits."""
+"""Serialization of models, weights and optimizers: they continue training with the same bits."""
 
 import copy
 import pickle

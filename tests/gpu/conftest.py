@@ -1,4 +1,4 @@
-"""What tests on GPUs share."""
+"""Fixtures of the GPU tests."""
 
 import fcntl
 import gc

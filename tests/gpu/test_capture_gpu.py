@@ -1,6 +1,6 @@
 """Steps of sharded models in CUDA graphs, and on streams of the user: the bits of eager steps, as of plain layers.
 
-The twins of plain layers say what FSDP2 itself allows: where they cannot be captured, nothing is asked of ours.
+If FSDP2 cannot capture the same model with plain layers, the test is skipped.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def made(recipe):
 
 
 def step(model, optimizer, x):
-    """All of a step. Gradients go, so that those of a graph are made in its own memory."""
+    """Run a full step. Gradients are freed first, so a graph allocates them in its own pool."""
     optimizer.zero_grad(set_to_none=True)
     loss = (model(x) - x).square().mean()
     loss.backward()

@@ -38,7 +38,7 @@ def test_torch_linear_runs_fp8_gemms_that_agree_with_the_cpu():
 
 
 def test_jax_linear_runs_fp8_gemms_that_agree_with_the_cpu():
-    """As for torch. The compiled program must call cuBLASLt's FP8 GEMM, not multiply what it has dequantized."""
+    """Like the torch test. The compiled program must call cuBLASLt's FP8 GEMM, not multiply dequantized values."""
     jax = pytest.importorskip("jax")
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels: the reference's bits, on the stream they are told, and inside a captured graph."""
+"""CUDA kernels: the reference's bits, the current stream, and CUDA graphs."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ E4M3 = {"element": "float8_e4m3fn"}
 
 
 def test_bits_are_those_of_the_reference():
-    """The same checks as for each SIMD target of the CPU; in a process of its own, as those are."""
+    """Run the checks of the CPU's SIMD targets, in a separate process as there."""
     script = Path(__file__).parent.parent / "cpu" / "kernel_bits.py"
     run = subprocess.run([sys.executable, "-P", str(script), "cuda"], text=True, capture_output=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

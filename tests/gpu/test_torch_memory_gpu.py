@@ -1,4 +1,4 @@
-"""What a Llama holds on a GPU in bf16 and with each recipe, and what layers remember of x with streams and graphs."""
+"""GPU memory of a Llama in bf16 and with each recipe; cached codes and amaxes with streams and CUDA graphs."""
 
 import copy
 
@@ -64,7 +64,7 @@ def batch(seed):
 
 
 def test_a_captured_graph_quantizes_its_x_itself():
-    """Not with what was made of the same x before the capture, nor does anybody use what it has made."""
+    """The graph does not use codes cached before the capture, and its codes are not used outside."""
     first, second = fan()
     x = batch(0)
     side = torch.cuda.Stream()
@@ -85,7 +85,7 @@ def test_a_captured_graph_quantizes_its_x_itself():
 
 
 def test_another_stream_quantizes_x_again():
-    """It does not wait for what the first has made."""
+    """The second stream does not wait for codes of the first."""
     first, second = fan()
     x, side = batch(0), torch.cuda.Stream()
     with torch.no_grad(), Held() as held:

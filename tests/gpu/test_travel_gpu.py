@@ -1,4 +1,4 @@
-"""What was saved on a GPU loads without one, and the other way round; copies and processes keep the bits."""
+"""Serialization between GPU and CPU: checkpoints load on either; copies and processes preserve the bits."""
 
 import copy
 import pickle
