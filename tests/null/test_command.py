@@ -1,4 +1,4 @@
-"""The command on good files: what it reports and writes, of every dtype, of shards, of odd names."""
+"""The command on valid files: reports and output for every dtype, for shards and for unusual names."""
 
 import csv
 import io
@@ -125,7 +125,7 @@ def test_csv_has_the_same(model):
 
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name[0] in "FB" and name not in ("BOOL", "F8_E8M0")])
 def test_every_dtype(dtype, tmp_path):
-    """Those of 8 bits are themselves in FP8, up to a scale that is a power of two."""
+    """All dtypes are accepted; 8-bit values survive FP8 exactly, up to a power-of-two scale."""
     x = numbers().astype(DTYPES[dtype])
     path = write(tmp_path / "a.safetensors", {"w": x})
     (layer,) = reported(path, "--formats", "MXFP8_32x32")["layers"]
@@ -258,7 +258,7 @@ def test_empty_scalar_and_integer_tensors(tmp_path):
 @pytest.mark.parametrize("usage", ["rowwise", "columnwise", "both"])
 @pytest.mark.parametrize("name", [*FORMATS, "NVFP4[hadamard=True, rounding=stochastic]", "NVFP4[four_over_six=mse]"])
 def test_codes_are_those_of_the_reference(name, usage, tmp_path):
-    """Of awkward values, in three axes, and of a name that has a seed of its own."""
+    """Codes equal the reference for edge-case values in three axes, with the seed of the tensor's name."""
     from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import quantize_to, seed_of
     from qshard._core.validation import as_format
@@ -320,7 +320,7 @@ def test_a_link_stays_a_link(model, tmp_path):
 
 
 def test_what_is_read_back_is_compared(model, tmp_path, monkeypatch):
-    """A disk that keeps other bytes: the file does not get its name."""
+    """If the disk stores different bytes, the output is not renamed to its final name."""
     from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import Writer, quantize_to
     from qshard._cli.errors import Failure
@@ -341,7 +341,7 @@ def test_what_is_read_back_is_compared(model, tmp_path, monkeypatch):
 
 
 def test_bytes_are_those_of_convert(model, tmp_path):
-    """What the budget counts is what is written."""
+    """The bytes counted by the budget are the bytes written."""
     for usage in ("rowwise", "columnwise", "both"):
         for name in ("NVFP4", "FP8_1x128", "MXFP8_E4M3"):
             found = reported(model, "--formats", name, "--usage", usage, "--layers", "layers.2.w")

@@ -1,4 +1,4 @@
-"""What the report says of choices: which are measured, which one a budget gets, and the picture of all."""
+"""Format choices in the report: measured formats, recommendations for a budget, and the plot."""
 
 import itertools
 import math
@@ -48,7 +48,7 @@ def test_rotated_and_stochastic(model):
 
 
 def test_what_is_rotated_is_a_choice_of_its_plane(model):
-    """Rowwise nothing is rotated, so `convert` would write plain NVFP4; with both planes it has the bytes of both."""
+    """Only columnwise planes are rotated: rowwise, `convert` would write plain NVFP4; both planes count both sizes."""
     arguments = ("--formats", "NVFP4", "--rotate", "--layers", "layers.*", "--usage")
     for usage, planes in (
         ("rowwise", ["columnwise"]),

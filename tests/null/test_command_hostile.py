@@ -1,4 +1,4 @@
-"""Files that nobody should write: one line each, no blow-up of memory, and nothing left behind."""
+"""Malformed and hostile checkpoints: a one-line error each, bounded memory, and no leftover files."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_checkpoints_of_others(name, tmp_path):
 
 
 def test_two_tensors_of_one_name(tmp_path):
-    """Of which safetensors has the last."""
+    """Duplicate names are rejected; safetensors would silently use the last tensor."""
     first, last = json.dumps(entry()), json.dumps(entry(dtype="I32"))
     path = tmp_path / "a.safetensors"
     path.write_bytes(file_of(f"{first[:-1]}, {last[1:]}".encode(), DATA))
@@ -101,7 +101,7 @@ def test_what_has_codes_already(tmp_path):
 
 
 LIMITED = f"ulimit -v {3 * 2**20}"
-"""Of memory, in KiB: Python, NumPy and OpenBLAS's threads reserve much, and use little."""
+"""Address space limit in KiB; Python, NumPy and OpenBLAS's threads reserve much and use little."""
 
 
 BOMBS = {
@@ -241,7 +241,7 @@ def test_wrong_arguments(tmp_path):
 
 
 def test_a_disk_that_is_full(tmp_path):
-    """A limit on the size of files is as good."""
+    """A limit on file sizes simulates a full disk."""
     path = write(tmp_path / "a.safetensors", {"w": np.ones((1024, 1024), np.float32)})
     small = "trap '' XFSZ && ulimit -f 64"  # KiB
     said = refused("convert", path, tmp_path / "o.safetensors", "--format", "MXFP4", status=1, limits=small)
@@ -259,7 +259,7 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("command", ["report", "convert"])
 def test_interrupts(command, number, status, large, tmp_path):
-    """Early and late: whatever it was doing, nothing but what was there is there."""
+    """Interrupted early or late, the command leaves no new files."""
     arguments = [large, tmp_path / "o.safetensors", "--format", "NVFP4_16x16"] if command == "convert" else [large]
     for wait in (0.7, 1.2):
         process = subprocess.Popen(
@@ -303,7 +303,7 @@ def test_where_output_goes_nowhere(command, tmp_path):
 
 
 def test_a_page_that_cannot_be_is_refused_first(tmp_path):
-    """Not after hours of measuring: nothing of it is read."""
+    """An unwritable page fails at once, before any tensor is read."""
     path = write(tmp_path / "a.safetensors", {"w": W})
     cut = path.read_bytes()[:-1]
     folder = tmp_path / "folder.html"
@@ -317,7 +317,7 @@ def test_a_page_that_cannot_be_is_refused_first(tmp_path):
 
 
 def test_what_changes_while_it_is_read(tmp_path):
-    """A tensor whose file was cut since its header was read."""
+    """A file truncated after its header was read is an error."""
     from qshard._cli.checkpoint import read_header
     from qshard._cli.errors import Failure
 
@@ -329,7 +329,7 @@ def test_what_changes_while_it_is_read(tmp_path):
 
 
 def test_what_is_not_installed(tmp_path):
-    """One line, and `import qshard` needs none of it."""
+    """A missing dependency is a one-line error, and `import qshard` works without it."""
     code = (
         "import importlib.util as u, sys; found = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name in ('click', 'rich') else found(name, *a)\n"
@@ -342,7 +342,7 @@ def test_what_is_not_installed(tmp_path):
 
 
 def test_headers_are_what_the_library_writes(tmp_path):
-    """`file_of` makes good files: what is refused above is refused for what was done to it."""
+    """`file_of` writes valid files, so the errors above come from the modifications."""
     from safetensors.numpy import load_file
 
     path = write(tmp_path / "a.safetensors", {"w": W})

@@ -1,4 +1,4 @@
-"""Checkpoints that others have quantized: the command does not apply their scales, so it refuses or keeps them."""
+"""Already quantized checkpoints: the command does not apply their scales, so it rejects or keeps the tensors."""
 
 import contextlib
 import io
@@ -90,13 +90,13 @@ LAYOUTS = {
     "qshard, its metadata lost": {"w.rowwise.data": codes(N, K), "w.rowwise.scale_inv": scale(N, K // 128)},
     "FP8 that was cast": {"l.weight": fp8().astype(BF16), "l.weight_scale_inv": scale(N // 128, K // 128)},
 }
-"""Of each the first tensor is the codes, and the second their scale."""
+"""In each case the first tensor has the codes, and the second their scale."""
 PLAIN = {"other.weight": numbers((64, 128)).astype(BF16), "norm.weight": np.ones(64, np.float32)}
 QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
 
 
 def command(*arguments):
-    """Status, standard output and standard error of the command in this process."""
+    """Run the command in this process; return status, standard output and standard error."""
     from qshard._cli.app import run
 
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
@@ -123,7 +123,7 @@ def converted(source, *options):
 
 
 def is_quantized_value(arrays, name, what, value):
-    """Whether codes and scales are those of a value."""
+    """Return whether codes and scales are the quantized `value`."""
     expected = reference.quantize(value.astype(np.float32), FMT).rowwise
     stored = what.take(arrays, name)[what.planes[0]]
     return all(
@@ -178,7 +178,7 @@ def test_scales_are_no_layers_whatever_they_are_beside(tmp_path):
 
 
 def test_a_scale_that_may_be_a_parameter_is_named(tmp_path):
-    """Of numbers of high precision nobody knows; FP8 of the same names is refused."""
+    """For high-precision tensors the name alone is ambiguous, so it is a note; FP8 with these names is rejected."""
     arrays = {"q": numbers(), "q_scale": np.ones(64, np.float32)}
     source = write(tmp_path / "in.safetensors", arrays)
     remark = "q may have its scale in q_scale, which qshard does not apply"
@@ -205,7 +205,7 @@ def test_fp8_without_scales_is_plain_numbers_and_says_so(tmp_path):
 
 @pytest.mark.parametrize("where", ["config", "text model", "ModelOpt", "metadata", "shard", "other tensors"])
 def test_fp8_without_scales_in_a_checkpoint_that_is_quantized(where, tmp_path):
-    """A file whose scales were lost, or are elsewhere."""
+    """FP8 tensors in a quantized checkpoint are rejected if their scales are missing or in another file."""
     arrays, metadata, file = {"l.weight": fp8(), **PLAIN}, None, "in.safetensors"
     said = "config.json beside it says that the checkpoint is quantized"
     if where == "config":

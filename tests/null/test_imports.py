@@ -33,7 +33,7 @@ def python(code: str, directory: Path, *path: Path, flags: tuple[str, ...] = ("-
 
 @pytest.fixture
 def libraries(tmp_path):
-    """A folder of what qshard requires, and neither qshard nor a framework."""
+    """Make a folder with qshard's dependencies, without qshard or a framework."""
     folder = tmp_path / "libraries"
     folder.mkdir()
     for module in (np, ml_dtypes):
@@ -79,7 +79,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_a_checkout_hands_over_to_what_is_installed(use, checkout, site, libraries):
-    """Wholly: no module comes from the checkout, so none meets one of another version."""
+    """No module comes from the checkout, so versions never mix."""
     loaded = python(f"{USES[use]}\n{LOADED}", checkout, site, libraries).splitlines()
     assert str(site / "qshard" / "__init__.py") in loaded
     assert any(Path(name).suffix == ".so" for name in loaded)
@@ -160,7 +160,7 @@ def test_a_framework_that_is_absent(statement, module, site, libraries, tmp_path
 
 @pytest.mark.parametrize(("module", "found"), [("qshard.jax", "0.9.2"), ("qshard.torch_bridge", "2.10.0+cpu")])
 def test_a_framework_that_is_too_old(module, found, site, libraries, tmp_path):
-    """The version is looked up: an old framework is not even imported."""
+    """The version comes from metadata: an old framework is not imported."""
     name = FRONT_ENDS[module]
     (libraries / name).mkdir()
     (libraries / name / "__init__.py").write_text("raise AssertionError('imported')\n")
@@ -204,7 +204,7 @@ def test_every_module_is_found_late():
 
 
 def test_late_modules(site, libraries, tmp_path):
-    """`import qshard` alone imports next to nothing; what is listed can be had."""
+    """`import qshard` imports almost nothing; listed modules load on first use."""
     alone = "import sys, qshard; print(sorted({'numpy', 'qshard.formats', 'jax', 'torch'} & set(sys.modules)))"
     assert python(alone, tmp_path, site, libraries) == "[]\n"
     listed = "import qshard; print([type(getattr(qshard, name)).__name__ for name in dir(qshard)].count('module') > 6)"

@@ -1,4 +1,4 @@
-"""What `benchmarks/step_profile.py` takes the kernels of a step for, and how it adds up their time."""
+"""`benchmarks/step_profile.py`: classification of a step's kernels, and sums of their times."""
 
 import doctest
 import importlib.util
@@ -60,7 +60,7 @@ def test_kernels_that_were_seen(name):
 
 
 def test_every_kernel_of_qshard():
-    """By its source: those of other files are for quantization."""
+    """Kernels are classified by source file; those of unlisted files count as quantization."""
     parts = {"adam.cu": "optimizer", "rms_norm.cu": "norms and activations", "swiglu.cu": "norms and activations"}
     found = set()
     for path in (REPOSITORY / "ffi" / "kernels" / "cuda").rglob("*.cu*"):

@@ -1,4 +1,4 @@
-"""The structure of a format is asked for in few places: all other code asks for what follows from it."""
+"""Code branches on the structure of formats in a few listed places; elsewhere it uses derived properties."""
 
 import ast
 import textwrap
@@ -28,7 +28,7 @@ ALLOWED = {
 
 
 def is_structure(node: ast.expr, names: set[str]) -> bool:
-    """Whether an expression is a part of a format, a part of that part, or a variable that holds one."""
+    """Return whether an expression is a part of a format, directly or nested, or a variable with such a part."""
     while isinstance(node, ast.Subscript | ast.NamedExpr):
         node = node.value
     if isinstance(node, ast.Attribute):
@@ -40,7 +40,7 @@ def is_structure(node: ast.expr, names: set[str]) -> bool:
 
 
 def decisive(node: ast.AST) -> list[ast.expr]:
-    """The expressions whose value, alone or compared, decides about something at this node."""
+    """Return the expressions that a node branches on, alone or in comparisons."""
     match node:
         case ast.Compare():
             return [node.left, *node.comparators]
@@ -62,7 +62,7 @@ def decisive(node: ast.AST) -> list[ast.expr]:
 
 
 def held(target: ast.expr, value: ast.expr, names: set[str]) -> set[str]:
-    """The variables to which an assignment gives a part of a format."""
+    """Return the variables that an assignment sets to a part of a format."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         pairs = zip(target.elts, value.elts, strict=False)
         return set().union(*(held(*pair, names) for pair in pairs))
@@ -89,7 +89,7 @@ def branches(node: ast.AST, function: str = "", names: frozenset[str] = frozense
 
 
 def test_few_branches_on_the_structure_of_formats():
-    """Add a property that says what follows, rather than a place to this list."""
+    """Instead of extending the list, add a derived property to the format."""
     found: Counter = Counter()
     for path in sorted(path for folder in ("qshard", "torch_bridge") for path in (REPOSITORY / folder).rglob("*.py")):
         name = path.relative_to(REPOSITORY).as_posix()

@@ -1,4 +1,4 @@
-"""The command `qshard`, in this process or in its own, and files of safetensors as bytes."""
+"""The `qshard` command, in this process or a new one, and safetensors files as bytes."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ DTYPES = {
 
 
 COLUMNS = {"COLUMNS": "200"}
-"""Of the terminal, for the command."""
+"""Terminal width for the command."""
 
 
 def qshard(*arguments: object, limits: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs the command: in this process, which has imported what it needs, or in its own if it has limits or options.
+    """Run the command in this process, which saves imports, or in a new one if it has limits or options.
 
     Args:
-      arguments: of the command line.
-      limits: what a shell runs first. This process has threads, and does not fork.
-      options: of `subprocess.run`; `env` is added to the environment.
+      arguments: command line arguments.
+      limits: shell commands to run first. (This process has threads and must not fork.)
+      options: options of `subprocess.run`; `env` is added to the environment.
     """
     if not limits and not options:
         return in_this_process(*map(str, arguments))
@@ -70,7 +70,7 @@ def in_this_process(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def stream() -> io.TextIOWrapper:
-    """In the place of the standard output, which the command configures."""
+    """Return a replacement for standard output, which the command reconfigures."""
     return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="\n")
 
 
@@ -83,7 +83,7 @@ def signals_restored() -> Iterator[None]:
 
 
 def refused(*arguments: object, status: int = 2, **options: Any) -> str:
-    """The one line that is all that a command says which does not go on."""
+    """Run a command that must fail with a single line, and return that line."""
     done = qshard(*arguments, **options)
     assert (done.returncode, done.stdout) == (status, ""), done
     assert done.stderr.startswith("qshard: ")
@@ -102,20 +102,20 @@ def header_of(arrays: dict[str, NDArray[Any]], metadata: dict[str, str] | None =
 
 
 def file_of(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    """The bytes of a file; `header` is bytes already, or JSON. `length`: what it says of its header."""
+    """Return the bytes of a file with `header` as bytes or JSON. `length` overrides the header's length field."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
 def write(path: Path, arrays: dict[str, NDArray[Any]], metadata: dict[str, str] | None = None) -> Path:
-    """A file of safetensors, written without the library."""
+    """Write a safetensors file without the library."""
     data = b"".join(array.tobytes() for array in arrays.values())
     path.write_bytes(file_of(header_of(arrays, metadata), data))
     return path
 
 
 def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """The inverse of `write`."""
+    """Read a safetensors file without the library."""
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -129,7 +129,7 @@ def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
 
 
 def sharded(folder: Path, shards: list[dict[str, NDArray[Any]]], **changes: str) -> Path:
-    """A folder as Hugging Face has it; `changes`: names in the index, and the files that they are said to be in."""
+    """Write a Hugging Face checkpoint folder. `changes` overrides the files of names in the index."""
     folder.mkdir(exist_ok=True)
     where = {}
     for i, arrays in enumerate(shards):
@@ -147,19 +147,19 @@ def numbers(shape: tuple[int, ...] = (64, 64), seed: int = 0) -> NDArray[np.floa
 
 
 def small_model(path: Path) -> Path:
-    """Layers, and what is none: a norm, numbers that most formats do not fit, integers."""
+    """Write layers, and tensors that are not layers: a norm, a shape that most formats reject, integers."""
     arrays = {f"layers.{i}.w": numbers((64, 96 + 32 * i), i) for i in range(4)}
     arrays |= {"norm": np.ones(64, np.float32), "odd": numbers((33, 50)), "ids": np.arange(64).reshape(8, 8)}
     return write(path, arrays)
 
 
 def ok(*arguments: object) -> str:
-    """What a command prints that goes well."""
+    """Run a command that must succeed, and return its output."""
     done = qshard(*arguments)
     assert (done.returncode, done.stderr) == (0, ""), done
     return done.stdout
 
 
 def reported(path: Path, *options: object) -> Any:
-    """The JSON of a report."""
+    """Return the report as JSON."""
     return json.loads(ok("report", path, "--json", *options))

@@ -48,14 +48,14 @@ def small(name: str) -> ModuleType:
 
 
 def initial_weights(experts: int) -> dict[str, np.ndarray]:
-    """Of the small model, by PyTorch's names."""
+    """Return the initial weights of the small model by PyTorch's names."""
     gpt = example("gpt")
     weights: dict[str, np.ndarray] = gpt.initial_weights(gpt.GPTConfig(**SMALL, experts=experts))
     return weights
 
 
 def digest_of(weights: Mapping[str, np.ndarray], recipe: Recipe | None) -> str:
-    """Of what weights are gathered as: codes by the reference, the rest in bfloat16."""
+    """Return the digest of gathered weights: reference codes of quantized weights, the others in bfloat16."""
     gathered = {}
     for name, array in weights.items():
         if recipe is not None and example("gpt").is_quantized(name):
@@ -106,7 +106,7 @@ print(json.dumps(said))
 
 
 def assert_refused(said: tuple[int, str], text: str) -> None:
-    """In one short line."""
+    """Assert that a script failed with one short line."""
     status, errors = said
     assert status in (1, 2)
     assert errors.startswith(f"train.py: error: {text}"), errors

@@ -31,12 +31,12 @@ RECIPE = CurrentScaling()
 
 
 def spread(mesh, x, spec):
-    """The whole array, of which each process holds its devices' shards."""
+    """Return `x` as a global array; each process has the shards of its devices."""
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
 
 def assert_shards(array, whole):
-    """Every shard that this process holds has the bits of its place in the whole."""
+    """Assert that each local shard has the bits of its slice of the whole."""
     assert array.shape == whole.shape
     for shard in array.addressable_shards:
         assert_bits_equal(shard.data, np.asarray(whole)[shard.index])
@@ -57,7 +57,7 @@ def check_law(mesh, fmt=FP8_E4M3, rows=64):
 
 
 def check_step(mesh):
-    """A step of FSDP over all processes is the step of one device."""
+    """Assert that a step of FSDP over all processes matches one device."""
     x, w = (
         np.random.default_rng(i).standard_normal(shape).astype(np.float32)
         for i, shape in enumerate([(16, 128), (64, 128)])
@@ -83,7 +83,7 @@ def check_step(mesh):
 
 
 def check_exact_step(mesh, mode):
-    """Where sums have no order, for they are exact, the bits are those of one device: with gloo's reductions too."""
+    """Assert the bits of one device, also with gloo's reductions; sums are exact, so their order does not matter."""
     rng = np.random.default_rng(3)  # Small integers, whose products with powers of two float32 adds without rounding.
     x, w, dy = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((32, 128), (128, 128), (32, 128)))
 
@@ -107,7 +107,7 @@ def check_exact_step(mesh, mode):
 
 
 def check_numerics():
-    """Statistics of an array that no process has all of are those of the whole."""
+    """Assert that statistics of an array sharded over processes match the whole array."""
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     whole = awkward_values((64, 96), seed=4, kinds=TAME)
     whole[-1, -1] = 3e4  # on one process
@@ -121,7 +121,7 @@ def check_numerics():
 
 
 def check_zero(name, steps=2):
-    """Losses and masters have the bits of one device that runs all batches."""
+    """Assert that losses and masters have the bits of one device that runs all batches."""
     recipe, world = jax_zero.RECIPES[name], jax.device_count()
     losses, whole = jax_zero.on_one_device(recipe, world, steps, "float32")
     for shard_weights in (False, True):

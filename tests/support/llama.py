@@ -1,4 +1,4 @@
-"""A block of Llama 3 as everybody writes it, and the bytes that a run of it holds, counted exactly."""
+"""A standard Llama 3 block, and an exact count of the bytes that a run allocates."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def turns_of(length: int, width: int, device: Any = None) -> Tensor:
 
 
 class Held(TorchDispatchMode):
-    """Counts the bytes of all memory that ops have made since it was entered: what is held, and the most that was."""
+    """Counts the bytes that ops allocate in this mode: the current total and the peak."""
 
     def __init__(self) -> None:
         super().__init__()

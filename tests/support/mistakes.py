@@ -1,8 +1,8 @@
-"""The catalogue of errors: calls that a new user gets wrong, and all that their errors say.
+"""Catalogue of errors: typical wrong calls of new users, and the full texts of their errors.
 
 tests/cpu/error_catalogue/*.txt have an entry for each: what is wrong, the call, the type and the text of its error. In
 calls of both front ends, `f` is a `Caller`, {w} stands for what `linear` calls a weight, and {device} for the device.
-Where front ends cannot say the same, there is a line for each.
+If the texts of the front ends differ, each has its own line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.front import Front
 
 FILES = Path(__file__).parents[1] / "cpu" / "error_catalogue"
 LINE = 125
-"""Characters of a line of a terminal, for errors of at most two."""
+"""Characters of a terminal line; errors have at most two."""
 VERBS = """
 add apply ask call cast choose compute convert count cut dequantize differentiate drop enter exclude export gather
 give initialize install leave let load make mark move multiply name pad pass plan put quantize remove replicate return
@@ -32,23 +32,23 @@ ADVICE = re.compile(
     r"|; (it has|the closest are|classes are) .*\w"  # names and axes that are there,
     r"|\) (must be|is not one of) .*\w"  # or the values that are allowed.
 )
-"""The last words of an error: what to do."""
+"""End of an error message: the fix."""
 
 
 def mistakes(name: str) -> dict[str, tuple[str, list[str]]]:
-    """The calls of a file of the catalogue and what each says, by what is wrong."""
+    """Map each mistake in a file of the catalogue to its call and error texts."""
     entries = re.split("^# ", (FILES / f"{name}.txt").read_text(), flags=re.MULTILINE)[1:]
     split = [[line.strip() for line in entry.strip().splitlines()] for entry in entries]
     return {wrong: (call, texts) for wrong, call, *texts in split}
 
 
 def said(call: Callable[[], Any] | str, names: Mapping[str, Any] | None = None) -> str:
-    """What the error of a call says, and its type: it is short, says what to do, and has no other error behind it."""
+    """Return the type and text of a call's error; assert that it is short, names a fix, and has no cause."""
     with pytest.raises(Exception) as caught:  # noqa: PT011 - which, is what the caller compares.
         eval(call, dict(names or {})) if isinstance(call, str) else call()
     error, text = caught.value, str(caught.value)
     assert error.__suppress_context__ or error.__context__ is None, f"another error is behind it: {text}"
-    # JAX says where a call was written that it has transformed.
+    # JAX adds the source location of a transformed call.
     assert type(error.__cause__).__name__ in ("NoneType", "JaxStackTraceBeforeTransformation"), text
     assert len(text) <= 2 * LINE, f"shorten this error from {len(text)} to {2 * LINE} characters: {text}"
     assert ADVICE.search(text), f"it does not say what to do (see ADVICE in {__file__}): {text}"
@@ -56,7 +56,7 @@ def said(call: Callable[[], Any] | str, names: Mapping[str, Any] | None = None) 
 
 
 class Caller:
-    """The calls that both front ends have, in one form. Arrays of NumPy become those of the front end.
+    """Common calls of both front ends on NumPy arrays.
 
     Attributes:
       w: the name of a weight in the errors of `linear`.
@@ -103,7 +103,7 @@ class Caller:
         return self.qshard.rms_norm(self.array(x), self.array(weight), eps)
 
     def gradient(self, x: Any, w: Any, recipe: RecipeLike) -> Any:
-        """Of the sum of `linear` by x."""
+        """Return the gradient of the sum of `linear` with respect to x."""
         if self.jax:
             import jax
 
@@ -126,7 +126,7 @@ class Caller:
         return self.qshard.AdamW([params], lr, betas, eps, exp_avg_dtype=self.dtype(state))
 
     def cast_master(self, masters: Any, starts: Any = (0,)) -> Any:
-        """Of one weight."""
+        """Cast a slice of one master weight."""
         masters = [self.array(m) for m in masters]
         if self.jax:
             from qshard._core.flat_shards import plan_master

@@ -17,7 +17,7 @@ from support.draws import SPECS, Call
 from support.oracle import oracle
 
 device = "cpu"
-"""Whose kernels to call. `tests/cpu/kernel_bits.py` sets it."""
+"""Device of the kernels. `tests/cpu/kernel_bits.py` sets it."""
 WAYS = ("plain", "flushed", "odd", "in place")
 """How: "flushed", with subnormals flushed to zero in this thread; "odd", from and to the middle of a cache line, and
 nothing beside the results may be written; "in place", with each result that has the name of an operand in its memory.
@@ -25,7 +25,7 @@ nothing beside the results may be written; "in place", with each result that has
 
 
 def check(made: Call, ways: tuple[str, ...] = WAYS) -> None:
-    """Every way to make a call, and both forms of a matrix in blocks, give the bits of the reference."""
+    """Assert the bits of the reference for all ways to call an op, and for both forms of a matrix in blocks."""
     want = oracle(made)
     splits = [False]
     if made.spec.splits and bind(made).split:
@@ -35,7 +35,7 @@ def check(made: Call, ways: tuple[str, ...] = WAYS) -> None:
 
 
 def call(op: str, *operands: Any, **options: Any) -> Any:
-    """The results of an op (one, or a list), from its row alone: shapes, dtypes, attributes."""
+    """Call an op with shapes, dtypes and attributes from its row, and return the result or a list."""
     spec = SPECS[op]
     if "dtype" in options:
         options["dtype"] = str(np.dtype(options["dtype"]))
@@ -46,10 +46,10 @@ def call(op: str, *operands: Any, **options: Any) -> Any:
 
 
 def run(made: Call, way: str = "plain", *, split: bool = False) -> list[np.ndarray]:
-    """The results of a call. Those of lists are in the memory of the operands that have their names."""
+    """Run a call and return its results. Ops on lists write to the operands of the same names."""
     beside = 61 if way == "odd" else 0
     inputs, outputs = placed(made, beside, split=split, in_place=way == "in place")
-    torch.set_flush_denormal(way == "flushed")  # Off before NumPy works again: it is the thread's.
+    torch.set_flush_denormal(way == "flushed")  # A thread setting: must be off again before NumPy runs.
     try:
         results = [result for result, _ in outputs]
         _ffi.call(made.spec.name, inputs, results, attributes_of(made, split=split))
@@ -66,13 +66,13 @@ def run(made: Call, way: str = "plain", *, split: bool = False) -> list[np.ndarr
 
 
 Placed = tuple[torch.Tensor, torch.Tensor]
-"""Memory, and a tensor in it with some room on both sides."""
+"""A buffer, and a tensor in it with margins on both sides."""
 
 
 def placed(
     made: Call, beside: int = 0, *, split: bool = False, in_place: bool = False
 ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, Placed]]]:
-    """The operands as a handler takes them, and its results, each also by its pattern and with its memory."""
+    """Return a handler's operands, and its results with their initial pattern and buffer."""
     spec = made.spec
     operands = [[_placed(x, beside) for x in (o if isinstance(o, list) else [o])] for o in made.operands]
     given = {operand.name: tensors for operand, tensors in zip(spec.inputs, operands, strict=True)}
@@ -98,13 +98,13 @@ def placed(
 
 
 def attributes_of(made: Call, *, split: bool = False) -> dict[str, Any]:
-    """All attributes of the handler, and the form of the call, if it has two."""
+    """Return all attributes of the handler, with the form of the call if it has two."""
     given = {name: value for name, value in made.options.items() if name != "dtype"}
     return {**given, "split": True} if split else given
 
 
 def bind(made: Call) -> Binding:
-    """Of an op on single tensors."""
+    """Bind an op on single tensors."""
     shapes, dtypes = zip(*(one for (one,) in made.tensors), strict=True)
     return made.spec.bind(shapes, dtypes, attributes_of(made), made.options.get("dtype"), cuttable=True)
 
@@ -116,7 +116,7 @@ def _placed(x: np.ndarray, beside: int) -> Placed:
 
 
 def _room(shape: tuple[int, ...], dtype: str, beside: int) -> Placed:
-    """Not zeros, so that an element that nobody writes is seen."""
+    """Allocate a nonzero buffer, so that unwritten elements are detected."""
     count = math.prod(shape)
     kind = getattr(torch, dtype)
     room = torch.full(((count + 2 * beside) * kind.itemsize,), 0x5A, dtype=torch.uint8, device=device).view(kind)
@@ -124,7 +124,7 @@ def _room(shape: tuple[int, ...], dtype: str, beside: int) -> Placed:
 
 
 def to_torch(x: np.ndarray) -> torch.Tensor:
-    """On the device. torch has bfloat16, NumPy has not."""
+    """Copy to the device. NumPy has no native bfloat16."""
     x = np.asarray(x, order="C")
     if x.dtype == BFLOAT16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).to(device)

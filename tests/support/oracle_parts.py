@@ -13,12 +13,12 @@ def wide(x):
 
 
 def runs(values, x):
-    """One value for each contiguous run of `x`, of whose axes `values` has the first."""
+    """Broadcast values of the leading axes of `x` over its other axes."""
     return values.reshape(values.shape + (1,) * (x.ndim - values.ndim))
 
 
 def over(values, block_rows, block_cols, shape):
-    """The value of its block for each element."""
+    """Broadcast block values to elements."""
     each = np.repeat(np.repeat(values, block_rows, axis=-2), block_cols, axis=-1)
     return each[..., : shape[-2], : shape[-1]]
 

@@ -1,4 +1,4 @@
-"""Models for tests of FSDP2: how they are made, sharded and trained, what they hold, and what travels meanwhile."""
+"""Models for tests of FSDP2: construction, sharding, training, memory and recorded collectives."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SideBySide(nn.Sequential):
 
 
 def side_by_side(values, bias=False):
-    """A layer for each of these weights."""
+    """Build a layer for each of these weights."""
     layers = SideBySide(*(nn.Linear(*w.shape[::-1], bias=bias, dtype=FRONT.array(w).dtype) for w in values))
     with torch.no_grad():
         for layer, w in zip(layers, values, strict=True):
@@ -88,7 +88,7 @@ def batch(seed=0, columns=SIZES[0]):
 
 
 def whole(model):
-    """All parameters, gathered, as copies."""
+    """Return copies of all parameters, gathered."""
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
@@ -96,7 +96,7 @@ def whole(model):
 
 
 def planes(model):
-    """What is gathered of each weight, as copies: a view would keep FSDP2 from freeing the memory."""
+    """Return copies of the gathered planes of each weight; a view would keep FSDP2 from freeing the memory."""
     made = []
     for layer in linears(model):
         layer.unshard()
@@ -108,7 +108,7 @@ def planes(model):
 
 
 def assert_gathers_the_whole(model, values=None, scales=None):
-    """The law, for these weights, or those of now, under these scales, or their own."""
+    """Assert the sharding law, for `values` or the current weights, and for `scales` or the weights' own scales."""
     layers = linears(model)
     formats = [layer.recipe.weight for layer in layers]
     values = values or [FRONT.numpy(layer.weight.full_tensor().detach().clone()) for layer in layers]
@@ -117,8 +117,8 @@ def assert_gathers_the_whole(model, values=None, scales=None):
 
 
 def resident() -> int:
-    """Bytes of all tensors of this process."""
-    while gc.collect():  # What tensors refer to is freed a turn later.
+    """Return the bytes of all tensors of this process."""
+    while gc.collect():  # Objects that tensors refer to are freed one collection later.
         pass
     plain = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())

@@ -1,4 +1,4 @@
-"""Layers and models under tensor parallelism, what they quantize, and what a rank has of it."""
+"""Layers and models under tensor parallelism, their quantized operands, and the local shards of a rank."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from support import torch_ranks
 
 
 def mesh_of(*names, shape=None):
-    """Of all ranks of the case, in its shape or in another one."""
-    _clear_sharding_prop_cache()  # It holds meshes of process groups of cases before.
+    """Return a mesh of all ranks of the case, in the case's shape unless `shape` is given."""
+    _clear_sharding_prop_cache()  # It caches meshes of earlier process groups.
     return init_device_mesh(torch_ranks.device, shape or torch_ranks.shape, mesh_dim_names=names)
 
 
 def unit_of(recipe):
-    """Cuts between these are between blocks, of all roles."""
+    """Return the row alignment at which shards split no blocks of any role."""
     return 128 if any(recipe.format(role).block and 128 in recipe.format(role).block for role in Role) else 32
 
 
 @contextlib.contextmanager
 def quantized():
-    """What a layer quantizes meanwhile: the planes of each role. On GPUs too step by step, not in one call."""
+    """Record the planes that layers quantize, by role. Disables fused calls on GPUs."""
     modules = [functional, autograd]
     found, real, one_call = {}, LayerQuantizer.quantize, functional.linear_program
     steps = SimpleNamespace(product=lambda *given: (None, None), plan_backward=lambda *given: None)
@@ -63,7 +63,7 @@ def quantized():
 
 
 def assert_part(local, whole, rank, world, cut):
-    """`local` is what `rank` of `world` has of `whole`, to the bit: all of it, or an even part of an axis."""
+    """Assert that `local` has the bits of the shard of `whole` on `rank`: replicated, or an even part of an axis."""
     assert set(local) == set(whole)
     for usage, plane in local.items():
         for mine, expected in zip(plane, whole[usage], strict=True):
@@ -129,9 +129,9 @@ def llama(recipe, seed=0):
 
 
 def parallelized(model, tp, overlap=None):
-    """As torchtitan does it: what is between layers is cut along the sequence.
+    """Parallelize a model as torchtitan does, with sequence sharding between layers.
 
-    With `overlap` the styles are qshard's, under which codes travel; and sums and codes overlap with products, or not.
+    If `overlap` is not None, use qshard's styles, which send codes; it says whether communication overlaps GEMMs.
     """
     colwise, rowwise, desired = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1)), Replicate()
     head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
@@ -156,7 +156,7 @@ def parallelized(model, tp, overlap=None):
         if overlap is not None:
             plan["mlp.down"] = rowwise
         parallelize_module(block, tp, plan)
-        if overlap is None:  # Given whole, and cut again.
+        if overlap is None:  # Takes the whole tensor and shards it again.
             out = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
             parallelize_module(block.mlp, tp, out)
     plan = {
