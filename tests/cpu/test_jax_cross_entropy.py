@@ -201,7 +201,7 @@ PADDED_CUTS = {"one device": None, "classes": P(None, None, ("a", "b"))}
 
 @pairs(mode=[*MODES, "shard_map"], cut=PADDED_CUTS, num_classes=[1037, 3])
 def test_padding_is_no_class(mode, cut, num_classes):
-    """Loss and gradients are those of the classes alone, and padding has gradient 0, also on devices with only padding."""
+    """Loss and gradients are those of the classes alone; padding has gradient 0, also on devices with only padding."""
     logits, labels = drawn()
     logits[..., num_classes:] = 50.0  # Would change the loss if they were classes.
     labels = np.where(labels == -100, -100, labels % num_classes)
