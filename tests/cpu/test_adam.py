@@ -1,4 +1,4 @@
-"""Adam: the reference beside the formulas in fp64, and properties of the kernel; kernel_bits.py tests its bits."""
+"""Adam: the reference compared with the formulas in fp64, and kernel properties; kernel_bits.py tests its bits."""
 
 import numpy as np
 import pytest

@@ -103,9 +103,7 @@ def test_a_model_of_flax(tmp_path):
     assert here.keys() == there.keys() == tree.keys()
     for name in found:
         value = jax.numpy.asarray(there[name].dequantize(), jax.numpy.float32)
-        assert np.allclose(
-            value, jax.numpy.asarray(tree[name], jax.numpy.float32), rtol=0.1, atol=1e-2
-        )  # 3-bit mantissa
+        assert np.allclose(value, jax.numpy.asarray(tree[name], jax.numpy.float32), rtol=0.1, atol=1e-2)  # 3 bits.
 
 
 def test_other_files_of_torch(tmp_path):

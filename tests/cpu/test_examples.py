@@ -74,7 +74,7 @@ COMPILES = "to MLIR module conversion jit(step)"  # XLA comes next, and takes at
     ids=["jax-importing", "jax-compiling", "torch-importing", "torch-starting"],
 )
 def test_control_c(script, moment, tmp_path):
-    """On a terminal, Ctrl-C ends a script at once with one line and status 130, shows the cursor, leaves no rank."""
+    """On a terminal, Ctrl-C ends a script at once with one line and status 130, shows the cursor and ends all ranks."""
     terminal, side = pty.openpty()
     command = [sys.executable, EXAMPLES / f"{script}.py", "--formats", "nvfp4", "--out", str(tmp_path / "out")]
     environment = ENVIRONMENT | {"TERM": "xterm", "JAX_LOG_COMPILES": "1"}

@@ -1,4 +1,4 @@
-"""SwiGLU and RMSNorm in JAX: sharded arrays stay, with the bits of one device; transforms; quantized results."""
+"""SwiGLU and RMSNorm in JAX: sharded arrays are not sent, with the bits of one device; transforms; codes as results."""
 
 import functools
 

@@ -42,7 +42,7 @@ def test_bits_over_many_steps(name):
 
 @pytest.mark.parametrize("shard_weights", [False, True])
 def test_collectives(shard_weights):
-    """One all-reduce of amaxes for all weights; codes are gathered once a step, or twice; values are not gathered."""
+    """One all-reduce of amaxes for all weights; codes are gathered once a step, or in forward and backward."""
     recipe = RECIPES["BlockScaling"]
     plan, step, masters, state = program(recipe, 2, shard_weights)
     x = jnp.concatenate([batch_of(0, r) for r in range(2)])
