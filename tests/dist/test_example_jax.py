@@ -1,4 +1,4 @@
-"""examples/train_jax.py: modes and meshes, and runs that go on from checkpoints, their own and train_torch.py's."""
+"""examples/train_jax.py: modes, meshes, and runs resumed from its own checkpoints and from train_torch.py's."""
 
 import functools
 import importlib.util
@@ -42,7 +42,7 @@ class Progress:
         return lambda *values: None
 
 
-@functools.cache  # A run takes seconds to compile, and serves several tests.
+@functools.cache  # A run takes seconds to compile and serves several tests.
 def trained(
     name,
     mode="shard_map",
@@ -56,7 +56,7 @@ def trained(
     loss="plain",
     experts=0,
 ):
-    """The run; it may stop before a step."""
+    """Run the training; it may stop before a step."""
     script, modes = small("train_jax"), example("modes")
     arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, mode=mode, loss=loss, experts=experts)
     arguments.log_numerics = None
@@ -70,7 +70,7 @@ def assert_same_bytes(runs):
     assert first.gathered_sha256 != ""
     for run in others:
         assert run.gathered_sha256 == first.gathered_sha256
-        # Where one device's activations have a scale of their own, and where sums are made in another order.
+        # Activations may have a scale for each device, and sums another order.
         assert run.losses == pytest.approx(first.losses, rel=0.02)
 
 
@@ -81,7 +81,7 @@ def test_all_modes_gather_the_same_bytes():
 
 
 def test_primary_weights_have_the_same_losses():
-    """Codes that are made once a step are those that each gather makes."""
+    """Codes quantized once a step are those that each gather would quantize."""
     shard, primary = trained("fp8", "explicit"), trained("fp8", "explicit", kind="primary")
     assert primary.gathered_sha256 == shard.gathered_sha256
     assert primary.losses == shard.losses
@@ -116,7 +116,7 @@ def loss_in_bf16():
 @pytest.mark.parametrize(
     ("name", "mode", "mesh"),
     [
-        ("block", "shard_map", "fsdp"),  # whose shards end within blocks
+        ("block", "shard_map", "fsdp"),  # its shards end within blocks
         pytest.param("fp8", "auto", "hsdp", marks=pytest.mark.slow),
         pytest.param("bf16", "shard_map", "hsdp", marks=pytest.mark.slow),
         *(
@@ -127,7 +127,7 @@ def loss_in_bf16():
     ],
 )
 def test_experts(name, mode, mesh):
-    """Each device sorts the tokens that it has, or XLA all of them. Bytes are those that PyTorch gathers."""
+    """Each device sorts its own tokens, or XLA all of them; the gathered bytes are PyTorch's."""
     run = trained(name, mode, mesh, 4, steps=1, experts=EXPERTS)
     recipe = example("options").RECIPES[name]
     if not isinstance(recipe, DelayedScaling):
@@ -136,9 +136,9 @@ def test_experts(name, mode, mesh):
     assert f"--experts {EXPERTS}" in run.ranks
 
 
-@pytest.mark.slow  # test_the_other_framework_goes_on trains them, too.
+@pytest.mark.slow  # test_the_other_framework_goes_on trains them too.
 def test_experts_of_primary_weights():
-    """With a scale for each, of earlier steps."""
+    """With a scale for each expert, from earlier steps."""
     shard, primary = (trained("delayed", kind=kind, experts=EXPERTS) for kind in ("shard", "primary"))
     assert primary.gathered_sha256 == shard.gathered_sha256
     assert primary.losses == shard.losses
@@ -178,7 +178,7 @@ script.main()
 
 
 def start(folder, *options):
-    """The program, with a small model."""
+    """Start the program with a small model."""
     given = ["--steps", "6", "--batch", str(BATCH), "--ranks", "2", "--text", TEXT, "--out", folder, *options]
     command = [sys.executable, "-c", SMALL, TEXT.parents[1], EXAMPLES, *given]
     # Programs of one test compile the same step.
@@ -207,7 +207,7 @@ def reported(folder, *options):
     ],
 )
 def test_a_killed_run_goes_on_with_the_same_losses(name, mode, kind, tmp_path):
-    """Bit for bit, from the last whole checkpoint, over one that is half written."""
+    """Bit for bit, from the last complete checkpoint, with a partial one present."""
     saved = tmp_path / "saved"
     options = ["--formats", name, "--mode", mode, "--weights", kind]
     untouched = reported(tmp_path, *options)
@@ -236,7 +236,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(name, mode, kind, tmp_path):
 @saves
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_devices(tmp_path):
-    """Orbax cuts what it restores as the new mesh asks: the weights have the bits that were saved."""
+    """Orbax restores onto the new mesh; the weights have the saved bits."""
     with pytest.raises(Stopped):
         trained("fp8", "auto", "fsdp", 2, steps=4, folder=tmp_path, stops=2)
     want = whole_of(tmp_path, "fp8")
@@ -246,14 +246,14 @@ def test_a_run_goes_on_with_other_devices(tmp_path):
 
 
 def whole_of(folder, name):
-    """What the last checkpoint has for the other framework."""
+    """Load the last checkpoint's file for the other framework."""
     from safetensors.numpy import load_file
 
     return load_file(max((folder / name).glob("step-?")) / "whole.safetensors")
 
 
 class loaded:
-    """What a script has of a training once it has loaded it, as it would save it."""
+    """Record the training state of a script right after it loads a checkpoint, as it would save it."""
 
     def __init__(self, name):
         self.module, self.load = example(name), example(name).load
@@ -281,7 +281,7 @@ def assert_same(got, want):
 
 
 def resume_in_torch(name, folder, want, kind, experts):
-    """On each rank: go on to step 4 with what JAX has saved at step 2."""
+    """Resume JAX's step-2 checkpoint on each rank and train to step 4."""
     import torch.distributed as dist
 
     module = importlib.util.spec_from_file_location("kinds", TEXT)
@@ -306,7 +306,7 @@ def resume_in_torch(name, folder, want, kind, experts):
     ],
 )
 def test_the_other_framework_goes_on(name, kind, experts, tmp_path):
-    """From JAX to PyTorch and back: weights, moments and scales keep their bytes, and so do the codes made of them."""
+    """From JAX to PyTorch and back: weights, moments and scales keep their bytes, and so do their codes."""
     ours = "primary" if kind == "primary" else "shard"
     with pytest.raises(Stopped):
         trained(name, steps=6, folder=tmp_path, stops=2, kind=ours, experts=experts)
@@ -318,7 +318,7 @@ def test_the_other_framework_goes_on(name, kind, experts, tmp_path):
     assert_same(seen[0], want)
     assert (run.first_step, len(run.losses)) == (5, 6)
     recipe = example("options").RECIPES[name]
-    if not isinstance(recipe, DelayedScaling):  # Whose scales are of earlier steps.
+    if not isinstance(recipe, DelayedScaling):  # Delayed scales come from earlier steps.
         assert run.losses == pytest.approx(
             trained(name, steps=6, experts=experts).losses, rel=0.02 if not experts else 0.1
         )

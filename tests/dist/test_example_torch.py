@@ -1,4 +1,4 @@
-"""examples/train_torch.py: kinds of weights, meshes, and runs that go on from a checkpoint."""
+"""examples/train_torch.py: kinds of weights, meshes, and runs resumed from a checkpoint."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def start(folder, *options):
 
 
 def train(folder, *options):
-    """What the report has of the run."""
+    """Run the example and return its report."""
     process = start(folder, *options)
     errors = process.communicate(timeout=240)[1]
     assert process.returncode == 0, errors
@@ -36,7 +36,7 @@ def train(folder, *options):
 
 
 def kill_once_saved(folder, steps, *options):
-    """SIGKILL for all processes of a run as soon as it has saved so many steps: what is in `folder` then."""
+    """Kill all processes of a run with SIGKILL as soon as `steps` finds a checkpoint."""
     process = start(folder, *options)
     try:
         deadline = time.monotonic() + 240
@@ -52,7 +52,7 @@ def kill_once_saved(folder, steps, *options):
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory):
-    """A run of each kind, made once."""
+    """Return an uninterrupted run of each kind, cached."""
     runs = {}
 
     def of(kind, recipe):
@@ -64,9 +64,9 @@ def untouched(tmp_path_factory):
     return of
 
 
-@pytest.mark.slow  # test_example_torch_kinds.py has it of small models.
+@pytest.mark.slow  # test_example_torch_kinds.py tests it with small models.
 def test_kinds_gather_the_same_bytes(untouched):
-    """Masters of all begin with the same bits; those of FSDP2 have the same losses, too."""
+    """Masters of all kinds start with the same bits; both FSDP2 kinds have the same losses too."""
     shard, primary, zero = (untouched(kind, "nvfp4") for kind in ("shard", "primary", "zero"))
     assert shard["gathered_sha256"] == primary["gathered_sha256"] == zero["gathered_sha256"] != ""
     assert shard["losses"] == primary["losses"]
@@ -84,7 +84,7 @@ def test_kinds_gather_the_same_bytes(untouched):
     ],
 )
 def test_a_killed_run_goes_on_with_the_same_losses(kind, recipe, untouched, tmp_path):
-    """Bit for bit, from the last whole checkpoint, over one that is half written."""
+    """Bit for bit, from the last complete checkpoint, with a partial one present."""
     saved = tmp_path / "saved"
     options = ["--weights", kind, "--formats", recipe, "--checkpoint", saved, "--every", "1"]
     kill_once_saved(tmp_path, lambda: saved.glob(f"{recipe}/step-?"), *options)
@@ -102,7 +102,7 @@ def test_a_killed_run_goes_on_with_the_same_losses(kind, recipe, untouched, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["hsdp", "fsdp,tp"])
 def test_meshes(mesh, untouched, tmp_path):
-    """Weights do not depend on how they are cut, so the first loss is near that of two ranks."""
+    """Weights do not depend on the sharding, so the first loss is near that of two ranks."""
     run = train(tmp_path, "--mesh", mesh, "--ranks", "4", "--formats", "mxfp8")
     two = untouched("shard", "mxfp8")
     assert run["losses"] == pytest.approx(two["losses"], rel=0.02)

@@ -1,4 +1,4 @@
-"""What examples/train_torch.py gathers, for every recipe, kind of weight and mesh, and how runs go on: small models."""
+"""examples/train_torch.py with small models: gathered bytes of each recipe, kind of weight and mesh; resumed runs."""
 
 from argparse import Namespace
 
@@ -21,8 +21,8 @@ class Events(list):
 
 
 def trained(name, kind="shard", mesh="fsdp", steps=2, folder=None, resume=False, stops=None, loss="plain", experts=0):
-    """The run that rank 0 reports; None on others. It may stop before a step."""
-    _clear_sharding_prop_cache()  # It holds meshes of process groups of cases before.
+    """Train and return rank 0's run, None on other ranks; it may stop before a step."""
+    _clear_sharding_prop_cache()  # It holds meshes of process groups of earlier cases.
     script, events = small("train_torch"), Events()
     arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, loss=loss, formats=[name], experts=experts)
     arguments.log_numerics = None
@@ -38,7 +38,7 @@ def test_all_recipes():
 often = pytest.mark.parametrize(
     "name", [name if name not in ("mxfp6", "mxfp4") else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
-"""Recipes; of those with E8M0 scales, the smaller ones are slow."""
+"""All recipes; the smaller formats with E8M0 scales are slow."""
 
 
 @on_ranks(2)
@@ -56,7 +56,7 @@ def test_all_kinds_gather_the_same_bytes(name):
 @on_ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fused_loss_is_the_loss(kind):
-    """Of a head that FSDP2, or ZeRO, gathers; weights are gathered as they were."""
+    """The head is gathered by FSDP2 or ZeRO; weights are gathered as with the plain loss."""
     plain, fused = (trained("mxfp8", kind, loss=loss) for loss in ("plain", "fused"))
     if dist.get_rank() == 0:
         assert fused.gathered_sha256 == plain.gathered_sha256
@@ -68,7 +68,7 @@ def test_a_fused_loss_is_the_loss(kind):
 @on_ranks(2)
 @often
 def test_experts_of_all_kinds(name):
-    """Codes of each expert are gathered, whatever a rank keeps, and losses are near those of bf16."""
+    """Every kind gathers the codes of each expert, and losses are near those of bf16."""
     runs = [trained(name, kind, experts=3) for kind in KINDS]
     plain = trained("bf16", experts=3)
     if dist.get_rank() == 0:
@@ -105,7 +105,7 @@ def test_experts_over_replicas():
 @on_ranks(4)
 @pytest.mark.parametrize("name", ["bf16", "block", "nvfp4"])
 def test_all_meshes_gather_the_same_bytes(name):
-    """Under tensor parallelism in parts, which together are the whole."""
+    """Under tensor parallelism in shards, which together are the whole."""
     kinds = KINDS[:1] if name == "bf16" else KINDS[:2]
     runs = [trained(name, kind, mesh, steps=1) for kind in kinds for mesh in ("fsdp", "hsdp", "fsdp,tp")]
     if dist.get_rank() == 0:

@@ -37,7 +37,7 @@ SUBJECTS = {
 
 
 def made(name, seed=0, on_meta=False):
-    """A model and its optimizer."""
+    """Build a model and its optimizer."""
     recipe, dtype, kind, options = SUBJECTS[name]
     model = model_of(True, dtype, SIZES, seed)
     model = shard(convert(model.to("meta") if on_meta else model, recipe))
@@ -47,7 +47,7 @@ def made(name, seed=0, on_meta=False):
 
 
 def train(model, optimizer, steps):
-    """With gradients that no number of ranks changes: averages over 3 would."""
+    """Train with gradients that do not depend on the number of ranks; averages over 3 would."""
     for step in steps:
         forward(model, step)
         for i, p in enumerate(model.parameters()):
@@ -65,11 +65,11 @@ def forward(model, step):
 
 
 def contents(model, optimizer):
-    """All that a checkpoint has, whole, and what is gathered of each weight, as copies."""
-    kept = [*whole(model).values(), *(buffer.clone() for buffer in model.buffers())]  # Before a gather notes amaxes.
+    """Return copies of all full tensors of a checkpoint and of the gathered codes."""
+    kept = [*whole(model).values(), *(buffer.clone() for buffer in model.buffers())]  # Before a gather caches amaxes.
     states = [value for p in model.parameters() for _, value in sorted(optimizer.state.get(p, {}).items())]
     codes = [part for plane in planes(model) for part in plane if part is not None]
-    exact = [t.float() for t in (*states, *codes)]  # gloo gathers no FP8.
+    exact = [t.float() for t in (*states, *codes)]  # gloo cannot gather FP8.
     return [*kept, *((t.full_tensor() if isinstance(t, DTensor) else t).clone() for t in exact)]
 
 
@@ -79,7 +79,7 @@ def assert_equal(got, want):
 
 
 def saves(folder, name):
-    """A trained model and its optimizer; and beside them what they hold, the next loss, and what they hold then."""
+    """Save a trained model, its optimizer and its contents; then its next loss and the contents after one more step."""
     model, optimizer = made(name)
     train(model, optimizer, range(3))
     state, optimizer_state = get_state_dict(model, optimizer)
@@ -100,7 +100,7 @@ def loads(folder, name, on_meta):
     expected = torch.load(folder / "expected", weights_only=True)
     model, optimizer = made(name, 1, on_meta)
     if not on_meta:
-        forward(model, 0)  # Scales of other weights must not stay.
+        forward(model, 0)  # Scales of other weights must not survive.
         optimizer.zero_grad()
     state, optimizer_state = get_state_dict(model, optimizer)
     both = {"model": state, "optimizer": optimizer_state, "scaling": scaling_state(model)}
@@ -115,7 +115,7 @@ def loads(folder, name, on_meta):
 
 @turns(2, name=list(SUBJECTS), ranks=[(1, (2, 2)), (2, 3), (3, 1), (3, (2, 2))])
 def test_a_checkpoint_goes_on_with_other_ranks(name, ranks, tmp_path):
-    """Bit for bit: what codes stand for depends on no rank, so states may move as they are, and so may seeds."""
+    """Bit for bit: codes do not depend on ranks, so states and seeds move unchanged."""
     saver, loader = ranks
     run(saver, saves, folder=tmp_path, name=name)
     for on_meta in (False, True):
@@ -124,7 +124,7 @@ def test_a_checkpoint_goes_on_with_other_ranks(name, ranks, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_loads_without_qshard(tmp_path):
-    """Into `nn.Linear`, in one process; and no file names a class of ours."""
+    """Into `nn.Linear`, in one process; no file names a qshard class."""
     run(2, saves, folder=tmp_path, name="current")
     model = model_of(True, sizes=SIZES, seed=1)
     state = {"model": model.state_dict()}
@@ -145,13 +145,13 @@ def pickled_names(file: Path):
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 @on_ranks(2)
 def test_converted_and_plain_models_load_each_other(recipe, tmp_path):
-    """Strictly, through files of `torch.distributed.checkpoint`, and through full state dicts."""
+    """Strictly, through files of `torch.distributed.checkpoint` and through full state dicts."""
     first, second = (model_of(True, sizes=(128, 256, 128), seed=seed) for seed in (0, 1))
     converted, plain = shard(convert(first, recipe)), shard(second)
     full = StateDictOptions(full_state_dict=True)
     for step, (saver, loader) in enumerate([(converted, plain), (plain, converted)]):
         with torch.no_grad():
-            saver[0].weight.mul_(2)  # What the other has not.
+            saver[0].weight.mul_(2)  # The loader has other values.
         want = whole(saver)
         dcp.save(get_model_state_dict(saver), checkpoint_id=tmp_path / str(step))
         state = get_model_state_dict(loader)
@@ -167,7 +167,7 @@ def test_converted_and_plain_models_load_each_other(recipe, tmp_path):
 
 @on_ranks(2, 4)
 def test_one_rank_broadcasts_a_full_state(tmp_path):
-    """Rank 0 alone has the tensors; the model has no memory yet."""
+    """Only rank 0 has the tensors; the model is still on meta."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True)
     source, optimizer = made("current")
     train(source, optimizer, range(2))
@@ -184,7 +184,7 @@ def test_one_rank_broadcasts_a_full_state(tmp_path):
 
 @on_ranks(1, 3, 4)
 def test_a_kept_state_restores_the_codes():
-    """`state_dict` shares memory with the model, as ever: what is to be kept is copied."""
+    """`state_dict` shares memory with the model, as in PyTorch, so a snapshot must be cloned."""
     model, optimizer = made("current")
     forward(model, 0)
     before, kept = contents(model, optimizer), {key: value.clone() for key, value in model.state_dict().items()}

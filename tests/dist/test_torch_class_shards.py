@@ -1,4 +1,4 @@
-"""Cross entropy over shards of the classes of any width: losses and gradients of fp64, and errors of all ranks."""
+"""Cross entropy over class shards of any width: losses and gradients of fp64, and the same errors on all ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RULE = {"label_smoothing": 0.1, "z_loss": 1e-2}
 
 
 VOCABULARIES = {"chunks": None, "equal": (3, 3, 3, 3), "an empty one": (0, 5, 1, 2), "all on one": (0, 0, 7, 0)}
-"""Widths of the shards of four ranks, of which fewer ranks take the first ones; None: those of `torch.chunk`."""
+"""Shard widths of four ranks; fewer ranks merge the last ones. None: the widths of `torch.chunk`."""
 
 
 def shards_of(vocabulary, classes):
-    """The slices of the classes that ranks have, by their widths."""
+    """Return the slice of the classes of each rank."""
     world = dist.get_world_size()
     if vocabulary is None:
         each = -(-classes // world)
@@ -38,7 +38,7 @@ def shards_of(vocabulary, classes):
 
 
 def in_fp64(x, w, labels, reduction, **options):
-    """The loss, and the gradients of half of it, by PyTorch."""
+    """Return PyTorch's loss in fp64 and the gradients of half of it."""
     leaves = [x.double().requires_grad_(), w.double().requires_grad_()]
     logits = torch.nn.functional.linear(*leaves)
     smoothing, z_loss = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
@@ -56,7 +56,7 @@ NEAR = {"rtol": 1e-5, "atol": 1e-6, "check_dtype": False}
 
 @on_ranks(1, 2, 3, 4)
 def test_shards_of_any_width():
-    """Uneven shards, empty ones and more ranks than classes, against fp64: losses, and the gradients of x and w."""
+    """Losses and gradients of x and w against fp64, for uneven and empty shards and more ranks than classes."""
     for kind, vocabulary in VOCABULARIES.items():
         for classes in (3, 10) if vocabulary is None else (sum(vocabulary),):
             torch.manual_seed(0)
@@ -84,7 +84,7 @@ def test_shards_of_any_width():
 
 @on_ranks(2, 3)
 def test_shards_of_torch_loss_parallel():
-    """The loss and the gradient that PyTorch's own gives of logits that are sharded unevenly, to rounding."""
+    """Loss and gradient are those of PyTorch's `loss_parallel` on uneven shards, up to rounding."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     logits, labels = torch.randn(6, 11), torch.randint(11, (6,))
@@ -103,7 +103,7 @@ def test_shards_of_torch_loss_parallel():
 
 @on_ranks(2, 4)
 def test_ranks_agree_on_errors():
-    """Every rank raises, with one text, whichever of them has the label, also one without classes."""
+    """Every rank raises the same text, whichever rank has the wrong label, also a rank without classes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     own = shards_of(None, 3)[rank]
     x, w, labels = torch.randn(4, 8), torch.randn(3, 8)[own], torch.tensor([0, 1, 2, -100])
@@ -135,7 +135,7 @@ def test_ranks_agree_on_errors():
 
 @on_ranks(2)
 def test_heads_that_differ_on_one_rank_alone():
-    """Rank 0 has as many classes of both heads, and rank 1 has not: nothing is remembered that could differ."""
+    """Rank 0 has the same width for both heads and rank 1 has not, so ranks must not cache widths."""
     rank, labels = dist.get_rank(), torch.tensor([0, 1, 2])
     for classes in (3, 4, 3, 4):
         logits = torch.randn(3, classes, generator=torch.Generator().manual_seed(classes))
@@ -146,7 +146,7 @@ def test_heads_that_differ_on_one_rank_alone():
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_padding_is_no_class(reduction):
-    """A vocabulary of 10 that is padded to 12: the loss of 10, and gradients 0 where padding is."""
+    """A vocabulary of 10 padded to 12: the loss of 10 classes, and zero gradients for the padding."""
     torch.manual_seed(0)
     x, w, labels = torch.randn(5, 8), torch.randn(12, 8), torch.tensor([9, 0, -100, 4, 5])
     own = shards_of(None, 12)[dist.get_rank()]
@@ -170,9 +170,9 @@ def test_padding_is_no_class(reduction):
 
 @on_ranks(2)
 def test_compiled_shards_are_what_num_classes_says():
-    """A graph reads no widths: without `num_classes` they are equal; the loss and gradients of others are NaN."""
-    warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)  # Dynamo's own.
-    torch._dynamo.reset()  # What earlier cases have compiled knows their groups.
+    """A graph cannot read the widths: without `num_classes` they are equal, and other widths give NaN."""
+    warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)  # From dynamo itself.
+    torch._dynamo.reset()  # Earlier cases compiled graphs with their groups.
     torch.manual_seed(0)
     logits, labels = torch.randn(3, 11), torch.tensor([0, 10, 5])
 
@@ -187,7 +187,7 @@ def test_compiled_shards_are_what_num_classes_says():
     loss, grad = gradients(shards_of(None, 11)[rank], num_classes=11)
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels), rtol=1e-6, atol=1e-6)
     assert grad.isfinite().all()
-    padded = slice(6 * rank, 6 * rank + 6)  # Of shards of equal widths, with num_classes the last one padded.
+    padded = slice(6 * rank, 6 * rank + 6)  # Equal shards; with num_classes the last one is padded.
     logits = torch.nn.functional.pad(logits, (0, 7))
     torch.testing.assert_close(gradients(padded, num_classes=11)[0], loss, rtol=1e-6, atol=1e-6)
     for widths, options in (((5, 6, 0, 0), {}), ((5, 6, 0, 0), {"num_classes": 11})):
@@ -199,7 +199,7 @@ def test_compiled_shards_are_what_num_classes_says():
 @pytest.mark.parametrize("style", ["torch", "ours"])
 @pytest.mark.parametrize("recipe", [None, "CurrentScaling"])
 def test_a_head_that_parallelize_module_shards(recipe, style):
-    """Labels go along, positional or not, whatever the layouts of x and of logits, and the loss is that of one rank."""
+    """The loss is that of one rank, for every layout of x and the logits and for labels by position or keyword."""
     mesh = init_device_mesh("cpu", (world := dist.get_world_size(),))
     kind = ColwiseParallel if style == "torch" else tensor_parallel.ColwiseParallel
     classes = 11 if recipe is None else 16 * world
@@ -222,7 +222,7 @@ def test_a_head_that_parallelize_module_shards(recipe, style):
         want.backward()
         for loss in (head(mine, labels=labels), head(mine, labels)):
             assert type(loss) is torch.Tensor
-            # FP8 of a gradient has a scale for the classes of each rank: half a unit of E5M2 each, of what it sums.
+            # An FP8 gradient has one scale for each rank's classes: half a unit of E5M2 on either side, for each term.
             close = {"rtol": 1e-5, "atol": 1e-6} if recipe is None else {"rtol": 0.13, "atol": 0.05}
             torch.testing.assert_close(loss, want, rtol=1e-2 if recipe else 1e-6, atol=1e-6)
             mine.grad = head.weight.grad = None
@@ -250,7 +250,7 @@ def test_a_head_that_is_sharded_along_k_raises():
 @on_ranks((2, 2))
 @pytest.mark.parametrize("recipe", [None, "CurrentScaling"])
 def test_a_head_under_both_fsdp2_and_tensor_parallelism(recipe):
-    """FSDP2 gathers the shard of each rank's classes; all have one batch, so the gradient is that of one rank."""
+    """FSDP2 gathers the shard of each rank's classes; all ranks have one batch, so the gradient is that of one rank."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     head, x, labels = qt.LinearCrossEntropy(32, 64, **RULE), torch.randn(8, 32), torch.randint(64, (8,))
@@ -263,6 +263,6 @@ def test_a_head_under_both_fsdp2_and_tensor_parallelism(recipe):
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
     loss.backward()
     want.backward()
-    # FP8 of a gradient has a scale for the classes of each rank: half a unit of E5M2 each, of what it sums.
+    # An FP8 gradient has one scale for each rank's classes: half a unit of E5M2 on either side, for each term.
     close = {"rtol": 1e-5, "atol": 1e-6} if recipe is None else {"rtol": 0.13, "atol": 0.05}
     torch.testing.assert_close(head.weight.grad.full_tensor(), alone.weight.grad, **close)

@@ -1,4 +1,4 @@
-"""`convert` beside what shards and wraps models: classes of users, DistributedDataParallel, FSDP1."""
+"""`convert` with FSDP2 and wrappers: subclasses of `nn.Linear`, DistributedDataParallel, FSDP1."""
 
 import copy
 
@@ -18,7 +18,7 @@ from support.torch_ranks import on_ranks
 
 
 class Named(nn.Linear):
-    """As that of torchtitan: other arguments, and values that are made once the model is sharded."""
+    """A subclass as in torchtitan: other constructor arguments, initialized after sharding."""
 
     def __init__(self, inputs, outputs, seed):
         super().__init__(inputs, outputs, bias=False)
@@ -35,7 +35,7 @@ def model_of_class():
 @pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling(), DelayedScaling(), NVFP4()], ids=repr)
 @on_ranks(2, 3)
 def test_classes_of_users_are_sharded(recipe):
-    """From meta, with values after: what is gathered are the codes of the whole, and it trains."""
+    """Built on meta and initialized after sharding: gathered codes are those of the whole weight, and it trains."""
     with torch.device("meta"):
         model = convert(model_of_class(), recipe)
     shard(model)
@@ -72,7 +72,7 @@ def test_wrapped_models_are_refused_and_stay_as_they_are(kind):
     types = [type(module) for module in wrapper.modules()]
     parameters = list(map(id, wrapper.parameters()))
     if kind == "replicate":
-        wrapper(batch(0, 32))  # It wraps the model now.
+        wrapper(batch(0, 32))  # `replicate` wraps on the first call.
     for each in (wrapper, model, nn.Sequential(wrapper)):
         with pytest.raises(
             ValueError, match=r"^convert: .* (has already taken the weights|cannot be replaced).*; convert .*wrap"
@@ -87,7 +87,7 @@ def test_wrapped_models_are_refused_and_stay_as_they_are(kind):
 @pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling(), NVFP4()], ids=repr)
 @on_ranks(2)
 def test_a_model_that_is_converted_before_trains_under_ddp(recipe):
-    """Ranks with other batches hold the same weights; an optimizer made before `convert` trains them."""
+    """Ranks with different batches have the same weights; an optimizer created before `convert` trains them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), Named(64, 64, 0.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -112,7 +112,7 @@ def test_a_model_that_is_converted_before_trains_under_ddp(recipe):
 
 @on_ranks(2)
 def test_a_tied_head_is_sharded_with_its_embedding():
-    """It stays in high precision, in one group with the embedding, as a plain model does it; the rest is converted."""
+    """The head stays in high precision, grouped with its embedding as in a plain model; the rest is converted."""
 
     class Tied(nn.Module):
         def __init__(self):

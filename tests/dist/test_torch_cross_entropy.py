@@ -1,4 +1,4 @@
-"""Cross entropy whose classes are cut over ranks: the loss, and the gradients, of whole logits."""
+"""Cross entropy over equal class shards: the loss and the gradients of whole logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RULE = {"label_smoothing": 0.1, "z_loss": 1e-2}
 @pairs(world=[1, 2, 3], reduction=["mean", "sum", "none"], dtype=["float32", "bfloat16"])
 @on_ranks()
 def test_classes_of_ranks(dtype, reduction):
-    """One gather of 16 bytes a row; sums are in another order, so the last bits may differ."""
+    """One gather of 16 bytes a row; sums have another order, so the last bits may differ."""
     world, rank, columns = dist.get_world_size(), dist.get_rank(), 1030
     torch.manual_seed(0)
     logits = (3 * torch.randn(2, 3, world * columns)).to(getattr(torch, dtype))
@@ -69,7 +69,7 @@ class Classifier(nn.Module):
 @pytest.mark.parametrize("primary", [False, True])
 @pytest.mark.parametrize("recipe", [None, "CurrentScaling", "MXFP8"])
 def test_a_head_that_fsdp2_gathers(recipe, primary):
-    """All ranks have one batch, so gradients, averaged, are those of one rank; codes are those of the whole weight."""
+    """All ranks have one batch, so averaged gradients are those of one rank; codes are those of the whole weight."""
     if primary and recipe is None:
         return
     torch.manual_seed(0)
@@ -95,7 +95,7 @@ def test_a_head_that_fsdp2_gathers(recipe, primary):
 @pytest.mark.parametrize("shard_weights", [False, True])
 @pytest.mark.parametrize("recipe", [None, "MXFP8"])
 def test_a_head_that_zero_has(recipe, shard_weights):
-    """As above, with a step: the loss of the weights after it is that of Adam on one rank, to rounding."""
+    """As above, with a step: the next loss is that of Adam on one rank, up to rounding."""
     torch.manual_seed(0)
     model, x, labels = Classifier(), torch.randn(40, 64), torch.randint(256, (40,))
     alone = Classifier()

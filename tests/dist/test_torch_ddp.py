@@ -1,4 +1,4 @@
-"""DistributedDataParallel around converted layers: the bits of one process, in every mode; amaxes of each rank."""
+"""DistributedDataParallel around converted layers: the bits of one process in every mode, and amaxes of each rank."""
 
 import copy
 import warnings
@@ -31,7 +31,7 @@ OPTIONS = {
 
 
 def pair(recipe, **options):
-    """A model for DistributedDataParallel, with values of its own on each rank, and that of one process."""
+    """Build a model with different values on each rank and the model of one process."""
     options = {"bias": True, "sizes": sizes_for(recipe), **options}
     one = convert(model_of(**options), recipe)
     return convert(model_of(**options, seed=dist.get_rank()), recipe), one
@@ -47,7 +47,7 @@ def ddp(model, **options):
 @pairs(world=[2, 3], options=list(OPTIONS), recipe=list(RECIPES))
 @on_ranks()
 def test_trains_as_one_process(options, recipe):
-    """From the weights of the first rank on."""
+    """Rank 0's weights are broadcast first."""
     model, one = pair(RECIPES[recipe])
     model = ddp(model, **OPTIONS[options])
     assert any(isinstance(p, ShardedWeight) for p in model.parameters())
@@ -58,18 +58,18 @@ def test_trains_as_one_process(options, recipe):
 @pytest.mark.parametrize("sync", [False, True])
 @on_ranks(2)
 def test_accumulation(sync, options):
-    """Of gradients, and of amaxes: buffers of the first rank do not take the place of what others have seen."""
+    """Gradients and amaxes accumulate; the broadcast of rank 0's buffers does not overwrite other ranks' amaxes."""
     model, one = pair(RECIPES["delayed"])
     model = ddp(model, **OPTIONS[options])
     optimizer = sgd(model)
-    if "static_graph" in OPTIONS[options]:  # It is learned in a pass that reduces.
+    if "static_graph" in OPTIONS[options]:  # DDP records the graph in a pass that reduces.
         follow(model, optimizer, one, steps=1)
     follow(model, optimizer, one, micro_batches=3, sync=sync)
 
 
 @on_ranks(2, 3)
 def test_amaxes_stay_with_their_ranks():
-    """The largest of two passes is that of the last rank in the first of them; other buffers are the first rank's."""
+    """The amax is the last rank's, from the first of two passes; other buffers are those of rank 0."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, _ = pair(RECIPES["delayed"])
     outer = ddp(nn.Sequential(model, nn.BatchNorm1d(20)).to(torch_ranks.device))
@@ -85,7 +85,7 @@ def test_amaxes_stay_with_their_ranks():
 
 
 class Branches(nn.Module):
-    """One of two layers is used, the same on all ranks."""
+    """Two layers, of which each call uses one, the same on all ranks."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ def test_gradients_are_views_of_buckets():
 @on_ranks(4)
 @pytest.mark.parametrize("inner", [False, True])
 def test_amaxes_are_those_of_the_group(inner):
-    """Also where the update has the model that the wrapper has."""
+    """Also if `update_scales` gets the inner model instead of the wrapper."""
     rank = dist.get_rank()
     pairs = init_device_mesh(torch_ranks.device, (2, 2), mesh_dim_names=("stage", "data"))
     model = ddp(pair(RECIPES["delayed"])[0], process_group=pairs["data"].get_group())

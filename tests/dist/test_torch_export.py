@@ -1,4 +1,4 @@
-"""Sharded models in files of safetensors: as codes, which JAX reads too, and in high precision; and back, strictly."""
+"""Sharded models in safetensors files: as codes, which JAX reads too, or in high precision; and back, strictly."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def step(model):
 
 
 def assert_is_gathered(state, model):
-    """The bits that forward gathers."""
+    """The exported codes are those that forward gathers."""
     names = [name for name, module in model.named_modules() if isinstance(module, Linear)]
     assert {name for name, value in state.items() if isinstance(value, QuantizedTensor)} == {
         f"{n}.weight" for n in names
@@ -84,7 +84,7 @@ def exports(folder, recipe):
 
 
 def imports(folder, recipe):
-    """Into sharded models, by one rank's file."""
+    """Load one rank's file into sharded models."""
     from safetensors import safe_open
     from safetensors.torch import load_file
 
@@ -101,17 +101,17 @@ def imports(folder, recipe):
     set_model_state_dict(model, {**values, **state}, options=options)
     for key, value in whole(model).items():
         assert torch.equal(value, values[key])
-    # Of other formats, the scales of what was rounded may be others.
+    # In other formats, rounded values may get other scales.
     if recipe.weight in (FP8_E4M3, MXFP8_32x32) and not isinstance(recipe, DelayedScaling):
         again = quantized_state_dict(model)
         for name, value in expected["codes"].items():
-            if isinstance(value, QuantizedTensor):  # Scales of one tensor may differ by a rounding of their own.
+            if isinstance(value, QuantizedTensor):  # The scale of one tensor may differ by a rounding of its own.
                 assert torch.equal(bits(again[name].rowwise.data), bits(value.rowwise.data))
 
 
 @pytest.mark.parametrize("name", GATHERED)
 def test_models_go_through_safetensors(name, tmp_path):
-    """From 3 ranks, which cut blocks, to JAX, to 2 ranks, and to layers of torch's own."""
+    """From 3 ranks, whose shard boundaries split blocks, to JAX, to 2 ranks, and to PyTorch's own layers."""
     jax = pytest.importorskip("jax")
     pytest.importorskip("safetensors")
     import qshard.jax as front
@@ -135,7 +135,7 @@ def test_models_go_through_safetensors(name, tmp_path):
             continue
         values = front.dequantize(theirs[key]) if hasattr(front, "dequantize") else theirs[key].dequantize()
         assert np.array_equal(np.asarray(values), ours.dequantize().numpy())
-        if not recipe.state_shapes:  # Those give other scales than the amax of now.
+        if not recipe.state_shapes:  # Stateful recipes do not use the current amax.
             x = jax.numpy.asarray(rng.standard_normal((32, ours.shape[1]), dtype=np.float32))
             y, y_of_all = (front.linear(x, w, recipe, seed=0) for w in (theirs[key], full[key]))
             assert np.array_equal(y, y_of_all)
@@ -151,7 +151,7 @@ def test_models_go_through_safetensors(name, tmp_path):
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
 def test_columns_and_what_is_unsharded_now(name):
-    """What is cut by columns, tied weights, and weights between forward and backward."""
+    """Column shards, tied weights, and weights that are unsharded between forward and backward."""
     recipe = GATHERED[name]
     model = made(recipe, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else None)
     step(model)

@@ -1,4 +1,4 @@
-"""Training with FSDP2: parity with one process, what travels, when scales are made, and what a stale one does."""
+"""Training with FSDP2: parity with one process, collectives, scale updates and stale scales."""
 
 import copy
 import gc
@@ -58,7 +58,7 @@ def reductions_in(wire_of):
 
 
 def assert_parity(models, exact=True, **options):
-    """Every rank has the same batch. An average over 1, 2 or 4 equal gradients is exact, so all bits are the same."""
+    """Every rank has the same batch: the mean of 1, 2 or 4 equal gradients is exact, so all bits are the same."""
     foreach = options.pop("foreach", None)
     losses = [losses_of(m, torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=foreach), **options) for m in models]
     if exact:
@@ -70,9 +70,9 @@ def assert_parity(models, exact=True, **options):
 @turns(3, trained={f"{name}-{i}": (name, way) for i, (name, way) in enumerate(TRAINED)}, world=WORLDS)
 @on_ranks()
 def test_training_is_that_of_one_process(trained):
-    """Over 3 ranks, whose average of equal gradients is not exact, it is the law alone."""
+    """Over 3 ranks the mean of equal gradients is not exact, so only the gathered codes are compared."""
     name, (bias, reshard, micro_batches, foreach) = trained
-    recipe = nearest(GATHERED[name])  # One seed a forward would be another on each rank, and in each model.
+    recipe = nearest(GATHERED[name])  # A seed for each forward would differ on each rank and in each model.
     models = [convert(model_of(bias, sizes=sizes_for(recipe)), recipe) for _ in range(2)]
     shard(models[1], reshard_after_forward=reshard)
     assert_parity(models, dist.get_world_size() != 3, micro_batches=micro_batches, foreach=foreach)
@@ -83,11 +83,11 @@ def test_training_is_that_of_one_process(trained):
 def compiles_each_layer(recipe, backend="aot_eager"):
     torch._dynamo.reset()
     models = [convert(model_of(True, sizes=sizes_for(recipe)), recipe) for _ in range(2)]
-    # Layers of other shapes make sizes symbols, and dynamo of torch 2.11 fails on those in an autograd.Function.
+    # Layers of other shapes turn sizes into symbols; dynamo of torch 2.11 fails on those in an autograd.Function.
     dynamic = None if torch.__version__ >= "2.13" else False  # Compares versions, not strings.
     for i, layer in enumerate(models[1]):
         models[1][i] = torch.compile(layer, fullgraph=True, backend=backend, dynamic=dynamic)
-    # What dynamo of torch 2.13 does against torch 2.13's own advice.
+    # Dynamo of torch 2.13 triggers torch 2.13's own deprecation warning.
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     assert_parity([shard(model) for model in models])
@@ -108,7 +108,7 @@ def test_compiled_layers(world, name):
     ids=["clip", "fused", "bfloat16"],
 )
 def test_optimizers_and_clipping(clip, fused, dtype):
-    """No parity here: a norm over ranks has another order of sums, and three ranks do not divide evenly."""
+    """No parity here: a norm over ranks sums in another order, and a mean over three ranks is not exact."""
     model = shard(convert(model_of(True, dtype), CurrentScaling()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
     losses = []
@@ -131,12 +131,12 @@ def test_optimizers_and_clipping(clip, fused, dtype):
 @turns(2, recipe=GATHERED, world=[1, 2, 3, 4])
 @on_ranks()
 def test_what_travels_in_a_step(recipe):
-    """Codes in forward and again in backward, a vector of amaxes before each, gradients. Biases travel as they are."""
+    """Codes in forward and backward, a vector of amaxes before each, and gradients; biases are gathered as values."""
     world = dist.get_world_size()
     bias = world % 2 == 1
     model = shard(convert(model_of(bias, sizes=sizes_for(recipe)), recipe))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    losses_of(model, optimizer, steps=2)  # After which ranks know that there are delayed scales.
+    losses_of(model, optimizer, steps=2)  # Then ranks know that there are delayed scales.
     with Wire() as wire:
         losses_of(model, optimizer, steps=1)
     if world == 1:
@@ -152,7 +152,7 @@ def test_what_travels_in_a_step(recipe):
         blocks = math.ceil(rows / unit_rows) * math.ceil(columns / unit_columns)
         amaxes += 3 if recipe.stateful else blocks + (recipe.weight.scaling.global_scale is not None)
     assert wire.of("allgather") == [*gathers, *reversed(gathers)]
-    # Forward and backward each make scales of the weights as they are; delayed ones are made between steps.
+    # Forward and backward each compute current scales; delayed scales are computed between steps.
     reductions = [(torch.int32, amaxes)] * (1 if recipe.stateful else 2)
     assert wire.of("allreduce") == reductions
     assert [dtype for dtype, _ in wire.of("reduce_scatter")] == [torch.float32] * len(gathers)
@@ -161,7 +161,7 @@ def test_what_travels_in_a_step(recipe):
 
 @on_ranks(1, 2, 3, 4)
 def test_delayed_scales_are_those_of_all_ranks():
-    """Uneven weights; of 5 rows some ranks hold one or none."""
+    """Uneven weights; with 5 rows some ranks have one or none."""
     recipe, rank, world = DelayedScaling(history=2), dist.get_rank(), dist.get_world_size()
     values = [awkward_values((rows, 20), i, kinds=["normal", "zeros", "outlier"]) for i, rows in enumerate((64, 5, 33))]
     model = shard(convert(side_by_side(values), recipe))
@@ -171,7 +171,7 @@ def test_delayed_scales_are_those_of_all_ranks():
         for layer, w in zip(model, values, strict=True):
             weight, activation, gradient = (state.amax for state in layer.delayed.children())
             assert (activation, gradient) == (xs[rank].abs().max(), 1)
-            assert weight <= np.abs(w).max()  # Of this rank's rows.
+            assert weight <= np.abs(w).max()  # Local rows only.
         update_scales(model)
         largest = torch.stack(xs[:world]).abs().max()
         for layer, w in zip(model, values, strict=True):
@@ -182,7 +182,7 @@ def test_delayed_scales_are_those_of_all_ranks():
 
 @on_ranks(1, 2, 3, 4)
 def test_one_reduction_a_pass():
-    """Whatever happened to weights in between; what is gathered by hand, outside a pass, costs one a weight."""
+    """Also after writes to weights; a manual gather outside a pass costs one reduction a weight."""
     model = current()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     one = [(torch.int32, len(linears(model)))] if dist.get_world_size() > 1 else []
@@ -213,7 +213,7 @@ def test_one_reduction_a_pass():
 
 
 class Casts(TorchDispatchMode):
-    """How many shards each launch casts."""
+    """Record the number of shards of each cast launch."""
 
     def __init__(self):
         super().__init__()
@@ -227,7 +227,7 @@ class Casts(TorchDispatchMode):
 
 @on_ranks(1, 3)
 def test_what_is_gathered_together_is_cast_together():
-    """A launch for each group of FSDP2 and each format in it, forward and backward."""
+    """One launch for each FSDP2 group and each of its formats, forward and backward."""
     torch_ranks.mesh()
     model = nn.Sequential(*(nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3))) for _ in range(2)))
     convert(model, CurrentScaling(), filter=lambda _, name: not name.endswith("2"))
@@ -245,7 +245,7 @@ def test_what_is_gathered_together_is_cast_together():
 
 @on_ranks(2)
 def test_passes_of_parts_and_of_wrappers():
-    """Who calls the model, or only a part of it, or lets go of what was converted, gathers right codes all the same."""
+    """Codes are right whether the model is called, only a part of it, or after the converted wrapper is deleted."""
     inner = model_of()
     wrapper = convert(nn.ModuleDict({"inner": inner}), CurrentScaling())
     shard(inner)
@@ -254,7 +254,7 @@ def test_passes_of_parts_and_of_wrappers():
         gc.collect()
     each = [(torch.int32, 1)] * 3
     assert reductions_in(lambda: inner(batch())) == each
-    update_scales(inner)  # It is the model from now on.
+    update_scales(inner)  # From now on it is the root.
     inner(batch())
     assert reductions_in(lambda: inner(batch())) == [(torch.int32, 3)]
     assert_gathers_the_whole(inner)
@@ -262,7 +262,7 @@ def test_passes_of_parts_and_of_wrappers():
 
 @on_ranks(2)
 def test_weights_of_two_kinds_are_refreshed_together():
-    """Two formats, a frozen weight, and a copy, which goes its own way."""
+    """Two formats, a frozen weight, and an independent copy."""
     model = convert(model_of(), CurrentScaling(), filter=lambda _, name: name != "2")
     convert(model, CurrentScaling(weight=FP8_E5M2), filter=lambda _, name: name == "2")
     model[4].weight.requires_grad_(False)
@@ -280,7 +280,7 @@ def test_weights_of_two_kinds_are_refreshed_together():
 
 @on_ranks(2)
 def test_compiled_optimizers():
-    """Scales follow weights, whoever changes them."""
+    """Scales follow weights, however they change."""
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     torch._dynamo.reset()

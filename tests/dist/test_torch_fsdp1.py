@@ -1,4 +1,4 @@
-"""FSDP1 around converted layers: the codes of one device, in every strategy; what is kept, checkpoints, refusals."""
+"""FSDP1 around converted layers: codes of one device in every strategy, memory, checkpoints and refusals."""
 
 import copy
 import warnings
@@ -43,7 +43,7 @@ HYBRID = {"hybrid": ShardingStrategy.HYBRID_SHARD, "hybrid_grad_op": ShardingStr
 
 
 def ready(recipe, **options):
-    """A model for `in_fsdp1`, and the same for one process. Biases of 3 and 20 keep weights off 16 bytes."""
+    """Build a model for `in_fsdp1` and a copy for one process; biases of 3 and 20 misalign weights from 16 bytes."""
     options = {"bias": True, "sizes": sizes_for(recipe), **options}
     one = convert(model_of(**options), recipe)
     return prepare_modules_for_fsdp1(convert(model_of(**options), recipe)), one
@@ -68,7 +68,7 @@ def test_replicas_of_shards(strategy, recipe, orig):
 @pairs(sync=[False, True], strategy=list(SHARDED), orig=FLAT)
 @on_ranks(2)
 def test_accumulation(sync, strategy, orig):
-    """Of gradients, reduced once or in each micro-batch, and of amaxes."""
+    """Gradients, reduced once or in each micro-batch, and amaxes accumulate."""
     model, one = ready(RECIPES["delayed"])
     model = in_fsdp1(model, orig, SHARDED[strategy])
     follow(model, sgd(model), one, micro_batches=2, sync=sync)
@@ -77,7 +77,7 @@ def test_accumulation(sync, strategy, orig):
 @pairs(inside=[True, False], kind=list(CheckpointImpl.__members__), recipe=["current", "delayed"], orig=FLAT)
 @on_ranks(2)
 def test_activation_checkpointing(inside, kind, recipe, orig):
-    """In units, or around them: then FSDP1 gathers in the recomputed forward pass."""
+    """Inside units, or around them, where FSDP1 gathers in the recomputed forward pass."""
     model, one = ready(RECIPES[recipe])
     if inside:
         for i in (0, 2, 4):
@@ -92,7 +92,7 @@ def test_activation_checkpointing(inside, kind, recipe, orig):
 @pairs(strategy=["full", "no_shard"], recipe=["current", "delayed"], orig=FLAT)
 @on_ranks(2)
 def test_mixed_precision(strategy, recipe, orig):
-    """Layers compute with bfloat16 weights, whose codes are those of one device; scales and amaxes stay float32."""
+    """Layers compute with bfloat16 weights, with the codes of one device; scales and amaxes stay float32."""
     model, one = ready(RECIPES[recipe])
     policy = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
     model = in_fsdp1(model, orig, SHARDED[strategy], mixed_precision=policy)
@@ -114,7 +114,7 @@ def test_clipping(orig):
 
 
 def offloaded_parameters(orig):
-    """For GPUs: FSDP1 pins what it offloads."""
+    """Train with offloaded parameters; GPUs only, as FSDP1 pins them."""
     model, one = ready(RECIPES["delayed"])
     model = in_fsdp1(model, orig, cpu_offload=CPUOffload(offload_params=True))
     follow(model, sgd(model), one)
@@ -123,7 +123,7 @@ def offloaded_parameters(orig):
 @ORIG
 @on_ranks(3)
 def test_models_on_meta(orig):
-    """FSDP1 makes their values; on GPUs it sends those of the first rank, too."""
+    """FSDP1 initializes the values; on GPUs it also broadcasts those of the first rank."""
     recipe = RECIPES["delayed"]
     with torch.device("meta"):
         model = prepare_modules_for_fsdp1(convert(nn.Sequential(nn.Linear(20, 104), nn.Linear(104, 20)), recipe))
@@ -136,7 +136,7 @@ def test_models_on_meta(orig):
 
 
 class Block(nn.Module):
-    """What `convert` fuses, and a loss without logits. In a flat parameter all comes after three elements."""
+    """A fused block with a loss without logits; in a flat parameter, three elements precede all weights."""
 
     def __init__(self):
         super().__init__()
@@ -173,14 +173,14 @@ def test_fused_modules(orig):
 @ORIG
 @on_ranks(2)
 def test_no_codes_of_weights_are_kept(orig):
-    """Between forward and backward a converted model holds no more than a plain one, after which it holds the same."""
+    """Between forward and backward, and after backward, a converted model uses no more memory than a plain one."""
     held = {}
     for kind in ("plain", "converted"):
         model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(6)]).to(device())
         if kind == "converted":
             prepare_modules_for_fsdp1(convert(model, "CurrentScaling"))
         model = in_fsdp1(model, orig)
-        for _ in range(2):  # The first time buffers of FSDP1 come.
+        for _ in range(2):  # The first pass allocates FSDP1's buffers.
             x, before = torch.ones(1, 128, device=device()), resident()
             y = model(x)
             between = resident() - before
@@ -197,11 +197,11 @@ def test_no_codes_of_weights_are_kept(orig):
 @ORIG
 @on_ranks(2)
 def test_inputs_that_are_written_between_passes(orig):
-    """Codes of x are shared in a pass alone, though FSDP1 makes another view of the weight for each."""
+    """Codes of x are shared within one pass only, although FSDP1 creates a new view of the weight for each pass."""
     model, one = ready(RECIPES["current"])
     model, x, views = in_fsdp1(model, orig), batch(), []
     for layer in linears(model):
-        layer.register_forward_hook(lambda layer, args, y: views.append(layer.weight))  # None has the id of another.
+        layer.register_forward_hook(lambda layer, args, y: views.append(layer.weight))  # Keeps ids unique.
     with torch.no_grad():
         ys = []
         for i in range(2):
@@ -213,9 +213,9 @@ def test_inputs_that_are_written_between_passes(orig):
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL, flat"])
 @on_ranks(2, 3)
 def test_resumed_runs(kind):
-    """Weights, optimizer and scaling state bring back every bit; whole weights have the names of a plain model.
+    """Weights, optimizer and scaling state restore every bit; full weights have the names of a plain model.
 
-    Of parameters that it shows as they were, FSDP1 does not load what it saves as LOCAL_STATE_DICT, of any model.
+    FSDP1 cannot load its own LOCAL_STATE_DICT with original parameters, for any model.
     """
     kind, orig = StateDictType[f"{kind.split(',')[0]}_STATE_DICT"], "flat" not in kind
     recipe = DelayedScaling(history=3)
@@ -261,7 +261,7 @@ def test_resumed_runs(kind):
 @ORIG
 @on_ranks(3)
 def test_a_forgotten_update_is_an_error_on_every_rank(orig):
-    """Also on ranks that have nothing of a weight."""
+    """Also on ranks without any part of a weight."""
     model = in_fsdp1(ready(DelayedScaling(), sizes=(20, 3, 20))[0], orig)
     optimizer = sgd(model)
     for step in range(2):
@@ -277,7 +277,7 @@ def test_a_forgotten_update_is_an_error_on_every_rank(orig):
 @ORIG
 @on_ranks(4)
 def test_amaxes_are_those_of_the_group_that_shards(orig):
-    """Stages of a pipeline, of two ranks each; and groups that are not one."""
+    """Pipeline stages of two ranks each; several groups in one model raise."""
     rank = dist.get_rank()
     pairs = init_device_mesh(torch_ranks.device, (2, 2), mesh_dim_names=("stage", "shard"))
     pair, across = pairs["shard"].get_group(), pairs["stage"].get_group()
@@ -327,7 +327,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 @on_ranks(2)
 def test_what_cannot_be_prepared(what):
-    """And stays as it is."""
+    """A refused model is unchanged."""
     make, text = REFUSED[what]
     model = make()
     before = [(id(p), type(p)) for p in model.parameters()]
@@ -341,7 +341,7 @@ def test_what_cannot_be_prepared(what):
 @pytest.mark.parametrize("sync", [True, False])
 @on_ranks(2)
 def test_what_was_not_prepared_is_refused(sync, primary, orig):
-    """Before anything is sent: one rank alone hears of it too."""
+    """The error comes before any collective, so a single rank raises too."""
     model = convert(model_of(), "CurrentScaling", primary=primary)
     text = r"^FullyShardedDataParallel: 0.weight \(.*FP8_E4M3.*prepare_modules_for_fsdp1"
     for wrap in (
@@ -357,7 +357,7 @@ def test_what_was_not_prepared_is_refused(sync, primary, orig):
 
 @on_ranks(2)
 def test_a_prepared_model_is_a_model():
-    """It trains by itself, is copied, converted again, and given to FSDP2; optimizers from before train it on."""
+    """It trains alone, is copied, converted again and passed to FSDP2; optimizers from before still train it."""
     model = convert(model_of(), RECIPES["delayed"])
     optimizer, before = sgd(model), [*map(id, model.parameters())]
     prepare_modules_for_fsdp1(prepare_modules_for_fsdp1(model))

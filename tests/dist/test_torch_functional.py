@@ -1,4 +1,4 @@
-"""Weights that functional collectives gather, as a parametrization in the manner of SimpleFSDP does: codes travel."""
+"""Weights gathered by functional collectives, parametrized as in SimpleFSDP: codes are gathered."""
 
 import copy
 import functools
@@ -31,13 +31,13 @@ def placements():
 
 
 def replicated(parameter):
-    """What SimpleFSDP makes of a parameter."""
+    """Replicate a parameter as SimpleFSDP does."""
     axes = parameter.device_mesh.ndim
     return parameter.redistribute(placements=[Replicate()] * axes).to_local(grad_placements=[Partial()] * axes)
 
 
 def parametrized(model, gather, mesh=None):
-    """Parameters become DTensors, and attributes what `gather` makes of them: the shape of torchtitan's own code."""
+    """Turn parameters into DTensors and attributes into `gather`'s results, as torchtitan's own code does."""
     mesh = mesh or torch_ranks.mesh()
     for module in list(model.modules()):
         names = [name for name, parameter in module._parameters.items() if parameter is not None]
@@ -67,7 +67,7 @@ def law_of(weight, value, fmt):
 @turns(2, name=[name for name in GATHERED if "Delayed" not in name], world=[1, 3, (2, 2)])
 @on_ranks()
 def test_what_is_gathered_is_the_whole_quantized(name):
-    """Blocks are cut, and rows are fewer than ranks."""
+    """Also where shard boundaries split blocks, and with fewer rows than ranks."""
     recipe = GATHERED[name]
     model = parametrized(convert(side_by_side(VALUES), recipe), as_codes)
     for layer, value in zip(model, VALUES, strict=True):
@@ -75,9 +75,9 @@ def test_what_is_gathered_is_the_whole_quantized(name):
 
 
 def run_steps(model, steps=2):
-    """Outputs and gradients, and the weights after each step."""
+    """Train and return outputs and gradients, and the weights after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # Replicas see the same, or the order in which gradients are added would show.
+    # Replicas get the same batch; otherwise the order of gradient sums would show.
     rank = dist.get_rank() if len(torch_ranks.shape) == 1 else 0
     seen = []
     for number in range(steps):
@@ -97,13 +97,13 @@ RECIPES = {"fp8": CurrentScaling(), "delayed": DelayedScaling(), "nvfp4": NVFP4(
 @on_ranks(2, 3, (2, 2))
 @pytest.mark.parametrize("name", ["fp8", "delayed"])
 def test_training_is_that_of_weights_gathered_in_high_precision(name):
-    """Outputs, gradients and weights, bit for bit: the law, and the same reductions. But that one says so."""
+    """Outputs, gradients and weights, bit for bit: the same codes and the same reductions. Gathering values warns."""
     training_is_the_same(name)
 
 
 @on_ranks(3)
 def test_training_with_random_bits():
-    """Which are others on each rank, so that of replicas the order of sums would show."""
+    """Random bits differ on each rank, so replicas would expose the order of sums: no HSDP here."""
     training_is_the_same("nvfp4")
 
 
@@ -124,7 +124,7 @@ def training_is_the_same(name):
 
 
 class Collectives(TorchDispatchMode):
-    """Bytes that functional collectives take, by their name and dtype."""
+    """Count the bytes of functional collectives, by name and dtype."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ class Collectives(TorchDispatchMode):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_codes_travel(name):
-    """And gradients in the dtype that is asked for."""
+    """Gradients are reduced in the requested dtype."""
     for reduce_dtype in (None, torch.bfloat16):
         gather = functools.partial(gathered_weight, reduce_dtype=reduce_dtype)
         model = parametrized(convert(model_of(sizes=BLOCK_SIZES), RECIPES[name]), gather)
@@ -154,7 +154,7 @@ def test_codes_travel(name):
         grads = reduce_dtype or torch.float32
         assert wire.bytes["reduce_scatter_tensor", grads] == ranks * elements * grads.itemsize
         scales = wire.bytes["all_reduce", torch.int32]
-        if name == "delayed":  # Its first scale, which is of the whole weight.
+        if name == "delayed":  # Its first scale is a scale of the whole weight.
             assert scales == 4 * (len(BLOCK_SIZES) - 1)
         assert scales == sum(wire.bytes.values()) - elements // width - ranks * elements * grads.itemsize
 
@@ -196,9 +196,9 @@ def test_what_cannot_be_gathered_is_refused():
 @on_ranks(2)
 def test_models_are_compiled_around_it():
     torch._dynamo.reset()
-    # Dynamo of torch 2.13 does what torch.autograd 2.13 has deprecated.
+    # Dynamo of torch 2.13 triggers a deprecation warning of torch.autograd 2.13.
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
-    # It asks the weight, which comes from between two graphs, for its gradient.
+    # Dynamo reads `.grad` of the weight, which is an intermediate of two graphs.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     outputs = []
     for compiled in (False, True):

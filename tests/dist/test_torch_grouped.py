@@ -1,4 +1,4 @@
-"""Experts over ranks: `GroupedLinear` under FSDP2, DDP and ZeRO, and with experts of its own on each rank."""
+"""Experts over ranks: `GroupedLinear` under FSDP2, DDP and ZeRO, and with expert parallelism."""
 
 import copy
 import pickle
@@ -32,7 +32,7 @@ WIDTH, HIDDEN, ROWS = 128, 256, 96
 
 
 class Experts(nn.Module):
-    """Two layers of experts, and sizes that come with the rows."""
+    """Two expert layers; sizes are an argument of forward."""
 
     def __init__(self, experts, recipe):
         super().__init__()
@@ -49,13 +49,13 @@ def model_of(experts, recipe):
 
 
 def rows_of(rank, experts, step=0):
-    """What a rank has: other rows, and experts without any, which are others on each rank and in each step."""
+    """Return a rank's rows and expert sizes; the empty experts differ on each rank and in each step."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     x = torch.randn(ROWS, WIDTH, generator=generator)
     sizes = torch.zeros(experts, dtype=torch.int64)
     sizes[(rank + step) % experts] = ROWS // 2
     sizes[(rank + step + 2) % experts] += ROWS // 3
-    # FSDP2 sends what a module is called with to its GPU; products there are others than those of sizes on the host.
+    # FSDP2 moves inputs to its GPU; sizes on the device take other products than sizes on the host.
     return x.to(torch_ranks.device), sizes.to(torch_ranks.device)
 
 
@@ -70,12 +70,12 @@ def wholes(model):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", GATHERED)
 def test_fsdp2_is_one_process(name):
-    """Codes that are gathered are those of the whole, and gradients the mean over ranks."""
+    """Gathered codes are those of the whole weight, and gradients the mean over ranks."""
     fsdp2_is_one_process(name)
 
 
 def fsdp2_is_one_process(name):
-    # Of the norm. Tensor cores keep fewer bits of sums, after which a few codes of gradients are their neighbours.
+    # Relative to the norm. Tensor cores keep fewer bits of sums, so a few gradient codes move to a neighbour.
     error = 1e-4 if torch_ranks.device == "cpu" else 5e-2
     recipe, world, experts = nearest(GATHERED[name]), dist.get_world_size(), 5
     one, many = model_of(experts, recipe), model_of(experts, recipe)
@@ -117,8 +117,8 @@ def test_what_is_gathered(recipe):
     mesh = torch_ranks.mesh()
     for module in (model.up, model.down, model):
         fully_shard(module, mesh=mesh)
-    for reductions in (2, 1):  # One each layer, until the model is known.
-        for _ in range(2):  # The first time ranks send digests too.
+    for reductions in (2, 1):  # One for each layer until the root is known.
+        for _ in range(2):  # The first time, ranks exchange digests too.
             with Wire() as wire:
                 loss = loss_of(model, 0, 4)
             loss.backward()
@@ -138,7 +138,7 @@ def test_what_is_gathered(recipe):
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8", "DelayedScaling"])
 def test_ddp_with_accumulation(name):
-    """Experts that saw no token on any rank have gradients of zeros; nothing hangs."""
+    """Experts without a token on any rank have zero gradients; nothing hangs."""
     recipe, world, experts = nearest(GATHERED.get(name) or name), dist.get_world_size(), 7
     one = model_of(experts, recipe)
     many = DistributedDataParallel(model_of(experts, recipe))
@@ -163,7 +163,7 @@ def test_ddp_with_accumulation(name):
 
 @on_ranks(1, 2)
 def test_zero():
-    """The bits do not depend on the stage or on units. By default a layer is one with all of its experts."""
+    """The bits do not depend on the stage or the units; by default a layer is one unit with all of its experts."""
     recipe, experts = CurrentScaling(), 5
     made = []
     for stage, units in [(False, None), (True, None), (True, lambda model: [model.up, model.down])]:
@@ -188,7 +188,7 @@ def test_zero():
 
 @on_ranks(2, 3)
 def test_experts_of_a_rank():
-    """Tokens travel to the rank of their expert by `all_to_all`; ranks may get none for some, or for any."""
+    """`all_to_all` sends tokens to the rank of their expert; some experts, or a whole rank, may get none."""
     world, rank, each = dist.get_world_size(), dist.get_rank(), 2
     recipe = CurrentScaling()
     whole = model_of(each * world, recipe)
@@ -197,7 +197,7 @@ def test_experts_of_a_rank():
         for layer, of_all in ((mine.up, whole.up), (mine.down, whole.down)):
             for i, expert in enumerate(layer.experts):
                 expert.weight.copy_(of_all.experts[rank * each + i].weight)
-    # Rank r has tokens for experts r and r + 1 alone, so ranks may have none.
+    # Rank r has tokens for experts r and r + 1 only, so ranks may have none.
     sizes = torch.zeros(each * world, dtype=torch.int64)
     sizes[rank], sizes[(rank + 1) % (each * world)] = 24, 40
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(rank))
@@ -225,7 +225,7 @@ def test_experts_of_a_rank():
 
 @on_ranks(2)
 def test_a_converted_list_of_layers():
-    """`GroupedLinear.of` layers that `convert` has made, before or after FSDP2."""
+    """`GroupedLinear.of` takes converted layers and shards like plain ones."""
     layers = convert(nn.ModuleList(nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(3)), "MXFP8")
     alone = copy.deepcopy(layers)
     grouped = GroupedLinear.of(layers)
@@ -238,7 +238,7 @@ def test_a_converted_list_of_layers():
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8", "NVFP4"])
 def test_primary_weights(name):
-    """Codes as parameters: the losses of masters that are quantized in each pass."""
+    """Codes as parameters: the losses of masters quantized in each pass."""
     losses, recipe = [], nearest(GATHERED[name])
     for primary in (False, True):
         model = model_of(3, recipe)

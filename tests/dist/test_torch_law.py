@@ -1,6 +1,6 @@
-"""The law, for FSDP2 weights: ranks gather the bits of the whole weight quantized at once, however it is cut.
+"""Sharding law for FSDP2: ranks gather the bits of the whole weight quantized at once, for any sharding.
 
-Rows of every format are in test_law.py, which runs cases of this file.
+test_law.py covers rows of every format.
 """
 
 import numpy as np
@@ -58,7 +58,7 @@ def gather(fmt, kinds=TAME, dtype="float32", way="rows"):
 
 
 def gather_values(fmt, values, way="rows"):
-    """Scales are made as the first layer asks for its own, and by `update_scales`."""
+    """Scales are computed in the first forward pass and by `update_scales`."""
     if way == "columns":
         values = [w for w in values if w.shape[0] > 1]
     model = shard(convert(side_by_side(values), recipe_of(fmt)), **WAYS[way])
@@ -68,13 +68,13 @@ def gather_values(fmt, values, way="rows"):
     update_scales(model)
     y = model(torch.ones(2, values[0].shape[1], dtype=kept, device=torch_ranks.device))
     y.sum().backward()
-    # The shard is what is quantized; `param_dtype` is what activations have.
+    # The shard itself is quantized; `param_dtype` is the dtype of activations.
     assert (y.dtype, {p.grad.dtype for p in model.parameters()}) == (used, {kept})
     assert_gathers_the_whole(model, values)
 
 
 def refuses_to_shard(fmt):
-    """By whoever sees first that it cannot be: a recipe of a rotated weight, `convert`, or `fully_shard`."""
+    """The recipe (rotated weights), `convert` or `fully_shard` raises, whichever comes first."""
     with pytest.raises(
         (ValueError, NotImplementedError), match=r"^(Recipe: |convert: 0.weight |fully_shard: 0.weight )"
     ):
@@ -84,7 +84,7 @@ def refuses_to_shard(fmt):
 @on_ranks((2, 2), (4, 1), (1, 4), (3, 1), (1, 2), (1, 1))
 @pytest.mark.parametrize("fmt", SCALINGS[::2], ids=str)
 def test_replicated_groups(fmt):
-    """HSDP: scales are agreed on in each group of shards; replicas hold the same weights."""
+    """HSDP: each group of shards agrees on scales; replicas have the same weights."""
     gather(fmt)
 
 
@@ -124,7 +124,7 @@ def test_models_made_without_memory(fmt):
 
 @on_ranks(2, 4)
 def test_rows_and_columns_together():
-    """Weights cut along columns take part in the one reduction with those cut along rows."""
+    """Column shards share the single reduction with row shards."""
     model = convert(side_by_side([awkward_values((96, 96), i, kinds=TAME) for i in range(4)]), NVFP4())
     for axis, layer in zip((1, 0, 1, 0), model, strict=True):
         shard(nn.Sequential(layer), shard_placement_fn=lambda _, axis=axis: Shard(axis))
@@ -133,14 +133,14 @@ def test_rows_and_columns_together():
 
 
 def refresh(model):
-    """What the first gather of a pass does."""
+    """Refresh scales as the first gather of a pass does."""
     _refresh(list(_sharded_weights(model)), None)
 
 
 def launches_of(recipe, layers, dtypes):
     dtypes = [np.dtype(dtypes[i % len(dtypes)]) for i in range(layers * len(dtypes))]
     model = shard(convert(side_by_side([awkward_values((96, 64), 0, d, kinds=TAME) for d in dtypes]), recipe))
-    refresh(model)  # Plans are made.
+    refresh(model)  # Builds the plans.
     with Wire() as wire:
         refresh(model)
     assert_gathers_the_whole(model)
@@ -181,7 +181,7 @@ def test_an_infinity_in_one_shard_shows_on_all_ranks(recipe):
 
 
 def quantize_over_a_group(fmt, rows, kinds):
-    """Each rank quantizes its rows of a tensor as they are in the whole: scales, and the places of random bits too."""
+    """Each rank's rows get the scales and the random bits of the whole tensor."""
     x = awkward_values((rows, 128), 3, kinds=kinds)
     part = torch_ranks.own_rows(rows)
     usage = usages_of(fmt)[-1] if rows % 128 == 0 else Usage.ROWWISE
@@ -205,7 +205,10 @@ def quantize_over_a_group(fmt, rows, kinds):
 @on_ranks(1, 3)
 @pytest.mark.parametrize("kinds", [TAME, KINDS], ids=["tame", "all"])
 def test_quantize_over_a_group(kinds):
-    """Whole blocks on each rank; where rows have none, uneven ones too, and fewer than ranks. One rank has the NaN."""
+    """Whole blocks on each rank; without blocks along rows, also uneven shards and empty ranks.
+
+    One rank has the NaN.
+    """
     for fmt in VARIANTS:
         for rows in (128 * dist.get_world_size(), 7, 6, 2):
             if rows % 128 == 0 or (fits(fmt, (rows, 128), Usage.ROWWISE) and (fmt.block or (1,))[0] == 1):

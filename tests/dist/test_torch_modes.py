@@ -1,6 +1,6 @@
-"""What FSDP2 does with plain layers, it does with converted ones: dtypes of gradients on the wire, inference, copies.
+"""Converted layers under FSDP2 match plain layers: gradient dtypes on the wire, inference mode, copies and averages.
 
-And what it cannot do says so in one line, on every rank.
+Unsupported uses raise a one-line error on every rank.
 """
 
 import copy
@@ -37,7 +37,7 @@ DTYPES = (None, torch.float32, torch.bfloat16)
 
 
 def reduced(model, x):
-    """What is reduce-scattered in a step: dtypes and elements."""
+    """Run one backward pass and return the reduce-scatters (dtype, elements) and the gradient dtypes."""
     with Wire() as wire:
         model(x).float().square().mean().backward()
     found = wire.of("reduce_scatter_tensor") or wire.of("reduce_scatter")
@@ -48,7 +48,7 @@ def reduced(model, x):
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_travel_as_those_of_plain_layers(dtype):
-    """In every combination of dtypes of a policy, for each recipe."""
+    """For each recipe and every combination of policy dtypes."""
     for param_dtype, reduce_dtype in itertools.product(DTYPES, DTYPES):
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         x = batch(0, BLOCK_SIZES[0]).to(dtype)
@@ -63,7 +63,10 @@ def test_gradients_travel_as_those_of_plain_layers(dtype):
 @turns(2, name=list(RECIPES), world=[1, 2, 3])
 @on_ranks()
 def test_inference_mode(name):
-    """As the first forward too; then the bits of `no_grad`. Training goes on where that of plain layers does."""
+    """Also as the first forward pass, with the bits of `no_grad`.
+
+    Training continues afterwards where it does with plain layers.
+    """
     x = batch(0, BLOCK_SIZES[0])
 
     def infer(model):
@@ -71,7 +74,7 @@ def test_inference_mode(name):
             return model(x)
 
     plain, model = shard(model_of(sizes=BLOCK_SIZES)), shard(convert(model_of(sizes=BLOCK_SIZES), RECIPES[name]))
-    refusal = outcome(lambda: infer(plain))  # Of one rank, FSDP2 of torch 2.13 cannot begin so.
+    refusal = outcome(lambda: infer(plain))  # On one rank, FSDP2 of torch 2.13 cannot start in inference mode.
     got = outcome(lambda: infer(model))
     assert got == refusal, got
     if refusal is not None:
@@ -82,7 +85,7 @@ def test_inference_mode(name):
         with mode():
             outputs += [model(x), model(x)]
         assert outputs[-1].is_inference() == (mode is torch.inference_mode)
-    if name != "nvfp4":  # Whose random bits are others in each forward, but not in the weights.
+    if name != "nvfp4":  # NVFP4 draws new random bits in each forward pass, but not for weights.
         for y in outputs[1:]:
             assert torch.equal(y, outputs[0])
     trained = shard(convert(model_of(sizes=BLOCK_SIZES), RECIPES[name]))
@@ -98,14 +101,14 @@ def test_inference_mode(name):
 @on_ranks(4)
 @every_recipe
 def test_fewer_ranks_after_forward_are_refused(name):
-    """Which FSDP2 cannot do with weights that have hooks: nested, in the root, and set later."""
+    """FSDP2 cannot reshard to fewer ranks weights that have gather hooks: nested, in the root, or set later."""
     text = r"fully_shard: \w+.weight \(reshard_after_forward=2\) is gathered as codes, .*; pass reshard_after_forward="
     model = shard(convert(model_of(sizes=BLOCK_SIZES), RECIPES[name]), reshard_after_forward=2)
     with pytest.raises(NotImplementedError, match=text):
         model(batch(0, BLOCK_SIZES[0]))
     if name == "fp8":
         partly = model_of(sizes=BLOCK_SIZES)
-        fully_shard(partly[0], mesh=torch_ranks.mesh(), reshard_after_forward=2)  # A plain one may.
+        fully_shard(partly[0], mesh=torch_ranks.mesh(), reshard_after_forward=2)  # Plain weights support it.
         convert(partly, CurrentScaling(), filter=lambda layer, layer_name: layer_name != "0")
         shard_rest(partly)
         partly(batch(0, BLOCK_SIZES[0])).sum().backward()
@@ -130,7 +133,7 @@ def test_uneven_columns_are_refused_as_fsdp2_does():
 
 
 def outcome(call):
-    """What a call comes to: an error, or nothing."""
+    """Return the type and text of the error that the call raises, or None."""
     try:
         call()
     except Exception as error:
@@ -161,12 +164,12 @@ COPIES = {
 @on_ranks(2)
 @every_recipe
 def test_sharded_models_are_copied_as_far_as_plain_ones(name):
-    """What FSDP2 refuses, and in which words, does not depend on the layers."""
+    """FSDP2's refusals, and their texts, do not depend on the layers."""
     plain = shard(model_of(True, sizes=BLOCK_SIZES))
     model = shard(convert(model_of(True, sizes=BLOCK_SIZES), RECIPES[name]))
     for each in (plain, model):
         each(batch(0, BLOCK_SIZES[0])).square().mean().backward()
-        each.zero_grad()  # torch copies no DTensor that has a gradient.
+        each.zero_grad()  # torch does not copy a DTensor that has a gradient.
     for what, make in COPIES.items():
         assert outcome(lambda: make(model)) == outcome(lambda: make(plain)), what  # noqa: B023
     weights = copy.deepcopy(list(model.parameters()))
@@ -183,7 +186,7 @@ def test_sharded_models_are_copied_as_far_as_plain_ones(name):
 @on_ranks(2)
 @every_recipe
 def test_averages_of_models(name):
-    """An average that is made before sharding, and sharded alike: that of the weights, and it computes with them."""
+    """An average created before sharding and sharded alike has the average of the weights, and computes with it."""
     torch.manual_seed(0)
     model = convert(model_of(True, sizes=BLOCK_SIZES), RECIPES[name])
     averaged = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))

@@ -1,4 +1,4 @@
-"""States of `qshard.torch_bridge.Adam` in checkpoints: whole or sharded, nested or flat, for any number of ranks."""
+"""State dicts of `qshard.torch_bridge.Adam`: full or sharded, nested or flat, for any number of ranks."""
 
 import copy
 import pickle
@@ -40,7 +40,7 @@ def made(name, kind=AdamW, sharded=True):
 
 
 def step(model, optimizer, number):
-    """With gradients that no number of ranks changes."""
+    """Take a step with gradients that do not depend on the number of ranks."""
     for i, p in enumerate(model.parameters()):
         grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * number + i)).to(p)
         p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
@@ -49,10 +49,10 @@ def step(model, optimizer, number):
 
 
 def leaves(state, prefix=""):
-    """All values of a state dict, by where they are; tensors as copies, whole."""
+    """Flatten a state dict to {path: value}, with clones of full tensors."""
     if isinstance(state, dict):
         return {k: v for key, value in state.items() for k, v in leaves(value, f"{prefix}/{key}").items()}
-    if isinstance(state, (list, tuple)):  # torch makes lists of tuples.
+    if isinstance(state, (list, tuple)):  # torch turns tuples into lists.
         return {k: v for i, value in enumerate(state) for k, v in leaves(value, f"{prefix}/{i}").items()}
     value = state.full_tensor() if isinstance(state, DTensor) else state
     return {prefix: value.cpu().clone() if isinstance(value, torch.Tensor) else value}
@@ -78,13 +78,13 @@ def values_are_plain(state):
 @pytest.mark.parametrize("name", SETTINGS)
 @on_ranks(1, 3)
 def test_a_full_state_goes_on(name):
-    """It is that of one process, loads on every rank or from the first one alone, and then all steps are the same."""
+    """A full state is that of one process and loads on every rank or by broadcast. All later steps agree."""
     model, optimizer = made(name)
     alone, its_optimizer = made(name, sharded=False)
     for number in range(2):
         step(model, optimizer, number)
         step(alone, its_optimizer, number)
-    full = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL))  # Of one rank, it is its memory.
+    full = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL))  # Shared on one rank.
     if dist.get_rank() == 0:
         assert values_are_plain(full)
         pickle.loads(pickle.dumps(full))
@@ -108,7 +108,7 @@ def test_a_full_state_goes_on(name):
     ]
     others = [made(name) for _ in ways]
     for (other, other_optimizer), (state, options) in zip(others, ways, strict=True):
-        step(other, other_optimizer, 7)  # State that must not stay.
+        step(other, other_optimizer, 7)  # State that must not survive.
         with torch.no_grad():
             for p, q in zip(other.parameters(), model.parameters(), strict=True):
                 p.copy_(q)
@@ -155,7 +155,7 @@ def test_a_sharded_state_goes_to_other_ranks(name, saver, loader, flat, tmp_path
 
 @on_ranks(2)
 def test_states_of_torch_go_both_ways():
-    """Into ours, and back into that of torch, which steps on."""
+    """PyTorch's state loads into Adam of qshard, and back; PyTorch's optimizer then continues."""
     ours, optimizer = made("float32")
     theirs = shard(convert(model_of(True, torch.float32, SIZES), CurrentScaling()))
     its_optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
@@ -179,7 +179,7 @@ def test_states_of_torch_go_both_ways():
 
 @on_ranks(2)
 def test_a_whole_state_of_another_dtype_is_refused():
-    """torch hands it on as it is. The optimizer stays what it was."""
+    """torch passes a full state on unchecked; after the error the optimizer is unchanged."""
     model, optimizer = made("fp8")
     step(model, optimizer, 0)
     before = optimizer_state(model, optimizer)
@@ -195,7 +195,7 @@ def test_a_whole_state_of_another_dtype_is_refused():
 
 @on_ranks(2)
 def test_old_state_dicts_load():
-    """Those that had dtypes and tensors of FP8 as such."""
+    """Older state dicts have `torch.dtype` values and FP8 tensors."""
     model, optimizer = made("fp8", kind=Adam)
     step(model, optimizer, 0)
     state = optimizer.state_dict()

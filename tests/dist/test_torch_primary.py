@@ -1,4 +1,4 @@
-"""Primary weights: codes in the parameter, masters in the optimizer; the bits of weights that stay in float32."""
+"""Primary weights: codes in the parameter, masters in the optimizer; bit-exact with float32 weights."""
 
 import copy
 import warnings
@@ -73,7 +73,7 @@ PLAIN = {
 @turns(2, recipe=GATHERED, world=[1, 2, 3, 4, (2, 2)])
 @on_ranks()
 def test_losses_are_those_of_float32_shards(recipe):
-    """Bit for bit, with the same masters; what is gathered too. Micro-batches, uneven and empty shards."""
+    """Bit for bit, with the same masters and gathered codes; with micro-batches and uneven or empty shards."""
     recipe = nearest(recipe)
     models = [made(recipe, primary) for primary in (False, True)]
     kind = sorted(OPTIMIZERS)[dist.get_world_size() % 3]
@@ -92,7 +92,7 @@ def test_losses_are_those_of_float32_shards(recipe):
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", ["CurrentScaling", "NVFP4", "DelayedScaling"])
 def test_offloaded(name):
-    """Masters and codes stay on the CPU, losses what they are. Copies move on a GPU alone: tests/gpu."""
+    """Masters and codes stay on the CPU and losses are unchanged. Only GPUs copy: tests/gpu."""
     recipe = nearest(GATHERED[name])
     policy = CPUOffloadPolicy(pin_memory=torch_ranks.device == "cuda")
     models = [made(recipe, primary, offload_policy=policy) for primary in (False, True)]
@@ -118,7 +118,7 @@ def test_cut_along_columns():
 
 @on_ranks(2)
 def test_what_travels_and_what_is_cast():
-    """Scales once a step, by the optimizer, and no gather casts."""
+    """The optimizer updates scales once a step, and gathers cast nothing."""
     model = made(GATHERED["MXFP8"], True, bias=False)
     optimizer = Adam(model.parameters(), lr=1e-2)
     losses_of(model, optimizer, steps=2, micro_batches=3)
@@ -133,7 +133,7 @@ def test_what_travels_and_what_is_cast():
 
 @on_ranks(2, 3)
 def test_memory():
-    """The parameter holds no value; codes and a float32 master are what is there of an element."""
+    """The parameter has no values; an element takes its codes and a float32 master."""
     model = made(CurrentScaling(), True, bias=False, dtype=torch.bfloat16)
     optimizer = Adam(model.parameters(), lr=1e-2)
     model(batch(columns=20).to(torch.bfloat16)).float().sum().backward()
@@ -172,7 +172,7 @@ def test_what_a_sealed_weight_refuses():
     assert type(zeros.to_local()) is torch.Tensor
     assert "primary" in repr(weight.to_local())
     model.zero_grad()
-    losses_of(model, Adam(model.parameters(), lr=1e-2), steps=1)  # It is as it was.
+    losses_of(model, Adam(model.parameters(), lr=1e-2), steps=1)  # The model is unchanged.
 
 
 @on_ranks(2)
@@ -200,7 +200,7 @@ def test_a_copy_of_another_weight_has_its_values():
 
 @on_ranks(2)
 def test_norms_and_averages_of_sealed_weights():
-    """Of gradients they are right; of weights they raise, and are those of the state dict."""
+    """Gradient norms are right; weight norms and averages raise, and work on the state dict."""
     model = made(CurrentScaling(), True)
     model(batch()).sum().backward()
     parameters, weight = list(model.parameters()), model[0].weight
@@ -236,7 +236,7 @@ def test_primary_weights_want_to_be_sharded():
 
 @on_ranks(1, 3)
 def test_a_write_to_a_master_is_found():
-    """By whatever way that PyTorch counts; `load_state_dict` makes it good, and then it is the weight."""
+    """Every write that PyTorch counts is found; `load_state_dict` accepts the written values as the weight."""
     model = made(CurrentScaling(), True)
     model(batch())
     state = model.state_dict()
@@ -254,7 +254,7 @@ def test_a_write_to_a_master_is_found():
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", ["CurrentScaling", "NVFP4", "DelayedScaling"])
 def test_checkpoints(name, tmp_path):
-    """Masters as plain tensors: into float32 shards and back, and on with the same losses, bit for bit."""
+    """Masters are saved as plain tensors, load into float32 shards and back, and training continues bit for bit."""
     recipe = nearest(GATHERED[name])
     model, plain, other = (made(recipe, primary) for primary in (True, False, True))
     optimizer = Adam(model.parameters(), lr=1e-2)
@@ -333,7 +333,7 @@ def made_on_meta(folder, recipe):
 
 
 def test_each_rank_makes_its_own_shard_alone(tmp_path):
-    """Values do not depend on the number of ranks; no rank has seen a whole weight."""
+    """Values do not depend on the number of ranks; no rank allocates a whole weight."""
     for world in (1, 2, 3, (2, 2)):
         torch_ranks.run(world, made_on_meta, folder=tmp_path, recipe="MXFP8")
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism: codes of rows that are cut over ranks travel, against one process."""
+"""Sequence parallelism: ranks gather codes of row shards, compared with one process."""
 
 import contextlib
 import copy
@@ -34,14 +34,14 @@ CUT = {
 
 
 def styled(style, dim=1, **options):
-    """With rows of what comes in, or goes out, cut along `dim`."""
+    """Create a style whose input (colwise) or output (rowwise) is sharded along `dim`."""
     name = "input_layouts" if style is ColwiseParallel else "output_layouts"
     return style(**{name: Shard(dim)}, use_local_output=False, **options)
 
 
 @contextlib.contextmanager
 def gathered():
-    """What is gathered meanwhile, by usage."""
+    """Record the planes gathered inside the context, by usage."""
     found, real = {}, sequence_parallel._remember
 
     def noting(own, whole):
@@ -60,11 +60,11 @@ def codes_of(name, style, batch, overlap):
     torch.manual_seed(0)
     size = unit_of(recipe) * world
     x, dy = (t.to(torch_ranks.device) for t in (torch.randn(batch, size, size), torch.randn(batch, size, 2 * size)))
-    x[-1, -1, -1], dy[0, 1, 3] = 30, 300  # The largest are of one rank.
+    x[-1, -1, -1], dy[0, 1, 3] = 30, 300  # One rank has the largest elements.
     one = convert(nn.Linear(size, 2 * size), recipe).to(torch_ranks.device)
     many = copy.deepcopy(one)
     if one.seed is not None:
-        one.seed[1] -= rank  # Which a layer that is not cut adds.
+        one.seed[1] -= rank  # An unsharded layer adds the rank to its seed.
     parallelize_module(many, mesh_of("tp"), styled(style, overlap=overlap))
     mine = x.clone().requires_grad_()
     with quantized() as whole:
@@ -83,7 +83,7 @@ def codes_of(name, style, batch, overlap):
     assert mine.grad.placements == (cut,)
     got = [t.full_tensor() for t in (y.detach(), mine.grad, many.weight.grad, many.bias.grad)]
     role = Role.ACTIVATION if style is ColwiseParallel else Role.GRADIENT
-    if batch == 1:  # Else rows of a part are not next to each other.
+    if batch == 1:  # With larger batches, the rows of a shard are not contiguous.
         for each, planes in local.items():
             assert_part(planes, whole[each], rank, world, True)
     for usage, (plane,) in found.items():  # Once each.
@@ -99,14 +99,14 @@ def codes_of(name, style, batch, overlap):
             )
     assert set(found) == {Usage.ROWWISE, Usage.COLUMNWISE}
     random = batch > 1 and recipe.stochastic
-    # Sums in fp32, of which each order rounds otherwise; tensor cores keep fewer bits of them.
+    # fp32 sums round differently in another order; tensor cores keep fewer bits of them.
     error = 1e-1 if random else 1e-5 if torch_ranks.device == "cpu" else 1e-2
     for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a, b, rtol=error, atol=error * b.abs().max().item())
 
 
 def often(name):
-    """Recipes of qshard, and a third of the mixes of formats."""
+    """Mark two thirds of the format mixes as slow; qshard's recipes always run."""
     return [] if name in RECIPES or list(MIXES).index(name) % 3 == 0 else [pytest.mark.slow]
 
 
@@ -122,7 +122,7 @@ def often(name):
     ids=str,
 )
 def test_what_is_gathered_is_the_whole(world, batch, name, overlap, style):
-    """Codes and scales of x, or of the gradient of y, bit for bit. Sums agree to the rounding of their order."""
+    """Codes and scales of x, or of dy, are bit-exact; sums agree up to rounding, as their order differs."""
     torch_ranks.run(world, codes_of, name=name, style=style, batch=batch, overlap=overlap)
 
 
@@ -136,7 +136,7 @@ def results_of(run, x, dy, model=None):
 
 
 def an_mlp(name, rows, overlap=False, dim=1):
-    """Two layers, of which the first takes rows that are cut, and the second gives such."""
+    """Build two layers: the first takes row shards, the second returns them."""
     torch.manual_seed(0)
     recipe = nearest(ALL[name])
     hidden = 128 * dist.get_world_size()
@@ -165,7 +165,10 @@ def overlaps(rows, dim, name):
 
 @on_ranks(2)
 def test_what_travels():
-    """Codes of x, their columns in backward, those of the gradient of y, amaxes, and sums as values."""
+    """Forward gathers codes of x; backward gathers its columnwise codes and those of dy.
+
+    Only amaxes and sums are values.
+    """
     for name, scales in (("CurrentScaling", 0), ("MXFP8", 256 * 64 // 32)):
         model, x = an_mlp(name, (1, 64))
         x.requires_grad_()
@@ -183,7 +186,7 @@ def test_what_travels():
 
 
 class Projections(nn.Module):
-    """q, k and v: codes are shared during one call of a converted module."""
+    """q, k and v: codes are shared within one call of a converted module."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +199,7 @@ class Projections(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_layers_share_what_is_gathered(overlap):
-    """q, k and v: one gather forward, and one backward."""
+    """q, k and v: one gather in forward and one in backward."""
     torch.manual_seed(0)
     model = convert(Projections(), CurrentScaling())
     mesh = mesh_of("tp")
@@ -211,7 +214,7 @@ def test_layers_share_what_is_gathered(overlap):
             sum(y.to_local().sum() for y in ys).backward()
             assert {usage: len(planes) for usage, planes in found.items()} == dict.fromkeys(Usage.BOTH.planes, 1)
         assert x.grad.placements == (Shard(1),)
-        del x, ys, found  # What was gathered goes with what it was gathered of.
+        del x, ys, found  # Gathered codes are freed with their source.
         gc.collect()
 
 
@@ -230,7 +233,7 @@ def test_a_write_in_place_is_seen():
     ("name", "rows"), [("CurrentScaling", (1, 31)), ("MXFP8", (2, 24)), ("BlockScaling", (1, 128))]
 )
 def test_rows_that_codes_cannot_be_cut_as(name, rows):
-    """Values travel, and all is as with PyTorch's styles."""
+    """Values are gathered instead, and results are those of PyTorch's styles."""
     torch.manual_seed(0)
     recipe, mesh = nearest(ALL[name]), mesh_of("tp")
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -238,7 +241,7 @@ def test_rows_that_codes_cannot_be_cut_as(name, rows):
     many = copy.deepcopy(one)
     parallelize_module(many, mesh, {"0": styled(ColwiseParallel), "2": styled(RowwiseParallel)})
     x = torch.randn(*rows, 256 * 3)
-    part = x.split(-(-rows[1] // world), 1)[rank].contiguous()  # As torch cuts: the last may be the shortest.
+    part = x.split(-(-rows[1] // world), 1)[rank].contiguous()  # torch.chunk's shards: the last may be the shortest.
     mine = DTensor.from_local(part, mesh, [Shard(1)], shape=x.shape, stride=x.stride())
     with gathered() as found:
         y = many(mine)
@@ -277,14 +280,14 @@ def trains(name, overlap):
             update_scales(model)
             losses[-1].append(loss.item())
     a, b = (torch.tensor(each) for each in losses)
-    assert torch.allclose(a, b, rtol=3e-3), (a, b)  # A sum that rounds otherwise makes another code here and there.
+    assert torch.allclose(a, b, rtol=3e-3), (a, b)  # A sum that rounds differently flips a code here and there.
     assert b[-1] < b[0]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["CurrentScaling", "NVFP4"])
 def test_compiled_layers(name):
-    # What dynamo of torch 2.13 does against torch 2.13's own advice.
+    # Dynamo of torch 2.13 triggers torch 2.13's own deprecation warning.
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
     torch._dynamo.reset()
     results = []
@@ -302,7 +305,7 @@ def test_compiled_layers(name):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
 def test_what_may_not_change_bits(name, overlap):
-    """Checkpointing, bfloat16 by autocast, one rank; and gradients of which some are not asked for."""
+    """Checkpointing, bfloat16 autocast, one rank, and inputs of which some need no gradient."""
     model, x = an_mlp(name, (1, 64), overlap)
     dy = torch.randn_like(x)
     expected = results_of(model, x, dy)

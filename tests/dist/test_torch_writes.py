@@ -1,4 +1,4 @@
-"""Whoever writes to a sharded weight, the next pass gathers it as it is; and ranks that differ hear of it."""
+"""Writes to sharded weights: the next pass gathers the new values, and ranks with different models raise."""
 
 import ctypes
 import warnings
@@ -31,7 +31,7 @@ def copies(plane):
 
 
 def gathered_in_forward(model, x=None):
-    """What layers see of their weights, in the order of the model."""
+    """Return copies of the planes of each layer's weight in forward, in model order."""
     seen = []
     hooks = [
         layer.register_forward_pre_hook(lambda layer, _: seen.append(copies(layer.weight.rowwise)))
@@ -67,7 +67,7 @@ def by_local_tensors(model, folder):
 
 
 def by_loading_in_place(model, folder):
-    """As whoever evaluates several checkpoints does, without `load_state_dict`."""
+    """Load a checkpoint in place, without `load_state_dict`."""
     state = model.state_dict()
     dcp.save({name: value * 4 for name, value in state.items()}, checkpoint_id=folder)
     dcp.load(state, checkpoint_id=folder)
@@ -83,7 +83,7 @@ def by_foreach(model, folder):
 
 
 def by_memory(model, folder):
-    """No counter of PyTorch sees it."""
+    """Write through the raw pointer, past PyTorch's version counters."""
     for value in model.state_dict().values():
         local = value.to_local()
         if local.numel():
@@ -111,7 +111,7 @@ WAYS = [
 @on_ranks(1, 3)
 @pytest.mark.parametrize("recipe", [CurrentScaling(), MXFP8()], ids=lambda recipe: type(recipe).__name__)
 def test_writes_are_never_missed(recipe, tmp_path):
-    """Each after a forward, so that there are scales to be wrong."""
+    """Each write follows a forward pass, so stale scales would show."""
     model = shard(convert(model_of(sizes=(32, 96, 64)), recipe))
     x = batch(columns=32)
     gathered_in_forward(model, x)
@@ -126,7 +126,7 @@ def test_writes_are_never_missed(recipe, tmp_path):
 
 @on_ranks(2)
 def test_a_write_between_passes_and_update_scales():
-    """`update_scales` promises nothing that a later write could break."""
+    """`update_scales` caches nothing that a later write could invalidate."""
     model = current()
     model(batch()).sum().backward()
     update_scales(model)
@@ -138,9 +138,9 @@ def test_a_write_between_passes_and_update_scales():
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_graph_older_than_a_step_computes_with_one_weight(compiled):
-    """With the new one, which FSDP2 gathers: never new codes with old scales."""
+    """Backward uses the new weight, as FSDP2 gathers it: never new codes with old scales."""
     torch._dynamo.reset()
-    # What dynamo of torch 2.13 does against torch 2.13's own advice.
+    # Dynamo of torch 2.13 triggers torch 2.13's own deprecation warning.
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     layer = convert(nn.Linear(32, 48, bias=False), CurrentScaling()).to(torch_ranks.device)
@@ -153,7 +153,7 @@ def test_a_graph_older_than_a_step_computes_with_one_weight(compiled):
     with torch.no_grad():
         by_state_dict(model, None)
     if torch_ranks.device == "cuda":
-        torch.cuda.synchronize()  # Gathers of a backward pass do not wait for the stream that has written.
+        torch.cuda.synchronize()  # Gathers in backward do not wait for the stream of the write.
     y.backward(torch.ones_like(y))
     new = layer_weight(model)
     assert torch.equal(new, 4 * old)
@@ -168,7 +168,7 @@ def layer_weight(model):
 
 @on_ranks(2, 3)
 def test_one_rank_that_steps_alone_makes_no_hang():
-    """It is the user's mistake, as with plain FSDP2, and codes are those of the weight that comes of it."""
+    """A user error, as with plain FSDP2; codes are those of the resulting weight."""
     model = current()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model(batch()).square().mean().backward()
@@ -178,7 +178,7 @@ def test_one_rank_that_steps_alone_makes_no_hang():
 
 
 def unlike(how):
-    """A model that rank 1 makes otherwise."""
+    """Build a model that differs on rank 1."""
     sizes, recipe, odd = SIZES, CurrentScaling(), dist.get_rank() == 1
     if how == "format" and odd:
         recipe = CurrentScaling(weight=FP8_E5M2)
@@ -199,7 +199,7 @@ def test_ranks_that_differ_all_hear_of_it(how):
     model, sizes = unlike(how)
     with pytest.raises(ValueError, match=r"fully_shard: rank [0-2] of the group has other weights than this rank"):
         model(batch(columns=sizes[0]))
-    # Nobody waits for anybody: what follows is one collective of all ranks.
+    # All ranks raised, so a collective of all ranks completes.
     dist.all_reduce(torch.zeros(1, device=torch_ranks.device))
 
 
@@ -210,6 +210,6 @@ def converts_one_rank():
 
 
 def test_one_rank_that_is_not_converted():
-    """It knows nothing of us and starts another collective. Both end at once, as unlike ranks of FSDP2 do."""
+    """The unconverted rank starts another collective; both ranks fail at once, as different FSDP2 models do."""
     with pytest.raises(AssertionError, match=r"ValueError: fully_shard: rank|rank . of 2: (died|Fatal Python error)"):
         torch_ranks.run(2, converts_one_rank)

@@ -1,4 +1,4 @@
-"""Clipping under ZeRO: norms that no cut changes, and gradients that are elsewhere than at `.grad`."""
+"""Clipping under ZeRO: norms do not depend on the sharding, and `.grad` holds placeholders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.zero import OPTIONS, every_stage, in_one_process, loss_of, model_of
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_of_one_process(dtype):
-    """Losses and norms, whose squares Python's exact sum adds up, in both stages and for every choice of units."""
+    """Losses and norms in both stages and for every choice of units; Python's exact sum adds the squares."""
     recipe, dtype = RECIPES["CurrentScaling"], getattr(torch, dtype)
     losses, weights = in_one_process(recipe, 3, dtype, clip=0.1)
     assert min(losses[1::2]) > 0.1, "all steps are clipped"
@@ -36,7 +36,7 @@ def test_bits_of_one_process(dtype):
 @on_ranks(3)
 @every_stage
 def test_micro_batches(stage):
-    """Gradients of several backward passes are clipped as one, and what is not clipped stays as it is."""
+    """Gradients of several backward passes are clipped as one; unclipped gradients are unchanged."""
     recipe, clipped = RECIPES["CurrentScaling"], []
     for max_norm in (math.inf, 1e9, 0.05):
         model = model_of(recipe)
@@ -67,7 +67,7 @@ def test_micro_batches(stage):
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_norms(norm_type, scale):
-    """Of any size, also where squares are no float32, and cut anywhere."""
+    """At any magnitude, also where squares overflow or underflow float32, and at any shard boundary."""
     device, rank = torch_ranks.device, dist.get_rank()
     whole = torch.randn(1000, generator=torch.Generator().manual_seed(0)).mul(scale).to(device)
     norms = []
@@ -83,7 +83,7 @@ def test_norms(norm_type, scale):
 @every_stage
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_norms_that_are_not_finite(bad, stage):
-    """One rank has the number; all see it, and raise, if they are to."""
+    """One rank has the value; all ranks see it, and raise if requested."""
     model = nn.Linear(4, 4).to(torch_ranks.device)
     optimizer = ZeroOptimizer(model, shard_weights=stage)
     x = torch.ones(1, 4, device=torch_ranks.device)
@@ -101,7 +101,7 @@ def test_norms_that_are_not_finite(bad, stage):
 @on_ranks(2)
 @every_stage
 def test_gradients_are_not_there(stage):
-    """What looks for them at `.grad` raises, and changes nothing."""
+    """Reading `.grad` raises and changes nothing."""
     model = model_of(RECIPES["CurrentScaling"])
     optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage)
     loss_of(model, 0, dist.get_rank()).backward()
@@ -139,7 +139,7 @@ def test_gradients_are_not_there(stage):
 @on_ranks(2)
 @every_stage
 def test_zero_grad_of_the_model(stage):
-    """To None, or to zeros; of all parameters, or of some; with and without clipping."""
+    """To None or to zeros; all parameters or some; with and without clipping."""
     recipe = RECIPES["CurrentScaling"]
     model = model_of(recipe)
     losses = train(model, ZeroOptimizer(model, **OPTIONS, shard_weights=stage), range(3), clip=0.1)
@@ -148,7 +148,7 @@ def test_zero_grad_of_the_model(stage):
         optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage)
         optimizer.zero_grad = lambda model=model, to_none=to_none: model.zero_grad(to_none)
         assert train(model, optimizer, range(3), clip=0.1) == losses, to_none
-    # A part alone: its gradients are those of the second pass, the others' of both.
+    # One part only: its gradients are those of the second pass, the others' of both.
     parts = []
     for clear in (False, True):
         model = convert(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(torch_ranks.device), CurrentScaling())
@@ -168,11 +168,11 @@ def test_zero_grad_of_the_model(stage):
 @on_ranks(2)
 @every_stage
 def test_gradients_of_users(stage):
-    """One that is put at `.grad` is the gradient."""
+    """A gradient that the user assigns to `.grad` is used."""
     model = nn.Linear(2, 2, bias=False).to(torch_ranks.device)
     optimizer = ZeroOptimizer(model, lr=0.5, shard_weights=stage)
     before = optimizer.full_weights()["weight"]
     model.weight.grad = torch.full((2, 2), float(dist.get_rank()), device=torch_ranks.device)
-    assert optimizer.clip_grad_norm_(math.inf) == 1.0  # Of 4 means, each 0.5.
+    assert optimizer.clip_grad_norm_(math.inf) == 1.0  # The norm of 4 means of 0.5.
     optimizer.step()
     assert torch.allclose(optimizer.full_weights()["weight"], before - 0.5)

@@ -1,4 +1,4 @@
-"""What ZeRO does not take, or what is not there: errors on every rank, never a fault, never silence."""
+"""Misuse of ZeRO raises on every rank: freed weights, moves, later changes of the model, wrappers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ READS = {
 
 @on_ranks(1, 2)
 def test_freed_weights_raise():
-    """Of plain weights, of quantized ones, before and after steps; what needs no values stays as it was."""
+    """Plain and quantized weights, before and after steps; metadata stays readable."""
     model = model_of(RECIPES["CurrentScaling"], torch.bfloat16)
     optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=True)
     for step in range(2):
@@ -74,7 +74,7 @@ def test_freed_weights_raise():
 
 
 class Lookup(nn.Module):
-    """A parent that uses the weight of its child, which it does not call; and one that returns its own."""
+    """A parent that uses its child's weight without calling the child, or returns its own weight."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ def test_weights_of_other_modules():
     optimizer = ZeroOptimizer(model, shard_weights=True, units=[])
     model(tokens).sum().backward()
     optimizer.step()
-    attention = nn.MultiheadAttention(8, 2).to(torch_ranks.device)  # It uses the weight of its child, too.
+    attention = nn.MultiheadAttention(8, 2).to(torch_ranks.device)  # It uses its child's weight too.
     optimizer = ZeroOptimizer(attention, shard_weights=True)
     x = torch.randn(3, 2, 8, device=torch_ranks.device)
     attention(x, x, x)[0].square().sum().backward()
@@ -108,7 +108,7 @@ def test_weights_of_other_modules():
 @on_ranks(2)
 @every_stage
 def test_a_move_moves_nothing(stage):
-    """It raises before anything has moved, whatever module it is of. What changes nothing is no move."""
+    """A move of any module raises before any tensor moves; a no-op move is allowed."""
     model, same = (model_of(RECIPES["CurrentScaling"]) for _ in range(2))
     optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=stage)
     others = ZeroOptimizer(same, **OPTIONS, shard_weights=stage)
@@ -135,7 +135,7 @@ def test_a_move_moves_nothing(stage):
 @on_ranks(2)
 @every_stage
 def test_changes_after_construction(stage):
-    """A step raises where it would pass over them."""
+    """The step raises where it would ignore the change."""
 
     def freeze(model):
         model[1].norm.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""State dicts of ZeRO: exact, in whole shapes, by `torch.distributed.checkpoint` to any cut, and to plain models."""
+"""State dicts of ZeRO: exact, in full shapes, to any sharding by `torch.distributed.checkpoint`, or to plain models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def made(recipe, stage, seed=0, **options):
 
 
 def whole_state(model, optimizer):
-    """All that a resumed run depends on, whole, on every rank."""
+    """Return the full state that a resumed run depends on, on every rank."""
     everywhere = StateDictOptions(full_state_dict=True)
     states = get_optimizer_state_dict(model, optimizer, options=everywhere)["state"]
     found = {f"{name} {key}": value for name, state in states.items() for key, value in flat_items(state)}
@@ -83,7 +83,7 @@ def load(folder, recipe, stage, options):
     dcp.load(states, checkpoint_id=f"{folder}/saved")
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     assert_same(whole_state(model, optimizer), torch.load(f"{folder}/whole.pt"))
-    train(model, optimizer, range(2))  # Also on ranks that have no element.
+    train(model, optimizer, range(2))  # Also on ranks without elements.
 
 
 CUTS = [((2, False), (3, True)), ((3, "units"), (1, False)), ((1, True), (2, "units")), ((2, True), (2, False))]
@@ -91,7 +91,7 @@ CUTS = [((2, False), (3, True)), ((3, "units"), (1, False)), ((1, True), (2, "un
 
 @pytest.mark.parametrize(("before", "after"), CUTS)
 def test_other_cuts(before, after, tmp_path):
-    """Other numbers of ranks, the other stage, other units: every bit of the state arrives."""
+    """Another number of ranks, the other stage, other units: every bit of the state is restored."""
     for case, (world, stage) in ((save, before), (load, after)):
         run(world, case, folder=str(tmp_path), recipe="DelayedScaling", stage=stage, options={})
 
@@ -106,7 +106,7 @@ def test_states_of_few_bits(recipe, tmp_path):
 @every_stage
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "NVFP4"])
 def test_resumed_runs(recipe, stage):
-    """Losses go on bit for bit from full state dicts, in either stage."""
+    """Losses continue bit for bit from full state dicts, in either stage."""
     model, optimizer = made(recipe, stage)
     train(model, optimizer, range(2))
     states = get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)
@@ -127,7 +127,7 @@ def test_resumed_runs(recipe, stage):
 @on_ranks(1, 2)
 @every_stage
 def test_load_state_dict(stage):
-    """Of plain values and of slices; in part; into a part of the model; written in place by a load of a checkpoint."""
+    """Full values, slices, a subset, a submodule, and the model of a state dict written in place."""
     model, optimizer = made("MXFP8", stage)
     values = {name: torch.randn_like(value) for name, value in optimizer.full_weights().items()}
 
@@ -143,7 +143,7 @@ def test_load_state_dict(stage):
     plain = model_of(RECIPES["MXFP8"], seed=2)
     plain.load_state_dict(state)
     assert torch.equal(plain(torch.arange(7, device=torch_ranks.device)), want)
-    # Snapshots, then a part, in place.
+    # Snapshots, then a subset, in place.
     snapshot = copy.deepcopy(model.state_dict())
     optimizer.zero_grad()
     loss_of(model, 0, dist.get_rank()).backward()
@@ -165,7 +165,7 @@ def test_load_state_dict(stage):
 @on_ranks(2)
 @every_stage
 def test_loaded_in_place(stage):
-    """`dcp.load` into a state dict counts without `load_state_dict`."""
+    """`dcp.load` into a state dict takes effect without `load_state_dict`."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     model, optimizer = made("CurrentScaling", stage)
@@ -178,7 +178,7 @@ def test_loaded_in_place(stage):
 
 @on_ranks(2)
 def test_slices_of_a_state_dict():
-    """They are no values: what would take them for such says what to do."""
+    """Slices have no values: using one as a tensor raises an error that names the fix."""
     model, optimizer = made("CurrentScaling", True)
     state = model.state_dict()
     sliced = state["0.weight"]
@@ -197,13 +197,13 @@ def test_slices_of_a_state_dict():
         nn.Embedding(7, 32).load_state_dict({"weight": sliced})
     other, _ = made("CurrentScaling", False)
     with pytest.raises(RuntimeError, match=r"is not the slice of this rank \(.*\); load it with torch.distributed"):
-        other.load_state_dict(state)  # Cut otherwise: as one unit.
+        other.load_state_dict(state)  # Its layout differs: one unit.
 
 
 @on_ranks(1, 2)
 @every_stage
 def test_to_and_from_plain_programs(stage):
-    """A plain model and torch's AdamW take a state, give it back, and take steps alike, but for rounding."""
+    """A plain model with torch's AdamW loads the state and saves it back; both train alike up to rounding."""
     rank = dist.get_rank()
     everywhere = StateDictOptions(full_state_dict=True)
 
@@ -227,7 +227,7 @@ def test_to_and_from_plain_programs(stage):
     plain = made(2)
     adam = torch.optim.AdamW(plain.parameters(), **options)
     plain.load_state_dict(state)
-    # Without the broadcast torch 2.13 fails on settings that AdamW does not have.
+    # Without the broadcast, torch 2.13 fails on settings that AdamW does not have.
     from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(plain, adam, states, options=from_first)
     for step in range(2, 4):

@@ -1,4 +1,4 @@
-"""What of ZeRO is on its way, in how many bits and pieces, and how much memory that takes."""
+"""ZeRO's communication and memory: dtypes and chunks of gradients, and peak memory of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.zero_chain import UNITS, WIDTH, chain, optimizer_of, step
 @on_ranks(2, 3)
 @pytest.mark.parametrize("stage", [False, True])
 def test_gradients_travel_in_pieces(stage):
-    """Cut anywhere, also so small that ranks have none of a piece."""
+    """Chunks end anywhere, and may be so small that some ranks have no element of a chunk."""
     recipe, whole = RECIPES["BlockScaling"], gradients.SENT_AT_ONCE
     losses, weights = with_zero(recipe, 2, torch.float32, shard_weights=stage)
     try:
@@ -43,7 +43,7 @@ def test_gradients_travel_in_pieces(stage):
 @pytest.mark.parametrize("stage", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_travel_in_few_bits(stage, dtype):
-    """Each rank's is rounded once, and sums are float32. Those of a 16-bit model are rounded already."""
+    """Each rank's gradient is rounded once and summed in float32; gradients of a 16-bit model are already rounded."""
     recipe, dtype = RECIPES["CurrentScaling"], getattr(torch, dtype)
     for model_dtype in [torch.float32, torch.bfloat16][: 1 + (dtype is torch.bfloat16)]:
         losses, weights = in_one_process(recipe, 3, model_dtype, reduce_dtype=dtype)
@@ -91,7 +91,7 @@ def test_gradients_of_two_passes_are_added_in_float32(stage):
         alone.zero_grad()
     norm, want = optimizer.clip_grad_norm_(math.inf), sum(grad.double() for grad in grads).norm()
     assert abs(norm - want) < 1e-7 * want
-    assert abs(sum(grads).double().norm() - want) > 1e-6 * want  # In bfloat16 it would be another.
+    assert abs(sum(grads).double().norm() - want) > 1e-6 * want  # A bfloat16 sum would differ.
 
 
 @on_ranks(2)
@@ -105,7 +105,7 @@ def test_reduce_dtype_is_checked():
 @on_ranks(2)
 @pytest.mark.parametrize("recipe", ["CurrentScaling", "NVFP4"])
 def test_memory_of_a_step(recipe):
-    """Beyond what is there between steps: codes of two units, gradients of two, and this rank's sums."""
+    """Beyond the memory between steps: codes of two units, gradients of two, and this rank's sums."""
     torch.manual_seed(0)
     width, count = 256, 8
     layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
@@ -130,17 +130,17 @@ def test_memory_of_a_step(recipe):
             optimizer.step()
     one = max(flat.buffer.numel() for flat in flats)
     assert one < most["codes"] <= 2 * (one + 16)
-    of_a_unit = 2 * width * width  # bfloat16, as autograd has made them
+    of_a_unit = 2 * width * width  # bfloat16, as autograd returns them
     assert of_a_unit <= most["gradients"] <= 2 * of_a_unit
     assert all(flat.freed for flat in flats)
     assert all(flat.gradient._reduced.nbytes == 4 * flat.masters.numel() for flat in flats), "of this rank's part"
 
 
 def bits_with_slow_streams():
-    """On GPUs: whichever stream is late, each waits for what it needs. Memory is used again all the time."""
-    # Hooks are made on another stream than forward runs on, and autograd says that it synchronizes these.
+    """On GPUs: each stream waits for its inputs, whichever stream is late, while memory is reused throughout."""
+    # Hooks run on another stream than forward, and autograd warns that it synchronizes them.
     warnings.filterwarnings("ignore", ".*AccumulateGrad node's stream does not match", UserWarning)
-    warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)  # That of the first unit: `sleep`.
+    warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)  # From `sleep` on the first unit.
     found = {}
     for late in ("none", "Channel", "computation", "side stream"):
         begin = Channel.begin
@@ -172,7 +172,7 @@ def bits_with_slow_streams():
 
 
 def sleep(*_):
-    """Some milliseconds of a GPU."""
+    """Keep a GPU busy for some milliseconds."""
     torch.cuda._sleep(10_000_000)
 
 
@@ -190,7 +190,7 @@ def captured_graphs_are_refused():
 
     def capture():
         with torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            x.add_(1)  # A graph of nothing warns.
+            x.add_(1)  # An empty graph warns.
             model(x)
 
     with pytest.raises(RuntimeError, match="do not support CUDA graph capture"):
@@ -202,7 +202,7 @@ def captured_graphs_are_refused():
 
 
 def peak_of_a_step():
-    """What is allocated beyond what is there between steps: codes of two units, gradients of two, and pieces."""
+    """Peak memory beyond that between steps: codes of two units, gradients of two, and chunks."""
     torch.manual_seed(0)
     width, count, dtype = 2048, 8, torch.bfloat16
     layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
@@ -221,7 +221,7 @@ def peak_of_a_step():
     assert ends[2:] == [ends[2]] * 6, "the same in each step"
     one, ranks = width * width, dist.get_world_size()
     sums = 4 * count * one // ranks
-    # A layer transposes its codes for backward; its operands in bfloat16 where a GPU does not multiply codes.
+    # A layer transposes its codes for backward, or its bfloat16 operands where the GPU does not multiply codes.
     assert ends[-1][0] <= sums + 2 * one + 2 * 2 * one + 2 * 2 * one + 4 * one + 2**24, ends
 
 
@@ -249,7 +249,7 @@ def test_means_of_one_unit_at_a_time():
 
 @on_ranks(2)
 def test_values_are_kept_once():
-    """Weights that are gathered as values are made of masters, which are there anyway, for each gather."""
+    """Weights gathered as values are cast from the masters in each gather, so no second copy is stored."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(torch_ranks.device, torch.bfloat16)
     optimizer = ZeroOptimizer(model, **OPTIONS, shard_weights=True)
     assert [flat.stored_bytes for flat in optimizer._flats] == [0, 0]
