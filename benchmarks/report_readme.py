@@ -63,9 +63,9 @@ def headline(tables: Tables) -> str:
     loss = [f"{float(row['percent_to_bf16']):+.1f} %" for row in recipes]
     time, peak = "running_ms", "peak_GiB"
     return f"""\
-- **{percent(ours, base, time)} of the step time of bf16:** {ours[time]} ms for a 2.0 B Llama under FSDP2 on \
+- **{percent(ours, base, time)} of the step time of compiled bf16:** {ours[time]} ms for a 2.0 B Llama under FSDP2 on \
 {base["ranks"]} GPUs ({base["machine"]}).
-  Compiled bf16 takes {base[time]} ms and compiled torchao float8 {rival[time]} ms. This is eager; compiled it takes \
+  Compiled bf16 takes {base[time]} ms, compiled torchao float8 {rival[time]} ms. This is eager; compiled it takes \
 {steps["fp8 compiled"][time]} ms.
 - **{percent(ours, base, peak)} of its peak memory:** {ours[peak]} GiB, where bf16 takes {base[peak]} and torchao \
 float8 {rival[peak]}.
@@ -85,7 +85,7 @@ def recipes(tables: Tables) -> str:
         cells += [change(trained, training["bf16"], "gathered_bytes_a_step"), loss]
         lines.append([f"`{recipe}`", gpus, *cells, when])
     text = (
-        f"All against bf16 on {base['machine']}: time and peak memory of the 2.0 B step below, eager; gathered bytes "
+        f"All against eager bf16 on {base['machine']}: time and peak memory of the 2.0 B step below; gathered bytes "
         "and validation\nloss of `make train FORMATS=all`."
     )
     header = ["recipe", "tensor cores of", "time", "memory", "bytes", "loss", "when"]

@@ -70,7 +70,7 @@ def test_steps_in_percent_of_bf16(tmp_path):
             writer.writerows({**line, **ORIGIN} for line in lines)
     assert report(tmp_path).returncode == 0
     readme = (tmp_path / "README.md").read_text()
-    assert "**80 % of the step time of bf16:** 160.0 ms" in readme
+    assert "**80 % of the step time of compiled bf16:** 160.0 ms" in readme
     assert "| torchao float8, compiled | 190.0 | 95 % | 24.00 | 96 % |" in readme
     assert "| `CurrentScaling`, compiled | 150.0 | 75 % | 20.00 | 80 % |" in readme
     assert "| `CurrentScaling` | Hopper | 73 % | 85 % |" in readme
