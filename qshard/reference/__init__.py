@@ -8,6 +8,7 @@ from qshard.reference._elements import decode, encode, encode_stochastic, pack, 
 from qshard.reference._gemm import gemm
 from qshard.reference._hadamard import hadamard_transform
 from qshard.reference._philox import philox4x32, random_bytes
+from qshard.reference._rows import expert_of_rows, gather_rows
 from qshard.reference._scales import (
     Amax,
     Scales,
@@ -39,6 +40,8 @@ __all__ = [
     "e8m0_from_amax",
     "encode",
     "encode_stochastic",
+    "expert_of_rows",
+    "gather_rows",
     "gemm",
     "hadamard_transform",
     "nvfp4_global_scale",
