@@ -137,8 +137,9 @@ def wrong_operands(made):
         wrong = [] if operand.dtype == "any" else [np.zeros(first.shape)]
         if i and "..." not in operand.terms and not all(isinstance(term, str) for term in operand.terms):
             wrong.append(first[None])
-            others = [o.terms for j, o in enumerate(made.spec.inputs) if j != i]
-            # In lists, attributes give the other sizes; the op's body checks them. Unshared axes may have any size.
+            others = [o.terms for o in made.spec.inputs[:i]]
+            # In lists, attributes give the other sizes; the op's body checks them. Unshared axes may have any size, and
+            # of two operands that share one, the error names the later.
             if ("n",) in operand.terms if made.spec.many else any(operand.terms[0] in terms for terms in others):
                 wrong.append(np.concatenate([first, first, first[:1]]))
         for x in wrong:

@@ -44,6 +44,9 @@ NUMBERS = {
     "cols": (1, 7, 16, 32, 128, 1000),
     "block_cols": (1, 6, 16, 32, 32, 128, 128, 256),
     "workspace": (0,),
+    "tiles": (1400, 1500),
+    "tokens": (0, 1, 40, 300),
+    "unit": (1, 16, 32),
     "classes": (1, 5, 300, 2**31 - 1),
     "first": (0, 3, 1000),
     "ignore_index": (-100, -1, 2),
@@ -184,10 +187,12 @@ class _Draw:
         if self.sizes.get("length") == 0:  # The amax history of delayed scaling has at least one entry.
             return None
         try:
-            made.results()
+            results = made.results()
         except ValueError:
             return None
-        return made
+        # Only ops on padded rows and products have results that are larger than their operands.
+        rows = len(self.spec.inputs) > 1 and self.spec.inputs[1].name == "rows"
+        return None if rows and any(math.prod(shape) > MOST for shape, _ in results) else made
 
     def _shape(self, operand: Operand, prefix: int) -> Shape:
         shape: list[int] = []
@@ -343,8 +348,12 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
         return _words(call, name, shape, rng).view(dtype)
     if name == "labels":
         return _labels(call, shape, rng).view(dtype)
-    if name in ("rows", "stops"):
+    if name in ("rows", "stops") and call.spec.inputs[1].name == "rows":
         return _padded_rows(call, name, shape, rng).view(dtype)
+    if name == "sizes":
+        return (
+            rng.choice([0, 0, 0, 1, 3, 17, 40, *rng.choice([0, -1, 2**31 - 1], 2)], shape).astype(np.int32).view(dtype)
+        )
     if call.spec.name == "adam":
         return _adam_values(call, name, shape, dtype, rng, i)
     if name == "hyper":
@@ -419,8 +428,7 @@ def _labels(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
 
 def _padded_rows(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.ndarray:
     """Return rows of x with padding between, or stops of experts; also numbers that lead outside, in any order."""
-    named = [operand.name for operand in call.spec.inputs]
-    rows, padded = (call.tensors[named.index(other)][0][0][0] for other in ("x", "rows"))
+    rows, padded = (call.tensors[i][0][0][0] for i in (0, 1))  # Of x, and of `rows`.
     outside = [-1, -(2**31), 2**31 - 1]
     if name == "rows":
         own = rng.permutation(np.resize(np.arange(rows + 1), shape))
