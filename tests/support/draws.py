@@ -43,12 +43,15 @@ NUMBERS = {
     "b_rows": (1, 3, 32, 128),
     "cols": (1, 7, 16, 32, 128, 1000),
     "workspace": (0,),
+    "tiles": (1400, 1500),
+    "tokens": (0, 1, 40, 300),
+    "unit": (1, 16, 32),
     "classes": (1, 5, 300, 2**31 - 1),
     "first": (0, 3, 1000),
     "ignore_index": (-100, -1, 2),
 }
 FEW_PARTS = (0, 1, 2, 7)
-"""Part counts of cross entropy; small, because the reference loops over parts."""
+"""Counts of parts of cross entropy and of experts of products; small, because the reference loops over them."""
 IN_ANY_ORDER = tuple(name for name in SPECS if name.startswith("gemm"))
 """Ops whose order of summation depends on hardware: only CPU results are bit-exact."""
 MOST = 2**16
@@ -178,7 +181,7 @@ class _Draw:
         for operand in self.spec.inputs:
             shape = self._shape(operand, prefix)
             made.tensors.append([(shape, self._dtype(operand, made.tensors))])
-        if any(math.prod(shape) > max(MOST, (self.only or 0) ** 2) for ((shape, _),) in made.tensors):
+        if any(math.prod(shape) > max(MOST, 2 * (self.only or 0) ** 2) for ((shape, _),) in made.tensors):
             return None
         if self.sizes.get("length") == 0:  # The amax history of delayed scaling has at least one entry.
             return None
@@ -225,6 +228,8 @@ class _Draw:
             return major * run
         if major not in self.sizes:
             length = self.rng.choice(FEW_PARTS) if major == "parts" else self._length()
+            if major == "e" and self.spec.name.startswith("gemm"):
+                length = 2 if self.only else self.rng.choice(FEW_PARTS)
             if self.rng.random() < 0.5:  # Partial blocks at the edge, which some ops reject.
                 length = -(-length // run) * run
             self.sizes[major] = -(-length // run)
@@ -344,6 +349,10 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
         return _stops(call, shape, rng).view(dtype)
     if name == "labels":
         return _labels(call, shape, rng).view(dtype)
+    if name == "sizes":
+        return (
+            rng.choice([0, 0, 0, 1, 3, 17, 40, *rng.choice([0, -1, 2**31 - 1], 2)], shape).astype(np.int32).view(dtype)
+        )
     if call.spec.name == "adam":
         return _adam_values(call, name, shape, dtype, rng, i)
     if name == "hyper":
@@ -409,7 +418,7 @@ def _words(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.
 
 
 def _stops(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
-    """Return where the rows of experts end: multiples of the contracted blocks, or any numbers, also beyond the rows."""
+    """Return where the rows of experts end: multiples of contracted blocks, or any numbers, also beyond the rows."""
     rows = call.tensors[0][0][0][1 if call.spec.name.endswith("_k") else 0]
     stops = np.sort(rng.integers(0, rows + 1, shape))
     if rng.integers(2):
