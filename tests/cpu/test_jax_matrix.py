@@ -159,6 +159,7 @@ NO_VMAP = (NotImplementedError, "vmap is only supported for the ffi_call primiti
 REFUSED = {
     (mapped, "master"): NO_VMAP,
     (mapped_over_devices, "master"): NO_VMAP,
+    (mapped_over_devices, "grouped_mlp"): (ValueError, "ragged_dot: JAX has no ragged product for Explicit mesh axes"),
     (mapped_over_devices, "ragged_dot"): (ValueError, "ragged_dot: JAX has no ragged product for Explicit mesh axes"),
 }
 
