@@ -20,8 +20,8 @@ def check_scores(logits: Shape, top_k: Any, score_function: Any, bias: Shape | N
     experts = logits[-1]
     if not hasattr(top_k, "__index__") or not 1 <= top_k <= experts:
         raise ValueError(
-            f"topk_routing: top_k ({quote(top_k)}) is not a number of experts from 1 to {experts}, the last axis of "
-            f"logits {tuple(logits)}"
+            f"topk_routing: top_k ({quote(top_k)}) is not a number of experts of logits {tuple(logits)}; pass an "
+            f"integer from 1 to {experts}"
         )
     if score_function not in ("softmax", "sigmoid"):
         raise ValueError(
@@ -67,8 +67,8 @@ def check_mlp(x: Shape, indices: Shape, weights: Shape, experts: tuple[Shape, Sh
     if experts is not None and not _fits(x, *experts, layout):
         axes = ("[E, 2 I, H]", "[E, H, I]") if layout == "NK" else ("[E, H, 2 I]", "[E, I, H]")
         raise ValueError(
-            f"grouped_mlp: w13 {tuple(experts[0])} and w2 {tuple(experts[1])} do not fit x {tuple(x)}; with "
-            f"weight_layout {layout!r} pass w13 as {axes[0]}, w2 as {axes[1]} and x as [..., H]"
+            f"grouped_mlp: w13 {tuple(experts[0])} and w2 {tuple(experts[1])} do not fit x {tuple(x)}; pass "
+            f"them as {axes[0]} and {axes[1]} for weight_layout {layout!r}, and x as [..., H]"
         )
     if not indices or tuple(indices[:-1]) != tuple(x[:-1]) or tuple(weights) != tuple(indices):
         raise ValueError(

@@ -22,7 +22,7 @@ def normal(*shape, seed=0):
 
 
 X, ROUTER, DY = normal(T, H), normal(E, H, seed=1), normal(T, H, seed=4)
-W13, W2 = normal(E, 2 * WIDE, H, seed=2) / H**0.5, normal(E, H, WIDE, seed=3) / I**0.5
+W13, W2 = normal(E, 2 * WIDE, H, seed=2) / H**0.5, normal(E, H, WIDE, seed=3) / WIDE**0.5
 
 
 def layer(x, router, w13, w2, recipe="CurrentScaling", **options):
@@ -76,7 +76,7 @@ def test_tokens_of_each_device_in_shard_map(recipe):
     assert_close(made, [*map(np.stack, each[:2]), *map(sum, each[2:])], 5e-3)
     compiled = run.lower(x, ROUTER, W13, W2, dy).compile()
     gathers = [array for kind, arrays in collectives(compiled) for array in arrays if kind == "all-gather"]
-    assert {f"u8[{E},{2 * I},{H}]", f"u8[{E},{H},{WIDE}]"} <= set(gathers)
+    assert {f"u8[{E},{2 * WIDE},{H}]", f"u8[{E},{H},{WIDE}]"} <= set(gathers)
     assert not any(array.startswith(("f32[4,256", "f32[4,64")) for array in gathers)
 
 
@@ -127,7 +127,7 @@ WRONG = [
         ValueError,
         r"grouped_mlp: w13 \(4, 128, 64\) and w2 \(4, 64, 128\) do not fit x \(64, 64\)",
     ),
-    ({"weight_layout": "KN"}, ValueError, r"with weight_layout 'KN' pass w13 as \[E, H, 2 I\], w2 as \[E, WIDE, H\]"),
+    ({"weight_layout": "KN"}, ValueError, r"pass them as \[E, H, 2 I\] and \[E, I, H\] for weight_layout 'KN'"),
     ({"weight_layout": 1}, ValueError, r"grouped_mlp: weight_layout \(1\) is not a layout; pass 'NK' for w13"),
     (
         {"indices": np.zeros((T, 3), np.int32)},
@@ -161,7 +161,7 @@ CALLS = [
         lambda: qj.moe_permute(X[:9], qj.moe_permutation(GOOD["indices"], E)),
         r"moe_permute: x \(9, 64\) does not have 64",
     ),
-    (lambda: qj.topk_routing(X, H + 1), r"topk_routing: top_k \(65\) is not a number of experts from 1 to 64"),
+    (lambda: qj.topk_routing(X, H + 1), r"topk_routing: top_k \(65\) is not a number of experts of logits \(64, 64\)"),
 ]
 
 

@@ -18,7 +18,7 @@ def normal(*shape, seed=0):
 
 
 X, ROUTER, DY = normal(T, H), normal(E, H, seed=1), normal(T, H, seed=4)
-W13, W2 = normal(E, 2 * WIDE, H, seed=2) / H**0.5, normal(E, H, WIDE, seed=3) / I**0.5
+W13, W2 = normal(E, 2 * WIDE, H, seed=2) / H**0.5, normal(E, H, WIDE, seed=3) / WIDE**0.5
 
 
 def distance(got, want):

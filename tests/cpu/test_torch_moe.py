@@ -175,9 +175,13 @@ GOOD = {
 }
 WRONG = [
     ({"w13": torch.ones(E, WIDE, H)}, ValueError, r"grouped_mlp: w13 \(5, 96, 64\) and w2 \(5, 64, 96\) do not fit x"),
-    ({"w13": torch.ones(E, H, 2 * WIDE)}, ValueError, r"with weight_layout 'NK' pass w13 as \[E, 2 I, H\], w2 as"),
+    (
+        {"w13": torch.ones(E, H, 2 * WIDE)},
+        ValueError,
+        r"pass them as \[E, 2 I, H\] and \[E, H, I\] for weight_layout 'NK'",
+    ),
     ({"w2": torch.ones(E + 1, H, WIDE)}, ValueError, r"grouped_mlp: w13 .* and w2 \(6, 64, 96\) do not fit"),
-    ({"weight_layout": "KN"}, ValueError, r"with weight_layout 'KN' pass w13 as \[E, H, 2 I\], w2 as \[E, WIDE, H\]"),
+    ({"weight_layout": "KN"}, ValueError, r"pass them as \[E, H, 2 I\] and \[E, I, H\] for weight_layout 'KN'"),
     ({"weight_layout": "nk"}, ValueError, r"grouped_mlp: weight_layout \('nk'\) is not a layout; pass 'NK' for w13"),
     ({"indices": torch.zeros(7, K, dtype=torch.int64)}, ValueError, r"grouped_mlp: indices \(7, 2\) and weights"),
     ({"weights": torch.ones(8, K + 1)}, ValueError, r"grouped_mlp: indices \(8, 2\) and weights \(8, 3\) do not fit"),
@@ -213,7 +217,7 @@ CALLS = [
     ),
     (
         lambda: qt.topk_routing(torch.ones(8, E), E + 1),
-        r"topk_routing: top_k \(6\) is not a number of experts from 1 to 5",
+        r"topk_routing: top_k \(6\) is not a number of experts of logits \(8, 5\)",
     ),
     (lambda: qt.topk_routing(torch.ones(8, E), 2, score_function="relu"), r"score_function \('relu'\) is not a score"),
     (lambda: qt.topk_routing(torch.ones(8, E), 2, bias=torch.ones(3)), r"bias \(3,\) is not one number for each of 5"),

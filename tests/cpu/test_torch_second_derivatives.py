@@ -54,7 +54,6 @@ NODES = {
     "linear of a stochastic recipe": lambda: qt.Linear(WIDTH, WIDTH, recipe="NVFP4"),
     "linear under checkpointing": lambda: checkpointed(layer()),
     "grouped_linear": lambda: grouped(),
-    "moe_permute": lambda: lambda x: qt.moe_permute(x, permutation()),
     "moe_unpermute": lambda: lambda x: qt.moe_unpermute(torch.cat([x, x]), permutation(), x[:, :2]),
     "swiglu": lambda: lambda x: qt.swiglu(x, x + 1),
     "rms_norm": lambda: lambda x: qt.rms_norm(x, W[0], 1e-6),

@@ -98,10 +98,10 @@ def test_codes_are_gathered():
         fully_shard(module, mesh=torch_ranks.mesh())
     with Wire() as wire:
         loss_of(model, 0)
-    gathers = wire.of("allgather")
+    gathers = wire.of("allgather")  # The small ones are digests, once.
     assert {dtype for dtype, _ in gathers} == {torch.uint8}
     shards = sum(p.to_local().numel() for name, p in model.named_parameters() if "router" not in name)
-    assert sum(size for _, size in gathers) == shards + 4 * WIDTH * (EXPERTS + 1) // 2
+    assert max(size for _, size in gathers) == shards + 4 * WIDTH * (EXPERTS + 1) // 2
     model.moe.unshard()
     assert all(isinstance(expert.weight, QuantizedTensor) for expert in model.moe.w13.experts)
 

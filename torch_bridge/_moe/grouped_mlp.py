@@ -43,7 +43,7 @@ def grouped_mlp(
 ) -> Tensor:
     """Compute `sum(weights[t, j] * mlp(x[t], indices[t, j]) for j in range(k))` for each token t. Differentiable.
 
-    `mlp(x, e)` is `swiglu(x @ w1[e].T, x @ w3[e].T) @ w2[e].T`, where `w13[e]` has the rows of `w1[e]`, then those of
+    `mlp(x, e)` is `swiglu(x @ w1[e].T, x @ w3[e].T) @ w2[e].T`, and `w13[e]` has the rows of `w1[e]`, then the rows of
     `w3[e]`. Weights multiply the result of an expert, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss. For weights
     that multiply its input, as in torchtitan's `score_before_experts`, call `moe_permute` and `grouped_linear`.
 
@@ -67,14 +67,14 @@ def grouped_mlp(
       TypeError: an argument has the wrong type.
       ValueError: shapes do not fit each other or the formats, or a seed or state is missing.
 
-    Codes and scales are those of `linear` on the rows of each expert. Nothing waits for the device. The number of
+    `linear` on the rows of each expert computes the same codes and scales. Nothing waits for the device. The number of
     launches grows with the number of experts only where it does in `grouped_linear`. A rank computes its own tokens
     with the experts that it is given.
 
-    >>> x, w13, w2 = torch.ones(2, 32), torch.full((4, 64, 32), 0.25), torch.full((4, 32, 32), 0.125)
-    >>> indices, weights = topk_routing(torch.eye(4)[:2], 2)
+    >>> x, w13, w2 = torch.ones(2, 32), torch.ones((4, 64, 32)), torch.full((4, 32, 32), 0.125)
+    >>> indices, weights = torch.tensor([[0, 1], [3, 0]]), torch.full((2, 2), 0.5)
     >>> grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling")[:, 0]
-    tensor([256., 256.])
+    tensor([4096., 4096.])
 
     Sources: Megatron-Core (`GroupedMLP`); arXiv:2401.04088 (Mixtral).
     """
@@ -97,8 +97,11 @@ def grouped_mlp(
         if recipe is None:
             return lambda rows, sizes: _value_product(rows, w, sizes, weight_layout)
         layout = weight_layout if isinstance(w, Tensor) else None
-        given = {"seeds": None if seeds is None else seeds[number], "dtype": dtype}
-        given["delayed"] = None if delayed is None else delayed[number]
+        given: dict[str, Any] = {
+            "seeds": None if seeds is None else seeds[number],
+            "delayed": None if delayed is None else delayed[number],
+            "dtype": dtype,
+        }
         return lambda rows, sizes: grouped_linear(rows, w, sizes, recipe, weight_layout=layout, **given)
 
     return apply_experts(x, indices, weights, experts, product(0, w13), product(1, w2))

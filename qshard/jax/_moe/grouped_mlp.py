@@ -47,7 +47,7 @@ def grouped_mlp(
 ) -> jax.Array:
     """Compute `sum(weights[t, j] * mlp(x[t], indices[t, j]) for j in range(k))` for each token t. Differentiable.
 
-    `mlp(x, e)` is `swiglu(x @ w1[e].T, x @ w3[e].T) @ w2[e].T`, where `w13[e]` has the rows of `w1[e]`, then those of
+    `mlp(x, e)` is `swiglu(x @ w1[e].T, x @ w3[e].T) @ w2[e].T`, and `w13[e]` has the rows of `w1[e]`, then the rows of
     `w3[e]`. Weights multiply the result of an expert, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss. For weights
     that multiply its input, call `moe_permute` and `ragged_dot`.
 
@@ -75,13 +75,13 @@ def grouped_mlp(
       ValueError: shapes do not fit each other or the formats; a seed or state is missing; or an option of sharded
         weights is given without a recipe.
 
-    Codes and scales are those of `linear` on the rows of each expert. In `shard_map` a device computes its own tokens
-    with the experts that it is given. On Auto meshes XLA shards the products.
+    `linear` on the rows of each expert computes the same codes and scales. In `shard_map` a device computes its own
+    tokens with the experts that it is given. On Auto meshes XLA shards the products.
 
-    >>> x, w13, w2 = jnp.ones((2, 32)), jnp.full((4, 64, 32), 0.25), jnp.full((4, 32, 32), 0.125)
-    >>> indices, weights = topk_routing(jnp.eye(4)[:2], 2)
+    >>> x, w13, w2 = jnp.ones((2, 32)), jnp.ones((4, 64, 32)), jnp.full((4, 32, 32), 0.125)
+    >>> indices, weights = jnp.array([[0, 1], [3, 0]]), jnp.full((2, 2), 0.5)
     >>> grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling")[:, 0]
-    Array([256., 256.], dtype=float32)
+    Array([4096., 4096.], dtype=float32)
 
     Sources: Megatron-Core (`GroupedMLP`); arXiv:2401.04088 (Mixtral).
     """

@@ -51,7 +51,8 @@ def moe_permutation(indices: jax.Array, num_experts: int) -> MoEPermutation:
 
     Raises:
       TypeError: `indices` are not integers.
-      ValueError: `indices` are not `[T, k]`, or `num_experts` is not positive.
+      ValueError: `indices` are not `[T, k]`, `num_experts` is not positive, or a mesh has Explicit axes, over which JAX
+        does not sort.
 
     In `shard_map` a device sorts its own tokens. On Auto meshes XLA sorts all of them.
 
@@ -65,13 +66,18 @@ def moe_permutation(indices: jax.Array, num_experts: int) -> MoEPermutation:
     if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
         raise TypeError(f"moe_permutation: indices ({quote(indices)}) are not integers; pass the experts of each token")
     check_choice("moe_permutation", jnp.shape(indices), num_experts)
-    flat = jnp.asarray(indices).reshape(-1)
+    indices = jnp.asarray(indices)
+    if axes := jax.typeof(indices).sharding.mesh.explicit_axes:
+        raise ValueError(
+            f"moe_permutation: JAX does not sort over Explicit mesh axes {axes}; call it inside jax.shard_map over them"
+        )
+    flat = indices.reshape(-1)
     keys = jnp.where((flat < 0) | (flat > num_experts), num_experts, flat).astype(jnp.int32)
     choices = jnp.argsort(keys, stable=True).astype(jnp.int32)
     row = jnp.arange(keys.shape[0], dtype=jnp.int32)
     positions = jnp.zeros_like(choices).at[choices].set(row, unique_indices=True, mode="promise_in_bounds")
     starts = jnp.searchsorted(keys[choices], jnp.arange(num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
-    return MoEPermutation(choices, positions.reshape(jnp.shape(indices)), jnp.diff(starts))
+    return MoEPermutation(choices, positions.reshape(indices.shape), jnp.diff(starts))
 
 
 def moe_permute(x: jax.Array, permutation: MoEPermutation) -> jax.Array:
