@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from qshard._core import quantize_steps
-from qshard._core.gemm_library import grouped_library_version, library_version
+from qshard._core.environment import grouped_library_version, library_version
 from qshard._core.quantize_steps import Plane
 from qshard.formats import E4M3, E5M2, E8M0, Format, Usage
 from qshard.layout import is_transposed, multiplies_codes

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import qshard
-from qshard._core import environment, gemm_library
+from qshard._core import environment
 from qshard.formats import E4M3, FLOATS, Format, Usage
 
 LIBRARIES = ("click", "rich", "safetensors")
@@ -38,7 +38,7 @@ def machine_facts() -> dict[str, object]:
         "processor": processor(),
         "threads": f"{qshard.num_threads()} of {os.cpu_count()}",
         "gpus": gpus(),
-        "grouped products": gemm_library.describe_grouped(),
+        "grouped products": environment.describe_grouped(),
     }
 
 

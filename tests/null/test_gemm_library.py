@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qshard._core import gemm_library
+from qshard._core import environment
 
 
 class Extension(SimpleNamespace):
@@ -34,25 +34,26 @@ def extension(monkeypatch, tmp_path):
     file.parent.mkdir(parents=True)
     file.touch()
     folders = [str(tmp_path / "first"), str(tmp_path / "second")]
-    monkeypatch.setattr(gemm_library, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=folders))
-    monkeypatch.delenv(gemm_library.GROUPED_VARIABLE, raising=False)
+    spec = SimpleNamespace(submodule_search_locations=folders)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.delenv(environment.GROUPED_VARIABLE, raising=False)
     made = Extension(cuda_built=True, version=130802, file=str(file))
-    monkeypatch.setattr(gemm_library, "_ffi", made)
+    monkeypatch.setattr(environment, "_ffi", made)
     return made
 
 
 def test_files_of_packages(extension):
-    assert gemm_library.grouped_library_version() == 130802
+    assert environment.grouped_library_version() == 130802
     assert extension.paths == extension.grouped == [extension.file]
     assert not extension.required
-    assert gemm_library.describe_grouped() == f"cuBLASLt 13.8.2, {extension.file}"
+    assert environment.describe_grouped() == f"cuBLASLt 13.8.2, {extension.file}"
 
 
 def test_the_variable_names_the_only_file(extension, monkeypatch, tmp_path):
     own = tmp_path / "libcublasLt.so.13"
     own.touch()
-    monkeypatch.setenv(gemm_library.GROUPED_VARIABLE, str(own))
-    assert gemm_library.grouped_library_version() == 130802
+    monkeypatch.setenv(environment.GROUPED_VARIABLE, str(own))
+    assert environment.grouped_library_version() == 130802
     assert extension.grouped == [str(own)]
     assert extension.required
     assert extension.paths == [extension.file]
@@ -60,22 +61,22 @@ def test_the_variable_names_the_only_file(extension, monkeypatch, tmp_path):
 
 def test_a_variable_that_names_no_file(extension, monkeypatch, tmp_path):
     path = str(tmp_path / "nothing.so")
-    monkeypatch.setenv(gemm_library.GROUPED_VARIABLE, path)
+    monkeypatch.setenv(environment.GROUPED_VARIABLE, path)
     error = f"QSHARD_CUBLASLT ({path}) is not a file; set it to a libcublasLt.so.13, or unset it"
     with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
-        gemm_library.grouped_library_version()
-    assert gemm_library.describe_grouped() == f"none: {error}"
+        environment.grouped_library_version()
+    assert environment.describe_grouped() == f"none: {error}"
 
 
 def test_how_to_get_a_library(extension):
     extension.version = 0
-    said = gemm_library.describe_grouped()
+    said = environment.describe_grouped()
     assert said.startswith("none: they need cuBLASLt 13.5 or newer; pip install 'qshard[cublas]'")
     assert "QSHARD_CUBLASLT" in said
 
 
 def test_a_build_without_cuda(extension, monkeypatch):
     extension.cuda_built = False
-    monkeypatch.setenv(gemm_library.GROUPED_VARIABLE, "/nothing")
-    assert gemm_library.grouped_library_version() == gemm_library.library_version() == 0
-    assert gemm_library.describe_grouped() == "none: this build has no CUDA kernels"
+    monkeypatch.setenv(environment.GROUPED_VARIABLE, "/nothing")
+    assert environment.grouped_library_version() == environment.library_version() == 0
+    assert environment.describe_grouped() == "none: this build has no CUDA kernels"

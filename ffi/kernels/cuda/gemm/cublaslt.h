@@ -3,8 +3,7 @@
 //
 // Names, values and sizes are copied from cublasLt.h, cublas_api.h and library_types.h of CUDA 12.9
 // and 13.0 (https://docs.nvidia.com/cuda/cublas, "Using the cuBLASLt API"). They are stable between
-// releases. Grouped layouts and what they need are those of cuBLAS 13.8, where they are
-// experimental.
+// releases. Names for grouped layouts are copied from cuBLAS 13.8, where they are experimental.
 #ifndef QSHARD_KERNELS_CUDA_GEMM_CUBLASLT_H_
 #define QSHARD_KERNELS_CUDA_GEMM_CUBLASLT_H_
 
