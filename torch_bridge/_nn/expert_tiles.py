@@ -1,312 +1,163 @@
-"""Tiles of rows that are sorted by expert: their quantization and their products.
+"""Padded rows of experts, and quantization into them.
 
-Each tile has rows of one expert, and as many rows (`unit`) as the tallest block of the recipe, at least 16. So blocks
-end where the rows of an expert end. Zeros pad the last tile of an expert. Codes are therefore the same as if the rows
-of each expert were quantized alone. The ops that quantize one matrix quantize the tiles of all experts in one launch.
+The rows of each expert are padded to whole tiles. A tile has as many rows (`unit`) as the tallest block of the recipe,
+at least 16. So blocks end where the rows of an expert end, and codes are the same as if the rows of each expert were
+quantized alone. Per-tensor formats and NVFP4 have a scale for each expert.
 
-Per-tensor formats and NVFP4 have a per-tensor scale for each expert (`expert_scale`).
+FP8 with one scale and FP8 in 1-D blocks are quantized from x straight into padded rows (`_core/quantize_rows.py`). For
+other formats x is scattered into tiles of zeros first, and the ops that quantize one matrix quantize all tiles.
 
-The host does not know the group sizes, so there are as many tiles as any sizes could need. An expert without rows gets
-one tile of zeros, so that its weight gradient is a sum of zeros. Unused tiles at the end belong to no expert.
+The host does not know the group sizes, so there are as many tiles as any sizes could need. An expert without rows has
+one tile of zeros. Unused tiles at the end belong to no expert.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qshard._core import quantize_steps
+from qshard._core import quantize_rows, quantize_steps
 from qshard._core.operands import OperandSpec, quantize_operand
 from qshard._core.placement import Box
 from qshard._core.quantize_steps import Plane
-from qshard.formats import E4M3, Format, Usage
-from qshard.layout import block_alignment, is_transposed, multiplies_codes
+from qshard.formats import Format, Usage
+from qshard.layout import block_alignment, is_transposed
 from qshard.recipes import Recipe
+from qshard.torch_bridge._nn.expert_operands import BatchedOps, GroupedOperand
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.uint64 import xor_words
-from qshard.torch_bridge._quantized.gemm import Operand, matmul_into
-from qshard.torch_bridge._quantized.plane_programs import transpose
 
 _LEAST_UNIT = 16
-"""Minimum row alignment. PyTorch's grouped GEMMs require contracted rows in runs of 16 bytes."""
+"""Minimum row alignment. Grouped GEMMs require contracted rows in runs of 16 bytes."""
 
 
 class Tiles(NamedTuple):
-    """The assignment of rows to tiles. M is the number of rows of x, E the number of experts.
+    """The assignment of T rows of x to P padded rows: the results of op `group_rows`, for E experts.
 
     Attributes:
       unit: rows per tile.
-      experts: the expert of each tile; E for unused tiles.
-      first: the index of each tile's first row among the rows of its expert.
-      place: for each row of x, the row of the tiles; the last row of the tiles for rows of no expert.
-      starts: for each expert, its first row in the tiles.
-      stops: for each expert, the end of its rows in the tiles, with padding.
+      stops: for each expert, the end of its padded rows, int32 `[E]`.
+      ends: for each expert, the end of its rows of x, int32 `[E]`.
+      rows: for each padded row, the row of x, int32 `[P]`; T for padding.
+      place: for each row of x, its padded row, int32 `[T]`; the last one for rows of no expert.
     """
 
     unit: int
-    sizes: Tensor
-    experts: Tensor
-    first: Tensor
-    place: Tensor
-    starts: Tensor
     stops: Tensor
+    ends: Tensor
+    rows: Tensor
+    place: Tensor
 
     @property
     def number(self) -> int:
-        return self.experts.shape[0]
+        return self.rows.shape[0] // self.unit
 
     def scatter(self, x: Tensor) -> Tensor:
         """Scatter the rows of x into zero-padded tiles `[tiles, unit, columns]`."""
-        rows = x.new_zeros((self.number * self.unit, x.shape[1])).index_copy_(0, self.place, x)
+        rows = x.new_zeros((self.rows.shape[0], x.shape[1])).index_copy_(0, self.place.to(torch.int64), x)
         return rows.view(self.number, self.unit, x.shape[1])
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Gather rows of the tiles into the order of x. The last row becomes zeros, which rows of no expert read."""
-        rows[-1].zero_()
+        """Gather padded rows into the order of x. Rows of no expert read the last row, which products set to zeros."""
         return rows.index_select(0, self.place)
 
-    def to_tiles(self, of_experts: Tensor) -> Tensor:
-        return of_experts.index_select(0, self.experts.clamp(max=of_experts.shape[0] - 1))
+    def experts(self) -> Tensor:
+        """Return the expert of each tile; E for unused tiles."""
+        first = torch.arange(0, self.rows.shape[0], self.unit, dtype=torch.int32, device=self.stops.device)
+        return torch.searchsorted(self.stops, first, right=True)
 
-    def to_rows(self, of_experts: Tensor) -> Tensor:
-        return self.to_tiles(of_experts).repeat_interleave(self.unit)
+    def scale_rows(self, y: Tensor, of_experts: Tensor) -> None:
+        """Multiply the padded rows of each expert by a number, in place. Unused rows stay."""
+        factors = torch.nn.functional.pad(of_experts, (0, 1), value=1.0).index_select(0, self.experts())
+        y.view(self.number, self.unit, y.shape[1]).mul_(factors[:, None, None])
 
-    def max_by_expert(self, amax: Tensor) -> Tensor:
-        """Reduce one amax per tile to one per expert. The maximum is over integers, so it is exact and keeps NaN."""
-        table = torch.zeros(self.sizes.shape[0] + 1, dtype=torch.int32, device=amax.device)
-        table.scatter_reduce_(0, self.experts, amax.contiguous().view(torch.int32), "amax")
-        return table[:-1].view(torch.float32)
+    def starts(self) -> Tensor:
+        """Return the first padded row of each expert."""
+        return torch.nn.functional.pad(self.stops[:-1], (1, 0))
 
 
-def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> Tiles:
-    """Assign the M rows of x to `M // unit + E + 1` tiles, enough for any group sizes.
+def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> tuple[Tiles, Tensor]:
+    """Assign the T rows of x to `T // unit + E + 1` tiles, enough for any group sizes.
 
-    `unit` follows from the blocks of activations and gradients. The sum of `group_sizes` is not compared with M.
+    `unit` follows from the blocks of activations and gradients. Also returns the int32 `[1]` that is 0 if group sizes
+    are negative or exceed T.
     """
     unit = max(_LEAST_UNIT, block_alignment(recipe.activation, recipe.gradient))
-    sizes, experts, device = group_sizes.to(torch.int64), group_sizes.shape[0], group_sizes.device
-    padded = ((sizes + unit - 1) // unit).clamp(min=1) * unit
-    ends, stops = sizes.cumsum(0), padded.cumsum(0)
-    count = rows // unit + experts + 1
-    row, begin = torch.arange(rows, device=device), torch.arange(0, count * unit, unit, device=device)
-    of_row = torch.searchsorted(ends, row, right=True)
-    shift = torch.cat([stops - padded - (ends - sizes), stops.new_zeros(1)])
-    place = torch.where(of_row < experts, row + shift[of_row], count * unit - 1).clamp(max=count * unit - 1)
-    of_tile = torch.searchsorted(stops, begin, right=True)
-    first = begin - torch.cat([stops - padded, stops.new_zeros(1)])[of_tile]
-    return Tiles(unit, sizes, of_tile, first, place, stops - padded, stops)
+    tiles = rows // unit + group_sizes.shape[0] + 1
+    *made, fits = ops.group_rows(group_sizes.to(torch.int32), tiles=tiles, tokens=rows, unit=unit)
+    return Tiles(unit, *made), fits
 
 
-class GroupedOperand(NamedTuple):
-    """One operand of the grouped products: a plane of all tiles as a matrix, or of all weights as `[E, ...]`.
-
-    Attributes:
-      parts: the plane, with 1 as its per-tensor scale.
-      expert_scale: the per-tensor scale of each expert, fp32 `[E]`; None if the format has none.
-    """
-
-    format: Format
-    usage: Usage
-    parts: Plane
-    expert_scale: Tensor | None
-
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """Dequantize without the per-tensor scales of experts, which is exact in bfloat16."""
-        return quantize_steps.dequantize(ops, self.parts, self.format, self.usage, dtype)  # type: ignore[no-any-return]
-
-    def by_expert(self, stops: Sequence[int] | None = None) -> list[Operand]:
-        """Split into one operand per expert: stacked weights, or the rows of tiles that end at `stops`."""
-        if stops is None:
-            parts = [part.unbind() if part is not None and part.ndim else itertools.repeat(part) for part in self.parts]
-            planes = [Plane(*each) for each in zip(*parts, strict=False)]
-        else:
-            ends = itertools.pairwise((0, *stops))
-            rows = [quantize_steps.plane_rows(self.parts, self.format, self.usage, *each) for each in ends]
-            planes = [Plane(*(part if part is None else part.contiguous() for part in each)) for each in rows]
-        if self.expert_scale is not None:
-            # Padded to one scale every 16 bytes. Otherwise cuBLASLt copies each to an aligned address.
-            scales = torch.nn.functional.pad(self.expert_scale[:, None], (0, 3))[:, 0].unbind()
-            name = "scale_inv" if self.format.per_tensor else "global_scale_inv"
-            planes = [each._replace(**{name: scale}) for each, scale in zip(planes, scales, strict=True)]
-        return [Operand(self.format, each, self.usage) for each in planes]
-
-
-def make_operand(fmt: Format, usage: Usage, parts: Plane, scales: Tensor | None = None) -> GroupedOperand:
-    """Build an operand from planes of all experts. Their per-tensor scales are `scales`, or else those in `parts`."""
-    if not fmt.tensor_scaled:
-        return GroupedOperand(fmt, usage, parts, None)
-    one = torch.ones((), device=parts.data.device)
-    if fmt.per_tensor:
-        return GroupedOperand(fmt, usage, Plane(parts.data, one), parts.scale_inv if scales is None else scales)
-    scales = parts.global_scale_inv if scales is None else scales
-    return GroupedOperand(fmt, usage, parts._replace(global_scale_inv=one), scales)
-
-
-def stack_weights(weights: Sequence[Operand]) -> GroupedOperand:
-    parts = [None if part[0] is None else torch.stack(part) for part in zip(*(w.parts for w in weights), strict=True)]
-    return make_operand(weights[0].format, weights[0].usage, Plane(*parts))
-
-
-def quantize_tiles(
-    tiled: Tensor, spec: OperandSpec, tiles: Tiles, *, seeds: Tensor | None = None, scale: Tensor | None = None
+def quantize_experts(
+    x: Tensor, spec: OperandSpec, tiles: Tiles, *, seeds: Tensor | None = None, scale: Tensor | None = None
 ) -> tuple[dict[Usage, GroupedOperand], Tensor | None]:
-    """Quantize tiles `[tiles, unit, columns]`, with one per-tensor scale per expert.
+    """Quantize the rows of x `[T, K]` into padded rows, with the scales of each expert.
 
     For stochastic rounding `seeds` are int32 `[E, 2]`: a uint64 per expert as two words, low word first. Under delayed
     scaling `scale` is fp32 `[E]`, and the second result is the amax of each expert, fp32 `[E]`.
     """
     fmt, usage = spec.format, spec.usage
-    found: list[Tensor] = []
+    if not quantize_rows.takes_rows(fmt):
+        return _quantize_tiles(tiles.scatter(x), spec, tiles, seeds), None
+    if usage is Usage.COLUMNWISE:
+        spec = spec._replace(usage=Usage.BOTH)
+    planes, amax = quantize_rows.quantize_rows(ops, x.contiguous(), spec, tiles.rows, tiles.stops, scale=scale)
+    return {each: GroupedOperand(fmt, each, planes[each]) for each in usage.planes}, amax
+
+
+def _quantize_tiles(
+    tiled: Tensor, spec: OperandSpec, tiles: Tiles, seeds: Tensor | None
+) -> dict[Usage, GroupedOperand]:
+    """Quantize tiles `[tiles, unit, columns]`, in blocks."""
+    fmt, usage, experts = spec.format, spec.usage, tiles.stops.shape[0]
+    of_tiles = tiles.experts()
+
+    def to_tiles(of_experts: Tensor) -> Tensor:
+        return of_experts.index_select(0, of_tiles.clamp(max=experts - 1))
 
     def merged(amax: Tensor) -> Tensor:
         if amax.ndim > 1:  # Amaxes per row need no reduction.
             return amax
-        found.append(tiles.max_by_expert(amax))
-        return tiles.to_tiles(found[-1])
+        # The maximum is over integers, so it is exact and keeps NaN.
+        table = torch.zeros(experts + 1, dtype=torch.int32, device=amax.device)
+        table.scatter_reduce_(0, of_tiles, amax.contiguous().view(torch.int32), "amax")
+        return to_tiles(table[:-1].view(torch.float32))
 
     # Ops take all tiles as one matrix. An op with a global scale has one per matrix, so there each tile is a matrix.
-    is_batched = fmt.tensor_scaled and not fmt.per_tensor
-    over = _BatchedOps() if is_batched else ops
+    over = BatchedOps() if fmt.tensor_scaled else ops
     computed = usage
     if fmt.transposes and fmt.stochastic:
         computed = Usage.ROWWISE  # The columnwise plane is the transposed rowwise plane, as for a matrix.
     draws, seeds = None, spec.seed_of(seeds, xor_words)
     if seeds is not None:
-        tile = Box(tuple(tiled.shape[1:]), (tiles.first, 0), tuple(tiled.shape[1:]))
+        begin = torch.arange(0, tiles.rows.shape[0], tiles.unit, device=tiled.device)
+        tile = Box(tuple(tiled.shape[1:]), (begin - to_tiles(tiles.starts()), 0), tuple(tiled.shape[1:]))
         # A uint64 is two int32 words, low word first.
-        draws = tile.draws(tiles.to_tiles(seeds).contiguous(), lambda first: first.view(torch.int32).view(-1, 2))
-    amax = None
-    if fmt.tensor_scaled and not fmt.rotates(computed):
-        amax = ops.amax_tensor(tiled, lead=1)
-    given: dict[str, Any] = {"scale": None if scale is None else tiles.to_tiles(scale), "draws": draws, "amax": amax}
-    planes, _ = quantize_operand(over, tiled, spec._replace(usage=computed), **given, reduce_max=merged)
+        draws = tile.draws(to_tiles(seeds).contiguous(), lambda first: first.view(torch.int32).view(-1, 2))
+    amax = ops.amax_tensor(tiled, lead=1) if fmt.tensor_scaled and not fmt.rotates(computed) else None
+    spec = spec._replace(usage=computed)
+    planes, _ = quantize_operand(over, tiled, spec, draws=draws, amax=amax, reduce_max=merged)
     sides = {}
     for each, parts in planes.items():
-        of_tiles = parts.scale_inv if fmt.per_tensor else parts.global_scale_inv
-        scales = None if of_tiles is None else of_tiles.index_select(0, tiles.starts // tiles.unit)
-        matrices = Plane(*(_as_matrix(part, fmt, each, is_batched) for part in parts))
-        sides[each] = make_operand(fmt, each, matrices, scales)
+        matrices = Plane(*(_as_matrix(part, fmt, each) for part in parts))
+        if fmt.tensor_scaled:
+            scales = parts.global_scale_inv.index_select(0, tiles.starts() // tiles.unit)
+            matrices = matrices._replace(global_scale_inv=scales)
+        sides[each] = GroupedOperand(fmt, each, matrices)
     if computed is not usage:
         rowwise = sides[Usage.ROWWISE]
         parts = quantize_steps.transpose_plane(ops, rowwise.parts, fmt)
         sides[Usage.COLUMNWISE] = rowwise._replace(usage=Usage.COLUMNWISE, parts=parts)
-    return {each: sides[each] for each in usage.planes}, found[-1] if scale is not None else None
+    return {each: sides[each] for each in usage.planes}
 
 
-class _BatchedOps:
-    """`ops` that treat the first axis as a batch of matrices instead of as rows."""
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        op = getattr(ops, name)
-        return lambda *operands, outer=0, **attributes: op(*operands, **attributes)
-
-
-def _as_matrix(part: Tensor | None, fmt: Format, usage: Usage, is_batched: bool) -> Tensor | None:
+def _as_matrix(part: Tensor | None, fmt: Format, usage: Usage) -> Tensor | None:
     if part is None or part.ndim < 2:
         return part
     if part.ndim == 2:
         return part.flatten()
     if not is_transposed(fmt, usage):
         return part.flatten(0, 1)
-    return (part.transpose(0, 1).contiguous() if is_batched else part).flatten(1)
-
-
-def row_product(
-    x: GroupedOperand,
-    w: GroupedOperand | Sequence[Operand],
-    contracted: Usage,
-    tiles: Tiles,
-    stops: Sequence[int] | None,
-    columns: int,
-    dtype: torch.dtype,
-    *,
-    fast: bool,
-) -> Tensor:
-    """Multiply each row by the weight of its expert: `[rows of tiles, columns]`, where padding rows are undefined.
-
-    `x` is a rowwise plane of the tiles. The product contracts K of the weights if `contracted` is `ROWWISE`, N if it is
-    `COLUMNWISE`. `w` is the plane that it reads, or the plane to transpose for it. If the host knows `stops`, for each
-    expert the end of its rows in the tiles, each expert is a GEMM call of its own, and `w` may be one operand per
-    expert, which avoids stacking them. Else there is one grouped call. `fast` is as for `matmul`.
-    """
-    needs_transpose = isinstance(w, GroupedOperand) and w.usage is not contracted and w.format.per_tensor
-    if isinstance(w, GroupedOperand) and needs_transpose and (stops is not None or _grouped_codes(x, w, dtype)):
-        w = w._replace(usage=contracted, parts=w.parts._replace(data=ops.transpose(w.parts.data, batch=1)))
-    if stops is not None:
-        y = torch.empty((x.parts.data.shape[0], columns), dtype=dtype, device=x.parts.data.device)
-        weights = w.by_expert() if isinstance(w, GroupedOperand) else w
-        for rows, weight, start, stop in zip(x.by_expert(stops), weights, (0, *stops[:-1]), stops, strict=True):
-            if weight.usage is not contracted:
-                weight = Operand(weight.format, transpose(weight.parts, weight.format), contracted)
-            matmul_into(rows, weight, y[start:stop], fast=fast)
-        return y
-    assert isinstance(w, GroupedOperand)
-    ends = tiles.stops.to(torch.int32)
-    if _grouped_codes(x, w, dtype):
-        (a, b), of_x, of_w = _codes(x, w), cast(Tensor, x.expert_scale), cast(Tensor, w.expert_scale)
-        of_columns = of_w[:, None].expand(-1, b.shape[1]).contiguous()
-        return torch._scaled_grouped_mm(
-            a, b.transpose(1, 2), tiles.to_rows(of_x), of_columns, ends, out_dtype=dtype, use_fast_accum=fast
-        )
-    a, b = x.values(torch.bfloat16), w.values(torch.bfloat16)
-    # Weights are stored as [E, N, K] or transposed. `_grouped_mm` contracts their second axis.
-    contracts_last = contracted is Usage.ROWWISE or (w.usage is contracted and is_transposed(w.format, w.usage))
-    y = torch._grouped_mm(a, b.transpose(1, 2) if contracts_last else b, offs=ends)
-    if (scale := _product_scale(x, w)) is not None:
-        y.mul_(tiles.to_rows(scale)[:, None])
-    return y.to(dtype)
-
-
-def expert_products(
-    dy: GroupedOperand,
-    x: GroupedOperand,
-    tiles: Tiles,
-    stops: Sequence[int] | None,
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-) -> Tensor:
-    """Compute all weight gradients, `[E, N, K]`, from columnwise planes of tiles. Arguments as in `row_product`."""
-    if stops is not None:
-        dw = torch.empty(shape, dtype=dtype, device=dy.parts.data.device)
-        for of_dy, of_x, out in zip(dy.by_expert(stops), x.by_expert(stops), dw, strict=True):
-            matmul_into(of_dy, of_x, out)
-        return dw
-    ends = tiles.stops.to(torch.int32)
-    if _grouped_codes(dy, x, dtype):
-        (a, b), scales = _codes(dy, x), (cast(Tensor, dy.expert_scale), cast(Tensor, x.expert_scale))
-        of_rows, of_columns = (of.repeat_interleave(size) for of, size in zip(scales, shape[1:], strict=True))
-        return torch._scaled_grouped_mm(a, b.t(), of_rows, of_columns, ends, out_dtype=dtype)
-    a, b = (
-        side.values(torch.bfloat16) if is_transposed(side.format, side.usage) else side.values(torch.bfloat16).t()
-        for side in (dy, x)
-    )
-    dw = torch._grouped_mm(a, b.t(), offs=ends)
-    if (scale := _product_scale(dy, x)) is not None:
-        dw.mul_(scale[:, None, None])
-    return dw.to(dtype)
-
-
-def _product_scale(a: GroupedOperand, b: GroupedOperand) -> Tensor | None:
-    if a.expert_scale is None or b.expert_scale is None:
-        return b.expert_scale if a.expert_scale is None else a.expert_scale
-    return a.expert_scale * b.expert_scale
-
-
-def _grouped_codes(a: GroupedOperand, b: GroupedOperand, dtype: torch.dtype) -> bool:
-    """Return True if `torch._scaled_grouped_mm` takes these codes: E4M3 on Hopper, with a bfloat16 result."""
-    device = a.parts.data.device
-    return (
-        multiplies_codes(a.format, b.format)
-        and {a.format.element.name, b.format.element.name} == {E4M3.name}
-        and dtype == torch.bfloat16
-        and device.type == "cuda"
-        and torch.cuda.get_device_capability(device) == (9, 0)
-    )
-
-
-def _codes(*sides: GroupedOperand) -> list[Tensor]:
-    return [side.parts.data.view(torch.float8_e4m3fn) for side in sides]
+    return (part.transpose(0, 1).contiguous() if fmt.tensor_scaled else part).flatten(1)
