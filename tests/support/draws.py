@@ -42,6 +42,7 @@ NUMBERS = {
     "a_rows": (1, 1, 2, 128),
     "b_rows": (1, 3, 32, 128),
     "cols": (1, 7, 16, 32, 128, 1000),
+    "block_cols": (1, 6, 16, 32, 32, 128, 128, 256),
     "workspace": (0,),
     "tiles": (1400, 1500),
     "tokens": (0, 1, 40, 300),
@@ -346,9 +347,10 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     if name == "labels":
         return _labels(call, shape, rng).view(dtype)
     if name == "sizes":
-        return (
-            rng.choice([0, 0, 0, 1, 3, 17, 40, *rng.choice([0, -1, 2**31 - 1], 2)], shape).astype(np.int32).view(dtype)
-        )
+        some = [0, 0, 0, 1, 3, 17, 40, *rng.choice([0, -1, 2**31 - 1], 2)]
+        return rng.choice(some, shape).astype(np.int32).view(dtype)
+    if name in ("rows", "stops"):
+        return _padded_rows(call, name, shape, rng).view(dtype)
     if call.spec.name == "adam":
         return _adam_values(call, name, shape, dtype, rng, i)
     if name == "hyper":
@@ -419,6 +421,21 @@ def _labels(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
     here = first + rng.integers(-1, columns + 2, shape)
     others = rng.choice([call.options.get("ignore_index", 0), -1, -(2**31), 2**31 - 1], shape)
     return np.where(rng.integers(0, 5, shape) > 0, np.clip(here, -(2**31), 2**31 - 1), others).astype(np.int32)
+
+
+def _padded_rows(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    """Return rows of x with padding between, or stops of experts; also numbers that lead outside, in any order."""
+    named = [operand.name for operand in call.spec.inputs]
+    rows, padded = (call.tensors[named.index(other)][0][0][0] for other in ("x", "rows"))
+    outside = [-1, -(2**31), 2**31 - 1]
+    if name == "rows":
+        own = rng.permutation(np.resize(np.arange(rows + 1), shape))
+        return np.where(rng.integers(0, 8, shape) > 0, own, rng.choice(outside, shape)).astype(np.int32)
+    unit = int(rng.choice([1, 8, 16, 128]))
+    stops = np.minimum(np.sort(rng.integers(0, padded // unit + 2, shape)) * unit, padded)
+    if not rng.integers(4):
+        stops = rng.choice([*outside, 0, padded, padded // 3, padded // 2], shape)
+    return stops.astype(np.int32)
 
 
 def _adam_values(call: Call, name: str, shape: Shape, dtype: str, rng: np.random.Generator, i: int) -> np.ndarray:
