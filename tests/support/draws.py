@@ -344,6 +344,8 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     name, count, seed = operand.name, math.prod(shape), int(rng.integers(2**31))
     if name in ("starts", "seeds", "seed", "first"):
         return _words(call, name, shape, rng).view(dtype)
+    if name == "stops":
+        return _stops(call, shape, rng).view(dtype)
     if name == "labels":
         return _labels(call, shape, rng).view(dtype)
     if name == "sizes":
@@ -413,6 +415,17 @@ def _words(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.
         down = np.arange(len(numbers), dtype=np.uint64) * np.uint64(call.options["row_step"] if name == "first" else 0)
         numbers = numbers[:1] + down.reshape(-1, *(1,) * (numbers.ndim - 1))
     return np.ascontiguousarray(numbers[..., None]).view(np.uint32).reshape(shape)
+
+
+def _stops(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    """Return where the rows of experts end: multiples of the contracted blocks, or any numbers, also beyond the rows."""
+    rows = call.tensors[0][0][0][1 if call.spec.name.endswith("_k") else 0]
+    stops = np.sort(rng.integers(0, rows + 1, shape))
+    if rng.integers(2):
+        unit = call.options.get("cols", 1)
+        return (stops // unit * unit).astype(np.int32)
+    others = rng.choice([-(2**31), -1, 0, rows, rows + 1, 2**31 - 1], shape)
+    return np.where(rng.integers(0, 3, shape) > 0, stops, others).astype(np.int32)
 
 
 def _labels(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
