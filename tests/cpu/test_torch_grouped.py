@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from qshard.formats import Usage
 from qshard.recipes import CurrentScaling, Role
 from qshard.torch_bridge import GroupedLinear, Linear, convert, grouped_linear, update_scales
+from qshard.torch_bridge._nn import expert_fallback, expert_products
 from qshard.torch_bridge._nn import expert_tiles as tiles
 from qshard.torch_bridge._nn import grouped_linear as grouped
 from qshard.torch_bridge._nn.operands import LayerQuantizer, operand_spec
@@ -64,9 +65,11 @@ def looped(layer, x, dy, rows=ROWS):
     return y, dx, [expert.weight.grad for expert in layer.experts]
 
 
-@pytest.fixture(params=["a call for each", "one call"])
+@pytest.fixture(params=["ops", "a call for each", "one call"])
 def way(request, monkeypatch):
-    """Of products: as where the host knows the sizes, or on a GPU where it does not."""
+    """Products: by ops; or without a cuBLASLt of grouped products, for sizes on the host or on the device."""
+    if request.param != "ops":
+        monkeypatch.setattr(expert_products, "grouped_runs_on", lambda *_: False)
     if request.param == "one call":
         known = grouped._checked_sizes
         monkeypatch.setattr(grouped, "_checked_sizes", lambda *given: known(*given) and None)
@@ -111,13 +114,14 @@ def test_codes_are_those_of_each_expert_alone(name, role):
     torch.manual_seed(1)
     x = torch.randn(M, K) * torch.logspace(-3, 3, M)[:, None]
     x[2, 3], x[60, 1] = torch.inf, torch.nan
-    where = tiles.tiles_of(recipe, M, torch.tensor(SIZES))
+    where, fits = tiles.tiles_of(recipe, M, torch.tensor(SIZES))
+    assert fits.item() == 1
     scale, given = None, ()
     if recipe.stateful:
         scale = torch.tensor([0.0, 1.0, 2.0, 0.0, 4.0, 0.5])
     spec = operand_spec(recipe, role, Usage.BOTH)
-    made, amaxes = tiles.quantize_tiles(where.scatter(x), spec, where, seeds=seeds, scale=scale)
-    of_experts = {usage: side.by_expert(where.stops.tolist()) for usage, side in made.items()}
+    made, amaxes = tiles.quantize_experts(x, spec, where, seeds=seeds, scale=scale)
+    of_experts = {usage: expert_fallback._of_experts(side, where.stops.tolist()) for usage, side in made.items()}
     for expert, own in enumerate(ROWS):
         if own.start == own.stop:
             continue
@@ -192,18 +196,27 @@ def test_what_may_not_change_bits(name, way):
     assert torch.equal(mine.grad, dx)
 
 
-@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8", "MXFP4"])
-def test_launches_do_not_grow_with_experts(name, monkeypatch):
-    monkeypatch.setattr("qshard.torch_bridge._nn.grouped_linear._stops", lambda how, tiles: None)
+@pytest.mark.parametrize("as_list", [False, True], ids=["one tensor", "list"])
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8", "MXFP4", "NVFP4"])
+def test_launches_do_not_grow_with_experts(name, as_list):
+    """Of qshard and of torch, in forward and backward. They are few for the recipes with ops for padded rows."""
     counts = []
     for experts in (2, 16):
-        layer = GroupedLinear(experts, 128, 128, recipe=name)
+        w = torch.randn(experts, 128, 128)
+        weights = [one.clone().requires_grad_() for one in w] if as_list else [w.requires_grad_()]
         x = torch.randn(64, 128, requires_grad=True)
-        sizes = torch.full((experts,), 64 // experts)
+        sizes, seeds = torch.full((experts,), 64 // experts), torch.zeros(experts, 2, dtype=torch.int32)
+        how = {"seeds": seeds} if name == "NVFP4" else {}
         with Wire() as wire:
-            layer(x, sizes).sum().backward()
-        counts.append(sum(launch.startswith("qshard") for launch in wire.launches))
-    assert counts[0] == counts[1]
+            if as_list:
+                y = grouped_linear(x, weights, sizes, name, **how)
+            else:
+                y = grouped_linear(x, weights[0], sizes, name, weight_layout="NK", **how)
+            torch.autograd.grad(y, [x, *weights], torch.ones_like(y))
+        counts.append(wire.launches)
+    assert len(counts[0]) == len(counts[1]), counts
+    if not as_list and name in ("CurrentScaling", "BlockScaling"):
+        assert len(counts[0]) <= 18, counts[0]
 
 
 def test_compiled():

@@ -100,6 +100,14 @@ def expert_products(
     return dw.to(dtype)
 
 
+def sums_by_expert(grad: Tensor, tiles: Tiles) -> Tensor:
+    """Compute `expert_products.sums_by_expert`."""
+    row = torch.arange(grad.shape[0], dtype=torch.int32, device=grad.device)
+    experts = torch.arange(tiles.ends.shape[0], device=grad.device)
+    is_of = torch.searchsorted(tiles.ends, row, right=True) == experts[:, None]
+    return torch.mm(is_of.to(grad.dtype), grad)
+
+
 def _of_experts(side: GroupedOperand, stops: Sequence[int] | None = None) -> list[Operand]:
     """Split into one operand per expert: stacked weights, or the padded rows that end at `stops`."""
     parts, scale = side.parts, side.expert_scale

@@ -13,6 +13,7 @@ from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.layout import is_transposed
 from qshard.torch_bridge._ops.bind import ops
+from qshard.torch_bridge._ops.eager import are_plain
 from qshard.torch_bridge._quantized.gemm import Operand
 
 
@@ -45,22 +46,21 @@ class GroupedOperand(NamedTuple):
 
 
 def stack_weights(weights: Sequence[Operand]) -> GroupedOperand:
-    """Stack the planes of all weights as `[E, ...]`: a view if they lie one after the other in one storage."""
-    parts = zip(*(w.parts for w in weights), strict=True)
-    return GroupedOperand(weights[0].format, weights[0].usage, Plane(*map(_stack, parts)))
+    """Stack the planes of all weights as `[E, ...]`."""
+    parts = [None if part[0] is None else stack_tensors(part) for part in zip(*(w.parts for w in weights), strict=True)]
+    return GroupedOperand(weights[0].format, weights[0].usage, Plane(*parts))
 
 
-def _stack(parts: Sequence[Tensor | None]) -> Tensor | None:
-    first, *others = parts
-    if first is None:
-        return None
-    step, storage = first.numel(), first.untyped_storage().data_ptr()
-    tensors: list[Tensor] = [first, *(part for part in others if part is not None)]
-    for i, part in enumerate(tensors):
-        is_next = part.storage_offset() == first.storage_offset() + i * step
-        if not is_next or not part.is_contiguous() or part.untyped_storage().data_ptr() != storage:
-            return torch.stack(tensors)
-    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    """Stack tensors: a view if they lie one after the other in one storage, as codes in a unit of ZeRO, else a copy."""
+    first = tensors[0]
+    if not are_plain(*tensors) or not all(tensor.is_contiguous() for tensor in tensors):
+        return torch.stack([*tensors])
+    size, begin, storage = first.numel(), first.storage_offset(), first.untyped_storage().data_ptr()
+    for i, tensor in enumerate(tensors):
+        if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != begin + i * size:
+            return torch.stack([*tensors])
+    return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
 
 
 def contracts_last_axis(w: GroupedOperand, contracted: Usage) -> bool:

@@ -7,6 +7,7 @@ values in bfloat16 (float32 on a CPU). Without such a cuBLASLt, `expert_fallback
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -37,6 +38,13 @@ def multiplies_codes(a: Format, b: Format, device: torch.device) -> bool:
     return kind is not None and grouped_runs_on(kind, device)
 
 
+def host_stops(sizes: Sequence[int] | None, unit: int) -> tuple[int, ...] | None:
+    """Return the stops of padded rows, if the host knows the group sizes."""
+    if sizes is None:
+        return None
+    return tuple(itertools.accumulate(max(1, -(-size // unit)) * unit for size in sizes))
+
+
 def row_product(
     x: GroupedOperand,
     w: GroupedOperand | Sequence[Operand],
@@ -61,7 +69,7 @@ def row_product(
     experts = tiles.stops.shape[0]
     if kind is not None and _takes(kind, sizes, tiles.unit, device):
         w = _contracting(w if isinstance(w, GroupedOperand) else stack_weights(w), contracted)
-        size = 0 if device.type == "cpu" else gemm_dispatch.grouped_workspace_size(experts, sizes, x.format, w_format)
+        size = _workspace(device, experts, sizes, x.format, w_format)
         y: Tensor = gemm_dispatch.multiply_grouped(
             ops, x.parts, x.format, w.parts, w_format, tiles.stops, dtype=dtype, fast=fast, workspace=size
         )
@@ -71,7 +79,7 @@ def row_product(
     w = w if isinstance(w, GroupedOperand) else stack_weights(w)
     # Weights are stored as [E, N, K] or transposed.
     layout: Literal["nt", "nn"] = "nt" if contracts_last_axis(w, contracted) else "nn"
-    size = 0 if device.type == "cpu" else gemm_dispatch.grouped_workspace_size(experts, sizes)
+    size = _workspace(device, experts, sizes)
     kinds = _value_dtypes(device, dtype)
     y = gemm_dispatch.multiply_grouped_values(
         ops, x.values(kinds[0]), w.values(kinds[0]), tiles.stops, layout=layout, dtype=kinds[1], workspace=size
@@ -96,32 +104,36 @@ def expert_products(
     device, sizes = dy.parts.data.device, (*shape[1:], tiles.rows.shape[0])
     kind, experts = gemm_dispatch.grouped_kind_of(dy.format, x.format, by_k=True), shape[0]
     if kind is not None and _takes(kind, sizes, tiles.unit, device, by_k=True):
-        size = gemm_dispatch.grouped_workspace_size(experts, sizes, dy.format, x.format, by_k=True)
+        size = _workspace(device, experts, sizes, dy.format, x.format, by_k=True)
         dw: Tensor = gemm_dispatch.multiply_grouped_k(
-            ops,
-            dy.parts,
-            dy.format,
-            x.parts,
-            x.format,
-            tiles.stops,
-            dtype=dtype,
-            workspace=0 if device.type == "cpu" else size,
+            ops, dy.parts, dy.format, x.parts, x.format, tiles.stops, dtype=dtype, workspace=size
         )
         return dw
     if not _takes("values", sizes, tiles.unit, device, by_k=True):
         return expert_fallback.expert_products(dy, x, tiles, host_stops, shape, dtype)
-    size = 0 if device.type == "cpu" else gemm_dispatch.grouped_workspace_size(experts, sizes, by_k=True)
+    size = _workspace(device, experts, sizes, by_k=True)
     kinds = _value_dtypes(device, dtype)
     a, b = (
         side.values(kinds[0]).t().contiguous() if is_transposed(side.format, side.usage) else side.values(kinds[0])
         for side in (dy, x)
     )
-    dw = gemm_dispatch.multiply_grouped_values(
-        ops, a, b, tiles.stops, layout="tn", dtype=kinds[1], workspace=size
-    )
+    dw = gemm_dispatch.multiply_grouped_values(ops, a, b, tiles.stops, layout="tn", dtype=kinds[1], workspace=size)
     if (scale := product_scale(dy, x)) is not None:
         dw.mul_(scale[:, None, None])
     return dw.to(dtype)
+
+
+def sums_by_expert(grad: Tensor, tiles: Tiles) -> Tensor:
+    """Sum the rows of each expert, `[T, N]` to `[E, N]`, in float32: a product that contracts rows with ones."""
+    device, experts = grad.device, tiles.ends.shape[0]
+    sizes = (gemm_dispatch.UNIT, grad.shape[1], grad.shape[0])
+    if (device.type != "cpu" and grad.dtype == torch.float32) or not _takes("values", sizes, 1, device, by_k=True):
+        return expert_fallback.sums_by_expert(grad, tiles)
+    ones, size = grad.new_ones((grad.shape[0], sizes[0])), _workspace(device, experts, sizes, by_k=True)
+    sums: Tensor = gemm_dispatch.multiply_grouped_values(
+        ops, ones, grad.contiguous(), tiles.ends, layout="tn", dtype=torch.float32, workspace=size
+    )
+    return sums[:, 0]
 
 
 def _contracting(w: GroupedOperand, contracted: Usage) -> GroupedOperand:
@@ -141,3 +153,15 @@ def _value_dtypes(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype
     if device.type == "cpu":
         return torch.float32, torch.float32
     return torch.bfloat16, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def _workspace(
+    device: torch.device,
+    experts: int,
+    sizes: Sizes,
+    a: Format | None = None,
+    b: Format | None = None,
+    *,
+    by_k: bool = False,
+) -> int:
+    return 0 if device.type == "cpu" else gemm_dispatch.grouped_workspace_size(experts, sizes, a, b, by_k=by_k)

@@ -73,6 +73,11 @@ class Tiles(NamedTuple):
         factors = torch.nn.functional.pad(of_experts, (0, 1), value=1.0).index_select(0, self.experts())
         y.view(self.number, self.unit, y.shape[1]).mul_(factors[:, None, None])
 
+    def add_to_rows(self, y: Tensor, of_experts: Tensor) -> None:
+        """Add a row `[E, columns]` to the padded rows of each expert, in place. Unused rows stay."""
+        rows = torch.nn.functional.pad(of_experts.to(y.dtype), (0, 0, 0, 1)).index_select(0, self.experts())
+        y.view(self.number, self.unit, y.shape[1]).add_(rows[:, None])
+
     def starts(self) -> Tensor:
         """Return the first padded row of each expert."""
         return torch.nn.functional.pad(self.stops[:-1], (1, 0))
