@@ -52,7 +52,7 @@ NUMBERS = {
     "ignore_index": (-100, -1, 2),
 }
 FEW_PARTS = (0, 1, 2, 7)
-"""Part counts of cross entropy; small, because the reference loops over parts."""
+"""Counts of parts of cross entropy and of experts of products; small, because the reference loops over them."""
 IN_ANY_ORDER = tuple(name for name in SPECS if name.startswith("gemm"))
 """Ops whose order of summation depends on hardware: only CPU results are bit-exact."""
 MOST = 2**16
@@ -182,7 +182,7 @@ class _Draw:
         for operand in self.spec.inputs:
             shape = self._shape(operand, prefix)
             made.tensors.append([(shape, self._dtype(operand, made.tensors))])
-        if any(math.prod(shape) > max(MOST, (self.only or 0) ** 2) for ((shape, _),) in made.tensors):
+        if any(math.prod(shape) > max(MOST, 2 * (self.only or 0) ** 2) for ((shape, _),) in made.tensors):
             return None
         if self.sizes.get("length") == 0:  # The amax history of delayed scaling has at least one entry.
             return None
@@ -229,6 +229,8 @@ class _Draw:
             return major * run
         if major not in self.sizes:
             length = self.rng.choice(FEW_PARTS) if major == "parts" else self._length()
+            if major == "e" and self.spec.name.startswith("gemm"):
+                length = 2 if self.only else self.rng.choice(FEW_PARTS)
             if self.rng.random() < 0.5:  # Partial blocks at the edge, which some ops reject.
                 length = -(-length // run) * run
             self.sizes[major] = -(-length // run)
@@ -418,7 +420,7 @@ def _words(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.
 
 
 def _stops(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
-    """Return where the rows of experts end: multiples of the contracted blocks, or any numbers, also beyond the rows."""
+    """Return where the rows of experts end: multiples of contracted blocks, or any numbers, also beyond the rows."""
     rows = call.tensors[0][0][0][1 if call.spec.name.endswith("_k") else 0]
     stops = np.sort(rng.integers(0, rows + 1, shape))
     if rng.integers(2):
