@@ -5,7 +5,6 @@ sums is of no matter, and results are compared bit for bit.
 """
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -35,12 +34,14 @@ def exact(*shape, seed=0):
     return ((2 * signs - 1) * numbers).float()
 
 
-def layer_of(recipe, device="cpu", n=N, k=K):
+def layer_of(recipe, device="cpu", n=N, k=K, bias=False):
     torch.manual_seed(0)
-    layer = GroupedLinear(E, k, n, recipe=recipe, device=device)
+    layer = GroupedLinear(E, k, n, recipe=recipe, device=device, bias=bias)
     with torch.no_grad():
         for i, expert in enumerate(layer.experts):
             expert.weight.copy_(exact(n, k, seed=10 + i))
+            if bias:
+                expert.bias.copy_(exact(n, seed=20 + i))
     return layer
 
 
@@ -157,6 +158,29 @@ def test_sizes(sizes, name, way):
     assert not y[ends[-1] :].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
+def test_biases(name, dtype, way):
+    """Each expert's, not in rows after the last group; the gradient of an expert without rows is zeros."""
+    layer = layer_of(RECIPES[name], bias=True).to(dtype)
+    alone, x, dy = copy.deepcopy(layer), exact(M, K).to(dtype), exact(M, N, seed=2).to(dtype)
+    (y, dx, _), (want_y, want_dx, _) = step(layer, x, dy), looped(alone, x, dy)
+    for got, want in ((y, want_y), (dx, want_dx)):
+        assert torch.allclose(got.float(), want.float(), rtol=2**-6, atol=2**-6 * want.abs().max().item())
+    for got, want, own in zip(layer.experts, alone.experts, ROWS, strict=True):
+        assert got.bias.grad.dtype == dtype
+        if own.start == own.stop:
+            assert not got.bias.grad.any()
+        else:  # Integers: their sums are exact in float32.
+            assert torch.equal(got.bias.grad, dy[own].float().sum(0).to(dtype))
+            assert torch.equal(want.bias.grad.float(), got.bias.grad.float()) or dtype != torch.float32
+    assert not y[ENDS[-1] :].any()
+    bias = torch.zeros(E, N, requires_grad=True)
+    y = grouped_linear(x.float(), torch.ones(E, N, K), torch.tensor(SIZES), name, weight_layout="NK", bias=bias)
+    (of_bias,) = torch.autograd.grad(y, [bias], dy.float())  # Nothing else requires a gradient.
+    assert torch.equal(of_bias, torch.stack([dy[own].float().sum(0) for own in ROWS]))
+
+
 def test_no_rows_at_all():
     layer = layer_of(CurrentScaling())
     x = torch.zeros(0, K, requires_grad=True)
@@ -219,16 +243,22 @@ def test_launches_do_not_grow_with_experts(name, as_list):
         assert len(counts[0]) <= 18, counts[0]
 
 
-def test_compiled():
-    # What dynamo asks of results between graphs.
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "DelayedScaling", "MXFP8", "NVFP4"])
+def test_compiled_without_a_break(name):
+    """Sizes are data of the graph: others need no new graph, and sizes that do not fit raise."""
     torch._dynamo.reset()
-    layer, x, dy = layer_of(CurrentScaling()), torch.randn(M, K), torch.randn(M, N)
-    expected = step(layer, x, dy)
-    layer.zero_grad()
-    got = step(layer, x, dy, call=torch.compile(layer, backend="aot_eager"))
-    for a, b in zip((*got[:2], *got[2]), (*expected[:2], *expected[2]), strict=True):
-        assert torch.equal(a, b)
+    layer, x, dy = layer_of(RECIPES[name], bias=True), exact(M, K), exact(M, N, seed=2)
+    compiled, eager = torch.compile(layer, backend="aot_eager", fullgraph=True), copy.deepcopy(layer)
+    for sizes in (SIZES, SIZES[::-1]):
+        expected, got = step(eager, x, dy, sizes), step(layer, x, dy, sizes, call=compiled)
+        for a, b in zip((*got[:2], *got[2]), (*expected[:2], *expected[2]), strict=True):
+            assert torch.equal(a, b)
+    if name == "CurrentScaling":
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            compiled(x.requires_grad_(), torch.tensor((M, *SIZES[1:])[:E]) * 0)
+            with pytest.raises(RuntimeError, match="group_sizes are negative or exceed the rows of x"):
+                compiled(x, torch.tensor([M, 1, 0, 0, 0, 0]))
 
 
 def test_layers_that_are_there():
@@ -240,7 +270,7 @@ def test_layers_that_are_there():
     x = torch.randn(M, K)
     assert torch.allclose(layer(x, torch.tensor(SIZES))[: SIZES[0]], layers[0](x[: SIZES[0]]), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"GroupedLinear\.of: layers \(of type list\) are not converted Linear"):
-        GroupedLinear.of([convert(torch.nn.Linear(K, N), "MXFP8")])
+        GroupedLinear.of([convert(torch.nn.Linear(K, N, bias=bias), "MXFP8") for bias in (True, False)])
 
 
 WRONG = [
@@ -267,8 +297,10 @@ WRONG = [
     ),
     ({"weights": []}, ValueError, r"weights \(none\) do not fit x"),
     ({"weights": [torch.ones(N, K), torch.ones(N, 2 * K)]}, ValueError, r"weights \(64, 96\), \(64, 192\) do not fit"),
-    ({"weights": 2}, TypeError, r"weights \(2\) are not tensors; pass one \[E, N, K\]"),
+    ({"weights": 2}, TypeError, r"weights \(2\) are not tensors of values or a list; pass"),
     ({"weights": [torch.ones(48, K)] * E, "recipe": "MXFP8"}, ValueError, r"weights \(48, 96\) is not a whole number"),
+    ({"bias": 2}, TypeError, r"grouped_linear: bias \(2\) is not a torch\.Tensor or None"),
+    ({"bias": torch.ones(N)}, ValueError, r"bias \(64,\) does not fit 6 experts with weights of 64 rows; pass bias as"),
     ({"recipe": "NVFP4"}, ValueError, r"grouped_linear: NVFP4 uses stochastic rounding and needs `seeds` as int32 \(6"),
     ({"recipe": "NVFP4", "seeds": torch.zeros(6, 2)}, ValueError, "grouped_linear: NVFP4 uses stochastic rounding and"),
     (
@@ -286,6 +318,6 @@ WRONG = [
 def test_what_is_refused(wrong, kind, text):
     given = {"x": torch.ones(M, K), "weights": [torch.ones(N, K)] * E, "sizes": list(SIZES), "recipe": "CurrentScaling"}
     given |= wrong
-    options = {name: given[name] for name in ("delayed", "seeds", "weight_layout") if name in given}
+    options = {name: given[name] for name in ("bias", "delayed", "seeds", "weight_layout") if name in given}
     with pytest.raises(kind, match=text):
         grouped_linear(given["x"], given["weights"], torch.tensor(given["sizes"]), given["recipe"], **options)
