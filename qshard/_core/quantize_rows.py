@@ -2,7 +2,7 @@
 
 Padded rows have the rows of each expert one after the other, and zeros up to a multiple of the tallest block. `rows`
 gives for each padded row the row of the tokens `x` `[T, K]`, or T and more for zeros. `stops` gives the end of each
-expert's padded rows. Codes are those of each expert's rows alone.
+expert's padded rows. The codes of an expert are the same as if its rows were quantized alone.
 """
 
 from __future__ import annotations
@@ -12,21 +12,12 @@ from typing import Any
 from qshard._core import quantize_steps
 from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Plane, Reduce
-from qshard.formats import Format, Usage
+from qshard.formats import Usage
+from qshard.layout import takes_rows
+
+__all__ = ["quantize_rows", "takes_rows"]
 
 Array = Any
-
-
-def takes_rows(fmt: Format) -> bool:
-    """Return whether an op quantizes a format into padded rows: FP8 with one scale, or in blocks of one row.
-
-    >>> from qshard.formats import FP8_1x128, FP8_128x128, FP8_E5M2, MXFP8_E4M3
-    >>> [takes_rows(fmt) for fmt in (FP8_E5M2, FP8_1x128, FP8_128x128, MXFP8_E4M3)]
-    [True, True, False, False]
-    """
-    if fmt.stochastic:
-        return False
-    return fmt.per_tensor or (fmt.scale_dtype == "float32" and fmt.block_shape()[0] == 1 and fmt.turns_columns)
 
 
 def quantize_rows(
@@ -48,8 +39,8 @@ def quantize_rows(
     - `scale`: fp32 `[E]`, the scales of delayed scaling.
     - `reduce_max`: max-reduction of the amaxes `[E]` over the devices that have rows of the same experts.
 
-    Returns the planes, and under delayed scaling the amax of each expert, otherwise None. The rowwise plane is `[P, K]`,
-    the columnwise plane `[K, P]`. Formats with one scale have one for each expert, `[E]`, in both planes.
+    Returns the planes, and under delayed scaling the amax of each expert, otherwise None. The rowwise plane is
+    `[P, K]`, the columnwise plane `[K, P]`. Formats with one scale have one for each expert, `[E]`, in both planes.
     """
     fmt, both = spec.format, spec.usage is Usage.BOTH
     if fmt.per_tensor:

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from qshard.formats import Usage
 from qshard.recipes import CurrentScaling, Role
 from qshard.torch_bridge import GroupedLinear, Linear, convert, grouped_linear, update_scales
-from qshard.torch_bridge._nn import expert_fallback, expert_products
-from qshard.torch_bridge._nn import expert_tiles as tiles
-from qshard.torch_bridge._nn import grouped_linear as grouped
+from qshard.torch_bridge._experts import fallback, products, tiles
+from qshard.torch_bridge._experts import grouped_linear as grouped
 from qshard.torch_bridge._nn.operands import LayerQuantizer, operand_spec
 from support.formats import MIXES, RECIPES
 from support.torch_models import Wire
@@ -70,7 +69,7 @@ def looped(layer, x, dy, rows=ROWS):
 def way(request, monkeypatch):
     """Products: by ops; or without a cuBLASLt of grouped products, for sizes on the host or on the device."""
     if request.param != "ops":
-        monkeypatch.setattr(expert_products, "grouped_runs_on", lambda *_: False)
+        monkeypatch.setattr(products, "grouped_runs_on", lambda *_: False)
     if request.param == "one call":
         known = grouped._checked_sizes
         monkeypatch.setattr(grouped, "_checked_sizes", lambda *given: known(*given) and None)
@@ -122,7 +121,7 @@ def test_codes_are_those_of_each_expert_alone(name, role):
         scale = torch.tensor([0.0, 1.0, 2.0, 0.0, 4.0, 0.5])
     spec = operand_spec(recipe, role, Usage.BOTH)
     made, amaxes = tiles.quantize_experts(x, spec, where, seeds=seeds, scale=scale)
-    of_experts = {usage: expert_fallback._of_experts(side, where.stops.tolist()) for usage, side in made.items()}
+    of_experts = {usage: fallback._of_experts(side, where.stops.tolist()) for usage, side in made.items()}
     for expert, own in enumerate(ROWS):
         if own.start == own.stop:
             continue

@@ -17,14 +17,14 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import E4M3, Usage
 from qshard.layout import is_transposed, multiplies_codes
-from qshard.torch_bridge._nn.expert_operands import (
+from qshard.torch_bridge._experts.operands import (
     BatchedOps,
     GroupedOperand,
     contracts_last_axis,
     product_scale,
     stack_weights,
 )
-from qshard.torch_bridge._nn.expert_tiles import Tiles
+from qshard.torch_bridge._experts.tiles import Tiles
 from qshard.torch_bridge._quantized.gemm import Operand, matmul_into
 from qshard.torch_bridge._quantized.plane_programs import transpose
 
@@ -40,7 +40,7 @@ def row_product(
     *,
     fast: bool,
 ) -> Tensor:
-    """Compute `expert_products.row_product`."""
+    """Compute `products.row_product`."""
     rows = x.parts.data.shape[0]
     if host_stops is not None:
         y = torch.empty((rows, columns), dtype=dtype, device=x.parts.data.device)
@@ -80,7 +80,7 @@ def expert_products(
     shape: tuple[int, int, int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Compute `expert_products.expert_products`."""
+    """Compute `products.expert_products`."""
     if host_stops is not None:
         dw = torch.empty(shape, dtype=dtype, device=dy.parts.data.device)
         for of_dy, of_x, out in zip(_of_experts(dy, host_stops), _of_experts(x, host_stops), dw, strict=True):
@@ -101,7 +101,7 @@ def expert_products(
 
 
 def sums_by_expert(grad: Tensor, tiles: Tiles) -> Tensor:
-    """Compute `expert_products.sums_by_expert`."""
+    """Compute `products.sums_by_expert`."""
     row = torch.arange(grad.shape[0], dtype=torch.int32, device=grad.device)
     experts = torch.arange(tiles.ends.shape[0], device=grad.device)
     is_of = torch.searchsorted(tiles.ends, row, right=True) == experts[:, None]

@@ -19,18 +19,18 @@ from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.layout import source
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_shape
-from qshard.torch_bridge._fsdp.scale_state import Passes
-from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._nn.expert_operands import GroupedOperand
-from qshard.torch_bridge._nn.expert_products import (
+from qshard.torch_bridge._experts.operands import GroupedOperand
+from qshard.torch_bridge._experts.products import (
     expert_products,
     host_stops,
     multiplies_codes,
     row_product,
     sums_by_expert,
 )
-from qshard.torch_bridge._nn.expert_tiles import Tiles, quantize_experts, tiles_of
-from qshard.torch_bridge._nn.expert_weights import gathered_planes, quantize_weights
+from qshard.torch_bridge._experts.tiles import Tiles, quantize_experts, tiles_of
+from qshard.torch_bridge._experts.weights import gathered_planes, quantize_weights
+from qshard.torch_bridge._fsdp.scale_state import Passes
+from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.functional import check_operand
 from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._nn.operands import operand_spec

@@ -18,7 +18,7 @@ from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Draws, Plane
 from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, Role
-from qshard.torch_bridge._nn.expert_operands import BatchedOps, GroupedOperand, stack_tensors
+from qshard.torch_bridge._experts.operands import BatchedOps, GroupedOperand, stack_tensors
 from qshard.torch_bridge._nn.operands import operand_spec, planes_of, values_of
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling

@@ -25,7 +25,7 @@ from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.layout import block_alignment, is_transposed
 from qshard.recipes import Recipe
-from qshard.torch_bridge._nn.expert_operands import BatchedOps, GroupedOperand
+from qshard.torch_bridge._experts.operands import BatchedOps, GroupedOperand
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.uint64 import xor_words
 

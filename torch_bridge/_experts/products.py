@@ -2,7 +2,7 @@
 
 `qshard.gemm_dispatch` has the rules, as for `linear`. One op multiplies all experts on a CPU, and on a GPU where
 cuBLASLt has grouped products: FP8 codes with one scale for each expert or in blocks of 128, otherwise dequantized
-values in bfloat16 (float32 on a CPU). Without such a cuBLASLt, `expert_fallback.py` multiplies.
+values in bfloat16 (float32 on a CPU). Without such a cuBLASLt, `fallback.py` multiplies.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from qshard._core import quantize_steps
 from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Kind, Sizes
 from qshard.layout import is_transposed
-from qshard.torch_bridge._nn import expert_fallback
-from qshard.torch_bridge._nn.expert_operands import (
+from qshard.torch_bridge._experts import fallback
+from qshard.torch_bridge._experts.operands import (
     BatchedOps,
     GroupedOperand,
     contracts_last_axis,
     product_scale,
     stack_weights,
 )
-from qshard.torch_bridge._nn.expert_tiles import Tiles
+from qshard.torch_bridge._experts.tiles import Tiles
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._quantized.gemm import Operand, grouped_runs_on
 
@@ -75,7 +75,7 @@ def row_product(
         )
         return y
     if not _takes("values", sizes, tiles.unit, device):
-        return expert_fallback.row_product(x, w, contracted, tiles, host_stops, columns, dtype, fast=fast)
+        return fallback.row_product(x, w, contracted, tiles, host_stops, columns, dtype, fast=fast)
     w = w if isinstance(w, GroupedOperand) else stack_weights(w)
     # Weights are stored as [E, N, K] or transposed.
     layout: Literal["nt", "nn"] = "nt" if contracts_last_axis(w, contracted) else "nn"
@@ -110,7 +110,7 @@ def expert_products(
         )
         return dw
     if not _takes("values", sizes, tiles.unit, device, by_k=True):
-        return expert_fallback.expert_products(dy, x, tiles, host_stops, shape, dtype)
+        return fallback.expert_products(dy, x, tiles, host_stops, shape, dtype)
     size = _workspace(device, experts, sizes, by_k=True)
     kinds = _value_dtypes(device, dtype)
     a, b = (
@@ -128,7 +128,7 @@ def sums_by_expert(grad: Tensor, tiles: Tiles) -> Tensor:
     device, experts = grad.device, tiles.ends.shape[0]
     sizes = (gemm_dispatch.UNIT, grad.shape[1], grad.shape[0])
     if (device.type != "cpu" and grad.dtype == torch.float32) or not _takes("values", sizes, 1, device, by_k=True):
-        return expert_fallback.sums_by_expert(grad, tiles)
+        return fallback.sums_by_expert(grad, tiles)
     ones, size = grad.new_ones((grad.shape[0], sizes[0])), _workspace(device, experts, sizes, by_k=True)
     sums: Tensor = gemm_dispatch.multiply_grouped_values(
         ops, ones, grad.contiguous(), tiles.ends, layout="tn", dtype=torch.float32, workspace=size
