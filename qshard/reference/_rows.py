@@ -34,8 +34,8 @@ def gather_rows(x: NDArray[Any], rows: ArrayLike) -> NDArray[Any]:
 def expert_of_rows(stops: ArrayLike, count: int) -> NDArray[np.int64]:
     """Return the expert of each padded row.
 
-    A row belongs to the first expert whose stop is after it. Numbers that do not increase, or lie outside, assign rows
-    by the same rule.
+    Row r belongs to the first expert e with `stops[e] > r`. Stops that decrease, or lie outside, assign rows by the
+    same rule.
 
     Args:
       stops: integers `[E]`. Expert e has the rows from `stops[e - 1]`, or 0, to `stops[e]`.

@@ -187,10 +187,12 @@ class _Draw:
         if self.sizes.get("length") == 0:  # The amax history of delayed scaling has at least one entry.
             return None
         try:
-            made.results()
+            results = made.results()
         except ValueError:
             return None
-        return made
+        # Only ops on padded rows and products have results that are larger than their operands.
+        rows = len(self.spec.inputs) > 1 and self.spec.inputs[1].name == "rows"
+        return None if rows and any(math.prod(shape) > MOST for shape, _ in results) else made
 
     def _shape(self, operand: Operand, prefix: int) -> Shape:
         shape: list[int] = []
@@ -346,6 +348,8 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     name, count, seed = operand.name, math.prod(shape), int(rng.integers(2**31))
     if name in ("starts", "seeds", "seed", "first"):
         return _words(call, name, shape, rng).view(dtype)
+    if name in ("rows", "stops") and call.spec.inputs[1].name == "rows":
+        return _padded_rows(call, name, shape, rng).view(dtype)
     if name == "stops":
         return _stops(call, shape, rng).view(dtype)
     if name == "labels":
@@ -440,8 +444,7 @@ def _labels(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
 
 def _padded_rows(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.ndarray:
     """Return rows of x with padding between, or stops of experts; also numbers that lead outside, in any order."""
-    named = [operand.name for operand in call.spec.inputs]
-    rows, padded = (call.tensors[named.index(other)][0][0][0] for other in ("x", "rows"))
+    rows, padded = (call.tensors[i][0][0][0] for i in (0, 1))  # Of x, and of `rows`.
     outside = [-1, -(2**31), 2**31 - 1]
     if name == "rows":
         own = rng.permutation(np.resize(np.arange(rows + 1), shape))
