@@ -1,4 +1,4 @@
-"""Products of experts on a GPU whose cuBLASLt has no grouped products.
+"""Products of experts on a GPU with a cuBLASLt that has no grouped products.
 
 If the host knows the group sizes, each expert is a GEMM call of its own, as in `linear`. Otherwise PyTorch multiplies
 all experts in one call: E4M3 codes with one scale on Hopper, if the result is bfloat16, else bfloat16 values.

@@ -143,9 +143,8 @@ def _contracting(w: GroupedOperand, contracted: Usage) -> GroupedOperand:
 
 
 def _takes(kind: Kind, sizes: Sizes, unit: int, device: torch.device, *, by_k: bool = False) -> bool:
-    if device.type == "cpu":
-        return grouped_runs_on(kind, device)
-    return grouped_runs_on(kind, device) and gemm_dispatch.grouped_fits(kind, sizes, unit, by_k=by_k)
+    runs: bool = grouped_runs_on(kind, device)
+    return runs and (device.type == "cpu" or gemm_dispatch.grouped_fits(kind, sizes, unit, by_k=by_k))
 
 
 def _value_dtypes(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

@@ -4,7 +4,7 @@ The rows of each expert are padded to whole tiles. A tile has as many rows (`uni
 at least 16. So blocks end where the rows of an expert end, and codes are the same as if the rows of each expert were
 quantized alone. Per-tensor formats and NVFP4 have a scale for each expert.
 
-FP8 with one scale and FP8 in 1-D blocks are quantized from x straight into padded rows (`_core/quantize_rows.py`). For
+FP8 with one scale and FP8 in 1-D blocks are quantized from x straight into padded rows (`_core/operands.py`). For
 other formats x is scattered into tiles of zeros first, and the ops that quantize one matrix quantize all tiles.
 
 The host does not know the group sizes, so there are as many tiles as any sizes could need. An expert without rows has
@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qshard._core import quantize_rows, quantize_steps
-from qshard._core.operands import OperandSpec, quantize_operand
+from qshard._core import quantize_steps
+from qshard._core.operands import OperandSpec, quantize_operand, quantize_rows
 from qshard._core.placement import Box
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
-from qshard.layout import block_alignment, is_transposed
+from qshard.layout import block_alignment, is_transposed, takes_rows
 from qshard.recipes import Recipe
 from qshard.torch_bridge._experts.operands import BatchedOps, GroupedOperand
 from qshard.torch_bridge._ops.bind import ops
@@ -104,11 +104,11 @@ def quantize_experts(
     scaling `scale` is fp32 `[E]`, and the second result is the amax of each expert, fp32 `[E]`.
     """
     fmt, usage = spec.format, spec.usage
-    if not quantize_rows.takes_rows(fmt):
+    if not takes_rows(fmt):
         return _quantize_tiles(tiles.scatter(x), spec, tiles, seeds), None
     if usage is Usage.COLUMNWISE:
         spec = spec._replace(usage=Usage.BOTH)
-    planes, amax = quantize_rows.quantize_rows(ops, x.contiguous(), spec, tiles.rows, tiles.stops, scale=scale)
+    planes, amax = quantize_rows(ops, x.contiguous(), spec, tiles.rows, tiles.stops, scale=scale)
     return {each: GroupedOperand(fmt, each, planes[each]) for each in usage.planes}, amax
 
 
@@ -148,6 +148,7 @@ def _quantize_tiles(
     for each, parts in planes.items():
         matrices = Plane(*(_as_matrix(part, fmt, each) for part in parts))
         if fmt.tensor_scaled:
+            assert parts.global_scale_inv is not None
             scales = parts.global_scale_inv.index_select(0, tiles.starts() // tiles.unit)
             matrices = matrices._replace(global_scale_inv=scales)
         sides[each] = GroupedOperand(fmt, each, matrices)
