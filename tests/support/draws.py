@@ -44,7 +44,7 @@ NUMBERS = {
     "cols": (1, 7, 16, 32, 128, 1000),
     "block_cols": (1, 6, 16, 32, 32, 128, 128, 256),
     "workspace": (0,),
-    "tiles": (1400, 1500),
+    "tiles": (4500, 4600),
     "tokens": (0, 1, 40, 300),
     "unit": (1, 16, 32),
     "classes": (1, 5, 300, 2**31 - 1),
@@ -363,9 +363,10 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     if name == "labels":
         return _labels(call, shape, rng).view(dtype)
     if name == "sizes":
-        return (
-            rng.choice([0, 0, 0, 1, 3, 17, 40, *rng.choice([0, -1, 2**31 - 1], 2)], shape).astype(np.int32).view(dtype)
-        )
+        some = [0, 0, 0, 1, 3, 17, 40, *rng.choice([0, -1, 2**31 - 1], 2)]
+        return rng.choice(some, shape).astype(np.int32).view(dtype)
+    if name in ("rows", "stops"):
+        return _padded_rows(call, name, shape, rng).view(dtype)
     if call.spec.name == "adam":
         return _adam_values(call, name, shape, dtype, rng, i)
     if name == "hyper":
