@@ -1,0 +1,155 @@
+"""Grouped products of experts: by qshard's own ops on GPUs that have them, elsewhere by `jax.lax.ragged_dot_general`.
+
+Rows of expert e are those from the stop of the expert before it to `stops[e]`. A product either multiplies the rows of
+each expert by its matrix, or contracts them. The platform is known only when a program is lowered, so a product traces
+both ways, and XLA sees one. On Auto meshes XLA replicates the operands of the ops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from qshard import gemm_dispatch
+from qshard._core import quantize_steps
+from qshard._core.quantize_steps import Plane
+from qshard.formats import Usage
+from qshard.jax._gemm import target_gpu
+from qshard.jax._ops.custom_partitioning import local
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._sharding import partitionable_ops
+
+Product = Callable[..., jax.Array]
+
+
+def multiply_rows(a: jax.Array, b: jax.Array, axis: int, stops: jax.Array, dtype: Any) -> jax.Array:
+    """Multiply the rows of each expert by its matrix: `[P, N]` in `dtype`, with zeros in rows of no expert.
+
+    Args:
+      a: the rows of all experts, `[P, K]`.
+      b: the matrices, `[E, N, K]` or `[E, K, N]`, in the dtype of `a`.
+      axis: the axis of `b` that has length K.
+      stops: the end of each expert's rows, int32 `[E]`.
+      dtype: dtype of the result.
+    """
+    op = "gemm_grouped_values_nt" if axis == 2 else "gemm_grouped_values_nn"
+    (m, k), n = a.shape, b.shape[3 - axis]
+    return _multiply(op, (m, n, k), a, b, stops, (1, axis), dtype)
+
+
+def contract_rows(a: jax.Array, b: jax.Array, stops: jax.Array, dtype: Any) -> jax.Array:
+    """Multiply `a[rows].T @ b[rows]` over the rows of each expert: `[E, M, N]` in `dtype`.
+
+    Args:
+      a: rows `[P, M]`.
+      b: rows `[P, N]`, in the dtype of `a`.
+      stops: the end of each expert's rows, int32 `[E]`.
+      dtype: dtype of the result.
+    """
+    sizes = a.shape[1], b.shape[1], a.shape[0]
+    return _multiply("gemm_grouped_values_tn", sizes, a, b, stops, (0, 0), dtype)
+
+
+def _multiply(
+    op: str,
+    sizes: gemm_dispatch.Sizes,
+    a: jax.Array,
+    b: jax.Array,
+    stops: jax.Array,
+    contracted: tuple[int, int],
+    dtype: Any,
+) -> jax.Array:
+    def by_op(a: jax.Array, b: jax.Array, stops: jax.Array) -> jax.Array:
+        made: jax.Array = getattr(partitionable_ops, op)(
+            a, b, stops, dtype=jnp.dtype(dtype).name, workspace=gemm_dispatch.LIBRARY_BYTES
+        )[0]
+        return made
+
+    plain = functools.partial(_ragged_dot_general, contracted, dtype)
+    return _choose(_runs_values(a, sizes), by_op, plain, a, b, stops)
+
+
+def _choose(has_op: bool, by_op: Product, otherwise: Product, *operands: Any) -> jax.Array:
+    """Compute a product by an op on the platform that has it, else by `otherwise`."""
+    if not has_op:
+        return otherwise(*operands)
+    made: jax.Array = lax.platform_dependent(*operands, **{target_gpu.PLATFORM: by_op}, default=otherwise)
+    return made
+
+
+def _ragged_dot_general(
+    contracted: tuple[int, int], dtype: Any, a: jax.Array, b: jax.Array, stops: jax.Array
+) -> jax.Array:
+    dims = lax.RaggedDotDimensionNumbers(
+        (((contracted[0],), (contracted[1],)), ((), ())), [0], [0] if b.ndim == 3 else []
+    )
+    # XLA sums in the result's dtype.
+    narrow = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
+    plain = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, preferred_element_type=narrow)
+    multiply = jax.custom_batching.custom_vmap(plain)
+
+    @multiply.def_vmap
+    def _(size: int, batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+        """Broadcast all operands: JAX can batch a ragged product only along the first axis of every operand."""
+        each = zip(operands, batched, strict=True)
+        return jax.vmap(plain)(*(x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)), True
+
+    sizes = jnp.diff(stops, prepend=jnp.zeros(1, stops.dtype))
+    product: jax.Array = multiply(a, b, sizes).astype(dtype)
+    return product
+
+
+def multiply_row_codes(
+    a: QuantizedArray,
+    w: QuantizedArray,
+    contracted: Usage,
+    stops: jax.Array,
+    dtype: Any,
+    multiply_values: Product,
+    *,
+    fast: bool,
+) -> jax.Array:
+    """Multiply the rows of each expert by its weight, from codes where a GPU has an op for them.
+
+    Args:
+      a: the rows of all experts, `[P, K]`.
+      w: the weights, with experts as the first axis.
+      contracted: the plane of `w` that the product contracts.
+      stops: the end of each expert's rows, int32 `[E]`.
+      dtype: dtype of the result.
+      multiply_values: the product elsewhere, a function of `a` and `w`.
+      fast: as in `gemm_dispatch.multiply`.
+    """
+
+    def by_op(a: QuantizedArray, w: QuantizedArray, stops: jax.Array) -> jax.Array:
+        x, y = a.plane(Usage.ROWWISE), _contracted_last(w, contracted)
+        options: dict[str, Any] = {"dtype": jnp.dtype(dtype).name, "fast": fast}
+        return gemm_dispatch.multiply_grouped(partitionable_ops, x, a.format, y, w.format, stops, **options)
+
+    n, k = w.shape[1:] if contracted is Usage.ROWWISE else w.shape[:0:-1]
+    has_op = takes_codes(a.format, w.format, a.plane(Usage.ROWWISE).data, (a.shape[0], n, k))
+    return _choose(has_op, by_op, lambda a, w, _: multiply_values(a, w), a, w, stops)
+
+
+def contract_row_codes(
+    a: QuantizedArray, b: QuantizedArray, stops: jax.Array, dtype: Any, multiply_values: Product
+) -> jax.Array:
+    """Contract the rows of each expert, from codes where a GPU has an op for them: `[E, M, N]` in `dtype`.
+
+    `a` and `b` have the rows `[P, M]` and `[P, N]` in their columnwise planes. Other arguments as in
+    `multiply_row_codes`.
+    """
+
+
+def _contracted_last(w: QuantizedArray, contracted: Usage) -> Plane:
+    """The plane of weights that a product contracts. If it is not stored, transpose the rowwise plane."""
+    if contracted in w.planes:
+        return w.plane(contracted)
+    turn = functools.partial(quantize_steps.transpose_plane, partitionable_ops, fmt=w.format)
+    plane: Plane = jax.vmap(turn)(w.plane(Usage.ROWWISE))
+    return plane
