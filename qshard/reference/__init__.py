@@ -6,6 +6,7 @@ results are the canonical quiet NaN (fp32 0x7FC00000), so results can be compare
 
 from qshard.reference._elements import decode, encode, encode_stochastic, pack, unpack
 from qshard.reference._gemm import gemm
+from qshard.reference._group_rows import group_rows
 from qshard.reference._hadamard import hadamard_transform
 from qshard.reference._philox import philox4x32, random_bytes
 from qshard.reference._scales import (
@@ -40,6 +41,7 @@ __all__ = [
     "encode",
     "encode_stochastic",
     "gemm",
+    "group_rows",
     "hadamard_transform",
     "nvfp4_global_scale",
     "pack",

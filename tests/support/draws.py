@@ -43,6 +43,9 @@ NUMBERS = {
     "b_rows": (1, 3, 32, 128),
     "cols": (1, 7, 16, 32, 128, 1000),
     "workspace": (0,),
+    "tiles": (1400, 1500),
+    "tokens": (0, 1, 40, 300),
+    "unit": (1, 16, 32),
     "classes": (1, 5, 300, 2**31 - 1),
     "first": (0, 3, 1000),
     "ignore_index": (-100, -1, 2),
@@ -342,6 +345,10 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
         return _words(call, name, shape, rng).view(dtype)
     if name == "labels":
         return _labels(call, shape, rng).view(dtype)
+    if name == "sizes":
+        return (
+            rng.choice([0, 0, 0, 1, 3, 17, 40, *rng.choice([0, -1, 2**31 - 1], 2)], shape).astype(np.int32).view(dtype)
+        )
     if call.spec.name == "adam":
         return _adam_values(call, name, shape, dtype, rng, i)
     if name == "hyper":

@@ -154,6 +154,14 @@ def swizzle_scale(scale_inv, *, rows):
     return each_matrix(lambda scale: reference.swizzle_scale(scale, block_rows=128 // rows), scale_inv)
 
 
+# --- rows of experts ---
+
+
+def group_rows(sizes, **options):
+    made = reference.group_rows(sizes.view(np.int32), **options)
+    return tuple(each.view(sizes.dtype) for each in made)
+
+
 # --- scales of blocks ---
 
 
