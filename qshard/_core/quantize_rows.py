@@ -48,8 +48,8 @@ def quantize_rows(
     - `scale`: fp32 `[E]`, the scales of delayed scaling.
     - `reduce_max`: max-reduction of the amaxes `[E]` over the devices that have rows of the same experts.
 
-    Returns the planes, and under delayed scaling the amax of each expert, otherwise None. The rowwise plane is `[P, K]`,
-    the columnwise plane `[K, P]`. Formats with one scale have one for each expert, `[E]`, in both planes.
+    Returns the planes, and under delayed scaling the amax of each expert, otherwise None. The rowwise plane is
+    `[P, K]`, the columnwise plane `[K, P]`. Formats with one scale have one for each expert, `[E]`, in both planes.
     """
     fmt, both = spec.format, spec.usage is Usage.BOTH
     if fmt.per_tensor:

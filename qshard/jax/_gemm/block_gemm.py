@@ -38,6 +38,7 @@ from qshard.jax._quantized.array import QuantizedArray
 PlaneProduct = Callable[[Plane, Plane], jax.Array]
 Usages = tuple[Usage, Usage]
 
+
 def _axes_of(q: QuantizedArray, stored: Usage, contracted: Usage) -> PlaneAxes | None:
     """The axes of a plane of blocks; None if the op cannot take the plane in this layout."""
     axes = PlaneAxes.of(q, stored, contracted)

@@ -18,9 +18,8 @@ from jax import lax
 from qshard import gemm_dispatch
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
-from qshard.formats import Usage
+from qshard.formats import Format, Usage
 from qshard.jax._gemm import target_gpu
-from qshard.jax._ops.custom_partitioning import local
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding import partitionable_ops
 
@@ -141,9 +140,27 @@ def contract_row_codes(
 ) -> jax.Array:
     """Contract the rows of each expert, from codes where a GPU has an op for them: `[E, M, N]` in `dtype`.
 
-    `a` and `b` have the rows `[P, M]` and `[P, N]` in their columnwise planes. Other arguments as in
-    `multiply_row_codes`.
+    `a` and `b` have rows `[P, M]` and `[P, N]`, and store their columnwise planes `[M, P]` and `[N, P]` for the op.
+    Other arguments as in `multiply_row_codes`.
     """
+
+    def by_op(a: QuantizedArray, b: QuantizedArray, stops: jax.Array) -> jax.Array:
+        x, y = a.plane(Usage.COLUMNWISE), b.plane(Usage.COLUMNWISE)
+        options: dict[str, Any] = {"dtype": jnp.dtype(dtype).name, "fast": False}
+        return gemm_dispatch.contract_grouped(partitionable_ops, x, a.format, y, b.format, stops, **options)
+
+    data = next(iter(a.planes.values())).data
+    has_op = takes_codes(a.format, b.format, data)
+    return _choose(has_op, by_op, lambda a, b, _: multiply_values(a, b), a, b, stops)
+
+
+def takes_codes(a: Format, b: Format, x: jax.Array, sizes: gemm_dispatch.Sizes | None = None) -> bool:
+    """Return whether the GPU that a program of `x` runs on has a grouped product of codes in two formats."""
+    return False
+
+
+def _runs_values(x: jax.Array, sizes: gemm_dispatch.Sizes) -> bool:
+    return False
 
 
 def _contracted_last(w: QuantizedArray, contracted: Usage) -> Plane:

@@ -11,18 +11,20 @@ Formats with one scale and 1-D blocks with fp32 scales are quantized straight in
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from qshard import gemm_dispatch
 from qshard._core.operands import OperandSpec, quantize_operand
+from qshard._core.quantize_rows import quantize_rows, takes_rows
 from qshard._core.quantize_steps import Draws
 from qshard.formats import Usage
+from qshard.jax._gemm import grouped_gemm
 from qshard.jax._gemm.gemm import apply_scale, product_scale
 from qshard.jax._ops.collectives import max_of_groups, max_over
-from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.uint64 import words_times, xor_words
 from qshard.jax._quantized.array import QuantizedArray, plane_values
 from qshard.jax._sharding import partitionable_ops
@@ -88,9 +90,9 @@ def quantize_tiles(
     """Quantize the rows of x `[M, K]` in tiles, with one set of scales per expert.
 
     `axes` are the mesh axes of `shard_map` over which the rows of an expert are sharded. `seeds` are uint32 `[E, 2]`;
-    None rounds to nearest. `scales` `[E]` are the scales of delayed scaling. Returns the codes, of all rows as one matrix
-    or with tiles as the first axis, and under delayed scaling the amax of each expert, `[E]`. In a matrix, a format with
-    one scale has the scales of experts, `[E]`.
+    None rounds to nearest. `scales` `[E]` are the scales of delayed scaling. Returns the codes, and under delayed
+    scaling the amax of each expert, `[E]`. Codes are one matrix of all rows, with one scale for each expert if the
+    format has one scale; or they have tiles as the first axis.
     """
     if takes_rows(operand.format):
         return _quantize_matrix(x, operand, tiles, axes, scales)

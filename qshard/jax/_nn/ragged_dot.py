@@ -92,8 +92,8 @@ def ragged_dot(
     recipe.
 
     On a GPU with a new enough cuBLASLt one op multiplies all experts, without a transfer of `group_sizes` to the host:
-    codes of FP8 recipes with one scale or blocks of 128, and bfloat16 or float16 values otherwise. So `recipe=None` is a
-    faster `jax.lax.ragged_dot`. Elsewhere, and for float32, it runs `jax.lax.ragged_dot_general`. `qshard info` shows
+    codes of FP8 recipes with one scale or blocks of 128, and bfloat16 or float16 values otherwise. So `recipe=None` is
+    a faster `jax.lax.ragged_dot`. Elsewhere, and for float32, it runs `jax.lax.ragged_dot_general`. `qshard info` shows
     which.
 
     >>> x, w = jnp.full((6, 32), 7.0), jnp.stack([jnp.full((16, 32), value) for value in (0.875, 1.75, 3.5)])
