@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 
 from qshard import gemm_dispatch
 from qshard._core import quantize_steps
+from qshard._core.quantize_rows import takes_rows
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.jax._gemm import target_gpu
@@ -24,6 +25,8 @@ from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding import partitionable_ops
 
 Product = Callable[..., jax.Array]
+
+_OF_16_BITS = (jnp.bfloat16, jnp.float16)
 
 
 def multiply_rows(a: jax.Array, b: jax.Array, axis: int, stops: jax.Array, dtype: Any) -> jax.Array:
@@ -36,9 +39,8 @@ def multiply_rows(a: jax.Array, b: jax.Array, axis: int, stops: jax.Array, dtype
       stops: the end of each expert's rows, int32 `[E]`.
       dtype: dtype of the result.
     """
-    op = "gemm_grouped_values_nt" if axis == 2 else "gemm_grouped_values_nn"
-    (m, k), n = a.shape, b.shape[3 - axis]
-    return _multiply(op, (m, n, k), a, b, stops, (1, axis), dtype)
+    sizes = a.shape[0], b.shape[3 - axis], a.shape[1]
+    return _multiply("nt" if axis == 2 else "nn", sizes, a, b, stops, (1, axis), dtype)
 
 
 def contract_rows(a: jax.Array, b: jax.Array, stops: jax.Array, dtype: Any) -> jax.Array:
@@ -50,12 +52,11 @@ def contract_rows(a: jax.Array, b: jax.Array, stops: jax.Array, dtype: Any) -> j
       stops: the end of each expert's rows, int32 `[E]`.
       dtype: dtype of the result.
     """
-    sizes = a.shape[1], b.shape[1], a.shape[0]
-    return _multiply("gemm_grouped_values_tn", sizes, a, b, stops, (0, 0), dtype)
+    return _multiply("tn", (a.shape[1], b.shape[1], a.shape[0]), a, b, stops, (0, 0), dtype)
 
 
 def _multiply(
-    op: str,
+    layout: Literal["nt", "nn", "tn"],
     sizes: gemm_dispatch.Sizes,
     a: jax.Array,
     b: jax.Array,
@@ -63,14 +64,20 @@ def _multiply(
     contracted: tuple[int, int],
     dtype: Any,
 ) -> jax.Array:
+    gpu, by_k = target_gpu.gpu_of(a), layout == "tn"
+    has_op = a.dtype in _OF_16_BITS and gpu is not None and gemm_dispatch.grouped_runs_on("values", gpu)
+    workspace = gemm_dispatch.grouped_workspace_size(stops.shape[0], sizes, by_k=by_k)
+
     def by_op(a: jax.Array, b: jax.Array, stops: jax.Array) -> jax.Array:
-        made: jax.Array = getattr(partitionable_ops, op)(
-            a, b, stops, dtype=jnp.dtype(dtype).name, workspace=gemm_dispatch.LIBRARY_BYTES
-        )[0]
-        return made
+        own = jnp.dtype(dtype if dtype == a.dtype else jnp.float32).name
+        made: jax.Array = gemm_dispatch.multiply_grouped_values(
+            partitionable_ops, a, b, stops, layout=layout, dtype=own, workspace=workspace
+        )
+        return made.astype(dtype)
 
     plain = functools.partial(_ragged_dot_general, contracted, dtype)
-    return _choose(_runs_values(a, sizes), by_op, plain, a, b, stops)
+    has_op &= gemm_dispatch.grouped_fits("values", sizes, 1, by_k=by_k)
+    return _choose(has_op, by_op, plain, a, b, stops)
 
 
 def _choose(has_op: bool, by_op: Product, otherwise: Product, *operands: Any) -> jax.Array:
@@ -124,43 +131,57 @@ def multiply_row_codes(
       multiply_values: the product elsewhere, a function of `a` and `w`.
       fast: as in `gemm_dispatch.multiply`.
     """
+    n, k = w.shape[1:] if contracted is Usage.ROWWISE else w.shape[:0:-1]
+    sizes = a.shape[-2], n, k
+    options: dict[str, Any] = {"dtype": jnp.dtype(dtype).name, "fast": fast}
 
     def by_op(a: QuantizedArray, w: QuantizedArray, stops: jax.Array) -> jax.Array:
         x, y = a.plane(Usage.ROWWISE), _contracted_last(w, contracted)
-        options: dict[str, Any] = {"dtype": jnp.dtype(dtype).name, "fast": fast}
-        return gemm_dispatch.multiply_grouped(partitionable_ops, x, a.format, y, w.format, stops, **options)
+        size = gemm_dispatch.grouped_workspace_size(stops.shape[0], sizes, a.format, w.format)
+        made: jax.Array = gemm_dispatch.multiply_grouped(
+            partitionable_ops, x, a.format, y, w.format, stops, workspace=size, **options
+        )
+        return made
 
-    n, k = w.shape[1:] if contracted is Usage.ROWWISE else w.shape[:0:-1]
-    has_op = takes_codes(a.format, w.format, a.plane(Usage.ROWWISE).data, (a.shape[0], n, k))
+    kind = takes_codes(a.format, w.format, stops)
+    has_op = kind is not None and gemm_dispatch.grouped_fits(kind, sizes)
     return _choose(has_op, by_op, lambda a, w, _: multiply_values(a, w), a, w, stops)
 
 
 def contract_row_codes(
-    a: QuantizedArray, b: QuantizedArray, stops: jax.Array, dtype: Any, multiply_values: Product
+    a: QuantizedArray, b: QuantizedArray, stops: jax.Array, unit: int, dtype: Any, multiply_values: Product
 ) -> jax.Array:
     """Contract the rows of each expert, from codes where a GPU has an op for them: `[E, M, N]` in `dtype`.
 
     `a` and `b` have rows `[P, M]` and `[P, N]`, and store their columnwise planes `[M, P]` and `[N, P]` for the op.
-    Other arguments as in `multiply_row_codes`.
+    Stops are multiples of `unit`. Other arguments as in `multiply_row_codes`.
     """
+    sizes = a.shape[-1], b.shape[-1], a.shape[-2]
+    options: dict[str, Any] = {"dtype": jnp.dtype(dtype).name, "fast": False}
 
     def by_op(a: QuantizedArray, b: QuantizedArray, stops: jax.Array) -> jax.Array:
         x, y = a.plane(Usage.COLUMNWISE), b.plane(Usage.COLUMNWISE)
-        options: dict[str, Any] = {"dtype": jnp.dtype(dtype).name, "fast": False}
-        return gemm_dispatch.contract_grouped(partitionable_ops, x, a.format, y, b.format, stops, **options)
+        size = gemm_dispatch.grouped_workspace_size(stops.shape[0], sizes, a.format, b.format, by_k=True)
+        made: jax.Array = gemm_dispatch.multiply_grouped_k(
+            partitionable_ops, x, a.format, y, b.format, stops, workspace=size, **options
+        )
+        return made
 
-    data = next(iter(a.planes.values())).data
-    has_op = takes_codes(a.format, b.format, data)
+    kind = takes_codes(a.format, b.format, stops, by_k=True)
+    has_op = kind is not None and gemm_dispatch.grouped_fits(kind, sizes, unit, by_k=True)
     return _choose(has_op, by_op, lambda a, b, _: multiply_values(a, b), a, b, stops)
 
 
-def takes_codes(a: Format, b: Format, x: jax.Array, sizes: gemm_dispatch.Sizes | None = None) -> bool:
-    """Return whether the GPU that a program of `x` runs on has a grouped product of codes in two formats."""
-    return False
+def takes_codes(a: Format, b: Format, x: jax.Array, *, by_k: bool = False) -> gemm_dispatch.Kind | None:
+    """Return the kind of a grouped product of codes on the GPU that a program of `x` runs on; None if it has none.
 
-
-def _runs_values(x: jax.Array, sizes: gemm_dispatch.Sizes) -> bool:
-    return False
+    `a` is the format of rows, and `b` of weights, or of rows as well if the product contracts rows (`by_k`). Planes of
+    rows must be matrices, as `quantize_rows` computes them.
+    """
+    gpu, kind = target_gpu.gpu_of(x), gemm_dispatch.grouped_kind_of(a, b, by_k=by_k)
+    if gpu is None or kind is None or not all(map(takes_rows, (a, b) if by_k else (a,))):
+        return None
+    return kind if gemm_dispatch.grouped_runs_on(kind, gpu) else None
 
 
 def _contracted_last(w: QuantizedArray, contracted: Usage) -> Plane:

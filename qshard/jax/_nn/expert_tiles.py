@@ -199,7 +199,7 @@ def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: A
             product = apply_scale(product, product_scale(a.format, b.format, scale, product.dtype), dtype)
         return product.astype(dtype)
 
-    return grouped_gemm.contract_row_codes(a, b, tiles.stops, dtype, multiply_values)
+    return grouped_gemm.contract_row_codes(a, b, tiles.stops, tiles.unit, dtype, multiply_values)
 
 
 def _rows_of(values: jax.Array) -> jax.Array:

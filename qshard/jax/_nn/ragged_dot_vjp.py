@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from qshard._core.operands import OperandSpec
-from qshard.formats import Format, Usage
+from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, observe_all
 from qshard.jax._gemm import grouped_gemm
 from qshard.jax._nn.expert_tiles import Tiles, expert_products, quantize_tiles, row_product, tiles_of
@@ -65,10 +65,9 @@ def _forward(
 ) -> tuple[jax.Array, Residuals]:
     recipe, sharding, rows, none = config.recipe, config.sharding, Usage.ROWWISE, Usage(0)
     tiles = tiles_of(recipe, x.shape[0], given.group_sizes)
-    usage = _stored(recipe.activation, recipe.gradient, Usage.COLUMNWISE, x)
-    x_saved = usage if learns and config.learns else none
-    read = _stored_weight(config, w, recipe.activation, sharding.contracted, x)
-    w_saved = _stored_weight(config, w, recipe.gradient, sharding.contracted_back, x) if learns else none
+    x_saved = _stored_rows(recipe, Role.ACTIVATION, x) if learns and config.learns else none
+    read = _stored_weight(config, w, Role.ACTIVATION, x)
+    w_saved = _stored_weight(config, w, Role.GRADIENT, x) if learns else none
     xq, x_amax = _quantize_rows(config, x, given, Role.ACTIVATION, rows | x_saved, tiles)
     wq, w_amax = _weight(config, w, given, read | w_saved)
     whole = _gather_plane(config, wq, read)
@@ -84,8 +83,7 @@ def _backward(config: Config, saved: Residuals, dy: jax.Array) -> tuple[jax.Arra
         wq, dy = barrier(wq, dy)
         wq = _gather_plane(config, wq, source(recipe.weight, config.sharding.contracted_back))
     tiles = tiles_of(recipe, dy.shape[0], given.group_sizes)
-    usage = _stored(recipe.gradient, recipe.activation, Usage.COLUMNWISE, dy)
-    read = Usage.ROWWISE | (usage if config.learns else Usage(0))
+    read = Usage.ROWWISE | (_stored_rows(recipe, Role.GRADIENT, dy) if config.learns else Usage(0))
     dyq, dy_amax = _quantize_rows(config, dy, given, Role.GRADIENT, read, tiles)
     dx = row_product(dyq, wq, config.sharding.contracted_back, tiles, dy.dtype, fast=False)
     dw = None
@@ -112,21 +110,24 @@ def _quantize_rows(
     return quantize_tiles(x, operand, tiles, axes=config.axes, seeds=given.seeds, scales=_scales(given, role))
 
 
-def _stored(fmt: Format, other: Format, usage: Usage, x: jax.Array) -> Usage:
-    """The plane to quantize for a product with `other` on the device of `x`: GEMMs of codes contract the last axis."""
-    return usage if grouped_gemm.takes_codes(fmt, other, x) else source(fmt, usage)
+def _stored_rows(recipe: Recipe, role: Role, x: jax.Array) -> Usage:
+    """The plane of x or dy to quantize for dw: the columnwise one, if a GEMM of codes reads it."""
+    by_codes = grouped_gemm.takes_codes(recipe.gradient, recipe.activation, x, by_k=True)
+    return Usage.COLUMNWISE if by_codes else source(recipe.format(role), Usage.COLUMNWISE)
 
 
-def _stored_weight(config: Config, w: CodedWeight, other: Format, usage: Usage, x: jax.Array) -> Usage:
-    """The plane of w to quantize, gather or save for a product that contracts `usage`.
+def _stored_weight(config: Config, w: CodedWeight, role: Role, x: jax.Array) -> Usage:
+    """The plane of w to quantize, gather or save for a product with x or dy: a GEMM of codes contracts its last axis.
 
-    A plane is quantized along with the other one, which saves a transpose. Gathers are always of the rowwise plane:
-    shards of a transposed plane would arrive as stripes.
+    Both planes are quantized together, which saves a transpose. Gathers are always of the rowwise plane: shards of a
+    transposed plane would arrive as stripes.
     """
-    fmt = config.recipe.weight
-    if config.sharding.gather_axes or (w.codes is not None and usage not in w.codes.planes):
-        return source(fmt, usage)
-    return _stored(fmt, other, usage, x)
+    fmt, sharding = config.recipe.weight, config.sharding
+    usage = sharding.contracted if role is Role.ACTIVATION else sharding.contracted_back
+    has_plane = w.codes is None or usage in w.codes.planes
+    if has_plane and not sharding.gather_axes and grouped_gemm.takes_codes(config.recipe.format(role), fmt, x):
+        return usage
+    return source(fmt, usage)
 
 
 def _scales(given: NonDifferentiable, role: Role) -> jax.Array | None:
