@@ -51,7 +51,7 @@ NUMBERS = {
     "ignore_index": (-100, -1, 2),
 }
 FEW_PARTS = (0, 1, 2, 7)
-"""Part counts of cross entropy; small, because the reference loops over parts."""
+"""Counts of parts of cross entropy and of experts of products; small, because the reference loops over them."""
 IN_ANY_ORDER = tuple(name for name in SPECS if name.startswith("gemm"))
 """Ops whose order of summation depends on hardware: only CPU results are bit-exact."""
 MOST = 2**16
@@ -181,7 +181,7 @@ class _Draw:
         for operand in self.spec.inputs:
             shape = self._shape(operand, prefix)
             made.tensors.append([(shape, self._dtype(operand, made.tensors))])
-        if any(math.prod(shape) > max(MOST, (self.only or 0) ** 2) for ((shape, _),) in made.tensors):
+        if any(math.prod(shape) > max(MOST, 2 * (self.only or 0) ** 2) for ((shape, _),) in made.tensors):
             return None
         if self.sizes.get("length") == 0:  # The amax history of delayed scaling has at least one entry.
             return None
@@ -228,6 +228,8 @@ class _Draw:
             return major * run
         if major not in self.sizes:
             length = self.rng.choice(FEW_PARTS) if major == "parts" else self._length()
+            if major == "e" and self.spec.name.startswith("gemm"):
+                length = 2 if self.only else self.rng.choice(FEW_PARTS)
             if self.rng.random() < 0.5:  # Partial blocks at the edge, which some ops reject.
                 length = -(-length // run) * run
             self.sizes[major] = -(-length // run)
@@ -343,6 +345,8 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     name, count, seed = operand.name, math.prod(shape), int(rng.integers(2**31))
     if name in ("starts", "seeds", "seed", "first"):
         return _words(call, name, shape, rng).view(dtype)
+    if name == "stops":
+        return _stops(call, shape, rng).view(dtype)
     if name == "labels":
         return _labels(call, shape, rng).view(dtype)
     if name == "sizes":
@@ -411,6 +415,17 @@ def _words(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.
         down = np.arange(len(numbers), dtype=np.uint64) * np.uint64(call.options["row_step"] if name == "first" else 0)
         numbers = numbers[:1] + down.reshape(-1, *(1,) * (numbers.ndim - 1))
     return np.ascontiguousarray(numbers[..., None]).view(np.uint32).reshape(shape)
+
+
+def _stops(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    """Return where the rows of experts end: multiples of contracted blocks, or any numbers, also beyond the rows."""
+    rows = call.tensors[0][0][0][1 if call.spec.name.endswith("_k") else 0]
+    stops = np.sort(rng.integers(0, rows + 1, shape))
+    if rng.integers(2):
+        unit = call.options.get("cols", 1)
+        return (stops // unit * unit).astype(np.int32)
+    others = rng.choice([-(2**31), -1, 0, rows, rows + 1, 2**31 - 1], shape)
+    return np.where(rng.integers(0, 3, shape) > 0, stops, others).astype(np.int32)
 
 
 def _labels(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:

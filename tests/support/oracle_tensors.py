@@ -245,6 +245,52 @@ def _product(a, b, dtype, workspace, *, blocks=None, a_rows=1, b_rows=1, cols=No
     return rounded(reference.gemm(a, b, blocks, cols, scales), dtype), np.zeros(workspace, np.uint8)
 
 
+# --- grouped products ---
+
+
+def gemm_grouped(a, a_scale_inv, b, b_scale_inv, stops, *, a_element, b_element, fast, **how):
+    values = reference.decode(a, ELEMENTS[a_element]), reference.decode(b, ELEMENTS[b_element])
+    return _grouped(reference.gemm_grouped, *values, stops, scales=(a_scale_inv, b_scale_inv), **how)
+
+
+def gemm_grouped_k(a, a_scale_inv, b, b_scale_inv, stops, *, a_element, b_element, fast, **how):
+    values = reference.decode(a, ELEMENTS[a_element]), reference.decode(b, ELEMENTS[b_element])
+    return _grouped(reference.gemm_grouped_k, *values, stops, scales=(a_scale_inv, b_scale_inv), **how)
+
+
+def gemm_grouped_block(a, a_scale_inv, b, b_scale_inv, stops, *, b_rows, **how):
+    return _grouped_blocks(reference.gemm_grouped, a, a_scale_inv, b, b_scale_inv, stops, b_rows=b_rows, **how)
+
+
+def gemm_grouped_block_k(a, a_scale_inv, b, b_scale_inv, stops, **how):
+    return _grouped_blocks(reference.gemm_grouped_k, a, a_scale_inv, b, b_scale_inv, stops, b_rows=1, **how)
+
+
+def gemm_grouped_values_nt(a, b, stops, **how):
+    return _grouped(reference.gemm_grouped, wide(a), wide(b), stops, **how)
+
+
+def gemm_grouped_values_nn(a, b, stops, **how):
+    return gemm_grouped_values_nt(a, b.swapaxes(1, 2), stops, **how)
+
+
+def gemm_grouped_values_tn(a, b, stops, **how):
+    return _grouped(reference.gemm_grouped_k, wide(a.T), wide(b.T), stops, **how)
+
+
+def _grouped_blocks(
+    product, a, a_scale_inv, b, b_scale_inv, stops, *, a_element, b_element, scale_dtype, b_rows, cols, **how
+):
+    values = [reference.decode(codes_of(x, e), ELEMENTS[e]) for x, e in ((a, a_element), (b, b_element))]
+    blocks = [s if scale_dtype == "float32" else reference.decode(s, E8M0) for s in (a_scale_inv, b_scale_inv)]
+    blocks[1] = np.repeat(blocks[1], b_rows, axis=-2)[..., : b.shape[-2], :]
+    return _grouped(product, *values, stops, blocks=blocks, cols=cols, **how)
+
+
+def _grouped(product, a, b, stops, *, dtype, workspace, **scales):
+    return rounded(product(a, b, stops.view(np.int32), **scales), dtype), np.zeros(workspace, np.uint8)
+
+
 # --- one read of x ---
 
 
