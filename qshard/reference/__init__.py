@@ -9,6 +9,7 @@ from qshard.reference._gemm import gemm, gemm_grouped, gemm_grouped_k, group_sli
 from qshard.reference._group_rows import group_rows
 from qshard.reference._hadamard import hadamard_transform
 from qshard.reference._philox import philox4x32, random_bytes
+from qshard.reference._rows import expert_of_rows, gather_rows
 from qshard.reference._scales import (
     Amax,
     Scales,
@@ -40,6 +41,8 @@ __all__ = [
     "e8m0_from_amax",
     "encode",
     "encode_stochastic",
+    "expert_of_rows",
+    "gather_rows",
     "gemm",
     "gemm_grouped",
     "gemm_grouped_k",

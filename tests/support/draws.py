@@ -42,6 +42,7 @@ NUMBERS = {
     "a_rows": (1, 1, 2, 128),
     "b_rows": (1, 3, 32, 128),
     "cols": (1, 7, 16, 32, 128, 1000),
+    "block_cols": (1, 6, 16, 32, 32, 128, 128, 256),
     "workspace": (0,),
     "tiles": (1400, 1500),
     "tokens": (0, 1, 40, 300),
@@ -186,10 +187,12 @@ class _Draw:
         if self.sizes.get("length") == 0:  # The amax history of delayed scaling has at least one entry.
             return None
         try:
-            made.results()
+            results = made.results()
         except ValueError:
             return None
-        return made
+        # Only ops on padded rows and products have results that are larger than their operands.
+        rows = len(self.spec.inputs) > 1 and self.spec.inputs[1].name == "rows"
+        return None if rows and any(math.prod(shape) > MOST for shape, _ in results) else made
 
     def _shape(self, operand: Operand, prefix: int) -> Shape:
         shape: list[int] = []
@@ -345,6 +348,8 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     name, count, seed = operand.name, math.prod(shape), int(rng.integers(2**31))
     if name in ("starts", "seeds", "seed", "first"):
         return _words(call, name, shape, rng).view(dtype)
+    if name in ("rows", "stops") and call.spec.inputs[1].name == "rows":
+        return _padded_rows(call, name, shape, rng).view(dtype)
     if name == "stops":
         return _stops(call, shape, rng).view(dtype)
     if name == "labels":
@@ -434,6 +439,20 @@ def _labels(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
     here = first + rng.integers(-1, columns + 2, shape)
     others = rng.choice([call.options.get("ignore_index", 0), -1, -(2**31), 2**31 - 1], shape)
     return np.where(rng.integers(0, 5, shape) > 0, np.clip(here, -(2**31), 2**31 - 1), others).astype(np.int32)
+
+
+def _padded_rows(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    """Return rows of x with padding between, or stops of experts; also numbers that lead outside, in any order."""
+    rows, padded = (call.tensors[i][0][0][0] for i in (0, 1))  # Of x, and of `rows`.
+    outside = [-1, -(2**31), 2**31 - 1]
+    if name == "rows":
+        own = rng.permutation(np.resize(np.arange(rows + 1), shape))
+        return np.where(rng.integers(0, 8, shape) > 0, own, rng.choice(outside, shape)).astype(np.int32)
+    unit = int(rng.choice([1, 8, 16, 128]))
+    stops = np.minimum(np.sort(rng.integers(0, padded // unit + 2, shape)) * unit, padded)
+    if not rng.integers(4):
+        stops = rng.choice([*outside, 0, padded, padded // 3, padded // 2], shape)
+    return stops.astype(np.int32)
 
 
 def _adam_values(call: Call, name: str, shape: Shape, dtype: str, rng: np.random.Generator, i: int) -> np.ndarray:

@@ -379,3 +379,41 @@ def quantize_nvfp4_stochastic_t(x, *operands, **options):
 
 def quantize_nvfp4_stochastic_both(x, *operands, **options):
     return _at_random(quantize_nvfp4_both, x, operands, **options)
+
+
+# --- padded rows of experts: the ops above, on the gathered rows of each expert ---
+
+
+def amax_grouped(x, rows, stops):
+    owner, gathered = _of_experts(x, rows, stops)
+    return np.array([reference.amax(gathered[owner == e]) for e in range(len(stops))], np.float32)
+
+
+def cast_grouped(x, rows, stops, scale, **options):
+    owner, gathered = _of_experts(x, rows, stops)
+    data = np.zeros(gathered.shape, np.uint8)
+    for e in range(len(stops)):
+        data[owner == e] = cast_tensor(gathered[owner == e], scale[e], **options)
+    return data
+
+
+def cast_transpose_grouped(*operands, **options):
+    data = cast_grouped(*operands, **options)
+    return data, turned(data)
+
+
+def quantize_block_rows(x, rows, *, block_cols, **options):
+    return quantize_block(_gathered(x, rows), block_rows=1, block_cols=block_cols, **options)
+
+
+def quantize_block_both_rows(x, rows, *, block_cols, **options):
+    block = {"block_rows": block_cols, "block_cols": block_cols}
+    return quantize_block_both_t(_gathered(x, rows), outer=0, **block, **options)
+
+
+def _gathered(x, rows):
+    return reference.gather_rows(x, rows.view(np.int32))
+
+
+def _of_experts(x, rows, stops):
+    return reference.expert_of_rows(stops.view(np.int32), len(rows)), _gathered(x, rows)
