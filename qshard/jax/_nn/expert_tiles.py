@@ -10,7 +10,6 @@ Formats with one scale and 1-D blocks with fp32 scales are quantized straight in
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -33,49 +32,43 @@ from qshard.recipes import Recipe
 
 
 class Tiles(NamedTuple):
-    """The assignment of rows to tiles. M is the number of rows of x, E the number of experts.
+    """The assignment of the M rows of x to P padded rows: the results of op `group_rows`, for E experts.
 
     Attributes:
       unit: rows per tile.
-      experts: the expert of each tile; E for unused tiles.
-      first: the index of each tile's first row among the rows of its expert.
-      source: for each row of the tiles, the row of x; M for padding rows.
-      target: for each row of x, the row of the tiles; out of range for rows after the last group.
-      sizes: for each expert, its number of rows in tiles, with padding.
-      stops: for each expert, the end of its rows in tiles, with padding.
-      fits: whether x has as many rows as `group_sizes` add up to.
+      stops: for each expert, the end of its padded rows, int32 `[E]`.
+      rows: for each padded row, the row of x, int32 `[P]`; M for padding.
+      place: for each row of x, its padded row, int32 `[M]`; the last one for rows of no expert.
+      fits: whether `group_sizes` are not negative and add up to M or less.
     """
 
     unit: int
-    experts: jax.Array
-    first: jax.Array
-    source: jax.Array
-    target: jax.Array
-    sizes: jax.Array
     stops: jax.Array
+    rows: jax.Array
+    place: jax.Array
     fits: jax.Array
+
+    @property
+    def experts(self) -> jax.Array:
+        """The expert of each tile; E for unused tiles."""
+        first = jnp.arange(0, self.rows.shape[0], self.unit, dtype=jnp.int32)
+        return jnp.searchsorted(self.stops, first, side="right", method="compare_all").astype(jnp.int32)
+
+    def first_of(self, experts: jax.Array) -> jax.Array:
+        """Return the index of each tile's first row among the rows of its expert, of `experts`."""
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), self.stops])[experts]
+        return jnp.arange(0, self.rows.shape[0], self.unit, dtype=jnp.int32) - starts
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
-    """Assign the M rows of x to `(M + E * (unit - 1)) // unit` tiles, enough for any group sizes."""
+    """Assign the M rows of x to `M // unit + E + 1` tiles, enough for any group sizes.
+
+    `unit` follows from the blocks of activations and gradients.
+    """
     unit = max(gemm_dispatch.UNIT, block_alignment(recipe.activation, recipe.gradient))
-    sizes, experts = jnp.asarray(group_sizes, jnp.int32), group_sizes.shape[0]
-    padded = -(-sizes // unit) * unit
-    ends, stops = jnp.cumsum(sizes), jnp.cumsum(padded)
-    count = max(1, (rows + experts * (unit - 1)) // unit)
-    find = functools.partial(jnp.searchsorted, side="right", method="compare_all")
-    # Rows and tiles without an expert get expert E. Nothing is read or written for them.
-    shift = jnp.append(stops - padded - (ends - sizes), 0)
-    row = jnp.arange(rows, dtype=jnp.int32)
-    of_row = find(ends, row)
-    target = jnp.where(of_row < experts, row + shift[of_row], count * unit)
-    of_tile = find(stops, jnp.arange(0, count * unit, unit, dtype=jnp.int32)).astype(jnp.int32)
-    place = jnp.arange(count * unit, dtype=jnp.int32)
-    of_place = jnp.repeat(of_tile, unit)
-    there = place - shift[of_place]
-    there = jnp.where((of_place < experts) & (there < jnp.append(ends, 0)[of_place]), there, rows)
-    first = place[::unit] - jnp.append(stops - padded, 0)[of_tile]
-    return Tiles(unit, of_tile, first, there, target, padded, stops, ends[-1] <= rows)
+    sizes, count = jnp.asarray(group_sizes, jnp.int32), rows // unit + group_sizes.shape[0] + 1
+    stops, _, source_rows, place, fits = partitionable_ops.group_rows(sizes, tiles=count, tokens=rows, unit=unit)
+    return Tiles(unit, stops, source_rows, place, fits[0] != 0)
 
 
 def quantize_tiles(
@@ -96,11 +89,11 @@ def quantize_tiles(
     """
     if takes_rows(operand.format):
         return _quantize_matrix(x, operand, tiles, axes, scales)
-    columns, experts = x.shape[1], tiles.sizes.shape[0]
-    own = jnp.minimum(tiles.experts, experts - 1)
+    columns, experts, of_tiles = x.shape[1], tiles.stops.shape[0], tiles.experts
+    own = jnp.minimum(of_tiles, experts - 1)
     draws, seeds = None, operand.seed_of(seeds, xor_words)
     if seeds is not None:
-        draws = seeds[own], jnp.stack(words_times(tiles.first.astype(jnp.uint32), columns), axis=-1)
+        draws = seeds[own], jnp.stack(words_times(tiles.first_of(of_tiles).astype(jnp.uint32), columns), axis=-1)
 
     def of_experts(amax: jax.Array, expert: jax.Array) -> jax.Array:
         """Reduce the amaxes of tiles to the amax of each expert."""
@@ -125,10 +118,10 @@ def quantize_tiles(
         q = QuantizedArray(format=operand.format, dtype=x.dtype, axes=(None, None)).with_planes(planes)
         return q, amax
 
-    rows = jnp.asarray(x).at[tiles.source].get(mode="fill", fill_value=0).reshape(-1, tiles.unit, columns)
+    rows = jnp.asarray(x).at[tiles.rows].get(mode="fill", fill_value=0).reshape(-1, tiles.unit, columns)
     scale = None if scales is None else scales[own]
-    q, amax = jax.vmap(cast)(rows, tiles.experts, scale, draws)
-    return q, None if amax is None else of_experts(amax, tiles.experts)
+    q, amax = jax.vmap(cast)(rows, of_tiles, scale, draws)
+    return q, None if amax is None else of_experts(amax, of_tiles)
 
 
 def _quantize_matrix(
@@ -136,7 +129,7 @@ def _quantize_matrix(
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """Quantize the rows of x straight into tiles, as one matrix."""
     planes, amax = quantize_rows(
-        partitionable_ops, x, operand, tiles.source, tiles.stops, scale=scales, reduce_max=max_over(axes)
+        partitionable_ops, x, operand, tiles.rows, tiles.stops, scale=scales, reduce_max=max_over(axes)
     )
     return QuantizedArray(format=operand.format, dtype=x.dtype, axes=(None, None)).with_planes(planes), amax
 
@@ -166,7 +159,7 @@ def row_product(
     `gemm_dispatch.multiply`. The result is zero in rows after the last group, and NaN everywhere if x has fewer rows
     than `group_sizes` add up to.
     """
-    own, axis = jnp.minimum(tiles.experts, w.shape[0] - 1), 2 if contracted is Usage.ROWWISE else 1
+    axis = 2 if contracted is Usage.ROWWISE else 1
 
     def multiply_values(q: QuantizedArray, w: QuantizedArray) -> jax.Array:
         codes = multiplies_codes(q.format, w.format)
@@ -174,13 +167,13 @@ def row_product(
         product = grouped_gemm.multiply_rows(rows, weights, axis, tiles.stops, dtype)
         if not codes:
             return product.astype(dtype)
-        of_rows = q.plane(Usage.ROWWISE).scale_inv * w.plane(next(iter(w.planes))).scale_inv
-        scale = product_scale(q.format, w.format, jnp.repeat(of_rows[own], tiles.unit)[:, None], product.dtype)
+        of_experts = q.plane(Usage.ROWWISE).scale_inv * w.plane(next(iter(w.planes))).scale_inv
+        of_tiles = jnp.append(of_experts, 1.0)[tiles.experts]  # 1 for rows of no expert, which are zeros.
+        scale = product_scale(q.format, w.format, jnp.repeat(of_tiles, tiles.unit)[:, None], product.dtype)
         return apply_scale(product, scale, dtype)
 
     product = grouped_gemm.multiply_row_codes(q, w, contracted, tiles.stops, dtype, multiply_values, fast=fast)
-    back = product.at[tiles.target].get(mode="fill", fill_value=0)
-    return jnp.where(tiles.fits, back, jnp.nan)
+    return jnp.where(tiles.fits, product.at[tiles.place].get(mode="promise_in_bounds"), jnp.nan)
 
 
 def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: Any) -> jax.Array:
