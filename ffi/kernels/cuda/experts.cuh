@@ -14,20 +14,22 @@ namespace qshard::kernels {
 __device__ __forceinline__ int64_t ExpertOfWarp(const ExpertStops& experts, int64_t row) {
   constexpr int kAtOnce = 4;
   const int lane = threadIdx.x % kWarp;
-  for (int64_t begin = 0; begin < experts.count; begin += kAtOnce * kWarp) {
-    bool after[kAtOnce];
+  const int count = static_cast<int>(experts.count);
+  const auto last = static_cast<int32_t>(min(row, int64_t{INT32_MAX}));  // no stop is after that
+  for (int begin = 0; begin < count; begin += kAtOnce * kWarp) {
+    int32_t stop[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int64_t expert = begin + i * kWarp + lane;
-      after[i] = expert < experts.count && __ldg(experts.stops + expert) > row;
+      const int expert = begin + i * kWarp + lane;
+      stop[i] = expert < count ? __ldg(experts.stops + expert) : INT32_MIN;
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const unsigned lanes = __ballot_sync(kAllLanes, after[i]);
+      const unsigned lanes = __ballot_sync(kAllLanes, stop[i] > last);
       if (lanes != 0) return begin + i * kWarp + __ffs(lanes) - 1;
     }
   }
-  return experts.count;
+  return count;
 }
 
 }  // namespace qshard::kernels

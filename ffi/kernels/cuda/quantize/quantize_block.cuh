@@ -45,7 +45,7 @@ template <class Code, class In, class Scales, class Rows>
 bool TakesTiles(const TileArguments<In, Scales, Rows>& a) {
   return a.grid.cols % kEight == 0 && IsAligned(a.x, 16) && IsAligned(a.data, kStoredBits<Code>) &&
          (!kPacked<Code> || a.second_data == nullptr || a.wide) && a.one_global &&
-         a.grid.tiles < kMaxDivided;
+         a.grid.tiles < kMaxDivided && (!Rows::kGathered || HasShortRows<In>(a.grid));
 }
 
 template <class In, class Code, class Scales, Work kWork>

@@ -79,17 +79,26 @@ __device__ __forceinline__ T OfPatchRow(T value, int k) {
   return __shfl_sync(kAllLanes, value, threadIdx.x / kPatches % 2 * kPatch + k);
 }
 
+// Returns whether the bytes of a row fit in 32 bits, for one multiplication per address.
+template <class In>
+bool HasShortRows(const TileGrid& grid) {
+  return grid.cols <= int64_t{UINT32_MAX} / int64_t{sizeof(In)};
+}
+
 // Loads a patch of the rows of x that lanes have, and zeros for -1.
 template <Read kRead, class In>
 __device__ __forceinline__ void GatherPatch(const In* x, const TileGrid& grid, const Tile& t,
                                             const PatchPlace& p, int height, int32_t lane_row,
                                             EightOf<In> (&rows)[kPatch]) {
-  const In* from = x + t.col + p.across * kPatch;
+  const auto* from = reinterpret_cast<const char*>(x + t.col + p.across * kPatch);
+  const auto row_bytes = static_cast<uint32_t>(grid.cols * sizeof(In));  // HasShortRows
 #pragma unroll
   for (int k = 0; k < kPatch; ++k) {
     const int32_t row = OfPatchRow(lane_row, k);
     rows[k] = {};
-    if (row >= 0 && height > 0) rows[k] = Load<kPatch * sizeof(In), kRead>(from + row * grid.cols);
+    if (row >= 0 && height > 0)
+      rows[k] = Load<kPatch * sizeof(In), kRead>(
+          reinterpret_cast<const In*>(from + uint64_t{static_cast<uint32_t>(row)} * row_bytes));
   }
 }
 
