@@ -4,7 +4,7 @@ Tokens are sorted by expert and distributed uniformly at random, and the group s
 bfloat16. "none" is `qshard.jax.ragged_dot` without a recipe. Weights are bfloat16 and quantized in each call, except
 for "codes", both planes kept since the last update, and "gathered", the rowwise plane as FSDP and primary weights give
 it, which backward transposes. Calls are issued back to back, as in training. Contenders take turns, and the median over
-rounds counts. `times_bf16` is the time of "none" by that of the row.
+rounds counts. `times_bf16` is the time of "none", divided by the row's time.
 
     python benchmarks/bench_grouped_jax.py [--shapes mixtral,deepseek,qwen] [--rounds 5] [--without-xla]
 """

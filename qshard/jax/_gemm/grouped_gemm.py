@@ -17,12 +17,12 @@ from jax import lax
 
 from qshard import gemm_dispatch
 from qshard._core import quantize_steps
-from qshard._core.quantize_rows import takes_rows
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.jax._gemm import target_gpu
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding import partitionable_ops
+from qshard.layout import takes_rows
 
 Product = Callable[..., jax.Array]
 

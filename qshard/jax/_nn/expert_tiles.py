@@ -5,7 +5,7 @@ the rows of an expert end. Zeros pad the last tile of an expert. Codes are there
 were quantized alone. Shapes are static, so there are as many tiles as any `group_sizes` could need.
 
 Formats with one scale and 1-D blocks with fp32 scales are quantized straight into the matrix of all padded rows
-(`quantize_rows.py`). Others are quantized tile by tile, and their planes have tiles as the first axis.
+(`quantize_rows`). Others are quantized tile by tile, and their planes have tiles as the first axis.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from qshard import gemm_dispatch
-from qshard._core.operands import OperandSpec, quantize_operand
-from qshard._core.quantize_rows import quantize_rows, takes_rows
+from qshard._core.operands import OperandSpec, quantize_operand, quantize_rows
 from qshard._core.quantize_steps import Draws
 from qshard.formats import Usage
 from qshard.jax._gemm import grouped_gemm
@@ -27,7 +26,7 @@ from qshard.jax._ops.collectives import max_of_groups, max_over
 from qshard.jax._ops.uint64 import words_times, xor_words
 from qshard.jax._quantized.array import QuantizedArray, plane_values
 from qshard.jax._sharding import partitionable_ops
-from qshard.layout import block_alignment, is_transposed, multiplies_codes, source
+from qshard.layout import block_alignment, is_transposed, multiplies_codes, source, takes_rows
 from qshard.recipes import Recipe
 
 
