@@ -46,8 +46,8 @@ def _backward(config: ValueConfig, saved: Any, dy: jax.Array) -> tuple[jax.Array
         w, dy = barrier(w, dy)
         w = _gather(config, w.astype(x.dtype))
     dx = _row_product(dy, w, config.sharding.layout.index("N"), group_sizes)
-    pair = (dy, x) if config.sharding.layout == "NK" else (x, dy)
-    dw = grouped_gemm.contract_rows(*pair, _ends(group_sizes), like_w.dtype)
+    a, b = (dy, x) if config.sharding.layout == "NK" else (x, dy)
+    dw = grouped_gemm.contract_rows(a, b, _ends(group_sizes), like_w.dtype)
     dw = jax.vmap(config.sharding.scatter)(dw)
     if gathers:  # As in `linear`: `scheduling.py`.
         dw, dx = barrier(dw, dx)
