@@ -47,8 +47,13 @@ bool Describe(const cublaslt::Library& lt, const GroupedKey& key, const GroupedA
          lay_out(&plan->out, key.out, arrays.out);
 }
 
-uint32_t Average(int64_t size, int64_t groups) {
-  return static_cast<uint32_t>(std::max<int64_t>(1, size / groups));
+// Tells the heuristic the average of a size. The header says uint32_t, but cuBLAS 13.8 takes 8
+// bytes.
+bool SetAverage(const cublaslt::Library& lt, cublaslt::Preference preference,
+                cublaslt::PreferenceAttribute attribute, int64_t size, int64_t groups) {
+  const int64_t average = std::max<int64_t>(1, size / groups);
+  return Set(lt, preference, attribute, static_cast<uint64_t>(average)) ||
+         Set(lt, preference, attribute, static_cast<uint32_t>(average));
 }
 
 // Asks the heuristic for algorithms.
@@ -67,10 +72,9 @@ bool Choose(const cublaslt::Library& lt, const GroupedKey& key, GroupedPlan* pla
       Set(lt, preference, cublaslt::kMinAlignmentB, alignment) &&
       Set(lt, preference, cublaslt::kMinAlignmentC, alignment) &&
       Set(lt, preference, cublaslt::kMinAlignmentD, alignment) &&
-      Set(lt, preference, cublaslt::kGroupedAverageK, Average(key.k, key.by_k ? key.groups : 1)) &&
-      Set(lt, preference, cublaslt::kGroupedAverageRows, Average(key.n, 1)) &&
-      Set(lt, preference, cublaslt::kGroupedAverageCols,
-          Average(key.m, key.by_k ? 1 : key.groups)) &&
+      SetAverage(lt, preference, cublaslt::kGroupedAverageK, key.k, key.by_k ? key.groups : 1) &&
+      SetAverage(lt, preference, cublaslt::kGroupedAverageRows, key.n, 1) &&
+      SetAverage(lt, preference, cublaslt::kGroupedAverageCols, key.m, key.by_k ? 1 : key.groups) &&
       lt.heuristic(plan->handle, plan->desc, plan->b, plan->a, plan->out, plan->out, preference,
                    kMostAlgorithms, found, &count) == kSuccess;
   lt.preference_destroy(preference);
