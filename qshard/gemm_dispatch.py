@@ -11,12 +11,10 @@ the rows of each expert.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from qshard import _ffi
 from qshard._core import quantize_steps
+from qshard._core.environment import grouped_library_version, library_version
 from qshard._core.quantize_steps import Plane
 from qshard.formats import E4M3, E5M2, E8M0, Format, Usage
 from qshard.layout import is_transposed, multiplies_codes
@@ -55,19 +53,9 @@ class Gpu(NamedTuple):
     grouped_cublaslt: int = 0
 
 
-def library_version() -> int:
-    """Return the version of the cuBLASLt that products run on, as in `Gpu.cublaslt`.
-
-    The library is the one that the process has loaded (PyTorch and JAX load it), else the one that the system's loader
-    finds, else the one in NVIDIA's Python packages. The version is 0 if this build has no CUDA kernels.
-    """
-    if not _ffi.cuda_built:
-        return 0
-    folders = getattr(find_spec("nvidia"), "submodule_search_locations", None) or ()
-    names = ("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12")
-    files = [str(path) for name in names for folder in folders if (path := Path(folder, name)).is_file()]
-    _ffi.set_gemm_library_paths(files)
-    return _ffi.gemm_library_version()
+def gpu_of(capability: tuple[int, int]) -> Gpu:
+    """Return the properties of a GPU of this machine, with the versions of the libraries that products use."""
+    return Gpu(capability, library_version(), grouped_library_version())
 
 
 def contracts_last(fmt: Format, usage: Usage) -> bool:

@@ -86,9 +86,9 @@ Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspac
   const int64_t unit = values ? kernels::kGroupedValueUnit : kernels::kGemmUnit;
   // Rows of a group need no unit if they are not contracted, nor if they come first in memory.
   const bool any_m = !groups.by_k, any_k = groups.by_k && gemm.a.k_first;
-  QSHARD_REQUIRE((any_m || m % unit == 0) && n % unit == 0 && (any_k || k % unit == 0) && k > 0, op,
+  QSHARD_REQUIRE((any_m || m % unit == 0) && n % unit == 0 && (any_k || k % unit == 0), op,
                  ": a product with M=", m, ", N=", n, ", K=", k,
-                 " has sizes that are not positive multiples of ", unit,
+                 " has sizes that are not multiples of ", unit,
                  ", which tensor cores need; pad the matrices, or call a product for each expert");
   QSHARD_REQUIRE(groups.number <= kernels::kMostGroups, op, ": stops has ", groups.number,
                  " experts, more than ", kernels::kMostGroups, "; call the op for a part of them");
