@@ -355,9 +355,10 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     if name == "labels":
         return _labels(call, shape, rng).view(dtype)
     if name == "sizes":
-        return (
-            rng.choice([0, 0, 0, 1, 3, 17, 40, *rng.choice([0, -1, 2**31 - 1], 2)], shape).astype(np.int32).view(dtype)
-        )
+        some = [0, 0, 0, 1, 3, 17, 40, *rng.choice([0, -1, 2**31 - 1], 2)]
+        return rng.choice(some, shape).astype(np.int32).view(dtype)
+    if name in ("rows", "stops"):
+        return _padded_rows(call, name, shape, rng).view(dtype)
     if call.spec.name == "adam":
         return _adam_values(call, name, shape, dtype, rng, i)
     if name == "hyper":

@@ -16,9 +16,9 @@ from torch import Tensor
 from qshard._core.moe import check_mlp
 from qshard._core.validation import quote
 from qshard.recipes import RecipeLike
+from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._moe.permutation import moe_permutation, moe_permute, moe_unpermute
 from qshard.torch_bridge._nn.activations import swiglu
-from qshard.torch_bridge._nn.grouped_linear import grouped_linear
 from qshard.torch_bridge._quantized.validation import check_tensor
 
 Weights = Sequence[Tensor] | Tensor

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from qshard._core.moe import ScoreFunction, check_scores
 from qshard.recipes import RecipeLike
+from qshard.torch_bridge._experts.grouped_linear import GroupedLinear
 from qshard.torch_bridge._moe.grouped_mlp import apply_experts
 from qshard.torch_bridge._moe.router import Router, topk_routing
 from qshard.torch_bridge._nn.activations import swiglu
-from qshard.torch_bridge._nn.grouped_linear import GroupedLinear
 from qshard.torch_bridge._nn.linear import Linear
 
 
