@@ -216,11 +216,13 @@ cublaslt::Result SetArrays(const GroupedPlan& plan, const GroupedArrays& arrays)
 
 void TryAlgorithms(GroupedPlan* plan, CUstream_st* stream,
                    const std::function<cublaslt::Result(const cublaslt::Algorithm&)>& run) {
-  if (plan->algorithms.size() < 2 || !TriesAlgorithms()) return;
+  if (!TriesAlgorithms()) return;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
-      status != cudaStreamCaptureStatusNone)
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
+    (void)cudaGetLastError();  // a capture elsewhere; the next launch must not report it
     return;
+  }
+  if (status != cudaStreamCaptureStatusNone) return;
   // Waiting for an event would invalidate a capture elsewhere in the default capture mode.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);
