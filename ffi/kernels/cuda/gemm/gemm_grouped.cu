@@ -335,7 +335,7 @@ Status GroupedGemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const GemmGr
   };
   cublaslt::Result result = SetArrays(*plan, arrays);
   if (result == cublaslt::kSuccess) {
-    TryAlgorithms(plan.get(), exec.stream, multiply);
+    if (plan->algorithms.size() > 1) TryAlgorithms(plan.get(), exec.stream, multiply);
     result = multiply(plan->algorithms.front());
   }
   if (result != cublaslt::kSuccess) return {Refusal(s, result)};
