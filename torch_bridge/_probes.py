@@ -295,7 +295,19 @@ class _Call:
 class _ExpertsCall:
     """One call of a `GroupedLinear`: a call of each expert, with the rows of its group."""
 
-    def __init__(self, watch: Watch, experts: Sequence[tuple[str, WeightLayer]], input: Tensor, group_sizes: Tensor):
+    def __init__(
+        self,
+        watch: Watch,
+        experts: Sequence[tuple[str, WeightLayer]],
+        input: Tensor,
+        group_sizes: Tensor,
+        transfer: object = None,
+    ):
+        if transfer is not None:
+            raise NotImplementedError(
+                f"numerics_of: {experts[0][0]} gets rows from other ranks (ep_group of MoE), which is not measured; "
+                "measure a model without ep_group"
+            )
         _checked_sizes(input, len(experts), group_sizes)
         self.watch, self.experts, self.sizes = watch, experts, group_sizes.tolist()
         self.seeds = [_seed_of_next_call(layer) for _, layer in experts]

@@ -7,6 +7,7 @@ import csv
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from support.bench_cases import measure_or_fail
 from support.torch_ranks import on_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import bench_expert_parallel
 import bench_grouped
 import bench_moe
 import bench_step_torch
@@ -123,3 +125,23 @@ def test_contenders_of_whole_layers(monkeypatch):
             assert (a - b).float().norm() < 0.12 * b.float().norm(), name
     found = bench_moe.rows_of(dict.fromkeys(calls, 2.0) | {bench_moe.BASE: 3.0}, "mixtral")
     assert found[1] == {"kind": "bf16 plain, mixtral", "ms": "2.00", "times_bf16": "1.50"}
+
+
+@on_ranks(2)
+def test_contenders_of_expert_parallelism():
+    """Each gives gradients near those of bfloat16. With one scale, half of the rows are sent as codes."""
+    with mock.patch.object(bench_expert_parallel, "DEVICE", "cpu"):
+        calls = bench_expert_parallel.contenders(bench_moe.Shape(4, 2, 96, 128, 128))
+    expected = calls[bench_moe.BASE]()
+    for name, call in calls.items():
+        made = list(call())
+        if "codes" in name:  # one gradient for each local expert
+            made[2:] = torch.stack(made[2:4]), torch.stack(made[4:])
+        for a, b in zip(made, expected, strict=True):
+            assert (a - b).float().norm() < 0.12 * b.float().norm(), name
+    sent = {name: bench_expert_parallel.bytes_sent(call) for name, call in calls.items()}
+    assert 0.7 * sent[bench_moe.BASE] < sent["fp8"] < 0.8 * sent[bench_moe.BASE]
+    assert sent["block"] == sent[bench_moe.BASE]
+    found = bench_expert_parallel.rows_of(dict.fromkeys(calls, 2.0), sent, "mixtral")
+    assert found[1]["kind"] == "fp8, mixtral, 2 GPUs"
+    assert found[1]["times_bf16"] == "1.00"

@@ -19,6 +19,7 @@ from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.layout import source
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_shape
+from qshard.torch_bridge._experts.expert_parallel import LocalExperts, Transfer, place_received, quantize_dispatched
 from qshard.torch_bridge._experts.operands import GroupedOperand
 from qshard.torch_bridge._experts.products import (
     expert_products,
@@ -94,6 +95,29 @@ def grouped_linear(
 
     Sources: `torch._grouped_mm`; TransformerEngine (`GroupedLinear`: scales by expert, rows padded to blocks).
     """
+    return product_of_experts(
+        x, weights, group_sizes, recipe, bias=bias, layout=weight_layout, seeds=seeds, delayed=delayed, dtype=dtype
+    )
+
+
+def product_of_experts(
+    x: Tensor,
+    weights: Sequence[Tensor] | Tensor,
+    group_sizes: Tensor,
+    recipe: RecipeLike,
+    transfer: Transfer | None = None,
+    *,
+    bias: Tensor | None = None,
+    layout: Literal["NK", "KN"] | None = None,
+    seeds: Tensor | None = None,
+    delayed: Sequence[Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute `grouped_linear`, or with `transfer` dispatch its rows to the ranks of their experts, or combine them.
+
+    With `transfer`, `group_sizes` count received rows. If activations are dispatched, x has source rows and the result
+    has received rows; otherwise x has received rows and the result has source rows.
+    """
     recipe = as_recipe(recipe, "grouped_linear")
     check_tensor("grouped_linear", "x", x)
     if not isinstance(weights, Tensor | Sequence) or isinstance(weights, QuantizedTensor):
@@ -101,7 +125,7 @@ def grouped_linear(
             f"grouped_linear: weights ({quote(weights)}) are not tensors of values or a list; pass one [E, N, K], or "
             "[N, K] for each expert"
         )
-    weights = _in_rows(weights, weight_layout)
+    weights = _in_rows(weights, layout)
     each = [weights] if isinstance(weights, Tensor) else [*weights]
     for weight in each:
         check_operand("grouped_linear", weight, recipe)
@@ -115,9 +139,9 @@ def grouped_linear(
     advice = "a dict of DelayedScale by role for each expert" if recipe.stateful else "None"
     fits = states in (None, experts)
     check_state("grouped_linear", "delayed", states, recipe, advice, layers=f"{experts} experts", fits=fits)
-    sizes = _checked_sizes(x, experts, group_sizes)
+    sizes = None if transfer is not None else _checked_sizes(x, experts, group_sizes)
     is_gathered = isinstance(each[0], QuantizedTensor)
-    how = _How(recipe, x.dtype if dtype is None else dtype, sizes, delayed, is_gathered)
+    how = _How(recipe, x.dtype if dtype is None else dtype, sizes, delayed, is_gathered, transfer)
     on_device = group_sizes.to(x.device, non_blocking=True)
     y: Tensor = apply_node(_GroupedProduct, x, on_device, seeds, bias, how, *each)
     return y
@@ -216,6 +240,18 @@ class _How(NamedTuple):
     sizes: tuple[int, ...] | None
     delayed: Sequence[Any] | None
     is_gathered: bool
+    transfer: Transfer | None = None
+
+    def tiles(self, rows: int, group_sizes: Tensor) -> tuple[Tiles, Tensor]:
+        """Compute `tiles_of`, for `rows` rows of x or for received rows."""
+        if self.transfer is None:
+            return tiles_of(self.recipe, rows, group_sizes)
+        tiles, fits = tiles_of(self.recipe, self.transfer.exchange.received, group_sizes)
+        return place_received(tiles, self.transfer.exchange), fits
+
+    def combined(self, rows: Tensor, role: Role) -> Tensor:
+        """Return the rows of a product to their source ranks, if the rows of the operand in `role` are dispatched."""
+        return rows if self.transfer is None or self.transfer.role is not role else self.transfer.exchange.combine(rows)
 
     def backward_plane(self, device: torch.device) -> Usage:
         """Return the plane of quantized weights that the backward pass reads."""
@@ -244,7 +280,7 @@ class _GroupedProduct(Node):
     ) -> tuple[Tensor, list[Tensor | None]]:
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST_WEIGHT:])
         row, columns = Usage.ROWWISE, Usage.COLUMNWISE
-        tiles, fits = tiles_of(how.recipe, x.shape[0], sizes)
+        tiles, fits = how.tiles(x.shape[0], sizes)
         if how.sizes is None:
             torch._assert_async(fits, _UNFIT_SIZES)
         sides = _quantize_rows(x, how, Usage.BOTH if need_w else row, Role.ACTIVATION, tiles, seeds)
@@ -269,7 +305,7 @@ class _GroupedProduct(Node):
         ctx.how, ctx.x_dtype, ctx.unit = how, x.dtype, tiles.unit
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.w_dtype, ctx.w_shape, ctx.w_count = weights[0].dtype, weights[0].shape, len(saved_w)
-        return tiles.gather(y), [*tiles[1:], seeds, *saved_x, *saved_w]
+        return how.combined(tiles.gather(y), Role.GRADIENT), [*tiles[1:], seeds, *saved_x, *saved_w]
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -301,7 +337,7 @@ class _GroupedProduct(Node):
             else:
                 w = GroupedOperand(how.recipe.weight, how.backward_plane(grad.device), Plane(*saved_w))
             dx = row_product(sides.pop(row), w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
-            grad_x = tiles.gather(dx).to(ctx.x_dtype)
+            grad_x = how.combined(tiles.gather(dx).to(ctx.x_dtype), Role.ACTIVATION)
         return grad_x, None, None, grad_b, None, *of_weights
 
 
@@ -317,6 +353,8 @@ def _quantize_rows(
 ) -> dict[Usage, GroupedOperand]:
     spec = operand_spec(how.recipe, role, usage)
     spec.layouts((tiles.rows.shape[0], x.shape[1]))
+    if how.transfer is not None and how.transfer.role is role:
+        return quantize_dispatched(x.detach().to(how.dtype), spec, tiles, how.transfer.exchange, seeds=seeds)
     sides, amaxes = quantize_experts(x.detach().to(how.dtype), spec, tiles, seeds=seeds, scale=how.scales(role))
     how.observe(role, amaxes)
     return sides
@@ -334,10 +372,13 @@ class GroupedLinear(nn.Module):
       out_features: N of each expert.
       bias: add a learned bias to the rows of each expert.
       recipe: the format of each role, or its name.
+      local_experts: expert parallelism: the experts of this rank; None for all. `group_sizes` has their sizes. With
+        equal seeds of the random number generator, ranks have the initial weights of one layer with all experts.
 
     Attributes:
-      experts: one `Linear` per expert. Each weight is sharded by FSDP2 or ZeRO, gathered as codes, saved,
-        moved and kept as codes under `convert(primary=True)`, like the weight of any `Linear`.
+      experts: one `Linear` per local expert. In state dicts their names have their indices among all experts. Each
+        weight is sharded by FSDP2 or ZeRO, gathered as codes, saved, moved and kept as codes under
+        `convert(primary=True)`, like the weight of any `Linear`.
 
     Raises:
       ValueError: `num_experts` is not positive, or as for `Linear`.
@@ -358,6 +399,7 @@ class GroupedLinear(nn.Module):
         *,
         bias: bool = False,
         recipe: RecipeLike,
+        local_experts: range | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
@@ -367,7 +409,15 @@ class GroupedLinear(nn.Module):
                 f"GroupedLinear: num_experts ({quote(num_experts)}) is not positive; pass an integer of at least 1"
             )
         layer = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype}
-        self.experts = nn.ModuleList(Linear(in_features, out_features, **layer) for _ in range(num_experts))
+        experts, local = range(num_experts), range(num_experts) if local_experts is None else local_experts
+        if not isinstance(local, range) or not len(local) or local.step != 1 or not set(local) <= set(experts):
+            raise ValueError(
+                f"GroupedLinear: local_experts ({quote(local)}) is not a range of experts; pass one in "
+                f"range(0, {num_experts})"
+            )
+        # Each rank draws the weights of all experts, one at a time, and keeps its own.
+        layers = (Linear(in_features, out_features, **layer) for _ in experts)
+        self.experts = LocalExperts((each for e, each in zip(experts, layers, strict=True) if e in local), local.start)
         for expert in self.experts:
             weight = cast(ShardedWeight, expert.weight)
             weight.scale_state.passes = Passes.of(self)  # All experts share one refresh of scales.
@@ -387,8 +437,11 @@ class GroupedLinear(nn.Module):
             )
         return self
 
-    def forward(self, input: Tensor, group_sizes: Tensor) -> Tensor:
-        """Apply expert e to the rows of its group, as `grouped_linear` does. `input` is sorted by expert."""
+    def forward(self, input: Tensor, group_sizes: Tensor, transfer: Transfer | None = None) -> Tensor:
+        """Apply expert e to the rows of its group, as `grouped_linear` does. `input` is sorted by expert.
+
+        `transfer` is an argument of `MoE` with expert parallelism.
+        """
         layers = cast(list[Linear], [*self.experts])
         first = layers[0].call_operands(input)
         seeds = delayed = None
@@ -401,7 +454,7 @@ class GroupedLinear(nn.Module):
             delayed = None if first.delayed is None else [one.delayed for one in called]
         bias = None if layers[0].bias is None else torch.stack([cast(Tensor, layer.bias) for layer in layers])
         how: dict[str, Any] = {"bias": bias, "seeds": seeds, "delayed": delayed, "dtype": first.dtype}
-        y: Tensor = grouped_linear(first.input, weights, group_sizes, layers[0].recipe, **how)
+        y: Tensor = product_of_experts(first.input, weights, group_sizes, layers[0].recipe, transfer, **how)
         return y
 
     def extra_repr(self) -> str:

@@ -7,25 +7,25 @@ Two grouped products serve all experts. `w13` has the weights of gate and up, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from qshard._core.moe import check_mlp
 from qshard._core.validation import quote
 from qshard.recipes import RecipeLike
-from qshard.torch_bridge._experts.grouped_linear import grouped_linear
+from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group
+from qshard.torch_bridge._experts.grouped_linear import product_of_experts
+from qshard.torch_bridge._moe.expert_parallel import Product, check_parallel_recipe, parallel_experts, value_product
 from qshard.torch_bridge._moe.permutation import moe_permutation, moe_permute, moe_unpermute
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
 from qshard.torch_bridge._quantized.validation import check_tensor
 
 Weights = Sequence[Tensor] | Tensor
 """One weight per expert, or one tensor of all experts."""
-
-Product = Callable[[Tensor, Tensor], Tensor]
-"""A grouped product. Arguments: rows sorted by expert, and the number of rows of each expert."""
 
 
 def grouped_mlp(
@@ -39,6 +39,7 @@ def grouped_mlp(
     weight_layout: Literal["NK", "KN"] = "NK",
     seeds: tuple[Tensor, Tensor] | None = None,
     delayed: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    ep_group: ExpertGroup | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute `sum(weights[t, j] * mlp(x[t], indices[t, j]) for j in range(k))` for each token t. Differentiable.
@@ -58,6 +59,8 @@ def grouped_mlp(
       weight_layout: "NK", or "KN" for `w13` `[E, H, 2 I]` and `w2` `[E, I, H]`.
       seeds: for stochastic rounding, the seeds of `grouped_linear`, int32 `[E, 2]`, for `w13` and for `w2`.
       delayed: for delayed scaling, the states of `grouped_linear` for `w13` and for `w2`.
+      ep_group: expert parallelism: R ranks, each with its own tokens and `E / R` of the E experts. `w13`, `w2` and
+        `seeds` belong to the local experts, and `indices` count all experts: rank r has `r * E / R` and following.
       dtype: as for `linear`.
 
     Returns:
@@ -65,11 +68,16 @@ def grouped_mlp(
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: shapes do not fit each other or the formats, or a seed or state is missing.
+      ValueError: shapes do not fit each other or the formats, a seed or state is missing, or the ranks of `ep_group`
+        have different shapes of experts, dtypes or recipes, which raises on all ranks.
+      NotImplementedError: delayed scaling with `ep_group`.
 
     `linear` on the rows of each expert computes the same codes and scales. Nothing waits for the device. The number of
-    launches grows with the number of experts only where it does in `grouped_linear`. A rank computes its own tokens
-    with the experts that it is given.
+    launches grows with the number of experts only where it does in `grouped_linear`.
+
+    With `ep_group`, one device with the tokens of all ranks, rank 0 first, has the same codes and scales. Each forward
+    pass waits for the device once, for the counts of rows to receive. Gradients of weights are sums over the tokens of
+    all ranks.
 
     >>> x, w13, w2 = torch.ones(2, 32), torch.ones((4, 64, 32)), torch.full((4, 32, 32), 0.125)
     >>> indices, weights = torch.tensor([[0, 1], [3, 0]]), torch.full((2, 2), 0.5)
@@ -89,42 +97,50 @@ def grouped_mlp(
         raise TypeError(f"grouped_mlp: indices ({quote(indices)}) are not a torch.Tensor; pass int64 [..., k]")
     check_mlp(x.shape, indices.shape, weights.shape, (_shape(w13), _shape(w2)), weight_layout)
 
-    experts = len(w13)
+    group = None if ep_group is None else expert_group("grouped_mlp", ep_group)
+    experts = len(w13) if group is None else len(w13) * group.size()
+    if group is not None:
+        check_parallel_recipe("grouped_mlp", recipe)
     if recipe is None:  # There rows of no expert are multiplied, too.
         weights = torch.where((indices >= 0) & (indices < experts), weights, 0)
 
     def product(number: int, w: Weights) -> Product:
         if recipe is None:
-            return lambda rows, sizes: _value_product(rows, w, sizes, weight_layout)
-        layout = weight_layout if isinstance(w, Tensor) else None
+            return lambda rows, sizes, transfer: value_product(rows, w, sizes, weight_layout, transfer)
         given: dict[str, Any] = {
+            "layout": weight_layout if isinstance(w, Tensor) else None,
             "seeds": None if seeds is None else seeds[number],
             "delayed": None if delayed is None else delayed[number],
             "dtype": dtype,
         }
-        return lambda rows, sizes: grouped_linear(rows, w, sizes, recipe, weight_layout=layout, **given)
+        return lambda rows, sizes, transfer: product_of_experts(rows, w, sizes, recipe, transfer, **given)
 
-    return apply_experts(x, indices, weights, experts, product(0, w13), product(1, w2))
+    facts = (_shape(w13), weight_layout, x.dtype, dtype, recipe)
+    products = product(0, w13), product(1, w2)
+    return apply_experts(x, indices, weights, experts, *products, group=group, facts=facts)
 
 
 def _shape(w: Weights) -> tuple[int, ...]:
     return tuple(w.shape) if isinstance(w, Tensor) else (len(w), *w[0].shape)
 
 
-def apply_experts(x: Tensor, indices: Tensor, weights: Tensor, num_experts: int, w13: Product, w2: Product) -> Tensor:
-    """Compute `grouped_mlp` with given products."""
+def apply_experts(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    w13: Product,
+    w2: Product,
+    *,
+    group: dist.ProcessGroup | None,
+    facts: Hashable,
+) -> Tensor:
+    """Compute `grouped_mlp` with given products. The ranks of `group` must agree on `facts`."""
     k = indices.shape[-1]
     permutation = moe_permutation(indices.reshape(-1, k), num_experts)
-    rows = moe_permute(x.reshape(-1, x.shape[-1]), permutation)
-    h = swiglu_gate_up(w13(rows, permutation.group_sizes))
-    y = w2(h, permutation.group_sizes)
+    rows, sizes = moe_permute(x.reshape(-1, x.shape[-1]), permutation), permutation.group_sizes
+    if group is None or group.size() == 1:
+        y = w2(swiglu_gate_up(w13(rows, sizes, None)), sizes, None)
+    else:
+        y = parallel_experts(rows, sizes, w13, w2, group, facts)
     return moe_unpermute(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
-
-
-def _value_product(x: Tensor, weights: Weights, group_sizes: Tensor, layout: str) -> Tensor:
-    """Multiply rows by the weight of their expert, without quantization; rows of no expert by the last weight."""
-    w = weights if isinstance(weights, Tensor) else torch.stack([*weights])
-    ends = group_sizes.cumsum(0, dtype=torch.int32)
-    # `_grouped_mm` does not write rows after the last group, and writing zeros there would take another pass.
-    ends[-1] = x.shape[0]
-    return torch._grouped_mm(x, (w.transpose(1, 2) if layout == "NK" else w).to(x.dtype), offs=ends)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from qshard._core.moe import ScoreFunction, check_scores
 from qshard.recipes import RecipeLike
+from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group
 from qshard.torch_bridge._experts.grouped_linear import GroupedLinear
+from qshard.torch_bridge._moe.expert_parallel import local_experts
 from qshard.torch_bridge._moe.grouped_mlp import apply_experts
 from qshard.torch_bridge._moe.router import Router, topk_routing
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
@@ -31,15 +33,18 @@ class MoE(nn.Module):
       expert_bias: add a buffer `expert_bias` to the scores for the choice of experts, as in load balancing without an
         auxiliary loss. It starts as zeros, and the training loop updates it.
       shared_intermediate_size: I of a shared expert, which takes every token with weight 1; None for no such expert.
+      ep_group: expert parallelism: the ranks that share the experts, as for `grouped_mlp`. Rank r of R has the weights
+        of experts `r * E / R` to `(r + 1) * E / R`; other parameters are the same on all ranks.
 
     Attributes:
       router: the linear layer of the logits, with `weight` `[E, H]`. `convert` leaves it in high precision.
-      w13: a `GroupedLinear` with the weights of gate and up, `[2 I, H]` per expert.
-      w2: a `GroupedLinear`, `[H, I]` per expert.
+      w13: a `GroupedLinear` with the weights of gate and up, `[2 I, H]` per local expert.
+      w2: a `GroupedLinear`, `[H, I]` per local expert.
       shared: an `nn.ModuleDict` with the layers "w13" and "w2" of the shared expert; None without one.
 
     Raises:
-      ValueError: as for `topk_routing` and `Linear`.
+      ValueError: as for `topk_routing` and `Linear`, or the ranks of `ep_group` do not divide `num_experts`.
+      NotImplementedError: as for `grouped_mlp`.
 
     FSDP2 and ZeRO gather codes, as for `GroupedLinear`. Every parameter gets a gradient in every step, so
     DistributedDataParallel needs no search for unused parameters.
@@ -67,13 +72,17 @@ class MoE(nn.Module):
         scale: float = 1.0,
         expert_bias: bool = False,
         shared_intermediate_size: int | None = None,
+        ep_group: ExpertGroup | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.w13 = GroupedLinear(num_experts, hidden_size, 2 * intermediate_size, recipe=recipe, **made)
-        self.w2 = GroupedLinear(num_experts, intermediate_size, hidden_size, recipe=recipe, **made)
+        self.ep_group = None if ep_group is None else expert_group("MoE", ep_group)
+        local = None if self.ep_group is None else local_experts(num_experts, self.ep_group, recipe)
+        experts: dict[str, Any] = {"recipe": recipe, "local_experts": local, **made}
+        self.w13 = GroupedLinear(num_experts, hidden_size, 2 * intermediate_size, **experts)
+        self.w2 = GroupedLinear(num_experts, intermediate_size, hidden_size, **experts)
         check_scores((num_experts,), top_k, score_function, None)
         self.num_experts, self.top_k = num_experts, top_k
         self.score_function, self.normalize, self.scale = score_function, normalize, scale
@@ -96,7 +105,10 @@ class MoE(nn.Module):
         logits = self.router(x)
         options: dict[str, Any] = {"score_function": self.score_function, "normalize": self.normalize}
         indices, weights = topk_routing(logits, self.top_k, scale=self.scale, bias=self.expert_bias, **options)
-        y = apply_experts(x, indices, weights, self.num_experts, self.w13, self.w2)
+        w13 = self.w13.experts[0]
+        facts = (w13.recipe, tuple(w13.weight.shape), x.dtype)
+        experts = {"group": self.ep_group, "facts": facts}
+        y = apply_experts(x, indices, weights, self.num_experts, self.w13, self.w2, **experts)
         if self.shared is not None:
             y = y + self.shared["w2"](swiglu_gate_up(self.shared["w13"](x)))
         return (y, logits) if return_router_logits else y

@@ -1,0 +1,274 @@
+"""Expert parallelism: ranks that share experts against one process with all experts and the tokens of all ranks."""
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from qshard._core.quantize_steps import plane_rows
+from qshard.formats import Usage
+from qshard.recipes import NAMED, Recipe, Role
+from qshard.torch_bridge import MoE, ZeroOptimizer, grouped_mlp, moe_permutation, moe_permute, update_scales
+from qshard.torch_bridge._distributed.token_exchange import TokenExchange
+from qshard.torch_bridge._experts.expert_parallel import place_received, quantize_dispatched
+from qshard.torch_bridge._experts.tiles import quantize_experts, tiles_of
+from qshard.torch_bridge._nn.operands import operand_spec
+from support import torch_ranks
+from support.formats import nearest
+from support.torch_models import Wire
+from support.torch_ranks import on_ranks
+
+WIDTH, HIDDEN, EXPERTS, TOP_K = 128, 128, 8, 2
+E4M3 = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_E4M3")
+RECIPES = {name: nearest(recipe) for name, recipe in NAMED.items() if not recipe.stateful} | {
+    "E4M3": E4M3,
+    "none": None,
+}
+CODES = ("CurrentScaling", "E4M3")
+
+
+def group():
+    return dist.group.WORLD
+
+
+def weights_of_all():
+    generator = torch.Generator().manual_seed(7)
+    w13 = torch.randn(EXPERTS, 2 * HIDDEN, WIDTH, generator=generator) / WIDTH**0.5
+    w2 = torch.randn(EXPERTS, WIDTH, HIDDEN, generator=generator) / HIDDEN**0.5
+    return w13.to(torch_ranks.device), w2.to(torch_ranks.device)
+
+
+def tokens_of(rank, load):
+    """Return x, indices, weights of experts and the gradient of y on a rank.
+
+    "uneven": ranks have different numbers of tokens, and expert 3 has none. "empty": only the experts of rank 0 have
+    tokens, and rank 1 has no tokens of its own.
+    """
+    generator = torch.Generator().manual_seed(rank)
+    tokens = {"uneven": 30 + 23 * rank, "empty": 0 if rank == 1 else 40}[load]
+    x, dy = (torch.randn(tokens, WIDTH, generator=generator) * (1 + 3 * rank) for _ in range(2))
+    indices = torch.randint(EXPERTS if load == "uneven" else 2, (tokens, TOP_K), generator=generator)
+    indices[indices == 3] = -1
+    weights = torch.rand(tokens, TOP_K, generator=generator)
+    return [each.to(torch_ranks.device) for each in (x, indices, weights, dy)]
+
+
+def both_ways(x, indices, weights, dy, w13, w2, recipe, **options):
+    """Return y, and the gradients of x, weights, w13 and w2."""
+    leaves = [each.clone().requires_grad_() for each in (x, weights, w13, w2)]
+    y = grouped_mlp(leaves[0], indices, leaves[1], *leaves[2:], recipe, **options)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def own(of_experts, rank):
+    return of_experts.chunk(dist.get_world_size())[rank]
+
+
+def is_one_device(name, load, dtype="float32", error=0.0):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    w13, w2 = (w.to(getattr(torch, dtype)) for w in weights_of_all())
+    each = [tokens_of(other, load) for other in range(world)]
+    for own_tokens in each:
+        own_tokens[0], own_tokens[3] = (own_tokens[i].to(w13.dtype) for i in (0, 3))
+    options = {}
+    if RECIPES[name] is not None and RECIPES[name].stochastic:
+        seeds = torch.arange(4 * EXPERTS, dtype=torch.int32, device=torch_ranks.device).view(2, EXPERTS, 2)
+        options["seeds"] = tuple(seeds)
+    whole = both_ways(*(torch.cat(parts) for parts in zip(*each, strict=True)), w13, w2, RECIPES[name], **options)
+    if options:
+        options["seeds"] = tuple(own(of_experts, rank) for of_experts in seeds)
+    weights = own(w13, rank), own(w2, rank)
+    found = both_ways(*each[rank], *weights, RECIPES[name], ep_group=group(), **options)
+    sizes = [own_tokens[0].shape[0] for own_tokens in each]
+    expected = [result.split(sizes)[rank] for result in whole[:3]] + [own(result, rank) for result in whole[3:]]
+    for what, a, b in zip(("y", "dx", "dweights", "dw13", "dw2"), found, expected, strict=True):
+        assert a.shape == b.shape, what
+        if error:
+            assert (a - b).norm() <= error * b.norm(), what
+        else:
+            assert torch.equal(a, b), (what, (a - b).abs().max())
+
+
+@on_ranks(2, pytest.param(4, marks=pytest.mark.slow))
+@pytest.mark.parametrize("load", ["uneven", "empty"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_is_one_device(name, load):
+    """Bit for bit on a CPU, where products sum rows of an expert in their order, whatever padding follows them."""
+    is_one_device(name, load)
+
+
+def codes_are_those_of_one_device(name, role):
+    """Planes of a local expert are, bit for bit, planes of its rows from all ranks on one device."""
+    recipe, world, rank = RECIPES[name], dist.get_world_size(), dist.get_rank()
+    spec = operand_spec(recipe, role, Usage.BOTH)
+
+    def sorted_rows(parts):
+        x, indices = (torch.cat([part[i] for part in parts]) for i in range(2))
+        permutation = moe_permutation(indices, EXPERTS)
+        return moe_permute(x, permutation), permutation.group_sizes
+
+    each = [tokens_of(other, "uneven") for other in range(world)]
+    rows, sizes = sorted_rows(each)
+    whole_tiles, _ = tiles_of(recipe, rows.shape[0], sizes)
+    whole, _ = quantize_experts(rows, spec, whole_tiles)
+    rows, sizes = sorted_rows(each[rank : rank + 1])
+    exchange = TokenExchange(sizes, rows.shape[0], group(), "facts")
+    tiles, _ = tiles_of(recipe, exchange.received, exchange.group_sizes)
+    tiles = place_received(tiles, exchange)
+    found = quantize_dispatched(rows, spec, tiles, exchange, seeds=None)
+    local = EXPERTS // world
+    for usage, operand in found.items():
+        for expert in range(local):
+            a = operand_of(operand, tiles, expert)
+            b = operand_of(whole[usage], whole_tiles, rank * local + expert)
+            for one, other in zip(a, b, strict=True):
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (usage, expert)
+
+
+def operand_of(operand, tiles, expert):
+    """Return the tensors of a plane of one expert."""
+    start, stop = tiles.starts()[expert].item(), tiles.stops[expert].item()
+    parts = plane_rows(operand.parts._replace(scale_inv=None), operand.format, operand.usage, start, stop)
+    return [parts.data.contiguous(), operand.expert_scale[expert]]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("role", [Role.ACTIVATION, Role.GRADIENT], ids=str)
+@pytest.mark.parametrize("name", CODES)
+def test_codes(name, role):
+    codes_are_those_of_one_device(name, role)
+
+
+@on_ranks(2)
+def test_bytes_on_the_wire():
+    """Codes of x and of dy are sent, and values of y and dx. Blocks send values."""
+    tokens = tokens_of(dist.get_rank(), "uneven")
+    tokens[0], tokens[3] = tokens[0].bfloat16(), tokens[3].bfloat16()
+    weights = [own(w, dist.get_rank()).bfloat16() for w in weights_of_all()]
+    both_ways(*tokens, *weights, RECIPES["CurrentScaling"], ep_group=group())
+    for name, dispatched in (("CurrentScaling", torch.uint8), ("BlockScaling", torch.bfloat16)):
+        with Wire() as wire:
+            both_ways(*tokens, *weights, RECIPES[name], ep_group=group())
+        sent = [dtype for dtype, _ in wire.of("alltoall")]
+        assert sent == [torch.int32, dispatched, torch.bfloat16, dispatched, torch.bfloat16], wire.calls
+        amaxes = [(torch.int32, EXPERTS)] * 2 if dispatched is torch.uint8 else []
+        assert wire.of("allreduce") == amaxes
+
+
+@on_ranks(2, 4)
+def test_ranks_that_differ_raise_on_all():
+    rank = dist.get_rank()
+    x, indices, weights, _ = tokens_of(0, "uneven")
+    w13, w2 = (own(w, rank) for w in weights_of_all())
+    with pytest.raises(ValueError, match="has other experts, another recipe or another dtype of x"):
+        grouped_mlp(x if rank else x.bfloat16(), indices, weights, w13, w2, "CurrentScaling", ep_group=group())
+    fewer = slice(0, 1 if rank else None)
+    with pytest.raises(ValueError, match="has other experts, another recipe or another dtype of x"):
+        grouped_mlp(x, indices, weights, w13[fewer], w2[fewer], "CurrentScaling", ep_group=group())
+    mesh = init_device_mesh(torch_ranks.device, (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
+    with pytest.raises(TypeError, match="a DeviceMesh of 2 axes"):
+        grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling", ep_group=mesh)
+    with pytest.raises(NotImplementedError, match="DelayedScaling is not supported with ep_group"):
+        grouped_mlp(x, indices, weights, w13, w2, "DelayedScaling", ep_group=mesh["ep"])
+    with pytest.raises(ValueError, match="do not divide num_experts"):
+        MoE(WIDTH, HIDDEN, num_experts=3, top_k=1, recipe="MXFP8", ep_group=mesh["ep"])
+    # No rank is left with a collective of its own.
+    y = grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling", ep_group=mesh["ep"])
+    assert y.isfinite().all()
+
+
+def layer_of(recipe, ep_group=None):
+    torch.manual_seed(0)
+    options = {"num_experts": EXPERTS, "top_k": TOP_K}
+    return MoE(WIDTH, HIDDEN, recipe=recipe, ep_group=ep_group, **options).to(torch_ranks.device)
+
+
+def whole(grad):
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def trains_with_fsdp2(name):
+    """Ranks of "ep" share experts, and FSDP2 shards them over "dp"; it shards other parameters over all ranks."""
+    # Relative to the norm. Gradients are added over ranks in another order, so a few codes of the next step differ.
+    # Tensor cores keep fewer bits of sums, so a few codes of gradients do.
+    error = 1e-3 if torch_ranks.device == "cpu" else 5e-2
+    mesh = init_device_mesh(torch_ranks.device, torch_ranks.shape, mesh_dim_names=("dp", "ep"))
+    recipe, world, rank = RECIPES[name], dist.get_world_size(), dist.get_rank()
+    one, many = layer_of(recipe), layer_of(recipe, mesh["ep"])
+    for experts in (many.w13, many.w2):
+        fully_shard(experts, mesh=mesh["dp"])
+        experts.set_gradient_divide_factor(world)
+    fully_shard(many, mesh=init_device_mesh(torch_ranks.device, (world,)))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, many)]
+    each = [tokens_of(other, "uneven")[0] for other in range(world)]
+    replicas = mesh.mesh.tolist()  # Ranks of one replica are one device.
+    for _ in range(2):
+        losses = {}
+        for ranks in replicas:
+            sizes = [each[other].shape[0] for other in ranks]
+            parts = one(torch.cat([each[other] for other in ranks])).split(sizes)
+            of_ranks = [part.square().mean() for part in parts]
+            (sum(of_ranks) / world).backward()
+            losses.update(zip(ranks, of_ranks, strict=True))
+        loss = many(each[rank]).square().mean()
+        loss.backward()
+        assert loss.item() == pytest.approx(losses[rank].item(), rel=error)
+        of_one = dict(one.named_parameters())
+        for key, parameter in many.named_parameters():
+            a, b = whole(parameter.grad), of_one[key].grad
+            assert (a - b).norm() <= error * b.norm(), key
+        for model, optimizer in zip((one, many), optimizers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            update_scales(model)
+
+
+@on_ranks((2, 2), (1, 2))
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling"])
+def test_with_fsdp2(name):
+    trains_with_fsdp2(name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["checkpointing", "compile"])
+def test_layer_is_the_same(how):
+    rank = dist.get_rank()
+    plain, other = layer_of("CurrentScaling", group()), layer_of("CurrentScaling", group())
+    call = torch.compile(other, backend="eager") if how == "compile" else other
+    x = tokens_of(rank, "uneven")[0]
+    y = plain(x)
+    found = checkpoint(call, x, use_reentrant=False) if how == "checkpointing" else call(x)
+    assert torch.equal(found, y)
+    for each in (y, found):
+        each.square().mean().backward()
+    for a, b in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@on_ranks(2)
+def test_checkpoints_have_all_experts():
+    """Names count all experts, so ranks save different ones, and a model without ep_group loads them."""
+    shared = layer_of("CurrentScaling", group())
+    local = range(dist.get_rank() * EXPERTS // 2, (dist.get_rank() + 1) * EXPERTS // 2)
+    names = [f"w13.experts.{e}.weight" for e in local]
+    assert [name for name in shared.state_dict() if name.startswith("w13")] == names
+    assert torch.equal(shared.w13.experts[-1].weight, shared.state_dict()[names[-1]])
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save(shared.state_dict(), checkpoint_id=folder[0])
+    one = layer_of("CurrentScaling")
+    expected = {name: value.clone() for name, value in one.state_dict().items()}  # One seed gives the same weights.
+    for parameter in one.parameters():
+        torch.nn.init.zeros_(parameter)
+    state = one.state_dict()
+    dcp.load(state, checkpoint_id=folder[0])
+    one.load_state_dict(state)
+    assert all(torch.equal(value, expected[name]) for name, value in one.state_dict().items())
+    with pytest.raises(ValueError, match="has another model"):
+        ZeroOptimizer(shared, lr=1e-3)

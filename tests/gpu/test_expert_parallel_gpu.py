@@ -1,0 +1,28 @@
+"""Expert parallelism over NCCL on two GPUs: the cases of the gloo tests. Sums have another order."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from qshard.recipes import Role  # noqa: E402
+from support.torch_ranks import run  # noqa: E402
+
+FILE = "dist/test_torch_expert_parallel.py"
+ERROR = 2**-6  # of the norm: products in bfloat16, and codes of h that moved to a neighbour
+
+
+@pytest.mark.parametrize("load", ["uneven", "empty"])
+@pytest.mark.parametrize("name", ["CurrentScaling", "E4M3", "BlockScaling", "MXFP8", "NVFP4", "none"])
+def test_one_device(name, load):
+    run(2, f"{FILE}::is_one_device", on="cuda", name=name, load=load, dtype="bfloat16", error=ERROR)
+
+
+@pytest.mark.parametrize("role", [Role.ACTIVATION, Role.GRADIENT], ids=str)
+@pytest.mark.parametrize("name", ["CurrentScaling", "E4M3"])
+def test_codes(name, role):
+    run(2, f"{FILE}::codes_are_those_of_one_device", on="cuda", name=name, role=role)
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling"])
+def test_with_fsdp2(name):
+    run((2, 2), f"{FILE}::trains_with_fsdp2", on="cuda", name=name)

@@ -1,0 +1,82 @@
+"""Operands of grouped products whose rows come from other ranks.
+
+Formats with one scale have the same numbers in both planes. Their rows are quantized on the source rank, with the
+scale of each expert over all ranks, and codes are sent: one byte per value. The transposed plane is computed from
+received codes. In other formats blocks join rows of several ranks, so values are sent, and quantized where they arrive.
+Either way codes and scales are those of one device that has all experts, and the tokens of rank 0 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qshard._core import quantize_steps
+from qshard._core.operands import OperandSpec, quantize_rows
+from qshard.formats import Usage
+from qshard.layout import takes_rows
+from qshard.recipes import Role
+from qshard.torch_bridge._distributed.token_exchange import TokenExchange
+from qshard.torch_bridge._experts.operands import GroupedOperand
+from qshard.torch_bridge._experts.tiles import Tiles, quantize_experts
+from qshard.torch_bridge._ops.bind import ops
+
+
+class Transfer(NamedTuple):
+    """An exchange of tokens around one grouped product.
+
+    `role` is the operand whose rows are dispatched: the activation, whose gradient is then combined; or the gradient,
+    and then the result of the product is combined.
+    """
+
+    exchange: TokenExchange
+    role: Role
+
+
+def place_received(tiles: Tiles, exchange: TokenExchange) -> Tiles:
+    """Return tiles for received rows, from the tiles of rows sorted by expert."""
+    order = torch.nn.functional.pad(exchange.order, (0, 1), value=exchange.received)
+    rows = order.to(torch.int32).index_select(0, tiles.rows)
+    return tiles._replace(rows=rows, place=tiles.place.index_select(0, exchange.position))
+
+
+def quantize_dispatched(
+    x: Tensor, spec: OperandSpec, tiles: Tiles, exchange: TokenExchange, *, seeds: Tensor | None
+) -> dict[Usage, GroupedOperand]:
+    """Quantize and dispatch source rows `[M, K]`. Return planes of the padded rows of the local experts."""
+    fmt, usage = spec.format, spec.usage
+    if not (takes_rows(fmt) and fmt.transposes):
+        return quantize_experts(exchange.dispatch(x), spec, tiles, seeds=seeds)[0]
+    source = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    rowwise = spec._replace(usage=Usage.ROWWISE)
+    planes, _ = quantize_rows(ops, x.contiguous(), rowwise, source, exchange.ends, reduce_max=exchange.reduce_max)
+    sent = planes[Usage.ROWWISE]
+    codes = _select_rows(exchange.dispatch(sent.data, spare=1), tiles.rows)
+    plane = sent._replace(data=codes, scale_inv=exchange.own(sent.scale_inv).contiguous())
+    found = {Usage.ROWWISE: plane}
+    if Usage.COLUMNWISE in usage:
+        found[Usage.COLUMNWISE] = quantize_steps.transpose_plane(ops, plane, fmt)
+    return {each: GroupedOperand(fmt, each, found[each]) for each in usage.planes}
+
+
+def _select_rows(codes: Tensor, rows: Tensor) -> Tensor:
+    """Copy rows of bytes, eight at a time where they fit."""
+    if codes.shape[1] % torch.int64.itemsize:
+        return codes.index_select(0, rows)
+    return codes.view(torch.int64).index_select(0, rows).view(codes.dtype)
+
+
+class LocalExperts(nn.ModuleList):
+    """The layers of the experts of this rank, with the names of their indices among all experts."""
+
+    def __init__(self, layers: Iterable[nn.Module], first: int):
+        super().__init__()
+        for index, layer in enumerate(layers, first):
+            self.add_module(str(index), layer)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the layer of a local expert, counted from 0."""
+        return [*self._modules.values()][index]
