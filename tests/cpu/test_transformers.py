@@ -108,11 +108,11 @@ def learns(kind, recipe):
     assert sum(isinstance(module, Linear) for module in model.modules()) == 4 * LAYERS
     assert model.state_dict().keys() == initial.keys()
     assert all(torch.equal(value, initial[name]) for name, value in model.state_dict().items())
-    few = min(RECIPES[recipe].format(role).element.bits for role in Role) < 8
+    few = min(RECIPES[recipe].format(role).element.bits for role in Role) < 6
     losses = train(model)
-    assert losses[-1] < losses[0] - 0.5
-    # Losses fall from 4.9 to about 4. Measured: 0.8 % with 8 bits, 4 % with 4 bits.
-    assert max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)) < (0.08 if few else 0.02)
+    assert losses[-1] < losses[0] - 0.25
+    # Losses fall from 4.9 to 4.5. Measured: at most 0.4 % with 8 and 6 bits, and 1 % with 4 bits.
+    assert max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)) < (0.02 if few else 0.01)
 
 
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "MXFP8"])

@@ -37,7 +37,7 @@ def kind_of(module: nn.Module) -> type[Experts] | None:
     for kind in (SortedExperts, RoutedExperts):
         if isinstance(module, kind):
             return kind
-    if _decorated(type(module)) is not None:
+    if _dispatching_class(type(module)) is not None:
         return RoutedExperts
     return SortedExperts if _has_grouped_mm(type(module)) else None
 
@@ -51,8 +51,8 @@ def weight_names(module: nn.Module) -> list[str]:
     return known if len(known) == len(of_three_axes) == 2 else []
 
 
-def _decorated(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the class, among the bases of `kind`, whose `forward` is that of transformers' decorator."""
+def _dispatching_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the base of `kind` with the `forward` of transformers' decorator; None if `kind` overrides it."""
     for base in kind.__mro__:
         if "forward" in vars(base):
             code = getattr(vars(base)["forward"], "__code__", None)
@@ -79,9 +79,9 @@ def unfit_experts(module: nn.Module, recipe: Recipe) -> str | None:
         return "its weights are computed"
     if "forward" in vars(module) or "_grouped_mm" in vars(module):
         return "its forward was replaced"
-    base = _decorated(type(module))
+    base = _dispatching_class(type(module))
     if base is not None:
-        options = set(getattr(vars(base).get("__init__"), "__code__", _decorated.__code__).co_freevars)
+        options = set(getattr(vars(base).get("__init__"), "__code__", _dispatching_class.__code__).co_freevars)
         if unknown := sorted(options - _OPTIONS - {"original_init"}):
             return f"{name} uses {unknown[0]} of transformers, which convert does not know"
     try:

@@ -23,7 +23,7 @@ from qshard.torch_bridge._ops.bind import dtype_name
 
 
 class Experts(Extends):
-    """Base class of modules whose products with 3-D weights run through `grouped_linear`.
+    """Base class of modules that multiply by 3-D weights with `grouped_linear`.
 
     Parameters stay plain and keep their names and shapes. The instance stays one of its original class.
 
@@ -94,7 +94,7 @@ class SortedExperts(Experts):
 
 
 class RoutedExperts(Experts):
-    """Experts of transformers: `forward` receives tokens and their experts. The products are those of its eager loop.
+    """Experts of transformers: `forward` receives tokens and their experts. It computes the same as their eager loop.
 
     `config._experts_implementation` has no effect on a converted module.
     """
