@@ -24,6 +24,8 @@ from gpu_timing import COPIES, Contenders, microseconds, rows_of
 from qshard import _ffi
 
 E4M3 = {"element": "float8_e4m3fn"}
+BLOCKS = {"block_cols": 128, **E4M3, "eps": 0.0, "pow2": False, "rounding": "up", "scale_dtype": "float32"}
+EXPERTS = 64
 JAX_CALLS = 100  # calls in a queue, so that dispatch and the final wait matter little
 
 
@@ -35,6 +37,11 @@ def torch_contenders(size: int) -> Contenders:
     data, data_t = ([torch.empty_like(t) for t in codes] for _ in range(2))
     amax = torch.zeros((), device="cuda")
     scale, scale_inv = torch.full((), 64.0, device="cuda"), torch.full((), 1 / 64, device="cuda")
+    # Rows of experts: a permutation of the rows of x, without padding.
+    padded = torch.randperm(size, device="cuda").int()
+    stops = torch.arange(1, EXPERTS + 1, device="cuda").mul(size // EXPERTS).int()
+    scales, amaxes = torch.full((EXPERTS,), 64.0, device="cuda"), torch.zeros(EXPERTS, device="cuda")
+    blocks, blocks_t = (torch.empty(shape, device="cuda") for shape in ((size, size // 128),) * 2)
 
     def run(op: str, inputs: tuple, outputs: tuple, attributes: dict) -> None:
         _ffi.call(op, inputs, outputs, attributes)
@@ -67,6 +74,20 @@ def torch_contenders(size: int) -> Contenders:
         "transpose torch": (2, lambda i: data_t[i].copy_(codes[i].t())),
         "dequantize qshard": (3, lambda i: run("dequantize", (codes[i], scale_inv), (out16[i],), E4M3)),
         "dequantize torch.compile": (3, lambda i: compiled_dequantize(codes[i], scale_inv)),
+        "amax_grouped qshard": (2, lambda i: run("amax_grouped", (x[i], padded, stops), (amaxes,), {})),
+        "cast_grouped qshard": (3, lambda i: run("cast_grouped", (x[i], padded, stops, scales), (data[i],), E4M3)),
+        "cast_transpose_grouped qshard": (
+            4,
+            lambda i: run("cast_transpose_grouped", (x[i], padded, stops, scales), (data[i], data_t[i]), E4M3),
+        ),
+        "quantize_block_rows qshard": (
+            3 + 4 / 128,
+            lambda i: run("quantize_block_rows", (x[i], padded), (data[i], blocks), BLOCKS),
+        ),
+        "quantize_block_both_rows qshard": (
+            4 + 8 / 128,
+            lambda i: run("quantize_block_both_rows", (x[i], padded), (data[i], blocks, data_t[i], blocks_t), BLOCKS),
+        ),
     }
 
 

@@ -96,16 +96,16 @@ def host_section(tables: Tables) -> str:
     )
 
 
-def gemm_section(rows: Rows) -> str:
-    """Build a table with a line per contender and a column per shape."""
+def gemm_section(rows: Rows, title: str, shape: str) -> str:
+    """Build a table with a line per contender and a column per shape. `shape` names the sizes of a shape."""
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     by = {(row["operation"], row["shape"]): row for row in rows}
     lines = []
     for operation in dict.fromkeys(row["operation"] for row in rows):
         found = [by.get((operation, shape)) for shape in shapes]
         lines.append([operation, *(f"{number(row, 'us')} ({number(row, 'TFLOP_per_s')})" for row in found)])
-    text = f"us (TFLOP/s) of M x N x K, with cuBLASLt {number(rows[0], 'cublaslt')}."
-    return f"## GEMMs on one GPU\n\n{origin(rows)} {text}\n\n{table(['', *shapes], lines)}\n"
+    text = f"us (TFLOP/s) of {shape}, with cuBLASLt {number(rows[0], 'cublaslt')}."
+    return f"## {title}\n\n{origin(rows)} {text}\n\n{table(['', *shapes], lines)}\n"
 
 
 def cpu_lines(rows: Rows) -> dict[tuple[str, str], dict[str, Row]]:
@@ -221,7 +221,11 @@ def results(tables: Tables) -> str:
     if "host" in tables:
         sections.append(("host", host_section(tables)))
     if "gpu_gemm" in tables:
-        sections.append(("gpu_gemm", gemm_section(tables["gpu_gemm"])))
+        sections.append(("gpu_gemm", gemm_section(tables["gpu_gemm"], "GEMMs on one GPU", "M x N x K")))
+    if "gpu_grouped_gemm" in tables:
+        title = "Grouped GEMMs of experts on one GPU"
+        grouped = gemm_section(tables["gpu_grouped_gemm"], title, "experts x tokens x K x N")
+        sections.append(("gpu_grouped_gemm", grouped))
     sections += [(name, section(tables)) for name, section in STEP_SECTIONS.items() if name in tables]
     trainings = [name for name in ("training_jax", "training_torch") if name in tables]
     if trainings:

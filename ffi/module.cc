@@ -120,6 +120,14 @@ NB_MODULE(_ffi_of_main, m) {
         "Set cuBLASLt files to try if neither the process nor the loader has the library.");
   m.def("gemm_library_version", qshard::kernels::GemmLibraryVersion,
         "Load cuBLASLt and return its version, or 0 if there is none.");
+  m.def("set_grouped_gemm_library", qshard::kernels::SetGroupedGemmLibrary, nb::arg("paths"),
+        nb::arg("required"),
+        "Set cuBLASLt files for grouped products, if the library of others is too old or if "
+        "required.");
+  m.def("grouped_gemm_library_version", qshard::kernels::GroupedGemmLibraryVersion,
+        "Load the cuBLASLt of grouped products and return its version, or 0 if there is none.");
+  m.def("grouped_gemm_library_path", qshard::kernels::GroupedGemmLibraryPath,
+        "File of the cuBLASLt that grouped products use, or an empty string.");
   m.def(
       "gemm_counts",
       [] {

@@ -3,16 +3,18 @@
 Both front ends check four conditions: `kind_of` for the formats, `contracts_last` for the planes, `fits` for the sizes
 and `runs_on` for the GPU. If one fails, they multiply dequantized values with XLA's dot, PyTorch's `mm` or
 `multiply_values`.
+
+Grouped products of experts have the same conditions: `grouped_kind_of`, `contracts_last`, `grouped_fits` and
+`grouped_runs_on`. "m-grouped" products multiply the rows of each expert by its matrix. "k-grouped" products contract
+the rows of each expert.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from qshard import _ffi
 from qshard._core import quantize_steps
+from qshard._core.environment import grouped_library_version, library_version
 from qshard._core.quantize_steps import Plane
 from qshard.formats import E4M3, E5M2, E8M0, Format, Usage
 from qshard.layout import is_transposed, multiplies_codes
@@ -31,6 +33,10 @@ LIBRARY_BYTES = 32 * 2**20
 """Workspace of a product of values, in bytes: what the cuBLASLt documentation recommends for Hopper and later."""
 _TILE = (128, 4)
 """GEMM scale tile: rows and columns of scales are padded to multiples of these."""
+_VALUE_UNIT = 8
+"""Elements of 16 bits in 16 bytes, the alignment of the matrices of a group."""
+_GROUP_BYTES = 128
+"""Upper bound on the workspace bytes of each group: pointers, extents and tensor scales."""
 
 
 class Gpu(NamedTuple):
@@ -39,25 +45,17 @@ class Gpu(NamedTuple):
     Attributes:
       capability: compute capability, such as (9, 0) for Hopper.
       cublaslt: version of cuBLASLt, such as 130400 for 13.4.0; 0 if it is not available.
+      grouped_cublaslt: version of the cuBLASLt that grouped products use, which may be another; 0 for none.
     """
 
     capability: tuple[int, int]
     cublaslt: int
+    grouped_cublaslt: int = 0
 
 
-def library_version() -> int:
-    """Return the version of the cuBLASLt that products run on, as in `Gpu.cublaslt`.
-
-    The library is the one that the process has loaded (PyTorch and JAX load it), else the one that the system's loader
-    finds, else the one in NVIDIA's Python packages. The version is 0 if this build has no CUDA kernels.
-    """
-    if not _ffi.cuda_built:
-        return 0
-    folders = getattr(find_spec("nvidia"), "submodule_search_locations", None) or ()
-    names = ("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12")
-    files = [str(path) for name in names for folder in folders if (path := Path(folder, name)).is_file()]
-    _ffi.set_gemm_library_paths(files)
-    return _ffi.gemm_library_version()
+def gpu_of(capability: tuple[int, int]) -> Gpu:
+    """Return the properties of a GPU of this machine, with the versions of the libraries that products use."""
+    return Gpu(capability, library_version(), grouped_library_version())
 
 
 def contracts_last(fmt: Format, usage: Usage) -> bool:
@@ -185,6 +183,182 @@ def multiply_values(
     """
     multiplied = getattr(ops, f"gemm_values_{'n' if a_in_order else 't'}{'t' if b_in_order else 'n'}")
     return multiplied(a, b, dtype=dtype, workspace=workspace)[0]
+
+
+# --- grouped products ---
+
+
+def grouped_kind_of(a: Format, b: Format, *, by_k: bool = False) -> Kind | None:
+    """Return the kind of grouped product for codes of two formats, or None if no hardware multiplies them.
+
+    Args:
+      a: format of the tokens, or of the first operand if `by_k`. Its blocks must be 1-D.
+      b: format of the experts' matrices, or of the second operand.
+      by_k: whether the product is k-grouped. Then the blocks of both must be 1-D.
+
+    >>> from qshard.formats import FP8_1x128, FP8_128x128
+    >>> grouped_kind_of(FP8_1x128, FP8_128x128), grouped_kind_of(FP8_1x128, FP8_128x128, by_k=True)
+    ('blocks', None)
+    """
+    kind = kind_of(a, b)
+    if kind in ("tensors", None):
+        return kind
+    one_dimensional = a.block_shape()[0] == 1 and (not by_k or b.block_shape()[0] == 1)
+    return kind if kind == "blocks" and one_dimensional else None
+
+
+def grouped_runs_on(kind: Kind, gpu: Gpu) -> bool:
+    """Return whether a GPU's tensor cores support a kind of grouped product.
+
+    | kind | formats | compute capability | cuBLAS |
+    | --- | --- | --- | --- |
+    | tensors | FP8 with one scale for each expert | 9.0 | 13.5 |
+    | blocks | FP8 in 1x128 with fp32 scales; the experts' matrices may be in 128x128 | 9.0 | 13.4 |
+    | values | bfloat16 and float16 | 9.0 | 13.4 |
+
+    Sources: `cublasLtGroupedMatrixLayoutCreate` in cublasLt.h of cuBLAS 13.8; measured on an H100.
+    """
+    needed = {"tensors": 130500, "blocks": 130400, "values": 130400}
+    return gpu.capability == (9, 0) and kind in needed and gpu.grouped_cublaslt >= needed[kind]
+
+
+def grouped_fits(kind: Kind, sizes: Sizes, unit: int = UNIT, *, by_k: bool = False) -> bool:
+    """Return whether tensor cores accept grouped products of these sizes.
+
+    Args:
+      kind: of the product.
+      sizes: M, N and K. The axis that experts divide is M, or K if `by_k`.
+      unit: every stop is a multiple of it. Any for "values".
+      by_k: whether the product is k-grouped.
+
+    >>> grouped_fits("tensors", (256, 512, 384)), grouped_fits("tensors", (256, 512, 384), 8)
+    (True, False)
+    >>> grouped_fits("blocks", (512, 384, 256), 16, by_k=True), grouped_fits("values", (7, 512, 384), 1)
+    (False, True)
+    """
+    whole = _VALUE_UNIT if kind == "values" else UNIT
+    axes = sizes if kind != "values" else sizes[:2] if by_k else sizes[1:]
+    of_stops = {"values": 1, "blocks": 128 if by_k else UNIT}.get(kind, UNIT)
+    return all(size > 0 for size in sizes) and all(size % whole == 0 for size in axes) and unit % of_stops == 0
+
+
+def grouped_workspace_size(
+    experts: int, sizes: Sizes, a: Format | None = None, b: Format | None = None, *, by_k: bool = False
+) -> int:
+    """Return the workspace bytes of a grouped product: of cuBLASLt, of the arrays of groups, and of scales.
+
+    This is an upper bound on the bytes that `ffi/kernels/gemm_groups.h` computes.
+
+    Args:
+      experts: number of groups.
+      sizes: M, N and K.
+      a: format of the first operand; None for values.
+      b: format of the second operand; None for values.
+      by_k: whether the product is k-grouped.
+    """
+    size = LIBRARY_BYTES + _GROUP_BYTES * (experts + 64)
+    if a is None or b is None or multiplies_codes(a, b):
+        return size
+    (m, n, k), (rows, cols) = sizes, b.block_shape()
+    across = k // cols + _TILE[1]
+    return size + 4 * across * (m + (1 if by_k else experts) * (n // rows + _TILE[0]))
+
+
+def multiply_grouped(
+    ops: Any,
+    a: Plane,
+    a_format: Format,
+    b: Plane,
+    b_format: Format,
+    stops: Array,
+    *,
+    dtype: Any,
+    fast: bool = False,
+    workspace: int,
+) -> Array:
+    """Multiply the codes of each expert's rows by the codes of its matrix: `[M, N]`.
+
+    `out[r] = a[r] @ b[e].T` for the rows r of expert e. Rows after the last stop are zeros.
+
+    Args:
+      ops: the ops of a front end.
+      a: plane `[M, K]`; formats with one scale have a `scale_inv` for each expert, `[E]`.
+      a_format: format of `a`. Its blocks are 1-D.
+      b: planes of the experts' matrices, `[E, N, K]`, contracted along their last axis; likewise.
+      b_format: format of `b`.
+      stops: int32 `[E]`, where the rows of each expert end, starting from 0. Out-of-range numbers are clamped.
+      dtype: dtype of the result, in the front end's type.
+      fast: as in `multiply`.
+      workspace: `grouped_workspace_size` on a GPU, 0 on the CPU.
+    """
+    how = _grouped_options(a_format, b_format, fast) | {"dtype": dtype, "workspace": workspace}
+    if multiplies_codes(a_format, b_format):
+        return ops.gemm_grouped(a.data, a.scale_inv, b.data, b.scale_inv, stops, **how)[0]
+    how["b_rows"] = b_format.block_shape()[0]
+    return ops.gemm_grouped_block(a.data, a.scale_inv, b.data, b.scale_inv, stops, **how)[0]
+
+
+def multiply_grouped_k(
+    ops: Any,
+    a: Plane,
+    a_format: Format,
+    b: Plane,
+    b_format: Format,
+    stops: Array,
+    *,
+    dtype: Any,
+    fast: bool = False,
+    workspace: int,
+) -> Array:
+    """Contract the codes of each expert's rows: `[E, M, N]`, as for weight gradients.
+
+    `out[e] = a[:, rows of e] @ b[:, rows of e].T`. An expert without rows gives zeros.
+
+    Args:
+      ops: the ops of a front end.
+      a: plane `[M, P]`, with P padded rows of tokens last, such as the columnwise plane of the output's gradient;
+        formats with one scale have a `scale_inv` for each expert, `[E]`.
+      a_format: format of `a`. Its blocks are 1-D.
+      b: plane `[N, P]`, such as the columnwise plane of the tokens; likewise.
+      b_format: format of `b`. Its blocks are 1-D.
+      stops: as in `multiply_grouped`; multiples of the blocks.
+      dtype: dtype of the result, in the front end's type.
+      fast: as in `multiply`.
+      workspace: `grouped_workspace_size` with `by_k` on a GPU, 0 on the CPU.
+    """
+    how = _grouped_options(a_format, b_format, fast) | {"dtype": dtype, "workspace": workspace}
+    op = ops.gemm_grouped_k if multiplies_codes(a_format, b_format) else ops.gemm_grouped_block_k
+    return op(a.data, a.scale_inv, b.data, b.scale_inv, stops, **how)[0]
+
+
+def _grouped_options(a: Format, b: Format, fast: bool) -> dict[str, Any]:
+    elements = {"a_element": a.element.name, "b_element": b.element.name}
+    if multiplies_codes(a, b):
+        return elements | {"fast": fast}
+    return elements | {"cols": a.block_shape()[1], "scale_dtype": a.scale_dtype}
+
+
+def multiply_grouped_values(
+    ops: Any, a: Array, b: Array, stops: Array, *, layout: Literal["nt", "nn", "tn"], dtype: Any, workspace: int
+) -> Array:
+    """Compute a grouped product of floats of one dtype, accumulated in fp32.
+
+    | layout | a | b | result |
+    | --- | --- | --- | --- |
+    | "nt" | `[M, K]` | `[E, N, K]` | `[M, N]`: the rows of each expert times its matrix transposed |
+    | "nn" | `[M, K]` | `[E, K, N]` | `[M, N]`: the rows of each expert times its matrix |
+    | "tn" | `[P, M]` | `[P, N]` | `[E, M, N]`: the transposed rows of each expert times its rows of b |
+
+    Args:
+      ops: the ops of a front end.
+      a: bfloat16 or float16; on the CPU also float32.
+      b: of the same dtype.
+      stops: int32 `[E]`, as in `multiply_grouped`. They need not be multiples of anything.
+      layout: how the operands are stored.
+      dtype: dtype of the result: the operands' dtype or float32.
+      workspace: `grouped_workspace_size` on a GPU, 0 on the CPU.
+    """
+    return getattr(ops, f"gemm_grouped_values_{layout}")(a, b, stops, dtype=dtype, workspace=workspace)[0]
 
 
 class Way(NamedTuple):

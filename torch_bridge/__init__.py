@@ -31,6 +31,10 @@ from qshard.torch_bridge._fsdp.refresh import update_scales
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.cross_entropy import cross_entropy
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from qshard.torch_bridge._moe.grouped_mlp import grouped_mlp
+from qshard.torch_bridge._moe.layer import MoE
+from qshard.torch_bridge._moe.permutation import MoEPermutation, moe_permutation, moe_permute, moe_unpermute
+from qshard.torch_bridge._moe.router import topk_routing
 from qshard.torch_bridge._nn.activations import RMSNorm, SwiGLU, rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
 from qshard.torch_bridge._nn.functional import linear
 from qshard.torch_bridge._nn.grouped_linear import GroupedLinear, grouped_linear
@@ -54,6 +58,8 @@ __all__ = [
     "GroupedLinear",
     "Linear",
     "LinearCrossEntropy",
+    "MoE",
+    "MoEPermutation",
     "Plane",
     "QuantizedSlice",
     "QuantizedTensor",
@@ -69,11 +75,15 @@ __all__ = [
     "gather_slices",
     "gathered_weight",
     "grouped_linear",
+    "grouped_mlp",
     "is_converted",
     "join_pieces",
     "linear",
     "linear_cross_entropy",
     "load_scaling_state",
+    "moe_permutation",
+    "moe_permute",
+    "moe_unpermute",
     "numerics_of",
     "prepare_modules_for_fsdp1",
     "quantize",
@@ -85,6 +95,7 @@ __all__ = [
     "swiglu",
     "swiglu_quantize",
     "to_plain",
+    "topk_routing",
     "update_columnwise",
     "update_delayed",
     "update_scales",

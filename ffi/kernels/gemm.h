@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/round.h"
 #include "kernels/launcher.h"
 
 // out[m, n] = sum over k of a[m, k] * b[n, k], over decoded values: codes times their scales.
@@ -25,7 +26,7 @@ struct GemmOperand {
   int64_t rows;
   const void* scale_inv;  // for blocks of block_rows x `cols`, or null
   int64_t block_rows;
-  const float* tensor_scale_inv;  // for the whole operand, or null
+  const float* tensor_scale_inv;  // for the whole operand, or one per group, or null
   bool k_first;                   // floats only: stored as [k, rows]
 };
 
@@ -49,6 +50,30 @@ struct Workspace {
 // to Out. Tensor cores have their own order and may keep fewer bits.
 QSHARD_LAUNCHER_TEMPLATE((class Out), Gemm, const GemmProblem& gemm, const Workspace& workspace,
                          Out* out);
+
+// Groups of rows of `a`, each with its own matrix in `b` [number, b.rows, k], or groups of the
+// contracted axis, each with its own result in out [number, a.rows, b.rows].
+struct GemmGroups {
+  const int32_t* stops;  // [number], where each group ends; device memory on CUDA
+  int64_t number;
+  bool by_k;
+
+  // Length of the axis that is divided into groups.
+  int64_t Rows(const GemmProblem& gemm) const { return by_k ? gemm.k : gemm.a.rows; }
+};
+
+// Returns a stop as an op uses it: not before `start`, where the group begins, nor after `rows`,
+// and a multiple of `unit`. So any data are safe.
+QSHARD_INLINE int64_t ClampStop(int32_t stop, int64_t start, int64_t rows, int64_t unit) {
+  const int64_t most = stop < rows ? stop : rows;
+  const int64_t whole = most > 0 ? most - most % unit : 0;
+  return whole > start ? whole : start;
+}
+
+// Computes the product of each group, in the order of Gemm. Rows after the last stop, and results
+// of groups by k without rows, are zeros.
+QSHARD_LAUNCHER_TEMPLATE((class Out), GroupedGemm, const GemmProblem& gemm,
+                         const GemmGroups& groups, const Workspace& workspace, Out* out);
 
 }  // namespace qshard::kernels
 

@@ -14,6 +14,18 @@ void SetGemmLibraryPaths(std::vector<std::string> paths);
 // Returns the version of cuBLASLt, such as 130400 for 13.4.0, or 0 if it is missing.
 int64_t GemmLibraryVersion();
 
+// Sets cuBLASLt files for grouped products, best first. If `required`, the first one is used, and
+// no other. Otherwise they are used only if the library of other products is too old. No effect
+// once the library is loaded.
+void SetGroupedGemmLibrary(std::vector<std::string> paths, bool required);
+
+// Returns the version of the cuBLASLt that grouped products use, or 0 if none is new enough. Throws
+// std::runtime_error if a required file cannot be used.
+int64_t GroupedGemmLibraryVersion();
+
+// Returns the file of that library, or an empty string.
+std::string GroupedGemmLibraryPath();
+
 // Hits and misses of the plan cache, and heuristic searches for algorithms.
 struct GemmCounts {
   int64_t hits, misses, searches;

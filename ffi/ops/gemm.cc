@@ -2,8 +2,11 @@
 // layout that tensor cores read.
 #include "kernels/gemm.h"
 
+#include <algorithm>
+#include <cstdint>
 #include <type_traits>
 
+#include "kernels/gemm_groups.h"
 #include "kernels/gemm_scales.h"
 #include "schema/handler.h"
 
@@ -11,6 +14,7 @@ namespace qshard {
 namespace {
 
 using kernels::ElementId;
+using kernels::GemmGroups;
 using kernels::GemmOperand;
 using kernels::GemmProblem;
 using kernels::ScaleId;
@@ -47,8 +51,8 @@ Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspac
 
 // Checks what tensor cores need for products of codes. Front ends decide this before a call
 // (qshard/gemm_dispatch.py), so an error here is for direct callers.
-Error CheckForCuda(const char* op, const GemmProblem& gemm, const Buffer& workspace,
-                   const Buffer& out) {
+[[maybe_unused]] Error CheckForCuda(const char* op, const GemmProblem& gemm,
+                                    const Buffer& workspace, const Buffer& out) {
   const int64_t m = gemm.a.rows, n = gemm.b.rows, k = gemm.k, unit = kernels::kGemmUnit;
   const int64_t k_unit = gemm.a.element == ElementId::kE2M1 ? 2 * unit : unit;  // also in bytes
   QSHARD_REQUIRE(m % unit == 0 && n % unit == 0 && k % k_unit == 0 && k > 0, op, ": a product of (",
@@ -65,6 +69,40 @@ Error CheckForCuda(const char* op, const GemmProblem& gemm, const Buffer& worksp
   QSHARD_REQUIRE(Elements(workspace) >= needed, op, ": workspace (", Elements(workspace),
                  " bytes) is less than the ", needed,
                  " that scales need; pass qshard.gemm_dispatch.workspace_size bytes");
+  return {};
+}
+
+// Checks what cuBLASLt needs for grouped products, as CheckForCuda does. Group sizes are data,
+// which the kernels make safe.
+[[maybe_unused]] Error CheckGroupedForCuda(const char* op, const GemmProblem& gemm,
+                                           const GemmGroups& groups, const Buffer& a,
+                                           const Buffer& workspace, const Buffer& out) {
+  const int64_t m = gemm.a.rows, n = gemm.b.rows, k = gemm.k;
+  const bool values = IsValue(gemm.a.element);
+  QSHARD_REQUIRE(!values || gemm.a.element != ElementId::kFloat32, op,
+                 ": a and b are float32, which cuBLASLt does not multiply in groups; cast them to "
+                 "bfloat16, or call a product for each expert");
+  if (values) QSHARD_RETURN_IF_ERROR(CheckValuesForCuda(op, a, workspace, out));
+  const int64_t unit = values ? kernels::kGroupedValueUnit : kernels::kGemmUnit;
+  // Rows of a group need no unit if they are not contracted, nor if they come first in memory.
+  const bool any_m = !groups.by_k, any_k = groups.by_k && gemm.a.k_first;
+  QSHARD_REQUIRE((any_m || m % unit == 0) && n % unit == 0 && (any_k || k % unit == 0), op,
+                 ": a product with M=", m, ", N=", n, ", K=", k,
+                 " has sizes that are not multiples of ", unit,
+                 ", which tensor cores need; pad the matrices, or call a product for each expert");
+  QSHARD_REQUIRE(groups.number <= kernels::kMostGroups, op, ": stops has ", groups.number,
+                 " experts, more than ", kernels::kMostGroups, "; call the op for a part of them");
+  QSHARD_REQUIRE(std::max({m, n, k}) <= INT32_MAX, op, ": a product with M=", m, ", N=", n,
+                 ", K=", k, " has a size of more than 2^31 - 1; divide it");
+  for (const void* data : {gemm.a.data, gemm.b.data, static_cast<const void*>(out.data),
+                           static_cast<const void*>(workspace.data)})
+    QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(data) % kernels::kGemmUnit == 0, op,
+                   ": operands, result or workspace are not aligned to ", kernels::kGemmUnit,
+                   " bytes, which tensor cores need; copy them");
+  const int64_t needed = kernels::GroupedWorkspace(gemm, groups).bytes;
+  QSHARD_REQUIRE(Elements(workspace) >= needed, op, ": workspace (", Elements(workspace),
+                 " bytes) is less than the ", needed,
+                 " that groups need; pass qshard.gemm_dispatch.grouped_workspace_size bytes");
   return {};
 }
 
@@ -87,39 +125,70 @@ Error Run(const Call<Platform>& call, GemmProblem gemm, const Buffer& a, const B
   });
 }
 
-// out = a @ b.T of floats, where `k_first` operands are stored transposed, with k first.
+// Runs a grouped product. Its last operand is `stops`.
 template <class Platform>
-Error RunValues(const Call<Platform>& call, bool a_k_first, bool b_k_first) {
+Error RunGrouped(const Call<Platform>& call, GemmProblem gemm, const Buffer& b, bool by_k) {
+  const Buffer &a = call.arg(0), &stops = call.arg(static_cast<int>(call.args.size) - 1);
+  const Buffer &out = call.ret(0), &workspace = call.ret(1);
+  if (Elements(out) == 0) return {};
+  gemm.a.data = a.data;
+  gemm.b.data = b.data;
+  gemm.a.rows = a.dims[gemm.a.k_first ? 1 : 0];
+  gemm.b.rows = out.dims[out.rank - 1];
+  gemm.k = call.binding.Length(gemm.a.k_first ? 0 : 1);
+  const GemmGroups groups{Data<int32_t>(stops), Elements(stops), by_k};
+  if constexpr (std::is_same_v<Platform, Cuda>)
+    QSHARD_RETURN_IF_ERROR(CheckGroupedForCuda(call.op(), gemm, groups, a, workspace, out));
+  return DispatchFloat(out, [&](auto type) {
+    return call(kernels::GroupedGemm(call.exec, gemm, groups,
+                                     {Mutable<uint8_t>(workspace), Elements(workspace)},
+                                     Mutable<decltype(type)>(out)));
+  });
+}
+
+// Floats as operands, where `k_first` ones are stored transposed, with k first.
+template <class Platform>
+GemmProblem ValueProblem(const Call<Platform>& call, bool a_k_first, bool b_k_first) {
   GemmProblem gemm{};
   gemm.a = {nullptr, ValueOf(call.arg(0)), 0, nullptr, 1, nullptr, a_k_first};
   gemm.b = {nullptr, ValueOf(call.arg(1)), 0, nullptr, 1, nullptr, b_k_first};
-  return Run(call, gemm, call.arg(0), call.arg(1));
+  return gemm;
+}
+
+// Codes with tensor scales as operands: one of each operand, or of each group.
+template <class Platform>
+GemmProblem TensorProblem(const Call<Platform>& call) {
+  GemmProblem gemm{};
+  gemm.a = {nullptr, ElementOf(call, "a_element"), 0, nullptr, 1, Data<float>(call.arg(1)), false};
+  gemm.b = {nullptr, ElementOf(call, "b_element"), 0, nullptr, 1, Data<float>(call.arg(3)), false};
+  gemm.fast = call.flag("fast");
+  return gemm;
+}
+
+// Codes in blocks of a_rows x cols and b_rows x cols as operands.
+template <class Platform>
+GemmProblem BlockProblem(const Call<Platform>& call, int64_t a_rows, int64_t b_rows) {
+  const auto operand = [&](int first, const char* element, int64_t rows) {
+    return GemmOperand{
+        nullptr, ElementOf(call, element), 0, call.arg(first + 1).data, rows, nullptr, false};
+  };
+  GemmProblem gemm{};
+  gemm.a = operand(0, "a_element", a_rows);
+  gemm.b = operand(2, "b_element", b_rows);
+  gemm.scales = call.text("scale_dtype") == E8M0::kName ? ScaleId::kE8M0 : ScaleId::kFloat;
+  gemm.cols = call.integer("cols");
+  return gemm;
 }
 
 }  // namespace
 
 // out = (a @ b.T) * a_scale_inv * b_scale_inv, for codes with one scale per operand.
-QSHARD_DEFINE_OP(gemm) {
-  GemmProblem gemm{};
-  gemm.a = {nullptr, ElementOf(call, "a_element"), 0, nullptr, 1, Data<float>(call.arg(1)), false};
-  gemm.b = {nullptr, ElementOf(call, "b_element"), 0, nullptr, 1, Data<float>(call.arg(3)), false};
-  gemm.fast = call.flag("fast");
-  return Run(call, gemm, call.arg(0), call.arg(2));
-}
+QSHARD_DEFINE_OP(gemm) { return Run(call, TensorProblem(call), call.arg(0), call.arg(2)); }
 
 // out = a @ b.T, for codes in blocks of a_rows x cols and b_rows x cols with fp32 or E8M0 scales.
 QSHARD_DEFINE_OP(gemm_block) {
-  GemmProblem gemm{};
-  const auto operand = [&](int first, const char* element, const char* rows) {
-    return GemmOperand{
-        nullptr, ElementOf(call, element), 0, call.arg(first + 1).data, call.integer(rows), nullptr,
-        false};
-  };
-  gemm.a = operand(0, "a_element", "a_rows");
-  gemm.b = operand(2, "b_element", "b_rows");
-  gemm.scales = call.text("scale_dtype") == E8M0::kName ? ScaleId::kE8M0 : ScaleId::kFloat;
-  gemm.cols = call.integer("cols");
-  return Run(call, gemm, call.arg(0), call.arg(2));
+  return Run(call, BlockProblem(call, call.integer("a_rows"), call.integer("b_rows")), call.arg(0),
+             call.arg(2));
 }
 
 // out = (a @ b.T) * a_global_scale_inv * b_global_scale_inv, for E2M1 codes in blocks of 1x16 or
@@ -144,10 +213,52 @@ QSHARD_DEFINE_OP(gemm_nvfp4) {
 
 // out = a @ b.T of floats. The first letter tells how a is stored, `n` for [m, k] and `t` for [k,
 // m]. The second tells how b is stored, `n` for [k, n] and `t` for [n, k].
-QSHARD_DEFINE_OP(gemm_values_nt) { return RunValues(call, false, false); }
-QSHARD_DEFINE_OP(gemm_values_nn) { return RunValues(call, false, true); }
-QSHARD_DEFINE_OP(gemm_values_tn) { return RunValues(call, true, true); }
-QSHARD_DEFINE_OP(gemm_values_tt) { return RunValues(call, true, false); }
+QSHARD_DEFINE_OP(gemm_values_nt) {
+  return Run(call, ValueProblem(call, false, false), call.arg(0), call.arg(1));
+}
+QSHARD_DEFINE_OP(gemm_values_nn) {
+  return Run(call, ValueProblem(call, false, true), call.arg(0), call.arg(1));
+}
+QSHARD_DEFINE_OP(gemm_values_tn) {
+  return Run(call, ValueProblem(call, true, true), call.arg(0), call.arg(1));
+}
+QSHARD_DEFINE_OP(gemm_values_tt) {
+  return Run(call, ValueProblem(call, true, false), call.arg(0), call.arg(1));
+}
+
+// out[r] = (a[r] @ b[e].T) * a_scale_inv[e] * b_scale_inv[e] for each row r of expert e, the rows
+// from stops[e - 1] to stops[e]. Rows after the last stop give zeros. Stops are clamped to 0..m and
+// to be at least the one before.
+QSHARD_DEFINE_OP(gemm_grouped) { return RunGrouped(call, TensorProblem(call), call.arg(2), false); }
+
+// out[e] = (a[:, rows] @ b[:, rows].T) * a_scale_inv[e] * b_scale_inv[e], with the rows of expert
+// e. An expert without rows gives zeros.
+QSHARD_DEFINE_OP(gemm_grouped_k) {
+  return RunGrouped(call, TensorProblem(call), call.arg(2), true);
+}
+
+// out[r] = a[r] @ b[e].T as in gemm_grouped, for codes in blocks of 1 x cols and b_rows x cols.
+QSHARD_DEFINE_OP(gemm_grouped_block) {
+  return RunGrouped(call, BlockProblem(call, 1, call.integer("b_rows")), call.arg(2), false);
+}
+
+// out[e] = a[:, rows] @ b[:, rows].T as in gemm_grouped_k, for codes in blocks of 1 x cols. Stops
+// are rounded down to a multiple of cols.
+QSHARD_DEFINE_OP(gemm_grouped_block_k) {
+  return RunGrouped(call, BlockProblem(call, 1, 1), call.arg(2), true);
+}
+
+// Grouped products of floats: out[r] = a[r] @ b[e].T, out[r] = a[r] @ b[e], and out[e] = a[rows].T
+// @ b[rows]. The letters are as in gemm_values_nt.
+QSHARD_DEFINE_OP(gemm_grouped_values_nt) {
+  return RunGrouped(call, ValueProblem(call, false, false), call.arg(1), false);
+}
+QSHARD_DEFINE_OP(gemm_grouped_values_nn) {
+  return RunGrouped(call, ValueProblem(call, false, true), call.arg(1), false);
+}
+QSHARD_DEFINE_OP(gemm_grouped_values_tn) {
+  return RunGrouped(call, ValueProblem(call, true, true), call.arg(1), true);
+}
 
 // Rearranges one-byte scales [*batch, rows, cols] into the tiles that block-scaled GEMMs read,
 // padded with zeros. Scales are stored and gathered compact and row-major, and only this op

@@ -1,7 +1,9 @@
 // Fused block quantization: amax, scale and codes in one read of x, with the bits of the separate
 // ops.
+#include "kernels/grouped.h"
 #include "kernels/quantize_block.h"
 #include "ops/places.h"
+#include "ops/row_map.h"
 #include "schema/handler.h"
 
 namespace qshard {
@@ -41,22 +43,21 @@ Error Launch(const Call<Platform>& call, const Scales& scales, const Blocks& blo
     return call(kernels::QuantizeBlock<In, Code>(call.exec, x, scales, blocks, out));
 }
 
-// Quantizes to any element with E8M0 scales, or to an 8-bit element with fp32 scales.
-template <Planes kPlanes, class Platform>
-Error Quantize(const Call<Platform>& call) {
-  const Blocks blocks = BlocksOf(call.binding);
+// Calls launch(scales, code, in) with the scales, element and dtype of a call, which quantizes to
+// any element with E8M0 scales, or to an 8-bit element with fp32 scales.
+template <class Platform, class Launcher>
+Error WithScales(const Call<Platform>& call, int64_t block_rows, int64_t block_cols,
+                 const Launcher& launch) {
   const auto with_scales = [&](auto scale, auto scales) {
     return DispatchScaledElement<decltype(scale)>(call, [&](auto code) -> Error {
       using Code = decltype(code);
       if constexpr (kCodesPerByte<Code> > 1)
-        for (int64_t side : {blocks.block_rows, blocks.block_cols})
+        for (int64_t side : {block_rows, block_cols})
           QSHARD_REQUIRE(side == 1 || (side % 2 == 0 && side <= kernels::kMaxPackedSide), call.op(),
-                         ": block (", blocks.block_rows, "x", blocks.block_cols, ") of ",
-                         Code::kName, " must have sides of 1, or even ones up to ",
-                         kernels::kMaxPackedSide, "; two codes share a byte");
-      return DispatchFloat(call.arg(0), [&](auto in) {
-        return Launch<kPlanes, decltype(in), Code>(call, scales, blocks);
-      });
+                         ": block (", block_rows, "x", block_cols, ") of ", Code::kName,
+                         " must have sides of 1, or even ones up to ", kernels::kMaxPackedSide,
+                         "; two codes share a byte");
+      return DispatchFloat(call.arg(0), [&](auto in) { return launch(scales, code, in); });
     });
   };
   if (call.text("scale_dtype") == E8M0::kName)
@@ -66,6 +67,33 @@ Error Quantize(const Call<Platform>& call) {
                     call.nonfinite()});
   return with_scales(0.0f,
                      kernels::FloatScales{call.number("eps"), call.flag("pow2"), call.nonfinite()});
+}
+
+template <Planes kPlanes, class Platform>
+Error Quantize(const Call<Platform>& call) {
+  const Blocks blocks = BlocksOf(call.binding);
+  return WithScales(call, blocks.block_rows, blocks.block_cols,
+                    [&](const auto& scales, auto code, auto in) {
+                      return Launch<kPlanes, decltype(in), decltype(code)>(call, scales, blocks);
+                    });
+}
+
+// Quantizes gathered rows along rows, and with `both` also along columns.
+template <class Platform>
+Error QuantizeRows(const Call<Platform>& call, bool both) {
+  const int64_t block_cols = call.integer("block_cols");
+  return WithScales(call, 1, block_cols, [&](const auto& scales, auto code, auto in) {
+    using In = decltype(in);
+    using Stored = typename std::decay_t<decltype(scales)>::Stored;
+    kernels::BothPlanes<Stored> out{Mutable<uint8_t>(call.ret(0)), Mutable<Stored>(call.ret(1)),
+                                    nullptr, nullptr, /*second_transposed=*/true};
+    if (both)
+      out.second_data = Mutable<uint8_t>(call.ret(2)),
+      out.second_scale_inv = Mutable<Stored>(call.ret(3));
+    return call(kernels::QuantizeBlockRows<In, decltype(code)>(
+        call.exec, Data<In>(call.arg(0)), call.binding.Length(1), RowMapOf(call), block_cols,
+        scales, out));
+  });
 }
 
 // Returns the NVFP4 scales under global amax `operand`, which has the first axes of the grid.
@@ -120,6 +148,11 @@ QSHARD_DEFINE_OP(quantize_block_t) { return Quantize<Planes::kTransposed>(call);
 QSHARD_DEFINE_OP(quantize_block_both) { return Quantize<Planes::kBoth>(call); }
 QSHARD_DEFINE_OP(quantize_block_both_t) { return Quantize<Planes::kBothTransposed>(call); }
 QSHARD_DEFINE_OP(quantize_square_both) { return Quantize<Planes::kSquareBoth>(call); }
+
+// quantize_block, or quantize_block_both_t, of the rows of x that `rows` names, in its order. A row
+// outside x is padding, a row of zeros.
+QSHARD_DEFINE_OP(quantize_block_rows) { return QuantizeRows(call, false); }
+QSHARD_DEFINE_OP(quantize_block_both_rows) { return QuantizeRows(call, true); }
 
 // E2M1 codes and E4M3 scales of blocks of 16, under the global scale of the whole tensor:
 // amax_block, scale_nvfp4 and cast_block or cast_block_stochastic, in one read of x.

@@ -196,7 +196,7 @@ def info(as_json: bool) -> None:
         click.echo(json.dumps(facts, indent=1))
         return
     click.echo(environment.build_info())
-    for name in ("libraries", "processor", "threads", "gpus"):
+    for name in ("libraries", "processor", "threads", "gpus", "grouped products"):
         value = facts[name]
         click.echo(f"{name}: {', '.join(value) if isinstance(value, list) else value}")
 

@@ -38,6 +38,7 @@ def machine_facts() -> dict[str, object]:
         "processor": processor(),
         "threads": f"{qshard.num_threads()} of {os.cpu_count()}",
         "gpus": gpus(),
+        "grouped products": environment.describe_grouped(),
     }
 
 

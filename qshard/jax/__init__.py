@@ -26,6 +26,9 @@ from qshard.jax._delayed_scaling import (
 )
 from qshard.jax._losses.cross_entropy import cross_entropy
 from qshard.jax._losses.linear_cross_entropy import linear_cross_entropy
+from qshard.jax._moe.grouped_mlp import grouped_mlp
+from qshard.jax._moe.permutation import MoEPermutation, moe_permutation, moe_permute, moe_unpermute
+from qshard.jax._moe.router import topk_routing
 from qshard.jax._nn.activations import rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
 from qshard.jax._nn.dot_general import DotGeneral, einsum
 from qshard.jax._nn.linear import gathered_weight, linear
@@ -48,6 +51,7 @@ __all__ = [
     "CodedWeight",
     "DotGeneral",
     "LinearState",
+    "MoEPermutation",
     "Observed",
     "Plane",
     "Policy",
@@ -74,12 +78,16 @@ __all__ = [
     "from_plain",
     "gather",
     "gathered_weight",
+    "grouped_mlp",
     "init_delayed",
     "init_numerics",
     "join_pieces",
     "linear",
     "linear_cross_entropy",
     "merge_observed",
+    "moe_permutation",
+    "moe_permute",
+    "moe_unpermute",
     "numerics_of",
     "ops",
     "optimizer",
@@ -94,6 +102,7 @@ __all__ = [
     "swiglu",
     "swiglu_quantize",
     "to_plain",
+    "topk_routing",
     "update_delayed",
     "value_and_grad",
 ]

@@ -45,3 +45,91 @@ def gemm(
         total += part
     result: Float = total * scales[0] * scales[1]
     return result
+
+
+def group_slices(stops: Sequence[int], rows: int, unit: int = 1) -> list[slice]:
+    """Return the rows of each group, from 0 for the first.
+
+    A stop is clamped to `0..rows`, rounded down to a multiple of `unit`, and at least the stop before it.
+
+    Args:
+      stops: where each group ends.
+      rows: rows of all groups.
+      unit: rows of a block.
+
+    >>> group_slices([2, 1, 9], 8)
+    [slice(0, 2, None), slice(2, 2, None), slice(2, 8, None)]
+    """
+    start, slices = 0, []
+    for stop in stops:
+        inside = min(max(int(stop), 0), rows)
+        stop = max(start, inside - inside % unit)
+        slices.append(slice(start, stop))
+        start = stop
+    return slices
+
+
+def gemm_grouped(
+    a: Float,
+    b: Float,
+    stops: Sequence[int],
+    blocks: Sequence[Float] | None = None,
+    cols: int | None = None,
+    scales: Sequence[Float] | None = None,
+) -> Float:
+    """Multiply the rows of each group by the group's matrix, with `gemm`: `[M, N]`.
+
+    Rows after the last stop are zeros.
+
+    Args:
+      a: values of codes, `[M, K]`.
+      b: values of codes, `[E, N, K]`.
+      stops: where the rows of each group end, as in `group_slices`.
+      blocks: scales of the blocks along K, `[M, blocks]` for `a` and `[E, N, blocks]` for `b`.
+      cols: length of a block along K.
+      scales: scale of each group in `a`, and in `b`, both `[E]`.
+
+    >>> gemm_grouped(np.ones((3, 2), np.float32), np.float32([[[1, 2]], [[3, 4]]]), [1, 2])
+    array([[3.],
+           [7.],
+           [0.]], dtype=float32)
+    """
+    result = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for e, rows in enumerate(group_slices(stops, a.shape[0])):
+        of_rows = None if blocks is None else (blocks[0][rows], blocks[1][e])
+        of_group = [np.float32(1)] * 2 if scales is None else [scale[e] for scale in scales]
+        result[rows] = gemm(a[rows], b[e], of_rows, cols, of_group)
+    return result
+
+
+def gemm_grouped_k(
+    a: Float,
+    b: Float,
+    stops: Sequence[int],
+    blocks: Sequence[Float] | None = None,
+    cols: int | None = None,
+    scales: Sequence[Float] | None = None,
+) -> Float:
+    """Contract the part of K of each group, with `gemm`: `[E, M, N]`. A group without rows gives zeros.
+
+    Args:
+      a: values of codes, `[M, K]`.
+      b: values of codes, `[N, K]`.
+      stops: where the part of each group ends, as in `group_slices`, with `cols` as its unit.
+      blocks: scales of the blocks along K, `[M, blocks]` for `a` and `[N, blocks]` for `b`.
+      cols: length of a block along K.
+      scales: scale of each group in `a`, and in `b`, both `[E]`.
+
+    >>> gemm_grouped_k(np.float32([[1, 2, 3]]), np.ones((1, 3), np.float32), [2, 3])[:, 0, 0]
+    array([3., 3.], dtype=float32)
+    """
+    unit = 1 if cols is None else cols
+    result = np.zeros((len(stops), a.shape[0], b.shape[0]), np.float32)
+    for e, part in enumerate(group_slices(stops, a.shape[1], unit)):
+        if part.start == part.stop:
+            continue
+        own = slice(part.start // unit, part.stop // unit)
+        of_part = None if blocks is None else (blocks[0][:, own], blocks[1][:, own])
+        of_group = [np.float32(1)] * 2 if scales is None else [scale[e] for scale in scales]
+        result[e] = gemm(a[:, part], b[:, part], of_part, cols, of_group)
+    return result

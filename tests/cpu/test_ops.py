@@ -134,18 +134,21 @@ def wrong_operands(made):
         first = old[0] if isinstance(old, list) and old else old
         if isinstance(first, list):
             continue
-        wrong = [] if operand.dtype == "any" else [np.zeros(first.shape)]
+        wrong = [] if operand.dtype == "any" else [(operand.name, np.zeros(first.shape))]
         if i and "..." not in operand.terms and not all(isinstance(term, str) for term in operand.terms):
-            wrong.append(first[None])
+            wrong.append((operand.name, first[None]))
             others = [o.terms for j, o in enumerate(made.spec.inputs) if j != i]
             # In lists, attributes give the other sizes; the op's body checks them. Unshared axes may have any size.
             if ("n",) in operand.terms if made.spec.many else any(operand.terms[0] in terms for terms in others):
-                wrong.append(np.concatenate([first, first, first[:1]]))
-        for x in wrong:
+                # If only later operands share the axis, the message names one of them.
+                before = any(operand.terms[0] in o.terms for o in made.spec.inputs[:i])
+                name = operand.name if made.spec.many or before else ""
+                wrong.append((name, np.concatenate([first, first, first[:1]])))
+        for name, x in wrong:
             other = copy.copy(made)
             other.operands = list(made.operands)
             other.operands[i] = [x, *old[1:]] if isinstance(old, list) else x
-            yield operand.name, other
+            yield name, other
         if isinstance(old, list):
             other = copy.copy(made)
             other.operands = [*made.operands[:i], [*old, old[0]], *made.operands[i + 1 :]]

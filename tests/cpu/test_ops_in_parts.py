@@ -95,11 +95,18 @@ def test_amaxes_of_parts_merge_to_that_of_the_whole(name):
     made, binding = next((one, bind(one)) for one in drawn if bind(one).reduced)
     x = np.random.default_rng(0).standard_normal(made.operands[0].shape).astype(made.operands[0].dtype)
 
-    def amax(x, options):
-        """Of others there is one number, or ones in the shape of x, or of its leading axes and its last one."""
+    def amax(x, options, first_row=0):
+        """Of others there is one number, or ones in the shape of x, or of its leading axes and its last one.
+
+        Rows of experts, and their stops, are as drawn. If x has rows from `first_row` on, others are padding.
+        """
         terms, lead = spec.inputs[0].terms, x.shape[: options.get("lead", 0)]
         shapes = {("...",): (), terms: x.shape, (terms[0], terms[-1]): (*lead, *x.shape[-1:])}
-        others = [np.ones(shapes[o.terms], y.dtype) for o, y in zip(spec.inputs[1:], made.operands[1:], strict=True)]
+        given = {"rows": lambda y: y.view(np.int32) - np.int32(first_row), "stops": lambda y: y}
+        others = [
+            given[o.name](y) if o.name in given else np.ones(shapes[o.terms], y.dtype)
+            for o, y in zip(spec.inputs[1:], made.operands[1:], strict=True)
+        ]
         results = call(name, x, *others, **options)
         return results[-1] if isinstance(results, list) else results
 
@@ -109,11 +116,12 @@ def test_amaxes_of_parts_merge_to_that_of_the_whole(name):
     kept = [view.factors for operand, view in sides if not operand.name.startswith("amax")]
     for cut in (factor for factor in binding.reduced if factor.size % 2 == 0 and all(factor in some for some in kept)):
         amaxes = []
-        for part in np.split(x.reshape([factor.size for factor in factors]), 2, axis=factors.index(cut)):
+        for i, part in enumerate(np.split(x.reshape([f.size for f in factors]), 2, axis=factors.index(cut))):
             sizes = {factor: factor.size // 2 if factor == cut else factor.size for factor in factors}
             shape = [math.prod(sizes[factor] for factor in axis) for axis in binding.inputs[0].axes]
             smaller = {cut.name: cut.size // 2} if cut.name in made.options else {}
-            amaxes.append(amax(np.ascontiguousarray(part).reshape(shape), made.options | smaller))
+            first_row = i * cut.size // 2 if cut == factors[0] else 0
+            amaxes.append(amax(np.ascontiguousarray(part).reshape(shape), made.options | smaller, first_row))
         assert not np.array_equal(*amaxes)
         merged = np.maximum(*(one.view(np.int32) for one in amaxes)).view(np.float32)
         assert_bits_equal(merged, amax(x, made.options), cut.name)

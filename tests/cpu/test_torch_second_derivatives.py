@@ -42,6 +42,10 @@ def checkpointed(call, **options):
     return lambda x: checkpoint(call, x, use_reentrant=False, **options)
 
 
+def permutation():
+    return qt.moe_permutation(torch.arange(16).view(8, 2) % 3, 3)
+
+
 W = drawn(WIDTH, WIDTH, seed=1)
 HEAD = {"reduction": "sum", "chunk": 4}
 NODES = {
@@ -50,6 +54,7 @@ NODES = {
     "linear of a stochastic recipe": lambda: qt.Linear(WIDTH, WIDTH, recipe="NVFP4"),
     "linear under checkpointing": lambda: checkpointed(layer()),
     "grouped_linear": lambda: grouped(),
+    "moe_unpermute": lambda: lambda x: qt.moe_unpermute(torch.cat([x, x]), permutation(), x[:, :2]),
     "swiglu": lambda: lambda x: qt.swiglu(x, x + 1),
     "rms_norm": lambda: lambda x: qt.rms_norm(x, W[0], 1e-6),
     "cross_entropy": lambda: lambda x: qt.cross_entropy(x, LABELS),

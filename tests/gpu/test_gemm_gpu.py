@@ -31,6 +31,7 @@ from qshard.torch_bridge import Linear, linear, quantize  # noqa: E402
 from qshard.torch_bridge._ops.bind import ops  # noqa: E402
 from qshard.torch_bridge._quantized.gemm import Operand, matmul  # noqa: E402
 from support.formats import every_recipe  # noqa: E402
+from support.gemm_bounds import assert_is_product_of_codes  # noqa: E402
 
 FORMATS = {
     (block, element.name): Format(name=f"{element.name} {block}", element=element, block=block, scaling=FloatScaling())
@@ -89,22 +90,7 @@ def product(a, b, formats, dtype, *, fast=False, workspace=None):
 
 
 def assert_is_product(got, a, b, formats, *, fast=False):
-    """Hopper's FP8 tensor cores add 32 products at a time in 14 bits, and move that to fp32 every 128 unless `fast`.
-
-    So each product may lose 2^-13 of the largest; each sum before it is moved, 2^-13 of the sum of sizes; then blocks
-    add up in fp32, and the result is rounded once, to its dtype.
-    """
-    x, y = values(a, formats[0]), values(b, formats[1])
-    k = x.shape[1]
-    exact, size = x @ y.T, x.abs() @ y.abs().T
-    largest = x.abs().amax(1)[:, None] * y.abs().amax(1)
-    sums = max(1, k // 32) if fast else 4
-    rounding = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[got.dtype]
-    bound = 2.0**-13 * (k * largest + sums * size) + k * 2.0**-23 * size + rounding * exact.abs() + 2.0**-24
-    error = (got.double() - exact).abs()
-    assert (error <= bound).all(), float((error / bound).max())
-    # Operands or scales that lie wrongly are off by as much as the result is.
-    assert float(error.norm() / exact.norm()) < 2.0**-7
+    assert_is_product_of_codes(got, values(a, formats[0]), values(b, formats[1]), fast=fast)
 
 
 @pytest.mark.parametrize("fast", [False, True])

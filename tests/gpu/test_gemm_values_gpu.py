@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from qshard.torch_bridge._ops.bind import ops  # noqa: E402
+from support.gemm_bounds import assert_is_product_of_values  # noqa: E402
 
 LETTERS = ("nt", "nn", "tn", "tt")
 KINDS = [
@@ -27,19 +28,6 @@ def stored(a, b, letters):
 
 def of_values(a, b, letters, dtype):
     return getattr(ops, f"gemm_values_{letters}")(*stored(a, b, letters), dtype=dtype, workspace=2**25)[0]
-
-
-def assert_is_product_of_values(got, a, b):
-    """fp32 sums, in any order, also where a long one is split: K roundings of each, and one to the result's dtype.
-
-    Tensor cores keep at least 24 bits of sums of 16-bit products, but cut what they keep: twice a rounding.
-    """
-    x, y = a.double(), b.double()
-    exact, size = x @ y.T, x.abs() @ y.abs().T
-    rounding = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[got.dtype]
-    bound = (a.shape[1] + 1) * 2.0**-22 * size + rounding * exact.abs() + 2.0**-24
-    error = (got.double() - exact).abs()
-    assert (error <= bound).all(), float((error / bound).max())
 
 
 @pytest.fixture

@@ -50,6 +50,7 @@ def test_info():
     text = ok("info")
     assert text.startswith(build_info())
     assert re.search(r"^libraries: click \S+, rich \S+, safetensors \S+$", text, re.MULTILINE)
+    assert re.search(r"^grouped products: (none: .+|cuBLASLt \d+\.\d+\.\d+, /.+)$", text, re.MULTILINE)
     facts = json.loads(ok("info", "--json"))
     assert facts["build_info"] == build_info()
     assert facts["simd"] in facts["build"]["simd"].split(",")

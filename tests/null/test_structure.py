@@ -19,6 +19,7 @@ OWNERS = ("qshard/formats.py", "qshard/layout.py", "qshard/_core/quantize_steps.
 ALLOWED = {
     # What cuBLAS multiplies: a table of formats and hardware.
     "qshard/gemm_dispatch.py: kind_of": 5,
+    "qshard/gemm_dispatch.py: grouped_kind_of": 2,
     # Attributes of ops on slices, which say that there are no blocks, and no amaxes of tensors or rows.
     "qshard/_core/flat_shards.py: Bucket.attributes": 1,
     "qshard/_core/flat_shards.py: amaxes": 1,

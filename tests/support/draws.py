@@ -42,13 +42,17 @@ NUMBERS = {
     "a_rows": (1, 1, 2, 128),
     "b_rows": (1, 3, 32, 128),
     "cols": (1, 7, 16, 32, 128, 1000),
+    "block_cols": (1, 6, 16, 32, 32, 128, 128, 256),
     "workspace": (0,),
+    "tiles": (4500, 4600),
+    "tokens": (0, 1, 40, 300),
+    "unit": (1, 16, 32),
     "classes": (1, 5, 300, 2**31 - 1),
     "first": (0, 3, 1000),
     "ignore_index": (-100, -1, 2),
 }
 FEW_PARTS = (0, 1, 2, 7)
-"""Part counts of cross entropy; small, because the reference loops over parts."""
+"""Counts of parts of cross entropy and of experts of products; small, because the reference loops over them."""
 IN_ANY_ORDER = tuple(name for name in SPECS if name.startswith("gemm"))
 """Ops whose order of summation depends on hardware: only CPU results are bit-exact."""
 MOST = 2**16
@@ -178,15 +182,17 @@ class _Draw:
         for operand in self.spec.inputs:
             shape = self._shape(operand, prefix)
             made.tensors.append([(shape, self._dtype(operand, made.tensors))])
-        if any(math.prod(shape) > max(MOST, (self.only or 0) ** 2) for ((shape, _),) in made.tensors):
+        if any(math.prod(shape) > max(MOST, 2 * (self.only or 0) ** 2) for ((shape, _),) in made.tensors):
             return None
         if self.sizes.get("length") == 0:  # The amax history of delayed scaling has at least one entry.
             return None
         try:
-            made.results()
+            results = made.results()
         except ValueError:
             return None
-        return made
+        # Only ops on padded rows and products have results that are larger than their operands.
+        rows = len(self.spec.inputs) > 1 and self.spec.inputs[1].name == "rows"
+        return None if rows and any(math.prod(shape) > MOST for shape, _ in results) else made
 
     def _shape(self, operand: Operand, prefix: int) -> Shape:
         shape: list[int] = []
@@ -225,6 +231,8 @@ class _Draw:
             return major * run
         if major not in self.sizes:
             length = self.rng.choice(FEW_PARTS) if major == "parts" else self._length()
+            if major == "e" and self.spec.name.startswith("gemm"):
+                length = 2 if self.only else self.rng.choice(FEW_PARTS)
             if self.rng.random() < 0.5:  # Partial blocks at the edge, which some ops reject.
                 length = -(-length // run) * run
             self.sizes[major] = -(-length // run)
@@ -340,8 +348,16 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     name, count, seed = operand.name, math.prod(shape), int(rng.integers(2**31))
     if name in ("starts", "seeds", "seed", "first"):
         return _words(call, name, shape, rng).view(dtype)
+    if name in ("rows", "stops") and call.spec.inputs[1].name == "rows":
+        return _padded_rows(call, name, shape, rng).view(dtype)
+    if name == "stops":
+        return _stops(call, shape, rng).view(dtype)
     if name == "labels":
         return _labels(call, shape, rng).view(dtype)
+    if name == "sizes":
+        return (
+            rng.choice([0, 0, 0, 1, 3, 17, 40, *rng.choice([0, -1, 2**31 - 1], 2)], shape).astype(np.int32).view(dtype)
+        )
     if call.spec.name == "adam":
         return _adam_values(call, name, shape, dtype, rng, i)
     if name == "hyper":
@@ -406,12 +422,37 @@ def _words(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.
     return np.ascontiguousarray(numbers[..., None]).view(np.uint32).reshape(shape)
 
 
+def _stops(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    """Return where the rows of experts end: multiples of contracted blocks, or any numbers, also beyond the rows."""
+    rows = call.tensors[0][0][0][1 if call.spec.name.endswith("_k") else 0]
+    stops = np.sort(rng.integers(0, rows + 1, shape))
+    if rng.integers(2):
+        unit = call.options.get("cols", 1)
+        return (stops // unit * unit).astype(np.int32)
+    others = rng.choice([-(2**31), -1, 0, rows, rows + 1, 2**31 - 1], shape)
+    return np.where(rng.integers(0, 3, shape) > 0, stops, others).astype(np.int32)
+
+
 def _labels(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
     """Return labels, mostly of local classes; also neighbouring, ignored and invalid ones."""
     first, columns = call.options.get("first", 0), call.tensors[0][0][0][-1]
     here = first + rng.integers(-1, columns + 2, shape)
     others = rng.choice([call.options.get("ignore_index", 0), -1, -(2**31), 2**31 - 1], shape)
     return np.where(rng.integers(0, 5, shape) > 0, np.clip(here, -(2**31), 2**31 - 1), others).astype(np.int32)
+
+
+def _padded_rows(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    """Return rows of x with padding between, or stops of experts; also numbers that lead outside, in any order."""
+    rows, padded = (call.tensors[i][0][0][0] for i in (0, 1))  # Of x, and of `rows`.
+    outside = [-1, -(2**31), 2**31 - 1]
+    if name == "rows":
+        own = rng.permutation(np.resize(np.arange(rows + 1), shape))
+        return np.where(rng.integers(0, 8, shape) > 0, own, rng.choice(outside, shape)).astype(np.int32)
+    unit = int(rng.choice([1, 8, 16, 128]))
+    stops = np.minimum(np.sort(rng.integers(0, padded // unit + 2, shape)) * unit, padded)
+    if not rng.integers(4):
+        stops = rng.choice([*outside, 0, padded, padded // 3, padded // 2], shape)
+    return stops.astype(np.int32)
 
 
 def _adam_values(call: Call, name: str, shape: Shape, dtype: str, rng: np.random.Generator, i: int) -> np.ndarray:

@@ -34,6 +34,11 @@ ONES = jnp.ones(32)
 FORMATS = ("FP8_E4M3", "MXFP8_E4M3", "NVFP4")
 
 
+def _mixture(x: jax.Array, w13: jax.Array, w2: jax.Array) -> jax.Array:
+    """Route by two columns of x."""
+    return qj.grouped_mlp(x, *qj.topk_routing(x[:, :2], 1, normalize=False), w13, w2, "CurrentScaling")
+
+
 def _with_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     """y, and the gradients of the arguments where that of y is y."""
 
@@ -126,6 +131,12 @@ ROWS = {
         ("ragged_dot",),
         lambda x, w: qj.ragged_dot(x, w, SIZES, "CurrentScaling", weight_layout="KN"),
         (X, EXPERTS),
+        True,
+    ),
+    "grouped_mlp": Row(
+        ("grouped_mlp", "topk_routing", "moe_permutation", "moe_permute", "moe_unpermute", "MoEPermutation"),
+        _mixture,
+        (X, jnp.concatenate([EXPERTS, 3 * EXPERTS], axis=1), EXPERTS),
         True,
     ),
     "cross_entropy": Row(("cross_entropy",), lambda x: qj.cross_entropy(x, LABELS), (X,), True),

@@ -99,6 +99,12 @@ class Caller:
     def swiglu(self, gate: Any, up: Any) -> Any:
         return self.qshard.swiglu(self.array(gate), self.array(up))
 
+    def topk_routing(self, logits: Any, top_k: Any, **options: Any) -> Any:
+        return self.qshard.topk_routing(self.array(logits), top_k, **options)
+
+    def grouped_mlp(self, *given: Any, **options: Any) -> Any:
+        return self.qshard.grouped_mlp(*map(self.array, given), **options)
+
     def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
         return self.qshard.rms_norm(self.array(x), self.array(weight), eps)
 

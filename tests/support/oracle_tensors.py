@@ -154,6 +154,14 @@ def swizzle_scale(scale_inv, *, rows):
     return each_matrix(lambda scale: reference.swizzle_scale(scale, block_rows=128 // rows), scale_inv)
 
 
+# --- rows of experts ---
+
+
+def group_rows(sizes, **options):
+    made = reference.group_rows(sizes.view(np.int32), **options)
+    return tuple(each.view(sizes.dtype) for each in made)
+
+
 # --- scales of blocks ---
 
 
@@ -235,6 +243,52 @@ def _product(a, b, dtype, workspace, *, blocks=None, a_rows=1, b_rows=1, cols=No
         each = zip(blocks, (a_rows, b_rows), (a, b), strict=True)
         blocks = [np.repeat(scale, rows, axis=0)[: len(x)] for scale, rows, x in each]
     return rounded(reference.gemm(a, b, blocks, cols, scales), dtype), np.zeros(workspace, np.uint8)
+
+
+# --- grouped products ---
+
+
+def gemm_grouped(a, a_scale_inv, b, b_scale_inv, stops, *, a_element, b_element, fast, **how):
+    values = reference.decode(a, ELEMENTS[a_element]), reference.decode(b, ELEMENTS[b_element])
+    return _grouped(reference.gemm_grouped, *values, stops, scales=(a_scale_inv, b_scale_inv), **how)
+
+
+def gemm_grouped_k(a, a_scale_inv, b, b_scale_inv, stops, *, a_element, b_element, fast, **how):
+    values = reference.decode(a, ELEMENTS[a_element]), reference.decode(b, ELEMENTS[b_element])
+    return _grouped(reference.gemm_grouped_k, *values, stops, scales=(a_scale_inv, b_scale_inv), **how)
+
+
+def gemm_grouped_block(a, a_scale_inv, b, b_scale_inv, stops, *, b_rows, **how):
+    return _grouped_blocks(reference.gemm_grouped, a, a_scale_inv, b, b_scale_inv, stops, b_rows=b_rows, **how)
+
+
+def gemm_grouped_block_k(a, a_scale_inv, b, b_scale_inv, stops, **how):
+    return _grouped_blocks(reference.gemm_grouped_k, a, a_scale_inv, b, b_scale_inv, stops, b_rows=1, **how)
+
+
+def gemm_grouped_values_nt(a, b, stops, **how):
+    return _grouped(reference.gemm_grouped, wide(a), wide(b), stops, **how)
+
+
+def gemm_grouped_values_nn(a, b, stops, **how):
+    return gemm_grouped_values_nt(a, b.swapaxes(1, 2), stops, **how)
+
+
+def gemm_grouped_values_tn(a, b, stops, **how):
+    return _grouped(reference.gemm_grouped_k, wide(a.T), wide(b.T), stops, **how)
+
+
+def _grouped_blocks(
+    product, a, a_scale_inv, b, b_scale_inv, stops, *, a_element, b_element, scale_dtype, b_rows, cols, **how
+):
+    values = [reference.decode(codes_of(x, e), ELEMENTS[e]) for x, e in ((a, a_element), (b, b_element))]
+    blocks = [s if scale_dtype == "float32" else reference.decode(s, E8M0) for s in (a_scale_inv, b_scale_inv)]
+    blocks[1] = np.repeat(blocks[1], b_rows, axis=-2)[..., : b.shape[-2], :]
+    return _grouped(product, *values, stops, blocks=blocks, cols=cols, **how)
+
+
+def _grouped(product, a, b, stops, *, dtype, workspace, **scales):
+    return rounded(product(a, b, stops.view(np.int32), **scales), dtype), np.zeros(workspace, np.uint8)
 
 
 # --- one read of x ---
@@ -325,3 +379,41 @@ def quantize_nvfp4_stochastic_t(x, *operands, **options):
 
 def quantize_nvfp4_stochastic_both(x, *operands, **options):
     return _at_random(quantize_nvfp4_both, x, operands, **options)
+
+
+# --- padded rows of experts: the ops above, on the gathered rows of each expert ---
+
+
+def amax_grouped(x, rows, stops):
+    owner, gathered = _of_experts(x, rows, stops)
+    return np.array([reference.amax(gathered[owner == e]) for e in range(len(stops))], np.float32)
+
+
+def cast_grouped(x, rows, stops, scale, **options):
+    owner, gathered = _of_experts(x, rows, stops)
+    data = np.zeros(gathered.shape, np.uint8)
+    for e in range(len(stops)):
+        data[owner == e] = cast_tensor(gathered[owner == e], scale[e], **options)
+    return data
+
+
+def cast_transpose_grouped(*operands, **options):
+    data = cast_grouped(*operands, **options)
+    return data, turned(data)
+
+
+def quantize_block_rows(x, rows, *, block_cols, **options):
+    return quantize_block(_gathered(x, rows), block_rows=1, block_cols=block_cols, **options)
+
+
+def quantize_block_both_rows(x, rows, *, block_cols, **options):
+    block = {"block_rows": block_cols, "block_cols": block_cols}
+    return quantize_block_both_t(_gathered(x, rows), outer=0, **block, **options)
+
+
+def _gathered(x, rows):
+    return reference.gather_rows(x, rows.view(np.int32))
+
+
+def _of_experts(x, rows, stops):
+    return reference.expert_of_rows(stops.view(np.int32), len(rows)), _gathered(x, rows)

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 from qshard._core.layer_recipes import is_name_of_table
 from qshard.torch_bridge._convert.conv1d import is_conv1d
 from qshard.torch_bridge._convert.experts import is_experts, weight_names
+from qshard.torch_bridge._moe.router import Router
 from qshard.torch_bridge._torch_internals import BatchNormBase, ConvolutionBase
 
 _TABLES_AND_NORMS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, BatchNormBase)
@@ -31,8 +32,8 @@ class Candidate(NamedTuple):
 def survey(model: nn.Module) -> dict[str, Candidate]:
     """Return the modules with GEMM weights by qualified name, in the order of the model.
 
-    A weight is a floating-point parameter with at least two axes longer than 1. Embeddings and norms do not count.
-    Whether a module multiplies by its weight cannot be detected.
+    A weight is a floating-point parameter with at least two axes longer than 1. Embeddings, norms and the router of
+    `MoE` do not count. Whether a module multiplies by its weight cannot be detected.
 
     >>> model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "conv": nn.Conv1d(4, 4, 3), "head": nn.Linear(4, 8)})
     >>> for name, (_, names, why) in survey(model).items():
@@ -53,7 +54,7 @@ def survey(model: nn.Module) -> dict[str, Candidate]:
         if is_experts(module):
             found[name] = Candidate(module, (name, *(prefix + each for each in weight_names(module))), None)
             continue
-        if _is_table_or_norm(module) or isinstance(module, parametrize.ParametrizationList):
+        if _is_table_or_norm(module) or isinstance(module, parametrize.ParametrizationList | Router):
             continue
         own = name.rpartition(".")[2]
         weights = {

@@ -158,4 +158,4 @@ def _runs_on(kind: Kind, device: int) -> bool:
 
 @functools.cache
 def _gpu(device: int) -> Gpu:
-    return Gpu(torch.cuda.get_device_capability(device), gemm_dispatch.library_version())
+    return gemm_dispatch.gpu_of(torch.cuda.get_device_capability(device))

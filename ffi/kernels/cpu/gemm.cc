@@ -36,16 +36,24 @@ struct ElementTraits {
 const ElementTraits kTraits[] = {QSHARD_FOR_EACH_ELEMENT(QSHARD_TRAITS, )};
 #undef QSHARD_TRAITS
 
+// A matrix within an operand. The rest of an operand's fields describe the whole.
+struct Part {
+  int64_t first, stride;              // element (0, 0), and elements between rows, or along k
+  int64_t first_scale, scale_stride;  // likewise for block scales
+  const float* tensor_scale_inv;      // or null
+};
+
 // Reads elements and scales of one operand.
 class Reader {
  public:
-  Reader(const GemmOperand& operand, int64_t k)
+  Reader(const GemmOperand& operand, const Part& part)
       : operand_(operand),
         traits_(IsValue(operand.element) ? nullptr : &kTraits[static_cast<int>(operand.element)]),
-        k_(k) {}
+        part_(part) {}
 
   float Value(int64_t row, int64_t col) const {
-    const int64_t i = operand_.k_first ? col * operand_.rows + row : row * k_ + col;
+    const int64_t i =
+        part_.first + (operand_.k_first ? col * part_.stride + row : row * part_.stride + col);
     switch (operand_.element) {
       case ElementId::kFloat32:
         return static_cast<const float*>(operand_.data)[i];
@@ -61,8 +69,8 @@ class Reader {
     return traits_->values[codes[i / 2] >> i % 2 * 4 & 0xF];
   }
 
-  float Scale(ScaleId kind, int64_t row, int64_t block, int64_t blocks) const {
-    const int64_t i = row / operand_.block_rows * blocks + block;
+  float Scale(ScaleId kind, int64_t row, int64_t block) const {
+    const int64_t i = part_.first_scale + row / operand_.block_rows * part_.scale_stride + block;
     const auto byte = [&] { return static_cast<const uint8_t*>(operand_.scale_inv)[i]; };
     switch (kind) {
       case ScaleId::kFloat:
@@ -78,13 +86,13 @@ class Reader {
   }
 
   float TensorScale() const {
-    return operand_.tensor_scale_inv == nullptr ? 1.0f : *operand_.tensor_scale_inv;
+    return part_.tensor_scale_inv == nullptr ? 1.0f : *part_.tensor_scale_inv;
   }
 
  private:
   const GemmOperand& operand_;
   const ElementTraits* const traits_;
-  const int64_t k_;
+  const Part& part_;
 };
 
 // Scratch memory of a task.
@@ -93,12 +101,22 @@ struct Scratch {
   float block[kTileRows][kTileCols], sum[kTileRows][kTileCols];
 };
 
-}  // namespace
+// Number of blocks along k.
+int64_t BlocksAlongK(const GemmProblem& gemm) {
+  return gemm.scales == ScaleId::kNone ? 0 : CeilDiv(gemm.k, gemm.cols);
+}
 
+// Returns all of an operand.
+Part Whole(const GemmProblem& gemm, const GemmOperand& operand) {
+  return {0, operand.k_first ? operand.rows : gemm.k, 0, BlocksAlongK(gemm),
+          operand.tensor_scale_inv};
+}
+
+// Computes out [rows, cols], a product of parts of the operands.
 template <class Out>
-Status Gemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const Workspace&, Out* out) {
-  const Reader a(gemm.a, gemm.k), b(gemm.b, gemm.k);
-  const int64_t rows = gemm.a.rows, cols = gemm.b.rows, k = gemm.k;
+void Multiply(const Exec<Cpu>& exec, const GemmProblem& gemm, const Part& a_part,
+              const Part& b_part, int64_t rows, int64_t cols, int64_t k, Out* out) {
+  const Reader a(gemm.a, a_part), b(gemm.b, b_part);
   const int64_t length = gemm.scales == ScaleId::kNone ? std::max<int64_t>(k, 1) : gemm.cols;
   const int64_t blocks = CeilDiv(k, length);
   const int64_t down = CeilDiv(rows, kTileRows);
@@ -125,9 +143,9 @@ Status Gemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const Workspace&, Ou
         }
       }
       for (int64_t i = 0; i < height; ++i) {
-        const float a_scale = a.Scale(gemm.scales, top + i, block, blocks);
+        const float a_scale = a.Scale(gemm.scales, top + i, block);
         for (int64_t j = 0; j < width; ++j) {
-          const float b_scale = b.Scale(gemm.scales, left + j, block, blocks);
+          const float b_scale = b.Scale(gemm.scales, left + j, block);
           scratch->sum[i][j] += scratch->block[i][j] * a_scale * b_scale;
           scratch->block[i][j] = 0;
         }
@@ -138,9 +156,69 @@ Status Gemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const Workspace&, Ou
       for (int64_t j = 0; j < width; ++j)
         out[(top + i) * cols + left + j] = Narrow<Out>(scratch->sum[i][j] * a_scale * b_scale);
   });
+}
+
+// Multiplies the rows of `a` from `start` to `stop` by matrix `group` of `b`.
+template <class Out>
+void MultiplyRows(const Exec<Cpu>& exec, const GemmProblem& gemm, int64_t group, int64_t start,
+                  int64_t stop, Out* out) {
+  const int64_t k = gemm.k, n = gemm.b.rows;
+  Part a = Whole(gemm, gemm.a), b = Whole(gemm, gemm.b);
+  a.first = start * k;
+  a.first_scale = start * a.scale_stride;
+  b.first = group * n * k;
+  if (gemm.scales != ScaleId::kNone)
+    b.first_scale = group * CeilDiv(n, gemm.b.block_rows) * b.scale_stride;
+  for (Part* part : {&a, &b})
+    if (part->tensor_scale_inv != nullptr) part->tensor_scale_inv += group;
+  Multiply(exec, gemm, a, b, stop - start, n, k, out + start * n);
+}
+
+// Contracts the part of k from `start` to `stop`.
+template <class Out>
+void ContractRows(const Exec<Cpu>& exec, const GemmProblem& gemm, int64_t group, int64_t start,
+                  int64_t stop, Out* out) {
+  const int64_t m = gemm.a.rows, n = gemm.b.rows;
+  const auto part = [&](const GemmOperand& operand) {
+    Part whole = Whole(gemm, operand);
+    whole.first = operand.k_first ? start * operand.rows : start;
+    if (gemm.scales != ScaleId::kNone) whole.first_scale = start / gemm.cols;
+    if (whole.tensor_scale_inv != nullptr) whole.tensor_scale_inv += group;
+    return whole;
+  };
+  Multiply(exec, gemm, part(gemm.a), part(gemm.b), m, n, stop - start, out + group * m * n);
+}
+
+}  // namespace
+
+template <class Out>
+Status Gemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const Workspace&, Out* out) {
+  Multiply(exec, gemm, Whole(gemm, gemm.a), Whole(gemm, gemm.b), gemm.a.rows, gemm.b.rows, gemm.k,
+           out);
+  return {};
+}
+
+template <class Out>
+Status GroupedGemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const GemmGroups& groups,
+                   const Workspace&, Out* out) {
+  const int64_t rows = groups.Rows(gemm), n = gemm.b.rows;
+  const int64_t unit = groups.by_k && gemm.scales != ScaleId::kNone ? gemm.cols : 1;
+  int64_t start = 0;
+  for (int64_t group = 0; group < groups.number; ++group) {
+    const int64_t stop = ClampStop(groups.stops[group], start, rows, unit);
+    if (start < stop && !groups.by_k)
+      MultiplyRows(exec, gemm, group, start, stop, out);
+    else if (start < stop)
+      ContractRows(exec, gemm, group, start, stop, out);
+    else if (groups.by_k)
+      std::fill_n(out + group * gemm.a.rows * n, gemm.a.rows * n, Out{});
+    start = stop;
+  }
+  if (!groups.by_k) std::fill_n(out + start * n, (rows - start) * n, Out{});
   return {};
 }
 
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, Gemm)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, GroupedGemm)
 
 }  // namespace qshard::kernels

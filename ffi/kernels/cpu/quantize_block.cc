@@ -11,6 +11,7 @@
 #include "kernels/cpu/panel.h"
 #include "kernels/cpu/random_rows.h"
 #include "kernels/cpu/scales_of.h"
+#include "kernels/grouped.h"
 
 namespace qshard::kernels {
 namespace {
@@ -40,6 +41,7 @@ struct PlaneOf {
   BlockPlane<Stored> out;
   Nvfp4Options options = {};
   Blocks places_blocks = {};
+  int64_t first_row = 0;  // that x has
 
   // Quantizes a rectangle into all requested outputs.
   void Quantize(const Rectangle& all, Panel* panel) const {
@@ -59,7 +61,7 @@ struct PlaneOf {
         if (options.hadamard)
           QuantizeRotated(strip, row, whole, *panel);
         else
-          QuantizeStrip(Elements<In>{x + ElementAt(strip), blocks.cols, strip}, row, whole, *panel);
+          QuantizeStrip(Elements<In>{InputAt(strip), blocks.cols, strip}, row, whole, *panel);
       }
       if (in_panel) TransposePanel(part, *panel);
     }
@@ -68,6 +70,10 @@ struct PlaneOf {
  private:
   int64_t ElementAt(const Rectangle& r) const {
     return (r.batch * blocks.rows + r.row) * blocks.cols + r.col;
+  }
+
+  const In* InputAt(const Rectangle& r) const {
+    return x + (ElementAt(r) - first_row * blocks.cols);
   }
 
   // Quantizes a row of blocks. With `whole`, writes codes to its rows from `row` on, to be
@@ -89,7 +95,7 @@ struct PlaneOf {
     In copy[kHadamardSize][kPanelCols];
     bfloat16 rotated[kHadamardSize][kPanelCols];
     for (int64_t r = 0; r < kHadamardSize; ++r)
-      std::memcpy(copy[r], x + ElementAt(strip) + r * blocks.cols, strip.cols * sizeof(In));
+      std::memcpy(copy[r], InputAt(strip) + r * blocks.cols, strip.cols * sizeof(In));
     Simd().hadamard[kInputIndex<In>](copy, strip.cols, kPanelCols, 1, rotated[0]);
     QuantizeStrip(Elements<bfloat16>{rotated[0], kPanelCols, strip}, row, whole, panel);
   }
@@ -189,14 +195,18 @@ struct PlaneOf {
   }
 };
 
+// Returns the height of pieces of a transposed plane: whole blocks, whole bytes of 4-bit codes, and
+// a panel if they fit.
+int64_t TransposedHeight(int64_t block_rows) {
+  const int64_t unit = block_rows % 2 == 0 ? block_rows : 2 * block_rows;
+  return std::max<int64_t>(1, kPanelRows / unit) * unit;
+}
+
 // Calls body(rectangle, panel) for pieces that cover all of `blocks`, like ParallelPieces. For a
 // transposed plane, pieces are as high as a panel.
 template <class Body>
 void ParallelRectangles(const Exec<Cpu>& exec, Blocks blocks, bool transposed, const Body& body) {
-  if (transposed) {
-    const int64_t unit = blocks.block_rows % 2 == 0 ? blocks.block_rows : 2 * blocks.block_rows;
-    blocks.block_rows = std::max<int64_t>(1, kPanelRows / unit) * unit;
-  }
+  if (transposed) blocks.block_rows = TransposedHeight(blocks.block_rows);
   ParallelPieces(exec, blocks, [&](const Piece& piece) {
     Panel panel;
     body({piece.batch, piece.grid_row * blocks.block_rows, piece.first_block * blocks.block_cols,
@@ -244,6 +254,41 @@ Status QuantizeBlockBoth(const Exec<Cpu>& exec, const In* x, const Scales& scale
   return QuantizeTwo(exec, blocks, plane, plane, out);
 }
 
+// Gathers strips of padded rows into scratch, and quantizes them there.
+template <class In, class Code, class Scales>
+Status QuantizeBlockRows(const Exec<Cpu>& exec, const In* x, int64_t cols, const RowMap& map,
+                         int64_t block_cols, const Scales& scales,
+                         const BothPlanes<typename Scales::Stored>& out) {
+  using Plane = PlaneOf<In, Code, Scales>;
+  Plane rows{nullptr, scales, {1, map.count, cols, 1, block_cols}, {out.data, out.scale_inv}};
+  Plane columns{nullptr, scales, {1, map.count, cols, block_cols, 1}, {}};
+  columns.out.data_t = out.second_data;
+  columns.out.scale_inv_t = out.second_scale_inv;
+  const bool both = out.second_data != nullptr;
+  const int64_t height = std::min(map.count, both ? TransposedHeight(block_cols) : kPanelRows);
+  if (rows.blocks.GridSize() == 0) return {};
+  ParallelForWithScratch<In>(
+      exec, CeilDiv(map.count, height), height * cols, [&](int64_t i, In* scratch) {
+        const Rectangle all{0, i * height, 0, std::min(height, map.count - i * height), cols};
+        for (int64_t r = 0; r < all.rows; ++r) {
+          const int64_t own = map.Of(all.row + r);
+          if (own < 0)
+            std::fill_n(scratch + r * cols, cols, In{});
+          else
+            std::memcpy(scratch + r * cols, x + own * cols, cols * sizeof(In));
+        }
+        Panel panel;
+        const auto quantize = [&](Plane plane) {
+          plane.x = scratch;
+          plane.first_row = all.row;
+          plane.Quantize(all, &panel);
+        };
+        quantize(rows);
+        if (both) quantize(columns);
+      });
+  return {};
+}
+
 template <class In>
 Status QuantizeNvfp4(const Exec<Cpu>& exec, const In* x, const Nvfp4Scales& scales,
                      const Nvfp4Options& options, const Blocks& blocks,
@@ -263,6 +308,9 @@ Status QuantizeNvfp4Both(const Exec<Cpu>& exec, const In* x, const Nvfp4Scales& 
 
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_SCALED_CODE, QSHARD_INSTANTIATE_FOR, Cpu, QuantizeBlock)
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_SCALED_CODE, QSHARD_INSTANTIATE_FOR, Cpu, QuantizeBlockBoth)
+#define QSHARD_INSTANTIATE_ROWS(...) \
+  QSHARD_FOR_EACH_BLOCK_FORMAT(FloatScales, E8M0Scales, QSHARD_INSTANTIATE_FOR, Cpu, __VA_ARGS__)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_ROWS, QuantizeBlockRows)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, QuantizeNvfp4)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, QuantizeNvfp4Both)
 

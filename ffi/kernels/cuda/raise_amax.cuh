@@ -26,33 +26,46 @@ static __global__ void __launch_bounds__(kWarp)
   }
 }
 
-// Launches a kernel with `splits` thread blocks per run (gridDim.y). If there is more than one,
-// they raise its amaxes from 0 after AwaitZeros. A kernel of one warp writes the zeros while the
-// thread blocks start, because a memset would take extra time. It runs after all earlier work on
-// the stream, so the kernel's inputs are ready.
+// Launches a kernel whose thread blocks raise `count` amaxes from 0, each after AwaitZeroing. A
+// kernel of one warp writes the zeros while the thread blocks start, because a memset would take
+// extra time. It runs after all earlier work on the stream, so the kernel's inputs are ready.
+// `second` may be null.
 template <class... Params, class... Args>
-Status LaunchRaising(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t runs,
-                     int64_t splits, int threads, float* amax, float* second, const Args&... args) {
-  if (!FitsGrid(runs)) return kTooManyBlocks;
+Status LaunchAfterZeros(const Exec<Cuda>& exec, void (*kernel)(Params...), dim3 grid, int threads,
+                        float* amax, float* second, int64_t count, const Args&... args) {
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(runs), static_cast<unsigned>(splits));
+  config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.stream = exec.stream;
-  if (splits > 1) {
-    ZeroAmaxes<<<1, kWarp, 0, exec.stream>>>(amax, second, runs);
-    config.attrs = &early;
-    config.numAttrs = 1;
-  }
+  config.attrs = &early;
+  config.numAttrs = 1;
+  ZeroAmaxes<<<1, kWarp, 0, exec.stream>>>(amax, second, count);
   (void)cudaLaunchKernelEx(&config, kernel, Params(args)...);
   return LaunchStatus();
 }
 
-// Waits until the amaxes are zeroed. For one thread of a thread block, before StoreOrRaise.
+// Launches a kernel with `splits` thread blocks per run (gridDim.y). If there is more than one,
+// they raise its amaxes from 0.
+template <class... Params, class... Args>
+Status LaunchRaising(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t runs,
+                     int64_t splits, int threads, float* amax, float* second, const Args&... args) {
+  if (splits == 1) return Launch(exec, kernel, runs, threads, args...);
+  if (!FitsGrid(runs)) return kTooManyBlocks;
+  const dim3 grid(static_cast<unsigned>(runs), static_cast<unsigned>(splits));
+  return LaunchAfterZeros(exec, kernel, grid, threads, amax, second, runs, args...);
+}
+
+// Waits until the amaxes are zeroed. For one thread of a thread block or warp, before it raises.
+__device__ __forceinline__ void AwaitZeroing() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Does so after LaunchRaising, before StoreOrRaise.
 __device__ __forceinline__ void AwaitZeros() {
-  if (gridDim.y > 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (gridDim.y > 1) AwaitZeroing();
 }
 
 // Stores the amax of a run, or raises the stored one if several thread blocks share a run.

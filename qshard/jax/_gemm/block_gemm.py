@@ -231,9 +231,8 @@ def _gpus_here() -> dict[str, Gpu]:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:
         return {}
-    version = gemm_dispatch.library_version()
     found = {}
     for device in devices:
         major, minor = (int(number) for number in str(device.compute_capability).split("."))
-        found[device.device_kind] = Gpu((major, minor), version)
+        found[device.device_kind] = gemm_dispatch.gpu_of((major, minor))
     return found

@@ -150,7 +150,7 @@ Status AmaxBlock(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, floa
       (b.block_rows == 1 || b.block_cols == b.cols))
     return Amax(exec, x, b.GridSize(), b.block_rows * b.block_cols, amax);
   if (TakesWarps(x, b)) return LaunchWarps(exec, x, b, amax);
-  return LaunchQuantizeUnits<In, E4M3>(exec, x, AmaxAsScale{}, b, {nullptr, amax});
+  return LaunchQuantizeUnits<E4M3>(exec, AnyFloats(x), AmaxAsScale{}, b, {nullptr, amax});
 }
 
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, AmaxBlock)

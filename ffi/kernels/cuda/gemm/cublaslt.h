@@ -3,7 +3,7 @@
 //
 // Names, values and sizes are copied from cublasLt.h, cublas_api.h and library_types.h of CUDA 12.9
 // and 13.0 (https://docs.nvidia.com/cuda/cublas, "Using the cuBLASLt API"). They are stable between
-// releases.
+// releases. Names for grouped layouts are copied from cuBLAS 13.8, where they are experimental.
 #ifndef QSHARD_KERNELS_CUDA_GEMM_CUBLASLT_H_
 #define QSHARD_KERNELS_CUDA_GEMM_CUBLASLT_H_
 
@@ -53,6 +53,16 @@ enum ScaleMode : int32_t {  // cublasLtMatmulMatrixScale_t
   kVectors32E8M0 = 2,
   kVectors128Float = 4,  // this and the next: since cuBLAS 12.9
   kSquares128Float = 5,
+  kScalarPerGroup = 6,  // since cuBLAS 13.5
+};
+
+// Versions from which grouped products run on Hopper: of values and blocks, and of tensor scales.
+constexpr size_t kGroupedSince = 130400, kGroupedScalarsSince = 130500;
+
+enum LayoutAttribute : int {  // cublasLtMatrixLayoutAttribute_t
+  kGroupedRows = 9,           // device pointer to int32 [groups]; likewise the next two
+  kGroupedCols = 10,
+  kGroupedLd = 11,
 };
 
 enum PreferenceAttribute : int {  // cublasLtMatmulPreferenceAttributes_t
@@ -62,6 +72,9 @@ enum PreferenceAttribute : int {  // cublasLtMatmulPreferenceAttributes_t
   kMinAlignmentB = 6,
   kMinAlignmentC = 7,
   kMinAlignmentD = 8,
+  kGroupedAverageK = 13,     // uint32_t; likewise the next two
+  kGroupedAverageRows = 14,  // of D
+  kGroupedAverageCols = 15,
 };
 
 constexpr uint32_t kSumsInComputeType = 2;  // CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
@@ -99,10 +112,27 @@ struct Library {
   Result (*matmul)(Handle, Desc, const void* alpha, const void* a, Layout, const void* b, Layout,
                    const void* beta, const void* c, Layout, void* d, Layout, const Algorithm*,
                    void* workspace, size_t workspace_bytes, CUstream_st* stream);
+
+  // Null before kGroupedSince. The arrays are on the device.
+  Result (*grouped_layout_create)(Layout*, Type, int groups, const void* rows, const void* cols,
+                                  const void* ld);
+  Result (*layout_set)(Layout, LayoutAttribute, const void* value, size_t bytes);
+
+  bool HasGroups() const {
+    return error == nullptr && grouped_layout_create != nullptr && layout_set != nullptr &&
+           version() >= kGroupedSince;
+  }
 };
 
 // Loads the library on the first call. Later calls retry until it is found.
 const Library& Load();
+
+// Loads the library for grouped products: the same as Load() if it is new enough, else a second one
+// from the files that Python found. SetGroupedGemmLibrary has the order.
+const Library& LoadGrouped();
+
+// Returns the handle of a library on a device, or null if it does not start.
+Handle HandleOf(const Library& library, int device);
 
 }  // namespace qshard::kernels::cublaslt
 

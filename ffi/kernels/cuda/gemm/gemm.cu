@@ -5,6 +5,7 @@
 // "Scaling factors layouts"; pytorch/pytorch#158037 and #166752 (blocks of 128).
 #include <cstdio>
 
+#include "kernels/cuda/gemm/float_scales.cuh"
 #include "kernels/cuda/gemm/gemm_plans.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/gemm.h"
@@ -14,37 +15,8 @@ namespace qshard::kernels {
 namespace {
 
 using cublaslt::ScaleMode;
-using cublaslt::Type;
 
-// Returns the library's type of an element. An element that it does not support gets an invalid
-// type, which it refuses.
-Type TypeOf(ElementId element) {
-  switch (element) {
-    case ElementId::kE4M3:
-      return cublaslt::kE4M3;
-    case ElementId::kE5M2:
-      return cublaslt::kE5M2;
-    case ElementId::kE2M1:
-      return cublaslt::kE2M1;
-    case ElementId::kFloat32:
-      return cublaslt::kFloat32;
-    case ElementId::kBFloat16:
-      return cublaslt::kBFloat16;
-    case ElementId::kFloat16:
-      return cublaslt::kFloat16;
-    default:
-      return static_cast<Type>(-1);
-  }
-}
-
-template <class Out>
-constexpr Type kTypeOf = cublaslt::kFloat32;
-template <>
-constexpr Type kTypeOf<bfloat16> = cublaslt::kBFloat16;
-template <>
-constexpr Type kTypeOf<float16> = cublaslt::kFloat16;
-
-constexpr int64_t kVector = 128, kE8M0Vector = 32;
+constexpr int64_t kE8M0Vector = 32;
 
 // Sets the scale mode of an operand. Returns false for block sizes that the library does not
 // support.
@@ -64,32 +36,6 @@ bool ModeOf(const GemmProblem& gemm, const GemmOperand& operand, ScaleMode* mode
       return gemm.cols == kNvfp4Block && kScaleTileRows % operand.block_rows == 0;
   }
   return false;
-}
-
-// fp32 block scales [rows, cols]: transposed for 1-D blocks, padded to rows of `stride` for 2-D
-// blocks.
-struct FloatScalesOf {
-  const float* from;
-  float* to;
-  int64_t rows, cols, stride;  // stride 0: transposed
-
-  __host__ __device__ int64_t Size() const { return rows * (stride == 0 ? cols : stride); }
-  __device__ void Move(int64_t i) const {
-    if (stride == 0) {
-      const int64_t col = i / rows;
-      to[i] = __ldg(from + (i - col * rows) * cols + col);
-    } else {
-      const int64_t row = i / stride, col = i - row * stride;
-      to[i] = col < cols ? __ldg(from + row * cols + col) : 0.0f;
-    }
-  }
-};
-
-FloatScalesOf FloatScales(const GemmProblem& gemm, const GemmOperand& operand, uint8_t* to) {
-  const bool vectors = operand.block_rows == 1;
-  return {static_cast<const float*>(operand.scale_inv), reinterpret_cast<float*>(to),
-          CeilDiv(operand.rows, operand.block_rows), GridCols(gemm),
-          vectors ? 0 : RoundUp(GridCols(gemm), kScaleTileCols)};
 }
 
 // Writes scales in the library's layout to a_scales and b_scales. For operands that also have a
@@ -130,16 +76,6 @@ Status MoveScales(const Exec<Cuda>& exec, const GemmProblem& gemm, uint8_t* a_sc
                  [=] __device__(int64_t i) { alpha[i] = i == 0 ? *a_scale * *b_scale : 0.0f; });
 }
 
-// Returns the largest power of two, up to 256, that divides all addresses. The library needs no
-// more.
-int64_t AlignmentOf(const void* a, const void* b, const void* c) {
-  const uintptr_t all = reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
-                        reinterpret_cast<uintptr_t>(c);
-  int64_t alignment = 256;
-  while (all % alignment != 0) alignment /= 2;
-  return alignment;
-}
-
 // Returns the text for a failed call. It is valid until the thread's next failure.
 const char* Refusal(const GemmKey& key, cublaslt::Result result) {
   thread_local char text[160];
@@ -175,7 +111,7 @@ Status Gemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const Workspace& wo
   key.b_k_first = gemm.b.k_first;
   key.fast = gemm.fast;
   key.device_alpha = gemm.scales == ScaleId::kE4M3;
-  key.alignment = AlignmentOf(gemm.a.data, gemm.b.data, out);
+  key.alignment = AlignmentOf({Address(gemm.a.data), Address(gemm.b.data), Address(out)});
   key.workspace_bytes = workspace.bytes - scale_bytes;
   const std::shared_ptr<GemmPlan> plan = PlanOf(key);
   if (plan->error != nullptr) return {plan->error};

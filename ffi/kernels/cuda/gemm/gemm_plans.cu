@@ -1,8 +1,3 @@
-#include <cuda_runtime_api.h>
-
-#include <map>
-
-#include "core/ceil_div.h"
 #include "kernels/cuda/gemm/gemm_plans.h"
 #include "kernels/cuda/gemm/lru_cache.h"
 #include "kernels/gemm_library.h"
@@ -13,31 +8,6 @@ namespace {
 using cublaslt::kAsItIs;
 using cublaslt::kSuccess;
 using cublaslt::kTransposed;
-
-// Returns the handle of a device. Creating one may allocate, which would invalidate a stream
-// capture elsewhere in this thread in the default capture mode.
-cublaslt::Handle HandleOf(const cublaslt::Library& lt, int device) {
-  static auto& handles = *new std::map<int, cublaslt::Handle>;
-  cublaslt::Handle& handle = handles[device];
-  if (handle != nullptr) return handle;
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  cudaThreadExchangeStreamCaptureMode(&mode);
-  if (lt.create(&handle) != kSuccess) handle = nullptr;
-  cudaThreadExchangeStreamCaptureMode(&mode);
-  return handle;
-}
-
-template <class T>
-bool Set(const cublaslt::Library& lt, cublaslt::Desc desc, cublaslt::DescAttribute attribute,
-         T value) {
-  return lt.desc_set(desc, attribute, &value, sizeof(value)) == kSuccess;
-}
-
-template <class T>
-bool Set(const cublaslt::Library& lt, cublaslt::Preference preference,
-         cublaslt::PreferenceAttribute attribute, T value) {
-  return lt.preference_set(preference, attribute, &value, sizeof(value)) == kSuccess;
-}
 
 bool LayOut(const cublaslt::Library& lt, cublaslt::Type type, int64_t rows, int64_t k, bool k_first,
             cublaslt::Layout* layout) {
@@ -94,13 +64,6 @@ bool Choose(const cublaslt::Library& lt, const GemmKey& key, GemmPlan* plan) {
   return chosen;
 }
 
-// Rounds a size up to five significant bits.
-int64_t RoundUpBits(int64_t size) {
-  int64_t unit = 1;
-  while (size / unit >= 32) unit *= 2;
-  return RoundUp(size, unit);
-}
-
 // Returns the key that the heuristic sees. Experts have new numbers of tokens in each step, and the
 // heuristic takes much longer than a launch, so up to a sixteenth more tokens share an algorithm.
 // Floats are exempt: their sizes need not be multiples of 16, so rounding would change alignments.
@@ -153,7 +116,7 @@ std::shared_ptr<GemmPlan> MakePlan(const GemmKey& key) {
   const cublaslt::Library& lt = cublaslt::Load();
   plan->error = lt.error;
   if (plan->error != nullptr) return plan;
-  plan->handle = HandleOf(lt, key.device);
+  plan->handle = cublaslt::HandleOf(lt, key.device);
   if (plan->handle == nullptr) {
     plan->error = "cuBLASLt does not start on this device; look for errors of CUDA before this one";
   } else if (!Describe(lt, key, plan.get()) || !ChooseForBucket(lt, key, plan.get())) {

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "kernels/cuda/gemm/cublaslt.h"
+#include "kernels/cuda/gemm/plan_parts.h"
 #include "kernels/gemm.h"
 
 namespace qshard::kernels {
@@ -23,9 +24,7 @@ struct GemmKey {
   int64_t workspace_bytes;  // left for the library
 
   // Returns whether operands are floats, which have no scales.
-  bool OfValues() const {
-    return a == cublaslt::kFloat32 || a == cublaslt::kBFloat16 || a == cublaslt::kFloat16;
-  }
+  bool OfValues() const { return IsFloat(a); }
 
   std::array<int64_t, 15> Values() const {
     return {device,

@@ -10,6 +10,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "core/padded_rows.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/quantize/scales.cuh"
@@ -46,6 +47,18 @@ struct AnyFloats {
   bool wide, brain;
 };
 
+// The elements of padded rows, which have `cols` columns.
+struct GatheredFloats {
+  __device__ __forceinline__ float At(int64_t i) const {
+    const int64_t padded = i / cols, row = map.Of(padded);
+    return row < 0 ? 0.0f : x.At(row * cols + (i - padded * cols));
+  }
+
+  AnyFloats x;
+  RowMap map;
+  int64_t cols;
+};
+
 // Calls body(row, col) for this thread's share of the elements of [rows, cols].
 template <int kTeam, class Body>
 __device__ __forceinline__ void ForElements(int thread, int64_t rows, int64_t cols,
@@ -67,9 +80,9 @@ __device__ __forceinline__ void ForElements(int thread, int64_t rows, int64_t co
   }
 }
 
-template <class Code, class Scales, int kTeam>
+template <class Code, class Scales, int kTeam, class Floats>
 __global__ void __launch_bounds__(kUnitThreads)
-    QuantizeUnits(const AnyFloats x, const Scales scales, const Blocks b, const Units units,
+    QuantizeUnits(const Floats x, const Scales scales, const Blocks b, const Units units,
                   const BlockPlane<typename Scales::Stored> out) {
   constexpr int kTeams = kUnitThreads / kTeam;
   const int thread = threadIdx.x % kTeam;
@@ -128,18 +141,20 @@ __global__ void __launch_bounds__(kUnitThreads)
   }
 }
 
-template <class In, class Code, class Scales>
-Status LaunchQuantizeUnits(const Exec<Cuda>& exec, const In* x, const Scales& scales, Blocks blocks,
-                           const BlockPlane<typename Scales::Stored>& out) {
+// `x`: AnyFloats or GatheredFloats.
+template <class Code, class Floats, class Scales>
+Status LaunchQuantizeUnits(const Exec<Cuda>& exec, const Floats& x, const Scales& scales,
+                           Blocks blocks, const BlockPlane<typename Scales::Stored>& out) {
   blocks.block_rows = std::min(blocks.block_rows, blocks.rows);
   blocks.block_cols = std::min(blocks.block_cols, blocks.cols);
   const Units units(blocks, kPacked<Code>);
   const bool large = blocks.block_rows * blocks.block_cols > 1024;
   const int64_t wanted = CeilDiv(units.count, large ? 1 : kUnitThreads / kWarp);
-  return Launch(
-      exec, large ? QuantizeUnits<Code, Scales, kUnitThreads> : QuantizeUnits<Code, Scales, kWarp>,
-      std::min<int64_t>(wanted, std::numeric_limits<int32_t>::max()), kUnitThreads, AnyFloats(x),
-      scales, blocks, units, out);
+  return Launch(exec,
+                large ? QuantizeUnits<Code, Scales, kUnitThreads, Floats>
+                      : QuantizeUnits<Code, Scales, kWarp, Floats>,
+                std::min<int64_t>(wanted, std::numeric_limits<int32_t>::max()), kUnitThreads, x,
+                scales, blocks, units, out);
 }
 
 }  // namespace qshard::kernels

@@ -18,13 +18,15 @@
 
 namespace qshard::kernels {
 
-template <class Code, class In, class Scales>
-TileArguments<In, Scales> ArgumentsOfTiles(const In* x, const Scales& scales, const Blocks& b,
-                                           uint8_t* data, typename Scales::Stored* scale_inv,
-                                           uint8_t* second_data,
-                                           typename Scales::Stored* second_scale_inv) {
+template <class Code, class In, class Scales, class Rows = OwnRows>
+TileArguments<In, Scales, Rows> ArgumentsOfTiles(const In* x, const Scales& scales, const Blocks& b,
+                                                 uint8_t* data, typename Scales::Stored* scale_inv,
+                                                 uint8_t* second_data,
+                                                 typename Scales::Stored* second_scale_inv,
+                                                 const Rows& rows = {}) {
   const int64_t matrices = MatricesOfGlobal(scales, b);
-  return {x,
+  return {rows,
+          x,
           scales,
           TileGrid(b.batch, b.rows, b.cols),
           Divider(b.batch * CeilDiv(b.rows, kTile)),
@@ -39,11 +41,11 @@ TileArguments<In, Scales> ArgumentsOfTiles(const In* x, const Scales& scales, co
 
 // Returns whether the tile kernels apply: rows are vectors of 8 elements in x and, if requested, in
 // `data`, and 4-bit codes can be written transposed.
-template <class Code, class In, class Scales>
-bool TakesTiles(const TileArguments<In, Scales>& a) {
+template <class Code, class In, class Scales, class Rows>
+bool TakesTiles(const TileArguments<In, Scales, Rows>& a) {
   return a.grid.cols % kEight == 0 && IsAligned(a.x, 16) && IsAligned(a.data, kStoredBits<Code>) &&
          (!kPacked<Code> || a.second_data == nullptr || a.wide) && a.one_global &&
-         a.grid.tiles < kMaxDivided;
+         a.grid.tiles < kMaxDivided && (!Rows::kGathered || HasShortRows<In>(a.grid));
 }
 
 template <class In, class Code, class Scales, Work kWork>
@@ -59,7 +61,8 @@ Status LaunchTiles(const Exec<Cuda>& exec, const TileArguments<In, Scales>& a) {
   else if constexpr (kStrips && kWork != Work::kRows)
     return Launch(exec, QuantizeStrips<In, kBoth>, a.grid.tiles, kStripThreads, a);
   else
-    return Launch(exec, QuantizeTiles<In, Code, Scales, kWork>, a.grid.tiles, kTileThreads, a);
+    return Launch(exec, QuantizeTiles<In, Code, Scales, kWork, OwnRows>, a.grid.tiles, kTileThreads,
+                  a);
 }
 
 template <class In, class Code, class Scales>
@@ -96,7 +99,7 @@ Status QuantizeBlock(const Exec<Cuda>& exec, const In* x, const Scales& scales,
       return LaunchTiles<In, Code, Scales, Work::kColumns>(exec, a);
     }
   }
-  return LaunchQuantizeUnits<In, Code>(exec, x, scales, blocks, out);
+  return LaunchQuantizeUnits<Code>(exec, AnyFloats(x), scales, blocks, out);
 }
 
 template <class In, class Code, class Scales>

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
   const Tile t = TileOf<Tuning>(a);
   const int height = t.PatchHeight(p.down * kPatch, p.across * kPatch);
   EightOf<In> rows[kPatch];
-  LoadPatch<Tuning>(a.x, a.grid, t, p, height, rows);
+  LoadPatch<Tuning>(a, t, p, height, rows);
   float scale = 0.0f;
   if constexpr (kGiven) {
     const int64_t run = RunOf(t.matrix, a.scales.matrices);

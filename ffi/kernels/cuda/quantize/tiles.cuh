@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/padded_rows.h"
 #include "kernels/cuda/quantize/codes.cuh"
 #include "kernels/cuda/quantize/scales.cuh"
 #include "kernels/cuda/transpose/tile.cuh"
@@ -18,8 +19,17 @@ namespace qshard::kernels {
 
 // --- shared by tile kernels ---
 
-template <class In, class Scales>
-struct TileArguments {
+// Rows of x that tiles load: their own, or those of padded rows.
+struct OwnRows {
+  static constexpr bool kGathered = false;
+};
+struct GatheredRows {
+  static constexpr bool kGathered = true;
+  RowMap map;
+};
+
+template <class In, class Scales, class Rows = OwnRows>
+struct TileArguments : Rows {
   const In* x;
   Scales scales;
   TileGrid grid;
@@ -43,8 +53,8 @@ struct PatchPlace {
 
 // Returns the tile of this thread block, in the order of the tuning. kDownFirst: the next tile is
 // below, so that consecutive thread blocks write consecutive parts of the transposed plane.
-template <class Tuning, class In, class Scales>
-__device__ __forceinline__ Tile TileOf(const TileArguments<In, Scales>& a) {
+template <class Tuning, class In, class Scales, class Rows>
+__device__ __forceinline__ Tile TileOf(const TileArguments<In, Scales, Rows>& a) {
   uint32_t index = blockIdx.x;
   if constexpr (Tuning::kDownFirst) {
     const uint32_t across = a.tile_rows.Divide(index);
@@ -53,12 +63,54 @@ __device__ __forceinline__ Tile TileOf(const TileArguments<In, Scales>& a) {
   return a.grid.At(Tuning::kBackward ? gridDim.x - 1 - index : index);
 }
 
-template <class Tuning, class In>
-__device__ __forceinline__ void LoadPatch(const In* x, const TileGrid& grid, const Tile& t,
+// A warp has two rows of patches. Lanes k and k + kWarpRows keep numbers of its row k.
+constexpr int kWarpRows = 2 * kPatch;
+static_assert(kWarp == 2 * kWarpRows && kWarp == 2 * kPatches);
+
+// Returns this lane's row of x, or -1 for padding and rows outside the tile.
+__device__ __forceinline__ int32_t LaneRow(const RowMap& map, const Tile& t) {
+  const int row = threadIdx.x / kWarp * kWarpRows + threadIdx.x % kWarpRows;
+  return row < t.height ? static_cast<int32_t>(map.Of(t.row + row)) : -1;
+}
+
+// Returns the value that the lane of row k of this thread's patch has. All lanes must call it.
+template <class T>
+__device__ __forceinline__ T OfPatchRow(T value, int k) {
+  return __shfl_sync(kAllLanes, value, threadIdx.x / kPatches % 2 * kPatch + k);
+}
+
+// Returns whether the bytes of a row fit in 32 bits, for one multiplication per address.
+template <class In>
+bool HasShortRows(const TileGrid& grid) {
+  return grid.cols <= int64_t{UINT32_MAX} / int64_t{sizeof(In)};
+}
+
+// Loads a patch of the rows of x that lanes have, and zeros for -1.
+template <Read kRead, class In>
+__device__ __forceinline__ void GatherPatch(const In* x, const TileGrid& grid, const Tile& t,
+                                            const PatchPlace& p, int height, int32_t lane_row,
+                                            EightOf<In> (&rows)[kPatch]) {
+  const auto* from = reinterpret_cast<const char*>(x + t.col + p.across * kPatch);
+  const auto row_bytes = static_cast<uint32_t>(grid.cols * sizeof(In));  // HasShortRows
+#pragma unroll
+  for (int k = 0; k < kPatch; ++k) {
+    const int32_t row = OfPatchRow(lane_row, k);
+    rows[k] = {};
+    if (row >= 0 && height > 0)
+      rows[k] = Load<kPatch * sizeof(In), kRead>(
+          reinterpret_cast<const In*>(from + uint64_t{static_cast<uint32_t>(row)} * row_bytes));
+  }
+}
+
+template <class Tuning, class In, class Scales, class Rows>
+__device__ __forceinline__ void LoadPatch(const TileArguments<In, Scales, Rows>& a, const Tile& t,
                                           const PatchPlace& p, int height,
                                           EightOf<In> (&rows)[kPatch]) {
-  LoadRows<Tuning::kRead>(x + grid.Offset(t, p.down * kPatch, p.across * kPatch), grid.cols, height,
-                          rows);
+  if constexpr (Rows::kGathered)
+    GatherPatch<Tuning::kRead>(a.x, a.grid, t, p, height, LaneRow(a.map, t), rows);
+  else
+    LoadRows<Tuning::kRead>(a.x + a.grid.Offset(t, p.down * kPatch, p.across * kPatch), a.grid.cols,
+                            height, rows);
 }
 
 // Stores the codes of the patch's rows that exist; with `kWhole`, all of them. codes(k) computes
@@ -131,7 +183,7 @@ __device__ __forceinline__ void StoreScale(Stored* to, Stored scale_inv) {
 // --- blocks along rows (kRows) and along columns ---
 
 // How fast kernels store blocks along columns. GEMMs of one-byte codes with E8M0 scales read them
-// in the order of x, all others transposed.
+// in the order of x, all others transposed. Planes of gathered rows are always transposed.
 template <class Code, class Scales>
 constexpr bool kColumnsTransposed = kPacked<Code> || !std::is_same_v<Scales, E8M0Scales>;
 
@@ -153,17 +205,18 @@ __device__ __forceinline__ void LoadScales(const float* from, float (&scale)[kPa
   scale[4] = hi.x, scale[5] = hi.y, scale[6] = hi.z, scale[7] = hi.w;
 }
 
-template <class In, class Code, class Scales, Work kWork>
+template <class In, class Code, class Scales, Work kWork, class Rows>
 __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::kBlocksPerSm)
-    QuantizeTiles(const TileArguments<In, Scales> a) {
+    QuantizeTiles(const TileArguments<In, Scales, Rows> a) {
   using Abs = Magnitudes<In>;
   using Tuning = TileTuning<In, Scales, kWork>;
   constexpr bool kRows = kWork != Work::kColumns, kAlongColumns = kWork != Work::kRows;
-  constexpr bool kTransposed = kAlongColumns && kColumnsTransposed<Code, Scales>;
+  constexpr bool kTransposed =
+      kAlongColumns && (kColumnsTransposed<Code, Scales> || Rows::kGathered);
   constexpr int kBlock = kFastBlock<Scales>;
   constexpr int kAcross = kTile / kBlock;  // blocks in a row of the tile
   constexpr int kWords = EightOf<In>::kCount;
-  constexpr int kWarpRows = 2 * kPatch, kWarps = kTileThreads / 32;
+  constexpr int kWarps = kTileThreads / 32;
   using BitsOf = typename Abs::Bits;
   __shared__ alignas(16) BitsOf row_amax[kRows ? kAcross * kBitsStride<In> : 1];
   __shared__ alignas(16) BitsOf column_amax[kAlongColumns ? kWarps * kBitsStride<In> : 1];
@@ -178,7 +231,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
   const Tile t = TileOf<Tuning>(a);
   const int height = t.PatchHeight(p.down * kPatch, p.across * kPatch);
   EightOf<In> rows[kPatch];
-  LoadPatch<Tuning>(a.x, a.grid, t, p, height, rows);
+  LoadPatch<Tuning>(a, t, p, height, rows);
   if constexpr (Fast<Scales>::kGlobal) {
     if (threadIdx.x == 0) global = GlobalAt(a.scales, a.matrices.Divide(t.matrix));
   }

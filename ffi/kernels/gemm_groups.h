@@ -1,0 +1,48 @@
+// Workspace of a grouped GEMM on a GPU: the arrays that describe the groups to the library, and
+// the scales in its layout.
+#ifndef QSHARD_KERNELS_GEMM_GROUPS_H_
+#define QSHARD_KERNELS_GEMM_GROUPS_H_
+
+#include "core/ceil_div.h"
+#include "kernels/gemm.h"
+#include "kernels/gemm_scales.h"
+
+namespace qshard::kernels {
+
+// A thread block has the stops of all groups in shared memory.
+constexpr int64_t kMostGroups = 8192;
+
+// Values of 16 bits: their axes are multiples of this many elements, 16 bytes.
+constexpr int64_t kGroupedValueUnit = 8;
+
+// Offsets in bytes, each aligned.
+struct GroupedWorkspace {
+  // Arrays with one entry per group. Extents are int32: length of the group, m, n and k. Pointers:
+  // a, b, out, and the scales of a and b. Scalars: alpha and beta.
+  static constexpr int64_t kExtents = 4, kPointers = 5, kEntries = 64;
+
+  GroupedWorkspace(const GemmProblem& gemm, const GemmGroups& groups)
+      : extent_stride(RoundUp(groups.number, kEntries)),
+        pointers(kExtents * extent_stride * int64_t{sizeof(int32_t)}),
+        scalars(pointers + kPointers * extent_stride * int64_t{sizeof(void*)}),
+        a_scales(scalars + kScaleAlignment),
+        b_scales(a_scales + ScaleBytesOf(gemm, groups, gemm.a, 1)),
+        bytes(b_scales + ScaleBytesOf(gemm, groups, gemm.b, groups.by_k ? 1 : groups.number)) {}
+
+  int64_t extent_stride;  // entries from one array to the next
+  int64_t pointers, scalars, a_scales, b_scales, bytes;
+
+ private:
+  // fp32 block scales have as many as `matrices` grids. A tensor scale of each group takes 16
+  // bytes, the alignment that the library needs.
+  static int64_t ScaleBytesOf(const GemmProblem& gemm, const GemmGroups& groups,
+                              const GemmOperand& operand, int64_t matrices) {
+    if (IsValue(operand.element)) return 0;
+    if (gemm.scales == ScaleId::kNone) return RoundUp(groups.number * kGemmUnit, kScaleAlignment);
+    return matrices * ScaleBytes(gemm, operand);
+  }
+};
+
+}  // namespace qshard::kernels
+
+#endif  // QSHARD_KERNELS_GEMM_GROUPS_H_

@@ -1,0 +1,145 @@
+"""The MLP of all experts: from the choice of a router to the sum over the experts of each token.
+
+    x, indices  --permute-->  rows by expert  --w13-->  gate, up  --SwiGLU-->  h  --w2-->  y  --unpermute-->  sum
+
+Two ragged products serve all experts. `w13` has the weights of gate and up, so the rows are quantized once for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from qshard._core.moe import check_mlp
+from qshard.jax._delayed_scaling import LinearState
+from qshard.jax._moe.permutation import moe_permutation, moe_permute, moe_unpermute
+from qshard.jax._nn.activations import swiglu
+from qshard.jax._nn.ragged_dot import ragged_dot
+from qshard.jax._ops.mesh import AxisName, Spec
+from qshard.jax._ops.validation import Seed, check_array, check_dtype
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._quantized.gather import CodedWeight, WeightLayout
+from qshard.jax._quantized.primary import PrimaryWeight
+from qshard.recipes import RecipeLike
+
+Weights = jax.Array | QuantizedArray | PrimaryWeight | CodedWeight
+
+
+def grouped_mlp(
+    x: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    w13: Weights,
+    w2: Weights,
+    recipe: RecipeLike | None,
+    *,
+    weight_layout: WeightLayout = "NK",
+    weight_spec: Spec = None,
+    gather_axis: str | Sequence[str] | None = None,
+    reshard_after_forward: bool = True,
+    axis_name: AxisName = None,
+    seeds: tuple[Seed, Seed] | None = None,
+    states: tuple[LinearState, LinearState] | None = None,
+) -> jax.Array:
+    """Compute `sum(weights[t, j] * mlp(x[t], indices[t, j]) for j in range(k))` for each token t. Differentiable.
+
+    `mlp(x, e)` is `swiglu(x @ w1[e].T, x @ w3[e].T) @ w2[e].T`, and `w13[e]` has the rows of `w1[e]`, then the rows of
+    `w3[e]`. Weights multiply the result of an expert, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss. For weights
+    that multiply its input, call `moe_permute` and `ragged_dot`.
+
+    Args:
+      x: float32, bfloat16 or float16 `[..., H]`.
+      indices: integers `[..., k]`, the experts of each token, as from `topk_routing`. An index outside of 0..E-1 is no
+        expert and adds nothing.
+      weights: a float dtype `[..., k]`, the weight of each of these experts.
+      w13: `[E, 2 I, H]`, a weight of all experts as for `ragged_dot`.
+      w2: `[E, H, I]`, likewise.
+      recipe: as for `ragged_dot`; None multiplies the values in the dtype of x, without quantization.
+      weight_layout: "NK", or "KN" for `w13` `[E, H, 2 I]` and `w2` `[E, I, H]`.
+      weight_spec: as for `ragged_dot`, for both weights.
+      gather_axis: as for `ragged_dot`.
+      reshard_after_forward: as for `ragged_dot`.
+      axis_name: as for `ragged_dot`.
+      seeds: for stochastic rounding, the seed of `ragged_dot` for `w13` and for `w2`.
+      states: for delayed scaling, the state of `ragged_dot` for `w13` and for `w2`.
+
+    Returns:
+      `[..., H]`, in the dtype of x. The gradient of the weight of an expert without tokens is zeros.
+
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: shapes do not fit each other or the formats; a seed or state is missing; or an option of sharded
+        weights is given without a recipe.
+
+    `linear` on the rows of each expert computes the same codes and scales. In `shard_map` a device computes its own
+    tokens with the experts that it is given. On Auto meshes XLA shards the products.
+
+    >>> x, w13, w2 = jnp.ones((2, 32)), jnp.ones((4, 64, 32)), jnp.full((4, 32, 32), 0.125)
+    >>> indices, weights = jnp.array([[0, 1], [3, 0]]), jnp.full((2, 2), 0.5)
+    >>> grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling")[:, 0]
+    Array([4096., 4096.], dtype=float32)
+
+    Sources: Megatron-Core (`GroupedMLP`); arXiv:2401.04088 (Mixtral).
+    """
+    for name, array in (("x", x), ("weights", weights)):
+        check_array("grouped_mlp", name, array)
+        check_dtype("grouped_mlp", name, array)
+    check_array("grouped_mlp", "indices", indices)
+    shapes = _shape("w13", w13), _shape("w2", w2)
+    if recipe is None and not (weight_spec is None and gather_axis is None and axis_name is None):
+        raise ValueError(
+            "grouped_mlp: weight_spec, gather_axis and axis_name are for quantized products, but recipe is None; "
+            "gather the weights first, or pass a recipe"
+        )
+    # `ragged_dot` checks the shapes of weights that it gathers.
+    checked = None if gather_axis is not None else shapes
+    check_mlp(jnp.shape(x), jnp.shape(indices), jnp.shape(weights), checked, weight_layout)
+    k, experts = jnp.shape(indices)[-1], shapes[0][0]
+
+    def product(number: int, rows: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
+        if recipe is None:
+            return _value_product(rows, w, sizes, weight_layout)
+        given: dict[str, Any] = {
+            "seed": None if seeds is None else seeds[number],
+            "state": None if states is None else states[number],
+        }
+        return ragged_dot(
+            rows,
+            w,
+            sizes,
+            recipe,
+            weight_layout=weight_layout,
+            weight_spec=weight_spec,
+            gather_axis=gather_axis,
+            reshard_after_forward=reshard_after_forward,
+            axis_name=axis_name,
+            **given,
+        )
+
+    x, indices, weights = jnp.asarray(x), jnp.asarray(indices), jnp.asarray(weights)
+    if recipe is None:  # There rows of no expert are multiplied, too.
+        weights = jnp.where((indices >= 0) & (indices < experts), weights, 0)
+    permutation = moe_permutation(indices.reshape(-1, k), experts)
+    rows = moe_permute(x.reshape(-1, x.shape[-1]), permutation)
+    gate_up = product(0, rows, w13, permutation.group_sizes)
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    y = product(1, swiglu(gate, up), w2, permutation.group_sizes)
+    return moe_unpermute(y, permutation, weights.reshape(-1, k)).reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _shape(name: str, w: Any) -> tuple[int, ...]:
+    if isinstance(w, CodedWeight):
+        w = w.sink if w.codes is None else w.codes
+    if not isinstance(w, QuantizedArray | PrimaryWeight):
+        check_array("grouped_mlp", name, w)
+    return tuple(w.shape if hasattr(w, "shape") else jnp.shape(w))
+
+
+def _value_product(x: jax.Array, w: Any, group_sizes: jax.Array, layout: WeightLayout) -> jax.Array:
+    """Multiply rows by the weight of their expert, without quantization; rows of no expert by the last weight."""
+    sizes = group_sizes.at[-1].add(x.shape[0] - group_sizes.sum())
+    return lax.ragged_dot(x, (w.swapaxes(1, 2) if layout == "NK" else w).astype(x.dtype), sizes)

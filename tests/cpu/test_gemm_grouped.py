@@ -1,0 +1,260 @@
+"""Grouped products of experts on the CPU: the bits of a product for each expert, sharded in JAX, and dispatch rules.
+
+Their bits are also tested with all ops (test_ops.py, kernel_bits.py).
+"""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import torch
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from qshard import formats, gemm_dispatch
+from qshard.formats import (
+    FP8_E4M3,
+    FP8_E5M2,
+    MXFP4,
+    MXFP8_E4M3,
+    NVFP4,
+    FP8_1x128,
+    FP8_128x128,
+    MXFP8_32x32,
+)
+from qshard.gemm_dispatch import Gpu, Plane
+from qshard.jax import ops as jax_ops
+from qshard.torch_bridge._ops.bind import ops
+from support.awkward import assert_bits_equal
+
+EXPERTS = 4
+M_GROUPED = [
+    (FP8_E4M3, FP8_E5M2),
+    (FP8_1x128, FP8_128x128),
+    (FP8_1x128, FP8_1x128),
+    (MXFP8_E4M3, MXFP8_32x32),
+    (MXFP4, MXFP4),
+]
+K_GROUPED = [pair for pair in M_GROUPED if pair[1].block is None or pair[1].block[0] == 1]
+
+
+def codes(shape, fmt, seed, experts=EXPERTS):
+    """Random codes `[..., rows, cols]`, and scales: one for each expert, or of 1-D or 2-D blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    *lead, rows, cols = shape
+    data = torch.randint(0, 120, (*lead, rows, cols // fmt.element.codes_per_byte), generator=generator)
+    grid = (experts,) if fmt.block is None else (*lead, -(-rows // fmt.block[0]), cols // fmt.block[1])
+    if fmt.scale_dtype == "float32":
+        return Plane(data.to(torch.uint8), 0.5 + torch.rand(grid, generator=generator))
+    return Plane(data.to(torch.uint8), torch.randint(120, 130, grid, generator=generator).to(torch.uint8))
+
+
+def rows_of(plane, fmt, rows):
+    """Rows of a plane of 1-D blocks, or of one with a scale for each expert."""
+    return plane._replace(data=plane.data[rows]) if fmt.block is None else Plane(*(x[rows] for x in plane[:2]))
+
+
+def contracted(plane, fmt, part):
+    """A part of the last axis, of whole blocks."""
+    packed = slice(*(end // fmt.element.codes_per_byte for end in (part.start, part.stop)))
+    if fmt.block is None:
+        return plane._replace(data=plane.data[:, packed].contiguous())
+    own = slice(part.start // fmt.block[1], part.stop // fmt.block[1])
+    return Plane(plane.data[:, packed].contiguous(), plane.scale_inv[:, own].contiguous())
+
+
+def of_expert(plane, fmt, expert):
+    """The plane of an expert, with its scale."""
+    return plane._replace(scale_inv=plane.scale_inv[expert]) if fmt.block is None else plane
+
+
+def ranges(stops):
+    return [slice(*ends) for ends in itertools.pairwise((0, *stops))]
+
+
+HOW = {"dtype": torch.bfloat16, "fast": False, "workspace": 0}
+
+
+@pytest.mark.parametrize("pair", M_GROUPED, ids=lambda pair: f"{pair[0]} {pair[1]}")
+def test_rows_are_those_of_a_product_for_each_expert(pair):
+    m, n, k, stops = 96, 64, 256, [32, 32, 64, 80]
+    a, b = codes((m, k), pair[0], 0), codes((EXPERTS, n, k), pair[1], 1)
+    got = gemm_dispatch.multiply_grouped(ops, a, pair[0], b, pair[1], torch.tensor(stops, dtype=torch.int32), **HOW)
+    want = torch.zeros(m, n, dtype=torch.bfloat16)
+    for e, rows in enumerate(ranges(stops)):
+        matrix = Plane(b.data[e], b.scale_inv[e])
+        row_codes = of_expert(rows_of(a, pair[0], rows), pair[0], e)
+        want[rows] = gemm_dispatch.multiply(ops, row_codes, pair[0], matrix, pair[1], **HOW)
+    assert want.any()
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.parametrize("pair", K_GROUPED, ids=lambda pair: f"{pair[0]} {pair[1]}")
+def test_contracted_rows_are_those_of_a_product_for_each_expert(pair):
+    m, n, p, stops = 48, 64, 512, [128, 128, 256, 384]
+    a, b = codes((m, p), pair[0], 0), codes((n, p), pair[1], 1)
+    given = torch.tensor(stops, dtype=torch.int32)
+    got = gemm_dispatch.multiply_grouped_k(ops, a, pair[0], b, pair[1], given, **HOW)
+    for e, part in enumerate(ranges(stops)):
+        sides = [of_expert(contracted(x, fmt, part), fmt, e) for x, fmt in zip((a, b), pair, strict=True)]
+        want = gemm_dispatch.multiply(ops, sides[0], pair[0], sides[1], pair[1], **HOW)
+        assert want.any() == (e != 1)
+        assert torch.equal(got[e].view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
+def test_values_are_those_of_a_product_for_each_expert(layout, dtype):
+    m, n, k, stops = 37, 24, 40, [5, 5, 11, 30]
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(m, k, generator=generator).to(dtype)
+    b = torch.randn({"nt": (EXPERTS, n, k), "nn": (EXPERTS, k, n), "tn": (m, n)}[layout], generator=generator).to(dtype)
+    how = {"dtype": torch.float32, "workspace": 0}
+    given = torch.tensor(stops, dtype=torch.int32)
+    got = gemm_dispatch.multiply_grouped_values(ops, a, b, given, layout=layout, **how)
+    product = getattr(ops, f"gemm_values_{layout}")
+    if layout == "tn":
+        want = torch.stack([product(a[rows], b[rows], **how)[0] for rows in ranges(stops)])
+    else:
+        parts = [product(a[rows], b[e], **how)[0] for e, rows in enumerate(ranges(stops))]
+        want = torch.cat([*parts, torch.zeros(m - stops[-1], n)])
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("stops", "meant"),
+    [
+        ([5, 3, 9, 12], [5, 5, 9, 12]),
+        ([-1, -(2**31), 4, 2**31 - 1], [0, 0, 4, 20]),
+        ([100, 0, 0, 0], [20, 20, 20, 20]),
+    ],
+)
+def test_stops_that_are_wrong_never_leave_the_rows(stops, meant):
+    """Clamped to the rows, and to the stop before."""
+    a, b = torch.randn(20, 8), torch.randn(EXPERTS, 6, 8)
+    how = {"layout": "nt", "dtype": torch.float32, "workspace": 0}
+    got, want = (
+        gemm_dispatch.multiply_grouped_values(ops, a, b, torch.tensor(x, dtype=torch.int32), **how)
+        for x in (stops, meant)
+    )
+    assert torch.equal(got, want)
+
+
+def test_an_expert_without_rows_gives_zeros_whatever_its_scales():
+    a = codes((16, 64), FP8_E4M3, 0)._replace(scale_inv=torch.tensor([1.0, torch.nan, torch.inf, 1.0]))
+    b = codes((16, 64), FP8_E4M3, 1)
+    stops = torch.tensor([32, 32, 32, 64], dtype=torch.int32)
+    got = gemm_dispatch.multiply_grouped_k(ops, a, FP8_E4M3, b, FP8_E4M3, stops, **HOW)
+    assert not got[1:3].view(torch.int16).any()
+    assert got[[0, 3]].isfinite().all()
+
+
+# --- JAX ---
+
+JAX_CALLS = {
+    "gemm_grouped_values_nt": [(64, 32), (EXPERTS, 16, 32)],
+    "gemm_grouped_values_nn": [(64, 32), (EXPERTS, 32, 16)],
+    "gemm_grouped_values_tn": [(64, 32), (64, 16)],
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("name", "axis"), [(name, i) for name, (_, b) in JAX_CALLS.items() for i in range(len(b))], ids=str
+)
+def test_sharded_operands_give_the_whole_product(name, axis, kind):
+    """XLA runs the op on whole operands: rows of an expert may be on any shard, and so may experts."""
+    shapes = JAX_CALLS[name]
+    rng = np.random.default_rng(0)
+    operands = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    stops = np.int32([10, 10, 40, 57])
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    # On an Explicit mesh an op shards all operands as its first one.
+    specs = [P(*("x" if i == axis % 2 else None for i in range(2))), P(*[None] * axis, "x")]
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True)]
+    placed.append(jax.device_put(stops, NamedSharding(mesh, P("x"))))
+
+    def product(a, b, stops):
+        return getattr(jax_ops, name)(a, b, stops, dtype="float32", workspace=0)[0]
+
+    with jax.set_mesh(mesh):
+        got = jax.jit(product)(*placed)
+    assert_bits_equal(np.asarray(got), np.asarray(product(*operands, stops)))
+
+
+# --- dispatch ---
+
+
+@pytest.mark.parametrize(
+    ("pair", "kinds"),
+    [
+        ((FP8_E4M3, FP8_E4M3), ("tensors", "tensors")),
+        ((FP8_E5M2, FP8_E4M3), ("tensors", "tensors")),
+        ((FP8_E5M2, FP8_E5M2), (None, None)),
+        ((FP8_1x128, FP8_128x128), ("blocks", None)),
+        ((FP8_1x128, FP8_1x128), ("blocks", "blocks")),
+        ((FP8_128x128, FP8_1x128), (None, None)),
+        ((MXFP8_E4M3, MXFP8_E4M3), (None, None)),
+        ((NVFP4, NVFP4), (None, None)),
+        ((MXFP4, MXFP4), (None, None)),
+    ],
+    ids=str,
+)
+def test_kinds_of_grouped_products(pair, kinds):
+    assert tuple(gemm_dispatch.grouped_kind_of(*pair, by_k=by_k) for by_k in (False, True)) == kinds
+
+
+def test_where_grouped_products_run():
+    """Not on another capability, nor with an older library, nor because of the library of other products."""
+    gpus = [
+        Gpu((9, 0), 130100, 130802),
+        Gpu((9, 0), 130500, 130500),
+        Gpu((9, 0), 130100, 130400),
+        Gpu((9, 0), 130100, 130301),
+        Gpu((9, 0), 130802),
+        Gpu((10, 0), 130802, 130802),
+        Gpu((8, 0), 130802, 130802),
+    ]
+    runs = {kind: [gemm_dispatch.grouped_runs_on(kind, gpu) for gpu in gpus] for kind in ("tensors", "blocks")}
+    assert runs == {"tensors": [True, True] + [False] * 5, "blocks": [True] * 3 + [False] * 4}
+    assert [gemm_dispatch.grouped_runs_on("values", gpu) for gpu in gpus] == runs["blocks"]
+    assert not gemm_dispatch.grouped_runs_on("mxfp8", gpus[0])
+
+
+@pytest.mark.parametrize(
+    ("pair", "by_k"),
+    [
+        *itertools.product([None, (FP8_E4M3, FP8_E5M2), (FP8_1x128, FP8_1x128)], [False, True]),
+        ((FP8_1x128, FP8_128x128), False),
+    ],
+    ids=str,
+)
+def test_workspaces_have_room_for_groups(pair, by_k):
+    """Workspaces fit the arrays and scales of `gemm_groups.h`, and 32 MiB besides."""
+    for e, m, n, k in itertools.product((1, 8, 63, 500), (16, 4096), (16, 272, 2048), (16, 640, 7168)):
+        stride = -(-e // 64) * 64
+        needed = 4 * 4 * stride + 5 * 8 * stride + 256
+        for rows, fmt, matrices in ((m, pair and pair[0], 1), (n, pair and pair[1], 1 if by_k else e)):
+            if fmt is None:
+                continue
+            if fmt.block is None:
+                needed += -(-16 * e // 256) * 256
+                continue
+            across = -(-k // 128)
+            each = rows * across if fmt.block[0] == 1 else -(-rows // 128) * (-(-across // 4) * 4)
+            needed += matrices * (-(-4 * each // 256) * 256)
+        size = gemm_dispatch.grouped_workspace_size(e, (m, n, k), *(pair or ()), by_k=by_k)
+        assert needed + 2**25 <= size
+
+
+def test_every_format_has_a_cpu_product():
+    """The op's rows take the codes of all formats with fp32 or E8M0 scales."""
+    for fmt in formats.FORMATS.values():
+        if fmt.scale_dtype not in ("float32", formats.E8M0.name) or (fmt.block and fmt.block[0] > 1):
+            continue
+        a, b = codes((32, 256), fmt, 0, 2), codes((2, 32, 256), fmt, 1, 2)
+        stops = torch.tensor([16, 32], dtype=torch.int32)
+        got = gemm_dispatch.multiply_grouped(ops, a, fmt, b, fmt, stops, **HOW)
+        assert got.shape == (32, 32)
+        assert got.any()

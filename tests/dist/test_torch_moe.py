@@ -1,0 +1,159 @@
+"""`MoE` over ranks: under FSDP2 and DDP, against one process with the tokens of all ranks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from qshard.torch_bridge import MoE, QuantizedTensor, ZeroOptimizer, update_scales
+from support import torch_ranks
+from support.formats import GATHERED, nearest
+from support.torch_models import Wire
+from support.torch_ranks import on_ranks
+
+WIDTH, HIDDEN, EXPERTS, TOKENS = 128, 256, 5, 48
+
+
+class Block(nn.Module):
+    """A residual block of experts."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        options = {"num_experts": EXPERTS, "top_k": 2, "shared_intermediate_size": 128}
+        self.moe = MoE(WIDTH, HIDDEN, recipe=recipe, **options)
+
+    def forward(self, x):
+        return x + self.moe(x)
+
+
+def model_of(recipe):
+    torch.manual_seed(0)
+    return Block(recipe).to(torch_ranks.device)
+
+
+def tokens(rank, step=0):
+    """Return tokens of a rank, which the router sends to few experts: some get none."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(TOKENS, WIDTH, generator=generator) / 4 + torch.randn(WIDTH, generator=generator)
+    return x.to(torch_ranks.device)
+
+
+def loss_of(model, rank, step=0):
+    return model(tokens(rank, step)).square().mean()
+
+
+def wholes(model):
+    return [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+
+
+def mean_over_ranks(model, step):
+    """The losses of all ranks in one process, with the mean of their gradients."""
+    losses = []
+    for rank in range(dist.get_world_size()):
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        losses.append(loss.item())
+    for parameter in model.parameters():
+        parameter.grad /= dist.get_world_size()
+    return losses
+
+
+# Relative to the norm. Sums over ranks are in another order, so a few codes of the next step move to a neighbour.
+ERROR = 1e-3
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", GATHERED)
+def test_fsdp2_is_one_process(name):
+    recipe = nearest(GATHERED[name])
+    one, many = model_of(recipe), model_of(recipe)
+    for module in (many.moe, many):
+        fully_shard(module, mesh=torch_ranks.mesh())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, many)]
+    for step in range(2):
+        losses = mean_over_ranks(one, step)
+        loss = loss_of(many, dist.get_rank(), step)
+        loss.backward()
+        if not recipe.stateful or step == 0:
+            assert loss.item() == pytest.approx(losses[dist.get_rank()], rel=ERROR)
+            for a, b in zip(wholes(many), wholes(one), strict=True):
+                assert (a - b).norm() <= ERROR * b.norm()
+        for model, optimizer in zip((one, many), optimizers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            update_scales(model)
+
+
+@on_ranks(2)
+def test_codes_are_gathered():
+    """Bytes on the wire: codes of all experts, and 4 bytes for each weight of the router."""
+    model = model_of("CurrentScaling")
+    for module in (model.moe, model):
+        fully_shard(module, mesh=torch_ranks.mesh())
+    with Wire() as wire:
+        loss_of(model, 0)
+    gathers = wire.of("allgather")  # The small ones are digests, once.
+    assert {dtype for dtype, _ in gathers} == {torch.uint8}
+    shards = sum(p.to_local().numel() for name, p in model.named_parameters() if "router" not in name)
+    assert max(size for _, size in gathers) == shards + 4 * WIDTH * (EXPERTS + 1) // 2
+    model.moe.unshard()
+    assert all(isinstance(expert.weight, QuantizedTensor) for expert in model.moe.w13.experts)
+
+
+@on_ranks(2)
+def test_fsdp2_with_checkpointing():
+    plain, saving = model_of("MXFP8"), model_of("MXFP8")
+    for model in (plain, saving):
+        fully_shard(model.moe, mesh=torch_ranks.mesh())
+        fully_shard(model, mesh=torch_ranks.mesh())
+    x = tokens(dist.get_rank())
+    plain(x).square().mean().backward()
+    checkpoint(saving, x, use_reentrant=False).square().mean().backward()
+    for a, b in zip(wholes(saving), wholes(plain), strict=True):
+        assert torch.equal(a, b)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
+def test_ddp_with_accumulation(name):
+    """Every parameter has a gradient on every rank, so nothing waits."""
+    one = model_of(name)
+    many = DistributedDataParallel(copy.deepcopy(one))
+    for step in range(2):
+        mean_over_ranks(one, 2 * step)
+        first = [p.grad.clone() for p in one.parameters()]
+        one.zero_grad()
+        mean_over_ranks(one, 2 * step + 1)
+        with many.no_sync():
+            loss_of(many, dist.get_rank(), 2 * step).backward()
+        loss_of(many, dist.get_rank(), 2 * step + 1).backward()
+        for a, b, c in zip(wholes(many.module), wholes(one), first, strict=True):
+            assert (a - b - c).norm() <= ERROR * (b + c).norm()
+        for model in (one, many):
+            model.zero_grad()
+
+
+@on_ranks(2)
+def test_zero():
+    """Units of experts, and of the layers of the shared expert."""
+    found = []
+    for shard in (False, True):
+        model = model_of("CurrentScaling")
+        units = [model.moe.w13, model.moe.w2] if shard else None
+        optimizer = ZeroOptimizer(model, lr=1e-3, shard_weights=shard, units=units)
+        losses = []
+        for _ in range(3):
+            loss = loss_of(model, 0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+        found.append(losses)
+    assert found[0] == found[1]

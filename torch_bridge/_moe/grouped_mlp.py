@@ -1,0 +1,130 @@
+"""The MLP of all experts: from the choice of a router to the sum over the experts of each token.
+
+    x, indices  --permute-->  rows by expert  --w13-->  gate, up  --SwiGLU-->  h  --w2-->  y  --unpermute-->  sum
+
+Two grouped products serve all experts. `w13` has the weights of gate and up, so the rows are quantized once for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from qshard._core.moe import check_mlp
+from qshard._core.validation import quote
+from qshard.recipes import RecipeLike
+from qshard.torch_bridge._moe.permutation import moe_permutation, moe_permute, moe_unpermute
+from qshard.torch_bridge._nn.activations import swiglu
+from qshard.torch_bridge._nn.grouped_linear import grouped_linear
+from qshard.torch_bridge._quantized.validation import check_tensor
+
+Weights = Sequence[Tensor] | Tensor
+"""One weight per expert, or one tensor of all experts."""
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""A grouped product. Arguments: rows sorted by expert, and the number of rows of each expert."""
+
+
+def grouped_mlp(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    w13: Weights,
+    w2: Weights,
+    recipe: RecipeLike | None,
+    *,
+    weight_layout: Literal["NK", "KN"] = "NK",
+    seeds: tuple[Tensor, Tensor] | None = None,
+    delayed: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Compute `sum(weights[t, j] * mlp(x[t], indices[t, j]) for j in range(k))` for each token t. Differentiable.
+
+    `mlp(x, e)` is `swiglu(x @ w1[e].T, x @ w3[e].T) @ w2[e].T`, and `w13[e]` has the rows of `w1[e]`, then the rows of
+    `w3[e]`. Weights multiply the result of an expert, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss. For weights
+    that multiply its input, as in torchtitan's `score_before_experts`, call `moe_permute` and `grouped_linear`.
+
+    Args:
+      x: float32, bfloat16 or float16 `[..., H]`.
+      indices: int32 or int64 `[..., k]`, the experts of each token, as from `topk_routing`. An index outside of 0..E-1
+        is no expert and adds nothing.
+      weights: a float dtype `[..., k]`, the weight of each of these experts.
+      w13: `[E, 2 I, H]`, or one `[2 I, H]` per expert, each as for `linear`.
+      w2: `[E, H, I]`, or one `[H, I]` per expert.
+      recipe: as for `linear`; None multiplies the values in the dtype of x, without quantization.
+      weight_layout: "NK", or "KN" for `w13` `[E, H, 2 I]` and `w2` `[E, I, H]`.
+      seeds: for stochastic rounding, the seeds of `grouped_linear`, int32 `[E, 2]`, for `w13` and for `w2`.
+      delayed: for delayed scaling, the states of `grouped_linear` for `w13` and for `w2`.
+      dtype: as for `linear`.
+
+    Returns:
+      `[..., H]`. The gradient of the weight of an expert without tokens is zeros.
+
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: shapes do not fit each other or the formats, or a seed or state is missing.
+
+    `linear` on the rows of each expert computes the same codes and scales. Nothing waits for the device. The number of
+    launches grows with the number of experts only where it does in `grouped_linear`. A rank computes its own tokens
+    with the experts that it is given.
+
+    >>> x, w13, w2 = torch.ones(2, 32), torch.ones((4, 64, 32)), torch.full((4, 32, 32), 0.125)
+    >>> indices, weights = torch.tensor([[0, 1], [3, 0]]), torch.full((2, 2), 0.5)
+    >>> grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling")[:, 0]
+    tensor([4096., 4096.])
+
+    Sources: Megatron-Core (`GroupedMLP`); arXiv:2401.04088 (Mixtral).
+    """
+    check_tensor("grouped_mlp", "x", x)
+    check_tensor("grouped_mlp", "weights", weights)
+    for name, choice in (("w13", w13), ("w2", w2)):
+        if not isinstance(choice, Tensor | Sequence) or not len(choice):
+            raise TypeError(
+                f"grouped_mlp: {name} ({quote(choice)}) are not tensors; pass one of all experts, or one for each"
+            )
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"grouped_mlp: indices ({quote(indices)}) are not a torch.Tensor; pass int64 [..., k]")
+    check_mlp(x.shape, indices.shape, weights.shape, (_shape(w13), _shape(w2)), weight_layout)
+
+    experts = len(w13)
+    if recipe is None:  # There rows of no expert are multiplied, too.
+        weights = torch.where((indices >= 0) & (indices < experts), weights, 0)
+
+    def product(number: int, w: Weights) -> Product:
+        if recipe is None:
+            return lambda rows, sizes: _value_product(rows, w, sizes, weight_layout)
+        layout = weight_layout if isinstance(w, Tensor) else None
+        given: dict[str, Any] = {
+            "seeds": None if seeds is None else seeds[number],
+            "delayed": None if delayed is None else delayed[number],
+            "dtype": dtype,
+        }
+        return lambda rows, sizes: grouped_linear(rows, w, sizes, recipe, weight_layout=layout, **given)
+
+    return apply_experts(x, indices, weights, experts, product(0, w13), product(1, w2))
+
+
+def _shape(w: Weights) -> tuple[int, ...]:
+    return tuple(w.shape) if isinstance(w, Tensor) else (len(w), *w[0].shape)
+
+
+def apply_experts(x: Tensor, indices: Tensor, weights: Tensor, num_experts: int, w13: Product, w2: Product) -> Tensor:
+    """Compute `grouped_mlp` with given products."""
+    k = indices.shape[-1]
+    permutation = moe_permutation(indices.reshape(-1, k), num_experts)
+    rows = moe_permute(x.reshape(-1, x.shape[-1]), permutation)
+    h = swiglu(*w13(rows, permutation.group_sizes).chunk(2, -1))
+    y = w2(h, permutation.group_sizes)
+    return moe_unpermute(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
+
+
+def _value_product(x: Tensor, weights: Weights, group_sizes: Tensor, layout: str) -> Tensor:
+    """Multiply rows by the weight of their expert, without quantization; rows of no expert by the last weight."""
+    w = weights if isinstance(weights, Tensor) else torch.stack([*weights])
+    ends = group_sizes.cumsum(0, dtype=torch.int32)
+    # `_grouped_mm` does not write rows after the last group, and writing zeros there would take another pass.
+    ends[-1] = x.shape[0]
+    return torch._grouped_mm(x, (w.transpose(1, 2) if layout == "NK" else w).to(x.dtype), offs=ends)

@@ -1,0 +1,106 @@
+"""`MoE`: a mixture-of-experts layer, with the router, the experts and an optional shared expert."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from qshard._core.moe import ScoreFunction, check_scores
+from qshard.recipes import RecipeLike
+from qshard.torch_bridge._moe.grouped_mlp import apply_experts
+from qshard.torch_bridge._moe.router import Router, topk_routing
+from qshard.torch_bridge._nn.activations import swiglu
+from qshard.torch_bridge._nn.grouped_linear import GroupedLinear
+from qshard.torch_bridge._nn.linear import Linear
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts layer in place of an MLP: `topk_routing` and `grouped_mlp`, with parameters.
+
+    Args:
+      hidden_size: H, the width of tokens.
+      intermediate_size: I, the width of each expert between its products.
+      num_experts: E.
+      top_k: number of experts of each token.
+      recipe: the format of each role, or its name, for the products of experts. The router is not quantized.
+      score_function: as for `topk_routing`.
+      normalize: as for `topk_routing`.
+      scale: as for `topk_routing`.
+      expert_bias: add a buffer `expert_bias` to the scores for the choice of experts, as in load balancing without an
+        auxiliary loss. It starts as zeros, and the training loop updates it.
+      shared_intermediate_size: I of a shared expert, which takes every token with weight 1; None for no such expert.
+
+    Attributes:
+      router: the linear layer of the logits, with `weight` `[E, H]`. `convert` leaves it in high precision.
+      w13: a `GroupedLinear` with the weights of gate and up, `[2 I, H]` per expert.
+      w2: a `GroupedLinear`, `[H, I]` per expert.
+      shared: an `nn.ModuleDict` with the layers "w13" and "w2" of the shared expert; None without one.
+
+    Raises:
+      ValueError: as for `topk_routing` and `Linear`.
+
+    FSDP2 and ZeRO gather codes, as for `GroupedLinear`. Every parameter gets a gradient in every step, so
+    DistributedDataParallel needs no search for unused parameters.
+
+    >>> layer = MoE(32, 64, num_experts=4, top_k=2, recipe="CurrentScaling")
+    >>> y, logits = layer(torch.ones(3, 5, 32), return_router_logits=True)
+    >>> y.shape, logits.shape
+    (torch.Size([3, 5, 32]), torch.Size([3, 5, 4]))
+
+    Sources: arXiv:2401.04088 (Mixtral); arXiv:2412.19437 (DeepSeek-V3); torchtitan (`MoE`).
+    """
+
+    expert_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        recipe: RecipeLike,
+        score_function: ScoreFunction = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        expert_bias: bool = False,
+        shared_intermediate_size: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.w13 = GroupedLinear(num_experts, hidden_size, 2 * intermediate_size, recipe=recipe, **made)
+        self.w2 = GroupedLinear(num_experts, intermediate_size, hidden_size, recipe=recipe, **made)
+        check_scores((num_experts,), top_k, score_function, None)
+        self.num_experts, self.top_k = num_experts, top_k
+        self.score_function, self.normalize, self.scale = score_function, normalize, scale
+        self.router = Router(num_experts, hidden_size, **made)
+        bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.shared: nn.ModuleDict | None = None
+        if shared_intermediate_size is not None:
+            layer: dict[str, Any] = {"bias": False, "recipe": recipe, **made}
+            w13 = Linear(hidden_size, 2 * shared_intermediate_size, **layer)
+            w2 = Linear(shared_intermediate_size, hidden_size, **layer)
+            self.shared = nn.ModuleDict({"w13": w13, "w2": w2})
+
+    @overload
+    def forward(self, x: Tensor, return_router_logits: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, return_router_logits: Literal[True]) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, return_router_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Apply the experts of each token of `x` `[..., H]`. Optionally also return the logits, `[..., E]`."""
+        logits = self.router(x)
+        options: dict[str, Any] = {"score_function": self.score_function, "normalize": self.normalize}
+        indices, weights = topk_routing(logits, self.top_k, scale=self.scale, bias=self.expert_bias, **options)
+        y = apply_experts(x, indices, weights, self.num_experts, self.w13, self.w2)
+        if self.shared is not None:
+            y = y + self.shared["w2"](swiglu(*self.shared["w13"](x).chunk(2, -1)))
+        return (y, logits) if return_router_logits else y
+
+    def extra_repr(self) -> str:
+        """Show the routing options."""
+        return f"top_k={self.top_k}, score_function={self.score_function!r}, normalize={self.normalize}"
