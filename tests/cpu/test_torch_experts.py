@@ -16,10 +16,14 @@ from qshard.torch_bridge import (
     grouped_linear,
     linear,
     load_scaling_state,
+    moe_permutation,
+    moe_permute,
+    moe_unpermute,
     numerics_of,
     quantized_init,
     quantized_state_dict,
     scaling_state,
+    swiglu,
     update_scales,
 )
 from support.experts import GatedExperts, GroupedExperts, Mixture, OpenExperts, PlainExperts
@@ -67,18 +71,20 @@ def test_routed_experts_are_grouped_linears(kind, name):
     seeds = [None] * 2 if seeds is None else [seeds + torch.tensor([i, 0], dtype=torch.int32) for i in range(2)]
     inputs, outputs = [x.clone().requires_grad_() for _ in range(2)], []
     outputs.append(module(inputs[0], chosen, scores))
-    flat, order = torch.sort(chosen.flatten(), stable=True)
+    permutation = moe_permutation(chosen, E)
+    flat = chosen.flatten()[permutation.choices]
     layout = "KN" if by_hand.is_transposed else "NK"
 
     def project(x, name, seeds):
         y = grouped_linear(x, getattr(by_hand, name), sizes_of(chosen), recipe, weight_layout=layout, seeds=seeds)
         return y + getattr(by_hand, f"{name}_bias")[flat] if by_hand.has_bias else y
 
-    h = project(inputs[1][order // 2], "gate_up_proj" if by_hand.has_gate else "up_proj", seeds[0])
-    y = project(by_hand._apply_gate(h) if by_hand.has_gate else by_hand.act_fn(h), "down_proj", seeds[1])
+    rows = moe_permute(inputs[1], permutation)
+    h = project(rows, "gate_up_proj" if by_hand.has_gate else "up_proj", seeds[0])
+    activated = {GatedExperts: lambda: swiglu(*h.chunk(2, -1)), PlainExperts: lambda: by_hand.act_fn(h)}
+    y = project(activated.get(kind, lambda: by_hand._apply_gate(h))(), "down_proj", seeds[1])
     y = by_hand.post_expert_norm(y) if by_hand.has_post_expert_norm else y
-    y = y * scores.flatten()[order, None]
-    outputs.append(torch.zeros_like(y).index_copy(0, order, y).view(64, 2, -1).sum(1))
+    outputs.append(moe_unpermute(y, permutation, scores))
     for output in outputs:
         output.square().sum().backward()
     assert torch.equal(*outputs)

@@ -16,7 +16,7 @@ from torch import nn
 
 from qshard.recipes import Role
 from qshard.torch_bridge import Linear, convert, linear, update_scales
-from qshard.torch_bridge._nn.experts import RoutedExperts
+from qshard.torch_bridge._moe.experts import RoutedExperts
 from support.formats import RECIPES
 
 sys.path.append(str(Path(__file__).parents[2] / "build" / "transformers"))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from qshard import reference
 from qshard.torch_bridge import Linear, QuantizedTensor, RMSNorm
-from qshard.torch_bridge._nn.experts import SortedExperts
+from qshard.torch_bridge._moe.experts import SortedExperts
 from support.formats import RECIPES
 from support.fronts import TorchFront, assert_plane
 from support.torch_ranks import on_ranks

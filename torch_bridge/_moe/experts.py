@@ -15,11 +15,16 @@ from torch import Tensor, nn
 
 from qshard.formats import FLOATS
 from qshard.recipes import Recipe
+from qshard.torch_bridge._moe.permutation import MoEPermutation, moe_permutation, moe_permute, moe_unpermute
+from qshard.torch_bridge._nn.activations import swiglu
 from qshard.torch_bridge._nn.class_swap import Extends
 from qshard.torch_bridge._nn.functional import WeightLayout
 from qshard.torch_bridge._nn.grouped_linear import grouped_linear
 from qshard.torch_bridge._nn.linear import _rank_of, _take_seed
 from qshard.torch_bridge._ops.bind import dtype_name
+
+_SILU = ("SiLU", "SiLUActivation")
+"""Names of the class in PyTorch and in transformers."""
 
 
 class Experts(Extends):
@@ -105,34 +110,38 @@ class RoutedExperts(Experts):
         """Return the weighted sum of the experts of each token.
 
         Args:
-          hidden_states: `[T, K]`.
-          top_k_index: the experts of each token, `[T, k]`. Other numbers than experts of this rank count as E or more,
-            and give zeros.
+          hidden_states: `[T, H]`.
+          top_k_index: the experts of each token, `[T, k]`. An index outside of 0..E-1 is no expert and adds nothing.
           top_k_weights: the weight of each, `[T, k]`.
 
         Returns:
-          `[T, K]`, in the dtype of `hidden_states`.
+          `[T, H]`, in the dtype of `hidden_states`.
         """
-        this: Any = self
         up = "gate_up_proj" if "gate_up_proj" in self._parameters else "up_proj"
-        experts, (tokens, each) = getattr(self, up).shape[0], top_k_index.shape
-        expert_of, order = torch.sort(top_k_index.reshape(-1).clamp(max=experts), stable=True)
-        ones = torch.ones_like(expert_of, dtype=torch.int32)
-        sizes = ones.new_zeros(experts + 1).scatter_add_(0, expert_of, ones)[:experts]
-        x = hidden_states.index_select(0, order // each)
-        h = self._project(x, up, sizes, expert_of)
-        h = this._apply_gate(h) if up == "gate_up_proj" else this.act_fn(h)
-        y = self._project(h, "down_proj", sizes, expert_of)
+        permutation = moe_permutation(top_k_index, getattr(self, up).shape[0])
+        h = self._project(moe_permute(hidden_states, permutation), up, permutation, top_k_index)
+        y = self._project(self._activate(h, up), "down_proj", permutation, top_k_index)
         if getattr(self, "has_post_expert_norm", False):
+            this: Any = self
             y = this.post_expert_norm(y)
-        y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        return y.index_select(0, places).view(tokens, each, -1).sum(1).to(hidden_states.dtype)
+        return moe_unpermute(y, permutation, top_k_weights).to(hidden_states.dtype)
 
-    def _project(self, x: Tensor, name: str, sizes: Tensor, expert_of: Tensor) -> Tensor:
+    def _project(self, x: Tensor, name: str, permutation: MoEPermutation, indices: Tensor) -> Tensor:
         """Multiply by the weights `name`, and add the bias of each row's expert. Rows of no expert give zeros."""
-        y = self.multiply(x, getattr(self, name), sizes, self.weight_layout)
+        y = self.multiply(x, getattr(self, name), permutation.group_sizes, self.weight_layout)
         if not getattr(self, "has_bias", False):
             return y
         bias: Tensor = getattr(self, f"{name}_bias")
-        return y + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert_of].to(y.dtype)
+        experts = indices.flatten().index_select(0, permutation.choices)
+        experts = torch.where(experts < 0, len(bias), experts.clamp(max=len(bias)))
+        return y + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[experts].to(y.dtype)
+
+    def _activate(self, h: Tensor, up: str) -> Tensor:
+        this: Any = self
+        if up == "up_proj":
+            activated: Tensor = this.act_fn(h)
+        elif this._apply_gate.__name__ == "_default_apply_gate" and type(this.act_fn).__name__ in _SILU:
+            activated = swiglu(*h.chunk(2, -1))  # In one pass, and rounded once.
+        else:
+            activated = this._apply_gate(h)
+        return activated
