@@ -26,6 +26,7 @@ from qshard.torch_bridge._convert.export import quantized_state_dict
 from qshard.torch_bridge._convert.fsdp1 import prepare_modules_for_fsdp1
 from qshard.torch_bridge._convert.quantized_init import quantized_init
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
+from qshard.torch_bridge._experts.grouped_linear import GroupedLinear, grouped_linear
 from qshard.torch_bridge._fsdp.functional import gathered_weight, is_converted
 from qshard.torch_bridge._fsdp.refresh import update_scales
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
@@ -37,7 +38,6 @@ from qshard.torch_bridge._moe.permutation import MoEPermutation, moe_permutation
 from qshard.torch_bridge._moe.router import topk_routing
 from qshard.torch_bridge._nn.activations import RMSNorm, SwiGLU, rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
 from qshard.torch_bridge._nn.functional import linear
-from qshard.torch_bridge._nn.grouped_linear import GroupedLinear, grouped_linear
 from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._optim.adam import Adam, AdamW
 from qshard.torch_bridge._optim.cast_master import CastPlan, cast_master, update_columnwise

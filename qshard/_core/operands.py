@@ -105,3 +105,50 @@ def quantize_operand(
     else:
         *codes, amax, scale_inv = ops.cast_transpose_delayed(x, scale, batch=0, margin=spec.margin, **options)
     return quantize_steps.planes_of_one_scale(codes, usage, scale_inv), amax
+
+
+def quantize_rows(
+    ops: Any,
+    x: Array,
+    spec: OperandSpec,
+    rows: Array,
+    stops: Array,
+    *,
+    scale: Array | None = None,
+    reduce_max: Reduce | None = None,
+) -> tuple[dict[Usage, Plane], Array | None]:
+    """Quantize tokens `x` `[T, K]`, sorted by expert, into P padded rows.
+
+    Padded rows have the rows of each expert one after the other, and zeros up to a multiple of the tallest block. The
+    codes of an expert are the same as if its rows were quantized alone.
+
+    - `ops`: ops of a front end, as in `quantize_steps.quantize`.
+    - `spec`: the operand; `layout.takes_rows` accepts its format, and its usage includes the rowwise plane.
+    - `rows`: int32 `[P]`, for each padded row the row of `x`, or T and more for zeros. P is a multiple of the format's
+      block.
+    - `stops`: int32 `[E]`, the end of each expert's padded rows, multiples of the format's block.
+    - `scale`: fp32 `[E]`, the scales of delayed scaling.
+    - `reduce_max`: max-reduction of the amaxes `[E]` over the devices that have rows of the same experts.
+
+    Returns the planes, and under delayed scaling the amax of each expert, otherwise None. The rowwise plane is
+    `[P, K]`, the columnwise plane `[K, P]`. Formats with one scale have one for each expert, `[E]`, in both planes.
+    """
+    fmt, both = spec.format, spec.usage is Usage.BOTH
+    if fmt.per_tensor:
+        element = fmt.element.name
+        amax = ops.amax_grouped(x, rows, stops)
+        amax = amax if reduce_max is None else reduce_max(amax)
+        options: dict[str, Any] = {"element": element}
+        if spec.margin is None:
+            scale, scale_inv, _ = quantize_steps.scales(ops, fmt, amax)
+        else:
+            options["nonfinite"] = fmt.nonfinite
+            scale, scale_inv = ops.delayed_scale(amax, scale, margin=spec.margin, element=element)
+        cast = ops.cast_transpose_grouped if both else ops.cast_grouped
+        made = cast(x, rows, stops, scale, **options)
+        planes = quantize_steps.planes_of_one_scale(made if both else [made], spec.usage, scale_inv)
+        return planes, None if spec.margin is None else amax
+    quantize = ops.quantize_block_both_rows if both else ops.quantize_block_rows
+    made = quantize(x, rows, block_cols=fmt.block_shape()[1], **quantize_steps.block_options(fmt))
+    planes = {each: Plane(*made[2 * i : 2 * i + 2]) for i, each in enumerate(spec.usage.planes)}
+    return planes, None

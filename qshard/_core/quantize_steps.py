@@ -288,15 +288,7 @@ def _quantize_at_once(
         family = "quantize_nvfp4_stochastic" if fmt.stochastic else "quantize_nvfp4"
         options: dict[str, Any] = {"scale_max": fmt.scaling.scale_max, "nonfinite": fmt.nonfinite}
     else:
-        family = "quantize_block"
-        options = {
-            "element": fmt.element.name,
-            "eps": fmt.scaling.eps,
-            "pow2": fmt.scaling.pow2,
-            "rounding": fmt.scaling.scale_rounding,
-            "scale_dtype": fmt.scale_dtype,
-            "nonfinite": fmt.nonfinite,
-        }
+        family, options = "quantize_block", block_options(fmt)
     block = fmt.block_of(usage)
     assert block is not None
     if usage is not Usage.BOTH:
@@ -323,6 +315,18 @@ def _quantize_at_once(
             global_scale_inv = _global_scale_inv(ops, fmt, amaxes[each])
         found[each] = Plane(data, scale_inv, global_scale_inv)
     return found
+
+
+def block_options(fmt: Format) -> dict[str, Any]:
+    """Return the attributes of the ops that quantize blocks without a global scale."""
+    return {
+        "element": fmt.element.name,
+        "eps": fmt.scaling.eps,
+        "pow2": fmt.scaling.pow2,
+        "rounding": fmt.scaling.scale_rounding,
+        "scale_dtype": fmt.scale_dtype,
+        "nonfinite": fmt.nonfinite,
+    }
 
 
 # Ops that compute both planes: of 2-D blocks; of 1-D blocks, stored transposed; of 1-D blocks, in the order of `x`.

@@ -11,8 +11,8 @@ Rows = NDArray[np.int32]
 def group_rows(sizes: ArrayLike, *, tiles: int, tokens: int, unit: int) -> tuple[Rows, Rows, Rows, Rows, Rows]:
     """Assign padded rows to experts, for `tokens` rows that are sorted by expert.
 
-    Expert e has `sizes[e]` rows. They go to the first of its padded rows, whose number is the next multiple of `unit`,
-    at least `unit`. Negative sizes count as 0, and rows past `tokens` do not count.
+    Expert e has `sizes[e]` rows and the next multiple of `unit` padded rows, at least `unit`. Its rows go to the first
+    of its padded rows. Negative sizes count as 0, and rows past `tokens` do not count.
 
     Args:
       sizes: int32 `[E]`.

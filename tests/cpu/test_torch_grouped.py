@@ -5,7 +5,6 @@ sums is of no matter, and results are compared bit for bit.
 """
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from qshard.formats import Usage
 from qshard.recipes import CurrentScaling, Role
 from qshard.torch_bridge import GroupedLinear, Linear, convert, grouped_linear, update_scales
-from qshard.torch_bridge._nn import expert_tiles as tiles
-from qshard.torch_bridge._nn import grouped_linear as grouped
+from qshard.torch_bridge._experts import fallback, products, tiles
+from qshard.torch_bridge._experts import grouped_linear as grouped
 from qshard.torch_bridge._nn.operands import LayerQuantizer, operand_spec
 from support.formats import MIXES, RECIPES
 from support.torch_models import Wire
@@ -34,12 +33,14 @@ def exact(*shape, seed=0):
     return ((2 * signs - 1) * numbers).float()
 
 
-def layer_of(recipe, device="cpu", n=N, k=K):
+def layer_of(recipe, device="cpu", n=N, k=K, bias=False):
     torch.manual_seed(0)
-    layer = GroupedLinear(E, k, n, recipe=recipe, device=device)
+    layer = GroupedLinear(E, k, n, recipe=recipe, device=device, bias=bias)
     with torch.no_grad():
         for i, expert in enumerate(layer.experts):
             expert.weight.copy_(exact(n, k, seed=10 + i))
+            if bias:
+                expert.bias.copy_(exact(n, seed=20 + i))
     return layer
 
 
@@ -64,9 +65,11 @@ def looped(layer, x, dy, rows=ROWS):
     return y, dx, [expert.weight.grad for expert in layer.experts]
 
 
-@pytest.fixture(params=["a call for each", "one call"])
+@pytest.fixture(params=["ops", "a call for each", "one call"])
 def way(request, monkeypatch):
-    """Of products: as where the host knows the sizes, or on a GPU where it does not."""
+    """Products: by ops; or without a cuBLASLt of grouped products, for sizes on the host or on the device."""
+    if request.param != "ops":
+        monkeypatch.setattr(products, "grouped_runs_on", lambda *_: False)
     if request.param == "one call":
         known = grouped._checked_sizes
         monkeypatch.setattr(grouped, "_checked_sizes", lambda *given: known(*given) and None)
@@ -111,13 +114,14 @@ def test_codes_are_those_of_each_expert_alone(name, role):
     torch.manual_seed(1)
     x = torch.randn(M, K) * torch.logspace(-3, 3, M)[:, None]
     x[2, 3], x[60, 1] = torch.inf, torch.nan
-    where = tiles.tiles_of(recipe, M, torch.tensor(SIZES))
+    where, fits = tiles.tiles_of(recipe, M, torch.tensor(SIZES))
+    assert fits.item() == 1
     scale, given = None, ()
     if recipe.stateful:
         scale = torch.tensor([0.0, 1.0, 2.0, 0.0, 4.0, 0.5])
     spec = operand_spec(recipe, role, Usage.BOTH)
-    made, amaxes = tiles.quantize_tiles(where.scatter(x), spec, where, seeds=seeds, scale=scale)
-    of_experts = {usage: side.by_expert(where.stops.tolist()) for usage, side in made.items()}
+    made, amaxes = tiles.quantize_experts(x, spec, where, seeds=seeds, scale=scale)
+    of_experts = {usage: fallback._of_experts(side, where.stops.tolist()) for usage, side in made.items()}
     for expert, own in enumerate(ROWS):
         if own.start == own.stop:
             continue
@@ -151,6 +155,29 @@ def test_sizes(sizes, name, way):
     for got, want in ((y, want_y), (dx, want_dx), *zip(dws, want_dws, strict=True)):
         assert torch.allclose(got, want, rtol=2**-7, atol=2**-7 * want.abs().max().item())
     assert not y[ends[-1] :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
+def test_biases(name, dtype, way):
+    """Each expert's, not in rows after the last group; the gradient of an expert without rows is zeros."""
+    layer = layer_of(RECIPES[name], bias=True).to(dtype)
+    alone, x, dy = copy.deepcopy(layer), exact(M, K).to(dtype), exact(M, N, seed=2).to(dtype)
+    (y, dx, _), (want_y, want_dx, _) = step(layer, x, dy), looped(alone, x, dy)
+    for got, want in ((y, want_y), (dx, want_dx)):
+        assert torch.allclose(got.float(), want.float(), rtol=2**-6, atol=2**-6 * want.abs().max().item())
+    for got, want, own in zip(layer.experts, alone.experts, ROWS, strict=True):
+        assert got.bias.grad.dtype == dtype
+        if own.start == own.stop:
+            assert not got.bias.grad.any()
+        else:  # Integers: their sums are exact in float32.
+            assert torch.equal(got.bias.grad, dy[own].float().sum(0).to(dtype))
+            assert torch.equal(want.bias.grad.float(), got.bias.grad.float()) or dtype != torch.float32
+    assert not y[ENDS[-1] :].any()
+    bias = torch.zeros(E, N, requires_grad=True)
+    y = grouped_linear(x.float(), torch.ones(E, N, K), torch.tensor(SIZES), name, weight_layout="NK", bias=bias)
+    (of_bias,) = torch.autograd.grad(y, [bias], dy.float())  # Nothing else requires a gradient.
+    assert torch.equal(of_bias, torch.stack([dy[own].float().sum(0) for own in ROWS]))
 
 
 def test_no_rows_at_all():
@@ -192,30 +219,45 @@ def test_what_may_not_change_bits(name, way):
     assert torch.equal(mine.grad, dx)
 
 
-@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8", "MXFP4"])
-def test_launches_do_not_grow_with_experts(name, monkeypatch):
-    monkeypatch.setattr("qshard.torch_bridge._nn.grouped_linear._stops", lambda how, tiles: None)
+@pytest.mark.parametrize("as_list", [False, True], ids=["one tensor", "list"])
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8", "MXFP4", "NVFP4"])
+def test_launches_do_not_grow_with_experts(name, as_list):
+    """Of qshard and of torch, in forward and backward. They are few for the recipes with ops for padded rows."""
     counts = []
     for experts in (2, 16):
-        layer = GroupedLinear(experts, 128, 128, recipe=name)
+        w = torch.randn(experts, 128, 128)
+        weights = [one.clone().requires_grad_() for one in w] if as_list else [w.requires_grad_()]
         x = torch.randn(64, 128, requires_grad=True)
-        sizes = torch.full((experts,), 64 // experts)
+        sizes, seeds = torch.full((experts,), 64 // experts), torch.zeros(experts, 2, dtype=torch.int32)
+        how = {"seeds": seeds} if name == "NVFP4" else {}
         with Wire() as wire:
-            layer(x, sizes).sum().backward()
-        counts.append(sum(launch.startswith("qshard") for launch in wire.launches))
-    assert counts[0] == counts[1]
+            if as_list:
+                y = grouped_linear(x, weights, sizes, name, **how)
+            else:
+                y = grouped_linear(x, weights[0], sizes, name, weight_layout="NK", **how)
+            torch.autograd.grad(y, [x, *weights], torch.ones_like(y))
+        counts.append(wire.launches)
+    assert len(counts[0]) == len(counts[1]), counts
+    if not as_list and name in ("CurrentScaling", "BlockScaling"):
+        assert len(counts[0]) <= 18, counts[0]
 
 
-def test_compiled():
-    # What dynamo asks of results between graphs.
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "DelayedScaling", "MXFP8", "NVFP4"])
+def test_compiled_without_a_break(name):
+    """Sizes are data of the graph: others need no new graph, and sizes that do not fit raise."""
     torch._dynamo.reset()
-    layer, x, dy = layer_of(CurrentScaling()), torch.randn(M, K), torch.randn(M, N)
-    expected = step(layer, x, dy)
-    layer.zero_grad()
-    got = step(layer, x, dy, call=torch.compile(layer, backend="aot_eager"))
-    for a, b in zip((*got[:2], *got[2]), (*expected[:2], *expected[2]), strict=True):
-        assert torch.equal(a, b)
+    layer, x, dy = layer_of(RECIPES[name], bias=True), exact(M, K), exact(M, N, seed=2)
+    compiled, eager = torch.compile(layer, backend="aot_eager", fullgraph=True), copy.deepcopy(layer)
+    for sizes in (SIZES, SIZES[::-1]):
+        expected, got = step(eager, x, dy, sizes), step(layer, x, dy, sizes, call=compiled)
+        for a, b in zip((*got[:2], *got[2]), (*expected[:2], *expected[2]), strict=True):
+            assert torch.equal(a, b)
+    if name == "CurrentScaling":
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            compiled(x.requires_grad_(), torch.tensor((M, *SIZES[1:])[:E]) * 0)
+            with pytest.raises(RuntimeError, match="group_sizes are negative or exceed the rows of x"):
+                compiled(x, torch.tensor([M, 1, 0, 0, 0, 0]))
 
 
 def test_layers_that_are_there():
@@ -227,7 +269,7 @@ def test_layers_that_are_there():
     x = torch.randn(M, K)
     assert torch.allclose(layer(x, torch.tensor(SIZES))[: SIZES[0]], layers[0](x[: SIZES[0]]), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"GroupedLinear\.of: layers \(of type list\) are not converted Linear"):
-        GroupedLinear.of([convert(torch.nn.Linear(K, N), "MXFP8")])
+        GroupedLinear.of([convert(torch.nn.Linear(K, N, bias=bias), "MXFP8") for bias in (True, False)])
 
 
 WRONG = [
@@ -254,8 +296,10 @@ WRONG = [
     ),
     ({"weights": []}, ValueError, r"weights \(none\) do not fit x"),
     ({"weights": [torch.ones(N, K), torch.ones(N, 2 * K)]}, ValueError, r"weights \(64, 96\), \(64, 192\) do not fit"),
-    ({"weights": 2}, TypeError, r"weights \(2\) are not tensors; pass one \[E, N, K\]"),
+    ({"weights": 2}, TypeError, r"weights \(2\) are not tensors of values or a list; pass"),
     ({"weights": [torch.ones(48, K)] * E, "recipe": "MXFP8"}, ValueError, r"weights \(48, 96\) is not a whole number"),
+    ({"bias": 2}, TypeError, r"grouped_linear: bias \(2\) is not a torch\.Tensor or None"),
+    ({"bias": torch.ones(N)}, ValueError, r"bias \(64,\) does not fit 6 experts with weights of 64 rows; pass bias as"),
     ({"recipe": "NVFP4"}, ValueError, r"grouped_linear: NVFP4 uses stochastic rounding and needs `seeds` as int32 \(6"),
     ({"recipe": "NVFP4", "seeds": torch.zeros(6, 2)}, ValueError, "grouped_linear: NVFP4 uses stochastic rounding and"),
     (
@@ -273,6 +317,6 @@ WRONG = [
 def test_what_is_refused(wrong, kind, text):
     given = {"x": torch.ones(M, K), "weights": [torch.ones(N, K)] * E, "sizes": list(SIZES), "recipe": "CurrentScaling"}
     given |= wrong
-    options = {name: given[name] for name in ("delayed", "seeds", "weight_layout") if name in given}
+    options = {name: given[name] for name in ("bias", "delayed", "seeds", "weight_layout") if name in given}
     with pytest.raises(kind, match=text):
         grouped_linear(given["x"], given["weights"], torch.tensor(given["sizes"]), given["recipe"], **options)

@@ -352,12 +352,21 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
         return _padded_rows(call, name, shape, rng).view(dtype)
     if name == "stops":
         return _stops(call, shape, rng).view(dtype)
+    if name in ("positions", "tokens"):
+        rows = call.tensors[0 if name == "positions" else 3][0][0][0]
+        others = rng.choice([-1, rows, -(2**31), 2**31 - 1], shape)
+        return (
+            np.where(rng.integers(0, 8, shape) > 0, rng.integers(-1, rows + 1, shape), others)
+            .astype(np.int32)
+            .view(dtype)
+        )
     if name == "labels":
         return _labels(call, shape, rng).view(dtype)
     if name == "sizes":
-        return (
-            rng.choice([0, 0, 0, 1, 3, 17, 40, *rng.choice([0, -1, 2**31 - 1], 2)], shape).astype(np.int32).view(dtype)
-        )
+        some = [0, 0, 0, 1, 3, 17, 40, *rng.choice([0, -1, 2**31 - 1], 2)]
+        return rng.choice(some, shape).astype(np.int32).view(dtype)
+    if name in ("rows", "stops"):
+        return _padded_rows(call, name, shape, rng).view(dtype)
     if call.spec.name == "adam":
         return _adam_values(call, name, shape, dtype, rng, i)
     if name == "hyper":

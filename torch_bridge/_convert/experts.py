@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from qshard.recipes import Recipe, check_weight_shape
-from qshard.torch_bridge._nn.class_swap import extend_class
 from qshard.torch_bridge._moe.experts import Experts, RoutedExperts, SortedExperts
+from qshard.torch_bridge._nn.class_swap import extend_class
 from qshard.torch_bridge._quantized.validation import check_dtype
 
 _OPTIONS = {"has_bias", "has_gate", "has_post_expert_norm", "is_concatenated", "is_transposed"}

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from qshard.formats import FLOATS
 from qshard.recipes import Recipe
+from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._moe.permutation import MoEPermutation, moe_permutation, moe_permute, moe_unpermute
 from qshard.torch_bridge._nn.activations import swiglu
 from qshard.torch_bridge._nn.class_swap import Extends
 from qshard.torch_bridge._nn.functional import WeightLayout
-from qshard.torch_bridge._nn.grouped_linear import grouped_linear
 from qshard.torch_bridge._nn.linear import _rank_of, _take_seed
 from qshard.torch_bridge._ops.bind import dtype_name
 

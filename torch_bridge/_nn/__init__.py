@@ -1,4 +1,4 @@
-"""Quantized layers and their autograd nodes: `linear`, expert layers, RMSNorm and SwiGLU.
+"""Quantized layers and their autograd nodes: `linear`, RMSNorm and SwiGLU.
 
-Losses are in `_losses`, whole-model conversion is in `_convert`, and sharded weights are in `_fsdp`.
+Experts are in `_experts`, losses in `_losses`, whole-model conversion in `_convert`, and sharded weights in `_fsdp`.
 """

@@ -159,3 +159,9 @@ def _runs_on(kind: Kind, device: int) -> bool:
 @functools.cache
 def _gpu(device: int) -> Gpu:
     return gemm_dispatch.gpu_of(torch.cuda.get_device_capability(device))
+
+
+@torch.compiler.assume_constant_result
+def grouped_runs_on(kind: Kind, device: torch.device) -> bool:
+    """Return whether an op computes grouped products of a kind on a device: always on a CPU."""
+    return device.type == "cpu" or (device.type == "cuda" and gemm_dispatch.grouped_runs_on(kind, _gpu(device.index)))

@@ -18,8 +18,8 @@ from qshard._core.quantize_steps import Scales
 from qshard.formats import Format
 from qshard.recipes import Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
+from qshard.torch_bridge._experts.grouped_linear import GroupedLinear
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._nn.grouped_linear import GroupedLinear
 from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._optim.cast_master import CastPlan, Parity, cast_master

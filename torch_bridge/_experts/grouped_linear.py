@@ -8,50 +8,47 @@ grow with the number of experts.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from qshard._core.flat_shards import FlatSlice
-from qshard._core.quantize_steps import Plane, Scales
+from qshard._core.quantize_steps import Plane
 from qshard._core.validation import quote
-from qshard.formats import Format, Usage
+from qshard.formats import Usage
 from qshard.layout import source
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_shape
+from qshard.torch_bridge._experts.operands import GroupedOperand
+from qshard.torch_bridge._experts.products import (
+    expert_products,
+    host_stops,
+    multiplies_codes,
+    row_product,
+    sums_by_expert,
+)
+from qshard.torch_bridge._experts.tiles import Tiles, quantize_experts, tiles_of
+from qshard.torch_bridge._experts.weights import gathered_planes, quantize_weights
 from qshard.torch_bridge._fsdp.scale_state import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._nn.expert_tiles import (
-    GroupedOperand,
-    Tiles,
-    expert_products,
-    make_operand,
-    quantize_tiles,
-    row_product,
-    stack_weights,
-    tiles_of,
-)
 from qshard.torch_bridge._nn.functional import check_operand
 from qshard.torch_bridge._nn.linear import Linear
-from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, operand_spec, planes_of, values_of
+from qshard.torch_bridge._nn.operands import operand_spec
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._ops.foreach import flat_plan
+from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
-from qshard.torch_bridge._torch_internals import pytree
 
 
-@torch.compiler.disable
 def grouped_linear(
     x: Tensor,
     weights: Sequence[Tensor] | Tensor,
     group_sizes: Tensor,
     recipe: RecipeLike,
     *,
+    bias: Tensor | None = None,
     weight_layout: Literal["NK", "KN"] | None = None,
     seeds: Tensor | None = None,
     delayed: Sequence[Any] | None = None,
@@ -63,9 +60,9 @@ def grouped_linear(
       x: float32, bfloat16 or float16 `[M, K]`, rows sorted by expert.
       weights: one `[N, K]` per expert, each as for `linear`; or one tensor of all experts.
       group_sizes: int32 or int64 `[E]`, the number of rows of each expert, 0 or more. Rows after the last group give
-        zeros. If they are on the GPU, the call does not synchronize with the host. If they are on the CPU, each
-        expert's product is a GEMM call of its own.
+        zeros. They may be on the CPU or on the device of x. The call never waits for the device.
       recipe: as for `linear`.
+      bias: `[E, N]`, or None. The bias of an expert is added to its rows.
       weight_layout: required with one tensor of all experts, because N == K would be ambiguous: "NK" for `[E, N, K]`,
         "KN" for `[E, K, N]`, as in `torch.nn.functional.grouped_mm`. Both give the same bits. "KN" copies the weights
         in each call.
@@ -99,27 +96,30 @@ def grouped_linear(
     """
     recipe = as_recipe(recipe, "grouped_linear")
     check_tensor("grouped_linear", "x", x)
-    if not isinstance(weights, Tensor | Sequence):
+    if not isinstance(weights, Tensor | Sequence) or isinstance(weights, QuantizedTensor):
         raise TypeError(
-            f"grouped_linear: weights ({quote(weights)}) are not tensors; pass one [E, N, K], or [N, K] for each expert"
+            f"grouped_linear: weights ({quote(weights)}) are not tensors of values or a list; pass one [E, N, K], or "
+            "[N, K] for each expert"
         )
     weights = _in_rows(weights, weight_layout)
-    whole = weights if isinstance(weights, Tensor) and not isinstance(weights, QuantizedTensor) else None
-    each = [*(weights if whole is None else whole.detach().unbind())]
+    each = [weights] if isinstance(weights, Tensor) else [*weights]
     for weight in each:
         check_operand("grouped_linear", weight, recipe)
     if dtype is not None:
         check_dtype("grouped_linear", "dtype", dtype)
-    _check_shapes(x, each)
-    check_weight_shape("grouped_linear", "weights", recipe, tuple(each[0].shape))
-    seeds = _checked_seeds(seeds, recipe, len(each))
+    experts, shape = _check_shapes(x, weights, each)
+    check_weight_shape("grouped_linear", "weights", recipe, shape)
+    bias = _checked_bias(bias, experts, shape[0])
+    seeds = _checked_seeds(seeds, recipe, experts)
     states = None if delayed is None else len(delayed)
     advice = "a dict of DelayedScale by role for each expert" if recipe.stateful else "None"
-    experts, fits = f"{len(each)} experts", states in (None, len(each))
-    check_state("grouped_linear", "delayed", states, recipe, advice, layers=experts, fits=fits)
-    how = _How(recipe, x.dtype if dtype is None else dtype, _checked_sizes(x, len(each), group_sizes), delayed)
-    given = each if whole is None else [whole]
-    y: Tensor = apply_node(_GroupedProduct, x, group_sizes.to(x.device, non_blocking=True), seeds, how, *given)
+    fits = states in (None, experts)
+    check_state("grouped_linear", "delayed", states, recipe, advice, layers=f"{experts} experts", fits=fits)
+    sizes = _checked_sizes(x, experts, group_sizes)
+    is_gathered = isinstance(each[0], QuantizedTensor)
+    how = _How(recipe, x.dtype if dtype is None else dtype, sizes, delayed, is_gathered)
+    on_device = group_sizes.to(x.device, non_blocking=True)
+    y: Tensor = apply_node(_GroupedProduct, x, on_device, seeds, bias, how, *each)
     return y
 
 
@@ -140,18 +140,35 @@ def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor
     return weights if layout == "NK" or weights.ndim != 3 else weights.transpose(1, 2).contiguous()
 
 
-def _check_shapes(x: Tensor, weights: Sequence[Tensor]) -> None:
-    shapes = list(dict.fromkeys(tuple(weight.shape) for weight in weights))
-    if len(shapes) != 1 or len(shapes[0]) != 2 or x.ndim != 2 or x.shape[1] != shapes[0][1]:
+def _check_shapes(x: Tensor, weights: Sequence[Tensor] | Tensor, each: Sequence[Tensor]) -> tuple[int, tuple[int, ...]]:
+    """Return the number of experts, and the shape `(N, K)` of the weight of each."""
+    experts = weights.shape[0] if isinstance(weights, Tensor) else len(weights)
+    whole = isinstance(weights, Tensor)
+    shapes = list(dict.fromkeys(tuple(weight.shape[1:] if whole else weight.shape) for weight in each))
+    if not experts or len(shapes) != 1 or len(shapes[0]) != 2 or x.ndim != 2 or x.shape[1] != shapes[0][1]:
         raise ValueError(
             f"grouped_linear: weights {', '.join(map(str, shapes)) or '(none)'} do not fit x {tuple(x.shape)}; pass "
             "each as [N, K], all of one shape, and x as [M, K]"
         )
-    for weight in weights:
+    for weight in each:
         if weight.device != x.device:
             raise ValueError(
                 f"grouped_linear: weights (on {weight.device}) are not on the device of x, {x.device}; move them there"
             )
+    return experts, shapes[0]
+
+
+def _checked_bias(bias: Any, experts: int, columns: int) -> Tensor | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"grouped_linear: bias ({quote(bias)}) is not a torch.Tensor or None; pass a tensor [E, N]")
+    if tuple(bias.shape) != (experts, columns):
+        raise ValueError(
+            f"grouped_linear: bias {tuple(bias.shape)} does not fit {experts} experts with weights of {columns} rows; "
+            "pass bias as [E, N]"
+        )
+    return bias
 
 
 def _checked_seeds(seeds: Any, recipe: Recipe, experts: int) -> Tensor | None:
@@ -175,7 +192,7 @@ def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, .
             f"grouped_linear: group_sizes ({dtype_name(group_sizes.dtype)} {tuple(group_sizes.shape)}) is not one "
             f"int32 or int64 for each of {experts} experts; pass the number of rows of each expert"
         )
-    if group_sizes.device.type == "cpu":
+    if group_sizes.device.type == "cpu" and not is_compiling():
         sizes = tuple(group_sizes.tolist())
         if min(sizes) < 0 or sum(sizes) > x.shape[0]:
             raise ValueError(
@@ -183,15 +200,11 @@ def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, .
                 f"of x {tuple(x.shape)}; pass the number of rows of each expert"
             )
         return sizes
-    if group_sizes.device != x.device:
+    if group_sizes.device.type != "cpu" and group_sizes.device != x.device:
         raise ValueError(
             f"grouped_linear: group_sizes (on {group_sizes.device}) are neither on the CPU nor on {x.device}, the "
             "device of x; move them there"
         )
-    fits = (group_sizes >= 0).all() & (group_sizes.sum() <= x.shape[0])
-    torch._assert_async(
-        fits, "grouped_linear: group_sizes are negative or exceed the rows of x; pass the number of rows of each expert"
-    )
     return None
 
 
@@ -202,6 +215,13 @@ class _How(NamedTuple):
     dtype: torch.dtype
     sizes: tuple[int, ...] | None
     delayed: Sequence[Any] | None
+    is_gathered: bool
+
+    def backward_plane(self, device: torch.device) -> Usage:
+        """Return the plane of quantized weights that the backward pass reads."""
+        if multiplies_codes(self.recipe.format(Role.GRADIENT), self.recipe.weight, device):
+            return Usage.COLUMNWISE
+        return source(self.recipe.weight, Usage.COLUMNWISE)
 
     def scales(self, role: Role) -> Tensor | None:
         return None if self.delayed is None else torch.stack([states[role].scale for states in self.delayed])
@@ -220,126 +240,86 @@ class _GroupedProduct(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sizes: Tensor, seeds: Tensor | None, how: _How, *weights: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
-        recipe = how.recipe
-        tiles = tiles_of(recipe, x.shape[0], sizes)
-        usage = Usage.BOTH if need_w else Usage.ROWWISE
-        sides = _quantize_rows(x, how, usage, Role.ACTIVATION, tiles, seeds)
-        ws, scales = _weights(weights, how, Usage.ROWWISE, seeds)
-        stops = _stops(how, tiles)
-        row, columns = Usage.ROWWISE, weights[0].shape[-2]
-        y = row_product(sides[row], ws[row], row, tiles, stops, columns, how.dtype, fast=True)
-        saved_x = sides[Usage.COLUMNWISE] if need_w else None
+        ctx: Any, x: Tensor, sizes: Tensor, seeds: Tensor | None, bias: Tensor | None, how: _How, *weights: Tensor
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST_WEIGHT:])
+        row, columns = Usage.ROWWISE, Usage.COLUMNWISE
+        tiles, fits = tiles_of(how.recipe, x.shape[0], sizes)
+        if how.sizes is None:
+            torch._assert_async(fits, _UNFIT_SIZES)
+        sides = _quantize_rows(x, how, Usage.BOTH if need_w else row, Role.ACTIVATION, tiles, seeds)
         # Codes gathered by FSDP2 are saved by reference: FSDP2 frees their memory and gathers them again.
-        saved_w = (weights, scales) if need_x else None
-        tensors, ctx.rest = _flat((tiles, saved_x, seeds, saved_w))
-        ctx.how, ctx.x_dtype, ctx.w_dtype, ctx.w_shape = how, x.dtype, weights[0].dtype, weights[0].shape
-        return tiles.gather(y), tensors
+        saved_w: list[Tensor | None] = [*weights] if need_x else []
+        backward = how.backward_plane(x.device)
+        w: GroupedOperand | Sequence[Operand]
+        if how.is_gathered:
+            w = gathered_planes(weights, row)[row]
+        else:
+            usage = Usage.BOTH if need_x and backward is columns else row
+            planes, amax = quantize_weights(weights, how.recipe, usage, seeds=seeds, scale=how.scales(Role.WEIGHT))
+            how.observe(Role.WEIGHT, amax)
+            w = planes[row]
+            if need_x:
+                saved_w = [*planes[backward].parts]
+        stops, out = host_stops(how.sizes, tiles.unit), weights[0].shape[-2]
+        y = row_product(sides[row], w, row, tiles, stops, out, how.dtype, fast=True)
+        if bias is not None:
+            tiles.add_to_rows(y, bias.detach())
+        saved_x = sides[columns].parts if need_w else (None,) * len(Plane._fields)
+        ctx.how, ctx.x_dtype, ctx.unit = how, x.dtype, tiles.unit
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.w_dtype, ctx.w_shape, ctx.w_count = weights[0].dtype, weights[0].shape, len(saved_w)
+        return tiles.gather(y), [*tiles[1:], seeds, *saved_x, *saved_w]
 
     @staticmethod
-    def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
         how: _How = ctx.how
-        tiles, x, seeds, saved_w = _whole(saved, ctx.rest)
-        need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
-        usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
-        sides = _quantize_rows(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, tiles, seeds)
-        grad_x, stops, columns = None, _stops(how, tiles), Usage.COLUMNWISE
-        of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
+        end = len(saved) - ctx.w_count
+        tiles, seeds, saved_w = Tiles(ctx.unit, *saved[:4]), saved[4], saved[end:]
+        need_x, need_b = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST_WEIGHT - 2]
+        need_w = any(ctx.needs_input_grad[_FIRST_WEIGHT:])
+        grad_x = grad_b = None
+        of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - _FIRST_WEIGHT)
+        if need_b:
+            grad_b = sums_by_expert(grad.detach(), tiles).to(ctx.bias_dtype)
+        row, columns, stops = Usage.ROWWISE, Usage.COLUMNWISE, host_stops(how.sizes, tiles.unit)
+        sides: dict[Usage, GroupedOperand] = {}
+        if need_x or need_w:
+            usage = Usage.BOTH if need_x and need_w else row if need_x else columns
+            sides = _quantize_rows(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, tiles, seeds)
         if need_w:
-            shape = (len(tiles.sizes), *ctx.w_shape[-2:])
+            x = GroupedOperand(how.recipe.format(Role.ACTIVATION), columns, Plane(*saved[5:end]))
+            shape = (tiles.stops.shape[0], *ctx.w_shape[-2:])
             dw = expert_products(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype)
             of_weights = [dw] if len(ctx.w_shape) == 3 else dw.unbind()
+        saved.clear()
         if need_x:
-            plane = source(how.recipe.weight, columns)
-            (w,) = _weights(saved_w[0], how, plane, seeds, saved_w)[0].values()
-            row = sides.pop(Usage.ROWWISE)
-            dx = row_product(row, w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
+            w: GroupedOperand | Sequence[Operand]
+            if how.is_gathered:
+                planes = gathered_planes(saved_w, columns)
+                w = planes[columns] if columns in planes else gathered_planes(saved_w, row)[row]
+            else:
+                w = GroupedOperand(how.recipe.weight, how.backward_plane(grad.device), Plane(*saved_w))
+            dx = row_product(sides.pop(row), w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
             grad_x = tiles.gather(dx).to(ctx.x_dtype)
-        return grad_x, None, None, None, *of_weights
+        return grad_x, None, None, grad_b, None, *of_weights
 
 
-def _stops(how: _How, tiles: Tiles) -> tuple[int, ...] | None:
-    if how.sizes is None:
-        return None
-    return tuple(itertools.accumulate(max(1, -(-size // tiles.unit)) * tiles.unit for size in how.sizes))
-
-
-def _flat(tree: Any) -> tuple[list[Tensor], Any]:
-    """Split a tree into its tensors and the rest, for `save_for_backward`."""
-    leaves, spec = pytree.tree_flatten(tree)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return tensors, ([None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves], spec)
-
-
-def _whole(tensors: Sequence[Tensor], rest: Any) -> Any:
-    leaves, spec = rest
-    given = iter(tensors)
-    return pytree.tree_unflatten([next(given) if leaf is None else leaf[0] for leaf in leaves], spec)
+_FIRST_WEIGHT = 5
+"""Position of the first weight among the inputs of `_GroupedProduct`."""
+_UNFIT_SIZES = (
+    "grouped_linear: group_sizes are negative or exceed the rows of x; pass the number of rows of each expert"
+)
 
 
 def _quantize_rows(
     x: Tensor, how: _How, usage: Usage, role: Role, tiles: Tiles, seeds: Tensor | None
 ) -> dict[Usage, GroupedOperand]:
     spec = operand_spec(how.recipe, role, usage)
-    spec.layouts((tiles.number * tiles.unit, x.shape[1]))
-    places = tiles.scatter(x.detach().to(how.dtype))
-    sides, amaxes = quantize_tiles(places, spec, tiles, seeds=seeds, scale=how.scales(role))
+    spec.layouts((tiles.rows.shape[0], x.shape[1]))
+    sides, amaxes = quantize_experts(x.detach().to(how.dtype), spec, tiles, seeds=seeds, scale=how.scales(role))
     how.observe(role, amaxes)
     return sides
-
-
-def _weights(
-    weights: Sequence[Tensor],
-    how: _How,
-    usage: Usage,
-    seeds: Tensor | None,
-    saved: tuple[Any, Scales | None] | None = None,
-) -> tuple[dict[Usage, GroupedOperand | Sequence[Operand]], Scales | None]:
-    """Return planes of all weights, and the scales to quantize them again in the backward pass.
-
-    `weights` are codes, one tensor per expert, or one tensor `[E, N, K]`. Codes give the planes of `usage` that all of
-    them have. In the backward pass `saved` has the weights and the scales of the forward pass.
-    """
-    recipe = how.recipe
-
-    def stacked(
-        each: list[dict[Usage, Operand]], usages: Iterable[Usage]
-    ) -> dict[Usage, GroupedOperand | Sequence[Operand]]:
-        of = {usage: [planes[usage] for planes in each] for usage in usages}
-        return {usage: planes if how.sizes is not None else stack_weights(planes) for usage, planes in of.items()}
-
-    if isinstance(weights[0], QuantizedTensor):
-        there = [planes_of(cast(QuantizedTensor, weight), Usage.COLUMNWISE in usage) for weight in weights]
-        return stacked(there, [one for one in usage.planes if all(one in planes for planes in there)]), None
-    fmt = recipe.weight
-    values = weights[0].detach().unbind() if weights[0].ndim == 3 else [values_of(weight) for weight in weights]
-    if how.delayed is None and fmt.gather_refusal is None:
-        side, scales = _cast_at_once(values, fmt, None if saved is None else saved[1])
-        return {Usage.ROWWISE: side}, scales
-    operands = []
-    for i, value in enumerate(values):
-        given = [] if how.delayed is None else [how.delayed[i][role].scale for role in ROLES]
-        quantizer = LayerQuantizer(recipe, None if seeds is None else seeds[i], scales=given)
-        planes, amax = quantizer.quantize(value, Role.WEIGHT, usage)
-        operands.append(planes)
-        if how.delayed is not None and saved is None:
-            how.delayed[i][Role.WEIGHT].observe(amax)
-    return stacked(operands, usage.planes), None
-
-
-def _cast_at_once(values: Sequence[Tensor], fmt: Format, scales: Scales | None) -> tuple[GroupedOperand, Scales]:
-    """Quantize all weights rowwise in a constant number of launches, with the list ops of FSDP2 and ZeRO."""
-    one = FlatSlice(tuple(values[0].shape), fmt, dtype_name(values[0].dtype))
-    flat, whole = flat_plan((one,) * len(values), values[0].device), [value.reshape(-1) for value in values]
-    if scales is None:
-        (scales,) = flat.scales(flat.amaxes(whole))
-    where = flat.plan.buckets[0].planes[0]
-    data = torch.empty((len(values), *where.data_shape), dtype=torch.uint8, device=values[0].device)
-    flat.cast([*data.unbind()], whole, [scales.scale], pieces=False)
-    scale_inv = scales.scale_inv.view(len(values), *where.scale_shape)
-    return make_operand(fmt, Usage.ROWWISE, Plane(data, scale_inv, scales.global_scale_inv)), scales
 
 
 class GroupedLinear(nn.Module):
@@ -352,10 +332,11 @@ class GroupedLinear(nn.Module):
       num_experts: number of experts.
       in_features: K of each expert.
       out_features: N of each expert.
+      bias: add a learned bias to the rows of each expert.
       recipe: the format of each role, or its name.
 
     Attributes:
-      experts: one `Linear` without bias per expert. Each weight is sharded by FSDP2 or ZeRO, gathered as codes, saved,
+      experts: one `Linear` per expert. Each weight is sharded by FSDP2 or ZeRO, gathered as codes, saved,
         moved and kept as codes under `convert(primary=True)`, like the weight of any `Linear`.
 
     Raises:
@@ -375,6 +356,7 @@ class GroupedLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
+        bias: bool = False,
         recipe: RecipeLike,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -384,7 +366,7 @@ class GroupedLinear(nn.Module):
             raise ValueError(
                 f"GroupedLinear: num_experts ({quote(num_experts)}) is not positive; pass an integer of at least 1"
             )
-        layer = {"bias": False, "recipe": recipe, "device": device, "dtype": dtype}
+        layer = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype}
         self.experts = nn.ModuleList(Linear(in_features, out_features, **layer) for _ in range(num_experts))
         for expert in self.experts:
             weight = cast(ShardedWeight, expert.weight)
@@ -392,28 +374,33 @@ class GroupedLinear(nn.Module):
 
     @classmethod
     def of(cls, layers: Iterable[nn.Module]) -> GroupedLinear:
-        """Build the layer from converted `Linear`s of one recipe and shape, without biases; else ValueError."""
+        """Build the layer from converted `Linear`s of one recipe and shape, all with bias or none; else ValueError."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.experts = nn.ModuleList(layers)
-        alike = {(layer.recipe, tuple(layer.weight.shape)) for layer in self.experts if isinstance(layer, Linear)}
-        plain = all(isinstance(layer, Linear) and layer.bias is None for layer in self.experts)
-        if not plain or len(alike) != 1:
+        of = [layer for layer in self.experts if isinstance(layer, Linear)]
+        alike = {(layer.recipe, tuple(layer.weight.shape), layer.bias is None) for layer in of}
+        if len(of) != len(self.experts) or len(alike) != 1:
             raise ValueError(
-                f"GroupedLinear.of: layers ({quote([*self.experts])}) are not converted Linear layers without bias, of "
-                "one recipe and shape; call convert on them first"
+                f"GroupedLinear.of: layers ({quote([*self.experts])}) are not converted Linear layers of one recipe "
+                "and shape, all with bias or none; call convert on them first"
             )
         return self
 
     def forward(self, input: Tensor, group_sizes: Tensor) -> Tensor:
         """Apply expert e to the rows of its group, as `grouped_linear` does. `input` is sorted by expert."""
         layers = cast(list[Linear], [*self.experts])
-        called = [layer.call_operands(input) for layer in layers]
-        first = called[0]
-        seeds = None if first.seed is None else torch.stack([one.seed for one in called if one.seed is not None])
-        delayed = None if first.delayed is None else [one.delayed for one in called]
-        weights = [one.weight for one in called]
-        how: dict[str, Any] = {"seeds": seeds, "delayed": delayed, "dtype": first.dtype}
+        first = layers[0].call_operands(input)
+        seeds = delayed = None
+        if first.seed is None and first.delayed is None:
+            weights = [first.weight, *(layer.weight for layer in layers[1:])]
+        else:
+            called = [first, *(layer.call_operands(input) for layer in layers[1:])]
+            weights = [one.weight for one in called]
+            seeds = None if first.seed is None else torch.stack([cast(Tensor, one.seed) for one in called])
+            delayed = None if first.delayed is None else [one.delayed for one in called]
+        bias = None if layers[0].bias is None else torch.stack([cast(Tensor, layer.bias) for layer in layers])
+        how: dict[str, Any] = {"bias": bias, "seeds": seeds, "delayed": delayed, "dtype": first.dtype}
         y: Tensor = grouped_linear(first.input, weights, group_sizes, layers[0].recipe, **how)
         return y
 

@@ -1,0 +1,166 @@
+"""Grouped products of experts: rows by the weights of their experts, and contracted rows by expert.
+
+`qshard.gemm_dispatch` has the rules, as for `linear`. One op multiplies all experts on a CPU, and on a GPU where
+cuBLASLt has grouped products: FP8 codes with one scale for each expert or in blocks of 128, otherwise dequantized
+values in bfloat16 (float32 on a CPU). Without such a cuBLASLt, `fallback.py` multiplies.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qshard import gemm_dispatch
+from qshard._core import quantize_steps
+from qshard.formats import Format, Usage
+from qshard.gemm_dispatch import Kind, Sizes
+from qshard.layout import is_transposed
+from qshard.torch_bridge._experts import fallback
+from qshard.torch_bridge._experts.operands import (
+    BatchedOps,
+    GroupedOperand,
+    contracts_last_axis,
+    product_scale,
+    stack_weights,
+)
+from qshard.torch_bridge._experts.tiles import Tiles
+from qshard.torch_bridge._ops.bind import ops
+from qshard.torch_bridge._quantized.gemm import Operand, grouped_runs_on
+
+
+def multiplies_codes(a: Format, b: Format, device: torch.device) -> bool:
+    """Return True if grouped products of these formats read codes, so that the weight is transposed for dgrad."""
+    kind = gemm_dispatch.grouped_kind_of(a, b)
+    return kind is not None and grouped_runs_on(kind, device)
+
+
+def host_stops(sizes: Sequence[int] | None, unit: int) -> tuple[int, ...] | None:
+    """Return the stops of padded rows, if the host knows the group sizes."""
+    if sizes is None:
+        return None
+    return tuple(itertools.accumulate(max(1, -(-size // unit)) * unit for size in sizes))
+
+
+def row_product(
+    x: GroupedOperand,
+    w: GroupedOperand | Sequence[Operand],
+    contracted: Usage,
+    tiles: Tiles,
+    host_stops: Sequence[int] | None,
+    columns: int,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> Tensor:
+    """Multiply each row by the weight of its expert: `[P, columns]`. The last row, which is unused, is zeros.
+
+    `x` is a rowwise plane of the padded rows. The product contracts K of the weights if `contracted` is `ROWWISE`, N if
+    it is `COLUMNWISE`. `w` is the plane that it reads, or the plane to transpose for it, of all weights or of each.
+    `fast` is as for `matmul`. `host_stops` are the stops, if the host knows them.
+    """
+    w_format = (w if isinstance(w, GroupedOperand) else w[0]).format
+    rows, per_byte = x.parts.data.shape[0], x.format.element.codes_per_byte
+    device, sizes = x.parts.data.device, (rows, columns, x.parts.data.shape[1] * per_byte)
+    kind = gemm_dispatch.grouped_kind_of(x.format, w_format)
+    experts = tiles.stops.shape[0]
+    if kind is not None and _takes(kind, sizes, tiles.unit, device):
+        w = _contracting(w if isinstance(w, GroupedOperand) else stack_weights(w), contracted)
+        size = _workspace(device, experts, sizes, x.format, w_format)
+        y: Tensor = gemm_dispatch.multiply_grouped(
+            ops, x.parts, x.format, w.parts, w_format, tiles.stops, dtype=dtype, fast=fast, workspace=size
+        )
+        return y
+    if not _takes("values", sizes, tiles.unit, device):
+        return fallback.row_product(x, w, contracted, tiles, host_stops, columns, dtype, fast=fast)
+    w = w if isinstance(w, GroupedOperand) else stack_weights(w)
+    # Weights are stored as [E, N, K] or transposed.
+    layout: Literal["nt", "nn"] = "nt" if contracts_last_axis(w, contracted) else "nn"
+    size = _workspace(device, experts, sizes)
+    kinds = _value_dtypes(device, dtype)
+    y = gemm_dispatch.multiply_grouped_values(
+        ops, x.values(kinds[0]), w.values(kinds[0]), tiles.stops, layout=layout, dtype=kinds[1], workspace=size
+    )
+    if (scale := product_scale(x, w)) is not None:
+        tiles.scale_rows(y, scale)
+    return y.to(dtype)
+
+
+def expert_products(
+    dy: GroupedOperand,
+    x: GroupedOperand,
+    tiles: Tiles,
+    host_stops: Sequence[int] | None,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Compute all weight gradients, `shape` `[E, N, K]`, from columnwise planes of padded rows.
+
+    Other arguments as in `row_product`.
+    """
+    device, sizes = dy.parts.data.device, (*shape[1:], tiles.rows.shape[0])
+    kind, experts = gemm_dispatch.grouped_kind_of(dy.format, x.format, by_k=True), shape[0]
+    if kind is not None and _takes(kind, sizes, tiles.unit, device, by_k=True):
+        size = _workspace(device, experts, sizes, dy.format, x.format, by_k=True)
+        dw: Tensor = gemm_dispatch.multiply_grouped_k(
+            ops, dy.parts, dy.format, x.parts, x.format, tiles.stops, dtype=dtype, workspace=size
+        )
+        return dw
+    if not _takes("values", sizes, tiles.unit, device, by_k=True):
+        return fallback.expert_products(dy, x, tiles, host_stops, shape, dtype)
+    size = _workspace(device, experts, sizes, by_k=True)
+    kinds = _value_dtypes(device, dtype)
+    a, b = (
+        side.values(kinds[0]).t().contiguous() if is_transposed(side.format, side.usage) else side.values(kinds[0])
+        for side in (dy, x)
+    )
+    dw = gemm_dispatch.multiply_grouped_values(ops, a, b, tiles.stops, layout="tn", dtype=kinds[1], workspace=size)
+    if (scale := product_scale(dy, x)) is not None:
+        dw.mul_(scale[:, None, None])
+    return dw.to(dtype)
+
+
+def sums_by_expert(grad: Tensor, tiles: Tiles) -> Tensor:
+    """Sum the rows of each expert, `[T, N]` to `[E, N]`, in float32: a product that contracts rows with ones."""
+    device, experts = grad.device, tiles.ends.shape[0]
+    sizes = (gemm_dispatch.UNIT, grad.shape[1], grad.shape[0])
+    if (device.type != "cpu" and grad.dtype == torch.float32) or not _takes("values", sizes, 1, device, by_k=True):
+        return fallback.sums_by_expert(grad, tiles)
+    ones, size = grad.new_ones((grad.shape[0], sizes[0])), _workspace(device, experts, sizes, by_k=True)
+    sums: Tensor = gemm_dispatch.multiply_grouped_values(
+        ops, ones, grad.contiguous(), tiles.ends, layout="tn", dtype=torch.float32, workspace=size
+    )
+    return sums[:, 0]
+
+
+def _contracting(w: GroupedOperand, contracted: Usage) -> GroupedOperand:
+    if w.usage is contracted:
+        return w
+    return w._replace(usage=contracted, parts=quantize_steps.transpose_plane(BatchedOps(), w.parts, w.format))
+
+
+def _takes(kind: Kind, sizes: Sizes, unit: int, device: torch.device, *, by_k: bool = False) -> bool:
+    runs: bool = grouped_runs_on(kind, device)
+    return runs and (device.type == "cpu" or gemm_dispatch.grouped_fits(kind, sizes, unit, by_k=by_k))
+
+
+def _value_dtypes(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of dequantized operands and of their product."""
+    if device.type == "cpu":
+        return torch.float32, torch.float32
+    return torch.bfloat16, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def _workspace(
+    device: torch.device,
+    experts: int,
+    sizes: Sizes,
+    a: Format | None = None,
+    b: Format | None = None,
+    *,
+    by_k: bool = False,
+) -> int:
+    return 0 if device.type == "cpu" else gemm_dispatch.grouped_workspace_size(experts, sizes, a, b, by_k=by_k)

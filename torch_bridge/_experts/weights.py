@@ -1,0 +1,68 @@
+"""Quantized weights of experts: planes of all weights, for the forward and the backward pass.
+
+Weights are one tensor `[E, N, K]` or one `[N, K]` for each expert, as values; or one `QuantizedTensor` for each expert,
+as FSDP2 and ZeRO gather them. The number of launches does not grow with the number of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from qshard._core import quantize_steps
+from qshard._core.flat_shards import FlatSlice
+from qshard._core.operands import quantize_operand
+from qshard._core.quantize_steps import Draws, Plane
+from qshard.formats import Format, Usage
+from qshard.recipes import Recipe, Role
+from qshard.torch_bridge._experts.operands import BatchedOps, GroupedOperand, stack_tensors
+from qshard.torch_bridge._nn.operands import operand_spec, planes_of, values_of
+from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.foreach import flat_plan
+from qshard.torch_bridge._ops.uint64 import xor_words
+from qshard.torch_bridge._quantized.gemm import Operand
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+
+
+def gathered_planes(weights: Sequence[Tensor], usage: Usage) -> dict[Usage, Sequence[Operand]]:
+    """Return the planes of `usage` that the codes of all experts have."""
+    there = [planes_of(cast(QuantizedTensor, weight), Usage.COLUMNWISE in usage) for weight in weights]
+    usages = [one for one in usage.planes if all(one in planes for planes in there)]
+    return {one: [planes[one] for planes in there] for one in usages}
+
+
+def quantize_weights(
+    weights: Sequence[Tensor], recipe: Recipe, usage: Usage, *, seeds: Tensor | None, scale: Tensor | None
+) -> tuple[dict[Usage, GroupedOperand], Tensor | None]:
+    """Quantize the values of all weights: `weights` are one `[E, N, K]`, or one `[N, K]` for each expert.
+
+    `seeds` and `scale`, and the second result, are as in `quantize_experts`.
+    """
+    fmt = recipe.weight
+    if weights[0].ndim == 2 and scale is None and fmt.gather_refusal is None and not is_compiling():
+        rowwise = _cast_list([values_of(weight) for weight in weights], fmt)
+        planes = {Usage.ROWWISE: rowwise}
+        if Usage.COLUMNWISE in usage:
+            planes[Usage.COLUMNWISE] = quantize_steps.transpose_plane(BatchedOps(), rowwise, fmt)
+        return {each: GroupedOperand(fmt, each, planes[each]) for each in usage.planes}, None
+    values = weights[0].detach() if weights[0].ndim == 3 else stack_tensors([values_of(weight) for weight in weights])
+    spec = operand_spec(recipe, Role.WEIGHT, usage)
+    seeds = spec.seed_of(seeds, xor_words)
+    draws = None if seeds is None else Draws(seeds, torch.zeros_like(seeds))
+    planes, amax = quantize_operand(BatchedOps(), values.contiguous(), spec, scale=scale, draws=draws)
+    return {each: GroupedOperand(fmt, each, planes[each]) for each in usage.planes}, amax
+
+
+def _cast_list(values: Sequence[Tensor], fmt: Format) -> Plane:
+    """Quantize separate weights rowwise in a constant number of launches, with the list ops of FSDP2 and ZeRO."""
+    one = FlatSlice(tuple(values[0].shape), fmt, dtype_name(values[0].dtype))
+    flat, whole = flat_plan((one,) * len(values), values[0].device), [value.reshape(-1) for value in values]
+    (scales,) = flat.scales(flat.amaxes(whole))
+    where = flat.plan.buckets[0].planes[0]
+    data = torch.empty((len(values), *where.data_shape), dtype=torch.uint8, device=values[0].device)
+    flat.cast([*data.unbind()], whole, [scales.scale], pieces=False)
+    return Plane(data, scales.scale_inv.view(len(values), *where.scale_shape), scales.global_scale_inv)
