@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from qshard.formats import FP8_1x128, FP8_128x128, Usage
 from qshard.gemm_dispatch import Gpu
 from qshard.jax import linear
-from qshard.jax._gemm import block_gemm
+from qshard.jax._gemm import target_gpu
 from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
 from qshard.jax._ops.bind import disabled_checks
 from qshard.recipes import BlockScaling
@@ -28,14 +28,14 @@ SIZES = {"B": 8, "S": 256, "K": 512, "N": 1024}
 
 @pytest.fixture(autouse=True)
 def tensor_cores_of_the_cpu(monkeypatch):
-    monkeypatch.setattr(block_gemm, "PLATFORM", "cpu")
-    monkeypatch.setattr(block_gemm, "_gpu_of", lambda x: Gpu((9, 0), 130000))
+    monkeypatch.setattr(target_gpu, "PLATFORM", "cpu")
+    monkeypatch.setattr(target_gpu, "gpu_of", lambda x: Gpu((9, 0), 130000))
 
 
 def values_alone(function):
     """Call `function` without tensor cores."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_gemm, "_gpu_of", lambda x: None)
+        patch.setattr(target_gpu, "gpu_of", lambda x: None)
         return function()
 
 

@@ -17,7 +17,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -29,22 +28,15 @@ from qshard import gemm_dispatch
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
-from qshard.gemm_dispatch import Gpu, Kind
+from qshard.gemm_dispatch import Kind
+from qshard.jax._gemm import target_gpu
 from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
 from qshard.jax._ops.custom_partitioning import call_partitionable, local, partitionable, specs_of
-from qshard.jax._ops.mesh import MeshKind, mesh_of
+from qshard.jax._ops.mesh import MeshKind
 from qshard.jax._quantized.array import QuantizedArray
 
 PlaneProduct = Callable[[Plane, Plane], jax.Array]
 Usages = tuple[Usage, Usage]
-
-PLATFORM = "cuda"
-"""The platform that multiplies codes. Tests change it to the CPU."""
-
-_LIBRARY_OF_OTHERS = 120900
-"""The cuBLASLt version assumed for a program that is compiled for another machine. An older one raises there."""
-_HOPPER = ("H100", "H200", "H800", "H20", "GH200")
-"""Parts of device kinds with compute capability 9.0, for devices of another machine."""
 
 
 def _axes_of(q: QuantizedArray, stored: Usage, contracted: Usage) -> PlaneAxes | None:
@@ -111,13 +103,13 @@ def product(
     def _(_: int, axes: Any, a: Plane, b: Plane) -> tuple[jax.Array, bool]:
         return jax.vmap(multiply_values, jax.tree.map(lambda is_batched: 0 if is_batched else None, axes))(a, b), True
 
-    made: jax.Array = lax.platform_dependent(*planes, **{PLATFORM: batched}, default=multiply_values)
+    made: jax.Array = lax.platform_dependent(*planes, **{target_gpu.PLATFORM: batched}, default=multiply_values)
     return made
 
 
 def _block_product(a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any) -> Product | None:
     """The product of codes, or None if tensor cores do not take it."""
-    kind, gpu = gemm_dispatch.kind_of(a.format, b.format), _gpu_of(a.plane(usages[0][0]).data)
+    kind, gpu = gemm_dispatch.kind_of(a.format, b.format), target_gpu.gpu_of(a.plane(usages[0][0]).data)
     if kind not in ("blocks", "mxfp8") or gpu is None or not gemm_dispatch.runs_on(kind, gpu):
         return None
     left, right = _axes_of(a, *usages[0]), _axes_of(b, *usages[1])
@@ -209,30 +201,3 @@ def _rule(what: Product) -> tuple[str, dict[str, int]]:
         operands += [" ".join(codes), " ".join(names[axis] for axis in sorted(names))]
         result += [codes[axis] for axis in side.rows]
     return f"{', '.join(operands)} -> {' '.join(result)}", units
-
-
-# --- the GPU that a program will run on ---
-
-
-def _gpu_of(x: jax.Array) -> Gpu | None:
-    """The GPU that a program will run on, as far as tracing can tell; None if it has no GPU."""
-    device = getattr(mesh_of(x), "abstract_device", None) or SimpleNamespace(device_kind="")
-    here = _gpus_here()
-    if device.device_kind in here or (here and not device.device_kind):
-        return here.get(device.device_kind) or next(iter(here.values()))
-    if any(name in device.device_kind for name in _HOPPER):
-        return Gpu((9, 0), _LIBRARY_OF_OTHERS)
-    return None
-
-
-@functools.cache
-def _gpus_here() -> dict[str, Gpu]:
-    try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return {}
-    found = {}
-    for device in devices:
-        major, minor = (int(number) for number in str(device.compute_capability).split("."))
-        found[device.device_kind] = gemm_dispatch.gpu_of((major, minor))
-    return found

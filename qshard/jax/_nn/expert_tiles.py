@@ -1,73 +1,73 @@
 """Tiles of rows that are sorted by expert: their quantization and their products.
 
-Each tile has rows of one expert, and as many rows as the tallest block of the recipe, so blocks end where the rows of
-an expert end. Zeros pad the last tile of an expert. Codes are therefore the same as if each expert's rows were
-quantized alone. Shapes are static, so there are as many tiles as any `group_sizes` could need.
+Each tile has rows of one expert, and as many rows as the tallest block of the recipe, at least 16, so blocks end where
+the rows of an expert end. Zeros pad the last tile of an expert. Codes are therefore the same as if each expert's rows
+were quantized alone. Shapes are static, so there are as many tiles as any `group_sizes` could need.
+
+Formats with one scale and 1-D blocks with fp32 scales are quantized straight into the matrix of all padded rows
+(`quantize_rows`). Others are quantized tile by tile, and their planes have tiles as the first axis.
 """
 
 from __future__ import annotations
 
-import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from qshard._core.operands import OperandSpec, quantize_operand
+from qshard import gemm_dispatch
+from qshard._core.operands import OperandSpec, quantize_operand, quantize_rows
 from qshard._core.quantize_steps import Draws
 from qshard.formats import Usage
+from qshard.jax._gemm import grouped_gemm
 from qshard.jax._gemm.gemm import apply_scale, product_scale
 from qshard.jax._ops.collectives import max_of_groups, max_over
-from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.uint64 import words_times, xor_words
 from qshard.jax._quantized.array import QuantizedArray, plane_values
 from qshard.jax._sharding import partitionable_ops
-from qshard.layout import block_alignment, is_transposed, multiplies_codes, source
+from qshard.layout import block_alignment, is_transposed, multiplies_codes, source, takes_rows
 from qshard.recipes import Recipe
 
 
 class Tiles(NamedTuple):
-    """The assignment of rows to tiles. M is the number of rows of x, E the number of experts.
+    """The assignment of the M rows of x to P padded rows: the results of op `group_rows`, for E experts.
 
     Attributes:
       unit: rows per tile.
-      experts: the expert of each tile; E for unused tiles.
-      first: the index of each tile's first row among the rows of its expert.
-      source: for each row of the tiles, the row of x; M for padding rows.
-      target: for each row of x, the row of the tiles; out of range for rows after the last group.
-      sizes: for each expert, its number of rows in tiles, with padding.
-      fits: whether x has as many rows as `group_sizes` add up to.
+      stops: for each expert, the end of its padded rows, int32 `[E]`.
+      rows: for each padded row, the row of x, int32 `[P]`; M for padding.
+      place: for each row of x, its padded row, int32 `[M]`; the last one for rows of no expert.
+      fits: whether `group_sizes` are not negative and add up to M or less.
     """
 
     unit: int
-    experts: jax.Array
-    first: jax.Array
-    source: jax.Array
-    target: jax.Array
-    sizes: jax.Array
+    stops: jax.Array
+    rows: jax.Array
+    place: jax.Array
     fits: jax.Array
+
+    @property
+    def experts(self) -> jax.Array:
+        """The expert of each tile; E for unused tiles."""
+        first = jnp.arange(0, self.rows.shape[0], self.unit, dtype=jnp.int32)
+        return jnp.searchsorted(self.stops, first, side="right", method="compare_all").astype(jnp.int32)
+
+    def first_of(self, experts: jax.Array) -> jax.Array:
+        """Return the index of each tile's first row among the rows of its expert, of `experts`."""
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), self.stops])[experts]
+        return jnp.arange(0, self.rows.shape[0], self.unit, dtype=jnp.int32) - starts
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
-    unit = block_alignment(recipe.activation, recipe.gradient)
-    sizes, experts = jnp.asarray(group_sizes, jnp.int32), group_sizes.shape[0]
-    padded = -(-sizes // unit) * unit
-    ends, stops = jnp.cumsum(sizes), jnp.cumsum(padded)
-    count = max(1, (rows + experts * (unit - 1)) // unit)
-    find = functools.partial(jnp.searchsorted, side="right", method="compare_all")
-    # Rows and tiles without an expert get expert E. Nothing is read or written for them.
-    shift = jnp.append(stops - padded - (ends - sizes), 0)
-    row = jnp.arange(rows, dtype=jnp.int32)
-    of_row = find(ends, row)
-    target = jnp.where(of_row < experts, row + shift[of_row], count * unit)
-    of_tile = find(stops, jnp.arange(0, count * unit, unit, dtype=jnp.int32)).astype(jnp.int32)
-    place = jnp.arange(count * unit, dtype=jnp.int32)
-    of_place = jnp.repeat(of_tile, unit)
-    there = place - shift[of_place]
-    there = jnp.where((of_place < experts) & (there < jnp.append(ends, 0)[of_place]), there, rows)
-    first = place[::unit] - jnp.append(stops - padded, 0)[of_tile]
-    return Tiles(unit, of_tile, first, there, target, padded, ends[-1] <= rows)
+    """Assign the M rows of x to `M // unit + E + 1` tiles, enough for any group sizes.
+
+    `unit` follows from the blocks of activations and gradients.
+    """
+    unit = max(gemm_dispatch.UNIT, block_alignment(recipe.activation, recipe.gradient))
+    sizes, count = jnp.asarray(group_sizes, jnp.int32), rows // unit + group_sizes.shape[0] + 1
+    stops, _, source_rows, place, fits = partitionable_ops.group_rows(sizes, tiles=count, tokens=rows, unit=unit)
+    return Tiles(unit, stops, source_rows, place, fits[0] != 0)
 
 
 def quantize_tiles(
@@ -82,14 +82,17 @@ def quantize_tiles(
     """Quantize the rows of x `[M, K]` in tiles, with one set of scales per expert.
 
     `axes` are the mesh axes of `shard_map` over which the rows of an expert are sharded. `seeds` are uint32 `[E, 2]`;
-    None rounds to nearest. `scales` `[E]` are the scales of delayed scaling. Returns the codes, with tiles as the first
-    axis, and under delayed scaling the amax of each expert, `[E]`.
+    None rounds to nearest. `scales` `[E]` are the scales of delayed scaling. Returns the codes, and under delayed
+    scaling the amax of each expert, `[E]`. Codes are one matrix of all rows, with one scale for each expert if the
+    format has one scale; or they have tiles as the first axis.
     """
-    columns, experts = x.shape[1], tiles.sizes.shape[0]
-    own = jnp.minimum(tiles.experts, experts - 1)
+    if takes_rows(operand.format):
+        return _quantize_matrix(x, operand, tiles, axes, scales)
+    columns, experts, of_tiles = x.shape[1], tiles.stops.shape[0], tiles.experts
+    own = jnp.minimum(of_tiles, experts - 1)
     draws, seeds = None, operand.seed_of(seeds, xor_words)
     if seeds is not None:
-        draws = seeds[own], jnp.stack(words_times(tiles.first.astype(jnp.uint32), columns), axis=-1)
+        draws = seeds[own], jnp.stack(words_times(tiles.first_of(of_tiles).astype(jnp.uint32), columns), axis=-1)
 
     def of_experts(amax: jax.Array, expert: jax.Array) -> jax.Array:
         """Reduce the amaxes of tiles to the amax of each expert."""
@@ -114,57 +117,62 @@ def quantize_tiles(
         q = QuantizedArray(format=operand.format, dtype=x.dtype, axes=(None, None)).with_planes(planes)
         return q, amax
 
-    rows = jnp.asarray(x).at[tiles.source].get(mode="fill", fill_value=0).reshape(-1, tiles.unit, columns)
+    rows = jnp.asarray(x).at[tiles.rows].get(mode="fill", fill_value=0).reshape(-1, tiles.unit, columns)
     scale = None if scales is None else scales[own]
-    q, amax = jax.vmap(cast)(rows, tiles.experts, scale, draws)
-    return q, None if amax is None else of_experts(amax, tiles.experts)
+    q, amax = jax.vmap(cast)(rows, of_tiles, scale, draws)
+    return q, None if amax is None else of_experts(amax, of_tiles)
 
 
-def _operand(q: QuantizedArray, usage: Usage, codes: bool) -> jax.Array:
-    """Tiles or experts as bfloat16 matrices: the codes as numbers, which is exact, or the dequantized values."""
-    stored = source(q.format, usage)
+def _quantize_matrix(
+    x: jax.Array, operand: OperandSpec, tiles: Tiles, axes: tuple[str, ...], scales: jax.Array | None
+) -> tuple[QuantizedArray, jax.Array | None]:
+    """Quantize the rows of x straight into tiles, as one matrix."""
+    planes, amax = quantize_rows(
+        partitionable_ops, x, operand, tiles.rows, tiles.stops, scale=scales, reduce_max=max_over(axes)
+    )
+    return QuantizedArray(format=operand.format, dtype=x.dtype, axes=(None, None)).with_planes(planes), amax
+
+
+def _values(q: QuantizedArray, usage: Usage, codes: bool) -> jax.Array:
+    """The rows of all tiles, or the matrices of all experts, in bfloat16: codes as numbers, which is exact, or values.
+
+    `usage` is the plane to read. A transposed plane is transposed back.
+    """
+    stored = usage if usage in q.planes else source(q.format, usage)
+    plane, fmt = q.plane(stored), q.format
     if codes:
-        numbers: jax.Array = q.plane(stored).data.astype(jnp.bfloat16)
-        return numbers
-    values: jax.Array = jax.vmap(lambda part: plane_values(part, q.format, stored, "bfloat16", 2))(q.plane(stored))
-    return jnp.swapaxes(values, -1, -2) if is_transposed(q.format, stored) else values
+        values: jax.Array = plane.data.astype(jnp.bfloat16)
+    elif plane.data.ndim == 2:
+        values = plane_values(plane, fmt, stored, "bfloat16", 2)
+    else:
+        values = jax.vmap(lambda part: plane_values(part, fmt, stored, "bfloat16", 2))(plane)
+    return jnp.swapaxes(values, -1, -2) if is_transposed(fmt, stored) else values
 
 
-def _ragged_product(a: jax.Array, b: jax.Array, tiles: Tiles, contracted: tuple[int, int], dtype: Any) -> jax.Array:
-    """Multiply the rows of each expert in `a` by its matrix or its rows in `b`, contracting the given axes."""
-    groups = [0] if b.ndim == 3 else []
-    dims = lax.RaggedDotDimensionNumbers((((contracted[0],), (contracted[1],)), ((), ())), [0], groups)
-    narrow = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
-    plain = functools.partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, preferred_element_type=narrow)
-    multiply = jax.custom_batching.custom_vmap(plain)
-
-    @multiply.def_vmap
-    def _(size: int, batched: list[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
-        """Broadcast all operands: JAX can batch a ragged product only along the first axis of every operand."""
-        each = zip(operands, batched, strict=True)
-        return jax.vmap(plain)(*(x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in each)), True
-
-    product: jax.Array = multiply(a, b, tiles.sizes)
-    return product
-
-
-def row_product(q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: Tiles, dtype: Any) -> jax.Array:
+def row_product(
+    q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: Tiles, dtype: Any, *, fast: bool
+) -> jax.Array:
     """Multiply each row of tiles by the weight of its expert: `[M, N]` in the order of x.
 
-    `w` has experts as its first axis; `contracted` is its plane that the product contracts. The result is zero in rows
-    after the last group, and NaN everywhere if x has fewer rows than `group_sizes` add up to.
+    `w` has experts as its first axis; `contracted` is its plane that the product contracts. `fast` as in
+    `gemm_dispatch.multiply`. The result is zero in rows after the last group, and NaN everywhere if x has fewer rows
+    than `group_sizes` add up to.
     """
-    codes = multiplies_codes(q.format, w.format)
-    rows, weights = _operand(q, Usage.ROWWISE, codes), _operand(w, contracted, codes)
     axis = 2 if contracted is Usage.ROWWISE else 1
-    product = _ragged_product(rows.reshape(-1, rows.shape[-1]), weights, tiles, (1, axis), dtype)
-    if codes:
-        own = jnp.minimum(tiles.experts, w.shape[0] - 1)
-        scale = q.plane(Usage.ROWWISE).scale_inv * w.plane(source(w.format, contracted)).scale_inv[own]
-        scale = product_scale(q.format, w.format, jnp.repeat(scale, tiles.unit)[:, None], product.dtype)
-        product = apply_scale(product, scale, dtype)
-    back = product.astype(dtype).at[tiles.target].get(mode="fill", fill_value=0)
-    return jnp.where(tiles.fits, back, jnp.nan)
+
+    def multiply_values(q: QuantizedArray, w: QuantizedArray) -> jax.Array:
+        codes = multiplies_codes(q.format, w.format)
+        rows, weights = _rows_of(_values(q, Usage.ROWWISE, codes)), _values(w, contracted, codes)
+        product = grouped_gemm.multiply_rows(rows, weights, axis, tiles.stops, dtype)
+        if not codes:
+            return product.astype(dtype)
+        of_experts = q.plane(Usage.ROWWISE).scale_inv * w.plane(next(iter(w.planes))).scale_inv
+        of_tiles = jnp.append(of_experts, 1.0)[tiles.experts]  # 1 for rows of no expert, which are zeros.
+        scale = product_scale(q.format, w.format, jnp.repeat(of_tiles, tiles.unit)[:, None], product.dtype)
+        return apply_scale(product, scale, dtype)
+
+    product = grouped_gemm.multiply_row_codes(q, w, contracted, tiles.stops, dtype, multiply_values, fast=fast)
+    return jnp.where(tiles.fits, product.at[tiles.place].get(mode="promise_in_bounds"), jnp.nan)
 
 
 def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: Any) -> jax.Array:
@@ -172,13 +180,19 @@ def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: A
 
     For layout "NK", `a` is dy and `b` is x; for "KN", `a` is x and `b` is dy.
     """
-    codes, columns = multiplies_codes(a.format, b.format), Usage.COLUMNWISE
-    left, right = (_operand(q, columns, codes) for q in (a, b))
-    left, right = (rows.reshape(-1, rows.shape[-1]) for rows in (left, right))
-    product = _ragged_product(left, right, tiles, (0, 0), dtype)
-    if codes:
-        of_tiles = a.plane(Usage.ROWWISE).scale_inv * b.plane(Usage.ROWWISE).scale_inv
-        scale, of_tiles, experts = vary_alike(jnp.zeros(tiles.sizes.shape, jnp.float32), of_tiles, tiles.experts)
-        scale = scale.at[experts].set(of_tiles, mode="drop")
-        product = apply_scale(product, product_scale(a.format, b.format, scale[:, None, None], product.dtype), dtype)
-    return product.astype(dtype)
+
+    def multiply_values(a: QuantizedArray, b: QuantizedArray) -> jax.Array:
+        codes = multiplies_codes(a.format, b.format)
+        left, right = (_rows_of(_values(q, Usage.COLUMNWISE, codes)) for q in (a, b))
+        product = grouped_gemm.contract_rows(left, right, tiles.stops, dtype)
+        if codes:
+            of_experts = (q.plane(next(iter(q.planes))).scale_inv for q in (a, b))
+            scale = math.prod(of_experts)[:, None, None]
+            product = apply_scale(product, product_scale(a.format, b.format, scale, product.dtype), dtype)
+        return product.astype(dtype)
+
+    return grouped_gemm.contract_row_codes(a, b, tiles.stops, tiles.unit, dtype, multiply_values)
+
+
+def _rows_of(values: jax.Array) -> jax.Array:
+    return values.reshape(-1, values.shape[-1])

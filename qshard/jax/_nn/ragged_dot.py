@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +15,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard._core.operands import OperandSpec
-from qshard._core.validation import seed_missing
+from qshard._core.validation import quote, seed_missing
 from qshard.formats import Usage
-from qshard.jax._delayed_scaling import LinearState, check_shared, observe_all, require_gradient
-from qshard.jax._nn.expert_tiles import Tiles, expert_products, quantize_tiles, row_product, tiles_of
+from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._nn.linear_config import check_arguments
-from qshard.jax._nn.linear_vjp import keep_planes
+from qshard.jax._nn.ragged_dot_vjp import Config, NonDifferentiable, ragged_product
+from qshard.jax._nn.ragged_values import ValueConfig, value_product
 from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, spec_of, vary_alike
-from qshard.jax._ops.scheduling import barrier
-from qshard.jax._ops.second_derivatives import rules_of_product
 from qshard.jax._ops.validation import (
     Seed,
     as_axes,
@@ -37,49 +33,16 @@ from qshard.jax._ops.validation import (
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, WeightLayout, WeightSharding, as_layout, spec_of_codes
 from qshard.jax._quantized.primary import CODED, PrimaryWeight, open_weight
-from qshard.jax._quantized.quantize import WeightScales, quantize_shard
 from qshard.jax._sharding.shard_spec import ShardSpec
-from qshard.layout import plane, source
-from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_format
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Config:
-    """Static options of a call. `axes` shard the rows of an expert, and `sharding` describes one expert's weight."""
-
-    recipe: Recipe
-    sharding: WeightSharding
-    axes: tuple[str, ...]
-    learns: bool
-    reshard_after_forward: bool
-
-
-class _NonDifferentiable(NamedTuple):
-    """Arguments without a gradient, except for `state`, which gets a cotangent. Seeds are `[E, 2]`."""
-
-    group_sizes: jax.Array
-    seeds: jax.Array | None
-    state: LinearState | None
-    weight_amax: jax.Array | None
-
-
-class _Residuals(NamedTuple):
-    """The values saved for backward. Planes have tiles or experts as their first axis.
-
-    Fields as in `linear_vjp.Residuals`.
-    """
-
-    x: QuantizedArray
-    w: QuantizedArray
-    given: _NonDifferentiable
-    amaxes: tuple[jax.Array | None, jax.Array | None]
+from qshard.layout import plane
+from qshard.recipes import Recipe, RecipeLike, as_recipe, check_state
 
 
 def ragged_dot(
     x: jax.Array,
     w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
     group_sizes: jax.Array,
-    recipe: RecipeLike,
+    recipe: RecipeLike | None,
     *,
     weight_layout: WeightLayout | None = None,
     weight_spec: Spec = None,
@@ -100,7 +63,8 @@ def ragged_dot(
       w: `[E, N, K]` or `[E, K, N]` in one of these dtypes. Or codes in the recipe's format for weights, with scales per
         expert: a frozen `QuantizedArray`, from `jax.vmap` of `quantize`; or a `PrimaryWeight`.
       group_sizes: integers `[E]`: the number of rows of each expert, 0 or more. Rows after the last group give zeros.
-      recipe: the recipe, or its name, as for `linear`.
+      recipe: the recipe, or its name, as for `linear`. None: no quantization; then `w` is cast to the dtype of `x`, and
+        scales, seeds and states have no meaning.
       weight_layout: "KN" for `w` `[E, K, N]`, as in `jax.lax.ragged_dot`; "NK" for `[E, N, K]`, the default of
         `linear`. Required, since no shape tells them apart if N == K. Both give the same bits.
       weight_spec: the sharding of `w`. Experts over one mesh axis and rows over another: `P("expert", "fsdp")`.
@@ -114,7 +78,8 @@ def ragged_dot(
       state: the state of delayed scaling, from `init_delayed(recipe, (E,))`.
 
     Returns:
-      `[M, N]` in the dtype of `x`. NaN if `group_sizes` add up to more rows than `x` has, where only the device knows.
+      `[M, N]` in the dtype of `x`. Where only the device knows that `group_sizes` add up to more rows than `x` has, all
+      is NaN, or without a recipe the first row.
 
     Raises:
       TypeError: an operand is not of a float dtype, or another argument has the wrong type.
@@ -123,10 +88,13 @@ def ragged_dot(
         ragged product.
 
     In `shard_map` it uses the tokens and experts of one device: send tokens to their experts first, for example with
-    `jax.lax.all_to_all`. On Auto meshes XLA shards the products. Weights are only gathered as codes.
+    `jax.lax.all_to_all`. On Auto meshes each device multiplies all tokens. Weights are gathered as codes, if there is a
+    recipe.
 
-    It runs `jax.lax.ragged_dot_general` and has no kernel of its own yet: on a GPU, use it for its numerics, not for
-    speed.
+    On a GPU with a new enough cuBLASLt one op multiplies all experts, without a transfer of `group_sizes` to the host:
+    codes of FP8 recipes with one scale or blocks of 128, and bfloat16 or float16 values otherwise. So `recipe=None` is
+    a faster `jax.lax.ragged_dot`. Elsewhere, and for float32, it runs `jax.lax.ragged_dot_general`. `qshard info` shows
+    which.
 
     >>> x, w = jnp.full((6, 32), 7.0), jnp.stack([jnp.full((16, 32), value) for value in (0.875, 1.75, 3.5)])
     >>> ragged_dot(x, w, jnp.array([2, 0, 3]), "CurrentScaling", weight_layout="NK")[:, 0]
@@ -134,7 +102,10 @@ def ragged_dot(
 
     Sources: `jax.lax.ragged_dot`; TransformerEngine (`GroupedLinear`: scales by expert, rows padded to blocks).
     """
-    recipe = as_recipe(recipe, "ragged_dot")
+    if recipe is None:
+        _check_unquantized(w, state)
+    else:
+        recipe = as_recipe(recipe, "ragged_dot")
     if weight_layout is None:
         raise ValueError(
             "ragged_dot: weight_layout (None) is not a layout; pass 'KN' for w [E, K, N], as in jax.lax.ragged_dot, "
@@ -176,7 +147,7 @@ def _checked_ragged_dot(
     seed: jax.Array | None,
     state: LinearState | None,
     *,
-    recipe: Recipe,
+    recipe: Recipe | None,
     layout: WeightLayout,
     weight_spec: Spec,
     gather_axes: tuple[str, ...],
@@ -199,9 +170,13 @@ def _checked_ragged_dot(
     sharding = WeightSharding(_spec_of_expert(codes, sink, gather_axes, weight_spec), gather_axes, layout)
     if x.shape[1] != sharding.whole_shape(shape[1:])[layout.index("K")]:
         raise _no_fit(x, shape, layout)
-    _check_shapes(x, shape, group_sizes, recipe, seed, state)
+    _check_sizes(group_sizes, shape[0])
+    if recipe is None:
+        x, w = vary_alike(x, w)
+        return value_product(ValueConfig(sharding, reshard_after_forward), x, w, group_sizes)
+    _check_recipe(x, shape[0], recipe, seed, state)
     plane(recipe.weight, sharding.spec.whole(shape[1:]), Usage.ROWWISE, op="ragged_dot", name="w")
-    config = _Config(
+    config = Config(
         recipe=recipe,
         sharding=sharding,
         axes=axes,
@@ -217,7 +192,7 @@ def _checked_ragged_dot(
     # In shard_map, cast an operand to vary over more axes outside of the custom_vjp: there JAX sums its gradient.
     x, *sinks = vary_alike(x, *([] if sink is None else [sink]))
     weight = CodedWeight(codes, sinks[0] if sinks else None, None)
-    return _ragged_product(config, x, weight, _NonDifferentiable(group_sizes, seeds, state, weight_amax))
+    return ragged_product(config, x, weight, NonDifferentiable(group_sizes, seeds, state, weight_amax))
 
 
 def _check_rows(x: jax.Array, group_sizes: Any) -> None:
@@ -237,24 +212,33 @@ def _no_fit(x: jax.Array, w: tuple[int, ...], layout: WeightLayout) -> ValueErro
     return ValueError(f"ragged_dot: w {w} does not fit x {x.shape}; pass w as [E, {', '.join(layout)}] and x as [M, K]")
 
 
-def _check_shapes(
-    x: jax.Array, w: tuple[int, ...], group_sizes: jax.Array, recipe: Recipe, seed: Any, state: LinearState | None
-) -> None:
-    if group_sizes.shape != w[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+def _check_sizes(group_sizes: jax.Array, experts: int) -> None:
+    if group_sizes.shape != (experts,) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
-            f"ragged_dot: group_sizes ({group_sizes.dtype} {group_sizes.shape}) is not one integer for each of {w[0]} "
-            "experts; pass the number of rows of each expert"
+            f"ragged_dot: group_sizes ({group_sizes.dtype} {group_sizes.shape}) is not one integer for each of "
+            f"{experts} experts; pass the number of rows of each expert"
         )
+
+
+def _check_recipe(x: jax.Array, experts: int, recipe: Recipe, seed: Any, state: LinearState | None) -> None:
     if seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing('ragged_dot', type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
     advice = "init_delayed(recipe, (E,))"
     check_state("ragged_dot", "state", "given" if state else None, recipe, advice)
-    if state is not None and state.weight.scale.shape != w[:1]:
+    if state is not None and state.weight.scale.shape != (experts,):
         raise ValueError(
-            f"ragged_dot: state (scale {state.weight.scale.shape}) is not one for each of {w[0]} experts; pass "
-            f"init_delayed(recipe, ({w[0]},))"
+            f"ragged_dot: state (scale {state.weight.scale.shape}) is not one for each of {experts} experts; pass "
+            f"init_delayed(recipe, ({experts},))"
         )
     plane(recipe.activation, x.shape, Usage.ROWWISE, op="ragged_dot", name="x")
+
+
+def _check_unquantized(w: Any, state: LinearState | None) -> None:
+    """Raise if a call without a recipe has operands that only a recipe reads."""
+    if isinstance(w, CODED):
+        raise TypeError(f"ragged_dot: w ({quote(w)}) has codes, but recipe is None; pass the recipe of its format")
+    if state is not None:
+        raise ValueError("ragged_dot: state has scales, but recipe is None; pass DelayedScaling, or leave state out")
 
 
 def _check_mesh(x: jax.Array, w: jax.Array, spec: Spec) -> None:
@@ -287,88 +271,3 @@ def _spec_of_expert(
 
     jax.eval_shape(jax.vmap(find), sink if codes is None else codes)
     return found[0]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged_product(config: _Config, x: jax.Array, w: CodedWeight, given: _NonDifferentiable) -> jax.Array:
-    return _forward(config, x, w, given, learns=False)[0]
-
-
-def _forward(
-    config: _Config, x: jax.Array, w: CodedWeight, given: _NonDifferentiable, *, learns: bool = True
-) -> tuple[jax.Array, _Residuals]:
-    recipe, rows, columns, none = config.recipe, Usage.ROWWISE, Usage.COLUMNWISE, Usage(0)
-    x_saved = source(recipe.activation, columns) if learns and config.learns else none
-    read = source(recipe.weight, config.sharding.contracted)
-    w_saved = source(recipe.weight, config.sharding.contracted_back) if learns else none
-    tiles = tiles_of(recipe, x.shape[0], given.group_sizes)
-    xq, x_amax = _quantize_rows(config, x, given, Role.ACTIVATION, rows | x_saved, tiles)
-    wq, w_amax = _weight(config, w, given, read | w_saved)
-    whole = _gather_plane(config, wq, read)
-    y = row_product(xq, whole, config.sharding.contracted, tiles, x.dtype)
-    if learns and not config.reshard_after_forward:
-        wq = whole if w_saved is read else _gather_plane(config, wq, w_saved)
-    return y, _Residuals(keep_planes(xq, x_saved), keep_planes(wq, w_saved), given, (x_amax, w_amax))
-
-
-def _backward(config: _Config, saved: _Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, _NonDifferentiable]:
-    recipe, given, wq, columns = config.recipe, saved.given, saved.w, Usage.COLUMNWISE
-    if config.sharding.gather_axes and config.reshard_after_forward:
-        wq, dy = barrier(wq, dy)
-        wq = _gather_plane(config, wq, source(recipe.weight, config.sharding.contracted_back))
-    tiles = tiles_of(recipe, dy.shape[0], given.group_sizes)
-    read = Usage.ROWWISE | (source(recipe.gradient, columns) if config.learns else Usage(0))
-    dyq, dy_amax = _quantize_rows(config, dy, given, Role.GRADIENT, read, tiles)
-    dx = row_product(dyq, wq, config.sharding.contracted_back, tiles, dy.dtype)
-    dw = None
-    if config.learns:
-        pair = (dyq, saved.x) if config.sharding.layout == "NK" else (saved.x, dyq)
-        dw = jax.vmap(config.sharding.scatter)(expert_products(*pair, tiles, wq.dtype))
-        if config.sharding.gather_axes:  # As in `linear`: `scheduling.py`.
-            dw, dx = barrier(dw, dx)
-    x_amax, w_amax = saved.amaxes
-    observed = None
-    if given.state is not None:
-        observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
-    nothing: Any = _NonDifferentiable(None, None, observed, None)  # type: ignore[arg-type]
-    return dx, CodedWeight(None, dw, None), nothing
-
-
-_ragged_product.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
-
-
-def _quantize_rows(
-    config: _Config, x: jax.Array, given: _NonDifferentiable, role: Role, usage: Usage, tiles: Tiles
-) -> tuple[QuantizedArray, jax.Array | None]:
-    operand = OperandSpec.of(config.recipe, role, usage)
-    return quantize_tiles(x, operand, tiles, axes=config.axes, seeds=given.seeds, scales=_scales(given, role))
-
-
-def _scales(given: _NonDifferentiable, role: Role) -> jax.Array | None:
-    """The scale of each expert, under delayed scaling."""
-    return None if given.state is None else getattr(given.state, role.value).scale
-
-
-def _weight(
-    config: _Config, w: CodedWeight, given: _NonDifferentiable, usage: Usage
-) -> tuple[QuantizedArray, jax.Array | None]:
-    """The local codes of all experts, and their amaxes under delayed scaling. Quantizes weights that are arrays."""
-    if w.codes is not None:
-        return w.codes, given.weight_amax
-    assert w.sink is not None
-    operand = OperandSpec.of(config.recipe, Role.WEIGHT, usage, op="ragged_dot", name="w")
-
-    def cast(own: jax.Array, seed: Any, scale: Any) -> tuple[QuantizedArray, jax.Array | None]:
-        made = None if scale is None else WeightScales(scale)
-        return quantize_shard(own, operand, config.sharding.spec, made, seed, turned=config.sharding.layout == "KN")
-
-    scales = _scales(given, Role.WEIGHT)
-    made: tuple[QuantizedArray, jax.Array | None] = jax.vmap(cast)(w.sink, given.seeds, scales)
-    return made
-
-
-def _gather_plane(config: _Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
-    """Gather one plane of all weights from local codes."""
-    check_weight_format("ragged_dot", "w", wq.format, config.recipe)
-    wq = keep_planes(wq, usage)
-    return jax.vmap(config.sharding.gather)(wq) if config.sharding.gather_axes else wq

@@ -249,7 +249,7 @@ class Op:
         **options: Any,
     ) -> Any:
         if not self._has_leading_axes:
-            raise NotImplementedError(f"{self.spec.name}: cannot be batched by vmap; use jax.lax.map")
+            return _loop(functools.partial(self._primitive.bind, shapes=shapes, **options), operands, axes)
         size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
         grow = [isinstance(operand.terms[0], str) for operand in self.spec.inputs]  # Other operands serve all examples.
         if any(axis is not None and not grows for axis, grows in zip(axes, grow, strict=True)):
@@ -283,6 +283,18 @@ def __getattr__(name: str) -> Op:
     if name.startswith("_") or name not in table():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return bind(table()[name])
+
+
+def _loop(bind: Callable[..., Any], operands: Sequence[Any], axes: Sequence[int | None]) -> Any:
+    """Run an op without leading axes once for each example, as the rule of `vmap`."""
+    mapped = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
+
+    def one(examples: list[jax.Array]) -> Any:
+        each = iter(examples)
+        return bind(*(x if axis is None else next(each) for x, axis in zip(operands, axes, strict=True)))
+
+    results = lax.map(one, mapped)
+    return results, (0,) * len(results)
 
 
 @functools.cache

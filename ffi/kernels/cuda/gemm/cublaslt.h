@@ -72,7 +72,7 @@ enum PreferenceAttribute : int {  // cublasLtMatmulPreferenceAttributes_t
   kMinAlignmentB = 6,
   kMinAlignmentC = 7,
   kMinAlignmentD = 8,
-  kGroupedAverageK = 13,     // uint32_t; likewise the next two
+  kGroupedAverageK = 13,     // 8 bytes; likewise the next two
   kGroupedAverageRows = 14,  // of D
   kGroupedAverageCols = 15,
 };

@@ -112,9 +112,11 @@ __device__ void WriteArrays(const SetUp& s, const int32_t* ends) {
       s.extents[i * s.stride + group] = extents[i];
     for (int i = 0; i < GroupedWorkspace::kPointers; ++i)
       s.pointers[i * s.stride + group] = s.places[i].At(group, start / s.unit);
+    // The library also scales the empty sum of a group without rows, whose own scale may be NaN.
     for (int i = 0; i < 2; ++i)
       if (s.tensor_scales[i] != nullptr)
-        s.tensor_scales_to[i][group * (kGemmUnit / sizeof(float))] = s.tensor_scales[i][group];
+        s.tensor_scales_to[i][group * (kGemmUnit / sizeof(float))] =
+            extents[0] > 0 ? s.tensor_scales[i][group] : 0.0f;
   }
   if (threadIdx.x == 0) {
     s.scalars[0] = 1.0f;  // alpha
@@ -335,7 +337,7 @@ Status GroupedGemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const GemmGr
   };
   cublaslt::Result result = SetArrays(*plan, arrays);
   if (result == cublaslt::kSuccess) {
-    TryAlgorithms(plan.get(), exec.stream, multiply);
+    if (plan->algorithms.size() > 1) TryAlgorithms(plan.get(), exec.stream, multiply);
     result = multiply(plan->algorithms.front());
   }
   if (result != cublaslt::kSuccess) return {Refusal(s, result)};

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <string>
 
 #include "kernels/cuda/gemm/grouped_plans.h"
 #include "kernels/cuda/gemm/lru_cache.h"
@@ -15,6 +17,7 @@ using cublaslt::kAsItIs;
 using cublaslt::kSuccess;
 using cublaslt::kTransposed;
 
+constexpr int kNotAsked = -1;  // status of the heuristic, if a descriptor failed before
 constexpr int kMostAlgorithms = 8;
 constexpr size_t kMostPlans = 1024;
 
@@ -47,12 +50,17 @@ bool Describe(const cublaslt::Library& lt, const GroupedKey& key, const GroupedA
          lay_out(&plan->out, key.out, arrays.out);
 }
 
-uint32_t Average(int64_t size, int64_t groups) {
-  return static_cast<uint32_t>(std::max<int64_t>(1, size / groups));
+// Tells the heuristic the average of a size. The header says uint32_t, but cuBLAS 13.8 takes 8
+// bytes.
+bool SetAverage(const cublaslt::Library& lt, cublaslt::Preference preference,
+                cublaslt::PreferenceAttribute attribute, int64_t size, int64_t groups) {
+  const int64_t average = std::max<int64_t>(1, size / groups);
+  return Set(lt, preference, attribute, static_cast<uint64_t>(average)) ||
+         Set(lt, preference, attribute, static_cast<uint32_t>(average));
 }
 
-// Asks the heuristic for algorithms.
-bool Choose(const cublaslt::Library& lt, const GroupedKey& key, GroupedPlan* plan) {
+// Asks the heuristic for algorithms. Sets `status` to its result.
+bool Choose(const cublaslt::Library& lt, const GroupedKey& key, GroupedPlan* plan, int* status) {
   cublaslt::Preference preference = nullptr;
   if (lt.preference_create(&preference) != kSuccess) return false;
   const auto alignment = static_cast<uint32_t>(key.alignment);
@@ -67,16 +75,25 @@ bool Choose(const cublaslt::Library& lt, const GroupedKey& key, GroupedPlan* pla
       Set(lt, preference, cublaslt::kMinAlignmentB, alignment) &&
       Set(lt, preference, cublaslt::kMinAlignmentC, alignment) &&
       Set(lt, preference, cublaslt::kMinAlignmentD, alignment) &&
-      Set(lt, preference, cublaslt::kGroupedAverageK, Average(key.k, key.by_k ? key.groups : 1)) &&
-      Set(lt, preference, cublaslt::kGroupedAverageRows, Average(key.n, 1)) &&
-      Set(lt, preference, cublaslt::kGroupedAverageCols,
-          Average(key.m, key.by_k ? 1 : key.groups)) &&
-      lt.heuristic(plan->handle, plan->desc, plan->b, plan->a, plan->out, plan->out, preference,
-                   kMostAlgorithms, found, &count) == kSuccess;
+      SetAverage(lt, preference, cublaslt::kGroupedAverageK, key.k, key.by_k ? key.groups : 1) &&
+      SetAverage(lt, preference, cublaslt::kGroupedAverageRows, key.n, 1) &&
+      SetAverage(lt, preference, cublaslt::kGroupedAverageCols, key.m, key.by_k ? 1 : key.groups) &&
+      (*status = lt.heuristic(plan->handle, plan->desc, plan->b, plan->a, plan->out, plan->out,
+                              preference, kMostAlgorithms, found, &count)) == kSuccess;
   lt.preference_destroy(preference);
   for (int i = 0; chosen && i < count; ++i)
     if (found[i].state == kSuccess) plan->algorithms.push_back(found[i].algorithm);
   return !plan->algorithms.empty();
+}
+
+// Returns the text for a failed search, in static storage. The caller has the mutex of Plans.
+const char* NoAlgorithm(int status) {
+  static auto& texts = *new std::map<int, std::string>;
+  std::string& text = texts[status];
+  if (text.empty())
+    text = "cuBLASLt has no algorithm for these groups on this device (status " +
+           std::to_string(status) + "); call a product for each expert";
+  return text.c_str();
 }
 
 std::shared_ptr<GroupedPlan> MakePlan(const GroupedKey& key, const GroupedArrays& arrays) {
@@ -87,15 +104,15 @@ std::shared_ptr<GroupedPlan> MakePlan(const GroupedKey& key, const GroupedArrays
   if (plan->error != nullptr) return plan;
   plan->handle = cublaslt::HandleOf(lt, key.device);
   const bool scalars = key.a_mode == cublaslt::kScalarPerGroup;
+  int status = kNotAsked;
   if (plan->handle == nullptr)
     plan->error = "cuBLASLt does not start on this device; look for errors of CUDA before this one";
   else if (scalars && lt.version() < cublaslt::kGroupedScalarsSince)
     plan->error =
         "one scale for each expert needs cuBLASLt 13.5 or newer; install nvidia-cublas>=13.5, or "
         "set QSHARD_CUBLASLT to its libcublasLt.so.13";
-  else if (!Describe(lt, key, arrays, plan.get()) || !Choose(lt, key, plan.get()))
-    plan->error =
-        "cuBLASLt has no algorithm for these groups on this device; call a product for each expert";
+  else if (!Describe(lt, key, arrays, plan.get()) || !Choose(lt, key, plan.get(), &status))
+    plan->error = NoAlgorithm(status);
   return plan;
 }
 
@@ -199,11 +216,13 @@ cublaslt::Result SetArrays(const GroupedPlan& plan, const GroupedArrays& arrays)
 
 void TryAlgorithms(GroupedPlan* plan, CUstream_st* stream,
                    const std::function<cublaslt::Result(const cublaslt::Algorithm&)>& run) {
-  if (plan->algorithms.size() < 2 || !TriesAlgorithms()) return;
+  if (!TriesAlgorithms()) return;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess ||
-      status != cudaStreamCaptureStatusNone)
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
+    (void)cudaGetLastError();  // a capture elsewhere; the next launch must not report it
     return;
+  }
+  if (status != cudaStreamCaptureStatusNone) return;
   // Waiting for an event would invalidate a capture elsewhere in the default capture mode.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);

@@ -1,0 +1,160 @@
+"""The forward and backward passes of `ragged_dot`: quantized tokens, gathered weights, products and residuals."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from qshard._core.operands import OperandSpec
+from qshard.formats import Usage
+from qshard.jax._delayed_scaling import LinearState, observe_all
+from qshard.jax._gemm import grouped_gemm
+from qshard.jax._nn.expert_tiles import Tiles, expert_products, quantize_tiles, row_product, tiles_of
+from qshard.jax._nn.linear_vjp import keep_planes
+from qshard.jax._ops.scheduling import barrier
+from qshard.jax._ops.second_derivatives import rules_of_product
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._quantized.gather import CodedWeight, WeightSharding
+from qshard.jax._quantized.quantize import WeightScales, quantize_shard
+from qshard.layout import source
+from qshard.recipes import Recipe, Role, check_weight_format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Static options of a call. `axes` shard the rows of an expert, and `sharding` describes one expert's weight."""
+
+    recipe: Recipe
+    sharding: WeightSharding
+    axes: tuple[str, ...]
+    learns: bool
+    reshard_after_forward: bool
+
+
+class NonDifferentiable(NamedTuple):
+    """Arguments without a gradient, except for `state`, which gets a cotangent. Seeds are `[E, 2]`."""
+
+    group_sizes: jax.Array
+    seeds: jax.Array | None
+    state: LinearState | None
+    weight_amax: jax.Array | None
+
+
+class Residuals(NamedTuple):
+    """The values saved for backward. Planes have tiles or experts as their first axis.
+
+    Fields as in `linear_vjp.Residuals`.
+    """
+
+    x: QuantizedArray
+    w: QuantizedArray
+    given: NonDifferentiable
+    amaxes: tuple[jax.Array | None, jax.Array | None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def ragged_product(config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable) -> jax.Array:
+    return _forward(config, x, w, given, learns=False)[0]
+
+
+def _forward(
+    config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable, *, learns: bool = True
+) -> tuple[jax.Array, Residuals]:
+    recipe, sharding, rows, none = config.recipe, config.sharding, Usage.ROWWISE, Usage(0)
+    tiles = tiles_of(recipe, x.shape[0], given.group_sizes)
+    x_saved = _stored_rows(recipe, Role.ACTIVATION, x) if learns and config.learns else none
+    read = _stored_weight(config, w, Role.ACTIVATION, x)
+    w_saved = _stored_weight(config, w, Role.GRADIENT, x) if learns else none
+    xq, x_amax = _quantize_rows(config, x, given, Role.ACTIVATION, rows | x_saved, tiles)
+    wq, w_amax = _weight(config, w, given, read | w_saved)
+    whole = _gather_plane(config, wq, read)
+    y = row_product(xq, whole, sharding.contracted, tiles, x.dtype, fast=True)
+    if learns and not config.reshard_after_forward:
+        wq = whole if w_saved is read else _gather_plane(config, wq, w_saved)
+    return y, Residuals(keep_planes(xq, x_saved), keep_planes(wq, w_saved), given, (x_amax, w_amax))
+
+
+def _backward(config: Config, saved: Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, NonDifferentiable]:
+    recipe, given, wq = config.recipe, saved.given, saved.w
+    if config.sharding.gather_axes and config.reshard_after_forward:
+        wq, dy = barrier(wq, dy)
+        wq = _gather_plane(config, wq, source(recipe.weight, config.sharding.contracted_back))
+    tiles = tiles_of(recipe, dy.shape[0], given.group_sizes)
+    read = Usage.ROWWISE | (_stored_rows(recipe, Role.GRADIENT, dy) if config.learns else Usage(0))
+    dyq, dy_amax = _quantize_rows(config, dy, given, Role.GRADIENT, read, tiles)
+    dx = row_product(dyq, wq, config.sharding.contracted_back, tiles, dy.dtype, fast=False)
+    dw = None
+    if config.learns:
+        pair = (dyq, saved.x) if config.sharding.layout == "NK" else (saved.x, dyq)
+        dw = jax.vmap(config.sharding.scatter)(expert_products(*pair, tiles, wq.dtype))
+        if config.sharding.gather_axes:  # As in `linear`: `scheduling.py`.
+            dw, dx = barrier(dw, dx)
+    x_amax, w_amax = saved.amaxes
+    observed = None
+    if given.state is not None:
+        observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
+    nothing: Any = NonDifferentiable(None, None, observed, None)  # type: ignore[arg-type]
+    return dx, CodedWeight(None, dw, None), nothing
+
+
+ragged_product.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
+
+
+def _quantize_rows(
+    config: Config, x: jax.Array, given: NonDifferentiable, role: Role, usage: Usage, tiles: Tiles
+) -> tuple[QuantizedArray, jax.Array | None]:
+    operand = OperandSpec.of(config.recipe, role, usage)
+    return quantize_tiles(x, operand, tiles, axes=config.axes, seeds=given.seeds, scales=_scales(given, role))
+
+
+def _stored_rows(recipe: Recipe, role: Role, x: jax.Array) -> Usage:
+    """The plane of x or dy to quantize for dw: the columnwise one, if a GEMM of codes reads it."""
+    by_codes = grouped_gemm.takes_codes(recipe.gradient, recipe.activation, x, by_k=True)
+    return Usage.COLUMNWISE if by_codes else source(recipe.format(role), Usage.COLUMNWISE)
+
+
+def _stored_weight(config: Config, w: CodedWeight, role: Role, x: jax.Array) -> Usage:
+    """The plane of w to quantize, gather or save for a product with x or dy: a GEMM of codes contracts its last axis.
+
+    Both planes are quantized together, which saves a transpose. Gathers are always of the rowwise plane: shards of a
+    transposed plane would arrive as stripes.
+    """
+    fmt, sharding = config.recipe.weight, config.sharding
+    usage = sharding.contracted if role is Role.ACTIVATION else sharding.contracted_back
+    has_plane = w.codes is None or usage in w.codes.planes
+    if has_plane and not sharding.gather_axes and grouped_gemm.takes_codes(config.recipe.format(role), fmt, x):
+        return usage
+    return source(fmt, usage)
+
+
+def _scales(given: NonDifferentiable, role: Role) -> jax.Array | None:
+    """The scale of each expert, under delayed scaling."""
+    return None if given.state is None else getattr(given.state, role.value).scale
+
+
+def _weight(
+    config: Config, w: CodedWeight, given: NonDifferentiable, usage: Usage
+) -> tuple[QuantizedArray, jax.Array | None]:
+    """The local codes of all experts, and their amaxes under delayed scaling. Quantizes weights that are arrays."""
+    if w.codes is not None:
+        return w.codes, given.weight_amax
+    assert w.sink is not None
+    operand = OperandSpec.of(config.recipe, Role.WEIGHT, usage, op="ragged_dot", name="w")
+
+    def cast(own: jax.Array, seed: Any, scale: Any) -> tuple[QuantizedArray, jax.Array | None]:
+        made = None if scale is None else WeightScales(scale)
+        return quantize_shard(own, operand, config.sharding.spec, made, seed, turned=config.sharding.layout == "KN")
+
+    scales = _scales(given, Role.WEIGHT)
+    made: tuple[QuantizedArray, jax.Array | None] = jax.vmap(cast)(w.sink, given.seeds, scales)
+    return made
+
+
+def _gather_plane(config: Config, wq: QuantizedArray, usage: Usage) -> QuantizedArray:
+    """Gather one plane of all weights from local codes."""
+    check_weight_format("ragged_dot", "w", wq.format, config.recipe)
+    wq = keep_planes(wq, usage)
+    return jax.vmap(config.sharding.gather)(wq) if config.sharding.gather_axes else wq
