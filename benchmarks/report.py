@@ -29,6 +29,7 @@ JUDGED = (
     "tensor_parallel",
     "tensor_parallel_jax",
     "grouped",
+    "moe",
     *GPU_SECTIONS,
     "cross_entropy",
     "host",

@@ -104,6 +104,14 @@ def grouped_section(tables: Tables) -> str:
     return f"## Experts\n\n{origin(rows)} {text}\n\n{table(columns, [[row[c] for c in columns] for row in rows])}\n"
 
 
+def moe_section(tables: Tables) -> str:
+    rows = tables["moe"]
+    columns = ["kind", "ms", "times_bf16"]
+    text = "A mixture-of-experts layer on one GPU, forward and backward; `bench_moe.py` says what a kind is."
+    body = table(columns, [[row[c] for c in columns] for row in rows])
+    return f"## Whole layers of experts\n\n{origin(rows)} {text}\n\n{body}\n"
+
+
 def step_torch_lines(rows: Rows) -> list[list[str]]:
     """Build lines of time per single step, time per step of many, and memory, each also in percent of eager bf16."""
     base = next((row for row in rows if row["kind"] == "bf16"), None)
@@ -160,5 +168,6 @@ STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {
     "wire_jax": wire_jax_section,
     "tensor_parallel": tensor_parallel_section,
     "grouped": grouped_section,
+    "moe": moe_section,
     "tensor_parallel_jax": tensor_parallel_jax_section,
 }

@@ -209,6 +209,18 @@ TARGETS = (
             ((True, "one scale"), (True, "blocks"), (False, "one scale"), (False, "blocks")), bounds, strict=True
         )
     ),
+    *(
+        Target(
+            "moe",
+            rf"(fp8( E4M3)?|block) codes, {shape}",
+            f"a whole layer of experts, {shape}, weights given as codes: {share} of the time of bfloat16",
+            share,
+            "torch._grouped_mm",
+            column="ms",
+            of=f"bf16, {shape}",
+        )
+        for shape, share in (("mixtral", 0.72), ("deepseek", 0.85))
+    ),
     Target(
         "cross_entropy",
         r"cross entropy qshard(\.jax)?",

@@ -17,6 +17,14 @@ QSHARD_LAUNCHER_TEMPLATE((class In), SwiGluBackward, const In* gate, const In* u
                          int64_t runs, int64_t length, In* d_gate, In* d_up, float* amax_gate,
                          float* amax_up);
 
+// SwiGluForward of rows [2, cols] of gate_up: gate, then up. amax[r] = max |h| of row r.
+QSHARD_LAUNCHER_TEMPLATE((class In), SwiGluGateUp, const In* gate_up, int64_t rows, int64_t cols,
+                         In* h, float* amax);
+
+// SwiGluBackward of the same rows. amax[r] is the largest |x| of both gradients of row r.
+QSHARD_LAUNCHER_TEMPLATE((class In), SwiGluGateUpGrad, const In* gate_up, const In* grad,
+                         int64_t rows, int64_t cols, In* d_gate_up, float* amax);
+
 // data_t[i, m] = Encode<Code>(h[m, i] * *scale), for the h [rows, cols] of SwiGluForward.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code), SwiGluCastTransposed, const In* gate, const In* up,
                          const float* scale, int64_t rows, int64_t cols, uint8_t* data_t);

@@ -26,6 +26,29 @@ QSHARD_DEFINE_OP(swiglu_grad) {
   });
 }
 
+// h = silu(gate) * up for rows that have gate, then up: the result of one product. With the amax of
+// each row of h.
+QSHARD_DEFINE_OP(swiglu_gate_up) {
+  const Buffer& gate_up = call.arg(0);
+  return DispatchFloat(gate_up, [&](auto in) {
+    using In = decltype(in);
+    return call(kernels::SwiGluGateUp<In>(call.exec, Data<In>(gate_up), call.binding.Length(0),
+                                          gate_up.dims[gate_up.rank - 1], Mutable<In>(call.ret(0)),
+                                          Mutable<float>(call.ret(1))));
+  });
+}
+
+// The gradient of gate_up for the gradient of h, and the amax of each of its rows.
+QSHARD_DEFINE_OP(swiglu_gate_up_grad) {
+  const Buffer& gate_up = call.arg(0);
+  return DispatchFloat(gate_up, [&](auto in) {
+    using In = decltype(in);
+    return call(kernels::SwiGluGateUpGrad<In>(
+        call.exec, Data<In>(gate_up), Data<In>(call.arg(1)), call.binding.Length(0),
+        gate_up.dims[gate_up.rank - 1], Mutable<In>(call.ret(0)), Mutable<float>(call.ret(1))));
+  });
+}
+
 // data_t = encode(h * scale), transposed. Recomputes h, so h needs no memory.
 QSHARD_DEFINE_OP(swiglu_cast_t) {
   const Buffer& gate = call.arg(0);

@@ -18,6 +18,7 @@ from support.torch_ranks import on_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import bench_grouped
+import bench_moe
 import bench_step_torch
 import bench_tensor_parallel
 import step_profile
@@ -104,3 +105,21 @@ def test_contenders_of_experts(monkeypatch):
             assert (a - b).float().norm() < 0.1 * b.float().norm()
     found = bench_grouped.rows_of(dict.fromkeys(calls, 2.0) | {bench_grouped.BASE: 3.0}, "small")
     assert found[1] == {"kind": "small: one scale, codes, device", "ms": "2.00", "times_bf16": "1.50"}
+
+
+def test_contenders_of_whole_layers(monkeypatch):
+    """Each gives gradients of x, the router and all weights, near those of bfloat16."""
+    monkeypatch.setattr(bench_moe, "DEVICE", "cpu")
+    calls = bench_moe.contenders(bench_moe.Shape(4, 2, 96, 128, 128))
+    expected = calls[bench_moe.BASE]()
+    kinds = {f"{name}{codes}" for name in bench_moe.RECIPES for codes in ("", " codes")}
+    assert {*calls} >= {bench_moe.BASE, bench_moe.PLAIN, *kinds}
+    for name, call in calls.items():
+        made = list(call())
+        if "codes" in name:  # one gradient for each expert
+            made[2:] = torch.stack(made[2:6]), torch.stack(made[6:])
+        for a, b in zip(made, expected, strict=True):
+            assert a.shape == b.shape
+            assert (a - b).float().norm() < 0.12 * b.float().norm(), name
+    found = bench_moe.rows_of(dict.fromkeys(calls, 2.0) | {bench_moe.BASE: 3.0}, "mixtral")
+    assert found[1] == {"kind": "bf16 plain, mixtral", "ms": "2.00", "times_bf16": "1.50"}

@@ -352,6 +352,14 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
         return _padded_rows(call, name, shape, rng).view(dtype)
     if name == "stops":
         return _stops(call, shape, rng).view(dtype)
+    if name in ("positions", "tokens"):
+        rows = call.tensors[0 if name == "positions" else 3][0][0][0]
+        others = rng.choice([-1, rows, -(2**31), 2**31 - 1], shape)
+        return (
+            np.where(rng.integers(0, 8, shape) > 0, rng.integers(-1, rows + 1, shape), others)
+            .astype(np.int32)
+            .view(dtype)
+        )
     if name == "labels":
         return _labels(call, shape, rng).view(dtype)
     if name == "sizes":

@@ -1,4 +1,4 @@
-"""SwiGLU, RMSNorm and cross entropy of `support/oracle.py`."""
+"""SwiGLU, RMSNorm, sums of rows and cross entropy of `support/oracle.py`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from qshard.reference import _activation as activation
+from qshard.reference import _combine_rows as combine_reference
 from qshard.reference import _cross_entropy as cross_entropy_reference
 from support.oracle_parts import rounded, turned, wide
 from support.oracle_tensors import amax_tensor, cast_tensor
@@ -24,6 +25,25 @@ def swiglu_cast_t(gate, up, scale, *, element):
 def swiglu_grad(gate, up, grad, *, lead):
     both = [rounded(x, gate.dtype) for x in activation.swiglu_grad(wide(gate), wide(up), wide(grad))]
     return *both, *(amax_tensor(x, lead=lead) for x in both)
+
+
+def swiglu_gate_up(gate_up, *, lead):
+    return swiglu(gate_up[..., 0, :], gate_up[..., 1, :], lead=lead)
+
+
+def swiglu_gate_up_grad(gate_up, grad, *, lead):
+    both = swiglu_grad(gate_up[..., 0, :], gate_up[..., 1, :], grad, lead=lead)[:2]
+    made = np.stack(both, axis=-2)
+    return made, amax_tensor(made, lead=lead)
+
+
+def combine_rows(y, positions, weights):
+    return rounded(combine_reference.combine_rows(wide(y), positions.view(np.int32), weights), y.dtype)
+
+
+def combine_rows_grad(y, tokens, weights, grad):
+    dy, dweights = combine_reference.combine_rows_grad(wide(y), tokens.view(np.int32), weights, wide(grad))
+    return rounded(dy, y.dtype), rounded(dweights, "float32")
 
 
 def rms_norm(x, weight, *, eps, lead):

@@ -18,7 +18,7 @@ from qshard._core.validation import quote
 from qshard.recipes import RecipeLike
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._moe.permutation import moe_permutation, moe_permute, moe_unpermute
-from qshard.torch_bridge._nn.activations import swiglu
+from qshard.torch_bridge._nn.activations import swiglu_gate_up
 from qshard.torch_bridge._quantized.validation import check_tensor
 
 Weights = Sequence[Tensor] | Tensor
@@ -116,7 +116,7 @@ def apply_experts(x: Tensor, indices: Tensor, weights: Tensor, num_experts: int,
     k = indices.shape[-1]
     permutation = moe_permutation(indices.reshape(-1, k), num_experts)
     rows = moe_permute(x.reshape(-1, x.shape[-1]), permutation)
-    h = swiglu(*w13(rows, permutation.group_sizes).chunk(2, -1))
+    h = swiglu_gate_up(w13(rows, permutation.group_sizes))
     y = w2(h, permutation.group_sizes)
     return moe_unpermute(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
 

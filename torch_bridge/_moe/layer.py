@@ -12,7 +12,7 @@ from qshard.recipes import RecipeLike
 from qshard.torch_bridge._experts.grouped_linear import GroupedLinear
 from qshard.torch_bridge._moe.grouped_mlp import apply_experts
 from qshard.torch_bridge._moe.router import Router, topk_routing
-from qshard.torch_bridge._nn.activations import swiglu
+from qshard.torch_bridge._nn.activations import swiglu_gate_up
 from qshard.torch_bridge._nn.linear import Linear
 
 
@@ -98,7 +98,7 @@ class MoE(nn.Module):
         indices, weights = topk_routing(logits, self.top_k, scale=self.scale, bias=self.expert_bias, **options)
         y = apply_experts(x, indices, weights, self.num_experts, self.w13, self.w2)
         if self.shared is not None:
-            y = y + self.shared["w2"](swiglu(*self.shared["w13"](x).chunk(2, -1)))
+            y = y + self.shared["w2"](swiglu_gate_up(self.shared["w13"](x)))
         return (y, logits) if return_router_logits else y
 
     def extra_repr(self) -> str:

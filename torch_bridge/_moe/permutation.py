@@ -16,6 +16,7 @@ from torch import Tensor
 from qshard._core.moe import check_choice, check_tokens, check_weights
 from qshard._core.validation import quote
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
+from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._quantized.validation import check_tensor
 
 _KEYS = (torch.uint8, torch.int16, torch.int32)
@@ -139,14 +140,6 @@ def moe_unpermute(y: Tensor, permutation: MoEPermutation, weights: Tensor | None
     return x
 
 
-def combine_rows(y: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return `sum(weights[t, j] * y[positions[t, j]] for j in range(k))` for each t, in fp32 and rounded once."""
-    each = y.index_select(0, positions.flatten()).view(*positions.shape, y.shape[1])
-    if weights is None:
-        return each.sum(1, dtype=torch.float32).to(y.dtype)
-    return (each.float() * weights.float()[..., None]).sum(1).to(y.dtype)
-
-
 class _Permute(Node):
     op, instead, degree = "moe_permute", "use x.index_select(0, permutation.tokens)", 1
 
@@ -156,7 +149,9 @@ class _Permute(Node):
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
-        return combine_rows(grad, saved[0]), None
+        (positions,) = saved
+        ones = torch.ones(positions.shape, device=grad.device)
+        return ops.combine_rows(grad.contiguous(), positions, ones), None
 
 
 class _Unpermute(Node):
@@ -164,18 +159,17 @@ class _Unpermute(Node):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, permutation: MoEPermutation) -> tuple[Tensor, list[Tensor]]:
-        need_y, need_weights = ctx.needs_input_grad[:2]
-        saved = [*permutation[:2], weights, *([y] if need_weights else [])]
-        return combine_rows(y, permutation.positions, weights), saved if need_y or need_weights else []
+        y = y.contiguous()
+        saved = [*permutation[:2], weights, *([y] if ctx.needs_input_grad[1] else [])]
+        return ops.combine_rows(y, permutation.positions, weights.float().contiguous()), saved
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         choices, positions, weights, *y = saved
         tokens = MoEPermutation(choices, positions, choices).tokens
-        rows = grad.index_select(0, tokens)
-        dweights = None
-        if y:
-            dots = torch.bmm(rows[:, None], y[0][:, :, None]).flatten()
-            dweights = dots.index_select(0, positions.flatten()).view(weights.shape).to(weights.dtype)
-        scaled = rows * weights.flatten().index_select(0, choices).to(rows.dtype)[:, None]
-        return scaled, dweights, None
+        of_rows, grad = weights.float().flatten().index_select(0, choices), grad.contiguous()
+        if not y:
+            return ops.combine_rows(grad, tokens[:, None], of_rows[:, None]), None, None
+        dy, dots = ops.combine_rows_grad(y[0], tokens, of_rows, grad)
+        dweights = dots.index_select(0, positions.flatten()).view(weights.shape)
+        return dy, dweights.to(weights.dtype), None

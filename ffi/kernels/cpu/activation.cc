@@ -75,6 +75,35 @@ Status SwiGluBackward(const Exec<Cpu>& exec, const In* gate, const In* up, const
   return {};
 }
 
+template <class In>
+Status SwiGluGateUp(const Exec<Cpu>& exec, const In* gate_up, int64_t rows, int64_t cols, In* h,
+                    float* amax) {
+  const auto map = Simd().swiglu[kInputIndex<In>];
+  ParallelRanges(exec, rows, 3 * cols * int64_t{sizeof(In)} + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const In* gate = gate_up + 2 * row * cols;
+      map(gate, gate + cols, cols, h + row * cols);
+      amax[row] = CanonicalNan(AmaxOf(h + row * cols, cols));
+    }
+  });
+  return {};
+}
+
+template <class In>
+Status SwiGluGateUpGrad(const Exec<Cpu>& exec, const In* gate_up, const In* grad, int64_t rows,
+                        int64_t cols, In* d_gate_up, float* amax) {
+  const auto map = Simd().swiglu_grad[kInputIndex<In>];
+  ParallelRanges(exec, rows, 5 * cols * int64_t{sizeof(In)} + 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const In* gate = gate_up + 2 * row * cols;
+      In* d_gate = d_gate_up + 2 * row * cols;
+      map(gate, gate + cols, grad + row * cols, cols, d_gate, d_gate + cols);
+      amax[row] = CanonicalNan(AmaxOf(d_gate, 2 * cols));
+    }
+  });
+  return {};
+}
+
 template <class In, class Weight>
 Status RmsNormForward(const Exec<Cpu>& exec, const In* x, const Weight* weight, int64_t runs,
                       int64_t rows, int64_t cols, float eps, In* y, float* rstd, float* amax) {
@@ -134,6 +163,8 @@ Status RmsNormBackward(const Exec<Cpu>& exec, const In* x, const Weight* weight,
 
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, SwiGluForward)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, SwiGluBackward)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, SwiGluGateUp)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, SwiGluGateUpGrad)
 #define QSHARD_INSTANTIATE_NORM(In, Weight)               \
   QSHARD_INSTANTIATE_FOR(Cpu, RmsNormForward, In, Weight) \
   QSHARD_INSTANTIATE_FOR(Cpu, RmsNormBackward, In, Weight)

@@ -125,6 +125,12 @@ struct SimdKernels {
   void (*rms_norm_grad[kNumInputs])(const void* x, const void* grad, const float* weight,
                                     float rstd, float along, int64_t n, void* dx, float* sums);
 
+  // sums[i] = FusedMultiplyAdd(weight, x[i], sums[i]), y[i] = Narrow(weight * x[i]), and the sum of
+  // a * b (core/norm.h), for rows of n elements.
+  void (*multiply_add[kNumInputs])(const void* x, float weight, int64_t n, float* sums);
+  void (*multiply[kNumInputs])(const void* x, float weight, int64_t n, void* y);
+  float (*dot[kNumInputs])(const void* a, const void* b, int64_t n);
+
   // --- cross entropy: core/cross_entropy.h ---
 
   // Computes the stats of a part of n <= kSoftmaxPart logits.

@@ -1,4 +1,4 @@
-// Loops of SwiGLU and RMSNorm.
+// Loops of SwiGLU and RMSNorm, and of sums of the rows of experts.
 #ifndef QSHARD_KERNELS_CPU_SIMD_ACTIVATION_H_
 #define QSHARD_KERNELS_CPU_SIMD_ACTIVATION_H_
 
@@ -85,6 +85,28 @@ void RmsNormGradAll(const void* x, const void* grad, const float* __restrict wei
     out[i] = Narrow<In>(RmsNormGrad(v, rstd, weight[i], g, along));
     sums[i] = FusedMultiplyAdd(g, v * rstd, sums[i]);
   }
+}
+
+template <class In>
+void MultiplyAddAll(const void* x, float weight, int64_t n, float* __restrict sums) {
+  const In* __restrict in = static_cast<const In*>(x);
+  for (int64_t i = 0; i < n; ++i) sums[i] = FusedMultiplyAdd(weight, Widen(in[i]), sums[i]);
+}
+
+template <class In>
+void MultiplyAll(const void* x, float weight, int64_t n, void* y) {
+  const In* __restrict in = static_cast<const In*>(x);
+  In* __restrict out = static_cast<In*>(y);
+  for (int64_t i = 0; i < n; ++i) out[i] = Narrow<In>(weight * Widen(in[i]));
+}
+
+template <class In>
+float DotOf(const void* a, const void* b, int64_t n) {
+  const In* __restrict left = static_cast<const In*>(a);
+  const In* __restrict right = static_cast<const In*>(b);
+  return SumOfProducts(
+      n, [left](int64_t i) { return Widen(left[i]); },
+      [right](int64_t i) { return Widen(right[i]); });
 }
 
 }  // namespace

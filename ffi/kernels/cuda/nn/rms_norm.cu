@@ -10,18 +10,12 @@
 #include "kernels/activation.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
+#include "kernels/cuda/nn/row_sum.cuh"
 #include "kernels/cuda/raise_amax.cuh"
 #include "kernels/cuda/vector.cuh"
 
 namespace qshard::kernels {
 namespace {
-
-constexpr int kThreads = kSumLanes / kLanesOfThread, kWarps = kThreads / kWarp;
-static_assert(kLanesOfWarp == kWarp * kLanesOfThread && kWarps == 4);
-constexpr int kEach = kLanesOfThread;
-
-template <class In>
-using Eight = Words<kEach * sizeof(In)>;
 
 // How a team takes a row. kHeld: vectors that a thread keeps in registers, or 0 to read them again.
 // kVectors: rows are aligned vectors.
@@ -49,16 +43,6 @@ struct Weights {
   }
 };
 
-template <class T, bool kVectors>
-__device__ __forceinline__ void EightFloats(const T* from, int64_t left, float (&v)[kEach]) {
-  if constexpr (kVectors) {
-    WidenWords<T>(Load<kEach * sizeof(T), Read::kCached>(from), v);
-  } else {
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) v[e] = e < left ? Widen(from[e]) : 0.0f;
-  }
-}
-
 template <bool kVectors>
 __device__ __forceinline__ void EightWeights(const Weights& w, int64_t at, int64_t left,
                                              float (&v)[kEach]) {
@@ -68,53 +52,6 @@ __device__ __forceinline__ void EightWeights(const Weights& w, int64_t at, int64
     EightFloats<float, kVectors>(static_cast<const float*>(w.data) + at, left, v);
   else
     EightFloats<float16, kVectors>(static_cast<const float16*>(w.data) + at, left, v);
-}
-
-template <class In>
-__device__ __forceinline__ Eight<In> NarrowEight(const float (&v)[kEach]) {
-  bool nan = false;
-#pragma unroll
-  for (int e = 0; e < kEach; ++e) nan |= isnan(v[e]);
-  return NarrowExactly<In>(v, nan);
-}
-
-// Stores the first `left` of eight elements, and adds them to a magnitude.
-template <class In, bool kVectors>
-__device__ __forceinline__ void StoreEight(In* to, int64_t left, const float (&v)[kEach],
-                                           Magnitude<In>* m) {
-  if constexpr (kVectors) {
-    const Eight<In> x = NarrowEight<In>(v);
-    if (m != nullptr) m->Add(x);
-    Store<Write::kCached>(to, x);
-  } else {
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) {
-      if (e >= left) continue;
-      const float one[1] = {v[e]};
-      const auto x = NarrowExactly<In>(one, isnan(v[e]));
-      if (m != nullptr) m->Add(x);
-      Store<Write::kCached>(to + e, x);
-    }
-  }
-}
-
-// Sums the lanes of all threads over a row. Returns the sum in all threads of the team.
-template <int kTeam>
-__device__ __forceinline__ float TeamSum(float (&lanes)[kEach]) {
-  float sum = SumHalves<kEach>(lanes);
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2)
-    sum = sum + __shfl_xor_sync(kAllLanes, sum, offset);
-  if constexpr (kTeam == kWarp) {
-    return sum + 0.0f;  // the other warps add 0
-  } else {
-    __shared__ float warps[kWarps];
-    __syncthreads();
-    if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = sum;
-    __syncthreads();
-    float four[kWarps] = {warps[0], warps[1], warps[2], warps[3]};
-    return SumHalves<kWarps>(four);
-  }
 }
 
 // Calls body(j, i) for the vectors of a thread. Vector j starts at element i.
@@ -284,11 +221,6 @@ Status ForShape(bool vectors, int64_t cols, const Fn& launch) {
   if constexpr (sizeof(In) == 2)
     if (cols <= 8 * kSumLanes) return launch(RowShape<kThreads, 8, true>{});
   return launch(RowShape<kThreads, 0, true>{});
-}
-
-bool AreVectors(int64_t cols, std::initializer_list<const void*> buffers) {
-  return cols % kEach == 0 && std::all_of(buffers.begin(), buffers.end(),
-                                          [](const void* p) { return IsAligned(p, 16); });
 }
 
 }  // namespace

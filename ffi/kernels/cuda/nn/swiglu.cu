@@ -32,14 +32,16 @@ __device__ __forceinline__ Vector<In, kCount> NarrowAndAdd(const float (&v)[kCou
   return x;
 }
 
-// The maps of the kernel below, on one run or on all.
-template <class In>
+// The maps of the kernel below. With kPairs a run is a row, gate and up are halves [2, length] of
+// one row, in operands and in results, and all results of a row have one amax.
+template <class In, bool kPairs = false>
 struct Forward {
   static constexpr int kOperands = 2, kResults = 1, kUnroll = sizeof(In) == 4 ? 1 : 2;
-  static constexpr int kBlocksPerSm = 6;
+  static constexpr int kBlocksPerSm = 6, kAmaxes = 1;
+  static constexpr int kPairedOperands = kPairs ? 2 : 0, kPairedResults = 0;
   const In* operand[kOperands];
   In* result[kResults];
-  float* amax[kResults];
+  float* amax[kAmaxes];
 
   template <int kCount>
   static __device__ __forceinline__ void Of(const float (&v)[kOperands][kCount],
@@ -52,13 +54,14 @@ struct Forward {
   }
 };
 
-template <class In>
+template <class In, bool kPairs = false>
 struct Backward {
   static constexpr int kOperands = 3, kResults = 2, kUnroll = 1;
-  static constexpr int kBlocksPerSm = 4;
+  static constexpr int kBlocksPerSm = 4, kAmaxes = kPairs ? 1 : 2;
+  static constexpr int kPairedOperands = kPairs ? 2 : 0, kPairedResults = kPairs ? 2 : 0;
   const In* operand[kOperands];  // gate, up, gradient of h
   In* result[kResults];          // gradients of gate and up
-  float* amax[kResults];
+  float* amax[kAmaxes];
 
   template <int kCount>
   static __device__ __forceinline__ void Of(const float (&v)[kOperands][kCount],
@@ -80,24 +83,33 @@ struct Loaded {
   Vector<In, kCount> v[Map::kOperands];
 };
 
+// Element `at` of all runs is at that place, and in a pair as many elements later as the run
+// begins.
+struct At {
+  int64_t begin, at;
+  __device__ __forceinline__ int64_t Of(bool paired) const { return paired ? at + begin : at; }
+};
+
 template <int kCount, class Map, class In>
-__device__ __forceinline__ Loaded<Map, In, kCount> LoadAll(const Map& map, const In*, int64_t at) {
+__device__ __forceinline__ Loaded<Map, In, kCount> LoadAll(const Map& map, const In*, const At& i) {
   Loaded<Map, In, kCount> x;
 #pragma unroll
-  for (int k = 0; k < Map::kOperands; ++k) x.v[k] = Load<kCount * sizeof(In)>(map.operand[k] + at);
+  for (int k = 0; k < Map::kOperands; ++k)
+    x.v[k] = Load<kCount * sizeof(In)>(map.operand[k] + i.Of(k < Map::kPairedOperands));
   return x;
 }
 
 template <int kCount, class Map, class In>
-__device__ __forceinline__ void MapAll(const Map& map, const Loaded<Map, In, kCount>& x, int64_t at,
-                                       Magnitude<In> (&m)[Map::kResults]) {
+__device__ __forceinline__ void MapAll(const Map& map, const Loaded<Map, In, kCount>& x,
+                                       const At& i, Magnitude<In> (&m)[Map::kResults]) {
   float v[Map::kOperands][kCount];
 #pragma unroll
   for (int k = 0; k < Map::kOperands; ++k) WidenWords<In>(x.v[k], v[k]);
   Vector<In, kCount> made[Map::kResults];
   Map::Of(v, made, m);
 #pragma unroll
-  for (int k = 0; k < Map::kResults; ++k) Store<Write::kCached>(map.result[k] + at, made[k]);
+  for (int k = 0; k < Map::kResults; ++k)
+    Store<Write::kCached>(map.result[k] + i.Of(k < Map::kPairedResults), made[k]);
 }
 
 // Grid: x is the run, y the split (LaunchRaising). `vectors`: runs are whole vectors.
@@ -115,19 +127,22 @@ __global__ void __launch_bounds__(kThreads, Map::kBlocksPerSm)
       Loaded<Map, In, kEight> x[kUnroll];
 #pragma unroll
       for (int k = 0; k < kUnroll; ++k)
-        x[k] = LoadAll<kEight>(map, type, begin + (i + k * kThreads) * kEight);
+        x[k] = LoadAll<kEight>(map, type, At{begin, begin + (i + k * kThreads) * kEight});
 #pragma unroll
       for (int k = 0; k < kUnroll; ++k)
-        MapAll<kEight>(map, x[k], begin + (i + k * kThreads) * kEight, m);
+        MapAll<kEight>(map, x[k], At{begin, begin + (i + k * kThreads) * kEight}, m);
     }
     for (int k = 0; k < kUnroll; ++k) {  // the partial last piece of the run
-      const int64_t j = i + k * kThreads, at = begin + j * kEight;
+      const int64_t j = i + k * kThreads;
+      const At at{begin, begin + j * kEight};
       if (j < count) MapAll<kEight>(map, LoadAll<kEight>(map, type, at), at, m);
     }
   } else {
     for (int64_t i = int64_t{blockIdx.y} * kThreads + threadIdx.x; i < length;
-         i += int64_t{gridDim.y} * kThreads)
-      MapAll<1>(map, LoadAll<1>(map, type, begin + i), begin + i, m);
+         i += int64_t{gridDim.y} * kThreads) {
+      const At at{begin, begin + i};
+      MapAll<1>(map, LoadAll<1>(map, type, at), at, m);
+    }
   }
   int32_t bits[Map::kResults];
 #pragma unroll
@@ -137,8 +152,12 @@ __global__ void __launch_bounds__(kThreads, Map::kBlocksPerSm)
   }
   if (threadIdx.x != 0) return;
   AwaitZeros();
+  if constexpr (Map::kAmaxes < Map::kResults) {
+    StoreOrRaise(map.amax[0] + blockIdx.x, max(bits[0], bits[Map::kResults - 1]));
+  } else {
 #pragma unroll
-  for (int k = 0; k < Map::kResults; ++k) StoreOrRaise(map.amax[k] + blockIdx.x, bits[k]);
+    for (int k = 0; k < Map::kResults; ++k) StoreOrRaise(map.amax[k] + blockIdx.x, bits[k]);
+  }
 }
 
 template <class In, class Map>
@@ -152,7 +171,7 @@ Status LaunchMap(const Exec<Cuda>& exec, const Map& map, int64_t runs, int64_t l
   // One thread block per run if there are enough runs, else a full wave.
   const int64_t splits = std::max<int64_t>(1, std::min(pieces, room / runs));
   return LaunchRaising(exec, MapKernel<Map, In>, runs, splits, kThreads, map.amax[0],
-                       Map::kResults > 1 ? map.amax[Map::kResults - 1] : nullptr, map,
+                       Map::kAmaxes > 1 ? map.amax[Map::kAmaxes - 1] : nullptr, map,
                        static_cast<const In*>(nullptr), length, vectors);
 }
 
@@ -225,8 +244,25 @@ Status SwiGluBackward(const Exec<Cuda>& exec, const In* gate, const In* up, cons
                        runs, length);
 }
 
+template <class In>
+Status SwiGluGateUp(const Exec<Cuda>& exec, const In* gate_up, int64_t rows, int64_t cols, In* h,
+                    float* amax) {
+  return LaunchMap<In>(exec, Forward<In, true>{{gate_up, gate_up + cols}, {h}, {amax}}, rows, cols);
+}
+
+template <class In>
+Status SwiGluGateUpGrad(const Exec<Cuda>& exec, const In* gate_up, const In* grad, int64_t rows,
+                        int64_t cols, In* d_gate_up, float* amax) {
+  return LaunchMap<In>(
+      exec,
+      Backward<In, true>{{gate_up, gate_up + cols, grad}, {d_gate_up, d_gate_up + cols}, {amax}},
+      rows, cols);
+}
+
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, SwiGluForward)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, SwiGluBackward)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, SwiGluGateUp)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, SwiGluGateUpGrad)
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_INSTANTIATE_FOR, Cuda, SwiGluCastTransposed)
 
 }  // namespace qshard::kernels
