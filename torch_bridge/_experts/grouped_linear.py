@@ -36,7 +36,7 @@ from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._nn.operands import operand_spec
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
@@ -191,6 +191,11 @@ def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, .
         raise ValueError(
             f"grouped_linear: group_sizes ({dtype_name(group_sizes.dtype)} {tuple(group_sizes.shape)}) is not one "
             f"int32 or int64 for each of {experts} experts; pass the number of rows of each expert"
+        )
+    if group_sizes.device.type == "cpu" and is_capturing(x.device):
+        raise ValueError(
+            "grouped_linear: group_sizes (on the CPU) would be constants of the captured CUDA graph; pass them on "
+            f"{x.device}, so that a replay reads new sizes"
         )
     if group_sizes.device.type == "cpu" and not is_compiling():
         sizes = tuple(group_sizes.tolist())
