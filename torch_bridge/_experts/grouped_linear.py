@@ -76,16 +76,21 @@ def grouped_linear(
     Raises:
       TypeError: an argument has the wrong type.
       ValueError: shapes do not fit each other or the formats; a seed, a state or `weight_layout` is missing; or group
-        sizes on the CPU are negative or exceed the rows of x. Group sizes on a GPU are checked by a device assertion,
-        which ends the CUDA context of the process.
+        sizes on the CPU are negative, exceed the rows of x, or would be captured in a CUDA graph. Group sizes on a GPU
+        are checked by a device assertion, which ends the CUDA context of the process.
 
-    Codes and scales are bit for bit the codes and scales of `linear` on the rows of each expert. The number of launches
-    does not grow with the number of experts, except to quantize weights with 1-D blocks, stochastic rounding or delayed
-    scaling. Products are summed in another order than in `linear`. With group sizes on the GPU, products are computed
-    in bfloat16, or on Hopper from E4M3 codes of per-tensor formats, and the result is rounded to bfloat16.
+    Codes and scales are bit for bit the codes and scales of `linear` on the rows of each expert. Products are summed in
+    another order. On a CPU, and on Hopper with cuBLASLt 13.5 or newer, each product is one op for all experts: of FP8
+    codes with one scale or in blocks of 128, otherwise of dequantized values, in bfloat16 on the GPU. Elsewhere PyTorch
+    multiplies bfloat16 values and the result is rounded to bfloat16; or each expert is a call, if the host knows the
+    sizes. The number of launches does not grow with the number of experts otherwise.
 
-    Scales depend on this rank's rows only. Ranks may have different experts or different rows. Under `torch.compile`
-    the call runs eagerly, after a graph break.
+    A forward pass quantizes weights once, and saves the codes for the backward pass. Codes of a list of weights are
+    multiplied in place if they lie one after the other, as in a unit of ZeRO, and are copied next to each other
+    otherwise, as under FSDP2. Codes are not kept for the next call: PyTorch does not see every write to a parameter.
+
+    Scales depend on this rank's rows only. Ranks may have different experts or different rows. `torch.compile` traces
+    the call. A CUDA graph may capture it if group sizes are on the GPU, and reads new sizes in a replay.
 
     >>> from qshard.recipes import CurrentScaling
     >>> x, w = torch.full((6, 32), 7.0), torch.stack([torch.full((16, 32), v) for v in (0.875, 1.75, 3.5)])
