@@ -13,6 +13,7 @@ from support.formats import RECIPES
 from support.torch_models import Wire
 
 H, WIDE, E, K = 64, 96, 5, 2
+DYNAMO = pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # Dynamo's own.
 
 
 def layer_of(recipe="CurrentScaling", **options):
@@ -27,7 +28,7 @@ def tokens(*shape, seed=1):
 def step(layer, x, call=None):
     layer.zero_grad()
     x = x.clone().requires_grad_()
-    y = (call or layer)(x)
+    y = (layer if call is None else call)(x)
     y.square().sum().backward()
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
@@ -230,6 +231,7 @@ def test_wrong_shapes_are_refused(call, text):
         call()
 
 
+@DYNAMO
 @pytest.mark.parametrize("name", [None, "CurrentScaling", "MXFP8"])
 def test_compiled_in_one_graph(name):
     """The bits of eager calls."""
@@ -248,6 +250,7 @@ def test_compiled_in_one_graph(name):
     assert_same(found[1], found[0])
 
 
+@DYNAMO
 def test_a_compiled_layer():
     torch._dynamo.reset()
     layer, x = layer_of(shared_intermediate_size=32), tokens(24)

@@ -120,11 +120,12 @@ def grouped_linear(
     advice = "a dict of DelayedScale by role for each expert" if recipe.stateful else "None"
     fits = states in (None, experts)
     check_state("grouped_linear", "delayed", states, recipe, advice, layers=f"{experts} experts", fits=fits)
-    is_padded = isinstance(group_sizes, GroupedRows)
-    sizes = None if is_padded else _checked_sizes(x, experts, group_sizes)
+    groups, sizes = group_sizes, None
+    if not isinstance(group_sizes, GroupedRows):
+        sizes = _checked_sizes(x, experts, group_sizes)
+        groups = group_sizes.to(x.device, non_blocking=True)
     is_gathered = isinstance(each[0], QuantizedTensor)
     how = _How(recipe, x.dtype if dtype is None else dtype, sizes, delayed, is_gathered)
-    groups = group_sizes if is_padded else group_sizes.to(x.device, non_blocking=True)
     y: Tensor = apply_node(_GroupedProduct, x, groups, seeds, bias, how, *each)
     return y
 

@@ -145,13 +145,13 @@ def apply_experts(
     """
     k, tokens = indices.shape[-1], x.reshape(-1, x.shape[-1])
     permutation = moe_permutation(indices.reshape(-1, k), num_experts)
-    groups: tuple[Groups, Groups] = (permutation.group_sizes,) * 2
-    rows = tokens
+    first: Groups = permutation.group_sizes
+    second, rows = first, tokens
     if recipes is None or not tokens.shape[0]:
         rows = moe_permute(tokens, permutation)
     else:
-        permutation, *groups = padded_rows(permutation, unit_of(*recipes))
-    y = w2(swiglu_gate_up(w13(rows, groups[0])), groups[1])
+        permutation, first, second = padded_rows(permutation, unit_of(*recipes))
+    y = w2(swiglu_gate_up(w13(rows, first)), second)
     return combine_experts(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
 
 
