@@ -1,12 +1,13 @@
 """Layers of experts on one GPU, forward and backward, compared with PyTorch's grouped product of bfloat16.
 
-Tokens are sorted by expert and distributed uniformly at random. With "host" the group sizes are known on the host, and
-each expert's product is a separate call. With "device" they are not, and one call computes all products. Operands are
-bfloat16. Weights are also bfloat16 and quantized in each call, except for "codes", where weights are codes as gathered
-by FSDP2 and ZeRO. Calls are issued back to back, as in training. Contenders take turns, and the median over rounds
-counts.
+A kind names the shape, the recipe ("one scale" is `CurrentScaling`, "blocks" is `BlockScaling`), and where the group
+sizes are. Tokens are sorted by expert and distributed uniformly at random. Operands are bfloat16, and weights are
+`[E, N, K]` in bfloat16, quantized in each call. With "codes" weights are codes in rowwise planes that lie one after the
+other, as ZeRO gathers them, so the backward pass transposes them. Calls are issued back to back, as in training.
+Contenders take turns, and the median over rounds counts.
 
-    python benchmarks/bench_grouped.py [--tokens 16384] [--width 4096] [--hidden 14336] [--experts 8,64] [--rounds 5]
+    python benchmarks/bench_grouped.py [--shapes Mixtral,DeepSeek-V3,Qwen3] [--rounds 5]
+    python benchmarks/bench_grouped.py --shapes 16x8192x2048x1024     # experts x tokens x K x N
 """
 
 from __future__ import annotations
@@ -14,26 +15,37 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import rows
 from qshard.formats import Usage
-from qshard.recipes import Recipe, RecipeLike
-from qshard.torch_bridge import grouped_linear, quantize
+from qshard.recipes import NAMED
+from qshard.torch_bridge import QuantizedTensor, grouped_linear, quantize
 
 DEVICE = "cuda"
 CALLS = 5  # calls per contender and round
-CODES = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_E4M3")
-RECIPES: dict[str, RecipeLike] = {
-    "fp8": "CurrentScaling",
-    "fp8 E4M3": CODES,
-    "block": "BlockScaling",
-    "mxfp8": "MXFP8",
-}
+RECIPES = {"one scale": "CurrentScaling", "blocks": "BlockScaling"}
 BASE = "bf16 torch, device"
+
+
+class Shape(NamedTuple):
+    """Sizes of a layer: weights `[experts, hidden, width]` and tokens `[tokens, width]`."""
+
+    experts: int
+    tokens: int
+    width: int
+    hidden: int
+
+
+SHAPES = {
+    "Mixtral": Shape(8, 16384, 4096, 14336),
+    "DeepSeek-V3": Shape(64, 32768, 7168, 2048),
+    "Qwen3": Shape(128, 65536, 2048, 768),
+}
+"""Sizes like those of the first product of experts in known models."""
 
 Call = Callable[[], Any]
 
@@ -48,7 +60,19 @@ def grouped_mm(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
     return torch._grouped_mm(x, w.transpose(1, 2), offs=sizes.cumsum(0).to(torch.int32))
 
 
-def contenders(tokens: int, width: int, hidden: int, experts: int) -> dict[str, Call]:
+def adjacent_codes(w: Tensor, recipe: str) -> list[QuantizedTensor]:
+    """Return the codes of each expert, in one buffer."""
+    each = [quantize(one, NAMED[recipe].weight, usage=Usage.ROWWISE) for one in w]
+    planes = [one.parts(Usage.ROWWISE) for one in each]
+    data = torch.stack([plane.data for plane in planes]).unbind()
+    scales = torch.stack([plane.scale_inv for plane in planes]).unbind()
+    for one, plane, own, scale in zip(each, planes, data, scales, strict=True):
+        one.set(Usage.ROWWISE, plane._replace(data=own, scale_inv=scale))
+    return [one.requires_grad_() for one in each]
+
+
+def contenders(shape: Shape) -> dict[str, Call]:
+    experts, tokens, width, hidden = shape
     sizes = sizes_of(tokens, experts)
     x = torch.randn(tokens, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(experts, hidden, width, device=DEVICE, dtype=torch.bfloat16).mul_(width**-0.5).requires_grad_()
@@ -60,18 +84,19 @@ def contenders(tokens: int, width: int, hidden: int, experts: int) -> dict[str, 
     on_device = sizes.to(DEVICE)
     made = {BASE: both_ways(lambda: grouped_mm(x, w, on_device))}
     for name, recipe in RECIPES.items():
+        codes = adjacent_codes(w.detach(), recipe)
         for where, given in (("device", on_device), ("host", sizes)):
+            made[f"{name}, codes, {where}"] = both_ways(
+                lambda recipe=recipe, given=given, codes=codes: grouped_linear(  # type: ignore[misc]
+                    x, codes, given, recipe
+                ),
+                codes,
+            )
             made[f"{name}, {where}"] = both_ways(
                 lambda recipe=recipe, given=given: grouped_linear(  # type: ignore[misc]
                     x, w, given, recipe, weight_layout="NK"
                 )
             )
-    codes = [quantize(each, CODES.weight, usage=Usage.BOTH).requires_grad_() for each in w.detach()]
-    for where, given in (("device", on_device), ("host", sizes)):
-        made[f"fp8 E4M3 codes, {where}"] = both_ways(
-            lambda given=given: grouped_linear(x, codes, given, CODES),  # type: ignore[misc]
-            codes,
-        )
     return made
 
 
@@ -93,27 +118,24 @@ def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def rows_of(ms: dict[str, float], experts: int) -> list[dict[str, object]]:
+def rows_of(ms: dict[str, float], shape: str) -> list[dict[str, object]]:
     return [
-        {"kind": f"{name}, {experts} experts", "ms": f"{took:.2f}", "times_bf16": f"{ms[BASE] / took:.2f}"}
+        {"kind": f"{shape}: {name}", "ms": f"{took:.2f}", "times_bf16": f"{ms[BASE] / took:.2f}"}
         for name, took in ms.items()
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=14336)
-    parser.add_argument("--experts", default="8,64")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(message="bench_grouped: no CUDA device, nothing to measure\n")
     found = []
-    for experts in map(int, options.experts.split(",")):
-        calls = contenders(options.tokens, options.width, options.hidden, experts)
-        found += rows_of(milliseconds(calls, options.rounds), experts)
+    for name in options.shapes.split(","):
+        calls = contenders(SHAPES.get(name) or Shape(*map(int, name.split("x"))))
+        found += rows_of(milliseconds(calls, options.rounds), name)
         del calls
         torch.cuda.empty_cache()
     rows.write("grouped", torch.cuda.get_device_name(), found)

@@ -193,14 +193,21 @@ TARGETS = (
     *(
         Target(
             "grouped",
-            rf"(fp8( E4M3)?|block)( codes)?, (host|device), {experts} experts",
-            f"{experts} experts in at most the time of bfloat16",
-            1,
+            rf"{shape}: {recipe}{', codes' * given}, (host|device)",
+            f"experts of {shape}, {recipe}{', codes given' * given}: {bound} of bfloat16",
+            bound,
             "torch._grouped_mm",
             column="ms",
-            of=f"bf16 torch, device, {experts} experts",
+            of=f"{shape}: bf16 torch, device",
         )
-        for experts in (8, 64)
+        for shape, bounds in (
+            ("Mixtral", (0.65, 0.75, 0.75, 0.82)),
+            ("DeepSeek-V3", (0.80, 0.92, 1.10, 1.10)),
+            ("Qwen3", (1.00, 1.08, 1.28, 1.25)),
+        )
+        for (given, recipe), bound in zip(
+            ((True, "one scale"), (True, "blocks"), (False, "one scale"), (False, "blocks")), bounds, strict=True
+        )
     ),
     *(
         Target(

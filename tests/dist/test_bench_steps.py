@@ -96,17 +96,17 @@ def test_a_profile_leaves_qshard_its_fast_way():
 def test_contenders_of_experts(monkeypatch):
     """Each gives gradients of x and of all weights, near those of bfloat16."""
     monkeypatch.setattr(bench_grouped, "DEVICE", "cpu")
-    calls = bench_grouped.contenders(64, 128, 256, 4)
+    calls = bench_grouped.contenders(bench_grouped.Shape(4, 64, 128, 256))
     expected = calls[bench_grouped.BASE]()
-    assert {name.split(",")[0] for name in calls} == {"bf16 torch", "fp8 E4M3 codes", *bench_grouped.RECIPES}
+    assert {name.split(",")[0] for name in calls} == {"bf16 torch", *bench_grouped.RECIPES}
     for call in calls.values():
         of_x, *of_weights = call()
         whole = of_weights[0] if len(of_weights) == 1 else torch.stack(of_weights)  # one for each expert, of codes
         for a, b in zip((of_x, whole), expected, strict=True):
             assert a.shape == b.shape
             assert (a - b).float().norm() < 0.1 * b.float().norm()
-    found = bench_grouped.rows_of(dict.fromkeys(calls, 2.0) | {bench_grouped.BASE: 3.0}, 4)
-    assert found[1] == {"kind": "fp8, device, 4 experts", "ms": "2.00", "times_bf16": "1.50"}
+    found = bench_grouped.rows_of(dict.fromkeys(calls, 2.0) | {bench_grouped.BASE: 3.0}, "small")
+    assert found[1] == {"kind": "small: one scale, codes, device", "ms": "2.00", "times_bf16": "1.50"}
 
 
 def test_contenders_of_whole_layers(monkeypatch):

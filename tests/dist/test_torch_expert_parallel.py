@@ -17,7 +17,7 @@ from qshard.recipes import NAMED, Recipe, Role
 from qshard.torch_bridge import MoE, ZeroOptimizer, grouped_mlp, moe_permutation, moe_permute, update_scales
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
 from qshard.torch_bridge._experts.expert_parallel import place_received, quantize_dispatched
-from qshard.torch_bridge._experts.tiles import quantize_experts, tiles_of
+from qshard.torch_bridge._experts.tiles import quantize_experts, tiles_of, unit_of
 from qshard.torch_bridge._nn.operands import operand_spec
 from support import torch_ranks
 from support.formats import nearest
@@ -115,11 +115,11 @@ def codes_are_those_of_one_device(name, role):
 
     each = [tokens_of(other, "uneven") for other in range(world)]
     rows, sizes = sorted_rows(each)
-    whole_tiles, _ = tiles_of(recipe, rows.shape[0], sizes)
+    whole_tiles, _ = tiles_of(unit_of(recipe), rows.shape[0], sizes)
     whole, _ = quantize_experts(rows, spec, whole_tiles)
     rows, sizes = sorted_rows(each[rank : rank + 1])
     exchange = TokenExchange(sizes, rows.shape[0], group(), "facts")
-    tiles, _ = tiles_of(recipe, exchange.received, exchange.group_sizes)
+    tiles, _ = tiles_of(unit_of(recipe), exchange.received, exchange.group_sizes)
     tiles = place_received(tiles, exchange)
     found = quantize_dispatched(rows, spec, tiles, exchange, seeds=None)
     local = EXPERTS // world
@@ -135,7 +135,7 @@ def operand_of(operand, tiles, expert):
     """Return the tensors of a plane of one expert."""
     start, stop = tiles.starts()[expert].item(), tiles.stops[expert].item()
     parts = plane_rows(operand.parts._replace(scale_inv=None), operand.format, operand.usage, start, stop)
-    return [parts.data.contiguous(), operand.expert_scale[expert]]
+    return [parts.data.contiguous(), operand.expert_scale[expert : expert + 1]]
 
 
 @on_ranks(2)

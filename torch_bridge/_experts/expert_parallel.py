@@ -9,7 +9,7 @@ Either way codes and scales are those of one device that has all experts, and th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,23 +21,27 @@ from qshard.layout import takes_rows
 from qshard.recipes import Role
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
 from qshard.torch_bridge._experts.operands import GroupedOperand
-from qshard.torch_bridge._experts.tiles import Tiles, quantize_experts
+from qshard.torch_bridge._experts.tiles import GroupedRows, Tiles, Transfer, quantize_experts, tiles_of
 from qshard.torch_bridge._ops.bind import ops
 
 
-class Transfer(NamedTuple):
-    """An exchange of tokens around one grouped product.
+def exchanged_rows(exchange: TokenExchange, unit: int) -> tuple[GroupedRows, GroupedRows]:
+    """Return the padded rows of a product that dispatches activations, and of a product that combines results.
 
-    `role` is the operand whose rows are dispatched: the activation, whose gradient is then combined; or the gradient,
-    and then the result of the product is combined.
+    Between the two products are padded rows.
     """
-
-    exchange: TokenExchange
-    role: Role
+    tiles, _ = tiles_of(unit, exchange.received, exchange.group_sizes)
+    received = place_received(tiles, exchange)
+    row = torch.arange(tiles.rows.shape[0], dtype=torch.int32, device=tiles.rows.device)
+    of_padding = tiles.rows >= exchange.received
+    own = tiles._replace(ends=tiles.stops, rows=row.masked_fill(of_padding, row.shape[0]), place=None)
+    first = GroupedRows(received, own, Transfer(exchange, Role.ACTIVATION))
+    return first, GroupedRows(own, received, Transfer(exchange, Role.GRADIENT))
 
 
 def place_received(tiles: Tiles, exchange: TokenExchange) -> Tiles:
     """Return tiles for received rows, from the tiles of rows sorted by expert."""
+    assert tiles.place is not None
     order = torch.nn.functional.pad(exchange.order, (0, 1), value=exchange.received)
     rows = order.to(torch.int32).index_select(0, tiles.rows)
     return tiles._replace(rows=rows, place=tiles.place.index_select(0, exchange.position))

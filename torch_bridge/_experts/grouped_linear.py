@@ -19,7 +19,7 @@ from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.layout import source
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_shape
-from qshard.torch_bridge._experts.expert_parallel import LocalExperts, Transfer, place_received, quantize_dispatched
+from qshard.torch_bridge._experts.expert_parallel import LocalExperts, quantize_dispatched
 from qshard.torch_bridge._experts.operands import GroupedOperand
 from qshard.torch_bridge._experts.products import (
     expert_products,
@@ -28,7 +28,7 @@ from qshard.torch_bridge._experts.products import (
     row_product,
     sums_by_expert,
 )
-from qshard.torch_bridge._experts.tiles import Tiles, quantize_experts, tiles_of
+from qshard.torch_bridge._experts.tiles import GroupedRows, Tiles, Transfer, quantize_experts, tiles_of, unit_of
 from qshard.torch_bridge._experts.weights import gathered_planes, quantize_weights
 from qshard.torch_bridge._fsdp.scale_state import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
@@ -37,7 +37,7 @@ from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._nn.operands import operand_spec
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
@@ -46,7 +46,7 @@ from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
 def grouped_linear(
     x: Tensor,
     weights: Sequence[Tensor] | Tensor,
-    group_sizes: Tensor,
+    group_sizes: Tensor | GroupedRows,
     recipe: RecipeLike,
     *,
     bias: Tensor | None = None,
@@ -77,16 +77,21 @@ def grouped_linear(
     Raises:
       TypeError: an argument has the wrong type.
       ValueError: shapes do not fit each other or the formats; a seed, a state or `weight_layout` is missing; or group
-        sizes on the CPU are negative or exceed the rows of x. Group sizes on a GPU are checked by a device assertion,
-        which ends the CUDA context of the process.
+        sizes on the CPU are negative, exceed the rows of x, or would be captured in a CUDA graph. Group sizes on a GPU
+        are checked by a device assertion, which ends the CUDA context of the process.
 
-    Codes and scales are bit for bit the codes and scales of `linear` on the rows of each expert. The number of launches
-    does not grow with the number of experts, except to quantize weights with 1-D blocks, stochastic rounding or delayed
-    scaling. Products are summed in another order than in `linear`. With group sizes on the GPU, products are computed
-    in bfloat16, or on Hopper from E4M3 codes of per-tensor formats, and the result is rounded to bfloat16.
+    Codes and scales are bit for bit the codes and scales of `linear` on the rows of each expert. Products are summed in
+    another order. On a CPU, and on Hopper with cuBLASLt 13.5 or newer, each product is one op for all experts: of FP8
+    codes with one scale or in blocks of 128, otherwise of dequantized values, in bfloat16 on the GPU. Elsewhere PyTorch
+    multiplies bfloat16 values and the result is rounded to bfloat16; or each expert is a call, if the host knows the
+    sizes. The number of launches does not grow with the number of experts otherwise.
 
-    Scales depend on this rank's rows only. Ranks may have different experts or different rows. Under `torch.compile`
-    the call runs eagerly, after a graph break.
+    A forward pass quantizes weights once, and saves the codes for the backward pass. Codes of a list of weights are
+    multiplied in place if they lie one after the other, as in a unit of ZeRO, and are copied next to each other
+    otherwise, as under FSDP2. Codes are not kept for the next call: PyTorch does not see every write to a parameter.
+
+    Scales depend on this rank's rows only. Ranks may have different experts or different rows. `torch.compile` traces
+    the call. A CUDA graph may capture it if group sizes are on the GPU, and reads new sizes in a replay.
 
     >>> from qshard.recipes import CurrentScaling
     >>> x, w = torch.full((6, 32), 7.0), torch.stack([torch.full((16, 32), v) for v in (0.875, 1.75, 3.5)])
@@ -95,29 +100,6 @@ def grouped_linear(
 
     Sources: `torch._grouped_mm`; TransformerEngine (`GroupedLinear`: scales by expert, rows padded to blocks).
     """
-    return product_of_experts(
-        x, weights, group_sizes, recipe, bias=bias, layout=weight_layout, seeds=seeds, delayed=delayed, dtype=dtype
-    )
-
-
-def product_of_experts(
-    x: Tensor,
-    weights: Sequence[Tensor] | Tensor,
-    group_sizes: Tensor,
-    recipe: RecipeLike,
-    transfer: Transfer | None = None,
-    *,
-    bias: Tensor | None = None,
-    layout: Literal["NK", "KN"] | None = None,
-    seeds: Tensor | None = None,
-    delayed: Sequence[Any] | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Compute `grouped_linear`, or with `transfer` dispatch its rows to the ranks of their experts, or combine them.
-
-    With `transfer`, `group_sizes` count received rows. If activations are dispatched, x has source rows and the result
-    has received rows; otherwise x has received rows and the result has source rows.
-    """
     recipe = as_recipe(recipe, "grouped_linear")
     check_tensor("grouped_linear", "x", x)
     if not isinstance(weights, Tensor | Sequence) or isinstance(weights, QuantizedTensor):
@@ -125,7 +107,7 @@ def product_of_experts(
             f"grouped_linear: weights ({quote(weights)}) are not tensors of values or a list; pass one [E, N, K], or "
             "[N, K] for each expert"
         )
-    weights = _in_rows(weights, layout)
+    weights = _in_rows(weights, weight_layout)
     each = [weights] if isinstance(weights, Tensor) else [*weights]
     for weight in each:
         check_operand("grouped_linear", weight, recipe)
@@ -139,11 +121,15 @@ def product_of_experts(
     advice = "a dict of DelayedScale by role for each expert" if recipe.stateful else "None"
     fits = states in (None, experts)
     check_state("grouped_linear", "delayed", states, recipe, advice, layers=f"{experts} experts", fits=fits)
-    sizes = None if transfer is not None else _checked_sizes(x, experts, group_sizes)
+    groups, sizes, transfer = group_sizes, None, None
+    if isinstance(group_sizes, GroupedRows):
+        transfer = group_sizes.transfer
+    else:
+        sizes = _checked_sizes(x, experts, group_sizes)
+        groups = group_sizes.to(x.device, non_blocking=True)
     is_gathered = isinstance(each[0], QuantizedTensor)
     how = _How(recipe, x.dtype if dtype is None else dtype, sizes, delayed, is_gathered, transfer)
-    on_device = group_sizes.to(x.device, non_blocking=True)
-    y: Tensor = apply_node(_GroupedProduct, x, on_device, seeds, bias, how, *each)
+    y: Tensor = apply_node(_GroupedProduct, x, groups, seeds, bias, how, *each)
     return y
 
 
@@ -216,6 +202,11 @@ def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, .
             f"grouped_linear: group_sizes ({dtype_name(group_sizes.dtype)} {tuple(group_sizes.shape)}) is not one "
             f"int32 or int64 for each of {experts} experts; pass the number of rows of each expert"
         )
+    if group_sizes.device.type == "cpu" and is_capturing(x.device):
+        raise ValueError(
+            "grouped_linear: group_sizes (on the CPU) would be constants of the captured CUDA graph; pass them on "
+            f"{x.device}, so that a replay reads new sizes"
+        )
     if group_sizes.device.type == "cpu" and not is_compiling():
         sizes = tuple(group_sizes.tolist())
         if min(sizes) < 0 or sum(sizes) > x.shape[0]:
@@ -241,13 +232,6 @@ class _How(NamedTuple):
     delayed: Sequence[Any] | None
     is_gathered: bool
     transfer: Transfer | None = None
-
-    def tiles(self, rows: int, group_sizes: Tensor) -> tuple[Tiles, Tensor]:
-        """Compute `tiles_of`, for `rows` rows of x or for received rows."""
-        if self.transfer is None:
-            return tiles_of(self.recipe, rows, group_sizes)
-        tiles, fits = tiles_of(self.recipe, self.transfer.exchange.received, group_sizes)
-        return place_received(tiles, self.transfer.exchange), fits
 
     def combined(self, rows: Tensor, role: Role) -> Tensor:
         """Return the rows of a product to their source ranks, if the rows of the operand in `role` are dispatched."""
@@ -276,13 +260,22 @@ class _GroupedProduct(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sizes: Tensor, seeds: Tensor | None, bias: Tensor | None, how: _How, *weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        groups: Tensor | GroupedRows,
+        seeds: Tensor | None,
+        bias: Tensor | None,
+        how: _How,
+        *weights: Tensor,
     ) -> tuple[Tensor, list[Tensor | None]]:
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST_WEIGHT:])
         row, columns = Usage.ROWWISE, Usage.COLUMNWISE
-        tiles, fits = how.tiles(x.shape[0], sizes)
-        if how.sizes is None:
-            torch._assert_async(fits, _UNFIT_SIZES)
+        if isinstance(groups, Tensor):
+            tiles, fits = tiles_of(unit_of(how.recipe), x.shape[0], groups)
+            groups = GroupedRows(tiles, tiles)
+            if how.sizes is None:
+                torch._assert_async(fits, _UNFIT_SIZES)
+        tiles = groups.x
         sides = _quantize_rows(x, how, Usage.BOTH if need_w else row, Role.ACTIVATION, tiles, seeds)
         # Codes gathered by FSDP2 are saved by reference: FSDP2 frees their memory and gathers them again.
         saved_w: list[Tensor | None] = [*weights] if need_x else []
@@ -305,26 +298,27 @@ class _GroupedProduct(Node):
         ctx.how, ctx.x_dtype, ctx.unit = how, x.dtype, tiles.unit
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.w_dtype, ctx.w_shape, ctx.w_count = weights[0].dtype, weights[0].shape, len(saved_w)
-        return how.combined(tiles.gather(y), Role.GRADIENT), [*tiles[1:], seeds, *saved_x, *saved_w]
+        return how.combined(groups.y.gather(y), Role.GRADIENT), [*tiles[1:], *groups.y[3:], seeds, *saved_x, *saved_w]
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
         how: _How = ctx.how
         end = len(saved) - ctx.w_count
-        tiles, seeds, saved_w = Tiles(ctx.unit, *saved[:4]), saved[4], saved[end:]
+        tiles, of_y = Tiles(ctx.unit, *saved[:4]), Tiles(ctx.unit, *saved[:2], *saved[4:6])
+        seeds, saved_w = saved[6], saved[end:]
         need_x, need_b = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST_WEIGHT - 2]
         need_w = any(ctx.needs_input_grad[_FIRST_WEIGHT:])
         grad_x = grad_b = None
         of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - _FIRST_WEIGHT)
         if need_b:
-            grad_b = sums_by_expert(grad.detach(), tiles).to(ctx.bias_dtype)
+            grad_b = sums_by_expert(grad.detach(), of_y).to(ctx.bias_dtype)
         row, columns, stops = Usage.ROWWISE, Usage.COLUMNWISE, host_stops(how.sizes, tiles.unit)
         sides: dict[Usage, GroupedOperand] = {}
         if need_x or need_w:
             usage = Usage.BOTH if need_x and need_w else row if need_x else columns
-            sides = _quantize_rows(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, tiles, seeds)
+            sides = _quantize_rows(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, of_y, seeds)
         if need_w:
-            x = GroupedOperand(how.recipe.format(Role.ACTIVATION), columns, Plane(*saved[5:end]))
+            x = GroupedOperand(how.recipe.format(Role.ACTIVATION), columns, Plane(*saved[7:end]))
             shape = (tiles.stops.shape[0], *ctx.w_shape[-2:])
             dw = expert_products(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype)
             of_weights = [dw] if len(ctx.w_shape) == 3 else dw.unbind()
@@ -417,7 +411,9 @@ class GroupedLinear(nn.Module):
             )
         # Each rank draws the weights of all experts, one at a time, and keeps its own.
         layers = (Linear(in_features, out_features, **layer) for _ in experts)
-        self.experts = LocalExperts((each for e, each in zip(experts, layers, strict=True) if e in local), local.start)
+        self.experts: nn.ModuleList = LocalExperts(
+            (each for e, each in zip(experts, layers, strict=True) if e in local), local.start
+        )
         for expert in self.experts:
             weight = cast(ShardedWeight, expert.weight)
             weight.scale_state.passes = Passes.of(self)  # All experts share one refresh of scales.
@@ -437,11 +433,8 @@ class GroupedLinear(nn.Module):
             )
         return self
 
-    def forward(self, input: Tensor, group_sizes: Tensor, transfer: Transfer | None = None) -> Tensor:
-        """Apply expert e to the rows of its group, as `grouped_linear` does. `input` is sorted by expert.
-
-        `transfer` is an argument of `MoE` with expert parallelism.
-        """
+    def forward(self, input: Tensor, group_sizes: Tensor | GroupedRows) -> Tensor:
+        """Apply expert e to the rows of its group, as `grouped_linear` does. `input` is sorted by expert."""
         layers = cast(list[Linear], [*self.experts])
         first = layers[0].call_operands(input)
         seeds = delayed = None
@@ -454,7 +447,7 @@ class GroupedLinear(nn.Module):
             delayed = None if first.delayed is None else [one.delayed for one in called]
         bias = None if layers[0].bias is None else torch.stack([cast(Tensor, layer.bias) for layer in layers])
         how: dict[str, Any] = {"bias": bias, "seeds": seeds, "delayed": delayed, "dtype": first.dtype}
-        y: Tensor = product_of_experts(first.input, weights, group_sizes, layers[0].recipe, transfer, **how)
+        y: Tensor = grouped_linear(first.input, weights, group_sizes, layers[0].recipe, **how)
         return y
 
     def extra_repr(self) -> str:

@@ -51,6 +51,25 @@ def stack_weights(weights: Sequence[Operand]) -> GroupedOperand:
     return GroupedOperand(weights[0].format, weights[0].usage, Plane(*parts))
 
 
+def stack_transposed(weights: Sequence[Operand]) -> GroupedOperand:
+    """Transpose the rowwise planes of all weights into columnwise planes `[E, ...]`, in one launch."""
+    parts, fmt = [weight.parts for weight in weights], weights[0].format
+    assert fmt.transposes
+    assert fmt.element.codes_per_byte == 1
+
+    def room(of: Sequence[Tensor]) -> Tensor:
+        return of[0].new_empty((len(of), *of[0].shape[::-1]))
+
+    data, scales = [own.data for own in parts], [own.scale_inv for own in parts]
+    if fmt.per_tensor:
+        data_t, scales_t = room(data), stack_tensors(scales)
+        ops.transpose_each(data, [*data_t.unbind()])
+    else:
+        data_t, scales_t = room(data), room(scales)
+        ops.transpose_each([*data, *scales], [*data_t.unbind(), *scales_t.unbind()])
+    return GroupedOperand(fmt, Usage.COLUMNWISE, Plane(data_t, scales_t))
+
+
 def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Stack tensors: a view if they lie one after the other in one storage, as codes in a unit of ZeRO, else a copy."""
     first = tensors[0]

@@ -25,6 +25,7 @@ from qshard.torch_bridge._experts.operands import (
     GroupedOperand,
     contracts_last_axis,
     product_scale,
+    stack_transposed,
     stack_weights,
 )
 from qshard.torch_bridge._experts.tiles import Tiles
@@ -68,7 +69,7 @@ def row_product(
     kind = gemm_dispatch.grouped_kind_of(x.format, w_format)
     experts = tiles.stops.shape[0]
     if kind is not None and _takes(kind, sizes, tiles.unit, device):
-        w = _contracting(w if isinstance(w, GroupedOperand) else stack_weights(w), contracted)
+        w = _contracting(w, contracted)
         size = _workspace(device, experts, sizes, x.format, w_format)
         y: Tensor = gemm_dispatch.multiply_grouped(
             ops, x.parts, x.format, w.parts, w_format, tiles.stops, dtype=dtype, fast=fast, workspace=size
@@ -136,7 +137,10 @@ def sums_by_expert(grad: Tensor, tiles: Tiles) -> Tensor:
     return sums[:, 0]
 
 
-def _contracting(w: GroupedOperand, contracted: Usage) -> GroupedOperand:
+def _contracting(w: GroupedOperand | Sequence[Operand], contracted: Usage) -> GroupedOperand:
+    """Return the plane of all weights that a product contracts, transposed if it is not there."""
+    if not isinstance(w, GroupedOperand):
+        return stack_weights(w) if w[0].usage is contracted else stack_transposed(w)
     if w.usage is contracted:
         return w
     return w._replace(usage=contracted, parts=quantize_steps.transpose_plane(BatchedOps(), w.parts, w.format))

@@ -4,27 +4,25 @@
               dispatch                                  combine
 
 Forward dispatches rows of tokens and combines rows of y; backward dispatches gradients of y and combines gradients of
-rows. What is dispatched are codes, in formats with one scale for each expert (`_experts/expert_parallel.py`). What is
-combined is never quantized.
+rows. Formats with one scale for each expert dispatch codes (`_experts/expert_parallel.py`). Results are combined as
+values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard.recipes import RecipeLike, Role, as_recipe
+from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
-from qshard.torch_bridge._experts.expert_parallel import Transfer
+from qshard.torch_bridge._experts.expert_parallel import exchanged_rows
+from qshard.torch_bridge._experts.tiles import unit_of
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
-
-Product = Callable[[Tensor, Tensor, Transfer | None], Tensor]
-"""A grouped product. Arguments: rows sorted by expert, the number for each expert, and the exchange of rows, if any."""
 
 
 def check_parallel_recipe(op: str, recipe: RecipeLike | None) -> None:
@@ -50,28 +48,23 @@ def local_experts(num_experts: int, group: dist.ProcessGroup, recipe: RecipeLike
 
 @torch.compiler.disable
 def parallel_experts(
-    rows: Tensor, group_sizes: Tensor, w13: Product, w2: Product, group: dist.ProcessGroup, facts: Hashable
+    rows: Tensor,
+    group_sizes: Tensor,
+    recipes: tuple[Recipe, Recipe] | None,
+    w13: Callable[[Tensor, Any], Tensor],
+    w2: Callable[[Tensor, Any], Tensor],
+    group: dist.ProcessGroup,
+    facts: Hashable,
 ) -> Tensor:
     """Apply the experts of all ranks of `group` to rows sorted by expert. `group_sizes` counts all experts, `[E]`."""
     exchange = TokenExchange(group_sizes, rows.shape[0], group, (rows.shape[1], facts))
-    gate_up = w13(rows, exchange.group_sizes, Transfer(exchange, Role.ACTIVATION))
-    return w2(swiglu_gate_up(gate_up), exchange.group_sizes, Transfer(exchange, Role.GRADIENT))
-
-
-def value_product(
-    x: Tensor, weights: Sequence[Tensor] | Tensor, group_sizes: Tensor, layout: str, transfer: Transfer | None
-) -> Tensor:
-    """Multiply rows by the weight of their expert, without quantization; rows of no expert by the last weight."""
-    w = weights if isinstance(weights, Tensor) else torch.stack([*weights])
-    if transfer is not None and transfer.role is Role.ACTIVATION:
-        x = apply_node(_Dispatch, x, transfer.exchange)
-    ends = group_sizes.cumsum(0, dtype=torch.int32)
-    # `_grouped_mm` does not write rows after the last group, and writing zeros there would take another pass.
-    ends[-1] = x.shape[0]
-    y: Tensor = torch._grouped_mm(x, (w.transpose(1, 2) if layout == "NK" else w).to(x.dtype), offs=ends)
-    if transfer is not None and transfer.role is Role.GRADIENT:
-        y = apply_node(_Combine, y, transfer.exchange)
-    return y
+    if recipes is None:
+        sizes = exchange.group_sizes
+        y = w2(swiglu_gate_up(w13(apply_node(_Dispatch, rows, exchange), sizes)), sizes)
+        combined: Tensor = apply_node(_Combine, y, exchange)
+        return combined
+    first, second = exchanged_rows(exchange, unit_of(*recipes))
+    return w2(swiglu_gate_up(w13(rows, first)), second)
 
 
 class _Dispatch(Node):

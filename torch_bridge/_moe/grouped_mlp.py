@@ -7,8 +7,8 @@ Two grouped products serve all experts. `w13` has the weights of gate and up, so
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,23 @@ from torch import Tensor
 
 from qshard._core.moe import check_mlp
 from qshard._core.validation import quote
-from qshard.recipes import RecipeLike
+from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group
-from qshard.torch_bridge._experts.grouped_linear import product_of_experts
-from qshard.torch_bridge._moe.expert_parallel import Product, check_parallel_recipe, parallel_experts, value_product
-from qshard.torch_bridge._moe.permutation import moe_permutation, moe_permute, moe_unpermute
+from qshard.torch_bridge._experts.grouped_linear import grouped_linear
+from qshard.torch_bridge._experts.tiles import GroupedRows, unit_of
+from qshard.torch_bridge._moe.expert_parallel import check_parallel_recipe, parallel_experts
+from qshard.torch_bridge._moe.permutation import combine_experts, moe_permutation, moe_permute, padded_rows
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
 from qshard.torch_bridge._quantized.validation import check_tensor
 
 Weights = Sequence[Tensor] | Tensor
 """One weight per expert, or one tensor of all experts."""
+
+Groups = Tensor | GroupedRows
+"""The number of rows of each expert, for rows sorted by expert; or padded rows."""
+
+Product = Callable[[Tensor, Groups], Tensor]
+"""A grouped product. Arguments: rows, and the rows of each expert."""
 
 
 def grouped_mlp(
@@ -101,23 +108,36 @@ def grouped_mlp(
     experts = len(w13) if group is None else len(w13) * group.size()
     if group is not None:
         check_parallel_recipe("grouped_mlp", recipe)
+    products = _Products(recipe, weight_layout, seeds, delayed, dtype)
     if recipe is None:  # There rows of no expert are multiplied, too.
         weights = torch.where((indices >= 0) & (indices < experts), weights, 0)
+        recipes = None
+    else:
+        recipes = (as_recipe(recipe, "grouped_mlp"),) * 2
+    run = (lambda rows, groups: products(0, rows, w13, groups), lambda rows, groups: products(1, rows, w2, groups))
+    facts = (_shape(w13), weight_layout, x.dtype, dtype, recipes)
+    return apply_experts(x, indices, weights, experts, recipes, *run, group=group, facts=facts)
 
-    def product(number: int, w: Weights) -> Product:
-        if recipe is None:
-            return lambda rows, sizes, transfer: value_product(rows, w, sizes, weight_layout, transfer)
-        given: dict[str, Any] = {
-            "layout": weight_layout if isinstance(w, Tensor) else None,
-            "seeds": None if seeds is None else seeds[number],
-            "delayed": None if delayed is None else delayed[number],
-            "dtype": dtype,
-        }
-        return lambda rows, sizes, transfer: product_of_experts(rows, w, sizes, recipe, transfer, **given)
 
-    facts = (_shape(w13), weight_layout, x.dtype, dtype, recipe)
-    products = product(0, w13), product(1, w2)
-    return apply_experts(x, indices, weights, experts, *products, group=group, facts=facts)
+class _Products(NamedTuple):
+    """The grouped products of `grouped_mlp`, and their options."""
+
+    recipe: RecipeLike | None
+    weight_layout: Literal["NK", "KN"]
+    seeds: tuple[Tensor, Tensor] | None
+    delayed: tuple[Sequence[Any], Sequence[Any]] | None
+    dtype: torch.dtype | None
+
+    def __call__(self, number: int, rows: Tensor, w: Weights, groups: Groups) -> Tensor:
+        if self.recipe is None:
+            assert isinstance(groups, Tensor)
+            return _value_product(rows, w, groups, self.weight_layout)
+        seeds = None if self.seeds is None else self.seeds[number]
+        delayed = None if self.delayed is None else self.delayed[number]
+        layout = self.weight_layout if isinstance(w, Tensor) else None
+        given: dict[str, Any] = {"seeds": seeds, "delayed": delayed, "dtype": self.dtype}
+        y: Tensor = grouped_linear(rows, w, groups, self.recipe, weight_layout=layout, **given)
+        return y
 
 
 def _shape(w: Weights) -> tuple[int, ...]:
@@ -129,18 +149,38 @@ def apply_experts(
     indices: Tensor,
     weights: Tensor,
     num_experts: int,
+    recipes: tuple[Recipe, Recipe] | None,
     w13: Product,
     w2: Product,
     *,
     group: dist.ProcessGroup | None,
     facts: Hashable,
 ) -> Tensor:
-    """Compute `grouped_mlp` with given products. The ranks of `group` must agree on `facts`."""
-    k = indices.shape[-1]
+    """Compute `grouped_mlp` with given products, and the recipe of each. Ranks of `group` must agree on `facts`.
+
+    With recipes, tokens go straight to the padded rows of experts, and all between the products stays there: no pass
+    over memory permutes, pads or gathers rows. Padding rows are not quantized, and nothing reads their results.
+    """
+    k, tokens = indices.shape[-1], x.reshape(-1, x.shape[-1])
     permutation = moe_permutation(indices.reshape(-1, k), num_experts)
-    rows, sizes = moe_permute(x.reshape(-1, x.shape[-1]), permutation), permutation.group_sizes
-    if group is None or group.size() == 1:
-        y = w2(swiglu_gate_up(w13(rows, sizes, None)), sizes, None)
+    first: Groups = permutation.group_sizes
+    second, rows = first, tokens
+    if group is not None and group.size() > 1:
+        rows = moe_permute(tokens, permutation)
+        y = parallel_experts(rows, permutation.group_sizes, recipes, w13, w2, group, facts)
+        return combine_experts(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
+    if recipes is None or not tokens.shape[0]:
+        rows = moe_permute(tokens, permutation)
     else:
-        y = parallel_experts(rows, sizes, w13, w2, group, facts)
-    return moe_unpermute(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
+        permutation, first, second = padded_rows(permutation, unit_of(*recipes))
+    y = w2(swiglu_gate_up(w13(rows, first)), second)
+    return combine_experts(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
+
+
+def _value_product(x: Tensor, weights: Weights, group_sizes: Tensor, layout: str) -> Tensor:
+    """Multiply rows by the weight of their expert, without quantization; rows of no expert by the last weight."""
+    w = weights if isinstance(weights, Tensor) else torch.stack([*weights])
+    ends = group_sizes.cumsum(0, dtype=torch.int32)
+    # `_grouped_mm` does not write rows after the last group, and writing zeros there would take another pass.
+    ends[-1] = x.shape[0]
+    return torch._grouped_mm(x, (w.transpose(1, 2) if layout == "NK" else w).to(x.dtype), offs=ends)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -105,10 +105,10 @@ class MoE(nn.Module):
         logits = self.router(x)
         options: dict[str, Any] = {"score_function": self.score_function, "normalize": self.normalize}
         indices, weights = topk_routing(logits, self.top_k, scale=self.scale, bias=self.expert_bias, **options)
-        w13 = self.w13.experts[0]
-        facts = (w13.recipe, tuple(w13.weight.shape), x.dtype)
-        experts = {"group": self.ep_group, "facts": facts}
-        y = apply_experts(x, indices, weights, self.num_experts, self.w13, self.w2, **experts)
+        first, recipe = cast(Linear, self.w13.experts[0]), cast(Linear, self.w2.experts[0]).recipe
+        facts = (tuple(first.weight.shape), x.dtype, first.recipe, recipe)
+        how: dict[str, Any] = {"group": self.ep_group, "facts": facts}
+        y = apply_experts(x, indices, weights, self.num_experts, (first.recipe, recipe), self.w13, self.w2, **how)
         if self.shared is not None:
             y = y + self.shared["w2"](swiglu_gate_up(self.shared["w13"](x)))
         return (y, logits) if return_router_logits else y
