@@ -123,7 +123,7 @@ def grouped_linear(
     sizes = _checked_sizes(x, experts, group_sizes)
     is_gathered = isinstance(each[0], QuantizedTensor)
     how = _How(recipe, x.dtype if dtype is None else dtype, sizes, delayed, is_gathered)
-    on_device = group_sizes.to(x.device, non_blocking=True)
+    on_device = group_sizes.to(x.device, torch.int32, non_blocking=True)
     y: Tensor = apply_node(_GroupedProduct, x, on_device, seeds, bias, how, *each)
     return y
 

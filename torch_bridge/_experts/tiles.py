@@ -61,7 +61,10 @@ class Tiles(NamedTuple):
 
     def gather(self, rows: Tensor) -> Tensor:
         """Gather padded rows into the order of x. Rows of no expert read the last row, which products set to zeros."""
-        return rows.index_select(0, self.place)
+        place = self.place[:, None]
+        # A sum of one row each, in vector loads.
+        gathered: Tensor = ops.combine_rows(rows, place, torch.ones(place.shape, device=rows.device))
+        return gathered
 
     def experts(self) -> Tensor:
         """Return the expert of each tile; E for unused tiles."""
@@ -84,14 +87,14 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> tuple[Tiles, Tensor]:
-    """Assign the T rows of x to `T // unit + E + 1` tiles, enough for any group sizes.
+    """Assign the T rows of x to `T // unit + E + 1` tiles, enough for any group sizes, int32 `[E]`.
 
     `unit` follows from the blocks of activations and gradients. Also returns the int32 `[1]` that is 0 if group sizes
     are negative or exceed T.
     """
     unit = max(_LEAST_UNIT, block_alignment(recipe.activation, recipe.gradient))
     tiles = rows // unit + group_sizes.shape[0] + 1
-    *made, fits = ops.group_rows(group_sizes.to(torch.int32), tiles=tiles, tokens=rows, unit=unit)
+    *made, fits = ops.group_rows(group_sizes, tiles=tiles, tokens=rows, unit=unit)
     return Tiles(unit, *made), fits
 
 
