@@ -24,7 +24,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(1)/qshard/
 endef
 
-.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan notebooks docs cu gpu bench report lint format tree wheel bare smoke matrix clean
+.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan transformers notebooks docs cu gpu bench report lint format tree wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write to one environment at the same time. The compiler still runs in parallel.
 .NOTPARALLEL:
@@ -46,8 +46,8 @@ near: $(STAMP)test $(STAMP)package  ## run the tests nearest to a source; FILE=q
 slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `make test` skips
 	$(BIN)/pytest -n 2 --dist worksteal -m slow $(or $(ARGS),tests)
 
-# The H100 plugin and torchtitan come first, because tests use both.
-nightly: build/jax_cuda build/titan optimized slow titan fuzz sanitize notebooks bare  ## run everything that .ci/run skips; takes hours
+# The H100 plugin, torchtitan and transformers come first, because tests use them.
+nightly: build/jax_cuda build/titan build/transformers optimized slow titan transformers fuzz sanitize notebooks bare  ## run everything that .ci/run skips; takes hours
 
 optimized: export JAX_DISABLE_MOST_OPTIMIZATIONS := 0
 optimized: test
@@ -88,6 +88,13 @@ titan: $(STAMP)test $(STAMP)package build/titan  ## train torchtitan's own model
 	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/dist/test_torchtitan.py)
 
 build/titan: requirements/titan.txt | $(PY)
+	$(INSTALL) --no-deps --upgrade --target $@ -r $<
+	touch $@
+
+transformers: $(STAMP)test $(STAMP)package build/transformers  ## train mixtures of experts of transformers; downloads 30 MB
+	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/cpu/test_transformers.py)
+
+build/transformers: requirements/transformers.txt | $(PY)
 	$(INSTALL) --no-deps --upgrade --target $@ -r $<
 	touch $@
 

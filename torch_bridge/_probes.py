@@ -30,6 +30,7 @@ from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._experts.grouped_linear import GroupedLinear, _checked_sizes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
+from qshard.torch_bridge._moe.experts import Experts
 from qshard.torch_bridge._nn.linear import WeightLayer, _next_seed, _rank_of
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, operand_spec
 from qshard.torch_bridge._numerics import as_sharded
@@ -75,7 +76,8 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
       TypeError: `model` is not a module, or `group` is not a process group.
       ValueError: `model` has no `Linear` of qshard.
 
-    A `LinearCrossEntropy(recipe=...)` that `convert` did not create is not measured, and a warning names it.
+    A `LinearCrossEntropy(recipe=...)` that `convert` did not create, and experts in 3-D parameters, are not measured,
+    and a warning names them.
 
     Under FSDP2 each rank measures its shard of a weight and its own activations and gradients. Amaxes are reduced as in
     quantization, and `stats()` runs two all-reduces, of 15 numbers per row. All ranks of the group must enter the
@@ -111,6 +113,12 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
         warnings.warn(
             f"numerics_of: {', '.join(others)} (LinearCrossEntropy with recipe=) are not measured; convert them with "
             "the recipe instead",
+            stacklevel=2,
+        )
+    if experts := [name for name, module in modules.items() if isinstance(module, Experts)]:
+        warnings.warn(
+            f"numerics_of: {', '.join(experts)} (3-D parameters of experts) are not measured; use GroupedLinear, whose "
+            "experts are layers",
             stacklevel=2,
         )
     return Watch(layers, group, weights, grouped)

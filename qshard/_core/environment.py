@@ -102,8 +102,8 @@ def library_version() -> int:
 def grouped_library_version() -> int:
     """Return the version of the cuBLASLt that grouped products run on, or 0 if none is new enough.
 
-    The library is the file that the environment variable `QSHARD_CUBLASLT` names. Without the variable it is that of
-    other products if it is 13.5 or newer, else one in NVIDIA's Python packages. Its grouped layouts are CUDA 13's.
+    The library is the file that the environment variable `QSHARD_CUBLASLT` names. Without the variable, grouped
+    products use the library of other products if it is 13.5 or newer, else one in NVIDIA's Python packages.
 
     Raises:
       ValueError: `QSHARD_CUBLASLT` is not a file.
@@ -111,7 +111,7 @@ def grouped_library_version() -> int:
     """
     if not _ffi.cuda_built:
         return 0
-    library_version()  # gives the files of other products, whose library comes first
+    library_version()  # the library of other products comes first
     required = os.environ.get(GROUPED_VARIABLE)
     if required and not Path(required).is_file():
         raise ValueError(f"{GROUPED_VARIABLE} ({required}) is not a file; set it to a libcublasLt.so.13, or unset it")

@@ -4,6 +4,7 @@ XLA for CPUs proves neither: it has no FP8 GEMMs and widens the gathered arrays.
 a gigabyte, which need not be installed beside JAX: `make h100` puts it into build/jax_cuda.
 """
 
+import collections
 import json
 import math
 import os
@@ -200,6 +201,50 @@ def test_scan_and_remat(compiled):
     assert moved(program, "reduce-scatter") == ["f32[256,2048]"]
     assert {call for call in program["calls"] if "cublas" in call} == {"__cublas$lt$matmul$f8"}
     assert "s32[4]" in moved(program, "all-reduce")  # All scales, before the loop.
+
+
+def calls_of(program):
+    """Count the ops of qshard, without the small ones of sizes and scales."""
+    small = ("group_rows", "scale_from_amax")
+    names = (call.removeprefix("qshard_") for call in program["calls"] if call.startswith("qshard_"))
+    return collections.Counter(name for name in names if name not in small)
+
+
+EXPERTS = {
+    "CurrentScaling": {
+        "amax_tensor": 1,
+        "cast_transpose": 1,
+        "amax_grouped": 2,
+        "cast_transpose_grouped": 2,
+        "gemm_grouped": 2,
+        "gemm_grouped_k": 1,
+    },
+    "BlockScaling": {
+        "quantize_square_both": 1,
+        "quantize_block_both_rows": 2,
+        "gemm_grouped_block": 2,
+        "gemm_grouped_block_k": 1,
+    },
+    "NoneType": {"gemm_grouped_values_nt": 1, "gemm_grouped_values_nn": 1, "gemm_grouped_values_tn": 1},
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(compiled, name):
+    """One op multiplies all experts, each operand is quantized once, and XLA copies or transposes none."""
+    program = compiled[f"experts, {name}"]
+    assert calls_of(program) == EXPERTS[name]
+    assert program["ops"] == []
+    assert program["collectives"] == []
+
+
+def test_gathered_experts(compiled):
+    """Codes are gathered in both passes, and backward transposes them once."""
+    program = compiled["experts, gathered"]
+    once = {"amax_tensor": 1, "cast_tensor": 1, "transpose": 1}
+    assert calls_of(program) == once | {name: n for name, n in EXPERTS["CurrentScaling"].items() if "grouped" in name}
+    assert moved(program, "all-gather") == ["u8[64,256,1024]"] * 2
+    assert len(moved(program, "reduce-scatter")) == 1
 
 
 def test_scales_of_a_model_are_one_reduction(compiled):

@@ -53,7 +53,7 @@ def test_an_auto_mesh_of_eight_devices(recipe):
     assert_close(made, [np.asarray(a) for a in want], 5e-3)  # A few codes move to a neighbour.
 
 
-@pytest.mark.parametrize("recipe", ["CurrentScaling", "MXFP8"])
+@pytest.mark.parametrize("recipe", [None, "CurrentScaling", "MXFP8"])
 def test_tokens_of_each_device_in_shard_map(recipe):
     """Each device computes its own tokens, and gathers codes of the weights that FSDP shards."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
@@ -76,6 +76,8 @@ def test_tokens_of_each_device_in_shard_map(recipe):
     assert_close(made, [*map(np.stack, each[:2]), *map(sum, each[2:])], 5e-3)
     compiled = run.lower(x, ROUTER, W13, W2, dy).compile()
     gathers = [array for kind, arrays in collectives(compiled) for array in arrays if kind == "all-gather"]
+    if recipe is None:
+        return
     assert {f"u8[{E},{2 * WIDE},{H}]", f"u8[{E},{H},{WIDE}]"} <= set(gathers)
     assert not any(array.startswith(("f32[4,256", "f32[4,64")) for array in gathers)
 
@@ -137,11 +139,6 @@ WRONG = [
     ({"indices": np.zeros((T, K), np.float32)}, TypeError, r"moe_permutation: indices \(.*\) are not integers"),
     ({"x": X.astype(np.int32)}, TypeError, r"grouped_mlp: x \(int32\)"),
     ({"w2": [1]}, TypeError, r"grouped_mlp: w2 \(\[1\]\) is not a JAX or NumPy array"),
-    (
-        {"recipe": None, "gather_axis": "fsdp"},
-        ValueError,
-        r"grouped_mlp: weight_spec, gather_axis and axis_name are for",
-    ),
     ({"recipe": "NVFP4"}, ValueError, "ragged_dot: NVFP4 uses stochastic rounding and needs `seed`"),
 ]
 
@@ -149,7 +146,7 @@ WRONG = [
 @pytest.mark.parametrize(("wrong", "kind", "text"), WRONG, ids=[text[:30] for *_, text in WRONG])
 def test_what_is_refused(wrong, kind, text):
     given = {**GOOD, "recipe": "CurrentScaling", **wrong}
-    options = {name: given.pop(name) for name in ("weight_layout", "gather_axis") if name in given}
+    options = {name: given.pop(name) for name in ("weight_layout",) if name in given}
     with pytest.raises(kind, match=text):
         qj.grouped_mlp(*given.values(), **options)
 

@@ -114,7 +114,7 @@ def test_codes_are_those_of_each_expert_alone(name, role):
     torch.manual_seed(1)
     x = torch.randn(M, K) * torch.logspace(-3, 3, M)[:, None]
     x[2, 3], x[60, 1] = torch.inf, torch.nan
-    where, fits = tiles.tiles_of(recipe, M, torch.tensor(SIZES, dtype=torch.int32))
+    where, fits = tiles.tiles_of(tiles.unit_of(recipe), M, torch.tensor(SIZES))
     assert fits.item() == 1
     scale, given = None, ()
     if recipe.stateful:

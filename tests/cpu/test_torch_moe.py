@@ -13,6 +13,7 @@ from support.formats import RECIPES
 from support.torch_models import Wire
 
 H, WIDE, E, K = 64, 96, 5, 2
+DYNAMO = pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # Dynamo's own.
 
 
 def layer_of(recipe="CurrentScaling", **options):
@@ -27,7 +28,7 @@ def tokens(*shape, seed=1):
 def step(layer, x, call=None):
     layer.zero_grad()
     x = x.clone().requires_grad_()
-    y = (call or layer)(x)
+    y = (layer if call is None else call)(x)
     y.square().sum().backward()
     return [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
@@ -228,3 +229,52 @@ CALLS = [
 def test_wrong_shapes_are_refused(call, text):
     with pytest.raises(ValueError, match=text):
         call()
+
+
+@DYNAMO
+@pytest.mark.parametrize("name", [None, "CurrentScaling", "MXFP8"])
+def test_compiled_in_one_graph(name):
+    """The bits of eager calls."""
+    torch._dynamo.reset()
+    dtype = torch.float32 if name else torch.bfloat16  # PyTorch compiles its grouped product in bfloat16 only.
+    leaves = [torch.randn(*shape).to(dtype) for shape in ((24, H), (24, E), (E, 2 * WIDE, H), (E, H, WIDE))]
+
+    def run(x, logits, w13, w2):
+        return qt.grouped_mlp(x, *qt.topk_routing(logits, K), w13, w2, name)
+
+    found = []
+    for call in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        given = [leaf.clone().requires_grad_() for leaf in leaves]
+        y = call(*given)
+        found.append([y.detach(), *torch.autograd.grad(y, given, torch.ones_like(y))])
+    assert_same(found[1], found[0])
+
+
+@DYNAMO
+def test_a_compiled_layer():
+    torch._dynamo.reset()
+    layer, x = layer_of(shared_intermediate_size=32), tokens(24)
+    want = [a.clone() for a in step(layer, x)]
+    assert_same(step(layer, x, torch.compile(layer, backend="aot_eager", fullgraph=True)), want)
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8"])
+def test_padded_rows_keep_bits(name):
+    """`grouped_mlp` pads rows before the first product; the calls of its parts do in each product."""
+    x, routing = tokens(24), qt.topk_routing(torch.randn(24, E), K)
+    leaves = [x, routing[1], torch.randn(E, 2 * 128, H) / 8, torch.randn(E, H, 128) / 8]
+    dy = tokens(24, seed=5)
+
+    def in_parts(x, weights, w13, w2):
+        permutation = qt.moe_permutation(routing[0], E)
+        sizes, layout = permutation.group_sizes, {"weight_layout": "NK"}
+        gate_up = qt.grouped_linear(qt.moe_permute(x, permutation), w13, sizes, name, **layout)
+        h = qt.swiglu(*gate_up.chunk(2, -1))
+        return qt.moe_unpermute(qt.grouped_linear(h, w2, sizes, name, **layout), permutation, weights)
+
+    found = []
+    for call in (lambda x, *rest: qt.grouped_mlp(x, routing[0], *rest, name), in_parts):
+        given = [leaf.clone().requires_grad_() for leaf in leaves]
+        y = call(*given)
+        found.append([y.detach(), *torch.autograd.grad(y, given, dy)])
+    assert_same(*found)

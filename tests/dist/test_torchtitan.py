@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3 debug model, parallelized and trained by torchtitan with the converter of our example.
+"""torchtitan's debug models, parallelized and trained by torchtitan with the converter of our example.
 
 Skipped without torchtitan; `make titan` installs it and runs this file.
 """
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from qshard import reference
 from qshard.torch_bridge import Linear, QuantizedTensor, RMSNorm
+from qshard.torch_bridge._moe.experts import SortedExperts
 from support.formats import RECIPES
 from support.fronts import TorchFront, assert_plane
 from support.torch_ranks import on_ranks
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 STEPS, BATCH, LENGTH = 20, 4, 32
+EXPERTS = 8
 BACKEND = "partial_dtensor"  # torchtitan's default needs a newer FSDP2 than torch 2.13's, for bf16 too.
 FRONT = TorchFront("cpu")
 
@@ -43,33 +45,56 @@ def on_cpus():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             warnings.filterwarnings("ignore", category=FutureWarning)
+            warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype is not supported")
             warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
             yield
     finally:
         parallel_dims.device_type = device
 
 
-def made(recipe):
+def spec_of(family, converters):
+    """Return the spec of Llama 3's debug model, or of a Qwen3 mixture of 8 experts in 2 layers."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    if family == "llama3":
+        from torchtitan.models.llama3 import model_registry
+        from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+
+        spec = model_registry("debugmodel", converters=converters)
+        set_llama3_sharding_config(spec.model, enable_sp=False)
+    else:
+        from torchtitan.models.qwen3 import model_registry
+        from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+        spec = model_registry("debugmodel_moe", converters=converters)
+        spec.model.layers = spec.model.layers[:2]
+        for layer in spec.model.layers:
+            routed, layer.moe.num_experts, layer.moe.router.num_experts = layer.moe.routed_experts, EXPERTS, EXPERTS
+            layer.moe.router.gate.out_features = EXPERTS
+            routed.inner_experts.num_experts = routed.token_dispatcher.num_experts = EXPERTS
+            routed.inner_experts.hidden_dim = 128
+            layer.moe.router.top_k = routed.token_dispatcher.top_k = 2
+        set_qwen3_sharding_config(spec.model, enable_sp=False, enable_ep=False)
+    for layer in spec.model.layers:  # Flex attention has no backward pass on CPUs.
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        layer.attention.rope.max_seq_len = LENGTH
+    return spec
+
+
+def made(recipe, family="llama3"):
     """Build the model in the order of torchtitan's trainer: on meta, parallelized, then allocated and initialized."""
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
     from torchtitan.distributed.utils import set_spmd_backend
-    from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.llama3 import model_registry
-    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
     from torchtitan_qshard import QshardConverter, update_scales_after_steps
 
-    converters = [] if recipe is None else [QshardConverter.Config(recipe=recipe, fuse=True)]
-    spec = model_registry("debugmodel", converters=converters)
-    for layer in spec.model.layers:  # Flex attention has no backward pass on CPUs.
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-        layer.attention.rope.max_seq_len = LENGTH
+    options = {"recipe": recipe, "fuse": True, "filter_fqns": ["router"]}
+    spec = spec_of(family, [] if recipe is None else [QshardConverter.Config(**options)])
     parallelism = ParallelismConfig(spmd_backend=BACKEND)
     set_spmd_backend(BACKEND)
-    set_llama3_sharding_config(spec.model, enable_sp=False)
     with torch.device("meta"):
         model = spec.model.build()
     model.verify_module_protocol()
@@ -92,7 +117,8 @@ def made(recipe):
         model.init_weights()
     optimizers = default_adamw(lr=8e-4).build(model_parts=[model])
     if recipe is not None:
-        assert sum(isinstance(module, RMSNorm) for module in model.modules()) == 2 * len(model.layers) + 1
+        norms = {"llama3": 2, "qwen3": 4}[family]
+        assert sum(isinstance(module, RMSNorm) for module in model.modules()) == norms * len(model.layers) + 1
         update_scales_after_steps(optimizers, [model], dims)
     return model, optimizers
 
@@ -118,9 +144,9 @@ def train(model, optimizers, steps):
 
 
 @functools.cache
-def of_bf16(steps):
+def of_bf16(steps, family="llama3"):
     """Return the bfloat16 losses and the initial weights."""
-    model, optimizers = made(None)
+    model, optimizers = made(None, family)
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return train(model, optimizers, range(steps)), initial
 
@@ -175,3 +201,32 @@ def test_the_debug_model_begins_to_learn(recipe):
 def test_the_debug_model_learns_as_in_bf16(recipe):
     """All 31 linear layers, with every recipe; blocks of 128 fit too."""
     learns_as_bf16(recipe, STEPS)
+
+
+def experts_learn_as_bf16(recipe, steps):
+    with on_cpus():
+        expected, initial = of_bf16(steps, "qwen3")
+        model, optimizers = made(recipe, "qwen3")
+        model.load_state_dict(initial)
+        experts = [module for module in model.modules() if isinstance(module, SortedExperts)]
+        assert len(experts) == len(model.layers)
+        assert all(isinstance(p, DTensor) for module in experts for p in module.parameters())
+        losses = train(model, optimizers, range(steps))
+        assert model.state_dict().keys() == initial.keys()
+    assert losses[-1] < losses[0] - (0.02 if steps < STEPS else 0.5)
+    near = 0.15 if RECIPES[recipe].weight.element.bits == 4 else 0.04
+    assert max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)) < near
+
+
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "NVFP4"])
+@on_ranks(2)
+def test_a_mixture_of_experts_begins_to_learn(recipe):
+    """Linear layers and experts of Qwen3-MoE under FSDP2. Seeds of NVFP4 are initialized with the parameters."""
+    experts_learn_as_bf16(recipe, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if not recipe.stateful])
+@on_ranks(2)
+def test_a_mixture_of_experts_learns_as_in_bf16(recipe):
+    experts_learn_as_bf16(recipe, STEPS)

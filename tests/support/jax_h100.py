@@ -13,11 +13,14 @@ h100.prepare()
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qshard.formats import FP8_E4M3, MXFP8_32x32, Usage
-from qshard.jax import compute_scales, gather, init_delayed, linear, linear_cross_entropy, quantize
+from qshard.gemm_dispatch import Gpu
+from qshard.jax import compute_scales, gather, init_delayed, linear, linear_cross_entropy, quantize, ragged_dot
+from qshard.jax._gemm import target_gpu
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling
 from support.hlo import collectives
 
@@ -117,6 +120,33 @@ def local_step(ws, x, recipe=RECIPE):
     return jax.lax.pmean(loss, "fsdp"), grads
 
 
+def experts_step(x, w, dy, sizes, recipe, **options):
+    """Run a layer of experts forward and backward, on the tokens of a device. dy depends on y, as in a model."""
+    y, pull = jax.vjp(lambda x, w: ragged_dot(x, w, sizes, recipe, weight_layout="NK", **options), x, w)
+    return (y, *pull(dy * y))
+
+
+def experts(mesh):
+    """Yield programs of experts with grouped products: weights on the devices of their tokens, or gathered."""
+    shapes = ((8 * 4096, 1024), P("fsdp")), ((64, 2048, 1024), P("fsdp")), ((8 * 4096, 2048), P("fsdp"))
+    sizes = argument(mesh, (64,), jnp.int32, P("fsdp"))
+    given = *(argument(mesh, shape, jnp.bfloat16, spec) for shape, spec in shapes), sizes
+    specs = (P("fsdp"),) * 4, (P("fsdp"),) * 3
+    for recipe in (CurrentScaling(), BlockScaling(), None):
+        own = partial(experts_step, recipe=recipe)
+        yield (
+            f"experts, {type(recipe).__name__}",
+            jax.shard_map(own, mesh=mesh, in_specs=specs[0], out_specs=specs[1]),
+            given,
+        )
+    cut = P(None, "fsdp")
+    w = argument(mesh, (8, 2048, 1024), jnp.bfloat16, cut)
+    own = partial(experts_step, recipe=RECIPE, weight_spec=cut, gather_axis="fsdp")
+    specs = (P("fsdp"), cut, P("fsdp"), P("fsdp")), (P("fsdp"), P("fsdp"), cut)
+    run = jax.shard_map(own, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
+    yield "experts, gathered", run, (given[0], w, *given[2:])
+
+
 def programs():
     """Yield (name, function, arguments)."""
     auto, explicit = mesh_of(AxisType.Auto), mesh_of(AxisType.Explicit)
@@ -164,6 +194,9 @@ def programs():
         yield f"head, {mesh.axis_types[0].name}", head, (rows, w, labels)
     stacked = argument(auto, (4, 2048, 2048), jnp.float32, P(None, "fsdp"))
     yield "step, scan and remat", scanned_step, (stacked, x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target_gpu, "gpu_of", lambda x: Gpu((9, 0), 130800, 130800))
+        yield from experts(auto)
 
 
 def describe(compiled):

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrize
 from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
 from qshard.recipes import Recipe, check_weight_shape
 from qshard.torch_bridge._convert.conv1d import Conv1D, conv1d_class
-from qshard.torch_bridge._convert.survey import survey
+from qshard.torch_bridge._convert.experts import check_experts, convert_experts, is_experts, unfit_experts
+from qshard.torch_bridge._convert.survey import Candidate, survey
 from qshard.torch_bridge._distributed.fsdp1 import is_flattened, wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
@@ -38,9 +39,11 @@ def convert(
 ) -> nn.Module:
     """Turn every `nn.Linear` of `model` into a `Linear`, in place: module objects, hooks, names and values stay.
 
-    `Conv1D` layers of Hugging Face's GPT-2 are converted too, and their weights stay `[in, out]`. Every module above a
-    converted layer gets two hooks that mark the beginning and end of its calls. During a call, layers that receive the
-    same x share its codes. Therefore also call `convert` on a model that is built from `Linear` directly.
+    `Conv1D` layers of Hugging Face's GPT-2 are converted too, and their weights stay `[in, out]`. So are experts in 3-D
+    parameters, of transformers 5 (Mixtral, Qwen3-MoE, gpt-oss and others) and of torchtitan: their products run through
+    `grouped_linear`, and their parameters stay plain. Every module above a converted layer gets two hooks that mark the
+    beginning and end of its calls. During a call, layers that receive the same x share its codes. Therefore also call
+    `convert` on a model that is built from `Linear` directly.
 
     Layers of a subclass that does not override `nn.Linear.forward` stay instances of it, with its methods and
     attributes. Parameters stay the same objects, so existing optimizers keep training them. Weights shared by several
@@ -51,8 +54,9 @@ def convert(
     One warning names all weights that stay in high precision, with the reason and what to do, unless `filter` or a
     pattern excludes them. A linear layer is not converted if it overrides `forward`, if its weight is computed
     (parametrized, pruned), has no shape yet (lazy), or also belongs to another kind of module, such as an embedding.
-    The warning also names other modules with a floating-point parameter of two axes or more: experts in one 3-D tensor,
-    `nn.MultiheadAttention`, convolutions, recurrent layers. It does not name embeddings and norms.
+    Experts in 3-D parameters are not converted if their class is unknown or the recipe is `DelayedScaling`. The warning
+    also names other modules with a floating-point parameter of two axes or more: `nn.MultiheadAttention`, convolutions,
+    recurrent layers. It does not name embeddings and norms.
 
     Args:
       model: on any device, also meta. Call `convert` before `parallelize_module`, `fully_shard` or
@@ -65,7 +69,7 @@ def convert(
         of peft.
       primary: keep weights as codes. Then `fully_shard` must follow, also on one rank. `Adam`, or any optimizer in
         `WithMasters`, has the float32 masters, initialized from the current weights, and `state_dict` returns their
-        values. Weights are quantized once a step, and gathers do not cast.
+        values. Weights are quantized once a step, and gathers do not cast. Experts in 3-D parameters stay values.
       fuse: also turn every `nn.RMSNorm` with a weight, or a subclass that does not override `forward`, into a
         `RMSNorm`, which computes the amax for the next layer along with its result. The last bits of norms change,
         because sums have another order.
@@ -96,30 +100,36 @@ def convert(
     rules.check_used([each.names for each in candidates.values()], [name for name, _ in model.named_modules()])
     recipes: dict[str, Recipe] = {}  # Recipes of convertible layers.
     reasons: dict[str, str] = {}
-    modules = {name: (each.module, each.names, each.why is None) for name, each in candidates.items()}
+    modules = {name: (each.module, each.names, _is_linear(each)) for name, each in candidates.items()}
     for name, own in rules.choose(modules, filter):
         reason = candidates[name].why or (NO_PATTERN if own is None else _unfit(candidates[name].module, own))
         if reason is not None:
             reasons[name] = reason
         elif own is not None:
             recipes[name] = own
-    tied = _find_tied(model, {name: candidates[name].module for name in recipes})
+    experts = {name: candidates[name].module for name in recipes if is_experts(candidates[name].module)}
+    linears = {name: candidates[name].module for name in recipes if name not in experts}
+    tied = _find_tied(model, linears)
     reasons = {name: reason for name in candidates if (reason := tied.get(name, reasons.get(name))) is not None}
-    chosen = {name: cast(nn.Linear, candidates[name].module) for name in recipes if name not in tied}
-    check_chosen("convert", model, chosen, reasons, "nn.Linear")
+    chosen = {name: cast(nn.Linear, layer) for name, layer in linears.items() if name not in tied}
+    check_chosen("convert", model, {*chosen, *experts}, reasons, "nn.Linear")
     for name, module in chosen.items():
         _check(_weight(name), module, recipes[name])
+    for name, other in experts.items():
+        check_experts(name, other, recipes[name])
     _check_shared(chosen, recipes)
     weights: dict[Tensor, nn.Parameter] = {}
     for name, module in chosen.items():
         if module.weight not in weights:
             weights[module.weight] = wrap_weight(module.weight, recipes[name], _weight(name), model, primary)
-    warn_of_rest("convert", chosen, reasons)
+    warn_of_rest("convert", {*chosen, *experts}, reasons)
     for weight, wrapped in weights.items():
         replace_parameter(cast(nn.Parameter, weight), wrapped)
     for name, module in chosen.items():
         cast(Any, module).__class__ = extend_class(_kind_of(type(module)), type(module))
         cast(WeightLayer, module).begin(recipes[name], cast(nn.Parameter, module.weight))
+    for name, other in experts.items():
+        convert_experts(other, recipes[name])
     for other in model.modules():
         if isinstance(other, nn.TransformerEncoderLayer) and {other.linear1, other.linear2} & {*chosen.values()}:
             # Its inference fast path would read the weights without calling the layers.
@@ -132,6 +142,10 @@ def convert(
     if primary:
         guard_moves(model, check_not_sealed)
     return model
+
+
+def _is_linear(candidate: Candidate) -> bool:
+    return candidate.why is None and not is_experts(candidate.module)
 
 
 def _is_plain_norm(module: nn.Module) -> bool:
@@ -161,6 +175,8 @@ def _kind_of(kind: type[nn.Module]) -> type[WeightLayer]:
 
 
 def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
+    if is_experts(layer):
+        return unfit_experts(layer, recipe)
     kind, weight = type(layer), layer._parameters.get("weight")
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight"

@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from qshard._core.layer_recipes import RecipesLike, Rules, check_filter
 from qshard.torch_bridge._convert.conv1d import is_conv1d
 from qshard.torch_bridge._convert.convert import convert
+from qshard.torch_bridge._convert.experts import is_experts
 
 
 @contextlib.contextmanager
@@ -58,5 +59,9 @@ def quantized_init(
     finally:
         handle.remove()
     for key, module in parents.items():
-        if key not in children and any(isinstance(m, nn.Linear) or is_conv1d(m) for m in module.modules()):
+        if key not in children and any(map(_is_convertible, module.modules())):
             convert(module, recipe, filter, primary=primary)
+
+
+def _is_convertible(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module) or is_experts(module)

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from qshard._core.layer_recipes import is_name_of_table
 from qshard.torch_bridge._convert.conv1d import is_conv1d
+from qshard.torch_bridge._convert.experts import is_experts, weight_names
 from qshard.torch_bridge._moe.router import Router
 from qshard.torch_bridge._torch_internals import BatchNormBase, ConvolutionBase
 
@@ -20,7 +21,7 @@ _TABLES_AND_NORMS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, 
 class Candidate(NamedTuple):
     """A module with weights, its qualified name and the names of its weights. A pattern may match any of these `names`.
 
-    `why` is the reason to leave the module, and what to do; None for a linear layer.
+    `why` is the reason to leave the module, and what to do; None for a linear layer, and for known experts.
     """
 
     module: nn.Module
@@ -49,6 +50,9 @@ def survey(model: nn.Module) -> dict[str, Candidate]:
         if isinstance(module, nn.Linear) or is_conv1d(module):
             if id(module) not in of_attention:
                 found[name] = Candidate(module, (name, f"{prefix}weight"), None)
+            continue
+        if is_experts(module):
+            found[name] = Candidate(module, (name, *(prefix + each for each in weight_names(module))), None)
             continue
         if _is_table_or_norm(module) or isinstance(module, parametrize.ParametrizationList | Router):
             continue

@@ -27,7 +27,7 @@ from qshard.torch_bridge._experts.products import (
     row_product,
     sums_by_expert,
 )
-from qshard.torch_bridge._experts.tiles import Tiles, quantize_experts, tiles_of
+from qshard.torch_bridge._experts.tiles import GroupedRows, Tiles, quantize_experts, tiles_of, unit_of
 from qshard.torch_bridge._experts.weights import gathered_planes, quantize_weights
 from qshard.torch_bridge._fsdp.scale_state import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
@@ -45,7 +45,7 @@ from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
 def grouped_linear(
     x: Tensor,
     weights: Sequence[Tensor] | Tensor,
-    group_sizes: Tensor,
+    group_sizes: Tensor | GroupedRows,
     recipe: RecipeLike,
     *,
     bias: Tensor | None = None,
@@ -120,11 +120,13 @@ def grouped_linear(
     advice = "a dict of DelayedScale by role for each expert" if recipe.stateful else "None"
     fits = states in (None, experts)
     check_state("grouped_linear", "delayed", states, recipe, advice, layers=f"{experts} experts", fits=fits)
-    sizes = _checked_sizes(x, experts, group_sizes)
+    groups, sizes = group_sizes, None
+    if not isinstance(group_sizes, GroupedRows):
+        sizes = _checked_sizes(x, experts, group_sizes)
+        groups = group_sizes.to(x.device, torch.int32, non_blocking=True)
     is_gathered = isinstance(each[0], QuantizedTensor)
     how = _How(recipe, x.dtype if dtype is None else dtype, sizes, delayed, is_gathered)
-    on_device = group_sizes.to(x.device, torch.int32, non_blocking=True)
-    y: Tensor = apply_node(_GroupedProduct, x, on_device, seeds, bias, how, *each)
+    y: Tensor = apply_node(_GroupedProduct, x, groups, seeds, bias, how, *each)
     return y
 
 
@@ -250,13 +252,22 @@ class _GroupedProduct(Node):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, sizes: Tensor, seeds: Tensor | None, bias: Tensor | None, how: _How, *weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        groups: Tensor | GroupedRows,
+        seeds: Tensor | None,
+        bias: Tensor | None,
+        how: _How,
+        *weights: Tensor,
     ) -> tuple[Tensor, list[Tensor | None]]:
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST_WEIGHT:])
         row, columns = Usage.ROWWISE, Usage.COLUMNWISE
-        tiles, fits = tiles_of(how.recipe, x.shape[0], sizes)
-        if how.sizes is None:
-            torch._assert_async(fits, _UNFIT_SIZES)
+        if isinstance(groups, Tensor):
+            tiles, fits = tiles_of(unit_of(how.recipe), x.shape[0], groups)
+            groups = GroupedRows(tiles, tiles)
+            if how.sizes is None:
+                torch._assert_async(fits, _UNFIT_SIZES)
+        tiles = groups.x
         sides = _quantize_rows(x, how, Usage.BOTH if need_w else row, Role.ACTIVATION, tiles, seeds)
         # Codes gathered by FSDP2 are saved by reference: FSDP2 frees their memory and gathers them again.
         saved_w: list[Tensor | None] = [*weights] if need_x else []
@@ -279,26 +290,27 @@ class _GroupedProduct(Node):
         ctx.how, ctx.x_dtype, ctx.unit = how, x.dtype, tiles.unit
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.w_dtype, ctx.w_shape, ctx.w_count = weights[0].dtype, weights[0].shape, len(saved_w)
-        return tiles.gather(y), [*tiles[1:], seeds, *saved_x, *saved_w]
+        return groups.y.gather(y), [*tiles[1:], *groups.y[3:], seeds, *saved_x, *saved_w]
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
         how: _How = ctx.how
         end = len(saved) - ctx.w_count
-        tiles, seeds, saved_w = Tiles(ctx.unit, *saved[:4]), saved[4], saved[end:]
+        tiles, of_y = Tiles(ctx.unit, *saved[:4]), Tiles(ctx.unit, *saved[:2], *saved[4:6])
+        seeds, saved_w = saved[6], saved[end:]
         need_x, need_b = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST_WEIGHT - 2]
         need_w = any(ctx.needs_input_grad[_FIRST_WEIGHT:])
         grad_x = grad_b = None
         of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - _FIRST_WEIGHT)
         if need_b:
-            grad_b = sums_by_expert(grad.detach(), tiles).to(ctx.bias_dtype)
+            grad_b = sums_by_expert(grad.detach(), of_y).to(ctx.bias_dtype)
         row, columns, stops = Usage.ROWWISE, Usage.COLUMNWISE, host_stops(how.sizes, tiles.unit)
         sides: dict[Usage, GroupedOperand] = {}
         if need_x or need_w:
             usage = Usage.BOTH if need_x and need_w else row if need_x else columns
-            sides = _quantize_rows(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, tiles, seeds)
+            sides = _quantize_rows(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, of_y, seeds)
         if need_w:
-            x = GroupedOperand(how.recipe.format(Role.ACTIVATION), columns, Plane(*saved[5:end]))
+            x = GroupedOperand(how.recipe.format(Role.ACTIVATION), columns, Plane(*saved[7:end]))
             shape = (tiles.stops.shape[0], *ctx.w_shape[-2:])
             dw = expert_products(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype)
             of_weights = [dw] if len(ctx.w_shape) == 3 else dw.unbind()
@@ -397,7 +409,7 @@ class GroupedLinear(nn.Module):
             )
         return self
 
-    def forward(self, input: Tensor, group_sizes: Tensor) -> Tensor:
+    def forward(self, input: Tensor, group_sizes: Tensor | GroupedRows) -> Tensor:
         """Apply expert e to the rows of its group, as `grouped_linear` does. `input` is sorted by expert."""
         layers = cast(list[Linear], [*self.experts])
         first = layers[0].call_operands(input)

@@ -13,6 +13,7 @@ one tile of zeros. Unused tiles at the end belong to no expert.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -40,15 +41,16 @@ class Tiles(NamedTuple):
       unit: rows per tile.
       stops: for each expert, the end of its padded rows, int32 `[E]`.
       ends: for each expert, the end of its rows of x, int32 `[E]`.
-      rows: for each padded row, the row of x, int32 `[P]`; T for padding.
-      place: for each row of x, its padded row, int32 `[T]`; the last one for rows of no expert.
+      rows: for each padded row, the row of x, int32 `[P]`; a number outside of x for padding.
+      place: for each row of x, its padded row, int32 `[T]`; the last one for rows of no expert. `[T, k]` if each row of
+        x has k padded rows, as tokens have; None if x is the padded rows.
     """
 
     unit: int
     stops: Tensor
     ends: Tensor
     rows: Tensor
-    place: Tensor
+    place: Tensor | None
 
     @property
     def number(self) -> int:
@@ -56,15 +58,24 @@ class Tiles(NamedTuple):
 
     def scatter(self, x: Tensor) -> Tensor:
         """Scatter the rows of x into zero-padded tiles `[tiles, unit, columns]`."""
-        rows = x.new_zeros((self.rows.shape[0], x.shape[1])).index_copy_(0, self.place.to(torch.int64), x)
+        if self.place is not None and self.place.ndim == 1:
+            rows = x.new_zeros((self.rows.shape[0], x.shape[1])).index_copy_(0, self.place.to(torch.int64), x)
+        else:
+            is_row = (self.rows < x.shape[0])[:, None]
+            rows = torch.where(is_row, x.index_select(0, self.rows.clamp(max=x.shape[0] - 1)), 0)
         return rows.view(self.number, self.unit, x.shape[1])
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Gather padded rows into the order of x. Rows of no expert read the last row, which products set to zeros."""
-        place = self.place[:, None]
-        # A sum of one row each, in vector loads.
-        gathered: Tensor = ops.combine_rows(rows, place, torch.ones(place.shape, device=rows.device))
-        return gathered
+        """Gather padded rows into the order of x, and add those of the same row of x in fp32.
+
+        Rows of no expert read the last row, which products set to zeros.
+        """
+        if self.place is None:
+            return rows
+        place = self.place[:, None] if self.place.ndim == 1 else self.place
+        # Also for one row each, because its vector loads are faster than `index_select`.
+        sums: Tensor = ops.combine_rows(rows, place, torch.ones(place.shape, device=rows.device))
+        return sums
 
     def experts(self) -> Tensor:
         """Return the expert of each tile; E for unused tiles."""
@@ -86,15 +97,25 @@ class Tiles(NamedTuple):
         return torch.nn.functional.pad(self.stops[:-1], (1, 0))
 
 
-def tiles_of(recipe: Recipe, rows: int, group_sizes: Tensor) -> tuple[Tiles, Tensor]:
-    """Assign the T rows of x to `T // unit + E + 1` tiles, enough for any group sizes, int32 `[E]`.
+class GroupedRows(NamedTuple):
+    """The padded rows of one grouped product: as rows of x, and as rows of the result."""
 
-    `unit` follows from the blocks of activations and gradients. Also returns the int32 `[1]` that is 0 if group sizes
-    are negative or exceed T.
+    x: Tiles
+    y: Tiles
+
+
+def unit_of(*recipes: Recipe) -> int:
+    """Return the rows per tile for the blocks of activations and gradients of all recipes."""
+    return math.lcm(_LEAST_UNIT, *(block_alignment(recipe.activation, recipe.gradient) for recipe in recipes))
+
+
+def tiles_of(unit: int, rows: int, group_sizes: Tensor) -> tuple[Tiles, Tensor]:
+    """Assign the T rows of x to `T // unit + E + 1` tiles, enough for any group sizes.
+
+    Also returns the int32 `[1]` that is 0 if group sizes are negative or exceed T.
     """
-    unit = max(_LEAST_UNIT, block_alignment(recipe.activation, recipe.gradient))
     tiles = rows // unit + group_sizes.shape[0] + 1
-    *made, fits = ops.group_rows(group_sizes, tiles=tiles, tokens=rows, unit=unit)
+    *made, fits = ops.group_rows(group_sizes.to(torch.int32), tiles=tiles, tokens=rows, unit=unit)
     return Tiles(unit, *made), fits
 
 

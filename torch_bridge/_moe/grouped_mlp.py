@@ -8,24 +8,28 @@ Two grouped products serve all experts. `w13` has the weights of gate and up, so
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qshard._core.moe import check_mlp
 from qshard._core.validation import quote
-from qshard.recipes import RecipeLike
+from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
-from qshard.torch_bridge._moe.permutation import moe_permutation, moe_permute, moe_unpermute
+from qshard.torch_bridge._experts.tiles import GroupedRows, unit_of
+from qshard.torch_bridge._moe.permutation import combine_experts, moe_permutation, moe_permute, padded_rows
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
 from qshard.torch_bridge._quantized.validation import check_tensor
 
 Weights = Sequence[Tensor] | Tensor
 """One weight per expert, or one tensor of all experts."""
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""A grouped product. Arguments: rows sorted by expert, and the number of rows of each expert."""
+Groups = Tensor | GroupedRows
+"""The number of rows of each expert, for rows sorted by expert; or padded rows."""
+
+Product = Callable[[Tensor, Groups], Tensor]
+"""A grouped product. Arguments: rows, and the rows of each expert."""
 
 
 def grouped_mlp(
@@ -90,35 +94,65 @@ def grouped_mlp(
     check_mlp(x.shape, indices.shape, weights.shape, (_shape(w13), _shape(w2)), weight_layout)
 
     experts = len(w13)
+    products = _Products(recipe, weight_layout, seeds, delayed, dtype)
     if recipe is None:  # There rows of no expert are multiplied, too.
         weights = torch.where((indices >= 0) & (indices < experts), weights, 0)
+        recipes = None
+    else:
+        recipes = (as_recipe(recipe, "grouped_mlp"),) * 2
+    run = (lambda rows, groups: products(0, rows, w13, groups), lambda rows, groups: products(1, rows, w2, groups))
+    return apply_experts(x, indices, weights, experts, recipes, *run)
 
-    def product(number: int, w: Weights) -> Product:
-        if recipe is None:
-            return lambda rows, sizes: _value_product(rows, w, sizes, weight_layout)
-        layout = weight_layout if isinstance(w, Tensor) else None
-        given: dict[str, Any] = {
-            "seeds": None if seeds is None else seeds[number],
-            "delayed": None if delayed is None else delayed[number],
-            "dtype": dtype,
-        }
-        return lambda rows, sizes: grouped_linear(rows, w, sizes, recipe, weight_layout=layout, **given)
 
-    return apply_experts(x, indices, weights, experts, product(0, w13), product(1, w2))
+class _Products(NamedTuple):
+    """The grouped products of `grouped_mlp`, and their options."""
+
+    recipe: RecipeLike | None
+    weight_layout: Literal["NK", "KN"]
+    seeds: tuple[Tensor, Tensor] | None
+    delayed: tuple[Sequence[Any], Sequence[Any]] | None
+    dtype: torch.dtype | None
+
+    def __call__(self, number: int, rows: Tensor, w: Weights, groups: Groups) -> Tensor:
+        if self.recipe is None:
+            assert isinstance(groups, Tensor)
+            return _value_product(rows, w, groups, self.weight_layout)
+        seeds = None if self.seeds is None else self.seeds[number]
+        delayed = None if self.delayed is None else self.delayed[number]
+        layout = self.weight_layout if isinstance(w, Tensor) else None
+        given: dict[str, Any] = {"seeds": seeds, "delayed": delayed, "dtype": self.dtype}
+        y: Tensor = grouped_linear(rows, w, groups, self.recipe, weight_layout=layout, **given)
+        return y
 
 
 def _shape(w: Weights) -> tuple[int, ...]:
     return tuple(w.shape) if isinstance(w, Tensor) else (len(w), *w[0].shape)
 
 
-def apply_experts(x: Tensor, indices: Tensor, weights: Tensor, num_experts: int, w13: Product, w2: Product) -> Tensor:
-    """Compute `grouped_mlp` with given products."""
-    k = indices.shape[-1]
+def apply_experts(
+    x: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    recipes: tuple[Recipe, Recipe] | None,
+    w13: Product,
+    w2: Product,
+) -> Tensor:
+    """Compute `grouped_mlp` with given products, and the recipe of each.
+
+    With recipes, tokens go straight to the padded rows of experts, and all between the products stays there: no pass
+    over memory permutes, pads or gathers rows. Padding rows are not quantized, and nothing reads their results.
+    """
+    k, tokens = indices.shape[-1], x.reshape(-1, x.shape[-1])
     permutation = moe_permutation(indices.reshape(-1, k), num_experts)
-    rows = moe_permute(x.reshape(-1, x.shape[-1]), permutation)
-    h = swiglu_gate_up(w13(rows, permutation.group_sizes))
-    y = w2(h, permutation.group_sizes)
-    return moe_unpermute(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
+    first: Groups = permutation.group_sizes
+    second, rows = first, tokens
+    if recipes is None or not tokens.shape[0]:
+        rows = moe_permute(tokens, permutation)
+    else:
+        permutation, first, second = padded_rows(permutation, unit_of(*recipes))
+    y = w2(swiglu_gate_up(w13(rows, first)), second)
+    return combine_experts(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
 
 
 def _value_product(x: Tensor, weights: Weights, group_sizes: Tensor, layout: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,8 @@ class MoE(nn.Module):
         logits = self.router(x)
         options: dict[str, Any] = {"score_function": self.score_function, "normalize": self.normalize}
         indices, weights = topk_routing(logits, self.top_k, scale=self.scale, bias=self.expert_bias, **options)
-        y = apply_experts(x, indices, weights, self.num_experts, self.w13, self.w2)
+        recipes = cast(Linear, self.w13.experts[0]).recipe, cast(Linear, self.w2.experts[0]).recipe
+        y = apply_experts(x, indices, weights, self.num_experts, recipes, self.w13, self.w2)
         if self.shared is not None:
             y = y + self.shared["w2"](swiglu_gate_up(self.shared["w13"](x)))
         return (y, logits) if return_router_logits else y

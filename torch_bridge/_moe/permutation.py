@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qshard._core.moe import check_choice, check_tokens, check_weights
 from qshard._core.validation import quote
+from qshard.torch_bridge._experts.tiles import GroupedRows, tiles_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._quantized.validation import check_tensor
@@ -136,8 +137,34 @@ def moe_unpermute(y: Tensor, permutation: MoEPermutation, weights: Tensor | None
         weights = torch.ones(positions.shape, device=y.device)
     check_tensor("moe_unpermute", "weights", weights)
     check_weights("moe_unpermute", tuple(weights.shape), tuple(positions.shape))
+    return combine_experts(y, permutation, weights)
+
+
+def combine_experts(y: Tensor, permutation: MoEPermutation, weights: Tensor) -> Tensor:
+    """Compute `moe_unpermute` without checks, also of padded rows."""
     x: Tensor = apply_node(_Unpermute, y, weights, permutation)
     return x
+
+
+def padded_rows(permutation: MoEPermutation, unit: int) -> tuple[MoEPermutation, GroupedRows, GroupedRows]:
+    """Pad the rows of each expert to a multiple of `unit`, at least one. There is at least one token.
+
+    Returns:
+      The permutation of padded rows, where choices outside of `T k` are padding; the padded rows of a product that
+      reads tokens; and the padded rows of a product that reads padded rows. Both products give padded rows.
+    """
+    choices, positions, sizes = permutation
+    tiles, _ = tiles_of(unit, choices.shape[0], sizes)
+    is_row = tiles.rows < choices.shape[0]
+    last = choices.shape[0] - 1
+    choices = torch.where(is_row, choices.index_select(0, tiles.rows.clamp(max=last)), choices.shape[0])
+    assert tiles.place is not None
+    positions = tiles.place.index_select(0, positions.flatten()).view(positions.shape)
+    padded = MoEPermutation(choices, positions, sizes)
+    row = torch.arange(is_row.shape[0], dtype=torch.int32, device=is_row.device)
+    own = tiles._replace(ends=tiles.stops, rows=torch.where(is_row, row, is_row.shape[0]), place=None)
+    of_tokens = own._replace(rows=padded.tokens, place=positions)
+    return padded, GroupedRows(of_tokens, own), GroupedRows(own, own)
 
 
 class _Permute(Node):
@@ -167,7 +194,9 @@ class _Unpermute(Node):
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         choices, positions, weights, *y = saved
         tokens = MoEPermutation(choices, positions, choices).tokens
-        of_rows, grad = weights.float().flatten().index_select(0, choices), grad.contiguous()
+        # Choices outside are padding, which has no token and so no weight.
+        inside = choices.clamp(max=max(0, weights.numel() - 1))
+        of_rows, grad = weights.float().flatten().index_select(0, inside), grad.contiguous()
         if not y:
             return ops.combine_rows(grad, tokens[:, None], of_rows[:, None]), None, None
         dy, dots = ops.combine_rows_grad(y[0], tokens, of_rows, grad)

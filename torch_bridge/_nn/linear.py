@@ -35,15 +35,15 @@ from qshard.torch_bridge._torch_internals import hooks_of, put_hooks
 
 
 def _take_seed(seed: Tensor, rank: int) -> Tensor:
-    """Return this rank's seed for one call, and advance the buffer `seed`."""
+    """Return this rank's seed, or seeds `[E, 2]`, for one call, and advance the buffer `seed`."""
     return _next_seed(seed, rank) if may_skip_dispatcher((seed,)) else _take_seed_op(seed, rank)
 
 
 def _next_seed(seed: Tensor, rank: int) -> Tensor:
     taken = seed.clone()
     if rank:
-        taken[1].add_(rank)
-    seed[0].add_(1)
+        taken[..., 1].add_(rank)
+    seed[..., 0].add_(1)
     return taken
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from qshard._core.moe import check_mlp
 from qshard.jax._delayed_scaling import LinearState
 from qshard.jax._moe.permutation import moe_permutation, moe_permute, moe_unpermute
-from qshard.jax._nn.activations import swiglu
+from qshard.jax._nn.activations import swiglu_gate_up
 from qshard.jax._nn.ragged_dot import ragged_dot
 from qshard.jax._ops.mesh import AxisName, Spec
 from qshard.jax._ops.validation import Seed, check_array, check_dtype
@@ -58,7 +57,7 @@ def grouped_mlp(
       weights: a float dtype `[..., k]`, the weight of each of these experts.
       w13: `[E, 2 I, H]`, a weight of all experts as for `ragged_dot`.
       w2: `[E, H, I]`, likewise.
-      recipe: as for `ragged_dot`; None multiplies the values in the dtype of x, without quantization.
+      recipe: as for `ragged_dot`; None multiplies without quantization.
       weight_layout: "NK", or "KN" for `w13` `[E, H, 2 I]` and `w2` `[E, I, H]`.
       weight_spec: as for `ragged_dot`, for both weights.
       gather_axis: as for `ragged_dot`.
@@ -72,8 +71,7 @@ def grouped_mlp(
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: shapes do not fit each other or the formats; a seed or state is missing; or an option of sharded
-        weights is given without a recipe.
+      ValueError: shapes do not fit each other or the formats, or a seed or state is missing.
 
     `linear` on the rows of each expert computes the same codes and scales. In `shard_map` a device computes its own
     tokens with the experts that it is given. On Auto meshes XLA shards the products.
@@ -90,19 +88,12 @@ def grouped_mlp(
         check_dtype("grouped_mlp", name, array)
     check_array("grouped_mlp", "indices", indices)
     shapes = _shape("w13", w13), _shape("w2", w2)
-    if recipe is None and not (weight_spec is None and gather_axis is None and axis_name is None):
-        raise ValueError(
-            "grouped_mlp: weight_spec, gather_axis and axis_name are for quantized products, but recipe is None; "
-            "gather the weights first, or pass a recipe"
-        )
     # `ragged_dot` checks the shapes of weights that it gathers.
     checked = None if gather_axis is not None else shapes
     check_mlp(jnp.shape(x), jnp.shape(indices), jnp.shape(weights), checked, weight_layout)
     k, experts = jnp.shape(indices)[-1], shapes[0][0]
 
     def product(number: int, rows: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
-        if recipe is None:
-            return _value_product(rows, w, sizes, weight_layout)
         given: dict[str, Any] = {
             "seed": None if seeds is None else seeds[number],
             "state": None if states is None else states[number],
@@ -121,13 +112,10 @@ def grouped_mlp(
         )
 
     x, indices, weights = jnp.asarray(x), jnp.asarray(indices), jnp.asarray(weights)
-    if recipe is None:  # There rows of no expert are multiplied, too.
-        weights = jnp.where((indices >= 0) & (indices < experts), weights, 0)
     permutation = moe_permutation(indices.reshape(-1, k), experts)
     rows = moe_permute(x.reshape(-1, x.shape[-1]), permutation)
-    gate_up = product(0, rows, w13, permutation.group_sizes)
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    y = product(1, swiglu(gate, up), w2, permutation.group_sizes)
+    h = swiglu_gate_up(product(0, rows, w13, permutation.group_sizes))
+    y = product(1, h, w2, permutation.group_sizes)
     return moe_unpermute(y, permutation, weights.reshape(-1, k)).reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -137,9 +125,3 @@ def _shape(name: str, w: Any) -> tuple[int, ...]:
     if not isinstance(w, QuantizedArray | PrimaryWeight):
         check_array("grouped_mlp", name, w)
     return tuple(w.shape if hasattr(w, "shape") else jnp.shape(w))
-
-
-def _value_product(x: jax.Array, w: Any, group_sizes: jax.Array, layout: WeightLayout) -> jax.Array:
-    """Multiply rows by the weight of their expert, without quantization; rows of no expert by the last weight."""
-    sizes = group_sizes.at[-1].add(x.shape[0] - group_sizes.sum())
-    return lax.ragged_dot(x, (w.swapaxes(1, 2) if layout == "NK" else w).astype(x.dtype), sizes)

@@ -246,6 +246,26 @@ def _swiglu_backward(saved: tuple[jax.Array, jax.Array], grad: jax.Array) -> tup
 _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
+@jax.custom_vjp
+def swiglu_gate_up(gate_up: jax.Array) -> jax.Array:
+    """Compute `swiglu` of rows `[..., 2 I]`, gate then up, as one product gives them. It copies neither half."""
+    halves = gate_up.reshape(*gate_up.shape[:-1], 2, -1)
+    h: jax.Array = ops.swiglu_gate_up(halves, lead=halves.ndim - 2)[0]
+    return h
+
+
+def _gate_up_forward(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return swiglu_gate_up(gate_up), gate_up
+
+
+def _gate_up_backward(gate_up: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+    halves = gate_up.reshape(*gate_up.shape[:-1], 2, -1)
+    return (ops.swiglu_gate_up_grad(halves, grad, lead=halves.ndim - 2)[0].reshape(gate_up.shape),)
+
+
+swiglu_gate_up.defvjp(_gate_up_forward, _gate_up_backward)
+
+
 def _check_pair(op: str, gate: Any, up: Any) -> tuple[jax.Array, jax.Array]:
     """Check both inputs, cast them to vary over the same manual axes, and shard `up` like `gate` on Explicit meshes."""
     for name, x in (("gate", gate), ("up", up)):

@@ -162,7 +162,7 @@ def _run(x: jax.Array, shards: int, axis: int = -1, longest: int = _RUN) -> int 
     """
     mesh, spec = mesh_of(x), jax.typeof(x).sharding.spec
     kinds = set(mesh.axis_types)
-    if x.ndim == 0 or kinds == {AxisType.Manual} or (mesh.empty and jax.device_count() == 1):
+    if x.ndim == 0 or not may_be_sharded(x):
         return None
     row = x.shape[axis] // math.prod(mesh.shape[name] for name in names_of(spec[axis]))
     row = row // shards if (not kinds or AxisType.Auto in kinds) and row % shards == 0 else row

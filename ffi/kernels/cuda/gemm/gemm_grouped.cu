@@ -112,7 +112,7 @@ __device__ void WriteArrays(const SetUp& s, const int32_t* ends) {
       s.extents[i * s.stride + group] = extents[i];
     for (int i = 0; i < GroupedWorkspace::kPointers; ++i)
       s.pointers[i * s.stride + group] = s.places[i].At(group, start / s.unit);
-    // The library also scales the empty sum of a group without rows, whose own scale may be NaN.
+    // The library scales the empty sum of a group without rows too, and its scale may be NaN.
     for (int i = 0; i < 2; ++i)
       if (s.tensor_scales[i] != nullptr)
         s.tensor_scales_to[i][group * (kGemmUnit / sizeof(float))] =

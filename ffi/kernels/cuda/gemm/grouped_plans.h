@@ -1,7 +1,7 @@
 // Plans of grouped GEMMs: descriptors and an algorithm for a shape class, chosen once and cached.
 //
-// The sizes of groups are on the device, so one plan serves all of them. A shape class is what the
-// heuristic sees: the average size of a group, and the sizes that all groups share.
+// The sizes of groups are on the device, so one plan serves all of them. The heuristic sees a
+// shape class: the average size of a group, and the sizes that all groups share.
 //
 // The heuristic's first algorithm may be 15 % slower than the best of its list. So the first call
 // of a class that is not captured in a graph runs each of them on its operands, and keeps the
@@ -66,8 +66,8 @@ struct GroupedArrays {
   const void *a_scales, *b_scales;  // arrays of pointers, or null for floats
 };
 
-// Returns the plan of a shape class. `arrays` are those of a call; the plan keeps none of them.
-// Caches the 1,024 plans used last.
+// Returns the plan of a shape class. A new plan has the arrays of this call; SetArrays replaces
+// them. Caches the 1,024 plans used last.
 std::shared_ptr<GroupedPlan> GroupedPlanOf(const GroupedKey& key, const GroupedArrays& arrays);
 
 // Writes the arrays of a call into the plan's descriptors. The caller has the plan's mutex.

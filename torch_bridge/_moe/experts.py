@@ -1,0 +1,147 @@
+"""`Experts`: the quantized form of modules that have the weights of all experts in 3-D parameters.
+
+    SortedExperts    rows sorted by expert, as in torchtitan: its method `_grouped_mm`
+    RoutedExperts    tokens with the experts of each, as in transformers: its `forward`
+
+`convert` changes the class of a module to an extension of one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qshard.formats import FLOATS
+from qshard.recipes import Recipe
+from qshard.torch_bridge._experts.grouped_linear import grouped_linear
+from qshard.torch_bridge._moe.permutation import MoEPermutation, moe_permutation, moe_permute, moe_unpermute
+from qshard.torch_bridge._nn.activations import swiglu
+from qshard.torch_bridge._nn.class_swap import Extends
+from qshard.torch_bridge._nn.functional import WeightLayout
+from qshard.torch_bridge._nn.linear import _rank_of, _take_seed
+from qshard.torch_bridge._ops.bind import dtype_name
+
+_SILU = ("SiLU", "SiLUActivation")
+"""Names of the class in PyTorch and in transformers."""
+
+
+class Experts(Extends):
+    """Base class of modules that multiply by 3-D weights with `grouped_linear`.
+
+    Parameters stay plain and keep their names and shapes. The instance stays one of its original class.
+
+    Attributes:
+      recipe: the format of each role.
+      seed: for stochastic rounding, the seed of each expert: int32 `[E, 2]`, as in `Linear`. Each product uses it, and
+        increments it on the device.
+    """
+
+    recipe: Recipe
+    seed: Tensor | None
+    scaling_buffers = ("seed",)
+
+    @property
+    def weight_layout(self) -> WeightLayout:
+        return "KN" if getattr(self, "is_transposed", False) else "NK"
+
+    def begin(self, recipe: Recipe, weight: Tensor) -> None:
+        """Set the recipe. `weight` is any of the 3-D weights."""
+        self.recipe = recipe
+        seed = torch.empty(weight.shape[0], 2, dtype=torch.int32, device=weight.device) if recipe.stochastic else None
+        self.register_buffer("seed", seed, persistent=False)  # `scaling_state` saves it.
+        self._reset_seed()
+
+    def _reset_seed(self) -> None:
+        if self.seed is not None:
+            self.seed.random_(-(2**31), 2**31)
+
+    def multiply(self, x: Tensor, weights: Tensor, group_sizes: Tensor, layout: WeightLayout = "NK") -> Tensor:
+        """Multiply rows sorted by expert with the weights of all experts, as `grouped_linear` does."""
+        dtype = None
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            if dtype_name(x.dtype) not in FLOATS:
+                x = x.to(dtype)
+        seeds = None if self.seed is None else _take_seed(self.seed, _rank_of(weights))
+        y: Tensor = grouped_linear(x, weights, group_sizes, self.recipe, weight_layout=layout, seeds=seeds, dtype=dtype)
+        return y
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Experts:
+        was_meta = self.seed is not None and self.seed.is_meta
+        super()._apply(fn, recurse)
+        if was_meta and self.seed is not None and not self.seed.is_meta:
+            self._reset_seed()
+        return self
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        """Load parameters. If they replace parameters on meta, the seed leaves meta too."""
+        super()._load_from_state_dict(*given)
+        device = next(self.parameters(recurse=False)).device
+        if self.seed is not None and self.seed.is_meta and device.type != "meta":
+            self.seed = torch.empty_like(self.seed, device=device)
+            self._reset_seed()
+
+    def extra_repr(self) -> str:
+        own = super().extra_repr()
+        return ", ".join([own] * bool(own) + [f"recipe={self.recipe!r}"])
+
+
+class SortedExperts(Experts):
+    """Experts of torchtitan: `forward` receives rows sorted by expert, and calls `_grouped_mm` for each product."""
+
+    _of = nn.Module
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        """Compute `A @ B_t` for rows that end at `offs`, with `B_t` `[E, K, N]` as `torch._grouped_mm` takes it."""
+        return self.multiply(A, B_t.transpose(-2, -1), torch.diff(offs, prepend=offs.new_zeros(1)))
+
+
+class RoutedExperts(Experts):
+    """Experts of transformers: `forward` receives tokens and their experts. It computes the same as their eager loop.
+
+    `config._experts_implementation` has no effect on a converted module.
+    """
+
+    _of = nn.Module
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of the experts of each token.
+
+        Args:
+          hidden_states: `[T, H]`.
+          top_k_index: the experts of each token, `[T, k]`. An index outside of 0..E-1 is no expert and adds nothing.
+          top_k_weights: the weight of each, `[T, k]`.
+
+        Returns:
+          `[T, H]`, in the dtype of `hidden_states`.
+        """
+        up = "gate_up_proj" if "gate_up_proj" in self._parameters else "up_proj"
+        permutation = moe_permutation(top_k_index, getattr(self, up).shape[0])
+        h = self._project(moe_permute(hidden_states, permutation), up, permutation, top_k_index)
+        y = self._project(self._activate(h, up), "down_proj", permutation, top_k_index)
+        if getattr(self, "has_post_expert_norm", False):
+            this: Any = self
+            y = this.post_expert_norm(y)
+        return moe_unpermute(y, permutation, top_k_weights).to(hidden_states.dtype)
+
+    def _project(self, x: Tensor, name: str, permutation: MoEPermutation, indices: Tensor) -> Tensor:
+        """Multiply by the weights `name`, and add the bias of each row's expert. Rows of no expert give zeros."""
+        y = self.multiply(x, getattr(self, name), permutation.group_sizes, self.weight_layout)
+        if not getattr(self, "has_bias", False):
+            return y
+        bias: Tensor = getattr(self, f"{name}_bias")
+        experts = indices.flatten().index_select(0, permutation.choices)
+        experts = torch.where(experts < 0, len(bias), experts.clamp(max=len(bias)))
+        return y + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[experts].to(y.dtype)
+
+    def _activate(self, h: Tensor, up: str) -> Tensor:
+        this: Any = self
+        if up == "up_proj":
+            activated: Tensor = this.act_fn(h)
+        elif this._apply_gate.__name__ == "_default_apply_gate" and type(this.act_fn).__name__ in _SILU:
+            activated = swiglu(*h.chunk(2, -1))  # In one pass, and rounded once.
+        else:
+            activated = this._apply_gate(h)
+        return activated
