@@ -73,7 +73,7 @@ class Tiles(NamedTuple):
         if self.place is None:
             return rows
         place = self.place[:, None] if self.place.ndim == 1 else self.place
-        # Also for one row each, because its vector loads are faster than `index_select`.
+        # Also for one row each: the kernel loads vectors.
         sums: Tensor = ops.combine_rows(rows, place, torch.ones(place.shape, device=rows.device))
         return sums
 
