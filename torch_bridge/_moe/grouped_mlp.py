@@ -77,7 +77,7 @@ def grouped_mlp(
 
     >>> x, w13, w2 = torch.ones(2, 32), torch.ones((4, 64, 32)), torch.full((4, 32, 32), 0.125)
     >>> indices, weights = torch.tensor([[0, 1], [3, 0]]), torch.full((2, 2), 0.5)
-    >>> grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling")[:, 0]
+    >>> grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling")[:, 0].round()
     tensor([4096., 4096.])
 
     Sources: Megatron-Core (`GroupedMLP`); arXiv:2401.04088 (Mixtral).
