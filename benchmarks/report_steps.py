@@ -104,12 +104,12 @@ def grouped_section(tables: Tables) -> str:
     return f"## Experts\n\n{origin(rows)} {text}\n\n{table(columns, [[row[c] for c in columns] for row in rows])}\n"
 
 
-def moe_section(tables: Tables) -> str:
-    rows = tables["moe"]
+def moe_section(tables: Tables, name: str, title: str) -> str:
+    rows = tables[name]
     columns = ["kind", "ms", "times_bf16"]
-    text = "A mixture-of-experts layer on one GPU, forward and backward; `bench_moe.py` says what a kind is."
+    text = f"A mixture-of-experts layer on one GPU, forward and backward; `bench_{name}.py` says what a kind is."
     body = table(columns, [[row[c] for c in columns] for row in rows])
-    return f"## Whole layers of experts\n\n{origin(rows)} {text}\n\n{body}\n"
+    return f"## {title}\n\n{origin(rows)} {text}\n\n{body}\n"
 
 
 def step_torch_lines(rows: Rows) -> list[list[str]]:
@@ -168,6 +168,7 @@ STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {
     "wire_jax": wire_jax_section,
     "tensor_parallel": tensor_parallel_section,
     "grouped": grouped_section,
-    "moe": moe_section,
+    "moe": functools.partial(moe_section, name="moe", title="Whole layers of experts"),
+    "moe_jax": functools.partial(moe_section, name="moe_jax", title="Whole layers of experts in JAX"),
     "tensor_parallel_jax": tensor_parallel_jax_section,
 }
