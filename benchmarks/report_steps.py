@@ -104,6 +104,14 @@ def grouped_section(tables: Tables) -> str:
     return f"## Experts\n\n{origin(rows)} {text}\n\n{table(columns, [[row[c] for c in columns] for row in rows])}\n"
 
 
+def grouped_jax_section(tables: Tables) -> str:
+    rows = tables["grouped_jax"]
+    columns = ["kind", "shape", "ms", "times_bf16"]
+    text = "A layer of experts in JAX on one GPU, forward and backward; `bench_grouped_jax.py` says what a kind is."
+    body = table(columns, [[row[c] for c in columns] for row in rows])
+    return f"## Experts in JAX\n\n{origin(rows)} {text}\n\n{body}\n"
+
+
 def moe_section(tables: Tables, name: str, title: str) -> str:
     rows = tables[name]
     columns = ["kind", "ms", "times_bf16"]
@@ -168,6 +176,7 @@ STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {
     "wire_jax": wire_jax_section,
     "tensor_parallel": tensor_parallel_section,
     "grouped": grouped_section,
+    "grouped_jax": grouped_jax_section,
     "moe": functools.partial(moe_section, name="moe", title="Whole layers of experts"),
     "moe_jax": functools.partial(moe_section, name="moe_jax", title="Whole layers of experts in JAX"),
     "tensor_parallel_jax": tensor_parallel_jax_section,

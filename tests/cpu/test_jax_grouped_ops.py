@@ -185,8 +185,8 @@ def plain(x, w, sizes, layout):
     return y
 
 
-def values_step(x, w, dy, sizes=SIZES, layout="NK", **options):
-    call = functools.partial(ragged_dot, group_sizes=sizes, recipe=None, weight_layout=layout, **options)
+def values_step(x, w, dy, sizes=SIZES, layout="NK", recipe=None, **options):
+    call = functools.partial(ragged_dot, group_sizes=sizes, recipe=recipe, weight_layout=layout, **options)
     y, pull = jax.vjp(lambda x, w: call(x, w), x, w)
     return (y, *pull(dy))
 
@@ -322,6 +322,21 @@ def test_auto_meshes(recipe, cut):
     assert [op for op in found if op.startswith("gemm_grouped")]
     for made, expected in zip(got, want[:3], strict=True):
         assert_bits_equal(np.asarray(made), np.asarray(jnp.asarray(expected, made.dtype)))
+
+
+@pytest.mark.parametrize("recipe", [None, CODES], ids=["values", "E4M3"])
+def test_meshes_that_are_partly_manual(recipe):
+    """In a `shard_map` over some mesh axes, XLA gathers what others shard."""
+    mesh, cut = mesh_of(expert=2, fsdp=4), P(None, None, "expert")
+    x, w, dy = values(jnp.float16)
+    want = jax.jit(functools.partial(values_step, recipe=recipe))(x, w, dy)
+    rows, own = P("fsdp"), functools.partial(values_step, recipe=recipe)
+    run = jax.shard_map(own, mesh=mesh, in_specs=(rows, P(), rows), out_specs=(rows, rows, P()), axis_names={"fsdp"})
+    with jax.set_mesh(mesh):
+        y, dx, dw = jax.jit(run)(jnp.tile(x, (4, 1)), jax.device_put(w, NamedSharding(mesh, cut)), jnp.tile(dy, (4, 1)))
+    for made, expected in ((y, want[0]), (dx, want[1])):
+        assert_bits_equal(np.asarray(made), np.tile(np.asarray(expected), (4, 1)))
+    np.testing.assert_array_equal(dw, 4 * want[2])
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -156,11 +156,13 @@ CELLS = [
 # XLA sums float32 products in another order within loops.
 IN_ANOTHER_ORDER = {(loops, "grouped_mlp"), (loops, "linear_cross_entropy")}
 NO_VMAP = (NotImplementedError, "vmap is only supported for the ffi_call primitive when")
+NO_EXPLICIT = (ValueError, "ragged_dot: JAX has no ragged product for Explicit mesh axes")
 REFUSED = {
     (mapped, "master"): NO_VMAP,
     (mapped_over_devices, "master"): NO_VMAP,
     (mapped_over_devices, "grouped_mlp"): (ValueError, "moe_permutation: JAX does not sort over Explicit mesh axes"),
-    (mapped_over_devices, "ragged_dot"): (ValueError, "ragged_dot: JAX has no ragged product for Explicit mesh axes"),
+    (mapped_over_devices, "ragged_dot"): NO_EXPLICIT,
+    (mapped_over_devices, "ragged_dot of values"): NO_EXPLICIT,
 }
 
 

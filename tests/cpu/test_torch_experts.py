@@ -232,6 +232,32 @@ def test_recomputation():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+def test_compiled():
+    """The bits of eager calls, with the seeds of eager calls."""
+    model, x = converted(GatedExperts, "NVFP4"), x_of()
+    again = copy.deepcopy(model)
+    for call in (model, torch.compile(again, backend="aot_eager")):
+        call(x).square().sum().backward()
+    for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+    assert torch.equal(model.experts.seed, again.experts.seed)
+
+
+@pytest.mark.parametrize("kind", ROUTED)
+def test_without_tokens(kind):
+    """No tokens at all, or none of a rank's own experts: zeros, and gradients of zeros."""
+    module = converted(kind, "MXFP8").experts
+    for rows in (0, 7):
+        module.zero_grad()
+        x = torch.randn(rows, WIDTH, requires_grad=True)
+        y = module(x, torch.full((rows, 2), E), torch.ones(rows, 2))
+        y.sum().backward()
+        assert y.shape == (rows, WIDTH)
+        assert not y.any()
+        assert not any(p.grad.any() for p in module.parameters())
+
+
 def test_a_second_recipe():
     model = converted(GatedExperts, "NVFP4")
     kind = type(model.experts)

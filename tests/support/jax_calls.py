@@ -133,6 +133,9 @@ ROWS = {
         (X, EXPERTS),
         True,
     ),
+    "ragged_dot of values": Row(
+        ("ragged_dot",), lambda x, w: qj.ragged_dot(x, w, SIZES, None, weight_layout="KN"), (X, EXPERTS), True
+    ),
     "grouped_mlp": Row(
         ("grouped_mlp", "topk_routing", "moe_permutation", "moe_permute", "moe_unpermute", "MoEPermutation"),
         _mixture,

@@ -155,7 +155,9 @@ def apply_experts(
     else:
         permutation, first, second = padded_rows(permutation, unit_of(*recipes))
     y = w2(activation(w13(rows, first)), second)
-    return combine_experts(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
+    y = combine_experts(y, permutation, weights.reshape(-1, k))
+    # No view where none is needed: FSDP2 warns of modules that return one.
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _value_product(x: Tensor, weights: Weights, group_sizes: Tensor, layout: str) -> Tensor:
