@@ -272,13 +272,15 @@ def multiply_grouped(
     b_format: Format,
     stops: Array,
     *,
+    ends: Array | None = None,
+    tokens: int | None = None,
     dtype: Any,
     fast: bool = False,
     workspace: int,
 ) -> Array:
-    """Multiply the codes of each expert's rows by the codes of its matrix: `[M, N]`.
+    """Multiply the codes of each expert's rows by the codes of its matrix: `[M, N]`, or `[tokens, N]` without padding.
 
-    `out[r] = a[r] @ b[e].T` for the rows r of expert e. Rows after the last stop are zeros.
+    `out[r] = a[r] @ b[e].T` for the rows r of expert e. Rows of the result that belong to no expert are zeros.
 
     Args:
       ops: the ops of a front end.
@@ -287,13 +289,22 @@ def multiply_grouped(
       b: planes of the experts' matrices, `[E, N, K]`, contracted along their last axis; likewise.
       b_format: format of `b`.
       stops: int32 `[E]`, where the rows of each expert end, starting from 0. Out-of-range numbers are clamped.
+      ends: likewise in the result, which then has the first rows of each expert; None for `stops`. Only formats with
+        one scale take it, where `multiplies_codes(a_format, b_format)`.
+      tokens: rows of the result, if `ends` is passed.
       dtype: dtype of the result, in the front end's type.
       fast: as in `multiply`.
       workspace: `grouped_workspace_size` on a GPU, 0 on the CPU.
     """
     how = _grouped_options(a_format, b_format, fast) | {"dtype": dtype, "workspace": workspace}
     if multiplies_codes(a_format, b_format):
-        return ops.gemm_grouped(a.data, a.scale_inv, b.data, b.scale_inv, stops, **how)[0]
+        if ends is None:
+            ends, tokens = stops, a.data.shape[0]
+        return ops.gemm_grouped(a.data, a.scale_inv, b.data, b.scale_inv, stops, ends, tokens=tokens, **how)[0]
+    if ends is not None:
+        raise ValueError(
+            f"multiply_grouped: ends are not supported for blocks ({a_format}); pass None, and gather rows"
+        )
     how["b_rows"] = b_format.block_shape()[0]
     return ops.gemm_grouped_block(a.data, a.scale_inv, b.data, b.scale_inv, stops, **how)[0]
 

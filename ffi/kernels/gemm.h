@@ -55,8 +55,10 @@ QSHARD_LAUNCHER_TEMPLATE((class Out), Gemm, const GemmProblem& gemm, const Works
 // contracted axis, each with its own result in out [number, a.rows, b.rows].
 struct GemmGroups {
   const int32_t* stops;  // [number], where each group ends; device memory on CUDA
+  const int32_t* ends;   // where the rows of each group end in out, or null if at its stop
   int64_t number;
   bool by_k;
+  int64_t out_rows;  // rows of out, or of each matrix of it
 
   // Length of the axis that is divided into groups.
   int64_t Rows(const GemmProblem& gemm) const { return by_k ? gemm.k : gemm.a.rows; }
@@ -70,8 +72,8 @@ QSHARD_INLINE int64_t ClampStop(int32_t stop, int64_t start, int64_t rows, int64
   return whole > start ? whole : start;
 }
 
-// Computes the product of each group, in the order of Gemm. Rows after the last stop, and results
-// of groups by k without rows, are zeros.
+// Computes the product of each group, in the order of Gemm. Rows of out without a row of `a`, and
+// results of groups by k without rows, are zeros.
 QSHARD_LAUNCHER_TEMPLATE((class Out), GroupedGemm, const GemmProblem& gemm,
                          const GemmGroups& groups, const Workspace& workspace, Out* out);
 

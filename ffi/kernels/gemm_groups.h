@@ -9,8 +9,8 @@
 
 namespace qshard::kernels {
 
-// A thread block has the stops of all groups in shared memory.
-constexpr int64_t kMostGroups = 8192;
+// A thread block has the stops and ends of all groups in shared memory.
+constexpr int64_t kMostGroups = 4096;
 
 // Values of 16 bits: their axes are multiples of this many elements, 16 bytes.
 constexpr int64_t kGroupedValueUnit = 8;

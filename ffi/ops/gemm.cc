@@ -125,18 +125,19 @@ Error Run(const Call<Platform>& call, GemmProblem gemm, const Buffer& a, const B
   });
 }
 
-// Runs a grouped product. Its last operand is `stops`.
+// Runs a grouped product. `ends` is null if the result has the rows of `a`.
 template <class Platform>
-Error RunGrouped(const Call<Platform>& call, GemmProblem gemm, const Buffer& b, bool by_k) {
-  const Buffer &a = call.arg(0), &stops = call.arg(static_cast<int>(call.args.size) - 1);
-  const Buffer &out = call.ret(0), &workspace = call.ret(1);
+Error RunGrouped(const Call<Platform>& call, GemmProblem gemm, const Buffer& b, bool by_k,
+                 const Buffer& stops, const Buffer* ends = nullptr) {
+  const Buffer &a = call.arg(0), &out = call.ret(0), &workspace = call.ret(1);
   if (Elements(out) == 0) return {};
   gemm.a.data = a.data;
   gemm.b.data = b.data;
   gemm.a.rows = a.dims[gemm.a.k_first ? 1 : 0];
   gemm.b.rows = out.dims[out.rank - 1];
   gemm.k = call.binding.Length(gemm.a.k_first ? 0 : 1);
-  const GemmGroups groups{Data<int32_t>(stops), Elements(stops), by_k};
+  const GemmGroups groups{Data<int32_t>(stops), ends == nullptr ? nullptr : Data<int32_t>(*ends),
+                          Elements(stops), by_k, out.dims[out.rank - 2]};
   if constexpr (std::is_same_v<Platform, Cuda>)
     QSHARD_RETURN_IF_ERROR(CheckGroupedForCuda(call.op(), gemm, groups, a, workspace, out));
   return DispatchFloat(out, [&](auto type) {
@@ -227,37 +228,41 @@ QSHARD_DEFINE_OP(gemm_values_tt) {
 }
 
 // out[r] = (a[r] @ b[e].T) * a_scale_inv[e] * b_scale_inv[e] for each row r of expert e, the rows
-// from stops[e - 1] to stops[e]. Rows after the last stop give zeros. Stops are clamped to 0..m and
-// to be at least the one before.
-QSHARD_DEFINE_OP(gemm_grouped) { return RunGrouped(call, TensorProblem(call), call.arg(2), false); }
+// from stops[e - 1] to stops[e]. Stops are clamped to 0..m and to be at least the one before. The
+// result is written without padding: the first rows of expert e are rows ends[e - 1] to ends[e] of
+// out, and ends are clamped likewise to 0..tokens. Other rows of out are zeros.
+QSHARD_DEFINE_OP(gemm_grouped) {
+  return RunGrouped(call, TensorProblem(call), call.arg(2), false, call.arg(4), &call.arg(5));
+}
 
 // out[e] = (a[:, rows] @ b[:, rows].T) * a_scale_inv[e] * b_scale_inv[e], with the rows of expert
 // e. An expert without rows gives zeros.
 QSHARD_DEFINE_OP(gemm_grouped_k) {
-  return RunGrouped(call, TensorProblem(call), call.arg(2), true);
+  return RunGrouped(call, TensorProblem(call), call.arg(2), true, call.arg(4));
 }
 
 // out[r] = a[r] @ b[e].T as in gemm_grouped, for codes in blocks of 1 x cols and b_rows x cols.
 QSHARD_DEFINE_OP(gemm_grouped_block) {
-  return RunGrouped(call, BlockProblem(call, 1, call.integer("b_rows")), call.arg(2), false);
+  return RunGrouped(call, BlockProblem(call, 1, call.integer("b_rows")), call.arg(2), false,
+                    call.arg(4));
 }
 
 // out[e] = a[:, rows] @ b[:, rows].T as in gemm_grouped_k, for codes in blocks of 1 x cols. Stops
 // are rounded down to a multiple of cols.
 QSHARD_DEFINE_OP(gemm_grouped_block_k) {
-  return RunGrouped(call, BlockProblem(call, 1, 1), call.arg(2), true);
+  return RunGrouped(call, BlockProblem(call, 1, 1), call.arg(2), true, call.arg(4));
 }
 
 // Grouped products of floats: out[r] = a[r] @ b[e].T, out[r] = a[r] @ b[e], and out[e] = a[rows].T
 // @ b[rows]. The letters are as in gemm_values_nt.
 QSHARD_DEFINE_OP(gemm_grouped_values_nt) {
-  return RunGrouped(call, ValueProblem(call, false, false), call.arg(1), false);
+  return RunGrouped(call, ValueProblem(call, false, false), call.arg(1), false, call.arg(2));
 }
 QSHARD_DEFINE_OP(gemm_grouped_values_nn) {
-  return RunGrouped(call, ValueProblem(call, false, true), call.arg(1), false);
+  return RunGrouped(call, ValueProblem(call, false, true), call.arg(1), false, call.arg(2));
 }
 QSHARD_DEFINE_OP(gemm_grouped_values_tn) {
-  return RunGrouped(call, ValueProblem(call, true, true), call.arg(1), true);
+  return RunGrouped(call, ValueProblem(call, true, true), call.arg(1), true, call.arg(2));
 }
 
 // Rearranges one-byte scales [*batch, rows, cols] into the tiles that block-scaled GEMMs read,

@@ -76,10 +76,12 @@ def gemm_grouped(
     blocks: Sequence[Float] | None = None,
     cols: int | None = None,
     scales: Sequence[Float] | None = None,
+    ends: Sequence[int] | None = None,
+    tokens: int | None = None,
 ) -> Float:
-    """Multiply the rows of each group by the group's matrix, with `gemm`: `[M, N]`.
+    """Multiply the rows of each group by the group's matrix, with `gemm`: `[M, N]`, or `[tokens, N]` without padding.
 
-    Rows after the last stop are zeros.
+    Rows of the result that belong to no group are zeros.
 
     Args:
       a: values of codes, `[M, K]`.
@@ -88,17 +90,23 @@ def gemm_grouped(
       blocks: scales of the blocks along K, `[M, blocks]` for `a` and `[E, N, blocks]` for `b`.
       cols: length of a block along K.
       scales: scale of each group in `a`, and in `b`, both `[E]`.
+      ends: where the rows of each group end in the result, as in `group_slices`; None for `stops`. The result has the
+        first rows of each group, and zeros where the group has fewer.
+      tokens: rows of the result; None for M.
 
     >>> gemm_grouped(np.ones((3, 2), np.float32), np.float32([[[1, 2]], [[3, 4]]]), [1, 2])
     array([[3.],
            [7.],
            [0.]], dtype=float32)
     """
-    result = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    for e, rows in enumerate(group_slices(stops, a.shape[0])):
+    result = np.zeros((a.shape[0] if tokens is None else tokens, b.shape[1]), np.float32)
+    places = group_slices(stops if ends is None else ends, len(result))
+    for e, (rows, place) in enumerate(zip(group_slices(stops, a.shape[0]), places, strict=True)):
+        number = min(rows.stop - rows.start, place.stop - place.start)
+        rows, place = (slice(each.start, each.start + number) for each in (rows, place))
         of_rows = None if blocks is None else (blocks[0][rows], blocks[1][e])
         of_group = [np.float32(1)] * 2 if scales is None else [scale[e] for scale in scales]
-        result[rows] = gemm(a[rows], b[e], of_rows, cols, of_group)
+        result[place] = gemm(a[rows], b[e], of_rows, cols, of_group)
     return result
 
 

@@ -90,6 +90,62 @@ def test_rows_are_those_of_a_product_for_each_expert(pair):
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
+ONE_SCALE = (FP8_E4M3, FP8_E5M2)
+SIZES = (1, 7, 0, 33, 130, 127)
+
+
+def padded_stops(sizes, unit=16):
+    return list(itertools.accumulate(-(-size // unit) * unit for size in sizes))
+
+
+def int32(numbers):
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def test_results_are_written_without_padding():
+    """Any number of rows for each expert, and zeros after the last."""
+    experts, n, k, tokens = len(SIZES), 48, 64, sum(SIZES) + 5
+    stops, ends = padded_stops(SIZES), list(itertools.accumulate(SIZES))
+    a, b = codes((stops[-1] + 32, k), FP8_E4M3, 0, experts), codes((experts, n, k), FP8_E5M2, 1, experts)
+    operands = ops, a, ONE_SCALE[0], b, ONE_SCALE[1], int32(stops)
+    got = gemm_dispatch.multiply_grouped(*operands, ends=int32(ends), tokens=tokens, **HOW)
+    padded = gemm_dispatch.multiply_grouped(*operands, **HOW)
+    want = torch.zeros(tokens, n, dtype=torch.bfloat16)
+    for rows, own in zip(ranges(stops), ranges(ends), strict=True):
+        want[own] = padded[rows][: own.stop - own.start]
+    assert want[: ends[-1]].any(1).all()
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("ends", "meant"),
+    [
+        ([5, 3, 9, 12], [5, 5, 9, 12]),
+        ([-1, -(2**31), 4, 2**31 - 1], [0, 0, 4, 20]),
+        ([100, 0, 0, 0], [20, 20, 20, 20]),
+    ],
+)
+def test_ends_that_are_wrong_never_leave_the_result(ends, meant):
+    """Clamped to the result, and to the end before. Rows that an expert does not have are zeros."""
+    stops, tokens = [3, 3, 8, 20], 20
+    a, b = codes((20, 32), FP8_E4M3, 0), codes((EXPERTS, 16, 32), FP8_E5M2, 1)
+    operands = ops, a, ONE_SCALE[0], b, ONE_SCALE[1], int32(stops)
+    got = gemm_dispatch.multiply_grouped(*operands, ends=int32(ends), tokens=tokens, **HOW)
+    padded = gemm_dispatch.multiply_grouped(*operands, **HOW)
+    want = torch.zeros(tokens, 16, dtype=torch.bfloat16)
+    for rows, own in zip(ranges(stops), ranges(meant), strict=True):
+        number = min(rows.stop - rows.start, own.stop - own.start)
+        want[own.start : own.start + number] = padded[rows.start : rows.start + number]
+    assert torch.equal(got, want)
+
+
+def test_results_of_blocks_keep_their_padding():
+    a, b = codes((32, 128), FP8_1x128, 0), codes((EXPERTS, 128, 128), FP8_128x128, 1)
+    stops = int32([16, 16, 32, 32])
+    with pytest.raises(ValueError, match="ends are not supported for blocks"):
+        gemm_dispatch.multiply_grouped(ops, a, FP8_1x128, b, FP8_128x128, stops, ends=stops, tokens=32, **HOW)
+
+
 @pytest.mark.parametrize("pair", K_GROUPED, ids=lambda pair: f"{pair[0]} {pair[1]}")
 def test_contracted_rows_are_those_of_a_product_for_each_expert(pair):
     m, n, p, stops = 48, 64, 512, [128, 128, 256, 384]
@@ -181,6 +237,27 @@ def test_sharded_operands_give_the_whole_product(name, axis, kind):
     with jax.set_mesh(mesh):
         got = jax.jit(product)(*placed)
     assert_bits_equal(np.asarray(got), np.asarray(product(*operands, stops)))
+
+
+def test_sharded_codes_give_the_whole_product():
+    """Likewise without padding, where the result has rows of its own."""
+    rng = np.random.default_rng(0)
+    codes_of = {"a": (64, 32), "b": (EXPERTS, 16, 32)}
+    a, b = (rng.integers(0, 120, shape, np.uint8) for shape in codes_of.values())
+    scales, stops, ends = np.float32([0.5, 1, 2, 4]), np.int32([16, 16, 48, 64]), np.int32([7, 7, 30, 45])
+    operands = [a, scales, b, scales[::-1].copy(), stops, ends]
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    placed = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in operands]
+
+    def product(*operands):
+        options = {"a_element": "float8_e4m3fn", "b_element": "float8_e4m3fn", "fast": False, "tokens": 48}
+        return jax_ops.gemm_grouped(*operands, dtype="float32", workspace=0, **options)[0]
+
+    got = np.asarray(jax.jit(product)(*placed))
+    assert got.shape == (48, 16)
+    assert got[:45].any(1).all()
+    assert not got[45:].any()
+    assert_bits_equal(got, np.asarray(product(*operands)))
 
 
 # --- dispatch ---

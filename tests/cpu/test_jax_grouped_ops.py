@@ -250,11 +250,12 @@ def test_values_of_empty_experts(sizes):
         assert_bits_equal(np.asarray(made), np.asarray(jnp.asarray(want, jnp.bfloat16)))
 
 
+@pytest.mark.parametrize("more", [[0, 12, 0, 0, 0, 0], [0, -1, 0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_more_rows_than_there_are(dtype):
+def test_more_rows_than_there_are(dtype, more):
     """The result has NaN, and nothing outside of the operands is read or written."""
     x, w, dy = values(dtype)
-    sizes = SIZES + np.array([0, 12, 0, 0, 0, 0], np.int32)
+    sizes = SIZES + np.array(more, np.int32)
     y, dx, _ = jax.jit(values_step)(x, w, dy, sizes)
     assert np.isnan(np.asarray(y, np.float32)[0]).all()
     assert np.isnan(np.asarray(dx, np.float32)[0]).all()

@@ -92,10 +92,10 @@ def numbers(plane, fmt, by_expert):
     return values * scale[..., : values.shape[-2], : values.shape[-1]]
 
 
-def multiply_rows(a, b, pair, stops, dtype, fast=False):
+def multiply_rows(a, b, pair, stops, dtype, fast=False, **how):
     e, n, k = b.data.shape
     workspace = gemm_dispatch.grouped_workspace_size(e, (a.data.shape[0], n, k), *pair)
-    how = {"dtype": dtype, "fast": fast, "workspace": workspace}
+    how |= {"dtype": dtype, "fast": fast, "workspace": workspace}
     return gemm_dispatch.multiply_grouped(ops, a, pair[0], b, pair[1], stops, **how)
 
 
@@ -132,6 +132,49 @@ def test_rows_times_matrices(pair, dtype, fast):
                 assert_is_product_of_codes(got[rows], x[rows], y[own], fast=fast and not of_blocks)
         assert not got[sum(sizes) :].any()
         assert torch.equal(got, multiply_rows(a, b, pair, stops_of(sizes), dtype, fast))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [16, 272, 1024])
+@pytest.mark.parametrize("n", [16, 144])
+def test_results_are_written_without_padding(n, k, dtype, fast):
+    """Any number of rows for each expert, in codes with and without padding, and zeros after the last."""
+    sizes, pair = (1, 7, 0, 33, 130, 127), (FP8_E4M3, FP8_E5M2)
+    experts, tokens = len(sizes), sum(sizes) + 5
+    for unit in (1, 16):
+        padded = [-(-size // unit) * unit for size in sizes]
+        a, b = codes((sum(padded) + unit, k), pair[0], 0, experts), codes((experts, n, k), pair[1], 1, experts)
+        x, y = numbers(a, pair[0], ranges(padded)), numbers(b, pair[1], range(experts))
+        operands = (a, b, pair, stops_of(padded), dtype, fast)
+        got = multiply_rows(*operands, ends=stops_of(sizes), tokens=tokens)
+        assert (got.dtype, got.shape) == (dtype, (tokens, n))
+        for own, (rows, place) in enumerate(zip(ranges(padded), ranges(sizes), strict=True)):
+            if sizes[own]:
+                of_rows = x[rows][: sizes[own]]
+                assert_is_product_of_codes(got[place], of_rows, y[own], fast=fast)
+        assert not got[sum(sizes) :].view(torch.uint8).any()
+        assert torch.equal(got, multiply_rows(*operands, ends=stops_of(sizes), tokens=tokens))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("ends", [[5, 3, 9, 12], [-1, -(2**31), 4, 2**31 - 1], [100, 0, 0, 0], [0, 50, 50, 60]])
+@pytest.mark.parametrize("stops", [[3, 3, 8, 20], [30, 20, 9, 48], [-1, 2**31 - 1, 0, 5]])
+def test_ends_that_are_wrong_do_what_they_do_on_the_cpu(stops, ends):
+    """Rows that an expert does not have are zeros, whatever the memory held."""
+    pair, tokens = (FP8_E4M3, FP8_E4M3), 64
+    a, b = codes((48, 64), pair[0], 0, 4), codes((4, 32, 64), pair[1], 1, 4)
+    bounds = [torch.tensor(each, dtype=torch.int32) for each in (stops, ends)]
+    stale = torch.full((tokens, 32), torch.nan, device="cuda")  # The allocator reuses this memory.
+    del stale
+    on_gpu = [each.cuda() for each in bounds]
+    got = multiply_rows(a, b, pair, on_gpu[0], torch.float32, ends=on_gpu[1], tokens=tokens)
+    host = [Plane(*(None if part is None else part.cpu() for part in plane)) for plane in (a, b)]
+    how = {"ends": bounds[1], "tokens": tokens, "dtype": torch.float32, "workspace": 0}
+    want = gemm_dispatch.multiply_grouped(ops, host[0], pair[0], host[1], pair[1], bounds[0], **how)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-3)
+    assert torch.equal(got.cpu().any(1), want.any(1))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -225,13 +268,12 @@ def test_stops_that_are_wrong_do_what_they_do_on_the_cpu(layout):
 
 @pytest.mark.usefixtures("gpu")
 def test_stops_of_codes_are_rounded_down():
-    """To 16, or to the blocks that are contracted, so that every matrix is aligned."""
-    a, b = codes((128, 256), FP8_E4M3, 0, 3), codes((3, 64, 256), FP8_E4M3, 1, 3)
-    pair = (FP8_E4M3, FP8_E4M3)
+    """Stops of blocks: to 16, or to the blocks that are contracted, so that every matrix is aligned."""
+    pair = (FP8_1x128, FP8_1x128)
+    a, b = codes((128, 256), FP8_1x128, 0, 3), codes((3, 64, 256), FP8_1x128, 1, 3)
     odd, even = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([17, 47, 111], [16, 32, 96]))
     results = [multiply_rows(a, b, pair, stops, torch.bfloat16) for stops in (odd, even)]
     assert torch.equal(*results)
-    pair = (FP8_1x128, FP8_1x128)
     a, b = (codes((64, 512), FP8_1x128, seed, 3) for seed in (0, 1))
     odd, even = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([129, 300, 511], [128, 256, 384]))
     results = [contract_rows(a, b, pair, stops, torch.bfloat16) for stops in (odd, even)]

@@ -12,13 +12,14 @@ TREES = {str(path.relative_to(FOLDER)): ast.parse(path.read_text()) for path in 
 INTERNALS, EAGER = "_torch_internals.py", "_ops/eager.py"
 
 # Private by name, and yet for everyone: registries of nn.Module, which its subclasses share; operators, which the
-# dispatcher knows by their schemas; methods of named tuples; and a function of Python's own.
+# dispatcher knows by their schemas; methods of named tuples; a function of Python's own; and the method that experts of
+# transformers override.
 MODULE = {"_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_non_persistent_buffers_set"}
 OPERATORS = {
     *("_foreach_copy_", "_foreach_zero_", "_to_copy", "_pin_memory", "_unsafe_view", "_assert_async"),
     *("_grouped_mm", "_scaled_grouped_mm", "_c10d_functional"),
 }
-OTHERS = {"_replace", "_fields", "_slotnames"}
+OTHERS = {"_replace", "_fields", "_slotnames", "_apply_gate"}
 
 
 def is_private(name):

@@ -350,8 +350,9 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
         return _words(call, name, shape, rng).view(dtype)
     if name in ("rows", "stops") and call.spec.inputs[1].name == "rows":
         return _padded_rows(call, name, shape, rng).view(dtype)
-    if name == "stops":
-        return _stops(call, shape, rng).view(dtype)
+    if name in ("stops", "ends"):
+        rows = call.options["tokens"] if name == "ends" else call.tensors[0][0][0][call.spec.name.endswith("_k")]
+        return _stops(call, rows, shape, rng).view(dtype)
     if name in ("positions", "tokens"):
         rows = call.tensors[0 if name == "positions" else 3][0][0][0]
         others = rng.choice([-1, rows, -(2**31), 2**31 - 1], shape)
@@ -431,9 +432,8 @@ def _words(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.
     return np.ascontiguousarray(numbers[..., None]).view(np.uint32).reshape(shape)
 
 
-def _stops(call: Call, shape: Shape, rng: np.random.Generator) -> np.ndarray:
+def _stops(call: Call, rows: int, shape: Shape, rng: np.random.Generator) -> np.ndarray:
     """Return where the rows of experts end: multiples of contracted blocks, or any numbers, also beyond the rows."""
-    rows = call.tensors[0][0][0][1 if call.spec.name.endswith("_k") else 0]
     stops = np.sort(rng.integers(0, rows + 1, shape))
     if rng.integers(2):
         unit = call.options.get("cols", 1)

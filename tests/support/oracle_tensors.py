@@ -248,9 +248,10 @@ def _product(a, b, dtype, workspace, *, blocks=None, a_rows=1, b_rows=1, cols=No
 # --- grouped products ---
 
 
-def gemm_grouped(a, a_scale_inv, b, b_scale_inv, stops, *, a_element, b_element, fast, **how):
+def gemm_grouped(a, a_scale_inv, b, b_scale_inv, stops, ends, *, a_element, b_element, fast, **how):
     values = reference.decode(a, ELEMENTS[a_element]), reference.decode(b, ELEMENTS[b_element])
-    return _grouped(reference.gemm_grouped, *values, stops, scales=(a_scale_inv, b_scale_inv), **how)
+    how |= {"scales": (a_scale_inv, b_scale_inv), "ends": ends.view(np.int32)}
+    return _grouped(reference.gemm_grouped, *values, stops, **how)
 
 
 def gemm_grouped_k(a, a_scale_inv, b, b_scale_inv, stops, *, a_element, b_element, fast, **how):

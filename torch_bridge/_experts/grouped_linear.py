@@ -123,10 +123,11 @@ def grouped_linear(
     check_state("grouped_linear", "delayed", states, recipe, advice, layers=f"{experts} experts", fits=fits)
     groups, sizes, transfer = group_sizes, None, None
     if isinstance(group_sizes, GroupedRows):
+        assert bias is None, "the gradient of a bias needs the rows of x"
         transfer = group_sizes.transfer
     else:
         sizes = _checked_sizes(x, experts, group_sizes)
-        groups = group_sizes.to(x.device, non_blocking=True)
+        groups = group_sizes.to(x.device, torch.int32, non_blocking=True)
     is_gathered = isinstance(each[0], QuantizedTensor)
     how = _How(recipe, x.dtype if dtype is None else dtype, sizes, delayed, is_gathered, transfer)
     y: Tensor = apply_node(_GroupedProduct, x, groups, seeds, bias, how, *each)

@@ -73,9 +73,9 @@ class Tiles(NamedTuple):
         """
         if self.place is None:
             return rows
-        if self.place.ndim == 1:
-            return rows.index_select(0, self.place)
-        sums: Tensor = ops.combine_rows(rows, self.place, torch.ones(self.place.shape, device=rows.device))
+        place = self.place[:, None] if self.place.ndim == 1 else self.place
+        # Also for one row each: the kernel loads vectors.
+        sums: Tensor = ops.combine_rows(rows, place, torch.ones(place.shape, device=rows.device))
         return sums
 
     def experts(self) -> Tensor:

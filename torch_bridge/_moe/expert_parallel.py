@@ -21,7 +21,6 @@ from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
 from qshard.torch_bridge._experts.expert_parallel import exchanged_rows
 from qshard.torch_bridge._experts.tiles import unit_of
-from qshard.torch_bridge._nn.activations import swiglu_gate_up
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 
 
@@ -53,6 +52,7 @@ def parallel_experts(
     recipes: tuple[Recipe, Recipe] | None,
     w13: Callable[[Tensor, Any], Tensor],
     w2: Callable[[Tensor, Any], Tensor],
+    activation: Callable[[Tensor], Tensor],
     group: dist.ProcessGroup,
     facts: Hashable,
 ) -> Tensor:
@@ -60,11 +60,11 @@ def parallel_experts(
     exchange = TokenExchange(group_sizes, rows.shape[0], group, (rows.shape[1], facts))
     if recipes is None:
         sizes = exchange.group_sizes
-        y = w2(swiglu_gate_up(w13(apply_node(_Dispatch, rows, exchange), sizes)), sizes)
+        y = w2(activation(w13(apply_node(_Dispatch, rows, exchange), sizes)), sizes)
         combined: Tensor = apply_node(_Combine, y, exchange)
         return combined
     first, second = exchanged_rows(exchange, unit_of(*recipes))
-    return w2(swiglu_gate_up(w13(rows, first)), second)
+    return w2(activation(w13(rows, first)), second)
 
 
 class _Dispatch(Node):

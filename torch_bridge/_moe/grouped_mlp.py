@@ -88,7 +88,7 @@ def grouped_mlp(
 
     >>> x, w13, w2 = torch.ones(2, 32), torch.ones((4, 64, 32)), torch.full((4, 32, 32), 0.125)
     >>> indices, weights = torch.tensor([[0, 1], [3, 0]]), torch.full((2, 2), 0.5)
-    >>> grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling")[:, 0]
+    >>> grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling")[:, 0].round()
     tensor([4096., 4096.])
 
     Sources: Megatron-Core (`GroupedMLP`); arXiv:2401.04088 (Mixtral).
@@ -152,11 +152,15 @@ def apply_experts(
     recipes: tuple[Recipe, Recipe] | None,
     w13: Product,
     w2: Product,
+    activation: Callable[[Tensor], Tensor] = swiglu_gate_up,
     *,
-    group: dist.ProcessGroup | None,
-    facts: Hashable,
+    group: dist.ProcessGroup | None = None,
+    facts: Hashable = None,
 ) -> Tensor:
-    """Compute `grouped_mlp` with given products, and the recipe of each. Ranks of `group` must agree on `facts`.
+    """Compute `grouped_mlp` with given products, the recipe of each, and a function of each row between them.
+
+    The function has no parameters, because it is also applied to padding. Without recipes there is no padding. The
+    ranks of `group` must agree on `facts`.
 
     With recipes, tokens go straight to the padded rows of experts, and all between the products stays there: no pass
     over memory permutes, pads or gathers rows. Padding rows are not quantized, and nothing reads their results.
@@ -167,14 +171,16 @@ def apply_experts(
     second, rows = first, tokens
     if group is not None and group.size() > 1:
         rows = moe_permute(tokens, permutation)
-        y = parallel_experts(rows, permutation.group_sizes, recipes, w13, w2, group, facts)
-        return combine_experts(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
-    if recipes is None or not tokens.shape[0]:
-        rows = moe_permute(tokens, permutation)
+        y = parallel_experts(rows, permutation.group_sizes, recipes, w13, w2, activation, group, facts)
     else:
-        permutation, first, second = padded_rows(permutation, unit_of(*recipes))
-    y = w2(swiglu_gate_up(w13(rows, first)), second)
-    return combine_experts(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
+        if recipes is None or not tokens.shape[0]:
+            rows = moe_permute(tokens, permutation)
+        else:
+            permutation, first, second = padded_rows(permutation, unit_of(*recipes))
+        y = w2(activation(w13(rows, first)), second)
+    y = combine_experts(y, permutation, weights.reshape(-1, k))
+    # No view where none is needed: FSDP2 warns of modules that return one.
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _value_product(x: Tensor, weights: Weights, group_sizes: Tensor, layout: str) -> Tensor:

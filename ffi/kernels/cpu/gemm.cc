@@ -158,10 +158,10 @@ void Multiply(const Exec<Cpu>& exec, const GemmProblem& gemm, const Part& a_part
   });
 }
 
-// Multiplies the rows of `a` from `start` to `stop` by matrix `group` of `b`.
+// Multiplies `rows` rows of `a` from `start` by matrix `group` of `b`.
 template <class Out>
 void MultiplyRows(const Exec<Cpu>& exec, const GemmProblem& gemm, int64_t group, int64_t start,
-                  int64_t stop, Out* out) {
+                  int64_t rows, Out* out) {
   const int64_t k = gemm.k, n = gemm.b.rows;
   Part a = Whole(gemm, gemm.a), b = Whole(gemm, gemm.b);
   a.first = start * k;
@@ -171,7 +171,7 @@ void MultiplyRows(const Exec<Cpu>& exec, const GemmProblem& gemm, int64_t group,
     b.first_scale = group * CeilDiv(n, gemm.b.block_rows) * b.scale_stride;
   for (Part* part : {&a, &b})
     if (part->tensor_scale_inv != nullptr) part->tensor_scale_inv += group;
-  Multiply(exec, gemm, a, b, stop - start, n, k, out + start * n);
+  Multiply(exec, gemm, a, b, rows, n, k, out);
 }
 
 // Contracts the part of k from `start` to `stop`.
@@ -203,18 +203,24 @@ Status GroupedGemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const GemmGro
                    const Workspace&, Out* out) {
   const int64_t rows = groups.Rows(gemm), n = gemm.b.rows;
   const int64_t unit = groups.by_k && gemm.scales != ScaleId::kNone ? gemm.cols : 1;
-  int64_t start = 0;
+  int64_t start = 0, first = 0;  // of the group, in `a` and in out
   for (int64_t group = 0; group < groups.number; ++group) {
     const int64_t stop = ClampStop(groups.stops[group], start, rows, unit);
-    if (start < stop && !groups.by_k)
-      MultiplyRows(exec, gemm, group, start, stop, out);
-    else if (start < stop)
+    if (!groups.by_k) {
+      const int64_t end =
+          groups.ends == nullptr ? stop : ClampStop(groups.ends[group], first, groups.out_rows, 1);
+      const int64_t number = std::min(stop - start, end - first);
+      if (number > 0) MultiplyRows(exec, gemm, group, start, number, out + first * n);
+      std::fill_n(out + (first + number) * n, (end - first - number) * n, Out{});
+      first = end;
+    } else if (start < stop) {
       ContractRows(exec, gemm, group, start, stop, out);
-    else if (groups.by_k)
+    } else {
       std::fill_n(out + group * gemm.a.rows * n, gemm.a.rows * n, Out{});
+    }
     start = stop;
   }
-  if (!groups.by_k) std::fill_n(out + start * n, (rows - start) * n, Out{});
+  if (!groups.by_k) std::fill_n(out + first * n, (groups.out_rows - first) * n, Out{});
   return {};
 }
 

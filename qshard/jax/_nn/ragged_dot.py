@@ -78,14 +78,14 @@ def ragged_dot(
       state: the state of delayed scaling, from `init_delayed(recipe, (E,))`.
 
     Returns:
-      `[M, N]` in the dtype of `x`. Where only the device knows that `group_sizes` add up to more rows than `x` has, all
-      is NaN, or without a recipe the first row.
+      `[M, N]` in the dtype of `x`. Where only the device knows that `group_sizes` are negative, or add up to more rows
+      than `x` has, all is NaN, or without a recipe the first row.
 
     Raises:
       TypeError: an operand is not of a float dtype, or another argument has the wrong type.
-      ValueError: `weight_layout` is missing; shapes do not match each other or the formats; `group_sizes` add up to
-        more rows than `x` has; the recipe needs a seed or a state; or a mesh has Explicit axes, for which JAX has no
-        ragged product.
+      ValueError: `weight_layout` is missing; shapes do not match each other or the formats; `group_sizes` are negative
+        or add up to more rows than `x` has; the recipe needs a seed or a state; or a mesh has Explicit axes, for which
+        JAX has no ragged product.
 
     In `shard_map` it uses the tokens and experts of one device: send tokens to their experts first, for example with
     `jax.lax.all_to_all`. On Auto meshes each device multiplies all tokens. Weights are gathered as codes, if there is a
@@ -196,11 +196,17 @@ def _checked_ragged_dot(
 
 
 def _check_rows(x: jax.Array, group_sizes: Any) -> None:
-    """Raise ValueError if the host knows that `group_sizes` add up to more rows than x has."""
+    """Raise ValueError if the host knows that `group_sizes` are negative or add up to more rows than x has."""
     if isinstance(group_sizes, jax.core.Tracer) or not getattr(group_sizes, "is_fully_addressable", True):
         return
     # NumPy, since JAX would trace the sum within `jit`. `jax.transfer_guard` allows `device_get`.
-    rows = int(np.sum(np.asarray(jax.device_get(group_sizes))))
+    sizes = np.asarray(jax.device_get(group_sizes))
+    rows = int(sizes.sum())
+    if sizes.min(initial=0) < 0:
+        raise ValueError(
+            f"ragged_dot: group_sizes (smallest {sizes.min()}) must not be negative; pass the number of rows of each "
+            "expert"
+        )
     if rows > jnp.shape(x)[0]:
         raise ValueError(
             f"ragged_dot: group_sizes (sum {rows}) exceed the rows of x {jnp.shape(x)}; pass the number of rows of "

@@ -28,7 +28,7 @@ class ValueConfig:
 def value_product(config: ValueConfig, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Multiply the rows of each expert in x `[M, K]` by its weight in the dtype of x, with zeros in rows of no expert.
 
-    The first row is NaN if `group_sizes` add up to more rows than x has.
+    The first row is NaN if `group_sizes` are negative or add up to more rows than x has.
     """
     return _forward(config, x, w, group_sizes)[0]
 
@@ -61,8 +61,9 @@ def _row_product(rows: jax.Array, w: jax.Array, axis: int, group_sizes: jax.Arra
     """Multiply the rows of each expert. `axis` is the contracted axis of one weight."""
     ends, count = _ends(group_sizes), rows.shape[0]
     y = grouped_gemm.multiply_rows(rows, w, axis + 1, ends, rows.dtype)
+    fits = (ends[-1] <= count) & (group_sizes >= 0).all()
     # Writes one row, or none. A `where` over y would read and write all of it.
-    return y.at[jnp.where(ends[-1] <= count, count, 0)].set(jnp.nan, mode="drop", unique_indices=True)
+    return y.at[jnp.where(fits, count, 0)].set(jnp.nan, mode="drop", unique_indices=True)
 
 
 def _ends(group_sizes: jax.Array) -> jax.Array:

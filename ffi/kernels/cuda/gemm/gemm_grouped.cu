@@ -23,6 +23,9 @@ namespace {
 // The arrays of extents in a workspace, in order.
 enum Extent { kLength, kM, kN, kK };
 
+// The matrices in a workspace's arrays of pointers, in order. Scales of a and b follow.
+enum Matrix { kA, kB, kOut };
+
 // Address of a matrix of each group, in bytes: base + group * per_group + start / unit * per_unit,
 // where the rows of the group begin at `start`.
 struct Places {
@@ -42,9 +45,10 @@ struct RowScales {
 };
 
 struct SetUp {
-  const int32_t* stops;
+  const int32_t *stops, *ends;  // ends: of the rows in out, or null
   int groups;
   int64_t rows, unit;  // of the axis that is divided
+  int64_t out_rows;
   int32_t m, n, k;
   int64_t stride;  // of the arrays
   int32_t* extents;
@@ -60,17 +64,23 @@ struct SetUp {
   int64_t row_words, matrix_words;  // of 16 bytes; matrix_words 0: rows of out are divided
 };
 
+// Where the rows of each group end, in shared memory: in the operands, and in out.
+struct Bounds {
+  int32_t *stops, *ends;  // one array, or two
+};
+
 constexpr int kThreads = 256, kBlocksPerMultiprocessor = 4;
 
-// Writes where each group ends to `ends`, in shared memory. All threads of a block call it.
-__device__ void ClampStops(const SetUp& s, int32_t* ends) {
+// Clamps `stops`, and writes them to `ends` in shared memory. All threads of a block call it.
+__device__ void ClampStops(const int32_t* stops, int groups, int64_t rows, int64_t unit,
+                           int32_t* ends) {
   __shared__ int32_t most[kThreads / kWarp];
-  const int each = (s.groups + kThreads - 1) / kThreads;
-  const int first = min(s.groups, static_cast<int>(threadIdx.x) * each);
-  const int last = min(s.groups, first + each);
+  const int each = (groups + kThreads - 1) / kThreads;
+  const int first = min(groups, static_cast<int>(threadIdx.x) * each);
+  const int last = min(groups, first + each);
   int32_t running = 0;
   for (int i = first; i < last; ++i) {
-    running = static_cast<int32_t>(ClampStop(s.stops[i], running, s.rows, s.unit));
+    running = static_cast<int32_t>(ClampStop(stops[i], running, rows, unit));
     ends[i] = running;
   }
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -104,14 +114,21 @@ __device__ int32_t StartOf(const int32_t* ends, int group) {
   return group == 0 ? 0 : ends[group - 1];
 }
 
-__device__ void WriteArrays(const SetUp& s, const int32_t* ends) {
+// Returns the number of rows of a group that are multiplied.
+__device__ int32_t LengthOf(const Bounds& bounds, int group) {
+  return min(bounds.stops[group] - StartOf(bounds.stops, group),
+             bounds.ends[group] - StartOf(bounds.ends, group));
+}
+
+__device__ void WriteArrays(const SetUp& s, const Bounds& bounds) {
   for (int group = threadIdx.x; group < s.groups; group += kThreads) {
-    const int32_t start = StartOf(ends, group);
-    const int32_t extents[] = {ends[group] - start, s.m, s.n, s.k};
+    const int64_t start = StartOf(bounds.stops, group) / s.unit;
+    const int64_t first = StartOf(bounds.ends, group) / s.unit;
+    const int32_t extents[] = {LengthOf(bounds, group), s.m, s.n, s.k};
     for (int i = 0; i < GroupedWorkspace::kExtents; ++i)
       s.extents[i * s.stride + group] = extents[i];
     for (int i = 0; i < GroupedWorkspace::kPointers; ++i)
-      s.pointers[i * s.stride + group] = s.places[i].At(group, start / s.unit);
+      s.pointers[i * s.stride + group] = s.places[i].At(group, i == kOut ? first : start);
     // The library scales the empty sum of a group without rows too, and its scale may be NaN.
     for (int i = 0; i < 2; ++i)
       if (s.tensor_scales[i] != nullptr)
@@ -150,18 +167,35 @@ __device__ void MoveBlockScales(const FloatScalesOf& scales) {
     scales.Move(i);
 }
 
+// Writes zeros to the rows of out that no product writes. All threads of the grid call it. Groups
+// have more rows in out than in `a` only if the data are wrong.
+__device__ void ClearRows(const SetUp& s, const Bounds& bounds) {
+  Clear(s, bounds.ends[s.groups - 1] * s.row_words, s.out_rows * s.row_words);
+  const auto written = [&](int group) {
+    return StartOf(bounds.ends, group) + LengthOf(bounds, group);
+  };
+  bool any = false;
+  for (int group = threadIdx.x; group < s.groups; group += kThreads)
+    any |= written(group) < bounds.ends[group];
+  if (!__syncthreads_or(any)) return;
+  for (int group = 0; group < s.groups; ++group)
+    Clear(s, written(group) * s.row_words, bounds.ends[group] * s.row_words);
+}
+
 __global__ void __launch_bounds__(kThreads) SetUpKernel(const SetUp s) {
-  extern __shared__ int32_t ends[];
-  ClampStops(s, ends);
-  if (blockIdx.x == 0) WriteArrays(s, ends);
+  extern __shared__ int32_t shared[];
+  const Bounds bounds{shared, s.ends == nullptr ? shared : shared + s.groups};
+  ClampStops(s.stops, s.groups, s.rows, s.unit, bounds.stops);
+  if (s.ends != nullptr) ClampStops(s.ends, s.groups, s.out_rows, 1, bounds.ends);
+  if (blockIdx.x == 0) WriteArrays(s, bounds);
   if (s.matrix_words == 0) {
-    Clear(s, ends[s.groups - 1] * s.row_words, s.rows * s.row_words);
+    ClearRows(s, bounds);
   } else {
     for (int group = 0; group < s.groups; ++group)
-      if (StartOf(ends, group) == ends[group])
+      if (LengthOf(bounds, group) == 0)
         Clear(s, group * s.matrix_words, (group + 1) * s.matrix_words);
   }
-  if (s.row_scales.rows > 0) MoveRowScales(s, ends);
+  if (s.row_scales.rows > 0) MoveRowScales(s, bounds.stops);
   if (s.block_scales.matrices > 0) MoveBlockScales(s.block_scales);
   if (s.more_scales.matrices > 0) MoveBlockScales(s.more_scales);
 }
@@ -186,7 +220,8 @@ int64_t SizeOf(ElementId element) {
 // Multiple to which stops are rounded down, so that the matrices of groups are aligned.
 int64_t UnitOf(const GemmProblem& gemm, const GemmGroups& groups) {
   if (IsValue(gemm.a.element)) return 1;
-  return groups.by_k && gemm.scales != ScaleId::kNone ? gemm.cols : kGemmUnit;
+  if (groups.by_k) return gemm.scales == ScaleId::kNone ? kGemmUnit : gemm.cols;
+  return gemm.scales == ScaleId::kNone ? 1 : kGemmUnit;  // K is a multiple of 16 bytes
 }
 
 // Returns the matrices of an operand's groups. If `divided`, the groups divide its rows, or k.
@@ -203,6 +238,8 @@ SetUp SetUpOf(const GemmProblem& gemm, const GemmGroups& groups, const GroupedWo
   const bool by_k = groups.by_k;
   SetUp s{};
   s.stops = groups.stops;
+  s.ends = groups.ends;
+  s.out_rows = groups.out_rows;
   s.groups = static_cast<int>(groups.number);
   s.rows = groups.Rows(gemm);
   s.unit = UnitOf(gemm, groups);
@@ -214,9 +251,9 @@ SetUp SetUpOf(const GemmProblem& gemm, const GemmGroups& groups, const GroupedWo
   s.pointers = reinterpret_cast<void**>(workspace + layout.pointers);
   s.scalars = reinterpret_cast<float*>(workspace + layout.scalars);
   const int64_t row_bytes = gemm.b.rows * out_size, matrix_bytes = gemm.a.rows * row_bytes;
-  s.places[0] = PlacesOf(gemm, gemm.a, true, by_k, s.unit);
-  s.places[1] = PlacesOf(gemm, gemm.b, by_k, by_k, s.unit);
-  s.places[2] = by_k ? Places{out, matrix_bytes, 0} : Places{out, 0, s.unit * row_bytes};
+  s.places[kA] = PlacesOf(gemm, gemm.a, true, by_k, s.unit);
+  s.places[kB] = PlacesOf(gemm, gemm.b, by_k, by_k, s.unit);
+  s.places[kOut] = by_k ? Places{out, matrix_bytes, 0} : Places{out, 0, s.unit * row_bytes};
   s.out = static_cast<uint4*>(out);
   s.row_words = row_bytes / int64_t{sizeof(uint4)};
   s.matrix_words = by_k ? matrix_bytes / int64_t{sizeof(uint4)} : 0;
@@ -274,7 +311,7 @@ Status LaunchSetUp(const Exec<Cuda>& exec, const SetUp& s, int64_t out_words) {
                                    s.more_scales.Size(), out_words / 8});
   const int64_t most = int64_t{Multiprocessors()} * kBlocksPerMultiprocessor;
   const int64_t blocks = std::clamp<int64_t>(CeilDiv(scales, kThreads), 1, most);
-  const size_t shared = s.groups * sizeof(int32_t);
+  const size_t shared = s.groups * sizeof(int32_t) * (s.ends == nullptr ? 1 : 2);
   SetUpKernel<<<static_cast<unsigned>(blocks), kThreads, shared, exec.stream>>>(s);
   return LaunchStatus();
 }
@@ -294,8 +331,8 @@ const char* Refusal(const SetUp& s, cublaslt::Result result) {
 template <class Out>
 Status GroupedGemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const GemmGroups& groups,
                    const Workspace& workspace, Out* out) {
-  const int64_t elements = (groups.by_k ? groups.number : 1) * gemm.a.rows * gemm.b.rows;
-  if (gemm.k == 0 || groups.number == 0)
+  const int64_t elements = (groups.by_k ? groups.number : 1) * groups.out_rows * gemm.b.rows;
+  if (gemm.k == 0 || gemm.a.rows == 0 || groups.number == 0)
     return ToStatus(cudaMemsetAsync(out, 0, elements * sizeof(Out), exec.stream));
   GroupedKey key{};
   if (cudaGetDevice(&key.device) != cudaSuccess) return LaunchStatus();
@@ -321,7 +358,7 @@ Status GroupedGemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const GemmGr
     return static_cast<uint64_t>(places.per_group | places.per_unit);
   };
   key.alignment = AlignmentOf({Address(gemm.a.data), Address(gemm.b.data), Address(out),
-                               steps(s.places[0]), steps(s.places[1]), steps(s.places[2])});
+                               steps(s.places[kA]), steps(s.places[kB]), steps(s.places[kOut])});
   key.workspace_bytes = workspace.bytes - layout.bytes;
   const std::shared_ptr<GroupedPlan> plan = GroupedPlanOf(ClassOf(key), arrays);
   if (plan->error != nullptr) return {plan->error};
@@ -329,10 +366,10 @@ Status GroupedGemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const GemmGr
   QSHARD_RETURN_IF_ERROR(LaunchSetUp(exec, s, elements * sizeof(Out) / sizeof(uint4)));
   const std::lock_guard<std::mutex> lock(plan->mutex);
   const auto multiply = [&](const cublaslt::Algorithm& algorithm) {
-    void* const* const d = s.pointers + 2 * s.stride;
-    return plan->library->matmul(plan->handle, plan->desc, s.scalars, s.pointers + s.stride,
-                                 plan->b, s.pointers, plan->a, s.scalars + 1, d, plan->out,
-                                 const_cast<void**>(d), plan->out, &algorithm,
+    void* const* const d = s.pointers + kOut * s.stride;
+    return plan->library->matmul(plan->handle, plan->desc, s.scalars, s.pointers + kB * s.stride,
+                                 plan->b, s.pointers + kA * s.stride, plan->a, s.scalars + 1, d,
+                                 plan->out, const_cast<void**>(d), plan->out, &algorithm,
                                  workspace.data + layout.bytes, key.workspace_bytes, exec.stream);
   };
   cublaslt::Result result = SetArrays(*plan, arrays);

@@ -19,7 +19,7 @@ namespace qshard::kernels {
 
 // --- shared by tile kernels ---
 
-// Rows of x that tiles load: their own, or those of padded rows.
+// Rows of x that tiles load: their own rows, or the rows of x that padded rows hold.
 struct OwnRows {
   static constexpr bool kGathered = false;
 };
