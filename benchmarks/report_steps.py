@@ -112,12 +112,12 @@ def grouped_jax_section(tables: Tables) -> str:
     return f"## Experts in JAX\n\n{origin(rows)} {text}\n\n{body}\n"
 
 
-def moe_section(tables: Tables) -> str:
-    rows = tables["moe"]
+def moe_section(tables: Tables, name: str, title: str) -> str:
+    rows = tables[name]
     columns = ["kind", "ms", "times_bf16"]
-    text = "A mixture-of-experts layer on one GPU, forward and backward; `bench_moe.py` says what a kind is."
+    text = f"A mixture-of-experts layer on one GPU, forward and backward; `bench_{name}.py` says what a kind is."
     body = table(columns, [[row[c] for c in columns] for row in rows])
-    return f"## Whole layers of experts\n\n{origin(rows)} {text}\n\n{body}\n"
+    return f"## {title}\n\n{origin(rows)} {text}\n\n{body}\n"
 
 
 def step_torch_lines(rows: Rows) -> list[list[str]]:
@@ -177,6 +177,7 @@ STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {
     "tensor_parallel": tensor_parallel_section,
     "grouped": grouped_section,
     "grouped_jax": grouped_jax_section,
-    "moe": moe_section,
+    "moe": functools.partial(moe_section, name="moe", title="Whole layers of experts"),
+    "moe_jax": functools.partial(moe_section, name="moe_jax", title="Whole layers of experts in JAX"),
     "tensor_parallel_jax": tensor_parallel_jax_section,
 }

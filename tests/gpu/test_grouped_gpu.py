@@ -143,7 +143,8 @@ def test_captured_steps_take_new_sizes(name, way):
 
     def both_ways():
         y = grouped_linear(x, w, sizes, name, weight_layout="NK", bias=bias)
-        return [y, *torch.autograd.grad(y, (x, w, bias), dy)]
+        gradients = torch.autograd.grad(y, (x, w, bias), dy)
+        return [y.detach(), *gradients]  # y would keep nodes of the stream of the capture alive.
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from qshard.formats import FLOATS
 from qshard.recipes import Recipe
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
-from qshard.torch_bridge._moe.permutation import MoEPermutation, moe_permutation, moe_permute, moe_unpermute
-from qshard.torch_bridge._nn.activations import swiglu
+from qshard.torch_bridge._moe.grouped_mlp import Groups, apply_experts
+from qshard.torch_bridge._nn.activations import swiglu_gate_up
 from qshard.torch_bridge._nn.class_swap import Extends
 from qshard.torch_bridge._nn.functional import WeightLayout
 from qshard.torch_bridge._nn.linear import _rank_of, _take_seed
@@ -57,15 +57,18 @@ class Experts(Extends):
         if self.seed is not None:
             self.seed.random_(-(2**31), 2**31)
 
-    def multiply(self, x: Tensor, weights: Tensor, group_sizes: Tensor, layout: WeightLayout = "NK") -> Tensor:
-        """Multiply rows sorted by expert with the weights of all experts, as `grouped_linear` does."""
+    def multiply(
+        self, x: Tensor, weights: Tensor, groups: Groups, layout: WeightLayout = "NK", bias: Tensor | None = None
+    ) -> Tensor:
+        """Multiply rows by the weights of their experts, as `grouped_linear` does."""
         dtype = None
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             if dtype_name(x.dtype) not in FLOATS:
                 x = x.to(dtype)
         seeds = None if self.seed is None else _take_seed(self.seed, _rank_of(weights))
-        y: Tensor = grouped_linear(x, weights, group_sizes, self.recipe, weight_layout=layout, seeds=seeds, dtype=dtype)
+        given: dict[str, Any] = {"bias": bias, "weight_layout": layout, "seeds": seeds, "dtype": dtype}
+        y: Tensor = grouped_linear(x, weights, groups, self.recipe, **given)
         return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> Experts:
@@ -117,31 +120,38 @@ class RoutedExperts(Experts):
         Returns:
           `[T, H]`, in the dtype of `hidden_states`.
         """
+        this: Any = self
         up = "gate_up_proj" if "gate_up_proj" in self._parameters else "up_proj"
-        permutation = moe_permutation(top_k_index, getattr(self, up).shape[0])
-        h = self._project(moe_permute(hidden_states, permutation), up, permutation, top_k_index)
-        y = self._project(self._activate(h, up), "down_proj", permutation, top_k_index)
-        if getattr(self, "has_post_expert_norm", False):
-            this: Any = self
-            y = this.post_expert_norm(y)
-        return moe_unpermute(y, permutation, top_k_weights).to(hidden_states.dtype)
 
-    def _project(self, x: Tensor, name: str, permutation: MoEPermutation, indices: Tensor) -> Tensor:
-        """Multiply by the weights `name`, and add the bias of each row's expert. Rows of no expert give zeros."""
-        y = self.multiply(x, getattr(self, name), permutation.group_sizes, self.weight_layout)
-        if not getattr(self, "has_bias", False):
-            return y
-        bias: Tensor = getattr(self, f"{name}_bias")
-        experts = indices.flatten().index_select(0, permutation.choices)
-        experts = torch.where(experts < 0, len(bias), experts.clamp(max=len(bias)))
-        return y + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[experts].to(y.dtype)
+        has_norm = getattr(self, "has_post_expert_norm", False)
+
+        def down(rows: Tensor, groups: Groups) -> Tensor:
+            y = self._project(rows, "down_proj", groups)
+            return this.post_expert_norm(y) if has_norm else y
+
+        made = apply_experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            getattr(self, up).shape[0],
+            None if has_norm else (self.recipe, self.recipe),  # Padding would reach the gradient of the norm.
+            lambda rows, groups: self._project(rows, up, groups),
+            down,
+            lambda h: self._activate(h, up),
+        )
+        return made.to(hidden_states.dtype)
+
+    def _project(self, x: Tensor, name: str, groups: Groups) -> Tensor:
+        """Multiply by the weights `name` of each row's expert, and add its bias. Rows of no expert give zeros."""
+        bias: Tensor | None = getattr(self, f"{name}_bias") if getattr(self, "has_bias", False) else None
+        return self.multiply(x, getattr(self, name), groups, self.weight_layout, bias)
 
     def _activate(self, h: Tensor, up: str) -> Tensor:
         this: Any = self
         if up == "up_proj":
             activated: Tensor = this.act_fn(h)
         elif this._apply_gate.__name__ == "_default_apply_gate" and type(this.act_fn).__name__ in _SILU:
-            activated = swiglu(*h.chunk(2, -1))  # In one pass, and rounded once.
+            activated = swiglu_gate_up(h)  # In one pass, and rounded once.
         else:
             activated = this._apply_gate(h)
         return activated

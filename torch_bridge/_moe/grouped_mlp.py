@@ -137,8 +137,11 @@ def apply_experts(
     recipes: tuple[Recipe, Recipe] | None,
     w13: Product,
     w2: Product,
+    activation: Callable[[Tensor], Tensor] = swiglu_gate_up,
 ) -> Tensor:
-    """Compute `grouped_mlp` with given products, and the recipe of each.
+    """Compute `grouped_mlp` with given products, the recipe of each, and a function of each row between them.
+
+    The function has no parameters, because it is also applied to padding. Without recipes there is no padding.
 
     With recipes, tokens go straight to the padded rows of experts, and all between the products stays there: no pass
     over memory permutes, pads or gathers rows. Padding rows are not quantized, and nothing reads their results.
@@ -151,8 +154,10 @@ def apply_experts(
         rows = moe_permute(tokens, permutation)
     else:
         permutation, first, second = padded_rows(permutation, unit_of(*recipes))
-    y = w2(swiglu_gate_up(w13(rows, first)), second)
-    return combine_experts(y, permutation, weights.reshape(-1, k)).view(*x.shape[:-1], y.shape[-1])
+    y = w2(activation(w13(rows, first)), second)
+    y = combine_experts(y, permutation, weights.reshape(-1, k))
+    # No view where none is needed: FSDP2 warns of modules that return one.
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _value_product(x: Tensor, weights: Weights, group_sizes: Tensor, layout: str) -> Tensor:
