@@ -74,8 +74,8 @@ def row_product(
         how: dict[str, Any] = {"dtype": dtype, "fast": fast}
         how["workspace"] = _workspace(device, experts, sizes, x.format, w_format)
         # With one scale for each expert, the product writes rows without padding, and no pass gathers them.
-        unpads = kind == "tensors" and tiles.place is not None and tiles.place.ndim == 1
-        if unpads:
+        if unpads := kind == "tensors" and tiles.place is not None and tiles.place.ndim == 1:
+            assert tiles.place is not None
             how |= {"ends": tiles.ends, "tokens": tiles.place.shape[0]}
         y: Tensor = gemm_dispatch.multiply_grouped(ops, x.parts, x.format, w.parts, w_format, tiles.stops, **how)
         return y if unpads else tiles.gather(y)

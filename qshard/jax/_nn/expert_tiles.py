@@ -68,8 +68,9 @@ def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
     """
     unit = max(gemm_dispatch.UNIT, block_alignment(recipe.activation, recipe.gradient))
     sizes, count = jnp.asarray(group_sizes, jnp.int32), rows // unit + group_sizes.shape[0] + 1
-    *made, fits = partitionable_ops.group_rows(sizes, tiles=count, tokens=rows, unit=unit)
-    return Tiles(unit, *made, fits[0] != 0)
+    made = partitionable_ops.group_rows(sizes, tiles=count, tokens=rows, unit=unit)
+    stops, ends, source_rows, place, fits = made
+    return Tiles(unit, stops, ends, source_rows, place, fits[0] != 0)
 
 
 def quantize_tiles(
