@@ -242,6 +242,15 @@ def test_launches_do_not_grow_with_experts(name, as_list):
         assert len(counts[0]) <= 20, counts[0]
 
 
+@pytest.mark.parametrize(("name", "gathers"), [("CurrentScaling", 0), ("DelayedScaling", 0), ("BlockScaling", 2)])
+def test_products_with_one_scale_need_no_gather(name, gathers, monkeypatch):
+    """They write the rows of x, in forward and backward."""
+    calls, gather = [], tiles.Tiles.gather
+    monkeypatch.setattr(tiles.Tiles, "gather", lambda *given: calls.append(0) or gather(*given))
+    step(layer_of(ALL[name], n=128, k=128), exact(M, 128), exact(M, 128))
+    assert len(calls) == gathers
+
+
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "DelayedScaling", "MXFP8", "NVFP4"])
 def test_compiled_without_a_break(name):

@@ -292,14 +292,14 @@ class _GroupedProduct(Node):
             if need_x:
                 saved_w = [*planes[backward].parts]
         stops, out = host_stops(how.sizes, tiles.unit), weights[0].shape[-2]
-        y = row_product(sides[row], w, row, tiles, stops, out, how.dtype, fast=True)
+        y = row_product(sides[row], w, row, groups.y, stops, out, how.dtype, fast=True)
         if bias is not None:
-            tiles.add_to_rows(y, bias.detach())
+            groups.y.add_to_rows(y, bias.detach())
         saved_x = sides[columns].parts if need_w else (None,) * len(Plane._fields)
         ctx.how, ctx.x_dtype, ctx.unit = how, x.dtype, tiles.unit
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.w_dtype, ctx.w_shape, ctx.w_count = weights[0].dtype, weights[0].shape, len(saved_w)
-        return how.combined(groups.y.gather(y), Role.GRADIENT), [*tiles[1:], *groups.y[3:], seeds, *saved_x, *saved_w]
+        return how.combined(y, Role.GRADIENT), [*tiles[1:], *groups.y[3:], seeds, *saved_x, *saved_w]
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -332,7 +332,7 @@ class _GroupedProduct(Node):
             else:
                 w = GroupedOperand(how.recipe.weight, how.backward_plane(grad.device), Plane(*saved_w))
             dx = row_product(sides.pop(row), w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
-            grad_x = how.combined(tiles.gather(dx).to(ctx.x_dtype), Role.ACTIVATION)
+            grad_x = how.combined(dx.to(ctx.x_dtype), Role.ACTIVATION)
         return grad_x, None, None, grad_b, None, *of_weights
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -57,11 +57,12 @@ def row_product(
     *,
     fast: bool,
 ) -> Tensor:
-    """Multiply each row by the weight of its expert: `[P, columns]`. The last row, which is unused, is zeros.
+    """Multiply each row by the weight of its expert: `[T, columns]`, in the rows that `tiles.gather` returns.
 
-    `x` is a rowwise plane of the padded rows. The product contracts K of the weights if `contracted` is `ROWWISE`, N if
-    it is `COLUMNWISE`. `w` is the plane that it reads, or the plane to transpose for it, of all weights or of each.
-    `fast` is as for `matmul`. `host_stops` are the stops, if the host knows them.
+    Rows of no expert are zeros. `x` is a rowwise plane of the padded rows, and `tiles` have the rows of the result. The
+    product contracts K of the weights if `contracted` is `ROWWISE`, N if it is `COLUMNWISE`. `w` is the plane that it
+    reads, or the plane to transpose for it, of all weights or of each. `fast` is as for `matmul`. `host_stops` are the
+    stops, if the host knows them.
     """
     w_format = (w if isinstance(w, GroupedOperand) else w[0]).format
     rows, per_byte = x.parts.data.shape[0], x.format.element.codes_per_byte
@@ -70,13 +71,17 @@ def row_product(
     experts = tiles.stops.shape[0]
     if kind is not None and _takes(kind, sizes, tiles.unit, device):
         w = _contracting(w, contracted)
-        size = _workspace(device, experts, sizes, x.format, w_format)
-        y: Tensor = gemm_dispatch.multiply_grouped(
-            ops, x.parts, x.format, w.parts, w_format, tiles.stops, dtype=dtype, fast=fast, workspace=size
-        )
-        return y
+        how: dict[str, Any] = {"dtype": dtype, "fast": fast}
+        how["workspace"] = _workspace(device, experts, sizes, x.format, w_format)
+        # With one scale for each expert, the product writes rows without padding, and no pass gathers them.
+        if unpads := kind == "tensors" and tiles.place is not None and tiles.place.ndim == 1:
+            assert tiles.place is not None
+            how |= {"ends": tiles.ends, "tokens": tiles.place.shape[0]}
+        y: Tensor = gemm_dispatch.multiply_grouped(ops, x.parts, x.format, w.parts, w_format, tiles.stops, **how)
+        return y if unpads else tiles.gather(y)
     if not _takes("values", sizes, tiles.unit, device):
-        return fallback.row_product(x, w, contracted, tiles, host_stops, columns, dtype, fast=fast)
+        y = fallback.row_product(x, w, contracted, tiles, host_stops, columns, dtype, fast=fast)
+        return tiles.gather(y)
     w = w if isinstance(w, GroupedOperand) else stack_weights(w)
     # Weights are stored as [E, N, K] or transposed.
     layout: Literal["nt", "nn"] = "nt" if contracts_last_axis(w, contracted) else "nn"
@@ -87,7 +92,7 @@ def row_product(
     )
     if (scale := product_scale(x, w)) is not None:
         tiles.scale_rows(y, scale)
-    return y.to(dtype)
+    return tiles.gather(y.to(dtype))
 
 
 def expert_products(

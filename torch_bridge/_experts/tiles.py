@@ -89,9 +89,13 @@ class Tiles(NamedTuple):
         y.view(self.number, self.unit, y.shape[1]).mul_(factors[:, None, None])
 
     def add_to_rows(self, y: Tensor, of_experts: Tensor) -> None:
-        """Add a row `[E, columns]` to the padded rows of each expert, in place. Unused rows stay."""
-        rows = torch.nn.functional.pad(of_experts.to(y.dtype), (0, 0, 0, 1)).index_select(0, self.experts())
-        y.view(self.number, self.unit, y.shape[1]).add_(rows[:, None])
+        """Add a row `[E, columns]` to the rows of each expert in a result of `gather`, in place. Other rows stay."""
+        each = torch.nn.functional.pad(of_experts.to(y.dtype), (0, 0, 0, 1))
+        if self.place is None:
+            y.view(self.number, self.unit, y.shape[1]).add_(each.index_select(0, self.experts())[:, None])
+            return
+        rows = torch.arange(y.shape[0], dtype=torch.int32, device=y.device)
+        y.add_(each.index_select(0, torch.searchsorted(self.ends, rows, right=True)))
 
     def starts(self) -> Tensor:
         """Return the first padded row of each expert."""

@@ -115,37 +115,53 @@ def multiply_row_codes(
     w: QuantizedArray,
     contracted: Usage,
     stops: jax.Array,
+    ends: jax.Array,
+    place: jax.Array,
     dtype: Any,
     multiply_values: Product,
     *,
     fast: bool,
 ) -> jax.Array:
-    """Multiply the rows of each expert by its weight, from codes where a GPU has an op for them.
+    """Multiply the rows of each expert by its weight, from codes where a GPU has an op for them: `[M, N]`.
+
+    With one scale for each expert, the op writes the rows of tokens itself. Other products are gathered.
 
     Args:
-      a: the rows of all experts, `[P, K]`.
+      a: the padded rows of all experts, `[P, K]`.
       w: the weights, with experts as the first axis.
       contracted: the plane of `w` that the product contracts.
-      stops: the end of each expert's rows, int32 `[E]`.
+      stops: the end of each expert's padded rows, int32 `[E]`.
+      ends: the end of each expert's rows in the result, int32 `[E]`.
+      place: the padded row of each row of the result, int32 `[M]`.
       dtype: dtype of the result.
-      multiply_values: the product elsewhere, a function of `a` and `w`.
+      multiply_values: the product of padded rows elsewhere, a function of `a` and `w`.
       fast: as in `gemm_dispatch.multiply`.
     """
     n, k = w.shape[1:] if contracted is Usage.ROWWISE else w.shape[:0:-1]
     sizes = a.shape[-2], n, k
     options: dict[str, Any] = {"dtype": jnp.dtype(dtype).name, "fast": fast}
 
-    def by_op(a: QuantizedArray, w: QuantizedArray, stops: jax.Array) -> jax.Array:
+    kind = takes_codes(a.format, w.format, stops)
+
+    def by_op(a: QuantizedArray, w: QuantizedArray, stops: jax.Array, ends: jax.Array, place: jax.Array) -> jax.Array:
         x, y = a.plane(Usage.ROWWISE), _contracted_last(w, contracted)
-        size = gemm_dispatch.grouped_workspace_size(stops.shape[0], sizes, a.format, w.format)
-        made: jax.Array = gemm_dispatch.multiply_grouped(
-            partitionable_ops, x, a.format, y, w.format, stops, workspace=size, **options
-        )
+        options["workspace"] = gemm_dispatch.grouped_workspace_size(stops.shape[0], sizes, a.format, w.format)
+        operands = partitionable_ops, x, a.format, y, w.format, stops
+        if kind != "tensors":
+            return _gather(gemm_dispatch.multiply_grouped(*operands, **options), place)
+        made: jax.Array = gemm_dispatch.multiply_grouped(*operands, ends=ends, tokens=place.shape[0], **options)
         return made
 
-    kind = takes_codes(a.format, w.format, stops)
+    def plain(a: QuantizedArray, w: QuantizedArray, _: jax.Array, __: jax.Array, place: jax.Array) -> jax.Array:
+        return _gather(multiply_values(a, w), place)
+
     has_op = kind is not None and gemm_dispatch.grouped_fits(kind, sizes)
-    return _choose(has_op, by_op, lambda a, w, _: multiply_values(a, w), a, w, stops)
+    return _choose(has_op, by_op, plain, a, w, stops, ends, place)
+
+
+def _gather(product: jax.Array, place: jax.Array) -> jax.Array:
+    rows: jax.Array = product.at[place].get(mode="promise_in_bounds")
+    return rows
 
 
 def contract_row_codes(

@@ -36,6 +36,7 @@ class Tiles(NamedTuple):
     Attributes:
       unit: rows per tile.
       stops: for each expert, the end of its padded rows, int32 `[E]`.
+      ends: for each expert, the end of its rows of x, int32 `[E]`.
       rows: for each padded row, the row of x, int32 `[P]`; M for padding.
       place: for each row of x, its padded row, int32 `[M]`; the last one for rows of no expert.
       fits: whether `group_sizes` are not negative and add up to M or less.
@@ -43,6 +44,7 @@ class Tiles(NamedTuple):
 
     unit: int
     stops: jax.Array
+    ends: jax.Array
     rows: jax.Array
     place: jax.Array
     fits: jax.Array
@@ -66,8 +68,9 @@ def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
     """
     unit = max(gemm_dispatch.UNIT, block_alignment(recipe.activation, recipe.gradient))
     sizes, count = jnp.asarray(group_sizes, jnp.int32), rows // unit + group_sizes.shape[0] + 1
-    stops, _, source_rows, place, fits = partitionable_ops.group_rows(sizes, tiles=count, tokens=rows, unit=unit)
-    return Tiles(unit, stops, source_rows, place, fits[0] != 0)
+    made = partitionable_ops.group_rows(sizes, tiles=count, tokens=rows, unit=unit)
+    stops, ends, source_rows, place, fits = made
+    return Tiles(unit, stops, ends, source_rows, place, fits[0] != 0)
 
 
 def quantize_tiles(
@@ -171,8 +174,9 @@ def row_product(
         scale = product_scale(q.format, w.format, jnp.repeat(of_tiles, tiles.unit)[:, None], product.dtype)
         return apply_scale(product, scale, dtype)
 
-    product = grouped_gemm.multiply_row_codes(q, w, contracted, tiles.stops, dtype, multiply_values, fast=fast)
-    return jnp.where(tiles.fits, product.at[tiles.place].get(mode="promise_in_bounds"), jnp.nan)
+    rows = tiles.stops, tiles.ends, tiles.place
+    product = grouped_gemm.multiply_row_codes(q, w, contracted, *rows, dtype, multiply_values, fast=fast)
+    return jnp.where(tiles.fits, product, jnp.nan)
 
 
 def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: Any) -> jax.Array:
