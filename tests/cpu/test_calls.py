@@ -26,7 +26,7 @@ def test_drawn_calls_do_no_harm(tmp_path):
     They run in a child, which records each call before it can crash.
     """
     progress = tmp_path / "progress"
-    command = [sys.executable, "-P", str(FUZZ), "--calls", "2000", "--progress", str(progress)]
+    command = [sys.executable, "-P", str(FUZZ), "--calls", "3000", "--progress", str(progress)]
     run = subprocess.run(command, text=True, capture_output=True, check=False)
     assert run.returncode == 0, f"call {progress.read_text()}: {run.stdout}{run.stderr}"
 

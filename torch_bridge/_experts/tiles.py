@@ -67,7 +67,7 @@ class Tiles(NamedTuple):
         return rows.view(self.number, self.unit, x.shape[1])
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Gather padded rows into the order of x, and add those of the same row of x in fp32.
+        """Gather padded rows into the order of x, and add the rows that have the same row of x, in fp32.
 
         Rows of no expert read the last row, which products set to zeros.
         """

@@ -123,7 +123,7 @@ class RoutedExperts(Experts):
         this: Any = self
         up = "gate_up_proj" if "gate_up_proj" in self._parameters else "up_proj"
 
-        has_norm = getattr(self, "has_post_expert_norm", False)
+        has_norm, has_bias = getattr(self, "has_post_expert_norm", False), getattr(self, "has_bias", False)
 
         def down(rows: Tensor, groups: Groups) -> Tensor:
             y = self._project(rows, "down_proj", groups)
@@ -134,7 +134,8 @@ class RoutedExperts(Experts):
             top_k_index,
             top_k_weights,
             getattr(self, up).shape[0],
-            None if has_norm else (self.recipe, self.recipe),  # Padding would reach the gradient of the norm.
+            # Padding would reach the gradients of the norm and of biases.
+            None if has_norm or has_bias else (self.recipe, self.recipe),
             lambda rows, groups: self._project(rows, up, groups),
             down,
             lambda h: self._activate(h, up),
