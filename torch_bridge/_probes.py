@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Any, cast
@@ -28,6 +29,7 @@ from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._experts.grouped_linear import GroupedLinear, _checked_sizes
+from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge._moe.experts import Experts
@@ -301,16 +303,21 @@ class _Call:
 
 
 class _ExpertsCall:
-    """One call of a `GroupedLinear`: a call of each expert, with the rows of its group."""
+    """One call of a `GroupedLinear`: a call of each expert, with the rows of its group.
+
+    `MoE` passes padded rows in place of group sizes.
+    """
 
     def __init__(self, watch: Watch, experts: Sequence[tuple[str, WeightLayer]], input: Tensor, group_sizes: Any):
-        if getattr(group_sizes, "transfer", None) is not None:
+        padded = isinstance(group_sizes, GroupedRows)
+        if padded and group_sizes.transfer is not None:
             raise NotImplementedError(
                 f"numerics_of: {experts[0][0]} gets rows from other ranks (ep_group of MoE), which is not measured; "
                 "measure a model without ep_group"
             )
-        _checked_sizes(input, len(experts), group_sizes)
-        self.watch, self.experts, self.sizes = watch, experts, group_sizes.tolist()
+        if not padded:
+            _checked_sizes(input, len(experts), group_sizes)
+        self.watch, self.experts, self.groups = watch, experts, group_sizes
         self.seeds = [_seed_of_next_call(layer) for _, layer in experts]
         if not _is_in_backward():
             self._measure(Role.ACTIVATION, input, _dtype_of(input))
@@ -320,9 +327,18 @@ class _ExpertsCall:
         self._measure(Role.GRADIENT, grad, grad.dtype)
 
     def _measure(self, role: Role, x: Tensor, dtype: torch.dtype) -> None:
-        rows = x[: sum(self.sizes)].split(self.sizes)
-        for (name, layer), seed, part in zip(self.experts, self.seeds, rows, strict=True):
+        for (name, layer), seed, part in zip(self.experts, self.seeds, self._by_expert(role, x), strict=True):
             self.watch.measure(name, role, layer, part, dtype, seed)
+
+    def _by_expert(self, role: Role, x: Tensor) -> Sequence[Tensor]:
+        """Split the rows of x, or of the gradient, into the rows of each expert."""
+        if not isinstance(self.groups, GroupedRows):
+            sizes = self.groups.tolist()
+            return x[: sum(sizes)].split(sizes)
+        tiles = self.groups.x if role is Role.ACTIVATION else self.groups.y
+        stops = tiles.stops.tolist()
+        rows = (tiles.rows[start:stop] for start, stop in itertools.pairwise((0, *stops)))
+        return [x.index_select(0, own[own < x.shape[0]]) for own in rows]
 
 
 def _seed_of_next_call(layer: WeightLayer) -> Tensor | None:

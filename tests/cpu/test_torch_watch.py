@@ -11,7 +11,18 @@ from torch.utils.checkpoint import checkpoint
 
 from qshard.numerics import stats
 from qshard.recipes import DelayedScaling, Role
-from qshard.torch_bridge import GroupedLinear, LinearCrossEntropy, convert, numerics_of, update_scales
+from qshard.torch_bridge import (
+    GroupedLinear,
+    LinearCrossEntropy,
+    MoE,
+    convert,
+    moe_permutation,
+    moe_permute,
+    numerics_of,
+    swiglu,
+    topk_routing,
+    update_scales,
+)
 from support.awkward import TAME, awkward_values
 from support.formats import GATHERED, RECIPES
 
@@ -238,6 +249,30 @@ def test_experts_have_the_rows_of_their_groups(name):
         close = {"rel": 1e-4 if row.role is Role.GRADIENT else 0, "abs": 0}
         assert row.amax == pytest.approx(like.amax, **close)
         assert row.sqnr_db == pytest.approx(like.sqnr_db, abs=0.1, nan_ok=True)
+
+
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "MXFP8"])
+def test_experts_of_a_layer_in_padded_rows(recipe):
+    """`MoE` keeps rows padded from product to product: each expert is measured as with rows in the order of tokens."""
+    torch.manual_seed(0)
+    moe = MoE(64, 128, num_experts=4, top_k=2, recipe=recipe)
+    x = torch.randn(40, 64)
+    with numerics_of(moe) as watch:
+        moe(x).square().sum().backward()
+    indices, _ = topk_routing(moe.router(x), 2)
+    permutation = moe_permutation(indices, 4)
+    with numerics_of(moe) as other:
+        h = moe.w13(moe_permute(x, permutation), permutation.group_sizes)
+        moe.w2(swiglu(*h.chunk(2, -1)), permutation.group_sizes)
+    want = {(row.layer, row.role): row for row in other.stats().rows}
+    seen = [row for row in watch.stats().rows if (row.layer, row.role) in want and row.role is not Role.GRADIENT]
+    assert {row.layer.split(".")[0] for row in seen} == {"w13", "w2"}
+    for row in seen:
+        like = want[row.layer, row.role]
+        assert (row.calls, row.elements) == (like.calls, like.elements)
+        assert row.amax == pytest.approx(like.amax, rel=1e-5)  # SwiGLU of halves is rounded otherwise.
+    of_gradients = [row for row in watch.stats().rows if row.role is Role.GRADIENT and row.layer.startswith("w2.")]
+    assert sum(row.elements for row in of_gradients) == 80 * 64
 
 
 def test_heads_that_are_not_measured_are_named():
