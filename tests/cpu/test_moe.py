@@ -25,6 +25,11 @@ def distance(got, want):
     return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
 
 
+def bound(front):
+    """Sums of 96 to 192 numbers in fp32. On a GPU XLA multiplies in TF32, which has 11 bits."""
+    return 1e-3 if (front.name, front.device) == ("jax", "cuda") else 2e-6
+
+
 def choice(seed=5):
     """Distinct experts of each token, none of them `EMPTY`, and their weights."""
     random = np.random.default_rng(seed)
@@ -146,7 +151,7 @@ def test_without_quantization(front, layout):
     made = front.gradients(run, [X, weights, turned(W13), turned(W2)], DY, exact=False)
     made[3:] = map(turned, made[3:])
     for got, want in zip(made, mlp_of_values(X, weights, W13, W2, indices), strict=True):
-        assert distance(got, want) < 2e-6  # Sums of 96 to 192 numbers in fp32.
+        assert distance(got, want) < bound(front)
     assert not made[3][EMPTY].any()
 
 
@@ -171,7 +176,7 @@ def test_choices_of_no_expert_add_nothing(front, recipe):
         want = mlp_of_values(X, zeroed, W13, W2, indices)
         want[2][(masked < 0) | (masked >= E)] = 0
         for got, expected in zip(made, want, strict=True):
-            assert distance(got, expected) < 2e-6
+            assert distance(got, expected) < bound(front)
 
 
 def seeds_of(front, recipe):
@@ -211,9 +216,10 @@ def test_a_loop_over_experts(front, name):
 
     given = [X, weights, W13, W2]
     made, want = (front.gradients(function, given, DY, exact=False) for function in (run, looped))
-    # Two of 10^4 codes of h may round to the other neighbour, which is off by 2^-3 of them (E4M3) to 2^-1 (E2M1).
+    # Two of 10^4 codes of h may round to the other neighbour, which is off by 2^-3 of them (E4M3) to 2^-1 (E2M1). On a
+    # GPU h differs by up to 2^-9, from tensor cores or values in bfloat16, and up to two of 100 codes do.
     for got, expected in zip(made, want, strict=True):
-        assert distance(got, expected) < 5e-3
+        assert distance(got, expected) < (5e-3 if front.device == "cpu" else 5e-2)
     assert not made[3][EMPTY].any()
     assert not made[4][EMPTY].any()
 

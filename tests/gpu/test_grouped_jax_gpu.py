@@ -30,10 +30,12 @@ ENDS = np.cumsum(SIZES)
 
 
 @pytest.fixture(autouse=True)
-def _has_grouped_products():
-    found = gpu_of(jnp.zeros(1))
-    if found is None or not gemm_dispatch.grouped_runs_on("tensors", found):
-        pytest.skip(f"grouped products run on Hopper with cuBLASLt 13.5 or newer, and here is {found}")
+def _on_a_gpu_with_grouped_products():
+    with jax.default_device(jax.devices("cuda")[0]):  # The default of tests is the CPU.
+        found = gpu_of(jnp.zeros(1))
+        if found is None or not gemm_dispatch.grouped_runs_on("tensors", found):
+            pytest.skip(f"grouped products run on Hopper with cuBLASLt 13.5 or newer, and here is {found}")
+        yield
 
 
 def values(dtype=jnp.bfloat16, layout="NK"):
