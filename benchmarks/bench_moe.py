@@ -3,9 +3,9 @@
 Tokens are bfloat16, and the router spreads them over all experts. A kind is a recipe of `grouped_mlp`. With "codes",
 weights of experts are codes as gathered by FSDP2 and ZeRO, otherwise bfloat16 and quantized in each call. "bf16" is
 `grouped_mlp` without a recipe: the same layer, with `torch._grouped_mm`. "bf16 plain" has PyTorch's own indexing and
-SwiGLU instead of qshard's ops, and "torchao" is the plain layer with torchao's FP8 product, which has a scale for each
-row, if torchao is installed. Calls are issued back to back, as in training. Contenders take turns, and the median over
-rounds counts. `times_bf16` is the time of "bf16", divided by the row's time.
+SwiGLU instead of qshard's ops. torchao's FP8 product is left out, because it takes no groups of any size. Calls are
+issued back to back, as in training. Contenders take turns, and the median over rounds counts. `times_bf16` is the time
+of "bf16", divided by the row's time.
 
     python benchmarks/bench_moe.py [--shapes mixtral,deepseek] [--rounds 5]
 """
@@ -13,8 +13,6 @@ rounds counts. `times_bf16` is the time of "bf16", divided by the row's time.
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -32,7 +30,7 @@ DEVICE = "cuda"
 CALLS = 5  # calls per contender and round
 CODES = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_E4M3")
 RECIPES: dict[str, Recipe] = {"fp8": NAMED["CurrentScaling"], "fp8 E4M3": CODES, "block": NAMED["BlockScaling"]}
-BASE, PLAIN, TORCHAO = "bf16", "bf16 plain", "torchao"
+BASE, PLAIN = "bf16", "bf16 plain"
 
 Call = Callable[[], Any]
 
@@ -70,21 +68,6 @@ def plain_layer(
     return torch.zeros_like(x).index_add(0, tokens, y)
 
 
-def torchao_product() -> Callable[..., Tensor] | None:
-    """Return torchao's differentiable FP8 grouped product, or None."""
-    for module in ("torchao.prototype.moe_training.fp8_grouped_mm", "torchao.prototype.moe_training.scaled_grouped_mm"):
-        try:
-            found = getattr(importlib.import_module(module), "_to_fp8_rowwise_then_scaled_grouped_mm", None)
-        except ImportError:
-            continue
-        if found is not None:
-            given = {"pad_token_groups_for_grouped_mm": False}
-            known = inspect.signature(found).parameters
-            given = {name: value for name, value in given.items() if name in known}
-            return lambda x, w, ends: found(x.contiguous(), w, ends, **given)
-    return None
-
-
 def contenders(shape: Shape) -> dict[str, Call]:
     experts, top_k, tokens, width, hidden = shape
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -118,23 +101,14 @@ def contenders(shape: Shape) -> dict[str, Call]:
             lambda recipe=recipe, codes=codes: layer(recipe, *codes),  # type: ignore[misc]
             [*codes[0], *codes[1]],
         )
-    if (product := torchao_product()) is not None:
-        made[TORCHAO] = both_ways(lambda: plain_layer(x, router, w13, w2, top_k, product))
     return made
 
 
 def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     """Time one call of each contender, in milliseconds."""
-    for name, call in [*calls.items()]:
-        try:
-            call()
-        except Exception as error:
-            if name != TORCHAO:
-                raise
-            # Some versions take no groups of any size.
-            print(f"bench_moe: left out, {name}: {str(error).splitlines()[0]}")
-            del calls[name]
     times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
     for _ in range(rounds):
         for name, call in calls.items():
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
