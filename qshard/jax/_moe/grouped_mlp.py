@@ -78,7 +78,7 @@ def grouped_mlp(
 
     >>> x, w13, w2 = jnp.ones((2, 32)), jnp.ones((4, 64, 32)), jnp.full((4, 32, 32), 0.125)
     >>> indices, weights = jnp.array([[0, 1], [3, 0]]), jnp.full((2, 2), 0.5)
-    >>> grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling")[:, 0]
+    >>> grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling")[:, 0].round()
     Array([4096., 4096.], dtype=float32)
 
     Sources: Megatron-Core (`GroupedMLP`); arXiv:2401.04088 (Mixtral).
