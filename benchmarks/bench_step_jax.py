@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--kinds", default=KINDS)
+    parser.add_argument("--out", default="step_jax", help="the file of results, without .csv")
     parser.add_argument("--one", help="measure one kind, and print its row as JSON")
     arguments = parser.parse_args()
     if arguments.one:
@@ -87,7 +88,7 @@ def main() -> None:
         found.append(json.loads(result.stdout.splitlines()[-1]))
         print(found[-1], flush=True)
         machine = str(found[-1].pop("machine"))
-        rows.write("step_jax", machine, found)
+        rows.write(arguments.out, machine, found)
 
 
 if __name__ == "__main__":
