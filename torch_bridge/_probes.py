@@ -333,8 +333,9 @@ class _ExpertsCall:
     def _by_expert(self, role: Role, x: Tensor) -> Sequence[Tensor]:
         """Split the rows of x, or of the gradient, into the rows of each expert."""
         if not isinstance(self.groups, GroupedRows):
-            sizes = self.groups.tolist()
-            return x[: sum(sizes)].split(sizes)
+            sizes: list[int] = self.groups.tolist()
+            groups: Sequence[Tensor] = x[: sum(sizes)].split(sizes)
+            return groups
         tiles = self.groups.x if role is Role.ACTIVATION else self.groups.y
         stops = tiles.stops.tolist()
         rows = (tiles.rows[start:stop] for start, stop in itertools.pairwise((0, *stops)))

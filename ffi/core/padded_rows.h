@@ -27,8 +27,8 @@ struct ExpertStops {
   const int32_t* stops;  // [count], increasing; other values assign rows, but never outside
   int64_t count;         // experts
 
-  // Returns the first expert from `from` on whose stop is after the row, or `count`. Rows after all
-  // stops belong to no expert.
+  // Returns the expert of a row, searched from expert `from` on: the first that stops after the
+  // row. Returns `count` for rows after all stops, which belong to no expert.
   QSHARD_INLINE int64_t ExpertOf(int64_t row, int64_t from = 0) const {
     while (from < count && stops[from] <= row) ++from;
     return from;

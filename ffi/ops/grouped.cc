@@ -31,7 +31,7 @@ Error CastGrouped(const Call<Platform>& call, bool transposed) {
 
 // amax[e] = max |x| over the rows of expert e, in fp32: amax_tensor of the gathered rows of each
 // expert. Padding is not read. Expert e has the padded rows from the stop of expert e - 1, or 0, to
-// its own stop. A row belongs to the first expert whose stop is after it, and to none after all
+// its own stop. A row belongs to the first expert that stops after it, and to none after all
 // stops. An expert without rows gives 0.
 QSHARD_DEFINE_OP(amax_grouped) {
   return DispatchFloat(call.arg(0), [&](auto in) {

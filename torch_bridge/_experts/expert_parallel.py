@@ -1,9 +1,9 @@
-"""Operands of grouped products whose rows come from other ranks.
+"""Operands of grouped products under expert parallelism: rows come from other ranks.
 
 Formats with one scale have the same numbers in both planes. Their rows are quantized on the source rank, with the
 scale of each expert over all ranks, and codes are sent: one byte per value. The transposed plane is computed from
 received codes. In other formats blocks join rows of several ranks, so values are sent, and quantized where they arrive.
-Either way codes and scales are those of one device that has all experts, and the tokens of rank 0 first.
+Either way codes and scales are the same as on one device that has all experts, and the tokens of rank 0 first.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class Tiles(NamedTuple):
 class Transfer(NamedTuple):
     """An exchange of rows around one grouped product.
 
-    `role` is the operand whose rows are dispatched: the activation, whose gradient is then combined; or the gradient,
-    and then the result of the product is combined.
+    `role` is the operand that is dispatched: the activation, and then its gradient is combined; or the gradient of the
+    result, and then the result is combined.
     """
 
     exchange: TokenExchange

@@ -26,7 +26,7 @@ static __global__ void __launch_bounds__(kWarp)
   }
 }
 
-// Launches a kernel whose thread blocks raise `count` amaxes from 0, each after AwaitZeroing. A
+// Launches a kernel. Its thread blocks raise `count` amaxes from 0, each after AwaitZeroing. A
 // kernel of one warp writes the zeros while the thread blocks start, because a memset would take
 // extra time. It runs after all earlier work on the stream, so the kernel's inputs are ready.
 // `second` may be null.

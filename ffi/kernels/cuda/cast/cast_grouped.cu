@@ -33,8 +33,8 @@ struct CastGroupedTuning {
   static constexpr bool kBackward = true, kDownFirst = false;
 };
 
-// Returns the scale of a row of an expert. Sets `own` to -1 in a row of no expert, whose codes are
-// then Encode(0 * 1) = 0.
+// Returns the scale of a row of an expert. Sets `own` to -1 in a row of no expert. The codes of
+// such a row are then Encode(0 * 1) = 0.
 __device__ __forceinline__ float ScaleOfRow(const ExpertScales& scales, int64_t expert,
                                             int32_t& own) {
   if (expert < scales.experts.count) return __ldg(scales.scale + expert);
