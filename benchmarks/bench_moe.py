@@ -13,7 +13,6 @@ of "bf16", divided by the row's time.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import rows
+from bench_grouped import milliseconds
 from qshard.formats import Usage
 from qshard.recipes import NAMED, Recipe
 from qshard.torch_bridge import grouped_mlp, quantize, topk_routing
 
 DEVICE = "cuda"
-CALLS = 5  # calls per contender and round
 CODES = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_E4M3")
 RECIPES: dict[str, Recipe] = {"fp8": NAMED["CurrentScaling"], "fp8 E4M3": CODES, "block": NAMED["BlockScaling"]}
 BASE, PLAIN = "bf16", "bf16 plain"
@@ -102,24 +101,6 @@ def contenders(shape: Shape) -> dict[str, Call]:
             [*codes[0], *codes[1]],
         )
     return made
-
-
-def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Time one call of each contender, in milliseconds."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            call()
-            start.record()
-            for _ in range(CALLS):
-                call()
-            stop.record()
-            stop.synchronize()
-            times[name].append(start.elapsed_time(stop) / CALLS)
-    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def rows_of(ms: dict[str, float], shape: str) -> list[dict[str, object]]:

@@ -114,7 +114,7 @@ class RoutedExperts(Experts):
 
         Args:
           hidden_states: `[T, H]`.
-          top_k_index: the experts of each token, `[T, k]`. An index outside of 0..E-1 is no expert and adds nothing.
+          top_k_index: the experts of each token, `[T, k]`. An index outside of 0..E-1 names no expert and adds nothing.
           top_k_weights: the weight of each, `[T, k]`.
 
         Returns:

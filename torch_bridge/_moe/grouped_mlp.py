@@ -58,7 +58,7 @@ def grouped_mlp(
     Args:
       x: float32, bfloat16 or float16 `[..., H]`.
       indices: int32 or int64 `[..., k]`, the experts of each token, as from `topk_routing`. An index outside of 0..E-1
-        is no expert and adds nothing.
+        names no expert and adds nothing.
       weights: a float dtype `[..., k]`, the weight of each of these experts.
       w13: `[E, 2 I, H]`, or one `[2 I, H]` per expert, each as for `linear`.
       w2: `[E, H, I]`, or one `[H, I]` per expert.

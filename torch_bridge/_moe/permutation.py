@@ -47,7 +47,7 @@ def moe_permutation(indices: Tensor, num_experts: int) -> MoEPermutation:
     """Sort the choices of a router by expert. Choices of the same expert keep the order of their tokens.
 
     Args:
-      indices: int32 or int64 `[T, k]`: the experts of each token. An index outside of 0..E-1 is no expert: its row
+      indices: int32 or int64 `[T, k]`: the experts of each token. An index outside of 0..E-1 names no expert: its row
         comes after the last group, where `grouped_linear` gives zeros.
       num_experts: E.
 

@@ -42,7 +42,7 @@ def moe_permutation(indices: jax.Array, num_experts: int) -> MoEPermutation:
     """Sort the choices of a router by expert. Choices of the same expert keep the order of their tokens.
 
     Args:
-      indices: integers `[T, k]`: the experts of each token. An index outside of 0..E-1 is no expert: its row comes
+      indices: integers `[T, k]`: the experts of each token. An index outside of 0..E-1 names no expert: its row comes
         after the last group, where `ragged_dot` gives zeros.
       num_experts: E.
 
