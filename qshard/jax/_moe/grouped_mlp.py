@@ -52,8 +52,8 @@ def grouped_mlp(
 
     Args:
       x: float32, bfloat16 or float16 `[..., H]`.
-      indices: integers `[..., k]`, the experts of each token, as from `topk_routing`. An index outside of 0..E-1 is no
-        expert and adds nothing.
+      indices: integers `[..., k]`, the experts of each token, as from `topk_routing`. An index outside of 0..E-1
+        names no expert and adds nothing.
       weights: a float dtype `[..., k]`, the weight of each of these experts.
       w13: `[E, 2 I, H]`, a weight of all experts as for `ragged_dot`.
       w2: `[E, H, I]`, likewise.
