@@ -23,6 +23,7 @@ from torch import Tensor
 
 import bench_moe
 import rows
+from bench_grouped import CALLS
 from bench_moe import BASE, RECIPES, Shape
 from qshard.formats import Usage
 from qshard.recipes import Recipe
@@ -93,11 +94,11 @@ def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             call()
             start.record()
-            for _ in range(bench_moe.CALLS):
+            for _ in range(CALLS):
                 call()
             stop.record()
             stop.synchronize()
-            elapsed = torch.tensor(start.elapsed_time(stop) / bench_moe.CALLS, device=DEVICE)
+            elapsed = torch.tensor(start.elapsed_time(stop) / CALLS, device=DEVICE)
             dist.all_reduce(elapsed, dist.ReduceOp.MAX)
             times[name].append(elapsed.item())
     return {name: statistics.median(found) for name, found in times.items()}
