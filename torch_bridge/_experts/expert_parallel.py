@@ -40,11 +40,14 @@ def exchanged_rows(exchange: TokenExchange, unit: int) -> tuple[GroupedRows, Gro
 
 
 def place_received(tiles: Tiles, exchange: TokenExchange) -> Tiles:
-    """Return tiles for received rows, from the tiles of rows sorted by expert."""
+    """Return tiles for received rows, from the tiles of rows sorted by expert.
+
+    Received rows are sorted by rank first, so they have no `ends`.
+    """
     assert tiles.place is not None
     order = torch.nn.functional.pad(exchange.order, (0, 1), value=exchange.received)
     rows = order.to(torch.int32).index_select(0, tiles.rows)
-    return tiles._replace(rows=rows, place=tiles.place.index_select(0, exchange.position))
+    return tiles._replace(ends=None, rows=rows, place=tiles.place.index_select(0, exchange.position))
 
 
 def quantize_dispatched(

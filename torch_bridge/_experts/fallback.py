@@ -102,6 +102,7 @@ def expert_products(
 
 def sums_by_expert(grad: Tensor, tiles: Tiles) -> Tensor:
     """Compute `products.sums_by_expert`."""
+    assert tiles.ends is not None
     row = torch.arange(grad.shape[0], dtype=torch.int32, device=grad.device)
     experts = torch.arange(tiles.ends.shape[0], device=grad.device)
     is_of = torch.searchsorted(tiles.ends, row, right=True) == experts[:, None]

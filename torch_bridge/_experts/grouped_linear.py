@@ -299,14 +299,14 @@ class _GroupedProduct(Node):
         ctx.how, ctx.x_dtype, ctx.unit = how, x.dtype, tiles.unit
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.w_dtype, ctx.w_shape, ctx.w_count = weights[0].dtype, weights[0].shape, len(saved_w)
-        return how.combined(y, Role.GRADIENT), [*tiles[1:], *groups.y[3:], seeds, *saved_x, *saved_w]
+        return how.combined(y, Role.GRADIENT), [*tiles[1:], *groups.y[2:], seeds, *saved_x, *saved_w]
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
         how: _How = ctx.how
         end = len(saved) - ctx.w_count
-        tiles, of_y = Tiles(ctx.unit, *saved[:4]), Tiles(ctx.unit, *saved[:2], *saved[4:6])
-        seeds, saved_w = saved[6], saved[end:]
+        tiles, of_y = Tiles(ctx.unit, *saved[:4]), Tiles(ctx.unit, saved[0], *saved[4:7])
+        seeds, saved_w = saved[7], saved[end:]
         need_x, need_b = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST_WEIGHT - 2]
         need_w = any(ctx.needs_input_grad[_FIRST_WEIGHT:])
         grad_x = grad_b = None
@@ -319,7 +319,7 @@ class _GroupedProduct(Node):
             usage = Usage.BOTH if need_x and need_w else row if need_x else columns
             sides = _quantize_rows(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, of_y, seeds)
         if need_w:
-            x = GroupedOperand(how.recipe.format(Role.ACTIVATION), columns, Plane(*saved[7:end]))
+            x = GroupedOperand(how.recipe.format(Role.ACTIVATION), columns, Plane(*saved[8:end]))
             shape = (tiles.stops.shape[0], *ctx.w_shape[-2:])
             dw = expert_products(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype)
             of_weights = [dw] if len(ctx.w_shape) == 3 else dw.unbind()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -73,10 +73,10 @@ def row_product(
         w = _contracting(w, contracted)
         how: dict[str, Any] = {"dtype": dtype, "fast": fast}
         how["workspace"] = _workspace(device, experts, sizes, x.format, w_format)
-        # With one scale for each expert, the product writes rows without padding, and no pass gathers them.
-        if unpads := kind == "tensors" and tiles.place is not None and tiles.place.ndim == 1:
-            assert tiles.place is not None
-            how |= {"ends": tiles.ends, "tokens": tiles.place.shape[0]}
+        # With one scale for each expert, the product writes sorted rows without padding, and no pass gathers them.
+        is_sorted = tiles.ends is not None and tiles.place is not None and tiles.place.ndim == 1
+        if unpads := kind == "tensors" and is_sorted:
+            how |= {"ends": tiles.ends, "tokens": cast(Tensor, tiles.place).shape[0]}
         y: Tensor = gemm_dispatch.multiply_grouped(ops, x.parts, x.format, w.parts, w_format, tiles.stops, **how)
         return y if unpads else tiles.gather(y)
     if not _takes("values", sizes, tiles.unit, device):
@@ -130,7 +130,8 @@ def expert_products(
 
 
 def sums_by_expert(grad: Tensor, tiles: Tiles) -> Tensor:
-    """Sum the rows of each expert, `[T, N]` to `[E, N]`, in float32: a product that contracts rows with ones."""
+    """Sum sorted rows of each expert, `[T, N]` to `[E, N]`, in float32: a product that contracts rows with ones."""
+    assert tiles.ends is not None
     device, experts = grad.device, tiles.ends.shape[0]
     sizes = (gemm_dispatch.UNIT, grad.shape[1], grad.shape[0])
     if (device.type != "cpu" and grad.dtype == torch.float32) or not _takes("values", sizes, 1, device, by_k=True):

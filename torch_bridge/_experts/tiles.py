@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
     Attributes:
       unit: rows per tile.
       stops: for each expert, the end of its padded rows, int32 `[E]`.
-      ends: for each expert, the end of its rows of x, int32 `[E]`.
+      ends: for each expert, the end of its rows of x, int32 `[E]`; None if x is not sorted by expert.
       rows: for each padded row, the row of x, int32 `[P]`; a number outside of x for padding.
       place: for each row of x, its padded row, int32 `[T]`; the last one for rows of no expert. `[T, k]` if each row of
         x has k padded rows, as tokens have; None if x is the padded rows.
@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
 
     unit: int
     stops: Tensor
-    ends: Tensor
+    ends: Tensor | None
     rows: Tensor
     place: Tensor | None
 
@@ -94,8 +94,7 @@ class Tiles(NamedTuple):
         if self.place is None:
             y.view(self.number, self.unit, y.shape[1]).add_(each.index_select(0, self.experts())[:, None])
             return
-        rows = torch.arange(y.shape[0], dtype=torch.int32, device=y.device)
-        y.add_(each.index_select(0, torch.searchsorted(self.ends, rows, right=True)))
+        y.add_(each.index_select(0, torch.searchsorted(self.stops, self.place, right=True)))
 
     def starts(self) -> Tensor:
         """Return the first padded row of each expert."""
