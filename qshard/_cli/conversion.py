@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from qshard._cli.checkpoint import BITS, LENGTH, Checkpoint, Entry, File, matching, read_header
 from qshard._cli.errors import Failure, Misuse, quote
-from qshard._cli.fit import folded, refusal
-from qshard._cli.plan import NOT_PLANNED, Plan
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
 from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, text_of
+from qshard._plans.fit import fold_kernel, refusal
+from qshard._plans.plan import NOT_PLANNED, Plan
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, matrix_shape
 from qshard.numerics import _kernels as kernels
@@ -132,12 +132,15 @@ def _fitting(
 
     Raises Misuse if `plan` names a tensor, not only a pattern, that is no layer or that its format does not fit.
     """
-    weights, unfit = {}, {}
+    weights: dict[str, Description] = {}
+    unfit: dict[str, str] = {}
     for entry in selection.layers:
-        fmt, shape = formats.get(entry.name), folded(entry.shape)
-        why = NOT_PLANNED if fmt is None else refusal(fmt, shape, usage)
-        if fmt is None or why is not None:
-            unfit[entry.name] = why if fmt is None else f"{fmt}: {why}"
+        fmt, shape = formats.get(entry.name), fold_kernel(entry.shape)
+        if fmt is None:
+            unfit[entry.name] = NOT_PLANNED
+            continue
+        if (why := refusal(fmt, shape, usage)) is not None:
+            unfit[entry.name] = f"{fmt}: {why}"
             continue
         weights[entry.name] = Description(format=fmt, shape=shape, dtype=entry.kernel_dtype, planes=usage.planes)
     reasons = selection.left_out | unfit
