@@ -20,6 +20,7 @@ from qshard._files.engine_formats import engine_tensors
 from qshard.formats import Usage
 from qshard.recipes import NAMED
 from support import torch_ranks
+from support.pairs import turns
 from support.torch_models import Wire
 from support.torch_ranks import on_ranks
 
@@ -100,10 +101,11 @@ def recipe_of(fmt):
     return next((name for name, recipe in NAMED.items() if recipe.weight.name == fmt and not recipe.stateful), None)
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize(("engine", "fmt"), CASES, ids=str)
-def test_under_fsdp2(engine, fmt):
+@turns(1, case={" ".join(case): case for case in CASES}, world=[2, 4])
+@on_ranks()
+def test_under_fsdp2(case):
     """Ranks split blocks. A model of bf16 values is quantized in the stream, a converted one has that format."""
+    engine, fmt = case
     given = {} if recipe_of(fmt) else {"weight_format": fmt}
     plain = model_of()
     model = model_of() if given else qt.convert(model_of(), recipe_of(fmt))
@@ -122,7 +124,10 @@ def test_under_fsdp2(engine, fmt):
 
 
 @on_ranks((2, 2))
-@pytest.mark.parametrize(("engine", "fmt"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("engine", "fmt"),
+    [pytest.param(*case, marks=[] if i in (0, 1, 3) else pytest.mark.slow) for i, case in enumerate(CASES)],
+)
 def test_under_fsdp2_and_tensor_parallelism(engine, fmt):
     plain, given = model_of(), {} if recipe_of(fmt) else {"weight_format": fmt}
     model = model_of() if given else qt.convert(model_of(), recipe_of(fmt))

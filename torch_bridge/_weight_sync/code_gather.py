@@ -140,7 +140,9 @@ def _join_parts(planes: list[Plane], shards: Sequence[CodeShard]) -> list[Plane]
             where = plane(shard.slice.fmt, shard.slice.shape, Usage.ROWWISE)
             arrays.append(each.data)
             arrays += [] if where.block is None else [each.scale_inv]
-            arrays += [each.global_scale_inv] if where.global_scale_shape and dim == 0 else []
+            if where.global_scale_shape and dim == 0:
+                assert each.global_scale_inv is not None
+                arrays.append(each.global_scale_inv)
         whole = iter(_concatenate(_all_gather(arrays, group), arrays, dim))
         joined = []
         for each, shard in zip(planes, shards, strict=True):

@@ -48,7 +48,7 @@ class Names(NamedTuple):
 
 
 def engine_weights(model: nn.Module) -> dict[str, Names]:
-    """Return the names of each parameter and buffer whose name differs in engines, by its name in the model.
+    """Return the engine names of parameters and buffers with other names there, by the name in the model.
 
     >>> model = nn.ModuleDict({"mlp": MoE(32, 64, num_experts=4, top_k=2, recipe="CurrentScaling")})
     >>> engine_weights(model)["mlp.w13.experts.3.weight"].of_ranks[0][1]

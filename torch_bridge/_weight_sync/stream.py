@@ -48,8 +48,8 @@ def stream_weights(
       model: after `convert`, or with `weight_format` any model: sharded by FSDP2, `parallelize_module`, both, a
         `ZeroOptimizer`, or not at all.
       format: "compressed-tensors", "deepseek" or "modelopt", for engines; "qshard" for `from_plain`.
-      weight_format: format of all `nn.Linear` weights; by default each converted layer has that of its recipe, and
-        other layers are not quantized.
+      weight_format: format of all `nn.Linear` weights; by default the weight format of the recipe of each
+        converted layer; other layers are then not quantized.
       dtype: dtype of the other tensors; by default their own.
       bucket_bytes: most bytes of codes that are gathered at a time. A larger weight is gathered alone.
 
@@ -64,10 +64,10 @@ def stream_weights(
 
     Collective: every rank of the model iterates to the end, and every rank gets all tensors. A rank that does not feed
     an engine drops them. Weights are gathered as codes, 1 or 1/2 byte an element, after a max-reduction of amaxes for
-    each bucket; the rest in `dtype`. Codes and scales are, bit for bit, those of `quantize` of the whole weight, which
-    the forward pass multiplies. Weights that are sharded in another way, and experts in 3-D parameters, are gathered
-    one at a time in their own dtype first, with the same bits. Under a `ZeroOptimizer` with sharded weights, its units
-    take the place of buckets.
+    each bucket; the rest in `dtype`. Codes and scales are, bit for bit, the result of `quantize` of the whole weight,
+    which the forward pass multiplies. Weights that are sharded in another way, and experts in 3-D parameters, are
+    gathered one at a time in their own dtype first, with the same bits. Under a `ZeroOptimizer` with sharded weights,
+    its units take the place of buckets.
 
     >>> from qshard.torch_bridge import convert
     >>> model = convert(nn.Sequential(nn.Linear(128, 128)), "BlockScaling")
@@ -154,17 +154,16 @@ def _items(model: nn.Module, fmt: Format | None) -> list[_Item]:
     for name, value in entries_of(model):
         prefix, _, attribute = name.rpartition(".")
         module, is_stack = modules[prefix], False
+        own = _format_of(module, attribute, value, fmt)
         if isinstance(module, Experts) and value.ndim == 3:
             own, is_stack = fmt or module.recipe.weight, True
-        else:
-            own = _format_of(module, attribute, value, fmt)
         of = names.get(name, Names.of(EngineWeight(name)))
         found.setdefault(id(value), _Item(name, module, attribute, value, of, own, units.get(id(value)), is_stack))
     return [*found.values()]
 
 
 def _format_of(module: nn.Module, attribute: str, value: Tensor, fmt: Format | None) -> Format | None:
-    """Return the format of a parameter: of its codes, else `fmt` of a linear layer, else that of its recipe."""
+    """Return the format of the codes of a parameter; of a linear layer also `fmt`, or the format of its recipe."""
     local = local_of(value)
     if isinstance(local, QuantizedTensor):
         return local.format
@@ -272,7 +271,8 @@ def _whole_plane(item: _Item) -> Plane:
         codes = quantized_weight(item.value)
     else:
         codes = quantize(_whole(plain(item.value)), item.fmt)
-    own = codes.parts(Usage.ROWWISE)  # type: ignore[attr-defined]
+    assert isinstance(codes, QuantizedTensor)
+    own = codes.parts(Usage.ROWWISE)
     if own is None:
         raise ValueError(f"{OP}: {item.name} has no rowwise plane, which engines read; quantize it with Usage.ROWWISE")
     return own
