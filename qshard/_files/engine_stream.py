@@ -84,10 +84,11 @@ def _rows_of(what: Description, weight: EngineWeight, op: str) -> Description:
     if weight.rows is None:
         return what
     start, stop = weight.rows
-    rows = plane(what.format, what.shape, Usage.ROWWISE, op=op, name=weight.name).block
-    if rows is not None and (start % rows[0] or (stop % rows[0] and stop != what.shape[0])):
+    where = plane(what.format, what.shape, Usage.ROWWISE, op=op, name=weight.name)
+    rows = where.scaled_shape[0]
+    if where.scale_shape and (start % rows or (stop % rows and stop != what.shape[0])):
         raise ValueError(
-            f"{op}: {weight.name} is rows {start} to {stop} of a weight {what.shape} whose blocks have {rows[0]} rows "
+            f"{op}: {weight.name} is rows {start} to {stop} of a weight {what.shape} whose blocks have {rows} rows "
             f"({what.format}); use sizes that are multiples of it, or a format with 1-D blocks"
         )
     return dataclasses.replace(what, shape=(stop - start, *what.shape[1:]))
@@ -97,8 +98,9 @@ def _slice(whole: Plane, what: Description, start: int, stop: int) -> Plane:
     """Return the plane of some rows, which split no block."""
     where = plane(what.format, what.shape, Usage.ROWWISE)
     scale, of_rows = whole.scale_inv, whole.global_scale_inv
-    if where.block is not None:
-        scale = scale[start // where.block[0] : -(-stop // where.block[0])]
+    if where.scale_shape:
+        rows = where.scaled_shape[0]
+        scale = scale[start // rows : -(-stop // rows)]
     if of_rows is not None and where.global_scale_shape:
         of_rows = of_rows[start:stop]
     return Plane(whole.data[start:stop], scale, of_rows)

@@ -90,7 +90,8 @@ def _rows_axis(placements: Sequence[Any], axes: list[int], dims: list[Any]) -> i
 
 def _has_whole_blocks(part: ShardSpec, fmt: Format) -> bool:
     """Return whether no boundary of parts splits a block or a byte. It depends on sizes that all ranks share."""
-    block = plane(fmt, part.shape, Usage.ROWWISE).block or (1, 1)
+    where = plane(fmt, part.shape, Usage.ROWWISE)
+    block = where.scaled_shape if where.scale_shape else (1, 1)
     units = block[0], math.lcm(block[1], fmt.element.codes_per_byte)
     for axis, placement in enumerate(part.placements):
         if not isinstance(placement, Replicate):
@@ -139,7 +140,7 @@ def _join_parts(planes: list[Plane], shards: Sequence[CodeShard]) -> list[Plane]
         for each, shard in zip(planes, shards, strict=True):
             where = plane(shard.slice.fmt, shard.slice.shape, Usage.ROWWISE)
             arrays.append(each.data)
-            arrays += [] if where.block is None else [each.scale_inv]
+            arrays += [each.scale_inv] if where.scale_shape else []
             if where.global_scale_shape and dim == 0:
                 assert each.global_scale_inv is not None
                 arrays.append(each.global_scale_inv)
@@ -148,7 +149,7 @@ def _join_parts(planes: list[Plane], shards: Sequence[CodeShard]) -> list[Plane]
         for each, shard in zip(planes, shards, strict=True):
             where = plane(shard.slice.fmt, shard.slice.shape, Usage.ROWWISE)
             data = next(whole)
-            scale_inv = each.scale_inv if where.block is None else next(whole)
+            scale_inv = next(whole) if where.scale_shape else each.scale_inv
             is_by_row = where.global_scale_shape and dim == 0
             joined.append(Plane(data, scale_inv, next(whole) if is_by_row else each.global_scale_inv))
         planes = joined

@@ -148,7 +148,7 @@ def _items(model: nn.Module, fmt: Format | None) -> list[_Item]:
     names, modules = engine_weights(model), dict(model.named_modules(remove_duplicate=False))
     units: dict[int, ZeroUnit] = {}
     for module in model.modules():
-        if isinstance(unit := getattr(module, "_zero_unit", None), ZeroUnit):
+        if isinstance(unit := getattr(module, "zero_unit", None), ZeroUnit):
             units |= {id(weight.visible): unit for weight in unit.flat.weights}
     found: dict[int, _Item] = {}
     for name, value in entries_of(model):

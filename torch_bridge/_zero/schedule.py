@@ -241,7 +241,7 @@ def watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
 
 
 class ZeroUnit(NamedTuple):
-    """A unit with sharded weights, as `module._zero_unit`: for readers of weights outside of a pass."""
+    """A unit with sharded weights, as `module.zero_unit`: for readers of weights outside of a pass."""
 
     flat: FlatBuffer
     schedule: Schedule
@@ -263,7 +263,7 @@ class ZeroUnit(NamedTuple):
 def watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: Callable[[], None]) -> None:
     """Register hooks that gather the sharded weights of a unit before each use, and free them after it."""
     schedule.flats.append(flat)
-    module._zero_unit = ZeroUnit(flat, schedule, renew)  # type: ignore[assignment]
+    module.zero_unit = ZeroUnit(flat, schedule, renew)  # type: ignore[assignment]
     flat.gradient_is_whole = schedule.end_unit_backward
 
     def before_backward(_: Tensor) -> None:

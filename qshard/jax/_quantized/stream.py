@@ -170,7 +170,7 @@ def _whole(value: Any, fmt: Format | None, layout: WeightLayout, sharding: Named
         value = value.codes
     if not isinstance(value, QuantizedArray):
         if layout == "KN":
-            value, sharding = value.T, None if sharding is None else _transposed(sharding)
+            value, sharding = value.T, None if sharding is None else _transpose_sharding(sharding)
         value = quantize(value, fmt, spec=sharding)
     if sharding is not None:
         axes = [name for entry in sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
@@ -183,6 +183,6 @@ def _everywhere(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec())
 
 
-def _transposed(sharding: NamedSharding) -> NamedSharding:
+def _transpose_sharding(sharding: NamedSharding) -> NamedSharding:
     entries = (*sharding.spec, None, None)[:2]
     return NamedSharding(sharding.mesh, PartitionSpec(*entries[::-1]))
