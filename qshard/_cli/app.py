@@ -89,9 +89,10 @@ def report(
     from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import replacing
     from qshard._cli.layers import Question
+    from qshard._cli.quantized_entry import with_quantized
     from qshard._cli.render import page, print_text
 
-    opened = open_checkpoint(checkpoint)
+    opened = with_quantized(open_checkpoint(checkpoint))
     question = Question(formats=tuple(chosen), usage=options.USAGES[usage], draws=stochastic or 1, seed=seed)
     with replacing(html) if html else contextlib.nullcontext() as file:  # fails early if the page cannot be written
         findings = reports.find(opened, question, layers, budget, activations)
@@ -128,9 +129,10 @@ def convert(checkpoint: Path, out: Path, fmt: str, keep: tuple[str, ...], usage:
 
     from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import quantize_to
+    from qshard._cli.quantized_entry import with_quantized
     from qshard._cli.render import print_conversion
 
-    opened = open_checkpoint(checkpoint)
+    opened = with_quantized(open_checkpoint(checkpoint))
     if out.exists():
         if any(out.samefile(file) for file in opened.files):
             raise Misuse(f"{quote(out)} is a file of the checkpoint itself; write to another name")

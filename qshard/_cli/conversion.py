@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qshard._cli.checkpoint import BITS, LENGTH, Checkpoint, Entry, File, matching, read_header
-from qshard._cli.errors import Failure, Misuse, quote
+from qshard._cli.errors import Failure, Misuse, count_of, quote
+from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
 from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, text_of
@@ -64,7 +65,17 @@ def quantize_to(
       Failure: the file that was read back differs from the data that was written.
     """
     entries = checkpoint.entries
-    named = matching(entries, keep, "--keep") if keep else set()
+    owners = {each.name: name for name, entry in entries.items() for each in entry.tensors}
+    of_codes = {entry.tensors[0].name for entry in entries.values()}  # keeping only the scales would misread the codes
+    named = (
+        {
+            owners.get(name, name)
+            for name in matching({*entries, *owners}, keep, "--keep")
+            if name in {*entries, *of_codes}
+        }
+        if keep
+        else set()
+    )
     selection = select(checkpoint, entries, keep=named, advice="exclude it with --keep")
     weights, unfit = _fitting(selection, fmt, usage)
     kept = selection.left_out | unfit
@@ -74,19 +85,28 @@ def quantize_to(
     metadata = checkpoint.metadata | {KEY: text_of(weights)}
     remarks = [*checkpoint.notes, *selection.notes, *selection.remarks.values()]
     done = Conversion(weights, kept, (0, 0), remarks)
+    again: list[str] = []
     with replacing(out) as file, progress_bar(sum(entry.nbytes for entry in entries.values())) as update:
         writer, read = Writer(file, tensors, metadata), 0
         for i, (name, entry) in enumerate(entries.items()):
             update(f"{i + 1} of {len(entries)}: {quote(name)}", read)
             if name in weights:
-                for part, array in quantize_entry(entry, weights[name], seed, done.remarks).items():
+                planes = codes_of(entry, weights[name])
+                if planes is None and isinstance(entry, QuantizedEntry):
+                    again.append(name)
+                arrays = planes or quantize_entry(entry, weights[name], seed, done.remarks)
+                for part, array in arrays.items():
                     writer.write(key_of(name, part), [array.reshape(-1).view(np.uint8).data])
             else:
-                writer.write(name, entry.bytes())
+                for each in entry.tensors:
+                    writer.write(each.name, each.bytes())
             read += entry.nbytes
         update("reading it back", read)
         if parse_metadata(writer.check(Path(file.name)).metadata[KEY], op=OP) != weights:
             raise Failure(f"{quote(out)} was read back with other metadata; this is a bug in qshard, please report it")
+    if again:
+        many = f"{count_of(len(again), 'weight')} had codes of other formats, such as {quote(again[0])}"
+        done.remarks.append(f"{many}: quantized again from the values of these codes")
     before = sum(entry.nbytes for entry in entries.values())
     done.nbytes = before, sum(slot.nbytes for slot in writer.slots.values())
     return done
@@ -108,6 +128,16 @@ def quantize_entry(entry: Entry, what: Description, seed: int, remarks: list[str
             f"{quote(entry.name)} has {x.beyond} elements outside the range of float32, which became 0 or infinite "
             "first"
         )
+    return _shaped(planes, what)
+
+
+def codes_of(entry: Entry, what: Description) -> dict[str, NDArray[Any]] | None:
+    """Return the arrays of a weight that has codes of this format already, as `quantize_entry`; else None."""
+    planes = entry.planes_as(what.format, what.planes) if isinstance(entry, QuantizedEntry) else None
+    return None if planes is None else _shaped(planes, what)
+
+
+def _shaped(planes: Mapping[Usage, quantize_steps.Plane], what: Description) -> dict[str, NDArray[Any]]:
     shapes = {part: shape for part, (_, shape) in what.arrays().items()}
     return {part: array.reshape(shapes[part]) for part, array in flat(planes).items()}
 
@@ -128,7 +158,10 @@ def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str,
         except ValueError as error:
             (unfit[entry.name],) = group_refusals({str(fmt): str(error)})
             continue
-        weights[entry.name] = Description(format=fmt, shape=entry.shape, dtype=entry.kernel_dtype, planes=usage.planes)
+        own = entry.format_as(fmt, usage.planes) if isinstance(entry, QuantizedEntry) else None
+        weights[entry.name] = Description(
+            format=own or fmt, shape=entry.shape, dtype=entry.kernel_dtype, planes=usage.planes
+        )
     return weights, unfit
 
 
@@ -149,7 +182,7 @@ def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict
     """Return the dtype and shape of every tensor of the output, by name."""
     found: dict[str, tuple[str, Shape]] = {}
     for name, entry in entries.items():
-        made = {name: (entry.dtype, entry.shape)}
+        made = {each.name: (each.dtype, each.shape) for each in entry.tensors}
         if name in weights:
             arrays = weights[name].arrays(op=OP, name=name)
             made = {key_of(name, part): (WORDS[dtype], shape) for part, (dtype, shape) in arrays.items()}
