@@ -17,7 +17,10 @@ import numpy  # noqa: F401 - before ml_dtypes, which makes an ImportError of Ctr
 from qshard._cli import USAGE, options
 from qshard._cli.errors import Failure, Misuse, printable, quote
 from qshard._core import environment
+from qshard._files.engine_formats import ENGINE_FORMATS
+from qshard.formats import Usage
 
+OWN = "qshard"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -110,38 +113,67 @@ def report(
 @click.option(
     "--format",
     "fmt",
-    required=True,
     metavar="NAME",
-    help="Such as NVFP4_16x16, or with options: 'NVFP4[global_scale=row]'.",
+    help="Such as NVFP4_16x16, or with options: 'NVFP4[global_scale=row]'. Without it, weights that are quantized "
+    "already keep their codes.",
+)
+@click.option(
+    "--to",
+    type=click.Choice(["qshard", *ENGINE_FORMATS]),
+    default="qshard",
+    show_default=True,
+    help="Write the file of qshard, or a folder that serving engines read.",
 )
 @click.option("--keep", multiple=True, metavar="GLOB", help="Do not convert tensors with these names.")
 @options.usage
 @options.seed
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-def convert(checkpoint: Path, out: Path, fmt: str, keep: tuple[str, ...], usage: str, seed: int, force: bool) -> None:
+def convert(
+    checkpoint: Path,
+    out: Path,
+    fmt: str | None,
+    to: str,
+    keep: tuple[str, ...],
+    usage: str,
+    seed: int,
+    force: bool,
+) -> None:
     """Write CHECKPOINT to OUT with its weights quantized to codes and scales.
 
     CHECKPOINT is a safetensors file, an index of shards, or a folder with either. Tensors with fewer than two axes,
     scales, tensors without real numbers, and tensors of a shape that the format does not support are not changed. OUT
     is read back and verified before it gets its name.
     """
-    chosen = options.format_of(fmt, "--format")
+    chosen = None if fmt is None else options.format_of(fmt, "--format")
+    if to != OWN and options.USAGES[usage] is not Usage.ROWWISE:
+        raise Misuse(f"--to {to} has the rowwise plane alone; leave --usage out")
 
     from qshard._cli.checkpoint import open_checkpoint
-    from qshard._cli.conversion import quantize_to
+    from qshard._cli.conversion import plan_conversion, write_file
+    from qshard._cli.engine_output import write_engine
     from qshard._cli.quantized_entry import with_quantized
     from qshard._cli.render import print_conversion
 
     opened = with_quantized(open_checkpoint(checkpoint))
+    if to == OWN:
+        _check_out(out, opened.files, force)
+    done = plan_conversion(opened, chosen, options.USAGES[usage], keep)
+    if to == OWN:
+        write_file(out, opened, done, seed)
+    else:
+        write_engine(out, opened, to, done, seed)
+    print_conversion(out, done)
+
+
+def _check_out(out: Path, files: Sequence[Path], force: bool) -> None:
+    """Raise Misuse unless the file `out` may be written."""
     if out.exists():
-        if any(out.samefile(file) for file in opened.files):
+        if any(out.samefile(file) for file in files):
             raise Misuse(f"{quote(out)} is a file of the checkpoint itself; write to another name")
         if not force and not out.is_dir():
             raise Misuse(f"{quote(out)} already exists; write to another name, or add --force")
     if not out.name.endswith(".safetensors"):
         raise Misuse(f"{quote(out)} does not end in .safetensors; choose a name that does")
-    done = quantize_to(out, opened, chosen, options.USAGES[usage], keep, seed)
-    print_conversion(out, chosen, done)
 
 
 @group.command(cls=options.Command)

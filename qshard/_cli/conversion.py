@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qshard._cli.checkpoint import BITS, LENGTH, Checkpoint, Entry, File, matching, read_header
-from qshard._cli.errors import Failure, Misuse, count_of, quote
+from qshard._cli.errors import Failure, Misuse, quote
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
@@ -36,6 +36,7 @@ from qshard.numerics._report import group_refusals
 WORDS = {"uint8": "U8", "float32": "F32"}  # Safetensors dtypes of codes and scales
 OP = "qshard convert"
 
+NO_FORMAT = "not quantized, and no --format was given"
 LONGEST_HEADER = 100_000_000  # maximum bytes of a header that safetensors reads
 
 
@@ -47,55 +48,59 @@ class Conversion:
       quantized: description of each quantized tensor, by name.
       kept: name of each copied tensor -> reason.
       nbytes: bytes of all tensors before and after.
+      requantized: weights that had codes of other formats, and were quantized again from their values.
     """
 
     quantized: dict[str, Description]
     kept: dict[str, str]
     nbytes: tuple[int, int]
     remarks: list[str] = field(default_factory=list)
+    requantized: list[str] = field(default_factory=list)
 
 
-def quantize_to(
-    out: Path, checkpoint: Checkpoint, fmt: Format, usage: Usage, keep: Sequence[str], seed: int
-) -> Conversion:
-    """Convert a checkpoint to the file `out`. `keep` has patterns of tensors to copy unchanged.
+def plan_conversion(checkpoint: Checkpoint, fmt: Format | None, usage: Usage, keep: Sequence[str]) -> Conversion:
+    """Choose the weights to quantize. `keep` has patterns of tensors to copy unchanged.
 
-    Raises:
-      Misuse: nothing is left to quantize, or a tensor has codes and does not match `keep`.
-      Failure: the file that was read back differs from the data that was written.
+    Without `fmt`, only the weights that are quantized already are converted, and keep their codes.
+
+    Raises Misuse if nothing is left to quantize, or a tensor has codes and does not match `keep`.
     """
     entries = checkpoint.entries
-    owners = {each.name: name for name, entry in entries.items() for each in entry.tensors}
-    of_codes = {entry.tensors[0].name for entry in entries.values()}  # keeping only the scales would misread the codes
-    named = (
-        {
-            owners.get(name, name)
-            for name in matching({*entries, *owners}, keep, "--keep")
-            if name in {*entries, *of_codes}
-        }
-        if keep
-        else set()
-    )
-    selection = select(checkpoint, entries, keep=named, advice="exclude it with --keep")
+    selection = select(checkpoint, entries, keep=_kept(entries, keep), advice="exclude it with --keep")
     weights, unfit = _fitting(selection, fmt, usage)
     kept = selection.left_out | unfit
     if not weights:
         raise Misuse(f"{quote(checkpoint.path)} has nothing to quantize: {_explain_nothing(kept, unfit)}")
+    remarks = [*checkpoint.notes, *selection.notes, *selection.remarks.values()]
+    return Conversion(weights, kept, (0, 0), remarks)
+
+
+def _kept(entries: Mapping[str, Entry], keep: Sequence[str]) -> set[str]:
+    """Return the names of entries that a pattern of `keep` matches, by their own name or the name of their codes.
+
+    A pattern that matches only scales has no effect: their codes would be misread.
+    """
+    if not keep:
+        return set()
+    owners = {each.name: name for name, entry in entries.items() for each in entry.tensors}
+    of_codes = {*entries, *(entry.tensors[0].name for entry in entries.values())}
+    return {owners.get(name, name) for name in matching({*entries, *owners}, keep, "--keep") if name in of_codes}
+
+
+def write_file(out: Path, checkpoint: Checkpoint, done: Conversion, seed: int) -> None:
+    """Write the file `out` in the form of `to_plain`, and complete `done`.
+
+    Raises `Failure` if the file that was read back differs from the data that was written.
+    """
+    entries, weights = checkpoint.entries, done.quantized
     tensors = _tensors(entries, weights)
     metadata = checkpoint.metadata | {KEY: text_of(weights)}
-    remarks = [*checkpoint.notes, *selection.notes, *selection.remarks.values()]
-    done = Conversion(weights, kept, (0, 0), remarks)
-    again: list[str] = []
     with replacing(out) as file, progress_bar(sum(entry.nbytes for entry in entries.values())) as update:
         writer, read = Writer(file, tensors, metadata), 0
         for i, (name, entry) in enumerate(entries.items()):
             update(f"{i + 1} of {len(entries)}: {quote(name)}", read)
             if name in weights:
-                planes = codes_of(entry, weights[name])
-                if planes is None and isinstance(entry, QuantizedEntry):
-                    again.append(name)
-                arrays = planes or quantize_entry(entry, weights[name], seed, done.remarks)
-                for part, array in arrays.items():
+                for part, array in arrays_of(entry, weights[name], seed, done).items():
                     writer.write(key_of(name, part), [array.reshape(-1).view(np.uint8).data])
             else:
                 for each in entry.tensors:
@@ -104,12 +109,18 @@ def quantize_to(
         update("reading it back", read)
         if parse_metadata(writer.check(Path(file.name)).metadata[KEY], op=OP) != weights:
             raise Failure(f"{quote(out)} was read back with other metadata; this is a bug in qshard, please report it")
-    if again:
-        many = f"{count_of(len(again), 'weight')} had codes of other formats, such as {quote(again[0])}"
-        done.remarks.append(f"{many}: quantized again from the values of these codes")
     before = sum(entry.nbytes for entry in entries.values())
     done.nbytes = before, sum(slot.nbytes for slot in writer.slots.values())
-    return done
+
+
+def arrays_of(entry: Entry, what: Description, seed: int, done: Conversion) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a weight: its codes if it has codes of this format, else quantized from its values."""
+    if isinstance(entry, QuantizedEntry):
+        planes = entry.planes_as(what.format, what.planes)
+        if planes is not None:
+            return _shaped(planes, what)
+        done.requantized.append(entry.name)
+    return quantize_entry(entry, what, seed, done.remarks)
 
 
 def quantize_entry(entry: Entry, what: Description, seed: int, remarks: list[str]) -> dict[str, NDArray[Any]]:
@@ -131,12 +142,6 @@ def quantize_entry(entry: Entry, what: Description, seed: int, remarks: list[str
     return _shaped(planes, what)
 
 
-def codes_of(entry: Entry, what: Description) -> dict[str, NDArray[Any]] | None:
-    """Return the arrays of a weight that has codes of this format already, as `quantize_entry`; else None."""
-    planes = entry.planes_as(what.format, what.planes) if isinstance(entry, QuantizedEntry) else None
-    return None if planes is None else _shaped(planes, what)
-
-
 def _shaped(planes: Mapping[Usage, quantize_steps.Plane], what: Description) -> dict[str, NDArray[Any]]:
     shapes = {part: shape for part, (_, shape) in what.arrays().items()}
     return {part: array.reshape(shapes[part]) for part, array in flat(planes).items()}
@@ -148,10 +153,16 @@ def seed_of(name: str, seed: int) -> int:
     return (seed + int.from_bytes(own, "little")) % 2**64
 
 
-def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str, Description], dict[str, str]]:
+def _fitting(selection: Selection, fmt: Format | None, usage: Usage) -> tuple[dict[str, Description], dict[str, str]]:
     """Return descriptions of the layers that a format supports, and name -> reason for the others."""
     weights, unfit = {}, {}
     for entry in selection.layers:
+        if fmt is None:
+            if isinstance(entry, QuantizedEntry):
+                weights[entry.name] = entry.weight.description
+            else:
+                unfit[entry.name] = NO_FORMAT
+            continue
         try:
             for each in usage.planes:
                 plane(fmt, entry.shape, each, op=str(fmt), name="shape")

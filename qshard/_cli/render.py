@@ -18,7 +18,7 @@ from qshard._cli.errors import count_of, printable, quote
 from qshard._cli.layers import Layer
 from qshard._cli.report import HARM, RANKING, Findings, decibels, draws, level, outputs, title
 from qshard._core import environment
-from qshard.formats import Format, Usage
+from qshard.formats import Usage
 from qshard.numerics._report import WIDE, Report, group_refusals, one_decimal, percent
 
 POINTS = 16  # maximum points of the curve in text
@@ -145,13 +145,17 @@ def _print_recommendation(out: Console, findings: Findings) -> None:
     out.print(table(["layer", "format", "bytes", "noise dB"], rows))
 
 
-def print_conversion(out: Path, fmt: Format, done: Conversion) -> None:
+def print_conversion(out: Path, done: Conversion) -> None:
     to = console()
     _print_reasons(to, "kept", done.kept)
     for line in done.remarks:
         to.print(Text(line))
+    if again := done.requantized:
+        many = f"{count_of(len(again), 'weight')} had codes of other formats, such as {quote(again[0])}"
+        to.print(Text(f"{many}: quantized again from the values of these codes"))
+    formats = ", ".join(dict.fromkeys(str(what.format) for what in done.quantized.values()))
     before, after = done.nbytes
-    what = f"{count_of(len(done.quantized), 'tensor')} in {fmt}, {len(done.kept)} unchanged"
+    what = f"{count_of(len(done.quantized), 'tensor')} in {formats}, {len(done.kept)} unchanged"
     to.print(Text(f"{quote(out)}: {what}; {before} bytes became {after}; read back bit for bit"))
 
 
