@@ -79,8 +79,13 @@ class Entry:
         return math.prod(self.shape)
 
     @property
+    def bits(self) -> int:
+        """Bits of an element, without scales."""
+        return BITS[self.dtype]
+
+    @property
     def nbytes(self) -> int:
-        return self.elements * BITS[self.dtype] // 8
+        return self.elements * self.bits // 8
 
     @property
     def kernel_dtype(self) -> str:

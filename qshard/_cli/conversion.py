@@ -22,21 +22,21 @@ from numpy.typing import NDArray
 
 from qshard._cli.checkpoint import BITS, LENGTH, Checkpoint, Entry, File, matching, read_header
 from qshard._cli.errors import Failure, Misuse, quote
+from qshard._cli.fit import folded, refusal
+from qshard._cli.plan import NOT_PLANNED, Plan
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
 from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, text_of
 from qshard.formats import Format, Usage
-from qshard.layout import Shape, matrix_shape, plane
+from qshard.layout import Shape, matrix_shape
 from qshard.numerics import _kernels as kernels
 from qshard.numerics._display import progress_bar
 from qshard.numerics._reductions import as_float
-from qshard.numerics._report import group_refusals
 
 WORDS = {"uint8": "U8", "float32": "F32"}  # Safetensors dtypes of codes and scales
 OP = "qshard convert"
 
-NO_FORMAT = "not quantized, and no --format was given"
 LONGEST_HEADER = 100_000_000  # maximum bytes of a header that safetensors reads
 
 
@@ -58,20 +58,29 @@ class Conversion:
     requantized: list[str] = field(default_factory=list)
 
 
-def plan_conversion(checkpoint: Checkpoint, fmt: Format | None, usage: Usage, keep: Sequence[str]) -> Conversion:
+def plan_conversion(
+    checkpoint: Checkpoint, plan: Plan, usage: Usage, keep: Sequence[str], *, for_engine: bool = False
+) -> Conversion:
     """Choose the weights to quantize. `keep` has patterns of tensors to copy unchanged.
 
-    Without `fmt`, only the weights that are quantized already are converted, and keep their codes.
+    Weights that are quantized already and have no format in `plan` keep their codes. `for_engine` leaves out the
+    shapes that serving engines do not store.
 
-    Raises Misuse if nothing is left to quantize, or a tensor has codes and does not match `keep`.
+    Raises Misuse if nothing is left to quantize, a tensor has codes and does not match `keep`, or `plan` names a tensor
+    that its format does not fit.
     """
     entries = checkpoint.entries
     selection = select(checkpoint, entries, keep=_kept(entries, keep), advice="exclude it with --keep")
-    weights, unfit = _fitting(selection, fmt, usage)
+    weights, unfit = _fitting(selection, plan, plan.formats(entries), usage, for_engine)
     kept = selection.left_out | unfit
     if not weights:
         raise Misuse(f"{quote(checkpoint.path)} has nothing to quantize: {_explain_nothing(kept, unfit)}")
     remarks = [*checkpoint.notes, *selection.notes, *selection.remarks.values()]
+    remarks += [
+        f"{quote(name)}: a convolution, stored as {' x '.join(map(str, what.shape))}"
+        for name, what in weights.items()
+        if what.shape != entries[name].shape
+    ]
     return Conversion(weights, kept, (0, 0), remarks)
 
 
@@ -126,7 +135,7 @@ def arrays_of(entry: Entry, what: Description, seed: int, done: Conversion) -> d
 def quantize_entry(entry: Entry, what: Description, seed: int, remarks: list[str]) -> dict[str, NDArray[Any]]:
     """Quantize a weight and return its arrays, by their names without the name of the weight."""
     fmt, x = what.format, as_float(entry.read(), OP)
-    matrix = np.ascontiguousarray(x.array).reshape(matrix_shape(entry.shape))
+    matrix = np.ascontiguousarray(x.array).reshape(matrix_shape(what.shape))
     draws = kernels.draws(OP, seed_of(entry.name, seed)) if fmt.stochastic else None
     usage = Usage.BOTH if len(what.planes) > 1 else what.planes[0]
     planes = quantize_steps.quantize(kernels.ops, matrix, fmt, usage, draws=draws)
@@ -153,26 +162,32 @@ def seed_of(name: str, seed: int) -> int:
     return (seed + int.from_bytes(own, "little")) % 2**64
 
 
-def _fitting(selection: Selection, fmt: Format | None, usage: Usage) -> tuple[dict[str, Description], dict[str, str]]:
-    """Return descriptions of the layers that a format supports, and name -> reason for the others."""
+def _fitting(
+    selection: Selection, plan: Plan, formats: Mapping[str, Format], usage: Usage, for_engine: bool
+) -> tuple[dict[str, Description], dict[str, str]]:
+    """Return descriptions of the layers that their formats fit, and name -> reason for the others.
+
+    Raises Misuse if `plan` names a tensor, not only a pattern, that is no layer or that its format does not fit.
+    """
     weights, unfit = {}, {}
     for entry in selection.layers:
-        if fmt is None:
-            if isinstance(entry, QuantizedEntry):
-                weights[entry.name] = entry.weight.description
-            else:
-                unfit[entry.name] = NO_FORMAT
+        fmt, shape, own = formats.get(entry.name), folded(entry.shape), None
+        if fmt is None and isinstance(entry, QuantizedEntry):
+            weights[entry.name] = entry.weight.description
             continue
-        try:
-            for each in usage.planes:
-                plane(fmt, entry.shape, each, op=str(fmt), name="shape")
-        except ValueError as error:
-            (unfit[entry.name],) = group_refusals({str(fmt): str(error)})
+        why = NOT_PLANNED if fmt is None else refusal(fmt, shape, usage)
+        if for_engine and shape != entry.shape:
+            why = "a convolution, which engines do not store quantized"
+        if fmt is None or why is not None:
+            unfit[entry.name] = str(why) if fmt is None else f"{fmt}: {why}"
             continue
-        own = entry.format_as(fmt, usage.planes) if isinstance(entry, QuantizedEntry) else None
-        weights[entry.name] = Description(
-            format=own or fmt, shape=entry.shape, dtype=entry.kernel_dtype, planes=usage.planes
-        )
+        if isinstance(entry, QuantizedEntry):
+            own = entry.format_as(fmt, usage.planes)
+        weights[entry.name] = Description(format=own or fmt, shape=shape, dtype=entry.kernel_dtype, planes=usage.planes)
+    reasons = selection.left_out | unfit
+    for name, fmt in plan.rules.items():
+        if (why := reasons.get(name)) is not None and why != KEPT:
+            raise Misuse(f"{plan.origin} {quote(name)}={fmt}: {why}; choose another format, or leave it out")
     return weights, unfit
 
 
@@ -180,7 +195,8 @@ def _explain_nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
     by_name = {name: why for name, why in kept.items() if why == KEPT}
     # The reason that is easiest to change comes first.
     for names, advice in (
-        (unfit, "choose another format"),
+        ({name: why for name, why in unfit.items() if why != NOT_PLANNED}, "choose another format"),
+        ({name: why for name, why in unfit.items() if why == NOT_PLANNED}, "add one"),
         (by_name, "keep fewer"),
         (kept, f"use a checkpoint that has tensors of real numbers with {LEAST_AXES} or more axes"),
     ):

@@ -21,13 +21,12 @@ USAGES = {"rowwise": Usage.ROWWISE, "columnwise": Usage.COLUMNWISE, "both": Usag
 ALL = "all"
 PATH = click.Path(path_type=Path)
 
-usage: Callable[[Any], Any] = click.option(
-    "--usage",
-    type=click.Choice(list(USAGES)),
-    default="rowwise",
-    show_default=True,
-    help="The plane: blocks along the last axis, along the first, or both.",
-)
+_plane: dict[str, Any] = {
+    "type": click.Choice(list(USAGES)),
+    "help": "The plane: blocks along the last axis, along the first, or both.",
+}
+usage: Callable[[Any], Any] = click.option("--usage", default="rowwise", show_default=True, **_plane)
+usage_or_plan: Callable[[Any], Any] = click.option("--usage", show_default="that of --plan, or rowwise", **_plane)
 seed: Callable[[Any], Any] = click.option(
     "--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Seed of stochastic rounding."
 )
@@ -114,6 +113,18 @@ def weight_formats() -> list[Format]:
     """Return the formats that recipes use for weights, with the default `nonfinite` of each format."""
     found = [recipe.weight for recipe in NAMED.values()]
     return list(dict.fromkeys(fmt.with_options(nonfinite=FORMATS[fmt.name].nonfinite) for fmt in found))
+
+
+def file_formats() -> list[Format]:
+    """Return a format per recipe that fits most shapes: its weight format if it fits any shape, else its 1-D blocks.
+
+    Formats with E8M0 scales are followed by their variant that rounds scales down, as the OCP specification does.
+    """
+    found = []
+    for recipe in NAMED.values():
+        fmt = FORMATS[(recipe.activation if recipe.weight.scaling.whole_blocks else recipe.weight).name]
+        found += [fmt] + ([fmt.with_options(scale_rounding="floor")] if fmt.scale_dtype == "float8_e8m0fnu" else [])
+    return list(dict.fromkeys(found))
 
 
 def with_variants(formats: list[Format], rotate: bool, stochastic: bool) -> list[Format]:

@@ -33,6 +33,10 @@ class QuantizedEntry(Entry):
     parts: tuple[Entry, ...]
 
     @property
+    def bits(self) -> int:
+        return self.weight.description.format.element.bits
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
