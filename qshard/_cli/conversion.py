@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from qshard._cli.checkpoint import BITS, LENGTH, Checkpoint, Entry, File, matching, read_header
 from qshard._cli.errors import Failure, Misuse, quote
-from qshard._cli.fit import folded, refusal
-from qshard._cli.plan import NOT_PLANNED, Plan
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
 from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, text_of
+from qshard._plans.fit import fold_kernel, refusal
+from qshard._plans.plan import NOT_PLANNED, Plan
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, matrix_shape
 from qshard.numerics import _kernels as kernels
@@ -169,17 +169,21 @@ def _fitting(
 
     Raises Misuse if `plan` names a tensor, not only a pattern, that is no layer or that its format does not fit.
     """
-    weights, unfit = {}, {}
+    weights: dict[str, Description] = {}
+    unfit: dict[str, str] = {}
     for entry in selection.layers:
-        fmt, shape, own = formats.get(entry.name), folded(entry.shape), None
+        fmt, shape, own = formats.get(entry.name), fold_kernel(entry.shape), None
         if fmt is None and isinstance(entry, QuantizedEntry):
             weights[entry.name] = entry.weight.description
             continue
-        why = NOT_PLANNED if fmt is None else refusal(fmt, shape, usage)
+        if fmt is None:
+            unfit[entry.name] = NOT_PLANNED
+            continue
+        why = refusal(fmt, shape, usage)
         if for_engine and shape != entry.shape:
             why = "a convolution, which engines do not store quantized"
-        if fmt is None or why is not None:
-            unfit[entry.name] = str(why) if fmt is None else f"{fmt}: {why}"
+        if why is not None:
+            unfit[entry.name] = f"{fmt}: {why}"
             continue
         if isinstance(entry, QuantizedEntry):
             own = entry.format_as(fmt, usage.planes)
@@ -196,7 +200,10 @@ def _explain_nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
     # The reason that is easiest to change comes first.
     for names, advice in (
         ({name: why for name, why in unfit.items() if why != NOT_PLANNED}, "choose another format"),
-        ({name: why for name, why in unfit.items() if why == NOT_PLANNED}, "add one"),
+        (
+            {name: why for name, why in unfit.items() if why == NOT_PLANNED},
+            "give one by --format, such as --format NVFP4, or by --plan",
+        ),
         (by_name, "keep fewer"),
         (kept, f"use a checkpoint that has tensors of real numbers with {LEAST_AXES} or more axes"),
     ):

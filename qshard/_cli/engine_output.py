@@ -90,7 +90,7 @@ def write_engine(out: Path, checkpoint: Checkpoint, engine: str, done: Conversio
 
 
 def _item(entry: Entry, what: Description | None, engine: str) -> _Item:
-    """Plan the tensors of an entry. Those of a weight in the engine's format already are copied bit for bit."""
+    """Plan the tensors of an entry. A weight in the engine's format is copied bit for bit."""
     own = {each.name: (each.dtype, each.shape) for each in entry.tensors}
     if what is None:
         return _Item(entry, own)
@@ -136,7 +136,7 @@ def _nbytes(item: _Item) -> int:
 def _configs(
     checkpoint: Checkpoint, engine: str, weights: Mapping[str, Description], items: list[_Item]
 ) -> dict[str, dict[str, Any]]:
-    """Return the contents of the config files. If all weights are copied, those of the checkpoint stay as they are."""
+    """Return the contents of the config files. If all weights are copied, so are the config files."""
     found = {name: read_config(checkpoint.path.parent / name) for name in CONFIGS}
     if all(item.weight is None for item in items) and found[CONFIG].get(QUANTIZATION):
         return {}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from qshard._cli.checkpoint import Entry
 from qshard._cli.errors import Misuse, quote
-from qshard._cli.fit import folded, refusal
+from qshard._plans.fit import fold_kernel, refusal
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, plane
 from qshard.numerics._display import progress_bar
@@ -72,7 +72,7 @@ def open_activations(path: Path, entries: Iterable[Entry]) -> tuple[Activations,
         shape, dtype = there[name]
         if dtype.kind not in KINDS or dtype.fields is not None:
             raise Misuse(f"{quote(path)}: {quote(name)} ({dtype}) does not have real numbers; save it as float32")
-        last = folded(entry.shape)[-1:]
+        last = fold_kernel(entry.shape)[-1:]
         if shape[-1:] != last:
             what = f"{quote(name)} {shape} does not end in the {last} of {quote(entry.name)} {entry.shape}"
             raise Misuse(f"{quote(path)}: {what}; save the inputs of the layer")
@@ -219,10 +219,10 @@ class Question:
     def least_bytes(self, entry: Entry) -> float:
         """Return the bytes of the smallest way to store a layer, computed from its shape."""
         sizes: dict[str, float] = {entry.dtype: float(entry.nbytes)}
-        for fmt, usage in self.planes(folded(entry.shape))[0]:
+        for fmt, usage in self.planes(fold_kernel(entry.shape))[0]:
             if usage not in self.usage.planes:
                 continue
-            sizes[str(fmt)] = sizes.get(str(fmt), 0.0) + plane(fmt, folded(entry.shape), usage).nbytes
+            sizes[str(fmt)] = sizes.get(str(fmt), 0.0) + plane(fmt, fold_kernel(entry.shape), usage).nbytes
         return min(sizes.values())
 
 
@@ -249,7 +249,7 @@ def measure(entries: list[Entry], question: Question, remarks: Mapping[str, str]
 
 
 def _layer(entry: Entry, question: Question, known: list[str], advance: Any) -> Layer:
-    shape = folded(entry.shape)
+    shape = fold_kernel(entry.shape)
     x = as_float(entry.read().reshape(shape), OP)
     planes, left_out = question.planes(shape)
     given = question.activations.of(entry.name) if question.activations else None

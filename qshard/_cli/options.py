@@ -15,6 +15,7 @@ import click
 from qshard._cli.errors import Misuse
 from qshard._core.validation import as_format
 from qshard.formats import FORMATS, Format, Usage
+from qshard.layout import whole_units
 from qshard.recipes import NAMED
 
 USAGES = {"rowwise": Usage.ROWWISE, "columnwise": Usage.COLUMNWISE, "both": Usage.BOTH}
@@ -120,10 +121,11 @@ def file_formats() -> list[Format]:
 
     Formats with E8M0 scales are followed by their variant that rounds scales down, as the OCP specification does.
     """
-    found = []
+    found: list[Format] = []
     for recipe in NAMED.values():
-        fmt = FORMATS[(recipe.activation if recipe.weight.scaling.whole_blocks else recipe.weight).name]
-        found += [fmt] + ([fmt.with_options(scale_rounding="floor")] if fmt.scale_dtype == "float8_e8m0fnu" else [])
+        fits_any = whole_units(recipe.weight, Usage.ROWWISE) == (1, 1)
+        fmt = FORMATS[(recipe.weight if fits_any else recipe.activation).name]
+        found += filter(None, (fmt, _with_options(fmt, {"scale_rounding": "floor"})))
     return list(dict.fromkeys(found))
 
 

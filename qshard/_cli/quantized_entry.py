@@ -22,7 +22,7 @@ from qshard.numerics import _kernels as kernels
 
 @dataclass(frozen=True, slots=True)
 class QuantizedEntry(Entry):
-    """A weight whose codes and scales are in several tensors. `dtype` is the name of its format, `shape` of its values.
+    """A weight with codes and scales in several tensors. `dtype` is the name of its format, `shape` of its values.
 
     Attributes:
       weight: the weight as `recognize` found it.

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qshard._cli.allocation import AS_THEY_ARE, MOST_FORMATS, Point
 from qshard._cli.conversion import Conversion
 from qshard._cli.errors import count_of, printable, quote
 from qshard._cli.layers import Layer
 from qshard._cli.report import QUALITY, RANKING, Findings, decibels, draws, level, mix, outputs, title
 from qshard._core import environment
+from qshard._plans.allocation import AS_THEY_ARE, MOST_FORMATS, Point
 from qshard.formats import Usage
 from qshard.numerics._report import WIDE, Report, group_refusals, one_decimal, percent
 

@@ -10,7 +10,7 @@
 | gpt-oss | `NAME_blocks` U8 `[*lead, N, K / 32, 16]` | `NAME_scales` E8M0 `[*lead, N, K / 32]` |
 
 A weight is recognized only if its scales have the dtype and the shape that its codes need, and no other tensor changes
-its values, such as a zero point. Everything else is left to the caller, which must not read the codes as numbers.
+its values, such as a zero point. The caller must not read other codes as numbers.
 
 Sources: as in `engine_formats.py`; transformers 5.24, integrations/fbgemm_fp8.py, integrations/mxfp4.py
 `convert_moe_packed_tensors` and integrations/finegrained_fp8.py `Fp8Dequantize`.

@@ -1,4 +1,4 @@
-"""The same codes with the scales of another format, where every element keeps its scale.
+"""Change of the blocks of a quantized tensor, if every element keeps its scale.
 
 Engines store one scale a row where qshard shares one between 16, 32 or all rows. If those rows have equal scales, their
 codes are also codes of the format with larger blocks, and no value changes.

@@ -134,5 +134,5 @@ def test_arguments(tmp_path):
         "convert", source, source, "--format", "FP8_E4M3", "--to", "modelopt", "--force"
     )
     text = refused("convert", source, tmp_path / "o.safetensors")
-    assert "has nothing to quantize: model.layers.0.up.weight: no format was given for it; add one" in text
+    assert "has nothing to quantize: model.layers.0.up.weight: no format was given for it; give one by" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]

@@ -45,7 +45,7 @@ def test_plans_against_all_mixes():
     A plan takes whole steps, so it lies above the best mix by less than the largest step, and by 0.1 dB for each of the
     two rules that save formats and bytes.
     """
-    from qshard._cli import allocation
+    from qshard._plans import allocation
 
     rng = np.random.default_rng(0)
     for _ in range(60):

@@ -47,7 +47,8 @@ class Plan:
 
         Raises Misuse if a pattern matches no name, or none that earlier patterns left.
         """
-        names, found = list(names), {}
+        names = list(names)
+        found: dict[str, Format] = {}
         for pattern, fmt in self.rules.items():
             these = matching(names, [pattern], self.origin)
             if these <= found.keys():

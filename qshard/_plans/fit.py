@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 from qshard.formats import FORMATS, Format, Usage
 from qshard.layout import Shape, plane
@@ -10,12 +11,12 @@ from qshard.layout import Shape, plane
 WIDEST_KERNEL = 32  # A longer last axis is not the width of a convolution's kernel.
 
 
-def folded(shape: Shape) -> Shape:
+def fold_kernel(shape: Shape) -> Shape:
     """Return the shape that is quantized: `[out, -1]` for the kernel of a convolution, `[out, in, ..., width]`.
 
     Blocks would else lie along the width, which is shorter than a block.
 
-    >>> folded((512, 256, 64, 1)), folded((8, 2048, 768)), folded((30522, 384))
+    >>> fold_kernel((512, 256, 64, 1)), fold_kernel((8, 2048, 768)), fold_kernel((30522, 384))
     ((512, 16384), (8, 2048, 768), (30522, 384))
     """
     if len(shape) > 2 and shape[-1] < WIDEST_KERNEL:
@@ -35,7 +36,7 @@ def refusal(fmt: Format, shape: Shape, usage: Usage) -> str | None:
     why = why.removeprefix(f"{fmt}: ").replace(f" of {fmt};", ";")
     near = min(
         (other for other in FORMATS.values() if _refusal(other, shape, usage) is None),
-        key=lambda other: (other.element != fmt.element, other.scale_dtype != fmt.scale_dtype),
+        key=lambda other: -len(os.path.commonprefix([other.name, fmt.name])),
         default=None,
     )
     return why if near is None else f"{why.partition(';')[0]}; {near} would fit"
