@@ -113,7 +113,7 @@ class CheckpointReader:
         found = regrid(self.read_plane(name), self.weights[name], fmt)
         if found is None:
             return None
-        return Plane(*(None if part is None else np.array(part) for part in found[0])), found[1]
+        return Plane(*(None if part is None else np.array(part, order="C") for part in found[0])), found[1]
 
     def read_values(self, name: str, part: Part = ()) -> NDArray[np.float32]:
         """Read the values of a quantized weight, or of a part of it, as float32 `fl(code * scale)`."""
@@ -121,7 +121,8 @@ class CheckpointReader:
 
     def _map(self, name: str) -> NDArray[Any]:
         spec = self._where[name].spec
-        return self._bytes(name).view(DTYPES.get(spec.dtype, np.uint8)).reshape(spec.shape)
+        typed: NDArray[Any] = self._bytes(name).view(DTYPES.get(spec.dtype, np.uint8))
+        return typed.reshape(spec.shape)
 
     def _bytes(self, name: str) -> NDArray[np.uint8]:
         where = self._where[name]
