@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class CheckpointReader:
       arrays: dtype and shape of each other tensor, by name.
     """
 
-    def __init__(self, path: str | Path, op: str) -> None:
+    def __init__(self, path: str | PathLike[str], op: str) -> None:
         """Open the checkpoint at `path`. `op` is the name of the caller in errors.
 
         Raises:
