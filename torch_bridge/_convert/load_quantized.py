@@ -37,7 +37,7 @@ def load_quantized(model: nn.Module, path: str | PathLike[str], *, strict: bool 
     | of a converted layer, sharded or primary | values: each rank reads its part |
     | of any other layer | values in its own dtype |
 
-    Codes are those of the file, bit for bit. Values are `fl(code * scale)`, rounded to the dtype of the parameter.
+    The codes are the bytes of the file. Values are `fl(code * scale)`, rounded to the dtype of the parameter.
 
     Args:
       model: after `convert`, and after `fully_shard` or `parallelize_module` if it is sharded. It may be on any device

@@ -125,7 +125,7 @@ def _replicated(sharding: Sharding | None) -> Sharding | None:
 
 
 def _fitting(sharding: Sharding | None, shape: Shape, data: Shape) -> Sharding | None:
-    """Return the sharding of scales: that of the codes, without axes whose shards would split a block."""
+    """Return the sharding of the codes for scales, without the axes along which a shard would split a block."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     entries = [*sharding.spec, *(None,) * (len(data) - len(sharding.spec))]
