@@ -70,7 +70,7 @@ def plan_conversion(
     that its format does not fit.
     """
     entries = checkpoint.entries
-    selection = select(checkpoint, entries, keep=_kept(entries, keep), advice="exclude it with --keep")
+    selection = select(checkpoint, entries, keep=_names_to_keep(entries, keep), advice="exclude it with --keep")
     weights, unfit = _fitting(selection, plan, plan.formats(entries), usage, for_engine)
     kept = selection.left_out | unfit
     if not weights:
@@ -84,7 +84,7 @@ def plan_conversion(
     return Conversion(weights, kept, (0, 0), remarks)
 
 
-def _kept(entries: Mapping[str, Entry], keep: Sequence[str]) -> set[str]:
+def _names_to_keep(entries: Mapping[str, Entry], keep: Sequence[str]) -> set[str]:
     """Return the names of entries that a pattern of `keep` matches, by their own name or the name of their codes.
 
     A pattern that matches only scales has no effect: their codes would be misread.
@@ -127,7 +127,7 @@ def arrays_of(entry: Entry, what: Description, seed: int, done: Conversion) -> d
     if isinstance(entry, QuantizedEntry):
         planes = entry.planes_as(what.format, what.planes)
         if planes is not None:
-            return _shaped(planes, what)
+            return _in_shapes(planes, what)
         done.requantized.append(entry.name)
     return quantize_entry(entry, what, seed, done.remarks)
 
@@ -148,10 +148,10 @@ def quantize_entry(entry: Entry, what: Description, seed: int, remarks: list[str
             f"{quote(entry.name)} has {x.beyond} elements outside the range of float32, which became 0 or infinite "
             "first"
         )
-    return _shaped(planes, what)
+    return _in_shapes(planes, what)
 
 
-def _shaped(planes: Mapping[Usage, quantize_steps.Plane], what: Description) -> dict[str, NDArray[Any]]:
+def _in_shapes(planes: Mapping[Usage, quantize_steps.Plane], what: Description) -> dict[str, NDArray[Any]]:
     shapes = {part: shape for part, (_, shape) in what.arrays().items()}
     return {part: array.reshape(shapes[part]) for part, array in flat(planes).items()}
 

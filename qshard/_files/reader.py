@@ -218,7 +218,7 @@ def values_of(parts: Plane, what: Description, part: Part = ()) -> NDArray[np.fl
     first = columns[:1] // per_byte if columns.size else columns
     last = columns[-1] // per_byte + 1 if columns.size else 0
     data = parts.data.reshape(matrix_shape(parts.data.shape))[rows, slice(int(first[0]) if columns.size else 0, last)]
-    codes = data if per_byte == 1 else np.stack([data & 15, data >> 4], -1).reshape(len(rows), -1)
+    codes = np.stack([data & 15, data >> 4], -1).reshape(len(rows), -1) if fmt.element.packed else data
     codes = codes[:, columns - per_byte * int(first[0])] if columns.size else codes[:, :0]
     scale = _decode(parts.scale_inv, fmt.scaling.dtype).reshape(matrix_shape(where.scale_shape))
     if parts.global_scale_inv is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
@@ -75,7 +76,7 @@ def load_quantized(
                 what.shape,
                 jnp.float32 if dtype is None else dtype,
                 sharding,
-                lambda part, plane=plane, what=what: values_of(plane, what, part),
+                functools.partial(values_of, plane, what),
             )
             continue
         own = what.format
@@ -96,7 +97,7 @@ def load_quantized(
     for name, spec in reader.arrays.items():
         there = reader.read(name, (slice(0, 0),) * len(spec.shape)).dtype
         sharding = _sharding_of(shardings, name, spec.shape)
-        planes[name] = _array(spec.shape, there, sharding, lambda part, name=name: reader.read(name, part))
+        planes[name] = _array(spec.shape, there, sharding, functools.partial(reader.read, name))
     return planes
 
 
@@ -115,12 +116,12 @@ def _plane(plane: Plane, data_dtype: str, scale_dtype: str, sharding: Sharding |
 
     whole = None
     if plane.global_scale_inv is not None:
-        whole = make(plane.global_scale_inv, "float32", _replicated(sharding))
+        whole = make(plane.global_scale_inv, "float32", _whole_sharding(sharding))
     scales = _fitting(sharding, np.shape(plane.scale_inv), np.shape(plane.data))
     return Plane(make(plane.data, data_dtype, sharding), make(plane.scale_inv, scale_dtype, scales), whole)
 
 
-def _replicated(sharding: Sharding | None) -> Sharding | None:
+def _whole_sharding(sharding: Sharding | None) -> Sharding | None:
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
 
@@ -130,7 +131,7 @@ def _fitting(sharding: Sharding | None, shape: Shape, data: Shape) -> Sharding |
         return sharding
     entries = [*sharding.spec, *(None,) * (len(data) - len(sharding.spec))]
     if len(shape) != len(data):
-        return _replicated(sharding)
+        return _whole_sharding(sharding)
     kept = []
     for size, codes, entry in zip(shape, data, entries, strict=True):
         names = (entry,) if isinstance(entry, str) else tuple(entry or ())
