@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, cast
 
 import torch
@@ -128,7 +129,7 @@ class QuantizedTensor(Tensor):
         """
         if usage is Usage.COLUMNWISE and any([tensor.columnwise_is_stale for tensor in tensors]):  # noqa: C419
             return None
-        lists = [[getattr(tensor, name) for tensor in tensors] for name in cls._PLANES[usage]]
+        lists = [[*map(attrgetter(name), tensors)] for name in cls._PLANES[usage]]
         if any([part is None for part in lists[0]]):  # noqa: C419
             return None
         return Plane(*(None if parts[0] is None else parts for parts in lists))
