@@ -158,7 +158,7 @@ def _list_product(
 ) -> Tensor:
     """Multiply the codes of rows by the codes of each expert where they are. Only scales are stacked: they are few."""
     data, scales = x.parts.data, torch.stack(w.parts.scale_inv)
-    out = data.new_empty((data.shape[0] if tokens is None else tokens, columns), dtype=dtype)
+    out: Tensor = data.new_empty((data.shape[0] if tokens is None else tokens, columns), dtype=dtype)
     buffers = out, data.new_empty(workspace, dtype=torch.uint8)
     how = gemm_dispatch.grouped_options(x.format, w.format, fast)
     operands = data, x.parts.scale_inv, scales, stops
