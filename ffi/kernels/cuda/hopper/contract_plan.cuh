@@ -19,7 +19,7 @@ struct ExpertMaps {
 
 constexpr int kPlanThreads = 256;
 
-// What a product needs of its groups.
+// The groups of a product, and the buffers for its plan.
 struct Groups {
   const uint8_t *a, *b;  // codes
   const int32_t* stops;

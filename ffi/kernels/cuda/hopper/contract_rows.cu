@@ -72,7 +72,7 @@ PFN_cuTensorMapEncodeTiled_v12000 Encoder() {
   return encoder;
 }
 
-// Encodes the map of a contiguous tensor whose tiles are swizzled in shared memory. Sizes are in
+// Encodes the map of a contiguous tensor. Its tiles are swizzled in shared memory. Sizes are in
 // elements, innermost first.
 bool Encode(CUtensorMapDataType type, int64_t element_bytes, const void* data,
             std::initializer_list<int64_t> sizes, std::initializer_list<uint32_t> box,

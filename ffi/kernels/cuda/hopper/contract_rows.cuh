@@ -38,7 +38,7 @@ constexpr int kStageBytes = (kTileM + kTileN) * kTileK;
 constexpr int kStripRows = kInstructionM / (kWarpgroup / kWarp);  // of a result, in one warp
 constexpr int kStripBytes = kStripRows * kSwizzle;
 constexpr int kStageScales = kTileM + kTileN;
-constexpr uint32_t kBand = 8;  // rows of tiles computed together, whose operands fit in L2
+constexpr uint32_t kBand = 8;  // rows of tiles computed together; their operands fit in L2
 
 static_assert(kTileM == kPair * kBoxRows && kTileN == kBoxRows);
 
@@ -95,7 +95,7 @@ class Tiles {
   uint32_t row, col;       // in tiles of a cluster
 
  private:
-  // Loads what the next tile needs, early.
+  // Loads the stops and scales of the next tile early.
   __device__ void Load() {
     if (at_ >= params_.tiles) return;
     loaded_expert_ = params_.tiles_each.Divide(at_);
