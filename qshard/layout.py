@@ -125,18 +125,6 @@ def has_rows_apart(fmt: Format, usage: Usage) -> bool:
     return block is not None and block[0] == 1
 
 
-def takes_rows(fmt: Format) -> bool:
-    """Return whether an op quantizes a format into padded rows: FP8 with one scale, or in blocks of one row.
-
-    >>> from qshard.formats import FP8_1x128, FP8_128x128, FP8_E5M2, MXFP8_E4M3
-    >>> [takes_rows(fmt) for fmt in (FP8_E5M2, FP8_1x128, FP8_128x128, MXFP8_E4M3)]
-    [True, True, False, False]
-    """
-    if fmt.stochastic:
-        return False
-    return fmt.per_tensor or (fmt.scale_dtype == "float32" and fmt.block_shape()[0] == 1 and fmt.turns_columns)
-
-
 def source(fmt: Format, usage: Usage) -> Usage:
     """Return the plane to quantize, gather or save in order to serve `usage`.
 
