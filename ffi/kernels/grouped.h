@@ -38,9 +38,9 @@ QSHARD_LAUNCHER_TEMPLATE((class In, class Code, class Scales), QuantizeBlockBoth
 
 // --- NVFP4: experts own strips of kNvfp4Block padded rows ---
 //
-// The expert of a strip is that of its first row. The rows of no expert are rows of zeros.
+// The expert of its first row owns a strip. Rows of no expert are zeros.
 
-// AmaxGrouped, and in amax_t that of the Hadamard transform of each strip along columns.
+// AmaxGrouped, and in amax_t the amax of the Hadamard transform of each strip along columns.
 // map.count must be a multiple of kNvfp4Block.
 QSHARD_LAUNCHER_TEMPLATE((class In), AmaxHadamardGrouped, const In* x, int64_t cols,
                          const RowMap& map, const ExpertStops& experts, float* amax, float* amax_t);

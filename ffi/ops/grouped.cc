@@ -36,7 +36,8 @@ QSHARD_DEFINE_OP(amax_grouped) {
   });
 }
 
-// amax_grouped, and in amax_t that of the Hadamard transform of each 16 padded rows of a column.
+// amax_grouped, and in amax_t the amax of the Hadamard transform of each 16 padded rows of a
+// column.
 QSHARD_DEFINE_OP(amax_hadamard_grouped) {
   return DispatchFloat(call.arg(0), [&](auto in) {
     using In = decltype(in);

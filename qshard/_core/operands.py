@@ -133,7 +133,7 @@ def quantize_rows(
     - `seeds`: uint32 or int32 `[E, 2]`, the Philox key of each expert as two words, low first; for stochastic rounding.
     - `reduce_max`: max-reduction of the amaxes `[E]` over the devices that have rows of the same experts.
 
-    Returns the planes, and under delayed scaling the amax of each expert, otherwise None. The planes are those of the
+    Returns the planes, and under delayed scaling the amax of each expert, otherwise None. The planes belong to the
     matrix of padded rows `[P, K]`. Formats with one scale, or one global scale, have one for each expert, `[E]`.
     """
     fmt = spec.format
@@ -222,8 +222,8 @@ def _gathered_rows(
 ) -> dict[Usage, Plane]:
     """Gather padded rows, and quantize them as one matrix, with several reads.
 
-    For the formats whose scales are not those of blocks under one global scale: four over six tries two scales for each
-    block, and rows may have global scales of their own.
+    No op quantizes these formats into padded rows: four over six tries two scales for each block, and a format may have
+    a global scale for each row.
     """
     fmt, padded = spec.format, ops.gather_rows(x, rows)
     (count, columns), usage = padded.shape, spec.usage

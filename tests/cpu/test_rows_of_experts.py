@@ -48,7 +48,7 @@ def assert_planes_of_each_expert(fmt, operands, stops):
             for got, part in zip(found.parts, want, strict=True):
                 assert (got is None) == (part is None)
                 if part is not None:
-                    assert_bits_equal(np.asarray(got).view(np.uint8), np.asarray(part.contiguous()).view(np.uint8))
+                    assert_bits_equal(np.asarray(got), np.asarray(part.contiguous()))
             begin = stop
 
 
@@ -65,7 +65,7 @@ def test_torch(fmt):
 
 @pytest.mark.parametrize("fmt", IN_JAX, ids=str)
 def test_jax(fmt):
-    where = expert_tiles.tiles_of(Recipe(weight=fmt, activation=fmt, gradient=fmt), TOKENS, SIZES)
+    where = expert_tiles.tiles_of(Recipe(weight=fmt.with_options(hadamard=False) if fmt.hadamard else fmt, activation=fmt, gradient=fmt), TOKENS, SIZES)
     spec, seeds = OperandSpec(fmt, usage_of(fmt)), jnp.asarray(SEEDS)
     q, _ = expert_tiles.quantize_tiles(jnp.asarray(X), spec, where, axes=(), seeds=seeds, scales=None)
     operands = {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,12 +93,24 @@ def product_scale(a: GroupedOperand, b: GroupedOperand) -> Tensor | None:
 
 
 class BatchedOps:
-    """The `ops` of `quantize_steps.transpose_plane`, for the planes of all weights `[E, ...]`."""
+    """`ops` that treat the first axis as a batch of matrices instead of as rows."""
 
-    def transpose(self, data: Tensor, outer: int = 0) -> Tensor:
-        data_t: Tensor = ops.transpose(data, batch=1)
-        return data_t
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op, axis = getattr(ops, name), _BATCH_AXIS.get(name)
 
-    def transposed_squares(self, data: Tensor, scale_inv: Tensor, *, packed: bool) -> tuple[Tensor, Tensor]:
-        planes: tuple[Tensor, Tensor] = ops.transposed_squares(data, scale_inv, packed=packed)
-        return planes
+        def run(*operands: Any, outer: int = 0, **attributes: Any) -> Any:
+            if axis is not None:
+                attributes[axis] = max(1, attributes.get(axis, 0))
+            return op(*operands, **attributes)
+
+        return run
+
+
+_BATCH_AXIS = {
+    "amax_tensor": "lead",
+    "cast_delayed": "lead",
+    "cast_transpose": "batch",
+    "cast_transpose_delayed": "batch",
+    "transpose": "batch",
+}
+"""Ops that have an attribute for the number of batch axes, and its name."""

@@ -104,7 +104,7 @@ def quantize_tiles(
 def _values(q: QuantizedArray, usage: Usage, codes: bool, tiles: Tiles | None = None) -> jax.Array:
     """The padded rows, or the matrices of all experts, in bfloat16: codes as numbers, which is exact, or values.
 
-    `usage` is the plane to read. A transposed plane is transposed back. `tiles` are those of the rows.
+    `usage` is the plane to read. A transposed plane is transposed back. `tiles` describe the padded rows.
     """
     stored = usage if usage in q.planes else source(q.format, usage)
     plane, fmt = q.plane(stored), q.format
