@@ -125,6 +125,16 @@ def has_rows_apart(fmt: Format, usage: Usage) -> bool:
     return block is not None and block[0] == 1
 
 
+def takes_rows(fmt: Format) -> bool:
+    """Return whether an op quantizes a format straight into padded rows. Others are gathered first.
+
+    >>> from qshard.formats import MXFP8_E4M3, NVFP4
+    >>> [takes_rows(fmt) for fmt in (MXFP8_E4M3, NVFP4, NVFP4.with_options(global_scale="row"))]
+    [True, True, False]
+    """
+    return not (fmt.row_scaled or fmt.scaling.four_over_six)
+
+
 def source(fmt: Format, usage: Usage) -> Usage:
     """Return the plane to quantize, gather or save in order to serve `usage`.
 

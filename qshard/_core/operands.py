@@ -12,7 +12,7 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Draws, Plane, Reduce
 from qshard._core.validation import seed_missing
 from qshard.formats import Format, Usage
-from qshard.layout import PlaneLayout, Shape, plane, source
+from qshard.layout import PlaneLayout, Shape, is_transposed, plane, source, takes_rows
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
 
 Array = Any
@@ -141,15 +141,15 @@ def quantize_rows(
         raise ValueError(seed_missing(spec.op, fmt))
     if fmt.per_tensor:
         return _rows_of_one_scale(ops, x, spec, rows, stops, scale, reduce_max)
-    if fmt.row_scaled or fmt.scaling.four_over_six:
+    if not takes_rows(fmt):
         return _gathered_rows(ops, x, spec, rows, stops, seeds, reduce_max), None
     if fmt.tensor_scaled:
         return _nvfp4_rows(ops, x, spec, rows, stops, seeds, reduce_max), None
     block, options = fmt.block_shape(), quantize_steps.block_options(fmt)
     op = "quantize_block_rows"
     if spec.usage is Usage.BOTH:
-        order = "square_both" if fmt.transposes else "block_both_t" if fmt.turns_columns else "block_both"
-        op = f"quantize_{order}_rows"
+        turned = is_transposed(fmt, Usage.COLUMNWISE)
+        op = f"quantize_{'square_both' if fmt.transposes else 'block_both_t' if turned else 'block_both'}_rows"
         block = (max(block), max(block))
     made = getattr(ops, op)(x, rows, block_rows=block[0], block_cols=block[1], **options)
     return {each: Plane(*made[2 * i : 2 * i + 2]) for i, each in enumerate(spec.usage.planes)}, None

@@ -65,7 +65,11 @@ def test_torch(fmt):
 
 @pytest.mark.parametrize("fmt", IN_JAX, ids=str)
 def test_jax(fmt):
-    where = expert_tiles.tiles_of(Recipe(weight=fmt.with_options(hadamard=False) if fmt.hadamard else fmt, activation=fmt, gradient=fmt), TOKENS, SIZES)
+    where = expert_tiles.tiles_of(
+        Recipe(weight=fmt.with_options(hadamard=False) if fmt.hadamard else fmt, activation=fmt, gradient=fmt),
+        TOKENS,
+        SIZES,
+    )
     spec, seeds = OperandSpec(fmt, usage_of(fmt)), jnp.asarray(SEEDS)
     q, _ = expert_tiles.quantize_tiles(jnp.asarray(X), spec, where, axes=(), seeds=seeds, scales=None)
     operands = {}
