@@ -8,7 +8,7 @@ import torch
 from qshard._core import quantize_steps
 from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Draws
-from qshard.formats import Usage
+from qshard.formats import NVFP4, Usage
 from qshard.jax._nn import expert_tiles
 from qshard.layout import block_alignment
 from qshard.recipes import Recipe
@@ -22,8 +22,8 @@ SEEDS = np.arange(2 * len(SIZES), dtype=np.uint32).reshape(-1, 2) * np.uint32(0x
 X = (np.random.default_rng(0).standard_normal((TOKENS, COLUMNS)) ** 3).astype(np.float32)
 X[5, 7], X[50, 0] = np.inf, np.nan
 BLOCKS = [fmt for fmt in VARIANTS if fmt.block and not (fmt.transposes and fmt.scaling.eps)]
-IN_JAX = [fmt for fmt in BLOCKS if fmt in NAMED or fmt.stochastic or fmt.scaling.global_scale == "row" or fmt.hadamard]
-IN_JAX += [fmt for fmt in BLOCKS if fmt.scaling.four_over_six == "mae"]
+IN_JAX = [fmt for fmt in BLOCKS if fmt in NAMED or (fmt.hadamard and fmt.stochastic)]
+IN_JAX += [NVFP4.with_options(global_scale="row"), NVFP4.with_options(four_over_six="mae")]
 
 
 def usage_of(fmt):

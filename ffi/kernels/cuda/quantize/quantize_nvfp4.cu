@@ -1,7 +1,8 @@
 // Chooses the kernel of NVFP4 quantization: the kernels for all formats without options, and
-// nvfp4_options.cuh with a Hadamard transform or stochastic rounding.
+// nvfp4_options.cuh with a Hadamard transform, stochastic rounding, or rows of experts.
 #include <algorithm>
 
+#include "kernels/cuda/quantize/nvfp4_blocks.cuh"
 #include "kernels/cuda/quantize/nvfp4_options.cuh"
 #include "kernels/quantize_block.h"
 
