@@ -34,7 +34,7 @@ def layers_of(rng):
             harm = None if rng.random() < 0.1 else float(rng.integers(1, 40))
             choices[f"{j}"] = Choice(f"{j}", int(rng.integers(1, 30)) * elements // 10, harm)
         choices["F32"] = Choice("F32", 4 * elements, 0.0)
-        entry = SimpleNamespace(name=f"w{i}", elements=elements, dtype="F32")
+        entry = SimpleNamespace(name=f"w{i}", elements=elements, dtype="F32", bits=32)
         found.append(SimpleNamespace(entry=entry, choices=choices))
     return found
 
@@ -172,8 +172,8 @@ def test_mistakes(model, tmp_path):
         ("--format", "odd=NVFP4"): "--format odd=NVFP4: NVFP4: shape (33, 50) is not a whole number of 1x16 blocks; ",
         ("--format", "norm=NVFP4"): "--format norm=NVFP4: fewer than 2 axes; choose another format, or leave it out",
         ("--format", "a=b=NVFP5"): "--format ('NVFP5') is not a format name",
-        ("--format", "NVFP4", "--plan", plan): "give the formats by --format",
-        (): "give the formats by --format",
+        ("--format", "NVFP4", "--plan", plan): "--format and --plan exclude each other; use one",
+        (): "no format was given for it; give one by --format, such as --format NVFP4, or by --plan",
         ("--plan", tmp_path / "no.json"): "No such file",
     }
     for arguments, text in said.items():

@@ -43,8 +43,8 @@ def stream_weights(
       params: a dict of arrays by the names that the engine reads, or another pytree: keys of its paths are joined by
         dots. Leaves are arrays, sharded with a NamedSharding or not, `QuantizedArray`s or `PrimaryWeight`s.
       format: "compressed-tensors", "deepseek" or "modelopt", for engines; "qshard" for `from_plain`.
-      weight_format: format of all float arrays with two axes; or formats by pattern of names, of which the first that
-        matches counts, and None for values: `{"*embed*": None, "*": "FP8_128x128"}`. None: only codes are codes.
+      weight_format: format of all float arrays with two axes; or formats by pattern of names. The first pattern
+        that matches counts, and None keeps values: `{"*embed*": None, "*": "FP8_128x128"}`. None: nothing is cast.
       weight_layout: "NK", or "KN" as in flax: arrays with two axes that are quantized are transposed first.
       dtype: dtype of float arrays that are not quantized; by default their own.
       bucket_bytes: most bytes of codes that are gathered at a time. A larger weight is gathered alone.
