@@ -177,6 +177,9 @@ wheel: $(STAMP)build $(STAMP)wheel  ## build sdist and wheels into build/dist, a
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat $(WHEEL_TAG) --wheel-dir build/dist build/wheel/linux/*.whl
 	$(BIN)/twine check --strict build/dist/*
 	$(PY) -P tests/wheels.py build/dist
+	set -e; for python in $(PYTHONS); do $(call INSTALL_WHEEL,clean); \
+	    build/clean/bin/python -m pip install $(PIP_FLAGS) --no-compile --find-links build/dist qshard; \
+	    build/clean/bin/python -P tests/smoke.py none; done
 
 # -P keeps ./qshard off the path, so that the tests import the installed wheel.
 bare: wheel  ## run tests/null on the wheel of each Python, in an environment without jax and torch
