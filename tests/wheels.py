@@ -37,7 +37,7 @@ def check(path: Path) -> None:
     size = path.stat().st_size
     assert size <= LARGEST, f"{size / 1e6:.1f} MB"
     with zipfile.ZipFile(path) as wheel, tempfile.TemporaryDirectory() as folder:
-        names = wheel.namelist()
+        names = [name for name in wheel.namelist() if not name.endswith("/")]
         (metadata,) = (file for file in names if file.endswith(".dist-info/METADATA"))
         headers = Parser().parsestr(wheel.read(metadata).decode())
         assert headers["Version"] == version
