@@ -101,11 +101,11 @@ def recipe_of(fmt):
     return next((name for name, recipe in NAMED.items() if recipe.weight.name == fmt and not recipe.stateful), None)
 
 
-@turns(1, case={" ".join(case): case for case in CASES}, world=[2, 4])
+@turns(1, kind={" ".join(kind): kind for kind in CASES}, world=[2, 4])
 @on_ranks()
-def test_under_fsdp2(case):
+def test_under_fsdp2(kind):
     """Ranks split blocks. A model of bf16 values is quantized in the stream, a converted one has that format."""
-    engine, fmt = case
+    engine, fmt = kind
     given = {} if recipe_of(fmt) else {"weight_format": fmt}
     plain = model_of()
     model = model_of() if given else qt.convert(model_of(), recipe_of(fmt))
