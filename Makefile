@@ -24,7 +24,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(1)/qshard/
 endef
 
-.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan transformers engines notebooks docs cu gpu bench report lint format tree wheel bare smoke matrix clean
+.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan transformers engines notebooks docs cu gpu bench report lint format tree cross wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write to one environment at the same time. The compiler still runs in parallel.
 .NOTPARALLEL:
@@ -150,43 +150,55 @@ format: $(STAMP)lint  ## rewrite sources in the project's style
 tree:
 	$(call LINK_TREE,build/tree)
 
-# Wheels for every Python in PYTHONS, without CUDA and, if nvcc is found, with it. They include the C++ runtime, so this machine's
-# glibc determines their manylinux tag. They do not include libgcc, because its unwinder needs a newer glibc than the rest. Linker
-# flags are passed as CMake settings, because CMake reads LDFLAGS only once. `true`: make discards the output of a shell that exits
-# with 127.
-PYTHONS      ?= $(shell for python in python3.11 python3.12 python3.13; do $$python -c '' 2>/dev/null && echo $$python; done; true)
-WHEEL_CUDA   ?= $(or $(QSHARD_CUDA),OFF $(shell $(PYTHON) ffi/cmake/qshard_plan.py plan ON >/dev/null 2>&1 && echo ON))
-WHEEL_FLAGS  := -static-libstdc++
-WHEEL_TAG    := import sys; print("cp%d%d" % sys.version_info[:2])
-# $(1) is a command that may use $$python and $$wheel.
-define FOR_EACH_WHEEL
-set -e; for python in $(PYTHONS); do tag=$$($$python -c '$(WHEEL_TAG)'); for wheel in build/dist/*-$$tag-*.whl; do \
-    $(1); \
-done; done
+# CMake starts this machine's Python through the "emulator" env.
+cross: $(STAMP)build  ## compile ffi for aarch64, without CUDA; needs g++-aarch64-linux-gnu
+	$(BIN)/cmake -G Ninja -S ffi -B build/aarch64 -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	    -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_CROSSCOMPILING_EMULATOR=env -DQSHARD_CUDA=OFF \
+	    -DPython_EXECUTABLE=$(abspath $(PY)) -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja)
+	$(BIN)/ninja -C build/aarch64
+
+# One wheel for Python 3.11, and one of the stable ABI for 3.12 and newer, with CUDA if nvcc is found. They are built from the sdist, so
+# their version has no label, and zig links them, so they load with any glibc since WHEEL_GLIBC. `true`: make discards the output of
+# a shell that exits with 127.
+PYTHONS     ?= $(shell for python in python3.11 python3.12 python3.13 python3.14; do $$python -c '' 2>/dev/null && echo $$python; done; true)
+BUILDERS    := $(filter %3.11,$(PYTHONS)) $(firstword $(filter-out %3.11,$(PYTHONS)))
+WHEEL_CUDA  ?= $(or $(QSHARD_CUDA),$(shell $(PYTHON) ffi/cmake/qshard_plan.py plan ON >/dev/null 2>&1 && echo ON || echo OFF))
+WHEEL_GLIBC := 2.28
+WHEEL_TAG   := manylinux_$(subst .,_,$(WHEEL_GLIBC))_$(shell uname -m)
+# A new environment at build/$(1) for $$python, with the wheel that pip chooses for it.
+define INSTALL_WHEEL
+rm -rf build/$(1); $$python -m venv build/$(1); \
+    build/$(1)/bin/python -m pip install $(PIP_FLAGS) --no-compile --no-deps --no-index --find-links build/dist qshard
 endef
 
-wheel: $(STAMP)wheel  ## build wheels into build/dist; PYTHONS="python3.11 python3.12" QSHARD_CUDA=OFF
-	rm -rf build/dist build/wheel/unrepaired
-	set -e; for python in $(PYTHONS); do tag=$$($$python -c '$(WHEEL_TAG)'); env=build/wheel/$$tag; \
+wheel: $(STAMP)build $(STAMP)wheel  ## build sdist and wheels into build/dist, and check them; PYTHONS="python3.11" QSHARD_CUDA=OFF
+	rm -rf build/dist build/wheel && mkdir -p build/wheel/source
+	$(PY) -m build --sdist --no-isolation --outdir build/dist .
+	tar -xf build/dist/qshard-*.tar.gz -C build/wheel/source --strip-components 1
+	set -e; for python in $(BUILDERS); do env=$(CURDIR)/build/wheel/$$python; \
 	    $$python -m venv $$env; $$env/bin/python -m pip install $(PIP_FLAGS) --no-compile -r requirements/build.txt; \
-	    for cuda in $(WHEEL_CUDA); do \
-	        QSHARD_CUDA=$$cuda $$env/bin/python -m pip wheel $(PIP_FLAGS) --no-build-isolation --no-deps \
-	            -C build-dir=$$env/cmake-$$cuda -C cmake.define.CMAKE_MODULE_LINKER_FLAGS="$$LDFLAGS $(WHEEL_FLAGS)" \
-	            --wheel-dir build/wheel/unrepaired .; \
-	    done; done
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/dist build/wheel/unrepaired/*.whl
+	    QSHARD_CUDA=$(WHEEL_CUDA) PATH="$(abspath $(BIN)):$$PATH" $$env/bin/python -m pip wheel $(PIP_FLAGS) \
+	        --no-build-isolation --no-deps -C build-dir=$$env/cmake -C cmake.define.QSHARD_GLIBC=$(WHEEL_GLIBC) \
+	        --wheel-dir build/wheel/linux build/wheel/source; \
+	done
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat $(WHEEL_TAG) --wheel-dir build/dist build/wheel/linux/*.whl
+	$(BIN)/twine check --strict build/dist/*
+	$(PY) -P tests/wheels.py build/dist
+	set -e; for python in $(PYTHONS); do $(call INSTALL_WHEEL,clean); \
+	    build/clean/bin/python -m pip install $(PIP_FLAGS) --no-compile --find-links build/dist qshard; \
+	    build/clean/bin/python -P tests/smoke.py none; done
 
 # -P keeps ./qshard off the path, so that the tests import the installed wheel.
-bare: wheel  ## run tests/null on each wheel, in an environment without jax and torch
-	$(call FOR_EACH_WHEEL,rm -rf build/bare; $$python -m venv build/bare; \
+bare: wheel  ## run tests/null on the wheel of each Python, in an environment without jax and torch
+	set -e; for python in $(PYTHONS); do $(call INSTALL_WHEEL,bare); \
 	    build/bare/bin/python -m pip install $(PIP_FLAGS) --no-compile -r requirements/bare.txt; \
-	    build/bare/bin/python -m pip install $(PIP_FLAGS) --no-compile --no-deps $$wheel; \
-	    build/bare/bin/python -P -m pytest tests/null)
+	    build/bare/bin/python -P -m pytest tests/null; done
 
-smoke: wheel  ## run each wheel with jax and with torch as pip installs them; downloads several GB
-	$(call FOR_EACH_WHEEL,for framework in jax torch; do rm -rf build/smoke; $$python -m venv build/smoke; \
-	    build/smoke/bin/python -m pip install $(PIP_FLAGS) --no-compile "$$wheel[$$framework]"; \
-	    build/smoke/bin/python -P tests/smoke.py $$framework; done)
+FRAMEWORKS ?= jax torch
+smoke: wheel  ## run the wheel of each Python with jax and with torch as pip installs them; downloads several GB
+	set -e; for python in $(PYTHONS); do for framework in $(FRAMEWORKS); do $(call INSTALL_WHEEL,smoke); \
+	    build/smoke/bin/python -m pip install $(PIP_FLAGS) --no-compile "qshard[$$framework]" --find-links build/dist; \
+	    build/smoke/bin/python -P tests/smoke.py $$framework; done; done
 
 # The oldest and the newest Python found.
 MATRIX_oldest = $(firstword $(PYTHONS))

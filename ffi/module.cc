@@ -72,7 +72,7 @@ int (*fill)(PyObject* m) = nullptr;
 
 // nanobind's types belong to one interpreter, and static data of this module points to them.
 int FillInMainInterpreter(PyObject* m) {
-  if (PyInterpreterState_Get() == PyInterpreterState_Main()) return fill(m);
+  if (PyInterpreterState_GetID(PyInterpreterState_Get()) == 0) return fill(m);
   PyErr_SetString(PyExc_ImportError,
                   "qshard._ffi cannot be imported in a subinterpreter; use it in the main one, or "
                   "start a process");

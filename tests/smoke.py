@@ -1,4 +1,4 @@
-"""Smoke test of an installed qshard on one framework, without pytest or the repository: `python -P tests/smoke.py jax`.
+"""Smoke test of an installed qshard on one framework, or on none, without pytest: `python -P tests/smoke.py jax`.
 
 Quantizes in a format of each kind and runs a linear layer forward and backward. Quantized tensors must have the bits of
 `qshard.reference`, and products the bits of NumPy, on small integers whose sums are exact.
@@ -6,10 +6,12 @@ Quantizes in a format of each kind and runs a linear layer forward and backward.
 
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import qshard
 from qshard import _ffi, formats, reference
 from qshard.recipes import MXFP8
 
@@ -54,7 +56,19 @@ def same(name: str, actual: np.ndarray, expected: np.ndarray) -> None:
         raise SystemExit(f"smoke: {name} differs from the reference:\n{actual}\n{expected}")
 
 
+def check_simd() -> None:
+    """A build without processor detection runs everywhere, slowly and without a word."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line for line in lines if line.startswith("flags")), "").split()
+    if {"avx2", "bmi2", "fma"} <= set(flags) and _ffi.simd_targets() == ["scalar"]:
+        raise SystemExit("smoke: this processor has AVX2, and the kernels found only scalar")
+
+
 def main(framework: str) -> None:
+    check_simd()
+    if framework == "none":
+        print(qshard.build_info())
+        return
     front = {"jax": Jax, "torch": Torch}[framework]()
     rng = np.random.default_rng(0)
     x = rng.standard_normal((128, 256)).astype(np.float32)

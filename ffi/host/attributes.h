@@ -96,7 +96,7 @@ class Attributes {
       entry.i = Integer(value);
       entry.scalar = {XLA_FFI_DataType_S64, &entry.i};
     } else if (PyFloat_Check(value.ptr())) {
-      entry.f = static_cast<float>(PyFloat_AS_DOUBLE(value.ptr()));
+      entry.f = static_cast<float>(PyFloat_AsDouble(value.ptr()));
       entry.scalar = {XLA_FFI_DataType_F32, &entry.f};
     } else if (PyUnicode_Check(value.ptr())) {
       entry.type = XLA_FFI_AttrType_STRING;

@@ -24,7 +24,7 @@ struct Side {
         pointers(size),
         types(size) {
     for (size_t i = 0; i < size; ++i) {
-      const nb::handle object = PyTuple_GET_ITEM(objects.ptr(), i);
+      const nb::handle object = NB_TUPLE_GET_ITEM(objects.ptr(), i);
       Tensor& t = tensors[i];
       nb::object owner = Import(object, use, i, t);
       if (owner.is_valid()) owners.push_back(std::move(owner));

@@ -155,7 +155,7 @@ nb::object Program::Run(nb::args inputs) const {
   nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(results_.size())));
   for (size_t i = 0; i < results_.size(); ++i) {
     nb::object result = results_[i] < 0 ? nb::none() : objects[results_[i]];
-    PyTuple_SET_ITEM(made.ptr(), i, result.release().ptr());
+    NB_TUPLE_SET_ITEM(made.ptr(), i, result.release().ptr());
   }
   return made;
 }

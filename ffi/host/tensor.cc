@@ -106,17 +106,16 @@ nb::object ImportSlow(nb::handle object, const Use& use, size_t index, Tensor& t
   return nb::capsule(owner.release(), [](void* p) noexcept { delete static_cast<Array*>(p); });
 }
 
-// Returns the C function of a method of `type` without arguments, or null.
-PyCFunction MethodOf(PyTypeObject* type, const char* name) {
+// Returns a method of `type` that is written in C, or null. The type owns it.
+PyObject* MethodOf(PyTypeObject* type, const char* name) {
   const nb::object method =
       nb::getattr(nb::handle(reinterpret_cast<PyObject*>(type)), name, nb::none());
-  if (!PyObject_TypeCheck(method.ptr(), &PyMethodDescr_Type)) return nullptr;
-  const PyMethodDef* def = reinterpret_cast<PyMethodDescrObject*>(method.ptr())->d_method;
-  return def->ml_flags == METH_NOARGS ? def->ml_meth : nullptr;
+  return PyObject_TypeCheck(method.ptr(), &PyMethodDescr_Type) ? method.ptr() : nullptr;
 }
 
-void CheckNotNegated(PyCFunction is_neg, nb::handle object, const Use& use, size_t index) {
-  const nb::object negated = nb::steal(is_neg(object.ptr(), nullptr));
+void CheckNotNegated(PyObject* is_neg, nb::handle object, const Use& use, size_t index) {
+  PyObject* const self = object.ptr();
+  const nb::object negated = nb::steal(PyObject_Vectorcall(is_neg, &self, 1, nullptr));
   if (!negated.is_valid()) nb::raise_python_error();
   if (negated.ptr() == Py_True)
     throw nb::value_error(

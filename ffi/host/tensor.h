@@ -9,10 +9,10 @@
 
 namespace qshard::host {
 
-// C functions that a framework offers for a tensor type, or null.
+// Functions that a framework offers for a tensor type, or null.
 struct Framework {
   const DLPackExchangeAPI* api;
-  PyCFunction is_neg;  // torch: returns whether the negation bit is set
+  PyObject* is_neg;  // torch's method, borrowed from the type: whether the negation bit is set
 };
 Framework FrameworkOf(PyTypeObject* type);
 

@@ -1,6 +1,7 @@
-"""What ffi/cmake decides about a build: CUDA or not, and the version."""
+"""What ffi/cmake decides about a build: CUDA or not, the version, and the readme of the package index."""
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -82,3 +83,16 @@ def test_sdists_have_no_label(tmp_path, monkeypatch):
     assert version("sdist") == "1.2"
     (tmp_path / "PKG-INFO").touch()
     assert version("wheel") == "1.2"
+
+
+def test_readme_of_the_index_has_no_dead_links():
+    """Without the URL of a repository links become their text, and with it absolute. Code stays as it is."""
+    standalone = load(SCRIPTS / "qshard_readme.py").standalone
+    text = (SCRIPTS.parents[1] / "README.md").read_text()
+    relative = re.compile(r"\]\((?!https?:|#)\S+\)")
+    assert len(relative.findall(text)) > 9
+    alone, linked = standalone(text), standalone(text, "https://example.org/qshard/")
+    assert relative.findall(alone) == relative.findall(linked) == []
+    assert "[docs/install.md](https://example.org/qshard/blob/main/docs/install.md)" in linked
+    code = re.compile(r"```.*?```", re.DOTALL)
+    assert code.findall(alone) == code.findall(linked) == code.findall(text)

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -171,23 +170,6 @@ def test_a_framework_that_is_too_old(module, found, site, libraries, tmp_path):
         f"ImportError: {module} needs {name} {OLDEST[name]} or newer, and {found} is installed: "
         f"pip install --upgrade '{name}>={OLDEST[name]}'"
     )
-
-
-def test_the_oldest_frameworks_are_those_of_the_extras():
-    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for name, oldest in OLDEST.items():
-        assert extras[name][0] == f"{name}>={oldest}"
-
-
-def test_the_matrix_begins_at_the_oldest():
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    admitted = dict(
-        requirement.split(">=") for requirement in [*project["dependencies"], *extras["jax"], *extras["torch"]]
-    )
-    lines = (REPOSITORY / "requirements" / "oldest.txt").read_text().splitlines()
-    pinned = dict(line.split("==") for line in lines if "==" in line)
-    assert {name: pinned[name][: len(oldest)] for name, oldest in admitted.items()} == admitted
 
 
 def test_every_module_is_found_late():

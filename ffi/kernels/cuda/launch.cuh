@@ -19,15 +19,22 @@ inline bool IsAligned(const void* p, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// Returns the number of multiprocessors of the current device. A table lookup in the runtime, legal
-// during stream capture.
-inline int Multiprocessors() {
-  int device = 0, count = 0;
+// Returns an attribute of the current device, or 1. A table lookup in the runtime, legal during
+// stream capture.
+inline int DeviceAttribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+      cudaDeviceGetAttribute(&value, attribute, device) != cudaSuccess)
     return 1;
-  return count;
+  return value;
 }
+inline int Multiprocessors() { return DeviceAttribute(cudaDevAttrMultiProcessorCount); }
+
+// Whether kernels may start while the kernel before them runs: Hopper and newer.
+inline bool HasDependentLaunch() { return DeviceAttribute(cudaDevAttrComputeCapabilityMajor) >= 9; }
+#if __CUDA_ARCH__ >= 900
+#define QSHARD_CUDA_DEPENDENT_LAUNCH
+#endif
 
 inline Status ToStatus(cudaError_t error) {
   return {error == cudaSuccess ? nullptr : cudaGetErrorString(error)};

@@ -19,7 +19,9 @@ __device__ __forceinline__ void RaiseAmax(float* amax, int32_t bits) {
 // Zeroes amaxes. Lets the next kernel on the stream start at once. `second` may be null.
 static __global__ void __launch_bounds__(kWarp)
     ZeroAmaxes(float* amax, float* second, int64_t runs) {
+#if defined(QSHARD_CUDA_DEPENDENT_LAUNCH)
   asm volatile("griddepcontrol.launch_dependents;");
+#endif
   for (int64_t i = threadIdx.x; i < runs; i += kWarp) {
     amax[i] = 0.0f;
     if (second != nullptr) second[i] = 0.0f;
@@ -27,9 +29,9 @@ static __global__ void __launch_bounds__(kWarp)
 }
 
 // Launches a kernel. Its thread blocks raise `count` amaxes from 0, each after AwaitZeroing. A
-// kernel of one warp writes the zeros while the thread blocks start, because a memset would take
-// extra time. It runs after all earlier work on the stream, so the kernel's inputs are ready.
-// `second` may be null.
+// kernel of one warp writes the zeros while the thread blocks start (before Hopper, ahead of them),
+// because a memset would take extra time. It runs after all earlier work on the stream, so the
+// kernel's inputs are ready. `second` may be null.
 template <class... Params, class... Args>
 Status LaunchAfterZeros(const Exec<Cuda>& exec, void (*kernel)(Params...), dim3 grid, int threads,
                         float* amax, float* second, int64_t count, const Args&... args) {
@@ -41,7 +43,7 @@ Status LaunchAfterZeros(const Exec<Cuda>& exec, void (*kernel)(Params...), dim3 
   config.blockDim = dim3(threads);
   config.stream = exec.stream;
   config.attrs = &early;
-  config.numAttrs = 1;
+  config.numAttrs = HasDependentLaunch();
   ZeroAmaxes<<<1, kWarp, 0, exec.stream>>>(amax, second, count);
   (void)cudaLaunchKernelEx(&config, kernel, Params(args)...);
   return LaunchStatus();
@@ -60,7 +62,9 @@ Status LaunchRaising(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t 
 
 // Waits until the amaxes are zeroed. For one thread of a thread block or warp, before it raises.
 __device__ __forceinline__ void AwaitZeroing() {
+#if defined(QSHARD_CUDA_DEPENDENT_LAUNCH)
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Does so after LaunchRaising, before StoreOrRaise.
