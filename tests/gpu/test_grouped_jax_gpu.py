@@ -76,9 +76,7 @@ def test_codes_are_those_of_each_expert(name, role):
     tiles = jax.jit(functools.partial(tiles_of, RECIPES[name], M))(SIZES)
     spec = OperandSpec(fmt, Usage.BOTH, role)
     make = functools.partial(quantize_tiles, operand=spec, axes=(), seeds=None, scales=None)
-    q = jax.jit(lambda x, *parts: make(x, tiles=tiles._replace(rows=parts[0], stops=parts[1]))[0])(
-        x, tiles.rows, tiles.stops
-    )
+    q = jax.jit(lambda x, tiles: make(x, tiles=tiles)[0])(x, tiles)
     stops = np.asarray(tiles.stops)
     for expert, own in experts():
         alone, start = quantize(x[own], fmt, usage=Usage.BOTH), 0 if expert == 0 else stops[expert - 1]
