@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 import qshard.jax as qj
 from qshard._core.operands import OperandSpec
 from qshard.formats import Usage
-from qshard.jax._nn.expert_parallel import exchanged_rows, quantize_dispatched
-from qshard.jax._nn.expert_tiles import quantize_tiles, tiles_of
-from qshard.jax._sharding.token_exchange import TokenExchange
+from qshard.jax._experts.expert_parallel import exchanged_rows, quantize_dispatched
+from qshard.jax._experts.tiles import quantize_tiles, tiles_of
+from qshard.jax._experts.token_exchange import TokenExchange
 from qshard.layout import takes_rows
 from qshard.recipes import Recipe, Role
 from support.awkward import assert_bits_equal

@@ -4,7 +4,8 @@
               dispatch                                  combine
 
 Forward dispatches rows of tokens and combines rows of y; backward dispatches gradients of y and combines gradients of
-rows. Formats with one scale for each expert dispatch codes (`_nn/expert_parallel.py`). Results are combined as values.
+rows. Formats with one scale for each expert dispatch codes (`_experts/expert_parallel.py`). Results are combined as
+values.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 import jax
 
 from qshard._core.validation import join_names
+from qshard.jax._experts.expert_parallel import exchanged_rows
+from qshard.jax._experts.token_exchange import TokenExchange, check_capacity, device_count
 from qshard.jax._nn.activations import swiglu_gate_up
-from qshard.jax._nn.expert_parallel import exchanged_rows
 from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.validation import as_axes
-from qshard.jax._sharding.token_exchange import TokenExchange, check_capacity, device_count
 from qshard.recipes import Recipe
 
 Product = Callable[[int, jax.Array, Any, Any], jax.Array]

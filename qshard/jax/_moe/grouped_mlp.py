@@ -15,16 +15,16 @@ import jax.numpy as jnp
 
 from qshard._core.moe import check_mlp
 from qshard.jax._delayed_scaling import LinearState
+from qshard.jax._experts.ragged_dot import ragged_dot
+from qshard.jax._experts.token_exchange import device_count
 from qshard.jax._moe.expert_parallel import expert_axes, parallel_mlp
 from qshard.jax._moe.permutation import moe_permutation, moe_permute, moe_unpermute
 from qshard.jax._nn.activations import swiglu_gate_up
-from qshard.jax._nn.ragged_dot import ragged_dot
 from qshard.jax._ops.mesh import AxisName, Spec
 from qshard.jax._ops.validation import Seed, check_array, check_dtype
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, WeightLayout
 from qshard.jax._quantized.primary import PrimaryWeight
-from qshard.jax._sharding.token_exchange import device_count
 from qshard.recipes import RecipeLike, as_recipe
 
 Weights = jax.Array | QuantizedArray | PrimaryWeight | CodedWeight

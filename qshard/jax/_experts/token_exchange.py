@@ -141,7 +141,7 @@ class TokenExchange:
         return gathered
 
     def guard(self, w: jax.Array) -> jax.Array:
-        """Return `w` `[E / R, ...]`, whose gradient is NaN in a row of each expert if a device has too few rows."""
+        """Return `w` `[E / R, ...]`. If a device has too few rows, a row of each expert's gradient is NaN."""
         return _guard(*vary_alike(w, self.fits)) if self.overflows else w
 
 

@@ -11,9 +11,9 @@ import jax
 from qshard._core.operands import OperandSpec
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, observe_all
+from qshard.jax._experts.expert_parallel import GroupedRows, quantize_dispatched
+from qshard.jax._experts.tiles import expert_products, quantize_tiles, row_product, tiles_of
 from qshard.jax._gemm import grouped_gemm
-from qshard.jax._nn.expert_parallel import GroupedRows, quantize_dispatched
-from qshard.jax._nn.expert_tiles import expert_products, quantize_tiles, row_product, tiles_of
 from qshard.jax._nn.linear_vjp import keep_planes
 from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.second_derivatives import rules_of_product

@@ -21,10 +21,10 @@ from jax import lax
 from qshard._core import quantize_steps
 from qshard._core.operands import OperandSpec, quantize_rows
 from qshard.formats import Usage
-from qshard.jax._nn.expert_tiles import Tiles, quantize_tiles, tiles_of
+from qshard.jax._experts.tiles import Tiles, quantize_tiles, tiles_of
+from qshard.jax._experts.token_exchange import TokenExchange
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding import partitionable_ops
-from qshard.jax._sharding.token_exchange import TokenExchange
 from qshard.layout import takes_rows
 from qshard.recipes import Recipe, Role
 

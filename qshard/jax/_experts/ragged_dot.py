@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard._core.validation import quote, seed_missing
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
-from qshard.jax._nn.expert_parallel import GroupedRows
+from qshard.jax._experts.expert_parallel import GroupedRows
+from qshard.jax._experts.ragged_dot_vjp import Config, NonDifferentiable, ragged_product
+from qshard.jax._experts.ragged_values import ValueConfig, value_product
 from qshard.jax._nn.linear_config import check_arguments
-from qshard.jax._nn.ragged_dot_vjp import Config, NonDifferentiable, ragged_product
-from qshard.jax._nn.ragged_values import ValueConfig, value_product
 from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
     Seed,
