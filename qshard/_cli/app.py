@@ -33,7 +33,7 @@ def group() -> None:
     "--formats",
     multiple=True,
     metavar="NAMES",
-    help="Names separated by commas, or all; by default the formats that recipes use for weights.",
+    help="Names separated by commas, or all; by default formats that fit most shapes, with OCP's scales too.",
 )
 @click.option("--layers", multiple=True, metavar="GLOB", help="Only tensors with these names, of any number of axes.")
 @options.usage
@@ -57,6 +57,9 @@ def group() -> None:
     metavar="NPZ",
     help="Inputs of layers, by layer name: harm is then the noise of their outputs.",
 )
+@click.option(
+    "--plan", type=options.PATH, metavar="JSON", help="Write the recommended formats, for qshard convert --plan."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of tables.")
 @click.option("--html", type=options.PATH, help="Also write an HTML page with a plot of the trade-off.")
@@ -70,6 +73,7 @@ def report(
     seed: int,
     budget: options.Budget | None,
     activations: Path | None,
+    plan: Path | None,
     as_json: bool,
     as_csv: bool,
     html: Path | None,
@@ -82,7 +86,11 @@ def report(
         raise Misuse("--json and --csv exclude each other; use one")
     if html is not None and not html.name.endswith(".html"):
         raise Misuse(f"--html {quote(html)} does not end in .html; name a file such as report.html")
-    chosen = options.formats_of(formats, "--formats") if formats else options.weight_formats()
+    if plan is not None and not plan.name.endswith(".json"):
+        raise Misuse(f"--plan {quote(plan)} does not end in .json; name a file such as plan.json")
+    if plan is not None and budget is None:
+        raise Misuse("--plan needs a size; add --budget, such as --budget 0.8 for bytes per element")
+    chosen = options.formats_of(formats, "--formats") if formats else options.file_formats()
     chosen = options.with_variants(chosen, rotate, stochastic is not None)
 
     from qshard._cli import report as reports
@@ -93,14 +101,17 @@ def report(
 
     opened = open_checkpoint(checkpoint)
     question = Question(formats=tuple(chosen), usage=options.USAGES[usage], draws=stochastic or 1, seed=seed)
-    with replacing(html) if html else contextlib.nullcontext() as file:  # fails early if the page cannot be written
+    with contextlib.ExitStack() as stack:  # fails early if a file cannot be written
+        html_file, plan_file = (stack.enter_context(replacing(path)) if path else None for path in (html, plan))
         findings = reports.find(opened, question, layers, budget, activations)
-        if file is not None:
-            file.write(page(findings).encode())
+        if html_file is not None:
+            html_file.write(page(findings).encode())
+        if plan_file is not None:
+            plan_file.write(reports.as_plan(findings).encode())
     if as_json or as_csv:
         click.echo(reports.as_json(findings) if as_json else reports.as_csv(findings), nl=as_json)
         return
-    print_text(findings)
+    print_text(findings, plan)
 
 
 @group.command(cls=options.Command)
@@ -108,28 +119,47 @@ def report(
 @click.argument("out", type=options.PATH)
 @click.option(
     "--format",
-    "fmt",
-    required=True,
-    metavar="NAME",
-    help="Such as NVFP4_16x16, or with options: 'NVFP4[global_scale=row]'.",
+    "formats",
+    multiple=True,
+    metavar="[GLOB=]NAME",
+    help="Such as NVFP4_16x16, or with options: 'NVFP4[global_scale=row]'. Repeat it for tensors of other formats: "
+    "'embed*=FP8_E4M3'.",
 )
+@click.option("--plan", type=options.PATH, metavar="JSON", help="Formats of tensors, as qshard report --plan writes.")
 @click.option("--keep", multiple=True, metavar="GLOB", help="Do not convert tensors with these names.")
-@options.usage
+@options.usage_or_plan
 @options.seed
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-def convert(checkpoint: Path, out: Path, fmt: str, keep: tuple[str, ...], usage: str, seed: int, force: bool) -> None:
+def convert(
+    checkpoint: Path,
+    out: Path,
+    formats: tuple[str, ...],
+    plan: Path | None,
+    keep: tuple[str, ...],
+    usage: str | None,
+    seed: int,
+    force: bool,
+) -> None:
     """Write CHECKPOINT to OUT with its weights quantized to codes and scales.
 
     CHECKPOINT is a safetensors file, an index of shards, or a folder with either. Tensors with fewer than two axes,
     scales, tensors without real numbers, and tensors of a shape that the format does not support are not changed. OUT
     is read back and verified before it gets its name.
     """
-    chosen = options.format_of(fmt, "--format")
+    if bool(formats) == (plan is not None):
+        raise Misuse("give the formats by --format, such as --format NVFP4, or by --plan: one of the two")
 
     from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import quantize_to
     from qshard._cli.render import print_conversion
+    from qshard._plans.plan import plan_of, read_plan
 
+    if plan is None:
+        chosen, planes = plan_of(formats), options.USAGES[usage or "rowwise"]
+    else:
+        chosen, planes = read_plan(plan)
+        if usage is not None and options.USAGES[usage] is not planes:
+            raise Misuse(f"--usage {usage} is not that of {quote(plan)}; leave it out, or make another plan")
     opened = open_checkpoint(checkpoint)
     if out.exists():
         if any(out.samefile(file) for file in opened.files):
@@ -138,8 +168,8 @@ def convert(checkpoint: Path, out: Path, fmt: str, keep: tuple[str, ...], usage:
             raise Misuse(f"{quote(out)} already exists; write to another name, or add --force")
     if not out.name.endswith(".safetensors"):
         raise Misuse(f"{quote(out)} does not end in .safetensors; choose a name that does")
-    done = quantize_to(out, opened, chosen, options.USAGES[usage], keep, seed)
-    print_conversion(out, chosen, done)
+    done = quantize_to(out, opened, chosen, planes, keep, seed)
+    print_conversion(out, done)
 
 
 @group.command(cls=options.Command)

@@ -25,12 +25,13 @@ from qshard._cli.errors import Failure, Misuse, quote
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
 from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, text_of
+from qshard._plans.fit import fold_kernel, refusal
+from qshard._plans.plan import NOT_PLANNED, Plan
 from qshard.formats import Format, Usage
-from qshard.layout import Shape, matrix_shape, plane
+from qshard.layout import Shape, matrix_shape
 from qshard.numerics import _kernels as kernels
 from qshard.numerics._display import progress_bar
 from qshard.numerics._reductions import as_float
-from qshard.numerics._report import group_refusals
 
 WORDS = {"uint8": "U8", "float32": "F32"}  # Safetensors dtypes of codes and scales
 OP = "qshard convert"
@@ -55,24 +56,30 @@ class Conversion:
 
 
 def quantize_to(
-    out: Path, checkpoint: Checkpoint, fmt: Format, usage: Usage, keep: Sequence[str], seed: int
+    out: Path, checkpoint: Checkpoint, plan: Plan, usage: Usage, keep: Sequence[str], seed: int
 ) -> Conversion:
     """Convert a checkpoint to the file `out`. `keep` has patterns of tensors to copy unchanged.
 
     Raises:
-      Misuse: nothing is left to quantize, or a tensor has codes and does not match `keep`.
+      Misuse: nothing is left to quantize, a tensor has codes and does not match `keep`, or `plan` names a tensor that
+        its format does not fit.
       Failure: the file that was read back differs from the data that was written.
     """
     entries = checkpoint.entries
     named = matching(entries, keep, "--keep") if keep else set()
     selection = select(checkpoint, entries, keep=named, advice="exclude it with --keep")
-    weights, unfit = _fitting(selection, fmt, usage)
+    weights, unfit = _fitting(selection, plan, plan.formats(entries), usage)
     kept = selection.left_out | unfit
     if not weights:
         raise Misuse(f"{quote(checkpoint.path)} has nothing to quantize: {_explain_nothing(kept, unfit)}")
     tensors = _tensors(entries, weights)
     metadata = checkpoint.metadata | {KEY: text_of(weights)}
     remarks = [*checkpoint.notes, *selection.notes, *selection.remarks.values()]
+    remarks += [
+        f"{quote(name)}: a convolution, stored as {' x '.join(map(str, what.shape))}"
+        for name, what in weights.items()
+        if what.shape != entries[name].shape
+    ]
     done = Conversion(weights, kept, (0, 0), remarks)
     with replacing(out) as file, progress_bar(sum(entry.nbytes for entry in entries.values())) as update:
         writer, read = Writer(file, tensors, metadata), 0
@@ -95,7 +102,7 @@ def quantize_to(
 def quantize_entry(entry: Entry, what: Description, seed: int, remarks: list[str]) -> dict[str, NDArray[Any]]:
     """Quantize a weight and return its arrays, by their names without the name of the weight."""
     fmt, x = what.format, as_float(entry.read(), OP)
-    matrix = np.ascontiguousarray(x.array).reshape(matrix_shape(entry.shape))
+    matrix = np.ascontiguousarray(x.array).reshape(matrix_shape(what.shape))
     draws = kernels.draws(OP, seed_of(entry.name, seed)) if fmt.stochastic else None
     usage = Usage.BOTH if len(what.planes) > 1 else what.planes[0]
     planes = quantize_steps.quantize(kernels.ops, matrix, fmt, usage, draws=draws)
@@ -118,17 +125,28 @@ def seed_of(name: str, seed: int) -> int:
     return (seed + int.from_bytes(own, "little")) % 2**64
 
 
-def _fitting(selection: Selection, fmt: Format, usage: Usage) -> tuple[dict[str, Description], dict[str, str]]:
-    """Return descriptions of the layers that a format supports, and name -> reason for the others."""
-    weights, unfit = {}, {}
+def _fitting(
+    selection: Selection, plan: Plan, formats: Mapping[str, Format], usage: Usage
+) -> tuple[dict[str, Description], dict[str, str]]:
+    """Return descriptions of the layers that their formats fit, and name -> reason for the others.
+
+    Raises Misuse if `plan` names a tensor, not only a pattern, that is no layer or that its format does not fit.
+    """
+    weights: dict[str, Description] = {}
+    unfit: dict[str, str] = {}
     for entry in selection.layers:
-        try:
-            for each in usage.planes:
-                plane(fmt, entry.shape, each, op=str(fmt), name="shape")
-        except ValueError as error:
-            (unfit[entry.name],) = group_refusals({str(fmt): str(error)})
+        fmt, shape = formats.get(entry.name), fold_kernel(entry.shape)
+        if fmt is None:
+            unfit[entry.name] = NOT_PLANNED
             continue
-        weights[entry.name] = Description(format=fmt, shape=entry.shape, dtype=entry.kernel_dtype, planes=usage.planes)
+        if (why := refusal(fmt, shape, usage)) is not None:
+            unfit[entry.name] = f"{fmt}: {why}"
+            continue
+        weights[entry.name] = Description(format=fmt, shape=shape, dtype=entry.kernel_dtype, planes=usage.planes)
+    reasons = selection.left_out | unfit
+    for name, fmt in plan.rules.items():
+        if (why := reasons.get(name)) is not None and why != KEPT:
+            raise Misuse(f"{plan.origin} {quote(name)}={fmt}: {why}; choose another format, or leave it out")
     return weights, unfit
 
 
@@ -136,7 +154,8 @@ def _explain_nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
     by_name = {name: why for name, why in kept.items() if why == KEPT}
     # The reason that is easiest to change comes first.
     for names, advice in (
-        (unfit, "choose another format"),
+        ({name: why for name, why in unfit.items() if why != NOT_PLANNED}, "choose another format"),
+        ({name: why for name, why in unfit.items() if why == NOT_PLANNED}, "add one"),
         (by_name, "keep fewer"),
         (kept, f"use a checkpoint that has tensors of real numbers with {LEAST_AXES} or more axes"),
     ):

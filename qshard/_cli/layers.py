@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from qshard._cli.checkpoint import Entry
 from qshard._cli.errors import Misuse, quote
+from qshard._plans.fit import fold_kernel, refusal
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, plane
 from qshard.numerics._display import progress_bar
@@ -71,8 +72,9 @@ def open_activations(path: Path, entries: Iterable[Entry]) -> tuple[Activations,
         shape, dtype = there[name]
         if dtype.kind not in KINDS or dtype.fields is not None:
             raise Misuse(f"{quote(path)}: {quote(name)} ({dtype}) does not have real numbers; save it as float32")
-        if shape[-1:] != entry.shape[-1:]:
-            what = f"{quote(name)} {shape} does not end in the {entry.shape[-1:]} of {quote(entry.name)} {entry.shape}"
+        last = fold_kernel(entry.shape)[-1:]
+        if shape[-1:] != last:
+            what = f"{quote(name)} {shape} does not end in the {last} of {quote(entry.name)} {entry.shape}"
             raise Misuse(f"{quote(path)}: {what}; save the inputs of the layer")
         names[entry.name] = name
     rest = sorted(there.keys() - set(names.values()))
@@ -207,11 +209,9 @@ class Question:
             usages = self.usage.planes[:1] if fmt.transposes else self.usage.planes
             if fmt.rotates(Usage.BOTH) and self.usage is Usage.ROWWISE:
                 usages = (Usage.COLUMNWISE,)
-            try:
-                for usage in usages:
-                    plane(fmt, shape, usage, op=str(fmt))
-            except ValueError as error:
-                left_out[str(fmt)] = str(error)
+            whys = [why for why in (refusal(fmt, shape, usage) for usage in usages) if why is not None]
+            if whys:
+                left_out[str(fmt)] = whys[0]
                 continue
             found += [(fmt, usage) for usage in usages]
         return found, left_out
@@ -219,10 +219,10 @@ class Question:
     def least_bytes(self, entry: Entry) -> float:
         """Return the bytes of the smallest way to store a layer, computed from its shape."""
         sizes: dict[str, float] = {entry.dtype: float(entry.nbytes)}
-        for fmt, usage in self.planes(entry.shape)[0]:
+        for fmt, usage in self.planes(fold_kernel(entry.shape))[0]:
             if usage not in self.usage.planes:
                 continue
-            sizes[str(fmt)] = sizes.get(str(fmt), 0.0) + plane(fmt, entry.shape, usage).nbytes
+            sizes[str(fmt)] = sizes.get(str(fmt), 0.0) + plane(fmt, fold_kernel(entry.shape), usage).nbytes
         return min(sizes.values())
 
 
@@ -249,11 +249,14 @@ def measure(entries: list[Entry], question: Question, remarks: Mapping[str, str]
 
 
 def _layer(entry: Entry, question: Question, known: list[str], advance: Any) -> Layer:
-    x = as_float(entry.read(), OP)
-    planes, left_out = question.planes(entry.shape)
+    shape = fold_kernel(entry.shape)
+    x = as_float(entry.read().reshape(shape), OP)
+    planes, left_out = question.planes(shape)
     given = question.activations.of(entry.name) if question.activations else None
     rows = tuple(_row(x, fmt, usage, question, given, advance) for fmt, usage in planes)
     remarks = list(known)
+    if shape != entry.shape:
+        remarks.append(f"a convolution, measured as {' x '.join(map(str, shape))}")
     if question.activations is not None and given is None:
         remarks.append("no activations, so its harm is that for white noise")
     if any(row.output is not None and math.isnan(row.output) for row in rows):

@@ -15,19 +15,19 @@ import click
 from qshard._cli.errors import Misuse
 from qshard._core.validation import as_format
 from qshard.formats import FORMATS, Format, Usage
+from qshard.layout import whole_units
 from qshard.recipes import NAMED
 
 USAGES = {"rowwise": Usage.ROWWISE, "columnwise": Usage.COLUMNWISE, "both": Usage.BOTH}
 ALL = "all"
 PATH = click.Path(path_type=Path)
 
-usage: Callable[[Any], Any] = click.option(
-    "--usage",
-    type=click.Choice(list(USAGES)),
-    default="rowwise",
-    show_default=True,
-    help="The plane: blocks along the last axis, along the first, or both.",
-)
+_plane: dict[str, Any] = {
+    "type": click.Choice(list(USAGES)),
+    "help": "The plane: blocks along the last axis, along the first, or both.",
+}
+usage: Callable[[Any], Any] = click.option("--usage", default="rowwise", show_default=True, **_plane)
+usage_or_plan: Callable[[Any], Any] = click.option("--usage", show_default="that of --plan, or rowwise", **_plane)
 seed: Callable[[Any], Any] = click.option(
     "--seed", type=click.IntRange(0, 2**64 - 1), default=0, show_default=True, help="Seed of stochastic rounding."
 )
@@ -114,6 +114,19 @@ def weight_formats() -> list[Format]:
     """Return the formats that recipes use for weights, with the default `nonfinite` of each format."""
     found = [recipe.weight for recipe in NAMED.values()]
     return list(dict.fromkeys(fmt.with_options(nonfinite=FORMATS[fmt.name].nonfinite) for fmt in found))
+
+
+def file_formats() -> list[Format]:
+    """Return a format per recipe that fits most shapes: its weight format if it fits any shape, else its 1-D blocks.
+
+    Formats with E8M0 scales are followed by their variant that rounds scales down, as the OCP specification does.
+    """
+    found: list[Format] = []
+    for recipe in NAMED.values():
+        fits_any = whole_units(recipe.weight, Usage.ROWWISE) == (1, 1)
+        fmt = FORMATS[(recipe.weight if fits_any else recipe.activation).name]
+        found += filter(None, (fmt, _with_options(fmt, {"scale_rounding": "floor"})))
+    return list(dict.fromkeys(found))
 
 
 def with_variants(formats: list[Format], rotate: bool, stochastic: bool) -> list[Format]:

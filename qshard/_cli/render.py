@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import html
 import math
 import shutil
@@ -12,19 +13,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qshard._cli.allocation import Point
 from qshard._cli.conversion import Conversion
 from qshard._cli.errors import count_of, printable, quote
 from qshard._cli.layers import Layer
-from qshard._cli.report import HARM, RANKING, Findings, decibels, draws, level, outputs, title
+from qshard._cli.report import QUALITY, RANKING, Findings, decibels, draws, level, mix, outputs, title
 from qshard._core import environment
-from qshard.formats import Format, Usage
+from qshard._plans.allocation import AS_THEY_ARE, MOST_FORMATS, Point
+from qshard.formats import Usage
 from qshard.numerics._report import WIDE, Report, group_refusals, one_decimal, percent
 
 POINTS = 16  # maximum points of the curve in text
 BAR = 40
 NAMED = 3  # maximum tensors that are listed by name for one reason
-HINT = "--budget 0.8 recommends a format per layer for a mean of 0.8 bytes per element; --html FILE plots the trade-off"
+PLAN_HINT = "--budget 0.8 --plan plan.json plans a format per layer for 0.8 bytes per element; qshard convert reads it"
+HTML_HINT = "--html report.html plots the trade-off"
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #1b1f24 }
@@ -59,9 +61,10 @@ def console() -> Console:
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
-def print_text(findings: Findings) -> None:
-    """Print a report: tables of layers first, and the most important lines last, where a terminal shows them."""
+def print_text(findings: Findings, plan: Path | None = None) -> None:
+    """Print a report: a summary, a table per layer, the ranking and the trade-off. `plan` is the file of the plan."""
     out = console()
+    _print_summary(out, findings, plan)
     for layer in findings.layers:
         for report in _reports(layer):
             out.print(report)
@@ -76,11 +79,37 @@ def print_text(findings: Findings) -> None:
     out.print()
     out.print(Text(f"{findings.ranked_by}: {RANKING}", style="bold"))
     out.print(
-        table(["layer", "noise dB"], [[quote(layer.entry.name), decibels(harm)] for layer, harm in findings.ranking])
+        table(["layer", "SQNR dB"], [[quote(layer.entry.name), decibels(harm)] for layer, harm in findings.ranking])
     )
     out.print()
     _print_curve(out, findings)
-    _print_recommendation(out, findings)
+    _print_plan(out, findings)
+
+
+def _print_summary(out: Console, findings: Findings, plan: Path | None) -> None:
+    """Print the size of the checkpoint, one line per format, the recommendation, and what else a report can do."""
+    layers, uniform, chosen = findings.layers, findings.tradeoff.uniform, findings.recommendation
+    elements, nbytes = (sum(getattr(layer.entry, name) for layer in layers) for name in ("elements", "nbytes"))
+    what = f"{count_of(len(layers), 'layer')}, {elements} elements, {nbytes} bytes"
+    out.print(Text(f"{quote(findings.checkpoint.path)}: {what}", style="bold"))
+    rows = []
+    for name, point in sorted(uniform.items(), key=lambda each: (each[1].bytes_per_element, each[1].harm)):
+        fits = sum(name in layer.choices for layer in layers) if name != AS_THEY_ARE else len(layers)
+        share = "all" if fits == len(layers) else f"{fits} of {len(layers)}"
+        rows.append([name, f"{point.bytes_per_element:.3f}", decibels(point.harm), share])
+    out.print(table(["format of all layers that it fits", "bytes per element", "SQNR dB", "fits"], rows))
+    if chosen is not None:
+        out.print(Text(f"plan for {findings.budget:g} bytes per element: {_in_short(chosen.point)}"))
+    if chosen is not None and plan is not None:
+        out.print(Text(f"qshard convert {quote(findings.checkpoint.path)} OUT --plan {quote(plan)} carries it out"))
+    else:
+        out.print(Text(PLAN_HINT))
+    out.print(Text(HTML_HINT))
+    out.print()
+
+
+def _in_short(point: Point) -> str:
+    return f"{mix(point.formats)}; {point.bytes_per_element:.3f} bytes per element, {level(point.harm)}"
 
 
 def _reports(layer: Layer) -> Iterator[Report]:
@@ -103,18 +132,17 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def _print_curve(out: Console, findings: Findings) -> None:
-    curve, uniform = findings.tradeoff.curve, findings.tradeoff.uniform
-    points = [("each layer its own", point) for point in _some(curve)] + list(uniform.items())
-    points.sort(key=lambda each: each[1].bytes_per_element)
-    levels = [10 * math.log10(point.harm) for _, point in points if point.harm]
+    points = _some(findings.tradeoff.curve)
+    levels = [_level(point) for point in points if point.harm]
     low, high = min(levels, default=0.0), max(levels, default=0.0)
     rows = []
-    for name, point in points:
-        part = (10 * math.log10(point.harm) - low) / ((high - low) or 1) if point.harm else 0.0
-        rows.append([name, f"{point.bytes_per_element:.3f}", decibels(point.harm), "#" * round(1 + (BAR - 1) * part)])
-        rows[-1][-1] = rows[-1][-1].ljust(BAR) if point.harm else " " * BAR
-    out.print(Text(f"bytes per element against dB of {HARM}", style="bold"))
-    out.print(table(["formats", "bytes", "noise dB", "more noise, longer bar".ljust(BAR)], rows))
+    for point in points:
+        part = (_level(point) - low) / ((high - low) or 1) if point.harm else 1.0
+        bar = "#" * round(1 + (BAR - 1) * part)
+        rows.append([mix(point.formats), f"{point.bytes_per_element:.3f}", decibels(point.harm), bar.ljust(BAR)])
+    out.print(Text(f"the best plan of each size: {QUALITY}", style="bold"))
+    heads = ["formats, and their numbers of layers", "bytes per element", "SQNR dB", "better, longer bar".ljust(BAR)]
+    out.print(table(heads, rows))
 
 
 def _some(curve: Sequence[Point]) -> list[Point]:
@@ -123,36 +151,34 @@ def _some(curve: Sequence[Point]) -> list[Point]:
         return list(curve)
     first, last = curve[0].bytes_per_element, curve[-1].bytes_per_element
     wanted = [first + (last - first) * i / (POINTS - 1) for i in range(POINTS)]
-    near = [min(curve, key=lambda point: abs(point.bytes_per_element - size)) for size in wanted]
-    return list(dict.fromkeys(near))
+    near = [min(range(len(curve)), key=lambda i: abs(curve[i].bytes_per_element - size)) for size in wanted]
+    return [curve[i] for i in dict.fromkeys(near)]
 
 
-def _print_recommendation(out: Console, findings: Findings) -> None:
+def _print_plan(out: Console, findings: Findings) -> None:
     chosen = findings.recommendation
-    if findings.budget is None:
-        out.print()
-        out.print(Text(HINT))
     if chosen is None:
         return
     out.print()
-    point = chosen.point
-    what = f"{point.bytes_per_element:.3f}, {level(point.harm)}"
-    out.print(Text(f"for {findings.budget:g} bytes per element: {what}", style="bold"))
+    out.print(Text(f"plan for {findings.budget:g} bytes per element: {_in_short(chosen.point)}", style="bold"))
     rows = [
         [quote(name), choice.name, f"{choice.nbytes:.0f}", decibels(choice.harm)]
         for name, choice in chosen.choices.items()
     ]
-    out.print(table(["layer", "format", "bytes", "noise dB"], rows))
+    out.print(table(["layer", "format", "bytes", "SQNR dB"], rows))
 
 
-def print_conversion(out: Path, fmt: Format, done: Conversion) -> None:
+def print_conversion(out: Path, done: Conversion) -> None:
+    """Print the tensors of a conversion to `out`."""
     to = console()
     _print_reasons(to, "kept", done.kept)
     for line in done.remarks:
         to.print(Text(line))
     before, after = done.nbytes
-    what = f"{count_of(len(done.quantized), 'tensor')} in {fmt}, {len(done.kept)} unchanged"
-    to.print(Text(f"{quote(out)}: {what}; {before} bytes became {after}; read back bit for bit"))
+    counts = collections.Counter(str(what.format) for what in done.quantized.values())
+    what = ", ".join(f"{count_of(count, 'tensor')} in {name}" for name, count in counts.most_common())
+    what = f"{what}, {len(done.kept)} unchanged; {before} bytes became {after}; read back bit for bit"
+    to.print(Text(f"{quote(out)}: {what}"))
 
 
 def _print_reasons(out: Console, what: str, reasons: Mapping[str, str]) -> None:
@@ -180,19 +206,19 @@ def _parts(findings: Findings) -> Iterator[str]:
         yield f"<p>{_text(note)}</p>"
     chosen = findings.recommendation
     if findings.ranking:
-        yield f"<h2>Bytes against {HARM}</h2>"
+        yield f"<h2>Bytes against {QUALITY}</h2>"
         yield svg(findings)
-        yield "<p class=small>Line: the least noise for each size, with a format per layer. Dots: one format for all "
-        yield f"layers that it supports.{' Ring: the recommendation.' if chosen else ''} Choices without noise are not "
+        yield f"<p class=small>Line: the best plan of each size, with at most {MOST_FORMATS} formats. Dots: one format "
+        yield f"for all layers that it supports.{' Ring: the recommendation.' if chosen else ''} Exact choices are not "
         yield "shown.</p>"
     if chosen is not None:
         yield f"<h2>For {findings.budget:g} bytes per element</h2>"
-        yield f"<p>{chosen.point.bytes_per_element:.3f} bytes per element, {level(chosen.point.harm)}.</p>"
+        yield f"<p>{_text(_in_short(chosen.point))}.</p>"
         rows = [(name, each.name, f"{each.nbytes:.0f}", decibels(each.harm)) for name, each in chosen.choices.items()]
-        yield _table(("layer", "format", "bytes", "noise dB"), rows)
+        yield _table(("layer", "format", "bytes", "SQNR dB"), rows)
     if findings.ranking:
         yield f"<h2>{_text(findings.ranked_by)}: {RANKING}</h2>"
-        yield _table(("layer", "noise dB"), [(layer.entry.name, decibels(harm)) for layer, harm in findings.ranking])
+        yield _table(("layer", "SQNR dB"), [(layer.entry.name, decibels(harm)) for layer, harm in findings.ranking])
     yield "<h2>Layers</h2>"
     for layer in findings.layers:
         yield from _layer(layer)
@@ -231,10 +257,10 @@ def _text(value: object) -> str:
 
 
 def svg(findings: Findings) -> str:
-    """Draw dB of noise-to-signal over bytes per element as SVG.
+    """Draw SQNR in dB over bytes per element as SVG.
 
-    The trade-off is a curve, one format for all layers is a dot, and the recommendation is a ring. Points without noise
-    are left out.
+    The trade-off is a curve, one format for all layers is a dot, and the recommendation is a ring. Exact points are
+    left out.
     """
     curve = [point for point in findings.tradeoff.curve if point.harm]
     uniform = {name: point for name, point in findings.tradeoff.uniform.items() if point.harm}
@@ -251,22 +277,25 @@ def _svg_lines(
     across = ticks([point.bytes_per_element for point in every])
     up = ticks([_level(point) for point in every])
 
-    def at(point: Point) -> tuple[float, float]:
-        x = (point.bytes_per_element - across[0]) / (across[-1] - across[0])
-        y = (_level(point) - up[0]) / (up[-1] - up[0])
+    def place(nbytes: float, level: float) -> tuple[float, float]:
+        x = (nbytes - across[0]) / (across[-1] - across[0])
+        y = (level - up[0]) / (up[-1] - up[0])
         return LEFT + x * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM)
 
-    yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="bytes per element against noise">'
+    def at(point: Point) -> tuple[float, float]:
+        return place(point.bytes_per_element, _level(point))
+
+    yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="bytes per element against SQNR">'
     for value in across:
-        x, _ = at(Point(value, 1.0))
+        x, _ = place(value, up[0])
         yield f'<line class="grid" x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{HEIGHT - BOTTOM}"/>'
         yield f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + LINE + 3}" text-anchor="middle">{value:g}</text>'
     for value in up:
-        _, y = at(Point(across[0], 10 ** (value / 10)))
+        _, y = place(across[0], value)
         yield f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>'
         yield f'<text x="{LEFT - 8}" y="{y + DROP:.1f}" text-anchor="end">{value:g}</text>'
     yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">bytes per element</text>'
-    yield f'<text x="{LEFT}" y="{TOP - 12}">dB of {html.escape(HARM)}</text>'
+    yield f'<text x="{LEFT}" y="{TOP - 12}">dB, {html.escape(QUALITY)}</text>'
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, curve))
     yield f'<polyline class="curve" points="{path}"/>'
     # Dots block labels, too.
@@ -310,7 +339,7 @@ def _rows(row: float) -> list[float]:
 
 
 def _level(point: Point) -> float:
-    return 10 * math.log10(point.harm)
+    return -10 * math.log10(point.harm)
 
 
 def ticks(values: Sequence[float]) -> list[float]:

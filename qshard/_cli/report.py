@@ -8,21 +8,23 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qshard._cli.allocation import Point, Recommendation, Tradeoff, rank, recommend, tradeoff
 from qshard._cli.checkpoint import Checkpoint, matching
 from qshard._cli.errors import Misuse, count_of, quote
 from qshard._cli.layers import Layer, Question, Row, measure, open_activations
 from qshard._cli.options import Budget
 from qshard._cli.selection import select
+from qshard._plans.allocation import Point, Recommendation, Tradeoff, rank, recommend, tradeoff
+from qshard._plans.plan import text_of
 from qshard.formats import Usage
 
-RANKING = "noise-to-signal ratio, worst layer first"
-HARM = "noise-to-signal ratio, mean over layers"
+RANKING = "SQNR of each layer, worst first"
+NO_PLAN = "no recommendation"
+QUALITY = "SQNR of all layers, weighed by their sizes"
 
 # Fields of `Stats` that are written.
 NUMBERS = ["sqnr_db", "max_relative_error", "mean_relative_error", "zeros_made", "saturated", "subnormal"]
@@ -89,7 +91,7 @@ def find(
     choice, curve = None if budget is None else recommend(layers, budget), tradeoff(layers)
     if budget is not None and choice is None:
         least = curve.curve[0].bytes_per_element
-        notes.append(f"no recommendation: the smallest choice with known harm takes {least:.4f} bytes per element")
+        notes.append(f"{NO_PLAN}: the smallest plan with known noise takes {least:.4f} bytes per element")
     if any(fmt.hadamard for fmt in question.formats) and Usage.COLUMNWISE not in question.usage.planes:
         notes.append(
             "rotated formats exist only for the columnwise plane; add --usage columnwise or --usage both to include "
@@ -135,23 +137,49 @@ def draws(layer: Layer) -> list[str]:
 def outputs(layer: Layer) -> list[str]:
     """Return a line about the harm with activations, if there are any."""
     found = [f"{row.stats.format} {decibels(row.output)}" for row in layer.rows if row.output is not None]
-    return [f"noise-to-signal ratio with its activations, in dB: {', '.join(found)}"] if found else []
+    return [f"SQNR of its output with its activations, in dB: {', '.join(found)}"] if found else []
 
 
 def level(harm: float) -> str:
-    """Format harm in dB for a sentence."""
-    return f"{decibels(harm)} dB" if harm else "no noise"
+    """Format harm as SQNR for a sentence."""
+    return f"{decibels(harm)} dB" if harm else "exact"
 
 
 def decibels(harm: float | None) -> str:
-    """Format a noise-to-signal ratio in dB.
+    """Format a noise-to-signal ratio as SQNR in dB.
 
     >>> decibels(0.01), decibels(0.0), decibels(None)
-    ('-20.0', 'none', 'unknown')
+    ('20.0', 'exact', 'unknown')
     """
     if harm is None:
         return "unknown"
-    return f"{10 * math.log10(harm):.1f}" if harm else "none"
+    return f"{-10 * math.log10(harm):.1f}" if harm else "exact"
+
+
+def mix(formats: Mapping[str, int]) -> str:
+    """Format the number of layers by format.
+
+    >>> mix({"FP8_E4M3": 1, "NVFP4": 12}), mix({"NVFP4": 12})
+    ('NVFP4 12, FP8_E4M3 1', 'NVFP4')
+    """
+    names = sorted(formats, key=lambda name: -formats[name])
+    return names[0] if len(names) == 1 else ", ".join(f"{name} {formats[name]}" for name in names)
+
+
+def as_plan(findings: Findings) -> str:
+    """Return the plan file of the recommendation: the format of each layer that does not keep its dtype.
+
+    Raises Misuse if there is no recommendation.
+    """
+    chosen = findings.recommendation
+    if chosen is None:
+        why = next(note for note in findings.checkpoint.notes if note.startswith(NO_PLAN))
+        raise Misuse(f"--plan: {why}; raise --budget")
+    own = {layer.entry.name: layer.entry.dtype for layer in findings.layers}
+    formats = {name: choice.name for name, choice in chosen.choices.items() if choice.name != own[name]}
+    if not formats:
+        raise Misuse("--plan: no layer would get a format; measure other formats with --formats")
+    return text_of(formats, findings.layers[0].usage)
 
 
 def as_json(findings: Findings) -> str:
@@ -244,8 +272,8 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def _point(point: Point) -> dict[str, float]:
-    return {"bytes_per_element": point.bytes_per_element, "harm": point.harm}
+def _point(point: Point) -> dict[str, Any]:
+    return {"bytes_per_element": point.bytes_per_element, "harm": point.harm, "formats": dict(point.formats)}
 
 
 def _number(value: float) -> float | None:

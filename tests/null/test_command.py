@@ -93,7 +93,10 @@ def test_numbers_are_those_of_stats(model):
             assert row["harm"] == 10 ** (-expected.sqnr_db / 10)
         x = arrays[layer["name"]].astype(np.float64)
         assert layer["outliers"] == np.mean(np.abs(x) > 6 * np.sqrt(np.mean(x**2)))
-    assert "x (33, 50) is not a whole number of 1x16 blocks of NVFP4" in found["layers"][4]["left_out"]["NVFP4"]
+    assert (
+        "shape (33, 50) is not a whole number of 1x16 blocks; FP8_E4M3 would fit"
+        in found["layers"][4]["left_out"]["NVFP4"]
+    )
     assert found["left_out"] == {"norm": "fewer than 2 axes", "ids": "I64: not of real numbers"}
 
 
@@ -263,6 +266,7 @@ def test_codes_are_those_of_the_reference(name, usage, tmp_path):
     from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import quantize_to, seed_of
     from qshard._core.validation import as_format
+    from qshard._plans.plan import Plan
 
     fmt = as_format(name, "test")
     arrays = {
@@ -270,7 +274,7 @@ def test_codes_are_those_of_the_reference(name, usage, tmp_path):
     }
     path, out = write(tmp_path / "a.safetensors", arrays), tmp_path / "o.safetensors"
     asked = Usage[usage.upper()]
-    done = quantize_to(out, open_checkpoint(path), fmt, asked, (), 7)
+    done = quantize_to(out, open_checkpoint(path), Plan({}, fmt), asked, (), 7)
     assert done.nbytes == (sum(x.nbytes for x in arrays.values()), sum(x.nbytes for x in read(out)[0].values()))
     made, metadata = read(out)
     for each, what in parse_metadata(metadata[KEY]).items():
@@ -288,7 +292,7 @@ def test_what_is_kept_and_why(model, tmp_path):
     out = tmp_path / "o.safetensors"
     text = ok("convert", model, out, "--format", "NVFP4_16x16", "--keep", "layers.[01].*")
     assert "kept (named by --keep): 2: layers.0.w, layers.1.w" in text
-    assert "pad the rows to 48 and the columns to 64): 1: odd" in text
+    assert "16x16 blocks; FP8_E4M3 would fit): 1: odd" in text
     assert "kept (fewer than 2 axes): 1: norm" in text
     assert "2 tensors in NVFP4_16x16, 5 unchanged" in text
     before, (after, metadata) = read(model)[0], read(out)
@@ -325,6 +329,7 @@ def test_what_is_read_back_is_compared(model, tmp_path, monkeypatch):
     from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import Writer, quantize_to
     from qshard._cli.errors import Failure
+    from qshard._plans.plan import Plan
 
     checkpoint, check = open_checkpoint(model), Writer.check
 
@@ -337,7 +342,7 @@ def test_what_is_read_back_is_compared(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Writer, "check", damaged)
     with pytest.raises(Failure, match="was read back with other bytes than were written"):
-        quantize_to(tmp_path / "o.safetensors", checkpoint, FORMATS["NVFP4_16x16"], Usage.ROWWISE, (), 0)
+        quantize_to(tmp_path / "o.safetensors", checkpoint, Plan({}, FORMATS["NVFP4_16x16"]), Usage.ROWWISE, (), 0)
     assert list(tmp_path.iterdir()) == [model]
 
 

@@ -76,7 +76,7 @@ def test_the_report_goes_by_the_output(tmp_path):
     assert layers["d"]["remarks"] == ["no activations, so its harm is that for white noise"]
     assert "have no signal" in layers["c.weight"]["remarks"][0]
     assert found["notes"] == ["activations match no layer: other"]
-    assert "noise-to-signal ratio with its activations, in dB: NVFP4 " in qshard(*arguments).stdout
+    assert "SQNR of its output with its activations, in dB: NVFP4 " in qshard(*arguments).stdout
 
 
 def test_files_that_are_none(tmp_path):

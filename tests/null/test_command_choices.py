@@ -9,8 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from qshard import reference
 from qshard.formats import FORMATS
-from support.checkpoints import numbers, ok, reported, small_model, write
+from support.checkpoints import numbers, ok, read, reported, small_model, write
 
 for _name in ("click", "rich", "safetensors"):
     pytest.importorskip(_name)
@@ -80,93 +81,13 @@ def test_nonfinite_and_zero_layers(tmp_path):
     assert None in harms["nan"]
     assert found["recommendation"]["formats"]["all"] == "F32"  # Nobody knows what else it may be.
     assert found["ranking"]["layers"][0]["harm"] is None
-    assert found["tradeoff"]["curve"][-1]["harm"] == 0
+    assert 0 < found["tradeoff"]["curve"][-1]["harm"] < 1e-3
     text = ok("report", path)
     assert "no error is measured" in text
     assert "unknown" in text
     found = reported(path, "--layers", "all", "--formats", "FP8_E4M3", "--budget", "2")
     assert (found["recommendation"], len(found["notes"])) == (None, 1)
-    assert "the smallest choice with known harm takes 4.0000 bytes" in found["notes"][0]
-
-
-def test_the_recommendation_is_the_best_there_is(tmp_path):
-    """Of every mix, at the budgets that points of the curve have; between those no worse than the last point."""
-    arrays = {f"w{i}": numbers((32, 32 * (i + 1)), i) * np.exp(i * numbers((32, 1), 9)) for i in range(4)}
-    path = write(tmp_path / "a.safetensors", arrays)
-    found = reported(path, "--formats", "FP8_E4M3,MXFP4_32x32,NVFP4_16x16")
-    elements = sum(x.size for x in arrays.values())
-    choices = []
-    for layer in found["layers"]:
-        size = math.prod(layer["shape"])
-        own = [(4 * size, 0.0)]
-        choices.append(own + [(row["bits_per_element"] * size / 8, row["harm"]) for row in layer["formats"]])
-    mixes = [(sum(b for b, _ in mix), sum(h for _, h in mix)) for mix in itertools.product(*choices)]
-    curve = found["tradeoff"]["curve"]
-    assert len(curve) > 6
-    assert [point["harm"] for point in curve] == sorted((point["harm"] for point in curve), reverse=True)
-    for point in curve:
-        least = min(harm for size, harm in mixes if size <= point["bytes_per_element"] * elements * (1 + 1e-12))
-        assert 4 * point["harm"] == pytest.approx(least, rel=1e-9)
-    for budget in (0.55, 0.8, curve[2]["bytes_per_element"], 1.5, 3.0, 100.0):
-        chosen = reported(path, "--formats", "FP8_E4M3,MXFP4_32x32,NVFP4_16x16", "--budget", budget)["recommendation"]
-        assert chosen["bytes_per_element"] <= budget
-        least = min(harm for size, harm in mixes if size <= budget * elements)
-        assert 4 * chosen["harm"] == pytest.approx(least, rel=1e-9)
-    arguments = ("--formats", "FP8_E4M3,MXFP4_32x32,NVFP4_16x16", "--budget")
-    assert reported(path, *arguments, f"{elements * 0.8 / 1000} kB")["recommendation"] == {
-        **reported(path, *arguments, "0.8")["recommendation"],
-        "budget": pytest.approx(0.8),
-    }
-    uniform = found["tradeoff"]["uniform"]
-    assert uniform.keys() == {"FP8_E4M3", "MXFP4_32x32", "NVFP4_16x16", "as they are"}
-    assert uniform["as they are"] == {"bytes_per_element": 4, "harm": 0}
-
-
-@pytest.mark.parametrize("few", [False, True])
-def test_recommendations_against_all_mixes(few, monkeypatch):
-    """Random choices, some of equal size or harm, some of unknown harm: the best of all mixes is found.
-
-    If few mixes are kept, the result fits the budget and is no worse than the curve.
-    """
-    from types import SimpleNamespace
-
-    from qshard._cli import allocation
-    from qshard._cli.layers import Choice
-
-    if few:
-        monkeypatch.setattr(allocation, "MOST_MIXES", 2)
-    rng = np.random.default_rng(0)
-    for _ in range(150):
-        layers = []
-        for i in range(rng.integers(1, 6)):
-            made = [
-                Choice(f"{j}", int(rng.integers(1, 30)), None if rng.random() < 0.1 else float(rng.integers(1, 40)))
-                for j in range(rng.integers(0, 6))
-            ]
-            choices = {choice.name: choice for choice in [*made, Choice("own", 40, 0.0)]}
-            layers.append(
-                SimpleNamespace(entry=SimpleNamespace(name=f"w{i}", elements=10, dtype="own"), choices=choices)
-            )
-        known = [[each for each in layer.choices.values() if each.harm is not None] for layer in layers]
-        mixes = [(sum(c.nbytes for c in mix), sum(c.harm for c in mix)) for mix in itertools.product(*known)]
-        curve = allocation.tradeoff(layers).curve
-        for size in range(0, 40 * len(layers) + 2):
-            found = allocation.recommend(layers, size / (10 * len(layers)))
-            fitting = [harm for nbytes, harm in mixes if nbytes <= size]
-            assert (found is None) == (not fitting)
-            if found is None:
-                continue
-            nbytes = sum(choice.nbytes for choice in found.choices.values())
-            harm = sum(choice.harm for choice in found.choices.values())
-            assert nbytes <= size
-            assert list(found.choices) == [layer.entry.name for layer in layers]
-            assert found.point.bytes_per_element == nbytes / (10 * len(layers))
-            if few:
-                on_curve = [p.harm for p in curve if p.bytes_per_element * 10 * len(layers) <= size * (1 + 1e-9)]
-                assert harm <= min(on_curve) * len(layers) * (1 + 1e-9)
-            else:
-                assert harm == min(fitting)
-                assert nbytes == min(b for b, h in mixes if h == harm)
+    assert "the smallest plan with known noise takes 4.0000 bytes" in found["notes"][0]
 
 
 def test_the_page(model, tmp_path):
@@ -182,8 +103,8 @@ def test_the_page(model, tmp_path):
     _, _, width, height = map(float, svg.get("viewBox").split())
     curve = next(each for each in svg if each.get("class") == "curve")
     points = [tuple(map(float, point.split(","))) for point in curve.get("points").split()]
-    assert points == sorted(points)  # More bytes, less noise: down to the right.
-    assert [y for _, y in points] == sorted(y for _, y in points)
+    assert points == sorted(points)  # More bytes, more SQNR: up to the right.
+    assert [y for _, y in points] == sorted((y for _, y in points), reverse=True)
     assert all(0 < x < width and 0 < y < height for x, y in points)
     assert not re.search(r"(src|href)=|url\(|@import", html)
     for name in ("layers.0.w", "odd", "norm", "FP8_128x128"):
@@ -216,11 +137,46 @@ def test_names_in_the_picture(tmp_path):
         assert one[1] <= other[0] or other[1] <= one[0] or abs(one[2] - other[2]) >= LINE - 0.1  # As it is rounded.
 
 
-def test_text_says_what_its_numbers_are_and_what_else_there_is(model):
-    """SQNR and the noise-to-signal ratio in dB have opposite signs, so both are named."""
-    hint = "--budget 0.8 recommends a format per layer"
-    text = ok("report", model, "--formats", "NVFP4")
-    assert re.search(r"^layer +noise dB$", text, re.MULTILINE)
-    assert re.search(r"^formats +bytes +noise dB +more noise, longer bar", text, re.MULTILINE)
-    assert text.splitlines()[-1].startswith(hint)
-    assert hint not in ok("report", model, "--formats", "NVFP4", "--budget", "2")
+def test_the_summary_comes_first(model):
+    """One line per format by size, with how many layers it fits; then what else a report can do. SQNR has one sign."""
+    hints = ("--budget 0.8 --plan plan.json plans a format per layer", "--html report.html plots the trade-off")
+    lines = ok("report", model, "--formats", "NVFP4,FP8_E4M3").splitlines()
+    assert lines[0] == f"{model}: 5 layers, 38514 elements, 154056 bytes"
+    assert [line.split()[0] for line in lines[2:5]] == ["NVFP4", "FP8_E4M3", "as"]  # NVFP4 leaves one layer in float32
+    assert lines[2].endswith(" 4 of 5")
+    assert lines[3].endswith(" all")
+    assert lines[5].startswith(hints[0])
+    assert lines[6].startswith(hints[1])
+    text = "\n".join(lines)
+    assert re.search(r"^layer +SQNR dB$", text, re.MULTILINE)
+    assert not re.search(r" -[0-9]+[.][0-9] *$", text, re.MULTILINE)
+    assert "noise dB" not in text
+
+
+def test_formats_that_fit_files_are_the_default(tmp_path):
+    """A vocabulary that is no multiple of 32 has a number in every format, the rounding of the OCP scales too."""
+    (layer,) = reported(write(tmp_path / "a.safetensors", {"embed": numbers((522, 64))}))["layers"]
+    assert layer["left_out"] == {}
+    names = [row["format"] for row in layer["formats"]]
+    assert {"NVFP4", "MXFP4", "MXFP4[scale_rounding=floor]", "MXFP8_E4M3", "FP8_E4M3", "FP8_128x128"} < set(names)
+    (layer,) = reported(tmp_path / "a.safetensors", "--formats", "MXFP8_32x32,NVFP4_16x16")["layers"]
+    why = "shape (522, 64) is not a whole number of {} blocks; {} would fit"
+    assert layer["left_out"] == {
+        "MXFP8_32x32": why.format("32x32", "MXFP8_E4M3"),
+        "NVFP4_16x16": why.format("16x16", "NVFP4"),
+    }
+
+
+def test_convolutions_are_folded(tmp_path):
+    """Their blocks run over inputs and kernel: the codes are those of `[out, -1]`. Experts keep their three axes."""
+    conv, experts = numbers((64, 16, 8, 1)), numbers((2, 32, 64), 1)
+    path, out = write(tmp_path / "a.safetensors", {"conv": conv, "experts": experts}), tmp_path / "o.safetensors"
+    found = {layer["name"]: layer for layer in reported(path, "--formats", "MXFP4")["layers"]}
+    assert found["conv"]["remarks"] == ["a convolution, measured as 64 x 128"]
+    assert found["experts"]["remarks"] == []
+    assert "conv: a convolution, stored as 64 x 128" in ok("convert", path, out, "--format", "MXFP4")
+    arrays = read(out)[0]
+    expected = reference.quantize(conv.reshape(64, 128), "MXFP4").rowwise
+    assert arrays["conv.rowwise.data"].tobytes() == expected.data.tobytes()
+    assert arrays["conv.rowwise.scale_inv"].tobytes() == expected.scale_inv.tobytes()
+    assert arrays["experts.rowwise.data"].shape == (2, 32, 32)

@@ -192,8 +192,8 @@ def test_wrong_arguments(tmp_path):
         ("report", path, "--formats", "nvfp4"): "--formats ('nvfp4') is not a format name; did you mean 'NVFP4'",
         ("report", path, "--formats", "MXFP8_E4M3,"): "--formats ('') is not a format name",
         ("report", path, "--json", "--csv"): "--json and --csv exclude each other",
-        ("report", path, "--budget", "0.1"): "--budget 0.1 is too small: the formats take 513 bytes, 0.5010 an element",
-        ("report", path, "--budget", "500 B"): "--budget 500 B is too small: the formats take 513 bytes",
+        ("report", path, "--budget", "0.1"): "--budget 0.1 is too small: the formats take 544 bytes, 0.5313 an element",
+        ("report", path, "--budget", "500 B"): "--budget 500 B is too small: the formats take 544 bytes",
         (
             "report",
             path,
@@ -205,7 +205,7 @@ def test_wrong_arguments(tmp_path):
         ("report", path, "--budget", "0"): "Invalid value for '--budget'",
         ("report", path, "--budget", "nan"): "--budget",
         ("report", path, "--budget", "inf"): "Invalid value for '--budget'",
-        ("report", path, "--rotate"): "--rotate applies to none of these formats",
+        ("report", path, "--formats", "MXFP4", "--rotate"): "--rotate applies to none of these formats",
         ("report", path, "--stochastic", "0"): "Invalid value for '--stochastic'",
         ("report", path, "--html", path): "does not end in .html",
         ("report", path, "--html", tmp_path / ".." / tmp_path.name): "does not end in .html",
@@ -214,7 +214,7 @@ def test_wrong_arguments(tmp_path):
         ("convert", path, "/proc/a.safetensors", "--format", "MXFP4_32x32"): "/proc cannot be written to",
         ("report", path, "--colour"): "No such option",
         ("report",): "Missing argument 'CHECKPOINT'",
-        ("convert", path, out): "Missing option '--format'",
+        ("convert", path, out): "give the formats by --format, such as --format NVFP4, or by --plan",
         ("convert", path, out, "--format", "E4M3"): "is not a format name",
         ("convert", path, path, "--format", "MXFP4"): "is a file of the checkpoint itself",
         ("convert", path, tmp_path / "a.bin", "--format", "MXFP4"): "does not end in .safetensors",
@@ -226,8 +226,8 @@ def test_wrong_arguments(tmp_path):
             "has nothing to quantize: b: fewer than 2 axes; use a checkpoint that has tensors of real numbers with 2"
         ),
         ("convert", odd, out, "--format", "MXFP4"): (
-            "has nothing to quantize: w: MXFP4: shape (3, 3) is not a whole number of 1x32 blocks; pad the columns to "
-            "32; choose another format"
+            "has nothing to quantize: w: MXFP4: shape (3, 3) is not a whole number of 1x32 blocks; FP8_E4M3 would "
+            "fit; choose another format"
         ),
         ("convert", path, out, "--format", "NVFP4[hadamard=True]", "--usage", "neither"): "Invalid value for '--usage'",
         ("bench", "--size", "0"): "Invalid value for '--size'",
