@@ -6,7 +6,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import qshard.jax as qj
@@ -16,65 +15,31 @@ from qshard.jax._experts.expert_parallel import exchanged_rows, quantize_dispatc
 from qshard.jax._experts.tiles import quantize_tiles, tiles_of
 from qshard.jax._experts.token_exchange import TokenExchange
 from qshard.layout import takes_rows
-from qshard.recipes import Recipe, Role
+from qshard.recipes import Role
 from support.awkward import assert_bits_equal
-from support.formats import RECIPES
 from support.hlo import collectives
+from support.jax_expert_parallel import (
+    ALL,
+    W2,
+    W13,
+    WIDE,
+    E,
+    H,
+    R,
+    assert_close,
+    mesh_of,
+    normal,
+    states_of,
+    step,
+    tokens,
+)
 
-R, T, K, E, H, WIDE, SEED = 4, 24, 2, 8, 64, 64, 0x0123456789ABCDEF
-ALL = RECIPES | {"E4M3": Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_E4M3"), "none": None}
-OFTEN = {("CurrentScaling", "uneven"), ("NVFP4", "empty")}
 CASES = [
-    pytest.param(name, load, marks=[] if (name, load) in OFTEN else pytest.mark.slow, id=f"{name}-{load}")
+    pytest.param(name, load, marks=[] if name == "CurrentScaling" else pytest.mark.slow, id=f"{name}-{load}")
     for name in ALL
     for load in ("uneven", "empty")
 ]
-ERROR = 2e-6
-"""Part of the norm. Products have fp32 sums in another order, because XLA splits them by the number of rows."""
 EP = P("ep")
-
-
-def normal(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-W13, W2 = normal(E, 2 * WIDE, H, seed=2) / H**0.5, normal(E, H, WIDE, seed=3) / WIDE**0.5
-
-
-def tokens(load, devices=R):
-    """Return x, weights of experts, the gradient of y and indices, of all devices.
-
-    "uneven": devices use different numbers of rows, and expert 3 has none. "empty": only the experts of device 0 have
-    tokens, and device 1 has no tokens of its own. "spread": every device receives as many rows as it sends.
-    """
-    random = np.random.default_rng(5)
-    x, dy = (normal(devices * T, H, seed=seed) for seed in (6, 7))
-    x *= np.repeat(1 + 3 * np.arange(devices), T)[:, None]
-    indices = random.integers(0, 2 if load == "empty" else E, (devices, T, K)).astype(np.int32)
-    if load == "uneven":
-        for device in range(devices):
-            indices[device, T - 5 * device :] = -1
-        indices[indices == 3] = -1
-    elif load == "empty":
-        indices[1] = -1
-    else:
-        indices = np.broadcast_to((np.arange(T * K) % E).reshape(T, K), indices.shape).astype(np.int32)
-    return x, random.random((devices * T, K), np.float32), dy, indices.reshape(-1, K)
-
-
-def states_of(name):
-    return tuple(qj.init_delayed(ALL[name], (E,)) for _ in range(2)) if name == "DelayedScaling" else None
-
-
-def step(x, weights, dy, indices, w13, w2, states, *, name, **options):
-    """Return y, the gradients of x, weights, w13 and w2, and the cotangents of states."""
-
-    def call(x, weights, w13, w2, states):
-        given = {"seeds": (SEED, SEED + 1), "states": states, **options}
-        return qj.grouped_mlp(x, indices, weights, w13, w2, ALL[name], **given)
-
-    y, vjp = jax.vjp(call, x, weights, w13, w2, states)
-    return y, *vjp(dy)
 
 
 @functools.cache
@@ -82,22 +47,10 @@ def one_device(name):
     return jax.jit(functools.partial(step, name=name))
 
 
-def mesh_of(**sizes):
-    devices = jax.devices()[: int(np.prod([*sizes.values()]))]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
-
-
 @functools.cache
 def devices_of(name, **options):
     run = functools.partial(step, name=name, ep_axis="ep", **options)
     return jax.jit(jax.shard_map(run, mesh=mesh_of(ep=R), in_specs=(EP,) * 7, out_specs=(EP,) * 6))
-
-
-def assert_close(found, expected, error=ERROR):
-    for what, a, b in zip(("y", "dx", "dweights", "dw13", "dw2"), found, expected, strict=False):
-        a, b = np.asarray(a), np.asarray(b)
-        assert a.shape == b.shape, what
-        assert np.linalg.norm(a - b) <= error * np.linalg.norm(b), (what, np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 @pytest.mark.parametrize(("name", "load"), CASES)
