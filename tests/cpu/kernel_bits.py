@@ -26,7 +26,8 @@ from qshard.formats import E4M3
 from qshard.op_table import OpSpec
 from support import op_calls
 from support.awkward import assert_bits_equal, awkward_values
-from support.draws import IN_ANY_ORDER, SPECS, WIDE, Call, choices, draw, filled
+from support.draw_values import filled
+from support.draws import IN_ANY_ORDER, SPECS, WIDE, Call, choices, draw
 from support.op_calls import call
 from support.oracle_tensors import cast_tensor, dequantize
 

@@ -20,7 +20,8 @@ from qshard.jax._sharding import foreach
 from qshard.op_table import table
 from qshard.torch_bridge._ops.bind import call_into
 from support.awkward import assert_all_bits_equal
-from support.draws import FEW, SPECS, choices, draw, filled
+from support.draw_values import filled
+from support.draws import FEW, SPECS, choices, draw
 from support.op_calls import attributes_of, placed, to_numpy, to_torch
 from support.oracle import oracle
 

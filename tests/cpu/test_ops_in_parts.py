@@ -13,7 +13,8 @@ from qshard.jax import ops
 from qshard.jax._ops.bind import shardy_rule
 from qshard.op_table import table
 from support.awkward import assert_all_bits_equal, assert_bits_equal
-from support.draws import draw, filled
+from support.draw_values import filled
+from support.draws import draw
 from support.hlo import collectives
 from support.op_calls import bind, call
 from support.oracle import oracle

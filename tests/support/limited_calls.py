@@ -23,7 +23,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from qshard import _ffi
-from support.draws import SPECS, Call, draw, filled
+from support.draw_values import filled
+from support.draws import SPECS, Call, draw
 
 THREADS = (1, 2, 4)
 ROOM = (0, 2**16, 2**18, 2**20, 2**22)
