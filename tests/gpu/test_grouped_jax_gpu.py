@@ -15,8 +15,8 @@ from qshard import gemm_dispatch  # noqa: E402
 from qshard._core.operands import OperandSpec  # noqa: E402
 from qshard.formats import Usage  # noqa: E402
 from qshard.jax import CodedWeight, linear, quantize, ragged_dot  # noqa: E402
-from qshard.jax._gemm.target_gpu import gpu_of  # noqa: E402
 from qshard.jax._experts.tiles import quantize_tiles, tiles_of  # noqa: E402
+from qshard.jax._gemm.target_gpu import gpu_of  # noqa: E402
 from qshard.recipes import NAMED, Recipe, Role  # noqa: E402
 from support.awkward import assert_bits_equal  # noqa: E402
 from support.gemm_bounds import assert_is_product_of_codes, assert_is_product_of_values  # noqa: E402
