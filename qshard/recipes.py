@@ -345,15 +345,19 @@ def check_state(
         raise ValueError(f"{op}: {name} ({given}) does not fit {layers or 'the other arguments'}; pass {advice}")
 
 
+CAST_OPTIONS = ("nonfinite", "pow2", "eps")
+"""Options that affect casts, but not the meaning of codes."""
+
+
 def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe) -> None:
     """Raise ValueError unless codes of `fmt` can be the weight of a layer with this recipe."""
-    # `nonfinite` affects casts, not codes.
-    if fmt.with_options(nonfinite=recipe.weight.nonfinite) == recipe.weight:
+    own, wanted = fmt.options, recipe.weight.options
+    same = {option: wanted[option] for option in CAST_OPTIONS if option in own and option in wanted}
+    if fmt.with_options(**same) == recipe.weight:
         return
     what, remedy = "is not in the weight format of the recipe", f"quantize it to {recipe.weight}"
-    own, wanted = fmt.options, recipe.weight.options
     if fmt.name == recipe.weight.name and own.keys() == wanted.keys():
-        differ = [option for option in own if option != "nonfinite" and own[option] != wanted[option]]
+        differ = [option for option in own if option not in CAST_OPTIONS and own[option] != wanted[option]]
         had, needed = (", ".join(f"{option}={of[option]}" for option in differ) for of in (own, wanted))
         what = f"has {had}, but the weight format of the recipe has {needed}"
     raise ValueError(f"{op}: {name} ({fmt}) {what}; {remedy}")

@@ -31,6 +31,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if JAX_HAS_CUDA else "cpu")
 # Without LLVM optimizations, XLA compiles for CPUs in two thirds of the time. `make nightly` runs with them.
 if not HAS_NVIDIA:
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# OpenMP threads that wait sleep. By default they spin: two workers on two cores ran small ops of torch 20 times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Torch and JAX share the GPU in one process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -24,6 +24,7 @@ from qshard._core.quantize_steps import Plane
 from qshard.torch_bridge._convert.convert import convert
 from qshard.torch_bridge._convert.export import quantized_state_dict
 from qshard.torch_bridge._convert.fsdp1 import prepare_modules_for_fsdp1
+from qshard.torch_bridge._convert.load_quantized import freeze, load_quantized
 from qshard.torch_bridge._convert.quantized_init import quantized_init
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
 from qshard.torch_bridge._experts.grouped_linear import GroupedLinear, grouped_linear
@@ -71,6 +72,7 @@ __all__ = [
     "cast_master",
     "convert",
     "cross_entropy",
+    "freeze",
     "from_plain",
     "gather_slices",
     "gathered_weight",
@@ -80,6 +82,7 @@ __all__ = [
     "join_pieces",
     "linear",
     "linear_cross_entropy",
+    "load_quantized",
     "load_scaling_state",
     "moe_permutation",
     "moe_permute",

@@ -17,7 +17,9 @@ import numpy  # noqa: F401 - before ml_dtypes, which makes an ImportError of Ctr
 from qshard._cli import USAGE, options
 from qshard._cli.errors import Failure, Misuse, printable, quote
 from qshard._core import environment
+from qshard._files.engine_formats import ENGINE_FORMATS
 
+OWN = "qshard"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -97,9 +99,10 @@ def report(
     from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import replacing
     from qshard._cli.layers import Question
+    from qshard._cli.quantized_entry import with_quantized
     from qshard._cli.render import page, print_text
 
-    opened = open_checkpoint(checkpoint)
+    opened = with_quantized(open_checkpoint(checkpoint))
     question = Question(formats=tuple(chosen), usage=options.USAGES[usage], draws=stochastic or 1, seed=seed)
     with contextlib.ExitStack() as stack:  # fails early if a file cannot be written
         html_file, plan_file = (stack.enter_context(replacing(path)) if path else None for path in (html, plan))
@@ -123,7 +126,14 @@ def report(
     multiple=True,
     metavar="[GLOB=]NAME",
     help="Such as NVFP4_16x16, or with options: 'NVFP4[global_scale=row]'. Repeat it for tensors of other formats: "
-    "'embed*=FP8_E4M3'.",
+    "'embed*=FP8_E4M3'. Without it, weights that are quantized already keep their codes.",
+)
+@click.option(
+    "--to",
+    type=click.Choice([OWN, *ENGINE_FORMATS]),
+    default=OWN,
+    show_default=True,
+    help="Write a file of qshard, or a folder that serving engines read.",
 )
 @click.option("--plan", type=options.PATH, metavar="JSON", help="Formats of tensors, as qshard report --plan writes.")
 @click.option("--keep", multiple=True, metavar="GLOB", help="Do not convert tensors with these names.")
@@ -134,6 +144,7 @@ def convert(
     checkpoint: Path,
     out: Path,
     formats: tuple[str, ...],
+    to: str,
     plan: Path | None,
     keep: tuple[str, ...],
     usage: str | None,
@@ -146,11 +157,13 @@ def convert(
     scales, tensors without real numbers, and tensors of a shape that the format does not support are not changed. OUT
     is read back and verified before it gets its name.
     """
-    if bool(formats) == (plan is not None):
-        raise Misuse("give the formats by --format, such as --format NVFP4, or by --plan: one of the two")
+    if formats and plan is not None:
+        raise Misuse("--format and --plan exclude each other; use one")
 
     from qshard._cli.checkpoint import open_checkpoint
-    from qshard._cli.conversion import quantize_to
+    from qshard._cli.conversion import plan_conversion, write_file
+    from qshard._cli.engine_output import write_engine
+    from qshard._cli.quantized_entry import with_quantized
     from qshard._cli.render import print_conversion
     from qshard._plans.plan import plan_of, read_plan
 
@@ -160,16 +173,28 @@ def convert(
         chosen, planes = read_plan(plan)
         if usage is not None and options.USAGES[usage] is not planes:
             raise Misuse(f"--usage {usage} is not that of {quote(plan)}; leave it out, or make another plan")
-    opened = open_checkpoint(checkpoint)
+    if to != OWN and planes is not options.USAGES["rowwise"]:
+        raise Misuse(f"--to {to} has the rowwise plane alone; leave --usage out, or make a plan without it")
+    opened = with_quantized(open_checkpoint(checkpoint))
+    if to == OWN:
+        _check_out(out, opened.files, force)
+    done = plan_conversion(opened, chosen, planes, keep, for_engine=to != OWN)
+    if to == OWN:
+        write_file(out, opened, done, seed)
+    else:
+        write_engine(out, opened, to, done, seed)
+    print_conversion(out, done)
+
+
+def _check_out(out: Path, files: Sequence[Path], force: bool) -> None:
+    """Raise Misuse unless the file `out` may be written."""
     if out.exists():
-        if any(out.samefile(file) for file in opened.files):
+        if any(out.samefile(file) for file in files):
             raise Misuse(f"{quote(out)} is a file of the checkpoint itself; write to another name")
         if not force and not out.is_dir():
             raise Misuse(f"{quote(out)} already exists; write to another name, or add --force")
     if not out.name.endswith(".safetensors"):
         raise Misuse(f"{quote(out)} does not end in .safetensors; choose a name that does")
-    done = quantize_to(out, opened, chosen, planes, keep, seed)
-    print_conversion(out, done)
 
 
 @group.command(cls=options.Command)

@@ -79,8 +79,13 @@ class Entry:
         return math.prod(self.shape)
 
     @property
+    def bits(self) -> int:
+        """Bits of an element, without scales."""
+        return BITS[self.dtype]
+
+    @property
     def nbytes(self) -> int:
-        return self.elements * BITS[self.dtype] // 8
+        return self.elements * self.bits // 8
 
     @property
     def kernel_dtype(self) -> str:
@@ -100,15 +105,24 @@ class Entry:
             return f"{len(self.shape)} axes: more than {MOST_AXES}"
         return None
 
+    @property
+    def tensors(self) -> tuple[Entry, ...]:
+        """The tensors in the file that belong to the entry."""
+        return (self,)
+
     def read(self) -> NDArray[Any]:
         """Read the tensor, 8-bit floats as bfloat16, which is exact. Raises `Failure` if the file became shorter."""
+        numbers: NDArray[Any] = self.read_bytes().view(FLOATS[self.dtype]).reshape(self.shape)
+        return numbers.astype(ml_dtypes.bfloat16) if numbers.dtype.itemsize == 1 else numbers
+
+    def read_bytes(self) -> NDArray[np.uint8]:
+        """Read the bytes of the tensor. Raises `Failure` if the file became shorter."""
         array = np.empty(self.nbytes, np.uint8)
         first = 0
         for part in self.bytes():
             array[first : first + len(part)] = np.frombuffer(part, np.uint8)
             first += len(part)
-        numbers: NDArray[Any] = array.view(FLOATS[self.dtype]).reshape(self.shape)
-        return numbers.astype(ml_dtypes.bfloat16) if numbers.dtype.itemsize == 1 else numbers
+        return array
 
     def bytes(self, most: int = 2**24) -> Iterator[bytes]:
         """Yield the bytes of the tensor in parts of at most `most`. Raises `Failure` if the file became shorter."""
@@ -278,6 +292,11 @@ def quantization_of(checkpoint: Checkpoint) -> str | None:
     return None
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a config file beside a checkpoint; empty if it is absent or no JSON object."""
+    return _json_object(_read_optional(path)) or {}
+
+
 def _weight_map(path: Path) -> dict[str, str]:
     """Read the map from names of tensors to names of files."""
     problem = f"{quote(path)} ({path.stat().st_size} bytes) is not a safetensors index"
@@ -301,6 +320,10 @@ def _read_optional(path: Path) -> bytes:
 
 def _json_value(key: str, text: bytes) -> object:
     """Return the value of a key in a JSON object; None if it is absent, or the text is invalid or nested too deeply."""
+    return (_json_object(text) or {}).get(key)
+
+
+def _json_object(text: bytes) -> dict[str, Any] | None:
     bare = STRING.sub(b"", text)  # count first: small JSON objects are large in memory
     if bare.count(b"{") + bare.count(b"[") > MOST_NESTED:
         return None
@@ -308,7 +331,7 @@ def _json_value(key: str, text: bytes) -> object:
         read = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return read.get(key) if isinstance(read, dict) else None
+    return read if isinstance(read, dict) else None
 
 
 def matching(names: Collection[str], globs: Iterable[str], option: str) -> set[str]:

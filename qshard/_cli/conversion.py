@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from qshard._cli.checkpoint import BITS, LENGTH, Checkpoint, Entry, File, matching, read_header
 from qshard._cli.errors import Failure, Misuse, quote
+from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
 from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, text_of
@@ -47,56 +48,88 @@ class Conversion:
       quantized: description of each quantized tensor, by name.
       kept: name of each copied tensor -> reason.
       nbytes: bytes of all tensors before and after.
+      requantized: weights that had codes of other formats, and were quantized again from their values.
     """
 
     quantized: dict[str, Description]
     kept: dict[str, str]
     nbytes: tuple[int, int]
     remarks: list[str] = field(default_factory=list)
+    requantized: list[str] = field(default_factory=list)
 
 
-def quantize_to(
-    out: Path, checkpoint: Checkpoint, plan: Plan, usage: Usage, keep: Sequence[str], seed: int
+def plan_conversion(
+    checkpoint: Checkpoint, plan: Plan, usage: Usage, keep: Sequence[str], *, for_engine: bool = False
 ) -> Conversion:
-    """Convert a checkpoint to the file `out`. `keep` has patterns of tensors to copy unchanged.
+    """Choose the weights to quantize. `keep` has patterns of tensors to copy unchanged.
 
-    Raises:
-      Misuse: nothing is left to quantize, a tensor has codes and does not match `keep`, or `plan` names a tensor that
-        its format does not fit.
-      Failure: the file that was read back differs from the data that was written.
+    Weights that are quantized already and have no format in `plan` keep their codes. `for_engine` leaves out the
+    shapes that serving engines do not store.
+
+    Raises Misuse if nothing is left to quantize, a tensor has codes and does not match `keep`, or `plan` names a tensor
+    that its format does not fit.
     """
     entries = checkpoint.entries
-    named = matching(entries, keep, "--keep") if keep else set()
-    selection = select(checkpoint, entries, keep=named, advice="exclude it with --keep")
-    weights, unfit = _fitting(selection, plan, plan.formats(entries), usage)
+    selection = select(checkpoint, entries, keep=_names_to_keep(entries, keep), advice="exclude it with --keep")
+    weights, unfit = _fitting(selection, plan, plan.formats(entries), usage, for_engine)
     kept = selection.left_out | unfit
     if not weights:
         raise Misuse(f"{quote(checkpoint.path)} has nothing to quantize: {_explain_nothing(kept, unfit)}")
-    tensors = _tensors(entries, weights)
-    metadata = checkpoint.metadata | {KEY: text_of(weights)}
     remarks = [*checkpoint.notes, *selection.notes, *selection.remarks.values()]
     remarks += [
         f"{quote(name)}: a convolution, stored as {' x '.join(map(str, what.shape))}"
         for name, what in weights.items()
         if what.shape != entries[name].shape
     ]
-    done = Conversion(weights, kept, (0, 0), remarks)
+    return Conversion(weights, kept, (0, 0), remarks)
+
+
+def _names_to_keep(entries: Mapping[str, Entry], keep: Sequence[str]) -> set[str]:
+    """Return the names of entries that a pattern of `keep` matches, by their own name or the name of their codes.
+
+    A pattern that matches only scales has no effect: their codes would be misread.
+    """
+    if not keep:
+        return set()
+    owners = {each.name: name for name, entry in entries.items() for each in entry.tensors}
+    of_codes = {*entries, *(entry.tensors[0].name for entry in entries.values())}
+    return {owners.get(name, name) for name in matching({*entries, *owners}, keep, "--keep") if name in of_codes}
+
+
+def write_file(out: Path, checkpoint: Checkpoint, done: Conversion, seed: int) -> None:
+    """Write the file `out` in the form of `to_plain`, and complete `done`.
+
+    Raises `Failure` if the file that was read back differs from the data that was written.
+    """
+    entries, weights = checkpoint.entries, done.quantized
+    tensors = _tensors(entries, weights)
+    metadata = checkpoint.metadata | {KEY: text_of(weights)}
     with replacing(out) as file, progress_bar(sum(entry.nbytes for entry in entries.values())) as update:
         writer, read = Writer(file, tensors, metadata), 0
         for i, (name, entry) in enumerate(entries.items()):
             update(f"{i + 1} of {len(entries)}: {quote(name)}", read)
             if name in weights:
-                for part, array in quantize_entry(entry, weights[name], seed, done.remarks).items():
+                for part, array in arrays_of(entry, weights[name], seed, done).items():
                     writer.write(key_of(name, part), [array.reshape(-1).view(np.uint8).data])
             else:
-                writer.write(name, entry.bytes())
+                for each in entry.tensors:
+                    writer.write(each.name, each.bytes())
             read += entry.nbytes
         update("reading it back", read)
         if parse_metadata(writer.check(Path(file.name)).metadata[KEY], op=OP) != weights:
             raise Failure(f"{quote(out)} was read back with other metadata; this is a bug in qshard, please report it")
     before = sum(entry.nbytes for entry in entries.values())
     done.nbytes = before, sum(slot.nbytes for slot in writer.slots.values())
-    return done
+
+
+def arrays_of(entry: Entry, what: Description, seed: int, done: Conversion) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a weight: its codes if it has codes of this format, else quantized from its values."""
+    if isinstance(entry, QuantizedEntry):
+        planes = entry.planes_as(what.format, what.planes)
+        if planes is not None:
+            return _in_shapes(planes, what)
+        done.requantized.append(entry.name)
+    return quantize_entry(entry, what, seed, done.remarks)
 
 
 def quantize_entry(entry: Entry, what: Description, seed: int, remarks: list[str]) -> dict[str, NDArray[Any]]:
@@ -115,6 +148,10 @@ def quantize_entry(entry: Entry, what: Description, seed: int, remarks: list[str
             f"{quote(entry.name)} has {x.beyond} elements outside the range of float32, which became 0 or infinite "
             "first"
         )
+    return _in_shapes(planes, what)
+
+
+def _in_shapes(planes: Mapping[Usage, quantize_steps.Plane], what: Description) -> dict[str, NDArray[Any]]:
     shapes = {part: shape for part, (_, shape) in what.arrays().items()}
     return {part: array.reshape(shapes[part]) for part, array in flat(planes).items()}
 
@@ -126,7 +163,7 @@ def seed_of(name: str, seed: int) -> int:
 
 
 def _fitting(
-    selection: Selection, plan: Plan, formats: Mapping[str, Format], usage: Usage
+    selection: Selection, plan: Plan, formats: Mapping[str, Format], usage: Usage, for_engine: bool
 ) -> tuple[dict[str, Description], dict[str, str]]:
     """Return descriptions of the layers that their formats fit, and name -> reason for the others.
 
@@ -135,14 +172,22 @@ def _fitting(
     weights: dict[str, Description] = {}
     unfit: dict[str, str] = {}
     for entry in selection.layers:
-        fmt, shape = formats.get(entry.name), fold_kernel(entry.shape)
+        fmt, shape, own = formats.get(entry.name), fold_kernel(entry.shape), None
+        if fmt is None and isinstance(entry, QuantizedEntry):
+            weights[entry.name] = entry.weight.description
+            continue
         if fmt is None:
             unfit[entry.name] = NOT_PLANNED
             continue
-        if (why := refusal(fmt, shape, usage)) is not None:
+        why = refusal(fmt, shape, usage)
+        if for_engine and shape != entry.shape:
+            why = "a convolution, which engines do not store quantized"
+        if why is not None:
             unfit[entry.name] = f"{fmt}: {why}"
             continue
-        weights[entry.name] = Description(format=fmt, shape=shape, dtype=entry.kernel_dtype, planes=usage.planes)
+        if isinstance(entry, QuantizedEntry):
+            own = entry.format_as(fmt, usage.planes)
+        weights[entry.name] = Description(format=own or fmt, shape=shape, dtype=entry.kernel_dtype, planes=usage.planes)
     reasons = selection.left_out | unfit
     for name, fmt in plan.rules.items():
         if (why := reasons.get(name)) is not None and why != KEPT:
@@ -155,7 +200,10 @@ def _explain_nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:
     # The reason that is easiest to change comes first.
     for names, advice in (
         ({name: why for name, why in unfit.items() if why != NOT_PLANNED}, "choose another format"),
-        ({name: why for name, why in unfit.items() if why == NOT_PLANNED}, "add one"),
+        (
+            {name: why for name, why in unfit.items() if why == NOT_PLANNED},
+            "give one by --format, such as --format NVFP4, or by --plan",
+        ),
         (by_name, "keep fewer"),
         (kept, f"use a checkpoint that has tensors of real numbers with {LEAST_AXES} or more axes"),
     ):
@@ -168,7 +216,7 @@ def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict
     """Return the dtype and shape of every tensor of the output, by name."""
     found: dict[str, tuple[str, Shape]] = {}
     for name, entry in entries.items():
-        made = {name: (entry.dtype, entry.shape)}
+        made = {each.name: (each.dtype, each.shape) for each in entry.tensors}
         if name in weights:
             arrays = weights[name].arrays(op=OP, name=name)
             made = {key_of(name, part): (WORDS[dtype], shape) for part, (dtype, shape) in arrays.items()}

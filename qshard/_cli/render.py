@@ -174,6 +174,9 @@ def print_conversion(out: Path, done: Conversion) -> None:
     _print_reasons(to, "kept", done.kept)
     for line in done.remarks:
         to.print(Text(line))
+    if again := done.requantized:
+        many = f"{count_of(len(again), 'weight')} had codes of other formats, such as {quote(again[0])}"
+        to.print(Text(f"{many}: quantized again from the values of these codes"))
     before, after = done.nbytes
     counts = collections.Counter(str(what.format) for what in done.quantized.values())
     what = ", ".join(f"{count_of(count, 'tensor')} in {name}" for name, count in counts.most_common())

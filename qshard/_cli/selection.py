@@ -167,7 +167,8 @@ class Names:
             elif entry.dtype in FP8:
                 plain.append(name)
         if plain:
-            others = (each for each, doubt in found.items() if doubt.certain)
+            others = [each for each, entry in self.checkpoint.entries.items() if len(entry.tensors) > 1]
+            others += [each for each, doubt in found.items() if doubt.certain]
             why = next((f"{quote(each)} has one" for each in others), None) or quantization_of(self.checkpoint)
             if why is not None:
                 found |= dict.fromkeys(plain, Doubt(f"has no scale, but {why}"))

@@ -1,7 +1,7 @@
 """Tensors of a quantized weight in the files of serving engines: names, dtypes, shapes, and the direction of scales.
 
-`engine_tensors` maps the weight `NAME` `[*lead, N, K]` to its tensors in a format. The arrays are those of its rowwise
-plane, so codes are never computed again: they change names, and scales are repeated, reshaped or inverted.
+`engine_tensors` maps the weight `NAME` `[*lead, N, K]` to its tensors in a format. They hold the arrays of its
+rowwise plane, so codes are never computed again: they change names, and scales are repeated, reshaped or inverted.
 
 | format | quantized as | tensors |
 | --- | --- | --- |
@@ -43,7 +43,7 @@ FLOAT_MAX = float.fromhex("0x1.fffffep127")  # largest finite float32
 
 
 class Scheme(enum.StrEnum):
-    """What shares a scale, and the dtypes of codes and scales: the part of a format that engines distinguish.
+    """Dtypes of codes and scales, and the elements that share a scale: the part of a format that engines distinguish.
 
     Its value names a format of the scheme, for errors.
     """

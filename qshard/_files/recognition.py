@@ -10,7 +10,7 @@
 | gpt-oss | `NAME_blocks` U8 `[*lead, N, K / 32, 16]` | `NAME_scales` E8M0 `[*lead, N, K / 32]` |
 
 A weight is recognized only if its scales have the dtype and the shape that its codes need, and no other tensor changes
-its values, such as a zero point. Everything else is left to the caller, which must not read the codes as numbers.
+its values, such as a zero point. The caller must not read other codes as numbers.
 
 Sources: as in `engine_formats.py`; transformers 5.24, integrations/fbgemm_fp8.py, integrations/mxfp4.py
 `convert_moe_packed_tensors` and integrations/finegrained_fp8.py `Fp8Dequantize`.
@@ -18,8 +18,9 @@ Sources: as in `engine_formats.py`; transformers 5.24, integrations/fbgemm_fp8.p
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -112,12 +113,15 @@ def _widen(tensor: EngineTensor, raw: NDArray[np.uint8], dtype: str) -> NDArray[
     return raw.reshape(tensor.shape)
 
 
-def recognize(tensors: Mapping[str, TensorSpec], block: tuple[int, int] = BLOCK) -> dict[str, EngineWeight]:
+def recognize(
+    tensors: Mapping[str, TensorSpec], block: tuple[int, int] = BLOCK, outside: Iterable[str] = ()
+) -> dict[str, EngineWeight]:
     """Find the quantized weights of a checkpoint.
 
     Args:
       tensors: all tensors of the checkpoint, by name.
       block: (rows, cols) that share a scale in FP8 weights with a grid of scales: `block_of_config`.
+      outside: names of tensors of the same checkpoint in files that are not there.
 
     >>> codes = {"up.weight": TensorSpec("F8_E4M3", (256, 512))}
     >>> found = recognize(codes | {"up.weight_scale_inv": TensorSpec("F32", (2, 4))})
@@ -127,7 +131,7 @@ def recognize(tensors: Mapping[str, TensorSpec], block: tuple[int, int] = BLOCK)
     {}
     """
     modules: dict[str, list[str]] = {}
-    for name in tensors:
+    for name in itertools.chain(tensors, outside):
         modules.setdefault(_module(name), []).append(name)
     found: dict[str, EngineWeight] = {}
     for name, stored in tensors.items():

@@ -21,7 +21,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qshard._cli.checkpoint import BITS
 from qshard._cli.layers import Choice, Layer
 
 MOST_FORMATS = 3  # maximum number of formats of a plan
@@ -117,7 +116,7 @@ class _Options:
         self.elements, self.own = layer.entry.elements, choices.pop(own)
         known = {name: each for name, each in choices.items() if each.harm is not None}
         self.formats = {name: each for name, each in known.items() if each.nbytes < self.own.nbytes}
-        self.keeps = not self.formats or BITS[own] <= NARROW
+        self.keeps = not self.formats or layer.entry.bits <= NARROW
 
     def front(self, formats: Collection[str]) -> list[Choice]:
         """Return the front of the choices with these formats."""

@@ -42,6 +42,7 @@ from qshard.jax._optim.zero import ZeroPlan, plan_zero
 from qshard.jax._probes import Probe, init_numerics, numerics_of
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, Shards, gather
+from qshard.jax._quantized.load_quantized import load_quantized
 from qshard.jax._quantized.primary import PrimaryWeight, dequantize_tree, value_and_grad
 from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize
 from qshard.jax._quantized.serialization import from_plain, to_plain
@@ -84,6 +85,7 @@ __all__ = [
     "join_pieces",
     "linear",
     "linear_cross_entropy",
+    "load_quantized",
     "merge_observed",
     "moe_permutation",
     "moe_permute",

@@ -27,7 +27,7 @@ def test_its_blocks_run_in_order(tmp_path):
     first, second = PAGE.python
     python(first, tmp_path)
     commands = [words for words in PAGE.commands if words[0] == "qshard"]
-    assert len(commands) == 14
+    assert len(commands) == 16
     for words in commands:
         if ">" in words:
             words, target = words[: words.index(">")], words[-1]

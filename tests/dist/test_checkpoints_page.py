@@ -4,8 +4,6 @@ import re
 
 import pytest
 
-from qshard.recipes import NAMED, Role
-from support.checkpoints import qshard
 from support.pages import Page, run
 
 PAGE = Page("docs/checkpoints.md")
@@ -52,18 +50,6 @@ def test_a_run_resumes_on_other_ranks(tmp_path):
     assert losses[5] < losses[4] < losses[0]
 
 
-def test_a_file_of_codes_becomes_a_model(tmp_path):
-    blocks = {code.split("\n")[0].split()[1].strip(":"): code for code in PAGE.python if code.startswith("# ")}
-    python(blocks["make_model.py"], tmp_path)
-    (command,) = [words for words in PAGE.commands if words[0] == "qshard"]
-    assert qshard(*command[1:], cwd=tmp_path).returncode == 0
-    for name in ("load_torch.py", "load_jax.py"):
-        assert "MXFP8_32x32" in python(blocks[name], tmp_path, name)
-
-
-def test_formats_are_those_of_the_recipes():
-    said = {
-        name: row["`--format`"].strip("`") for row in PAGE.rows("recipe") for name in re.findall(r"\w+", row["recipe"])
-    }
-    weights = {name: recipe.format(Role.WEIGHT) for name, recipe in NAMED.items()}
-    assert said == {name: str(fmt.with_options(nonfinite="saturate")) for name, fmt in weights.items()}
+def test_a_trained_model_as_codes(tmp_path):
+    python(program("# save_codes.py"), tmp_path)
+    assert (tmp_path / "codes.safetensors").is_file()

@@ -264,7 +264,7 @@ def test_empty_scalar_and_integer_tensors(tmp_path):
 def test_codes_are_those_of_the_reference(name, usage, tmp_path):
     """Codes equal the reference for edge-case values in three axes, with the seed of the tensor's name."""
     from qshard._cli.checkpoint import open_checkpoint
-    from qshard._cli.conversion import quantize_to, seed_of
+    from qshard._cli.conversion import plan_conversion, seed_of, write_file
     from qshard._core.validation import as_format
     from qshard._plans.plan import Plan
 
@@ -274,7 +274,9 @@ def test_codes_are_those_of_the_reference(name, usage, tmp_path):
     }
     path, out = write(tmp_path / "a.safetensors", arrays), tmp_path / "o.safetensors"
     asked = Usage[usage.upper()]
-    done = quantize_to(out, open_checkpoint(path), Plan({}, fmt), asked, (), 7)
+    checkpoint = open_checkpoint(path)
+    done = plan_conversion(checkpoint, Plan({}, fmt), asked, ())
+    write_file(out, checkpoint, done, 7)
     assert done.nbytes == (sum(x.nbytes for x in arrays.values()), sum(x.nbytes for x in read(out)[0].values()))
     made, metadata = read(out)
     for each, what in parse_metadata(metadata[KEY]).items():
@@ -327,7 +329,7 @@ def test_a_link_stays_a_link(model, tmp_path):
 def test_what_is_read_back_is_compared(model, tmp_path, monkeypatch):
     """If the disk stores different bytes, the output is not renamed to its final name."""
     from qshard._cli.checkpoint import open_checkpoint
-    from qshard._cli.conversion import Writer, quantize_to
+    from qshard._cli.conversion import Writer, plan_conversion, write_file
     from qshard._cli.errors import Failure
     from qshard._plans.plan import Plan
 
@@ -341,8 +343,9 @@ def test_what_is_read_back_is_compared(model, tmp_path, monkeypatch):
         return check(self, path)
 
     monkeypatch.setattr(Writer, "check", damaged)
+    done = plan_conversion(checkpoint, Plan({}, FORMATS["NVFP4_16x16"]), Usage.ROWWISE, ())
     with pytest.raises(Failure, match="was read back with other bytes than were written"):
-        quantize_to(tmp_path / "o.safetensors", checkpoint, Plan({}, FORMATS["NVFP4_16x16"]), Usage.ROWWISE, (), 0)
+        write_file(tmp_path / "o.safetensors", checkpoint, done, 0)
     assert list(tmp_path.iterdir()) == [model]
 
 

@@ -214,7 +214,11 @@ def test_wrong_arguments(tmp_path):
         ("convert", path, "/proc/a.safetensors", "--format", "MXFP4_32x32"): "/proc cannot be written to",
         ("report", path, "--colour"): "No such option",
         ("report",): "Missing argument 'CHECKPOINT'",
-        ("convert", path, out): "give the formats by --format, such as --format NVFP4, or by --plan",
+        (
+            "convert",
+            path,
+            out,
+        ): "no format was given for it; give one by --format, such as --format NVFP4, or by --plan",
         ("convert", path, out, "--format", "E4M3"): "is not a format name",
         ("convert", path, path, "--format", "MXFP4"): "is a file of the checkpoint itself",
         ("convert", path, tmp_path / "a.bin", "--format", "MXFP4"): "does not end in .safetensors",

@@ -1,4 +1,4 @@
-"""Already quantized checkpoints: the command does not apply their scales, so it rejects or keeps the tensors."""
+"""Already quantized checkpoints: the command applies the scales of formats that it knows, and refuses the others."""
 
 import contextlib
 import io
@@ -91,6 +91,10 @@ LAYOUTS = {
     "FP8 that was cast": {"l.weight": fp8().astype(BF16), "l.weight_scale_inv": scale(N // 128, K // 128)},
 }
 """In each case the first tensor has the codes, and the second their scale."""
+UNKNOWN = ["compressed-tensors int4", "experts of Llama 4", "ComfyUI", "int8", "GPTQ", "MLX", "bitsandbytes", "quanto"]
+UNKNOWN += ["qshard, its metadata lost", "FP8 that was cast"]
+KNOWN = [name for name in LAYOUTS if name not in UNKNOWN]
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 PLAIN = {"other.weight": numbers((64, 128)).astype(BF16), "norm.weight": np.ones(64, np.float32)}
 QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
 
@@ -131,7 +135,51 @@ def is_quantized_value(arrays, name, what, value):
     )
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+def value_of(arrays):
+    """Return name and values of a quantized weight, from names, dtypes and shapes, by the formula of its library."""
+    codes_of_it, scale_of_it, *_ = arrays
+    codes, scale = arrays[codes_of_it], arrays[scale_of_it]
+    if codes.dtype == np.uint8:
+        codes = E2M1[np.stack([codes & 15, codes >> 4], -1)].reshape(*scale.shape[:-1], -1)
+    codes = codes.astype(np.float32)
+    if scale.dtype == np.uint8:
+        scale = np.ldexp(np.float32(1), scale.astype(np.int32) - 127)
+    scale = scale.astype(np.float32)
+    if "l.weight_scale_2" in arrays:
+        scale = scale * arrays["l.weight_scale_2"]
+    if "l.weight_global_scale" in arrays:
+        scale = scale * (np.float32(1) / arrays["l.weight_global_scale"])
+    if scale.size > 1:
+        for axis in (-2, -1):
+            size = codes.shape[axis]
+            block = 128 if -(-size // 128) == scale.shape[axis] and scale.shape[axis] > 1 else size // scale.shape[axis]
+            scale = np.take(scale.repeat(block, axis), range(size), axis)
+    name = codes_of_it.removesuffix("_packed").removesuffix("_blocks")
+    return name, codes * scale.reshape(scale.shape if scale.size > 1 else ())
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_scales_of_known_formats_are_applied(name, tmp_path):
+    weight, value = value_of(LAYOUTS[name])
+    source = write(tmp_path / "in.safetensors", LAYOUTS[name] | PLAIN)
+    status, text, made, quantized = converted(source)
+    assert status == 0, text
+    assert "1 weight already quantized, read with their scales" in text
+    assert ("quantized again from the values of these codes" in text) == (name != "MXFP8")
+    assert {weight, "other.weight"} <= quantized.keys()
+    if name == "MXFP8":  # its own format: bit for bit
+        stored = quantized[weight].take(made, weight)[quantized[weight].planes[0]]
+        assert stored.data.tobytes() == LAYOUTS[name]["l.weight"].tobytes()
+        assert stored.scale_inv.tobytes() == LAYOUTS[name]["l.weight_scale"].tobytes()
+    else:
+        assert is_quantized_value(made, weight, quantized[weight], value)
+    others = LAYOUTS[name].keys() - {*list(LAYOUTS[name])[:2], "l.weight_scale_2", "l.weight_global_scale"}
+    assert all(same(made[each], LAYOUTS[name][each]) for each in others - quantized.keys())
+    status, out, _ = command("report", source, "--json", "--layers", weight)
+    assert (status, [layer["shape"] for layer in json.loads(out)["layers"]]) == (0, [list(value.shape)])
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_a_checkpoint_that_is_quantized_is_refused(name, tmp_path):
     arrays = LAYOUTS[name] | PLAIN
     weight, its_scale = list(arrays)[:2]
@@ -153,7 +201,10 @@ def test_what_is_kept_of_it_stays_with_its_scales(name, tmp_path):
     arrays = LAYOUTS[name] | PLAIN
     weight, its_scale = list(arrays)[:2]
     source = write(tmp_path / "in.safetensors", arrays)
-    assert converted(source, "--keep", its_scale)[0] == 2  # Of no use: it is the codes that would be misread.
+    if name in UNKNOWN:
+        assert converted(source, "--keep", its_scale)[0] == 2  # Of no use: it is the codes that would be misread.
+    else:
+        assert value_of(LAYOUTS[name])[0] in converted(source, "--keep", its_scale)[3]
     status, text, made, quantized = converted(source, "--keep", weight)
     assert status == 0, text
     assert quantized.keys() - {"e.gate_up_proj_bias"} == {"other.weight"}
@@ -242,19 +293,20 @@ def test_scales_in_other_shards(tmp_path):
     folder = sharded(tmp_path / "model", [{weight: arrays[weight]}, {its_scale: arrays[its_scale]}])
     first = folder / "model-00001-of-00002.safetensors"
     text = "l.weight (F8_E4M3) has its scale in l.weight_scale_inv, which qshard does not apply"
-    for source in (folder, first):
+    assert command("report", folder)[0] == 0
+    assert "1 weight already quantized, read with their scales" in converted(folder)[1]
+    (tmp_path / "out.safetensors").unlink()
+    for source in (first,):
         for name in ("convert", "report"):
             options = (tmp_path / "out.safetensors", "--format", FMT) if name == "convert" else ()
             status, _, error = command(name, source, *options)
             assert (status, text in error) == (2, True)
     index = folder / "model.safetensors.index.json"
     written = json.loads(index.read_text())
-    whole = {weight: first.name, its_scale: first.name}
-    write(first, arrays)
-    for where in (whole, {weight: first.name}):  # The second leaves the scale out, though it is in the file.
-        index.write_text(json.dumps(written | {"weight_map": where}))
-        status, _, error = command("report", folder)
-        assert (status, text in error) == (2, True)
+    write(first, arrays)  # The scale is in the file, but not in the index.
+    index.write_text(json.dumps(written | {"weight_map": {weight: first.name}}))
+    status, _, error = command("report", folder)
+    assert (status, text in error) == (2, True)
 
 
 STATES = {
@@ -277,7 +329,7 @@ def test_no_number_is_wrong_in_silence(layout, count, tmp_path):
 
     The value has its scale applied. Where nothing that is left in the file tells of a scale, the tensor is named.
     """
-    ends = {"refused": 0, "said": 0, "kept": 0}
+    ends = {"refused": 0, "said": 0, "kept": 0, "applied": 0}
     weight, its_scale = list(LAYOUTS[layout])[:2]
     for i in np.random.default_rng(0).permutation(len(CASES))[:count]:
         state, shape, kept, files, has_config = CASES[i]
@@ -294,7 +346,14 @@ def test_no_number_is_wrong_in_silence(layout, count, tmp_path):
             continue
         for name in quantized.keys() - {weight}:
             assert is_quantized_value(made, name, quantized[name], (arrays | PLAIN)[name])
-        if weight in quantized:
+        if "already quantized, read with their scales" in text and weight in quantized:
+            ends["applied"] += 1
+            used = {name: array for name, array in arrays.items() if name != "l.bias"}
+            if layout == "MXFP8" and shape == "right":  # its own format
+                assert same(made[f"{weight}.rowwise.data"].view(E4M3), arrays[weight])
+            else:
+                assert is_quantized_value(made, weight, quantized[weight], value_of(used)[1])
+        elif weight in quantized:
             ends["said"] += 1
             assert "FP8 without scales, treated as plain numbers: l.weight" in text
             assert not has_config

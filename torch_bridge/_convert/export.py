@@ -25,7 +25,8 @@ def quantized_state_dict(
 ) -> dict[str, QuantizedTensor | Tensor]:
     """Return the full state dict of a converted model, with the weights of its `Linear`s as codes.
 
-        save_file(*to_plain(quantized_state_dict(model, rank0_only=True, cpu_offload=True)))   # on rank 0
+        tensors, metadata = to_plain(quantized_state_dict(model, rank0_only=True, cpu_offload=True))
+        save_file(tensors, "codes.safetensors", metadata)   # on rank 0
 
     Names are the names in `model.state_dict()`. The scaling state, `delayed.*` and `seed`, is left out.
 

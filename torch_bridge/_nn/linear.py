@@ -87,6 +87,15 @@ def _move_of_codes(move: Move) -> Move:
     return move_codes
 
 
+def _codes_without_scale(state_dict: Any, key: str) -> str | None:
+    """Return the name of the codes of a weight in a state dict that was read from a file, with their dtype; or None."""
+    for suffix in ("", "_packed", "_blocks", ".rowwise.data"):
+        stored = state_dict.get(key + suffix)
+        if isinstance(stored, Tensor) and stored.dtype.itemsize == 1:
+            return f"{key}{suffix} ({stored.dtype})"
+    return None
+
+
 def check_not_sealed(module: nn.Module, move: Move) -> None:
     """Raise if `move` would change a sealed primary weight, because its master in the optimizer would not move."""
     for each in modules_of(module):
@@ -227,6 +236,12 @@ class WeightLayer(Extends):
             if (problem := self._unfit(local_of(loaded), key, assign)) is not None:
                 others[-1].append(problem)
                 state_dict = {**state_dict, key: self.weight}
+        elif (found := _codes_without_scale(state_dict, key)) is not None:
+            others[-1].append(
+                f"load_state_dict: {found} has codes of a file, and load_state_dict does not apply their scales; call "
+                "qshard.torch_bridge.load_quantized(model, path)"
+            )
+            state_dict = {**state_dict, key: self.weight}
         elif isinstance(loaded, Tensor) and assign:
             if state is not None and state.is_sealed:
                 assert state.primary is not None

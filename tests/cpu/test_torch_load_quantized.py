@@ -1,0 +1,188 @@
+"""`load_quantized` and `freeze`: codes of files as frozen weights, bit for bit, and calls that do not quantize them."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+for _name in ("click", "rich", "safetensors"):
+    pytest.importorskip(_name)
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from torch import nn  # noqa: E402
+
+import qshard.torch_bridge as qt  # noqa: E402
+from qshard.formats import Usage  # noqa: E402
+from qshard.recipes import NAMED  # noqa: E402
+from support.checkpoints import ok  # noqa: E402
+
+ENGINES = {
+    "CurrentScaling": [("qshard", "FP8_E4M3"), ("compressed-tensors", "FP8_E4M3"), ("modelopt", "FP8_E4M3")],
+    "BlockScaling": [("qshard", "FP8_128x128"), ("deepseek", "FP8_128x128"), ("modelopt", "FP8_128x128")],
+    "MXFP8": [("qshard", "MXFP8_32x32"), ("compressed-tensors", "MXFP8_32x32")],
+    "MXFP4": [("compressed-tensors", "MXFP4_32x32")],
+    "NVFP4": [("qshard", "NVFP4_16x16"), ("compressed-tensors", "NVFP4_16x16"), ("modelopt", "NVFP4_16x16")],
+}
+CASES = [(recipe, *each) for recipe, engines in ENGINES.items() for each in engines]
+
+
+def model_of(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.LayerNorm(128))
+
+
+def file_of(tmp_path, engine, fmt, model):
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    out = tmp_path / ("codes.safetensors" if engine == "qshard" else "codes")
+    ok("convert", tmp_path / "model.safetensors", out, "--format", fmt, "--to", engine)
+    return out
+
+
+def same_codes(one, other):
+    pairs = zip(one.parts(Usage.ROWWISE), other.parts(Usage.ROWWISE), strict=True)
+    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("recipe", "engine", "fmt"), CASES)
+def test_the_codes_of_a_file_are_the_weights(recipe, engine, fmt, tmp_path):
+    """They are the codes that the model itself would compute, so its outputs are those of the unfrozen model."""
+    source = qt.convert(model_of(0), recipe)
+    path = file_of(tmp_path, engine, fmt, model_of(0))
+    model = qt.load_quantized(qt.convert(model_of(1), recipe), path)
+    expected = qt.quantized_state_dict(source)
+    for i in (0, 2):
+        weight = model[i].weight
+        assert isinstance(weight, qt.QuantizedTensor)
+        assert not weight.requires_grad
+        assert same_codes(weight, expected[f"{i}.weight"])
+        assert torch.equal(model[i].bias, source[i].bias)
+    x = torch.randn(32, 128, requires_grad=True)
+    torch.manual_seed(0)
+    if NAMED[recipe].stochastic:
+        model[0].seed, model[2].seed = source[0].seed.clone(), source[2].seed.clone()
+    y, expected_y = model(x), source(x)
+    assert torch.equal(y, expected_y)
+    y.sum().backward()  # as the base of adapters
+    assert x.grad is not None
+
+
+def test_plain_layers_get_values(tmp_path):
+    path = file_of(tmp_path, "deepseek", "FP8_128x128", model_of(0))
+    plain = qt.load_quantized(model_of(1), path)
+    expected = qt.quantized_state_dict(qt.convert(model_of(0), "BlockScaling"))
+    for i in (0, 2):
+        assert torch.equal(plain[i].weight, expected[f"{i}.weight"].dequantize())
+    one = qt.convert(model_of(1), "BlockScaling", filter=lambda layer, name: name == "0")
+    qt.load_quantized(one, path)
+    assert isinstance(one[0].weight, qt.QuantizedTensor)
+    assert torch.equal(one[2].weight, plain[2].weight)
+
+
+def test_codes_of_another_format_are_an_error_and_change_nothing(tmp_path):
+    model = qt.convert(model_of(1), "NVFP4")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    path = file_of(tmp_path, "qshard", "NVFP4", model_of(0))  # 1-D blocks, with different scales in 16 rows
+    with pytest.raises(
+        ValueError, match=r"load_quantized: 0.weight \(NVFP4\) is not in the weight format of the recipe"
+    ):
+        qt.load_quantized(model, path)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_names_and_shapes(tmp_path):
+    path = file_of(tmp_path, "qshard", "MXFP8_32x32", model_of(0))
+    short = qt.convert(nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)), "MXFP8")
+    with pytest.raises(
+        ValueError, match=r"3\.bias, 3\.weight of the checkpoint has no partner .*; rename them, or pass"
+    ):
+        qt.load_quantized(short, path)
+    qt.load_quantized(short, path, strict=False)
+    assert isinstance(short[2].weight, qt.QuantizedTensor)
+    with pytest.raises(ValueError, match="of the model has no partner"):
+        qt.load_quantized(qt.convert(nn.Linear(128, 256), "MXFP8"), path, strict=False)
+    wide = qt.convert(nn.Sequential(nn.Linear(128, 512), *model_of()[1:]), "MXFP8")
+    with pytest.raises(ValueError, match=r"0.weight \(256, 128\) is not \(512, 128\), its shape in the model"):
+        qt.load_quantized(wide, path)
+    with pytest.raises(FileNotFoundError, match=r"nothing.safetensors does not exist"):
+        qt.load_quantized(short, tmp_path / "nothing.safetensors")
+    with torch.device("meta"):
+        meta = qt.convert(model_of(), "MXFP8")
+    with pytest.raises(ValueError, match=r"is on meta; call model.to_empty"):
+        qt.load_quantized(meta, path)
+
+
+def test_unknown_codes_are_an_error(tmp_path):
+    state = model_of().state_dict()
+    state["0.weight"] = state["0.weight"].to(torch.float8_e4m3fn)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"0.weight \(F8_E4M3\) .* has no scale that qshard recognizes"):
+        qt.load_quantized(model_of(), tmp_path / "model.safetensors")
+
+
+def test_load_state_dict_of_codes_says_this_call(tmp_path):
+    path = file_of(tmp_path, "deepseek", "FP8_128x128", model_of(0))
+    model, said = qt.convert(model_of(1), "BlockScaling"), r"0.weight.* has codes .*load_quantized\(model, path\)"
+    before = model[0].weight.clone()
+    for state in (
+        load_file(path / "model.safetensors"),
+        {"0.weight.rowwise.data": torch.zeros(256, 128, dtype=torch.uint8)},
+        {"0.weight_packed": torch.zeros(256, 64, dtype=torch.uint8)},
+    ):
+        for assign in (False, True):
+            with pytest.raises(RuntimeError, match=said):
+                model.load_state_dict(state, strict=False, assign=assign)
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "MXFP8", "MXFP4"])
+def test_frozen_weights_are_quantized_once(recipe, monkeypatch):
+    model = qt.convert(model_of(), recipe).eval()
+    x = torch.randn(1 if recipe == "CurrentScaling" else 32, 128)
+    with torch.no_grad():
+        expected = model(x)
+        assert qt.freeze(model) is model
+        from qshard.recipes import Role
+        from qshard.torch_bridge._nn.operands import LayerQuantizer
+
+        quantize, roles = LayerQuantizer.quantize, []
+        monkeypatch.setattr(
+            LayerQuantizer,
+            "quantize",
+            lambda self, x, role, *rest: roles.append(role) or quantize(self, x, role, *rest),
+        )
+        assert torch.equal(model(x), expected)
+        assert Role.WEIGHT not in roles
+        qt.freeze(model)  # again: nothing to do
+
+
+def test_writes_to_frozen_weights_raise():
+    model = qt.convert(model_of(), "MXFP8")
+    old = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    qt.freeze(model)
+    weight = model[0].weight
+    for write in (
+        lambda: weight.mul_(2),
+        lambda: weight.data.add_(1),
+        lambda: weight.copy_(torch.zeros(256, 128)),
+        lambda: weight[0].zero_(),
+        lambda: torch._foreach_mul_([weight], 2.0),
+        lambda: weight.requires_grad_(True).sum(),
+    ):
+        with torch.no_grad(), pytest.raises((NotImplementedError, ValueError, RuntimeError, TypeError)):
+            write()
+    y = model(torch.ones(32, 128))
+    old.grad = torch.ones_like(old)
+    optimizer.step()  # has the old parameter, as documented
+    assert torch.equal(model(torch.ones(32, 128)), y)
+
+
+def test_what_cannot_be_frozen():
+    with pytest.raises(ValueError, match="freeze: the model has no converted layer"):
+        qt.freeze(model_of())
+    with pytest.raises(ValueError, match=r"freeze: 0.weight is sharded or primary"):
+        qt.freeze(qt.convert(model_of(), "MXFP8", primary=True))
+    tied = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    tied[1].weight = tied[0].weight
+    qt.freeze(qt.convert(tied, "MXFP8"))
+    assert tied[0].weight is tied[1].weight

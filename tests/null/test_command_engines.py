@@ -1,0 +1,138 @@
+"""`qshard convert --to`: folders of serving engines, what they hold, and the way back."""
+
+from __future__ import annotations
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qshard import reference
+from qshard._core.serialization import KEY, parse_metadata
+from qshard.formats import FORMATS
+from support.checkpoints import numbers, ok, read, refused, sharded, write
+
+for _name in ("click", "rich", "safetensors"):
+    pytest.importorskip(_name)
+pytest.importorskip("qshard._ffi")
+
+BF16 = ml_dtypes.bfloat16
+MODEL = {
+    "model.layers.0.up.weight": numbers((256, 128), 0).astype(BF16),
+    "model.layers.0.up.bias": np.ones(256, BF16),
+    "model.layers.1.up.weight": numbers((128, 256), 1).astype(BF16),
+    "model.norm.weight": np.ones(128, BF16),
+    "lm_head.weight": numbers((64, 128), 2).astype(BF16),
+}
+WEIGHTS = [name for name in MODEL if ".up.weight" in name]
+CASES = [
+    ("deepseek", "FP8_128x128"),
+    *(
+        ("compressed-tensors", fmt)
+        for fmt in ("FP8_E4M3", "FP8_128x128", "MXFP8_E4M3", "MXFP4", "NVFP4", "NVFP4_16x16")
+    ),
+    *(("modelopt", fmt) for fmt in ("FP8_E4M3", "FP8_128x128", "MXFP8_32x32", "NVFP4")),
+]
+
+
+def folder_of(path, arrays=MODEL):
+    """A model's folder of two shards, with a tokenizer."""
+    names = list(arrays)
+    folder = sharded(path, [{name: arrays[name] for name in names[i::2]} for i in range(2)])
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def tensors_of(folder):
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= read(path)[0]
+    return found
+
+
+@pytest.mark.parametrize(("engine", "fmt"), CASES)
+def test_there_and_back(engine, fmt, tmp_path):
+    """The codes of an engine's folder are those of the format, and come back bit for bit; what is kept is unchanged."""
+    source, out, back = folder_of(tmp_path / "in"), tmp_path / "out", tmp_path / "back.safetensors"
+    text = ok("convert", source, out, "--format", fmt, "--to", engine, "--keep", "lm_head*")
+    assert f"2 tensors in {fmt}, 3 unchanged" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+    found = tensors_of(out)
+    for name in MODEL.keys() - {*WEIGHTS}:
+        assert found[name].tobytes() == MODEL[name].tobytes()
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    entry = config["quantization_config"]
+    assert entry["quant_method"] == {"deepseek": "fp8"}.get(engine, engine)
+    assert "lm_head" in entry.get("ignore", entry.get("modules_to_not_convert"))
+    assert (out / "tokenizer.json").is_file()
+    assert (out / "hf_quant_config.json").is_file() == (engine == "modelopt")
+
+    ok("convert", out, back, "--format", fmt, "--keep", "lm_head*")
+    arrays, metadata = read(back)
+    for name, what in parse_metadata(metadata[KEY]).items():
+        assert name in WEIGHTS
+        plane = what.take(arrays, name)[what.planes[0]]
+        expected = reference.quantize(MODEL[name], FORMATS[fmt]).rowwise
+        for one, other in zip(plane, (expected.data, expected.scale_inv, expected.global_scale_inv), strict=True):
+            assert one is other is None or one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize(("engine", "fmt"), CASES)
+def test_what_an_engine_has_already_is_copied(engine, fmt, tmp_path):
+    """A folder of the engine, written again for the same engine, has the same tensors and the same config."""
+    source, out, again = folder_of(tmp_path / "in"), tmp_path / "out", tmp_path / "again"
+    ok("convert", source, out, "--format", fmt, "--to", engine)
+    ok("convert", out, again, "--to", engine)
+    assert {path.name for path in again.iterdir()} == {path.name for path in out.iterdir()}
+    for path in out.iterdir():
+        assert (again / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_gpt_oss_to_compressed_tensors(tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "e.gate_up_proj_blocks": rng.integers(0, 256, (4, 64, 2, 16)).astype(np.uint8),
+        "e.gate_up_proj_scales": rng.integers(100, 130, (4, 64, 2)).astype(np.uint8),
+        "e.gate_up_proj_bias": np.ones((4, 64), BF16),
+    }
+    source = write(tmp_path / "in.safetensors", arrays)
+    ok("convert", source, tmp_path / "out", "--to", "compressed-tensors")
+    found = tensors_of(tmp_path / "out")
+    assert found["e.gate_up_proj_packed"].shape == (4, 64, 32)
+    assert found["e.gate_up_proj_packed"].tobytes() == arrays["e.gate_up_proj_blocks"].tobytes()
+    assert found["e.gate_up_proj_scale"].tobytes() == arrays["e.gate_up_proj_scales"].tobytes()
+    assert found["e.gate_up_proj_bias"].tobytes() == arrays["e.gate_up_proj_bias"].tobytes()
+
+
+def test_several_shards_with_an_index(tmp_path, monkeypatch):
+    from qshard._cli import engine_output
+
+    monkeypatch.setattr(engine_output, "MOST_BYTES", 40_000)
+    ok("convert", folder_of(tmp_path / "in"), tmp_path / "out", "--format", "FP8_128x128", "--to", "deepseek")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files == [f"model-{i + 1:05}-of-00003.safetensors" for i in range(3)]
+    found = {name: path.name for path in (tmp_path / "out").glob("*.safetensors") for name in read(path)[0]}
+    assert index["weight_map"] == found
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in tensors_of(tmp_path / "out").values())
+    ok("convert", tmp_path / "out", tmp_path / "back.safetensors")
+
+
+def test_arguments(tmp_path):
+    source = folder_of(tmp_path / "in")
+    out = tmp_path / "out"
+    assert "NVFP4) has no form in deepseek; write compressed-tensors" in refused(
+        "convert", source, out, "--format", "NVFP4", "--to", "deepseek"
+    )
+    assert "--to modelopt has the rowwise plane alone; leave --usage out" in refused(
+        "convert", source, out, "--format", "NVFP4", "--to", "modelopt", "--usage", "both"
+    )
+    assert "already exists; name a new folder" in refused(
+        "convert", source, source, "--format", "FP8_E4M3", "--to", "modelopt", "--force"
+    )
+    text = refused("convert", source, tmp_path / "o.safetensors")
+    assert "has nothing to quantize: model.layers.0.up.weight: no format was given for it; give one by" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]

@@ -1,0 +1,218 @@
+"""`load_quantized` and `freeze`: converted models with codes as weights, from a file or from their own values."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from qshard._core.quantize_steps import Plane
+from qshard._core.validation import closest
+from qshard._files.reader import CheckpointReader, Part
+from qshard.recipes import check_weight_format
+from qshard.torch_bridge._convert.export import _whole
+from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._fsdp.weight import ShardedWeight
+from qshard.torch_bridge._nn.linear import WeightLayer
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._quantized.validation import check_model
+from qshard.torch_bridge._torch_internals import compute_local_shape_and_global_offset
+
+OP = "load_quantized"
+NAMED = 3  # tensors that an error names
+
+
+@torch.no_grad()
+def load_quantized(model: nn.Module, path: str | PathLike[str], *, strict: bool = True) -> nn.Module:
+    """Load a checkpoint with quantized weights into a converted model.
+
+    | weight in the model | becomes |
+    | --- | --- |
+    | of a converted layer, whole | codes of the file, frozen: a `QuantizedTensor` parameter without gradient |
+    | of a converted layer, sharded or primary | values: each rank reads its part |
+    | of any other layer | values in its own dtype |
+
+    The codes are the bytes of the file. Values are `fl(code * scale)`, rounded to the dtype of the parameter.
+
+    Args:
+      model: after `convert`, and after `fully_shard` or `parallelize_module` if it is sharded. It may be on any device
+        but meta; call `to_empty` first.
+      path: a safetensors file, an index of shards, or a folder with either: of `qshard convert`, or in a format that
+        `qshard convert` recognizes, such as DeepSeek, compressed-tensors or ModelOpt.
+      strict: raise if the model or the checkpoint has a tensor that the other lacks. Scales of activations in the
+        checkpoint never count.
+
+    Returns:
+      `model`.
+
+    Raises:
+      FileNotFoundError: the checkpoint or one of its files does not exist.
+      ValueError: names or shapes differ, the codes of a whole weight are not in the weight format of its recipe, or the
+        checkpoint has quantized weights that are unknown. The model is then unchanged.
+
+    Not collective: every rank reads the checkpoint. A weight that is sharded has values, and its gathers send codes
+    that are computed from these values.
+
+    >>> import tempfile
+    >>> from safetensors.torch import save_file
+    >>> from qshard.torch_bridge import convert, quantized_state_dict, to_plain
+    >>> path = tempfile.mkdtemp() + "/codes.safetensors"
+    >>> tensors, metadata = to_plain(quantized_state_dict(convert(nn.Sequential(nn.Linear(32, 32)), "MXFP8")))
+    >>> save_file(tensors, path, metadata)
+    >>> load_quantized(convert(nn.Sequential(nn.Linear(32, 32)), "MXFP8"), path)[0].weight
+    QuantizedTensor(MXFP8_32x32[nonfinite=nan], shape=(32, 32), dtype=torch.float32, device=cpu)
+    """
+    check_model(OP, model)
+    reader = CheckpointReader(path, OP)
+    targets = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
+    layers = {f"{name}.weight" if name else "weight": each for name, each in _layers(model).items()}
+    targets = {name: each for name, each in targets.items() if not _is_scaling_state(name, layers)}
+    _check_names(targets, reader, strict)
+    there = {name: each for name, each in targets.items() if name in reader.weights or name in reader.arrays}
+    for name, target in there.items():
+        _check_shape(reader, name, target)
+        if name not in reader.weights and isinstance(local_of(target), QuantizedTensor):
+            raise ValueError(f"{OP}: {name} has no codes in {path}, but is codes in the model; load into a new model")
+    codes = {name: _codes(reader, name, layers[name]) for name in there if _takes_codes(name, reader, layers)}
+    for name, target in there.items():
+        if name in codes:
+            layer = layers[name]
+            weight = nn.Parameter(codes[name].to(target.device), requires_grad=False)
+            layer.register_parameter("weight", weight)
+        else:
+            _copy_values(reader, name, target)
+    return model
+
+
+@torch.no_grad()
+def freeze(model: nn.Module) -> nn.Module:
+    """Replace the weights of converted layers by their codes, so that calls do not quantize them again.
+
+    Every call of a converted layer quantizes its weight, because any write to it must count. `freeze` ends that: the
+    weight becomes a `QuantizedTensor` parameter without gradient, and its values are freed. Outputs have the same bits.
+    An op that writes to a frozen weight raises. An optimizer that was built before still has the old parameters, and
+    updates no weight of the model.
+
+    Args:
+      model: after `convert`, not sharded.
+
+    Returns:
+      `model`.
+
+    Raises:
+      TypeError: `model` is not a module.
+      ValueError: no layer of the model has a weight to freeze, or a weight is sharded or primary.
+
+    >>> from qshard.torch_bridge import convert
+    >>> freeze(convert(nn.Sequential(nn.Linear(32, 32)), "MXFP8"))[0].weight
+    QuantizedTensor(MXFP8_32x32[nonfinite=nan], shape=(32, 32), dtype=torch.float32, device=cpu)
+    """
+    check_model("freeze", model)
+    layers = _layers(model)
+    weights = {name: layer for name, layer in layers.items() if not isinstance(layer.weight, QuantizedTensor)}
+    if not layers:
+        raise ValueError("freeze: the model has no converted layer; call convert(model, recipe) first")
+    for name, layer in weights.items():
+        local = local_of(layer.weight)
+        if isinstance(layer.weight, DTensor) or not isinstance(local, ShardedWeight) or local.scale_state.primary:
+            raise ValueError(
+                f"freeze: {name}.weight is sharded or primary, so it keeps its values; freeze a whole model"
+            )
+    frozen: dict[int, nn.Parameter] = {}  # Shared weights stay shared.
+    for layer in weights.values():
+        if id(layer.weight) not in frozen:
+            frozen[id(layer.weight)] = nn.Parameter(_whole(layer.weight), requires_grad=False)
+    for layer in weights.values():
+        layer.register_parameter("weight", frozen[id(layer.weight)])
+    return model
+
+
+def _layers(model: nn.Module) -> dict[str, WeightLayer]:
+    return {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, WeightLayer) and "weight" in module._parameters
+    }
+
+
+def _is_scaling_state(name: str, layers: dict[str, WeightLayer]) -> bool:
+    """Return whether an entry of a state dict is a delayed scale or a seed, which checkpoints of codes do not have."""
+    module, _, last = name.rpartition(".")
+    if last == "seed":
+        return f"{module}.weight" in layers
+    return ".delayed." in name or name.startswith("delayed.")
+
+
+def _takes_codes(name: str, reader: CheckpointReader, layers: dict[str, WeightLayer]) -> bool:
+    """Return whether a weight becomes codes: it is of a converted layer, whole, and not primary."""
+    if name not in layers or name not in reader.weights:
+        return False
+    weight = layers[name].weight
+    local = local_of(weight)
+    is_primary = isinstance(local, ShardedWeight) and local.scale_state.primary is not None
+    return not isinstance(weight, DTensor) and not is_primary
+
+
+def _codes(reader: CheckpointReader, name: str, layer: WeightLayer) -> QuantizedTensor:
+    recipe, what = layer.recipe, reader.weights[name]
+    found = reader.read_codes(name, recipe.weight)
+    if found is None:
+        check_weight_format(OP, name, what.format, recipe)
+        raise AssertionError(what.format)  # codes of the recipe's own format always fit
+    plane, fmt = found
+    return QuantizedTensor(fmt, what.shape, getattr(torch, what.dtype), rowwise=_tensors(plane))
+
+
+def _tensors(plane: Plane) -> Plane:
+    return Plane(*(None if part is None else torch.from_numpy(part) for part in plane))
+
+
+def _copy_values(reader: CheckpointReader, name: str, target: Tensor) -> None:
+    """Copy the values of a tensor, or of this rank's part of it, into a parameter or buffer."""
+    local, part = local_of(target), _part_of(target)
+    values = reader.read_values(name, part) if name in reader.weights else reader.read(name, part)
+    source = _from_numpy(values).reshape(local.shape).to(local.device, local.dtype)
+    state = local.scale_state if isinstance(local, ShardedWeight) else None
+    if state is not None and state.is_sealed:
+        assert state.primary is not None
+        state.primary.load(source)
+    else:
+        local.copy_(source)
+
+
+def _part_of(target: Tensor) -> Part:
+    if not isinstance(target, DTensor):
+        return ()
+    sizes, starts = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def _from_numpy(values: NDArray[Any]) -> Tensor:
+    if values.dtype.name == "bfloat16":
+        return torch.from_numpy(values.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
+
+
+def _check_names(targets: dict[str, Tensor], reader: CheckpointReader, strict: bool) -> None:
+    there = reader.weights.keys() | reader.arrays.keys()
+    missing = [name for name in targets if name not in there]
+    extra = [name for name in there if name not in targets and not name.rpartition(".")[2].endswith("_scale")]
+    if len(missing) == len(targets) or (strict and (missing or extra)):
+        which, of = (missing, "the model") if missing else (sorted(extra), "the checkpoint")
+        more = f" and {len(which) - NAMED} more" if len(which) > NAMED else ""
+        like = closest(which[0], there if missing else targets, "the names") if there and targets else "it is empty"
+        names = ", ".join(which[:NAMED])
+        raise ValueError(f"{OP}: {names}{more} of {of} has no partner ({like}); rename them, or pass strict=False")
+
+
+def _check_shape(reader: CheckpointReader, name: str, target: Tensor) -> None:
+    shape = reader.weights[name].shape if name in reader.weights else reader.arrays[name].shape
+    if tuple(target.shape) != tuple(shape):
+        raise ValueError(f"{OP}: {name} {shape} is not {tuple(target.shape)}, its shape in the model; build that model")
+    if target.is_meta:
+        raise ValueError(f"{OP}: {name} is on meta; call model.to_empty(device=...) first")
