@@ -296,7 +296,7 @@ def multiply_grouped(
       fast: as in `multiply`.
       workspace: `grouped_workspace_size` on a GPU, 0 on the CPU.
     """
-    how = _grouped_options(a_format, b_format, fast) | {"dtype": dtype, "workspace": workspace}
+    how = grouped_options(a_format, b_format, fast) | {"dtype": dtype, "workspace": workspace}
     if multiplies_codes(a_format, b_format):
         if ends is None:
             ends, tokens = stops, a.data.shape[0]
@@ -337,12 +337,13 @@ def multiply_grouped_k(
       fast: as in `multiply`.
       workspace: `grouped_workspace_size` with `by_k` on a GPU, 0 on the CPU.
     """
-    how = _grouped_options(a_format, b_format, fast) | {"dtype": dtype, "workspace": workspace}
+    how = grouped_options(a_format, b_format, fast) | {"dtype": dtype, "workspace": workspace}
     op = ops.gemm_grouped_k if multiplies_codes(a_format, b_format) else ops.gemm_grouped_block_k
     return op(a.data, a.scale_inv, b.data, b.scale_inv, stops, **how)[0]
 
 
-def _grouped_options(a: Format, b: Format, fast: bool) -> dict[str, Any]:
+def grouped_options(a: Format, b: Format, fast: bool) -> dict[str, Any]:
+    """Return the attributes that all ops of grouped products of codes share."""
     elements = {"a_element": a.element.name, "b_element": b.element.name}
     if multiplies_codes(a, b):
         return elements | {"fast": fast}

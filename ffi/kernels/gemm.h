@@ -59,6 +59,7 @@ struct GemmGroups {
   int64_t number;
   bool by_k;
   int64_t out_rows;  // rows of out, or of each matrix of it
+  const void* const* matrices = nullptr;  // [number] addresses, in host memory, instead of b.data
 
   // Length of the axis that is divided into groups.
   int64_t Rows(const GemmProblem& gemm) const { return by_k ? gemm.k : gemm.a.rows; }

@@ -12,6 +12,9 @@ namespace qshard::kernels {
 // A thread block has the stops and ends of all groups in shared memory.
 constexpr int64_t kMostGroups = 4096;
 
+// Matrices with an address each, which are parameters of a launch.
+constexpr int64_t kMostListed = 3968;
+
 // Values of 16 bits: their axes are multiples of this many elements, 16 bytes.
 constexpr int64_t kGroupedValueUnit = 8;
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
 #include "kernels/gemm_groups.h"
 #include "kernels/gemm_scales.h"
@@ -90,12 +91,15 @@ Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspac
                  ": a product with M=", m, ", N=", n, ", K=", k,
                  " has sizes that are not multiples of ", unit,
                  ", which tensor cores need; pad the matrices, or call a product for each expert");
-  QSHARD_REQUIRE(groups.number <= kernels::kMostGroups, op, ": stops has ", groups.number,
-                 " experts, more than ", kernels::kMostGroups, "; call the op for a part of them");
+  const int64_t most = groups.matrices == nullptr ? kernels::kMostGroups : kernels::kMostListed;
+  QSHARD_REQUIRE(groups.number <= most, op, ": stops has ", groups.number, " experts, more than ",
+                 most, "; call the op for a part of them");
   QSHARD_REQUIRE(std::max({m, n, k}) <= INT32_MAX, op, ": a product with M=", m, ", N=", n,
                  ", K=", k, " has a size of more than 2^31 - 1; divide it");
-  for (const void* data : {gemm.a.data, gemm.b.data, static_cast<const void*>(out.data),
-                           static_cast<const void*>(workspace.data)})
+  std::vector<const void*> memory = {gemm.a.data, gemm.b.data, out.data, workspace.data};
+  if (groups.matrices != nullptr)
+    memory.insert(memory.end(), groups.matrices, groups.matrices + groups.number);
+  for (const void* data : memory)
     QSHARD_REQUIRE(reinterpret_cast<uintptr_t>(data) % kernels::kGemmUnit == 0, op,
                    ": operands, result or workspace are not aligned to ", kernels::kGemmUnit,
                    " bytes, which tensor cores need; copy them");
@@ -125,19 +129,22 @@ Error Run(const Call<Platform>& call, GemmProblem gemm, const Buffer& a, const B
   });
 }
 
-// Runs a grouped product. `ends` is null if the result has the rows of `a`.
+// Runs a grouped product. `b` has the matrices of all groups, or `listed` has the address of each.
+// `ends` is null if the result has the rows of `a`.
 template <class Platform>
 Error RunGrouped(const Call<Platform>& call, GemmProblem gemm, const Buffer& b, bool by_k,
-                 const Buffer& stops, const Buffer* ends = nullptr) {
+                 const Buffer& stops, const Buffer* ends = nullptr,
+                 const std::vector<const void*>* listed = nullptr) {
   const Buffer &a = call.arg(0), &out = call.ret(0), &workspace = call.ret(1);
   if (Elements(out) == 0) return {};
   gemm.a.data = a.data;
-  gemm.b.data = b.data;
+  gemm.b.data = listed == nullptr ? b.data : nullptr;
   gemm.a.rows = a.dims[gemm.a.k_first ? 1 : 0];
   gemm.b.rows = out.dims[out.rank - 1];
   gemm.k = call.binding.Length(gemm.a.k_first ? 0 : 1);
-  const GemmGroups groups{Data<int32_t>(stops), ends == nullptr ? nullptr : Data<int32_t>(*ends),
-                          Elements(stops), by_k, out.dims[out.rank - 2]};
+  const GemmGroups groups{Data<int32_t>(stops),   ends == nullptr ? nullptr : Data<int32_t>(*ends),
+                          Elements(stops),        by_k,
+                          out.dims[out.rank - 2], listed == nullptr ? nullptr : listed->data()};
   if constexpr (std::is_same_v<Platform, Cuda>)
     QSHARD_RETURN_IF_ERROR(CheckGroupedForCuda(call.op(), gemm, groups, a, workspace, out));
   return DispatchFloat(out, [&](auto type) {
@@ -156,26 +163,39 @@ GemmProblem ValueProblem(const Call<Platform>& call, bool a_k_first, bool b_k_fi
   return gemm;
 }
 
+// Returns the addresses of the tensors of a list.
+template <class Platform>
+std::vector<const void*> AddressesOf(const Call<Platform>& call, int operand) {
+  std::vector<const void*> addresses(call.binding.list_length());
+  for (size_t i = 0; i < addresses.size(); ++i) addresses[i] = call.arg(operand, i).data;
+  return addresses;
+}
+
 // Codes with tensor scales as operands: one of each operand, or of each group.
 template <class Platform>
-GemmProblem TensorProblem(const Call<Platform>& call) {
+GemmProblem TensorProblem(const Call<Platform>& call, int b_scale = 3) {
+  const auto operand = [&](const char* element, int scale) {
+    return GemmOperand{nullptr, ElementOf(call, element),     0,    nullptr,
+                       1,       Data<float>(call.arg(scale)), false};
+  };
   GemmProblem gemm{};
-  gemm.a = {nullptr, ElementOf(call, "a_element"), 0, nullptr, 1, Data<float>(call.arg(1)), false};
-  gemm.b = {nullptr, ElementOf(call, "b_element"), 0, nullptr, 1, Data<float>(call.arg(3)), false};
+  gemm.a = operand("a_element", 1);
+  gemm.b = operand("b_element", b_scale);
   gemm.fast = call.flag("fast");
   return gemm;
 }
 
 // Codes in blocks of a_rows x cols and b_rows x cols as operands.
 template <class Platform>
-GemmProblem BlockProblem(const Call<Platform>& call, int64_t a_rows, int64_t b_rows) {
-  const auto operand = [&](int first, const char* element, int64_t rows) {
-    return GemmOperand{
-        nullptr, ElementOf(call, element), 0, call.arg(first + 1).data, rows, nullptr, false};
+GemmProblem BlockProblem(const Call<Platform>& call, int64_t a_rows, int64_t b_rows,
+                         int b_scale = 3) {
+  const auto operand = [&](const char* element, int scale, int64_t rows) {
+    return GemmOperand{nullptr, ElementOf(call, element), 0, call.arg(scale).data, rows, nullptr,
+                       false};
   };
   GemmProblem gemm{};
-  gemm.a = operand(0, "a_element", a_rows);
-  gemm.b = operand(2, "b_element", b_rows);
+  gemm.a = operand("a_element", 1, a_rows);
+  gemm.b = operand("b_element", b_scale, b_rows);
   gemm.scales = call.text("scale_dtype") == E8M0::kName ? ScaleId::kE8M0 : ScaleId::kFloat;
   gemm.cols = call.integer("cols");
   return gemm;
@@ -251,6 +271,18 @@ QSHARD_DEFINE_OP(gemm_grouped_block) {
 // are rounded down to a multiple of cols.
 QSHARD_DEFINE_OP(gemm_grouped_block_k) {
   return RunGrouped(call, BlockProblem(call, 1, 1), call.arg(2), true, call.arg(4));
+}
+
+// gemm_grouped and gemm_grouped_block with the matrix of each expert in its own memory, b[e].
+QSHARD_DEFINE_OP(gemm_grouped_list) {
+  const std::vector<const void*> matrices = AddressesOf(call, 7);
+  return RunGrouped(call, TensorProblem(call, 2), call.arg(7), false, call.arg(3), &call.arg(4),
+                    &matrices);
+}
+QSHARD_DEFINE_OP(gemm_grouped_block_list) {
+  const std::vector<const void*> matrices = AddressesOf(call, 6);
+  return RunGrouped(call, BlockProblem(call, 1, call.integer("b_rows"), 2), call.arg(6), false,
+                    call.arg(3), nullptr, &matrices);
 }
 
 // Grouped products of floats: out[r] = a[r] @ b[e].T, out[r] = a[r] @ b[e], and out[e] = a[rows].T

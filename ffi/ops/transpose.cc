@@ -64,4 +64,25 @@ QSHARD_DEFINE_OP(transpose_each) {
   return call(kernels::TransposeEach(call.exec, pairs.data(), static_cast<int64_t>(pairs.size())));
 }
 
+// data_t[w] = transpose of data[w] for all weights, [rows, cols] to [cols, rows], one after the
+// other in one buffer: the columnwise planes of the weights of experts. Elements are bytes or
+// float32.
+QSHARD_DEFINE_OP(transpose_stack) {
+  const Buffer &first = call.arg(0), &data_t = call.ret(0);
+  const bool bytes = SizeOf(first.dtype) == 1;
+  QSHARD_REQUIRE(bytes || first.dtype == XLA_FFI_DataType_F32, call.op(), ": data_t (",
+                 NameOf(first.dtype), ") is not of one byte, or float32; view it so");
+  if (Elements(data_t) == 0) return {};
+  const int64_t cols = data_t.dims[1], rows = data_t.dims[2], bits = bytes ? 8 : 32;
+  std::vector<kernels::TransposePair> pairs(call.binding.list_length());
+  for (size_t i = 0; i < pairs.size(); ++i)
+    pairs[i] = {Data<uint8_t>(call.arg(1, i)),
+                Mutable<uint8_t>(data_t) + i * rows * cols * bits / 8,
+                1,
+                rows,
+                cols,
+                bits};
+  return call(kernels::TransposeEach(call.exec, pairs.data(), static_cast<int64_t>(pairs.size())));
+}
+
 }  // namespace qshard

@@ -1,6 +1,5 @@
 """Grouped products of experts on a GPU: all ops against fp64 and the CPU, sizes on the device, and two libraries."""
 
-import itertools
 import os
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ from qshard.formats import (  # noqa: E402
     FP8_128x128,
 )
 from qshard.torch_bridge._ops.bind import ops  # noqa: E402
+from support.expert_codes import codes, numbers, ranges, stops_of  # noqa: E402
 from support.gemm_bounds import assert_is_product_of_codes, assert_is_product_of_values  # noqa: E402
 
 E5M2_1x128 = Format(name="E5M2 1x128", element=E5M2, block=(1, 128), scaling=FloatScaling())
@@ -59,37 +59,6 @@ def gpu():
     if not gemm_dispatch.grouped_runs_on("tensors", found):
         pytest.skip(f"grouped products run on Hopper with cuBLASLt 13.5 or newer, and here is {found}")
     return found
-
-
-def stops_of(sizes, device="cuda"):
-    return torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=device)
-
-
-def ranges(sizes):
-    return [slice(*ends) for ends in itertools.pairwise((0, *itertools.accumulate(sizes)))]
-
-
-def codes(shape, fmt, seed, experts):
-    """Random codes of small numbers, and scales from 1/8 to 1: one for each expert, or of blocks."""
-    generator = torch.Generator().manual_seed(seed)
-    data = torch.randn(shape, generator=generator).to(getattr(torch, fmt.element.name)).view(torch.uint8)
-    grid = (experts,)
-    if fmt.block is not None:
-        grid = (*shape[:-2], *(-(-size // side) for size, side in zip(shape[-2:], fmt.block, strict=True)))
-    return Plane(data.cuda(), (0.125 + 0.875 * torch.rand(grid, generator=generator)).cuda())
-
-
-def numbers(plane, fmt, by_expert):
-    """fp64 values. `by_expert` gives the axis sizes and slices of experts for formats with one scale each."""
-    values = plane.data.view(getattr(torch, fmt.element.name)).double()
-    if fmt.block is None:
-        for scale, where in zip(plane.scale_inv.double(), by_expert, strict=True):
-            values[where] *= scale
-        return values
-    scale = plane.scale_inv.double()
-    for axis, side in zip((-2, -1), fmt.block, strict=True):
-        scale = scale.repeat_interleave(side, axis)
-    return values * scale[..., : values.shape[-2], : values.shape[-1]]
 
 
 def multiply_rows(a, b, pair, stops, dtype, fast=False, **how):

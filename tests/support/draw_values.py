@@ -44,7 +44,9 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     if name in ("rows", "stops") and call.spec.inputs[1].name == "rows":
         return _padded_rows(call, name, shape, rng).view(dtype)
     if name in ("stops", "ends"):
-        rows = call.options["tokens"] if name == "ends" else call.tensors[0][0][0][call.spec.name.endswith("_k")]
+        rows = call.tensors[0][0][0][call.spec.name.endswith("_k")]
+        if name == "ends":
+            rows = call.tensors[-3][0][0][0] if call.spec.many else call.options["tokens"]
         return _stops(call, rows, shape, rng).view(dtype)
     if name in ("positions", "tokens"):
         rows = call.tensors[0 if name == "positions" else 3][0][0][0]

@@ -258,6 +258,12 @@ class _Draw:
             return self._adam(n)
         if self.spec.name == "transpose_each":
             return self._transposes(n)
+        if self.spec.name == "transpose_stack":
+            rows, cols = (min(self.rng.choice(self.lengths) or 1, 160) for _ in range(2))
+            dtype = self.rng.choice(["uint8", "float32"])
+            return [[((n, cols, rows), dtype)], [((rows, cols), dtype)] * n]
+        if self.spec.name.startswith("gemm"):
+            return self._grouped_products(n)
         return self._slices(n)
 
     def _slices(self, n: int) -> list[list[tuple[Shape, str]]]:
@@ -290,6 +296,25 @@ class _Draw:
             data.append(((*lead, rows, cols // per_byte), dtype))
             data_t.append(((*lead, cols, rows // per_byte), dtype))
         return [data, data_t]
+
+    def _grouped_products(self, n: int) -> list[list[tuple[Shape, str]]]:
+        rng, options = self.rng, self.options
+        m, rows, k, tokens = (min(rng.choice(self.lengths), 160) for _ in range(4))
+        k = -(-k // self.even) * self.even
+        scale = "uint8" if options.get("scale_dtype") == "float8_e8m0fnu" else "float32"
+        if blocks := "cols" in options:
+            tokens, across = m, -(-k // options["cols"])
+        codes = {o.name: k // codes_per_byte(o, options) for o in self.spec.inputs if o.name in ("a", "b")}
+        of: dict[str, Any] = {
+            "a": [((m, codes["a"]), "uint8")],
+            "a_scale_inv": [((m, across) if blocks else (n,), scale)],
+            "b_scale_inv": [((n, -(-rows // options["b_rows"]), across) if blocks else (n,), scale)],
+            **{name: [((n,), rng.choice(["uint32", "int32"]))] for name in ("stops", "ends")},
+            "out": [((tokens, rows), self.float)],
+            "workspace": [((rng.choice([0, 5]),), "uint8")],
+            "b": [((rows, codes["b"]), "uint8")] * n,
+        }
+        return [of[operand.name] for operand in self.spec.inputs]
 
     def _adam(self, n: int) -> list[list[tuple[Shape, str]]]:
         options = self.options

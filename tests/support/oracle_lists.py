@@ -11,7 +11,7 @@ from qshard import reference
 from qshard.formats import E2M1, ELEMENTS
 from qshard.reference import _adam as adam_reference
 from support.oracle_parts import codes_of, over, rounded, scaled, stored, turned, wide
-from support.oracle_tensors import transpose_packed
+from support.oracle_tensors import gemm_grouped, gemm_grouped_block, transpose_packed
 
 
 def _numbers(words):
@@ -66,6 +66,20 @@ def cast_slices_stochastic(starts, seeds, scale, x, data, **options):
 
 def transpose_each(data, data_t):
     return [turned(a) if a.shape == turned(b).shape else transpose_packed(a) for a, b in zip(data, data_t, strict=True)]
+
+
+def transpose_stack(data_t, data):
+    return [np.stack([turned(matrix) for matrix in data])]
+
+
+def gemm_grouped_list(a, a_scale_inv, b_scale_inv, stops, ends, out, workspace, b, **how):
+    how |= {"tokens": out.shape[0], "dtype": out.dtype, "workspace": 0}
+    return [gemm_grouped(a, a_scale_inv, np.stack(b), b_scale_inv, stops, ends, **how)[0], workspace]
+
+
+def gemm_grouped_block_list(a, a_scale_inv, b_scale_inv, stops, out, workspace, b, **how):
+    how |= {"dtype": out.dtype, "workspace": 0}
+    return [gemm_grouped_block(a, a_scale_inv, np.stack(b), b_scale_inv, stops, **how)[0], workspace]
 
 
 def add_ranks(parts, total, *, fresh):

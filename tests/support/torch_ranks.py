@@ -267,3 +267,8 @@ def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
             dist.barrier()
     finally:
         dist.destroy_process_group()
+        # DTensor caches specs of results by meshes that compare equal; a later case would get the groups of this one.
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()

@@ -20,9 +20,9 @@ from qshard.layout import is_transposed, multiplies_codes
 from qshard.torch_bridge._experts.operands import (
     BatchedOps,
     GroupedOperand,
+    OperandList,
     contracts_last_axis,
     product_scale,
-    stack_weights,
 )
 from qshard.torch_bridge._experts.tiles import Tiles
 from qshard.torch_bridge._quantized.gemm import Operand, matmul_into
@@ -31,7 +31,7 @@ from qshard.torch_bridge._quantized.plane_programs import transpose
 
 def row_product(
     x: GroupedOperand,
-    w: GroupedOperand | Sequence[Operand],
+    w: GroupedOperand | OperandList,
     contracted: Usage,
     tiles: Tiles,
     host_stops: Sequence[int] | None,
@@ -45,7 +45,7 @@ def row_product(
     if host_stops is not None:
         y = torch.empty((rows, columns), dtype=dtype, device=x.parts.data.device)
         y[-1].zero_()
-        weights = _of_experts(w) if isinstance(w, GroupedOperand) else w
+        weights = _of_experts(w) if isinstance(w, GroupedOperand) else w.each
         for own, weight, start, stop in zip(
             _of_experts(x, host_stops), weights, (0, *host_stops[:-1]), host_stops, strict=True
         ):
@@ -53,7 +53,7 @@ def row_product(
                 weight = Operand(weight.format, transpose(weight.parts, weight.format), contracted)
             matmul_into(own, weight, y[start:stop], fast=fast)
         return y
-    w = w if isinstance(w, GroupedOperand) else stack_weights(w)
+    w = w if isinstance(w, GroupedOperand) else w.stacked()
     if _takes_codes(x, w, dtype):
         if w.usage is not contracted:
             w = w._replace(usage=contracted, parts=quantize_steps.transpose_plane(BatchedOps(), w.parts, w.format))

@@ -9,36 +9,23 @@ grow with the number of experts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from qshard._core.quantize_steps import Plane
 from qshard._core.validation import quote
-from qshard.formats import Usage
-from qshard.layout import source
-from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_shape
-from qshard.torch_bridge._experts.expert_parallel import LocalExperts, quantize_dispatched
-from qshard.torch_bridge._experts.operands import GroupedOperand
-from qshard.torch_bridge._experts.products import (
-    expert_products,
-    host_stops,
-    multiplies_codes,
-    row_product,
-    sums_by_expert,
-)
-from qshard.torch_bridge._experts.tiles import GroupedRows, Tiles, Transfer, quantize_experts, tiles_of, unit_of
-from qshard.torch_bridge._experts.weights import gathered_planes, quantize_weights
+from qshard.recipes import Recipe, RecipeLike, as_recipe, check_state, check_weight_shape
+from qshard.torch_bridge._experts.autograd import GroupedProduct, ProductOptions
+from qshard.torch_bridge._experts.expert_parallel import LocalExperts
+from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._fsdp.scale_state import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.functional import check_operand
 from qshard.torch_bridge._nn.linear import Linear
-from qshard.torch_bridge._nn.operands import operand_spec
-from qshard.torch_bridge._ops.autograd_node import Node, apply_node
+from qshard.torch_bridge._ops.autograd_node import apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
-from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
 
@@ -87,8 +74,8 @@ def grouped_linear(
     sizes. The number of launches does not grow with the number of experts otherwise.
 
     A forward pass quantizes weights once, and saves the codes for the backward pass. Codes of a list of weights are
-    multiplied in place if they lie one after the other, as in a unit of ZeRO, and are copied next to each other
-    otherwise, as under FSDP2. Codes are not kept for the next call: PyTorch does not see every write to a parameter.
+    multiplied where they are, as FSDP2 and ZeRO gather them, if one op multiplies codes. Otherwise they are copied next
+    to each other. Codes are not kept for the next call: PyTorch does not see every write to a parameter.
 
     Scales depend on this rank's rows only. Ranks may have different experts or different rows. `torch.compile` traces
     the call. A CUDA graph may capture it if group sizes are on the GPU, and reads new sizes in a replay.
@@ -109,8 +96,7 @@ def grouped_linear(
         )
     weights = _in_rows(weights, weight_layout)
     each = [weights] if isinstance(weights, Tensor) else [*weights]
-    for weight in each:
-        check_operand("grouped_linear", weight, recipe)
+    _check_weights(each, recipe)
     if dtype is not None:
         check_dtype("grouped_linear", "dtype", dtype)
     experts, shape = _check_shapes(x, weights, each)
@@ -129,8 +115,8 @@ def grouped_linear(
         sizes = _checked_sizes(x, experts, group_sizes)
         groups = group_sizes.to(x.device, torch.int32, non_blocking=True)
     is_gathered = isinstance(each[0], QuantizedTensor)
-    how = _How(recipe, x.dtype if dtype is None else dtype, sizes, delayed, is_gathered, transfer)
-    y: Tensor = apply_node(_GroupedProduct, x, groups, seeds, bias, how, *each)
+    how = ProductOptions(recipe, x.dtype if dtype is None else dtype, sizes, delayed, is_gathered, transfer)
+    y: Tensor = apply_node(GroupedProduct, x, groups, seeds, bias, how, *each)
     return y
 
 
@@ -151,21 +137,35 @@ def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor
     return weights if layout == "NK" or weights.ndim != 3 else weights.transpose(1, 2).contiguous()
 
 
+def _check_weights(each: Sequence[Any], recipe: Recipe) -> None:
+    """Raise unless weights are values, or all are codes in the recipe's weight format."""
+    kinds = {type(weight) for weight in each}
+    if kinds == {QuantizedTensor} and all(weight.format is recipe.weight for weight in each):
+        return  # The usual case of many experts.
+    for weight in each:
+        check_operand("grouped_linear", weight, recipe)
+    if QuantizedTensor in kinds and len(kinds) > 1:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise TypeError(
+            f"grouped_linear: weights ({names}) are codes of some experts and values of others; quantize all, or none"
+        )
+
+
 def _check_shapes(x: Tensor, weights: Sequence[Tensor] | Tensor, each: Sequence[Tensor]) -> tuple[int, tuple[int, ...]]:
     """Return the number of experts, and the shape `(N, K)` of the weight of each."""
     experts = weights.shape[0] if isinstance(weights, Tensor) else len(weights)
     whole = isinstance(weights, Tensor)
-    shapes = list(dict.fromkeys(tuple(weight.shape[1:] if whole else weight.shape) for weight in each))
+    shapes = [tuple(shape[1:] if whole else shape) for shape in dict.fromkeys([weight.shape for weight in each])]
     if not experts or len(shapes) != 1 or len(shapes[0]) != 2 or x.ndim != 2 or x.shape[1] != shapes[0][1]:
         raise ValueError(
             f"grouped_linear: weights {', '.join(map(str, shapes)) or '(none)'} do not fit x {tuple(x.shape)}; pass "
             "each as [N, K], all of one shape, and x as [M, K]"
         )
-    for weight in each:
-        if weight.device != x.device:
-            raise ValueError(
-                f"grouped_linear: weights (on {weight.device}) are not on the device of x, {x.device}; move them there"
-            )
+    if others := {weight.device for weight in each} - {x.device}:
+        raise ValueError(
+            f"grouped_linear: weights (on {', '.join(map(str, others))}) are not on the device of x, {x.device}; move "
+            "them there"
+        )
     return experts, shapes[0]
 
 
@@ -222,137 +222,6 @@ def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, .
             "device of x; move them there"
         )
     return None
-
-
-class _How(NamedTuple):
-    """Arguments of `_GroupedProduct` that are not tensors. `sizes` are the group sizes, if the host knows them."""
-
-    recipe: Recipe
-    dtype: torch.dtype
-    sizes: tuple[int, ...] | None
-    delayed: Sequence[Any] | None
-    is_gathered: bool
-    transfer: Transfer | None = None
-
-    def combined(self, rows: Tensor, role: Role) -> Tensor:
-        """Return the rows of a product to their source ranks, if the rows of the operand in `role` are dispatched."""
-        return rows if self.transfer is None or self.transfer.role is not role else self.transfer.exchange.combine(rows)
-
-    def backward_plane(self, device: torch.device) -> Usage:
-        """Return the plane of quantized weights that the backward pass reads."""
-        if multiplies_codes(self.recipe.format(Role.GRADIENT), self.recipe.weight, device):
-            return Usage.COLUMNWISE
-        return source(self.recipe.weight, Usage.COLUMNWISE)
-
-    def scales(self, role: Role) -> Tensor | None:
-        return None if self.delayed is None else torch.stack([states[role].scale for states in self.delayed])
-
-    def observe(self, role: Role, amaxes: Tensor | None) -> None:
-        if self.delayed is not None and amaxes is not None:
-            for states, amax in zip(self.delayed, amaxes.unbind(), strict=True):
-                states[role].observe(amax)
-
-
-class _GroupedProduct(Node):
-    """Autograd node of `grouped_linear`."""
-
-    op, degree = "grouped_linear", 2
-    instead = "multiply the rows of each expert with torch.nn.functional.linear"
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        groups: Tensor | GroupedRows,
-        seeds: Tensor | None,
-        bias: Tensor | None,
-        how: _How,
-        *weights: Tensor,
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST_WEIGHT:])
-        row, columns = Usage.ROWWISE, Usage.COLUMNWISE
-        if isinstance(groups, Tensor):
-            tiles, fits = tiles_of(unit_of(how.recipe), x.shape[0], groups)
-            groups = GroupedRows(tiles, tiles)
-            if how.sizes is None:
-                torch._assert_async(fits, _UNFIT_SIZES)
-        tiles = groups.x
-        sides = _quantize_rows(x, how, Usage.BOTH if need_w else row, Role.ACTIVATION, tiles, seeds)
-        # Codes gathered by FSDP2 are saved by reference: FSDP2 frees their memory and gathers them again.
-        saved_w: list[Tensor | None] = [*weights] if need_x else []
-        backward = how.backward_plane(x.device)
-        w: GroupedOperand | Sequence[Operand]
-        if how.is_gathered:
-            w = gathered_planes(weights, row)[row]
-        else:
-            usage = Usage.BOTH if need_x and backward is columns else row
-            planes, amax = quantize_weights(weights, how.recipe, usage, seeds=seeds, scale=how.scales(Role.WEIGHT))
-            how.observe(Role.WEIGHT, amax)
-            w = planes[row]
-            if need_x:
-                saved_w = [*planes[backward].parts]
-        stops, out = host_stops(how.sizes, tiles.unit), weights[0].shape[-2]
-        y = row_product(sides[row], w, row, groups.y, stops, out, how.dtype, fast=True)
-        if bias is not None:
-            groups.y.add_to_rows(y, bias.detach())
-        saved_x = sides[columns].parts if need_w else (None,) * len(Plane._fields)
-        ctx.how, ctx.x_dtype, ctx.unit = how, x.dtype, tiles.unit
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.w_dtype, ctx.w_shape, ctx.w_count = weights[0].dtype, weights[0].shape, len(saved_w)
-        return how.combined(y, Role.GRADIENT), [*tiles[1:], *groups.y[2:], seeds, *saved_x, *saved_w]
-
-    @staticmethod
-    def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
-        how: _How = ctx.how
-        end = len(saved) - ctx.w_count
-        tiles, of_y = Tiles(ctx.unit, *saved[:4]), Tiles(ctx.unit, saved[0], *saved[4:7])
-        seeds, saved_w = saved[7], saved[end:]
-        need_x, need_b = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST_WEIGHT - 2]
-        need_w = any(ctx.needs_input_grad[_FIRST_WEIGHT:])
-        grad_x = grad_b = None
-        of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - _FIRST_WEIGHT)
-        if need_b:
-            grad_b = sums_by_expert(grad.detach(), of_y).to(ctx.bias_dtype)
-        row, columns, stops = Usage.ROWWISE, Usage.COLUMNWISE, host_stops(how.sizes, tiles.unit)
-        sides: dict[Usage, GroupedOperand] = {}
-        if need_x or need_w:
-            usage = Usage.BOTH if need_x and need_w else row if need_x else columns
-            sides = _quantize_rows(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, of_y, seeds)
-        if need_w:
-            x = GroupedOperand(how.recipe.format(Role.ACTIVATION), columns, Plane(*saved[8:end]))
-            shape = (tiles.stops.shape[0], *ctx.w_shape[-2:])
-            dw = expert_products(sides.pop(columns), x, tiles, stops, shape, ctx.w_dtype)
-            of_weights = [dw] if len(ctx.w_shape) == 3 else dw.unbind()
-        saved.clear()
-        if need_x:
-            w: GroupedOperand | Sequence[Operand]
-            if how.is_gathered:
-                planes = gathered_planes(saved_w, columns)
-                w = planes[columns] if columns in planes else gathered_planes(saved_w, row)[row]
-            else:
-                w = GroupedOperand(how.recipe.weight, how.backward_plane(grad.device), Plane(*saved_w))
-            dx = row_product(sides.pop(row), w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
-            grad_x = how.combined(dx.to(ctx.x_dtype), Role.ACTIVATION)
-        return grad_x, None, None, grad_b, None, *of_weights
-
-
-_FIRST_WEIGHT = 5
-"""Position of the first weight among the inputs of `_GroupedProduct`."""
-_UNFIT_SIZES = (
-    "grouped_linear: group_sizes are negative or exceed the rows of x; pass the number of rows of each expert"
-)
-
-
-def _quantize_rows(
-    x: Tensor, how: _How, usage: Usage, role: Role, tiles: Tiles, seeds: Tensor | None
-) -> dict[Usage, GroupedOperand]:
-    spec = operand_spec(how.recipe, role, usage)
-    spec.layouts((tiles.rows.shape[0], x.shape[1]))
-    if how.transfer is not None and how.transfer.role is role:
-        return quantize_dispatched(x.detach().to(how.dtype), spec, tiles, how.transfer.exchange, seeds=seeds)
-    sides, amaxes = quantize_experts(x.detach().to(how.dtype), spec, tiles, seeds=seeds, scale=how.scales(role))
-    how.observe(role, amaxes)
-    return sides
 
 
 class GroupedLinear(nn.Module):

@@ -11,9 +11,10 @@ from torch import Tensor
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
+from qshard.gemm_dispatch import UNIT
 from qshard.layout import is_transposed
 from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._ops.eager import are_plain
+from qshard.torch_bridge._ops.eager import are_plain, is_compiling
 from qshard.torch_bridge._quantized.gemm import Operand
 
 
@@ -45,29 +46,48 @@ class GroupedOperand(NamedTuple):
         return values
 
 
-def stack_weights(weights: Sequence[Operand]) -> GroupedOperand:
-    """Stack the planes of all weights as `[E, ...]`."""
-    parts = [None if part[0] is None else stack_tensors(part) for part in zip(*(w.parts for w in weights), strict=True)]
-    return GroupedOperand(weights[0].format, weights[0].usage, Plane(*parts))
+class OperandList(NamedTuple):
+    """One plane of all weights, in separate memory for each expert, as FSDP2 gathers them. `parts` has lists."""
+
+    format: Format
+    usage: Usage
+    parts: Plane
+
+    @property
+    def each(self) -> list[Operand]:
+        """The plane of each expert."""
+        planes = zip(*(part or [None] * len(self.parts.data) for part in self.parts), strict=True)
+        return [Operand(self.format, Plane(*parts), self.usage) for parts in planes]
+
+    def stacked(self) -> GroupedOperand:
+        """Stack the planes as `[E, ...]`."""
+        parts = [None if part is None else stack_tensors(part) for part in self.parts]
+        return GroupedOperand(self.format, self.usage, Plane(*parts))
+
+    def transposed(self) -> GroupedOperand:
+        """Transpose the rowwise planes into columnwise planes `[E, ...]`, in one launch each for codes and scales."""
+        assert self.format.transposes
+        assert self.format.element.codes_per_byte == 1
+        data, scales, _ = self.parts
+        scales_t = torch.stack(scales) if self.format.per_tensor else _stack_transposed(scales)
+        return GroupedOperand(self.format, Usage.COLUMNWISE, Plane(_stack_transposed(data), scales_t))
+
+    def is_addressable(self) -> bool:
+        """Return True if products can read the codes of each expert where they are, without a copy."""
+        data = self.parts.data
+        if not are_plain(*data):
+            return False
+        # Also on a CPU, although only a GPU needs it: one rule. Not a generator: every call runs this.
+        return all([codes.is_contiguous() and codes.data_ptr() % UNIT == 0 for codes in data])  # noqa: C419
 
 
-def stack_transposed(weights: Sequence[Operand]) -> GroupedOperand:
-    """Transpose the rowwise planes of all weights into columnwise planes `[E, ...]`, in one launch."""
-    parts, fmt = [weight.parts for weight in weights], weights[0].format
-    assert fmt.transposes
-    assert fmt.element.codes_per_byte == 1
-
-    def room(of: Sequence[Tensor]) -> Tensor:
-        return of[0].new_empty((len(of), *of[0].shape[::-1]))
-
-    data, scales = [own.data for own in parts], [own.scale_inv for own in parts]
-    if fmt.per_tensor:
-        data_t, scales_t = room(data), stack_tensors(scales)
-        ops.transpose_each(data, [*data_t.unbind()])
-    else:
-        data_t, scales_t = room(data), room(scales)
-        ops.transpose_each([*data, *scales], [*data_t.unbind(), *scales_t.unbind()])
-    return GroupedOperand(fmt, Usage.COLUMNWISE, Plane(data_t, scales_t))
+def _stack_transposed(matrices: Sequence[Tensor]) -> Tensor:
+    """Transpose matrices `[rows, columns]` into one `[E, columns, rows]`."""
+    first = matrices[0]
+    if is_compiling():  # Inductor may return new memory for a result of an op in place.
+        return torch.stack([*matrices]).transpose(1, 2).contiguous()
+    stacked: Tensor = ops.transpose_stack(first.new_empty((len(matrices), *first.shape[::-1])), matrices)
+    return stacked
 
 
 def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:

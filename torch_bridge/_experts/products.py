@@ -23,14 +23,13 @@ from qshard.torch_bridge._experts import fallback
 from qshard.torch_bridge._experts.operands import (
     BatchedOps,
     GroupedOperand,
+    OperandList,
     contracts_last_axis,
     product_scale,
-    stack_transposed,
-    stack_weights,
 )
 from qshard.torch_bridge._experts.tiles import Tiles
 from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._quantized.gemm import Operand, grouped_runs_on
+from qshard.torch_bridge._quantized.gemm import grouped_runs_on
 
 
 def multiplies_codes(a: Format, b: Format, device: torch.device) -> bool:
@@ -48,7 +47,7 @@ def host_stops(sizes: Sequence[int] | None, unit: int) -> tuple[int, ...] | None
 
 def row_product(
     x: GroupedOperand,
-    w: GroupedOperand | Sequence[Operand],
+    w: GroupedOperand | OperandList,
     contracted: Usage,
     tiles: Tiles,
     host_stops: Sequence[int] | None,
@@ -64,25 +63,27 @@ def row_product(
     reads, or the plane to transpose for it, of all weights or of each. `fast` is as for `matmul`. `host_stops` are the
     stops, if the host knows them.
     """
-    w_format = (w if isinstance(w, GroupedOperand) else w[0]).format
     rows, per_byte = x.parts.data.shape[0], x.format.element.codes_per_byte
     device, sizes = x.parts.data.device, (rows, columns, x.parts.data.shape[1] * per_byte)
-    kind = gemm_dispatch.grouped_kind_of(x.format, w_format)
+    kind = gemm_dispatch.grouped_kind_of(x.format, w.format)
     experts = tiles.stops.shape[0]
     if kind is not None and _takes(kind, sizes, tiles.unit, device):
-        w = _contracting(w, contracted)
         how: dict[str, Any] = {"dtype": dtype, "fast": fast}
-        how["workspace"] = _workspace(device, experts, sizes, x.format, w_format)
+        how["workspace"] = _workspace(device, experts, sizes, x.format, w.format)
         # With one scale for each expert, the product writes sorted rows without padding, and no pass gathers them.
         is_sorted = tiles.ends is not None and tiles.place is not None and tiles.place.ndim == 1
         if unpads := kind == "tensors" and is_sorted:
             how |= {"ends": tiles.ends, "tokens": cast(Tensor, tiles.place).shape[0]}
-        y: Tensor = gemm_dispatch.multiply_grouped(ops, x.parts, x.format, w.parts, w_format, tiles.stops, **how)
+        if isinstance(w, OperandList) and w.usage is contracted and w.is_addressable():
+            y = _list_product(x, w, tiles.stops, columns, **how)
+        else:
+            stacked = _contracting(w, contracted)
+            y = gemm_dispatch.multiply_grouped(ops, x.parts, x.format, stacked.parts, w.format, tiles.stops, **how)
         return y if unpads else tiles.gather(y)
     if not _takes("values", sizes, tiles.unit, device):
         y = fallback.row_product(x, w, contracted, tiles, host_stops, columns, dtype, fast=fast)
         return tiles.gather(y)
-    w = w if isinstance(w, GroupedOperand) else stack_weights(w)
+    w = w if isinstance(w, GroupedOperand) else w.stacked()
     # Weights are stored as [E, N, K] or transposed.
     layout: Literal["nt", "nn"] = "nt" if contracts_last_axis(w, contracted) else "nn"
     size = _workspace(device, experts, sizes)
@@ -143,10 +144,36 @@ def sums_by_expert(grad: Tensor, tiles: Tiles) -> Tensor:
     return sums[:, 0]
 
 
-def _contracting(w: GroupedOperand | Sequence[Operand], contracted: Usage) -> GroupedOperand:
+def _list_product(
+    x: GroupedOperand,
+    w: OperandList,
+    stops: Tensor,
+    columns: int,
+    *,
+    dtype: torch.dtype,
+    fast: bool,
+    workspace: int,
+    ends: Tensor | None = None,
+    tokens: int | None = None,
+) -> Tensor:
+    """Multiply the codes of rows by the codes of each expert where they are. Only scales are stacked: they are few."""
+    data, scales = x.parts.data, torch.stack(w.parts.scale_inv)
+    out: Tensor = data.new_empty((data.shape[0] if tokens is None else tokens, columns), dtype=dtype)
+    buffers = out, data.new_empty(workspace, dtype=torch.uint8)
+    how = gemm_dispatch.grouped_options(x.format, w.format, fast)
+    operands = data, x.parts.scale_inv, scales, stops
+    if w.format.per_tensor:
+        ops.gemm_grouped_list(*operands, stops if ends is None else ends, *buffers, w.parts.data, **how)
+    else:
+        how["b_rows"] = w.format.block_shape()[0]
+        ops.gemm_grouped_block_list(*operands, *buffers, w.parts.data, **how)
+    return out
+
+
+def _contracting(w: GroupedOperand | OperandList, contracted: Usage) -> GroupedOperand:
     """Return the plane of all weights that a product contracts, transposed if it is not there."""
-    if not isinstance(w, GroupedOperand):
-        return stack_weights(w) if w[0].usage is contracted else stack_transposed(w)
+    if isinstance(w, OperandList):
+        return w.stacked() if w.usage is contracted else w.transposed()
     if w.usage is contracted:
         return w
     return w._replace(usage=contracted, parts=quantize_steps.transpose_plane(BatchedOps(), w.parts, w.format))

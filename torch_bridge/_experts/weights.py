@@ -17,22 +17,28 @@ from qshard._core.flat_shards import FlatSlice
 from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Draws, Plane
 from qshard.formats import Format, Usage
+from qshard.layout import source
 from qshard.recipes import Recipe, Role
-from qshard.torch_bridge._experts.operands import BatchedOps, GroupedOperand, stack_tensors
+from qshard.torch_bridge._experts.operands import BatchedOps, GroupedOperand, OperandList, stack_tensors
 from qshard.torch_bridge._nn.operands import operand_spec, planes_of, values_of
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.foreach import flat_plan
 from qshard.torch_bridge._ops.uint64 import xor_words
-from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 
 
-def gathered_planes(weights: Sequence[Tensor], usage: Usage) -> dict[Usage, Sequence[Operand]]:
-    """Return the planes of `usage` that the codes of all experts have."""
-    there = [planes_of(cast(QuantizedTensor, weight), Usage.COLUMNWISE in usage) for weight in weights]
-    usages = [one for one in usage.planes if all(one in planes for planes in there)]
-    return {one: [planes[one] for planes in there] for one in usages}
+def gathered_weights(weights: Sequence[Tensor], usage: Usage) -> OperandList:
+    """Return the plane of `usage` of the codes of all experts, or the rowwise plane to transpose; raise if neither."""
+    codes = cast(Sequence[QuantizedTensor], weights)
+    if usage is Usage.COLUMNWISE and (parts := QuantizedTensor.lists_of_parts(codes, usage)) is not None:
+        return OperandList(codes[0].format, usage, parts)
+    rowwise = QuantizedTensor.lists_of_parts(codes, Usage.ROWWISE)
+    if rowwise is None or (usage is Usage.COLUMNWISE and source(codes[0].format, usage) is not Usage.ROWWISE):
+        for weight in codes:
+            planes_of(weight, usage is Usage.COLUMNWISE)  # Raises for the first without the plane.
+    assert rowwise is not None
+    return OperandList(codes[0].format, Usage.ROWWISE, rowwise)
 
 
 def quantize_weights(

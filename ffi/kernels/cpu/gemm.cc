@@ -158,15 +158,19 @@ void Multiply(const Exec<Cpu>& exec, const GemmProblem& gemm, const Part& a_part
   });
 }
 
-// Multiplies `rows` rows of `a` from `start` by matrix `group` of `b`.
+// Multiplies `rows` rows of `a` from `start` by the matrix of `group`: `matrix`, or if that is null
+// the one at its place in `b`.
 template <class Out>
-void MultiplyRows(const Exec<Cpu>& exec, const GemmProblem& gemm, int64_t group, int64_t start,
-                  int64_t rows, Out* out) {
+void MultiplyRows(const Exec<Cpu>& exec, GemmProblem gemm, const void* matrix, int64_t group,
+                  int64_t start, int64_t rows, Out* out) {
   const int64_t k = gemm.k, n = gemm.b.rows;
   Part a = Whole(gemm, gemm.a), b = Whole(gemm, gemm.b);
   a.first = start * k;
   a.first_scale = start * a.scale_stride;
-  b.first = group * n * k;
+  if (matrix != nullptr)
+    gemm.b.data = matrix;
+  else
+    b.first = group * n * k;
   if (gemm.scales != ScaleId::kNone)
     b.first_scale = group * CeilDiv(n, gemm.b.block_rows) * b.scale_stride;
   for (Part* part : {&a, &b})
@@ -210,7 +214,8 @@ Status GroupedGemm(const Exec<Cpu>& exec, const GemmProblem& gemm, const GemmGro
       const int64_t end =
           groups.ends == nullptr ? stop : ClampStop(groups.ends[group], first, groups.out_rows, 1);
       const int64_t number = std::min(stop - start, end - first);
-      if (number > 0) MultiplyRows(exec, gemm, group, start, number, out + first * n);
+      const void* const matrix = groups.matrices == nullptr ? nullptr : groups.matrices[group];
+      if (number > 0) MultiplyRows(exec, gemm, matrix, group, start, number, out + first * n);
       std::fill_n(out + (first + number) * n, (end - first - number) * n, Out{});
       first = end;
     } else if (start < stop) {

@@ -13,6 +13,7 @@
 #include "kernels/cuda/gemm/grouped_plans.h"
 #include "kernels/cuda/gemm/plan_parts.h"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/tensor_table.cuh"
 #include "kernels/gemm.h"
 #include "kernels/gemm_groups.h"
 #include "kernels/gemm_scales.h"
@@ -64,12 +65,19 @@ struct SetUp {
   int64_t row_words, matrix_words;  // of 16 bytes; matrix_words 0: rows of out are divided
 };
 
+// Addresses of the matrices of b, as parameters of a launch. With kMax 0 they follow from `places`.
+template <int kMax>
+struct Addresses {
+  const void* at[std::max(kMax, 1)];
+};
+
 // Where the rows of each group end, in shared memory: in the operands, and in out.
 struct Bounds {
   int32_t *stops, *ends;  // one array, or two
 };
 
 constexpr int kThreads = 256, kBlocksPerMultiprocessor = 4;
+constexpr int kFewAddresses = 448;  // parameters of less than 4 KB, the limit of older drivers
 
 // Clamps `stops`, and writes them to `ends` in shared memory. All threads of a block call it.
 __device__ void ClampStops(const int32_t* stops, int groups, int64_t rows, int64_t unit,
@@ -120,7 +128,9 @@ __device__ int32_t LengthOf(const Bounds& bounds, int group) {
              bounds.ends[group] - StartOf(bounds.ends, group));
 }
 
-__device__ void WriteArrays(const SetUp& s, const Bounds& bounds) {
+template <int kListed>
+__device__ void WriteArrays(const SetUp& s, const Bounds& bounds,
+                            const Addresses<kListed>& listed) {
   for (int group = threadIdx.x; group < s.groups; group += kThreads) {
     const int64_t start = StartOf(bounds.stops, group) / s.unit;
     const int64_t first = StartOf(bounds.ends, group) / s.unit;
@@ -129,6 +139,8 @@ __device__ void WriteArrays(const SetUp& s, const Bounds& bounds) {
       s.extents[i * s.stride + group] = extents[i];
     for (int i = 0; i < GroupedWorkspace::kPointers; ++i)
       s.pointers[i * s.stride + group] = s.places[i].At(group, i == kOut ? first : start);
+    if constexpr (kListed > 0)
+      s.pointers[kB * s.stride + group] = const_cast<void*>(listed.at[group]);
     // The library scales the empty sum of a group without rows too, and its scale may be NaN.
     for (int i = 0; i < 2; ++i)
       if (s.tensor_scales[i] != nullptr)
@@ -182,12 +194,14 @@ __device__ void ClearRows(const SetUp& s, const Bounds& bounds) {
     Clear(s, written(group) * s.row_words, bounds.ends[group] * s.row_words);
 }
 
-__global__ void __launch_bounds__(kThreads) SetUpKernel(const SetUp s) {
+template <int kListed>
+__global__ void __launch_bounds__(kThreads)
+    SetUpKernel(const SetUp s, const __grid_constant__ Addresses<kListed> listed) {
   extern __shared__ int32_t shared[];
   const Bounds bounds{shared, s.ends == nullptr ? shared : shared + s.groups};
   ClampStops(s.stops, s.groups, s.rows, s.unit, bounds.stops);
   if (s.ends != nullptr) ClampStops(s.ends, s.groups, s.out_rows, 1, bounds.ends);
-  if (blockIdx.x == 0) WriteArrays(s, bounds);
+  if (blockIdx.x == 0) WriteArrays(s, bounds, listed);
   if (s.matrix_words == 0) {
     ClearRows(s, bounds);
   } else {
@@ -305,15 +319,29 @@ GroupedArrays ArraysOf(const SetUp& s, const GemmProblem& gemm, bool by_k) {
   return arrays;
 }
 
-// Launches enough blocks for the scales, and for zeros in an eighth of the result.
-Status LaunchSetUp(const Exec<Cuda>& exec, const SetUp& s, int64_t out_words) {
+template <int kListed>
+Status LaunchSetUp(const Exec<Cuda>& exec, const SetUp& s, const void* const* matrices,
+                   unsigned blocks) {
+  static_assert(sizeof(SetUp) + sizeof(Addresses<kListed>) <= kParameterBytes);
+  Addresses<kListed> listed{};
+  if constexpr (kListed > 0) std::copy_n(matrices, s.groups, listed.at);
+  const size_t shared = s.groups * sizeof(int32_t) * (s.ends == nullptr ? 1 : 2);
+  SetUpKernel<kListed><<<blocks, kThreads, shared, exec.stream>>>(s, listed);
+  return LaunchStatus();
+}
+
+// Launches enough blocks for the scales, and for zeros in an eighth of the result. `matrices` has
+// the addresses of the groups' matrices in b, or is null.
+Status SetUpGroups(const Exec<Cuda>& exec, const SetUp& s, const void* const* matrices,
+                   int64_t out_words) {
   const int64_t scales = std::max({s.row_scales.rows * s.row_scales.cols, s.block_scales.Size(),
                                    s.more_scales.Size(), out_words / 8});
   const int64_t most = int64_t{Multiprocessors()} * kBlocksPerMultiprocessor;
-  const int64_t blocks = std::clamp<int64_t>(CeilDiv(scales, kThreads), 1, most);
-  const size_t shared = s.groups * sizeof(int32_t) * (s.ends == nullptr ? 1 : 2);
-  SetUpKernel<<<static_cast<unsigned>(blocks), kThreads, shared, exec.stream>>>(s);
-  return LaunchStatus();
+  const auto blocks =
+      static_cast<unsigned>(std::clamp<int64_t>(CeilDiv(scales, kThreads), 1, most));
+  if (matrices == nullptr) return LaunchSetUp<0>(exec, s, matrices, blocks);
+  return s.groups <= kFewAddresses ? LaunchSetUp<kFewAddresses>(exec, s, matrices, blocks)
+                                   : LaunchSetUp<kMostListed>(exec, s, matrices, blocks);
 }
 
 // Returns the text for a failed call. It is valid until the thread's next failure.
@@ -357,13 +385,17 @@ Status GroupedGemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const GemmGr
   const auto steps = [](const Places& places) {
     return static_cast<uint64_t>(places.per_group | places.per_unit);
   };
-  key.alignment = AlignmentOf({Address(gemm.a.data), Address(gemm.b.data), Address(out),
-                               steps(s.places[kA]), steps(s.places[kB]), steps(s.places[kOut])});
+  uint64_t matrices = Address(gemm.b.data);  // with the low bits of any of them
+  for (int64_t i = 0; groups.matrices != nullptr && i < groups.number; ++i)
+    matrices |= Address(groups.matrices[i]);
+  key.alignment = AlignmentOf({Address(gemm.a.data), matrices, Address(out), steps(s.places[kA]),
+                               steps(s.places[kB]), steps(s.places[kOut])});
   key.workspace_bytes = workspace.bytes - layout.bytes;
   const std::shared_ptr<GroupedPlan> plan = GroupedPlanOf(ClassOf(key), arrays);
   if (plan->error != nullptr) return {plan->error};
 
-  QSHARD_RETURN_IF_ERROR(LaunchSetUp(exec, s, elements * sizeof(Out) / sizeof(uint4)));
+  QSHARD_RETURN_IF_ERROR(
+      SetUpGroups(exec, s, groups.matrices, elements * sizeof(Out) / sizeof(uint4)));
   const std::lock_guard<std::mutex> lock(plan->mutex);
   const auto multiply = [&](const cublaslt::Algorithm& algorithm) {
     void* const* const d = s.pointers + kOut * s.stride;
