@@ -4,6 +4,7 @@
 weight, and "dw" contracts the tokens of each expert. Tokens are distributed uniformly at random. Rows of experts are
 padded to 16 for codes with one scale for each expert, and to 128 for codes in blocks. `TFLOP_per_s` counts 2 M N K of
 the tokens without padding. Sizes are on the device. Moving scales into cuBLASLt's layout is part of a call.
+"dw" of codes is the project's own kernel, or cuBLASLt with QSHARD_CONTRACT_ROWS=0.
 `gpu_timing.py` explains how contenders are timed.
 
     python benchmarks/bench_gpu_grouped_gemm.py [--rounds 10] [--shapes 8x16384x4096x14336,64x32768x7168x2048]

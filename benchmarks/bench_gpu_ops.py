@@ -24,7 +24,7 @@ from gpu_timing import COPIES, Contenders, microseconds, rows_of
 from qshard import _ffi
 
 E4M3 = {"element": "float8_e4m3fn"}
-BLOCKS = {"block_cols": 128, **E4M3, "eps": 0.0, "pow2": False, "rounding": "up", "scale_dtype": "float32"}
+BLOCKS = {"block_rows": 1, "block_cols": 128, **E4M3, "eps": 0.0, "pow2": False, "rounding": "up", "scale_dtype": "float32"}
 EXPERTS = 64
 JAX_CALLS = 100  # calls in a queue, so that dispatch and the final wait matter little
 
@@ -84,9 +84,14 @@ def torch_contenders(size: int) -> Contenders:
             3 + 4 / 128,
             lambda i: run("quantize_block_rows", (x[i], padded), (data[i], blocks), BLOCKS),
         ),
-        "quantize_block_both_rows qshard": (
+        "quantize_block_both_t_rows qshard": (
             4 + 8 / 128,
-            lambda i: run("quantize_block_both_rows", (x[i], padded), (data[i], blocks, data_t[i], blocks_t), BLOCKS),
+            lambda i: run(
+                "quantize_block_both_t_rows",
+                (x[i], padded),
+                (data[i], blocks, data_t[i], blocks_t),
+                {**BLOCKS, "block_rows": 128},
+            ),
         ),
     }
 

@@ -126,15 +126,13 @@ def has_rows_apart(fmt: Format, usage: Usage) -> bool:
 
 
 def takes_rows(fmt: Format) -> bool:
-    """Return whether an op quantizes a format into padded rows: FP8 with one scale, or in blocks of one row.
+    """Return whether an op quantizes a format straight into padded rows. Others are gathered first.
 
-    >>> from qshard.formats import FP8_1x128, FP8_128x128, FP8_E5M2, MXFP8_E4M3
-    >>> [takes_rows(fmt) for fmt in (FP8_E5M2, FP8_1x128, FP8_128x128, MXFP8_E4M3)]
-    [True, True, False, False]
+    >>> from qshard.formats import MXFP8_E4M3, NVFP4
+    >>> [takes_rows(fmt) for fmt in (MXFP8_E4M3, NVFP4, NVFP4.with_options(global_scale="row"))]
+    [True, True, False]
     """
-    if fmt.stochastic:
-        return False
-    return fmt.per_tensor or (fmt.scale_dtype == "float32" and fmt.block_shape()[0] == 1 and fmt.turns_columns)
+    return not (fmt.row_scaled or fmt.scaling.four_over_six)
 
 
 def source(fmt: Format, usage: Usage) -> Usage:

@@ -49,6 +49,7 @@ from qshard.torch_bridge._quantized.quantize import quantize
 from qshard.torch_bridge._quantized.scaling_state import load_scaling_state, scaling_state
 from qshard.torch_bridge._quantized.serialization import from_plain, to_plain
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._weight_sync.stream import stream_weights
 from qshard.torch_bridge._zero.optimizer import ZeroOptimizer
 
 __all__ = [
@@ -95,6 +96,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantize",
     "scaling_state",
+    "stream_weights",
     "swiglu",
     "swiglu_quantize",
     "to_plain",

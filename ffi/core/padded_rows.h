@@ -33,6 +33,10 @@ struct ExpertStops {
     while (from < count && stops[from] <= row) ++from;
     return from;
   }
+  // Returns the first padded row of an expert.
+  QSHARD_INLINE int64_t FirstRow(int64_t expert) const {
+    return expert == 0 ? 0 : stops[expert - 1];
+  }
 };
 
 }  // namespace qshard

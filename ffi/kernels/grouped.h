@@ -28,11 +28,48 @@ QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastGrouped, const In* x, int64
                          const RowMap& map, const ExpertScales& scales, uint8_t* data,
                          uint8_t* data_t);
 
-// QuantizeBlock of the gathered rows in blocks of 1 x block_cols, and unless the second plane is
-// null in blocks of block_cols x 1, stored transposed.
+// QuantizeBlock and QuantizeBlockBoth of the gathered rows, which `blocks` describe.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code, class Scales), QuantizeBlockRows, const In* x,
-                         int64_t cols, const RowMap& map, int64_t block_cols, const Scales& scales,
+                         const RowMap& map, const Scales& scales, const Blocks& blocks,
+                         const BlockPlane<typename Scales::Stored>& out);
+QSHARD_LAUNCHER_TEMPLATE((class In, class Code, class Scales), QuantizeBlockBothRows, const In* x,
+                         const RowMap& map, const Scales& scales, const Blocks& blocks,
                          const BothPlanes<typename Scales::Stored>& out);
+
+// --- NVFP4: experts own strips of kNvfp4Block padded rows ---
+//
+// The expert of its first row owns a strip. Rows of no expert are zeros.
+
+// AmaxGrouped, and in amax_t the amax of the Hadamard transform of each strip along columns.
+// map.count must be a multiple of kNvfp4Block.
+QSHARD_LAUNCHER_TEMPLATE((class In), AmaxHadamardGrouped, const In* x, int64_t cols,
+                         const RowMap& map, const ExpertStops& experts, float* amax, float* amax_t);
+
+// Scales and random numbers of each expert.
+struct Nvfp4Experts {
+  ExpertStops stops;
+  const float* global_amax;    // of blocks in the order of rows
+  const float* global_amax_t;  // of blocks along columns
+  float scale_max;
+  Nonfinite nonfinite;
+  // If set, round as in CastBlockStochastic with these keys, uint64 as two uint32, low first. The
+  // Philox index is the index of an element in the padded rows of its expert.
+  const uint32_t* seeds = nullptr;
+};
+
+// Output pointers. A plane has both pointers. The transposed plane is optional.
+struct Nvfp4RowPlanes {
+  uint8_t* data;  // of blocks 1 x 16, or 16 x 16 if `square`
+  uint8_t* scale_inv;
+  uint8_t* data_t = nullptr;  // of blocks 16 x 1, of the Hadamard transform if `hadamard`
+  uint8_t* scale_inv_t = nullptr;
+  bool square = false, hadamard = false;
+};
+
+// QuantizeNvfp4 or QuantizeNvfp4Both of the gathered rows of each expert. cols must be a multiple
+// of kNvfp4Block, and with `square` or a transposed plane map.count too.
+QSHARD_LAUNCHER_TEMPLATE((class In), QuantizeNvfp4Rows, const In* x, int64_t cols,
+                         const RowMap& map, const Nvfp4Experts& experts, const Nvfp4RowPlanes& out);
 
 }  // namespace qshard::kernels
 

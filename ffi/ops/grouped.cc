@@ -12,11 +12,6 @@ namespace qshard {
 namespace {
 
 template <class Platform>
-ExpertStops StopsOf(const Call<Platform>& call) {
-  return {Data<int32_t>(call.arg(2)), Elements(call.arg(2))};
-}
-
-template <class Platform>
 Error CastGrouped(const Call<Platform>& call, bool transposed) {
   return DispatchFp8(call, call.arg(0), [&](auto code, auto in) {
     using In = decltype(in);
@@ -38,6 +33,17 @@ QSHARD_DEFINE_OP(amax_grouped) {
     using In = decltype(in);
     return call(kernels::AmaxGrouped(call.exec, Data<In>(call.arg(0)), call.binding.Length(1),
                                      RowMapOf(call), StopsOf(call), Mutable<float>(call.ret(0))));
+  });
+}
+
+// amax_grouped, and in amax_t the amax of the Hadamard transform of each 16 padded rows of a
+// column.
+QSHARD_DEFINE_OP(amax_hadamard_grouped) {
+  return DispatchFloat(call.arg(0), [&](auto in) {
+    using In = decltype(in);
+    return call(kernels::AmaxHadamardGrouped(
+        call.exec, Data<In>(call.arg(0)), call.binding.Length(1), RowMapOf(call), StopsOf(call),
+        Mutable<float>(call.ret(0)), Mutable<float>(call.ret(1))));
   });
 }
 

@@ -78,22 +78,24 @@ Error Quantize(const Call<Platform>& call) {
                     });
 }
 
-// Quantizes gathered rows along rows, and with `both` also along columns.
-template <class Platform>
-Error QuantizeRows(const Call<Platform>& call, bool both) {
-  const int64_t block_cols = call.integer("block_cols");
-  return WithScales(call, 1, block_cols, [&](const auto& scales, auto code, auto in) {
-    using In = decltype(in);
-    using Stored = typename std::decay_t<decltype(scales)>::Stored;
-    kernels::BothPlanes<Stored> out{Mutable<uint8_t>(call.ret(0)), Mutable<Stored>(call.ret(1)),
-                                    nullptr, nullptr, /*second_transposed=*/true};
-    if (both)
-      out.second_data = Mutable<uint8_t>(call.ret(2)),
-      out.second_scale_inv = Mutable<Stored>(call.ret(3));
-    return call(kernels::QuantizeBlockRows<In, decltype(code)>(
-        call.exec, Data<In>(call.arg(0)), call.binding.Length(1), RowMapOf(call), block_cols,
-        scales, out));
-  });
+// Quantizes the padded rows of operands `x: float t k, rows: word p`.
+template <Planes kPlanes, class Platform>
+Error QuantizeRows(const Call<Platform>& call) {
+  const RowMap map = RowMapOf(call);
+  const Blocks blocks{1, map.count, call.binding.Length(1), call.integer("block_rows"),
+                      call.integer("block_cols")};
+  return WithScales(
+      call, blocks.block_rows, blocks.block_cols, [&](const auto& scales, auto code, auto in) {
+        using In = decltype(in);
+        using Code = decltype(code);
+        const auto out = PlanesOf<kPlanes, typename std::decay_t<decltype(scales)>::Stored>(call);
+        const In* x = Data<In>(call.arg(0));
+        if constexpr (kTwoSets<kPlanes>)
+          return call(
+              kernels::QuantizeBlockBothRows<In, Code>(call.exec, x, map, scales, blocks, out));
+        else
+          return call(kernels::QuantizeBlockRows<In, Code>(call.exec, x, map, scales, blocks, out));
+      });
 }
 
 // Returns the NVFP4 scales under global amax `operand`, which has the first axes of the grid.
@@ -139,6 +141,27 @@ Error QuantizeNvfp4(const Call<Platform>& call) {
   });
 }
 
+// Quantizes the padded rows of experts, with a global amax and a Philox key for each expert.
+template <bool kBoth, bool kStochastic, class Platform>
+Error QuantizeNvfp4Rows(const Call<Platform>& call) {
+  kernels::Nvfp4Experts experts{StopsOf(call), Data<float>(call.arg(3)),
+                                Data<float>(call.arg(kBoth ? 4 : 3)), call.number("scale_max"),
+                                call.nonfinite()};
+  if constexpr (kStochastic) experts.seeds = Data<uint32_t>(call.arg(kBoth ? 5 : 4));
+  kernels::Nvfp4RowPlanes out{Mutable<uint8_t>(call.ret(0)), Mutable<uint8_t>(call.ret(1))};
+  if constexpr (kBoth) {
+    out.data_t = Mutable<uint8_t>(call.ret(2));
+    out.scale_inv_t = Mutable<uint8_t>(call.ret(3));
+    out.hadamard = call.flag("hadamard");
+  } else {
+    out.square = call.integer("block_rows") > 1;
+  }
+  return DispatchFloat(call.arg(0), [&](auto in) {
+    return call(kernels::QuantizeNvfp4Rows(call.exec, Data<decltype(in)>(call.arg(0)),
+                                           call.binding.Length(1), RowMapOf(call), experts, out));
+  });
+}
+
 }  // namespace
 
 // amax_block, block scales (scale_from_amax for fp32, scale_e8m0 for E8M0) and cast_block, in one
@@ -149,10 +172,12 @@ QSHARD_DEFINE_OP(quantize_block_both) { return Quantize<Planes::kBoth>(call); }
 QSHARD_DEFINE_OP(quantize_block_both_t) { return Quantize<Planes::kBothTransposed>(call); }
 QSHARD_DEFINE_OP(quantize_square_both) { return Quantize<Planes::kSquareBoth>(call); }
 
-// quantize_block, or quantize_block_both_t, of the rows of x that `rows` names, in its order. A row
-// outside x is padding, a row of zeros.
-QSHARD_DEFINE_OP(quantize_block_rows) { return QuantizeRows(call, false); }
-QSHARD_DEFINE_OP(quantize_block_both_rows) { return QuantizeRows(call, true); }
+// The same of the rows of x that `rows` names, in its order. A row outside x is padding, a row of
+// zeros.
+QSHARD_DEFINE_OP(quantize_block_rows) { return QuantizeRows<Planes::kRowMajor>(call); }
+QSHARD_DEFINE_OP(quantize_block_both_rows) { return QuantizeRows<Planes::kBoth>(call); }
+QSHARD_DEFINE_OP(quantize_block_both_t_rows) { return QuantizeRows<Planes::kBothTransposed>(call); }
+QSHARD_DEFINE_OP(quantize_square_both_rows) { return QuantizeRows<Planes::kSquareBoth>(call); }
 
 // E2M1 codes and E4M3 scales of blocks of 16, under the global scale of the whole tensor:
 // amax_block, scale_nvfp4 and cast_block or cast_block_stochastic, in one read of x.
@@ -170,6 +195,15 @@ QSHARD_DEFINE_OP(quantize_nvfp4_stochastic_t) {
 }
 QSHARD_DEFINE_OP(quantize_nvfp4_stochastic_both) {
   return QuantizeNvfp4<Planes::kBothTransposed, true>(call);
+}
+
+// The same of padded rows, under the global scale of each expert. `both` ops have blocks of 1 x 16
+// and 16 x 1.
+QSHARD_DEFINE_OP(quantize_nvfp4_rows) { return QuantizeNvfp4Rows<false, false>(call); }
+QSHARD_DEFINE_OP(quantize_nvfp4_both_rows) { return QuantizeNvfp4Rows<true, false>(call); }
+QSHARD_DEFINE_OP(quantize_nvfp4_stochastic_rows) { return QuantizeNvfp4Rows<false, true>(call); }
+QSHARD_DEFINE_OP(quantize_nvfp4_stochastic_both_rows) {
+  return QuantizeNvfp4Rows<true, true>(call);
 }
 
 }  // namespace qshard

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Draws, Plane, Reduce
+from qshard._core.validation import seed_missing
 from qshard.formats import Format, Usage
-from qshard.layout import PlaneLayout, Shape, plane
+from qshard.layout import PlaneLayout, Shape, is_transposed, plane, source, takes_rows
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
 
 Array = Any
@@ -115,40 +116,130 @@ def quantize_rows(
     stops: Array,
     *,
     scale: Array | None = None,
+    seeds: Array | None = None,
     reduce_max: Reduce | None = None,
 ) -> tuple[dict[Usage, Plane], Array | None]:
     """Quantize tokens `x` `[T, K]`, sorted by expert, into P padded rows.
 
     Padded rows have the rows of each expert one after the other, and zeros up to a multiple of the tallest block. The
-    codes of an expert are the same as if its rows were quantized alone.
+    codes of an expert are the same as if its rows were quantized alone. Ops gather the rows.
 
     - `ops`: ops of a front end, as in `quantize_steps.quantize`.
-    - `spec`: the operand; `layout.takes_rows` accepts its format, and its usage includes the rowwise plane.
+    - `spec`: the operand; its usage includes the rowwise plane.
     - `rows`: int32 `[P]`, for each padded row the row of `x`, or T and more for zeros. P is a multiple of the format's
       block.
     - `stops`: int32 `[E]`, the end of each expert's padded rows, multiples of the format's block.
     - `scale`: fp32 `[E]`, the scales of delayed scaling.
+    - `seeds`: uint32 or int32 `[E, 2]`, the Philox key of each expert as two words, low first; for stochastic rounding.
     - `reduce_max`: max-reduction of the amaxes `[E]` over the devices that have rows of the same experts.
 
-    Returns the planes, and under delayed scaling the amax of each expert, otherwise None. The rowwise plane is
-    `[P, K]`, the columnwise plane `[K, P]`. Formats with one scale have one for each expert, `[E]`, in both planes.
+    Returns the planes, and under delayed scaling the amax of each expert, otherwise None. The planes belong to the
+    matrix of padded rows `[P, K]`. Formats with one scale, or one global scale, have one for each expert, `[E]`.
     """
-    fmt, both = spec.format, spec.usage is Usage.BOTH
+    fmt = spec.format
+    if fmt.stochastic and seeds is None:
+        raise ValueError(seed_missing(spec.op, fmt))
     if fmt.per_tensor:
-        element = fmt.element.name
-        amax = ops.amax_grouped(x, rows, stops)
-        amax = amax if reduce_max is None else reduce_max(amax)
-        options: dict[str, Any] = {"element": element}
-        if spec.margin is None:
-            scale, scale_inv, _ = quantize_steps.scales(ops, fmt, amax)
-        else:
-            options["nonfinite"] = fmt.nonfinite
-            scale, scale_inv = ops.delayed_scale(amax, scale, margin=spec.margin, element=element)
-        cast = ops.cast_transpose_grouped if both else ops.cast_grouped
-        made = cast(x, rows, stops, scale, **options)
-        planes = quantize_steps.planes_of_one_scale(made if both else [made], spec.usage, scale_inv)
-        return planes, None if spec.margin is None else amax
-    quantize = ops.quantize_block_both_rows if both else ops.quantize_block_rows
-    made = quantize(x, rows, block_cols=fmt.block_shape()[1], **quantize_steps.block_options(fmt))
-    planes = {each: Plane(*made[2 * i : 2 * i + 2]) for i, each in enumerate(spec.usage.planes)}
-    return planes, None
+        return _rows_of_one_scale(ops, x, spec, rows, stops, scale, reduce_max)
+    if not takes_rows(fmt):
+        return _gathered_rows(ops, x, spec, rows, stops, seeds, reduce_max), None
+    if fmt.tensor_scaled:
+        return _nvfp4_rows(ops, x, spec, rows, stops, seeds, reduce_max), None
+    block, options = fmt.block_shape(), quantize_steps.block_options(fmt)
+    op = "quantize_block_rows"
+    if spec.usage is Usage.BOTH:
+        turned = is_transposed(fmt, Usage.COLUMNWISE)
+        op = f"quantize_{'square_both' if fmt.transposes else 'block_both_t' if turned else 'block_both'}_rows"
+        block = (max(block), max(block))
+    made = getattr(ops, op)(x, rows, block_rows=block[0], block_cols=block[1], **options)
+    return {each: Plane(*made[2 * i : 2 * i + 2]) for i, each in enumerate(spec.usage.planes)}, None
+
+
+def _rows_of_one_scale(
+    ops: Any,
+    x: Array,
+    spec: OperandSpec,
+    rows: Array,
+    stops: Array,
+    scale: Array | None,
+    reduce_max: Reduce | None,
+) -> tuple[dict[Usage, Plane], Array | None]:
+    fmt, both = spec.format, spec.usage is Usage.BOTH
+    amax = ops.amax_grouped(x, rows, stops)
+    amax = amax if reduce_max is None else reduce_max(amax)
+    options: dict[str, Any] = {"element": fmt.element.name}
+    if spec.margin is None:
+        scale, scale_inv, _ = quantize_steps.scales(ops, fmt, amax)
+    else:
+        scale, scale_inv = ops.delayed_scale(amax, scale, margin=spec.margin, **options)
+        options["nonfinite"] = fmt.nonfinite
+    cast = ops.cast_transpose_grouped if both else ops.cast_grouped
+    made = cast(x, rows, stops, scale, **options)
+    planes = quantize_steps.planes_of_one_scale(made if both else [made], spec.usage, scale_inv)
+    return planes, None if spec.margin is None else amax
+
+
+def _nvfp4_rows(
+    ops: Any,
+    x: Array,
+    spec: OperandSpec,
+    rows: Array,
+    stops: Array,
+    seeds: Array | None,
+    reduce_max: Reduce | None,
+) -> dict[Usage, Plane]:
+    """Quantize padded rows with a global scale for each expert. 2-D blocks are quantized once, and transposed."""
+    fmt, usage = spec.format, spec.usage
+    rotates, two_sets = fmt.rotates(usage), usage is Usage.BOTH and not fmt.transposes
+    amaxes = ops.amax_hadamard_grouped(x, rows, stops) if rotates else (ops.amax_grouped(x, rows, stops),)
+    amaxes = [amax if reduce_max is None else reduce_max(amax) for amax in amaxes]
+    options: dict[str, Any] = {"scale_max": fmt.scaling.scale_max, "nonfinite": fmt.nonfinite}
+    operands, height, width = [x, rows, stops, amaxes[0]], *fmt.block_shape()
+    if two_sets:
+        operands.append(amaxes[-1])
+        height, options["hadamard"] = width, rotates
+    if fmt.stochastic:
+        operands.append(seeds)
+    op = f"quantize_nvfp4{'_stochastic' * fmt.stochastic}{'_both' * two_sets}_rows"
+    made = getattr(ops, op)(*operands, block_rows=height, block_cols=width, **options)
+    scales = [ops.global_scale_nvfp4(amax, scale_max=fmt.scaling.scale_max)[1] for amax in amaxes]
+    planes = {Usage.ROWWISE: Plane(made[0], made[1], scales[0])}
+    if two_sets:
+        planes[Usage.COLUMNWISE] = Plane(made[2], made[3], scales[-1])
+    elif usage is Usage.BOTH:
+        planes[Usage.COLUMNWISE] = quantize_steps.transpose_plane(ops, planes[Usage.ROWWISE], fmt)
+    return planes
+
+
+def _gathered_rows(
+    ops: Any,
+    x: Array,
+    spec: OperandSpec,
+    rows: Array,
+    stops: Array,
+    seeds: Array | None,
+    reduce_max: Reduce | None,
+) -> dict[Usage, Plane]:
+    """Gather padded rows, and quantize them as one matrix, with several reads.
+
+    No op quantizes these formats into padded rows: four over six tries two scales for each block, and a format may have
+    a global scale for each row.
+    """
+    fmt, padded = spec.format, ops.gather_rows(x, rows)
+    (count, columns), usage = padded.shape, spec.usage
+    if fmt.row_scaled:
+        draws = None if seeds is None else Draws(*ops.draws_of_rows(seeds, stops, count, columns))
+        return quantize_steps.quantize(ops, padded, fmt, usage, draws=draws)
+    amax = ops.amax_grouped(x, rows, stops)
+    amax = amax if reduce_max is None else reduce_max(amax)
+    height, strip = fmt.block_shape()
+    grids = {Usage.ROWWISE: (height, (count // height,)), Usage.COLUMNWISE: (strip, (columns, count // strip))}
+    planes: dict[Usage, Plane] = {}
+    for each in dict.fromkeys(source(fmt, each) for each in usage.planes):
+        whole = ops.values_of_strips(amax, stops, *grids[each])
+        planes |= quantize_steps.quantize(ops, padded, fmt, each, amax=whole)
+    global_scale_inv = ops.global_scale_nvfp4(amax, scale_max=fmt.scaling.scale_max)[1]
+    planes = {each: plane._replace(global_scale_inv=global_scale_inv) for each, plane in planes.items()}
+    if usage is Usage.BOTH and fmt.transposes:
+        planes[Usage.COLUMNWISE] = quantize_steps.transpose_plane(ops, planes[Usage.ROWWISE], fmt)
+    return planes

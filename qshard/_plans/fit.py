@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 from qshard.formats import FORMATS, Format, Usage
 from qshard.layout import Shape, plane
@@ -36,10 +35,14 @@ def refusal(fmt: Format, shape: Shape, usage: Usage) -> str | None:
     why = why.removeprefix(f"{fmt}: ").replace(f" of {fmt};", ";")
     near = min(
         (other for other in FORMATS.values() if _refusal(other, shape, usage) is None),
-        key=lambda other: -len(os.path.commonprefix([other.name, fmt.name])),
+        key=lambda other: -_common_letters(other.name, fmt.name),
         default=None,
     )
     return why if near is None else f"{why.partition(';')[0]}; {near} would fit"
+
+
+def _common_letters(one: str, other: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _refusal(fmt: Format, shape: Shape, usage: Usage) -> str | None:

@@ -46,6 +46,7 @@ from qshard.jax._quantized.load_quantized import load_quantized
 from qshard.jax._quantized.primary import PrimaryWeight, dequantize_tree, value_and_grad
 from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize
 from qshard.jax._quantized.serialization import from_plain, to_plain
+from qshard.jax._quantized.stream import stream_weights
 from qshard.jax._quantized.tree_metadata import describe, rebuild
 
 __all__ = [
@@ -101,6 +102,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantize",
     "spread_states",
+    "stream_weights",
     "swiglu",
     "swiglu_quantize",
     "to_plain",

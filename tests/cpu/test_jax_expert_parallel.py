@@ -14,7 +14,7 @@ from qshard.formats import Usage
 from qshard.jax._experts.expert_parallel import exchanged_rows, quantize_dispatched
 from qshard.jax._experts.tiles import quantize_tiles, tiles_of
 from qshard.jax._experts.token_exchange import TokenExchange
-from qshard.layout import takes_rows
+from qshard.layout import is_transposed
 from qshard.recipes import Role
 from support.awkward import assert_bits_equal
 from support.hlo import collectives
@@ -110,11 +110,11 @@ def test_codes(name, role):
 
 
 def part_of_expert(fmt, part, tiles, expert, usage):
-    """Return what one expert has of codes or scales: of its scale, of a matrix of all padded rows, or of tiles."""
+    """Return what one expert has of codes or scales: its own scale, or its padded rows of a matrix."""
     part, (start, stop) = np.asarray(part), np.append(0, tiles.stops)[expert : expert + 2]
-    if fmt.per_tensor and part.ndim == 1:
+    if part.ndim == 1:
         return part[expert]
-    axis = 1 if takes_rows(fmt) and usage is Usage.COLUMNWISE else 0
+    axis = 1 if usage is Usage.COLUMNWISE and is_transposed(fmt, usage) else 0
     each = tiles.rows.shape[0] // part.shape[axis]
     return np.take(part, np.arange(start // each, stop // each), axis)
 

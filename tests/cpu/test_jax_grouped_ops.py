@@ -79,7 +79,7 @@ def test_ops_of_a_step(name):
     x, w, dy = exact(M, 256), exact(E, 128, 256), exact(M, 128)
     found = calls(step, x, w, dy, SIZES, recipe, state_of(recipe))
     if name == "BlockScaling":
-        want = {"quantize_block_both_rows": 2, "quantize_square_both": 1, "gemm_grouped_block": 2}
+        want = {"quantize_block_both_t_rows": 2, "quantize_square_both": 1, "gemm_grouped_block": 2}
         want |= {"gemm_grouped_block_k": 1}
     else:
         want = {"amax_grouped": 2, "cast_transpose_grouped": 2, "cast_transpose": 1, "gemm_grouped": 2}

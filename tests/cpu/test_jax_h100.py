@@ -221,7 +221,7 @@ EXPERTS = {
     },
     "BlockScaling": {
         "quantize_square_both": 1,
-        "quantize_block_both_rows": 2,
+        "quantize_block_both_t_rows": 2,
         "gemm_grouped_block": 2,
         "gemm_grouped_block_k": 1,
     },

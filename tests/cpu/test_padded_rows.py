@@ -63,12 +63,13 @@ def test_blocks(unit, dtype, scale_dtype):
     x, rows, stops = routed(unit, dtype)
     options = {"element": E4M3.name, "eps": 0.0, "nonfinite": "saturate", "pow2": False, "rounding": "up"}
     options["scale_dtype"] = scale_dtype
-    made = call("quantize_block_both_rows", x, rows, block_cols=unit, **options)
-    for got, want in zip(call("quantize_block_rows", x, rows, block_cols=unit, **options), made[:2], strict=True):
+    block = {"block_rows": unit, "block_cols": unit}
+    made = call("quantize_block_both_t_rows", x, rows, **block, **options)
+    one = call("quantize_block_rows", x, rows, **block | {"block_rows": 1}, **options)
+    for got, want in zip(one, made[:2], strict=True):
         assert_bits_equal(got, want)
-    block = {"block_rows": unit, "block_cols": unit, "outer": 0}
     for where, own in each_expert(x, rows, stops):
-        data, scale_inv, data_t, scale_inv_t = call("quantize_block_both_t", own, **block, **options)
+        data, scale_inv, data_t, scale_inv_t = call("quantize_block_both_t", own, outer=0, **block, **options)
         grid = slice(where.start // unit, where.stop // unit)
         assert_bits_equal(made[0][where], data)
         assert_bits_equal(made[1][where], scale_inv)

@@ -222,7 +222,7 @@ def test_what_may_not_change_bits(name, way):
 @pytest.mark.parametrize("as_list", [False, True], ids=["one tensor", "list"])
 @pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8", "MXFP4", "NVFP4"])
 def test_launches_do_not_grow_with_experts(name, as_list):
-    """Of qshard and of torch, in forward and backward. They are few for the recipes with ops for padded rows."""
+    """Of qshard and of torch, in forward and backward. Products of values take more than products of codes."""
     counts = []
     for experts in (2, 16):
         w = torch.randn(experts, 128, 128)
@@ -238,8 +238,9 @@ def test_launches_do_not_grow_with_experts(name, as_list):
             torch.autograd.grad(y, [x, *weights], torch.ones_like(y))
         counts.append(wire.launches)
     assert len(counts[0]) == len(counts[1]), counts
-    if not as_list and name in ("CurrentScaling", "BlockScaling"):
-        assert len(counts[0]) <= 20, counts[0]
+    most = {"CurrentScaling": 20, "BlockScaling": 20, "MXFP8": 20, "NVFP4": 50}
+    if not as_list and name in most:
+        assert len(counts[0]) <= most[name], counts[0]
 
 
 @pytest.mark.parametrize(("name", "gathers"), [("CurrentScaling", 0), ("DelayedScaling", 0), ("BlockScaling", 2)])

@@ -22,6 +22,7 @@ import bench_expert_parallel
 import bench_grouped
 import bench_moe
 import bench_step_torch
+import bench_stream_weights
 import bench_tensor_parallel
 import step_profile
 import step_torch
@@ -145,3 +146,19 @@ def test_contenders_of_expert_parallelism():
     found = bench_expert_parallel.rows_of(dict.fromkeys(calls, 2.0), sent, "mixtral")
     assert found[1]["kind"] == "fp8, mixtral, 2 GPUs"
     assert found[1]["times_bf16"] == "1.00"
+
+
+@on_ranks(2)
+def test_streams_of_weights():
+    """A stream has at least the bytes of its codes; the base gathers as many; rows have the ratio."""
+    with mock.patch.object(bench_stream_weights, "DEVICE", "cpu"):
+        model = bench_stream_weights.model_of(bench_stream_weights.Shape(1, 128, 256))
+        found = bench_stream_weights.contenders(model, 2**16, 1)
+    elements = 4 * 128 * 128 + 3 * 128 * 256
+    for kind, fmt in bench_stream_weights.KINDS.items():
+        nbytes = found[kind].nbytes
+        assert elements * (0.5 if fmt == "NVFP4" else 1) < nbytes < elements * 1.2
+        assert 0 <= found[f"all-gather of {kind}"].nbytes - nbytes < 2
+    row = bench_stream_weights.rows_of(found)[0]
+    assert row["kind"] == "deepseek FP8_128x128, 2 GPUs"
+    assert float(row["gb_per_s"]) >= 0

@@ -138,7 +138,7 @@ def codes_are_those_of_one_device(name, role):
 
 def operand_of(operand, tiles, expert):
     """Return the tensors of a plane of one expert."""
-    start, stop = tiles.starts()[expert].item(), tiles.stops[expert].item()
+    start, stop = [0, *tiles.stops.tolist()][expert : expert + 2]
     parts = plane_rows(operand.parts._replace(scale_inv=None), operand.format, operand.usage, start, stop)
     return [parts.data.contiguous(), operand.expert_scale[expert : expert + 1]]
 

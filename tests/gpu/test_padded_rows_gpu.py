@@ -12,6 +12,7 @@ OPS = torch.ops.qshard
 CAST = {"element": "float8_e4m3fn", "nonfinite": "saturate"}
 BLOCK = {"element": "float8_e4m3fn", "eps": 0.0, "nonfinite": "saturate", "pow2": False, "rounding": "up"}
 FLOAT = {**BLOCK, "scale_dtype": "float32"}
+BLOCK_128 = {"block_rows": 128, "block_cols": 128}
 E8M0 = {**BLOCK, "scale_dtype": "float8_e8m0fnu"}
 
 
@@ -35,6 +36,11 @@ def routed(experts, tokens, columns, unit, dtype=torch.bfloat16, top=2):
 def gathered(x, rows):
     with_zeros = torch.cat([x, torch.zeros_like(x[:1])])
     return with_zeros[torch.where((rows >= 0) & (rows < len(x)), rows, len(x))]
+
+
+def all_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        same(a, b)
 
 
 def same(got, want):
@@ -69,13 +75,80 @@ def test_casts_are_those_of_each_expert(experts, tokens, columns, unit, dtype):
 @pytest.mark.parametrize(("experts", "tokens", "columns", "unit"), SHAPES)
 def test_blocks_are_those_of_gathered_rows(experts, tokens, columns, unit, options, block, dtype):
     x, rows, _ = routed(experts, tokens, columns, unit, dtype)
-    made = OPS.quantize_block_both_rows(x, rows, block_cols=block, **options)
+    padded, blocks = gathered(x, rows), {"block_rows": block, "block_cols": block}
+    want = OPS.quantize_block_both_t(padded, **blocks, outer=0, **options)
+    all_same(OPS.quantize_block_both_t_rows(x, rows, **blocks, **options), want)
+    all_same(OPS.quantize_block_rows(x, rows, **blocks | {"block_rows": 1}, **options), want[:2])
+    all_same(
+        OPS.quantize_block_both_rows(x, rows, **blocks, **options), OPS.quantize_block_both(padded, **blocks, **options)
+    )
+    want = OPS.quantize_square_both(padded, **blocks, outer=0, **options)
+    all_same(OPS.quantize_square_both_rows(x, rows, **blocks, **options), want)
+    all_same(OPS.quantize_block_rows(x, rows, **blocks, **options), want[:2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block", [32, 16])
+@pytest.mark.parametrize(("experts", "tokens", "columns", "unit"), SHAPES[:4])
+def test_packed_blocks_are_those_of_gathered_rows(experts, tokens, columns, unit, block, dtype):
+    x, rows, _ = routed(experts, tokens, columns, unit, dtype)
+    padded, options = gathered(x, rows), E8M0 | {"element": "float4_e2m1fn"}
     blocks = {"block_rows": block, "block_cols": block}
-    want = OPS.quantize_block_both_t(gathered(x, rows), **blocks, outer=0, **options)
-    for got, one in zip(made, want, strict=True):
-        same(got, one)
-    for got, one in zip(OPS.quantize_block_rows(x, rows, block_cols=block, **options), want[:2], strict=True):
-        same(got, one)
+    want = OPS.quantize_block_both_t(padded, **blocks, outer=0, **options)
+    all_same(OPS.quantize_block_both_t_rows(x, rows, **blocks, **options), want)
+    all_same(OPS.quantize_block_rows(x, rows, **blocks | {"block_rows": 1}, **options), want[:2])
+    want = OPS.quantize_square_both(padded, **blocks, outer=0, **options)
+    all_same(OPS.quantize_square_both_rows(x, rows, **blocks, **options), want)
+
+
+NVFP4 = {"scale_max": 448.0, "nonfinite": "nan"}
+SHAPES_16 = [(8, 3000, 4096, 128), (128, 4000, 2048, 16), (300, 5000, 768, 16), (5, 700, 1040, 32)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize(("experts", "tokens", "columns", "unit"), SHAPES_16)
+def test_nvfp4_is_that_of_each_expert(experts, tokens, columns, unit, stochastic, hadamard, dtype):
+    """Each expert has its global scales and its Philox key, and counts its own elements; zeros after the last stop."""
+    x, rows, stops = routed(experts, tokens, columns, unit, dtype)
+    x[3, 5] = torch.nan
+    padded, amaxes = gathered(x, rows), [OPS.amax_grouped(x, rows, stops)]
+    if hadamard:
+        amaxes = [*OPS.amax_hadamard_grouped(x, rows, stops)]
+    seeds = torch.arange(2 * experts, dtype=torch.int32, device="cuda").view(-1, 2)
+    kind, last, drawn = ("_stochastic", [seeds], {"row_step": columns, "col_step": 1}) if stochastic else ("", [], {})
+    first = torch.zeros(2, dtype=torch.int32, device="cuda")
+    squares, both = {"block_rows": 16, "block_cols": 16}, {"hadamard": hadamard, **NVFP4}
+    operands = x, rows, stops, amaxes[0]
+    of_rows, of_squares, of_both = (
+        getattr(OPS, f"quantize_nvfp4{kind}{name}_rows")(*operands, *more, *last, **options)
+        for name, more, options in (
+            ("", [], {**squares, "block_rows": 1, **NVFP4}),
+            ("", [], {**squares, **NVFP4}),
+            ("_both", [amaxes[-1]], {**squares, **both}),
+        )
+    )
+    all_same(of_rows, of_both[:2])
+    ends = [0, *stops.tolist()]
+    for e in range(0, experts, 1 + experts // 8):
+        own, where = padded[ends[e] : ends[e + 1]], slice(ends[e], ends[e + 1])
+        if not len(own):
+            continue
+        if hadamard:
+            found = OPS.amax_hadamard(own, block_rows=own.shape[0], block_cols=columns)
+            all_same([amax[e].reshape(1, 1) for amax in amaxes], found)
+        given = [] if not stochastic else [seeds[e], first]
+        want = getattr(OPS, f"quantize_nvfp4{kind}_both")(
+            own, amaxes[0][e], amaxes[-1][e], *given, outer=0, **squares, **both, **drawn
+        )
+        all_same((of_both[0][where], of_both[1][where]), want[:2])
+        turned = slice(ends[e] // 2, ends[e + 1] // 2), slice(ends[e] // 16, ends[e + 1] // 16)
+        all_same([part[:, cut].contiguous() for part, cut in zip(of_both[2:], turned, strict=True)], want[2:])
+        want = getattr(OPS, f"quantize_nvfp4{kind}")(own, amaxes[0][e], *given, **squares, **NVFP4, **drawn)
+        all_same((of_squares[0][where], of_squares[1][turned[1]]), want)
+    assert not of_both[0][ends[-1] :].any()
+    assert not of_both[2][:, ends[-1] // 2 :].any()
 
 
 def test_rows_on_the_device_change_between_replays():
@@ -87,7 +160,11 @@ def test_rows_on_the_device_change_between_replays():
         amax = OPS.amax_grouped(x, rows, stops)
         scale, _ = OPS.scale_from_amax(amax, **CAST, eps=0.0, pow2=False)
         both = OPS.cast_transpose_grouped(x, rows, stops, scale, **CAST)
-        return amax, *both, *OPS.quantize_block_both_rows(x, rows, block_cols=128, **FLOAT)
+        seeds = torch.stack([stops, stops], dim=1)
+        nvfp4 = OPS.quantize_nvfp4_stochastic_both_rows(
+            x, rows, stops, *OPS.amax_hadamard_grouped(x, rows, stops), seeds, block_rows=16, block_cols=16, **NVFP4
+        )
+        return amax, *both, *OPS.quantize_block_both_t_rows(x, rows, **BLOCK_128, **FLOAT), *nvfp4
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -125,8 +202,8 @@ def test_more_elements_than_32_bits_count(much_memory):
     same(data[tail], want)
     same(data_t[:, tail].contiguous(), want_t)
     del data, data_t
-    data, scale_inv, data_t, scale_inv_t = OPS.quantize_block_both_rows(x, rows, block_cols=128, **FLOAT)
-    want = OPS.quantize_block_both_rows(x, rows[tail], block_cols=128, **FLOAT)
+    data, scale_inv, data_t, scale_inv_t = OPS.quantize_block_both_t_rows(x, rows, **BLOCK_128, **FLOAT)
+    want = OPS.quantize_block_both_t_rows(x, rows[tail], **BLOCK_128, **FLOAT)
     same(data[tail], want[0])
     same(scale_inv[tail], want[1])
     same(data_t[:, tail].contiguous(), want[2])

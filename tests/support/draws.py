@@ -113,7 +113,7 @@ def legal(options: dict[str, Any], row: Any) -> bool:
         return False
     if row.name == "amax_hadamard" and block[0] is not None and block[0] % 16:
         return False
-    return row.name != "quantize_square_both" or block[0] == block[1]
+    return not row.name.startswith("quantize_square_both") or block[0] == block[1]
 
 
 @functools.cache
@@ -187,9 +187,12 @@ class _Draw:
             results = made.results()
         except ValueError:
             return None
-        # Only ops on padded rows and products have results that are larger than their operands.
-        rows = len(self.spec.inputs) > 1 and self.spec.inputs[1].name == "rows"
-        return None if rows and any(math.prod(shape) > MOST for shape, _ in results) else made
+        # Only ops on padded rows and products have results, or gathered rows, that are larger than their operands.
+        if len(self.spec.inputs) > 1 and self.spec.inputs[1].name == "rows":
+            gathered = made.tensors[1][0][0][0] * made.tensors[0][0][0][1]
+            if max(gathered, *(math.prod(shape) for shape, _ in results)) > MOST:
+                return None
+        return made
 
     def _shape(self, operand: Operand, prefix: int) -> Shape:
         shape: list[int] = []

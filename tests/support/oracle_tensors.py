@@ -403,13 +403,66 @@ def cast_transpose_grouped(*operands, **options):
     return data, turned(data)
 
 
-def quantize_block_rows(x, rows, *, block_cols, **options):
-    return quantize_block(_gathered(x, rows), block_rows=1, block_cols=block_cols, **options)
+def amax_hadamard_grouped(x, rows, stops):
+    owner, gathered = _of_strips(x, rows, stops)
+    planes, experts = (gathered, rotated(gathered)), range(len(stops))
+    return tuple(np.array([reference.amax(y[owner == e]) for e in experts], np.float32) for y in planes)
 
 
-def quantize_block_both_rows(x, rows, *, block_cols, **options):
-    block = {"block_rows": block_cols, "block_cols": block_cols}
-    return quantize_block_both_t(_gathered(x, rows), outer=0, **block, **options)
+def quantize_block_rows(x, rows, **options):
+    return quantize_block(_gathered(x, rows), **options)
+
+
+def quantize_block_both_rows(x, rows, **options):
+    return quantize_block_both(_gathered(x, rows), **options)
+
+
+def quantize_block_both_t_rows(x, rows, **options):
+    return quantize_block_both_t(_gathered(x, rows), outer=0, **options)
+
+
+def quantize_square_both_rows(x, rows, **options):
+    return quantize_square_both(_gathered(x, rows), outer=0, **options)
+
+
+def quantize_nvfp4_rows(x, rows, stops, *amaxes, **options):
+    return _by_strips(quantize_nvfp4, x, rows, stops, amaxes, None, options)
+
+
+def quantize_nvfp4_both_rows(x, rows, stops, *amaxes, **options):
+    return _by_strips(quantize_nvfp4_both, x, rows, stops, amaxes, None, options | {"outer": 0})
+
+
+def quantize_nvfp4_stochastic_rows(x, rows, stops, *operands, **options):
+    return _by_strips(quantize_nvfp4, x, rows, stops, operands[:-1], operands[-1], options)
+
+
+def quantize_nvfp4_stochastic_both_rows(x, rows, stops, *operands, **options):
+    return _by_strips(quantize_nvfp4_both, x, rows, stops, operands[:-1], operands[-1], options | {"outer": 0})
+
+
+def _by_strips(quantize, x, rows, stops, amaxes, seeds, options):
+    """Quantize each strip of 16 padded rows with the scales and random numbers of its expert."""
+    owner, gathered = _of_strips(x, rows, stops)
+    first = np.concatenate([[0], stops.view(np.int32)[: len(stops) - 1], [0]]).astype(np.int64)
+    amaxes = [np.append(amax, np.float32(0)) for amax in amaxes]
+    made = []
+    for begin in range(0, max(1, len(rows)), 16):
+        own, expert = gathered[begin : begin + 16], owner[begin] if len(rows) else len(stops)
+        random = None
+        if seeds is not None:
+            index = (np.int64(begin) - first[expert]) * np.int64(x.shape[1]) + np.arange(own.size)
+            seed = seeds[expert].view(np.uint64)[0] if expert < len(stops) else 0
+            random = reference.random_bytes(int(seed), index.view(np.uint64)).reshape(own.shape)
+        made.append(quantize(own, *(amax[expert] for amax in amaxes), random=random, **options))
+    return tuple(np.concatenate(parts, axis=i // 2) for i, parts in enumerate(zip(*made, strict=True)))
+
+
+def _of_strips(x, rows, stops):
+    """Return the expert of each padded row, that of the first row of its strip, and the rows; zeros for no expert."""
+    owner, gathered = _of_experts(x, rows, stops)
+    owner = owner[np.arange(len(rows)) // 16 * 16]
+    return owner, np.where((owner < len(stops))[:, None], gathered, gathered.dtype.type(0))
 
 
 def _gathered(x, rows):

@@ -58,9 +58,9 @@ def quantized_state_dict(
     is_returned = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     state_dict: dict[str, Any] = {}
     gathered: dict[int, Any] = {}  # Shared weights are gathered once.
-    for name, value in _entries(model):
+    for name, value in entries_of(model):
         if id(value) not in gathered:
-            whole = _whole(value)
+            whole = quantized_weight(value)
             if not is_returned:
                 gathered[id(value)] = None
                 continue
@@ -70,7 +70,7 @@ def quantized_state_dict(
     return state_dict
 
 
-def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:
+def entries_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the entries of `model.state_dict()` as the parameters themselves, without scaling state."""
     found = []
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -83,7 +83,8 @@ def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:
     return found
 
 
-def _whole(value: Tensor) -> Tensor:
+def quantized_weight(value: Tensor) -> Tensor:
+    """Return a whole weight of a converted `Linear` as codes, and another tensor as values. Collective."""
     local = local_of(value)
     if isinstance(local, QuantizedTensor):  # Currently unsharded, or of a `ZeroOptimizer`.
         local.describe()  # Raises if there is no memory.

@@ -15,7 +15,7 @@ from qshard._core.quantize_steps import Plane
 from qshard._core.validation import closest
 from qshard._files.reader import CheckpointReader, Part
 from qshard.recipes import check_weight_format
-from qshard.torch_bridge._convert.export import _whole
+from qshard.torch_bridge._convert.export import quantized_weight
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.linear import WeightLayer
@@ -126,7 +126,7 @@ def freeze(model: nn.Module) -> nn.Module:
     frozen: dict[int, nn.Parameter] = {}  # Shared weights stay shared.
     for layer in weights.values():
         if id(layer.weight) not in frozen:
-            frozen[id(layer.weight)] = nn.Parameter(_whole(layer.weight), requires_grad=False)
+            frozen[id(layer.weight)] = nn.Parameter(quantized_weight(layer.weight), requires_grad=False)
     for layer in weights.values():
         layer.register_parameter("weight", frozen[id(layer.weight)])
     return model

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from qshard._core import quantize_steps
 from qshard._core.operands import OperandSpec, quantize_rows
 from qshard.formats import Usage
-from qshard.layout import takes_rows
 from qshard.recipes import Role
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
 from qshard.torch_bridge._experts.operands import GroupedOperand
@@ -55,7 +54,7 @@ def quantize_dispatched(
 ) -> dict[Usage, GroupedOperand]:
     """Quantize and dispatch source rows `[M, K]`. Return planes of the padded rows of the local experts."""
     fmt, usage = spec.format, spec.usage
-    if not (takes_rows(fmt) and fmt.transposes):
+    if not fmt.per_tensor:
         return quantize_experts(exchange.dispatch(x), spec, tiles, seeds=seeds)[0]
     source = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     rowwise = spec._replace(usage=Usage.ROWWISE)

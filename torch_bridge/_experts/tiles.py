@@ -4,8 +4,7 @@ The rows of each expert are padded to whole tiles. A tile has as many rows (`uni
 at least 16. So blocks end where the rows of an expert end, and codes are the same as if the rows of each expert were
 quantized alone. Per-tensor formats and NVFP4 have a scale for each expert.
 
-FP8 with one scale and FP8 in 1-D blocks are quantized from x straight into padded rows (`_core/operands.py`). For
-other formats x is scattered into tiles of zeros first, and the ops that quantize one matrix quantize all tiles.
+Rows are quantized from x straight into padded rows (`_core/operands.py`).
 
 The host does not know the group sizes, so there are as many tiles as any sizes could need. An expert without rows has
 one tile of zeros. Unused tiles at the end belong to no expert.
@@ -19,16 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qshard._core import quantize_steps
-from qshard._core.operands import OperandSpec, quantize_operand, quantize_rows
-from qshard._core.placement import Box
-from qshard._core.quantize_steps import Plane
-from qshard.formats import Format, Usage
-from qshard.layout import block_alignment, is_transposed, takes_rows
+from qshard._core.operands import OperandSpec, quantize_rows
+from qshard.formats import Usage
+from qshard.layout import block_alignment
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
-from qshard.torch_bridge._experts.operands import BatchedOps, GroupedOperand
+from qshard.torch_bridge._experts.operands import GroupedOperand
 from qshard.torch_bridge._ops.bind import ops
+from qshard.torch_bridge._ops.padded_rows import experts_of_strips
 from qshard.torch_bridge._ops.uint64 import xor_words
 
 _LEAST_UNIT = 16
@@ -57,15 +54,6 @@ class Tiles(NamedTuple):
     def number(self) -> int:
         return self.rows.shape[0] // self.unit
 
-    def scatter(self, x: Tensor) -> Tensor:
-        """Scatter the rows of x into zero-padded tiles `[tiles, unit, columns]`."""
-        if self.place is not None and self.place.ndim == 1:
-            rows = x.new_zeros((self.rows.shape[0], x.shape[1])).index_copy_(0, self.place.to(torch.int64), x)
-        else:
-            is_row = (self.rows < x.shape[0])[:, None]
-            rows = torch.where(is_row, x.index_select(0, self.rows.clamp(max=x.shape[0] - 1)), 0)
-        return rows.view(self.number, self.unit, x.shape[1])
-
     def gather(self, rows: Tensor) -> Tensor:
         """Gather padded rows into the order of x, and add the rows that have the same row of x, in fp32.
 
@@ -80,8 +68,7 @@ class Tiles(NamedTuple):
 
     def experts(self) -> Tensor:
         """Return the expert of each tile; E for unused tiles."""
-        first = torch.arange(0, self.rows.shape[0], self.unit, dtype=torch.int32, device=self.stops.device)
-        return torch.searchsorted(self.stops, first, right=True)
+        return experts_of_strips(self.stops, self.unit, self.number)
 
     def scale_rows(self, y: Tensor, of_experts: Tensor) -> None:
         """Multiply the padded rows of each expert by a number, in place. Unused rows stay."""
@@ -95,10 +82,6 @@ class Tiles(NamedTuple):
             y.view(self.number, self.unit, y.shape[1]).add_(each.index_select(0, self.experts())[:, None])
             return
         y.add_(each.index_select(0, torch.searchsorted(self.stops, self.place, right=True)))
-
-    def starts(self) -> Tensor:
-        """Return the first padded row of each expert."""
-        return torch.nn.functional.pad(self.stops[:-1], (1, 0))
 
 
 class Transfer(NamedTuple):
@@ -147,66 +130,8 @@ def quantize_experts(
     scaling `scale` is fp32 `[E]`, and the second result is the amax of each expert, fp32 `[E]`.
     """
     fmt, usage = spec.format, spec.usage
-    if not takes_rows(fmt):
-        return _quantize_tiles(tiles.scatter(x), spec, tiles, seeds), None
     if usage is Usage.COLUMNWISE:
         spec = spec._replace(usage=Usage.BOTH)
-    planes, amax = quantize_rows(ops, x.contiguous(), spec, tiles.rows, tiles.stops, scale=scale)
+    seeds = spec.seed_of(seeds, xor_words)
+    planes, amax = quantize_rows(ops, x.contiguous(), spec, tiles.rows, tiles.stops, scale=scale, seeds=seeds)
     return {each: GroupedOperand(fmt, each, planes[each]) for each in usage.planes}, amax
-
-
-def _quantize_tiles(
-    tiled: Tensor, spec: OperandSpec, tiles: Tiles, seeds: Tensor | None
-) -> dict[Usage, GroupedOperand]:
-    """Quantize tiles `[tiles, unit, columns]`, in blocks."""
-    fmt, usage, experts = spec.format, spec.usage, tiles.stops.shape[0]
-    of_tiles = tiles.experts()
-
-    def to_tiles(of_experts: Tensor) -> Tensor:
-        return of_experts.index_select(0, of_tiles.clamp(max=experts - 1))
-
-    def merged(amax: Tensor) -> Tensor:
-        if amax.ndim > 1:  # Amaxes per row need no reduction.
-            return amax
-        # The maximum is over integers, so it is exact and keeps NaN.
-        table = torch.zeros(experts + 1, dtype=torch.int32, device=amax.device)
-        table.scatter_reduce_(0, of_tiles, amax.contiguous().view(torch.int32), "amax")
-        return to_tiles(table[:-1].view(torch.float32))
-
-    # Ops take all tiles as one matrix. An op with a global scale has one per matrix, so there each tile is a matrix.
-    over = BatchedOps() if fmt.tensor_scaled else ops
-    computed = usage
-    if fmt.transposes and fmt.stochastic:
-        computed = Usage.ROWWISE  # The columnwise plane is the transposed rowwise plane, as for a matrix.
-    draws, seeds = None, spec.seed_of(seeds, xor_words)
-    if seeds is not None:
-        begin = torch.arange(0, tiles.rows.shape[0], tiles.unit, device=tiled.device)
-        tile = Box(tuple(tiled.shape[1:]), (begin - to_tiles(tiles.starts()), 0), tuple(tiled.shape[1:]))
-        # A uint64 is two int32 words, low word first.
-        draws = tile.draws(to_tiles(seeds).contiguous(), lambda first: first.view(torch.int32).view(-1, 2))
-    amax = ops.amax_tensor(tiled, lead=1) if fmt.tensor_scaled and not fmt.rotates(computed) else None
-    spec = spec._replace(usage=computed)
-    planes, _ = quantize_operand(over, tiled, spec, draws=draws, amax=amax, reduce_max=merged)
-    sides = {}
-    for each, parts in planes.items():
-        matrices = Plane(*(_as_matrix(part, fmt, each) for part in parts))
-        if fmt.tensor_scaled:
-            assert parts.global_scale_inv is not None
-            scales = parts.global_scale_inv.index_select(0, tiles.starts() // tiles.unit)
-            matrices = matrices._replace(global_scale_inv=scales)
-        sides[each] = GroupedOperand(fmt, each, matrices)
-    if computed is not usage:
-        rowwise = sides[Usage.ROWWISE]
-        parts = quantize_steps.transpose_plane(ops, rowwise.parts, fmt)
-        sides[Usage.COLUMNWISE] = rowwise._replace(usage=Usage.COLUMNWISE, parts=parts)
-    return {each: sides[each] for each in usage.planes}
-
-
-def _as_matrix(part: Tensor | None, fmt: Format, usage: Usage) -> Tensor | None:
-    if part is None or part.ndim < 2:
-        return part
-    if part.ndim == 2:
-        return part.flatten()
-    if not is_transposed(fmt, usage):
-        return part.flatten(0, 1)
-    return (part.transpose(0, 1).contiguous() if fmt.tensor_scaled else part).flatten(1)

@@ -29,6 +29,7 @@ from qshard._core.validation import quote
 from qshard.formats import ELEMENTS
 from qshard.op_table import OpSpec, multi_table, table
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
+from qshard.torch_bridge._ops.padded_rows import draws_of_rows, gather_rows, values_of_strips
 
 __all__ = ["bind", "call_in_place", "call_into", "dtype_name", "into", "ops", "traced_size"]
 
@@ -346,9 +347,12 @@ def transposed_squares(ops: Any, data: Any, scale_inv: Any, *, packed: bool) -> 
     return data_t, scale_inv_t
 
 
-# The argument `ops` of `quantize_steps` and `flat_shards`: every op, and transposing copies.
+# The argument `ops` of `quantize_steps`, `flat_shards` and `operands`: every op, transposing copies, and padded rows.
 ops: Any = SimpleNamespace(
     **{_spec.name: bind(_spec) for _spec in (*table().values(), *multi_table().values())},
+    draws_of_rows=draws_of_rows,
+    gather_rows=gather_rows,
     swap_last_axes=_transpose,
     transposed_squares=lambda data, scale_inv, *, packed: transposed_squares(ops, data, scale_inv, packed=packed),
+    values_of_strips=values_of_strips,
 )

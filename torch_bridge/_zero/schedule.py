@@ -19,8 +19,9 @@ A wrong prediction is therefore wrong on all ranks: all gather a unit in vain, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -239,9 +240,30 @@ def watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
         guard_moves(module, Hook(check))
 
 
+class ZeroUnit(NamedTuple):
+    """A unit with sharded weights, as `module.zero_unit`: for readers of weights outside of a pass."""
+
+    flat: FlatBuffer
+    schedule: Schedule
+    renew: Callable[[], None]
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Gather the weights into their modules, and free them after it. Collective."""
+        self.renew()
+        was_in_use = self.flat.in_use
+        self.schedule.take(self.flat)
+        try:
+            yield
+        finally:
+            if not was_in_use:
+                self.schedule.leave(self.flat)
+
+
 def watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: Callable[[], None]) -> None:
     """Register hooks that gather the sharded weights of a unit before each use, and free them after it."""
     schedule.flats.append(flat)
+    module.zero_unit = ZeroUnit(flat, schedule, renew)  # type: ignore[assignment]
     flat.gradient_is_whole = schedule.end_unit_backward
 
     def before_backward(_: Tensor) -> None:

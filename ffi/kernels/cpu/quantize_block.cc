@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "core/hadamard.h"
 #include "kernels/cpu/block_pieces.h"
@@ -42,6 +43,14 @@ struct PlaneOf {
   Nvfp4Options options = {};
   Blocks places_blocks = {};
   int64_t first_row = 0;  // that x has
+
+  // Returns the plane for an x that begins with a row of the matrix.
+  PlaneOf Of(const In* rows_of_x, int64_t row) const {
+    PlaneOf plane = *this;
+    plane.x = rows_of_x;
+    plane.first_row = row;
+    return plane;
+  }
 
   // Quantizes a rectangle into all requested outputs.
   void Quantize(const Rectangle& all, Panel* panel) const {
@@ -222,21 +231,52 @@ Status QuantizeOne(const Exec<Cpu>& exec, const Plane& plane) {
   return {};
 }
 
-// Quantizes two planes of `blocks`, the first along rows. Sets their output pointers from `out`.
+// Returns two planes of `blocks`, the first along rows, with the output pointers of `out`.
 template <class Plane, class Stored>
-Status QuantizeTwo(const Exec<Cpu>& exec, const Blocks& blocks, Plane rows, Plane columns,
-                   const BothPlanes<Stored>& out) {
+std::pair<Plane, Plane> PlanesOfBoth(const Blocks& blocks, Plane rows, Plane columns,
+                                     const BothPlanes<Stored>& out) {
   rows.blocks = columns.blocks = blocks;
   rows.blocks.block_rows = columns.blocks.block_cols = 1;
   rows.out.data = out.data;
   rows.out.scale_inv = out.scale_inv;
   (out.second_transposed ? columns.out.data_t : columns.out.data) = out.second_data;
   (out.second_transposed ? columns.out.scale_inv_t : columns.out.scale_inv) = out.second_scale_inv;
-  ParallelRectangles(exec, blocks, out.second_transposed, [&](const Rectangle& all, Panel* panel) {
-    rows.Quantize(all, panel);
-    columns.Quantize(all, panel);
-  });
+  return {rows, columns};
+}
+
+template <class Plane, class Stored>
+Status QuantizeTwo(const Exec<Cpu>& exec, const Blocks& blocks, const Plane& first,
+                   const Plane& second, const BothPlanes<Stored>& out) {
+  const auto [rows, columns] = PlanesOfBoth(blocks, first, second, out);
+  ParallelRectangles(exec, blocks, out.second_transposed,
+                     [&, &rows = rows, &columns = columns](const Rectangle& all, Panel* panel) {
+                       rows.Quantize(all, panel);
+                       columns.Quantize(all, panel);
+                     });
   return {};
+}
+
+// Gathers strips of padded rows into scratch, and calls body(gathered, rectangle, panel) for each.
+// `blocks` describe the padded rows, and row_of(row) returns the row of x in one of them, or -1.
+template <class In, class RowOf, class Body>
+void ParallelGathered(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, const RowOf& row_of,
+                      const Body& body) {
+  if (blocks.GridSize() == 0) return;
+  const int64_t cols = blocks.cols;
+  const int64_t height = std::min(blocks.rows, TransposedHeight(blocks.block_rows));
+  ParallelForWithScratch<In>(
+      exec, CeilDiv(blocks.rows, height), height * cols, [&](int64_t i, In* gathered) {
+        const Rectangle all{0, i * height, 0, std::min(height, blocks.rows - i * height), cols};
+        for (int64_t r = 0; r < all.rows; ++r) {
+          const int64_t own = row_of(all.row + r);
+          if (own < 0)
+            std::fill_n(gathered + r * cols, cols, In{});
+          else
+            std::memcpy(gathered + r * cols, x + own * cols, cols * sizeof(In));
+        }
+        Panel panel;
+        body(gathered, all, &panel);
+      });
 }
 
 }  // namespace
@@ -254,37 +294,31 @@ Status QuantizeBlockBoth(const Exec<Cpu>& exec, const In* x, const Scales& scale
   return QuantizeTwo(exec, blocks, plane, plane, out);
 }
 
-// Gathers strips of padded rows into scratch, and quantizes them there.
 template <class In, class Code, class Scales>
-Status QuantizeBlockRows(const Exec<Cpu>& exec, const In* x, int64_t cols, const RowMap& map,
-                         int64_t block_cols, const Scales& scales,
-                         const BothPlanes<typename Scales::Stored>& out) {
-  using Plane = PlaneOf<In, Code, Scales>;
-  Plane rows{nullptr, scales, {1, map.count, cols, 1, block_cols}, {out.data, out.scale_inv}};
-  Plane columns{nullptr, scales, {1, map.count, cols, block_cols, 1}, {}};
-  columns.out.data_t = out.second_data;
-  columns.out.scale_inv_t = out.second_scale_inv;
-  const bool both = out.second_data != nullptr;
-  const int64_t height = std::min(map.count, both ? TransposedHeight(block_cols) : kPanelRows);
-  if (rows.blocks.GridSize() == 0) return {};
-  ParallelForWithScratch<In>(
-      exec, CeilDiv(map.count, height), height * cols, [&](int64_t i, In* scratch) {
-        const Rectangle all{0, i * height, 0, std::min(height, map.count - i * height), cols};
-        for (int64_t r = 0; r < all.rows; ++r) {
-          const int64_t own = map.Of(all.row + r);
-          if (own < 0)
-            std::fill_n(scratch + r * cols, cols, In{});
-          else
-            std::memcpy(scratch + r * cols, x + own * cols, cols * sizeof(In));
-        }
-        Panel panel;
-        const auto quantize = [&](Plane plane) {
-          plane.x = scratch;
-          plane.first_row = all.row;
-          plane.Quantize(all, &panel);
-        };
-        quantize(rows);
-        if (both) quantize(columns);
+Status QuantizeBlockRows(const Exec<Cpu>& exec, const In* x, const RowMap& map,
+                         const Scales& scales, const Blocks& blocks,
+                         const BlockPlane<typename Scales::Stored>& out) {
+  const PlaneOf<In, Code, Scales> plane{nullptr, scales, blocks, out};
+  ParallelGathered(
+      exec, x, blocks, [&](int64_t row) { return map.Of(row); },
+      [&](const In* gathered, const Rectangle& all, Panel* panel) {
+        plane.Of(gathered, all.row).Quantize(all, panel);
+      });
+  return {};
+}
+
+template <class In, class Code, class Scales>
+Status QuantizeBlockBothRows(const Exec<Cpu>& exec, const In* x, const RowMap& map,
+                             const Scales& scales, const Blocks& blocks,
+                             const BothPlanes<typename Scales::Stored>& out) {
+  const PlaneOf<In, Code, Scales> plane{nullptr, scales, blocks, {}};
+  const auto [rows, columns] = PlanesOfBoth(blocks, plane, plane, out);
+  ParallelGathered(
+      exec, x, blocks, [&](int64_t row) { return map.Of(row); },
+      [&, &rows = rows, &columns = columns](const In* gathered, const Rectangle& all,
+                                            Panel* panel) {
+        rows.Of(gathered, all.row).Quantize(all, panel);
+        columns.Of(gathered, all.row).Quantize(all, panel);
       });
   return {};
 }
@@ -306,12 +340,66 @@ Status QuantizeNvfp4Both(const Exec<Cpu>& exec, const In* x, const Nvfp4Scales& 
   return QuantizeTwo(exec, blocks, rows, columns, out);
 }
 
+// Quantizes runs of strips of one expert, as matrices of their own.
+template <class In>
+Status QuantizeNvfp4Rows(const Exec<Cpu>& exec, const In* x, int64_t cols, const RowMap& map,
+                         const Nvfp4Experts& experts, const Nvfp4RowPlanes& out) {
+  using Plane = PlaneOf<In, E2M1, Nvfp4Scales>;
+  constexpr int64_t kStrip = kNvfp4Block;
+  const auto expert_of = [&](int64_t row) { return experts.stops.ExpertOf(row / kStrip * kStrip); };
+  const auto row_of = [&](int64_t row) {
+    return expert_of(row) < experts.stops.count ? map.Of(row) : -1;
+  };
+  const Blocks blocks{1, map.count, cols, kStrip, kStrip};
+  Blocks along_rows = blocks, along_columns = blocks;
+  if (!out.square) along_rows.block_rows = 1;
+  along_columns.block_cols = 1;
+  ParallelGathered(exec, x, blocks, row_of, [&](const In* gathered, Rectangle all, Panel* panel) {
+    const int64_t end = all.row + all.rows;
+    Rectangle part = all;
+    for (; part.row < end; part.row += part.rows) {
+      const int64_t expert = expert_of(part.row);
+      part.rows = std::min(kStrip, end - part.row);
+      while (part.row + part.rows < end && expert_of(part.row + part.rows) == expert)
+        part.rows += std::min(kStrip, end - part.row - part.rows);
+      const bool none = expert == experts.stops.count;  // rows of zeros
+      const float zero = 0.0f;
+      const uint32_t no_seed[2] = {};
+      // Modulo 2^64, the index of element 0 of all padded rows.
+      const auto begin = none
+                             ? uint64_t{0}
+                             : uint64_t{0} - static_cast<uint64_t>(experts.stops.FirstRow(expert)) *
+                                                 static_cast<uint64_t>(cols);
+      const uint32_t first[2] = {static_cast<uint32_t>(begin), static_cast<uint32_t>(begin >> 32)};
+      const Places places{none || !experts.seeds ? no_seed : experts.seeds + 2 * expert,
+                          first,
+                          INT64_MAX,
+                          {cols, 1}};
+      const auto quantize = [&](const float* amaxes, const Blocks& own, bool hadamard,
+                                const BlockPlane<uint8_t>& plane) {
+        const Nvfp4Scales scales{none ? &zero : amaxes + expert, INT64_MAX, 1, experts.scale_max,
+                                 experts.nonfinite};
+        Plane{gathered, scales, own, plane, {hadamard, experts.seeds ? &places : nullptr},
+              blocks,   all.row}
+            .Quantize(part, panel);
+      };
+      quantize(experts.global_amax, along_rows, false, {out.data, out.scale_inv});
+      if (out.data_t)
+        quantize(experts.global_amax_t, along_columns, out.hadamard,
+                 {nullptr, nullptr, out.data_t, out.scale_inv_t});
+    }
+  });
+  return {};
+}
+
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_SCALED_CODE, QSHARD_INSTANTIATE_FOR, Cpu, QuantizeBlock)
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_SCALED_CODE, QSHARD_INSTANTIATE_FOR, Cpu, QuantizeBlockBoth)
 #define QSHARD_INSTANTIATE_ROWS(...) \
   QSHARD_FOR_EACH_BLOCK_FORMAT(FloatScales, E8M0Scales, QSHARD_INSTANTIATE_FOR, Cpu, __VA_ARGS__)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_ROWS, QuantizeBlockRows)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_ROWS, QuantizeBlockBothRows)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, QuantizeNvfp4)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, QuantizeNvfp4Both)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cpu, QuantizeNvfp4Rows)
 
 }  // namespace qshard::kernels

@@ -25,7 +25,6 @@ from qshard.jax._experts.tiles import Tiles, quantize_tiles, tiles_of
 from qshard.jax._experts.token_exchange import TokenExchange
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding import partitionable_ops
-from qshard.layout import takes_rows
 from qshard.recipes import Recipe, Role
 
 
@@ -93,7 +92,7 @@ def quantize_dispatched(
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """Quantize and dispatch source rows `[M, K]`. Arguments and results as of `quantize_tiles`, for local experts."""
     fmt, usage = operand.format, operand.usage
-    if not (takes_rows(fmt) and fmt.transposes):
+    if not fmt.per_tensor:
         return quantize_tiles(exchange.dispatch(x), operand, tiles, axes=axes, seeds=seeds, scales=scales)
     source = jnp.arange(x.shape[0], dtype=jnp.int32)
     planes, amax = quantize_rows(

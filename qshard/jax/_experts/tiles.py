@@ -4,8 +4,7 @@ Each tile has rows of one expert, and as many rows as the tallest block of the r
 the rows of an expert end. Zeros pad the last tile of an expert. Codes are therefore the same as if each expert's rows
 were quantized alone. Shapes are static, so there are as many tiles as any `group_sizes` could need.
 
-Formats with one scale and 1-D blocks with fp32 scales are quantized straight into the matrix of all padded rows
-(`quantize_rows`). Others are quantized tile by tile, and their planes have tiles as the first axis.
+Rows are quantized straight into the matrix of all padded rows (`quantize_rows`).
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ import jax
 import jax.numpy as jnp
 
 from qshard import gemm_dispatch
-from qshard._core.operands import OperandSpec, quantize_operand, quantize_rows
-from qshard._core.quantize_steps import Draws
-from qshard.formats import Usage
+from qshard._core.operands import OperandSpec, quantize_rows
+from qshard._core.quantize_steps import Plane
+from qshard.formats import Format, Usage
 from qshard.jax._gemm import grouped_gemm
 from qshard.jax._gemm.gemm import apply_scale, product_scale
-from qshard.jax._ops.collectives import max_of_groups, max_over
-from qshard.jax._ops.uint64 import words_times, xor_words
+from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.padded_rows import experts_of_strips, values_of_strips
+from qshard.jax._ops.uint64 import xor_words
 from qshard.jax._quantized.array import QuantizedArray, plane_values
 from qshard.jax._sharding import partitionable_ops
-from qshard.layout import block_alignment, is_transposed, multiplies_codes, source, takes_rows
+from qshard.layout import block_alignment, is_transposed, multiplies_codes, source
 from qshard.recipes import Recipe
 
 
@@ -61,13 +61,12 @@ class Tiles:
     @property
     def experts(self) -> jax.Array:
         """The expert of each tile; E for unused tiles."""
-        first = jnp.arange(0, self.rows.shape[0], self.unit, dtype=jnp.int32)
-        return jnp.searchsorted(self.stops, first, side="right", method="compare_all").astype(jnp.int32)
+        return experts_of_strips(self.stops, self.unit, self.rows.shape[0] // self.unit)
 
-    def first_of(self, experts: jax.Array) -> jax.Array:
-        """Return the index of each tile's first row among the rows of its expert, of `experts`."""
-        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), self.stops])[experts]
-        return jnp.arange(0, self.rows.shape[0], self.unit, dtype=jnp.int32) - starts
+    def of_strips(self, of_experts: jax.Array, strip: int) -> jax.Array:
+        """Repeat the value of each expert for its strips of `strip` padded rows; 0 for no expert."""
+        of_tiles = values_of_strips(of_experts, self.stops, self.unit, (self.rows.shape[0] // self.unit,))
+        return jnp.repeat(of_tiles, self.unit // strip)
 
 
 def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
@@ -94,71 +93,49 @@ def quantize_tiles(
     """Quantize the rows of x `[M, K]` in tiles, with one set of scales per expert.
 
     `axes` are the mesh axes of `shard_map` over which the rows of an expert are sharded. `seeds` are uint32 `[E, 2]`;
-    None rounds to nearest. `scales` `[E]` are the scales of delayed scaling. Returns the codes, and under delayed
-    scaling the amax of each expert, `[E]`. Codes are one matrix of all rows, with one scale for each expert if the
-    format has one scale; or they have tiles as the first axis.
+    None rounds to nearest. `scales` `[E]` are the scales of delayed scaling. Returns the codes as one matrix of all
+    padded rows, with one scale or global scale for each expert if the format has one; and under delayed scaling the
+    amax of each expert, `[E]`.
     """
-    if takes_rows(operand.format):
-        return _quantize_matrix(x, operand, tiles, axes, scales)
-    columns, experts, of_tiles = x.shape[1], tiles.stops.shape[0], tiles.experts
-    own = jnp.minimum(of_tiles, experts - 1)
-    draws, seeds = None, operand.seed_of(seeds, xor_words)
-    if seeds is not None:
-        draws = seeds[own], jnp.stack(words_times(tiles.first_of(of_tiles).astype(jnp.uint32), columns), axis=-1)
-
-    def of_experts(amax: jax.Array, expert: jax.Array) -> jax.Array:
-        """Reduce the amaxes of tiles to the amax of each expert."""
-        return max_over(axes)(max_of_groups(amax, expert, experts))
-
-    @jax.custom_batching.custom_vmap
-    def merged(amax: jax.Array, expert: jax.Array) -> jax.Array:
-        """For each tile, the amax of its expert. The `vmap` rule below sees the amaxes of all tiles."""
-        return amax
-
-    @merged.def_vmap
-    def _(_: int, __: list[bool], amax: jax.Array, expert: jax.Array) -> tuple[jax.Array, bool]:
-        return of_experts(amax, expert)[jnp.minimum(expert, experts - 1)], True
-
-    def cast(tile: jax.Array, expert: jax.Array, scale: Any, draws: Any) -> tuple[QuantizedArray, jax.Array | None]:
-        def reduce_max(amax: jax.Array) -> jax.Array:
-            return amax if amax.ndim else merged(amax, expert)  # Amaxes per row are not merged.
-
-        drawn = None if draws is None else Draws(draws[0], draws[1], columns)
-        given: dict[str, Any] = {"scale": scale, "draws": drawn, "reduce_max": reduce_max}
-        planes, amax = quantize_operand(partitionable_ops, tile, operand, **given)
-        q = QuantizedArray(format=operand.format, dtype=x.dtype, axes=(None, None)).with_planes(planes)
-        return q, amax
-
-    rows = jnp.asarray(x).at[tiles.rows].get(mode="fill", fill_value=0).reshape(-1, tiles.unit, columns)
-    scale = None if scales is None else scales[own]
-    q, amax = jax.vmap(cast)(rows, of_tiles, scale, draws)
-    return q, None if amax is None else of_experts(amax, of_tiles)
-
-
-def _quantize_matrix(
-    x: jax.Array, operand: OperandSpec, tiles: Tiles, axes: tuple[str, ...], scales: jax.Array | None
-) -> tuple[QuantizedArray, jax.Array | None]:
-    """Quantize the rows of x straight into tiles, as one matrix."""
     planes, amax = quantize_rows(
-        partitionable_ops, x, operand, tiles.rows, tiles.stops, scale=scales, reduce_max=max_over(axes)
+        partitionable_ops,
+        x,
+        operand,
+        tiles.rows,
+        tiles.stops,
+        scale=scales,
+        seeds=operand.seed_of(seeds, xor_words),
+        reduce_max=max_over(axes),
     )
     return QuantizedArray(format=operand.format, dtype=x.dtype, axes=(None, None)).with_planes(planes), amax
 
 
-def _values(q: QuantizedArray, usage: Usage, codes: bool) -> jax.Array:
-    """The rows of all tiles, or the matrices of all experts, in bfloat16: codes as numbers, which is exact, or values.
+def _values(q: QuantizedArray, usage: Usage, codes: bool, tiles: Tiles | None = None) -> jax.Array:
+    """The padded rows, or the matrices of all experts, in bfloat16: codes as numbers, which is exact, or values.
 
-    `usage` is the plane to read. A transposed plane is transposed back.
+    `usage` is the plane to read. A transposed plane is transposed back. `tiles` describe the padded rows.
     """
     stored = usage if usage in q.planes else source(q.format, usage)
     plane, fmt = q.plane(stored), q.format
     if codes:
         values: jax.Array = plane.data.astype(jnp.bfloat16)
-    elif plane.data.ndim == 2:
-        values = plane_values(plane, fmt, stored, "bfloat16", 2)
+    elif tiles is not None:
+        values = plane_values(_scales_of_rows(plane, fmt, stored, tiles), fmt, stored, "bfloat16", 2)
     else:
         values = jax.vmap(lambda part: plane_values(part, fmt, stored, "bfloat16", 2))(plane)
     return jnp.swapaxes(values, -1, -2) if is_transposed(fmt, stored) else values
+
+
+def _scales_of_rows(plane: Plane, fmt: Format, usage: Usage, tiles: Tiles) -> Plane:
+    """Repeat the scales of experts for their rows or blocks, as ops that dequantize one matrix take them."""
+    if fmt.per_tensor:  # Only the rowwise plane is dequantized.
+        return plane._replace(scale_inv=tiles.of_strips(plane.scale_inv, 1))
+    if not fmt.tensor_scaled:
+        return plane
+    assert plane.global_scale_inv is not None
+    grid, rows, axis = plane.scale_inv.shape, tiles.rows.shape[0], 1 if is_transposed(fmt, usage) else 0
+    of_strips = tiles.of_strips(plane.global_scale_inv, rows // grid[axis])
+    return plane._replace(global_scale_inv=jnp.broadcast_to(of_strips, grid) if axis else of_strips)
 
 
 def row_product(
@@ -174,7 +151,7 @@ def row_product(
 
     def multiply_values(q: QuantizedArray, w: QuantizedArray) -> jax.Array:
         codes = multiplies_codes(q.format, w.format)
-        rows, weights = _rows_of(_values(q, Usage.ROWWISE, codes)), _values(w, contracted, codes)
+        rows, weights = _values(q, Usage.ROWWISE, codes, tiles), _values(w, contracted, codes)
         product = grouped_gemm.multiply_rows(rows, weights, axis, tiles.stops, dtype)
         if not codes:
             return product.astype(dtype)
@@ -196,7 +173,7 @@ def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: A
 
     def multiply_values(a: QuantizedArray, b: QuantizedArray) -> jax.Array:
         codes = multiplies_codes(a.format, b.format)
-        left, right = (_rows_of(_values(q, Usage.COLUMNWISE, codes)) for q in (a, b))
+        left, right = (_values(q, Usage.COLUMNWISE, codes, tiles) for q in (a, b))
         product = grouped_gemm.contract_rows(left, right, tiles.stops, dtype)
         if codes:
             of_experts = (q.plane(next(iter(q.planes))).scale_inv for q in (a, b))
@@ -205,7 +182,3 @@ def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: A
         return product.astype(dtype)
 
     return grouped_gemm.contract_row_codes(a, b, tiles.stops, tiles.unit, dtype, multiply_values)
-
-
-def _rows_of(values: jax.Array) -> jax.Array:
-    return values.reshape(-1, values.shape[-1])

@@ -22,7 +22,6 @@ from qshard.formats import Format, Usage
 from qshard.jax._gemm import target_gpu
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding import partitionable_ops
-from qshard.layout import takes_rows
 
 Product = Callable[..., jax.Array]
 
@@ -190,11 +189,10 @@ def contract_row_codes(
 def takes_codes(a: Format, b: Format, x: jax.Array, *, by_k: bool = False) -> gemm_dispatch.Kind | None:
     """Return the kind of a grouped product of codes on the GPU that a program of `x` runs on; None if it has none.
 
-    `a` is the format of rows, and `b` of weights, or of rows as well if the product contracts rows (`by_k`). Planes of
-    rows must be matrices, as `quantize_rows` computes them.
+    `a` is the format of rows, and `b` of weights, or of rows as well if the product contracts rows (`by_k`).
     """
     gpu, kind = target_gpu.gpu_of(x), gemm_dispatch.grouped_kind_of(a, b, by_k=by_k)
-    if gpu is None or kind is None or not all(map(takes_rows, (a, b) if by_k else (a,))):
+    if gpu is None or kind is None:
         return None
     return kind if gemm_dispatch.grouped_runs_on(kind, gpu) else None
 

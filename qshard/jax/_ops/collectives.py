@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qshard.jax._ops.mesh import vary_alike
-
 
 def max_over(axes: tuple[str, ...]) -> Callable[[jax.Array], jax.Array]:
     """Return a function that max-reduces amaxes over manual mesh axes."""
@@ -25,12 +23,6 @@ def max_along(amax: jax.Array, lead: int = 0) -> jax.Array:
     if amax.ndim == lead:  # XLA would launch a kernel for a reduction over no axes.
         return amax
     return as_float(jnp.max(as_bits(amax), axis=tuple(range(lead, amax.ndim)), initial=0))
-
-
-def max_of_groups(amax: jax.Array, group: jax.Array, count: int) -> jax.Array:
-    """Return the maximum of the amaxes of each group, `[count]`. Amaxes with other group numbers are ignored."""
-    maxima, bits, group = vary_alike(jnp.zeros(count, jnp.int32), as_bits(amax), group)
-    return as_float(maxima.at[group].max(bits, mode="drop"))
 
 
 def sum_over(x: jax.Array, scattered: Iterable[tuple[int, Any]], summed: tuple[str, ...] = ()) -> jax.Array:

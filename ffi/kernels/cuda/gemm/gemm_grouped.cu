@@ -1,7 +1,7 @@
-// Grouped products of experts by cuBLASLt. One kernel runs before a product: it clamps the stops,
-// writes the arrays that describe the groups, brings scales into the library's layout, and writes
-// the zeros that the library leaves out. Sizes stay on the device, and the number of launches does
-// not depend on the number of groups.
+// Grouped products of experts by cuBLASLt, and on Hopper by a kernel of this project. One kernel
+// runs before a product: it clamps the stops, writes the arrays that describe the groups, brings
+// scales into the library's layout, and writes the zeros that the library leaves out. Sizes stay on
+// the device, and the number of launches does not depend on the number of groups.
 //
 // Sources: cublasLt.h of cuBLAS 13.8, "grouped matrix layout"; TransformerEngine
 // common/gemm/cublaslt_grouped_gemm.cu (the kernel before the product).
@@ -12,6 +12,7 @@
 #include "kernels/cuda/gemm/float_scales.cuh"
 #include "kernels/cuda/gemm/grouped_plans.h"
 #include "kernels/cuda/gemm/plan_parts.h"
+#include "kernels/cuda/hopper/contract_rows.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/tensor_table.cuh"
 #include "kernels/gemm.h"
@@ -362,6 +363,8 @@ Status GroupedGemm(const Exec<Cuda>& exec, const GemmProblem& gemm, const GemmGr
   const int64_t elements = (groups.by_k ? groups.number : 1) * groups.out_rows * gemm.b.rows;
   if (gemm.k == 0 || gemm.a.rows == 0 || groups.number == 0)
     return ToStatus(cudaMemsetAsync(out, 0, elements * sizeof(Out), exec.stream));
+  if (ContractsRows(gemm, groups, workspace))
+    return ContractRows(exec, gemm, groups, workspace, out);
   GroupedKey key{};
   if (cudaGetDevice(&key.device) != cudaSuccess) return LaunchStatus();
   if (!ModeOf(gemm, gemm.a, &key.a_mode) || !ModeOf(gemm, gemm.b, &key.b_mode))

@@ -9,11 +9,16 @@
 // bytes per element for a 16-bit x, and writes 8 bytes per block. A thread takes 16 rows of two
 // neighbouring columns, or of one if columns are not aligned to pairs. A warp takes a small block.
 // As many thread blocks as fit share a large one (amax/amax.cu explains how they combine).
+//
+// AmaxHadamardGrouped does so for the padded rows of experts. A warp takes a strip of 16 rows, or a
+// part of its columns, and raises the amaxes of its expert. Strips of padding are not read.
 #include "kernels/cuda/divider.cuh"
+#include "kernels/cuda/experts.cuh"
 #include "kernels/cuda/hadamard/hadamard.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/raise_amax.cuh"
+#include "kernels/grouped.h"
 #include "kernels/hadamard.h"
 
 namespace qshard::kernels {
@@ -77,36 +82,12 @@ struct AmaxGrid {
   Divider divider;
 };
 
-template <class In, int kTeam, bool kPairs>
-__global__ void __launch_bounds__(kThreads, 3)
-    AmaxHadamardBlocks(const In* x, const AmaxGrid g, float* amax, float* amax_t) {
-  using Abs = Magnitudes<In>;
-  constexpr int kTeams = kThreads / kTeam, kWidth = kPairs ? 2 : 1;
-  const int thread = threadIdx.x % kTeam;
-  const int64_t block = int64_t{blockIdx.x} * kTeams + threadIdx.x / kTeam;
-  const Blocks& b = g.blocks;
-  const int64_t grid_cols = b.GridCols(), grid_rows = b.GridRows();
-  if (block >= b.GridSize()) return;  // the whole team
-  const int64_t strip = block / grid_cols, matrix = strip / grid_rows;
-  const In* from = x + (matrix * b.rows + (strip - matrix * grid_rows) * b.block_rows) * b.cols +
-                   (block - strip * grid_cols) * b.block_cols;
-  const int64_t step = int64_t{gridDim.y} * kTeam;
-  Magnitude<In> m;
-  uint32_t rotated = 0;
-  for (int64_t unit = int64_t{blockIdx.y} * kTeam + thread; unit < g.units; unit += step) {
-    const int64_t down =
-        g.units < kMaxDivided ? g.divider.Divide(static_cast<uint32_t>(unit)) : unit / g.across;
-    const In* at = from + down * kSize * b.cols + (unit - down * g.across) * kWidth;
-    const auto load = [=](int i) {
-      if constexpr (kPairs) {
-        return Load<2 * sizeof(In), Read::kCached>(at + i * b.cols);
-      } else {
-        const In one[2] = {at[i * b.cols], In{}};
-        Words<2 * sizeof(In)> two;
-        memcpy(&two, one, sizeof(two));
-        return two;
-      }
-    };
+// Largest magnitudes of 16 rows of two columns, and of their transforms.
+template <class In>
+struct UnitAmaxes {
+  // load(i) returns row i.
+  template <class LoadRow>
+  __device__ __forceinline__ void Add(const LoadRow& load) {
     Words<2 * sizeof(In)> raw[kSize];
     uint32_t w[kSize], high;
 #pragma unroll
@@ -120,15 +101,86 @@ __global__ void __launch_bounds__(kThreads, 3)
     rotated = __vmaxu2(rotated, hadamard::LargestOfTwo(w, again, &high));
     if constexpr (std::is_same_v<In, bfloat16>) m.AddBits(high);
   }
-  Magnitude<bfloat16> m_t;
-  m_t.AddBits(rotated);
-  const int32_t bits = TeamMax<kTeam>(m.AsFloatBits());
+  __device__ __forceinline__ int32_t Bits() const { return m.AsFloatBits(); }
+  __device__ __forceinline__ int32_t RotatedBits() const {
+    Magnitude<bfloat16> m_t;
+    m_t.AddBits(rotated);
+    return m_t.AsFloatBits();
+  }
+
+  Magnitude<In> m;
+  uint32_t rotated = 0;
+};
+
+// Loads two neighbours, or one and a zero.
+template <class In, bool kPairs>
+__device__ __forceinline__ Words<2 * sizeof(In)> LoadPair(const In* at) {
+  if constexpr (kPairs) {
+    return Load<2 * sizeof(In), Read::kCached>(at);
+  } else {
+    const In one[2] = {at[0], In{}};
+    Words<2 * sizeof(In)> two;
+    memcpy(&two, one, sizeof(two));
+    return two;
+  }
+}
+
+template <class In, int kTeam, bool kPairs>
+__global__ void __launch_bounds__(kThreads, 3)
+    AmaxHadamardBlocks(const In* x, const AmaxGrid g, float* amax, float* amax_t) {
+  constexpr int kTeams = kThreads / kTeam, kWidth = kPairs ? 2 : 1;
+  const int thread = threadIdx.x % kTeam;
+  const int64_t block = int64_t{blockIdx.x} * kTeams + threadIdx.x / kTeam;
+  const Blocks& b = g.blocks;
+  const int64_t grid_cols = b.GridCols(), grid_rows = b.GridRows();
+  if (block >= b.GridSize()) return;  // the whole team
+  const int64_t strip = block / grid_cols, matrix = strip / grid_rows;
+  const In* from = x + (matrix * b.rows + (strip - matrix * grid_rows) * b.block_rows) * b.cols +
+                   (block - strip * grid_cols) * b.block_cols;
+  const int64_t step = int64_t{gridDim.y} * kTeam;
+  UnitAmaxes<In> found;
+  for (int64_t unit = int64_t{blockIdx.y} * kTeam + thread; unit < g.units; unit += step) {
+    const int64_t down =
+        g.units < kMaxDivided ? g.divider.Divide(static_cast<uint32_t>(unit)) : unit / g.across;
+    const In* at = from + down * kSize * b.cols + (unit - down * g.across) * kWidth;
+    found.Add([=](int i) { return LoadPair<In, kPairs>(at + i * b.cols); });
+  }
+  const int32_t bits = TeamMax<kTeam>(found.Bits());
   if constexpr (kTeam > kWarp) __syncthreads();
-  const int32_t bits_t = TeamMax<kTeam>(m_t.AsFloatBits());
+  const int32_t bits_t = TeamMax<kTeam>(found.RotatedBits());
   if (thread != 0) return;
   AwaitZeros();
   StoreOrRaise(amax + block, bits);
   StoreOrRaise(amax_t + block, bits_t);
+}
+
+template <class In, bool kPairs>
+__global__ void __launch_bounds__(kThreads, 3)
+    AmaxHadamardOfExperts(const In* x, int64_t cols, const RowMap map, const ExpertStops experts,
+                          float* amax, float* amax_t) {
+  constexpr int kWidth = kPairs ? 2 : 1;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t strip = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
+  const int64_t first = strip * kSize;
+  if (first >= map.count) return;  // the whole warp, as below
+  const int64_t expert = ExpertOfWarp(experts, first);
+  const int32_t own = lane < kSize ? static_cast<int32_t>(map.Of(first + lane)) : -1;
+  if (expert == experts.count || !__any_sync(kAllLanes, own >= 0)) return;
+  int32_t rows[kSize];
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) rows[i] = __shfl_sync(kAllLanes, own, i);
+  UnitAmaxes<In> found;
+  const int64_t step = int64_t{gridDim.y} * (kWarp * kWidth);
+  for (int64_t col = (int64_t{blockIdx.y} * kWarp + lane) * kWidth; col < cols; col += step)
+    found.Add([&](int i) {
+      return rows[i] < 0 ? Words<2 * sizeof(In)>{} : LoadPair<In, kPairs>(x + rows[i] * cols + col);
+    });
+  const int32_t bits = TeamMax<kWarp>(found.Bits());
+  const int32_t bits_t = TeamMax<kWarp>(found.RotatedBits());
+  if (lane != 0) return;
+  AwaitZeroing();
+  RaiseAmax(amax + expert, bits);
+  RaiseAmax(amax_t + expert, bits_t);
 }
 
 template <class In, bool kPairs>
@@ -155,6 +207,22 @@ Status AmaxHadamard(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, f
       blocks.cols % 2 == 0 && blocks.block_cols % 2 == 0 && IsAligned(x, 2 * sizeof(In));
   return pairs ? LaunchAmaxHadamard<In, true>(exec, x, blocks, amax, amax_t)
                : LaunchAmaxHadamard<In, false>(exec, x, blocks, amax, amax_t);
+}
+
+template <class In>
+Status AmaxHadamardGrouped(const Exec<Cuda>& exec, const In* x, int64_t cols, const RowMap& map,
+                           const ExpertStops& experts, float* amax, float* amax_t) {
+  if (experts.count == 0) return {};
+  const bool pairs = cols % 2 == 0 && IsAligned(x, 2 * sizeof(In));
+  const int64_t blocks = std::max<int64_t>(1, CeilDiv(map.count / kSize, kThreads / kWarp));
+  if (!FitsGrid(blocks)) return kTooManyBlocks;
+  const int64_t splits =
+      std::clamp<int64_t>(int64_t{Multiprocessors()} * 3 / blocks, 1,
+                          std::max<int64_t>(1, CeilDiv(cols, (pairs ? 2 : 1) * kWarp)));
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(splits));
+  return LaunchAfterZeros(
+      exec, pairs ? AmaxHadamardOfExperts<In, true> : AmaxHadamardOfExperts<In, false>, grid,
+      kThreads, amax, amax_t, experts.count, x, cols, map, experts, amax, amax_t);
 }
 
 template <class In>
@@ -185,5 +253,6 @@ Status Hadamard(const Exec<Cuda>& exec, const In* x, const Blocks& blocks, bfloa
 
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, Hadamard)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, AmaxHadamard)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, AmaxHadamardGrouped)
 
 }  // namespace qshard::kernels

@@ -9,6 +9,9 @@
 // most instructions work on two columns. A thread writes eight bytes of codes, next to its
 // neighbours' for 32 bytes or more. Codes of scales go through shared memory, to be stored eight at
 // a time.
+//
+// The same kernel gathers the padded rows of experts. There each strip of 16 rows of the tile has
+// the global scales, the Philox key and the first row of its expert.
 #ifndef QSHARD_KERNELS_CUDA_QUANTIZE_NVFP4_OPTIONS_CUH_
 #define QSHARD_KERNELS_CUDA_QUANTIZE_NVFP4_OPTIONS_CUH_
 
@@ -16,23 +19,36 @@
 #include <type_traits>
 
 #include "kernels/cuda/cast/stochastic.cuh"
+#include "kernels/cuda/experts.cuh"
 #include "kernels/cuda/hadamard/hadamard.cuh"
+#include "kernels/cuda/quantize/nvfp4_codes.cuh"
 #include "kernels/cuda/quantize/strips.cuh"
+#include "kernels/grouped.h"
 
 namespace qshard::kernels {
 
-template <class In>
-struct Nvfp4TileArguments {
-  const In* x;
+// Rows, scales and random numbers of matrices.
+struct OwnNvfp4Rows : OwnRows {
   Nvfp4Scales scales, second_scales;
   Divider matrices, second_matrices;  // matrices that share a global scale
-  TileGrid grid;
-  bool hadamard;
-  bool square;  // blocks in the order of x are 16 x 16, else 1 x 16
   // For stochastic rounding.
   Regions regions;
   Divider cell_rows, cell_cols;  // block size of the grid that regions refer to
   bool one_region;
+};
+
+// Those of the padded rows of experts.
+struct ExpertNvfp4Rows : GatheredRows {
+  Nvfp4Experts experts;
+  bool vectors;  // rows of x are aligned to 16 bytes, and codes to 8
+};
+
+template <class In, class Rows>
+struct Nvfp4TileArguments : Rows {
+  const In* x;
+  TileGrid grid;
+  bool hadamard;
+  bool square;  // blocks in the order of x are 16 x 16, else 1 x 16
   // Null if not requested. A plane has both pointers.
   uint8_t* data;
   uint8_t* scale_inv;
@@ -40,12 +56,19 @@ struct Nvfp4TileArguments {
   uint8_t* second_scale_inv;
 };
 
-constexpr int kBlock16 = kNvfp4Block;
 constexpr int kTileBlocks = kTile / kBlock16;
 // Bytes after 16 rows in shared memory, so that strips use different banks.
 constexpr int kStripPad = 32;
 
-template <class In, bool kRandom>
+// The experts of the strips of a tile.
+struct StripExperts {
+  uint64_t seed[kTileBlocks];
+  int64_t first_row[kTileBlocks];  // of the expert
+  int32_t rows[kTile];             // rows of x, -1 for padding
+};
+struct NoExperts {};
+
+template <class In, bool kRandom, bool kGathered>
 struct Nvfp4Memory {
   static constexpr int kRowBytes = kTile * sizeof(In), kRandomBytes = kTile;
   static __device__ __forceinline__ int Row(int row, int bytes) {
@@ -54,123 +77,61 @@ struct Nvfp4Memory {
   alignas(16) uint8_t x[kTile * kRowBytes + kTileBlocks * kStripPad];
   alignas(16) uint8_t random[kRandom ? kTile * kRandomBytes + kTileBlocks * kStripPad : 16];
   alignas(8) LineCodes row_codes, column_codes;
-  float table[2][kScaleCodes];  // of the plane along rows, and of the other
-  GlobalNvfp4 global[2];
+  // Of the plane along rows, and of the other. Strips of experts have no tables.
+  float table[2][kGathered ? 1 : kScaleCodes];
+  GlobalNvfp4 global[2][kGathered ? kTileBlocks : 1];
+  std::conditional_t<kGathered, StripExperts, NoExperts> strips;
   int32_t square_amax[kTileBlocks][kTileBlocks];
 };
 
-// Reads from shared memory, aligned to kBytes or to 16 if that is less.
-template <int kBytes>
-__device__ __forceinline__ Words<kBytes> FromShared(const uint8_t* p) {
-  constexpr int kOne = kBytes < 16 ? kBytes : 16;
-  Words<kBytes> v;
-#pragma unroll
-  for (int i = 0; i < kBytes / kOne; ++i) {
-    const auto one = reinterpret_cast<const MovedAs<kOne>*>(p)[i];
-    memcpy(v.w + i * (kOne / 4), &one, kOne);
+// Finds the experts of the strips of a tile, one by each warp, and its rows of x.
+template <bool kRandom, class Memory>
+__device__ __forceinline__ void FindExperts(const ExpertNvfp4Rows& a, const Tile& t,
+                                            Memory& memory) {
+  static_assert(kTileThreads / kWarp == kTileBlocks);
+  const Nvfp4Experts& experts = a.experts;
+  const int lane = threadIdx.x % kWarp, strip = threadIdx.x / kWarp;
+  const int64_t expert = ExpertOfWarp(experts.stops, t.row + strip * kBlock16);
+  const bool none = expert == experts.stops.count;
+  if (lane < 2) {
+    const float* amaxes = lane == 0 ? experts.global_amax : experts.global_amax_t;
+    memory.global[lane][strip] =
+        GlobalOf(none ? 0.0f : __ldg(amaxes + expert), experts.scale_max, experts.nonfinite);
   }
-  return v;
+  if (kRandom && lane == 2) {
+    memory.strips.seed[strip] = none ? 0 : FromWords(experts.seeds + 2 * expert);
+    memory.strips.first_row[strip] = none ? 0 : experts.stops.FirstRow(expert);
+  }
+  if (lane < kBlock16) {
+    const int row = strip * kBlock16 + lane;
+    memory.strips.rows[row] =
+        none || row >= t.height ? -1 : static_cast<int32_t>(a.map.Of(t.row + row));
+  }
+  __syncthreads();
 }
 
-// Two neighbours of a row of x, and access to their values and signs.
-template <class T>
-struct PairOf {
-  __device__ __forceinline__ float Value(int i) const {
-    float v[2];
-    WidenWords<T>(words, v);
-    return v[i];
-  }
-  // Returns the signs in the highest bits of halves.
-  __device__ __forceinline__ uint32_t Signs() const {
-    return sizeof(T) == 4 ? __byte_perm(words.w[0], words.w[sizeof(T) / 4], 0x7632) : words.w[0];
-  }
-  Words<2 * sizeof(T)> words;
-};
-
-// Encodes eight elements of a row with stochastic rounding under one scale.
+// Copies 16 bytes of x to shared memory, or zeros.
 template <class In>
-__device__ __forceinline__ uint32_t EncodeAtRandom(const EightOf<In>& x, float scale,
-                                                   uint32_t random0, uint32_t random1) {
-  uint32_t t[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    PairOf<In> pair;
-#pragma unroll
-    for (int k = 0; k < static_cast<int>(sizeof(In)) / 2; ++k)
-      pair.words.w[k] = x.w[i * static_cast<int>(sizeof(In)) / 2 + k];
-    const uint32_t random = i < 2 ? random0 : random1;
-    t[i] = e2m1::RoundedHalves(
-        __fmul_rn(fabsf(pair.Value(0)), scale), __fmul_rn(fabsf(pair.Value(1)), scale),
-        i % 2 == 0 ? e2m1::SpreadBytes<0>(random) : e2m1::SpreadBytes<2>(random), pair.Signs());
+__device__ __forceinline__ void CopyVector(const uint8_t* from, uint8_t* to, bool exists,
+                                           bool aligned) {
+  if (aligned) {
+    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"(address), "l"(from), "r"(exists ? 16 : 0)
+                 : "memory");
+    return;
   }
-  const uint32_t a = __byte_perm(t[0], t[1], 0x7351), b = __byte_perm(t[2], t[3], 0x7351);
-  const uint32_t codes = e2m1::PackHalves(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
-  return isnan(scale) ? codes & 0x77777777u : codes;
+#pragma unroll
+  for (int i = 0; i < 16 / static_cast<int>(sizeof(In)); ++i)
+    reinterpret_cast<In*>(to)[i] = exists ? reinterpret_cast<const In*>(from)[i] : In{};
 }
 
-// Encodes 16 rows of two columns, each column with its own scale. random(k) returns the random
-// bytes of row k, one per half.
-template <bool kRandom, class T, class Random>
-__device__ __forceinline__ void EncodeTwoColumns(const PairOf<T> (&x)[kBlock16],
-                                                 const float (&scale)[2], const Random& random,
-                                                 Words<8> (&codes)[2]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if constexpr (kRandom) {
-      uint32_t t[kEight];
-#pragma unroll
-      for (int k = 0; k < kEight; ++k) {
-        const PairOf<T>& pair = x[h * kEight + k];
-        t[k] = e2m1::RoundedHalves(__fmul_rn(fabsf(pair.Value(0)), scale[0]),
-                                   __fmul_rn(fabsf(pair.Value(1)), scale[1]),
-                                   random(h * kEight + k), pair.Signs());
-      }
-      // Rows 0, 2, 4, 6 and rows 1, 3, 5, 7 of both columns: the upper bytes of their halves.
-      uint32_t even[2], odd[2];
-#pragma unroll
-      for (int parity = 0; parity < 2; ++parity) {
-        const uint32_t a = __byte_perm(t[parity], t[parity + 2], 0x7351);
-        const uint32_t b = __byte_perm(t[parity + 4], t[parity + 6], 0x7351);
-        (parity == 0 ? even : odd)[0] = __byte_perm(a, b, 0x5410);
-        (parity == 0 ? even : odd)[1] = __byte_perm(a, b, 0x7632);
-      }
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const uint32_t word = e2m1::PackHalves(even[c], odd[c]);
-        codes[c].w[h] = isnan(scale[c]) ? word & 0x77777777u : word;
-      }
-    } else {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float v[kEight];
-#pragma unroll
-        for (int k = 0; k < kEight; ++k) v[k] = x[h * kEight + k].Value(c);
-        codes[c].w[h] = EncodeEight<E2M1, false>(v, scale[c]).w[0];
-      }
-    }
-  }
-}
-
-// Finds the largest magnitudes of two columns.
-template <class T>
-__device__ __forceinline__ void AmaxOfTwo(const PairOf<T> (&x)[kBlock16], float (&amax)[2]) {
-  using Abs = Magnitudes<T>;
-  uint32_t m[sizeof(T) / 2];
-#pragma unroll
-  for (int k = 0; k < kBlock16; ++k) {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i)
-      m[i] = k == 0 ? x[k].words.w[i] : Abs::MaxAbs(m[i], x[k].words.w[i]);
-  }
-  const uint32_t lo = Abs::Abs(m[0]), hi = Abs::Abs(m[sizeof(T) / 2 - 1]);
-  amax[0] = Abs::Value(Abs::kPerWord == 2 ? lo & 0xFFFFu : lo);
-  amax[1] = Abs::Value(Abs::kPerWord == 2 ? hi >> 16 : hi);
-}
-
-template <class In, bool kRandom>
+template <class In, bool kRandom, class Rows>
 __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
-    QuantizeNvfp4Tiles(const Nvfp4TileArguments<In> a) {
-  using Memory = Nvfp4Memory<In, kRandom>;
+    QuantizeNvfp4Tiles(const Nvfp4TileArguments<In, Rows> a) {
+  constexpr bool kGathered = Rows::kGathered;
+  using Memory = Nvfp4Memory<In, kRandom, kGathered>;
   using Abs = Magnitudes<In>;
   extern __shared__ uint4 shared[];
   Memory& memory = *reinterpret_cast<Memory*>(shared);
@@ -178,9 +139,12 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
   // Start at the end of x, which a preceding amax, which walks forwards, has left in L2.
   const Tile t = a.grid.At(gridDim.x - 1 - blockIdx.x);
 
+  if constexpr (kGathered) FindExperts<kRandom>(a, t, memory);
   {  // load the part of the tile inside the matrix
     constexpr int kVector = 16, kVectors = Memory::kRowBytes / kVector;
-    const uint8_t* from = reinterpret_cast<const uint8_t*>(a.x + a.grid.Offset(t, 0, 0));
+    const auto* from = reinterpret_cast<const uint8_t*>(a.x) +
+                       (kGathered ? t.col * static_cast<int64_t>(sizeof(In))
+                                  : a.grid.Offset(t, 0, 0) * static_cast<int64_t>(sizeof(In)));
     const int64_t step = a.grid.cols * static_cast<int64_t>(sizeof(In));
     static_assert(kTileThreads % kVectors == 0);
     constexpr int kStep = kTileThreads / kVectors;  // rows
@@ -190,31 +154,52 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
     for (int i = 0; i < kTile / kStep; ++i) {
       const int row = i * kStep + static_cast<int>(threadIdx.x) / kVectors;
       if (row >= height) continue;
-      const auto to = static_cast<uint32_t>(
-          __cvta_generic_to_shared(memory.x + Memory::Row(row, Memory::kRowBytes) + at));
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                   :
-                   : "r"(to), "l"(from + row * step + at)
-                   : "memory");
+      uint8_t* const to = memory.x + Memory::Row(row, Memory::kRowBytes) + at;
+      if constexpr (kGathered) {
+        const int32_t own = memory.strips.rows[row];
+        CopyVector<In>(own < 0 ? from + at : from + own * step + at, to, own >= 0, a.vectors);
+      } else {
+        CopyVector<In>(from + row * step + at, to, /*exists=*/true, /*aligned=*/true);
+      }
     }
-  }
-  // Half of the threads work for each plane.
-  static_assert(kTileThreads == 2 * kScaleCodes);
-  const int plane = threadIdx.x / kScaleCodes, scale_code = threadIdx.x % kScaleCodes;
-  const auto matrix = static_cast<uint32_t>(t.matrix);
-  if (scale_code < kWarp) {
-    const GlobalNvfp4 global = plane == 0
-                                   ? GlobalAt(a.scales, a.matrices.Divide(matrix))
-                                   : GlobalAt(a.second_scales, a.second_matrices.Divide(matrix));
-    if (scale_code == 0) memory.global[plane] = global;
   }
   if (a.square && threadIdx.x < kTileBlocks * kTileBlocks)
     memory.square_amax[threadIdx.x / kTileBlocks][threadIdx.x % kTileBlocks] = 0;
-  __syncthreads();
-  memory.table[plane][scale_code] =
-      MultiplierOf(static_cast<uint16_t>(scale_code), memory.global[plane]);
+  if constexpr (!kGathered) {
+    // Half of the threads work for each plane.
+    static_assert(kTileThreads == 2 * kScaleCodes);
+    const int plane = threadIdx.x / kScaleCodes, scale_code = threadIdx.x % kScaleCodes;
+    const auto matrix = static_cast<uint32_t>(t.matrix);
+    if (scale_code < kWarp) {
+      const GlobalNvfp4 global = plane == 0
+                                     ? GlobalAt(a.scales, a.matrices.Divide(matrix))
+                                     : GlobalAt(a.second_scales, a.second_matrices.Divide(matrix));
+      if (scale_code == 0) memory.global[plane][0] = global;
+    }
+    __syncthreads();
+    memory.table[plane][scale_code] =
+        MultiplierOf(static_cast<uint16_t>(scale_code), memory.global[plane][0]);
+  }
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
+  const auto global_of = [&](int plane, int strip) -> const GlobalNvfp4& {
+    return memory.global[plane][kGathered ? strip : 0];
+  };
+  const auto store = [&](uint8_t* to, const Words<8>& codes) {
+    if constexpr (kGathered) {
+      if (!a.vectors) {
+        for (int i = 0; i < 8; ++i) to[i] = static_cast<uint8_t>(codes.w[i / 4] >> (i % 4 * 8));
+        return;
+      }
+    }
+    Store<Write::kStream>(to, codes);
+  };
+  const auto multiplier = [&](int plane, uint32_t code, const GlobalNvfp4& global) {
+    if constexpr (kGathered)
+      return MultiplierOf(static_cast<uint16_t>(code & (kScaleCodes - 1)), global);
+    else
+      return memory.table[plane][code & (kScaleCodes - 1)];
+  };
 
   // --- blocks along rows: 8 in a row of the tile ---
 
@@ -247,13 +232,14 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
     __syncthreads();
   }
   if (kRandom || a.data != nullptr) {
-    const GlobalNvfp4 global = memory.global[0];
     const int64_t col = t.col + block * kBlock16;
     int64_t in_all = t.matrix * a.grid.rows + t.row + block_row;
     [[maybe_unused]] uint64_t seed = 0, index = 0;
-    if (kRandom && a.one_region) {
-      seed = FromWords(a.regions.places.seed);
-      index = FromWords(a.regions.places.first) + in_all * a.regions.places.steps.row + col;
+    if constexpr (kRandom && !kGathered) {
+      if (a.one_region) {
+        seed = FromWords(a.regions.places.seed);
+        index = FromWords(a.regions.places.first) + in_all * a.regions.places.steps.row + col;
+      }
     }
     uint8_t* to = a.data + (in_all * a.grid.cols + col) / 2;
     const int64_t step = kRowsAtOnce * a.grid.cols / 2;
@@ -261,7 +247,11 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
     for (int row = block_row; row < block_row + row_tasks * kRowsAtOnce; row += kRowsAtOnce) {
       [[maybe_unused]] Words<16> random;
       if constexpr (kRandom) {
-        if (!a.one_region) {
+        if constexpr (kGathered) {
+          const int64_t first = memory.strips.first_row[row / kBlock16];
+          seed = memory.strips.seed[row / kBlock16];
+          index = static_cast<uint64_t>(in_all - first) * a.grid.cols + col;
+        } else if (!a.one_region) {
           const int64_t strip = t.matrix * a.regions.grid_rows +
                                 a.cell_rows.Divide(static_cast<uint32_t>(t.row + row));
           const auto draw = a.regions.template Of<true>(
@@ -270,7 +260,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
           index = draw.index, seed = draw.seed;
         }
         random = RandomBytes(index, seed);
-        index += kRowsAtOnce * a.regions.places.steps.row;
+        if constexpr (!kGathered) index += kRowsAtOnce * a.regions.places.steps.row;
         if (a.second_data != nullptr)
           *reinterpret_cast<uint4*>(memory.random + Memory::Row(row, Memory::kRandomBytes) +
                                     block * kBlock16) =
@@ -282,9 +272,10 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
       load(row, x);
       const float amax =
           a.square ? __int_as_float(memory.square_amax[row / kBlock16][block]) : amax_of(x);
+      const GlobalNvfp4& global = global_of(0, row / kBlock16);
       const uint16_t code = EncodePair<E4M3>(UnderSixth(amax, global), 0.0f);
       memory.row_codes[row][block] = static_cast<uint8_t>(code);
-      const float scale = memory.table[0][code & (kScaleCodes - 1)];
+      const float scale = multiplier(0, code, global);
       Words<8> codes;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -293,7 +284,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
         else
           codes.w[h] = EncodeRow<In, E2M1>(x[h], scale).w[0];
       }
-      Store<Write::kStream>(to, codes);
+      store(to, codes);
       to += step;
       if (a.square && row % kBlock16 == 0)
         a.scale_inv[(t.matrix * (a.grid.rows / kBlock16) + (t.row + row) / kBlock16) *
@@ -317,7 +308,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
         return PairOf<In>{FromShared<2 * sizeof(In)>(from + k * Memory::kRowBytes)};
       };
       const auto quantize = [&](const auto& x) {
-        const GlobalNvfp4 global = memory.global[1];
+        const GlobalNvfp4& global = global_of(1, strip);
         float amax[2], scale[2];
         AmaxOfTwo(x, amax);
         const uint16_t both =
@@ -325,7 +316,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
         Words<8> codes[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          scale[c] = memory.table[1][both >> 8 * c & (kScaleCodes - 1)];
+          scale[c] = multiplier(1, both >> 8 * c, global);
           memory.column_codes[col + c][strip] = static_cast<uint8_t>(both >> 8 * c);
         }
         const uint8_t* bytes = memory.random + Memory::Row(row, Memory::kRandomBytes) + col;
@@ -337,8 +328,8 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
             },
             codes);
         uint8_t* to = a.second_data + a.grid.OffsetT(t, row, col) / 2;
-        Store<Write::kStream>(to, codes[0]);
-        Store<Write::kStream>(to + a.grid.rows / 2, codes[1]);
+        store(to, codes[0]);
+        store(to + a.grid.rows / 2, codes[1]);
       };
       if (a.hadamard) {
         const auto word = [&](int k) { return ToBfloat16<In, 2>(pair_at(k).words).w[0]; };
@@ -378,68 +369,6 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
                    a.scale_inv + (t.matrix * a.grid.rows + t.row + line) * count + t.col / kBlock16,
                    CeilDiv(t.width, kBlock16));
   }
-}
-
-// --- other cases: one thread per block, correct but slow ---
-
-struct Nvfp4BlockArguments {
-  Nvfp4Scales scales;
-  Blocks blocks;
-  bool hadamard, random;
-  Regions regions;
-  Blocks cells;  // grid that regions refer to
-  BlockPlane<uint8_t> out;
-};
-
-template <class In>
-Status LaunchNvfp4Blocks(const Exec<Cuda>& exec, const In* x, const Nvfp4BlockArguments& a) {
-  const int64_t grid_rows = a.blocks.GridRows(), grid_cols = a.blocks.GridCols();
-  return ForEach(exec, a.blocks.GridSize(), [=] __device__(int64_t block) {
-    const Blocks& b = a.blocks;
-    const int height = static_cast<int>(b.block_rows), width = static_cast<int>(b.block_cols);
-    const int64_t strip = block / grid_cols, matrix = strip / grid_rows;
-    const int64_t i = strip - matrix * grid_rows, j = block - strip * grid_cols;
-    const int64_t row0 = i * height, col0 = j * width;
-    const In* from = x + (matrix * b.rows + row0) * b.cols + col0;
-    bfloat16 rotated[kHadamardSize];
-    if (a.hadamard) {
-      bfloat16 in[kHadamardSize];
-      for (int r = 0; r < kHadamardSize; ++r) in[r] = Narrow<bfloat16>(Widen(from[r * b.cols]));
-      HadamardTransform(in, rotated);
-    }
-    const auto element = [&](int r, int c) {
-      return a.hadamard ? Widen(rotated[r]) : Widen(from[r * b.cols + c]);
-    };
-    int32_t bits = 0;
-    for (int r = 0; r < height; ++r)
-      for (int c = 0; c < width; ++c)
-        bits = max(bits, FloatBits(element(r, c)) & kFloatMagnitudeMask);
-    const auto s = a.scales.Of(FloatFromBits(bits), a.scales.template Shared<E2M1>(block));
-    const auto code = [&](int r, int c) {
-      const float v = __fmul_rn(element(r, c), s.scale);
-      if (!a.random) return EncodeE2M1(v);
-      const int64_t row = row0 + r, col = col0 + c;
-      const int64_t cell =
-          (matrix * a.cells.GridRows() + row / a.cells.block_rows) * a.cells.GridCols() +
-          col / a.cells.block_cols;
-      const Regions::Draw draw = a.regions.template Of<false>({cell, matrix * b.rows + row, col});
-      return EncodeStochasticE2M1(v,
-                                  RandomByte(Philox4x32(draw.index >> 4, draw.seed), draw.index));
-    };
-    if (a.out.data != nullptr) {
-      a.out.scale_inv[block] = s.scale_inv;
-      for (int r = 0; r < height; ++r)
-        for (int c = 0; c < width; c += 2)
-          a.out.data[((matrix * b.rows + row0 + r) * b.cols + col0 + c) / 2] =
-              static_cast<uint8_t>(code(r, c) | code(r, c + 1) << 4);
-    } else {
-      a.out.scale_inv_t[(matrix * grid_cols + j) * grid_rows + i] = s.scale_inv;
-      for (int c = 0; c < width; ++c)
-        for (int r = 0; r < height; r += 2)
-          a.out.data_t[((matrix * b.cols + col0 + c) * b.rows + row0 + r) / 2] =
-              static_cast<uint8_t>(code(r, c) | code(r + 1, c) << 4);
-    }
-  });
 }
 
 }  // namespace qshard::kernels

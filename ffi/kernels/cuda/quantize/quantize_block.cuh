@@ -48,20 +48,31 @@ bool TakesTiles(const TileArguments<In, Scales, Rows>& a) {
          a.grid.tiles < kMaxDivided && (!Rows::kGathered || HasShortRows<In>(a.grid));
 }
 
-template <class In, class Code, class Scales, Work kWork>
-Status LaunchTiles(const Exec<Cuda>& exec, const TileArguments<In, Scales>& a) {
+// Returns whether they apply to blocks of 1 x n and n x 1, where n are the sides of `blocks`.
+template <class Code, class In, class Scales, class Rows>
+bool TakesBothTiles(const TileArguments<In, Scales, Rows>& a, const Blocks& blocks,
+                    bool second_transposed) {
+  constexpr int kBlock = kFastBlock<Scales>;
+  constexpr bool kTransposed = kColumnsTransposed<Code, Scales>;
+  return blocks.block_rows == kBlock && blocks.block_cols == kBlock &&
+         second_transposed == kTransposed && TakesTiles<Code>(a) &&
+         (kTransposed || IsAligned(a.second_data, kStoredBits<Code>));
+}
+
+template <class In, class Code, class Scales, Work kWork, class Rows>
+Status LaunchTiles(const Exec<Cuda>& exec, const TileArguments<In, Scales, Rows>& a) {
   // Both planes of a strip of float16 do not fit in registers, because the compiler widens it only
   // once.
   constexpr bool kBoth = kWork == Work::kBoth;
   constexpr bool kStrips =
       Fast<Scales>::kGlobal && sizeof(In) == 2 && !(kBoth && std::is_same_v<In, float16>);
   if constexpr (kWork >= Work::kSquare)
-    return Launch(exec, QuantizeSquareTiles<In, Code, Scales, kWork>, a.grid.tiles, kTileThreads,
-                  a);
+    return Launch(exec, QuantizeSquareTiles<In, Code, Scales, kWork, Rows>, a.grid.tiles,
+                  kTileThreads, a);
   else if constexpr (kStrips && kWork != Work::kRows)
     return Launch(exec, QuantizeStrips<In, kBoth>, a.grid.tiles, kStripThreads, a);
   else
-    return Launch(exec, QuantizeTiles<In, Code, Scales, kWork, OwnRows>, a.grid.tiles, kTileThreads,
+    return Launch(exec, QuantizeTiles<In, Code, Scales, kWork, Rows>, a.grid.tiles, kTileThreads,
                   a);
 }
 
@@ -105,17 +116,13 @@ Status QuantizeBlock(const Exec<Cuda>& exec, const In* x, const Scales& scales,
 template <class In, class Code, class Scales>
 Status QuantizeBlockBoth(const Exec<Cuda>& exec, const In* x, const Scales& scales,
                          const Blocks& blocks, const BothPlanes<typename Scales::Stored>& out) {
-  constexpr int kBlock = kFastBlock<Scales>;
-  constexpr bool kTransposed = kColumnsTransposed<Code, Scales>;
   if (blocks.GridSize() == 0) return {};
   Blocks along_rows = blocks, along_columns = blocks;
   along_rows.block_rows = 1;
   along_columns.block_cols = 1;
   const TileArguments<In, Scales> a = ArgumentsOfTiles<Code>(
       x, scales, along_rows, out.data, out.scale_inv, out.second_data, out.second_scale_inv);
-  if (blocks.block_rows == kBlock && blocks.block_cols == kBlock &&
-      out.second_transposed == kTransposed && TakesTiles<Code>(a) &&
-      (kTransposed || IsAligned(out.second_data, kStoredBits<Code>)))
+  if (TakesBothTiles<Code>(a, blocks, out.second_transposed))
     return LaunchTiles<In, Code, Scales, Work::kBoth>(exec, a);
   QSHARD_RETURN_IF_ERROR(
       QuantizeBlock<In, Code, Scales>(exec, x, scales, along_rows, {out.data, out.scale_inv}));

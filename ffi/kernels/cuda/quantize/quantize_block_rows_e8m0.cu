@@ -5,5 +5,7 @@ namespace qshard::kernels {
 
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_BYTE_ELEMENT, QSHARD_WITH, E8M0Scales, QSHARD_INSTANTIATE_FOR,
                       Cuda, QuantizeBlockRows)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_BYTE_ELEMENT, QSHARD_WITH, E8M0Scales, QSHARD_INSTANTIATE_FOR,
+                      Cuda, QuantizeBlockBothRows)
 
 }  // namespace qshard::kernels

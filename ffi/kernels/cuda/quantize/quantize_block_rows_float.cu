@@ -5,5 +5,7 @@ namespace qshard::kernels {
 
 QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_WITH, FloatScales, QSHARD_INSTANTIATE_FOR, Cuda,
                       QuantizeBlockRows)
+QSHARD_FOR_EACH_INPUT(QSHARD_FOR_EACH_FP8, QSHARD_WITH, FloatScales, QSHARD_INSTANTIATE_FOR, Cuda,
+                      QuantizeBlockBothRows)
 
 }  // namespace qshard::kernels

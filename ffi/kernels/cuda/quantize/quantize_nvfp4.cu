@@ -1,7 +1,8 @@
 // Chooses the kernel of NVFP4 quantization: the kernels for all formats without options, and
-// nvfp4_options.cuh with a Hadamard transform or stochastic rounding.
+// nvfp4_options.cuh with a Hadamard transform, stochastic rounding, or rows of experts.
 #include <algorithm>
 
+#include "kernels/cuda/quantize/nvfp4_blocks.cuh"
 #include "kernels/cuda/quantize/nvfp4_options.cuh"
 #include "kernels/quantize_block.h"
 
@@ -9,7 +10,8 @@ namespace qshard::kernels {
 namespace {
 
 template <class In>
-bool TakesNvfp4Tiles(const Nvfp4TileArguments<In>& a, const Blocks& cells, const Places* places) {
+bool TakesNvfp4Tiles(const Nvfp4TileArguments<In, OwnNvfp4Rows>& a, const Blocks& cells,
+                     const Places* places) {
   // One region must have all 16 elements of a row of a block, or everything.
   const bool draws =
       places == nullptr || (places->steps.col == 1 && (a.one_region || cells.block_cols > 1));
@@ -17,10 +19,10 @@ bool TakesNvfp4Tiles(const Nvfp4TileArguments<In>& a, const Blocks& cells, const
          IsAligned(a.second_data, 8) && a.grid.tiles < kMaxDivided && HasSmallIndices(cells);
 }
 
-template <class In, bool kRandom>
-Status LaunchNvfp4Tiles(const Exec<Cuda>& exec, const Nvfp4TileArguments<In>& a) {
-  constexpr int kBytes = sizeof(Nvfp4Memory<In, kRandom>);
-  const auto kernel = QuantizeNvfp4Tiles<In, kRandom>;
+template <class In, bool kRandom, class Rows>
+Status LaunchNvfp4Tiles(const Exec<Cuda>& exec, const Nvfp4TileArguments<In, Rows>& a) {
+  constexpr int kBytes = sizeof(Nvfp4Memory<In, kRandom, Rows::kGathered>);
+  const auto kernel = QuantizeNvfp4Tiles<In, kRandom, Rows>;
   constexpr int kWithoutAsking = 48 << 10;
   if (kBytes > kWithoutAsking) QSHARD_RETURN_IF_ERROR(AllowSharedMemory(kernel, kBytes));
   kernel<<<static_cast<unsigned>(a.grid.tiles), kTileThreads, kBytes, exec.stream>>>(a);
@@ -42,20 +44,21 @@ Status Quantize(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales& scales,
   const auto divider = [](int64_t n) {
     return Divider(std::clamp<int64_t>(n, 1, kMaxDivided - 1));
   };
-  const Nvfp4TileArguments<In> a = {
+  const Nvfp4TileArguments<In, OwnNvfp4Rows> a = {
+      {{},
+       scales,
+       second_scales,
+       divider(matrices),
+       divider(second_matrices),
+       RegionsOf(options.places != nullptr ? *options.places : Places{nullptr, nullptr, 1, {}},
+                 cells),
+       divider(cells.block_rows),
+       divider(cells.block_cols),
+       options.places != nullptr && options.places->run >= cells.GridSize()},
       x,
-      scales,
-      second_scales,
-      divider(matrices),
-      divider(second_matrices),
       TileGrid(cells.batch, cells.rows, cells.cols),
       options.hadamard,
       rows.block_rows > 1,
-      RegionsOf(options.places != nullptr ? *options.places : Places{nullptr, nullptr, 1, {}},
-                cells),
-      divider(cells.block_rows),
-      divider(cells.block_cols),
-      options.places != nullptr && options.places->run >= cells.GridSize(),
       out.data,
       out.scale_inv,
       out.second_data,
@@ -105,7 +108,28 @@ Status QuantizeNvfp4Both(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales&
   return Quantize(exec, x, scales, second_scales, options, blocks, out);
 }
 
+template <class In>
+Status QuantizeNvfp4Rows(const Exec<Cuda>& exec, const In* x, int64_t cols, const RowMap& map,
+                         const Nvfp4Experts& experts, const Nvfp4RowPlanes& out) {
+  if (map.count == 0 || cols == 0) return {};
+  const TileGrid grid(1, map.count, cols);
+  if (!FitsGrid(grid.tiles)) return kTooManyBlocks;
+  const bool vectors = IsAligned(x, 16) && IsAligned(out.data, 8) && IsAligned(out.data_t, 8);
+  const Nvfp4TileArguments<In, ExpertNvfp4Rows> a = {{{map}, experts, vectors},
+                                                     x,
+                                                     grid,
+                                                     out.hadamard,
+                                                     out.square,
+                                                     out.data,
+                                                     out.scale_inv,
+                                                     out.data_t,
+                                                     out.scale_inv_t};
+  return experts.seeds != nullptr ? LaunchNvfp4Tiles<In, true>(exec, a)
+                                  : LaunchNvfp4Tiles<In, false>(exec, a);
+}
+
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, QuantizeNvfp4)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, QuantizeNvfp4Both)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, QuantizeNvfp4Rows)
 
 }  // namespace qshard::kernels

@@ -77,10 +77,13 @@ template <class Scales>
 __device__ __forceinline__ NoGlobal GlobalAt(const Scales&, int64_t) {
   return {};
 }
+__device__ __forceinline__ GlobalNvfp4 GlobalOf(float amax, float scale_max, Nonfinite nonfinite) {
+  const float s = qshard::GlobalScaleNvfp4(amax, scale_max);
+  return {__fmul_rn(s, Divide(1.0f, E2M1::kMax)), ScaleInverse(s), LargestAmax(nonfinite)};
+}
 __device__ __forceinline__ GlobalNvfp4 GlobalAt(const Nvfp4Scales& scales, int64_t place) {
-  const float s =
-      qshard::GlobalScaleNvfp4(__ldg(scales.global_amax + place * scales.step), scales.scale_max);
-  return {__fmul_rn(s, Divide(1.0f, E2M1::kMax)), ScaleInverse(s), LargestAmax(scales.nonfinite)};
+  return GlobalOf(__ldg(scales.global_amax + place * scales.step), scales.scale_max,
+                  scales.nonfinite);
 }
 
 // Returns the scale of a block. `amax` is a magnitude or any NaN.

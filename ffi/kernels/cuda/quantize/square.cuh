@@ -35,9 +35,9 @@ __device__ __forceinline__ void ShowInfinite(EightOf<In> (&rows)[kPatch]) {
   }
 }
 
-template <class In, class Code, class Scales, Work kWork>
+template <class In, class Code, class Scales, Work kWork, class Rows>
 __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::kBlocksPerSm)
-    QuantizeSquareTiles(const TileArguments<In, Scales> a) {
+    QuantizeSquareTiles(const TileArguments<In, Scales, Rows> a) {
   using Abs = Magnitudes<In>;
   using Tuning = TileTuning<In, Scales, kWork>;
   constexpr bool kTransposed = kWork != Work::kSquare;

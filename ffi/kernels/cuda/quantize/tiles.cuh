@@ -183,7 +183,7 @@ __device__ __forceinline__ void StoreScale(Stored* to, Stored scale_inv) {
 // --- blocks along rows (kRows) and along columns ---
 
 // How fast kernels store blocks along columns. GEMMs of one-byte codes with E8M0 scales read them
-// in the order of x, all others transposed. Planes of gathered rows are always transposed.
+// in the order of x, all others transposed.
 template <class Code, class Scales>
 constexpr bool kColumnsTransposed = kPacked<Code> || !std::is_same_v<Scales, E8M0Scales>;
 
@@ -211,8 +211,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
   using Abs = Magnitudes<In>;
   using Tuning = TileTuning<In, Scales, kWork>;
   constexpr bool kRows = kWork != Work::kColumns, kAlongColumns = kWork != Work::kRows;
-  constexpr bool kTransposed =
-      kAlongColumns && (kColumnsTransposed<Code, Scales> || Rows::kGathered);
+  constexpr bool kTransposed = kAlongColumns && kColumnsTransposed<Code, Scales>;
   constexpr int kBlock = kFastBlock<Scales>;
   constexpr int kAcross = kTile / kBlock;  // blocks in a row of the tile
   constexpr int kWords = EightOf<In>::kCount;

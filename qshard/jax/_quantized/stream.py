@@ -1,0 +1,188 @@
+"""`stream_weights`: yields sharded weights as the tensors of a serving engine, bucket by bucket."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qshard._core.quantize_steps import Plane
+from qshard._core.serialization import Description
+from qshard._core.validation import FormatLike, as_format, quote
+from qshard._files.engine_stream import DEFAULT_BUCKET, EngineWeight, buckets, check_stream, check_weight, named_tensors
+from qshard.formats import FLOATS, Format, Usage
+from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._quantized.gather import WeightLayout, as_layout, gather
+from qshard.jax._quantized.primary import PrimaryWeight
+from qshard.jax._quantized.quantize import quantize
+from qshard.layout import plane
+
+OP = "stream_weights"
+Formats = FormatLike | Mapping[str, FormatLike | None]
+
+
+def stream_weights(
+    params: Any,
+    format: str = "compressed-tensors",
+    *,
+    weight_format: Formats | None = None,
+    weight_layout: WeightLayout = "NK",
+    dtype: Any = None,
+    bucket_bytes: int = DEFAULT_BUCKET,
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yield weights as named tensors of a serving engine, as `qshard.torch_bridge.stream_weights` does.
+
+    Args:
+      params: a dict of arrays by the names that the engine reads, or another pytree: keys of its paths are joined by
+        dots. Leaves are arrays, sharded with a NamedSharding or not, `QuantizedArray`s or `PrimaryWeight`s.
+      format: "compressed-tensors", "deepseek" or "modelopt", for engines; "qshard" for `from_plain`.
+      weight_format: format of all float arrays with two axes; or formats by pattern of names, of which the first that
+        matches counts, and None for values: `{"*embed*": None, "*": "FP8_128x128"}`. None: only codes are codes.
+      weight_layout: "NK", or "KN" as in flax: arrays with two axes that are quantized are transposed first.
+      dtype: dtype of float arrays that are not quantized; by default their own.
+      bucket_bytes: most bytes of codes that are gathered at a time. A larger weight is gathered alone.
+
+    Yields:
+      Names, and whole arrays that are replicated over the mesh: codes and scales of a weight one after the other.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong, no weight is quantized, or `format` cannot hold a weight.
+
+    Each bucket is one program, compiled once for its shapes and shardings: shards are quantized where they are, and
+    codes are gathered, never values. Codes and scales are, bit for bit, the result of `quantize` of the whole weight.
+    With several processes, every process iterates to the end.
+
+    >>> w = {"up_proj.weight": jnp.ones((128, 256)), "norm.weight": jnp.ones(256)}
+    >>> for name, x in stream_weights(w, "deepseek", weight_format="FP8_128x128"):
+    ...     print(name, x.dtype, x.shape)
+    up_proj.weight float8_e4m3fn (128, 256)
+    up_proj.weight_scale_inv float32 (1, 2)
+    norm.weight float32 (256,)
+    """
+    check_stream(format, bucket_bytes, OP)
+    layout = as_layout(OP, weight_layout)
+    items = _items(params, weight_format, layout)
+    if not any(item.fmt is not None for item in items):
+        raise ValueError(f"{OP}: params have no weight to quantize; pass weight_format=, such as 'FP8_128x128'")
+    for item in items:
+        if item.fmt is not None:
+            check_weight(format, EngineWeight(item.name), item.what, OP)
+    return _tensors(items, format, dtype, bucket_bytes)
+
+
+class _Item(NamedTuple):
+    """A leaf. `fmt` is the format of its codes, now or after the cast; None: it stays a value."""
+
+    name: str
+    value: Any
+    fmt: Format | None
+    layout: WeightLayout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = tuple(self.value.shape)
+        return shape[::-1] if self.layout == "KN" and not _is_quantized(self.value) else shape
+
+    @property
+    def what(self) -> Description:
+        assert self.fmt is not None
+        dtype = np.dtype(self.value.dtype).name
+        return Description(format=self.fmt, shape=self.shape, dtype=dtype, planes=(Usage.ROWWISE,))
+
+    @property
+    def nbytes(self) -> int:
+        if self.fmt is None:
+            return int(self.value.size * self.value.dtype.itemsize)
+        return plane(self.fmt, self.shape, Usage.ROWWISE).nbytes
+
+
+def _is_quantized(value: Any) -> bool:
+    return isinstance(value, QuantizedArray | PrimaryWeight)
+
+
+def _items(params: Any, formats: Formats | None, layout: WeightLayout) -> list[_Item]:
+    rules: Mapping[str, FormatLike | None] = formats if isinstance(formats, Mapping) else {"*": formats}
+    parsed = {key: None if each is None else as_format(each, OP, "weight_format") for key, each in rules.items()}
+    for fmt in parsed.values():
+        if fmt is not None and fmt.stochastic:
+            raise ValueError(f"{OP}: weight_format ({fmt}) rounds stochastically; pass one with rounding='nearest'")
+    found = []
+    for path, value in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_quantized):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if _is_quantized(value):
+            found.append(_Item(name, value, value.format, layout))
+            continue
+        if not isinstance(value, jax.Array | np.ndarray):
+            raise TypeError(f"{OP}: {name} ({quote(value)}) is not an array; pass a dict of arrays")
+        is_weight = value.ndim == 2 and np.dtype(value.dtype).name in FLOATS
+        fmt = next((each for key, each in parsed.items() if fnmatch.fnmatchcase(name, key)), None)
+        found.append(_Item(name, jnp.asarray(value), fmt if is_weight else None, layout))
+    return found
+
+
+def _tensors(items: Sequence[_Item], format: str, dtype: Any, bucket_bytes: int) -> Iterator[tuple[str, jax.Array]]:
+    for bucket in buckets([item.nbytes for item in items], bucket_bytes):
+        members = [items[i] for i in bucket]
+        how = tuple((item.fmt, item.layout, _sharding_of(item.value)) for item in members)
+        whole = _program(how, None if dtype is None else np.dtype(dtype))([item.value for item in members])
+        for item, made in zip(members, whole, strict=True):
+            if item.fmt is None:
+                yield item.name, made
+                continue
+            weight = EngineWeight(item.name)
+            for name, kind, array in named_tensors(format, weight, item.what, Plane(*made), jnp, OP):
+                yield name, lax.bitcast_convert_type(array, jnp.float8_e4m3fn) if kind == "F8_E4M3" else array
+
+
+def _sharding_of(value: Any) -> NamedSharding | None:
+    """Return the sharding of a leaf over a mesh of several devices, by the codes of quantized weights."""
+    array = value.plane(Usage.ROWWISE).data if isinstance(value, QuantizedArray) else value
+    sharding = (array.data if isinstance(value, PrimaryWeight) else array).sharding
+    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    how: tuple[tuple[Format | None, WeightLayout, NamedSharding | None], ...], dtype: Any
+) -> Callable[[list[Any]], list[Any]]:
+    """Return the jitted cast and gather of a bucket."""
+
+    def run(values: list[Any]) -> list[Any]:
+        return [_whole(value, *each, dtype) for value, each in zip(values, how, strict=True)]
+
+    return jax.jit(run)
+
+
+def _whole(value: Any, fmt: Format | None, layout: WeightLayout, sharding: NamedSharding | None, dtype: Any) -> Any:
+    """Return a whole leaf on every device: values, or the arrays of a rowwise plane with bytes as uint8."""
+    if fmt is None:
+        if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating):
+            value = value.astype(dtype)
+        return value if sharding is None else lax.with_sharding_constraint(value, _everywhere(sharding))
+    if isinstance(value, PrimaryWeight):
+        value = value.codes
+    if not isinstance(value, QuantizedArray):
+        if layout == "KN":
+            value, sharding = value.T, None if sharding is None else _transpose_sharding(sharding)
+        value = quantize(value, fmt, spec=sharding)
+    if sharding is not None:
+        axes = [name for entry in sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
+        value = gather(value, axes, spec=sharding) if axes else value
+    parts = value.plane(Usage.ROWWISE)
+    return [part.view(jnp.uint8) if part is not None and part.dtype.itemsize == 1 else part for part in parts]
+
+
+def _everywhere(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec())
+
+
+def _transpose_sharding(sharding: NamedSharding) -> NamedSharding:
+    entries = (*sharding.spec, None, None)[:2]
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries[::-1]))

@@ -1,0 +1,81 @@
+"""Weight sync from one process: names, other tensors, and mistakes. tests/dist/test_torch_stream.py has shardings."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import qshard.torch_bridge as qt
+
+
+def names_of(stream):
+    return [name for name, _ in stream]
+
+
+def test_names_and_values():
+    """Linear weights are quantized; a shared weight comes once; other parameters and buffers keep their values."""
+    model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "head": nn.Linear(32, 64), "norm": nn.BatchNorm1d(32)})
+    model["tied"] = nn.Linear(32, 64)
+    model["tied"].weight = model["head"].weight
+    found = dict(qt.stream_weights(model, "modelopt", weight_format="NVFP4", dtype=torch.bfloat16))
+    heads = ["head.weight", "head.weight_scale", "head.weight_scale_2", "head.bias"]
+    norms = [f"norm.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
+    assert [*found] == ["embed.weight", *heads, *norms, "tied.bias"]
+    assert torch.equal(found["embed.weight"], model["embed"].weight.bfloat16())
+    assert found["norm.num_batches_tracked"].dtype == torch.int64
+    codes = qt.quantize(model["head"].weight.detach(), "NVFP4").rowwise
+    assert torch.equal(found["head.weight"], codes.data)
+    assert found["head.weight_scale"].dtype == torch.float8_e4m3fn
+    assert torch.equal(found["head.weight_scale"].view(torch.uint8), codes.scale_inv.view(torch.uint8))
+
+
+def test_codes_of_the_forward_pass():
+    """A converted layer has the format of its recipe, also for one of several; others stay values."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128))
+    qt.convert(model, {"0": "BlockScaling", "1": "MXFP8", "*": None})
+    found = dict(qt.stream_weights(model, bucket_bytes=1))
+    assert found["0.weight_scale"].shape == (1, 1)
+    assert found["1.weight_scale"].shape == (128, 4)
+    assert torch.equal(found["2.weight"], model[2].weight)
+
+
+def test_experts_of_other_layers():
+    """`GroupedLinear` by its own name, and 3-D parameters as torchtitan has them."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1 = nn.Parameter(torch.randn(3, 64, 32))
+
+        def _grouped_mm(self, *, A, B_t, offs):
+            return torch._grouped_mm(A, B_t, offs=offs)
+
+        def forward(self, x, offs):
+            return self._grouped_mm(A=x, B_t=self.w1.transpose(-2, -1), offs=offs)
+
+    model = nn.ModuleDict({"up": qt.GroupedLinear(2, 32, 64, bias=True, recipe="MXFP8"), "experts": Experts()})
+    qt.convert(model, "MXFP8")
+    found = dict(qt.stream_weights(model))
+    each = [f"experts.{e}.up.{kind}" for e in range(2) for kind in ("weight", "weight_scale", "bias")]
+    each += [f"experts.{e}.w1.{kind}" for e in range(3) for kind in ("weight", "weight_scale")]
+    assert [*found] == each
+    codes = qt.quantize(model["experts"].w1[1].detach(), model["experts"].recipe.weight).rowwise
+    assert torch.equal(found["experts.1.w1.weight"].view(torch.uint8), codes.data.view(torch.uint8))
+
+
+def test_mistakes():
+    """One error, before anything is gathered."""
+    model, small = nn.Sequential(nn.Linear(128, 96)), qt.MoE(32, 64, num_experts=2, top_k=1, recipe="BlockScaling")
+    for target, given, text in (
+        (model, {}, "model (Sequential) has no quantized weight; call convert first, or pass weight_format="),
+        (model, {"format": "vllm"}, "format ('vllm') is unknown"),
+        (model, {"bucket_bytes": 0.5}, "bucket_bytes (0.5) is not a positive integer"),
+        (model, {"weight_format": "NVFP4", "format": "deepseek"}, "0.weight (NVFP4) has no form in deepseek"),
+        (model, {"weight_format": "NVFP4[rounding=stochastic]"}, "rounds stochastically"),
+        (small, {}, "experts.0.gate_proj.weight is rows 0 to 64 of a weight (128, 32) whose blocks have 128 rows"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            qt.stream_weights(target, **given)
+    with pytest.raises(TypeError, match="model"):
+        qt.stream_weights("model")
