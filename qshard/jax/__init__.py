@@ -24,6 +24,7 @@ from qshard.jax._delayed_scaling import (
     spread_states,
     update_delayed,
 )
+from qshard.jax._experts.ragged_dot import ragged_dot
 from qshard.jax._losses.cross_entropy import cross_entropy
 from qshard.jax._losses.linear_cross_entropy import linear_cross_entropy
 from qshard.jax._moe.grouped_mlp import grouped_mlp
@@ -33,7 +34,6 @@ from qshard.jax._nn.activations import rms_norm, rms_norm_quantize, swiglu, swig
 from qshard.jax._nn.dot_general import DotGeneral, einsum
 from qshard.jax._nn.linear import gathered_weight, linear
 from qshard.jax._nn.policy import Policy, Weight
-from qshard.jax._nn.ragged_dot import ragged_dot
 from qshard.jax._ops.bind import disabled_checks
 from qshard.jax._optim.adam import adam, adamw
 from qshard.jax._optim.cast_master import cast_master, join_pieces

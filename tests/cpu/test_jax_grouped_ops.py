@@ -18,8 +18,8 @@ from qshard._core.operands import OperandSpec
 from qshard.formats import Usage
 from qshard.gemm_dispatch import Gpu
 from qshard.jax import CodedWeight, PrimaryWeight, init_delayed, quantize, ragged_dot, value_and_grad
+from qshard.jax._experts.tiles import quantize_tiles, tiles_of
 from qshard.jax._gemm import target_gpu
-from qshard.jax._nn.expert_tiles import quantize_tiles, tiles_of
 from qshard.jax._ops.bind import disabled_checks
 from qshard.recipes import Recipe, Role
 from support.awkward import assert_bits_equal

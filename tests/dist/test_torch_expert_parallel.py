@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from qshard._core.quantize_steps import plane_rows
@@ -267,6 +268,30 @@ def test_layer_is_the_same(how):
         each.square().mean().backward()
     for a, b in zip(plain.parameters(), other.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+@on_ranks(2)
+def test_ddp():
+    """DistributedDataParallel would average different experts, and raises; without experts it is right."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with pytest.raises(
+        ValueError, match=r"DistributedDataParallel averages moe\.w13\.experts\.\d\.weight over 2 ranks"
+    ):
+        DistributedDataParallel(Block(layer_of("CurrentScaling", group())))(tokens_of(rank, "uneven")[0])
+    one, many = Block(layer_of("CurrentScaling")), Block(layer_of("CurrentScaling", group()))
+    experts = {name: each for name, each in many.named_parameters() if ".experts." in name}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(many, [*experts])
+    each = [tokens_of(other, "uneven")[0] for other in range(world)]
+    ddp = DistributedDataParallel(many)
+    ddp(each[rank]).square().mean().backward()
+    parts = one(torch.cat(each)).split([len(x) for x in each])
+    (sum(part.square().mean() for part in parts) / world).backward()
+    of_one = dict(one.named_parameters())
+    for name, parameter in many.named_parameters():
+        grad = parameter.grad / world if name in experts else parameter.grad
+        torch.testing.assert_close(grad, of_one[name].grad, rtol=1e-4, atol=1e-6)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    DistributedDataParallel(Block(layer_of("CurrentScaling", group())), process_group=alone)(each[rank])
 
 
 @on_ranks(2)

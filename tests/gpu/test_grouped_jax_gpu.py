@@ -15,8 +15,8 @@ from qshard import gemm_dispatch  # noqa: E402
 from qshard._core.operands import OperandSpec  # noqa: E402
 from qshard.formats import Usage  # noqa: E402
 from qshard.jax import CodedWeight, linear, quantize, ragged_dot  # noqa: E402
+from qshard.jax._experts.tiles import quantize_tiles, tiles_of  # noqa: E402
 from qshard.jax._gemm.target_gpu import gpu_of  # noqa: E402
-from qshard.jax._nn.expert_tiles import quantize_tiles, tiles_of  # noqa: E402
 from qshard.recipes import NAMED, Recipe, Role  # noqa: E402
 from support.awkward import assert_bits_equal  # noqa: E402
 from support.gemm_bounds import assert_is_product_of_codes, assert_is_product_of_values  # noqa: E402
@@ -76,9 +76,7 @@ def test_codes_are_those_of_each_expert(name, role):
     tiles = jax.jit(functools.partial(tiles_of, RECIPES[name], M))(SIZES)
     spec = OperandSpec(fmt, Usage.BOTH, role)
     make = functools.partial(quantize_tiles, operand=spec, axes=(), seeds=None, scales=None)
-    q = jax.jit(lambda x, *parts: make(x, tiles=tiles._replace(rows=parts[0], stops=parts[1]))[0])(
-        x, tiles.rows, tiles.stops
-    )
+    q = jax.jit(lambda x, tiles: make(x, tiles=tiles)[0])(x, tiles)
     stops = np.asarray(tiles.stops)
     for expert, own in experts():
         alone, start = quantize(x[own], fmt, usage=Usage.BOTH), 0 if expert == 0 else stops[expert - 1]

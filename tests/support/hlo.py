@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+_KINDS = "all-gather|all-reduce|reduce-scatter|ragged-all-to-all|all-to-all|collective-permute"
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) .*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<result>.*?) (?P<op>[\w-]+)\((?P<rest>.*)$")
 _COLLECTIVE = re.compile(rf"(?P<kind>{_KINDS})(?P<start>-start)?$")

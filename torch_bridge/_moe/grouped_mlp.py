@@ -7,7 +7,7 @@ Two grouped products serve all experts. `w13` has the weights of gate and up, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -76,7 +76,8 @@ def grouped_mlp(
     Raises:
       TypeError: an argument has the wrong type.
       ValueError: shapes do not fit each other or the formats, a seed or state is missing, or the ranks of `ep_group`
-        have different shapes of experts, dtypes or recipes, which raises on all ranks.
+        have different shapes of experts, dtypes or recipes, which raises on all ranks; or DistributedDataParallel
+        averages the weights over them.
       NotImplementedError: delayed scaling with `ep_group`.
 
     `linear` on the rows of each expert computes the same codes and scales. Nothing waits for the device. The number of
@@ -116,7 +117,8 @@ def grouped_mlp(
         recipes = (as_recipe(recipe, "grouped_mlp"),) * 2
     run = (lambda rows, groups: products(0, rows, w13, groups), lambda rows, groups: products(1, rows, w2, groups))
     facts = (_shape(w13), weight_layout, x.dtype, dtype, recipes)
-    return apply_experts(x, indices, weights, experts, recipes, *run, group=group, facts=facts)
+    own = [*([w13] if isinstance(w13, Tensor) else w13), *([w2] if isinstance(w2, Tensor) else w2)]
+    return apply_experts(x, indices, weights, experts, recipes, *run, group=group, local=own, facts=facts)
 
 
 class _Products(NamedTuple):
@@ -155,12 +157,13 @@ def apply_experts(
     activation: Callable[[Tensor], Tensor] = swiglu_gate_up,
     *,
     group: dist.ProcessGroup | None = None,
+    local: Iterable[Tensor] = (),
     facts: Hashable = None,
 ) -> Tensor:
     """Compute `grouped_mlp` with given products, the recipe of each, and a function of each row between them.
 
     The function has no parameters, because it is also applied to padding. Without recipes there is no padding. The
-    ranks of `group` must agree on `facts`.
+    ranks of `group` must agree on `facts`, and `local` are their weights.
 
     With recipes, tokens go straight to the padded rows of experts, and all between the products stays there: no pass
     over memory permutes, pads or gathers rows. Padding rows are not quantized, and nothing reads their results.
@@ -171,7 +174,7 @@ def apply_experts(
     second, rows = first, tokens
     if group is not None and group.size() > 1:
         rows = moe_permute(tokens, permutation)
-        y = parallel_experts(rows, permutation.group_sizes, recipes, w13, w2, activation, group, facts)
+        y = parallel_experts(rows, permutation.group_sizes, recipes, w13, w2, activation, group, local, facts)
     else:
         if recipes is None or not tokens.shape[0]:
             rows = moe_permute(tokens, permutation)

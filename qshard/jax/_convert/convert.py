@@ -25,10 +25,10 @@ def convert(
 ) -> Any:
     """Make the linear layers of a flax nnx model multiply in the formats of a recipe, in place.
 
-    Linear layers are `nnx.Linear`, `nnx.LinearGeneral` (also in `nnx.MultiHeadAttention`), `nnx.LoRALinear` and
-    `nnx.Einsum`. Modules, names and parameters stay, so optimizer states and checkpoints do not change; only the
-    `dot_general` of each layer is replaced. Under `DelayedScaling` a layer also gets a `qshard.jax.nnx.ScalingState`,
-    and under a recipe with stochastic rounding a random stream.
+    Linear layers are `nnx.Linear`, `nnx.LinearGeneral` (also in `nnx.MultiHeadAttention`), `nnx.LoRALinear`,
+    `nnx.Einsum`, and the experts of `qshard.jax.nnx.MoE`. Modules, names and parameters stay, so optimizer states and
+    checkpoints do not change; only the `dot_general` of each layer is replaced. Under `DelayedScaling` a layer also
+    gets a `qshard.jax.nnx.ScalingState`, and under a recipe with stochastic rounding a random stream.
 
     Kernels are quantized from their own dtype, not from the `dtype` that the layer computes in. Results keep their
     dtype. A layer that was converted before gets the new recipe.

@@ -17,6 +17,7 @@ from qshard._core.layer_recipes import closest_names, is_name_of_table
 from qshard._core.validation import check_float
 from qshard.jax import nnx as modules
 from qshard.jax._convert import nnx_einsum
+from qshard.jax._moe import layer as moe_layer
 from qshard.jax._nn import dot_general
 from qshard.jax._nn.dimension_numbers import Terms
 from qshard.jax._sharding.inference import MeshAxisRoles, sharding_of
@@ -200,6 +201,60 @@ class EinsumModule(Layer):
         self.module.einsum_rule = nnx.static((self.equation, self.weight))
 
 
+@dataclass(frozen=True)
+class ExpertsLayer(Layer):
+    """The experts of a `qshard.jax.nnx.MoE` as a linear layer. Both weights have one sharding."""
+
+    weights = ("w13", "w2")
+
+    @property
+    def parameter(self) -> str:
+        return self.weights[0]
+
+    @property
+    def contracted(self) -> tuple[int, ...]:
+        return (1,)
+
+    @property
+    def ndim(self) -> int:
+        return 3
+
+    @property
+    def unfit(self) -> str | None:
+        kind = type(self.module)
+        return None if kind.__call__ is modules.MoE.__call__ else f"{kind.__name__} overrides __call__"
+
+    def sharding_options(self, meaning: MeshAxisRoles, name: str) -> dict[str, Any]:
+        each = []
+        for weight in self.weights:
+            variable = getattr(self.module, weight)
+            sharding = sharding_of(variable.get_value()) or _annotate(variable)
+            each.append(meaning.options(f"{name}.{weight}", sharding, self.ndim))
+        if each[0] != each[1]:
+            specs = [options["weight_spec"].spec if options else None for options in each]
+            raise ValueError(
+                f"convert: {name or 'the layer'} has w13 sharded as {specs[0]} and w2 as {specs[1]}; shard both along "
+                "the same axes"
+            )
+        return each[0]
+
+    def check(self, name: str, multiplier: dot_general.DotGeneral) -> None:
+        for weight in self.weights:
+            array = getattr(self.module, weight).get_value()
+            check_float("convert", f"{name}.{weight}", str(array.dtype))
+            if (why := dot_general.broken_blocks(multiplier.recipe, *array.shape[1:])) is not None:
+                own = f"{name}.{weight}".removeprefix(".")
+                raise ValueError(f"convert: {own} {array.shape} has {why}; exclude it with filter=")
+
+    def multiplier(self, recipe: Recipe, rngs: Any, options: dict[str, Any]) -> Any:
+        own = {name: each for name, each in options.items() if name in moe_layer.OPTIONS}
+        kept = dict(self.module.experts.options)
+        return modules.GroupedMLP(recipe, self.module.w13.get_value().shape[0], rngs=rngs, **kept | own)
+
+    def install(self, multiplier: Any) -> None:
+        self.module.experts = multiplier
+
+
 class Candidate(NamedTuple):
     """A module with weights, as a linear layer; `layer` is None if it has to stay.
 
@@ -229,6 +284,10 @@ def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate
         prefix = f"{name}." if name else ""
         if isinstance(module, _KINDS):
             found[name] = Candidate(Layer(module), module, (name, f"{prefix}kernel"), None)
+            continue
+        if isinstance(module, modules.MoE):
+            weights_of_experts = (prefix + each for each in ExpertsLayer.weights)
+            found[name] = Candidate(ExpertsLayer(module), module, (name, *weights_of_experts), None)
             continue
         if nnx_einsum.is_extended(type(module)):
             layer = EinsumModule(module, *cast(Any, module).einsum_rule)

@@ -114,8 +114,8 @@ def multiply_row_codes(
     w: QuantizedArray,
     contracted: Usage,
     stops: jax.Array,
-    ends: jax.Array,
-    place: jax.Array,
+    ends: jax.Array | None,
+    place: jax.Array | None,
     dtype: Any,
     multiply_values: Product,
     *,
@@ -130,8 +130,8 @@ def multiply_row_codes(
       w: the weights, with experts as the first axis.
       contracted: the plane of `w` that the product contracts.
       stops: the end of each expert's padded rows, int32 `[E]`.
-      ends: the end of each expert's rows in the result, int32 `[E]`.
-      place: the padded row of each row of the result, int32 `[M]`.
+      ends: the end of each expert's rows in the result, int32 `[E]`; None if the result is not sorted by expert.
+      place: the padded row of each row of the result, int32 `[M]`; None for a result of padded rows.
       dtype: dtype of the result.
       multiply_values: the product of padded rows elsewhere, a function of `a` and `w`.
       fast: as in `gemm_dispatch.multiply`.
@@ -142,25 +142,24 @@ def multiply_row_codes(
 
     kind = takes_codes(a.format, w.format, stops)
 
-    def by_op(a: QuantizedArray, w: QuantizedArray, stops: jax.Array, ends: jax.Array, place: jax.Array) -> jax.Array:
+    def by_op(a: QuantizedArray, w: QuantizedArray, stops: jax.Array, ends: Any, place: Any) -> jax.Array:
         x, y = a.plane(Usage.ROWWISE), _contracted_last(w, contracted)
         options["workspace"] = gemm_dispatch.grouped_workspace_size(stops.shape[0], sizes, a.format, w.format)
         operands = partitionable_ops, x, a.format, y, w.format, stops
-        if kind != "tensors":
+        if kind != "tensors" or ends is None:
             return _gather(gemm_dispatch.multiply_grouped(*operands, **options), place)
         made: jax.Array = gemm_dispatch.multiply_grouped(*operands, ends=ends, tokens=place.shape[0], **options)
         return made
 
-    def plain(a: QuantizedArray, w: QuantizedArray, _: jax.Array, __: jax.Array, place: jax.Array) -> jax.Array:
+    def plain(a: QuantizedArray, w: QuantizedArray, _: jax.Array, __: Any, place: jax.Array | None) -> jax.Array:
         return _gather(multiply_values(a, w), place)
 
     has_op = kind is not None and gemm_dispatch.grouped_fits(kind, sizes)
     return _choose(has_op, by_op, plain, a, w, stops, ends, place)
 
 
-def _gather(product: jax.Array, place: jax.Array) -> jax.Array:
-    rows: jax.Array = product.at[place].get(mode="promise_in_bounds")
-    return rows
+def _gather(product: jax.Array, place: jax.Array | None) -> jax.Array:
+    return product if place is None else product.at[place].get(mode="promise_in_bounds")
 
 
 def contract_row_codes(

@@ -1,4 +1,4 @@
 """Mixture-of-experts layers: routing, the permutation of tokens, and the MLP of all experts.
 
-Ragged products and their quantization live in `_nn`.
+Ragged products and their quantization live in `_experts`.
 """

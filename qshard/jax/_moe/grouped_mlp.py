@@ -15,15 +15,17 @@ import jax.numpy as jnp
 
 from qshard._core.moe import check_mlp
 from qshard.jax._delayed_scaling import LinearState
+from qshard.jax._experts.ragged_dot import ragged_dot
+from qshard.jax._experts.token_exchange import device_count
+from qshard.jax._moe.expert_parallel import expert_axes, parallel_mlp
 from qshard.jax._moe.permutation import moe_permutation, moe_permute, moe_unpermute
 from qshard.jax._nn.activations import swiglu_gate_up
-from qshard.jax._nn.ragged_dot import ragged_dot
 from qshard.jax._ops.mesh import AxisName, Spec
 from qshard.jax._ops.validation import Seed, check_array, check_dtype
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, WeightLayout
 from qshard.jax._quantized.primary import PrimaryWeight
-from qshard.recipes import RecipeLike
+from qshard.recipes import RecipeLike, as_recipe
 
 Weights = jax.Array | QuantizedArray | PrimaryWeight | CodedWeight
 
@@ -41,6 +43,8 @@ def grouped_mlp(
     gather_axis: str | Sequence[str] | None = None,
     reshard_after_forward: bool = True,
     axis_name: AxisName = None,
+    ep_axis: AxisName = None,
+    capacity_factor: float | None = None,
     seeds: tuple[Seed, Seed] | None = None,
     states: tuple[LinearState, LinearState] | None = None,
 ) -> jax.Array:
@@ -63,18 +67,31 @@ def grouped_mlp(
       gather_axis: as for `ragged_dot`.
       reshard_after_forward: as for `ragged_dot`.
       axis_name: as for `ragged_dot`.
-      seeds: for stochastic rounding, the seed of `ragged_dot` for `w13` and for `w2`.
+      ep_axis: expert parallelism: in `shard_map`, the mesh axis, or axes, of R devices that share the experts. Each has
+        its own tokens, and `E / R` of the E experts. `w13`, `w2` and `states` belong to the local experts, and
+        `indices` count all experts: device r has `r * E / R` and following.
+      capacity_factor: with `ep_axis`, the number of rows that a device has room for, as a multiple of the `T k` rows
+        that it sends. None: R, the worst case. A balanced router needs 1.
+      seeds: for stochastic rounding, the seed of `ragged_dot` for `w13` and for `w2`. With `ep_axis`, pass the same on
+        all of its devices: expert e is counted among all experts.
       states: for delayed scaling, the state of `ragged_dot` for `w13` and for `w2`.
 
     Returns:
-      `[..., H]`, in the dtype of x. The gradient of the weight of an expert without tokens is zeros.
+      `[..., H]`, in the dtype of x. The gradient of the weight of an expert without tokens is zeros. If a device of
+      `ep_axis` would receive more rows than `capacity_factor` allows, all is NaN on all of these devices, and so is the
+      gradient of x, and one row in the gradient of each weight: no row is dropped silently.
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: shapes do not fit each other or the formats, or a seed or state is missing.
+      ValueError: shapes do not fit each other or the formats, a seed or state is missing, or `ep_axis` is not an axis
+        of an enclosing `shard_map`.
 
-    `linear` on the rows of each expert computes the same codes and scales. In `shard_map` a device computes its own
-    tokens with the experts that it is given. On Auto meshes XLA shards the products.
+    `linear` on the rows of each expert computes the same codes and scales. In `shard_map` without `ep_axis`, a device
+    computes its own tokens with the experts that it is given. On Auto meshes XLA shards the products.
+
+    With `ep_axis`, one device with the tokens of all devices, device 0 first, has the same codes and scales. Formats
+    with one scale for each expert are quantized once and sent as codes, in both directions; for others values are sent.
+    Gradients of weights are sums over the tokens of all devices.
 
     >>> x, w13, w2 = jnp.ones((2, 32)), jnp.ones((4, 64, 32)), jnp.full((4, 32, 32), 0.125)
     >>> indices, weights = jnp.array([[0, 1], [3, 0]]), jnp.full((2, 2), 0.5)
@@ -91,9 +108,10 @@ def grouped_mlp(
     # `ragged_dot` checks the shapes of weights that it gathers.
     checked = None if gather_axis is not None else shapes
     check_mlp(jnp.shape(x), jnp.shape(indices), jnp.shape(weights), checked, weight_layout)
-    k, experts = jnp.shape(indices)[-1], shapes[0][0]
+    axes = expert_axes(ep_axis, axis_name, capacity_factor)
+    k, experts = jnp.shape(indices)[-1], shapes[0][0] * device_count(axes)
 
-    def product(number: int, rows: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
+    def product(number: int, rows: jax.Array, w: Any, groups: Any) -> jax.Array:
         given: dict[str, Any] = {
             "seed": None if seeds is None else seeds[number],
             "state": None if states is None else states[number],
@@ -101,7 +119,7 @@ def grouped_mlp(
         return ragged_dot(
             rows,
             w,
-            sizes,
+            groups,
             recipe,
             weight_layout=weight_layout,
             weight_spec=weight_spec,
@@ -114,8 +132,13 @@ def grouped_mlp(
     x, indices, weights = jnp.asarray(x), jnp.asarray(indices), jnp.asarray(weights)
     permutation = moe_permutation(indices.reshape(-1, k), experts)
     rows = moe_permute(x.reshape(-1, x.shape[-1]), permutation)
-    h = swiglu_gate_up(product(0, rows, w13, permutation.group_sizes))
-    y = product(1, h, w2, permutation.group_sizes)
+    sizes = permutation.group_sizes
+    if axes and rows.shape[0]:
+        made = None if recipe is None else as_recipe(recipe, "grouped_mlp")
+        y = parallel_mlp(product, rows, w13, w2, sizes, made, axes, capacity_factor)
+    else:
+        sizes = sizes[: shapes[0][0]]
+        y = product(1, swiglu_gate_up(product(0, rows, w13, sizes)), w2, sizes)
     return moe_unpermute(y, permutation, weights.reshape(-1, k)).reshape(*x.shape[:-1], y.shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""Layers and their derivatives: linear, dot_general, einsum, experts, RMSNorm, SwiGLU, and `Policy` for pytrees.
+"""Layers and their derivatives: linear, dot_general, einsum, RMSNorm, SwiGLU, and `Policy` for pytrees.
 
-Losses are in `_losses`, conversion of whole models is in `_convert`.
+Experts are in `_experts`, losses in `_losses`, conversion of whole models is in `_convert`.
 """

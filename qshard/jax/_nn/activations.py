@@ -249,9 +249,14 @@ _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 @jax.custom_vjp
 def swiglu_gate_up(gate_up: jax.Array) -> jax.Array:
     """Compute `swiglu` of rows `[..., 2 I]`, gate then up, as one product gives them. It copies neither half."""
-    halves = gate_up.reshape(*gate_up.shape[:-1], 2, -1)
+    halves = _halves(gate_up)
     h: jax.Array = ops.swiglu_gate_up(halves, lead=halves.ndim - 2)[0]
     return h
+
+
+def _halves(gate_up: jax.Array) -> jax.Array:
+    *lead, size = gate_up.shape
+    return gate_up.reshape(*lead, 2, size // 2)  # Not -1, for arrays without rows.
 
 
 def _gate_up_forward(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -259,7 +264,7 @@ def _gate_up_forward(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _gate_up_backward(gate_up: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
-    halves = gate_up.reshape(*gate_up.shape[:-1], 2, -1)
+    halves = _halves(gate_up)
     return (ops.swiglu_gate_up_grad(halves, grad, lead=halves.ndim - 2)[0].reshape(gate_up.shape),)
 
 

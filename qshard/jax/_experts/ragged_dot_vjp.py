@@ -11,8 +11,9 @@ import jax
 from qshard._core.operands import OperandSpec
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, observe_all
+from qshard.jax._experts.expert_parallel import GroupedRows, quantize_dispatched
+from qshard.jax._experts.tiles import expert_products, quantize_tiles, row_product, tiles_of
 from qshard.jax._gemm import grouped_gemm
-from qshard.jax._nn.expert_tiles import Tiles, expert_products, quantize_tiles, row_product, tiles_of
 from qshard.jax._nn.linear_vjp import keep_planes
 from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.second_derivatives import rules_of_product
@@ -35,9 +36,12 @@ class Config:
 
 
 class NonDifferentiable(NamedTuple):
-    """Arguments without a gradient, except for `state`, which gets a cotangent. Seeds are `[E, 2]`."""
+    """Arguments without a gradient, except for `state`, which gets a cotangent. Seeds are `[E, 2]`.
 
-    group_sizes: jax.Array
+    `groups` are the sizes of groups, `[E]`, or padded rows.
+    """
+
+    groups: jax.Array | GroupedRows
     seeds: jax.Array | None
     state: LinearState | None
     weight_amax: jax.Array | None
@@ -64,17 +68,18 @@ def _forward(
     config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable, *, learns: bool = True
 ) -> tuple[jax.Array, Residuals]:
     recipe, sharding, rows, none = config.recipe, config.sharding, Usage.ROWWISE, Usage(0)
-    tiles = tiles_of(recipe, x.shape[0], given.group_sizes)
+    groups = _rows_of(recipe, x, given)
     x_saved = _stored_rows(recipe, Role.ACTIVATION, x) if learns and config.learns else none
     read = _stored_weight(config, w, Role.ACTIVATION, x)
     w_saved = _stored_weight(config, w, Role.GRADIENT, x) if learns else none
-    xq, x_amax = _quantize_rows(config, x, given, Role.ACTIVATION, rows | x_saved, tiles)
+    xq, x_amax = _quantize_rows(config, x, given, Role.ACTIVATION, rows | x_saved, groups)
     wq, w_amax = _weight(config, w, given, read | w_saved)
     whole = _gather_plane(config, wq, read)
-    y = row_product(xq, whole, sharding.contracted, tiles, x.dtype, fast=True)
+    y = row_product(xq, whole, sharding.contracted, groups.y, x.dtype, fast=True)
     if learns and not config.reshard_after_forward:
         wq = whole if w_saved is read else _gather_plane(config, wq, w_saved)
-    return y, Residuals(keep_planes(xq, x_saved), keep_planes(wq, w_saved), given, (x_amax, w_amax))
+    saved = Residuals(keep_planes(xq, x_saved), keep_planes(wq, w_saved), given, (x_amax, w_amax))
+    return groups.combine(y, Role.GRADIENT), saved
 
 
 def _backward(config: Config, saved: Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, NonDifferentiable]:
@@ -82,14 +87,14 @@ def _backward(config: Config, saved: Residuals, dy: jax.Array) -> tuple[jax.Arra
     if config.sharding.gather_axes and config.reshard_after_forward:
         wq, dy = barrier(wq, dy)
         wq = _gather_plane(config, wq, source(recipe.weight, config.sharding.contracted_back))
-    tiles = tiles_of(recipe, dy.shape[0], given.group_sizes)
+    groups = _rows_of(recipe, dy, given)
     read = Usage.ROWWISE | (_stored_rows(recipe, Role.GRADIENT, dy) if config.learns else Usage(0))
-    dyq, dy_amax = _quantize_rows(config, dy, given, Role.GRADIENT, read, tiles)
-    dx = row_product(dyq, wq, config.sharding.contracted_back, tiles, dy.dtype, fast=False)
+    dyq, dy_amax = _quantize_rows(config, dy, given, Role.GRADIENT, read, groups)
+    dx = row_product(dyq, wq, config.sharding.contracted_back, groups.x, dy.dtype, fast=False)
     dw = None
     if config.learns:
         pair = (dyq, saved.x) if config.sharding.layout == "NK" else (saved.x, dyq)
-        dw = jax.vmap(config.sharding.scatter)(expert_products(*pair, tiles, wq.dtype))
+        dw = jax.vmap(config.sharding.scatter)(expert_products(*pair, groups.x, wq.dtype))
         if config.sharding.gather_axes:  # As in `linear`: `scheduling.py`.
             dw, dx = barrier(dw, dx)
     x_amax, w_amax = saved.amaxes
@@ -97,17 +102,28 @@ def _backward(config: Config, saved: Residuals, dy: jax.Array) -> tuple[jax.Arra
     if given.state is not None:
         observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
     nothing: Any = NonDifferentiable(None, None, observed, None)  # type: ignore[arg-type]
-    return dx, CodedWeight(None, dw, None), nothing
+    return groups.combine(dx, Role.ACTIVATION), CodedWeight(None, dw, None), nothing
 
 
 ragged_product.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
 
 
+def _rows_of(recipe: Recipe, x: jax.Array, given: NonDifferentiable) -> GroupedRows:
+    if isinstance(given.groups, GroupedRows):
+        return given.groups
+    tiles = tiles_of(recipe, x.shape[0], given.groups)
+    return GroupedRows(tiles, tiles)
+
+
 def _quantize_rows(
-    config: Config, x: jax.Array, given: NonDifferentiable, role: Role, usage: Usage, tiles: Tiles
+    config: Config, x: jax.Array, given: NonDifferentiable, role: Role, usage: Usage, groups: GroupedRows
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    operand = OperandSpec.of(config.recipe, role, usage)
-    return quantize_tiles(x, operand, tiles, axes=config.axes, seeds=given.seeds, scales=_scales(given, role))
+    operand, tiles = OperandSpec.of(config.recipe, role, usage), groups.x if role is Role.ACTIVATION else groups.y
+    options: dict[str, Any] = {"axes": config.axes, "seeds": given.seeds, "scales": _scales(given, role)}
+    exchange = groups.exchange_of(role)
+    if exchange is None:
+        return quantize_tiles(x, operand, tiles, **options)
+    return quantize_dispatched(x, operand, tiles, exchange, **options)
 
 
 def _stored_rows(recipe: Recipe, role: Role, x: jax.Array) -> Usage:

@@ -18,9 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard._core.validation import quote, seed_missing
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
+from qshard.jax._experts.expert_parallel import GroupedRows
+from qshard.jax._experts.ragged_dot_vjp import Config, NonDifferentiable, ragged_product
+from qshard.jax._experts.ragged_values import ValueConfig, value_product
 from qshard.jax._nn.linear_config import check_arguments
-from qshard.jax._nn.ragged_dot_vjp import Config, NonDifferentiable, ragged_product
-from qshard.jax._nn.ragged_values import ValueConfig, value_product
 from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
     Seed,
@@ -41,7 +42,7 @@ from qshard.recipes import Recipe, RecipeLike, as_recipe, check_state
 def ragged_dot(
     x: jax.Array,
     w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
-    group_sizes: jax.Array,
+    group_sizes: jax.Array | GroupedRows,
     recipe: RecipeLike | None,
     *,
     weight_layout: WeightLayout | None = None,
@@ -87,9 +88,9 @@ def ragged_dot(
         or add up to more rows than `x` has; the recipe needs a seed or a state; or a mesh has Explicit axes, for which
         JAX has no ragged product.
 
-    In `shard_map` it uses the tokens and experts of one device: send tokens to their experts first, for example with
-    `jax.lax.all_to_all`. On Auto meshes each device multiplies all tokens. Weights are gathered as codes, if there is a
-    recipe.
+    In `shard_map` it uses the tokens and experts of one device. `grouped_mlp(ep_axis=...)` also sends tokens to the
+    devices of their experts. On Auto meshes each device multiplies all tokens. Weights are gathered as codes, if there
+    is a recipe.
 
     On a GPU with a new enough cuBLASLt one op multiplies all experts, without a transfer of `group_sizes` to the host:
     codes of FP8 recipes with one scale or blocks of 128, and bfloat16 or float16 values otherwise. So `recipe=None` is
@@ -113,11 +114,13 @@ def ragged_dot(
         )
     layout = as_layout("ragged_dot", weight_layout)
     check_array("ragged_dot", "x", x)
-    check_array("ragged_dot", "group_sizes", group_sizes)
+    if not isinstance(group_sizes, GroupedRows):
+        check_array("ragged_dot", "group_sizes", group_sizes)
     seed_pair = check_arguments("ragged_dot", w, weight_spec, None, seed, state).seed
     if state is not None:
         check_shared("ragged_dot", axis_name)
-    _check_rows(x, group_sizes)
+    if not isinstance(group_sizes, GroupedRows):
+        _check_rows(x, group_sizes)
     y: jax.Array = _checked_ragged_dot(
         x,
         w,
@@ -143,7 +146,7 @@ def ragged_dot(
 def _checked_ragged_dot(
     x: jax.Array,
     w: Any,
-    group_sizes: jax.Array,
+    group_sizes: jax.Array | GroupedRows,
     seed: jax.Array | None,
     state: LinearState | None,
     *,
@@ -170,10 +173,12 @@ def _checked_ragged_dot(
     sharding = WeightSharding(_spec_of_expert(codes, sink, gather_axes, weight_spec), gather_axes, layout)
     if x.shape[1] != sharding.whole_shape(shape[1:])[layout.index("K")]:
         raise _no_fit(x, shape, layout)
-    _check_sizes(group_sizes, shape[0])
+    groups = group_sizes
+    if not isinstance(groups, GroupedRows):
+        _check_sizes(groups, shape[0])
     if recipe is None:
         x, w = vary_alike(x, w)
-        return value_product(ValueConfig(sharding, reshard_after_forward), x, w, group_sizes)
+        return value_product(ValueConfig(sharding, reshard_after_forward), x, w, groups)
     _check_recipe(x, shape[0], recipe, seed, state)
     plane(recipe.weight, sharding.spec.whole(shape[1:]), Usage.ROWWISE, op="ragged_dot", name="w")
     config = Config(
@@ -185,14 +190,17 @@ def _checked_ragged_dot(
     )
     seeds = None
     if seed is not None:
-        high = seed[1] ^ lax.iota(seed.dtype, shape[0])
+        first = groups.first_expert if isinstance(groups, GroupedRows) else 0
+        high = seed[1] ^ (lax.iota(seed.dtype, shape[0]) + jnp.asarray(first, seed.dtype))
         seeds = jnp.stack([jnp.broadcast_to(seed[0], high.shape), high], axis=-1)
     if state is not None and sink is not None:
         sink, state = require_gradient("ragged_dot", sink, state)
     # In shard_map, cast an operand to vary over more axes outside of the custom_vjp: there JAX sums its gradient.
     x, *sinks = vary_alike(x, *([] if sink is None else [sink]))
+    if isinstance(groups, GroupedRows) and groups.exchange is not None:
+        sinks = [groups.exchange.guard(sink) for sink in sinks]
     weight = CodedWeight(codes, sinks[0] if sinks else None, None)
-    return ragged_product(config, x, weight, NonDifferentiable(group_sizes, seeds, state, weight_amax))
+    return ragged_product(config, x, weight, NonDifferentiable(groups, seeds, state, weight_amax))
 
 
 def _check_rows(x: jax.Array, group_sizes: Any) -> None:

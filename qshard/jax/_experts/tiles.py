@@ -9,8 +9,10 @@ Rows are quantized straight into the matrix of all padded rows (`quantize_rows`)
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,23 +32,30 @@ from qshard.layout import block_alignment, is_transposed, multiplies_codes, sour
 from qshard.recipes import Recipe
 
 
-class Tiles(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["stops", "ends", "rows", "place", "fits"],
+    meta_fields=["unit"],
+)
+@dataclass(frozen=True)
+class Tiles:
     """The assignment of the M rows of x to P padded rows: the results of op `group_rows`, for E experts.
 
     Attributes:
       unit: rows per tile.
       stops: for each expert, the end of its padded rows, int32 `[E]`.
-      ends: for each expert, the end of its rows of x, int32 `[E]`.
+      ends: for each expert, the end of its rows of x, int32 `[E]`; None if x is not sorted by expert.
       rows: for each padded row, the row of x, int32 `[P]`; M for padding.
-      place: for each row of x, its padded row, int32 `[M]`; the last one for rows of no expert.
+      place: for each row of x, its padded row, int32 `[M]`; the last one for rows of no expert. None if x is the padded
+        rows.
       fits: whether `group_sizes` are not negative and add up to M or less.
     """
 
     unit: int
     stops: jax.Array
-    ends: jax.Array
+    ends: jax.Array | None
     rows: jax.Array
-    place: jax.Array
+    place: jax.Array | None
     fits: jax.Array
 
     @property
@@ -132,7 +141,7 @@ def _scales_of_rows(plane: Plane, fmt: Format, usage: Usage, tiles: Tiles) -> Pl
 def row_product(
     q: QuantizedArray, w: QuantizedArray, contracted: Usage, tiles: Tiles, dtype: Any, *, fast: bool
 ) -> jax.Array:
-    """Multiply each row of tiles by the weight of its expert: `[M, N]` in the order of x.
+    """Multiply each row of tiles by the weight of its expert: `[M, N]` in the order of the rows of `tiles`.
 
     `w` has experts as its first axis; `contracted` is its plane that the product contracts. `fast` as in
     `gemm_dispatch.multiply`. The result is zero in rows after the last group, and NaN everywhere if x has fewer rows
