@@ -24,7 +24,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(1)/qshard/
 endef
 
-.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan transformers engines notebooks docs cu gpu bench report lint format tree cross wheel bare smoke matrix clean
+.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan transformers engines trainers notebooks docs cu gpu bench report lint format tree cross wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write to one environment at the same time. The compiler still runs in parallel.
 .NOTPARALLEL:
@@ -47,7 +47,7 @@ slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `m
 	$(BIN)/pytest -n 2 --dist worksteal -m slow $(or $(ARGS),tests)
 
 # The H100 plugin, torchtitan and transformers come first, because tests use them.
-nightly: build/jax_cuda build/titan build/transformers build/engines optimized slow titan transformers engines fuzz sanitize notebooks bare  ## run everything that .ci/run skips; takes hours
+nightly: build/jax_cuda build/titan build/transformers build/engines optimized slow titan transformers engines trainers fuzz sanitize notebooks bare  ## run everything that .ci/run skips; takes hours
 
 optimized: export JAX_DISABLE_MOST_OPTIMIZATIONS := 0
 optimized: test
@@ -102,6 +102,13 @@ engines: $(STAMP)test $(STAMP)package build/engines  ## check files of serving e
 	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/cpu/test_engine_loaders.py)
 
 build/engines: requirements/engines.txt | $(PY)
+	$(INSTALL) --no-deps --upgrade --target $@ -r $<
+	touch $@
+
+trainers: $(STAMP)test $(STAMP)package build/trainers  ## run docs/trainers.md with the libraries that it names; downloads 0.2 GB
+	$(BIN)/pytest $(or $(ARGS),tests/dist/test_trainers_page.py)
+
+build/trainers: requirements/trainers.txt requirements/transformers.txt | $(PY)
 	$(INSTALL) --no-deps --upgrade --target $@ -r $<
 	touch $@
 

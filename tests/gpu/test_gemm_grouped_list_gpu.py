@@ -64,7 +64,8 @@ def test_a_layer_reads_codes_where_they_are(name):
     x = torch.randn(sum(sizes), shape[1], device="cuda", dtype=torch.bfloat16).requires_grad_()
     weights = [quantize(one, NAMED[name].weight, usage=Usage.ROWWISE).requires_grad_() for one in w]
     given, dy = torch.tensor(sizes, device="cuda"), torch.randn(sum(sizes), shape[0], device="cuda").bfloat16()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    options = {"record_shapes": True, "acc_events": True}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options) as profile:
         got = torch.autograd.grad(y := grouped_linear(x, weights, given, name), (x, *weights), dy)
     stacked = [str(event.input_shapes[0]) for event in profile.events() if event.name == "aten::cat"]
     assert not any(f"{shape[0]}, {shape[1]}" in shapes for shapes in stacked), stacked

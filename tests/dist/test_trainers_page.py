@@ -1,0 +1,69 @@
+"""What docs/trainers.md says: its programs, with the libraries themselves, on one process and on two ranks.
+
+Skipped without these libraries; `make trainers` installs them and runs this file.
+"""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.pages import Page, run
+
+LIBRARIES = Path(__file__).parents[2] / "build" / "trainers"
+PAGE = Page("docs/trainers.md")
+PROGRAMS = {re.findall(r"^# (\w+)\.py", code)[0]: code for code in PAGE.scripts}
+RECIPES = ("CurrentScaling", "DelayedScaling", "NVFP4")
+
+ON_CPUS = """
+import sys, types
+sys.modules["torchvision._meta_registrations"] = types.ModuleType("")  # It needs the CUDA libraries of torchvision.
+import accelerate.state
+from accelerate.utils import DistributedType
+made = accelerate.state.PartialState.__init__
+def init(self, *args, **options):  # accelerate shards models on GPUs alone.
+    made(self, *args, **options)
+    if self._shared_state["distributed_type"] == DistributedType.MULTI_CPU:
+        self._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+accelerate.state.PartialState.__init__ = init
+"""
+"""Lets the libraries run without GPUs."""
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(LIBRARIES))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(LIBRARIES)])
+
+
+def run_program(name, folder, command):
+    code = PROGRAMS[name]
+    needed = set(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)) - {"qshard"}
+    if missing := [module for module in needed if importlib.util.find_spec(module) is None]:
+        pytest.skip(f"{missing[0]} is not installed; make trainers")
+    script = folder / f"{name}.py"
+    script.write_text(code if "jax" in needed else ON_CPUS + code)
+    result = run(script, [*command, script.name])
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program(name, tmp_path):
+    run_program(name, tmp_path, ["python", "-P"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_trainer_of_transformers_on_ranks(recipe, tmp_path, monkeypatch):
+    monkeypatch.setenv("RECIPE", recipe)
+    run_program("transformers_trainer", tmp_path, ["torchrun", "--nproc-per-node", "2"])
+
+
+def test_lightning_on_ranks(tmp_path):
+    run_program("lightning_module", tmp_path, ["torchrun", "--nproc-per-node", "2"])
+
+
+def test_tunix_on_a_mesh(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    run_program("tunix_llama", tmp_path, ["python", "-P"])
