@@ -24,7 +24,15 @@ from gpu_timing import COPIES, Contenders, microseconds, rows_of
 from qshard import _ffi
 
 E4M3 = {"element": "float8_e4m3fn"}
-BLOCKS = {"block_rows": 1, "block_cols": 128, **E4M3, "eps": 0.0, "pow2": False, "rounding": "up", "scale_dtype": "float32"}
+BLOCKS = {
+    "block_rows": 1,
+    "block_cols": 128,
+    **E4M3,
+    "eps": 0.0,
+    "pow2": False,
+    "rounding": "up",
+    "scale_dtype": "float32",
+}
 EXPERTS = 64
 JAX_CALLS = 100  # calls in a queue, so that dispatch and the final wait matter little
 
