@@ -62,9 +62,9 @@ def stream_weights(
     >>> w = {"up_proj.weight": jnp.ones((128, 256)), "norm.weight": jnp.ones(256)}
     >>> for name, x in stream_weights(w, "deepseek", weight_format="FP8_128x128"):
     ...     print(name, x.dtype, x.shape)
+    norm.weight float32 (256,)
     up_proj.weight float8_e4m3fn (128, 256)
     up_proj.weight_scale_inv float32 (1, 2)
-    norm.weight float32 (256,)
     """
     check_stream(format, bucket_bytes, OP)
     layout = as_layout(OP, weight_layout)
