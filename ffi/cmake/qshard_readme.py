@@ -9,7 +9,7 @@ RELATIVE_LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)\s]+)\)")
 
 
 def standalone(text: str, source: str = "") -> str:
-    """Return Markdown whose relative links lead to a repository.
+    """Return Markdown with its relative links made absolute.
 
     Args:
       text: Markdown.

@@ -58,7 +58,7 @@ struct GemmGroups {
   const int32_t* ends;   // where the rows of each group end in out, or null if at its stop
   int64_t number;
   bool by_k;
-  int64_t out_rows;  // rows of out, or of each matrix of it
+  int64_t out_rows;                       // rows of out, or of each matrix of it
   const void* const* matrices = nullptr;  // [number] addresses, in host memory, instead of b.data
 
   // Length of the axis that is divided into groups.

@@ -24,7 +24,7 @@ def experts_of_strips(stops: Tensor, strip: int, count: int) -> Tensor:
 
 
 def values_of_strips(values: Tensor, stops: Tensor, strip: int, shape: tuple[int, ...]) -> Tensor:
-    """Repeat the value of each expert for its strips: `shape`, of which the last axis has strips; 0 for no expert."""
+    """Repeat the value of each expert for its strips, along the last axis of `shape`. Strips of no expert get 0."""
     own = torch.nn.functional.pad(values, (0, 1)).index_select(0, experts_of_strips(stops, strip, shape[-1]))
     return own.expand(shape).contiguous()
 

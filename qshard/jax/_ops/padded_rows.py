@@ -21,7 +21,7 @@ def experts_of_strips(stops: jax.Array, strip: int, count: int) -> jax.Array:
 
 
 def values_of_strips(values: jax.Array, stops: jax.Array, strip: int, shape: tuple[int, ...]) -> jax.Array:
-    """Repeat the value of each expert for its strips: `shape`, of which the last axis has strips; 0 for no expert."""
+    """Repeat the value of each expert for its strips, along the last axis of `shape`. Strips of no expert get 0."""
     own = jnp.append(values, jnp.zeros((), values.dtype))[experts_of_strips(stops, strip, shape[-1])]
     return jnp.broadcast_to(own, shape)
 

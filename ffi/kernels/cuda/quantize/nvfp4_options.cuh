@@ -37,7 +37,7 @@ struct OwnNvfp4Rows : OwnRows {
   bool one_region;
 };
 
-// Those of the padded rows of experts.
+// Options for the padded rows of experts.
 struct ExpertNvfp4Rows : GatheredRows {
   Nvfp4Experts experts;
   bool vectors;  // rows of x are aligned to 16 bytes, and codes to 8
