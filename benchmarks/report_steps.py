@@ -120,6 +120,13 @@ def moe_section(tables: Tables, name: str, title: str) -> str:
     return f"## {title}\n\n{origin(rows)} {text}\n\n{body}\n"
 
 
+def parallel_section(tables: Tables, name: str, title: str) -> str:
+    rows = tables[name]
+    columns = [column for column in rows[0] if column not in ("machine", "commit", "versions", "date")]
+    body = table(columns, [[row[c] for c in columns] for row in rows])
+    return f"## {title}\n\n{origin(rows)} `bench_{name}.py` says what a kind is.\n\n{body}\n"
+
+
 def step_torch_lines(rows: Rows) -> list[list[str]]:
     """Build lines of time per single step, time per step of many, and memory, each also in percent of eager bf16."""
     base = next((row for row in rows if row["kind"] == "bf16"), None)
@@ -179,5 +186,7 @@ STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {
     "grouped_jax": grouped_jax_section,
     "moe": functools.partial(moe_section, name="moe", title="Whole layers of experts"),
     "moe_jax": functools.partial(moe_section, name="moe_jax", title="Whole layers of experts in JAX"),
+    "expert_parallel": functools.partial(parallel_section, name="expert_parallel", title="Expert parallelism"),
+    "stream_weights": functools.partial(parallel_section, name="stream_weights", title="Weight sync"),
     "tensor_parallel_jax": tensor_parallel_jax_section,
 }
