@@ -9,7 +9,7 @@ from qshard._core import quantize_steps
 from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Draws
 from qshard.formats import NVFP4, Usage
-from qshard.jax._experts import tiles
+from qshard.jax._experts import tiles as jax_tiles
 from qshard.layout import block_alignment
 from qshard.recipes import Recipe
 from qshard.torch_bridge._experts import fallback, tiles
@@ -65,13 +65,13 @@ def test_torch(fmt):
 
 @pytest.mark.parametrize("fmt", IN_JAX, ids=str)
 def test_jax(fmt):
-    where = tiles.tiles_of(
+    where = jax_tiles.tiles_of(
         Recipe(weight=fmt.with_options(hadamard=False) if fmt.hadamard else fmt, activation=fmt, gradient=fmt),
         TOKENS,
         SIZES,
     )
     spec, seeds = OperandSpec(fmt, usage_of(fmt)), jnp.asarray(SEEDS)
-    q, _ = tiles.quantize_tiles(jnp.asarray(X), spec, where, axes=(), seeds=seeds, scales=None)
+    q, _ = jax_tiles.quantize_tiles(jnp.asarray(X), spec, where, axes=(), seeds=seeds, scales=None)
     operands = {}
     for usage, plane in q.planes.items():
         parts = [part if part is None else _to_torch(part) for part in plane]
