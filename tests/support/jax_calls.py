@@ -167,11 +167,13 @@ NO_ROW = {
     "describe": "static data of a tree",
     "disabled_checks": "static data of an export",
     "gather": "moves codes over a mesh (test_jax_law.py)",
+    "load_quantized": "reads files (test_jax_load_quantized.py)",
     "numerics_of": "reads values on the host",
     "ops": "a module; test_jax_modes.py has its primitive",
     "plan_zero": "static",
     "policies": "a module of names",
     "rebuild": "static data of a tree",
+    "stream_weights": "yields names and arrays outside of transforms (test_jax_stream.py)",
 }
 
 
