@@ -167,7 +167,7 @@ def _fitting(
 ) -> tuple[dict[str, Description], dict[str, str]]:
     """Return descriptions of the layers that their formats fit, and name -> reason for the others.
 
-    Raises Misuse if `plan` names a tensor, not only a pattern, that is no layer or that its format does not fit.
+    Raises Misuse if `plan` names a tensor in full, and it is not a layer or its format does not fit.
     """
     weights: dict[str, Description] = {}
     unfit: dict[str, str] = {}

@@ -169,7 +169,7 @@ def mix(formats: Mapping[str, int]) -> str:
 def as_plan(findings: Findings) -> str:
     """Return the plan file of the recommendation: the format of each layer that does not keep its dtype.
 
-    Raises Misuse if there is no recommendation.
+    Raises Misuse without a recommendation.
     """
     chosen = findings.recommendation
     if chosen is None:

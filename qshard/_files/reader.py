@@ -68,7 +68,7 @@ class CheckpointReader:
 
         Raises:
           FileNotFoundError: `path`, or a file that the index names, does not exist.
-          ValueError: `path` is no checkpoint, or has quantized weights that are unknown.
+          ValueError: `path` is not a checkpoint, or has quantized weights of an unknown kind.
         """
         self.op, self.path = op, Path(path)
         where, metadata, outside = self._open()
