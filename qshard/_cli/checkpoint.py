@@ -24,15 +24,11 @@ from safetensors import SafetensorError, safe_open
 from qshard._cli.errors import Failure, Misuse, count_of, quote
 from qshard._core.serialization import KEY
 from qshard._core.validation import closest
+from qshard._files.reader import DTYPES
 from qshard.layout import Shape
 
 FLOATS: dict[str, Any] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
+    **{name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")},
     "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
     "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }

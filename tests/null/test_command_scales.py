@@ -165,7 +165,8 @@ def test_scales_of_known_formats_are_applied(name, tmp_path):
     status, text, made, quantized = converted(source)
     assert status == 0, text
     assert "1 weight already quantized, read with their scales" in text
-    assert ("quantized again from the values of these codes" in text) == (name != "MXFP8")
+    # The console wraps where the path of a temporary folder is long.
+    assert ("quantized again from the values of these codes" in " ".join(text.split())) == (name != "MXFP8")
     assert {weight, "other.weight"} <= quantized.keys()
     if name == "MXFP8":  # its own format: bit for bit
         stored = quantized[weight].take(made, weight)[quantized[weight].planes[0]]
