@@ -107,7 +107,8 @@ def test_a_report_and_its_conversion(model, tmp_path):
     assert planned == formats | {"odd": "F32"}
     assert set(formats.values()) == {"NVFP4", "MXFP8_E4M3"}
     said = f"qshard convert {model} OUT --plan {plan} carries it out"
-    assert said in ok("report", model, *arguments, "--plan", plan)
+    # The console wraps where the path of a temporary folder is long.
+    assert "".join(said.split()) in "".join(ok("report", model, *arguments, "--plan", plan).split())
     text = ok("convert", model, out, "--plan", plan)
     assert "kept (no format was given for it): 1: odd" in text
     counts = {name: list(formats.values()).count(name) for name in formats.values()}
