@@ -27,8 +27,8 @@ namespace {
 // Rows that the transform of a column mixes, and columns at a time, so that copies fit on a stack.
 constexpr int64_t kRows = kHadamardSize, kCols = 256;
 
-// Raises two amaxes to the amaxes of `cols` columns of a strip and of its transform. row_at(r) returns
-// row r of the strip, or null for zeros.
+// Raises two amaxes to the amaxes of `cols` columns of a strip and of its transform. row_at(r)
+// returns row r of the strip, or null for zeros.
 template <class In, class RowAt>
 void RaiseAmaxesOfStrip(int64_t cols, const RowAt& row_at, float* amax, float* amax_t) {
   In copy[kRows][kCols];
