@@ -84,8 +84,8 @@ build/jax_cuda: requirements/h100.txt | $(PY)
 	touch $@
 
 # Not part of .venv: torchtitan is much larger than the rest, and other tests do not need it.
-titan: $(STAMP)test $(STAMP)package build/titan  ## train torchtitan's own model with the converter; downloads 0.3 GB
-	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/dist/test_torchtitan.py)
+titan: $(STAMP)test $(STAMP)package build/titan  ## train torchtitan's models, and with its trainer; downloads 0.4 GB
+	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/dist/test_torchtitan.py tests/dist/test_torchtitan_trainer.py)
 
 build/titan: requirements/titan.txt | $(PY)
 	$(INSTALL) --no-deps --upgrade --target $@ -r $<
@@ -105,11 +105,16 @@ build/engines: requirements/engines.txt | $(PY)
 	$(INSTALL) --no-deps --upgrade --target $@ -r $<
 	touch $@
 
-trainers: $(STAMP)test $(STAMP)package build/trainers  ## run docs/trainers.md with the libraries that it names; downloads 0.2 GB
+trainers: $(STAMP)test $(STAMP)package build/trainers  ## run docs/trainers*.md with the libraries that they name; downloads 0.2 GB
 	$(BIN)/pytest $(or $(ARGS),tests/dist/test_trainers_page.py)
 
+# flax's examples are in its source release alone.
 build/trainers: requirements/trainers.txt requirements/transformers.txt | $(PY)
 	$(INSTALL) --no-deps --upgrade --target $@ -r $<
+	$(PY) -m pip download $(PIP_FLAGS) --no-deps --no-build-isolation --no-binary :all: --dest $@/flax_source \
+	    $(filter flax==%,$(shell cat requirements/test.txt))
+	mkdir -p $@/flax_examples
+	tar -xf $@/flax_source/flax-*.tar.gz -C $@/flax_examples --strip-components 2 --wildcards 'flax-*/examples/*'
 	touch $@
 
 notebooks: $(STAMP)test $(STAMP)notebooks $(STAMP)package  ## execute the notebooks and compare their outputs; WRITE=1 stores them

@@ -1,26 +1,25 @@
-"""torchtitan's Llama 3 with quantized weights on the wire: torchtitan's trainer and models, and one converter.
+"""torchtitan's trainer and models with quantized weights on the wire: one converter, and a trainer that saves scales.
 
     pip install torchtitan==0.3.0
     PYTHONPATH=examples torchrun --nproc-per-node 8 -m torchtitan.train \
         --module torchtitan_qshard --config llama3_debugmodel_qshard
 
-Your own config passes `QshardConverter.Config(recipe="MXFP8")` as a converter, and for `DelayedScaling` also
-`update_scales_after_steps`. Model checkpoints have the format of the bf16 model. To resume bit for bit under
-`DelayedScaling` and `NVFP4`, also save `scaling_state(model)`.
+Your own config function passes its config to `with_qshard`, for any model of torchtitan. The model in checkpoints has
+the format of the bf16 model. Scales and seeds are saved beside it, so a run resumes bit for bit with every recipe.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
 from torchtitan.components.quantization import QuantizationConverter
-from torchtitan.models.llama3 import model_registry
 from torchtitan.protocols.module import Module
+from torchtitan.trainer import Trainer
 
-from qshard.torch_bridge import convert, update_scales
+from qshard.torch_bridge import convert, load_scaling_state, scaling_state, update_scales
 
 
 class QshardConverter(QuantizationConverter):
@@ -65,25 +64,44 @@ class QshardConverter(QuantizationConverter):
         return model_config
 
 
-def update_scales_after_steps(optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
-    """Update scales after each optimizer step. For `ModelSpec.post_optimizer_build_fn`.
+class QshardTrainer(Trainer):
+    """Updates delayed scales after each step, and keeps scales and seeds in the state `train_state` of checkpoints."""
 
-    The ranks of one pipeline stage share the scales of its layers.
-    """
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """The options of torchtitan's trainer."""
 
-    def update(*_: Any) -> None:
-        for part in model_parts:
+    def train_step(self, data_iterator: Any) -> None:
+        """Train one step, then update the scales."""
+        super().train_step(data_iterator)
+        for part in self.model_parts:
             update_scales(part)
 
-    optimizers.register_step_post_hook(update)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the trainer with the scaling state of this rank's model parts."""
+        return super().state_dict() | {"scaling_state": [scaling_state(part) for part in self.model_parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the trainer, and the scaling state."""
+        super().load_state_dict(state_dict)
+        for part, state in zip(self.model_parts, state_dict["scaling_state"], strict=True):
+            load_scaling_state(part, state)
 
 
-def llama3_debugmodel_qshard(recipe: str = "CurrentScaling", filter_fqns: tuple[str, ...] = ()) -> Any:
+def with_qshard(config: Trainer.Config, **options: Any) -> QshardTrainer.Config:
+    """Make a config of torchtitan train a converted model.
+
+    Args:
+      config: of any model, as its config registry returns it.
+      options: fields of `QshardConverter.Config`.
+    """
+    converter = QshardConverter(QshardConverter.Config(**options))
+    config.model_spec.model = converter.convert(config.model_spec.model)
+    return QshardTrainer.Config(**{each.name: getattr(config, each.name) for each in fields(config)})
+
+
+def llama3_debugmodel_qshard() -> QshardTrainer.Config:
     """Return torchtitan's bf16 debug config with the converter added."""
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel  # imports the whole trainer
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    config = llama3_debugmodel()
-    converter = QshardConverter.Config(recipe=recipe, filter_fqns=list(filter_fqns))
-    config.model_spec = model_registry("debugmodel", converters=[converter])
-    config.model_spec.post_optimizer_build_fn = update_scales_after_steps
-    return config
+    return with_qshard(llama3_debugmodel())

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from qshard import reference
-from qshard.torch_bridge import Linear, QuantizedTensor, RMSNorm
+from qshard.torch_bridge import Linear, QuantizedTensor, RMSNorm, update_scales
 from qshard.torch_bridge._moe.experts import SortedExperts
 from support.formats import RECIPES
 from support.fronts import TorchFront, assert_plane
@@ -89,7 +89,7 @@ def made(recipe, family="llama3"):
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
     from torchtitan.distributed.utils import set_spmd_backend
 
-    from torchtitan_qshard import QshardConverter, update_scales_after_steps
+    from torchtitan_qshard import QshardConverter
 
     options = {"recipe": recipe, "fuse": True, "filter_fqns": ["router"]}
     spec = spec_of(family, [] if recipe is None else [QshardConverter.Config(**options)])
@@ -119,7 +119,7 @@ def made(recipe, family="llama3"):
     if recipe is not None:
         norms = {"llama3": 2, "qwen3": 4}[family]
         assert sum(isinstance(module, RMSNorm) for module in model.modules()) == norms * len(model.layers) + 1
-        update_scales_after_steps(optimizers, [model], dims)
+        optimizers.register_step_post_hook(lambda *_: update_scales(model))
     return model, optimizers
 
 

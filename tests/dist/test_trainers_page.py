@@ -1,4 +1,4 @@
-"""What docs/trainers.md says: its programs, with the libraries themselves, on one process and on two ranks.
+"""The programs of docs/trainers.md and docs/trainers_jax.md, with the libraries themselves.
 
 Skipped without these libraries; `make trainers` installs them and runs this file.
 """
@@ -13,8 +13,11 @@ import pytest
 from support.pages import Page, run
 
 LIBRARIES = Path(__file__).parents[2] / "build" / "trainers"
-PAGE = Page("docs/trainers.md")
-PROGRAMS = {re.findall(r"^# (\w+)\.py", code)[0]: code for code in PAGE.scripts}
+SCRIPTS = [code for page in ("docs/trainers.md", "docs/trainers_jax.md") for code in Page(page).scripts]
+PROGRAMS = {re.findall(r"^# (\w+)\.py", code)[0]: code for code in SCRIPTS}
+del PROGRAMS["own_configs"]  # test_torchtitan_trainer.py runs it.
+MESHES = [name for name, code in PROGRAMS.items() if "make_mesh" in code]
+EXAMPLES = ("transformer", "transformer_cfg", "models")  # Modules in the examples of flax.
 RECIPES = ("CurrentScaling", "DelayedScaling", "NVFP4")
 
 ON_CPUS = """
@@ -31,6 +34,12 @@ accelerate.state.PartialState.__init__ = init
 """
 """Lets the libraries run without GPUs."""
 
+WITHOUT_TENSORFLOW = """
+import importlib.machinery, sys, unittest.mock
+for name in ("tensorflow", "tensorflow_datasets"):  # gemma imports them for its data.
+    sys.modules[name] = unittest.mock.MagicMock(__spec__=importlib.machinery.ModuleSpec(name, None))
+"""
+
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
@@ -40,11 +49,14 @@ def libraries(monkeypatch):
 
 def run_program(name, folder, command):
     code = PROGRAMS[name]
-    needed = set(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)) - {"qshard"}
+    needed = set(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)) - {"qshard", *EXAMPLES}
     if missing := [module for module in needed if importlib.util.find_spec(module) is None]:
         pytest.skip(f"{missing[0]} is not installed; make trainers")
     script = folder / f"{name}.py"
-    script.write_text(code if "jax" in needed else ON_CPUS + code)
+    before = WITHOUT_TENSORFLOW if "gemma" in needed else ON_CPUS if "torch" in needed else ""
+    script.write_text(before + code)
+    if (LIBRARIES / "flax_examples").exists():
+        (folder / "flax_examples").symlink_to(LIBRARIES / "flax_examples")
     result = run(script, [*command, script.name])
     assert result.returncode == 0, result.stderr[-4000:]
 
@@ -64,6 +76,7 @@ def test_lightning_on_ranks(tmp_path):
     run_program("lightning_module", tmp_path, ["torchrun", "--nproc-per-node", "2"])
 
 
-def test_tunix_on_a_mesh(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", MESHES)
+def test_a_program_on_a_mesh(name, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
-    run_program("tunix_llama", tmp_path, ["python", "-P"])
+    run_program(name, tmp_path, ["python", "-P"])
