@@ -107,7 +107,8 @@ def test_trains_as_in_bf16(folder, family, options):
     """
     initial = ["--checkpoint.initial_load_path", str(folder / "out" / family / "checkpoint" / "step-0")]
     runs = [
-        run_of(folder, family, family, PLAIN[family], saves_initial=True),
+        # A checkpoint with optimizer states would initialize them by a step, which Adam counts.
+        run_of(folder, family, family, PLAIN[family], "--checkpoint.last_save_model_only", saves_initial=True),
         run_of(folder, f"{family}_own", "own_configs", family, *initial),
     ]
     if options:
