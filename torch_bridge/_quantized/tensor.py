@@ -197,7 +197,7 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         fmt, dtype, stale = context
         planes = [Plane(*map(inner.get, names)) if names[0] in inner else None for names in cls._PLANES.values()]
-        return QuantizedTensor(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1], columnwise_is_stale=stale)
+        return cls(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1], columnwise_is_stale=stale)
 
     def describe(self, *, stale: bool = False) -> tuple[Description, dict[Usage, Plane]]:
         """Return the description for `_core.serialization`, and the planes as bytes.
@@ -274,7 +274,7 @@ class QuantizedTensor(Tensor):
         names, (fmt, own_dtype, stale) = self.__tensor_flatten__()
         planes = {name: change(getattr(self, name)) for name in names}
         context = fmt, dtype or own_dtype, stale
-        return QuantizedTensor.__tensor_unflatten__(planes, context, self.shape, self.stride())
+        return self.__tensor_unflatten__(planes, context, self.shape, self.stride())
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> QuantizedTensor:
         """Copy the codes to a device; from meta, uninitialized. A `dtype` not in `FLOAT_DTYPES` is ignored."""
@@ -302,6 +302,8 @@ class QuantizedTensor(Tensor):
         kwargs = kwargs or {}
         self = args[0] if args else None
         if isinstance(self, QuantizedTensor):
+            if (result := self._run(func, args, kwargs)) is not None:
+                return result
             if func in _SAME or (func in _RESHAPES and _keeps_shape(*args)):
                 return self._of_planes(lambda plane: plane.detach())
             if func is aten.clone.default:
@@ -315,8 +317,12 @@ class QuantizedTensor(Tensor):
                 plain = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
                 return func(plain, *args[1:], **kwargs)
         raise NotImplementedError(
-            f"QuantizedTensor: {func} is not supported on codes; call .dequantize() and use the result"
+            f"{cls.__name__}: {func} is not supported on codes; call .dequantize() and use the result"
         )
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that only a subclass supports; None for any other op."""
+        return None
 
 
 _SAME = {aten.detach.default, aten.alias.default}

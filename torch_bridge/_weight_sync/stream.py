@@ -227,7 +227,7 @@ class _Stream:
                 yield from self._named(weight, item.what, own)
 
     def _stack(self, item: _Item) -> Iterator[tuple[str, Tensor]]:
-        stack = _whole(item.value)
+        stack = _whole(plain(item.value))
         stack = stack.transpose(-2, -1) if item.module.weight_layout == "KN" else stack
         for expert, values in enumerate(stack.unbind()):
             own = quantize(values.contiguous(), item.what.format).parts(Usage.ROWWISE)
