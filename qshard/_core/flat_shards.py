@@ -5,8 +5,8 @@
 Each rank gets its part of the bytes of `quantize` of the whole weights. A maximum is exact in any order, every rank
 computes all scales from the same amaxes, so scales are never gathered, and the code of an element depends only on its
 scale. A slice is `[start, start + length)` of the row-major weight. It may split rows, blocks and bytes, be empty or
-absent, or extend past the end of the weight into padding. A stack of matrices `[E, N, K]` is one weight, in which each
-matrix has its own scales, as if it were quantized alone.
+absent, or extend past the end of the weight into padding. A stack of matrices `[E, N, K]` is one weight. Each matrix has
+its own scales, as if it were quantized alone.
 
 Weights with equal format, usage and dtypes form a bucket. A bucket costs one amax op, one or two ops for scales, and
 one cast, for any number of weights. `cast_master` runs all steps. Callers that overlap other work, as FSDP2 overlaps
@@ -136,7 +136,7 @@ class Bucket:
         """Return the (rows, cols) of the weight as ops divide it into blocks."""
         if not where.is_stack:
             return matrix_shape(where.shape)
-        if self.fmt.block is None:
+        if self.fmt.per_tensor:
             return where.shape[0] * rows, cols
         return math.prod(where.scale_shape[:-1]) * rows, where.shape[-1]
 
@@ -205,7 +205,7 @@ def plan_master(
         without a slice agree.
       rounded_to: with None, codes are of `quantize(master)`; with a dtype, of `quantize(master.astype(dtype))`, as for
         a model that stores its weights in that dtype.
-      stacks: whether a weight is a stack `[E, N, K]` whose matrices have their own scales, per weight or for all. Where
+      stacks: whether a weight is a stack `[E, N, K]` of matrices with their own scales, per weight or for all. Where
         `layout.splits_stack` holds, only empty slices have a meaning.
       op: name of the caller in errors.
 

@@ -1,13 +1,24 @@
 """Converted experts in 3-D parameters under FSDP2, DDP and ZeRO: the rows of a rank, as in one process."""
 
+import tempfile
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from qshard.torch_bridge import ZeroOptimizer, convert
+from qshard.torch_bridge import WithMasters, ZeroOptimizer, convert, quantized_state_dict
 from support import torch_ranks
 from support.experts import GatedExperts, GroupedExperts, Mixture, OpenExperts
 from support.torch_models import Wire
@@ -115,3 +126,105 @@ def test_zero(kind):
         results.append((losses, optimizer.full_weights()))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
+
+
+def sharded(kind, recipe="CurrentScaling", **options):
+    torch.manual_seed(0)
+    model = convert(Mixture(kind, sizes=(6, 128, 128)), {"router": None, "head": None, "*": recipe}, **options)
+    for module in (model.experts, model):
+        fully_shard(module, mesh=torch_ranks.mesh())
+    return model.to(torch_ranks.device)
+
+
+def train(model, optimizer, steps=3):
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(model, dist.get_rank())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "NVFP4"])
+def test_primary_weights(recipe):
+    """Codes as parameters: the losses of masters that each pass quantizes. State dicts have the masters."""
+    found = []
+    for primary in (False, True):
+        model = sharded(GatedExperts, recipe, primary=primary)
+        optimizer = WithMasters(model.parameters(), torch.optim.SGD, lr=0.1)
+        found.append((train(model, optimizer), get_model_state_dict(model)))
+    assert found[0][0] == found[1][0]
+    for name, value in found[0][1].items():
+        assert torch.equal(*(each.full_tensor() for each in (value, found[1][1][name]))), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulation_and_checkpointing(kind):
+    """Gradients of two microbatches without a reduction between them; recomputed activations have the same bits."""
+    wholes = []
+    for recompute in (False, True):
+        model = sharded(kind)
+        for part in range(2):
+            model.set_requires_gradient_sync(part == 1)
+            x = torch.randn(32, 128, generator=torch.Generator().manual_seed(part)).to(torch_ranks.device)
+            (checkpoint(model, x, use_reentrant=False) if recompute else model(x)).square().mean().backward()
+        wholes.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*wholes, strict=True))
+    one = model_of(kind, "CurrentScaling") if kind is not GroupedExperts else None
+    for part in range(2) if one is not None else ():
+        x = torch.randn(32, 128, generator=torch.Generator().manual_seed(part)).to(torch_ranks.device)
+        one(x).square().mean().backward()
+    for got, want in zip(wholes[0], one.parameters(), strict=True) if one is not None else ():
+        assert (got - want.grad).norm() <= 1e-5 * want.grad.norm()
+
+
+@on_ranks(2, 3)
+def test_state_dicts():
+    """A checkpoint has plain values, under the names of the plain model, and resumes on any kind of model."""
+    model = sharded(GatedExperts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 1)
+    states = get_state_dict(model, optimizer)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save(dict(enumerate(states)), checkpoint_id=f"{folder[0]}/saved")
+    plain = Mixture(GatedExperts, sizes=(6, 128, 128)).to(torch_ranks.device)
+    assert states[0].keys() == plain.state_dict().keys()
+    expected = train(model, optimizer)
+    model = sharded(GatedExperts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loaded = dict(enumerate(get_state_dict(model, optimizer)))
+    dcp.load(loaded, checkpoint_id=f"{folder[0]}/saved")
+    set_state_dict(model, optimizer, model_state_dict=loaded[0], optim_state_dict=loaded[1])
+    assert train(model, optimizer) == expected
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        plain.load_state_dict(whole)
+    exported = quantized_state_dict(model)
+    assert all(type(exported[f"experts.{name}"]) is torch.Tensor for name in ("gate_up_proj", "down_proj"))
+    model.unshard()
+    model.experts.unshard()
+    with pytest.raises(NotImplementedError, match=r"^QuantizedStack: .* call reshard\(\) on the module"):
+        quantized_state_dict(model)
+
+
+@on_ranks(1, 3)
+def test_initial_values_do_not_depend_on_ranks():
+    """Weights without memory are drawn by position: by experts, and by rows of every expert."""
+    whole = None
+    for axis in range(2) if dist.get_world_size() == 3 else range(1):
+        with torch.device("meta"):
+            model = convert(Mixture(GatedExperts, sizes=(5, 192, 96)), {"experts": "MXFP8", "*": None})
+        fully_shard(model.experts, mesh=torch_ranks.mesh(), shard_placement_fn=lambda _, axis=axis: Shard(axis))
+        model.experts.to_empty(device=torch_ranks.device)
+        torch.manual_seed(5)
+        nn.init.normal_(model.experts.gate_up_proj.to_local())
+        found = model.experts.state_dict()["gate_up_proj"].full_tensor()
+        assert whole is None or torch.equal(found, whole)
+        whole = found
+    total = whole.double().square().sum().item()
+    assert total == pytest.approx(whole.numel(), rel=0.05)

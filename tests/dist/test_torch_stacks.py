@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from qshard.formats import FP8_128x128, FP8_E4M3, FP8_E5M2, Usage
+from qshard.formats import FP8_E4M3, FP8_E5M2, FP8_128x128, Usage
 from qshard.recipes import Recipe
-from qshard.torch_bridge import QuantizedStack, ShardedWeight, convert, quantize
+from qshard.torch_bridge import QuantizedStack, ShardedWeight, ZeroOptimizer, convert, quantize
 from support import torch_ranks
 from support.awkward import awkward_values
 from support.formats import SCALINGS, SQUARES
@@ -35,7 +35,7 @@ class Stacks(nn.Module):
 
 
 def shapes_of(fmt):
-    """5 experts of whole blocks, which 2 and 4 ranks split; experts with rows of a part of a block, where it is legal."""
+    """Return experts of whole blocks, which 2 and 4 ranks split, and experts that end within a block."""
     block = max(fmt.block or (16,))
     shapes = [(5, 3 * block, 3 * block)] if dist.get_world_size() == 3 else [(5, 2 * block, 2 * block), (2, block, 128)]
     if not fmt.scaling.whole_blocks:
@@ -66,6 +66,11 @@ def assert_bytes(got, want):
 
 def assert_gathers_the_whole(module, values, fmt):
     module.unshard()
+    assert_codes(module, values, fmt)
+    module.reshard()
+
+
+def assert_codes(module, values, fmt):
     for name, value in values.items():
         stack = getattr(module, name)
         assert isinstance(stack, QuantizedStack)
@@ -74,7 +79,6 @@ def assert_gathers_the_whole(module, values, fmt):
             assert_bytes(stack[expert].parts(Usage.ROWWISE), want)
         each = torch.stack([quantize(whole, fmt).dequantize() for whole in value.to(torch_ranks.device)])
         assert torch.equal(stack.dequantize().nan_to_num(nan=7), each.nan_to_num(nan=7))
-    module.reshard()
 
 
 @on_ranks(1, 2, 3, 4, (2, 2))
@@ -93,6 +97,29 @@ def test_gathered_codes():
                 for weight in model.parameters():
                     weight.mul_(-3)
             assert_gathers_the_whole(model, {name: -3 * value for name, value in values.items()}, fmt)
+
+
+@on_ranks(1, 3)
+def test_zero():
+    """Slices of a `ZeroOptimizer` may end within an expert, a row and a block. Both stages train alike."""
+    for fmt in SCALINGS:
+        values, losses = {"w": values_of(fmt)["w0"].clamp(-4, 4).nan_to_num()}, []
+        for stage in (False, True):
+            model = convert(Stacks(values), Recipe(weight=fmt, activation=FP8_E4M3, gradient=FP8_E5M2))
+            optimizer = ZeroOptimizer(model, lr=0.1, shard_weights=stage)
+            if not stage:
+                assert_codes(model, values, fmt)
+            x = torch.ones(8, values["w"].shape[2], device=torch_ranks.device, requires_grad=True)
+            offs = torch.arange(1, len(values["w"]) + 1, dtype=torch.int32, device=x.device)
+            losses.append([])
+            for _ in range(3):
+                loss = model(x, offs).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[-1].append(loss.item())
+        assert losses[0] == losses[1]
+        assert losses[0][-1] < losses[0][0]
 
 
 @on_ranks(2)

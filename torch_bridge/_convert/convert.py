@@ -39,9 +39,9 @@ def convert(
 
     `Conv1D` layers of Hugging Face's GPT-2 are converted too, and their weights stay `[in, out]`. So are experts in 3-D
     parameters, of transformers 5 (Mixtral, Qwen3-MoE, gpt-oss and others) and of torchtitan: their products run through
-    `grouped_linear`, and FSDP2 and ZeRO gather their codes. Every module above a converted layer gets two hooks that mark the
-    beginning and end of its calls. During a call, layers that receive the same x share its codes. Therefore also call
-    `convert` on a model that is built from `Linear` directly.
+    `grouped_linear`, and FSDP2 and ZeRO gather their codes. Every module above a converted layer gets two hooks that
+    mark the beginning and end of its calls. During a call, layers that receive the same x share its codes. Therefore
+    also call `convert` on a model that is built from `Linear` directly.
 
     Layers of a subclass that does not override `nn.Linear.forward` stay instances of it, with its methods and
     attributes. Parameters stay the same objects, so existing optimizers keep training them. Weights shared by several

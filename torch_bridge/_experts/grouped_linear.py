@@ -76,8 +76,9 @@ def grouped_linear(
     sizes. The number of launches does not grow with the number of experts otherwise.
 
     A forward pass quantizes weights once, and saves the codes for the backward pass. Codes of a stack are multiplied
-    where they are. So are codes of a list, as FSDP2 and ZeRO gather them, if one op multiplies codes; otherwise they
-    are copied next to each other, and either way the host works for each expert. Codes are not kept for the next call: PyTorch does not see every write to a parameter.
+    where they are, by one call for all experts. So are codes of a list, if one op multiplies codes; otherwise they are
+    copied next to each other, and either way the host works for each expert. Codes are not kept for the next call:
+    PyTorch does not see every write to a parameter.
 
     Scales depend on this rank's rows only. Ranks may have different experts or different rows. `torch.compile` traces
     the call. A CUDA graph may capture it if group sizes are on the GPU, and reads new sizes in a replay.

@@ -1,7 +1,8 @@
 """Quantized weights of experts: planes of all weights, for the forward and the backward pass.
 
 Weights are one tensor `[E, N, K]` or one `[N, K]` for each expert, as values; or as FSDP2 and ZeRO gather them: one
-`QuantizedStack`, or one `QuantizedTensor` for each expert. The number of launches does not grow with the number of experts.
+`QuantizedStack`, or one `QuantizedTensor` for each expert. The number of launches does not grow with the number of
+experts.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class ShardPlan:
 
     A weight with three axes is a stack of matrices with their own scales. A shard of whole matrices is a flat slice. A
     shard of rows or columns of every matrix is a slice of a stack of smaller matrices if a scale serves a whole matrix,
-    and a box of three axes otherwise. So is any shard of a stack whose blocks would join rows of two matrices.
+    and a box of three axes otherwise. So is any shard of a stack if blocks of the flat weight would join rows of two
+    matrices.
 
     Attributes:
       device: where ranks compute. An offloaded shard is elsewhere.

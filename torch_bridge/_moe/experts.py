@@ -85,9 +85,10 @@ class Experts(Extends):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. A weight that expert or tensor parallelism shards becomes plain."""
-        if isinstance(param, DTensor) and isinstance(self._parameters.get(name), ShardedWeight):
-            param = nn.Parameter(plain(param), param.requires_grad)
-        super().register_parameter(name, param)
+        new: Any = param
+        if isinstance(new, DTensor) and isinstance(self._parameters.get(name), ShardedWeight):
+            new = nn.Parameter(plain(new), new.requires_grad)
+        super().register_parameter(name, new)
 
     def __getstate__(self) -> dict[str, Any]:
         weights = {name: (state.name, state.primary is not None) for name, state in self._states().items()}

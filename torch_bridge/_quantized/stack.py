@@ -58,11 +58,17 @@ class QuantizedStack(QuantizedTensor):
         return super().__repr__().replace("QuantizedTensor", "QuantizedStack", 1)
 
     def describe(self, *, stale: bool = False) -> Any:
-        """Raise: files and copies have values, from which the codes follow."""
+        """Raise: files of `to_plain` have no stacks."""
         raise NotImplementedError(
-            f"QuantizedStack: {self!r} is gathered codes, which cannot be saved or copied; call reshard() on the "
-            "module first, or save stack.dequantize()"
+            f"QuantizedStack: {self!r} is the gathered codes of experts, which files have one by one; export each, "
+            "stack[e], or call reshard() on the module to export values"
         )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle the matrices one by one."""
+        self.check_memory()
+        matrices = [matrix.detach() for matrix in self.unbind()]
+        return _stack, (matrices, self.requires_grad, self._foreign_attributes())
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten.transpose.int:
@@ -77,11 +83,39 @@ class QuantizedStack(QuantizedTensor):
             rows, columns = (None if own is None else _select(own, args[2]) for own in planes)
             with torch.inference_mode(False):
                 return QuantizedTensor(self.format, tuple(self.shape[1:]), self.dtype, rowwise=rows, columnwise=columns)
+        if func is aten.unbind.int and (args[1:] or (0,))[0] % self.ndim == 0:
+            return [self[index] for index in range(self.shape[0])]
         if func is aten._to_copy.default and kwargs.get("dtype") in FLOAT_DTYPES and set(kwargs) <= {"dtype"}:
             names, (fmt, _, stale) = self.__tensor_flatten__()
             inner = {name: getattr(self, name) for name in names}
             return self.__tensor_unflatten__(inner, (fmt, kwargs["dtype"], stale), tuple(self.shape), None)
         return None
+
+
+def _stack(matrices: list[QuantizedTensor], requires_grad: bool, others: dict[str, Any]) -> QuantizedStack:
+    """Rebuild a pickled stack. Saved files contain this name and these arguments, so neither may change."""
+    first = matrices[0]
+    if len({(type(one), one.format, one.shape, one.dtype) for one in matrices}) > 1:
+        raise ValueError("QuantizedStack: saved matrices differ in format, shape or dtype; the file is damaged")
+    rowwise, columnwise = (_stack_planes([one.parts(usage) for one in matrices]) for usage in Usage.BOTH.planes)
+    shape = (len(matrices), *first.shape)
+    stack = QuantizedStack(first.format, shape, first.dtype, rowwise=rowwise, columnwise=columnwise)
+    stack.requires_grad_(bool(requires_grad))
+    stack.__dict__.update(others)
+    return stack
+
+
+def _stack_planes(planes: list[Plane | None]) -> Plane | None:
+    there = [parts for parts in planes if parts is not None]
+    if not there:
+        return None
+    if len(there) != len(planes):
+        raise ValueError("QuantizedStack: some matrices have a plane that others lack; the file is damaged")
+    of_parts: list[list[Any]] = [[*each] for each in zip(*there, strict=True)]
+    return Plane(*(None if each[0] is None else torch.stack(each) for each in of_parts))
+
+
+torch.serialization.add_safe_globals([_stack])
 
 
 def _select(parts: Plane, index: int) -> Plane:

@@ -206,14 +206,19 @@ class QuantizedTensor(Tensor):
         """
         there = {usage: self.parts(usage, stale=stale) for usage in Usage.BOTH.planes}
         planes = {usage: parts for usage, parts in there.items() if parts is not None}
-        for part in flat(planes).values():
+        self.check_memory()
+        shape, dtype = tuple(self.shape), dtype_name(self.dtype)
+        return Description(format=self.format, shape=shape, dtype=dtype, planes=tuple(planes)), planes
+
+    def check_memory(self) -> None:
+        """Raise RuntimeError if the memory of a part is freed."""
+        for name in self.__tensor_flatten__()[0]:
+            part = getattr(self, name)
             if part.untyped_storage().nbytes() < (part.storage_offset() + part.numel()) * part.itemsize:
                 raise RuntimeError(
                     f"QuantizedTensor: {self!r} has no memory now, as sharded weights are freed between uses; use "
                     "ZeroOptimizer.full_weights() to save or copy it"
                 )
-        shape, dtype = tuple(self.shape), dtype_name(self.dtype)
-        return Description(format=self.format, shape=shape, dtype=dtype, planes=tuple(planes)), planes
 
     def _foreign_attributes(self) -> dict[str, Any]:
         """Return attributes set by others: by `nn.Parameter` and by users."""
@@ -242,7 +247,7 @@ class QuantizedTensor(Tensor):
         if not self.is_leaf:
             return cast(QuantizedTensor, super().__deepcopy__(memo))  # Raises, as for any non-leaf tensor.
         if id(self) not in memo:
-            self.describe(stale=True)
+            self.check_memory()
             copied = self._of_planes(lambda part: copy.deepcopy(part, memo))
             copied.requires_grad_(self.requires_grad)
             memo[id(self)] = copied
@@ -263,12 +268,14 @@ class QuantizedTensor(Tensor):
         return self.__create_write_items__("tensor", self)
 
     def share_memory_(self) -> QuantizedTensor:
-        for part in flat(self.describe(stale=True)[1]).values():
-            part.share_memory_()
+        self.check_memory()
+        for name in self.__tensor_flatten__()[0]:
+            getattr(self, name).share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        return all(part.is_shared() for part in flat(self.describe(stale=True)[1]).values())
+        self.check_memory()
+        return all(getattr(self, name).is_shared() for name in self.__tensor_flatten__()[0])
 
     def _of_planes(self, change: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
         names, (fmt, own_dtype, stale) = self.__tensor_flatten__()
