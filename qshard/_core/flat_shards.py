@@ -5,8 +5,8 @@
 Each rank gets its part of the bytes of `quantize` of the whole weights. A maximum is exact in any order, every rank
 computes all scales from the same amaxes, so scales are never gathered, and the code of an element depends only on its
 scale. A slice is `[start, start + length)` of the row-major weight. It may split rows, blocks and bytes, be empty or
-absent, or extend past the end of the weight into padding. A stack of matrices `[E, N, K]` is one weight. Each matrix has
-its own scales, as if it were quantized alone.
+absent, or extend past the end of the weight into padding. A stack of matrices `[E, N, K]` is one weight. Each matrix
+has its own scales, as if it were quantized alone.
 
 Weights with equal format, usage and dtypes form a bucket. A bucket costs one amax op, one or two ops for scales, and
 one cast, for any number of weights. `cast_master` runs all steps. Callers that overlap other work, as FSDP2 overlaps

@@ -1,5 +1,7 @@
 """Converted experts in 3-D parameters under FSDP2, DDP and ZeRO: the rows of a rank, as in one process."""
 
+import copy
+import pickle
 import tempfile
 
 import pytest
@@ -18,7 +20,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from qshard.torch_bridge import WithMasters, ZeroOptimizer, convert, quantized_state_dict
+from qshard.torch_bridge import (
+    QuantizedStack,
+    WithMasters,
+    ZeroOptimizer,
+    convert,
+    quantized_state_dict,
+    stream_weights,
+)
 from support import torch_ranks
 from support.experts import GatedExperts, GroupedExperts, Mixture, OpenExperts
 from support.torch_models import Wire
@@ -228,3 +237,33 @@ def test_initial_values_do_not_depend_on_ranks():
         whole = found
     total = whole.double().square().sum().item()
     assert total == pytest.approx(whole.numel(), rel=0.05)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", [GatedExperts, OpenExperts])
+def test_streamed_weights(kind):
+    """FSDP2 and both stages of ZeRO stream the codes of each expert of a whole model."""
+    wanted = {name: bytes_of(each) for name, each in stream_weights(model_of(kind, "BlockScaling"), "deepseek")}
+    streamed = [sharded(kind, "BlockScaling")]
+    for stage in (False, True):
+        streamed.append(model_of(kind, "BlockScaling"))
+        ZeroOptimizer(streamed[-1], lr=1e-2, shard_weights=stage)
+    for model in streamed:
+        found = {name: bytes_of(each) for name, each in stream_weights(model, "deepseek")}
+        assert found == wanted
+
+
+def bytes_of(tensor):
+    return tuple(tensor.shape), bytes(tensor.cpu().contiguous().flatten().view(torch.uint8).tolist())
+
+
+@on_ranks(1)
+def test_copies_of_codes():
+    """A model with codes of stage 1 of ZeRO can be copied and pickled."""
+    model = model_of(OpenExperts, "NVFP4")
+    ZeroOptimizer(model, lr=1e-2)
+    x = torch.ones(4, 128, device=torch_ranks.device)
+    for copied in (copy.deepcopy(model.experts.down_proj), pickle.loads(pickle.dumps(model.experts.down_proj))):
+        assert isinstance(copied, QuantizedStack)
+        assert torch.equal(copied.dequantize(), model.experts.down_proj.dequantize())
+    assert model(x).isfinite().all()

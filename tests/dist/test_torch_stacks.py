@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from qshard.formats import FP8_E4M3, FP8_E5M2, FP8_128x128, Usage
 from qshard.recipes import Recipe
@@ -148,3 +149,38 @@ def test_blocks_of_two_experts_are_apart():
     assert isinstance(model.w, ShardedWeight)
     fully_shard(model, mesh=torch_ranks.mesh())
     assert_gathers_the_whole(model, values, FP8_128x128)
+
+
+class Local(Stacks):
+    """As torchtitan under expert parallelism: products of the local experts."""
+
+    def forward(self, x, offs):
+        weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in self.parameters()]
+        return sum(self._grouped_mm(A=x, B_t=weight.bfloat16().mT, offs=offs) for weight in weights)
+
+
+@on_ranks((2, 2))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_expert_parallelism(axis):
+    """FSDP2 gathers codes of the local experts, and values of weights that are sharded within experts."""
+    mesh, values = init_device_mesh(torch_ranks.device, (2, 2), mesh_dim_names=("fsdp", "ep")), torch.randn(6, 256, 128)
+    torch.distributed.broadcast(values, 0)
+    model = convert(Local({"w": values}), "BlockScaling")
+    for name, weight in [*model.named_parameters()]:
+        model.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh["ep"], [Shard(axis)])))
+    fully_shard(model, mesh=mesh["fsdp"])
+    own = values.chunk(2, axis)[mesh.get_local_rank("ep")]
+    model.unshard()
+    weight = model.w.to_local()
+    assert isinstance(weight, QuantizedStack) == (axis == 0)
+    for expert, whole in enumerate(own if axis == 0 else ()):
+        want = quantize(whole.to(torch_ranks.device).contiguous(), model.recipe.weight).parts(Usage.ROWWISE)
+        assert_bytes(weight[expert].parts(Usage.ROWWISE), want)
+    x = torch.randn(24, 128, device=torch_ranks.device, dtype=torch.bfloat16)
+    offs = torch.arange(1, len(own) + 1, device=x.device, dtype=torch.int32) * (24 // len(own))
+    y = model(x, offs)
+    y.square().mean().backward()
+    assert y.shape == (24, own.shape[1])
+    grad = model.w.grad.to_local()
+    assert grad.shape == model.w.to_local().shape
+    assert grad.isfinite().all()

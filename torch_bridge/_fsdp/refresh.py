@@ -218,7 +218,8 @@ def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
     amaxes = functools.reduce(torch.maximum, bits).view(torch.float32)
     flat = flat_plan(tuple(plan.slice for plan in plans), device)
     amaxes = max_over_ranks(amaxes, group)
-    merge_plan([state.part for state, _, _ in weights], flat.plan, amaxes)
+    # Expert parallelism shards a stack between experts, which have their own scales.
+    merge_plan([None if plan.is_stack else state.part for state, _, plan in weights], flat.plan, amaxes)
     found: dict[int, Scales] = {}
     for bucket, of_bucket in zip(flat.plan.buckets, flat.scales(amaxes), strict=True):
         found.update(zip(bucket.indices, _split_scales(bucket, of_bucket), strict=True))

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from qshard.formats import FLOATS
 from qshard.recipes import Recipe
 from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain, wrap
@@ -43,7 +44,7 @@ class Experts(Extends):
 
     Parameters keep their names and shapes. The instance stays one of its original class. 3-D weights become
     `ShardedWeight`s, which FSDP2 and ZeRO gather as codes, if the weight format of the recipe allows it; otherwise they
-    stay plain and are gathered as values. So are weights that expert or tensor parallelism shards.
+    stay plain and are gathered as values. So are weights that tensor parallelism shards within experts.
 
     Attributes:
       recipe: the format of each role.
@@ -84,10 +85,19 @@ class Experts(Extends):
         return {name: own.scale_state for name, own in local.items() if isinstance(own, ShardedWeight)}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter. A weight that expert or tensor parallelism shards becomes plain."""
+        """Register a parameter. Expert parallelism replaces a weight by the local experts through this method.
+
+        Scales of a weight that tensor parallelism shards would need all parts of an expert, so it becomes plain.
+        """
+        old: Any = self._parameters.get(name)
         new: Any = param
-        if isinstance(new, DTensor) and isinstance(self._parameters.get(name), ShardedWeight):
-            new = nn.Parameter(plain(new), new.requires_grad)
+        if isinstance(new, DTensor) and isinstance(old, ShardedWeight):
+            state, values = old.scale_state, plain(new)
+            if any(isinstance(each, Shard) and each.dim for each in new.placements):
+                new = nn.Parameter(values, new.requires_grad)
+            else:
+                state.part = ShardSpec(tuple(new.shape), new.device_mesh, new.placements)
+                new = nn.Parameter(wrap(values, state), new.requires_grad)
         super().register_parameter(name, new)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -246,10 +246,7 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
         if not isinstance(weight, QuantizedTensor):
             raise TypeError(f"update_columnwise: weights[{i}] ({quote(weight)}) is not a QuantizedTensor; quantize it")
         if isinstance(weight, QuantizedStack):
-            raise TypeError(
-                f"update_columnwise: weights[{i}] ({quote(weight)}) is a stack, which grouped_linear transposes itself; "
-                "leave it out"
-            )
+            raise TypeError(f"update_columnwise: weights[{i}] (QuantizedStack) is not transposed here; leave it out")
         fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
         if not fmt.transposes or rows is None:  # With 1-D blocks the planes differ.
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,33 @@ class QuantizedStack(QuantizedTensor):
     >>> stack[1], stack.mT.shape
     (QuantizedTensor(FP8_E4M3, shape=(1, 3), dtype=torch.float32, device=cpu), torch.Size([2, 3, 1]))
     """
+
+    @classmethod
+    def of(cls, matrices: Sequence[QuantizedTensor]) -> QuantizedStack:
+        """Copy the codes of matrices of one format, shape and dtype, with the same planes, next to each other.
+
+        Raises:
+          TypeError: an entry is not a `QuantizedTensor`.
+          ValueError: there is none, or they differ.
+
+        >>> from qshard.torch_bridge import quantize
+        >>> QuantizedStack.of([quantize(torch.ones(2, 2) * size, "FP8_E4M3") for size in (1, 2)]).dequantize()[1]
+        tensor([[2., 2.],
+                [2., 2.]])
+        """
+        for matrix in matrices:
+            if type(matrix) is not QuantizedTensor:
+                raise TypeError(f"QuantizedStack.of: matrices ({quote(matrix)}) are not all QuantizedTensors; quantize each")
+        kinds = {(str(one.format), tuple(one.shape), str(one.dtype), *one.__tensor_flatten__()[0]) for one in matrices}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"QuantizedStack.of: matrices ({len(matrices)}) have {len(kinds)} kinds of format, shape, dtype and "
+                "planes; pass at least one, all quantized alike"
+            )
+        first, count = matrices[0], len(matrices)
+        planes = ([parts for one in matrices if (parts := one.parts(each)) is not None] for each in Usage.BOTH.planes)
+        rowwise, columnwise = (_stack_planes(each) if each else None for each in planes)
+        return cls(first.format, (count, *first.shape), first.dtype, rowwise=rowwise, columnwise=columnwise)
 
     def dequantize(self, dtype: torch.dtype | None = None, *, usage: Usage | None = None) -> Tensor:
         """Compute the values, `fl(code * scale_inv)`, rounded once to `dtype`. Arguments as in `QuantizedTensor`."""
@@ -94,24 +122,14 @@ class QuantizedStack(QuantizedTensor):
 
 def _stack(matrices: list[QuantizedTensor], requires_grad: bool, others: dict[str, Any]) -> QuantizedStack:
     """Rebuild a pickled stack. Saved files contain this name and these arguments, so neither may change."""
-    first = matrices[0]
-    if len({(type(one), one.format, one.shape, one.dtype) for one in matrices}) > 1:
-        raise ValueError("QuantizedStack: saved matrices differ in format, shape or dtype; the file is damaged")
-    rowwise, columnwise = (_stack_planes([one.parts(usage) for one in matrices]) for usage in Usage.BOTH.planes)
-    shape = (len(matrices), *first.shape)
-    stack = QuantizedStack(first.format, shape, first.dtype, rowwise=rowwise, columnwise=columnwise)
+    stack = QuantizedStack.of(matrices)
     stack.requires_grad_(bool(requires_grad))
     stack.__dict__.update(others)
     return stack
 
 
-def _stack_planes(planes: list[Plane | None]) -> Plane | None:
-    there = [parts for parts in planes if parts is not None]
-    if not there:
-        return None
-    if len(there) != len(planes):
-        raise ValueError("QuantizedStack: some matrices have a plane that others lack; the file is damaged")
-    of_parts: list[list[Any]] = [[*each] for each in zip(*there, strict=True)]
+def _stack_planes(planes: list[Plane]) -> Plane:
+    of_parts: list[list[Any]] = [[*each] for each in zip(*planes, strict=True)]
     return Plane(*(None if each[0] is None else torch.stack(each) for each in of_parts))
 
 
