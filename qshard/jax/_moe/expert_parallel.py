@@ -4,8 +4,7 @@
               dispatch                                  combine
 
 Forward dispatches rows of tokens and combines rows of y; backward dispatches gradients of y and combines gradients of
-rows. Formats with one scale for each expert dispatch codes (`_experts/expert_parallel.py`). Results are combined as
-values.
+rows. `_experts/expert_parallel.py` says when codes are dispatched. Results are combined as values.
 """
 
 from __future__ import annotations
