@@ -35,7 +35,7 @@ def mesh_of(devices: Any) -> jax.sharding.Mesh:
 
 
 def contenders(shape: tuple[int, int, int, int, int], mesh: jax.sharding.Mesh, capacity: float) -> dict[str, Call]:
-    """Build the calls. Tokens of `shape` are those of one device, experts those of all."""
+    """Build the calls. `shape` has the tokens of one device, and the experts of all devices."""
     experts, top_k, tokens, width, hidden = shape
     keys = iter(jax.random.split(jax.random.key(0), 5))
     sharded = NamedSharding(mesh, P(AXIS))
@@ -122,7 +122,9 @@ def main() -> None:
         shape = SHAPES[name]
         calls = contenders(shape, mesh_of(devices), options.capacity)
         if not jnp.isfinite(calls[BASE]()[0]).all():
-            parser.exit(1, f"bench_expert_parallel_jax: a device has too few rows for {name}; pass a larger --capacity\n")
+            parser.exit(
+                1, f"bench_expert_parallel_jax: a device has too few rows for {name}; pass a larger --capacity\n"
+            )
         sent = {kind: bytes_sent(call, shape[2] * shape[1]) for kind, call in calls.items()}
         found += rows_of(milliseconds(calls, options.rounds), sent, name, len(devices))
         del calls

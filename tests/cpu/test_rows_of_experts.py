@@ -84,9 +84,7 @@ def test_row_amaxes(fmt):
     """Amaxes of rows, infinity and NaN included, give the bits that reading the rows gives. Padding has no part."""
     where, _ = tiles.tiles_of(max(16, block_alignment(fmt)), TOKENS, torch.from_numpy(SIZES))
     x, spec = torch.from_numpy(X), OperandSpec(fmt, Usage.BOTH)
-    found, want = (
-        tiles.quantize_experts(x, spec, where, row_amaxes=amaxes)[0] for amaxes in (x.abs().amax(1), None)
-    )
+    found, want = (tiles.quantize_experts(x, spec, where, row_amaxes=amaxes)[0] for amaxes in (x.abs().amax(1), None))
     for usage, operand in want.items():
         for got, part in zip(found[usage].parts, operand.parts, strict=True):
             assert (got is None) == (part is None)

@@ -272,7 +272,6 @@ def test_swiglu_passes_amaxes(monkeypatch):
     step(layer, x)
     assert found == [False, True, False, True]  # x, h, and the gradients of y and of gate and up.
 
-
     def double(module, given):
         given[0].mul_(2)
 

@@ -81,11 +81,12 @@ def own(of_experts, rank):
     return of_experts.chunk(dist.get_world_size())[rank]
 
 
-def is_one_device(name, load, dtype="float32", error=0.0):
+def is_one_device(name, load, dtype="float32", error=0.0, top_k=TOP_K):
     rank, world = dist.get_rank(), dist.get_world_size()
     w13, w2 = (w.to(getattr(torch, dtype)) for w in weights_of_all())
     each = [tokens_of(other, load) for other in range(world)]
     for own_tokens in each:
+        own_tokens[1:3] = (part[:, :top_k] for part in own_tokens[1:3])
         own_tokens[0], own_tokens[3] = (own_tokens[i].to(w13.dtype) for i in (0, 3))
     options = {}
     if RECIPES[name] is not None and RECIPES[name].stochastic:
@@ -114,6 +115,30 @@ def is_one_device(name, load, dtype="float32", error=0.0):
 def test_is_one_device(name, load):
     """Bit for bit on a CPU, where products sum rows of an expert in their order, whatever padding follows them."""
     is_one_device(name, load)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "CurrentScaling"), ("float16", "BlockScaling")])
+def test_other_dtypes_and_one_expert_a_token(dtype, name):
+    is_one_device(name, "uneven", dtype, top_k=1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling"])
+def test_gradients_of_two_microbatches_add_up(name):
+    """The second microbatch has tokens of rank 0 only."""
+    layer, both = layer_of(name, group()), layer_of(name, group())
+    own_tokens = tokens_of(dist.get_rank(), "uneven")[0]
+    batches = [own_tokens, own_tokens[: 7 * (dist.get_rank() == 0)]]
+    sums = {key: torch.zeros_like(parameter) for key, parameter in layer.named_parameters()}
+    for x in batches:
+        layer.zero_grad()
+        layer(x).square().sum().backward()
+        both(x).square().sum().backward()
+        for key, parameter in layer.named_parameters():
+            sums[key] += parameter.grad
+    for key, parameter in both.named_parameters():
+        assert torch.equal(parameter.grad, sums[key]), key
 
 
 def codes_are_those_of_one_device(name, role, usage=Usage.BOTH):
@@ -151,7 +176,7 @@ def operand_of(operand, tiles, expert):
     parts = plane_rows(parts, operand.format, operand.usage, start, stop)
     if scale is not None:
         return [parts.data.contiguous(), scale[expert : expert + 1]]
-    used = parts.data.any(1)  # Scales of padding are not defined, and its codes are 0.
+    used = (parts.data != 0).any(1)  # Scales of padding are not defined, and its codes are 0.
     return [parts.data.contiguous(), parts.scale_inv[used].contiguous()]
 
 
@@ -172,7 +197,7 @@ def test_codes_of_blocks(name):
 @pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8", "NVFP4"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_bytes_on_the_wire(name, frozen):
-    """With one scale, and in blocks without columnwise planes, codes of x and of dy are sent, and values of y and dx."""
+    """Codes of x and dy are sent with one scale, and in blocks without columnwise planes; values of y and dx."""
     recipe, tokens = RECIPES[name], tokens_of(dist.get_rank(), "uneven")
     weights = [own(w, dist.get_rank()).bfloat16().requires_grad_(not frozen) for w in weights_of_all()]
     x, indices, of_experts, dy = tokens[0].bfloat16().requires_grad_(), *tokens[1:3], tokens[3].bfloat16()
@@ -223,8 +248,9 @@ def test_ranks_that_differ_raise_on_all():
     fewer = slice(0, 1 if rank else None)
     with pytest.raises(ValueError, match="has other experts, recipe, dtype of x or gradients"):
         grouped_mlp(x, indices, weights, w13[fewer], w2[fewer], "CurrentScaling", ep_group=group())
+    learned = w2.clone().requires_grad_(rank == 0)
     with pytest.raises(ValueError, match="has other experts, recipe, dtype of x or gradients"):
-        grouped_mlp(x, indices, weights, w13, w2.requires_grad_(rank == 0), "CurrentScaling", ep_group=group())
+        grouped_mlp(x, indices, weights, w13, learned, "CurrentScaling", ep_group=group())
     mesh = init_device_mesh(torch_ranks.device, (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
     with pytest.raises(TypeError, match="a DeviceMesh of 2 axes"):
         grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling", ep_group=mesh)
@@ -345,7 +371,7 @@ def test_ddp():
 
 def wrap_with_fsdp1(block):
     prepare_modules_for_fsdp1(block)
-    return FullyShardedDataParallel(block, use_orig_params=True)
+    return FullyShardedDataParallel(block, use_orig_params=True, device_id=torch.device(torch_ranks.device))
 
 
 def wrap_with_fsdp2(block):

@@ -284,8 +284,8 @@ SWIGLU_NODE = f"{_SwiGlu.__name__}Backward"
 def swiglu_gate_up(gate_up: Tensor) -> Tensor:
     """Compute `swiglu` of rows `[..., 2 I]`, gate then up, as one product gives them. It copies neither half.
 
-    If the next node of the layer is a grouped product, it takes the amaxes of rows of h; and in a backward pass, the
-    product that computed `gate_up` takes those of its gradient.
+    Grouped products take amaxes of rows: the product that reads h from the forward pass, and the product that computed
+    `gate_up` from the backward pass.
     """
     amaxes: list[Tensor] = []
     h: Tensor = apply_node(_SwiGluGateUp, gate_up, None if is_compiling() else amaxes)

@@ -135,7 +135,7 @@ def product_and_amaxes(
     swiglu: bool = False,
     row_amaxes: jax.Array | None = None,
 ) -> Result:
-    """Compute `ragged_dot`, optionally followed by SwiGLU, whose amaxes of rows save a read of its result.
+    """Compute `ragged_dot`, and optionally SwiGLU of its result. The amaxes of its rows save a read of the result.
 
     Args are as for `ragged_dot`, and:
       swiglu: apply `swiglu_gate_up` to the product.
