@@ -1,8 +1,8 @@
 """SwiGLU and RMSNorm, bit-equal to the PyTorch front end and the reference, and their quantizing forms.
 
 XLA fuses nothing across custom calls, so `linear` reads the result of `swiglu` or `rms_norm` again for a per-tensor
-amax. Between the products of `grouped_mlp`, amaxes of rows are passed on instead. `swiglu_quantize` and `rms_norm_quantize` take the amax from the pass that computes the result, but have no
-gradient.
+amax. Between the products of `grouped_mlp`, amaxes of rows are passed on instead. `swiglu_quantize` and
+`rms_norm_quantize` take the amax from the pass that computes the result, but have no gradient.
 """
 
 from __future__ import annotations
