@@ -57,14 +57,14 @@ def place_received(tiles: Tiles, exchange: TokenExchange) -> Tiles:
     return tiles._replace(ends=None, rows=rows, place=tiles.place.index_select(0, exchange.position))
 
 
-def quantize_dispatched(
+def quantize_dispatch_part(
     x: Tensor, spec: OperandSpec, tiles: Tiles, exchange: TokenExchange, *, seeds: Tensor | None
 ) -> dict[Usage, GroupedOperand]:
     """Quantize and dispatch source rows `[M, K]`. Return planes of the padded rows of the local experts."""
     fmt, usage = spec.format, spec.usage
     if usage is Usage.ROWWISE and rows_are_independent(fmt):
         plane = quantize_steps.quantize(ops, x.contiguous(), fmt, usage)[usage]
-        received = (None if part is None else _dispatched(part, tiles, exchange) for part in plane)
+        received = (None if part is None else _dispatch_part(part, tiles, exchange) for part in plane)
         return {usage: GroupedOperand(fmt, usage, Plane(*received))}
     if not fmt.per_tensor:
         return quantize_experts(exchange.dispatch(x), spec, tiles, seeds=seeds)[0]
@@ -72,7 +72,7 @@ def quantize_dispatched(
     rowwise = spec._replace(usage=Usage.ROWWISE)
     planes, _ = quantize_rows(ops, x.contiguous(), rowwise, source, exchange.ends, reduce_max=exchange.reduce_max)
     sent = planes[Usage.ROWWISE]
-    codes = _dispatched(sent.data, tiles, exchange)
+    codes = _dispatch_part(sent.data, tiles, exchange)
     plane = sent._replace(data=codes, scale_inv=exchange.own(sent.scale_inv).contiguous())
     found = {Usage.ROWWISE: plane}
     if Usage.COLUMNWISE in usage:
@@ -80,7 +80,7 @@ def quantize_dispatched(
     return {each: GroupedOperand(fmt, each, found[each]) for each in usage.planes}
 
 
-def _dispatched(part: Tensor, tiles: Tiles, exchange: TokenExchange) -> Tensor:
+def _dispatch_part(part: Tensor, tiles: Tiles, exchange: TokenExchange) -> Tensor:
     """Dispatch rows of codes or scales, and copy them to padded rows, eight bytes at a time where they fit."""
     received, rows = exchange.dispatch(part, spare=1), tiles.rows
     if received.shape[1] * received.itemsize % torch.int64.itemsize:

@@ -13,7 +13,7 @@ one tile of zeros. Unused tiles at the end belong to no expert.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,6 +140,6 @@ def quantize_experts(
     if usage is Usage.COLUMNWISE:
         spec = spec._replace(usage=Usage.BOTH)
     seeds = spec.seed_of(seeds, xor_words)
-    known = {"scale": scale, "seeds": seeds, "row_amaxes": row_amaxes}
+    known: dict[str, Any] = {"scale": scale, "seeds": seeds, "row_amaxes": row_amaxes}
     planes, amax = quantize_rows(ops, x.contiguous(), spec, tiles.rows, tiles.stops, **known)
     return {each: GroupedOperand(fmt, each, planes[each]) for each in usage.planes}, amax

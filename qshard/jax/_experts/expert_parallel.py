@@ -86,7 +86,7 @@ def exchanged_rows(exchange: TokenExchange, recipe: Recipe) -> tuple[GroupedRows
     return first, GroupedRows(inside, received, exchange, Role.GRADIENT)
 
 
-def quantize_dispatched(
+def quantize_dispatch_part(
     x: jax.Array,
     operand: OperandSpec,
     tiles: Tiles,
@@ -101,7 +101,7 @@ def quantize_dispatched(
     q = QuantizedArray(format=fmt, dtype=x.dtype, axes=(None, None))
     if usage is Usage.ROWWISE and rows_are_independent(fmt):
         plane = quantize_steps.quantize(partitionable_ops, x, fmt, usage)[usage]
-        received = jax.tree.map(lambda part: _dispatched(part, tiles, exchange), plane)
+        received = jax.tree.map(lambda part: _dispatch_part(part, tiles, exchange), plane)
         return q.with_planes({usage: received}), None
     if not fmt.per_tensor:
         return quantize_tiles(exchange.dispatch(x), operand, tiles, axes=axes, seeds=seeds, scales=scales)
@@ -116,14 +116,14 @@ def quantize_dispatched(
         reduce_max=exchange.max_over_devices(axes),
     )
     sent = planes[Usage.ROWWISE]
-    data, scale_inv = _dispatched(sent.data, tiles, exchange), exchange.own(sent.scale_inv)
+    data, scale_inv = _dispatch_part(sent.data, tiles, exchange), exchange.own(sent.scale_inv)
     found: dict[Usage, Any] = {Usage.ROWWISE: sent._replace(data=data, scale_inv=scale_inv)}
     if Usage.COLUMNWISE in usage:
         found[Usage.COLUMNWISE] = quantize_steps.transpose_plane(partitionable_ops, found[Usage.ROWWISE], fmt)
     return q.with_planes({each: found[each] for each in usage.planes}), None if amax is None else exchange.own(amax)
 
 
-def _dispatched(part: jax.Array, tiles: Tiles, exchange: TokenExchange) -> jax.Array:
+def _dispatch_part(part: jax.Array, tiles: Tiles, exchange: TokenExchange) -> jax.Array:
     """Dispatch rows of codes or scales, and copy them to padded rows."""
     is_byte = part.dtype.itemsize == 1
     received = exchange.dispatch(lax.bitcast_convert_type(part, jnp.uint8) if is_byte else part)
