@@ -57,7 +57,7 @@ def place_received(tiles: Tiles, exchange: TokenExchange) -> Tiles:
     return tiles._replace(ends=None, rows=rows, place=tiles.place.index_select(0, exchange.position))
 
 
-def quantize_dispatch_part(
+def quantize_dispatched(
     x: Tensor, spec: OperandSpec, tiles: Tiles, exchange: TokenExchange, *, seeds: Tensor | None
 ) -> dict[Usage, GroupedOperand]:
     """Quantize and dispatch source rows `[M, K]`. Return planes of the padded rows of the local experts."""

@@ -86,7 +86,7 @@ def exchanged_rows(exchange: TokenExchange, recipe: Recipe) -> tuple[GroupedRows
     return first, GroupedRows(inside, received, exchange, Role.GRADIENT)
 
 
-def quantize_dispatch_part(
+def quantize_dispatched(
     x: jax.Array,
     operand: OperandSpec,
     tiles: Tiles,
