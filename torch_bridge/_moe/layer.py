@@ -109,8 +109,12 @@ class MoE(nn.Module):
         indices, weights = topk_routing(logits, self.top_k, scale=self.scale, bias=self.expert_bias, **options)
         first, recipe = self.w13.layer_of_experts, self.w2.layer_of_experts.recipe
         facts = (tuple(first.weight.shape[-2:]), x.dtype, first.recipe, recipe)
-        weights_of_rank = () if self.ep_group is None else (*self.w13.parameters(), *self.w2.parameters())
-        how: dict[str, Any] = {"group": self.ep_group, "local": weights_of_rank, "facts": facts}
+        local: list[list[Tensor]] = []
+        if self.ep_group is not None:
+            # Not `parameters()`: under FSDP1 weights are no parameters, but views of one.
+            products = (cast(nn.ModuleList, product.experts) for product in (self.w13, self.w2))
+            local = [[cast(Linear, layer).weight for layer in product] for product in products]
+        how: dict[str, Any] = {"group": self.ep_group, "local": local, "facts": facts}
         y = apply_experts(x, indices, weights, self.num_experts, (first.recipe, recipe), self.w13, self.w2, **how)
         if self.shared is not None:
             y = y + self.shared["w2"](swiglu_gate_up(self.shared["w13"](x)))
