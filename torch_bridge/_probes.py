@@ -158,7 +158,7 @@ class Watch:
         for name, layer in self._layers.items():
             self._hook(layer, functools.partial(_Call, self, name, layer))
         for layers in self._grouped:
-            experts = [(names[each], cast(WeightLayer, each)) for each in layers.experts]
+            experts = [(names[each], cast(WeightLayer, each)) for each in cast(nn.ModuleList, layers.experts)]
             self._hook(layers, functools.partial(_ExpertsCall, self, experts))
         return self
 
