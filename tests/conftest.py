@@ -4,6 +4,7 @@ Imports neither jax nor torch, so that tests/null runs without them. Sets the en
 start-up, unless the caller has set them.
 """
 
+import gc
 import importlib.util
 import os
 import signal
@@ -90,6 +91,16 @@ def absent(config: pytest.Config, what: str) -> None:
     if config.getoption("--gpu"):
         pytest.fail(what, pytrace=False)
     pytest.skip(what)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap() -> None:
+    """Exempt the objects of earlier modules, gigabytes of JAX programs, from garbage collection.
+
+    Checks for leaked tracers and counts of tensors collect all garbage many times.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
