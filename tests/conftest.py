@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from qshard.formats import Format
+from support.formats import OFTEN
 from support.fronts import FRONTS, Front
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -75,6 +77,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        front, fmt = params.get("front"), params.get("fmt")
+        if front == ("jax", "cpu") and isinstance(fmt, Format) and fmt not in OFTEN:
+            item.add_marker(pytest.mark.slow)
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
         if item.path.stem.endswith(OF_DOCS):

@@ -26,7 +26,7 @@ RECIPES = {
 SIDES = ["gather_rows", "scatter_rows"]
 # Device counts take turns.
 TURNS = [(name, side, (2, 4, 8)[(i + j) % 3]) for i, name in enumerate(RECIPES) for j, side in enumerate(SIDES)]
-OFTEN = ("CurrentScaling", "DelayedScaling", "BlockScaling", "NVFP4")
+OFTEN = ("CurrentScaling", "NVFP4")
 CUT = P(None, "tp")
 SPECS = {"gather_rows": (CUT, P("tp"), P(None, None, "tp")), "scatter_rows": (P(None, None, "tp"), CUT, CUT)}
 
