@@ -37,8 +37,9 @@ from qshard.torch_bridge._moe.grouped_mlp import grouped_mlp
 from qshard.torch_bridge._moe.layer import MoE
 from qshard.torch_bridge._moe.permutation import MoEPermutation, moe_permutation, moe_permute, moe_unpermute
 from qshard.torch_bridge._moe.router import topk_routing
-from qshard.torch_bridge._nn.activations import RMSNorm, SwiGLU, rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
+from qshard.torch_bridge._nn.activations import rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
 from qshard.torch_bridge._nn.functional import linear
+from qshard.torch_bridge._nn.fused_modules import RMSNorm, SwiGLU
 from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._optim.adam import Adam, AdamW
 from qshard.torch_bridge._optim.cast_master import CastPlan, cast_master, update_columnwise
@@ -48,6 +49,7 @@ from qshard.torch_bridge._probes import numerics_of
 from qshard.torch_bridge._quantized.quantize import quantize
 from qshard.torch_bridge._quantized.scaling_state import load_scaling_state, scaling_state
 from qshard.torch_bridge._quantized.serialization import from_plain, to_plain
+from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._weight_sync.stream import stream_weights
 from qshard.torch_bridge._zero.optimizer import ZeroOptimizer
@@ -64,6 +66,7 @@ __all__ = [
     "MoEPermutation",
     "Plane",
     "QuantizedSlice",
+    "QuantizedStack",
     "QuantizedTensor",
     "RMSNorm",
     "ShardedWeight",

@@ -22,7 +22,9 @@ from qshard.torch_bridge._fsdp.weight import plain
 from qshard.torch_bridge._moe.experts import Experts
 from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.quantize import quantize
+from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
 from qshard.torch_bridge._weight_sync.code_gather import CodeShard, code_shard_of, gather_codes, gather_ranks
@@ -156,7 +158,7 @@ def _items(model: nn.Module, fmt: Format | None) -> list[_Item]:
         module, is_stack = modules[prefix], False
         own = _format_of(module, attribute, value, fmt)
         if isinstance(module, Experts) and value.ndim == 3:
-            own, is_stack = fmt or module.recipe.weight, True
+            own, is_stack = own or fmt or module.recipe.weight, True
         of = names.get(name, Names.of(EngineWeight(name)))
         found.setdefault(id(value), _Item(name, module, attribute, value, of, own, units.get(id(value)), is_stack))
     return [*found.values()]
@@ -227,11 +229,17 @@ class _Stream:
                 yield from self._named(weight, item.what, own)
 
     def _stack(self, item: _Item) -> Iterator[tuple[str, Tensor]]:
-        stack = _whole(item.value)
-        stack = stack.transpose(-2, -1) if item.module.weight_layout == "KN" else stack
+        stack = local_of(item.value)
+        is_turned, has_codes = item.module.weight_layout == "KN", isinstance(stack, QuantizedStack)
+        if not has_codes:
+            stack = _whole(plain(item.value))
+            stack = stack.transpose(-2, -1) if is_turned else stack
         for expert, values in enumerate(stack.unbind()):
-            own = quantize(values.contiguous(), item.what.format).parts(Usage.ROWWISE)
+            codes = values if has_codes else quantize(values.contiguous(), item.what.format)
+            assert isinstance(codes, QuantizedTensor)
+            own = codes.parts(Usage.ROWWISE)
             assert own is not None
+            own = transpose(own, codes.format) if has_codes and is_turned else own
             for weight in expert_names(item.name, expert, item.shape[0]):
                 yield from self._named(weight, item.what, own)
 
