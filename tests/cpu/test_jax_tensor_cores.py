@@ -21,6 +21,7 @@ from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
 from qshard.jax._ops.bind import disabled_checks
 from qshard.recipes import BlockScaling
 from support.hlo import collectives
+from support.pairs import turns
 
 RECIPE = BlockScaling()
 SIZES = {"B": 8, "S": 256, "K": 512, "N": 1024}
@@ -103,8 +104,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("name", CUTS)
+@turns(1, name=list(CUTS), kind=[AxisType.Auto, AxisType.Explicit])
 def test_meshes(name, kind):
     """Every device multiplies its local operands, and products contracted over devices are summed."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)

@@ -80,7 +80,10 @@ def assert_same(made, want):
         assert_bits_equal(got, expect)
 
 
-@pytest.mark.parametrize(("name", "side", "devices"), TURNS)
+@pytest.mark.parametrize(
+    ("name", "side", "devices"),
+    [pytest.param(*turn, marks=[] if i % 4 in (0, 3) else pytest.mark.slow) for i, turn in enumerate(TURNS)],
+)
 def test_bits_of_one_device(name, side, devices):
     """With exact sums, results have the bits of one device, so codes are the same.
 

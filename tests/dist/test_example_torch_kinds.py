@@ -105,10 +105,18 @@ def test_experts_over_replicas():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf16", "nvfp4"))])
-def test_all_meshes_gather_the_same_bytes(name):
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("block", KINDS[:1]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("bf16", KINDS[:1]), ("block", KINDS[1:2]), ("nvfp4", KINDS[:2]))
+        ),
+    ],
+)
+def test_all_meshes_gather_the_same_bytes(name, kinds):
     """Under tensor parallelism in shards, which together are the whole."""
-    kinds = KINDS[:1] if name == "bf16" else KINDS[:2]
     runs = [trained(name, kind, mesh, steps=1) for kind in kinds for mesh in ("fsdp", "hsdp", "fsdp,tp")]
     if dist.get_rank() == 0:
         assert len({run.gathered_sha256 for run in runs}) == 1
