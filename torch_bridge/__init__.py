@@ -37,8 +37,9 @@ from qshard.torch_bridge._moe.grouped_mlp import grouped_mlp
 from qshard.torch_bridge._moe.layer import MoE
 from qshard.torch_bridge._moe.permutation import MoEPermutation, moe_permutation, moe_permute, moe_unpermute
 from qshard.torch_bridge._moe.router import topk_routing
-from qshard.torch_bridge._nn.activations import RMSNorm, SwiGLU, rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
+from qshard.torch_bridge._nn.activations import rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
 from qshard.torch_bridge._nn.functional import linear
+from qshard.torch_bridge._nn.fused_modules import RMSNorm, SwiGLU
 from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._optim.adam import Adam, AdamW
 from qshard.torch_bridge._optim.cast_master import CastPlan, cast_master, update_columnwise

@@ -152,6 +152,12 @@ def put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
         parameter._post_accumulate_grad_hooks = post_accumulate
 
 
+def has_module_hooks(module: nn.Module) -> bool:
+    """Return True if a call of a module runs hooks that were registered on it."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
+
+
 # DTensor. Without it: use `to_local()`, which returns a new object, and store attributes in a dict by id.
 def local_tensor(tensor: DTensor) -> Tensor:
     """Return the local shard of a DTensor, as the object that the DTensor holds."""

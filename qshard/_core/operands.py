@@ -155,6 +155,14 @@ def quantize_rows(
     return {each: Plane(*made[2 * i : 2 * i + 2]) for i, each in enumerate(spec.usage.planes)}, None
 
 
+def _amaxes_of_experts(
+    ops: Any, x: Array, rows: Array, stops: Array, reduce_max: Reduce | None, *, rotated: bool = False
+) -> list[Array]:
+    """Return the amaxes `[E]` of the rows of each expert, and with `rotated` also those of its rotated columns."""
+    amaxes = ops.amax_hadamard_grouped(x, rows, stops) if rotated else (ops.amax_grouped(x, rows, stops),)
+    return [amax if reduce_max is None else reduce_max(amax) for amax in amaxes]
+
+
 def _rows_of_one_scale(
     ops: Any,
     x: Array,
@@ -165,8 +173,7 @@ def _rows_of_one_scale(
     reduce_max: Reduce | None,
 ) -> tuple[dict[Usage, Plane], Array | None]:
     fmt, both = spec.format, spec.usage is Usage.BOTH
-    amax = ops.amax_grouped(x, rows, stops)
-    amax = amax if reduce_max is None else reduce_max(amax)
+    (amax,) = _amaxes_of_experts(ops, x, rows, stops, reduce_max)
     options: dict[str, Any] = {"element": fmt.element.name}
     if spec.margin is None:
         scale, scale_inv, _ = quantize_steps.scales(ops, fmt, amax)
@@ -191,8 +198,7 @@ def _nvfp4_rows(
     """Quantize padded rows with a global scale for each expert. 2-D blocks are quantized once, and transposed."""
     fmt, usage = spec.format, spec.usage
     rotates, two_sets = fmt.rotates(usage), usage is Usage.BOTH and not fmt.transposes
-    amaxes = ops.amax_hadamard_grouped(x, rows, stops) if rotates else (ops.amax_grouped(x, rows, stops),)
-    amaxes = [amax if reduce_max is None else reduce_max(amax) for amax in amaxes]
+    amaxes = _amaxes_of_experts(ops, x, rows, stops, reduce_max, rotated=rotates)
     options: dict[str, Any] = {"scale_max": fmt.scaling.scale_max, "nonfinite": fmt.nonfinite}
     operands, height, width = [x, rows, stops, amaxes[0]], *fmt.block_shape()
     if two_sets:
@@ -230,8 +236,7 @@ def _gathered_rows(
     if fmt.row_scaled:
         draws = None if seeds is None else Draws(*ops.draws_of_rows(seeds, stops, count, columns))
         return quantize_steps.quantize(ops, padded, fmt, usage, draws=draws)
-    amax = ops.amax_grouped(x, rows, stops)
-    amax = amax if reduce_max is None else reduce_max(amax)
+    (amax,) = _amaxes_of_experts(ops, x, rows, stops, reduce_max)
     height, strip = fmt.block_shape()
     grids = {Usage.ROWWISE: (height, (count // height,)), Usage.COLUMNWISE: (strip, (columns, count // strip))}
     planes: dict[Usage, Plane] = {}

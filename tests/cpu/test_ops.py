@@ -18,7 +18,7 @@ from qshard import _ffi
 from qshard.jax import ops as jax_ops
 from qshard.jax._sharding import foreach
 from qshard.op_table import table
-from qshard.torch_bridge._ops.bind import call_into
+from qshard.torch_bridge._ops.bind import into
 from support.awkward import assert_all_bits_equal
 from support.draw_values import filled
 from support.draws import FEW, SPECS, choices, draw
@@ -59,7 +59,7 @@ def draws(spec, count, **options):
 
 @every_op
 def test_torch(spec):
-    """Eager results and results of `call_into` have the reference's bits; traced results its shapes and dtypes."""
+    """Eager results and results of `into` have the reference's bits; traced results its shapes and dtypes."""
     for made in draws(spec, max(8, len(choices(spec))) if spec.name.startswith(CHEAP) else 8):
         op, operands, keywords = torch_call(made)
         want = oracle(made)
@@ -72,7 +72,7 @@ def test_torch(spec):
         assert_all_bits_equal([to_numpy(x) for x in returned], want, str(made))
         if not spec.many:
             given = [torch.full_like(x, 77) for x in returned]
-            call_into(spec.name, operands, given, attributes_of(made))
+            getattr(into(*given), spec.name)(*operands, **attributes_of(made))
             assert_all_bits_equal([to_numpy(x) for x in given], want, str(made))
 
 

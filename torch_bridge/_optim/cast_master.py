@@ -18,7 +18,7 @@ from qshard._core.quantize_steps import Plane, Scales
 from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.layout import matrix_shape, plane, source
-from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._ops.bind import dtype_name, ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._ops.foreach import SliceOps
 from qshard.torch_bridge._ops.uint64 import words
@@ -261,7 +261,7 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
             transposes.append(scale_inv)
         planes.append(Plane(data, scale_inv, rows.global_scale_inv))
     if matrices:
-        torch.ops.qshard.transpose_each(matrices, transposes)
+        ops.transpose_each(matrices, transposes)
     for weight, parts in zip(weights, planes, strict=True):
         weight.set(Usage.COLUMNWISE, parts)
 
