@@ -48,19 +48,23 @@ On an H200 a 4096 x 4096 x 4096 GEMM takes 0.2 ms, and the host calls of a layer
 
 
 class Operand(NamedTuple):
-    """One plane of a GEMM operand: a matrix `[rows, K]` for `ROWWISE`, `[K, rows]` for `COLUMNWISE`."""
+    """One plane of a GEMM operand: a matrix `[rows, K]` for `ROWWISE`, `[K, rows]` for `COLUMNWISE`.
+
+    `is_transposed`: the product contracts the other axis, across blocks, so it multiplies dequantized values.
+    """
 
     format: Format
     parts: Plane
     usage: Usage = Usage.ROWWISE
+    is_transposed: bool = False
 
     @property
     def rows(self) -> int:
-        return _sizes(self.format, self.usage, self.parts.data.shape)[0]
+        return _sizes(self.format, self.usage, self.parts.data.shape)[self.is_transposed]
 
     @property
     def in_order(self) -> bool:
-        return gemm_dispatch.contracts_last(self.format, self.usage)
+        return gemm_dispatch.contracts_last(self.format, self.usage) is not self.is_transposed
 
     def stored_values(self, dtype: torch.dtype) -> Tensor:
         return dequantize(self.parts, self.format, self.usage, dtype)
@@ -72,7 +76,7 @@ class Operand(NamedTuple):
 def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """Compute `a @ b.T`, `[M, N]`. `fast` lets FP8 tensor cores accumulate with fewer bits, as in forward passes."""
     device, way = a.parts.data.device, None
-    if device.type == PLATFORM:
+    if device.type == PLATFORM and not b.is_transposed:
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
         way, at_once = (_way_of_shapes if is_compiling() else _ways)(*sides, device, dtype)
         if way is not None and at_once:
@@ -105,7 +109,7 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
 def _goes_by_panels(a: Operand, b: Operand) -> bool:
     """Return whether to dequantize `b` by panels: on the CPU, for few rows of `a`, and not all of it fits a cache."""
     data = b.parts.data
-    if data.device.type != "cpu" or (a.usage, b.usage) != (Usage.ROWWISE, Usage.ROWWISE):
+    if data.device.type != "cpu" or (a.usage, b.usage) != (Usage.ROWWISE, Usage.ROWWISE) or b.is_transposed:
         return False
     is_large = data.numel() * b.format.element.codes_per_byte > PANEL
     return is_large and a.rows <= FEW and may_skip_dispatcher((a.parts.data, data))

@@ -156,7 +156,7 @@ class Facts:
         self._alive = [weakref.ref(each) for each in (*modules, *(value for _, value in entries))]
 
     def holds(self, other: Facts) -> bool:
-        """Return whether these facts, found earlier, are still true. An id may be used again once its object is gone."""
+        """Return whether these facts, found earlier, still hold. An id may be used again once its object is gone."""
         return self._known == other._known and all(each() is not None for each in self._alive)
 
 

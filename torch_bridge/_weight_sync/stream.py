@@ -15,6 +15,7 @@ from qshard._core.validation import FormatLike, as_format
 from qshard._files.engine_stream import DEFAULT_BUCKET, buckets, check_stream
 from qshard.formats import Format
 from qshard.torch_bridge._convert.export import entries_of
+from qshard.torch_bridge._distributed.fsdp1 import is_flattened_model
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
 from qshard.torch_bridge._weight_sync.bucket import Bucket, BucketPass
 from qshard.torch_bridge._weight_sync.items import OP, Facts, Item, items_of
@@ -70,6 +71,11 @@ def stream_weights(
     check_stream(format, bucket_bytes, OP)
     if dtype is not None:
         check_dtype(OP, "dtype", dtype)
+    if is_flattened_model(model):
+        raise ValueError(
+            f"{OP}: model ({type(model).__name__}) is sharded by FullyShardedDataParallel, which flattens its "
+            "weights; shard it with fully_shard, ZeroOptimizer or parallelize_module"
+        )
     fmt = None if weight_format is None else as_format(weight_format, OP, "weight_format")
     if fmt is not None and fmt.stochastic:
         raise ValueError(f"{OP}: weight_format ({fmt}) rounds stochastically; pass a format with rounding='nearest'")
