@@ -97,13 +97,12 @@ def test_plans_follow_the_model():
 
 def test_plans_keep_no_model():
     model = nn.Linear(128, 128)
-    weight, there = weakref.ref(model.weight), len(_plans)
+    weight = weakref.ref(model.weight)
     assert [*qt.stream_weights(model, weight_format="MXFP8_E4M3")]
-    assert len(_plans) == there + 1
+    assert model in _plans
     del model
     gc.collect()
     assert weight() is None
-    assert len(_plans) == there
 
 
 def test_mistakes():

@@ -107,7 +107,7 @@ def test_models_that_others_shard():
         if way == "wrapped":
             model = nn.Sequential(FullyShardedDataParallel(model, device_id=torch.device("cpu")))
             with pytest.raises(
-                ValueError, match=r"is sharded by FullyShardedDataParallel.*; shard it with fully_shard"
+                ValueError, match=r"is sharded by FullyShardedDataParallel.*; shard it with"
             ):
                 stream_weights(model, weight_format="FP8_128x128")
             owner = "FullyShardedDataParallel"

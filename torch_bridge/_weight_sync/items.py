@@ -144,20 +144,23 @@ def device_of(value: Tensor) -> torch.device:
 
 
 class Facts:
-    """What the plan of a stream depends on in a model: its modules, tensors and their dtypes, devices and recipes.
+    """What the plan of a stream depends on in a model: modules and recipes, and the type and sharding of each tensor.
 
-    Objects are compared by identity. They are not kept alive, so a plan does not keep a model or its old weights.
+    Tensors may be others than before. Nothing here keeps a model alive, or has weak references to tensors, which
+    `torch.utils.swap_tensors` refuses.
     """
 
     def __init__(self, model: nn.Module, entries: list[tuple[str, Tensor]]):
         modules = [*model.modules()]
+        first: dict[int, str] = {}
         self._known = [(id(module), *(id(module.__dict__.get(name)) for name in _DECIDES)) for module in modules]
-        self._known += [(name, id(value), *_facts_of(value)) for name, value in entries]
-        self._alive = [weakref.ref(each) for each in (*modules, *(value for _, value in entries))]
+        self._known += [(name, first.setdefault(id(value), name), *_facts_of(value)) for name, value in entries]
+        self._modules = [weakref.ref(module) for module in modules]
+        self._meshes = [value.device_mesh for _, value in entries if isinstance(value, DTensor)]
 
     def holds(self, other: Facts) -> bool:
         """Return whether these facts, found earlier, still hold. An id may be used again once its object is gone."""
-        return self._known == other._known and all(each() is not None for each in self._alive)
+        return self._known == other._known and all(module() is not None for module in self._modules)
 
 
 _DECIDES = ("recipe", "ep_group", "zero_unit")
@@ -166,6 +169,9 @@ _DECIDES = ("recipe", "ep_group", "zero_unit")
 
 def _facts_of(value: Tensor) -> tuple[Any, ...]:
     local = local_of(value)
-    state = getattr(local, "scale_state", None)
-    memory = local if isinstance(local, QuantizedTensor) else memory_of(value)
-    return type(local), memory.dtype, memory.device, state is not None and state.delayed is not None
+    sharding = (id(value.device_mesh), value.placements) if isinstance(value, DTensor) else None
+    if isinstance(local, QuantizedTensor):
+        return value.shape, value.dtype, local.device, sharding, local.format
+    state, memory = getattr(local, "scale_state", None), memory_of(value)
+    delayed = None if state is None or state.delayed is None else state.fmt
+    return value.shape, memory.dtype, memory.device, sharding, type(local), delayed
