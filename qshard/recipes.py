@@ -360,7 +360,9 @@ def takes_frozen(fmt: Format, recipe: Recipe) -> bool:
     [True, False]
     """
     of = recipe.weight
-    if not of.transposes or fmt.per_tensor or of.per_tensor or (fmt.element, fmt.kind, fmt.row_scaled) != (of.element, of.kind, False):
+    if fmt.per_tensor or of.per_tensor or not of.transposes:
+        return False
+    if (fmt.element, fmt.kind, fmt.row_scaled) != (of.element, of.kind, of.row_scaled):
         return False
     (rows, columns), whole = fmt.block_shape(), of.block_shape()
     return rows == 1 and columns == whole[1]

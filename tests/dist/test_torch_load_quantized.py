@@ -99,16 +99,14 @@ def test_hsdp(recipe):
             assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_models_that_others_shard():
     """One error before any work: FSDP1 has flat parameters, and a `ZeroOptimizer` writes its masters to the weights."""
     for way in ("wrapped", "zero", "zero with shards"):
         model = model_of() if way == "wrapped" else convert(model_of(), "BlockScaling")
         if way == "wrapped":
             model = nn.Sequential(FullyShardedDataParallel(model, device_id=torch.device("cpu")))
-            with pytest.raises(
-                ValueError, match=r"is sharded by FullyShardedDataParallel.*; shard it with"
-            ):
+            with pytest.raises(ValueError, match=r"is sharded by FullyShardedDataParallel.*; shard it with"):
                 stream_weights(model, weight_format="FP8_128x128")
             owner = "FullyShardedDataParallel"
         else:
