@@ -49,6 +49,7 @@ from qshard.torch_bridge._probes import numerics_of
 from qshard.torch_bridge._quantized.quantize import quantize
 from qshard.torch_bridge._quantized.scaling_state import load_scaling_state, scaling_state
 from qshard.torch_bridge._quantized.serialization import from_plain, to_plain
+from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._weight_sync.stream import stream_weights
 from qshard.torch_bridge._zero.optimizer import ZeroOptimizer
@@ -65,6 +66,7 @@ __all__ = [
     "MoEPermutation",
     "Plane",
     "QuantizedSlice",
+    "QuantizedStack",
     "QuantizedTensor",
     "RMSNorm",
     "ShardedWeight",

@@ -21,11 +21,12 @@ from qshard.torch_bridge._experts.expert_parallel import LocalExperts
 from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._fsdp.scale_state import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._nn.functional import check_operand
+from qshard.torch_bridge._nn.functional import check_gathered, check_operand
 from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._ops.autograd_node import apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
+from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
 
@@ -46,14 +47,15 @@ def grouped_linear(
 
     Args:
       x: float32, bfloat16 or float16 `[M, K]`, rows sorted by expert.
-      weights: one `[N, K]` per expert, each as for `linear`; or one tensor of all experts.
+      weights: one `[N, K]` per expert, each as for `linear`; or one tensor of all experts, values or a
+        `QuantizedStack`.
       group_sizes: int32 or int64 `[E]`, the number of rows of each expert, 0 or more. Rows after the last group give
         zeros. They may be on the CPU or on the device of x. The call never waits for the device.
       recipe: as for `linear`.
       bias: `[E, N]`, or None. The bias of an expert is added to its rows.
       weight_layout: required with one tensor of all experts, because N == K would be ambiguous: "NK" for `[E, N, K]`,
-        "KN" for `[E, K, N]`, as in `torch.nn.functional.grouped_mm`. Both give the same bits. "KN" copies the weights
-        in each call.
+        "KN" for `[E, K, N]`, as in `torch.nn.functional.grouped_mm`. Both give the same bits. "KN" copies values in
+        each call, but no codes.
       seeds: for stochastic rounding, int32 `[E, 2]`: the seed of `linear` for each expert.
       delayed: for each expert the states that `linear` takes.
       dtype: as for `linear`.
@@ -73,9 +75,10 @@ def grouped_linear(
     multiplies bfloat16 values and the result is rounded to bfloat16; or each expert is a call, if the host knows the
     sizes. The number of launches does not grow with the number of experts otherwise.
 
-    A forward pass quantizes weights once, and saves the codes for the backward pass. Codes of a list of weights are
-    multiplied where they are, as FSDP2 and ZeRO gather them, if one op multiplies codes. Otherwise they are copied next
-    to each other. Codes are not kept for the next call: PyTorch does not see every write to a parameter.
+    A forward pass quantizes weights once, and saves the codes for the backward pass. Codes of a stack are multiplied
+    where they are, by one call for all experts. So are codes of a list, if one op multiplies codes; otherwise they are
+    copied next to each other, and either way the host works for each expert. Codes are not kept for the next call:
+    PyTorch does not see every write to a parameter.
 
     Scales depend on this rank's rows only. Ranks may have different experts or different rows. `torch.compile` traces
     the call. A CUDA graph may capture it if group sizes are on the GPU, and reads new sizes in a replay.
@@ -89,7 +92,7 @@ def grouped_linear(
     """
     recipe = as_recipe(recipe, "grouped_linear")
     check_tensor("grouped_linear", "x", x)
-    if not isinstance(weights, Tensor | Sequence) or isinstance(weights, QuantizedTensor):
+    if not isinstance(weights, Tensor | Sequence) or type(weights) is QuantizedTensor:
         raise TypeError(
             f"grouped_linear: weights ({quote(weights)}) are not tensors of values or a list; pass one [E, N, K], or "
             "[N, K] for each expert"
@@ -134,7 +137,10 @@ def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor
             f"grouped_linear: weight_layout ({quote(layout)}) is not a layout; pass 'NK' for weights [E, N, K], as in "
             "nn.Linear, or 'KN' for weights [E, K, N], as in grouped_mm"
         )
-    return weights if layout == "NK" or weights.ndim != 3 else weights.transpose(1, 2).contiguous()
+    if layout == "NK" or weights.ndim != 3:
+        return weights
+    turned = weights.transpose(1, 2)
+    return turned if isinstance(turned, QuantizedStack) else turned.contiguous()
 
 
 def _check_weights(each: Sequence[Any], recipe: Recipe) -> None:
@@ -144,6 +150,7 @@ def _check_weights(each: Sequence[Any], recipe: Recipe) -> None:
         return  # The usual case of many experts.
     for weight in each:
         check_operand("grouped_linear", weight, recipe)
+        check_gathered(weight, "grouped_linear")
     if QuantizedTensor in kinds and len(kinds) > 1:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise TypeError(

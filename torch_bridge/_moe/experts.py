@@ -12,15 +12,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from qshard.formats import FLOATS
 from qshard.recipes import Recipe
+from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
+from qshard.torch_bridge._fsdp.scale_state import ScaleState
+from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain, wrap
 from qshard.torch_bridge._moe.grouped_mlp import Groups, apply_experts
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
 from qshard.torch_bridge._nn.class_swap import Extends
 from qshard.torch_bridge._nn.functional import WeightLayout
-from qshard.torch_bridge._nn.linear import _rank_of, _take_seed
+from qshard.torch_bridge._nn.linear import (
+    _rank_of,
+    _take_seed,
+    check_not_sealed,
+    moving_parameters,
+    replace_parameter,
+    wrap_weight,
+)
 from qshard.torch_bridge._ops.bind import dtype_name
 
 _SILU = ("SiLU", "SiLUActivation")
@@ -30,7 +42,9 @@ _SILU = ("SiLU", "SiLUActivation")
 class Experts(Extends):
     """Base class of modules that multiply by 3-D weights with `grouped_linear`.
 
-    Parameters stay plain and keep their names and shapes. The instance stays one of its original class.
+    Parameters keep their names and shapes. The instance stays one of its original class. 3-D weights become
+    `ShardedWeight`s, which FSDP2 and ZeRO gather as codes, if the weight format of the recipe allows it; otherwise they
+    stay plain and are gathered as values. So are weights that tensor parallelism shards within experts.
 
     Attributes:
       recipe: the format of each role.
@@ -46,12 +60,65 @@ class Experts(Extends):
     def weight_layout(self) -> WeightLayout:
         return "KN" if getattr(self, "is_transposed", False) else "NK"
 
-    def begin(self, recipe: Recipe, weight: Tensor) -> None:
-        """Set the recipe. `weight` is any of the 3-D weights."""
+    def begin(self, recipe: Recipe, names: dict[str, str], root: nn.Module | None, primary: bool) -> None:
+        """Set the recipe, and wrap the 3-D weights. `names` has the name in the model `root` of each."""
         self.recipe = recipe
+        for own, name in names.items():
+            self._wrap(own, name, root, primary)
+        weight = self._parameters[next(iter(names))]
+        assert weight is not None
         seed = torch.empty(weight.shape[0], 2, dtype=torch.int32, device=weight.device) if recipe.stochastic else None
         self.register_buffer("seed", seed, persistent=False)  # `scaling_state` saves it.
         self._reset_seed()
+
+    def _wrap(self, own: str, name: str, root: nn.Module | None, primary: bool) -> None:
+        weight = self._parameters[own]
+        assert weight is not None
+        if self.recipe.weight.gather_refusal is None:
+            replace_parameter(weight, wrap_weight(weight, self.recipe, name, root, primary))
+        elif isinstance(weight, ShardedWeight):  # Of an earlier recipe.
+            replace_parameter(weight, nn.Parameter(plain(weight), weight.requires_grad))
+
+    def _states(self) -> dict[str, ScaleState]:
+        """The states of the weights that are gathered as codes, by name."""
+        local = {name: local_of(weight) for name, weight in self._parameters.items() if weight is not None}
+        return {name: own.scale_state for name, own in local.items() if isinstance(own, ShardedWeight)}
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter. Expert parallelism replaces a weight by the local experts through this method.
+
+        Scales of a weight that tensor parallelism shards would need all parts of an expert, so it becomes plain.
+        """
+        old: Any = self._parameters.get(name)
+        new: Any = param
+        if isinstance(new, DTensor) and isinstance(old, ShardedWeight):
+            state, values = old.scale_state, plain(new)
+            if any(isinstance(each, Shard) and each.dim for each in new.placements):
+                new = nn.Parameter(values, new.requires_grad)
+            else:
+                state.part = ShardSpec(tuple(new.shape), new.device_mesh, new.placements)
+                new = nn.Parameter(wrap(values, state), new.requires_grad)
+        super().register_parameter(name, new)
+
+    def __getstate__(self) -> dict[str, Any]:
+        weights = {name: (state.name, state.primary is not None) for name, state in self._states().items()}
+        return {**super().__getstate__(), "_weights": weights}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        given = dict(state)
+        weights = given.pop("_weights", {})
+        super().__setstate__(given)
+        for own, (name, primary) in weights.items():
+            if type(self._parameters[own]) is nn.Parameter:  # Not in a copy.
+                self._wrap(own, name, None, primary)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save plain tensors, so that the checkpoint loads without qshard and under any recipe."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, state in {} if keep_vars else self._states().items():
+            value = destination[prefix + name] = plain(destination[prefix + name])
+            if state.primary is not None:
+                state.primary.watch(value)
 
     def _reset_seed(self) -> None:
         if self.seed is not None:
@@ -72,15 +139,27 @@ class Experts(Extends):
         return y
 
     def _apply(self, fn: Any, recurse: bool = True) -> Experts:
+        check_not_sealed(self, fn)
         was_meta = self.seed is not None and self.seed.is_meta
-        super()._apply(fn, recurse)
+        with moving_parameters(self, next((state.name for state in self._states().values()), "weight")):
+            super()._apply(fn, recurse)
         if was_meta and self.seed is not None and not self.seed.is_meta:
             self._reset_seed()
         return self
 
-    def _load_from_state_dict(self, *given: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *others: Any) -> None:
         """Load parameters. If they replace parameters on meta, the seed leaves meta too."""
-        super()._load_from_state_dict(*given)
+        for name, state in self._states().items() if metadata.get("assign_to_params_buffers", False) else ():
+            loaded = state_dict.get(prefix + name)
+            if isinstance(loaded, Tensor):
+                if state.is_sealed:
+                    assert state.primary is not None
+                    state.primary.load(local_of(loaded))
+                state_dict = {
+                    **state_dict,
+                    prefix + name: self._parameters[name] if state.is_sealed else wrap(loaded, state),
+                }
+        super()._load_from_state_dict(state_dict, prefix, metadata, *others)
         device = next(self.parameters(recurse=False)).device
         if self.seed is not None and self.seed.is_meta and device.type != "meta":
             self.seed = torch.empty_like(self.seed, device=device)

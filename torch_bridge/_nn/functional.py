@@ -296,10 +296,10 @@ def check_operand(op: str, weight: Tensor, recipe: Recipe, *, frozen: bool = Fal
         check_contiguous(op, "weight", weight)
 
 
-def check_gathered(weight: Tensor) -> None:
+def check_gathered(weight: Tensor, op: str = "linear") -> None:
     if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
         raise ValueError(
-            f"linear: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "
+            f"{op}: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "
             "convert(primary=True), even on one rank"
         )
 

@@ -17,7 +17,9 @@ from qshard.torch_bridge._convert.export import quantized_weight
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.weight import plain
 from qshard.torch_bridge._ops.collectives import Gathering
+from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.quantize import quantize
+from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._weight_sync.code_gather import Amaxes, CodeGather, Codes, gather_ranks
 from qshard.torch_bridge._weight_sync.items import OP, Item, device_of, has_delayed_scale, rows_group_of, shard_of
@@ -101,10 +103,7 @@ class Bucket:
         if item.fmt is None:
             yield from _values(item, _whole(self.cast(value)) if rows is None else rows)
         elif item.layout is not None:
-            stack = _whole(value)
-            stack = stack.transpose(-2, -1) if item.layout == "KN" else stack
-            for named, expert in zip(self._tensors[i], stack.unbind(), strict=True):
-                whole = _rowwise(quantize(expert.contiguous(), item.fmt), item)
+            for named, whole in zip(self._tensors[i], _planes_of_stack(item, value), strict=True):
                 yield from (each.of(whole) for each in named)
         else:
             own, group = plane or _whole_plane(item, value), item.names.ep_group
@@ -180,6 +179,20 @@ def _whole_plane(item: Item, value: Tensor) -> Plane:
         assert isinstance(codes, QuantizedTensor)
         return _rowwise(codes, item)
     return _rowwise(quantize(_whole(plain(value)), item.fmt), item)
+
+
+def _planes_of_stack(item: Item, value: Tensor) -> Iterator[Plane]:
+    """Yield the rowwise plane of each expert of a 3-D parameter, from its codes or its values. Collective."""
+    stack, is_turned = local_of(value), item.layout == "KN"
+    if isinstance(stack, QuantizedStack):
+        for codes in stack.unbind():
+            whole = _rowwise(codes, item)
+            yield transpose(whole, codes.format) if is_turned else whole
+        return
+    assert item.fmt is not None
+    values = _whole(plain(value))
+    for expert in (values.transpose(-2, -1) if is_turned else values).unbind():
+        yield _rowwise(quantize(expert.contiguous(), item.fmt), item)
 
 
 def _rowwise(codes: QuantizedTensor, item: Item) -> Plane:

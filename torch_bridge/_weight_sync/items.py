@@ -87,7 +87,7 @@ def items_of(model: nn.Module, fmt: Format | None) -> list[Item]:
         module, layout, shape = modules[prefix], None, tuple(value.shape)
         own = _format_of(module, attribute, value, fmt)
         if isinstance(module, Experts) and value.ndim == 3:
-            own, layout = fmt or module.recipe.weight, module.weight_layout
+            own, layout = own or fmt or module.recipe.weight, module.weight_layout
             shape = shape[:0:-1] if layout == "KN" else shape[1:]
         size = value.numel() * value.itemsize
         if own is not None and layout is None:
