@@ -35,13 +35,14 @@ def stream_weights(
         engine_model.load_weights(stream_weights(model, "compressed-tensors"))    # after optimizer.step()
 
     Args:
-      model: after `convert`, or with `weight_format` any model: sharded by FSDP2, `parallelize_module`, both, a
+      model: after `convert`, or with `weight_format` any model: sharded by FSDP2 or HSDP, `parallelize_module`, both, a
         `ZeroOptimizer`, or not at all.
       format: "compressed-tensors", "deepseek" or "modelopt", for engines; "qshard" for `from_plain`.
       weight_format: format of all `nn.Linear` weights; by default the weight format of the recipe of each
         converted layer; other layers are then not quantized.
       dtype: dtype of the other tensors; by default their own.
-      bucket_bytes: most bytes of codes that are gathered at a time. A larger weight is gathered alone.
+      bucket_bytes: most bytes of codes in a bucket. A larger weight is gathered alone. Two buckets have memory at a
+        time.
 
     Yields:
       Names as in Hugging Face checkpoints, and whole tensors on the device of the model: codes and scales of a weight
@@ -49,12 +50,13 @@ def stream_weights(
       modules share is yielded once, under its first name.
 
     Raises:
-      TypeError, ValueError: an argument is wrong, no weight is quantized, or `format` cannot hold a weight. All ranks
-        raise before the first collective.
+      TypeError, ValueError: an argument is wrong, no weight is quantized, `format` cannot hold a weight, or FSDP1 shards
+        the model. All ranks raise before the first collective.
 
     Collective: every rank of the model iterates to the end, and every rank gets all tensors. A rank that does not feed
-    an engine drops them. Weights are gathered as codes, 1 or 1/2 byte an element, after a max-reduction of amaxes for
-    each bucket; the rest in `dtype`. Codes and scales are, bit for bit, the result of `quantize` of the whole weight,
+    an engine drops them. Weights are gathered as codes, 1 or 1/2 byte an element, after a max-reduction of the amaxes that
+    shards share, for each bucket; the rest in `dtype`. The next bucket is gathered while the caller has the tensors of
+    one, so no weight may change before the end. The plan is kept for the next call. Codes and scales are, bit for bit, the result of `quantize` of the whole weight,
     which the forward pass multiplies. Weights that are sharded in another way, and experts in 3-D parameters, are
     gathered one at a time in their own dtype first, with the same bits. Under a `ZeroOptimizer` with sharded weights,
     its units take the place of buckets.
