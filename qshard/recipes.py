@@ -359,13 +359,7 @@ def takes_frozen(fmt: Format, recipe: Recipe) -> bool:
     >>> [takes_frozen(MXFP8_E4M3, MXFP8()), takes_frozen(NVFP4, MXFP8())]
     [True, False]
     """
-    of = recipe.weight
-    if fmt.per_tensor or of.per_tensor or not of.transposes:
-        return False
-    if (fmt.element, fmt.kind, fmt.row_scaled) != (of.element, of.kind, of.row_scaled):
-        return False
-    (rows, columns), whole = fmt.block_shape(), of.block_shape()
-    return rows == 1 and columns == whole[1]
+    return recipe.weight.transposes and has_row_blocks_of(fmt, recipe.weight)
 
 
 def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe, *, frozen: bool = False) -> None:

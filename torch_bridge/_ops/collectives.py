@@ -35,7 +35,8 @@ def begin_max(amax: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None
     """Begin `max_over_ranks` over one group. None: there is nothing to wait for."""
     if not _others(group):
         return None
-    return dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group, async_op=True)
+    work: dist.Work = dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group, async_op=True)
+    return work
 
 
 class Gathering(NamedTuple):

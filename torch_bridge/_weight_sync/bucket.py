@@ -25,7 +25,7 @@ from qshard.torch_bridge._weight_sync.code_gather import Amaxes, CodeGather, Cod
 from qshard.torch_bridge._weight_sync.items import OP, Item, device_of, has_delayed_scale, rows_group_of, shard_of
 
 
-class _Named(NamedTuple):
+class _StreamEntry(NamedTuple):
     """A tensor of the stream, and its name."""
 
     name: str
@@ -49,7 +49,7 @@ class Bucket:
 
     Args:
       items: the items.
-      values: the tensor of each, of which only the sharding, dtype and device count here.
+      values: the tensor of each. Only its sharding, dtype and device count here.
       format: one of `STREAM_FORMATS`.
       dtype: dtype of tensors that are not quantized; None: their own.
     """
@@ -75,7 +75,7 @@ class Bucket:
                 return
         self.row_gathers.append(_RowGather([i], group, device))
 
-    def _tensors_of(self, item: Item, format: str) -> list[list[_Named]]:
+    def _tensors_of(self, item: Item, format: str) -> list[list[_StreamEntry]]:
         """Return the tensors of each rank of expert parallelism, or of each expert of a stack."""
         if item.fmt is None:
             return []
@@ -89,7 +89,7 @@ class Bucket:
             for weight in weights:
                 if weight.rows not in planned:
                     planned[weight.rows] = item.tensors(format, weight)
-                named += [_Named(f"{weight.name}{each.suffix}", each) for each in planned[weight.rows]]
+                named += [_StreamEntry(f"{weight.name}{each.suffix}", each) for each in planned[weight.rows]]
             found.append(named)
         return found
 
@@ -154,7 +154,7 @@ class BucketPass:
         return found
 
     def abandon(self) -> None:
-        """Wait for collectives that have begun, whose memory is then free."""
+        """Wait for collectives that have begun, so that their memory can be freed."""
         for step in self._amaxes:
             for work in step.reductions:
                 work.wait()
@@ -186,6 +186,7 @@ def _planes_of_stack(item: Item, value: Tensor) -> Iterator[Plane]:
     stack, is_turned = local_of(value), item.layout == "KN"
     if isinstance(stack, QuantizedStack):
         for codes in stack.unbind():
+            assert isinstance(codes, QuantizedTensor)
             whole = _rowwise(codes, item)
             yield transpose(whole, codes.format) if is_turned else whole
         return

@@ -39,7 +39,7 @@ class CodeShard(NamedTuple):
 
     Attributes:
       slice: the local rows, as a flat slice of the part; if shards split no block, as a matrix of their own.
-      part_shape: shape of the part: what the ranks of `group` have together.
+      part_shape: shape of the part, the rows of all ranks of `group`.
       longest: rows of the longest shard.
       group: ranks with the other rows; None for all rows.
       part: the sharding of parts by tensor parallelism; None if the part is the whole weight.
@@ -63,9 +63,10 @@ class CodeShard(NamedTuple):
 
 def code_shard_of(weight: Tensor, fmt: Format) -> CodeShard | None:
     """Return the local shard of a weight; None if its sharding is not as above. All ranks return alike."""
-    shape, dtype = tuple(weight.shape), dtype_name(memory_of(weight).dtype)
+    rows, columns = shape = tuple(weight.shape)
+    dtype = dtype_name(memory_of(weight).dtype)
     if not isinstance(weight, DTensor):
-        return CodeShard(FlatSlice(shape, fmt, dtype), shape, shape[0], None, None, False)
+        return CodeShard(FlatSlice(shape, fmt, dtype), (rows, columns), rows, None, None, False)
     mesh, placements = weight.device_mesh, weight.placements
     axes = [i for i, each in enumerate(placements) if not isinstance(each, Replicate) and mesh.size(i) > 1]
     dims = [getattr(placements[i], "dim", None) for i in axes]
@@ -79,7 +80,8 @@ def code_shard_of(weight: Tensor, fmt: Format) -> CodeShard | None:
         part = ShardSpec(shape, mesh, tuple(kept))
         if fmt.row_scaled or not _has_whole_blocks(part, fmt):
             return None
-    rows, columns = shape if part is None else part.box.size
+    if part is not None:
+        rows, columns = part.box.size
     ranks = 1 if rows_axis is None else mesh.size(rows_axis)
     group = None if rows_axis is None else mesh.get_group(rows_axis)
     longest = -(-rows // ranks)

@@ -144,7 +144,7 @@ def device_of(value: Tensor) -> torch.device:
 
 
 class Facts:
-    """What the plan of a stream depends on in a model: modules and recipes, and the type and sharding of each tensor.
+    """The facts of a model that the plan of a stream depends on: modules, recipes, types and shardings of tensors.
 
     Tensors may be others than before. Nothing here keeps a model alive, or has weak references to tensors, which
     `torch.utils.swap_tensors` refuses.
@@ -153,7 +153,9 @@ class Facts:
     def __init__(self, model: nn.Module, entries: list[tuple[str, Tensor]]):
         modules = [*model.modules()]
         first: dict[int, str] = {}
-        self._known = [(id(module), *(id(module.__dict__.get(name)) for name in _DECIDES)) for module in modules]
+        self._known: list[tuple[Any, ...]] = [
+            (id(module), *(id(module.__dict__.get(name)) for name in _DECIDES)) for module in modules
+        ]
         self._known += [(name, first.setdefault(id(value), name), *_facts_of(value)) for name, value in entries]
         self._modules = [weakref.ref(module) for module in modules]
         self._meshes = [value.device_mesh for _, value in entries if isinstance(value, DTensor)]

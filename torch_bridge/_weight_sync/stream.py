@@ -50,16 +50,17 @@ def stream_weights(
       modules share is yielded once, under its first name.
 
     Raises:
-      TypeError, ValueError: an argument is wrong, no weight is quantized, `format` cannot hold a weight, or FSDP1 shards
-        the model. All ranks raise before the first collective.
+      TypeError, ValueError: an argument is wrong, no weight is quantized, `format` cannot hold a weight, or FSDP1 has
+        sharded the model. All ranks raise before the first collective.
 
     Collective: every rank of the model iterates to the end, and every rank gets all tensors. A rank that does not feed
-    an engine drops them. Weights are gathered as codes, 1 or 1/2 byte an element, after a max-reduction of the amaxes that
-    shards share, for each bucket; the rest in `dtype`. The next bucket is gathered while the caller has the tensors of
-    one, so no weight may change before the end. The plan is kept for the next call. Codes and scales are, bit for bit, the result of `quantize` of the whole weight,
-    which the forward pass multiplies. Weights that are sharded in another way, and experts in 3-D parameters, are
-    gathered one at a time in their own dtype first, with the same bits. Under a `ZeroOptimizer` with sharded weights,
-    its units take the place of buckets.
+    an engine drops them. Weights are gathered as codes, 1 or 1/2 byte an element, after a max-reduction of the amaxes
+    that shards share, for each bucket; the rest in `dtype`. The next bucket is gathered while the caller has the
+    tensors of one, so no weight may change before the end. The plan is kept for the next call.
+
+    Codes and scales are, bit for bit, the result of `quantize` of the whole weight, which the forward pass multiplies.
+    Weights that are sharded in another way, and experts in 3-D parameters, are gathered one at a time in their own
+    dtype first, with the same bits. Under a `ZeroOptimizer` with sharded weights, its units take the place of buckets.
 
     >>> from qshard.torch_bridge import convert
     >>> model = convert(nn.Sequential(nn.Linear(128, 128)), "BlockScaling")

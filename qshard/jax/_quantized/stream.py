@@ -80,7 +80,7 @@ def stream_weights(
         raise ValueError(f"{OP}: params have no weight to quantize; pass weight_format=, such as 'FP8_128x128'")
     for item in items:
         if item.fmt is not None:
-            _planned(format, item.name, item.what)
+            _plan_tensors(format, item.name, item.what)
     return _tensors(items, format, dtype, bucket_bytes)
 
 
@@ -135,7 +135,7 @@ def _items(params: Any, formats: Formats | None, layout: WeightLayout) -> list[_
 
 
 @functools.lru_cache(maxsize=4096)
-def _planned(format: str, name: str, what: Description) -> tuple[StreamTensor, ...]:
+def _plan_tensors(format: str, name: str, what: Description) -> tuple[StreamTensor, ...]:
     """Return the tensors of a weight; the name is for errors."""
     return stream_tensors(format, EngineWeight(name), what, OP)
 
@@ -158,7 +158,7 @@ def _tensors(items: Sequence[_Item], format: str, dtype: Any, bucket_bytes: int)
     pending: list[tuple[str, jax.Array]] = []
     for bucket in buckets([item.nbytes for item in items], bucket_bytes):
         members = [items[i] for i in bucket]
-        planned = [None if item.fmt is None else _planned(format, item.name, item.what) for item in members]
+        planned = [None if item.fmt is None else _plan_tensors(format, item.name, item.what) for item in members]
         pairs = zip(members, planned, strict=True)
         how = tuple(_How(item.fmt, item.layout, _sharding_of(item.value), tensors) for item, tensors in pairs)
         whole = _program(how, dtype)([item.value for item in members])
@@ -191,7 +191,7 @@ def _program(how: tuple[_How, ...], dtype: Any) -> Callable[[list[Any]], list[li
 def _whole(value: Any, how: _How, dtype: Any) -> list[Any]:
     """Return the tensors of a whole leaf on every device."""
     sharding = how.sharding
-    if how.tensors is None:
+    if how.fmt is None or how.tensors is None:
         if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating):
             value = value.astype(dtype)
         return [value if sharding is None else lax.with_sharding_constraint(value, _everywhere(sharding))]
