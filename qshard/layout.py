@@ -149,6 +149,16 @@ def takes_rows(fmt: Format) -> bool:
     return not (fmt.row_scaled or fmt.scaling.four_over_six)
 
 
+def rows_are_independent(fmt: Format) -> bool:
+    """Return whether the rowwise codes and scales of a row depend on this row alone, wherever it is in a matrix.
+
+    >>> from qshard.formats import FP8_1x128, FP8_E4M3, MXFP8_32x32, NVFP4
+    >>> [rows_are_independent(fmt) for fmt in (FP8_1x128, FP8_E4M3, MXFP8_32x32, NVFP4)]
+    [True, False, False, False]
+    """
+    return takes_rows(fmt) and not (fmt.tensor_scaled or fmt.stochastic) and fmt.block_shape()[0] == 1
+
+
 def source(fmt: Format, usage: Usage) -> Usage:
     """Return the plane to quantize, gather or save in order to serve `usage`.
 

@@ -1,6 +1,7 @@
 """`grouped_mlp` in JAX: meshes, `shard_map`, remat, `vmap`, and what is refused."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import qshard.jax as qj
 from support.awkward import assert_bits_equal
 from support.formats import RECIPES
 from support.hlo import collectives
+from support.jax_expert_parallel import ALL
 
 T, K, E, H, WIDE = 64, 2, 4, 64, 128
 
@@ -93,6 +95,37 @@ def test_remat_keeps_bits(recipe):
 
     for made, want in zip(run(jax.checkpoint(call), X, ROUTER, W13, W2), run(call, X, ROUTER, W13, W2), strict=True):
         assert_bits_equal(np.asarray(made), np.asarray(want))
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", pytest.param("E4M3", marks=pytest.mark.slow)])
+def test_swiglu_passes_amaxes(name):
+    """The bits of separate calls, where h and its gradient are read for their amaxes."""
+    recipe = ALL[name]
+    indices, weights = (np.asarray(each) for each in qj.topk_routing(X @ ROUTER.T, K))
+
+    def in_parts(x, weights, w13, w2):
+        permutation = qj.moe_permutation(indices, E)
+        given = {"group_sizes": permutation.group_sizes, "recipe": recipe, "weight_layout": "NK"}
+        gate_up = qj.ragged_dot(qj.moe_permute(x, permutation), w13, **given)
+        h = qj.swiglu(gate_up[:, :WIDE], gate_up[:, WIDE:])
+        return qj.moe_unpermute(qj.ragged_dot(h, w2, **given), permutation, weights)
+
+    def whole(x, weights, w13, w2):
+        return qj.grouped_mlp(x, indices, weights, w13, w2, recipe)
+
+    def both_ways(call, *given):
+        y, vjp = jax.vjp(call, *given)
+        return y, *vjp(jnp.asarray(DY))
+
+    columns, found = [], []
+    for call in (whole, in_parts):
+        run = jax.jit(functools.partial(both_ways, call))
+        text = run.lower(X, weights, W13, W2).as_text()
+        columns.append(sorted(map(int, re.findall(r"@qshard_amax_grouped.* : \(tensor<\d+x(\d+)xf32>", text))))
+        found.append(run(X, weights, W13, W2))
+    assert columns == [[1, 1, H, H], [H, H, WIDE, 2 * WIDE]]
+    for got, want in zip(*found, strict=True):
+        assert_bits_equal(np.asarray(got), np.asarray(want))
 
 
 def test_vmap_and_scan():

@@ -107,8 +107,9 @@ class MoE(nn.Module):
         indices, weights = topk_routing(logits, self.top_k, scale=self.scale, bias=self.expert_bias, **options)
         first, recipe = cast(Linear, self.w13.experts[0]), cast(Linear, self.w2.experts[0]).recipe
         facts = (tuple(first.weight.shape), x.dtype, first.recipe, recipe)
-        weights_of_rank = () if self.ep_group is None else (*self.w13.parameters(), *self.w2.parameters())
-        how: dict[str, Any] = {"group": self.ep_group, "local": weights_of_rank, "facts": facts}
+        # Not `parameters()`: under FSDP1 weights are no parameters, but views of one.
+        local = [[cast(Linear, layer).weight for layer in product.experts] for product in (self.w13, self.w2)]
+        how: dict[str, Any] = {"group": self.ep_group, "local": local, "facts": facts}
         y = apply_experts(x, indices, weights, self.num_experts, (first.recipe, recipe), self.w13, self.w2, **how)
         if self.shared is not None:
             y = y + self.shared["w2"](swiglu_gate_up(self.shared["w13"](x)))

@@ -26,10 +26,10 @@ from qshard._core.operands import OperandSpec
 from qshard._core.validation import FormatLike, as_format, as_usage, quote
 from qshard.formats import Usage
 from qshard.op_table import table
-from qshard.torch_bridge._nn.module_calls import cache_amax
+from qshard.torch_bridge._nn.module_calls import cache_amax, pass_row_amaxes
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name, ops
-from qshard.torch_bridge._ops.eager import are_plain
+from qshard.torch_bridge._ops.eager import are_plain, is_compiling
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
@@ -238,8 +238,15 @@ SWIGLU_NODE = f"{_SwiGlu.__name__}Backward"
 
 
 def swiglu_gate_up(gate_up: Tensor) -> Tensor:
-    """Compute `swiglu` of rows `[..., 2 I]`, gate then up, as one product gives them. It copies neither half."""
-    h: Tensor = apply_node(_SwiGluGateUp, gate_up)
+    """Compute `swiglu` of rows `[..., 2 I]`, gate then up, as one product gives them. It copies neither half.
+
+    Grouped products take amaxes of rows: the product that reads h from the forward pass, and the product that computed
+    `gate_up` from the backward pass.
+    """
+    amaxes: list[Tensor] = []
+    h: Tensor = apply_node(_SwiGluGateUp, gate_up, None if is_compiling() else amaxes)
+    if amaxes:
+        pass_row_amaxes(h, amaxes[0])
     return h
 
 
@@ -247,15 +254,21 @@ class _SwiGluGateUp(Node):
     op, instead = "swiglu", "use torch.nn.functional.silu(gate) * up"
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def forward(ctx: Any, gate_up: Tensor, amaxes: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
         halves = gate_up.contiguous().unflatten(-1, (2, -1))
-        return ops.swiglu_gate_up(halves, lead=halves.ndim - 2)[0], [halves]
+        h, of_rows = ops.swiglu_gate_up(halves, lead=halves.ndim - 2)
+        if amaxes is not None:
+            amaxes.append(of_rows)
+        return h, [halves]
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         (halves,) = saved
         grad = grad.to(halves.dtype).contiguous()
-        return (ops.swiglu_gate_up_grad(halves, grad, lead=halves.ndim - 2)[0].flatten(-2),)
+        d_gate_up, of_rows = ops.swiglu_gate_up_grad(halves, grad, lead=halves.ndim - 2)
+        d_gate_up = d_gate_up.flatten(-2)
+        pass_row_amaxes(d_gate_up, of_rows)
+        return d_gate_up, None
 
 
 class _RmsNorm(Node):
