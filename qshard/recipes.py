@@ -15,7 +15,7 @@ from qshard import formats
 from qshard._core.reprs import constructor_call
 from qshard._core.validation import as_format, closest, quote
 from qshard.formats import Format, Usage
-from qshard.layout import plane, source, whole_units
+from qshard.layout import has_row_blocks_of, plane, source, whole_units
 
 __all__ = [
     "MXFP4",
