@@ -167,7 +167,7 @@ def _run_on_tensors(spec: OpSpec) -> Callable[..., Any]:
         results = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
         try:
             _ffi.call(spec.name, inputs, results, attributes, True)
-        except ValueError:
+        except (ValueError, RuntimeError):
             _check_memory(spec, inputs)  # The error of the host names no operands.
             raise
         return results[0] if single else tuple(results)
@@ -185,7 +185,7 @@ def _run_on_lists(spec: OpSpec) -> Callable[..., Any]:
             _check_no_grad(spec, operands)
         try:
             _ffi.call(spec.name, inputs, outputs, attributes)
-        except ValueError:
+        except (ValueError, RuntimeError):
             _check_memory(spec, operands)  # The error of the host names no operands.
             raise
         torch.autograd.graph.increment_version([t for t in outputs if not t.is_inference()])

@@ -168,6 +168,7 @@ class Head:
         labels: jax.Array,
         grad: jax.Array,
         seed: jax.Array | None = None,
+        *,
         lse: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
         """Compute losses and the gradients of x and w, the latter in float32.
@@ -282,7 +283,7 @@ def _gradients_of(
 def _gradients_again(head: Head, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Compute gradients without losses, from operands that include lse."""
     x, w, labels, grad, lse, *seed = operands
-    return head.gradients(sharding, x, w, labels, grad, *(seed or [None]), lse=lse)[1:]
+    return head.gradients(sharding, x, w, labels, grad, seed[0] if seed else None, lse=lse)[1:]
 
 
 def _on_devices(
