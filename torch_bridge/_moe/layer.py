@@ -110,8 +110,7 @@ class MoE(nn.Module):
         first, recipe = self.w13.layer_of_experts, self.w2.layer_of_experts.recipe
         facts = (tuple(first.weight.shape[-2:]), x.dtype, first.recipe, recipe)
         local: list[list[Tensor]] = []
-        if self.ep_group is not None:
-            # Not `parameters()`: under FSDP1 weights are no parameters, but views of one.
+        if self.ep_group is not None:  # Not `parameters()`: under FSDP1 weights are no parameters, but views of one.
             products = (cast(nn.ModuleList, product.experts) for product in (self.w13, self.w2))
             local = [[cast(Linear, layer).weight for layer in product] for product in products]
         how: dict[str, Any] = {"group": self.ep_group, "local": local, "facts": facts}
