@@ -133,7 +133,7 @@ class GroupedLinear(nn.Module):
 
     @property
     def layer_of_experts(self) -> Linear | StackedExperts:
-        """The first expert, or all of them: `recipe` and the last axes of `weight` are those of each."""
+        """The first expert, or all of them. `recipe` and the last two axes of `weight` describe each expert."""
         return self.experts if isinstance(self.experts, StackedExperts) else cast(Linear, self.experts[0])
 
     def extra_repr(self) -> str:
