@@ -196,13 +196,16 @@ class CodeGather:
     @staticmethod
     def _of_rows(bucket: Bucket, of_bucket: Scales) -> list[Tensor]:
         """Return the scales of all weights of a bucket that each rank has for its rows alone."""
-        found = [] if bucket.fmt.per_tensor else [of_bucket.scale_inv]
-        return [*found, of_bucket.global_scale_inv] if bucket.fmt.row_scaled else found
+        found: list[Tensor] = [] if bucket.fmt.per_tensor else [of_bucket.scale_inv]
+        if bucket.fmt.row_scaled:
+            assert of_bucket.global_scale_inv is not None
+            found.append(of_bucket.global_scale_inv)
+        return found
 
     def _whole_scales(
         self, bucket: Bucket, of_bucket: Scales, gathered: Iterator[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Return the scales of each weight. `gathered` has those of `_of_rows`, rank after rank."""
+        """Return the scales of each weight. `gathered` has the arrays of `_of_rows`, rank after rank."""
         wheres = [self._wheres[i] for i in bucket.indices]
 
         def split(counts: Sequence[int], shapes: Sequence[Any]) -> list[Tensor]:
