@@ -127,6 +127,18 @@ def has_rows_apart(fmt: Format, usage: Usage) -> bool:
     return block is not None and block[0] == 1
 
 
+def has_row_blocks_of(fmt: Format, other: Format) -> bool:
+    """Return whether a format has the elements and scales of another one, in 1-D blocks along its columns.
+
+    >>> from qshard.formats import FP8_E4M3, MXFP8_32x32, MXFP8_E4M3, MXFP8_E5M2
+    >>> [has_row_blocks_of(fmt, MXFP8_32x32) for fmt in (MXFP8_E4M3, MXFP8_E5M2, MXFP8_32x32, FP8_E4M3)]
+    [True, False, False, False]
+    """
+    if (fmt.element, fmt.kind, fmt.row_scaled) != (other.element, other.kind, other.row_scaled) or fmt.per_tensor:
+        return False
+    return fmt.block_shape() == (1, other.block_shape()[1])
+
+
 def takes_rows(fmt: Format) -> bool:
     """Return whether an op quantizes a format straight into padded rows. Others are gathered first.
 

@@ -78,7 +78,7 @@ def test_torch(spec):
 
 @every_op
 def test_torch_finds_nothing_wrong_with_the_op(spec):
-    for made in draws(spec, 2, lengths=FEW):
+    for made in draws(spec, 1, lengths=FEW):
         op, operands, keywords = torch_call(made)
         # NaN compares unequal. It comes from NaN codes, invalid labels, and the loss without logits.
         if spec.name == "cross_entropy" and not math.prod(made.tensors[0][0][0]):
@@ -96,10 +96,14 @@ def jax_call(made):
     return lambda *operands: getattr(jax_ops, made.spec.name)(*operands, **made.options)
 
 
+@pytest.mark.parametrize("calls", [1, pytest.param(8, marks=pytest.mark.slow)])
 @every_op
-def test_jax(spec):
-    """Results have the reference's bits in `jit`, and under `vmap` for ops on single tensors."""
-    for made in draws(spec, 2):
+def test_jax(spec, calls):
+    """Results have the reference's bits in `jit`, and under `vmap` for ops on single tensors.
+
+    `test_torch` has more calls of the same handlers.
+    """
+    for made in draws(spec, calls):
         assert_all_bits_equal(jax.tree.leaves(jax.jit(jax_call(made))(*made.operands)), oracle(made), str(made))
     if spec.many or not spec.inputs[0].has_leading_axes:
         return

@@ -45,7 +45,13 @@ TINY = {"DEVICE": "cpu", "WIDTH": 128, "FFN": 256, "VOCABULARY": 64, "HEADS": 2,
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["bf16", "fp8 fused bf16-states", "fp8 compiled", "delayed primary", "nvfp4 zero"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "fp8 fused bf16-states")),
+        *("fp8 compiled", "delayed primary", "nvfp4 zero"),
+    ],
+)
 def test_kinds_of_steps(kind):
     """Each trains: the loss falls on tokens that are the same in every step."""
     for name, value in TINY.items():

@@ -29,6 +29,7 @@ from qshard.torch_bridge import (
 )
 from support import torch_ranks
 from support.formats import GATHERED, ZEROED, nearest
+from support.pairs import turns
 from support.torch_models import Wire
 from support.torch_ranks import on_ranks
 
@@ -223,8 +224,8 @@ def train_mixtures(model, optimizer, experts, steps, parts=2):
     return losses
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("name", ZEROED)
+@turns(1, name=list(ZEROED), world=[1, 2])
+@on_ranks()
 def test_zero_accumulates_and_recomputes(name):
     """Sharded weights in default units: two backward passes a step, and both kinds of activation checkpointing.
 

@@ -107,8 +107,9 @@ class MoE(nn.Module):
         indices, weights = topk_routing(logits, self.top_k, scale=self.scale, bias=self.expert_bias, **options)
         first, recipe = cast(Linear, self.w13.experts[0]), cast(Linear, self.w2.experts[0]).recipe
         facts = (tuple(first.weight.shape), x.dtype, first.recipe, recipe)
-        # Not `parameters()`: under FSDP1 weights are no parameters, but views of one.
-        local = [[cast(Linear, layer).weight for layer in product.experts] for product in (self.w13, self.w2)]
+        local: list[list[Tensor]] = []
+        if self.ep_group is not None:  # Not `parameters()`: under FSDP1 weights are no parameters, but views of one.
+            local = [[cast(Linear, layer).weight for layer in product.experts] for product in (self.w13, self.w2)]
         how: dict[str, Any] = {"group": self.ep_group, "local": local, "facts": facts}
         y = apply_experts(x, indices, weights, self.num_experts, (first.recipe, recipe), self.w13, self.w2, **how)
         if self.shared is not None:

@@ -33,12 +33,12 @@ def check_wrappers(weights: Iterable[Tensor], group: dist.ProcessGroup) -> None:
             "and use FSDP2, or exclude experts with "
             "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)",
         )
-    if any(flat_of(weight) is not None for weight in weights):
+    new = [weight for weight in weights if getattr(weight, _CHECKED, None) != group.group_name]
+    if any(flat_of(weight) is not None for weight in new):
         raise ValueError(
             "grouped_mlp: FullyShardedDataParallel (FSDP1) is not supported with ep_group; build the model again, and "
             "use fully_shard, or pass the experts as ignored_states"
         )
-    new = [weight for weight in weights if getattr(weight, _CHECKED, None) != group.group_name]
     for mesh in _meshes_of(new):
         _check(
             mesh.mesh.flatten().tolist(),

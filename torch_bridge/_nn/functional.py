@@ -66,8 +66,9 @@ def linear(
 
     Args:
       x: float32, bfloat16 or float16, `[..., K]`.
-      weight: `[N, K]`, float32, bfloat16 or float16; or a `QuantizedTensor` in the recipe's weight format, with a
-        rowwise plane.
+      weight: `[N, K]`, float32, bfloat16 or float16; or a `QuantizedTensor` with a rowwise plane, in the recipe's
+        weight format, or in blocks of one row where that has 2-D blocks, as engines write them. The gradient of x then
+        multiplies the dequantized weight.
       bias: `[N]`, or None.
       recipe: the format of each role, or the name of a recipe, such as "MXFP8".
       seed: for stochastic rounding, an int or a uint64 as int32 `[2]`, low word first. Pass a new seed in each call.
@@ -145,7 +146,7 @@ def linear(
         )
     parts = {} if sharding is None else sharding.parts
     check_tensor("linear", "x", x)
-    check_operand("linear", weight, recipe)
+    check_operand("linear", weight, recipe, frozen=weight_layout == "NK")
     if sharding is None:
         _check_shapes(x, weight, bias, is_kn)
     if not (parts and is_compiling()):  # Dynamo loses the scale state of a shard that it created.
@@ -291,7 +292,7 @@ def _planes_of_weight(call: _Call, weight: Tensor, w_again: bool) -> dict[Usage,
     """Return the plane of the weight for the forward pass, and the one for the backward pass if it is saved."""
     forward, backward = call.w_usages
     if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. FSDP2's hook has recorded its amax.
-        planes = planes_of(weight, call.need_x or call.is_kn)
+        planes = planes_of(weight, call.need_x or call.is_kn, call.recipe)
         if call.is_kn and forward not in planes:
             planes[forward] = Operand(weight.format, transpose(planes[backward].parts, weight.format), forward)
         return planes
@@ -352,11 +353,11 @@ def _key(recipe: Recipe, dtype: torch.dtype) -> tuple[Any, ...]:
     return recipe.format(Role.ACTIVATION), rows, dtype, recipe if recipe.stateful else None
 
 
-def check_operand(op: str, weight: Tensor, recipe: Recipe) -> None:
-    """Raise unless `weight` is a gathered tensor, or codes in the recipe's weight format."""
+def check_operand(op: str, weight: Tensor, recipe: Recipe, *, frozen: bool = False) -> None:
+    """Raise unless `weight` is a gathered tensor, or codes in the recipe's weight format, if `frozen` also in 1-D."""
     if isinstance(weight, QuantizedTensor):
         if weight.format is not recipe.weight and not is_compiling():
-            check_weight_format(op, "weight", weight.format, recipe)
+            check_weight_format(op, "weight", weight.format, recipe, frozen=frozen)
     else:
         check_tensor(op, "weight", weight, sharded=_NOT_GATHERED)
         check_contiguous(op, "weight", weight)

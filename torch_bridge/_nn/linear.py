@@ -291,7 +291,7 @@ class WeightLayer(Extends):
         if codes.parts(Usage.ROWWISE) is None:
             return f"{what} has no rowwise plane, which a layer needs; quantize with usage=Usage.ROWWISE or Usage.BOTH"
         try:
-            check_weight_format("load_state_dict", name, codes.format, self.recipe)
+            check_weight_format("load_state_dict", name, codes.format, self.recipe, frozen=True)
         except ValueError as error:
             return str(error)
         return None

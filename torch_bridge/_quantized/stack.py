@@ -56,7 +56,9 @@ class QuantizedStack(QuantizedTensor):
         """
         for matrix in matrices:
             if type(matrix) is not QuantizedTensor:
-                raise TypeError(f"QuantizedStack.of: matrices ({quote(matrix)}) must be QuantizedTensors; quantize each")
+                raise TypeError(
+                    f"QuantizedStack.of: matrices ({quote(matrix)}) must be QuantizedTensors; quantize each"
+                )
         kinds = {(str(one.format), tuple(one.shape), str(one.dtype), *one.__tensor_flatten__()[0]) for one in matrices}
         if len(kinds) != 1:
             raise ValueError(
