@@ -149,14 +149,12 @@ def unjitted(call, args):
 
 
 RUN = [closed, loops, compiled, guarded, exported, mapped, mapped_over_devices, wide, unjitted]
-OFTEN = ("quantize", "linear", "ragged_dot", "cross_entropy", "swiglu", "primary")
+OFTEN = ("quantize", "linear", "cross_entropy", "swiglu")
 CELLS = [
     pytest.param(
         name,
         mode,
-        marks=[]
-        if name in OFTEN and (name, mode) not in (("ragged_dot", unjitted), ("primary", unjitted))
-        else pytest.mark.slow,
+        marks=[] if name in OFTEN else pytest.mark.slow,
     )
     for name in ROWS
     for mode in RUN

@@ -43,7 +43,14 @@ def assert_close(made, want, error):
         assert np.linalg.norm(np.asarray(got) - expected) <= error * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("recipe", [None, "CurrentScaling", "MXFP8"])
+def often(name):
+    """Parametrize by recipe; recipes other than `name` are slow."""
+    names = [None, "CurrentScaling", "MXFP8"]
+    cases = [pytest.param(each, marks=[] if each == name else pytest.mark.slow) for each in names]
+    return pytest.mark.parametrize("recipe", cases)
+
+
+@often(None)
 def test_an_auto_mesh_of_eight_devices(recipe):
     """XLA shards tokens; results are those of one device, up to the order of sums."""
     want = step(X, ROUTER, W13, W2, DY, recipe)
@@ -55,7 +62,7 @@ def test_an_auto_mesh_of_eight_devices(recipe):
     assert_close(made, [np.asarray(a) for a in want], 5e-3)  # A few codes move to a neighbour.
 
 
-@pytest.mark.parametrize("recipe", [None, "CurrentScaling", "MXFP8"])
+@often("MXFP8")
 def test_tokens_of_each_device_in_shard_map(recipe):
     """Each device computes its own tokens, and gathers codes of the weights that FSDP shards."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
@@ -84,7 +91,7 @@ def test_tokens_of_each_device_in_shard_map(recipe):
     assert not any(array.startswith(("f32[4,256", "f32[4,64")) for array in gathers)
 
 
-@pytest.mark.parametrize("recipe", [None, "CurrentScaling", "MXFP8"])
+@often("CurrentScaling")
 def test_remat_keeps_bits(recipe):
     call = functools.partial(layer, recipe=recipe)
 

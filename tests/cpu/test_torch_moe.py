@@ -233,7 +233,9 @@ def test_wrong_shapes_are_refused(call, text):
 
 
 @DYNAMO
-@pytest.mark.parametrize("name", [None, "CurrentScaling", "MXFP8"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in (None, "MXFP8")), "CurrentScaling"]
+)
 def test_compiled_in_one_graph(name):
     """The bits of eager calls."""
     torch._dynamo.reset()

@@ -29,7 +29,6 @@ from qshard.torch_bridge import (
 )
 from support import torch_ranks
 from support.formats import GATHERED, ZEROED, nearest
-from support.pairs import turns
 from support.torch_models import Wire
 from support.torch_ranks import on_ranks
 
@@ -224,7 +223,17 @@ def train_mixtures(model, optimizer, experts, steps, parts=2):
     return losses
 
 
-@turns(1, name=list(ZEROED), world=[1, 2])
+ACCUMULATED = [("CurrentScaling", 1), ("DelayedScaling", 2), ("NVFP4", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        pytest.param(name, world, marks=[] if (name, world) in ACCUMULATED else pytest.mark.slow)
+        for name in ZEROED
+        for world in (1, 2)
+    ],
+)
 @on_ranks()
 def test_zero_accumulates_and_recomputes(name):
     """Sharded weights in default units: two backward passes a step, and both kinds of activation checkpointing.

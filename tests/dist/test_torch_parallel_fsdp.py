@@ -85,9 +85,8 @@ MESHES = {
     (2, 1, 2): ("replicate", "shard", "tp"),
     (1, 2, 2): ("replicate", "shard", "tp"),
 }
-OFTEN = ("BlockScaling", "DelayedScaling")
 TRAINED = [
-    *(pytest.param((2, 2), name, marks=[] if name in OFTEN else pytest.mark.slow) for name in GATHERED),
+    *(pytest.param((2, 2), name, marks=[] if name == "DelayedScaling" else pytest.mark.slow) for name in GATHERED),
     *((shape, "CurrentScaling") for shape in MESHES if shape != (2, 2)),
 ]
 
