@@ -2,8 +2,8 @@
 
 A kind names the shape, the recipe ("one scale" is `CurrentScaling`, "blocks" is `BlockScaling`), and where the group
 sizes are. Tokens are sorted by expert and distributed uniformly at random. Operands are bfloat16, and weights are
-`[E, N, K]` in bfloat16, quantized in each call. With "codes" weights are codes in rowwise planes that lie one after the
-other, as ZeRO gathers them, so the backward pass transposes them. Calls are issued back to back, as in training.
+`[E, N, K]` in bfloat16, quantized in each call. With "codes" weights are a `QuantizedStack` with a rowwise plane, as
+FSDP2 and ZeRO gather it, so the backward pass transposes it. Calls are issued back to back, as in training.
 Contenders take turns, and the median over rounds counts.
 
     python benchmarks/bench_grouped.py [--shapes Mixtral,DeepSeek-V3,Qwen3] [--rounds 5]
@@ -23,7 +23,7 @@ from torch import Tensor
 import rows
 from qshard.formats import Usage
 from qshard.recipes import NAMED
-from qshard.torch_bridge import QuantizedTensor, grouped_linear, quantize
+from qshard.torch_bridge import QuantizedStack, grouped_linear, quantize
 
 DEVICE = "cuda"
 CALLS = 5  # calls per contender and round
@@ -60,15 +60,9 @@ def grouped_mm(x: Tensor, w: Tensor, sizes: Tensor) -> Tensor:
     return torch._grouped_mm(x, w.transpose(1, 2), offs=sizes.cumsum(0).to(torch.int32))
 
 
-def adjacent_codes(w: Tensor, recipe: str) -> list[QuantizedTensor]:
-    """Return the codes of each expert, in one buffer."""
+def stack_of(w: Tensor, recipe: str) -> Tensor:
     each = [quantize(one, NAMED[recipe].weight, usage=Usage.ROWWISE) for one in w]
-    planes = [one.parts(Usage.ROWWISE) for one in each]
-    data = torch.stack([plane.data for plane in planes]).unbind()
-    scales = torch.stack([plane.scale_inv for plane in planes]).unbind()
-    for one, plane, own, scale in zip(each, planes, data, scales, strict=True):
-        one.set(Usage.ROWWISE, plane._replace(data=own, scale_inv=scale))
-    return [one.requires_grad_() for one in each]
+    return QuantizedStack.of(each).requires_grad_()
 
 
 def contenders(shape: Shape) -> dict[str, Call]:
@@ -84,13 +78,13 @@ def contenders(shape: Shape) -> dict[str, Call]:
     on_device = sizes.to(DEVICE)
     made = {BASE: both_ways(lambda: grouped_mm(x, w, on_device))}
     for name, recipe in RECIPES.items():
-        codes = adjacent_codes(w.detach(), recipe)
+        codes = stack_of(w.detach(), recipe)
         for where, given in (("device", on_device), ("host", sizes)):
             made[f"{name}, codes, {where}"] = both_ways(
                 lambda recipe=recipe, given=given, codes=codes: grouped_linear(  # type: ignore[misc]
-                    x, codes, given, recipe
+                    x, codes, given, recipe, weight_layout="NK"
                 ),
-                codes,
+                (codes,),
             )
             made[f"{name}, {where}"] = both_ways(
                 lambda recipe=recipe, given=given: grouped_linear(  # type: ignore[misc]

@@ -35,7 +35,7 @@ import qshard.torch_bridge as qshard
 import rows
 from qshard import formats
 from qshard.formats import Usage
-from qshard.torch_bridge._ops.bind import call_into
+from qshard.torch_bridge._ops.bind import into
 from step_profile import kernels_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -58,7 +58,7 @@ def small_calls() -> Calls:
     y = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
     calls: Calls = {
         "torch.add into a given output": (100, lambda: torch.add(x, x, out=out)),
-        "cast_tensor into given outputs": (100, lambda: call_into("cast_tensor", (x, scale), (code,), E4M3)),
+        "cast_tensor into given outputs": (100, lambda: into(code).cast_tensor(x, scale, **E4M3)),
         "torch.ops.qshard.cast_tensor": (100, lambda: torch.ops.qshard.cast_tensor(x, scale, **E4M3)),
     }
     for name in FORMATS:

@@ -46,14 +46,14 @@ class Recorder:
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
         from qshard.op_table import table
-        from qshard.torch_bridge._ops.bind import call_into, ops
+        from qshard.torch_bridge._ops.bind import into, ops
 
         def run(*inputs: Any, **options: Any) -> Any:
             made = getattr(ops, op)(*inputs, **options)
             outputs = made if isinstance(made, tuple | list) else (made,)
             if op in table():
                 attributes = {name: options[name] for name in table()[op].attributes if name != "split"}
-                again = partial(call_into, op, inputs, outputs, attributes)
+                again = partial(getattr(into(*outputs), op), *inputs, **attributes)
             else:  # a copy with the last two axes swapped
                 again = partial(outputs[0].copy_, inputs[0].mT)
             self.calls.append((inputs, outputs, again))

@@ -30,6 +30,8 @@ JUDGED = (
     "tensor_parallel_jax",
     "grouped",
     "moe",
+    "expert_parallel",
+    "stream_weights",
     *GPU_SECTIONS,
     "cross_entropy",
     "host",

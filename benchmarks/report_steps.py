@@ -187,6 +187,9 @@ STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {
     "moe": functools.partial(moe_section, name="moe", title="Whole layers of experts"),
     "moe_jax": functools.partial(moe_section, name="moe_jax", title="Whole layers of experts in JAX"),
     "expert_parallel": functools.partial(parallel_section, name="expert_parallel", title="Expert parallelism"),
+    "expert_parallel_jax": functools.partial(
+        parallel_section, name="expert_parallel_jax", title="Expert parallelism in JAX"
+    ),
     "stream_weights": functools.partial(parallel_section, name="stream_weights", title="Weight sync"),
     "tensor_parallel_jax": tensor_parallel_jax_section,
 }

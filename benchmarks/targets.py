@@ -17,7 +17,7 @@ class Target:
       rows: name of the file.
       operation: regular expression for the operation or kind.
       name: description of the target.
-      bound: lower bound for `percent_of_copy`, upper bound for other columns.
+      bound: lower bound for columns `percent_of_...`, upper bound for other columns.
       beside: the comparison; for GPUs, on an H200.
       column: the bounded column.
       of: another operation of the file. The bound then applies to the ratio to it, of microseconds by default.
@@ -42,8 +42,12 @@ class Target:
         return float(row[column]) / other[0] if other else None
 
     @property
+    def _is_percent(self) -> bool:
+        return self.column.startswith("percent_of_")
+
+    @property
     def at_most(self) -> bool:
-        return bool(self.of) or self.column != "percent_of_copy"
+        return bool(self.of) or not self._is_percent
 
     def met(self, value: float) -> bool:
         return value <= self.bound if self.at_most else value >= self.bound
@@ -53,7 +57,7 @@ class Target:
 
     @property
     def unit(self) -> str:
-        return f" of {self.of}" if self.of else " %" if self.column == "percent_of_copy" else f" {self.column}"
+        return f" of {self.of}" if self.of else " %" if self._is_percent else f" {self.column}"
 
 
 def what_of(row: Row) -> str:
@@ -220,6 +224,28 @@ TARGETS = (
             of=f"bf16, {shape}",
         )
         for shape, share in (("mixtral", 0.72), ("deepseek", 0.85))
+    ),
+    *(
+        Target("expert_parallel", rf"(fp8|block).*, {shape}, 2 GPUs", what, bound, why, column=column, of=of)
+        for shape in ("mixtral", "deepseek")
+        for column, bound, what, why, of in (
+            ("times_bf16", 0.75, "expert parallelism on two GPUs, 0.75 of bfloat16", "the same layer in bfloat16", ""),
+            (
+                "wire_mib",
+                0.5,
+                "expert parallelism, half of the bytes of bfloat16 on the wire",
+                "codes; results of experts go as values",
+                f"bf16, {shape}, 2 GPUs",
+            ),
+        )
+    ),
+    Target(
+        "stream_weights",
+        r".*, \d+ GPUs",
+        "weight sync, 80 % of an all-gather of the same bytes",
+        80,
+        "shards are cast while the bucket before is gathered",
+        column="percent_of_all_gather",
     ),
     Target(
         "cross_entropy",

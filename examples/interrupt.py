@@ -13,10 +13,11 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 GRACE = 1.5  # seconds
+IMPORTING = "<frozen importlib._bootstrap>"  # file of the frames of an import
 clean_up: list[Callable[[], None]] = []  # functions to call before the program ends, such as to show the cursor
 outcome = "nothing was written"
 
@@ -27,16 +28,30 @@ def install() -> None:
     """Take over SIGINT. Call it in the main thread before slow steps, such as importing frameworks."""
     sys.excepthook = _excepthook
     sys.unraisablehook = _unraisablehook
+    signal.signal(signal.SIGINT, _interrupt)
     listener, speaker = os.pipe()
     os.set_blocking(speaker, False)
     signal.set_wakeup_fd(speaker, warn_on_full_buffer=False)  # written at once, even if the main thread is blocked
     threading.Thread(target=_watch, args=(listener,), daemon=True).start()
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, but end the program during an import: initialization of jaxlib aborts at exceptions."""
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORTING:
+            _clean_up_and_end()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 def _watch(listener: int) -> None:
     while os.read(listener, 1) != bytes([signal.SIGINT]):
         pass
     time.sleep(GRACE)
+    _clean_up_and_end()
+
+
+def _clean_up_and_end() -> NoReturn:
     for step in clean_up:
         step()
     _end()

@@ -19,7 +19,7 @@ Sources: OCP Microscaling Formats v1.0, section 5; cuBLAS documentation, "1D Blo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from qshard._core.validation import FormatLike, as_format, as_plane
 from qshard.formats import Format, Usage
@@ -37,6 +37,7 @@ class PlaneLayout:
       global_scale_shape: shape of `global_scale_inv`; None if the format has none.
       transposed: whether `data` and `scale_inv` belong to `x.T`.
       block: (rows, cols) of the stored matrix, `x` or `x.T`, that share a scale; None: the whole matrix shares one.
+      is_stack: whether `x` is a stack of matrices that have their own scales (`stack_plane`).
     """
 
     data_shape: Shape
@@ -47,6 +48,7 @@ class PlaneLayout:
     format: Format = field(repr=False)
     shape: Shape = field(repr=False)
     usage: Usage = field(repr=False)
+    is_stack: bool = field(default=False, repr=False)
 
     @property
     def rows_apart(self) -> bool:
@@ -66,7 +68,7 @@ class PlaneLayout:
     @property
     def scaled_shape(self) -> tuple[int, int]:
         """(rows, cols) of the stored matrix that share a scale: the block, or the whole matrix."""
-        matrix = matrix_shape(self.shape)
+        matrix = matrix_shape(self.shape[-2:] if self.is_stack else self.shape)
         return self.block or (matrix[::-1] if self.transposed else matrix)
 
     @property
@@ -125,6 +127,18 @@ def has_rows_apart(fmt: Format, usage: Usage) -> bool:
     return block is not None and block[0] == 1
 
 
+def has_row_blocks_of(fmt: Format, other: Format) -> bool:
+    """Return whether a format has the elements and scales of another one, in 1-D blocks along its columns.
+
+    >>> from qshard.formats import FP8_E4M3, MXFP8_32x32, MXFP8_E4M3, MXFP8_E5M2
+    >>> [has_row_blocks_of(fmt, MXFP8_32x32) for fmt in (MXFP8_E4M3, MXFP8_E5M2, MXFP8_32x32, FP8_E4M3)]
+    [True, False, False, False]
+    """
+    if (fmt.element, fmt.kind, fmt.row_scaled) != (other.element, other.kind, other.row_scaled) or fmt.per_tensor:
+        return False
+    return fmt.block_shape() == (1, other.block_shape()[1])
+
+
 def takes_rows(fmt: Format) -> bool:
     """Return whether an op quantizes a format straight into padded rows. Others are gathered first.
 
@@ -133,6 +147,16 @@ def takes_rows(fmt: Format) -> bool:
     [True, True, False]
     """
     return not (fmt.row_scaled or fmt.scaling.four_over_six)
+
+
+def rows_are_independent(fmt: Format) -> bool:
+    """Return whether the rowwise codes and scales of a row depend on this row alone, wherever it is in a matrix.
+
+    >>> from qshard.formats import FP8_1x128, FP8_E4M3, MXFP8_32x32, NVFP4
+    >>> [rows_are_independent(fmt) for fmt in (FP8_1x128, FP8_E4M3, MXFP8_32x32, NVFP4)]
+    [True, False, False, False]
+    """
+    return takes_rows(fmt) and not (fmt.tensor_scaled or fmt.stochastic) and fmt.block_shape()[0] == 1
 
 
 def source(fmt: Format, usage: Usage) -> Usage:
@@ -236,13 +260,49 @@ def plane(fmt: FormatLike, shape: Shape, usage: Usage, *, op: str = "quantize", 
     )
 
 
-def slice_plane(fmt: Format, shape: Shape, usage: Usage, *, op: str, name: str = "x") -> PlaneLayout:
+def stack_plane(fmt: FormatLike, shape: Shape, usage: Usage, *, op: str = "quantize", name: str = "x") -> PlaneLayout:
+    """Compute the layout of a stack: the planes of E matrices `[E, N, K]`, each with its own scales.
+
+    Every part of the plane of a matrix gets a leading axis of E: one scale becomes `scale_inv` `[E]`. Arguments and
+    errors as in `plane`.
+
+    >>> from qshard.formats import FP8_E4M3, MXFP8_32x32
+    >>> stack_plane(FP8_E4M3, (4, 64, 32), Usage.COLUMNWISE)
+    PlaneLayout(data_shape=(4, 32, 64), scale_shape=(4,), global_scale_shape=None, transposed=True)
+    >>> stack_plane(MXFP8_32x32, (4, 64, 32), Usage.ROWWISE).scale_shape
+    (4, 2, 1)
+    """
+    one = plane(fmt, shape[1:], usage, op=op, name=name)
+    first, of_tensor = shape[:1], one.global_scale_shape
+    return replace(
+        one,
+        data_shape=(*first, *one.data_shape),
+        scale_shape=(*first, *one.scale_shape),
+        global_scale_shape=None if of_tensor is None else (*first, *of_tensor),
+        shape=shape,
+        is_stack=True,
+    )
+
+
+def splits_stack(fmt: Format, shape: Shape) -> bool:
+    """Return whether a block of `x` `[E * N, K]` would have rows of two matrices of a stack `[E, N, K]`.
+
+    >>> from qshard.formats import FP8_128x128, FP8_E4M3
+    >>> splits_stack(FP8_128x128, (2, 200, 128)), splits_stack(FP8_E4M3, (2, 200, 128))
+    (True, False)
+    """
+    return fmt.block is not None and shape[1] % fmt.block[0] != 0
+
+
+def slice_plane(
+    fmt: Format, shape: Shape, usage: Usage, *, op: str, name: str = "x", is_stack: bool = False
+) -> PlaneLayout:
     """Compute the layout of a plane of the whole `x` that ranks can quantize from flat slices of `x`.
 
     Raises:
       ValueError: `plane` raises; the plane is stored transposed; or its scales depend on more than amaxes.
     """
-    where = plane(fmt, shape, usage, op=op, name=name)
+    where = (stack_plane if is_stack else plane)(fmt, shape, usage, op=op, name=name)
     if where.transposed:
         raise ValueError(
             f"{op}: usage ({usage}) of {fmt} is stored transposed, so a flat slice of the weight is no slice of it; "

@@ -54,6 +54,11 @@ class Operand(NamedTuple):
     many: bool
     optional: bool
 
+    @property
+    def has_leading_axes(self) -> bool:
+        """True if the first term stands for any number of axes: `*name` or `...`."""
+        return bool(self.terms) and isinstance(self.terms[0], str)
+
 
 class View(NamedTuple):
     """Axis order of an operand or result: its memory order, and the logical order that XLA shards.

@@ -15,7 +15,7 @@ from qshard import formats
 from qshard._core.reprs import constructor_call
 from qshard._core.validation import as_format, closest, quote
 from qshard.formats import Format, Usage
-from qshard.layout import plane, source, whole_units
+from qshard.layout import has_row_blocks_of, plane, source, whole_units
 
 __all__ = [
     "MXFP4",
@@ -349,8 +349,26 @@ CAST_OPTIONS = ("nonfinite", "pow2", "eps")
 """Options that affect casts, but not the meaning of codes."""
 
 
-def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe) -> None:
-    """Raise ValueError unless codes of `fmt` can be the weight of a layer with this recipe."""
+def takes_frozen(fmt: Format, recipe: Recipe) -> bool:
+    """Return whether codes of `fmt` can be a frozen weight though the recipe's weights have 2-D blocks.
+
+    Engines store 1-D blocks along K, which the forward product contracts. Their columnwise plane has other codes, so
+    the gradient of x multiplies dequantized values.
+
+    >>> from qshard.formats import MXFP8_E4M3, NVFP4
+    >>> [takes_frozen(MXFP8_E4M3, MXFP8()), takes_frozen(NVFP4, MXFP8())]
+    [True, False]
+    """
+    return recipe.weight.transposes and has_row_blocks_of(fmt, recipe.weight)
+
+
+def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe, *, frozen: bool = False) -> None:
+    """Raise ValueError unless codes of `fmt` can be the weight of a layer with this recipe.
+
+    `frozen` also accepts 1-D blocks (`takes_frozen`).
+    """
+    if frozen and takes_frozen(fmt, recipe):
+        return
     own, wanted = fmt.options, recipe.weight.options
     same = {option: wanted[option] for option in CAST_OPTIONS if option in own and option in wanted}
     if fmt.with_options(**same) == recipe.weight:

@@ -4,6 +4,7 @@ Imports neither jax nor torch, so that tests/null runs without them. Sets the en
 start-up, unless the caller has set them.
 """
 
+import gc
 import importlib.util
 import os
 import signal
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from qshard.formats import Format
+from support.formats import OFTEN
 from support.fronts import FRONTS, Front
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -74,6 +77,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        front, fmt = params.get("front"), params.get("fmt")
+        if front == ("jax", "cpu") and isinstance(fmt, Format) and fmt not in OFTEN:
+            item.add_marker(pytest.mark.slow)
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
         if item.path.stem.endswith(OF_DOCS):
@@ -90,6 +97,16 @@ def absent(config: pytest.Config, what: str) -> None:
     if config.getoption("--gpu"):
         pytest.fail(what, pytrace=False)
     pytest.skip(what)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap() -> None:
+    """Exempt the objects of earlier modules, gigabytes of JAX programs, from garbage collection.
+
+    Checks for leaked tracers and counts of tensors collect all garbage many times.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,8 @@ from qshard.torch_bridge._convert.fsdp1 import prepare_modules_for_fsdp1
 from qshard.torch_bridge._convert.load_quantized import freeze, load_quantized
 from qshard.torch_bridge._convert.quantized_init import quantized_init
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
-from qshard.torch_bridge._experts.grouped_linear import GroupedLinear, grouped_linear
+from qshard.torch_bridge._experts.grouped_linear import grouped_linear
+from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._fsdp.functional import gathered_weight, is_converted
 from qshard.torch_bridge._fsdp.refresh import update_scales
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
@@ -37,8 +38,9 @@ from qshard.torch_bridge._moe.grouped_mlp import grouped_mlp
 from qshard.torch_bridge._moe.layer import MoE
 from qshard.torch_bridge._moe.permutation import MoEPermutation, moe_permutation, moe_permute, moe_unpermute
 from qshard.torch_bridge._moe.router import topk_routing
-from qshard.torch_bridge._nn.activations import RMSNorm, SwiGLU, rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
+from qshard.torch_bridge._nn.activations import rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
 from qshard.torch_bridge._nn.functional import linear
+from qshard.torch_bridge._nn.fused_modules import RMSNorm, SwiGLU
 from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._optim.adam import Adam, AdamW
 from qshard.torch_bridge._optim.cast_master import CastPlan, cast_master, update_columnwise
@@ -48,6 +50,7 @@ from qshard.torch_bridge._probes import numerics_of
 from qshard.torch_bridge._quantized.quantize import quantize
 from qshard.torch_bridge._quantized.scaling_state import load_scaling_state, scaling_state
 from qshard.torch_bridge._quantized.serialization import from_plain, to_plain
+from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._weight_sync.stream import stream_weights
 from qshard.torch_bridge._zero.optimizer import ZeroOptimizer
@@ -64,6 +67,7 @@ __all__ = [
     "MoEPermutation",
     "Plane",
     "QuantizedSlice",
+    "QuantizedStack",
     "QuantizedTensor",
     "RMSNorm",
     "ShardedWeight",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed._composable_state as _composable_state
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._symmetric_memory as _symmetric_memory
 from torch import Tensor, nn
@@ -152,6 +153,12 @@ def put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
         parameter._post_accumulate_grad_hooks = post_accumulate
 
 
+def has_module_hooks(module: nn.Module) -> bool:
+    """Return True if a call of a module runs hooks that were registered on it."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
+
+
 # DTensor. Without it: use `to_local()`, which returns a new object, and store attributes in a dict by id.
 def local_tensor(tensor: DTensor) -> Tensor:
     """Return the local shard of a DTensor, as the object that the DTensor holds."""
@@ -174,12 +181,18 @@ pipelined_all_to_all: Callable[..., None] = _symmetric_memory._pipelined_produce
 def fsdp_groups(module: FSDPModule) -> list[Any]:
     """Return the `FSDPParamGroup`s of a module: parameters that FSDP2 gathers together.
 
-    Callers read `mesh_info`, `post_forward_mesh_info`, and `sharded_param` of each of `fsdp_params`, and write to
-    `padded_sharded_param_size`. torch 2.11 has one group per module.
+    Callers read `mesh_info`, `post_forward_mesh_info`, and `sharded_param` and `_unsharded_param` of each of
+    `fsdp_params`, and write to `padded_sharded_param_size`. torch 2.11 has one group per module.
     """
     state: Any = cast(Any, module)._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+# Without it: return an empty list. Then no error tells that FSDP2 mixes different experts of expert parallelism.
+def fsdp_modules() -> list[FSDPModule]:
+    """Return all modules of this process that `fully_shard` has wrapped."""
+    return [module for module in [*_composable_state._module_state_mapping] if isinstance(module, FSDPModule)]
 
 
 # Without it: raise under DistributedDataParallel, which would overwrite the amaxes of all ranks except the first.

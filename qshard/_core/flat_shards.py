@@ -5,7 +5,8 @@
 Each rank gets its part of the bytes of `quantize` of the whole weights. A maximum is exact in any order, every rank
 computes all scales from the same amaxes, so scales are never gathered, and the code of an element depends only on its
 scale. A slice is `[start, start + length)` of the row-major weight. It may split rows, blocks and bytes, be empty or
-absent, or extend past the end of the weight into padding.
+absent, or extend past the end of the weight into padding. A stack of matrices `[E, N, K]` is one weight. Each matrix
+has its own scales, as if it were quantized alone.
 
 Weights with equal format, usage and dtypes form a bucket. A bucket costs one amax op, one or two ops for scales, and
 one cast, for any number of weights. `cast_master` runs all steps. Callers that overlap other work, as FSDP2 overlaps
@@ -36,6 +37,9 @@ from qshard.layout import PlaneLayout, Shape, matrix_shape, slice_plane
 
 Array = Any
 
+_TILE = 128
+"""Columns of a tile of `amax_slices` and `cast_slices` on a GPU."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -48,6 +52,7 @@ class Bucket:
       rounded_to: dtype that masters are rounded to before quantization.
       indices: positions of the weights in the plan.
       begin: offset of the bucket's amaxes in the buffer of the plan.
+      matrix: (rows, columns) of each matrix, if the weights are stacks and a scale serves a whole matrix; else None.
     """
 
     fmt: Format
@@ -57,6 +62,7 @@ class Bucket:
     indices: tuple[int, ...]
     planes: tuple[PlaneLayout, ...]
     begin: int
+    matrix: tuple[int, int] | None = None
 
     @functools.cached_property
     def grids(self) -> tuple[int, ...]:
@@ -110,13 +116,29 @@ class Bucket:
     @functools.cached_property
     def attributes(self) -> dict[str, Any]:
         """Attributes that all ops on slices take."""
-        rows, cols = self.fmt.block_of(self.usage) or (0, 0)
+        rows, cols = self.fmt.block_of(self.usage) or self._matrix_block or (0, 0)
         return {
             "block_cols": cols,
             "block_rows": rows,
             "rounded_to": self.rounded_to,
-            "shapes": tuple(size for where in self.planes for size in matrix_shape(where.shape)),
+            "shapes": tuple(size for where in self.planes for size in self._slice_shape(where, rows, cols)),
         }
+
+    @property
+    def _matrix_block(self) -> tuple[int, int] | None:
+        """A matrix as a block of a tile's width, where it has whole tiles: kernels read such blocks fastest."""
+        if self.matrix is None:
+            return None
+        size = math.prod(self.matrix)
+        return self.matrix if size % _TILE else (size // _TILE, _TILE)
+
+    def _slice_shape(self, where: PlaneLayout, rows: int, cols: int) -> tuple[int, int]:
+        """Return the (rows, cols) of the weight as ops divide it into blocks."""
+        if not where.is_stack:
+            return matrix_shape(where.shape)
+        if self.fmt.per_tensor:
+            return where.shape[0] * rows, cols
+        return math.prod(where.scale_shape[:-1]) * rows, where.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -143,17 +165,19 @@ class MasterPlan:
 class FlatSlice:
     """The local flat slice of one weight, without its values: a key in the cache of plans.
 
-    `start` is the index in the weight of the first element of the slice.
+    `start` is the index in the weight of the first element of the slice. `is_stack` is an entry of `stacks` of
+    `plan_master`.
     """
 
     shape: Shape
     fmt: Format
     dtype: str
     start: int = 0
+    is_stack: bool = False
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.shape, self.fmt, self.dtype, self.start))
+        return hash((self.shape, self.fmt, self.dtype, self.start, self.is_stack))
 
     def __hash__(self) -> int:  # cached, because front ends look up plans in every step
         return self._hash
@@ -166,6 +190,7 @@ def plan_master(
     usages: Usage | Sequence[Usage] = Usage.ROWWISE,
     dtype: str | Sequence[str] = "float32",
     rounded_to: str | Sequence[str | None] | None = None,
+    stacks: bool | Sequence[bool] = False,
     op: str = "plan_master",
 ) -> MasterPlan:
     """Plan `cast_master` for a list of weights.
@@ -180,6 +205,8 @@ def plan_master(
         without a slice agree.
       rounded_to: with None, codes are of `quantize(master)`; with a dtype, of `quantize(master.astype(dtype))`, as for
         a model that stores its weights in that dtype.
+      stacks: whether a weight is a stack `[E, N, K]` of matrices with their own scales, per weight or for all. Where
+        `layout.splits_stack` holds, only empty slices have a meaning.
       op: name of the caller in errors.
 
     Raises:
@@ -196,8 +223,8 @@ def plan_master(
     if any(isinstance(shape, int) for shape in shapes):
         raise TypeError(f"{op}: shapes ({quote(shapes)}) is not a list of shapes; pass one shape per weight")
     all_shapes = tuple(tuple(shape) for shape in shapes)
-    given = {"formats": formats, "usages": usages, "dtype": dtype, "rounded_to": rounded_to}
-    all_formats, all_usages, dtypes, roundings = (_each(op, name, value, n) for name, value in given.items())
+    given = {"formats": formats, "usages": usages, "dtype": dtype, "rounded_to": rounded_to, "stacks": stacks}
+    all_formats, all_usages, dtypes, roundings, are_stacks = (_each(op, *pair, n) for pair in given.items())
     all_formats = tuple(as_format(fmt, op, "formats") for fmt in all_formats)
     for name, values in (("dtype", dtypes), ("rounded_to", [each for each in roundings if each])):
         if wrong := [value for value in values if value not in FLOATS]:
@@ -206,12 +233,13 @@ def plan_master(
     rounded = ["float32" if p in (None, d) else p for p, d in zip(roundings, dtypes, strict=True)]
     members: dict[Any, list[int]] = {}
     for i, key in enumerate(zip(all_formats, all_usages, dtypes, rounded, strict=True)):
-        members.setdefault(key, []).append(i)
+        matrix = all_shapes[i][-2:] if are_stacks[i] and all_formats[i].tensor_scaled else None
+        members.setdefault((*key, matrix), []).append(i)
     buckets: list[Bucket] = []
     begin = 0
-    for (fmt, usage, kind, rounding), indices in members.items():
-        planes = tuple(slice_plane(fmt, all_shapes[i], usage, op=op) for i in indices)
-        buckets.append(Bucket(fmt, usage, kind, rounding, tuple(indices), planes, begin))
+    for (fmt, usage, kind, rounding, matrix), indices in members.items():
+        planes = tuple(slice_plane(fmt, all_shapes[i], usage, op=op, is_stack=are_stacks[i]) for i in indices)
+        buckets.append(Bucket(fmt, usage, kind, rounding, tuple(indices), planes, begin, matrix))
         begin += buckets[-1].amaxes
     return MasterPlan(all_shapes, all_formats, all_usages, dtypes, tuple(buckets))
 
@@ -271,17 +299,24 @@ def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) 
 
     Arguments as in `cast_master`; the plan has at least one weight.
     """
-    found = [
-        ops.amax_slices(
-            ops.of_bucket(starts, bucket),
-            ops.zeros(bucket.amaxes),
-            [masters[i] for i in bucket.indices],
-            whole=bucket.fmt.scaling.global_scale or "none",
-            **bucket.attributes,
-        )
-        for bucket in plan.buckets
-    ]
+    found = [_amaxes(ops, bucket, masters, starts) for bucket in plan.buckets]
     return found[0] if len(found) == 1 else ops.concatenate(found)
+
+
+def _amaxes(ops: Any, bucket: Bucket, masters: Sequence[Array], starts: Array) -> Array:
+    is_global = bucket.fmt.scaling.global_scale is not None
+    by_matrix = is_global and bucket.matrix is not None
+    found = ops.amax_slices(
+        ops.of_bucket(starts, bucket),
+        ops.zeros(bucket.blocks if by_matrix else bucket.amaxes),
+        [masters[i] for i in bucket.indices],
+        whole=bucket.fmt.scaling.global_scale if is_global and not by_matrix else "none",
+        **bucket.attributes,
+    )
+    if not by_matrix:
+        return found
+    # All matrices of the bucket have as many blocks, next to each other: a run.
+    return ops.concatenate([found, ops.amax_tensor(found.reshape(bucket.blocks // bucket.run, bucket.run), lead=1)])
 
 
 def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:

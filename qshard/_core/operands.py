@@ -118,6 +118,7 @@ def quantize_rows(
     scale: Array | None = None,
     seeds: Array | None = None,
     reduce_max: Reduce | None = None,
+    row_amaxes: Array | None = None,
 ) -> tuple[dict[Usage, Plane], Array | None]:
     """Quantize tokens `x` `[T, K]`, sorted by expert, into P padded rows.
 
@@ -132,6 +133,7 @@ def quantize_rows(
     - `scale`: fp32 `[E]`, the scales of delayed scaling.
     - `seeds`: uint32 or int32 `[E, 2]`, the Philox key of each expert as two words, low first; for stochastic rounding.
     - `reduce_max`: max-reduction of the amaxes `[E]` over the devices that have rows of the same experts.
+    - `row_amaxes`: fp32 `[T]`, the amax of each row of `x`, if known. It saves the read of `x` for amaxes of experts.
 
     Returns the planes, and under delayed scaling the amax of each expert, otherwise None. The planes belong to the
     matrix of padded rows `[P, K]`. Formats with one scale, or one global scale, have one for each expert, `[E]`.
@@ -139,12 +141,13 @@ def quantize_rows(
     fmt = spec.format
     if fmt.stochastic and seeds is None:
         raise ValueError(seed_missing(spec.op, fmt))
+    measured = x if row_amaxes is None else row_amaxes.reshape(-1, 1)
     if fmt.per_tensor:
-        return _rows_of_one_scale(ops, x, spec, rows, stops, scale, reduce_max)
+        return _rows_of_one_scale(ops, x, spec, rows, stops, scale, reduce_max, measured)
     if not takes_rows(fmt):
-        return _gathered_rows(ops, x, spec, rows, stops, seeds, reduce_max), None
+        return _gathered_rows(ops, x, spec, rows, stops, seeds, reduce_max, measured), None
     if fmt.tensor_scaled:
-        return _nvfp4_rows(ops, x, spec, rows, stops, seeds, reduce_max), None
+        return _nvfp4_rows(ops, x, spec, rows, stops, seeds, reduce_max, measured), None
     block, options = fmt.block_shape(), quantize_steps.block_options(fmt)
     op = "quantize_block_rows"
     if spec.usage is Usage.BOTH:
@@ -155,6 +158,14 @@ def quantize_rows(
     return {each: Plane(*made[2 * i : 2 * i + 2]) for i, each in enumerate(spec.usage.planes)}, None
 
 
+def _amaxes_of_experts(
+    ops: Any, x: Array, rows: Array, stops: Array, reduce_max: Reduce | None, *, rotated: bool = False
+) -> list[Array]:
+    """Return the amaxes `[E]` of the rows of each expert, and with `rotated` also the amaxes of its rotated columns."""
+    amaxes = ops.amax_hadamard_grouped(x, rows, stops) if rotated else (ops.amax_grouped(x, rows, stops),)
+    return [amax if reduce_max is None else reduce_max(amax) for amax in amaxes]
+
+
 def _rows_of_one_scale(
     ops: Any,
     x: Array,
@@ -163,10 +174,11 @@ def _rows_of_one_scale(
     stops: Array,
     scale: Array | None,
     reduce_max: Reduce | None,
+    measured: Array,
 ) -> tuple[dict[Usage, Plane], Array | None]:
+    """Quantize padded rows with one scale for each expert. `measured` has rows with the amaxes of the rows of `x`."""
     fmt, both = spec.format, spec.usage is Usage.BOTH
-    amax = ops.amax_grouped(x, rows, stops)
-    amax = amax if reduce_max is None else reduce_max(amax)
+    (amax,) = _amaxes_of_experts(ops, measured, rows, stops, reduce_max)
     options: dict[str, Any] = {"element": fmt.element.name}
     if spec.margin is None:
         scale, scale_inv, _ = quantize_steps.scales(ops, fmt, amax)
@@ -187,12 +199,12 @@ def _nvfp4_rows(
     stops: Array,
     seeds: Array | None,
     reduce_max: Reduce | None,
+    measured: Array,
 ) -> dict[Usage, Plane]:
     """Quantize padded rows with a global scale for each expert. 2-D blocks are quantized once, and transposed."""
     fmt, usage = spec.format, spec.usage
     rotates, two_sets = fmt.rotates(usage), usage is Usage.BOTH and not fmt.transposes
-    amaxes = ops.amax_hadamard_grouped(x, rows, stops) if rotates else (ops.amax_grouped(x, rows, stops),)
-    amaxes = [amax if reduce_max is None else reduce_max(amax) for amax in amaxes]
+    amaxes = _amaxes_of_experts(ops, x if rotates else measured, rows, stops, reduce_max, rotated=rotates)
     options: dict[str, Any] = {"scale_max": fmt.scaling.scale_max, "nonfinite": fmt.nonfinite}
     operands, height, width = [x, rows, stops, amaxes[0]], *fmt.block_shape()
     if two_sets:
@@ -219,6 +231,7 @@ def _gathered_rows(
     stops: Array,
     seeds: Array | None,
     reduce_max: Reduce | None,
+    measured: Array,
 ) -> dict[Usage, Plane]:
     """Gather padded rows, and quantize them as one matrix, with several reads.
 
@@ -230,8 +243,7 @@ def _gathered_rows(
     if fmt.row_scaled:
         draws = None if seeds is None else Draws(*ops.draws_of_rows(seeds, stops, count, columns))
         return quantize_steps.quantize(ops, padded, fmt, usage, draws=draws)
-    amax = ops.amax_grouped(x, rows, stops)
-    amax = amax if reduce_max is None else reduce_max(amax)
+    (amax,) = _amaxes_of_experts(ops, measured, rows, stops, reduce_max)
     height, strip = fmt.block_shape()
     grids = {Usage.ROWWISE: (height, (count // height,)), Usage.COLUMNWISE: (strip, (columns, count // strip))}
     planes: dict[Usage, Plane] = {}

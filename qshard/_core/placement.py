@@ -162,31 +162,31 @@ def slice_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
             yield Box(shape, (index, *inner.start), (1, *inner.size))
 
 
-def box_amax(ops: Any, xp: Any, x: Array, box: Box, block: tuple[int, int], amaxes: Array) -> Array:
+def box_amax(ops: Any, xp: Any, x: Array, box: Box, block: Shape, amaxes: Array) -> Array:
     """Max-merge the block amaxes of `x` into `amaxes` in place, and return the block amaxes of `x`.
 
     Args:
       ops: as in `quantize_steps`.
       xp: `numpy`, or a namespace with its `pad`, `maximum` and `int32` for arrays of a front end.
       x: float32, bfloat16 or float16 of shape `box.size`.
-      box: position of `x` in the matrix that the plane stores, `x` or `x.T`.
-      block: (rows, cols) that share a scale.
+      box: position of `x` in the matrix that the plane stores, `x` or `x.T`; or in a stack of matrices.
+      block: (rows, cols) that share a scale; (1, rows, cols) in a stack.
       amaxes: fp32 amaxes of all blocks of the whole.
     """
-    found = quantize_steps.block_amax(ops, pad_box(xp, x, box, block), block)
+    found = quantize_steps.block_amax(ops, pad_box(xp, x, box, block), block[-2:])
     raise_to(xp, amaxes[box.blocks(block)], found)
     return found
 
 
 def cast_box(
-    ops: Any, xp: Any, x: Array, box: Box, fmt: Format, block: tuple[int, int], scale: Array, draws: Draws | None = None
+    ops: Any, xp: Any, x: Array, box: Box, fmt: Format, block: Shape, scale: Array, draws: Draws | None = None
 ) -> Array:
     """Cast `x`, padded with zeros to `box.aligned(block)`, and return the codes. `box.within` crops them.
 
     `scale` has the scales of the box's blocks, contiguous, and `draws` belongs to the aligned box. Other arguments as
     in `box_amax`.
     """
-    return quantize_steps.cast(ops, pad_box(xp, x, box, block), fmt, scale, block, draws)
+    return quantize_steps.cast(ops, pad_box(xp, x, box, block), fmt, scale, block[-2:], draws)
 
 
 def pad_box(xp: Any, x: Array, box: Box, block: Shape) -> Array:

@@ -151,7 +151,7 @@ def _global_amaxes(
     return {each: amax if reduce_max is None else reduce_max(amax) for each, amax in amaxes if each in usage.planes}
 
 
-def block_amax(ops: Any, x: Array, block: tuple[int, int]) -> Array:
+def block_amax(ops: Any, x: Array, block: Sequence[int]) -> Array:
     """Compute the amax of each block.
 
     For partial blocks, pass a divisor of the format's block and max-reduce the results.
@@ -177,7 +177,7 @@ def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, re
     return Scales(*ops.scale_from_amax(amax, element=fmt.element.name, **options))
 
 
-def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: tuple[int, int], draws: Draws | None = None) -> Array:
+def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: Sequence[int], draws: Draws | None = None) -> Array:
     """Cast `x` with one encode scale per `block` of (rows, cols). Codes are in the order of `x`.
 
     Raises ValueError if `fmt` rounds stochastically and `draws` is None.

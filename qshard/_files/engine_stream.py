@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from qshard._core.quantize_steps import Plane
-from qshard._core.serialization import Description, flat, key_of
+from qshard._core.serialization import Description
 from qshard._core.validation import closest, quote
-from qshard._files.engine_formats import ENGINE_FORMATS, engine_tensors
+from qshard._files.engine_formats import ENGINE_FORMATS, EngineTensor, engine_tensors
 from qshard.formats import Usage
-from qshard.layout import plane
+from qshard.layout import PlaneLayout, plane
 
 QSHARD = "qshard"
 STREAM_FORMATS = (*ENGINE_FORMATS, QSHARD)
@@ -38,72 +38,95 @@ def check_stream(format: Any, bucket_bytes: Any, op: str) -> None:
         raise ValueError(f"{op}: bucket_bytes ({quote(bucket_bytes)}) is not a positive integer; pass a size in bytes")
 
 
-def check_weight(format: str, weight: EngineWeight, what: Description, op: str) -> None:
-    """Raise ValueError if an engine's format cannot hold a weight. It needs no data, so all ranks raise alike."""
-    part = _rows_of(what, weight, op)
-    if format != QSHARD:
-        engine_tensors(format, weight.name, part, op=op)
+class StreamTensor(NamedTuple):
+    """One tensor of a weight of the engine, planned once: it needs the arrays of a rowwise plane to become a tensor.
+
+    Attributes:
+      suffix: what follows the name of the weight in its name.
+      dtype: safetensors dtype.
+      part: array of the plane that it holds.
+      rows: first and last row of the array that belong to the weight; None: all of them.
+      tensor: how an engine stores the array; None: as it is.
+    """
+
+    suffix: str
+    dtype: str
+    part: str
+    rows: tuple[int, int] | None
+    tensor: EngineTensor | None
+
+    def contents(self, whole: Plane, xp: Any) -> Any:
+        """Return the contents of the tensor, of one-byte dtypes as uint8. They may share memory with `whole`.
+
+        Args:
+          whole: rowwise plane of the weight of the trainer; codes and one-byte scales as uint8.
+          xp: the module of its arrays, as for `EngineTensor.encode`.
+        """
+        array = getattr(whole, self.part)
+        if self.rows is not None:
+            array = array[slice(*self.rows)]
+        return array if self.tensor is None else self.tensor.encode(array, xp)
 
 
-def named_tensors(
-    format: str, weight: EngineWeight, what: Description, whole: Plane, xp: Any, op: str
-) -> Iterator[tuple[str, str, Any]]:
-    """Yield name, safetensors dtype and contents of the tensors of a weight.
+def stream_tensors(format: str, weight: EngineWeight, what: Description, op: str) -> tuple[StreamTensor, ...]:
+    """Plan the tensors of a weight of the engine.
 
     Args:
       format: one of `STREAM_FORMATS`.
       weight: the weight of the engine.
-      what: description of the weight of the trainer.
-      whole: its rowwise plane; codes and one-byte scales as uint8.
-      xp: the module of its arrays, as for `EngineTensor.encode`.
+      what: description of the weight of the trainer, with a rowwise plane.
       op: name of the operation in errors.
 
-    Contents of one-byte dtypes are uint8. They may share memory with `whole`.
+    Raises:
+      ValueError: the engine's format cannot hold the weight, or its rows split blocks. No data is needed, so all ranks
+        raise alike.
 
     >>> import numpy as np
     >>> from qshard.formats import FP8_128x128
     >>> what = Description(format=FP8_128x128, shape=(256, 128), dtype="bfloat16", planes=(Usage.ROWWISE,))
     >>> w13 = Plane(np.zeros((256, 128), np.uint8), np.ones((2, 1), np.float32))
     >>> up = EngineWeight("up_proj.weight", (128, 256))
-    >>> [(name, dtype, x.shape) for name, dtype, x in named_tensors("deepseek", up, what, w13, np, "stream_weights")]
-    [('up_proj.weight', 'F8_E4M3', (128, 128)), ('up_proj.weight_scale_inv', 'F32', (1, 1))]
+    >>> tensors = stream_tensors("deepseek", up, what, "stream_weights")
+    >>> [(each.suffix, each.dtype, each.contents(w13, np).shape) for each in tensors]
+    [('', 'F8_E4M3', (128, 128)), ('_scale_inv', 'F32', (1, 1))]
     """
-    part = _rows_of(what, weight, op)
-    parts = whole if weight.rows is None else _slice(whole, what, *weight.rows)
+    where = plane(what.format, what.shape, Usage.ROWWISE, op=op, name=weight.name)
+    rows: dict[str, tuple[int, int]] = {}
+    part = what
+    if weight.rows is not None:
+        part, rows = _rows_of(what, where, weight, op)
     if format == QSHARD:
         dtypes = {"float32": "F32", "uint8": "U8"}
-        for key, array in flat({Usage.ROWWISE: parts}).items():
-            yield key_of(weight.name, key), dtypes[part.arrays()[key][0]], array
-        return
-    for each in engine_tensors(format, weight.name, part, op=op):
-        yield each.name, each.dtype, each.encode(getattr(parts, each.part), xp)
+        arrays = [(key, key.rpartition(".")[2], dtypes[dtype]) for key, (dtype, _) in part.arrays().items()]
+        return tuple(StreamTensor(f".{key}", dtype, of, rows.get(of), None) for key, of, dtype in arrays)
+    suffixes = (
+        dataclasses.replace(each, name=each.name.removeprefix(weight.name))
+        for each in engine_tensors(format, weight.name, part, op=op)
+    )
+    return tuple(StreamTensor(each.name, each.dtype, each.part, rows.get(each.part), each) for each in suffixes)
 
 
-def _rows_of(what: Description, weight: EngineWeight, op: str) -> Description:
-    """Return the description of the rows of a weight. Raises ValueError if their edges split blocks."""
-    if weight.rows is None:
-        return what
+def _rows_of(
+    what: Description, where: PlaneLayout, weight: EngineWeight, op: str
+) -> tuple[Description, dict[str, tuple[int, int]]]:
+    """Return the description of the rows of a weight, and their place in each array that has rows.
+
+    Raises ValueError if the edges of the rows split blocks.
+    """
+    assert weight.rows is not None
     start, stop = weight.rows
-    where = plane(what.format, what.shape, Usage.ROWWISE, op=op, name=weight.name)
     rows = where.scaled_shape[0]
     if where.scale_shape and (start % rows or (stop % rows and stop != what.shape[0])):
         raise ValueError(
             f"{op}: {weight.name} is rows {start} to {stop} of a weight {what.shape} whose blocks have {rows} rows "
             f"({what.format}); use sizes that are multiples of it, or a format with 1-D blocks"
         )
-    return dataclasses.replace(what, shape=(stop - start, *what.shape[1:]))
-
-
-def _slice(whole: Plane, what: Description, start: int, stop: int) -> Plane:
-    """Return the plane of some rows, which split no block."""
-    where = plane(what.format, what.shape, Usage.ROWWISE)
-    scale, of_rows = whole.scale_inv, whole.global_scale_inv
+    places = {"data": (start, stop)}
     if where.scale_shape:
-        rows = where.scaled_shape[0]
-        scale = scale[start // rows : -(-stop // rows)]
-    if of_rows is not None and where.global_scale_shape:
-        of_rows = of_rows[start:stop]
-    return Plane(whole.data[start:stop], scale, of_rows)
+        places["scale_inv"] = (start // rows, -(-stop // rows))
+    if where.global_scale_shape:
+        places["global_scale_inv"] = (start, stop)
+    return dataclasses.replace(what, shape=(stop - start, *what.shape[1:])), places
 
 
 def buckets(sizes: Sequence[int], most: int) -> Iterator[range]:

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from qshard._core.adam import BLOCK  # noqa: E402
 from qshard.formats import ELEMENTS  # noqa: E402
 from qshard.reference import _adam as reference  # noqa: E402
-from qshard.torch_bridge._ops.bind import call_in_place  # noqa: E402
+from qshard.torch_bridge._ops.bind import ops  # noqa: E402
 
 SCALED = ("float16", "float8_e4m3fn", "float8_e5m2")
 STATES = ("float32", "bfloat16", *SCALED)
@@ -147,7 +147,7 @@ def run(shapes, dtypes=("float32", "float32"), *, seed=0, calls=None, cut=None):
                     made.append(part)
         attributes = {**ATTRIBUTES, "exp_avg_dtype": dtypes[0], "exp_avg_sq_dtype": dtypes[1]}
         grads, params, *states = lists
-        call_in_place("adam", [torch.stack([t[0] for t in some]), grads, params, [], *states], attributes)
+        ops.adam(torch.stack([t[0] for t in some]), grads, params, [], *states, **attributes)
         results.extend(zip(params, *(s for s in states if s), strict=True))
     return results
 
@@ -188,7 +188,7 @@ def test_zeros_stay_zeros_and_never_become_nan():
         lists = [[state[0]], state[1:], [other[0]], other[1:]]
         for step in range(1, 4):
             constants = torch.from_numpy(np.array(reference.adam_constants(step, 0.1))).reshape(1, -1)
-            call_in_place("adam", [constants, [g], [p], [], *lists], attributes)
+            ops.adam(constants, [g], [p], [], *lists, **attributes)
         assert (p == 1).all()
         assert not state[0].view(torch.uint8).any()
         assert not other[0].view(torch.uint8).any()
@@ -209,7 +209,7 @@ def wrong(message, **change):
     attributes = {**ATTRIBUTES, "exp_avg_dtype": "float8_e4m3fn", "exp_avg_sq_dtype": "float32"}
     attributes |= {name: change.pop(name) for name in list(change) if name in attributes}
     with pytest.raises(ValueError, match=message):
-        call_in_place("adam", list({**good, **change}.values()), attributes)
+        ops.adam(*{**good, **change}.values(), **attributes)
 
 
 def test_errors_say_what_does_not_fit():
@@ -229,7 +229,7 @@ def test_the_extra_bits_have_their_dtypes():
     def call(param, low, attribute):
         state = [[torch.zeros(4)], [], [torch.zeros(4)], []]
         attributes = {**ATTRIBUTES, "exp_avg_dtype": "float32", "exp_avg_sq_dtype": "float32", "keeps": attribute}
-        call_in_place("adam", [torch.zeros(1, 10), [torch.zeros(4)], [param], [low], *state], attributes)
+        ops.adam(torch.zeros(1, 10), [torch.zeros(4)], [param], [low], *state, **attributes)
 
     with pytest.raises(ValueError, match=r"dtype with a remainder|only bfloat16 does"):
         call(torch.zeros(4), torch.zeros(4, dtype=torch.int16), "remainder")

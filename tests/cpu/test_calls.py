@@ -13,7 +13,7 @@ import torch
 import qshard
 from qshard import _ffi
 from qshard.formats import E4M3
-from qshard.torch_bridge._ops.bind import call_into, ops
+from qshard.torch_bridge._ops.bind import into, ops
 
 OPS = torch.ops.qshard
 CAST = {"element": E4M3.name}
@@ -116,7 +116,7 @@ def test_negated_views_are_not_read_as_they_lie():
     x = torch._neg_view(torch.ones(4))
     assert torch.equal(OPS.cast_tensor(x, torch.ones(()), **CAST).view(torch.float8_e4m3fn).float(), -torch.ones(4))
     with pytest.raises(ValueError, match=r"input 0 \(.*Tensor\) is a negated view.* call .resolve_neg"):
-        call_into("cast_tensor", (x, torch.ones(())), (torch.zeros(4, dtype=torch.uint8),), CAST)
+        into(torch.zeros(4, dtype=torch.uint8)).cast_tensor(x, torch.ones(()), **CAST)
 
 
 def test_the_pool_starts_no_more_threads_than_tasks():

@@ -30,6 +30,8 @@ REFUSED = {
     "--text picture.png": "--text picture.png is not UTF-8 text (byte 0x89 at 0); give a file of text",
     "--text zeros.txt": "--text zeros.txt is not UTF-8 text (byte 0x00 at 4); give a file of text",
     "--text short.txt": "--text short.txt has 5 bytes; ",
+    "--log-numerics nowhere/log.jsonl": "argument --log-numerics: cannot write nowhere/log.jsonl: No such file",
+    "--log-numerics log.jsonl --experts 4": "--log-numerics is not for --experts 4, whose layers it would",
     "--text nowhere.txt": "argument --text: nowhere.txt is not a file",
 }
 
@@ -49,7 +51,7 @@ def said(texts):
     return {script: refusals(script, REFUSED, texts) for script in SCRIPTS}
 
 
-@pytest.mark.parametrize("line", REFUSED, ids=lambda line: line[:24])
+@pytest.mark.parametrize("line", REFUSED, ids=lambda line: line[:32])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_refused_in_one_line(script, line, said):
     assert_refused(said[script][line], REFUSED[line])

@@ -31,18 +31,26 @@ CODES = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_E4M3")
 ALL = {**{name: RECIPES[name] for name in ("CurrentScaling", "DelayedScaling", "BlockScaling")}, "E4M3": CODES}
 
 
-@pytest.fixture(autouse=True)
-def grouped_ops_of_the_cpu(monkeypatch):
-    monkeypatch.setattr(target_gpu, "PLATFORM", "cpu")
-    runs_on(NEW, monkeypatch)
-    yield
+@pytest.fixture(autouse=True, scope="module")
+def grouped_ops_of_the_cpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target_gpu, "PLATFORM", "cpu")
+        patch.setattr(target_gpu, "gpu_of", lambda x: NEW)
+        jax.clear_caches()
+        yield
     jax.clear_caches()
 
 
-def runs_on(gpu, monkeypatch):
-    """Trace programs for this GPU from here on."""
+@pytest.fixture
+def runs_on(monkeypatch):
+    """Trace programs for another GPU until the test ends. JAX's caches do not know of GPUs."""
+
+    def trace_for(gpu):
+        jax.clear_caches()
+        monkeypatch.setattr(target_gpu, "gpu_of", lambda x: gpu)
+
+    yield trace_for
     jax.clear_caches()
-    monkeypatch.setattr(target_gpu, "gpu_of", lambda x: gpu)
 
 
 def calls(function, *arguments):
@@ -142,16 +150,16 @@ def test_weights_as_codes(name):
     assert_bits_equal(np.asarray(loss(PrimaryWeight.of(codes))[1]), np.asarray(want[2]))
 
 
-def test_without_an_op_of_codes(monkeypatch):
+def test_without_an_op_of_codes(runs_on):
     """A library that multiplies values, and no codes with one scale, multiplies the codes as bfloat16."""
     want = step(X, W, DY, SIZES, CODES)
-    runs_on(NEW._replace(grouped_cublaslt=130400), monkeypatch)
+    runs_on(NEW._replace(grouped_cublaslt=130400))
     for made, expected in zip(step(X, W, DY, SIZES, CODES), want, strict=True):
         if expected is not None:
             assert_bits_equal(np.asarray(made), np.asarray(expected))
     found = calls(step, X, W, DY, SIZES, CODES)
     assert {"gemm_grouped_values_nt", "gemm_grouped_values_nn", "gemm_grouped_values_tn"} <= set(found)
-    runs_on(OLD, monkeypatch)
+    runs_on(OLD)
     assert not [op for op in calls(step, X, W, DY, SIZES, CODES) if op.startswith("gemm")]
 
 
@@ -211,9 +219,9 @@ def expected_step(x, w, dy, sizes=SIZES, layout="NK"):
 @pytest.mark.parametrize("layout", ["NK", "KN"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("gpu", [NEW, OLD, None], ids=["ops", "XLA", "no GPU"])
-def test_values(dtype, layout, gpu, monkeypatch):
+def test_values(dtype, layout, gpu, runs_on):
     """Sums of integers are exact in fp32, so results are the float64 products, rounded once."""
-    runs_on(gpu, monkeypatch)
+    runs_on(gpu)
     given = values(dtype, layout)
     run = jax.jit(functools.partial(values_step, layout=layout))
     for made, want in zip(run(*given), expected_step(*given, layout=layout), strict=True):

@@ -48,6 +48,12 @@ def step(x, w, labels, loss=qj.linear_cross_entropy, **options):
     return loss, *back(jnp.full_like(loss, 0.5))
 
 
+@functools.cache
+def compiled_step(loss=qj.linear_cross_entropy, **options):
+    """Return `step` for one device. An eager loop over chunks would be compiled in each call."""
+    return jax.jit(functools.partial(step, loss=loss, **options))
+
+
 def assert_near(actual, want, dtype="float32"):
     # Products of other rows may be summed in another order, so a logit may be rounded to its neighbour.
     close = {"rtol": 1e-4, "atol": 1e-6} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-3}
@@ -110,7 +116,7 @@ def test_padding_is_no_class(mode, reduction, recipe):
     options = {"reduction": reduction, "chunk": 12, "recipe": recipe}
     if recipe is not None and mode in ("Auto", "Explicit"):
         return  # Recipes work on one device and in `shard_map`.
-    want = step(x, w[:classes], labels, **options)
+    want = compiled_step(**options)(x, w[:classes], labels)
     options["num_classes"] = classes
     if mode == "one device":
         loss, dx, dw = jax.jit(functools.partial(step, **options))(x, w, labels)
@@ -154,7 +160,7 @@ def test_logits_are_never_whole(reduction):
 def test_rows_stay_where_they_are(reduction, mode, name):
     cut, arrays = CUTS[name], drawn()
     run = functools.partial(step, reduction=reduction, chunk=3)
-    want = step(*arrays, two_calls, reduction=reduction)
+    want = compiled_step(two_calls, reduction=reduction)(*arrays)
     mesh = jax.make_mesh(
         (4, 2), ("a", "b"), axis_types=(AxisType.Explicit if mode == "Explicit" else AxisType.Auto,) * 2
     )
@@ -177,7 +183,7 @@ def test_rows_stay_where_they_are(reduction, mode, name):
 def test_axis_name_has_classes(reduction, check_vma):
     """Rows are sharded over the other axis, where losses are summed."""
     x, w, labels = drawn()
-    want = step(x, w, labels, two_calls, reduction="sum")
+    want = compiled_step(two_calls, reduction="sum")(x, w, labels)
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
     def local(x, w, labels):
@@ -201,7 +207,8 @@ def test_vmap_has_a_head_for_each_example(mode):
     x, w, labels = drawn()
     ws = np.stack([w * (1 + i / 8) for i in range(len(x))])
     run = jax.vmap(functools.partial(step, reduction="sum", chunk=3))
-    want = [np.stack(each) for each in zip(*map(functools.partial(step, reduction="sum"), x, ws, labels), strict=True)]
+    alone = compiled_step(reduction="sum")
+    want = [np.stack(each) for each in zip(*map(alone, x, ws, labels), strict=True)]
     mesh = jax.make_mesh(
         (1,) if mode == "one device" else (8,),
         ("a",),
@@ -211,7 +218,7 @@ def test_vmap_has_a_head_for_each_example(mode):
         there = [jax.device_put(a, NamedSharding(mesh, P())) for a in (x, ws, labels)]
         assert_near(jax.jit(run)(*there), want)
         shared = jax.vmap(functools.partial(step, reduction="sum"), in_axes=(0, None, 0))
-        many = jax.vmap(functools.partial(step, reduction="sum"))(x, np.stack([w] * len(x)), labels)
+        many = [np.stack(each) for each in zip(*map(alone, x, [w] * len(x), labels), strict=True)]
         assert_near(jax.jit(shared)(there[0], w, there[2]), many)
 
 

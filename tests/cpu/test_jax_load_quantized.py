@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import qshard.jax as qj  # noqa: E402
 from qshard import reference  # noqa: E402
 from qshard.formats import FORMATS  # noqa: E402
+from qshard.recipes import NAMED  # noqa: E402
 from support.checkpoints import numbers, ok, write  # noqa: E402
 
 W = {"0.weight": numbers((256, 128), 0), "2.weight": numbers((128, 256), 1)}
@@ -70,6 +71,29 @@ def test_codes_are_those_of_the_file(engine, fmt, recipe, spec, mesh, tmp_path):
         x = jnp.asarray(numbers((32, 128), 5))
         y = qj.linear(x, found["0.weight"], recipe)
         np.testing.assert_array_equal(y, qj.linear(x, jnp.asarray(W["0.weight"]), recipe))
+
+
+@pytest.mark.parametrize(
+    ("engine", "fmt", "recipe"), [("modelopt", "MXFP8_E4M3", "MXFP8"), ("modelopt", "NVFP4", "NVFP4")]
+)
+def test_blocks_along_k_alone(engine, fmt, recipe, tmp_path):
+    """As engines write them: y multiplies the codes, and the gradient of x the values."""
+    path = file_of(tmp_path, engine, fmt)
+    w = qj.load_quantized(path)["0.weight"]
+    assert w.format.name == fmt
+    x, dy = jnp.asarray(numbers((32, 128), 5)), jnp.asarray(numbers((32, 256), 6))
+    role, seed = NAMED[recipe], {"seed": 1} if NAMED[recipe].stochastic else {}
+    y, back = jax.vjp(lambda x: qj.linear(x, w, recipe, **seed), x)
+    values = w.dequantize(jnp.bfloat16).astype(jnp.float32)
+    xq = qj.quantize(x, role.activation).dequantize(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_allclose(y, xq @ values.T, rtol=1e-4, atol=1e-3)
+    (dx,) = back(dy)
+    if not role.stochastic:
+        dyq = qj.quantize(dy, role.gradient).dequantize(jnp.bfloat16).astype(jnp.float32)
+        np.testing.assert_allclose(dx, dyq @ values, rtol=1e-4, atol=1e-3)
+    assert np.isfinite(dx).all()
+    with pytest.raises(ValueError, match=r"w \(.*\) is not in the weight format of the recipe"):
+        qj.linear(jnp.ones((32, 256)), w, recipe, weight_layout="KN", **seed)
 
 
 def test_a_part_of_a_tensor_reads_that_part(tmp_path, mesh, monkeypatch):

@@ -62,14 +62,22 @@ TRACED = {
 }
 
 
+@contextlib.contextmanager
+def all_modes():
+    with contextlib.ExitStack() as stack:
+        for context in TRACED.values():
+            stack.enter_context(context())
+        yield
+
+
+@pytest.mark.parametrize("modes", ["all", pytest.param("each", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ROWS)
-def test_modes_of_tracing(name):
-    """Each mode gives the same program as JAX without it, and so its bits."""
+def test_modes_of_tracing(name, modes):
+    """All modes together, and each, give the same program as JAX without them, and so its bits."""
     call, args = WITH_GRADIENTS[name].call, WITH_GRADIENTS[name].args
     want = jax.jit(lambda *args: call(*args)).lower(*args).as_text()
     assert jax.eval_shape(call, *args) is not None
-    jax.make_jaxpr(call)(*args)
-    for mode, context in TRACED.items():
+    for mode, context in (TRACED if modes == "each" else {"all": all_modes}).items():
         with context():
             assert jax.jit(lambda *args: call(*args)).lower(*args).as_text() == want, mode
 
@@ -141,14 +149,12 @@ def unjitted(call, args):
 
 
 RUN = [closed, loops, compiled, guarded, exported, mapped, mapped_over_devices, wide, unjitted]
-OFTEN = ("quantize", "linear", "ragged_dot", "cross_entropy", "swiglu", "primary")
+OFTEN = ("quantize", "linear", "cross_entropy", "swiglu")
 CELLS = [
     pytest.param(
         name,
         mode,
-        marks=[]
-        if name in OFTEN and (name, mode) not in (("ragged_dot", unjitted), ("primary", unjitted))
-        else pytest.mark.slow,
+        marks=[] if name in OFTEN else pytest.mark.slow,
     )
     for name in ROWS
     for mode in RUN

@@ -1,6 +1,7 @@
 """`grouped_mlp` in JAX: meshes, `shard_map`, remat, `vmap`, and what is refused."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import qshard.jax as qj
 from support.awkward import assert_bits_equal
 from support.formats import RECIPES
 from support.hlo import collectives
+from support.jax_expert_parallel import ALL
 
 T, K, E, H, WIDE = 64, 2, 4, 64, 128
 
@@ -41,7 +43,14 @@ def assert_close(made, want, error):
         assert np.linalg.norm(np.asarray(got) - expected) <= error * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("recipe", [None, "CurrentScaling", "MXFP8"])
+def often(name):
+    """Parametrize by recipe; recipes other than `name` are slow."""
+    names = [None, "CurrentScaling", "MXFP8"]
+    cases = [pytest.param(each, marks=[] if each == name else pytest.mark.slow) for each in names]
+    return pytest.mark.parametrize("recipe", cases)
+
+
+@often(None)
 def test_an_auto_mesh_of_eight_devices(recipe):
     """XLA shards tokens; results are those of one device, up to the order of sums."""
     want = step(X, ROUTER, W13, W2, DY, recipe)
@@ -53,7 +62,7 @@ def test_an_auto_mesh_of_eight_devices(recipe):
     assert_close(made, [np.asarray(a) for a in want], 5e-3)  # A few codes move to a neighbour.
 
 
-@pytest.mark.parametrize("recipe", [None, "CurrentScaling", "MXFP8"])
+@often("MXFP8")
 def test_tokens_of_each_device_in_shard_map(recipe):
     """Each device computes its own tokens, and gathers codes of the weights that FSDP shards."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
@@ -82,7 +91,7 @@ def test_tokens_of_each_device_in_shard_map(recipe):
     assert not any(array.startswith(("f32[4,256", "f32[4,64")) for array in gathers)
 
 
-@pytest.mark.parametrize("recipe", [None, "CurrentScaling", "MXFP8"])
+@often("CurrentScaling")
 def test_remat_keeps_bits(recipe):
     call = functools.partial(layer, recipe=recipe)
 
@@ -93,6 +102,37 @@ def test_remat_keeps_bits(recipe):
 
     for made, want in zip(run(jax.checkpoint(call), X, ROUTER, W13, W2), run(call, X, ROUTER, W13, W2), strict=True):
         assert_bits_equal(np.asarray(made), np.asarray(want))
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", pytest.param("E4M3", marks=pytest.mark.slow)])
+def test_swiglu_passes_amaxes(name):
+    """The bits of separate calls, where h and its gradient are read for their amaxes."""
+    recipe = ALL[name]
+    indices, weights = (np.asarray(each) for each in qj.topk_routing(X @ ROUTER.T, K))
+
+    def in_parts(x, weights, w13, w2):
+        permutation = qj.moe_permutation(indices, E)
+        given = {"group_sizes": permutation.group_sizes, "recipe": recipe, "weight_layout": "NK"}
+        gate_up = qj.ragged_dot(qj.moe_permute(x, permutation), w13, **given)
+        h = qj.swiglu(gate_up[:, :WIDE], gate_up[:, WIDE:])
+        return qj.moe_unpermute(qj.ragged_dot(h, w2, **given), permutation, weights)
+
+    def whole(x, weights, w13, w2):
+        return qj.grouped_mlp(x, indices, weights, w13, w2, recipe)
+
+    def both_ways(call, *given):
+        y, vjp = jax.vjp(call, *given)
+        return y, *vjp(jnp.asarray(DY))
+
+    columns, found = [], []
+    for call in (whole, in_parts):
+        run = jax.jit(functools.partial(both_ways, call))
+        text = run.lower(X, weights, W13, W2).as_text()
+        columns.append(sorted(map(int, re.findall(r"@qshard_amax_grouped.* : \(tensor<\d+x(\d+)xf32>", text))))
+        found.append(run(X, weights, W13, W2))
+    assert columns == [[1, 1, H, H], [H, H, WIDE, 2 * WIDE]]
+    for got, want in zip(*found, strict=True):
+        assert_bits_equal(np.asarray(got), np.asarray(want))
 
 
 def test_vmap_and_scan():

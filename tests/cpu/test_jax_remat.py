@@ -93,7 +93,10 @@ def layered(recipe, policy, x, ws, states):
 
 
 @pytest.mark.usefixtures("optimized")  # Without it, XLA sums recomputed products in another order.
-@pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
+@pytest.mark.parametrize(
+    "name",
+    ["DelayedScaling", "NVFP4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("CurrentScaling", "MXFP8"))],
+)
 def test_policies_keep_what_was_cast(name):
     """A policy keeps the bits, and casts as often as without `jax.checkpoint`, which alone casts x and w again."""
     recipe = as_recipe(name, "test")

@@ -21,6 +21,7 @@ from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
 from qshard.jax._ops.bind import disabled_checks
 from qshard.recipes import BlockScaling
 from support.hlo import collectives
+from support.pairs import turns
 
 RECIPE = BlockScaling()
 SIZES = {"B": 8, "S": 256, "K": 512, "N": 1024}
@@ -68,9 +69,9 @@ def relative(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-def calls(function, *arguments):
+def calls(compiled):
     """Count the GEMMs of codes and the dequantized matrices of a compiled program."""
-    text = jax.jit(function).lower(*arguments).compile().as_text()
+    text = compiled.as_text()
     return tuple(
         len(re.findall(f'custom_call_target="qshard_{name}"', text)) for name in ("gemm_block", "dequantize_block")
     )
@@ -84,9 +85,10 @@ def test_one_device(dtype, layout):
     mesh = jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,), devices=[device])
     run = functools.partial(step, weight_layout=layout)
     with jax.set_mesh(mesh):
-        got = jax.jit(run)(*given)
+        compiled = jax.jit(run).lower(*given).compile()
+        got = compiled(*given)
         want = values_alone(lambda: jax.jit(lambda *a: run(*a))(*given))
-        assert calls(run, *given) == (3, 0)
+    assert calls(compiled) == (3, 0)
     assert [t.dtype for t in got] == [dtype] * 3
     assert_close(got, want)
 
@@ -102,8 +104,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("name", CUTS)
+@turns(1, name=list(CUTS), kind=[AxisType.Auto, AxisType.Explicit])
 def test_meshes(name, kind):
     """Every device multiplies its local operands, and products contracted over devices are summed."""
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
@@ -114,8 +115,9 @@ def test_meshes(name, kind):
         if kind is AxisType.Explicit and name == "row parallel":
             run = functools.partial(step, out_sharding=P("a"))
         want = values_alone(lambda: jax.jit(lambda *a: run(*a))(*given))
-        got = jax.jit(run)(*given)
-        assert calls(run, *given) == (3, 0)
+        compiled = jax.jit(run).lower(*given).compile()
+        got = compiled(*given)
+    assert calls(compiled) == (3, 0)
     assert_close(got, want)
 
 
@@ -129,8 +131,9 @@ def test_shard_map():
         return jax.shard_map(functools.partial(step, **options), mesh=mesh, in_specs=specs, out_specs=specs)(*given)
 
     want = values_alone(lambda: jax.jit(lambda *a: run(*a))(*given))
-    assert_close(jax.jit(run)(*given), want)
-    assert calls(run, *given) == (3, 0)
+    compiled = jax.jit(run).lower(*given).compile()
+    assert_close(compiled(*given), want)
+    assert calls(compiled) == (3, 0)
 
 
 def test_fsdp_on_an_auto_mesh_scatters_gradients():
@@ -140,8 +143,8 @@ def test_fsdp_on_an_auto_mesh_scatters_gradients():
     run = functools.partial(step, weight_spec=P("fsdp"), gather_axis="fsdp")
     with jax.set_mesh(mesh):
         want = values_alone(lambda: jax.jit(lambda *a: run(*a))(*given))
-        got = jax.jit(run)(*given)
         compiled = jax.jit(run).lower(*given).compile()
+        got = compiled(*given)
     assert_close(got, want)
     assert got[2].sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp")), 2)
     moved = [kind for kind, _ in collectives(compiled)]
@@ -228,7 +231,7 @@ def test_without_a_mesh_of_its_own():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     cuts = [NamedSharding(mesh, spec) for spec in CUTS["batch"]]
     given = [jax.device_put(t, cut) for t, cut in zip(operands(), cuts, strict=True)]
-    run = jax.jit(step, in_shardings=cuts)
+    compiled = jax.jit(step, in_shardings=cuts).lower(*given).compile()
     want = values_alone(lambda: jax.jit(lambda *a: step(*a))(*given))
-    assert_close(run(*given), want)
-    assert "qshard_gemm_block" in run.lower(*given).compile().as_text()
+    assert_close(compiled(*given), want)
+    assert "qshard_gemm_block" in compiled.as_text()

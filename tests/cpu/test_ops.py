@@ -18,7 +18,7 @@ from qshard import _ffi
 from qshard.jax import ops as jax_ops
 from qshard.jax._sharding import foreach
 from qshard.op_table import table
-from qshard.torch_bridge._ops.bind import call_into
+from qshard.torch_bridge._ops.bind import into
 from support.awkward import assert_all_bits_equal
 from support.draw_values import filled
 from support.draws import FEW, SPECS, choices, draw
@@ -59,7 +59,7 @@ def draws(spec, count, **options):
 
 @every_op
 def test_torch(spec):
-    """Eager results and results of `call_into` have the reference's bits; traced results its shapes and dtypes."""
+    """Eager results and results of `into` have the reference's bits; traced results its shapes and dtypes."""
     for made in draws(spec, max(8, len(choices(spec))) if spec.name.startswith(CHEAP) else 8):
         op, operands, keywords = torch_call(made)
         want = oracle(made)
@@ -72,13 +72,13 @@ def test_torch(spec):
         assert_all_bits_equal([to_numpy(x) for x in returned], want, str(made))
         if not spec.many:
             given = [torch.full_like(x, 77) for x in returned]
-            call_into(spec.name, operands, given, attributes_of(made))
+            getattr(into(*given), spec.name)(*operands, **attributes_of(made))
             assert_all_bits_equal([to_numpy(x) for x in given], want, str(made))
 
 
 @every_op
 def test_torch_finds_nothing_wrong_with_the_op(spec):
-    for made in draws(spec, 2, lengths=FEW):
+    for made in draws(spec, 1, lengths=FEW):
         op, operands, keywords = torch_call(made)
         # NaN compares unequal. It comes from NaN codes, invalid labels, and the loss without logits.
         if spec.name == "cross_entropy" and not math.prod(made.tensors[0][0][0]):
@@ -96,15 +96,19 @@ def jax_call(made):
     return lambda *operands: getattr(jax_ops, made.spec.name)(*operands, **made.options)
 
 
+@pytest.mark.parametrize("calls", [1, pytest.param(8, marks=pytest.mark.slow)])
 @every_op
-def test_jax(spec):
-    """Results have the reference's bits in `jit`, and under `vmap` for ops on single tensors."""
-    for made in draws(spec, 2):
+def test_jax(spec, calls):
+    """Results have the reference's bits in `jit`, and under `vmap` for ops on single tensors.
+
+    `test_torch` has more calls of the same handlers.
+    """
+    for made in draws(spec, calls):
         assert_all_bits_equal(jax.tree.leaves(jax.jit(jax_call(made))(*made.operands)), oracle(made), str(made))
-    if spec.many or not isinstance(spec.inputs[0].terms[0], str):
+    if spec.many or not spec.inputs[0].has_leading_axes:
         return
     # Operands without leading axes, e.g. the weight of a norm, are shared by the batch.
-    axes = [0 if isinstance(operand.terms[0], str) else None for operand in spec.inputs]
+    axes = [0 if operand.has_leading_axes else None for operand in spec.inputs]
     stacked = [x if axis is None else np.stack([x, x]) for x, axis in zip(made.operands, axes, strict=True)]
     results = jax.tree.leaves(jax.vmap(jax_call(made), axes)(*stacked))
     assert_all_bits_equal([np.asarray(x)[1] for x in results], oracle(made), f"{made}, under vmap")

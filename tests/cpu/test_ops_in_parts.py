@@ -18,7 +18,7 @@ from support.draws import draw
 from support.hlo import collectives
 from support.op_calls import bind, call
 from support.oracle import oracle
-from support.pairs import pairs
+from support.pairs import turns
 
 every_op = pytest.mark.parametrize("spec", table().values(), ids=table())
 X = np.ones((256, 256), np.float32)
@@ -41,9 +41,13 @@ def cut_in_turn(made, names):
     return tuple([P(*(by.get(axis[0]) for axis in view.axes)) for view in side] for side in sides)
 
 
-@pairs(spec=table(), kind=[AxisType.Auto, AxisType.Explicit], names=["ab", "ba"])
-def test_cut_at_blocks(spec, kind, names):
+WAYS = {f"{kind.name}-{names}": (kind, names) for names in ("ab", "ba") for kind in (AxisType.Auto, AxisType.Explicit)}
+
+
+@turns(1, spec=table(), way=WAYS)
+def test_cut_at_blocks(spec, way):
     """Of calls with axes of 256, one that can be cut most: XLA moves nothing, and results are cut as operands are."""
+    kind, names = way
     drawn = [draw(spec, number, lengths=(256,)) for number in range(40)]
     made = filled(max(drawn, key=lambda one: str(cut_in_turn(one, "ab")[1]).count("'")))
     mesh = mesh_of(kind)

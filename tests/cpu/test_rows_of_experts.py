@@ -79,6 +79,21 @@ def test_jax(fmt):
     assert_planes_of_each_expert(fmt, operands, np.asarray(where.stops).tolist())
 
 
+@pytest.mark.parametrize("fmt", [fmt for fmt in NAMED if fmt.tensor_scaled], ids=str)
+def test_row_amaxes(fmt):
+    """Amaxes of rows, infinity and NaN included, give the bits that reading the rows gives. Padding has no part."""
+    where, _ = tiles.tiles_of(max(16, block_alignment(fmt)), TOKENS, torch.from_numpy(SIZES))
+    x, spec = torch.from_numpy(X), OperandSpec(fmt, Usage.BOTH)
+    found, want = (tiles.quantize_experts(x, spec, where, row_amaxes=amaxes)[0] for amaxes in (x.abs().amax(1), None))
+    for usage, operand in want.items():
+        for got, part in zip(found[usage].parts, operand.parts, strict=True):
+            assert (got is None) == (part is None)
+            if part is not None:
+                assert_bits_equal(np.asarray(got), np.asarray(part))
+    twice = tiles.quantize_experts(x, spec, where, row_amaxes=2 * x.abs().amax(1))[0][Usage.ROWWISE]
+    assert not torch.equal(twice.expert_scale, want[Usage.ROWWISE].expert_scale)  # They are used.
+
+
 def _to_torch(part):
     array = np.array(part)
     return torch.from_numpy(array if array.dtype == np.float32 else array.view(np.uint8))

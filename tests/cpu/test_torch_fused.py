@@ -248,3 +248,105 @@ def test_convert_fuses_norms_of_other_classes_that_keep_what_they_do():
     for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), qt.convert(model, "MXFP8", fuse=True)):
         assert type(each[0]) is type(model[0])
         assert torch.equal(each[0](x), model[0](x))
+
+
+class LlamaRMSNorm(nn.Module):
+    """The RMSNorm of Llama in transformers, with its ways to be another function."""
+
+    def __init__(self, weight=torch.add, kind=torch.float32, eps=1e-3):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64))
+        self.offset, self.kind, self.variance_epsilon = weight, kind, eps
+
+    def forward(self, hidden_states):
+        x = hidden_states.to(self.kind)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.offset(self.weight, 0) * x.to(hidden_states.dtype)
+
+
+class SiLUActivation(nn.Module):
+    def forward(self, x):
+        return F.silu(x)
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, act=None, names=("gate_proj", "up_proj", "down_proj"), dropout=0.0):
+        super().__init__()
+        self.names, self.act_fn, self.p = names, act or SiLUActivation(), dropout
+        for name, shape in zip(names, ((64, 128), (64, 128), (128, 64)), strict=True):
+            self.add_module(name, nn.Linear(*shape))
+
+    def forward(self, x):
+        gate, up, down = (getattr(self, name) for name in self.names)
+        return down(F.dropout(self.act_fn(gate(x)) * up(x), self.p, self.training))
+
+
+NORMS_AND_MLPS = {
+    "the norm of Llama": (LlamaRMSNorm, True),
+    "1 + weight, as Gemma": (lambda: LlamaRMSNorm(lambda weight, _: 1 + weight), False),
+    "weight squared": (lambda: LlamaRMSNorm(lambda weight, _: weight * weight), False),
+    "computed in bfloat16": (lambda: LlamaRMSNorm(kind=torch.bfloat16), False),
+    "the MLP of Llama": (LlamaMLP, True),
+    "the MLP of torchtitan": (lambda: LlamaMLP(names=("w1", "w3", "w2")), True),
+    "gelu": (lambda: LlamaMLP(nn.GELU()), False),
+    "gate and up exchanged": (lambda: LlamaMLP(names=("w3", "w1", "w2")), False),
+    "dropout": (lambda: LlamaMLP(dropout=0.1), False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("make", "fuses"), NORMS_AND_MLPS.values(), ids=NORMS_AND_MLPS)
+def test_convert_fuses_modules_of_other_libraries_by_what_they_compute(make, fuses, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(make(), nn.Linear(64, 64)).to(dtype)
+    plain, fused = (qt.convert(copy.deepcopy(model), "MXFP8", fuse=fuse) for fuse in (False, True))
+    assert type(fused[0]).__name__ == ("Fused" if fuses else "") + type(model[0]).__name__
+    assert isinstance(fused[0], type(model[0]))
+    assert fused.state_dict().keys() == model.state_dict().keys()
+    x = torch.randn(2, 8, 64, dtype=dtype, requires_grad=True)
+    grad = torch.randn(2, 8, 64, dtype=dtype)
+    results = []
+    for each in (plain, fused, copy.deepcopy(fused)):
+        torch.manual_seed(0)
+        y = each(x)
+        results.append((y, *torch.autograd.grad(y, (x, *each.parameters()), grad)))
+    for each in results[1:]:
+        for got, want in zip(each, results[0], strict=True):  # Codes on either side of a tie.
+            assert (got - want).float().norm() <= 0.05 * want.float().norm()
+    assert all(torch.equal(a, b) for other in results[2:] for a, b in zip(other, results[1], strict=True))
+
+
+def test_a_fused_module_of_another_library_keeps_its_own_forward_where_kernels_do_not_apply():
+    """With a weight of another dtype, under autocast, in double precision and by keyword, bits are those of before."""
+    torch.manual_seed(0)
+    norm, mlp = LlamaRMSNorm(), LlamaMLP()
+    model = nn.ModuleList([norm, mlp, nn.Linear(64, 64)])
+    x = torch.randn(4, 64)
+    before = norm(x.bfloat16()), norm(hidden_states=x), norm(x.double())
+    qt.convert(model, "MXFP8", lambda layer, name: name == "2", fuse=True)
+    assert type(norm).__name__ == "FusedLlamaRMSNorm"
+    for got, want in zip((norm(x.bfloat16()), norm(hidden_states=x), norm(x.double())), before, strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mlp(x).dtype == torch.bfloat16
+        assert torch.equal(mlp(x), LlamaMLP.forward(mlp, x))
+    calls = []
+    with mlp.act_fn.register_forward_hook(lambda *_: calls.append(1)):
+        mlp(x)
+    assert calls == [1]  # A hook on the activation runs, so the MLP is not fused then.
+
+
+def test_a_fused_mlp_saves_less():
+    """Autograd saves gate and up; PyTorch's expression also saves `silu(gate)`."""
+    saved = []
+    for fuse in (False, True):
+        model = nn.Sequential(LlamaMLP())
+        qt.convert(model, "CurrentScaling", fuse=fuse)
+        sizes = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, sizes=sizes: sizes.setdefault(x.data_ptr(), (x.nbytes, x))[1], lambda x: x
+        ):
+            model(torch.randn(256, 64))
+        saved.append(sum(nbytes for nbytes, _ in sizes.values()))
+    assert saved[0] - saved[1] >= 256 * 128 * 4

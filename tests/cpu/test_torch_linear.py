@@ -30,7 +30,8 @@ FRONT = TorchFront("cpu")
 RECIPE = CurrentScaling()
 OTHER = CurrentScaling(weight=FP8_E4M3.with_options(pow2=True), gradient=FP8_E4M3)
 MIX = Recipe(weight=FP8_E5M2, activation=FP8_E5M2.with_options(eps=1.0), gradient=FP8_E5M2.with_options(pow2=True))
-COMPILED = ("CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4")
+COMPILED = ("DelayedScaling", "NVFP4")
+"""Recipes with states and with seeds; compiled layers of the others are slow."""
 """One of each kind of scales, state and seed, for what takes long; the others are slow."""
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 
@@ -147,7 +148,13 @@ def test_compiled_steps_give_the_same_bits(recipe, backend):
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
-@every_recipe
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=name, marks=[] if name in COMPILED else pytest.mark.slow)
+        for name, recipe in RECIPES.items()
+    ],
+)
 def test_alike_layers_share_what_is_compiled(recipe):
     """Else a model of more layers than Dynamo compiles versions of a function runs the rest eagerly, without a word."""
     torch._dynamo.reset()

@@ -145,7 +145,7 @@ def test_bits_are_those_of_the_ops_one_after_another(name, kind, calls, monkeypa
 
 # Dynamo of torch 2.13 does what torch.autograd 2.13 has deprecated.
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "mix"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8", "mix")), "nvfp4"])
 def test_compiled_layers_have_the_same_bits(name, calls):
     recipe = RECIPES[name]
     weight = torch.randn(128, 256, requires_grad=True)

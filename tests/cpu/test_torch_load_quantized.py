@@ -66,6 +66,51 @@ def test_the_codes_of_a_file_are_the_weights(recipe, engine, fmt, tmp_path):
     assert x.grad is not None
 
 
+@pytest.mark.parametrize(
+    ("recipe", "engine", "fmt"),
+    [
+        ("MXFP8", "modelopt", "MXFP8_E4M3"),
+        ("MXFP4", "compressed-tensors", "MXFP4"),
+        ("NVFP4", "modelopt", "NVFP4"),
+        ("BlockScaling", "qshard", "FP8_1x128"),
+    ],
+)
+def test_blocks_along_k_alone(recipe, engine, fmt, tmp_path):
+    """As engines write them: y multiplies the codes, the gradient of x the values, also in a compiled model."""
+    source = model_of(0)
+    with torch.no_grad():  # Rows of different sizes have different scales, so that no 2-D blocks have the same codes.
+        source[0].weight.mul_(torch.randn(256, 1).exp())
+    path = file_of(tmp_path, engine, fmt, source)
+    model = qt.load_quantized(qt.convert(model_of(1)[:1], recipe), path, strict=False)
+    weight = model[0].weight
+    assert weight.format.name == fmt
+    assert same_codes(weight, qt.quantize(source[0].weight.detach(), fmt))
+    x = torch.randn(32, 128, requires_grad=True)
+    y = model(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    role, values = NAMED[recipe], weight.dequantize(torch.float32)
+    expected = qt.quantize(x.detach(), role.activation).dequantize(torch.float32) @ values.T + model[0].bias
+    assert torch.allclose(y, expected, rtol=1e-5, atol=1e-5)
+    if not role.stochastic:
+        expected = qt.quantize(dy, role.gradient).dequantize() @ values
+        assert torch.allclose(x.grad, expected, rtol=1e-5, atol=1e-5)
+    assert torch.isfinite(x.grad).all()
+    saved = qt.to_plain(qt.quantized_state_dict(model))[0]
+    assert torch.equal(saved["0.weight.rowwise.data"].view(torch.uint8), weight.rowwise.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32])
+def test_large_frozen_weights_of_a_cpu(rows):
+    """Few rows multiply a weight by panels, within the bound of a sum in another order."""
+    layer = qt.freeze(qt.convert(nn.Linear(1024, 650, bias=False), "CurrentScaling"))
+    x = torch.randn(rows, 1024)
+    found, values = layer(x), qt.quantize(x, NAMED["CurrentScaling"].activation).dequantize().double()
+    weight = layer.weight.dequantize().double()
+    bound = 2.0**-20 * (values.abs() @ weight.abs().T)
+    assert ((found - values @ weight.T).abs() <= bound).all()
+
+
 def test_plain_layers_get_values(tmp_path):
     path = file_of(tmp_path, "deepseek", "FP8_128x128", model_of(0))
     plain = qt.load_quantized(model_of(1), path)
@@ -81,9 +126,9 @@ def test_plain_layers_get_values(tmp_path):
 def test_codes_of_another_format_are_an_error_and_change_nothing(tmp_path):
     model = qt.convert(model_of(1), "NVFP4")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    path = file_of(tmp_path, "qshard", "NVFP4", model_of(0))  # 1-D blocks, with different scales in 16 rows
+    path = file_of(tmp_path, "qshard", "MXFP8_E4M3", model_of(0))
     with pytest.raises(
-        ValueError, match=r"load_quantized: 0.weight \(NVFP4\) is not in the weight format of the recipe"
+        ValueError, match=r"load_quantized: 0.weight \(MXFP8_E4M3\) is not in the weight format of the recipe"
     ):
         qt.load_quantized(model, path)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

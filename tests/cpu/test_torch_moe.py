@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import qshard.torch_bridge as qt
 from qshard.recipes import Role
+from qshard.torch_bridge._experts import tiles
 from support.formats import RECIPES
 from support.torch_models import Wire
 
@@ -232,7 +233,9 @@ def test_wrong_shapes_are_refused(call, text):
 
 
 @DYNAMO
-@pytest.mark.parametrize("name", [None, "CurrentScaling", "MXFP8"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in (None, "MXFP8")), "CurrentScaling"]
+)
 def test_compiled_in_one_graph(name):
     """The bits of eager calls."""
     torch._dynamo.reset()
@@ -256,6 +259,29 @@ def test_a_compiled_layer():
     layer, x = layer_of(shared_intermediate_size=32), tokens(24)
     want = [a.clone() for a in step(layer, x)]
     assert_same(step(layer, x, torch.compile(layer, backend="aot_eager", fullgraph=True)), want)
+
+
+def test_swiglu_passes_amaxes(monkeypatch):
+    """h and its gradient are not read for their amaxes; a write to h voids them."""
+    found, original = [], tiles.quantize_rows
+
+    def spy(*operands, row_amaxes=None, **options):
+        found.append(row_amaxes is not None)
+        return original(*operands, row_amaxes=row_amaxes, **options)
+
+    monkeypatch.setattr(tiles, "quantize_rows", spy)
+    layer, x = layer_of("CurrentScaling"), tokens(24)
+    step(layer, x)
+    assert found == [False, True, False, True]  # x, h, and the gradients of y and of gate and up.
+
+    def double(module, given):
+        given[0].mul_(2)
+
+    layer.w2.register_forward_pre_hook(double)
+    del found[:]
+    with torch.no_grad():
+        layer(x)
+    assert found == [False, False]
 
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8"])

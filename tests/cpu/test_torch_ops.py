@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 
 from qshard import _ffi
 from qshard.formats import E4M3
-from qshard.torch_bridge._ops.bind import call_into
+from qshard.torch_bridge._ops.bind import into
 from support.awkward import awkward_values
 
 ops = torch.ops.qshard
@@ -141,9 +141,9 @@ def test_gradients_are_no_concern_under_no_grad():
     ],
     ids=["fake", "meta"],
 )
-def test_call_into_refuses_tensors_without_memory(x, error, text):
+def test_into_refuses_tensors_without_memory(x, error, text):
     with pytest.raises(error, match=text):
-        call_into("amax_tensor", (x,), (torch.empty(()),), {})
+        into(torch.empty(())).amax_tensor(x)
 
 
 class OnCuda:

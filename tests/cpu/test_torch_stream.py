@@ -1,12 +1,15 @@
 """Weight sync from one process: names, other tensors, and mistakes. tests/dist/test_torch_stream.py has shardings."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import qshard.torch_bridge as qt
+from qshard.torch_bridge._weight_sync.stream import _plans
 
 
 def names_of(stream):
@@ -62,6 +65,44 @@ def test_experts_of_other_layers():
     assert [*found] == each
     codes = qt.quantize(model["experts"].w1[1].detach(), model["experts"].recipe.weight).rowwise
     assert torch.equal(found["experts.1.w1.weight"].view(torch.uint8), codes.data.view(torch.uint8))
+
+
+def test_plans_follow_the_model():
+    """A plan is used again, and not once a weight, a recipe or a dtype is another. A stream that stops does no harm."""
+    model = qt.convert(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)), "MXFP8")
+
+    def has_codes_of(fmt):
+        found = dict(qt.stream_weights(model, "qshard", bucket_bytes=1))
+        for i in (0, 1):
+            codes = qt.quantize(model[i].weight.detach() * 1, fmt).rowwise  # A product is no weight of a layer.
+            assert torch.equal(found[f"{i}.weight.rowwise.data"], codes.data.view(torch.uint8))
+
+    has_codes_of("MXFP8_32x32")
+    next(qt.stream_weights(model, "qshard", bucket_bytes=1))
+    plans = len(_plans[model])
+    with torch.no_grad():
+        model[0].weight.mul_(3)
+    has_codes_of("MXFP8_32x32")
+    assert len(_plans[model]) == plans
+    model[1] = qt.convert(nn.Linear(128, 128), "MXFP8")
+    has_codes_of("MXFP8_32x32")
+    model.bfloat16()
+    has_codes_of("MXFP8_32x32")
+    qt.convert(model, "NVFP4")
+    has_codes_of("NVFP4_16x16")
+    frozen = dict(qt.stream_weights(model, "qshard"))
+    qt.freeze(model)
+    assert all(torch.equal(frozen[name], each) for name, each in qt.stream_weights(model, "qshard"))
+
+
+def test_plans_keep_no_model():
+    model = nn.Linear(128, 128)
+    weight = weakref.ref(model.weight)
+    assert [*qt.stream_weights(model, weight_format="MXFP8_E4M3")]
+    assert model in _plans
+    del model
+    gc.collect()
+    assert weight() is None
 
 
 def test_mistakes():

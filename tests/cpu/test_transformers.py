@@ -156,3 +156,29 @@ def test_experts_are_those_of_transformers(kind, recipe):
     assert (outputs[0] - outputs[1]).norm() < 2e-3 * outputs[1].norm()
     for a, b in zip(*grads, strict=True):
         assert (a - b).norm() < 1e-2 * b.norm()
+
+
+FUSED = {"Llama": "Fused", "Qwen3": "Fused", "Mistral": "Fused", "Olmo2": "Fused", "Gemma": ""}
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_norms_and_mlps_are_fused(family):
+    """Classes stay, but for Gemma all change their forward; loss and gradients are those of before."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, "num_experts_per_tok": 1}, intermediate_size=256)
+    torch.manual_seed(0)
+    plain = getattr(transformers, f"{family}ForCausalLM")(config)
+    fused = copy.deepcopy(plain)
+    convert(plain, {"lm_head": None, "*": "CurrentScaling"})
+    convert(fused, {"lm_head": None, "*": "CurrentScaling"}, fuse=True)
+    names = {type(module).__name__ for module in fused.modules()}
+    assert {f"{FUSED[family]}{family}RMSNorm", f"{FUSED[family]}{family}MLP"} <= names
+    tokens = batch_of(0)
+    losses = []
+    for model in (plain, fused):
+        losses.append(model(tokens, labels=tokens).loss)
+        losses[-1].backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-5)
+    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
+        assert (one.grad - other.grad).norm() <= 0.05 * one.grad.norm()  # Codes on either side of a tie.

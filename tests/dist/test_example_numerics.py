@@ -2,26 +2,24 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 
 from qshard.numerics import read_log
 from qshard.recipes import Role
-from support.examples import ENVIRONMENT, EXAMPLES, assert_refused, refusals
+from support.examples import BATCH, ENVIRONMENT, SMALL, small_command
 
 STEPS = 2
-LAYERS = [f"blocks.{i}.{name}" for i in range(4) for name in ("qkv", "projection", "up", "down")]
+LAYERS = [f"blocks.{i}.{name}" for i in range(SMALL["layers"]) for name in ("qkv", "projection", "up", "down")]
 COUNTS = ("amax", "zeros_made", "subnormal", "saturated", "format", "elements")
 
 
 def train(script, folder, *options):
     """The log, and what the report has of the runs."""
     log = folder / "log.jsonl"
-    command = [sys.executable, EXAMPLES / f"train_{script}.py", "--steps", str(STEPS), "--batch", "8", "--out", folder]
-    made = subprocess.run(
-        [*command, "--log-numerics", log, *options], env=ENVIRONMENT, capture_output=True, text=True, timeout=280
-    )
+    given = ("--steps", STEPS, "--batch", BATCH, "--ranks", 2, "--out", folder, "--log-numerics", log, *options)
+    command = small_command(f"train_{script}", *given)
+    made = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=280)
     assert made.returncode == 0, made.stderr
     return read_log(log), json.loads((folder / f"{script}.json").read_text())
 
@@ -74,14 +72,3 @@ def test_kinds_of_weights_meshes_and_modes(script, options, tmp_path):
     log, _ = train(script, tmp_path, *options)
     assert set(log.layers) == set(LAYERS)
     assert set(log.series("zeros_made", LAYERS[0], Role.GRADIENT)) == set(range(STEPS))
-
-
-def test_refused(tmp_path):
-    lines = {
-        "--log-numerics nowhere/log.jsonl": "argument --log-numerics: cannot write nowhere/log.jsonl: No such file",
-        "--log-numerics log.jsonl --experts 4": "--log-numerics is not for --experts 4, whose layers it would",
-    }
-    for script in ("train_torch", "train_jax"):
-        said = refusals(script, lines, tmp_path)
-        for line, text in lines.items():
-            assert_refused(said[line], text)

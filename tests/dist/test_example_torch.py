@@ -4,20 +4,19 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
-from support.examples import ENVIRONMENT, EXAMPLES, assert_refused, refusals
+from support.examples import BATCH, ENVIRONMENT, assert_refused, refusals, small_command
 
 STEPS = 6
 
 
 def start(folder, *options):
-    command = [sys.executable, EXAMPLES / "train_torch.py", "--steps", str(STEPS), "--batch", "8", "--out", folder]
+    """Start the program with a small model."""
     return subprocess.Popen(
-        [*command, *options],
+        small_command("train_torch", "--steps", STEPS, "--batch", BATCH, "--out", folder, *options),
         env=ENVIRONMENT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -64,7 +63,7 @@ def untouched(tmp_path_factory):
     return of
 
 
-@pytest.mark.slow  # test_example_torch_kinds.py tests it with small models.
+@pytest.mark.slow  # test_example_torch_kinds.py tests it on ranks that run already.
 def test_kinds_gather_the_same_bytes(untouched):
     """Masters of all kinds start with the same bits; both FSDP2 kinds have the same losses too."""
     shard, primary, zero = (untouched(kind, "nvfp4") for kind in ("shard", "primary", "zero"))
@@ -74,14 +73,9 @@ def test_kinds_gather_the_same_bytes(untouched):
     assert shard["resident_bytes"] < primary["resident_bytes"] < 1.1 * shard["resident_bytes"]
 
 
+@pytest.mark.slow  # test_example_torch_kinds.py resumes on ranks that run already; test_example_jax.py kills a run.
 @pytest.mark.parametrize(
-    ("kind", "recipe"),
-    [
-        ("primary", "nvfp4"),
-        pytest.param("shard", "delayed", marks=pytest.mark.slow),
-        pytest.param("zero", "delayed", marks=pytest.mark.slow),
-        pytest.param("zero", "nvfp4", marks=pytest.mark.slow),
-    ],
+    ("kind", "recipe"), [("primary", "nvfp4"), ("shard", "delayed"), ("zero", "delayed"), ("zero", "nvfp4")]
 )
 def test_a_killed_run_goes_on_with_the_same_losses(kind, recipe, untouched, tmp_path):
     """Bit for bit, from the last complete checkpoint, with a partial one present."""

@@ -15,7 +15,7 @@ COUNT = 2
 
 @pytest.mark.parametrize(
     "check",
-    ["law", "numerics", "MXFP8", *(pytest.param(name, marks=pytest.mark.slow) for name in ZEROED if name != "MXFP8")],
+    ["law,numerics,MXFP8", *(pytest.param(name, marks=pytest.mark.slow) for name in ZEROED if name != "MXFP8")],
 )
 def test_two_processes(check, tmp_path):
     """Each process checks its own shards (support/jax_process.py)."""

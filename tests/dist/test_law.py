@@ -10,11 +10,22 @@ from support.formats import SCALINGS, VARIANTS
 from support.pairs import turns
 
 
-@turns(2, SCALINGS, fmt=VARIANTS, shards=[1, 2, 3, 4])
+@turns(1, SCALINGS, fmt=VARIANTS, shards=[2, 3, 4])
 def test_gathered_shards_are_the_whole(front, fmt, shards):
     """Ranks cut blocks, hold parts of one, or no row at all; what spoils a scale may be with one rank alone."""
     if shards > front.devices():
         pytest.skip(f"{front.devices()} {front.device} devices")
+    assert_law(front, fmt, shards)
+
+
+@pytest.mark.parametrize(
+    "fmt", [pytest.param(fmt, marks=[] if fmt in SCALINGS else pytest.mark.slow) for fmt in VARIANTS], ids=str
+)
+def test_one_shard_is_the_whole(front, fmt):
+    assert_law(front, fmt, 1)
+
+
+def assert_law(front, fmt, shards):
     shapes = front.shapes_to_cut(fmt, shards)
     kinds, dtype = (TAME, KINDS)[shards % 2], DTYPES[shards // 2 % 2]
     front.assert_law([awkward_values(shape, i, dtype, kinds=kinds) for i, shape in enumerate(shapes)], fmt, shards)

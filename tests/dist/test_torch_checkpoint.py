@@ -113,7 +113,7 @@ def loads(folder, name, on_meta):
     assert_equal(contents(model, optimizer), expected["then"])
 
 
-@turns(2, name=list(SUBJECTS), ranks=[(1, (2, 2)), (2, 3), (3, 1), (3, (2, 2))])
+@turns(1, name=list(SUBJECTS), ranks=[(1, (2, 2)), (2, 3), (3, 1), (3, (2, 2))])
 def test_a_checkpoint_goes_on_with_other_ranks(name, ranks, tmp_path):
     """Bit for bit: codes do not depend on ranks, so states and seeds move unchanged."""
     saver, loader = ranks

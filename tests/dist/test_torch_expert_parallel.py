@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from qshard._core.quantize_steps import plane_rows
 from qshard.formats import Usage
 from qshard.recipes import NAMED, Recipe, Role
-from qshard.torch_bridge import MoE, ZeroOptimizer, grouped_mlp, moe_permutation, moe_permute, update_scales
+from qshard.torch_bridge import (
+    MoE,
+    ZeroOptimizer,
+    grouped_mlp,
+    moe_permutation,
+    moe_permute,
+    prepare_modules_for_fsdp1,
+    update_scales,
+)
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
 from qshard.torch_bridge._experts.expert_parallel import place_received, quantize_dispatched
 from qshard.torch_bridge._experts.tiles import quantize_experts, tiles_of, unit_of
@@ -73,11 +81,12 @@ def own(of_experts, rank):
     return of_experts.chunk(dist.get_world_size())[rank]
 
 
-def is_one_device(name, load, dtype="float32", error=0.0):
+def is_one_device(name, load, dtype="float32", error=0.0, top_k=TOP_K):
     rank, world = dist.get_rank(), dist.get_world_size()
     w13, w2 = (w.to(getattr(torch, dtype)) for w in weights_of_all())
     each = [tokens_of(other, load) for other in range(world)]
     for own_tokens in each:
+        own_tokens[1:3] = (part[:, :top_k] for part in own_tokens[1:3])
         own_tokens[0], own_tokens[3] = (own_tokens[i].to(w13.dtype) for i in (0, 3))
     options = {}
     if RECIPES[name] is not None and RECIPES[name].stochastic:
@@ -108,10 +117,34 @@ def test_is_one_device(name, load):
     is_one_device(name, load)
 
 
-def codes_are_those_of_one_device(name, role):
+@on_ranks(2)
+@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "CurrentScaling"), ("float16", "BlockScaling")])
+def test_other_dtypes_and_one_expert_a_token(dtype, name):
+    is_one_device(name, "uneven", dtype, top_k=1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling"])
+def test_gradients_of_two_microbatches_add_up(name):
+    """The second microbatch has tokens of rank 0 only."""
+    layer, both = layer_of(name, group()), layer_of(name, group())
+    own_tokens = tokens_of(dist.get_rank(), "uneven")[0]
+    batches = [own_tokens, own_tokens[: 7 * (dist.get_rank() == 0)]]
+    sums = {key: torch.zeros_like(parameter) for key, parameter in layer.named_parameters()}
+    for x in batches:
+        layer.zero_grad()
+        layer(x).square().sum().backward()
+        both(x).square().sum().backward()
+        for key, parameter in layer.named_parameters():
+            sums[key] += parameter.grad
+    for key, parameter in both.named_parameters():
+        assert torch.equal(parameter.grad, sums[key]), key
+
+
+def codes_are_those_of_one_device(name, role, usage=Usage.BOTH):
     """Planes of a local expert are, bit for bit, planes of its rows from all ranks on one device."""
     recipe, world, rank = RECIPES[name], dist.get_world_size(), dist.get_rank()
-    spec = operand_spec(recipe, role, Usage.BOTH)
+    spec = operand_spec(recipe, role, usage)
 
     def sorted_rows(parts):
         x, indices = (torch.cat([part[i] for part in parts]) for i in range(2))
@@ -138,9 +171,13 @@ def codes_are_those_of_one_device(name, role):
 
 def operand_of(operand, tiles, expert):
     """Return the tensors of a plane of one expert."""
-    start, stop = [0, *tiles.stops.tolist()][expert : expert + 2]
-    parts = plane_rows(operand.parts._replace(scale_inv=None), operand.format, operand.usage, start, stop)
-    return [parts.data.contiguous(), operand.expert_scale[expert : expert + 1]]
+    (start, stop), scale = [0, *tiles.stops.tolist()][expert : expert + 2], operand.expert_scale
+    parts = operand.parts if scale is None else operand.parts._replace(scale_inv=None)
+    parts = plane_rows(parts, operand.format, operand.usage, start, stop)
+    if scale is not None:
+        return [parts.data.contiguous(), scale[expert : expert + 1]]
+    used = (parts.data != 0).any(1)  # Scales of padding are not defined, and its codes are 0.
+    return [parts.data.contiguous(), parts.scale_inv[used].contiguous()]
 
 
 @on_ranks(2)
@@ -151,19 +188,54 @@ def test_codes(name, role):
 
 
 @on_ranks(2)
-def test_bytes_on_the_wire():
-    """Codes of x and of dy are sent, and values of y and dx. Blocks send values."""
-    tokens = tokens_of(dist.get_rank(), "uneven")
-    tokens[0], tokens[3] = tokens[0].bfloat16(), tokens[3].bfloat16()
-    weights = [own(w, dist.get_rank()).bfloat16() for w in weights_of_all()]
-    both_ways(*tokens, *weights, RECIPES["CurrentScaling"], ep_group=group())
-    for name, dispatched in (("CurrentScaling", torch.uint8), ("BlockScaling", torch.bfloat16)):
-        with Wire() as wire:
-            both_ways(*tokens, *weights, RECIPES[name], ep_group=group())
-        sent = [dtype for dtype, _ in wire.of("alltoall")]
-        assert sent == [torch.int32, dispatched, torch.bfloat16, dispatched, torch.bfloat16], wire.calls
-        amaxes = [(torch.int32, EXPERTS)] * 2 if dispatched is torch.uint8 else []
-        assert wire.of("allreduce") == amaxes
+@pytest.mark.parametrize("name", ["BlockScaling", "MXFP8", "MXFP4"])
+def test_codes_of_blocks(name):
+    codes_are_those_of_one_device(name, Role.GRADIENT, Usage.ROWWISE)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8", "NVFP4"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_bytes_on_the_wire(name, frozen):
+    """Codes of x and dy are sent with one scale, and in blocks without columnwise planes; values of y and dx."""
+    recipe, tokens = RECIPES[name], tokens_of(dist.get_rank(), "uneven")
+    weights = [own(w, dist.get_rank()).bfloat16().requires_grad_(not frozen) for w in weights_of_all()]
+    x, indices, of_experts, dy = tokens[0].bfloat16().requires_grad_(), *tokens[1:3], tokens[3].bfloat16()
+    options = {"ep_group": group()}
+    if recipe.stochastic:
+        options["seeds"] = tuple(torch.arange(4 * EXPERTS, dtype=torch.int32).view(2, EXPERTS, 2)[:, : EXPERTS // 2])
+    with Wire() as wire:
+        grouped_mlp(x, indices, of_experts, *weights, recipe, **options).backward(dy)
+    is_block, values = name in ("BlockScaling", "MXFP8"), [torch.bfloat16]
+    codes = values if name == "NVFP4" or (is_block and not frozen) else [torch.uint8]
+    if is_block and frozen:
+        codes = [torch.uint8, torch.float32 if name == "BlockScaling" else torch.uint8]
+    sent = [dtype for dtype, _ in wire.of("alltoall")]
+    assert sent == [torch.int32, *codes, *values, *codes, *values], wire.calls
+    assert wire.of("allreduce") == ([(torch.int32, EXPERTS)] * 2 if name == "CurrentScaling" else [])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8"])
+def test_frozen_experts_are_one_device(name):
+    """Also where codes of blocks are sent, without a gradient and with one for the tokens only."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    w13, w2 = weights_of_all()
+    each = [tokens_of(other, "uneven") for other in range(world)]
+
+    def run(x, indices, weights, dy, *experts, **options):
+        with torch.no_grad():
+            alone = grouped_mlp(x, indices, weights, *experts, RECIPES[name], **options)
+        x = x.clone().requires_grad_()
+        y = grouped_mlp(x, indices, weights, *experts, RECIPES[name], **options)
+        assert torch.equal(alone, y)
+        return y.detach(), *torch.autograd.grad(y, x, dy)
+
+    whole = run(*(torch.cat(parts) for parts in zip(*each, strict=True)), w13, w2)
+    found = run(*each[rank], own(w13, rank), own(w2, rank), ep_group=group())
+    sizes = [own_tokens[0].shape[0] for own_tokens in each]
+    for a, b in zip(found, whole, strict=True):
+        assert torch.equal(a, b.split(sizes)[rank])
 
 
 @on_ranks(2, 4)
@@ -171,11 +243,14 @@ def test_ranks_that_differ_raise_on_all():
     rank = dist.get_rank()
     x, indices, weights, _ = tokens_of(0, "uneven")
     w13, w2 = (own(w, rank) for w in weights_of_all())
-    with pytest.raises(ValueError, match="has other experts, another recipe or another dtype of x"):
+    with pytest.raises(ValueError, match="has other experts, recipe, dtype of x or gradients"):
         grouped_mlp(x if rank else x.bfloat16(), indices, weights, w13, w2, "CurrentScaling", ep_group=group())
     fewer = slice(0, 1 if rank else None)
-    with pytest.raises(ValueError, match="has other experts, another recipe or another dtype of x"):
+    with pytest.raises(ValueError, match="has other experts, recipe, dtype of x or gradients"):
         grouped_mlp(x, indices, weights, w13[fewer], w2[fewer], "CurrentScaling", ep_group=group())
+    learned = w2.clone().requires_grad_(rank == 0)
+    with pytest.raises(ValueError, match="has other experts, recipe, dtype of x or gradients"):
+        grouped_mlp(x, indices, weights, w13, learned, "CurrentScaling", ep_group=group())
     mesh = init_device_mesh(torch_ranks.device, (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
     with pytest.raises(TypeError, match="a DeviceMesh of 2 axes"):
         grouped_mlp(x, indices, weights, w13, w2, "CurrentScaling", ep_group=mesh)
@@ -292,6 +367,60 @@ def test_ddp():
         torch.testing.assert_close(grad, of_one[name].grad, rtol=1e-4, atol=1e-6)
     alone = dist.new_group([rank], use_local_synchronization=True)
     DistributedDataParallel(Block(layer_of("CurrentScaling", group())), process_group=alone)(each[rank])
+
+
+def wrap_with_fsdp1(block):
+    prepare_modules_for_fsdp1(block)
+    return FullyShardedDataParallel(block, use_orig_params=True, device_id=torch.device(torch_ranks.device))
+
+
+def wrap_with_fsdp2(block):
+    return fully_shard(block, mesh=init_device_mesh(torch_ranks.device, (dist.get_world_size(),)))
+
+
+def wrap_experts_with_hsdp(block):
+    # Replicas of shards: ranks of a replica have different experts.
+    for experts in (block.moe.w13, block.moe.w2):
+        fully_shard(experts, mesh=init_device_mesh(torch_ranks.device, (2, 1), mesh_dim_names=("replica", "shard")))
+    return block
+
+
+MIXED = "mesh of 2 ranks, and joins them over 2 ranks that have different experts"
+WRAPPERS = {
+    "FSDP1": (wrap_with_fsdp1, r"FullyShardedDataParallel \(FSDP1\) is not supported with ep_group"),
+    "FSDP2": (wrap_with_fsdp2, MIXED),
+    "HSDP": (wrap_experts_with_hsdp, MIXED),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_of_different_experts(name):
+    """FSDP would join experts of two ranks to one weight. All ranks raise."""
+    wrap, text = WRAPPERS[name]
+    model = wrap(Block(layer_of("CurrentScaling", group())))
+    with pytest.raises(ValueError, match=text):
+        model(tokens_of(dist.get_rank(), "uneven")[0])
+
+
+@on_ranks(2)
+def test_fsdp2_of_a_functions_weights():
+    """FSDP2 has gathered the weights that a module passes to `grouped_mlp`."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w13, self.w2 = (nn.Parameter(own(w, dist.get_rank())) for w in weights_of_all())
+
+        def forward(self, x, indices, weights):
+            options = {"ep_group": group()}
+            return grouped_mlp(x, indices, weights, self.w13, self.w2, "CurrentScaling", **options)
+
+    tokens = tokens_of(dist.get_rank(), "uneven")[:3]
+    alone = init_device_mesh(torch_ranks.device, (2, 1), mesh_dim_names=("ep", "dp"))["dp"]
+    fully_shard(Experts(), mesh=alone)(*tokens)
+    with pytest.raises(ValueError, match="mesh of 2 ranks, and joins them"):
+        fully_shard(Experts())(*tokens)
 
 
 @on_ranks(2)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from qshard._core.serialization import Description
@@ -18,7 +19,7 @@ from qshard._files.engine_formats import engine_tensors
 from qshard._files.reader import CheckpointReader
 from qshard.formats import FORMATS, Usage
 from qshard.reference import quantize
-from qshard.torch_bridge import Adam, QuantizedTensor, convert, load_quantized
+from qshard.torch_bridge import Adam, QuantizedTensor, ZeroOptimizer, convert, load_quantized, stream_weights
 from support.checkpoints import write
 from support.torch_parallel import mesh_of
 from support.torch_ranks import on_ranks
@@ -75,6 +76,45 @@ def test_fsdp2(recipe, engine, fmt):
         load_quantized(model, path)
         assert_has_values(model, path)
         assert not any(isinstance(each, QuantizedTensor) for each in model.parameters())
+
+
+@on_ranks((2, 2))
+@pytest.mark.parametrize("recipe", ["BlockScaling", "NVFP4"])
+def test_hsdp(recipe):
+    """Replicas of shards: the values of the file, and a stream that quantizes them as one device does."""
+    engine, fmt = ("deepseek", "FP8_128x128") if recipe == "BlockScaling" else ("compressed-tensors", "NVFP4")
+    with tempfile.TemporaryDirectory() as folder:
+        path = file_of(Path(folder) / "model.safetensors", engine, fmt)
+        model, whole = convert(model_of(), recipe), load_quantized(model_of(), path)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+        load_quantized(model, path)
+        assert_has_values(model, path)
+        expected = dict(stream_weights(whole, engine, weight_format=model[0].recipe.weight))
+        found = dict(stream_weights(model, engine))
+        assert [*found] == [*expected]
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
+
+
+@on_ranks(2)
+def test_models_that_others_shard():
+    """One error before any work: FSDP1 has flat parameters, and a `ZeroOptimizer` writes its masters to the weights."""
+    for way in ("wrapped", "zero", "zero with shards"):
+        model = model_of() if way == "wrapped" else convert(model_of(), "BlockScaling")
+        if way == "wrapped":
+            model = nn.Sequential(FullyShardedDataParallel(model, device_id=torch.device("cpu")))
+            with pytest.raises(ValueError, match=r"is sharded by FullyShardedDataParallel.*; shard it with"):
+                stream_weights(model, weight_format="FP8_128x128")
+            owner = "FullyShardedDataParallel"
+        else:
+            optimizer = ZeroOptimizer(model, lr=1e-2, shard_weights="shards" in way)
+            owner = "ZeroOptimizer"
+        with pytest.raises(ValueError, match=rf"belong to {owner}; load before convert, .* call convert and {owner}"):
+            load_quantized(model, "nothing.safetensors")
+    del optimizer
 
 
 @CASES

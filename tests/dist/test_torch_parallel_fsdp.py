@@ -85,7 +85,10 @@ MESHES = {
     (2, 1, 2): ("replicate", "shard", "tp"),
     (1, 2, 2): ("replicate", "shard", "tp"),
 }
-TRAINED = [((2, 2), name) for name in GATHERED] + [(shape, "CurrentScaling") for shape in MESHES if shape != (2, 2)]
+TRAINED = [
+    *(pytest.param((2, 2), name, marks=[] if name == "DelayedScaling" else pytest.mark.slow) for name in GATHERED),
+    *((shape, "CurrentScaling") for shape in MESHES if shape != (2, 2)),
+]
 
 
 def trains_as_one_process(name):

@@ -21,7 +21,7 @@ from qshard.torch_bridge._distributed import sequence_parallel
 from qshard.torch_bridge.tensor_parallel import ColwiseParallel, RowwiseParallel
 from support import torch_ranks
 from support.formats import MIXES, RECIPES, nearest
-from support.pairs import pairs
+from support.pairs import each_value
 from support.torch_models import Wire
 from support.torch_parallel import assert_part, llama, mesh_of, parallelized, quantized, unit_of
 from support.torch_ranks import on_ranks
@@ -251,7 +251,7 @@ def test_rows_that_codes_cannot_be_cut_as(name, rows):
     assert torch.allclose(y.full_tensor(), one(x), rtol=1e-5, atol=1e-4)
 
 
-@pairs(world=[2, (2, 2)], overlap=[False, True], name=["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
+@each_value(world=[2, (2, 2)], overlap=[True, False], name=["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
 @on_ranks()
 def test_training_is_that_of_pytorchs_styles(name, overlap):
     """Also with FSDP2 over the other axis: codes are the same, and sums differ in their order."""
@@ -285,7 +285,7 @@ def trains(name, overlap):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["CurrentScaling", "NVFP4"])
+@pytest.mark.parametrize("name", [pytest.param("CurrentScaling", marks=pytest.mark.slow), "NVFP4"])
 def test_compiled_layers(name):
     # Dynamo of torch 2.13 triggers torch 2.13's own deprecation warning.
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from qshard.torch_bridge import ZeroOptimizer
 from support import torch_ranks
 from support.formats import ZEROED as RECIPES
+from support.pairs import turns
 from support.torch_ranks import on_ranks
 from support.zero import OPTIONS, model_of, train
 from support.zero_chain import SAME, UNITS, WIDTH, Log, chain, logged, optimizer_of, same_on_all, step
@@ -89,8 +90,8 @@ def usual(model):
 CHANGES = {f.__name__: f for f in (twice, backwards, skipping, recomputed, recomputed_reentrant, recomputed_together)}
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("change", CHANGES)
+@turns(1, change=list(CHANGES), world=[2, 3])
+@on_ranks()
 def test_passes_that_are_not_as_the_one_before(change):
     """Bits are those of stage 1, which gathers nothing; ranks begin the same collectives; nothing stays gathered."""
     losses = []
@@ -201,8 +202,15 @@ def random_program(model, optimizer, seed):
     return results
 
 
-@on_ranks(2, 4)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("seed", "world"),
+    [
+        pytest.param(i, n, marks=[] if (i, n) in ((0, 2), (1, 2), (2, 4)) else pytest.mark.slow)
+        for i in range(6)
+        for n in (2, 4)
+    ],
+)
+@on_ranks()
 def test_random_programs(seed):
     """Units that come and go have the bits of one unit of all, and nothing is left in use."""
     found = []

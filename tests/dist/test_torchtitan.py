@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from qshard import reference
 from qshard.torch_bridge import Linear, QuantizedTensor, RMSNorm, update_scales
 from qshard.torch_bridge._moe.experts import SortedExperts
+from qshard.torch_bridge._nn.fused_modules import FusedMLP
 from support.formats import RECIPES
 from support.fronts import TorchFront, assert_plane
 from support.torch_ranks import on_ranks
@@ -88,6 +89,7 @@ def made(recipe, family="llama3"):
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
     from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.feed_forward import FeedForward
 
     from torchtitan_qshard import QshardConverter
 
@@ -119,6 +121,7 @@ def made(recipe, family="llama3"):
     if recipe is not None:
         norms = {"llama3": 2, "qwen3": 4}[family]
         assert sum(isinstance(module, RMSNorm) for module in model.modules()) == norms * len(model.layers) + 1
+        assert all(isinstance(module, FusedMLP) for module in model.modules() if isinstance(module, FeedForward))
         optimizers.register_step_post_hook(lambda *_: update_scales(model))
     return model, optimizers
 

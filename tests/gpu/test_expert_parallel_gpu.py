@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from qshard.formats import Usage  # noqa: E402
 from qshard.recipes import Role  # noqa: E402
 from support.torch_ranks import run  # noqa: E402
 
@@ -23,6 +24,12 @@ def test_one_device(name, load):
 @pytest.mark.parametrize("name", ["CurrentScaling", "E4M3"])
 def test_codes(name, role):
     run(2, f"{FILE}::codes_are_those_of_one_device", on="cuda", name=name, role=role)
+
+
+@pytest.mark.parametrize("name", ["BlockScaling", "MXFP8", "MXFP4"])
+def test_codes_of_blocks(name):
+    given = {"name": name, "role": Role.GRADIENT, "usage": Usage.ROWWISE}
+    run(2, f"{FILE}::codes_are_those_of_one_device", on="cuda", **given)
 
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling"])

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from qshard.jax import grouped_mlp
 from support.jax_expert_parallel import ALL, E, assert_close, experts, mesh_of, states_of, step, tokens
 
 WIDTH, HIDDEN, EP = 256, 384, P("ep")
@@ -58,6 +59,21 @@ def test_what_is_sent(name, devices):
     starts = [line for line in text.splitlines() if " ragged-all-to-all" in line and "-done(" not in line]
     dispatched = "u8" if ALL[name] is not None and ALL[name].activation.per_tensor else "bf16"
     assert sorted(line.split("= ")[1].lstrip("(").split("[")[0] for line in starts) == sorted([dispatched, "bf16"] * 2)
+
+
+def test_blocks_send_codes_without_gradients(devices):
+    x, weights, _, indices, w13, w2, _ = operands("uneven", "BlockScaling", devices)
+    mesh = mesh_of("cuda", ep=devices)
+
+    def forward(x, weights, indices, w13, w2):
+        return grouped_mlp(x, indices, weights, w13, w2, "BlockScaling", ep_axis="ep")
+
+    run = jax.jit(jax.shard_map(forward, mesh=mesh, in_specs=(EP,) * 5, out_specs=EP))
+    given = jax.device_put((x, weights, indices, w13, w2), NamedSharding(mesh, EP))
+    text = run.lower(*given).compile().as_text()
+    starts = [line for line in text.splitlines() if " ragged-all-to-all" in line and "-done(" not in line]
+    kinds = [line.split("= ")[1].lstrip("(").split("[")[0] for line in starts]
+    assert sorted(kinds) == ["bf16", "f32", "u8"]  # y, and scales and codes of x.
 
 
 def test_capacity(devices):

@@ -52,6 +52,32 @@ SHAPES = [(8, 3000, 4096, 128), (128, 4000, 2048, 16), (300, 5000, 768, 16), (5,
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
+@pytest.mark.parametrize(("experts", "tokens", "columns", "unit"), SHAPES)
+def test_amaxes_of_experts_from_amaxes_of_rows(experts, tokens, columns, unit):
+    """SwiGLU gives the amaxes of rows: `amax_grouped` reads one column of them instead of x, NaN and infinity too."""
+    x, rows, stops = routed(experts, tokens, columns, unit)
+    x[5, 3], x[tokens // 2, 0] = torch.inf, torch.nan
+    same(OPS.amax_grouped(x.abs().amax(1).float()[:, None], rows, stops), OPS.amax_grouped(x, rows, stops))
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling"])
+def test_layers_with_passed_amaxes_keep_bits(name, monkeypatch):
+    import qshard.torch_bridge as qt
+    from qshard.torch_bridge._nn import activations
+
+    torch.manual_seed(0)
+    layer = qt.MoE(512, 768, num_experts=8, top_k=2, recipe=name, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(3000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        y = layer(x)
+        return y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+
+    passed = step()
+    monkeypatch.setattr(activations, "pass_row_amaxes", lambda x, amaxes: None)
+    all_same(passed, step())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("experts", "tokens", "columns", "unit"), SHAPES)
 def test_casts_are_those_of_each_expert(experts, tokens, columns, unit, dtype):

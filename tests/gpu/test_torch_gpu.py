@@ -20,7 +20,7 @@ from qshard.formats import (  # noqa: E402
 )
 from qshard.recipes import MXFP8, CurrentScaling  # noqa: E402
 from qshard.torch_bridge import Linear, linear, quantize, update_delayed  # noqa: E402
-from qshard.torch_bridge._ops.bind import call_into  # noqa: E402
+from qshard.torch_bridge._ops.bind import into  # noqa: E402
 from qshard.torch_bridge._quantized.gemm import Operand, matmul  # noqa: E402
 from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values  # noqa: E402
 from support.formats import GATHERED, NAMED, RECIPES  # noqa: E402
@@ -51,7 +51,7 @@ def test_work_goes_to_the_current_stream():
         x.copy_(new)
         q = quantize(x, FP8_E4M3, usage=Usage.BOTH)
         scale = torch.ones((), device="cuda")
-        call_into("cast_tensor", (x, scale), (given,), {"element": "float8_e4m3fn"})
+        into(given).cast_tensor(x, scale, element="float8_e4m3fn")
     side.synchronize()
     assert_is_the_reference(q, values, FP8_E4M3)
     assert_bits_equal(FRONT.numpy(given), reference.encode(values, FP8_E4M3.element))

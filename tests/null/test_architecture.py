@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 FOREIGN = {
-    "jax": "jax.random shard_map",
+    "jax": "jax.random jax.eval_shape shard_map",
     "optax": "optax.apply_updates",
     "torch": "DistributedDataParallel .data .grad as_strided dcp.load from_local parallelize_module record_stream "
     "to_local torch.distributed.checkpoint torch.ops.qshard",

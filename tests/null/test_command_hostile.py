@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.checkpoints import file_of, header_of, qshard, refused, sharded, write
+from support.pairs import each_value
 
 for _name in ("click", "rich", "safetensors"):
     pytest.importorskip(_name)
@@ -260,9 +261,11 @@ def large(tmp_path_factory):
     return write(tmp_path_factory.mktemp("large") / "a.safetensors", {f"w{i}": array for i in range(400)})
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-@pytest.mark.parametrize("command", ["report", "convert"])
-def test_interrupts(command, number, status, large, tmp_path):
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+
+@each_value(command=["convert", "report"], number=list(STATUS))
+def test_interrupts(command, number, large, tmp_path):
     """Interrupted early or late, the command leaves no new files."""
     arguments = [large, tmp_path / "o.safetensors", "--format", "NVFP4_16x16"] if command == "convert" else [large]
     for wait in (0.7, 1.2):
@@ -279,7 +282,10 @@ def test_interrupts(command, number, status, large, tmp_path):
             continue
         if process.returncode == -number:  # Python itself was starting.
             continue
-        assert (process.returncode, said) == (status, "qshard: interrupted\n" if number == signal.SIGINT else "")
+        assert (process.returncode, said) == (
+            STATUS[number],
+            "qshard: interrupted\n" if number == signal.SIGINT else "",
+        )
         assert list(tmp_path.iterdir()) == []
         assert list(large.parent.iterdir()) == [large]
 

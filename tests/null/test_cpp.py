@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from support.pairs import each_value
+
 FFI = Path(__file__).parents[2] / "ffi"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -26,10 +28,13 @@ def compile_program(folder, sources, *options):
     return program
 
 
-@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-@pytest.mark.parametrize(
-    "sources", [["tests/parallel_for_test.cc", "host/thread_pool.cc"], ["tests/lru_cache_test.cc"]], ids=lambda s: s[0]
-)
+SOURCES = {
+    "parallel_for": ["tests/parallel_for_test.cc", "host/thread_pool.cc"],
+    "lru_cache": ["tests/lru_cache_test.cc"],
+}
+
+
+@each_value(sources=SOURCES, sanitizers=["thread", "address,undefined"])
 def test_programs(sources, sanitizers, tmp_path):
     program = compile_program(tmp_path, sources, f"-fsanitize={sanitizers}")
     if program is None:

@@ -47,6 +47,12 @@ def small(name: str) -> ModuleType:
     return script
 
 
+def small_command(name: str, *options: Any) -> list[str]:
+    """The command that runs a script with a model of one block and a short text."""
+    runner = Path(__file__).with_name("small_example.py")
+    return [str(part) for part in (sys.executable, runner, name, "--text", TEXT, *options)]
+
+
 def initial_weights(experts: int) -> dict[str, np.ndarray]:
     """Return the initial weights of the small model by PyTorch's names."""
     gpt = example("gpt")

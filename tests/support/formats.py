@@ -66,6 +66,9 @@ VARIANTS = _distinct(
     )
 )
 """Every format, and it with each of its options alone, and the two that recipes combine."""
+_FIRST = {str(fmt).partition("[")[2]: fmt for fmt in reversed(VARIANTS)}
+OFTEN = {*NAMED, *_FIRST.values()}
+"""Every format, and one format with each option. Other variants are slow under JAX, which compiles each."""
 COMBINED = _distinct(
     itertools.chain(
         NAMED,
@@ -140,7 +143,10 @@ def stochastic(subject: Format | Recipe) -> bool:
     return any(fmt.rounding == "stochastic" for fmt in formats)
 
 
-every_format = pytest.mark.parametrize("fmt", VARIANTS, ids=str)
+every_format = pytest.mark.parametrize(
+    "fmt", [pytest.param(fmt, marks=[] if fmt in OFTEN else pytest.mark.slow) for fmt in VARIANTS], ids=str
+)
+"""All of VARIANTS, for tests that compile."""
 every_plane = pytest.mark.parametrize(
     ("fmt", "usage"), [(fmt, usage) for fmt in VARIANTS for usage in usages_of(fmt)], ids=str
 )

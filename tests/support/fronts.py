@@ -46,7 +46,7 @@ ROUNDED_TO_BFLOAT16 = 2.0**-7 + 2.0**-16
 
 class JaxFront:
     name = "jax"
-    examples = 2
+    examples = 1
     result_roundings = 2  # A GEMM of codes gives bfloat16, which is then scaled.
 
     def __init__(self, device: str) -> None:

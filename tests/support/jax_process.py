@@ -1,6 +1,6 @@
-"""One of several JAX processes, each with two host devices: `python -m support.jax_process ADDRESS COUNT INDEX CHECK`.
+"""One of several JAX processes, each with two host devices: `python -m support.jax_process ADDRESS COUNT INDEX CHECKS`.
 
-CHECK is "law", "numerics", or the name of a recipe that ZeRO trains with.
+CHECKS, separated by commas, are "law", "numerics", or names of recipes that ZeRO trains with.
 
 Run by tests/dist/test_jax_processes.py. Any assertion that fails ends the process with an error.
 """
@@ -8,7 +8,7 @@ Run by tests/dist/test_jax_processes.py. Any assertion that fails ends the proce
 import os
 import sys
 
-ADDRESS, COUNT, INDEX, CHECK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+ADDRESS, COUNT, INDEX, CHECKS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
@@ -150,11 +150,12 @@ def check_all():
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(ADDRESS, COUNT, INDEX)
 assert jax.device_count() == 2 * COUNT
-if CHECK == "law":
-    check_all()
-elif CHECK == "numerics":
-    check_numerics()
-else:
-    check_zero(CHECK)
+for check in CHECKS.split(","):
+    if check == "law":
+        check_all()
+    elif check == "numerics":
+        check_numerics()
+    else:
+        check_zero(check)
 jax.distributed.shutdown()
 print("done")

@@ -21,6 +21,17 @@ def pairs(**axes: Axis) -> pytest.MarkDecorator:
     return _parametrize(axes, values, covering([len(axis) for axis in values]))
 
 
+def each_value(**axes: Axis) -> pytest.MarkDecorator:
+    """Parametrizes a test over the product of axes; cases that repeat values of every axis are slow.
+
+    Args:
+      axes: as of `pairs`.
+    """
+    values = [_values(axis) for axis in axes.values()]
+    cover = {tuple(i % len(axis) for axis in values) for i in range(max(map(len, values)))}
+    return _parametrize(axes, values, cover)
+
+
 def turns(each: int, full: Collection[Any] = (), /, **axes: Axis) -> pytest.MarkDecorator:
     """Parametrizes a test over the product of two axes, of the second `each` values in turn; the others are slow.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
-import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,18 +13,18 @@ from torch.nn.utils import parametrize
 from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
 from qshard.recipes import Recipe, check_weight_shape
 from qshard.torch_bridge._convert.conv1d import Conv1D, conv1d_class
-from qshard.torch_bridge._convert.experts import check_experts, convert_experts, is_experts, unfit_experts
+from qshard.torch_bridge._convert.experts import check_alone, check_experts, convert_experts, is_experts, unfit_experts
+from qshard.torch_bridge._convert.fusion import fuse_module
 from qshard.torch_bridge._convert.survey import Candidate, survey
-from qshard.torch_bridge._distributed.fsdp1 import is_flattened, wrapper_of
+from qshard.torch_bridge._distributed.fsdp1 import wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
-from qshard.torch_bridge._nn.activations import RMSNorm
 from qshard.torch_bridge._nn.class_swap import extend_class
+from qshard.torch_bridge._nn.fused_modules import FusedRMSNorm, RMSNorm
 from qshard.torch_bridge._nn.linear import Linear, WeightLayer, check_not_sealed, replace_parameter, wrap_weight
 from qshard.torch_bridge._nn.module_calls import follow_calls
 from qshard.torch_bridge._quantized.device_moves import guard_moves
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
-from qshard.torch_bridge._torch_internals import has_other_owners
 
 
 def convert(
@@ -41,9 +39,9 @@ def convert(
 
     `Conv1D` layers of Hugging Face's GPT-2 are converted too, and their weights stay `[in, out]`. So are experts in 3-D
     parameters, of transformers 5 (Mixtral, Qwen3-MoE, gpt-oss and others) and of torchtitan: their products run through
-    `grouped_linear`, and their parameters stay plain. Every module above a converted layer gets two hooks that mark the
-    beginning and end of its calls. During a call, layers that receive the same x share its codes. Therefore also call
-    `convert` on a model that is built from `Linear` directly.
+    `grouped_linear`, and FSDP2 and ZeRO gather their codes. Every module above a converted layer gets two hooks that
+    mark the beginning and end of its calls. During a call, layers that receive the same x share its codes. Therefore
+    also call `convert` on a model that is built from `Linear` directly.
 
     Layers of a subclass that does not override `nn.Linear.forward` stay instances of it, with its methods and
     attributes. Parameters stay the same objects, so existing optimizers keep training them. Weights shared by several
@@ -69,10 +67,11 @@ def convert(
         of peft.
       primary: keep weights as codes. Then `fully_shard` must follow, also on one rank. `Adam`, or any optimizer in
         `WithMasters`, has the float32 masters, initialized from the current weights, and `state_dict` returns their
-        values. Weights are quantized once a step, and gathers do not cast. Experts in 3-D parameters stay values.
-      fuse: also turn every `nn.RMSNorm` with a weight, or a subclass that does not override `forward`, into a
-        `RMSNorm`, which computes the amax for the next layer along with its result. The last bits of norms change,
-        because sums have another order.
+        values. Weights are quantized once a step, and gathers do not cast.
+      fuse: also run norms and MLPs in fused kernels, which compute the amax for the next layer along with their
+        result: `nn.RMSNorm` with a weight, and modules of other libraries that compute an RMSNorm or
+        `down(silu(gate(x)) * up(x))`, such as `LlamaRMSNorm` and `LlamaMLP` of transformers. They stay instances of
+        their class. The last bits of norms change, because sums have another order.
 
     Returns:
       `model`.
@@ -129,30 +128,30 @@ def convert(
         cast(Any, module).__class__ = extend_class(_kind_of(type(module)), type(module))
         cast(WeightLayer, module).begin(recipes[name], cast(nn.Parameter, module.weight))
     for name, other in experts.items():
-        convert_experts(other, recipes[name])
+        convert_experts(name, other, recipes[name], model, primary)
     for other in model.modules():
         if isinstance(other, nn.TransformerEncoderLayer) and {other.linear1, other.linear2} & {*chosen.values()}:
             # Its inference fast path would read the weights without calling the layers.
             other.activation_relu_or_gelu = 0
-        if fuse and _is_plain_norm(other):
-            other.__class__ = extend_class(RMSNorm, type(other))
+        if fuse:
+            fuse_module(other)
     for other in model.modules():
-        if any(isinstance(module, WeightLayer | RMSNorm) and module is not other for module in other.modules()):
+        if any(
+            isinstance(module, WeightLayer | RMSNorm | FusedRMSNorm) and module is not other
+            for module in other.modules()
+        ):
             follow_calls(other)
     if primary:
         guard_moves(model, check_not_sealed)
     return model
 
 
+_FOLLOWED = (WeightLayer, RMSNorm, FusedRMSNorm)
+"""Modules that cache codes or amaxes, which are valid during the calls of the modules above them."""
+
+
 def _is_linear(candidate: Candidate) -> bool:
     return candidate.why is None and not is_experts(candidate.module)
-
-
-def _is_plain_norm(module: nn.Module) -> bool:
-    """Return True for an `nn.RMSNorm` with a weight, also of a subclass that does not override `forward`."""
-    if not isinstance(module, nn.RMSNorm) or module.weight is None or "forward" in vars(module):
-        return False
-    return type(module).forward is nn.RMSNorm.forward and not copyreg._slotnames(type(module))  # type: ignore[attr-defined]
 
 
 def _weight(name: str) -> str:
@@ -232,12 +231,7 @@ def _check(name: str, layer: nn.Linear, recipe: Recipe) -> None:
     weight = layer.weight
     if isinstance(weight, DTensor):
         raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
-    referenced: Any = weight
-    if has_other_owners(referenced) or weakref.getweakrefs(referenced) or is_flattened(referenced):
-        raise ValueError(
-            f"convert: {name} (referenced by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) "
-            "cannot be replaced; convert before wrapping the model, and drop earlier losses and views"
-        )
+    check_alone(name, weight)
     try:
         check_dtype("convert", name, weight.dtype)
         if _layout(layer) == "NK":

@@ -9,16 +9,20 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from qshard.recipes import Recipe, check_weight_shape
-from qshard.torch_bridge._moe.experts import Experts, RoutedExperts, SortedExperts
+from qshard.torch_bridge._distributed.fsdp1 import is_flattened
+from qshard.torch_bridge._experts.stacked_experts import Experts, StackedExperts
+from qshard.torch_bridge._moe.experts import RoutedExperts, SortedExperts
 from qshard.torch_bridge._nn.class_swap import extend_class
 from qshard.torch_bridge._quantized.validation import check_dtype
+from qshard.torch_bridge._torch_internals import has_other_owners
 
 _OPTIONS = {"has_bias", "has_gate", "has_post_expert_norm", "is_concatenated", "is_transposed"}
 """Options of transformers' decorator that `RoutedExperts` implements. `is_concatenated` only affects `_apply_gate`."""
@@ -34,7 +38,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def kind_of(module: nn.Module) -> type[Experts] | None:
-    for kind in (SortedExperts, RoutedExperts):
+    for kind in (SortedExperts, RoutedExperts, StackedExperts):
         if isinstance(module, kind):
             return kind
     if _dispatching_class(type(module)) is not None:
@@ -91,6 +95,16 @@ def unfit_experts(module: nn.Module, recipe: Recipe) -> str | None:
     return None
 
 
+def check_alone(name: str, weight: Tensor) -> None:
+    """Raise if anything but its modules refers to a weight, which then cannot be replaced."""
+    referenced: Any = weight
+    if has_other_owners(referenced) or weakref.getweakrefs(referenced) or is_flattened(referenced):
+        raise ValueError(
+            f"convert: {name} (referenced by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) "
+            "cannot be replaced; convert before wrapping the model, and drop earlier losses and views"
+        )
+
+
 def check_experts(prefix: str, module: nn.Module, recipe: Recipe) -> None:
     """Raise if a weight is sharded already, or does not fit the formats of the recipe."""
     for each in weight_names(module):
@@ -98,6 +112,7 @@ def check_experts(prefix: str, module: nn.Module, recipe: Recipe) -> None:
         assert weight is not None
         if isinstance(weight, DTensor):
             raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
+        check_alone(name, weight)
         transposed = kind_of(module) is RoutedExperts and getattr(module, "is_transposed", False)
         shape = tuple(weight.shape[:0:-1] if transposed else weight.shape[1:])
         try:
@@ -107,12 +122,11 @@ def check_experts(prefix: str, module: nn.Module, recipe: Recipe) -> None:
             raise type(error)(f"{error}, or exclude the layer with filter=") from None
 
 
-def convert_experts(module: nn.Module, recipe: Recipe) -> None:
-    """Change the class of a module to the extension of its kind, and give it the recipe."""
+def convert_experts(prefix: str, module: nn.Module, recipe: Recipe, root: nn.Module, primary: bool) -> None:
+    """Change the class of a module to the extension of its kind, give it the recipe, and wrap its weights."""
     kind = kind_of(module)
     assert kind is not None
     module.__class__ = extend_class(kind, type(module))
     assert isinstance(module, Experts)
-    weight = module._parameters[weight_names(module)[0]]
-    assert weight is not None
-    module.begin(recipe, weight)
+    names = {own: f"{prefix}.{own}" if prefix else own for own in weight_names(module)}
+    module.begin(recipe, names, root, primary)

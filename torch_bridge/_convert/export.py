@@ -89,7 +89,8 @@ def quantized_weight(value: Tensor) -> Tensor:
     if isinstance(local, QuantizedTensor):  # Currently unsharded, or of a `ZeroOptimizer`.
         local.describe()  # Raises if there is no memory.
         return local.detach().clone()
-    if not isinstance(local, ShardedWeight):
+    if not isinstance(local, ShardedWeight) or local.ndim > 2:
+        value = plain(value)
         return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
     if isinstance(value, DTensor) and (sharding := row_sharding_of(value)) is not None:
         return gather(local, sharding, value.dtype, observe=False)

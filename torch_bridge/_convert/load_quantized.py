@@ -17,6 +17,7 @@ from qshard._files.reader import CheckpointReader, Part
 from qshard.recipes import check_weight_format
 from qshard.torch_bridge._convert.export import quantized_weight
 from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._distributed.fsdp1 import is_flattened_model
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -37,7 +38,9 @@ def load_quantized(model: nn.Module, path: str | PathLike[str], *, strict: bool 
     | of a converted layer, sharded or primary | values: each rank reads its part |
     | of any other layer | values in its own dtype |
 
-    The codes are the bytes of the file. Values are `fl(code * scale)`, rounded to the dtype of the parameter.
+    The codes are the bytes of the file. Values are `fl(code * scale)`, rounded to the dtype of the parameter. Files of
+    MX and NV formats with blocks along K alone fit recipes with 2-D blocks: the forward pass multiplies their codes,
+    and the gradient of x the dequantized weight.
 
     Args:
       model: after `convert`, and after `fully_shard` or `parallelize_module` if it is sharded. It may be on any device
@@ -52,11 +55,12 @@ def load_quantized(model: nn.Module, path: str | PathLike[str], *, strict: bool 
 
     Raises:
       FileNotFoundError: the checkpoint or one of its files does not exist.
-      ValueError: names or shapes differ, the codes of a whole weight are not in the weight format of its recipe, or the
-        checkpoint has quantized weights that are unknown. The model is then unchanged.
+      ValueError: names or shapes differ, the codes of a whole weight are not in the weight format of its recipe, the
+        checkpoint has quantized weights that are unknown, or the weights belong to a `ZeroOptimizer` or to
+        `FullyShardedDataParallel`. The model is then unchanged.
 
-    Not collective: every rank reads the checkpoint. A weight that is sharded has values, and its gathers send codes
-    that are computed from these values.
+    Not collective: every rank reads the checkpoint. Under FSDP2, HSDP and tensor parallelism, a weight that is sharded
+    has values, and its gathers send codes that are computed from these values.
 
     >>> import tempfile
     >>> from safetensors.torch import save_file
@@ -68,6 +72,7 @@ def load_quantized(model: nn.Module, path: str | PathLike[str], *, strict: bool 
     QuantizedTensor(MXFP8_32x32[nonfinite=nan], shape=(32, 32), dtype=torch.float32, device=cpu)
     """
     check_model(OP, model)
+    _check_owner(model)
     reader = CheckpointReader(path, OP)
     targets = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
     layers = {f"{name}.weight" if name else "weight": each for name, each in _layers(model).items()}
@@ -132,6 +137,20 @@ def freeze(model: nn.Module) -> nn.Module:
     return model
 
 
+def _check_owner(model: nn.Module) -> None:
+    """Raise if the weights of a model are copies or shards that belong to an optimizer or a wrapper."""
+    owner = "FullyShardedDataParallel" if is_flattened_model(model) else None
+    for module in model.modules():
+        owned = (each for each in module._parameters.values() if each is not None and each.requires_grad)
+        if "zero_unit" in vars(module) or any(isinstance(each, QuantizedTensor) for each in owned):
+            owner = "ZeroOptimizer"
+    if owner is not None:
+        raise ValueError(
+            f"{OP}: the weights of model ({type(model).__name__}) belong to {owner}; load before convert, which gives "
+            f"the model values, then call convert and {owner}, or shard it with fully_shard"
+        )
+
+
 def _layers(model: nn.Module) -> dict[str, WeightLayer]:
     return {
         name: module
@@ -162,8 +181,9 @@ def _codes(reader: CheckpointReader, name: str, layer: WeightLayer) -> Quantized
     recipe, what = layer.recipe, reader.weights[name]
     found = reader.read_codes(name, recipe.weight)
     if found is None:
-        check_weight_format(OP, name, what.format, recipe)
-        raise AssertionError(what.format)  # codes of the recipe's own format always fit
+        check_weight_format(OP, name, what.format, recipe, frozen=True)
+        found = reader.read_codes(name, what.format)
+        assert found is not None
     plane, fmt = found
     return QuantizedTensor(fmt, what.shape, getattr(torch, what.dtype), rowwise=_tensors(plane))
 

@@ -36,6 +36,11 @@ def wrapper_of(module: nn.Module) -> str | None:
     return type(module).__name__ if isinstance(module, DistributedDataParallel | FullyShardedDataParallel) else None
 
 
+def is_flattened_model(model: nn.Module) -> bool:
+    """Return whether FSDP1 shards part of a model: parameters are then flat, and their shards no rows of weights."""
+    return any(wrapper_of(module) == FullyShardedDataParallel.__name__ for module in model.modules())
+
+
 def is_flattened(parameter: nn.Parameter) -> bool:
     return "_fsdp_flattened" in vars(parameter)
 

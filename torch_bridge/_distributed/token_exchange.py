@@ -79,8 +79,8 @@ class TokenExchange:
         others = [rank for rank, other in enumerate(digests) if other != digests[group.rank()]]
         if others:
             raise ValueError(
-                f"grouped_mlp: rank {others[0]} of ep_group has other experts, another recipe or another dtype of x "
-                f"than rank {group.rank()}: {quote(facts)}; pass the same on all ranks"
+                f"grouped_mlp: rank {others[0]} of ep_group has other experts, recipe, dtype of x or gradients than "
+                f"rank {group.rank()}: {quote(facts)}; pass the same on all ranks"
             )
         self.received = sum(self._received)
         self.group_sizes = counts.sum(0, dtype=torch.int32)

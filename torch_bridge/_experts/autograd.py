@@ -23,6 +23,7 @@ from qshard.torch_bridge._experts.products import (
 )
 from qshard.torch_bridge._experts.tiles import GroupedRows, Tiles, Transfer, quantize_experts, tiles_of, unit_of
 from qshard.torch_bridge._experts.weights import gathered_weights, quantize_weights
+from qshard.torch_bridge._nn.module_calls import take_row_amaxes
 from qshard.torch_bridge._nn.operands import operand_spec
 from qshard.torch_bridge._ops.autograd_node import Node
 
@@ -152,6 +153,8 @@ def _quantize_rows(
     spec.layouts((tiles.rows.shape[0], x.shape[1]))
     if how.transfer is not None and how.transfer.role is role:
         return quantize_dispatched(x.detach().to(how.dtype), spec, tiles, how.transfer.exchange, seeds=seeds)
-    sides, amaxes = quantize_experts(x.detach().to(how.dtype), spec, tiles, seeds=seeds, scale=how.scales(role))
+    row_amaxes = take_row_amaxes(x) if x.dtype == how.dtype else None
+    known: dict[str, Any] = {"seeds": seeds, "scale": how.scales(role), "row_amaxes": row_amaxes}
+    sides, amaxes = quantize_experts(x.detach().to(how.dtype), spec, tiles, **known)
     how.observe(role, amaxes)
     return sides

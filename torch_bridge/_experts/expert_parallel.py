@@ -1,9 +1,15 @@
 """Operands of grouped products under expert parallelism: rows come from other ranks.
 
-Formats with one scale have the same numbers in both planes. Their rows are quantized on the source rank, with the
-scale of each expert over all ranks, and codes are sent: one byte per value. The transposed plane is computed from
-received codes. In other formats blocks join rows of several ranks, so values are sent, and quantized where they arrive.
-Either way codes and scales are the same as on one device that has all experts, and the tokens of rank 0 first.
+Rows are quantized on the source rank, and codes are sent, in two cases:
+
+- Formats with one scale. Ranks reduce the amax of each expert first. Both planes have the same numbers, so the
+  columnwise plane is the transpose of the received one.
+- Formats with 1-D blocks and no other scale, if no product reads the columnwise plane: without gradients, and if the
+  weights of all local experts are frozen.
+
+Otherwise values are sent, and quantized where they arrive, because blocks along columns join rows of several ranks.
+Codes of both planes would be as many bytes as values in bfloat16. Codes and scales are always the same as on one device
+that has all experts, and the tokens of rank 0 first.
 """
 
 from __future__ import annotations
@@ -16,7 +22,9 @@ from torch import Tensor, nn
 
 from qshard._core import quantize_steps
 from qshard._core.operands import OperandSpec, quantize_rows
+from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
+from qshard.layout import rows_are_independent
 from qshard.recipes import Role
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
 from qshard.torch_bridge._experts.operands import GroupedOperand
@@ -54,13 +62,17 @@ def quantize_dispatched(
 ) -> dict[Usage, GroupedOperand]:
     """Quantize and dispatch source rows `[M, K]`. Return planes of the padded rows of the local experts."""
     fmt, usage = spec.format, spec.usage
+    if usage is Usage.ROWWISE and rows_are_independent(fmt):
+        plane = quantize_steps.quantize(ops, x.contiguous(), fmt, usage)[usage]
+        received = (None if part is None else _dispatch_part(part, tiles, exchange) for part in plane)
+        return {usage: GroupedOperand(fmt, usage, Plane(*received))}
     if not fmt.per_tensor:
         return quantize_experts(exchange.dispatch(x), spec, tiles, seeds=seeds)[0]
     source = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     rowwise = spec._replace(usage=Usage.ROWWISE)
     planes, _ = quantize_rows(ops, x.contiguous(), rowwise, source, exchange.ends, reduce_max=exchange.reduce_max)
     sent = planes[Usage.ROWWISE]
-    codes = _select_rows(exchange.dispatch(sent.data, spare=1), tiles.rows)
+    codes = _dispatch_part(sent.data, tiles, exchange)
     plane = sent._replace(data=codes, scale_inv=exchange.own(sent.scale_inv).contiguous())
     found = {Usage.ROWWISE: plane}
     if Usage.COLUMNWISE in usage:
@@ -68,11 +80,12 @@ def quantize_dispatched(
     return {each: GroupedOperand(fmt, each, found[each]) for each in usage.planes}
 
 
-def _select_rows(codes: Tensor, rows: Tensor) -> Tensor:
-    """Copy rows of bytes, eight at a time where they fit."""
-    if codes.shape[1] % torch.int64.itemsize:
-        return codes.index_select(0, rows)
-    return codes.view(torch.int64).index_select(0, rows).view(codes.dtype)
+def _dispatch_part(part: Tensor, tiles: Tiles, exchange: TokenExchange) -> Tensor:
+    """Dispatch rows of codes or scales, and copy them to padded rows, eight bytes at a time where they fit."""
+    received, rows = exchange.dispatch(part, spare=1), tiles.rows
+    if received.shape[1] * received.itemsize % torch.int64.itemsize:
+        return received.index_select(0, rows)
+    return received.view(torch.int64).index_select(0, rows).view(part.dtype)
 
 
 class LocalExperts(nn.ModuleList):

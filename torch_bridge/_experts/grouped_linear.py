@@ -8,24 +8,21 @@ grow with the number of experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qshard._core.validation import quote
 from qshard.recipes import Recipe, RecipeLike, as_recipe, check_state, check_weight_shape
 from qshard.torch_bridge._experts.autograd import GroupedProduct, ProductOptions
-from qshard.torch_bridge._experts.expert_parallel import LocalExperts
 from qshard.torch_bridge._experts.tiles import GroupedRows
-from qshard.torch_bridge._fsdp.scale_state import Passes
-from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._nn.functional import check_operand
-from qshard.torch_bridge._nn.linear import Linear
+from qshard.torch_bridge._nn.functional import check_gathered, check_operand
 from qshard.torch_bridge._ops.autograd_node import apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
+from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
 
@@ -46,14 +43,15 @@ def grouped_linear(
 
     Args:
       x: float32, bfloat16 or float16 `[M, K]`, rows sorted by expert.
-      weights: one `[N, K]` per expert, each as for `linear`; or one tensor of all experts.
+      weights: one `[N, K]` per expert, each as for `linear`; or one tensor of all experts, values or a
+        `QuantizedStack`.
       group_sizes: int32 or int64 `[E]`, the number of rows of each expert, 0 or more. Rows after the last group give
         zeros. They may be on the CPU or on the device of x. The call never waits for the device.
       recipe: as for `linear`.
       bias: `[E, N]`, or None. The bias of an expert is added to its rows.
       weight_layout: required with one tensor of all experts, because N == K would be ambiguous: "NK" for `[E, N, K]`,
-        "KN" for `[E, K, N]`, as in `torch.nn.functional.grouped_mm`. Both give the same bits. "KN" copies the weights
-        in each call.
+        "KN" for `[E, K, N]`, as in `torch.nn.functional.grouped_mm`. Both give the same bits. "KN" copies values in
+        each call, but no codes.
       seeds: for stochastic rounding, int32 `[E, 2]`: the seed of `linear` for each expert.
       delayed: for each expert the states that `linear` takes.
       dtype: as for `linear`.
@@ -73,9 +71,10 @@ def grouped_linear(
     multiplies bfloat16 values and the result is rounded to bfloat16; or each expert is a call, if the host knows the
     sizes. The number of launches does not grow with the number of experts otherwise.
 
-    A forward pass quantizes weights once, and saves the codes for the backward pass. Codes of a list of weights are
-    multiplied where they are, as FSDP2 and ZeRO gather them, if one op multiplies codes. Otherwise they are copied next
-    to each other. Codes are not kept for the next call: PyTorch does not see every write to a parameter.
+    A forward pass quantizes weights once, and saves the codes for the backward pass. Codes of a stack are multiplied
+    where they are, by one call for all experts. So are codes of a list, if one op multiplies codes; otherwise they are
+    copied next to each other, and either way the host works for each expert. Codes are not kept for the next call:
+    PyTorch does not see every write to a parameter.
 
     Scales depend on this rank's rows only. Ranks may have different experts or different rows. `torch.compile` traces
     the call. A CUDA graph may capture it if group sizes are on the GPU, and reads new sizes in a replay.
@@ -89,7 +88,7 @@ def grouped_linear(
     """
     recipe = as_recipe(recipe, "grouped_linear")
     check_tensor("grouped_linear", "x", x)
-    if not isinstance(weights, Tensor | Sequence) or isinstance(weights, QuantizedTensor):
+    if not isinstance(weights, Tensor | Sequence) or type(weights) is QuantizedTensor:
         raise TypeError(
             f"grouped_linear: weights ({quote(weights)}) are not tensors of values or a list; pass one [E, N, K], or "
             "[N, K] for each expert"
@@ -134,7 +133,10 @@ def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor
             f"grouped_linear: weight_layout ({quote(layout)}) is not a layout; pass 'NK' for weights [E, N, K], as in "
             "nn.Linear, or 'KN' for weights [E, K, N], as in grouped_mm"
         )
-    return weights if layout == "NK" or weights.ndim != 3 else weights.transpose(1, 2).contiguous()
+    if layout == "NK" or weights.ndim != 3:
+        return weights
+    turned = weights.transpose(1, 2)
+    return turned if isinstance(turned, QuantizedStack) else turned.contiguous()
 
 
 def _check_weights(each: Sequence[Any], recipe: Recipe) -> None:
@@ -144,6 +146,7 @@ def _check_weights(each: Sequence[Any], recipe: Recipe) -> None:
         return  # The usual case of many experts.
     for weight in each:
         check_operand("grouped_linear", weight, recipe)
+        check_gathered(weight, "grouped_linear")
     if QuantizedTensor in kinds and len(kinds) > 1:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise TypeError(
@@ -222,103 +225,3 @@ def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, .
             "device of x; move them there"
         )
     return None
-
-
-class GroupedLinear(nn.Module):
-    """One `Linear` per expert, applied to all tokens in one call. Tokens are sorted by expert.
-
-    Under FSDP2 call `update_scales(model)` once after `fully_shard`. Then one all-reduce of amaxes serves the whole
-    model, instead of one per layer.
-
-    Args:
-      num_experts: number of experts.
-      in_features: K of each expert.
-      out_features: N of each expert.
-      bias: add a learned bias to the rows of each expert.
-      recipe: the format of each role, or its name.
-      local_experts: expert parallelism: the experts of this rank; None for all. `group_sizes` has their sizes. With
-        equal seeds of the random number generator, ranks have the initial weights of one layer with all experts.
-
-    Attributes:
-      experts: one `Linear` per local expert. In state dicts their names have their indices among all experts. Each
-        weight is sharded by FSDP2 or ZeRO, gathered as codes, saved, moved and kept as codes under
-        `convert(primary=True)`, like the weight of any `Linear`.
-
-    Raises:
-      ValueError: `num_experts` is not positive, or as for `Linear`.
-
-    >>> from qshard.recipes import CurrentScaling
-    >>> layer = GroupedLinear(3, 32, 16, recipe=CurrentScaling())
-    >>> layer(torch.ones(6, 32), torch.tensor([2, 0, 3])).shape, sorted(layer.state_dict())[0]
-    (torch.Size([6, 16]), 'experts.0.weight')
-    """
-
-    is_one_layer = True
-
-    def __init__(
-        self,
-        num_experts: int,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = False,
-        recipe: RecipeLike,
-        local_experts: range | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__()
-        if not hasattr(num_experts, "__index__") or num_experts < 1:
-            raise ValueError(
-                f"GroupedLinear: num_experts ({quote(num_experts)}) is not positive; pass an integer of at least 1"
-            )
-        layer = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype}
-        experts, local = range(num_experts), range(num_experts) if local_experts is None else local_experts
-        if not isinstance(local, range) or not len(local) or local.step != 1 or not set(local) <= set(experts):
-            raise ValueError(
-                f"GroupedLinear: local_experts ({quote(local)}) is not a range of experts; pass one in "
-                f"range(0, {num_experts})"
-            )
-        # Each rank draws the weights of all experts, one at a time, and keeps its own.
-        layers = (Linear(in_features, out_features, **layer) for _ in experts)
-        self.experts: nn.ModuleList = LocalExperts(
-            (each for e, each in zip(experts, layers, strict=True) if e in local), local.start
-        )
-        for expert in self.experts:
-            weight = cast(ShardedWeight, expert.weight)
-            weight.scale_state.passes = Passes.of(self)  # All experts share one refresh of scales.
-
-    @classmethod
-    def of(cls, layers: Iterable[nn.Module]) -> GroupedLinear:
-        """Build the layer from converted `Linear`s of one recipe and shape, all with bias or none; else ValueError."""
-        self = cls.__new__(cls)
-        nn.Module.__init__(self)
-        self.experts = nn.ModuleList(layers)
-        of = [layer for layer in self.experts if isinstance(layer, Linear)]
-        alike = {(layer.recipe, tuple(layer.weight.shape), layer.bias is None) for layer in of}
-        if len(of) != len(self.experts) or len(alike) != 1:
-            raise ValueError(
-                f"GroupedLinear.of: layers ({quote([*self.experts])}) are not converted Linear layers of one recipe "
-                "and shape, all with bias or none; call convert on them first"
-            )
-        return self
-
-    def forward(self, input: Tensor, group_sizes: Tensor | GroupedRows) -> Tensor:
-        """Apply expert e to the rows of its group, as `grouped_linear` does. `input` is sorted by expert."""
-        layers = cast(list[Linear], [*self.experts])
-        first = layers[0].call_operands(input)
-        seeds = delayed = None
-        if first.seed is None and first.delayed is None:
-            weights = [first.weight, *(layer.weight for layer in layers[1:])]
-        else:
-            called = [first, *(layer.call_operands(input) for layer in layers[1:])]
-            weights = [one.weight for one in called]
-            seeds = None if first.seed is None else torch.stack([cast(Tensor, one.seed) for one in called])
-            delayed = None if first.delayed is None else [one.delayed for one in called]
-        bias = None if layers[0].bias is None else torch.stack([cast(Tensor, layer.bias) for layer in layers])
-        how: dict[str, Any] = {"bias": bias, "seeds": seeds, "delayed": delayed, "dtype": first.dtype}
-        y: Tensor = grouped_linear(first.input, weights, group_sizes, layers[0].recipe, **how)
-        return y
-
-    def extra_repr(self) -> str:
-        return f"num_experts={len(self.experts)}"

@@ -104,7 +104,7 @@ def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
 
 def contracts_last_axis(w: GroupedOperand, contracted: Usage) -> bool:
     """Return True if a product that contracts an axis of the weights contracts the last one of the stored plane."""
-    return contracted is Usage.ROWWISE or (w.usage is contracted and is_transposed(w.format, w.usage))
+    return (contracted is Usage.ROWWISE) != is_transposed(w.format, w.usage)
 
 
 def product_scale(a: GroupedOperand, b: GroupedOperand) -> Tensor | None:

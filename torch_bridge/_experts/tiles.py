@@ -13,7 +13,7 @@ one tile of zeros. Unused tiles at the end belong to no expert.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,16 +122,24 @@ def tiles_of(unit: int, rows: int, group_sizes: Tensor) -> tuple[Tiles, Tensor]:
 
 
 def quantize_experts(
-    x: Tensor, spec: OperandSpec, tiles: Tiles, *, seeds: Tensor | None = None, scale: Tensor | None = None
+    x: Tensor,
+    spec: OperandSpec,
+    tiles: Tiles,
+    *,
+    seeds: Tensor | None = None,
+    scale: Tensor | None = None,
+    row_amaxes: Tensor | None = None,
 ) -> tuple[dict[Usage, GroupedOperand], Tensor | None]:
     """Quantize the rows of x `[T, K]` into padded rows, with the scales of each expert.
 
     For stochastic rounding `seeds` are int32 `[E, 2]`: a uint64 per expert as two words, low word first. Under delayed
-    scaling `scale` is fp32 `[E]`, and the second result is the amax of each expert, fp32 `[E]`.
+    scaling `scale` is fp32 `[E]`, and the second result is the amax of each expert, fp32 `[E]`. `row_amaxes` are the
+    amaxes of the rows of x, fp32 `[T]`, if known.
     """
     fmt, usage = spec.format, spec.usage
     if usage is Usage.COLUMNWISE:
         spec = spec._replace(usage=Usage.BOTH)
     seeds = spec.seed_of(seeds, xor_words)
-    planes, amax = quantize_rows(ops, x.contiguous(), spec, tiles.rows, tiles.stops, scale=scale, seeds=seeds)
+    known: dict[str, Any] = {"scale": scale, "seeds": seeds, "row_amaxes": row_amaxes}
+    planes, amax = quantize_rows(ops, x.contiguous(), spec, tiles.rows, tiles.stops, **known)
     return {each: GroupedOperand(fmt, each, planes[each]) for each in usage.planes}, amax

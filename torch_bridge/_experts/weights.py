@@ -1,7 +1,8 @@
 """Quantized weights of experts: planes of all weights, for the forward and the backward pass.
 
-Weights are one tensor `[E, N, K]` or one `[N, K]` for each expert, as values; or one `QuantizedTensor` for each expert,
-as FSDP2 and ZeRO gather them. The number of launches does not grow with the number of experts.
+Weights are one tensor `[E, N, K]` or one `[N, K]` for each expert, as values; or as FSDP2 and ZeRO gather them: one
+`QuantizedStack`, or one `QuantizedTensor` for each expert. The number of launches does not grow with the number of
+experts.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.foreach import flat_plan
 from qshard.torch_bridge._ops.uint64 import xor_words
+from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 
 
-def gathered_weights(weights: Sequence[Tensor], usage: Usage) -> OperandList:
-    """Return the plane of `usage` of the codes of all experts, or the rowwise plane to transpose; raise if neither."""
+def gathered_weights(weights: Sequence[Tensor], usage: Usage) -> GroupedOperand | OperandList:
+    """Return the plane of `usage` of the codes of all experts, or the other one to transpose; raise if neither."""
+    if isinstance(weights[0], QuantizedStack):
+        return _of_stack(weights[0], usage)
     codes = cast(Sequence[QuantizedTensor], weights)
     if usage is Usage.COLUMNWISE and (parts := QuantizedTensor.lists_of_parts(codes, usage)) is not None:
         return OperandList(codes[0].format, usage, parts)
@@ -39,6 +43,16 @@ def gathered_weights(weights: Sequence[Tensor], usage: Usage) -> OperandList:
             planes_of(weight, usage is Usage.COLUMNWISE)  # Raises for the first without the plane.
     assert rowwise is not None
     return OperandList(codes[0].format, Usage.ROWWISE, rowwise)
+
+
+def _of_stack(stack: QuantizedStack, usage: Usage) -> GroupedOperand:
+    there = {each: parts for each in Usage.BOTH.planes if (parts := stack.parts(each)) is not None}
+    either = usage if usage in there or not stack.format.transposes else next(iter(there))
+    if either not in there:
+        raise ValueError(
+            f"grouped_linear: weights ({stack.format}) have no plane {usage}, which the product reads; pass values"
+        )
+    return GroupedOperand(stack.format, either, there[either])
 
 
 def quantize_weights(
@@ -55,7 +69,8 @@ def quantize_weights(
         if Usage.COLUMNWISE in usage:
             planes[Usage.COLUMNWISE] = quantize_steps.transpose_plane(BatchedOps(), rowwise, fmt)
         return {each: GroupedOperand(fmt, each, planes[each]) for each in usage.planes}, None
-    values = weights[0].detach() if weights[0].ndim == 3 else stack_tensors([values_of(weight) for weight in weights])
+    each = [values_of(weight) for weight in weights]
+    values = each[0] if each[0].ndim == 3 else stack_tensors(each)
     spec = operand_spec(recipe, Role.WEIGHT, usage)
     seeds = spec.seed_of(seeds, xor_words)
     draws = None if seeds is None else Draws(seeds, torch.zeros_like(seeds))

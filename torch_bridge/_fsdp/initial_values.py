@@ -28,10 +28,15 @@ def box_of(state: ScaleState, shape: tuple[int, ...]) -> Box | None:
     None if the weight is not sharded, or is sharded by anything but FSDP2 and `parallelize_module`.
     """
     if not state.gathers:
-        return None if state.part is None else Box(shape, (0, 0), shape).placed_in(state.part.box)
+        return None if state.part is None else Box(shape, (0,) * len(shape), shape).placed_in(state.part.box)
     if state.part is None and state.whole != state.shape:
         return None
-    box = Box(state.whole, divmod(state.first, max(1, state.whole[1])), shape)
+    start: list[int] = []
+    first = state.first
+    for size in reversed(state.whole[1:]):
+        first, index = divmod(first, max(1, size))
+        start.insert(0, index)
+    box = Box(state.whole, (first, *start), shape)
     return box if state.part is None else box.placed_in(state.part.box)
 
 
@@ -41,9 +46,13 @@ def fill(func: object, shard: Tensor, box: Box, low: float, high: float, key: st
     Element i of the whole weight takes its random bits from SplitMix64 at position i. The seed is a hash of `key`.
     """
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
-    rows, columns = shard.shape
     if not shard.numel():
         return
+    if shard.ndim > 2:
+        for index, rectangle in box.rectangles():
+            fill(func, shard[index].view(rectangle.size), rectangle, low, high, key)
+        return
+    rows, columns = shard.shape
     first, row_step = box.philox_offset(), box.global_shape[1]
     step = max(1, _CHUNK // columns)
     for row in range(0, rows, step):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from qshard.torch_bridge._fsdp.scale_state import ShardPlan
+    from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
     from qshard.torch_bridge._fsdp.weight import Values
 
 

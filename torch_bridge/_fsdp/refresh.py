@@ -30,11 +30,11 @@ from qshard.torch_bridge._fsdp.scale_state import (
     PrefetchedCodes,
     Refresh,
     ScaleState,
-    ShardPlan,
     Status,
     WeightShard,
     state_of,
 )
+from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._module_tree import parameters_of
 from qshard.torch_bridge._ops.bind import into, ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
@@ -82,7 +82,7 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
             _cast_into(weight, state.primary.buffer(weight.plan))
             state.primary.end_cast(weight.plan)
         padded = state.primary.codes_on(weight.plan.device)
-    restore_shape = _set_padded_shape(state, padded) if weight.plan.packs_columns else None
+    restore_shape = _set_padded_shape(state, padded) if weight.plan.packs_shards else None
     assert state.refresh is not None
     return padded, Gather(weight.plan, state.refresh, restore_shape)
 
@@ -218,7 +218,8 @@ def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
     amaxes = functools.reduce(torch.maximum, bits).view(torch.float32)
     flat = flat_plan(tuple(plan.slice for plan in plans), device)
     amaxes = max_over_ranks(amaxes, group)
-    merge_plan([state.part for state, _, _ in weights], flat.plan, amaxes)
+    # Expert parallelism shards a stack between experts, which have their own scales.
+    merge_plan([None if plan.is_stack else state.part for state, _, plan in weights], flat.plan, amaxes)
     found: dict[int, Scales] = {}
     for bucket, of_bucket in zip(flat.plan.buckets, flat.scales(amaxes), strict=True):
         found.update(zip(bucket.indices, _split_scales(bucket, of_bucket), strict=True))
@@ -254,7 +255,7 @@ def _amaxes_on(device: torch.device, weights: Sequence[WeightShard], plans: tupl
         for bucket in flat.plan.buckets:
             for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.part(amaxes)), strict=True):
                 if weights[i].shard.device == device:
-                    plans[i].write_column_amaxes(weights[i].shard, grid, whole)
+                    plans[i].write_box_amaxes(weights[i].shard, grid, whole)
     return amaxes
 
 
@@ -294,7 +295,7 @@ def cast_shards(weights: Sequence[WeightShard], buffers: Sequence[Tensor]) -> No
             flat.cast([buffer for _, buffer in slices], [w.shard for w, _ in slices], of_buckets, pieces=True)
         for weight, buffer in of_device:
             if weight.plan.box is not None:
-                weight.plan.cast_columns(weight.shard, weight.staged.scale.to(device), buffer)
+                weight.plan.cast_box(weight.shard, weight.staged.scale.to(device), buffer)
 
 
 def cast_group(weight: WeightShard) -> Tensor:
@@ -378,7 +379,8 @@ def _cast_into(weight: WeightShard, buffer: Tensor) -> None:
 def _set_padded_shape(state: ScaleState, padded: Tensor) -> Callable[[], None]:
     """Make FSDP2 believe that shards have the shape of `padded`. The returned function restores their shape.
 
-    FSDP2 concatenates the columns of ranks by the stored shape of the shard, and 4-bit codes have half as many columns.
+    On axes after the first, FSDP2 concatenates the shards of ranks by their stored shape, and 4-bit codes have half as
+    many columns.
     Only a private attribute tells it so; the attribute has the same name in torch 2.11 to 2.15.
     """
     param = _fsdp_param(state)
@@ -391,8 +393,8 @@ def _fsdp_param(state: ScaleState) -> Any:
         if known is state:
             return param
     raise NotImplementedError(
-        f"fully_shard: {state.name} ({state.fmt}) is sharded by columns, but its model is unknown; call "
-        "update_scales(model) once after fully_shard, or shard its rows"
+        f"fully_shard: {state.name} ({state.fmt}) is not sharded by its first axis, and its model is "
+        "unknown; call update_scales(model) once after fully_shard, or shard its first axis"
     )
 
 

@@ -3,8 +3,9 @@
 Glossary, modelled on FSDP2's `_fsdp_param.py`. The whole package uses these terms.
 
   weight      the whole parameter, `[rows, columns]`; no rank has it in high precision
-  shard       the local high-precision part of it: rows or columns, possibly none
-  slice       a shard of rows as a flat range of the row-major weight
+  stack       a weight `[E, rows, columns]`: matrices with their own scales, as of experts
+  shard       the local high-precision part of it: rows, columns or matrices, possibly none
+  slice       a shard as a flat range of the row-major weight
   codes       the shard, cast with the scales of the weight: uint8, with two 4-bit codes a byte
   padded      codes in a buffer for the longest shard, zeros after the end: the all-gather input
   gathered    the padded codes of all ranks, concatenated: the codes of the weight come first
@@ -38,7 +39,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -48,20 +48,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from qshard._core.flat_shards import FlatSlice
 from qshard._core.operands import OperandSpec
-from qshard._core.placement import Box, box_amax, cast_box
 from qshard._core.quantize_steps import Scales
-from qshard.formats import Format, Usage
-from qshard.layout import plane
+from qshard.formats import Usage
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, fsdp_axis
 from qshard.torch_bridge._fsdp.primary import Primary
-from qshard.torch_bridge._ops.bind import dtype_name, into, ops
+from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._ops.eager import is_compiling
-from qshard.torch_bridge._ops.foreach import xp
 from qshard.torch_bridge._torch_internals import backward_id, preserve_version_counter, spec_of
 
 
@@ -74,94 +70,6 @@ class Status(enum.Enum):
     """FSDP2 shards the weight, and no gather is running."""
     GATHERING = enum.auto()
     """The codes of this rank were sent, and the all-gather has not finished."""
-
-
-class ShardPlan:
-    """Shape, position and casts of the local shard of one weight. Computed once for each weight and sharding.
-
-    A scale needs the amax of its whole block, and shard boundaries may split blocks. So ranks merge their amaxes,
-    compute all scales from the result, and each casts its shard with its part of the scales.
-
-    A shard of rows is a flat slice and takes the steps of `_core.flat_shards`, as the slices of optimizers do. So does
-    a shard of columns of a per-tensor format, where positions do not matter. A shard of columns of a block format is a
-    box, and its edges may split blocks (`_core.placement`). FSDP2 shards columns into equal parts.
-
-    Attributes:
-      device: where ranks compute. An offloaded shard is elsewhere.
-      buffer_size: bytes of a buffer to cast into. With 4-bit codes one byte more than the padded codes, because a flat
-        slice may start in the middle of a byte; a shard of whole rows leaves it unused.
-      packs_columns: True if 4-bit codes are sharded by columns: FSDP2, which concatenates columns, must then be told
-        that there are half as many.
-      box: the position of a shard of columns of a block format; None if the shard is a slice.
-      block: the elements that share a scale; the whole weight for per-tensor formats.
-
-    Raises:
-      NotImplementedError: two ranks would share a byte. All of them raise.
-    """
-
-    def __init__(self, name: str, fmt: Format, shape: tuple[int, ...], shard: Tensor, mesh: DeviceMesh, mesh_dim: int):
-        rows, columns = shape
-        width = shard.shape[1]
-        of_rows, ranks, per_byte = width == columns, mesh.size(mesh_dim), fmt.element.codes_per_byte
-        if width % per_byte:
-            raise NotImplementedError(
-                f"fully_shard: {name} {tuple(shape)} has {ranks} shards of {width} columns, but {per_byte} codes of "
-                f"{fmt} share a byte; shard its rows"
-            )
-        where = plane(fmt, shape, Usage.ROWWISE, op="fully_shard")
-        longest = -(-(rows if of_rows else columns) // ranks)  # The split of FSDP2 and `torch.chunk`.
-        start = longest * mesh.get_local_rank(mesh_dim)
-        self.group, kind = mesh.get_group(mesh_dim), mesh.device_type
-        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-        self.fmt, self.shape, self.dtype = fmt, (rows, columns), dtype_name(shard.dtype)
-        self.data_shape = where.data_shape
-        self.padded_shape = (longest if of_rows else rows, width // per_byte)
-        self.buffer_size = math.prod(self.padded_shape) + per_byte - 1
-        self.packs_columns = fmt.element.packed and not of_rows
-        self.facts = (self.shape, self.dtype, of_rows, ranks)
-        self.slice = FlatSlice(self.shape, fmt, self.dtype, min(rows, start) * columns if of_rows else 0)
-        self.block = where.scaled_shape
-        self.box: Box | None = None
-        if not of_rows and not fmt.per_tensor:  # With one scale for all elements, any shard is a slice.
-            self.box = Box(self.shape, (0, start), (rows, width))
-
-    def write_column_amaxes(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
-        """Write the amaxes of a box of columns.
-
-        `grid` has one entry for each block of the weight; blocks outside the box stay 0. `whole` is the amax of the
-        shard, for formats with a global scale.
-        """
-        if self.box is None or not shard.numel():
-            return
-        found = box_amax(ops, xp, shard, self.box, self.block, grid)
-        if whole is not None:
-            whole.copy_(ops.amax_tensor(found))
-
-    def buffer_in(self, part: Tensor) -> Tensor:
-        """Return a buffer to cast into at the start of `part`, shaped like the padded codes if it has no extra byte."""
-        if self.buffer_size == self.padded_shape[0] * self.padded_shape[1]:
-            return part.as_strided(self.padded_shape, (self.padded_shape[1], 1))
-        return part[: self.buffer_size]
-
-    def padded_view(self, buffer: Tensor) -> Tensor:
-        is_padded = buffer.shape == self.padded_shape
-        return buffer if is_padded else buffer.as_strided(self.padded_shape, (self.padded_shape[1], 1))
-
-    def cast_columns(self, shard: Tensor, scale: Tensor, buffer: Tensor) -> None:
-        """Cast a box of columns into a buffer. `FlatPlan.cast` casts slices."""
-        assert self.box is not None
-        if not shard.numel():
-            return
-        codes, of_blocks = self.padded_view(buffer), scale[self.box.blocks(self.block)].contiguous()
-        outer = self.box.aligned(self.block)
-        cast = cast_box(into(codes) if outer == self.box else ops, xp, shard, self.box, self.fmt, self.block, of_blocks)
-        if outer != self.box:
-            first = self.box.within(outer)[1].start // self.fmt.element.codes_per_byte
-            codes.copy_(cast[:, first : first + codes.shape[1]])
-
-    def codes(self, gathered: Tensor) -> Tensor:
-        """Return the codes of the weight: a view of the gathered memory without the padding at its end."""
-        return gathered.as_strided(self.data_shape, (self.data_shape[1], 1))
 
 
 class ScaleState:

@@ -6,6 +6,7 @@ import collections
 import copy
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._fsdp.initial_values import RANDOM, box_of, exact_erfinv, fill
 from qshard.torch_bridge._fsdp.refresh import Gather, begin_gather
 from qshard.torch_bridge._fsdp.scale_state import ScaleState, Status
+from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
 from qshard.torch_bridge._torch_internals import make_wrapper, pytree, rebuild_parameter, rebuild_parameter_with_state
@@ -186,13 +188,13 @@ class ShardedWeight(Tensor):
         if func is aten.erfinv_.default and states[0].gathers:
             args[0].shard.copy_(exact_erfinv(args[0].shard))  # From `trunc_normal_`, before torch 2.13.
             return args[0]
-        if func in RANDOM and args[0].ndim == 2 and (box := box_of(states[0], tuple(args[0].shape))) is not None:
+        if func in RANDOM and args[0].ndim in (2, 3) and (box := box_of(states[0], tuple(args[0].shape))) is not None:
             return args[0]._fill(box, func, *args[1:], **kwargs)
         out = func(*plain_args, **plain_kwargs)
         if func in _STAYS_SHARDED or _is_view(func):
             with torch.inference_mode(False):  # In inference mode the wrapper could not be a view.
                 wrapped = _wrap(out, states[0])
-            if func is aten.split.Tensor and len(args[0].shape) == 2:
+            if func is aten.split.Tensor and len(args[0].shape) in (2, 3):
                 _note_split(*args, wrapped)
             return wrapped
         if func is aten.copy_.default and len(states) == 2:
@@ -277,7 +279,8 @@ class ShardedWeight(Tensor):
         """Wrap the gathered codes without a copy. FSDP2 then frees and refills their memory."""
         plan, parts = metadata.plan, metadata.end(self.scale_state, *all_gather_outputs)
         if out is None:
-            return QuantizedTensor(plan.fmt, plan.shape, param_dtype, rowwise=parts), ()
+            kind = QuantizedStack if plan.is_stack else QuantizedTensor
+            return kind(plan.fmt, plan.shape, param_dtype, rowwise=parts), ()
         unsharded = local_of(out)
         assert isinstance(unsharded, QuantizedTensor)
         unsharded.set(Usage.ROWWISE, parts)
@@ -308,7 +311,7 @@ _CAST_PACKED_ROWS = _signature(ShardedWeight._cast_packed_rows)
 def _note_split(whole: ShardedWeight, size: int, *others: Any) -> None:
     """Record where each part of a split weight starts."""
     *axis, parts = others
-    each = size * (whole.shape[1] if axis in ([], [0], [-2]) else 1)
+    each = size * math.prod(whole.shape[axis[0] % whole.ndim + 1 if axis else 1 :])
     whole.scale_state.note_split(whole.shape)
     for i, part in enumerate(parts):
         part.first = i * each

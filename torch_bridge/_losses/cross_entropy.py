@@ -17,7 +17,7 @@ from qshard._core.losses import WORD, LossRule, check_num_classes, check_rows
 from qshard._core.validation import quote
 from qshard.torch_bridge._losses.class_shards import ClassShard, class_shard
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
-from qshard.torch_bridge._ops.bind import call_into, dtype_name, ops
+from qshard.torch_bridge._ops.bind import dtype_name, into, ops
 from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._quantized.validation import check_group, check_tensor
 
@@ -110,8 +110,7 @@ class RowLoss:
         padding = logits.shape[-1] - self.shard.columns
         logits = self._unpadded(logits)
         if in_place:
-            call_into("cross_entropy_grad", (logits, labels, lse, grad), (logits,), options)
-            d = logits
+            d = into(logits).cross_entropy_grad(logits, labels, lse, grad, **options)
         else:
             d = ops.cross_entropy_grad(logits, labels, lse, grad, **options)
         return torch.nn.functional.pad(d, (0, padding)) if padding else d

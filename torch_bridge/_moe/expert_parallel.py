@@ -4,14 +4,13 @@
               dispatch                                  combine
 
 Forward dispatches rows of tokens and combines rows of y; backward dispatches gradients of y and combines gradients of
-rows. Formats with one scale for each expert dispatch codes (`_experts/expert_parallel.py`). Results are combined as
-values.
+rows. `_experts/expert_parallel.py` says when codes are dispatched. Results are combined as values.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable, Iterable
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
 from qshard.torch_bridge._experts.expert_parallel import exchanged_rows
 from qshard.torch_bridge._experts.tiles import unit_of
+from qshard.torch_bridge._moe.wrappers import check_wrappers
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
-from qshard.torch_bridge._torch_internals import active_ddp
 
 
 def check_parallel_recipe(op: str, recipe: RecipeLike | None) -> None:
@@ -47,33 +46,6 @@ def local_experts(num_experts: int, group: dist.ProcessGroup, recipe: RecipeLike
     return range(group.rank() * count, (group.rank() + 1) * count)
 
 
-def check_not_averaged(weights: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Raise ValueError if the DistributedDataParallel in its forward pass averages weights over ranks of `group`.
-
-    Such ranks have different experts. DistributedDataParallel has overwritten them by the experts of its first rank.
-    """
-    ddp = active_ddp()
-    if ddp is None:
-        return
-    averaged = _AVERAGED.get(ddp)
-    if averaged is None:
-        ignored = ddp.parameters_to_ignore
-        averaged = {id(own): name for name, own in ddp.module.named_parameters() if name not in ignored}
-        _AVERAGED[ddp] = averaged
-    names = [averaged[id(weight)] for weight in weights if id(weight) in averaged]
-    ranks = {*dist.get_process_group_ranks(ddp.process_group)} & {*dist.get_process_group_ranks(group)}
-    if names and len(ranks) > 1:
-        raise ValueError(
-            f"grouped_mlp: DistributedDataParallel averages {names[0]} over {len(ranks)} ranks that have different "
-            "experts; build the model again, and use FSDP2, or exclude experts with "
-            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)"
-        )
-
-
-_AVERAGED: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDictionary()
-"""The names of the parameters that a DistributedDataParallel averages, by id."""
-
-
 @torch.compiler.disable
 def parallel_experts(
     rows: Tensor,
@@ -83,12 +55,18 @@ def parallel_experts(
     w2: Callable[[Tensor, Any], Tensor],
     activation: Callable[[Tensor], Tensor],
     group: dist.ProcessGroup,
-    weights: Iterable[Tensor],
+    weights: Sequence[Sequence[Tensor]],
     facts: Hashable,
 ) -> Tensor:
-    """Apply the experts of all ranks of `group` to rows sorted by expert. `group_sizes` counts all experts, `[E]`."""
-    check_not_averaged(weights, group)
-    exchange = TokenExchange(group_sizes, rows.shape[0], group, (rows.shape[1], facts))
+    """Apply the experts of all ranks of `group` to rows sorted by expert. `group_sizes` counts all experts, `[E]`.
+
+    `weights` are the weights of both products. Ranks must agree on `facts`, and on what needs a gradient, because that
+    decides which exchanges there are, and of what.
+    """
+    check_wrappers(itertools.chain(*weights), group)
+    learns = [any(weight.requires_grad for weight in of_product) for of_product in weights]
+    gradients = (rows.requires_grad, *learns) if torch.is_grad_enabled() else ()
+    exchange = TokenExchange(group_sizes, rows.shape[0], group, (rows.shape[1], facts, ("gradients", gradients)))
     if recipes is None:
         sizes = exchange.group_sizes
         y = w2(activation(w13(apply_node(_Dispatch, rows, exchange), sizes)), sizes)

@@ -13,82 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qshard.formats import FLOATS
-from qshard.recipes import Recipe
-from qshard.torch_bridge._experts.grouped_linear import grouped_linear
+from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._moe.grouped_mlp import Groups, apply_experts
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
-from qshard.torch_bridge._nn.class_swap import Extends
-from qshard.torch_bridge._nn.functional import WeightLayout
-from qshard.torch_bridge._nn.linear import _rank_of, _take_seed
-from qshard.torch_bridge._ops.bind import dtype_name
 
 _SILU = ("SiLU", "SiLUActivation")
 """Names of the class in PyTorch and in transformers."""
-
-
-class Experts(Extends):
-    """Base class of modules that multiply by 3-D weights with `grouped_linear`.
-
-    Parameters stay plain and keep their names and shapes. The instance stays one of its original class.
-
-    Attributes:
-      recipe: the format of each role.
-      seed: for stochastic rounding, the seed of each expert: int32 `[E, 2]`, as in `Linear`. Each product uses it, and
-        increments it on the device.
-    """
-
-    recipe: Recipe
-    seed: Tensor | None
-    scaling_buffers = ("seed",)
-
-    @property
-    def weight_layout(self) -> WeightLayout:
-        return "KN" if getattr(self, "is_transposed", False) else "NK"
-
-    def begin(self, recipe: Recipe, weight: Tensor) -> None:
-        """Set the recipe. `weight` is any of the 3-D weights."""
-        self.recipe = recipe
-        seed = torch.empty(weight.shape[0], 2, dtype=torch.int32, device=weight.device) if recipe.stochastic else None
-        self.register_buffer("seed", seed, persistent=False)  # `scaling_state` saves it.
-        self._reset_seed()
-
-    def _reset_seed(self) -> None:
-        if self.seed is not None:
-            self.seed.random_(-(2**31), 2**31)
-
-    def multiply(
-        self, x: Tensor, weights: Tensor, groups: Groups, layout: WeightLayout = "NK", bias: Tensor | None = None
-    ) -> Tensor:
-        """Multiply rows by the weights of their experts, as `grouped_linear` does."""
-        dtype = None
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            if dtype_name(x.dtype) not in FLOATS:
-                x = x.to(dtype)
-        seeds = None if self.seed is None else _take_seed(self.seed, _rank_of(weights))
-        given: dict[str, Any] = {"bias": bias, "weight_layout": layout, "seeds": seeds, "dtype": dtype}
-        y: Tensor = grouped_linear(x, weights, groups, self.recipe, **given)
-        return y
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Experts:
-        was_meta = self.seed is not None and self.seed.is_meta
-        super()._apply(fn, recurse)
-        if was_meta and self.seed is not None and not self.seed.is_meta:
-            self._reset_seed()
-        return self
-
-    def _load_from_state_dict(self, *given: Any) -> None:
-        """Load parameters. If they replace parameters on meta, the seed leaves meta too."""
-        super()._load_from_state_dict(*given)
-        device = next(self.parameters(recurse=False)).device
-        if self.seed is not None and self.seed.is_meta and device.type != "meta":
-            self.seed = torch.empty_like(self.seed, device=device)
-            self._reset_seed()
-
-    def extra_repr(self) -> str:
-        own = super().extra_repr()
-        return ", ".join([own] * bool(own) + [f"recipe={self.recipe!r}"])
 
 
 class SortedExperts(Experts):

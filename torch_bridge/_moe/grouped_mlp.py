@@ -7,7 +7,7 @@ Two grouped products serve all experts. `w13` has the weights of gate and up, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -117,7 +117,7 @@ def grouped_mlp(
         recipes = (as_recipe(recipe, "grouped_mlp"),) * 2
     run = (lambda rows, groups: products(0, rows, w13, groups), lambda rows, groups: products(1, rows, w2, groups))
     facts = (_shape(w13), weight_layout, x.dtype, dtype, recipes)
-    own = [*([w13] if isinstance(w13, Tensor) else w13), *([w2] if isinstance(w2, Tensor) else w2)]
+    own = [[w] if isinstance(w, Tensor) else w for w in (w13, w2)]
     return apply_experts(x, indices, weights, experts, recipes, *run, group=group, local=own, facts=facts)
 
 
@@ -157,13 +157,13 @@ def apply_experts(
     activation: Callable[[Tensor], Tensor] = swiglu_gate_up,
     *,
     group: dist.ProcessGroup | None = None,
-    local: Iterable[Tensor] = (),
+    local: Sequence[Sequence[Tensor]] = (),
     facts: Hashable = None,
 ) -> Tensor:
     """Compute `grouped_mlp` with given products, the recipe of each, and a function of each row between them.
 
     The function has no parameters, because it is also applied to padding. Without recipes there is no padding. The
-    ranks of `group` must agree on `facts`, and `local` are their weights.
+    ranks of `group` must agree on `facts`, and `local` are the weights of both products on this rank.
 
     With recipes, tokens go straight to the padded rows of experts, and all between the products stays there: no pass
     over memory permutes, pads or gathers rows. Padding rows are not quantized, and nothing reads their results.

@@ -19,18 +19,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qshard._core.operands import OperandSpec
 from qshard._core.validation import FormatLike, as_format, as_usage, quote
-from qshard.formats import FLOATS, Usage
+from qshard.formats import Usage
 from qshard.op_table import table
-from qshard.torch_bridge._nn.class_swap import Extends
-from qshard.torch_bridge._nn.module_calls import cache_amax
+from qshard.torch_bridge._nn.module_calls import cache_amax, pass_row_amaxes
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name, ops
-from qshard.torch_bridge._ops.eager import are_plain
+from qshard.torch_bridge._ops.eager import are_plain, is_compiling
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
@@ -211,49 +210,6 @@ def _quantize(op: str, x: Tensor, amax: Tensor | None, fmt: FormatLike, usage: U
     return QuantizedTensor(fmt, tuple(x.shape), x.dtype, rowwise=rowwise, columnwise=columnwise)
 
 
-class SwiGLU(nn.Module):
-    """`swiglu(gate, up)` as a module, without parameters.
-
-    >>> SwiGLU()(torch.tensor([2.0]), torch.tensor([3.0]))
-    tensor([5.2848])
-    """
-
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Compute `silu(gate) * up`, as `swiglu` does."""
-        return swiglu(gate, up)
-
-
-class RMSNorm(Extends, nn.RMSNorm):
-    """`nn.RMSNorm` computed by `rms_norm`, so that a quantized layer can reuse the amax of its result.
-
-    `convert(fuse=True)` replaces `nn.RMSNorm` by this class. PyTorch's own `forward` runs under autocast or a compiler,
-    without a weight, and for DTensors and other tensor subclasses.
-
-    >>> layer = RMSNorm(2, eps=0.0)
-    >>> layer(torch.tensor([[3.0, 4.0]])).detach(), list(layer.state_dict())
-    (tensor([[0.8485, 1.1314]]), ['weight'])
-    """
-
-    _of = nn.RMSNorm
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize `input` over the trailing axes of `normalized_shape`."""
-        weight: Any = self.weight
-        given: Any = input
-        axes = len(self.normalized_shape)
-        if weight is None or not isinstance(given, Tensor) or not are_plain(input, weight):
-            return nn.RMSNorm.forward(self, input)
-        if torch.is_autocast_enabled(input.device.type) or dtype_name(input.dtype) not in FLOATS:
-            return nn.RMSNorm.forward(self, input)
-        if input.shape[-axes:] != self.normalized_shape or weight.device != input.device:
-            return nn.RMSNorm.forward(self, input)  # PyTorch raises its own errors.
-        # PyTorch's default is the epsilon of its compute dtype, fp32.
-        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-        if axes == 1:  # The amax is cached on the result, which a view would lose.
-            return rms_norm(input, weight, eps)
-        return rms_norm(input.flatten(-axes), weight.flatten(), eps).view(input.shape)
-
-
 def recompute_swiglu(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return ops.swiglu(gate, up, lead=0)  # type: ignore[no-any-return]
 
@@ -282,8 +238,15 @@ SWIGLU_NODE = f"{_SwiGlu.__name__}Backward"
 
 
 def swiglu_gate_up(gate_up: Tensor) -> Tensor:
-    """Compute `swiglu` of rows `[..., 2 I]`, gate then up, as one product gives them. It copies neither half."""
-    h: Tensor = apply_node(_SwiGluGateUp, gate_up)
+    """Compute `swiglu` of rows `[..., 2 I]`, gate then up, as one product gives them. It copies neither half.
+
+    Grouped products take amaxes of rows: the product that reads h from the forward pass, and the product that computed
+    `gate_up` from the backward pass.
+    """
+    amaxes: list[Tensor] = []
+    h: Tensor = apply_node(_SwiGluGateUp, gate_up, None if is_compiling() else amaxes)
+    if amaxes:
+        pass_row_amaxes(h, amaxes[0])
     return h
 
 
@@ -291,15 +254,21 @@ class _SwiGluGateUp(Node):
     op, instead = "swiglu", "use torch.nn.functional.silu(gate) * up"
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def forward(ctx: Any, gate_up: Tensor, amaxes: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
         halves = gate_up.contiguous().unflatten(-1, (2, -1))
-        return ops.swiglu_gate_up(halves, lead=halves.ndim - 2)[0], [halves]
+        h, of_rows = ops.swiglu_gate_up(halves, lead=halves.ndim - 2)
+        if amaxes is not None:
+            amaxes.append(of_rows)
+        return h, [halves]
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         (halves,) = saved
         grad = grad.to(halves.dtype).contiguous()
-        return (ops.swiglu_gate_up_grad(halves, grad, lead=halves.ndim - 2)[0].flatten(-2),)
+        d_gate_up, of_rows = ops.swiglu_gate_up_grad(halves, grad, lead=halves.ndim - 2)
+        d_gate_up = d_gate_up.flatten(-2)
+        pass_row_amaxes(d_gate_up, of_rows)
+        return d_gate_up, None
 
 
 class _RmsNorm(Node):

@@ -126,6 +126,8 @@ def _gradients_in_one_call(
 ) -> _Gradients | None:
     how: SavedLayout = ctx.how
     need_x, need_w = ctx.needs_input_grad[:2]
+    if how.w_usage is Usage.ROWWISE and not how.w_format.transposes:
+        return None
     x, w = ([part for part in parts if part is not None] for parts in (of_x, of_w))
     dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
     counts = 1 if how.x_again else len(x), 1 if how.w_again else len(w), how.w_usage
@@ -200,6 +202,8 @@ def _take_w(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -
         return _quantizer(ctx, seed).quantize(values_of(parts[-1]), Role.WEIGHT, usage)[0][usage]
     codes = Plane(*parts)
     if how.w_usage is not usage:
+        if not how.w_format.transposes:
+            return Operand(how.w_format, codes, is_transposed=True)
         codes = transpose(codes, how.w_format)
     return Operand(how.w_format, codes, usage)
 

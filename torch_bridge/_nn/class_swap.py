@@ -18,6 +18,7 @@ class Extends(nn.Module):
     """
 
     _of: type[nn.Module]
+    _prefix = "Quantized"  # of the names of subclasses that `extend_class` creates
     _extends: type[nn.Module]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -47,7 +48,7 @@ def extend_class(kind: type[T], base: type[nn.Module]) -> type[T]:
 def _subclass_of_both(kind: Any, base: Any) -> Any:
     if copyreg._slotnames(base):  # type: ignore[attr-defined]
         raise TypeError(f"{base.__name__} has __slots__")
-    name = f"Quantized{base.__name__}"
+    name = f"{kind._prefix}{base.__name__}"
     subclass = type(name, (kind, base), {"_extends": base, "__module__": base.__module__, "__doc__": base.__doc__})
     object.__new__(base).__class__ = subclass
     return subclass

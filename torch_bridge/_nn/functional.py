@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.activation_group import ActivationGroup, Join
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.fsdp1 import flat_of
+from qshard.torch_bridge._distributed.sequence_parallel import Rows
 from qshard.torch_bridge._distributed.tensor_shards import LinearSharding, ShardSpec, linear_sharding
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
@@ -65,8 +66,9 @@ def linear(
 
     Args:
       x: float32, bfloat16 or float16, `[..., K]`.
-      weight: `[N, K]`, float32, bfloat16 or float16; or a `QuantizedTensor` in the recipe's weight format, with a
-        rowwise plane.
+      weight: `[N, K]`, float32, bfloat16 or float16; or a `QuantizedTensor` with a rowwise plane, in the recipe's
+        weight format, or in blocks of one row where that has 2-D blocks, as engines write them. The gradient of x then
+        multiplies the dequantized weight.
       bias: `[N]`, or None.
       recipe: the format of each role, or the name of a recipe, such as "MXFP8".
       seed: for stochastic rounding, an int or a uint64 as int32 `[2]`, low word first. Pass a new seed in each call.
@@ -144,7 +146,7 @@ def linear(
         )
     parts = {} if sharding is None else sharding.parts
     check_tensor("linear", "x", x)
-    check_operand("linear", weight, recipe)
+    check_operand("linear", weight, recipe, frozen=weight_layout == "NK")
     if sharding is None:
         _check_shapes(x, weight, bias, is_kn)
     if not (parts and is_compiling()):  # Dynamo loses the scale state of a shard that it created.
@@ -166,112 +168,178 @@ def linear(
                 raise ValueError(f"linear: delayed has no state for {role}; pass a DelayedScale for each role")
         scale_args = [*(delayed[role].scale for role in ROLES), delayed[Role.GRADIENT].amax]
     dtype = x.dtype if dtype is None else dtype
-    y = _product(x, weight, recipe, seed, scale_args, delayed, dtype, sharding, shared, layer, activation_group, is_kn)
+    has_grad = torch.is_grad_enabled()
+    needs = has_grad and x.requires_grad, has_grad and weight.requires_grad
+    call = _Call(recipe, seed, scale_args, delayed, dtype, sharding, shared, layer, activation_group, is_kn, *needs)
+    y = _product(call, x, weight)
     y = y if sharding is None else sharding.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def _product(
-    x: Tensor,
-    weight: Tensor,
-    recipe: Recipe,
-    seed: Tensor | None,
-    scale_args: list[Tensor],
-    delayed: Mapping[Role, DelayedScale] | None,
-    dtype: torch.dtype,
-    sharding: LinearSharding | None,
-    shared: Tensor,
-    layer: Hashable,
-    activation_group: ActivationGroup | None,
-    is_kn: bool,
-) -> Tensor:
-    """Compute `linear` of plain tensors, without bias. Arguments as in `linear`, and a few of its intermediate results.
+class _Call(NamedTuple):
+    """One call of `linear` on plain tensors: its checked arguments, and what follows from them.
 
-    Under delayed scaling `scale_args` has the scale of each role and the amax buffer of the gradient. `shared`
-    identifies x, and `layer` the layer, to the layers that share codes of x.
+    Attributes:
+      scales: under delayed scaling the scale of each role, then the amax buffer of the gradient; otherwise empty.
+      shared: identifies x to the layers that share its codes.
+      layer: identifies the layer to them.
+      need_x: whether x needs a gradient; `need_w` the same for the weight.
     """
-    parts: Mapping[Role, ShardSpec] = {} if sharding is None else sharding.parts
-    x_rows, y_rows = (None, None) if sharding is None else (sharding.x_rows, sharding.y_rows)
-    eager, stochastic = not is_compiling(), recipe.format(Role.ACTIVATION).stochastic
-    has_grad = torch.is_grad_enabled()
-    need_x, need_w = has_grad and x.requires_grad, has_grad and weight.requires_grad
-    source = saved_input.source_of(x) if need_w and eager and not stochastic and not parts else None
-    x_usage = Usage.BOTH if need_w and source is None else Usage.ROWWISE
 
-    quantizer = LayerQuantizer(recipe, seed, parts, scale_args)
+    recipe: Recipe
+    seed: Tensor | None
+    scales: list[Tensor]
+    delayed: Mapping[Role, DelayedScale] | None
+    dtype: torch.dtype
+    sharding: LinearSharding | None
+    shared: Tensor
+    layer: Hashable
+    activation_group: ActivationGroup | None
+    is_kn: bool
+    need_x: bool
+    need_w: bool
 
-    def make(usage: Usage) -> saved_input.Planes:
-        known = cached_amax(x) if x.dtype == dtype else None
-        planes, amax = quantizer.quantize(matrix_of(x, dtype), Role.ACTIVATION, usage, known)
-        return planes, [] if amax is None else [amax, *scale_args[_X_SCALES]]
+    @property
+    def parts(self) -> Mapping[Role, ShardSpec]:
+        return {} if self.sharding is None else self.sharding.parts
 
-    if stochastic:
-        xs, others = make(x_usage)
-    else:
-        key = (*_key(recipe, dtype), parts.get(Role.ACTIVATION))
-        xs, others = saved_input.planes_of(shared, x_usage, key, layer, make)
-    if delayed is not None:
-        amax, *scale_args[_X_SCALES] = others  # Another layer that shares x may have chosen the scale.
-        delayed[Role.ACTIVATION].observe(amax)
+    @property
+    def rows(self) -> tuple[Rows | None, Rows | None]:
+        """The shardings of the rows of x and of y under sequence parallelism."""
+        return (None, None) if self.sharding is None else (self.sharding.x_rows, self.sharding.y_rows)
 
-    x_row, w_format, w_again = xs[Usage.ROWWISE], recipe.weight, False
-    y: Tensor | None = None
-    # The plane of the stored weight that each pass contracts.
-    forward, backward = (Usage.COLUMNWISE, Usage.ROWWISE) if is_kn else (Usage.ROWWISE, Usage.COLUMNWISE)
-    ws: dict[Usage, Operand] = {}
+    @property
+    def w_usages(self) -> tuple[Usage, Usage]:
+        """The planes of the stored weight that the forward and the backward pass contract."""
+        return (Usage.COLUMNWISE, Usage.ROWWISE) if self.is_kn else (Usage.ROWWISE, Usage.COLUMNWISE)
+
+    @property
+    def quantizer(self) -> LayerQuantizer:
+        return LayerQuantizer(self.recipe, self.seed, self.parts, self.scales)
+
+    def y_shape(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
+        if self.sharding is not None:
+            return self.sharding.y_shape(x, weight.shape[0])
+        return (*x.shape[:-1], weight.shape[1 if self.is_kn else 0])
+
+
+def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
+    """Compute `linear` of plain tensors, without bias."""
+    eager, stochastic = not is_compiling(), call.recipe.format(Role.ACTIVATION).stochastic
+    may_recompute = call.need_w and eager and not stochastic and not call.parts
+    source = saved_input.source_of(x) if may_recompute else None
+    xs = _quantize_x(call, x, Usage.BOTH if call.need_w and source is None else Usage.ROWWISE)
+    x_row, shape = xs[Usage.ROWWISE], call.y_shape(x, weight)
     # With saved-tensor hooks, checkpointing may recompute this, so the product is a separate node.
     one_node = eager and not has_saved_tensors_hooks()
-    if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. FSDP2's hook has recorded its amax.
-        w_format, ws = weight.format, planes_of(weight, need_x or is_kn)
-        if is_kn and forward not in ws:
-            ws[forward] = Operand(w_format, transpose(ws[backward].parts, w_format), forward)
-    else:
-        # A tensor that is not a parameter may be temporary, and is larger than its codes: save the codes.
-        w_again = need_x and eager and (isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None)
-        if one_node and not parts and not is_kn and (w_again or not need_x):
-            scale = scale_args[_W_SCALE] if scale_args else None
-            y, w_amax = linear_program.product(x_row, values_of(weight), recipe, scale, seed, dtype)
-        if y is None:
-            w_usage = Usage.BOTH if need_x and not w_again else forward
-            ws, w_amax = quantizer.quantize(values_of(weight), Role.WEIGHT, w_usage)
-        if delayed is not None:
-            delayed[Role.WEIGHT].observe(cast(Tensor, w_amax))
-    shape = (
-        (*x.shape[:-1], weight.shape[1 if is_kn else 0]) if sharding is None else sharding.y_shape(x, weight.shape[0])
-    )
+    # A tensor that is not a parameter may be temporary, and is larger than its codes: save the codes.
+    w_again = call.need_x and eager and not isinstance(weight, QuantizedTensor) and _stays_in_memory(weight)
+    ws: dict[Usage, Operand] = {}
+    y = _multiply_program(call, x_row, weight, w_again) if one_node else None
     if y is not None:
         y = aten._unsafe_view.default(y, shape)
-    elif one_node or not (need_x or need_w):
-        y = multiply(x_row, ws[forward], dtype, shape, x_rows, y_rows)
-    if y is not None and not (need_x or need_w):
+    else:
+        ws = _planes_of_weight(call, weight, w_again)
+        if one_node or not (call.need_x or call.need_w):
+            y = multiply(x_row, ws[call.w_usages[0]], call.dtype, shape, *call.rows)
+    if y is not None and not (call.need_x or call.need_w):
         return y
+    how, saved = _saved_operands(call, xs, source, weight, ws, w_again, shape)
+    result: Tensor = apply_node(Gradients, x, weight, how, call.seed, None if y is None else (y,), *saved)
+    if y is None:
+        w = ws[call.w_usages[0]]
+        parts = *x_row.parts, *w.parts
+        result = Product.apply(result, call.dtype, x_row.format, w.format, call.is_kn, call.rows, *parts)
+    return result
+
+
+def _quantize_x(call: _Call, x: Tensor, usage: Usage) -> dict[Usage, Operand]:
+    """Quantize x, or take its planes from a layer that shares x, and record its amax under delayed scaling."""
+    recipe, scales = call.recipe, call.scales
+
+    def make(usage: Usage) -> saved_input.Planes:
+        known = cached_amax(x) if x.dtype == call.dtype else None
+        planes, amax = call.quantizer.quantize(matrix_of(x, call.dtype), Role.ACTIVATION, usage, known)
+        return planes, [] if amax is None else [amax, *scales[_X_SCALES]]
+
+    if recipe.format(Role.ACTIVATION).stochastic:
+        planes, others = make(usage)
+    else:
+        key = (*_key(recipe, call.dtype), call.parts.get(Role.ACTIVATION))
+        planes, others = saved_input.planes_of(call.shared, usage, key, call.layer, make)
+    if call.delayed is not None:
+        amax, *scales[_X_SCALES] = others  # Another layer that shares x may have chosen the scale.
+        call.delayed[Role.ACTIVATION].observe(amax)
+    return planes
+
+
+def _stays_in_memory(weight: Tensor) -> bool:
+    return isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None
+
+
+def _multiply_program(call: _Call, x: Operand, weight: Tensor, w_again: bool) -> Tensor | None:
+    """Quantize the weight and compute y in one call; None if the weight is quantized or no program can do it."""
+    if isinstance(weight, QuantizedTensor) or call.parts or call.is_kn or (call.need_x and not w_again):
+        return None
+    scale = call.scales[_W_SCALE] if call.scales else None
+    y, amax = linear_program.product(x, values_of(weight), call.recipe, scale, call.seed, call.dtype)
+    if y is not None and call.delayed is not None:
+        call.delayed[Role.WEIGHT].observe(cast(Tensor, amax))
+    return y
+
+
+def _planes_of_weight(call: _Call, weight: Tensor, w_again: bool) -> dict[Usage, Operand]:
+    """Return the plane of the weight for the forward pass, and the one for the backward pass if it is saved."""
+    forward, backward = call.w_usages
+    if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. FSDP2's hook has recorded its amax.
+        planes = planes_of(weight, call.need_x or call.is_kn, call.recipe)
+        if call.is_kn and forward not in planes:
+            planes[forward] = Operand(weight.format, transpose(planes[backward].parts, weight.format), forward)
+        return planes
+    usage = Usage.BOTH if call.need_x and not w_again else forward
+    planes, amax = call.quantizer.quantize(values_of(weight), Role.WEIGHT, usage)
+    if call.delayed is not None:
+        call.delayed[Role.WEIGHT].observe(cast(Tensor, amax))
+    return planes
+
+
+def _saved_operands(
+    call: _Call,
+    xs: dict[Usage, Operand],
+    source: saved_input.Source | None,
+    weight: Tensor,
+    ws: dict[Usage, Operand],
+    w_again: bool,
+    y_shape: tuple[int, ...],
+) -> tuple[SavedLayout, list[Tensor | None]]:
+    """Return what `Gradients` saves: scales, tensors of x, tensors of the weight, and their layout."""
+    eager, (forward, backward) = not is_compiling(), call.w_usages
     of_x: Sequence[Tensor | None] = ()
-    if need_w:
-        of_x = xs[Usage.COLUMNWISE].parts if source is None else source.tensors
     join: Join | None = None
-    if activation_group is not None and need_w and source is None and eager:
-        of_x, join = activation_group.split(xs[Usage.COLUMNWISE].parts)
+    if source is not None:
+        of_x = source.tensors
+    elif call.need_w:
+        of_x = xs[Usage.COLUMNWISE].parts
+        if call.activation_group is not None and eager:
+            of_x, join = call.activation_group.split(xs[Usage.COLUMNWISE].parts)
     of_w: Sequence[Tensor | None] = ()
-    saved_usage = None
+    w_usage = None
     if w_again:
         # Save the tensor inside the wrapper: the version counter of the wrapper misses writes to it.
         of_w = (weight.shard,) if isinstance(weight, ShardedWeight) else ()
-    elif need_x:
+    elif call.need_x:
         # A gathered weight is saved as it is: FSDP2 frees its memory and gathers the same codes before backward.
         w = ws[backward] if backward in ws else ws[forward]
-        of_w, saved_usage = w.parts, w.usage
+        of_w, w_usage = w.parts, w.usage
     # Dynamo does not accept the same input twice, and saved codes already include their scale.
-    scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(scale_args)]
+    scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(call.scales)]
     x_again = None if source is None else source.again
-    sizes = len(scale_args), len(of_x), shape
+    w_format = weight.format if isinstance(weight, QuantizedTensor) else call.recipe.weight
+    sizes = len(scales), len(of_x), y_shape
     how = SavedLayout(
-        recipe, dtype, x_again, w_again, w_format, saved_usage, *sizes, parts, x_rows, y_rows, join, is_kn
+        call.recipe, call.dtype, x_again, w_again, w_format, w_usage, *sizes, call.parts, *call.rows, join, call.is_kn
     )
-    result: Tensor = apply_node(Gradients, x, weight, how, seed, None if y is None else (y,), *scales, *of_x, *of_w)
-    if y is None:
-        w = ws[forward]
-        result = Product.apply(result, dtype, x_row.format, w.format, is_kn, (x_rows, y_rows), *x_row.parts, *w.parts)
-    return result
+    return how, [*scales, *of_x, *of_w]
 
 
 def _id_of(weight: Tensor) -> Hashable:
@@ -285,20 +353,20 @@ def _key(recipe: Recipe, dtype: torch.dtype) -> tuple[Any, ...]:
     return recipe.format(Role.ACTIVATION), rows, dtype, recipe if recipe.stateful else None
 
 
-def check_operand(op: str, weight: Tensor, recipe: Recipe) -> None:
-    """Raise unless `weight` is a gathered tensor, or codes in the recipe's weight format."""
+def check_operand(op: str, weight: Tensor, recipe: Recipe, *, frozen: bool = False) -> None:
+    """Raise unless `weight` is a gathered tensor, or codes in the recipe's weight format, if `frozen` also in 1-D."""
     if isinstance(weight, QuantizedTensor):
         if weight.format is not recipe.weight and not is_compiling():
-            check_weight_format(op, "weight", weight.format, recipe)
+            check_weight_format(op, "weight", weight.format, recipe, frozen=frozen)
     else:
         check_tensor(op, "weight", weight, sharded=_NOT_GATHERED)
         check_contiguous(op, "weight", weight)
 
 
-def check_gathered(weight: Tensor) -> None:
+def check_gathered(weight: Tensor, op: str = "linear") -> None:
     if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
         raise ValueError(
-            f"linear: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "
+            f"{op}: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "
             "convert(primary=True), even on one rank"
         )
 

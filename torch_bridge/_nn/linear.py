@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -108,6 +109,26 @@ def check_not_sealed(module: nn.Module, move: Move) -> None:
                 f"Linear: {state.name} (primary) has a master in its optimizer, which would not move; move the model "
                 "before its first forward and before making the optimizer"
             )
+
+
+@contextlib.contextmanager
+def moving_parameters(module: nn.Module, name: str) -> Iterator[None]:
+    """Keep the hooks and attributes of parameters that a move swaps. `name` is the weight that errors name."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    belongings = [(hooks_of(parameter), attributes_of(parameter)) for parameter in own]
+    try:
+        yield
+    except RuntimeError as error:
+        if "Couldn't swap" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{type(module).__name__}: {name} is in an autograd graph or has a view, so it cannot move or change its "
+            "dtype; drop losses, outputs and views of the model first"
+        ) from None
+    for parameter, (hooks, attributes) in zip(own, belongings, strict=True):
+        put_hooks(parameter, *hooks)  # `swap_tensors`, which moves tensor subclasses, drops hooks and attributes.
+        for key, value in attributes.items():
+            parameter.__dict__.setdefault(key, value)
 
 
 def _rank_of(weight: Tensor) -> int:
@@ -270,7 +291,7 @@ class WeightLayer(Extends):
         if codes.parts(Usage.ROWWISE) is None:
             return f"{what} has no rowwise plane, which a layer needs; quantize with usage=Usage.ROWWISE or Usage.BOTH"
         try:
-            check_weight_format("load_state_dict", name, codes.format, self.recipe)
+            check_weight_format("load_state_dict", name, codes.format, self.recipe, frozen=True)
         except ValueError as error:
             return str(error)
         return None
@@ -292,24 +313,10 @@ class WeightLayer(Extends):
 
     def _apply(self, fn: Any, recurse: bool = True) -> WeightLayer:
         check_not_sealed(self, fn)
-        own = [parameter for parameter in self._parameters.values() if parameter is not None]
-        belongings = [(hooks_of(parameter), attributes_of(parameter)) for parameter in own]
-        was_meta = self.weight.is_meta
+        was_meta, state = self.weight.is_meta, self._state()
         has_codes = isinstance(self._parameters.get("weight"), QuantizedTensor)
-        try:
+        with moving_parameters(self, "weight" if state is None else state.name):
             super()._apply(_move_of_codes(fn) if has_codes else fn, recurse)
-        except RuntimeError as error:
-            if "Couldn't swap" not in str(error):
-                raise
-            state = self._state()
-            raise RuntimeError(
-                f"{type(self).__name__}: {'weight' if state is None else state.name} is in an autograd graph or has a "
-                "view, so it cannot move or change its dtype; drop losses, outputs and views of the model first"
-            ) from None
-        for parameter, (hooks, attributes) in zip(own, belongings, strict=True):
-            put_hooks(parameter, *hooks)  # `swap_tensors`, which moves tensor subclasses, drops hooks and attributes.
-            for name, value in attributes.items():
-                parameter.__dict__.setdefault(name, value)
         if was_meta and not self.weight.is_meta:
             self._reset_state()
         return self

@@ -8,6 +8,7 @@ every module above a converted layer or a fused norm. Outside such calls nothing
     codes of x, shared by layers    valid in the outermost running module that received x, else in the innermost one
     amax of a kernel's result       valid in the innermost module that ran then; in a backward pass, in that pass
                                     (`cache_amax`)
+    amaxes of rows between nodes    valid for the next node of the same layer, which takes them (`pass_row_amaxes`)
     factors of a product            valid in the innermost running module that did not receive the product
 
 One case is not covered: the `forward` of a module, or a hook inside it, writes to a tensor without PyTorch's knowledge,
@@ -47,7 +48,7 @@ class ModuleCall:
         return id(x) in self._inputs
 
 
-_AMAX = "_qshard_amax"
+_AMAX, _ROW_AMAXES = "_qshard_amax", "_qshard_row_amaxes"
 
 
 class _Thread(threading.local):
@@ -115,6 +116,23 @@ def cached_amax(x: Tensor) -> Tensor | None:
         return None
     amax: Tensor = cached[3]
     return amax
+
+
+def pass_row_amaxes(x: Tensor, amaxes: Tensor) -> None:
+    """Attach the amaxes of the rows of `x`, fp32 `[rows]`, for the next node of the same layer, which receives `x`."""
+    if not is_compiling() and type(x) is Tensor and not x.is_inference():
+        setattr(x, _ROW_AMAXES, (x._version, _stream_of(x), amaxes))
+
+
+def take_row_amaxes(x: Tensor) -> Tensor | None:
+    """Detach and return the amaxes of the rows of this tensor object; None if unknown, or if PyTorch saw a write."""
+    if is_compiling():
+        return None
+    found: Any = x.__dict__.pop(_ROW_AMAXES, None)
+    if found is None or found[:2] != (x._version, _stream_of(x)):
+        return None
+    amaxes: Tensor = found[2]
+    return amaxes
 
 
 def _stream_of(x: Tensor) -> tuple[int, bool] | None:

@@ -13,8 +13,7 @@ from torch import Tensor
 from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Draws, plane_rows
 from qshard.formats import Usage
-from qshard.layout import source
-from qshard.recipes import Recipe, Role
+from qshard.recipes import Recipe, Role, takes_frozen
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._ops.uint64 import constant_words, xor_words
@@ -41,10 +40,10 @@ def values_of(weight: Tensor) -> Tensor:
     return weight.shard if isinstance(weight, ShardedWeight) else weight.detach()
 
 
-def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]:
+def planes_of(weight: QuantizedTensor, columnwise: bool, recipe: Recipe | None = None) -> dict[Usage, Operand]:
     """Return the planes of a quantized weight.
 
-    Raise if the rowwise plane, or a required `columnwise` one, is missing.
+    Raise if the rowwise plane, or a required `columnwise` one, is missing. A frozen weight with 1-D blocks has none.
     """
     fmt, parts, others = weight.format, weight.parts(Usage.ROWWISE), weight.parts(Usage.COLUMNWISE)
     if parts is None:
@@ -52,7 +51,7 @@ def planes_of(weight: QuantizedTensor, columnwise: bool) -> dict[Usage, Operand]
     there = {Usage.ROWWISE: Operand(fmt, parts)}
     if others is not None:
         there[Usage.COLUMNWISE] = Operand(fmt, others, Usage.COLUMNWISE)
-    elif columnwise and source(fmt, Usage.COLUMNWISE) is not Usage.ROWWISE:
+    elif columnwise and not fmt.transposes and (recipe is None or not takes_frozen(fmt, recipe)):
         raise ValueError(
             f"linear: weight ({fmt}, rowwise) has no columnwise plane, which cannot be derived from the rowwise one; "
             "quantize it with usage=Usage.BOTH"

@@ -1,12 +1,16 @@
 """Every op of the library as `torch.ops.qshard.<op>`, bound from the rows of `ops.def`.
 
-An op on single tensors allocates its results, and the XLA FFI handler, the same as for JAX, fills them. `call_into`
-skips the allocation, for code that owns its buffers, such as the hooks of a sharded weight.
+Code runs an op in one of three ways:
 
-An op on lists of tensors is one call, with a constant number of launches, for a whole model. It returns nothing and
-writes in place to the operands that `ops.def` names as results. Its schema declares the writes, so `torch.compile` and
-graph capture see them. Optional lists may be empty, as the attributes of the op specify; all others have one length.
-`call_in_place` does the same without torch's dispatcher.
+    ops.<op>(...)               allocates the results. Eager calls skip torch's dispatcher (`may_skip_dispatcher`)
+    into(*outputs).<op>(...)    writes to the given tensors, bypassing the dispatcher, for code that owns its buffers
+    Steps (`programs.py`)       runs several ops in one host call, planned once
+
+All of them fill the results with the XLA FFI handler, the same as for JAX.
+
+An op on lists of tensors is one call, with a constant number of launches, for a whole model. It writes in place to the
+operands that `ops.def` names as results. Its schema declares the writes, so `torch.compile` and graph capture see them.
+Optional lists may be empty, as the attributes of the op specify; all others have one length.
 
 Codes and one-byte scales are uint8 here, because Inductor and gloo do not support every 8-bit float; `Plane` views them
 in their own dtype. Ops have no derivatives: gradients go through `Linear`.
@@ -31,61 +35,10 @@ from qshard.op_table import OpSpec, multi_table, table
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._ops.padded_rows import draws_of_rows, gather_rows, values_of_strips
 
-__all__ = ["bind", "call_in_place", "call_into", "dtype_name", "into", "ops", "traced_size"]
+__all__ = ["bind", "dtype_name", "into", "ops", "traced_size"]
 
 _LIBRARY = torch.library.Library("qshard", "DEF")
 _ffi.follow_num_threads(torch.get_num_threads)
-
-
-def call_into(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], attributes: Mapping[str, Any]) -> None:
-    """Run an op and write its results into `outputs`, on the current stream.
-
-    Args:
-      op: a name in `qshard.op_table.table()`.
-      inputs: plain, contiguous tensors on one device.
-      outputs: like `inputs`, with the shapes and dtypes that `torch.ops.qshard.<op>` returns; codes as uint8 or in
-        their own dtype.
-      attributes: of the op.
-
-    Raises:
-      ValueError: a shape, the memory of a tensor or the value of an attribute does not fit; nothing was written.
-      TypeError: a dtype, or the name or type of an attribute, does not fit; nothing was written.
-      RuntimeError: PyTorch cannot export a tensor, such as one on meta.
-
-    The call bypasses autograd and tracing. It takes about 1 us on the host.
-
-    >>> codes = torch.empty(3, dtype=torch.uint8)
-    >>> call_into("cast_tensor", (torch.ones(3), torch.tensor(2.0)), (codes,), {"element": "float8_e4m3fn"})
-    >>> codes.view(torch.float8_e4m3fn).float()
-    tensor([2., 2., 2.])
-    """
-    _ffi.call(op, inputs, outputs, attributes, True)
-
-
-def call_in_place(op: str, operands: Sequence[Tensor | Sequence[Tensor]], attributes: Mapping[str, Any]) -> None:
-    """Run an op on lists of tensors, on the current stream, bypassing autograd and tracing.
-
-    `op` is a name in `qshard.op_table.multi_table()`. Each operand is a tensor or a list of tensors, plain and
-    contiguous, on one device. Raises as `call_into` does.
-    """
-    spec = multi_table()[op]
-    _call_lists(spec, *by_lists(spec, operands), operands, attributes)
-
-
-def _call_lists(
-    spec: OpSpec,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    operands: Sequence[Any],
-    attributes: Mapping[str, Any],
-) -> None:
-    try:
-        _ffi.call(spec.name, inputs, outputs, attributes)
-    except ValueError:
-        # The error of the host names no operands. Checking only after a failure keeps good calls short.
-        _check_memory(spec, operands)
-        raise
-    torch.autograd.graph.increment_version([t for t in outputs if not t.is_inference()])
 
 
 def by_lists(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -103,11 +56,25 @@ def by_lists(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Any], list[Any
 
 
 class into:
-    """Replacement for `ops` that writes results into given tensors, for a step of `_core.quantize_steps`.
+    """Replacement for `ops` that writes the results of an op into given tensors, on the current stream.
+
+    The call bypasses autograd and tracing, and takes about 1 us on the host. Steps of `_core.quantize_steps` accept it
+    as `ops`.
+
+    Args:
+      outputs: plain, contiguous tensors on the device of the operands, with the shapes and dtypes of the results; codes
+        as uint8 or in their own dtype.
+
+    Raises:
+      ValueError: a shape, the memory of a tensor or the value of an attribute does not fit; nothing was written.
+      TypeError: a dtype, or the name or type of an attribute, does not fit; nothing was written.
+      RuntimeError: PyTorch cannot export a tensor, such as one on meta.
 
     >>> codes = torch.empty(3, dtype=torch.uint8)
     >>> into(codes).cast_tensor(torch.ones(3), torch.tensor(2.0), element="float8_e4m3fn") is codes
     True
+    >>> codes.view(torch.float8_e4m3fn).float()
+    tensor([2., 2., 2.])
     """
 
     def __init__(self, *outputs: Tensor):
@@ -116,7 +83,7 @@ class into:
     def __getattr__(self, op: str) -> Callable[..., Any]:
         def run(*inputs: Tensor, dtype: torch.dtype | None = None, **attributes: Any) -> Any:
             # `dtype` is not used: the outputs have the dtypes of the results.
-            call_into(op, inputs, self._outputs, attributes)
+            _ffi.call(op, inputs, self._outputs, attributes, True)
             return self._outputs[0] if len(self._outputs) == 1 else self._outputs
 
         return run
@@ -149,17 +116,43 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     Traceback (most recent call last):
     ValueError: cast_tensor: scale (2,) does not match the leading axes of x (3,); pass one element for each run of x
     """
-    plan = functools.partial(plan_call, spec)
-    cached_plan = functools.lru_cache(maxsize=4096)(plan)
-    single = len(spec.outputs) == 1
+    run = (_run_on_lists if spec.many else _run_on_tensors)(spec)
 
-    def fake(*operands: Any, **keywords: Any) -> Any:
-        _check_no_grad(spec, operands)
-        _check_memory(spec, operands)
-        inputs = [x for _, x in _operands_by_name(spec, operands)]
-        outputs = plan(tuple(x.shape for x in inputs), tuple(x.dtype for x in inputs), tuple(keywords.items())).outputs
-        results = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
-        return None if spec.many else results[0] if single else results
+    def run_lists(*operands: Any, **attributes: Any) -> None:
+        _check_tensors(spec, operands)
+        run(*by_lists(spec, operands), operands, attributes)
+
+    _LIBRARY.define(_schema(spec), tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag])
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(spec.name, run_lists if spec.many else run, device)
+    torch.library.register_fake(f"qshard::{spec.name}", functools.partial(_run_fake, spec), lib=_LIBRARY)
+    op: Callable[..., Any] = getattr(torch.ops.qshard, spec.name).default
+
+    def dispatch(*operands: Any, **keywords: Any) -> Any:
+        if not is_compiling():
+            _check_tensors(spec, operands)
+        return op(*operands, **keywords)
+
+    def call(*operands: Any, **keywords: Any) -> Any:
+        if may_skip_dispatcher(operands):
+            return run(*operands, **keywords)
+        return dispatch(*operands, **keywords)
+
+    def call_on_lists(*operands: Any, **attributes: Any) -> Any:
+        inputs, outputs = by_lists(spec, operands)
+        if may_skip_dispatcher(inputs):
+            run(inputs, outputs, operands, attributes)
+        else:
+            dispatch(*operands, **attributes)
+        written = [x for x, operand in zip(operands, spec.inputs, strict=True) if operand.name in spec.written]
+        return written[0] if len(written) == 1 else tuple(written)
+
+    return call_on_lists if spec.many else call
+
+
+def _run_on_tensors(spec: OpSpec) -> Callable[..., Any]:
+    """Return the function that runs an op on single tensors, `run(*operands, **keywords)`."""
+    plan, single = functools.lru_cache(maxsize=4096)(functools.partial(plan_call, spec)), len(spec.outputs) == 1
 
     def run(*inputs: Tensor, **keywords: Any) -> Any:
         x = inputs[0]
@@ -170,52 +163,45 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
         except AttributeError:
             _check_tensors(spec, inputs)  # Checked only after a failure, to keep good calls short.
             raise
-        outputs, attributes = cached_plan(shapes, dtypes, tuple(keywords.items()))
+        outputs, attributes = plan(shapes, dtypes, tuple(keywords.items()))
         results = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
         try:
-            call_into(spec.name, inputs, results, attributes)
-        except ValueError:
-            _check_memory(spec, inputs)  # Checked only after a failure, as in `_call_lists`.
+            _ffi.call(spec.name, inputs, results, attributes, True)
+        except (ValueError, RuntimeError):
+            _check_memory(spec, inputs)  # The error of the host names no operands.
             raise
         return results[0] if single else tuple(results)
 
-    def run_in_place(*operands: Any, **attributes: Any) -> None:
-        _check_tensors(spec, operands)
-        run_lists(*by_lists(spec, operands), operands, attributes)
+    return run
 
-    def run_lists(inputs: Any, outputs: Any, operands: Any, attributes: Any) -> None:
+
+def _run_on_lists(spec: OpSpec) -> Callable[..., Any]:
+    """Return the function that runs an op on lists. `inputs` and `outputs` are `by_lists` of the operands."""
+
+    def run(
+        inputs: Sequence[Tensor], outputs: Sequence[Tensor], operands: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> None:
         if torch.is_grad_enabled():
             _check_no_grad(spec, operands)
-        _call_lists(spec, inputs, outputs, operands, attributes)
+        try:
+            _ffi.call(spec.name, inputs, outputs, attributes)
+        except (ValueError, RuntimeError):
+            _check_memory(spec, operands)  # The error of the host names no operands.
+            raise
+        torch.autograd.graph.increment_version([t for t in outputs if not t.is_inference()])
 
-    _LIBRARY.define(_schema(spec), tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag])
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(spec.name, run_in_place if spec.many else run, device)
-    torch.library.register_fake(f"qshard::{spec.name}", fake, lib=_LIBRARY)
-    op: Callable[..., Any] = getattr(torch.ops.qshard, spec.name).default
-    if not spec.many:
+    return run
 
-        def call(*operands: Any, **keywords: Any) -> Any:
-            if may_skip_dispatcher(operands):
-                return run(*operands, **keywords)
-            if not is_compiling():
-                _check_tensors(spec, operands)
-            return op(*operands, **keywords)
 
-        return call
-
-    def changed(*operands: Any, **attributes: Any) -> Any:
-        inputs, outputs = by_lists(spec, operands)
-        if may_skip_dispatcher(inputs):
-            run_lists(inputs, outputs, operands, attributes)
-        else:
-            if not is_compiling():
-                _check_tensors(spec, operands)
-            op(*operands, **attributes)
-        written = [x for x, operand in zip(operands, spec.inputs, strict=True) if operand.name in spec.written]
-        return written[0] if single else tuple(written)
-
-    return changed
+def _run_fake(spec: OpSpec, *operands: Any, **keywords: Any) -> Any:
+    """Return results without memory, for compilers."""
+    _check_no_grad(spec, operands)
+    _check_memory(spec, operands)
+    inputs = [x for _, x in _operands_by_name(spec, operands)]
+    shapes, dtypes = tuple(x.shape for x in inputs), tuple(x.dtype for x in inputs)
+    outputs = plan_call(spec, shapes, dtypes, tuple(keywords.items())).outputs
+    results = tuple(inputs[0].new_empty(shape, dtype=dtype) for shape, dtype in outputs)
+    return None if spec.many else results[0] if len(spec.outputs) == 1 else results
 
 
 def plan_call(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from torch import Tensor
 
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # The name before torch 2.13.
 
+_gather_coalesced = (
+    getattr(dist.ProcessGroup, "all_gather_single_coalesced", None) or dist.ProcessGroup.allgather_into_tensor_coalesced
+)
 
 Groups = dist.ProcessGroup | Sequence[dist.ProcessGroup] | None
 """A process group; a list with one group per mesh axis; or None for this rank alone."""
@@ -26,6 +29,53 @@ def max_over_ranks(amax: Tensor, group: Groups) -> Tensor:
     for each in _others(group):
         dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=each)
     return amax
+
+
+def begin_max(amax: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Begin `max_over_ranks` over one group. None: there is nothing to wait for."""
+    if not _others(group):
+        return None
+    work: dist.Work = dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group, async_op=True)
+    return work
+
+
+class Gathering(NamedTuple):
+    """An all-gather of several arrays with one call, which may still run.
+
+    Attributes:
+      arrays: the arrays of this rank.
+      outputs: bytes of the arrays of all ranks.
+      work: None if there is one rank.
+    """
+
+    arrays: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    work: dist.Work | None
+
+    @classmethod
+    def begin(cls, arrays: Sequence[Tensor], group: dist.ProcessGroup | None) -> Gathering:
+        """Begin to gather arrays, which have equal shapes on all ranks. Collective."""
+        if group is None or not arrays or (ranks := dist.get_world_size(group)) == 1:
+            return cls(arrays, arrays, None)
+        # As bytes: gloo copies all arrays of a call through one buffer of one dtype.
+        sent = [
+            each.contiguous() if _is_flat(each) else each.contiguous().view(-1).view(torch.uint8) for each in arrays
+        ]
+        outputs = [each.new_empty(ranks * each.numel()) for each in sent]
+        return cls(arrays, outputs, _gather_coalesced(group, outputs, sent))
+
+    def wait(self) -> list[Tensor]:
+        """Return the gathered arrays, rank after rank along the first axis; the current stream waits for them."""
+        if self.work is None:
+            return [*self.arrays]
+        self.work.wait()
+        pairs = zip(self.outputs, self.arrays, strict=True)
+        return [each if _is_flat(own) else each.view(own.dtype).view(-1, *own.shape[1:]) for each, own in pairs]
+
+
+def _is_flat(array: Tensor) -> bool:
+    """Return whether an array is a list of bytes, as codes and their scales are."""
+    return array.ndim == 1 and array.dtype == torch.uint8
 
 
 def unlike_ranks(facts: bytes, group: Groups, device: torch.device, *, than: int | None = None) -> list[int]:

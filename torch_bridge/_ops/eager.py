@@ -11,7 +11,7 @@ All other modules use these checks instead of torch's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from qshard.torch_bridge._torch_internals import in_functorch, is_observed
 
 __all__ = ["are_plain", "is_capturing", "is_compiling", "may_reuse", "may_skip_dispatcher"]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -29,22 +29,20 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def may_skip_dispatcher(tensors: Iterable[Tensor]) -> bool:
+def may_skip_dispatcher(tensors: Sequence[Tensor]) -> bool:
     """Return True if a call on these tensors may bypass torch's dispatcher.
 
     It may not while a compiler or `torch.jit` traces, a profiler records, a dispatch mode, function mode or functorch
-    transform is active, nor on tensor subclasses. Autograd does not matter, because ops have no derivatives.
+    transform is active, nor on tensor subclasses. Autograd does not matter, because ops have no derivatives. Only the
+    device of the first tensor counts: ops check that all tensors are on one device.
 
     >>> x = torch.ones(1)
-    >>> may_skip_dispatcher([x, torch.nn.Parameter(x)]), may_skip_dispatcher([x, x.to("meta")])
+    >>> may_skip_dispatcher([x, torch.nn.Parameter(x)]), may_skip_dispatcher([x.to("meta")])
     (True, False)
     """
-    if is_compiling() or is_observed():
+    if is_compiling() or is_observed() or not _PLAIN.issuperset(map(type, tensors)):
         return False
-    for x in tensors:  # noqa: SIM110, a generator is slower, and every call runs this.
-        if type(x) not in _PLAIN or not (x.is_cuda or x.is_cpu):
-            return False
-    return True
+    return not tensors or tensors[0].is_cpu or tensors[0].is_cuda
 
 
 def are_plain(*tensors: Tensor) -> bool:

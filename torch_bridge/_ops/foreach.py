@@ -60,7 +60,10 @@ class FlatPlan:
     def __init__(self, slices: Sequence[FlatSlice], device: torch.device):
         self._slices, self._device = slices, device
         self.plan: MasterPlan = flat_shards.plan_master(
-            [s.shape for s in slices], [s.fmt for s in slices], dtype=[s.dtype for s in slices]
+            [s.shape for s in slices],
+            [s.fmt for s in slices],
+            dtype=[s.dtype for s in slices],
+            stacks=[s.is_stack for s in slices],
         )
 
     @functools.cached_property

@@ -17,7 +17,7 @@ from qshard.op_table import multi_table
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._fsdp.refresh import recast
 from qshard.torch_bridge._fsdp.weight import memory_of
-from qshard.torch_bridge._ops.bind import call_in_place, dtype_name
+from qshard.torch_bridge._ops.bind import dtype_name, ops
 from qshard.torch_bridge._optim.adam_state import SCALED, Uncast, from_plain, to_plain
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype
@@ -184,7 +184,7 @@ class Adam(Optimizer):
         for index, group in enumerate(self.param_groups):
             decay = ("decoupled" if group["decoupled_weight_decay"] else "coupled") if group["weight_decay"] else "none"
             for kind, members in self._by_kind(group).items():
-                constants = torch.ops.qshard.adam_constants(
+                constants = ops.adam_constants(
                     self._advance((index, kind), [state for state, _ in members]),
                     self._hyper((index, kind[0]), group, inv_grad_scale),
                 )
@@ -281,7 +281,7 @@ def _run(constants: Tensor, members: Sequence[dict[str, Tensor]], decay: str) ->
     lists = [[tensors[name] for tensors in members if name in tensors] for name in _LISTS]
     lists = [[t.view(torch.uint8) for t in each] if each and each[0].dtype.itemsize == 1 else each for each in lists]
     dtypes = {f"{name}_dtype": dtype_name(first[name].dtype) for name in ("exp_avg", "exp_avg_sq")}
-    call_in_place("adam", [constants, *lists], {"decay": decay, **dtypes, "keeps": low, "update": False})
+    ops.adam(constants, *lists, decay=decay, **dtypes, keeps=low, update=False)
 
 
 def initialize_state(state: dict[str, Any], parameter: Tensor, group: dict[str, Any]) -> None:

@@ -18,11 +18,12 @@ from qshard._core.quantize_steps import Plane, Scales
 from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.layout import matrix_shape, plane, source
-from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._ops.bind import dtype_name, ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._ops.foreach import SliceOps
 from qshard.torch_bridge._ops.uint64 import words
 from qshard.torch_bridge._optim.slices import QuantizedSlice
+from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype, check_group, check_tensor
 
@@ -92,6 +93,7 @@ class CastPlan:
             usages=[usage for _, usage, _ in planes],
             dtype=dtype_name(dtype),
             rounded_to=[None if parity == "master" else dtype_name(weight.dtype) for weight in of_planes],
+            stacks=[is_stack(weight) for weight in of_planes],
             op=op,
         )
         self.dtype, self.weights = dtype, len(weights)
@@ -243,6 +245,8 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
     for i, weight in enumerate(weights):
         if not isinstance(weight, QuantizedTensor):
             raise TypeError(f"update_columnwise: weights[{i}] ({quote(weight)}) is not a QuantizedTensor; quantize it")
+        if isinstance(weight, QuantizedStack):
+            raise TypeError(f"update_columnwise: weights[{i}] (QuantizedStack) is not transposed here; leave it out")
         fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
         if not fmt.transposes or rows is None:  # With 1-D blocks the planes differ.
             raise ValueError(
@@ -261,9 +265,14 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
             transposes.append(scale_inv)
         planes.append(Plane(data, scale_inv, rows.global_scale_inv))
     if matrices:
-        torch.ops.qshard.transpose_each(matrices, transposes)
+        ops.transpose_each(matrices, transposes)
     for weight, parts in zip(weights, planes, strict=True):
         weight.set(Usage.COLUMNWISE, parts)
+
+
+def is_stack(weight: QuantizedTensor | QuantizedSlice) -> bool:
+    """Return True for a stack of matrices with their own scales."""
+    return weight.is_stack if isinstance(weight, QuantizedSlice) else isinstance(weight, QuantizedStack)
 
 
 def _planes(weight: QuantizedTensor | QuantizedSlice) -> list[tuple[Usage, Plane]]:

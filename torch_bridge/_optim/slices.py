@@ -13,8 +13,9 @@ from qshard._core.flat_shards import FlatShards, piece_bytes
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format
 from qshard.formats import Format, Usage
-from qshard.layout import plane
+from qshard.layout import slice_plane
 from qshard.torch_bridge._ops.collectives import all_gather
+from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 
 
@@ -31,6 +32,7 @@ class QuantizedSlice:
       scale_inv: scales of the whole weight, in the shape of `layout.plane`; scales of one byte are uint8.
       global_scale_inv: float32, the second scale of NVFP4; None for other formats.
       usage: the plane, `ROWWISE`, or `COLUMNWISE` for MXFP8 with 1-D blocks.
+      is_stack: whether the weight is a stack of matrices with their own scales, as of a `QuantizedStack`.
 
     >>> slice_ = QuantizedSlice.empty("MXFP8_E4M3", (4, 64), 100)
     >>> slice_.data.shape, slice_.scale_inv.shape
@@ -44,6 +46,7 @@ class QuantizedSlice:
     scale_inv: Tensor
     global_scale_inv: Tensor | None = None
     usage: Usage = Usage.ROWWISE
+    is_stack: bool = False
 
     @classmethod
     def empty(
@@ -54,6 +57,7 @@ class QuantizedSlice:
         *,
         dtype: torch.dtype = torch.bfloat16,
         usage: Usage = Usage.ROWWISE,
+        is_stack: bool = False,
         device: torch.device | str | None = None,
     ) -> QuantizedSlice:
         """Allocate a slice of `length` elements of a weight, with zero codes and scales, for `cast_master` to write to.
@@ -62,7 +66,7 @@ class QuantizedSlice:
           ValueError: `fmt` does not fit `shape`, the shape of the whole weight.
         """
         fmt = as_format(fmt, "QuantizedSlice.empty")
-        where = plane(fmt, shape, usage, op="QuantizedSlice.empty")
+        where = slice_plane(fmt, shape, usage, op="QuantizedSlice.empty", is_stack=is_stack)
         scale_dtype = getattr(torch, fmt.stored_scale_dtype)
         whole = where.global_scale_shape
         return cls(
@@ -73,6 +77,7 @@ class QuantizedSlice:
             torch.zeros(where.scale_shape, dtype=scale_dtype, device=device),
             None if whole is None else torch.zeros(whole, device=device),
             usage,
+            is_stack,
         )
 
     @property
@@ -120,11 +125,12 @@ def gather_slices(
     pieces = [part.split(of_rank) for part, of_rank in zip(parts, sizes, strict=True)]
     weights = []
     for i, s in enumerate(slices):
-        where = plane(s.format, s.shape, s.usage)
+        where = slice_plane(s.format, s.shape, s.usage, op="gather_slices", is_stack=s.is_stack)
         data = join_pieces([pieces[r][i] for r in range(world)], shards[i].starts, s.format, where.data_shape)
         planes = {s.usage: s.parts._replace(data=data)}
         rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
-        weights.append(QuantizedTensor(s.format, s.shape, s.dtype, rowwise=rowwise, columnwise=columnwise))
+        kind = QuantizedStack if s.is_stack else QuantizedTensor
+        weights.append(kind(s.format, s.shape, s.dtype, rowwise=rowwise, columnwise=columnwise))
     return weights
 
 

@@ -3,9 +3,9 @@
 On NVIDIA GPUs, tensor cores multiply the codes directly where the hardware supports the two formats
 (`qshard.gemm_dispatch`): per-tensor FP8 from compute capability 8.9, and on Hopper FP8 with 1x128 blocks, where one
 operand may have 128x128 blocks. The op calls cuBLASLt. In all other cases, and always on the CPU, the operands are
-dequantized first. PyTorch multiplies them in float32 for per-tensor formats and on the CPU. On GPUs, formats with
-blocks are multiplied in bfloat16, by an op again. All sum in float32, each in an order of its own, so results agree up
-to rounding, not in bits.
+dequantized first. PyTorch multiplies them in float32 for per-tensor formats and on the CPU, which dequantizes a large
+weight by panels of rows if few rows are multiplied, as in generation. On GPUs, formats with blocks are multiplied in
+bfloat16, by an op again. All sum in float32, each in an order of its own, so results agree up to rounding, not in bits.
 
 Rounding to bfloat16 is exact if scales are powers of two (MXFP8, and FP8 blocks by default), because bfloat16 holds
 every code times such a scale. Each element of NVFP4 is rounded once, by a relative 2^-8, while its own steps are 2^-2.
@@ -21,17 +21,24 @@ import torch
 from torch import Tensor
 
 from qshard import gemm_dispatch
+from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Gpu, Kind, Sizes, Way
-from qshard.layout import multiplies_codes
+from qshard.layout import block_alignment, multiplies_codes
 from qshard.torch_bridge._ops.bind import into, ops
-from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._ops.programs import Memo
 from qshard.torch_bridge._quantized.plane_programs import dequantize, multiply
 
 PLATFORM = "cuda"
 """Device type that multiplies by ops. Tests set it to "cpu"."""
+
+PANEL = 2**18
+"""Elements of a weight that the CPU dequantizes at a time for few rows: 1 MiB of float32 stays in a core's cache."""
+
+FEW = 16
+"""Rows up to which a product reads the weight from memory longer than it computes."""
 
 LARGE = 2**24
 """Elements of an operand from which kernels take longer than the host.
@@ -41,19 +48,23 @@ On an H200 a 4096 x 4096 x 4096 GEMM takes 0.2 ms, and the host calls of a layer
 
 
 class Operand(NamedTuple):
-    """One plane of a GEMM operand: a matrix `[rows, K]` for `ROWWISE`, `[K, rows]` for `COLUMNWISE`."""
+    """One plane of a GEMM operand: a matrix `[rows, K]` for `ROWWISE`, `[K, rows]` for `COLUMNWISE`.
+
+    `is_transposed`: the product contracts the other axis, across blocks, so it multiplies dequantized values.
+    """
 
     format: Format
     parts: Plane
     usage: Usage = Usage.ROWWISE
+    is_transposed: bool = False
 
     @property
     def rows(self) -> int:
-        return _sizes(self.format, self.usage, self.parts.data.shape)[0]
+        return _sizes(self.format, self.usage, self.parts.data.shape)[self.is_transposed]
 
     @property
     def in_order(self) -> bool:
-        return gemm_dispatch.contracts_last(self.format, self.usage)
+        return gemm_dispatch.contracts_last(self.format, self.usage) is not self.is_transposed
 
     def stored_values(self, dtype: torch.dtype) -> Tensor:
         return dequantize(self.parts, self.format, self.usage, dtype)
@@ -65,7 +76,7 @@ class Operand(NamedTuple):
 def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """Compute `a @ b.T`, `[M, N]`. `fast` lets FP8 tensor cores accumulate with fewer bits, as in forward passes."""
     device, way = a.parts.data.device, None
-    if device.type == PLATFORM:
+    if device.type == PLATFORM and not b.is_transposed:
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
         way, at_once = (_way_of_shapes if is_compiling() else _ways)(*sides, device, dtype)
         if way is not None and at_once:
@@ -75,6 +86,8 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
     kind = way.values if way is not None else torch.float32 if exact else torch.bfloat16
     in_order = a.in_order, b.in_order
     x = a.stored_values(kind)
+    if _goes_by_panels(a, b):
+        return _multiply_by_panels(x, b, dtype)
     del a
     y = b.stored_values(kind)
     del b
@@ -91,6 +104,32 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
         product = torch.mm(x, y)
     del x, y
     return product.to(dtype)
+
+
+def _goes_by_panels(a: Operand, b: Operand) -> bool:
+    """Return whether to dequantize `b` by panels: on the CPU, for few rows of `a`, and not all of it fits a cache."""
+    data = b.parts.data
+    if data.device.type != "cpu" or (a.usage, b.usage) != (Usage.ROWWISE, Usage.ROWWISE) or b.is_transposed:
+        return False
+    is_large = data.numel() * b.format.element.codes_per_byte > PANEL
+    return is_large and a.rows <= FEW and may_skip_dispatcher((a.parts.data, data))
+
+
+def _multiply_by_panels(x: Tensor, b: Operand, dtype: torch.dtype) -> Tensor:
+    """Compute `x @ b.T` in float32. Values of `b` never reach memory: each panel of rows has the same buffer."""
+    unit = block_alignment(b.format)
+    (m, k), n = x.shape, b.rows
+    step = max(unit, PANEL // k // unit * unit)
+    values, result = x.new_empty(min(step, n), k), x.new_empty(m, n)
+    is_autocast = torch.is_autocast_enabled("cpu")
+    with torch.no_grad(), torch.autocast("cpu", enabled=False) if is_autocast else nullcontext():
+        for start in range(0, n, step):
+            stop = min(start + step, n)
+            panel = values[: stop - start]
+            parts = quantize_steps.plane_rows(b.parts, b.format, b.usage, start, stop)
+            quantize_steps.dequantize(into(panel), parts, b.format, b.usage, panel.dtype)
+            torch.mm(x, panel.t(), out=result[:, start:stop])
+    return result.to(dtype)
 
 
 def matmul_into(a: Operand, b: Operand, out: Tensor, *, fast: bool = False) -> None:

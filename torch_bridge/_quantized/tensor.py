@@ -197,7 +197,7 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         fmt, dtype, stale = context
         planes = [Plane(*map(inner.get, names)) if names[0] in inner else None for names in cls._PLANES.values()]
-        return QuantizedTensor(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1], columnwise_is_stale=stale)
+        return cls(fmt, shape, dtype, rowwise=planes[0], columnwise=planes[1], columnwise_is_stale=stale)
 
     def describe(self, *, stale: bool = False) -> tuple[Description, dict[Usage, Plane]]:
         """Return the description for `_core.serialization`, and the planes as bytes.
@@ -206,14 +206,19 @@ class QuantizedTensor(Tensor):
         """
         there = {usage: self.parts(usage, stale=stale) for usage in Usage.BOTH.planes}
         planes = {usage: parts for usage, parts in there.items() if parts is not None}
-        for part in flat(planes).values():
+        self.check_memory()
+        shape, dtype = tuple(self.shape), dtype_name(self.dtype)
+        return Description(format=self.format, shape=shape, dtype=dtype, planes=tuple(planes)), planes
+
+    def check_memory(self) -> None:
+        """Raise RuntimeError if the memory of a part is freed."""
+        for name in self.__tensor_flatten__()[0]:
+            part = getattr(self, name)
             if part.untyped_storage().nbytes() < (part.storage_offset() + part.numel()) * part.itemsize:
                 raise RuntimeError(
                     f"QuantizedTensor: {self!r} has no memory now, as sharded weights are freed between uses; use "
                     "ZeroOptimizer.full_weights() to save or copy it"
                 )
-        shape, dtype = tuple(self.shape), dtype_name(self.dtype)
-        return Description(format=self.format, shape=shape, dtype=dtype, planes=tuple(planes)), planes
 
     def _foreign_attributes(self) -> dict[str, Any]:
         """Return attributes set by others: by `nn.Parameter` and by users."""
@@ -242,7 +247,7 @@ class QuantizedTensor(Tensor):
         if not self.is_leaf:
             return cast(QuantizedTensor, super().__deepcopy__(memo))  # Raises, as for any non-leaf tensor.
         if id(self) not in memo:
-            self.describe(stale=True)
+            self.check_memory()
             copied = self._of_planes(lambda part: copy.deepcopy(part, memo))
             copied.requires_grad_(self.requires_grad)
             memo[id(self)] = copied
@@ -263,18 +268,20 @@ class QuantizedTensor(Tensor):
         return self.__create_write_items__("tensor", self)
 
     def share_memory_(self) -> QuantizedTensor:
-        for part in flat(self.describe(stale=True)[1]).values():
-            part.share_memory_()
+        self.check_memory()
+        for name in self.__tensor_flatten__()[0]:
+            getattr(self, name).share_memory_()
         return self
 
     def is_shared(self) -> bool:
-        return all(part.is_shared() for part in flat(self.describe(stale=True)[1]).values())
+        self.check_memory()
+        return all(getattr(self, name).is_shared() for name in self.__tensor_flatten__()[0])
 
     def _of_planes(self, change: Any, dtype: torch.dtype | None = None) -> QuantizedTensor:
         names, (fmt, own_dtype, stale) = self.__tensor_flatten__()
         planes = {name: change(getattr(self, name)) for name in names}
         context = fmt, dtype or own_dtype, stale
-        return QuantizedTensor.__tensor_unflatten__(planes, context, self.shape, self.stride())
+        return self.__tensor_unflatten__(planes, context, self.shape, self.stride())
 
     def move_to(self, device: torch.device, dtype: torch.dtype) -> QuantizedTensor:
         """Copy the codes to a device; from meta, uninitialized. A `dtype` not in `FLOAT_DTYPES` is ignored."""
@@ -302,6 +309,8 @@ class QuantizedTensor(Tensor):
         kwargs = kwargs or {}
         self = args[0] if args else None
         if isinstance(self, QuantizedTensor):
+            if (result := self._run(func, args, kwargs)) is not None:
+                return result
             if func in _SAME or (func in _RESHAPES and _keeps_shape(*args)):
                 return self._of_planes(lambda plane: plane.detach())
             if func is aten.clone.default:
@@ -315,8 +324,12 @@ class QuantizedTensor(Tensor):
                 plain = torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
                 return func(plain, *args[1:], **kwargs)
         raise NotImplementedError(
-            f"QuantizedTensor: {func} is not supported on codes; call .dequantize() and use the result"
+            f"{cls.__name__}: {func} is not supported on codes; call .dequantize() and use the result"
         )
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that only a subclass supports; None for any other op."""
+        return None
 
 
 _SAME = {aten.detach.default, aten.alias.default}

@@ -1,16 +1,21 @@
-"""All-gather of several weights as codes, for one bucket: one reduction of amaxes, then one coalesced gather.
+"""All-gather of several weights as codes, for one bucket: amaxes, then codes with one coalesced all-gather.
 
     shard  --FSDP-->  part  --tensor parallelism-->  weight
 
-A weight is sharded by rows, as FSDP2 shards, over ranks of one mesh axis; blocks may be split. What these ranks have
-together may be a part of the weight, as `parallelize_module` shards, along rows or columns between blocks. All ranks
-then have, bit for bit, the codes of `quantize` of the whole weight.
+A weight is sharded by rows, as FSDP2 shards, over ranks of one mesh axis. What these ranks have together may be a part
+of the weight, as `parallelize_module` shards, along rows or columns between blocks. All ranks then have, bit for bit,
+the codes of `quantize` of the whole weight.
+
+| shards | max-reduced over ranks | gathered |
+| --- | --- | --- |
+| split no block | scales of whole tensors, 4 bytes a weight | codes, and scales of blocks |
+| split blocks | amaxes of all blocks | codes |
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,48 +23,50 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from qshard._core.flat_shards import FlatSlice
-from qshard._core.quantize_steps import Plane
+from qshard._core.flat_shards import Bucket, FlatSlice
+from qshard._core.quantize_steps import Plane, Scales
 from qshard.formats import Format, Usage
-from qshard.layout import plane
+from qshard.layout import PlaneLayout, plane
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, merge_plan
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._ops.collectives import max_over_ranks
+from qshard.torch_bridge._ops.collectives import Gathering, begin_max
 from qshard.torch_bridge._ops.foreach import flat_plan
-
-_collectives = torch.ops._c10d_functional
 
 
 class CodeShard(NamedTuple):
     """The local shard of a weight that can be gathered as codes.
 
     Attributes:
-      weight: the parameter.
-      slice: the local rows as a flat slice of the part.
+      slice: the local rows, as a flat slice of the part; if shards split no block, as a matrix of their own.
+      part_shape: shape of the part, the rows of all ranks of `group`.
       longest: rows of the longest shard.
       group: ranks with the other rows; None for all rows.
-      part: the part of the weight that these ranks have together; None for the whole weight.
+      part: the sharding of parts by tensor parallelism; None if the part is the whole weight.
+      splits_blocks: whether a shard boundary splits a block, or shards have different sizes.
     """
 
-    weight: Tensor
     slice: FlatSlice
+    part_shape: tuple[int, int]
     longest: int
     group: dist.ProcessGroup | None
     part: ShardSpec | None
+    splits_blocks: bool
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for weights that are gathered together."""
         part = self.part
-        return id(self.group), None if part is None else (id(part.mesh), part.placements)
+        of_part = None if part is None else (id(part.mesh), part.placements)
+        return id(self.group), self.splits_blocks, of_part
 
 
 def code_shard_of(weight: Tensor, fmt: Format) -> CodeShard | None:
     """Return the local shard of a weight; None if its sharding is not as above. All ranks return alike."""
-    shape, dtype = tuple(weight.shape), dtype_name(memory_of(weight).dtype)
+    rows, columns = shape = tuple(weight.shape)
+    dtype = dtype_name(memory_of(weight).dtype)
     if not isinstance(weight, DTensor):
-        return CodeShard(weight, FlatSlice(shape, fmt, dtype, 0), shape[0], None, None)
+        return CodeShard(FlatSlice(shape, fmt, dtype), (rows, columns), rows, None, None, False)
     mesh, placements = weight.device_mesh, weight.placements
     axes = [i for i, each in enumerate(placements) if not isinstance(each, Replicate) and mesh.size(i) > 1]
     dims = [getattr(placements[i], "dim", None) for i in axes]
@@ -71,14 +78,20 @@ def code_shard_of(weight: Tensor, fmt: Format) -> CodeShard | None:
     if outer:
         kept = [each if i in outer else Replicate() for i, each in enumerate(placements)]
         part = ShardSpec(shape, mesh, tuple(kept))
-        if not _has_whole_blocks(part, fmt):
+        if fmt.row_scaled or not _has_whole_blocks(part, fmt):
             return None
-    rows, columns = shape if part is None else part.box.size
+    if part is not None:
+        rows, columns = part.box.size
     ranks = 1 if rows_axis is None else mesh.size(rows_axis)
-    longest = -(-rows // ranks)
-    first = 0 if rows_axis is None else min(rows, longest * mesh.get_local_rank(rows_axis))
     group = None if rows_axis is None else mesh.get_group(rows_axis)
-    return CodeShard(weight, FlatSlice((rows, columns), fmt, dtype, first * columns), longest, group, part)
+    longest = -(-rows // ranks)
+    where = plane(fmt, (rows, columns), Usage.ROWWISE)
+    if longest * ranks == rows and (not where.scale_shape or longest % where.scaled_shape[0] == 0 or ranks == 1):
+        own = FlatSlice((longest, columns), fmt, dtype)
+        return CodeShard(own, (rows, columns), longest, group, part, False)
+    first = 0 if rows_axis is None else min(rows, longest * mesh.get_local_rank(rows_axis))
+    own = FlatSlice((rows, columns), fmt, dtype, first * columns)
+    return CodeShard(own, (rows, columns), longest, group, part, True)
 
 
 def _rows_axis(placements: Sequence[Any], axes: list[int], dims: list[Any]) -> int | None:
@@ -101,79 +114,142 @@ def _has_whole_blocks(part: ShardSpec, fmt: Format) -> bool:
     return True
 
 
-@torch.no_grad()
-def gather_codes(shards: Sequence[CodeShard], device: torch.device) -> list[Plane]:
-    """All-gather weights with one `key` as codes, and return their rowwise planes. Collective."""
-    slices, group = tuple(each.slice for each in shards), shards[0].group
-    values = [memory_of(each.weight).to(device).reshape(-1) for each in shards]
-    flat = flat_plan(slices, device)
-    amaxes = flat.amaxes(values)
-    if group is not None:
-        amaxes = max_over_ranks(amaxes, [group])
-    merge_plan([each.part for each in shards], flat.plan, amaxes)
-    scales = flat.scales(amaxes)
-    sizes = [each.longest * each.slice.shape[1] // each.slice.fmt.element.codes_per_byte for each in shards]
-    spare = max(each.slice.fmt.element.codes_per_byte for each in shards) - 1  # a slice may start within a byte
-    buffers = [torch.zeros(size + spare, dtype=torch.uint8, device=device) for size in sizes]
-    flat.cast(buffers, values, [each.scale for each in scales], pieces=True)
-    gathered = _all_gather([buffer[:size] for buffer, size in zip(buffers, sizes, strict=True)], group)
-    found: dict[int, Plane] = {}
-    for bucket, of_bucket in zip(flat.plan.buckets, scales, strict=True):
-        for i, (_, scale_inv, global_scale_inv) in zip(bucket.indices, bucket.split_scales(of_bucket), strict=True):
-            shape = plane(bucket.fmt, slices[i].shape, Usage.ROWWISE).data_shape
-            codes = gathered[i].view(-1)[: math.prod(shape)].view(shape)
-            found[i] = Plane(codes, scale_inv, global_scale_inv)
-    planes = [found[i] for i in range(len(shards))]
-    return planes if shards[0].part is None else _join_parts(planes, shards)
+class Amaxes(NamedTuple):
+    """The first step of a gather: values of shards, amaxes, and their reductions, which may not be over."""
+
+    values: list[Tensor]
+    amaxes: Tensor
+    reductions: list[dist.Work]
 
 
-def _join_parts(planes: list[Plane], shards: Sequence[CodeShard]) -> list[Plane]:
+class Codes(NamedTuple):
+    """The second step of a gather: codes and scales that are gathered, and the scales that this rank computed."""
+
+    gathering: Gathering
+    scales: list[Scales]
+
+
+class CodeGather:
+    """All-gather of weights with one `CodeShard.key`, planned once, in three steps that other work may come between.
+
+    Collectives are `reduce`, `send`, and `planes` if the weights have parts.
+    """
+
+    def __init__(self, shards: Sequence[CodeShard], device: torch.device):
+        self._device, self._group, self._part = device, shards[0].group, shards[0].part
+        self._splits_blocks = shards[0].splits_blocks
+        self._parts = [each.part for each in shards]
+        self._flat = flat_plan(tuple(each.slice for each in shards), device)
+        self._wheres = [plane(each.slice.fmt, each.part_shape, Usage.ROWWISE) for each in shards]
+        self._sizes = [each.longest * each.part_shape[1] // each.slice.fmt.element.codes_per_byte for each in shards]
+        # A slice may start within a byte.
+        self._spare = max(each.slice.fmt.element.codes_per_byte for each in shards) - 1 if self._splits_blocks else 0
+
+    def reduce(self, weights: Sequence[Tensor]) -> Amaxes:
+        """Compute the amaxes of the shards of `weights`, and begin their max-reduction."""
+        values = [memory_of(each).to(self._device).reshape(-1) for each in weights]
+        amaxes = self._flat.amaxes(values)
+        reduced = [amaxes]
+        if not self._splits_blocks:
+            parts = [(bucket, *bucket.part(amaxes)) for bucket in self._flat.plan.buckets]
+            of_tensors = [grid if bucket.fmt.per_tensor else whole for bucket, grid, whole in parts]
+            is_shared = [bucket.fmt.tensor_scaled for bucket, *_ in parts]
+            reduced = [each for each, shared in zip(of_tensors, is_shared, strict=True) if shared and each is not None]
+        return Amaxes(values, amaxes, [work for each in reduced if (work := begin_max(each, self._group)) is not None])
+
+    def send(self, step: Amaxes) -> Codes:
+        """Cast the shards, and begin the all-gather of their codes."""
+        for work in step.reductions:
+            work.wait()
+        merge_plan(self._parts, self._flat.plan, step.amaxes)
+        scales = self._flat.scales(step.amaxes)
+        new = torch.zeros if self._splits_blocks else torch.empty
+        buffers = [new(size + self._spare, dtype=torch.uint8, device=self._device) for size in self._sizes]
+        self._flat.cast(buffers, step.values, [each.scale for each in scales], pieces=self._splits_blocks)
+        if self._splits_blocks:
+            arrays = [buffer[:size] for buffer, size in zip(buffers, self._sizes, strict=True)]
+        else:
+            arrays = [*buffers, *(array for each, of in self._buckets(scales) for array in self._of_rows(each, of))]
+        return Codes(Gathering.begin(arrays, self._group), scales)
+
+    def planes(self, step: Codes) -> list[Plane]:
+        """Return the rowwise planes of the whole weights, once they are gathered."""
+        gathered = step.gathering.wait()
+        codes, rest = gathered[: len(self._wheres)], iter(gathered[len(self._wheres) :])
+        if self._splits_blocks:
+            codes = [each[: math.prod(where.data_shape)] for each, where in zip(codes, self._wheres, strict=True)]
+        found: dict[int, Plane] = {}
+        for bucket, of_bucket in self._buckets(step.scales):
+            pairs: Iterable[tuple[Tensor, Tensor | None]]
+            if self._splits_blocks:
+                pairs = bucket.split(of_bucket.scale_inv, of_bucket.global_scale_inv)
+            else:
+                pairs = self._whole_scales(bucket, of_bucket, rest)
+            for i, (scale_inv, global_scale_inv) in zip(bucket.indices, pairs, strict=True):
+                found[i] = Plane(codes[i].view(self._wheres[i].data_shape), scale_inv, global_scale_inv)
+        planes = [found[i] for i in range(len(codes))]
+        return planes if self._part is None else _join_parts(planes, self._wheres, self._part)
+
+    def _buckets(self, scales: Sequence[Scales]) -> Iterator[tuple[Bucket, Scales]]:
+        return zip(self._flat.plan.buckets, scales, strict=True)
+
+    @staticmethod
+    def _of_rows(bucket: Bucket, of_bucket: Scales) -> list[Tensor]:
+        """Return the scales of all weights of a bucket that each rank has for its rows alone."""
+        found: list[Tensor] = [] if bucket.fmt.per_tensor else [of_bucket.scale_inv]
+        if bucket.fmt.row_scaled:
+            assert of_bucket.global_scale_inv is not None
+            found.append(of_bucket.global_scale_inv)
+        return found
+
+    def _whole_scales(
+        self, bucket: Bucket, of_bucket: Scales, gathered: Iterator[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Return the scales of each weight. `gathered` has the arrays of `_of_rows`, rank after rank."""
+        wheres = [self._wheres[i] for i in bucket.indices]
+
+        def split(counts: Sequence[int], shapes: Sequence[Any]) -> list[Tensor]:
+            parts = next(gathered).view(-1, sum(counts)).split([*counts], 1)
+            return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+        of_blocks: Sequence[Tensor]
+        if bucket.fmt.per_tensor:
+            of_blocks = of_bucket.scale_inv.unbind()
+        else:
+            of_blocks = split(bucket.grids, [where.scale_shape for where in wheres])
+        whole: Sequence[Tensor | None] = [None] * len(wheres)
+        if bucket.fmt.row_scaled:
+            whole = split(bucket.wholes, [where.global_scale_shape for where in wheres])
+        elif of_bucket.global_scale_inv is not None:
+            whole = of_bucket.global_scale_inv.unbind()
+        return zip(of_blocks, whole, strict=True)
+
+
+def _join_parts(planes: list[Plane], wheres: Sequence[PlaneLayout], part: ShardSpec) -> list[Plane]:
     """All-gather the parts of weights over the ranks of tensor parallelism. Scales of whole tensors are there."""
-    part = shards[0].part
-    assert part is not None
     for axis in reversed(range(part.mesh.ndim)):
         placement: Any = part.placements[axis]
         if isinstance(placement, Replicate):
             continue
         group, dim = part.mesh.get_group(axis), placement.dim
-        arrays: list[Tensor] = []
-        for each, shard in zip(planes, shards, strict=True):
-            where = plane(shard.slice.fmt, shard.slice.shape, Usage.ROWWISE)
-            arrays.append(each.data)
-            arrays += [each.scale_inv] if where.scale_shape else []
-            if where.global_scale_shape and dim == 0:
-                assert each.global_scale_inv is not None
-                arrays.append(each.global_scale_inv)
-        whole = iter(_concatenate(_all_gather(arrays, group), arrays, dim))
-        joined = []
-        for each, shard in zip(planes, shards, strict=True):
-            where = plane(shard.slice.fmt, shard.slice.shape, Usage.ROWWISE)
-            data = next(whole)
-            scale_inv = next(whole) if where.scale_shape else each.scale_inv
-            is_by_row = where.global_scale_shape and dim == 0
-            joined.append(Plane(data, scale_inv, next(whole) if is_by_row else each.global_scale_inv))
-        planes = joined
+        arrays = [each.data for each in planes]
+        arrays += [each.scale_inv for each, where in zip(planes, wheres, strict=True) if where.scale_shape]
+        whole = _concatenate(Gathering.begin(arrays, group).wait(), arrays, dim)
+        scales = iter(whole[len(planes) :])
+        planes = [
+            each._replace(data=data, scale_inv=next(scales) if where.scale_shape else each.scale_inv)
+            for each, data, where in zip(planes, whole, wheres, strict=False)
+        ]
     return planes
 
 
 def gather_ranks(whole: Plane, group: dist.ProcessGroup) -> list[Plane]:
     """All-gather the planes of as many weights as the group has ranks, one on each. Collective."""
     arrays = [array[None] for array in whole if array is not None]
-    gathered = iter(_all_gather(arrays, group))
+    gathered = iter(Gathering.begin(arrays, group).wait())
     parts = [None if array is None else next(gathered).unbind() for array in whole]
     ranks = range(dist.get_world_size(group))
     return [Plane(*(None if part is None else part[rank] for part in parts)) for rank in ranks]
-
-
-def _all_gather(arrays: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """All-gather arrays of equal shapes on all ranks, with one call: rank after rank along the first axis."""
-    if group is None or dist.get_world_size(group) == 1:
-        return arrays
-    # As bytes: gloo copies all arrays of a call through one buffer of one dtype.
-    sent = [array.contiguous().view(-1).view(torch.uint8) for array in arrays]
-    begun = _collectives.all_gather_into_tensor_coalesced(sent, dist.get_world_size(group), group.group_name)
-    pairs = zip(begun, arrays, strict=True)
-    return [_collectives.wait_tensor(each).view(own.dtype).view(-1, *own.shape[1:]) for each, own in pairs]
 
 
 def _concatenate(gathered: list[Tensor], arrays: list[Tensor], dim: int) -> list[Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from qshard._core.adam import BLOCK
 from qshard._core.flat_shards import piece_bytes
 from qshard.formats import Usage
-from qshard.layout import plane
+from qshard.layout import slice_plane
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._optim.slices import QuantizedSlice, gather_parts
+from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._torch_internals import have_one_storage, preserve_version_counter
 from qshard.torch_bridge._zero.gradients import Gradient
@@ -118,10 +119,13 @@ class FlatBuffer:
             new = nn.Parameter(values)
         else:
             fmt, shape, dtype = weight.fmt, weight.shape, weight.dtype
-            weight.quantized = QuantizedSlice.empty(fmt, shape, 0, dtype=dtype, device=self.device)
+            options: dict[str, Any] = {"dtype": dtype, "is_stack": weight.is_stack, "device": self.device}
+            weight.quantized = QuantizedSlice.empty(fmt, shape, 0, **options)
             weight.quantized.data = own[: piece_bytes(fmt, master.numel())]
-            parts = weight.quantized.parts._replace(data=whole.view(plane(fmt, shape, Usage.ROWWISE).data_shape))
-            new = nn.Parameter(QuantizedTensor(fmt, shape, dtype, rowwise=parts))
+            where = slice_plane(fmt, shape, Usage.ROWWISE, op="ZeroOptimizer", is_stack=weight.is_stack)
+            parts = weight.quantized.parts._replace(data=whole.view(where.data_shape))
+            kind = QuantizedStack if weight.is_stack else QuantizedTensor
+            new = nn.Parameter(kind(fmt, shape, dtype, rowwise=parts))
         weight.parameter = new
         for module, name in weight.owners:
             module.register_parameter(name, new)
@@ -220,7 +224,7 @@ class FlatBuffer:
 
     def shares(self, tensor: Tensor) -> bool:
         """Return True if a tensor is a view of memory that `free` frees."""
-        parts = [tensor] if type(tensor) is not QuantizedTensor else list(tensor.parts(Usage.ROWWISE) or ())
+        parts = [tensor] if not isinstance(tensor, QuantizedTensor) else list(tensor.parts(Usage.ROWWISE) or ())
         return any(part is not None and have_one_storage(part, self._memory) for part in parts)
 
     def note_versions(self) -> None:

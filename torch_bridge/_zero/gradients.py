@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard.torch_bridge._ops.bind import call_into
+from qshard.torch_bridge._ops.bind import into
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._zero.streams import Channel, Pending, Steps
 from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
@@ -207,7 +207,7 @@ class Gradient:
                     async_op=asynchronous,
                 )
             there = total[at : at + own]
-            call_into("add_ranks", (received.view(size, own), there), (there,), {"fresh": fresh})
+            into(there).add_ranks(received.view(size, own), there, fresh=fresh)
 
     def _packed(self, unreduced: Mapping[int, Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
         """Concatenate ranges of the unreduced gradients in the wire dtype; zeros for weights without a gradient.

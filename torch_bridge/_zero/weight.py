@@ -16,9 +16,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from qshard._core.flat_shards import piece_bytes
 from qshard._core.quantize_steps import Scales
 from qshard.formats import Format
+from qshard.layout import splits_stack
 from qshard.recipes import Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
-from qshard.torch_bridge._experts.grouped_linear import GroupedLinear
+from qshard.torch_bridge._experts.layer import GroupedLinear
+from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._ops.collectives import max_over_ranks
@@ -86,6 +88,11 @@ class ZeroParameter:
         return tuple(self.parameter.shape)
 
     @property
+    def is_stack(self) -> bool:
+        """True for the weights of experts in one parameter."""
+        return len(self.shape) > 2
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.parameter.dtype
 
@@ -138,11 +145,15 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
         check_dtype("ZeroOptimizer", f"{weight.name} {weight.shape}", parameter.dtype)
         # A weight that only quantized layers use is gathered as codes, if its rowwise plane determines the other.
         formats = {
-            m.recipe.format(Role.WEIGHT) if isinstance(m, WeightLayer) and n == "weight" else None
+            m.recipe.format(Role.WEIGHT)
+            if (isinstance(m, WeightLayer) and n == "weight") or (isinstance(m, Experts) and weight.is_stack)
+            else None
             for m, n in weight.owners
         }
         state = parameter.scale_state if isinstance(parameter, ShardedWeight) else None
-        if state is not None and formats == {state.fmt} and state.refusal is None:
+        if state is None or (weight.is_stack and splits_stack(state.fmt, weight.shape)):
+            continue  # Flat slices of such a stack have no grid of blocks.
+        if formats == {state.fmt} and state.refusal is None:
             weight.fmt, weight.delayed = state.fmt, state.delayed
     weights = list(found.values())
     if not weights:

@@ -1,10 +1,15 @@
 """Operands of ragged products under expert parallelism: rows come from other devices.
 
-Formats with one scale have the same numbers in both planes. Their rows are quantized on the source device, with the
-scale of each expert over all devices, and codes are sent: one byte per value. The transposed plane is computed from
-received codes. In other formats blocks join rows of several devices, so values are sent, and quantized where they
-arrive. Either way codes and scales are the same as on one device that has all experts, and the tokens of device 0
-first.
+Rows are quantized on the source device, and codes are sent, in two cases:
+
+- Formats with one scale. Devices reduce the amax of each expert first. Both planes have the same numbers, so the
+  columnwise plane is the transpose of the received one.
+- Formats with 1-D blocks and no other scale, if no product reads the columnwise plane: without gradients, and if the
+  weights are codes without a gradient.
+
+Otherwise values are sent, and quantized where they arrive, because blocks along columns join rows of several devices.
+Codes of both planes would be as many bytes as values in bfloat16. Codes and scales are always the same as on one device
+that has all experts, and the tokens of device 0 first.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from qshard.jax._experts.tiles import Tiles, quantize_tiles, tiles_of
 from qshard.jax._experts.token_exchange import TokenExchange
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding import partitionable_ops
+from qshard.layout import rows_are_independent
 from qshard.recipes import Recipe, Role
 
 
@@ -92,6 +98,11 @@ def quantize_dispatched(
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """Quantize and dispatch source rows `[M, K]`. Arguments and results as of `quantize_tiles`, for local experts."""
     fmt, usage = operand.format, operand.usage
+    q = QuantizedArray(format=fmt, dtype=x.dtype, axes=(None, None))
+    if usage is Usage.ROWWISE and rows_are_independent(fmt):
+        plane = quantize_steps.quantize(partitionable_ops, x, fmt, usage)[usage]
+        received = jax.tree.map(lambda part: _dispatch_part(part, tiles, exchange), plane)
+        return q.with_planes({usage: received}), None
     if not fmt.per_tensor:
         return quantize_tiles(exchange.dispatch(x), operand, tiles, axes=axes, seeds=seeds, scales=scales)
     source = jnp.arange(x.shape[0], dtype=jnp.int32)
@@ -105,11 +116,16 @@ def quantize_dispatched(
         reduce_max=exchange.max_over_devices(axes),
     )
     sent = planes[Usage.ROWWISE]
-    codes = exchange.dispatch(lax.bitcast_convert_type(sent.data, jnp.uint8))
-    codes = codes.at[tiles.rows].get(mode="fill", fill_value=0)
-    data = lax.bitcast_convert_type(codes, sent.data.dtype)
-    found: dict[Usage, Any] = {Usage.ROWWISE: sent._replace(data=data, scale_inv=exchange.own(sent.scale_inv))}
+    data, scale_inv = _dispatch_part(sent.data, tiles, exchange), exchange.own(sent.scale_inv)
+    found: dict[Usage, Any] = {Usage.ROWWISE: sent._replace(data=data, scale_inv=scale_inv)}
     if Usage.COLUMNWISE in usage:
         found[Usage.COLUMNWISE] = quantize_steps.transpose_plane(partitionable_ops, found[Usage.ROWWISE], fmt)
-    q = QuantizedArray(format=fmt, dtype=x.dtype, axes=(None, None))
     return q.with_planes({each: found[each] for each in usage.planes}), None if amax is None else exchange.own(amax)
+
+
+def _dispatch_part(part: jax.Array, tiles: Tiles, exchange: TokenExchange) -> jax.Array:
+    """Dispatch rows of codes or scales, and copy them to padded rows."""
+    is_byte = part.dtype.itemsize == 1
+    received = exchange.dispatch(lax.bitcast_convert_type(part, jnp.uint8) if is_byte else part)
+    received = received.at[tiles.rows].get(mode="fill", fill_value=0)
+    return lax.bitcast_convert_type(received, part.dtype) if is_byte else received

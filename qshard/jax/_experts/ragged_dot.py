@@ -19,8 +19,9 @@ from qshard._core.validation import quote, seed_missing
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._experts.expert_parallel import GroupedRows
-from qshard.jax._experts.ragged_dot_vjp import Config, NonDifferentiable, ragged_product
+from qshard.jax._experts.ragged_dot_vjp import Config, NonDifferentiable, Result, ragged_product
 from qshard.jax._experts.ragged_values import ValueConfig, value_product
+from qshard.jax._nn.activations import swiglu_gate_up
 from qshard.jax._nn.linear_config import check_arguments
 from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
@@ -103,6 +104,46 @@ def ragged_dot(
 
     Sources: `jax.lax.ragged_dot`; TransformerEngine (`GroupedLinear`: scales by expert, rows padded to blocks).
     """
+    return product_and_amaxes(
+        x,
+        w,
+        group_sizes,
+        recipe,
+        weight_layout=weight_layout,
+        weight_spec=weight_spec,
+        gather_axis=gather_axis,
+        reshard_after_forward=reshard_after_forward,
+        axis_name=axis_name,
+        seed=seed,
+        state=state,
+    )[0]
+
+
+def product_and_amaxes(
+    x: jax.Array,
+    w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
+    group_sizes: jax.Array | GroupedRows,
+    recipe: RecipeLike | None,
+    *,
+    weight_layout: WeightLayout | None = None,
+    weight_spec: Spec = None,
+    gather_axis: str | Sequence[str] | None = None,
+    reshard_after_forward: bool = True,
+    axis_name: AxisName = None,
+    seed: Seed = None,
+    state: LinearState | None = None,
+    swiglu: bool = False,
+    row_amaxes: jax.Array | None = None,
+) -> Result:
+    """Compute `ragged_dot`, and optionally SwiGLU of its result. The amaxes of its rows save a read of the result.
+
+    Args are as for `ragged_dot`, and:
+      swiglu: apply `swiglu_gate_up` to the product.
+      row_amaxes: fp32 `[M]`, the amax of each row of `x`, if known.
+
+    Returns:
+      The result; and with `swiglu` and a recipe the amax of each of its rows, otherwise None.
+    """
     if recipe is None:
         _check_unquantized(w, state)
     else:
@@ -121,26 +162,28 @@ def ragged_dot(
         check_shared("ragged_dot", axis_name)
     if not isinstance(group_sizes, GroupedRows):
         _check_rows(x, group_sizes)
-    y: jax.Array = _checked_ragged_dot(
+    made: Result = _checked_ragged_dot(
         x,
         w,
         group_sizes,
         seed_pair,
         state,
+        row_amaxes,
         recipe=recipe,
         layout=layout,
         weight_spec=weight_spec,
         gather_axes=as_names("ragged_dot", "gather_axis", gather_axis),
         reshard_after_forward=reshard_after_forward,
         axes=as_axes("ragged_dot", axis_name),
+        swiglu=swiglu,
     )
-    return y
+    return made
 
 
 # Jitted for eager callers, also of gradients.
 @functools.partial(
     jax.jit,
-    static_argnames=("recipe", "layout", "weight_spec", "gather_axes", "reshard_after_forward", "axes"),
+    static_argnames=("recipe", "layout", "weight_spec", "gather_axes", "reshard_after_forward", "axes", "swiglu"),
     inline=True,
 )
 def _checked_ragged_dot(
@@ -149,6 +192,7 @@ def _checked_ragged_dot(
     group_sizes: jax.Array | GroupedRows,
     seed: jax.Array | None,
     state: LinearState | None,
+    row_amaxes: jax.Array | None,
     *,
     recipe: Recipe | None,
     layout: WeightLayout,
@@ -156,7 +200,8 @@ def _checked_ragged_dot(
     gather_axes: tuple[str, ...],
     reshard_after_forward: bool,
     axes: tuple[str, ...],
-) -> jax.Array:
+    swiglu: bool,
+) -> Result:
     check_dtype("ragged_dot", "x", x)
     w, weight_amax = open_weight(w) if isinstance(w, CODED) else (w, None)
     if isinstance(w, CodedWeight):
@@ -178,7 +223,8 @@ def _checked_ragged_dot(
         _check_sizes(groups, shape[0])
     if recipe is None:
         x, w = vary_alike(x, w)
-        return value_product(ValueConfig(sharding, reshard_after_forward), x, w, groups)
+        y = value_product(ValueConfig(sharding, reshard_after_forward), x, w, groups)
+        return swiglu_gate_up(y) if swiglu else y, None
     _check_recipe(x, shape[0], recipe, seed, state)
     plane(recipe.weight, sharding.spec.whole(shape[1:]), Usage.ROWWISE, op="ragged_dot", name="w")
     config = Config(
@@ -187,6 +233,7 @@ def _checked_ragged_dot(
         axes=axes,
         learns=sink is not None,
         reshard_after_forward=reshard_after_forward,
+        swiglu=swiglu,
     )
     seeds = None
     if seed is not None:
@@ -200,7 +247,7 @@ def _checked_ragged_dot(
     if isinstance(groups, GroupedRows) and groups.exchange is not None:
         sinks = [groups.exchange.guard(sink) for sink in sinks]
     weight = CodedWeight(codes, sinks[0] if sinks else None, None)
-    return ragged_product(config, x, weight, NonDifferentiable(groups, seeds, state, weight_amax))
+    return ragged_product(config, x, weight, NonDifferentiable(groups, seeds, state, weight_amax, row_amaxes))
 
 
 def _check_rows(x: jax.Array, group_sizes: Any) -> None:

@@ -14,6 +14,7 @@ from qshard.jax._delayed_scaling import LinearState, observe_all
 from qshard.jax._experts.expert_parallel import GroupedRows, quantize_dispatched
 from qshard.jax._experts.tiles import expert_products, quantize_tiles, row_product, tiles_of
 from qshard.jax._gemm import grouped_gemm
+from qshard.jax._nn.activations import gate_up_and_amaxes, gate_up_grad_and_amaxes
 from qshard.jax._nn.linear_vjp import keep_planes
 from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.second_derivatives import rules_of_product
@@ -26,47 +27,58 @@ from qshard.recipes import Recipe, Role, check_weight_format
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Static options of a call. `axes` shard the rows of an expert, and `sharding` describes one expert's weight."""
+    """Static options of a call. `axes` shard the rows of an expert, and `sharding` describes one expert's weight.
+
+    With `swiglu` the result is SwiGLU of the product. Both are one function with a gradient, because the kernel that
+    computes the gradient of SwiGLU gives the amaxes of its rows, and the product quantizes it.
+    """
 
     recipe: Recipe
     sharding: WeightSharding
     axes: tuple[str, ...]
     learns: bool
     reshard_after_forward: bool
+    swiglu: bool = False
 
 
 class NonDifferentiable(NamedTuple):
     """Arguments without a gradient, except for `state`, which gets a cotangent. Seeds are `[E, 2]`.
 
-    `groups` are the sizes of groups, `[E]`, or padded rows.
+    `groups` are the sizes of groups, `[E]`, or padded rows. `row_amaxes` are the amaxes of the rows of x, if known.
     """
 
     groups: jax.Array | GroupedRows
     seeds: jax.Array | None
     state: LinearState | None
     weight_amax: jax.Array | None
+    row_amaxes: jax.Array | None = None
 
 
 class Residuals(NamedTuple):
     """The values saved for backward. Planes have tiles or experts as their first axis.
 
-    Fields as in `linear_vjp.Residuals`.
+    Fields as in `linear_vjp.Residuals`. `gate_up` is the product, if SwiGLU follows.
     """
 
     x: QuantizedArray
     w: QuantizedArray
     given: NonDifferentiable
     amaxes: tuple[jax.Array | None, jax.Array | None]
+    gate_up: jax.Array | None
+
+
+Result = tuple[jax.Array, jax.Array | None]
+"""The result, and with SwiGLU the amax of each of its rows."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ragged_product(config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable) -> jax.Array:
+def ragged_product(config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable) -> Result:
     return _forward(config, x, w, given, learns=False)[0]
 
 
 def _forward(
     config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable, *, learns: bool = True
-) -> tuple[jax.Array, Residuals]:
+) -> tuple[Result, Residuals]:
     recipe, sharding, rows, none = config.recipe, config.sharding, Usage.ROWWISE, Usage(0)
     groups = _rows_of(recipe, x, given)
     x_saved = _stored_rows(recipe, Role.ACTIVATION, x) if learns and config.learns else none
@@ -78,12 +90,20 @@ def _forward(
     y = row_product(xq, whole, sharding.contracted, groups.y, x.dtype, fast=True)
     if learns and not config.reshard_after_forward:
         wq = whole if w_saved is read else _gather_plane(config, wq, w_saved)
-    saved = Residuals(keep_planes(xq, x_saved), keep_planes(wq, w_saved), given, (x_amax, w_amax))
-    return groups.combine(y, Role.GRADIENT), saved
+    y, gate_up, row_amaxes = groups.combine(y, Role.GRADIENT), None, None
+    if config.swiglu:
+        gate_up = y
+        y, row_amaxes = gate_up_and_amaxes(gate_up)
+    given = given._replace(row_amaxes=None)
+    saved = Residuals(keep_planes(xq, x_saved), keep_planes(wq, w_saved), given, (x_amax, w_amax), gate_up)
+    return (y, row_amaxes), saved
 
 
-def _backward(config: Config, saved: Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, NonDifferentiable]:
-    recipe, given, wq = config.recipe, saved.given, saved.w
+def _backward(config: Config, saved: Residuals, grads: Result) -> tuple[jax.Array, CodedWeight, NonDifferentiable]:
+    recipe, given, wq, dy = config.recipe, saved.given, saved.w, grads[0]
+    if saved.gate_up is not None:
+        dy, row_amaxes = gate_up_grad_and_amaxes(saved.gate_up, dy)
+        given = given._replace(row_amaxes=row_amaxes)
     if config.sharding.gather_axes and config.reshard_after_forward:
         wq, dy = barrier(wq, dy)
         wq = _gather_plane(config, wq, source(recipe.weight, config.sharding.contracted_back))
@@ -101,7 +121,7 @@ def _backward(config: Config, saved: Residuals, dy: jax.Array) -> tuple[jax.Arra
     observed = None
     if given.state is not None:
         observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
-    nothing: Any = NonDifferentiable(None, None, observed, None)  # type: ignore[arg-type]
+    nothing: Any = NonDifferentiable(None, None, observed, None, None)  # type: ignore[arg-type]
     return groups.combine(dx, Role.ACTIVATION), CodedWeight(None, dw, None), nothing
 
 
@@ -122,7 +142,7 @@ def _quantize_rows(
     options: dict[str, Any] = {"axes": config.axes, "seeds": given.seeds, "scales": _scales(given, role)}
     exchange = groups.exchange_of(role)
     if exchange is None:
-        return quantize_tiles(x, operand, tiles, **options)
+        return quantize_tiles(x, operand, tiles, row_amaxes=given.row_amaxes, **options)
     return quantize_dispatched(x, operand, tiles, exchange, **options)
 
 

@@ -89,13 +89,14 @@ def quantize_tiles(
     axes: tuple[str, ...],
     seeds: jax.Array | None,
     scales: jax.Array | None,
+    row_amaxes: jax.Array | None = None,
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """Quantize the rows of x `[M, K]` in tiles, with one set of scales per expert.
 
     `axes` are the mesh axes of `shard_map` over which the rows of an expert are sharded. `seeds` are uint32 `[E, 2]`;
-    None rounds to nearest. `scales` `[E]` are the scales of delayed scaling. Returns the codes as one matrix of all
-    padded rows, with one scale or global scale for each expert if the format has one; and under delayed scaling the
-    amax of each expert, `[E]`.
+    None rounds to nearest. `scales` `[E]` are the scales of delayed scaling, and `row_amaxes` `[M]` the amaxes of the
+    rows of x, if known. Returns the codes as one matrix of all padded rows, with one scale or global scale for each
+    expert if the format has one; and under delayed scaling the amax of each expert, `[E]`.
     """
     planes, amax = quantize_rows(
         partitionable_ops,
@@ -106,6 +107,7 @@ def quantize_tiles(
         scale=scales,
         seeds=operand.seed_of(seeds, xor_words),
         reduce_max=max_over(axes),
+        row_amaxes=row_amaxes,
     )
     return QuantizedArray(format=operand.format, dtype=x.dtype, axes=(None, None)).with_planes(planes), amax
 

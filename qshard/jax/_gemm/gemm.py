@@ -68,6 +68,8 @@ def gemm(
       The product, with the free axes of `a`, then of `b`; and a scale that is still to be applied, or None.
     """
     a_stored, b_stored = stored_for(a.format, b.format, a_contracted), stored_for(b.format, a.format, b_contracted)
+    if b_stored not in b.planes and not b.format.transposes:
+        b_stored = Usage.ROWWISE  # A frozen weight with blocks along K alone: its values are contracted along N.
     # A float16 result could overflow before it is scaled.
     narrow = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
     if not multiplies_codes(a.format, b.format):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import lax
 from qshard._core.losses import WORD, LossRule, check_num_classes, check_rows, count_classes, wrong_label
 from qshard.jax._ops.mesh import AxisName, types_tell
 from qshard.jax._ops.validation import as_axes, check_array, check_dtype
-from qshard.jax._sharding.row_partitioning import Names, RowSharding, on_devices
+from qshard.jax._sharding.row_partitioning import Names, RowFunction, RowSharding, on_devices
 
 _IGNORED, _NO_CLASS = -1, -2
 """Labels of ignored rows and of invalid labels, once `RowLoss._local_labels` has renumbered classes."""
@@ -166,42 +166,37 @@ class RowLoss:
         return turned.astype(jnp.int32), self.rule.options | {"ignore_index": _IGNORED}
 
 
-@dataclass(frozen=True)
-class _Losses:
-    op: ClassVar[str] = "cross_entropy"
-    xla_shards_rows: ClassVar[bool] = True
-    takes: ClassVar[tuple[str, ...]] = ("rows classes", "rows")
-    gives: ClassVar[tuple[str, ...]] = ("rows", "rows")
-    of: RowLoss
-
-    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return self.of.losses(sharding, *operands)
+def _losses_of(of: RowLoss, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return _on_devices(of, RowLoss.losses, ("rows classes", "rows"), ("rows", "rows"), operands)
 
 
-@dataclass(frozen=True)
-class _Gradient:
-    op: ClassVar[str] = "cross_entropy"
-    xla_shards_rows: ClassVar[bool] = True
-    takes: ClassVar[tuple[str, ...]] = ("rows classes", "rows", "rows", "rows")
-    gives: ClassVar[tuple[str, ...]] = ("rows classes",)
-    of: RowLoss
+def _gradient_of(of: RowLoss, *operands: jax.Array) -> jax.Array:
+    (d,) = _on_devices(of, _gradients, ("rows classes", "rows", "rows", "rows"), ("rows classes",), operands)
+    return d
 
-    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return (self.of.gradient(sharding, *operands),)
+
+def _gradients(of: RowLoss, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    return (of.gradient(sharding, *operands),)
+
+
+def _on_devices(
+    of: RowLoss, body: Any, takes: tuple[str, ...], gives: tuple[str, ...], operands: Sequence[jax.Array]
+) -> tuple[jax.Array, ...]:
+    return on_devices(RowFunction("cross_entropy", body, of, takes, gives, xla_shards_rows=True), of.names, *operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(of: RowLoss, logits: jax.Array, labels: jax.Array) -> jax.Array:
-    return on_devices(_Losses(of), of.names, logits, labels)[0]
+    return _losses_of(of, logits, labels)[0]
 
 
 def _losses_forward(of: RowLoss, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    losses, lse = on_devices(_Losses(of), of.names, logits, labels)
+    losses, lse = _losses_of(of, logits, labels)
     return losses, (logits, labels, lse)
 
 
 def _losses_backward(of: RowLoss, saved: tuple[jax.Array, ...], grad: jax.Array) -> tuple[jax.Array, None]:
-    (d,) = on_devices(_Gradient(of), of.names, *saved, RowSharding(of.names).of_losses(grad))
+    d = _gradient_of(of, *saved, RowSharding(of.names).of_losses(grad))
     return shard_as(d, saved[0]), None
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from qshard.jax._losses.quantized_head import QuantizedHead, check_recipe
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.mesh import AxisName
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, seed_words
-from qshard.jax._sharding.row_partitioning import RowSharding, on_devices
+from qshard.jax._sharding.row_partitioning import RowFunction, RowSharding, on_devices
 from qshard.op_table import table
 from qshard.recipes import Recipe, RecipeLike
 
@@ -167,8 +167,9 @@ class Head:
         w: jax.Array,
         labels: jax.Array,
         grad: jax.Array,
-        lse: jax.Array | None = None,
         seed: jax.Array | None = None,
+        *,
+        lse: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
         """Compute losses and the gradients of x and w, the latter in float32.
 
@@ -262,59 +263,50 @@ def _zeros(shape: tuple[int, ...], like: jax.Array, dtype: Any = jnp.float32) ->
     return lax.pcast(zeros, varying, to="varying") if varying else zeros
 
 
-@dataclass(frozen=True)
-class _Losses:
-    op: ClassVar[str] = "linear_cross_entropy"
-    xla_shards_rows: ClassVar[bool] = False
-    takes: ClassVar[tuple[str, ...]] = ("rows K", "classes K", "rows")
-    gives: ClassVar[tuple[str, ...]] = ("rows", "rows")
-    head: Head
-
-    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        return self.head.losses(sharding, *operands)
+Seeds = jax.Array | None
 
 
-@dataclass(frozen=True)
-class _LossesAndGradients:
-    op: ClassVar[str] = "linear_cross_entropy"
-    xla_shards_rows: ClassVar[bool] = False
-    takes: ClassVar[tuple[str, ...]] = ("rows K", "classes K", "rows", "rows")
-    gives: ClassVar[tuple[str, ...]] = ("rows", "rows K", "classes K")
-    head: Head
-
-    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        x, w, labels, grad, *seed = operands
-        return self.head.gradients(sharding, x, w, labels, grad, None, *seed)
+def _losses_of(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, ...]:
+    return _on_devices(head, Head.losses, ("rows K", "classes K", "rows"), ("rows", "rows"), (x, w, labels), seed)
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    op: ClassVar[str] = "linear_cross_entropy"
-    xla_shards_rows: ClassVar[bool] = False
-    takes: ClassVar[tuple[str, ...]] = ("rows K", "classes K", "rows", "rows", "rows")
-    gives: ClassVar[tuple[str, ...]] = ("rows K", "classes K")
-    head: Head
+def _gradients_of(
+    head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, grad: jax.Array, lse: jax.Array | None, seed: Seeds
+) -> tuple[jax.Array, ...]:
+    """Compute losses and gradients of x and w; without losses if `lse` is passed."""
+    takes, operands = ("rows K", "classes K", "rows", "rows"), (x, w, labels, grad)
+    if lse is None:
+        return _on_devices(head, Head.gradients, takes, ("rows", "rows K", "classes K"), operands, seed)
+    return _on_devices(head, _gradients_again, (*takes, "rows"), ("rows K", "classes K"), (*operands, lse), seed)
 
-    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        x, w, labels, grad, lse, *seed = operands
-        return self.head.gradients(sharding, x, w, labels, grad, lse, *seed)[1:]
+
+def _gradients_again(head: Head, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Compute gradients without losses, from operands that include lse."""
+    x, w, labels, grad, lse, *seed = operands
+    return head.gradients(sharding, x, w, labels, grad, seed[0] if seed else None, lse=lse)[1:]
+
+
+def _on_devices(
+    head: Head, body: Any, takes: tuple[str, ...], gives: tuple[str, ...], operands: Sequence[jax.Array], seed: Seeds
+) -> tuple[jax.Array, ...]:
+    function = RowFunction("linear_cross_entropy", body, head, takes, gives)
+    drawn = () if seed is None else (seed,)
+    return on_devices(function, head.of.names, *operands, *drawn, spreads=head.recipe is None)
 
 
 # --- gradients computed with the loss ---
 
-Seeds = jax.Array | None
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _early(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> jax.Array:
-    losses, _ = _losses_of(head, _Losses(head), x, w, labels, *_optional(seed))
+    losses, _ = _losses_of(head, x, w, labels, seed)
     return losses.sum() / head.count(labels)
 
 
 def _early_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, Any]:
     count = head.count(labels)
     share = jnp.broadcast_to(1 / count, labels.shape)
-    losses, dx, dw = _losses_of(head, _LossesAndGradients(head), x, w, labels, share, *_optional(seed))
+    losses, dx, dw = _gradients_of(head, x, w, labels, share, None, seed)
     return losses.sum() / count, (shard_as(dx, x), shard_as(dw, w))
 
 
@@ -332,27 +324,19 @@ _early.defvjp(_early_forward, _early_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _late(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> jax.Array:
-    return _losses_of(head, _Losses(head), x, w, labels, *_optional(seed))[0]
+    return _losses_of(head, x, w, labels, seed)[0]
 
 
 def _late_forward(head: Head, x: jax.Array, w: jax.Array, labels: jax.Array, seed: Seeds) -> tuple[jax.Array, Any]:
-    losses, lse = _losses_of(head, _Losses(head), x, w, labels, *_optional(seed))
+    losses, lse = _losses_of(head, x, w, labels, seed)
     return losses, (x, w, labels, lse, seed)
 
 
 def _late_backward(head: Head, saved: Any, grad: jax.Array) -> tuple[jax.Array | None, ...]:
     x, w, labels, lse, seed = saved
     grad = RowSharding(head.of.names).of_losses(grad)
-    dx, dw = _losses_of(head, _Gradients(head), x, w, labels, grad, lse, *_optional(seed))
+    dx, dw = _gradients_of(head, x, w, labels, grad, lse, seed)
     return shard_as(dx, x), shard_as(dw.astype(w.dtype), w), None, None
 
 
 _late.defvjp(_late_forward, _late_backward)
-
-
-def _losses_of(head: Head, function: Any, *operands: jax.Array) -> tuple[jax.Array, ...]:
-    return on_devices(function, head.of.names, *operands, spreads=head.recipe is None)
-
-
-def _optional(seed: Seeds) -> tuple[jax.Array, ...]:
-    return () if seed is None else (seed,)

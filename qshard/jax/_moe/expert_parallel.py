@@ -4,8 +4,7 @@
               dispatch                                  combine
 
 Forward dispatches rows of tokens and combines rows of y; backward dispatches gradients of y and combines gradients of
-rows. Formats with one scale for each expert dispatch codes (`_experts/expert_parallel.py`). Results are combined as
-values.
+rows. `_experts/expert_parallel.py` says when codes are dispatched. Results are combined as values.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ import jax
 from qshard._core.validation import join_names
 from qshard.jax._experts.expert_parallel import exchanged_rows
 from qshard.jax._experts.token_exchange import TokenExchange, check_capacity, device_count
-from qshard.jax._nn.activations import swiglu_gate_up
 from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.validation import as_axes
 from qshard.recipes import Recipe
 
-Product = Callable[[int, jax.Array, Any, Any], jax.Array]
-"""A ragged product. Arguments: its number, rows, the weights, and the rows of each expert."""
+Products = Callable[[jax.Array, Any, Any, Any, Any], jax.Array]
+"""Both ragged products, with SwiGLU between. Arguments: rows, the rows of each expert for both, and both weights."""
 
 
 def expert_axes(ep_axis: Any, axis_name: Any, capacity_factor: Any) -> tuple[str, ...]:
@@ -40,7 +38,7 @@ def expert_axes(ep_axis: Any, axis_name: Any, capacity_factor: Any) -> tuple[str
 
 
 def parallel_mlp(
-    product: Product,
+    products: Products,
     rows: jax.Array,
     w13: Any,
     w2: Any,
@@ -54,10 +52,9 @@ def parallel_mlp(
     exchange = TokenExchange.of(group_sizes, rows.shape[0], axes, capacity_factor)
     if recipe is None:
         w13, w2, sizes = exchange.guard(w13), exchange.guard(w2), exchange.group_sizes
-        y = product(1, swiglu_gate_up(product(0, _dispatch(rows, exchange), w13, sizes)), w2, sizes)
-        return _combine(y, exchange)
+        return _combine(products(_dispatch(rows, exchange), sizes, sizes, w13, w2), exchange)
     first, second = exchanged_rows(exchange, recipe)
-    return product(1, swiglu_gate_up(product(0, rows, w13, first)), w2, second)
+    return products(rows, first, second, w13, w2)
 
 
 @jax.custom_vjp

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 from qshard._core.moe import check_mlp
 from qshard.jax._delayed_scaling import LinearState
-from qshard.jax._experts.ragged_dot import ragged_dot
+from qshard.jax._experts.ragged_dot import product_and_amaxes
+from qshard.jax._experts.ragged_dot_vjp import Result
 from qshard.jax._experts.token_exchange import device_count
 from qshard.jax._moe.expert_parallel import expert_axes, parallel_mlp
 from qshard.jax._moe.permutation import moe_permutation, moe_permute, moe_unpermute
-from qshard.jax._nn.activations import swiglu_gate_up
 from qshard.jax._ops.mesh import AxisName, Spec
 from qshard.jax._ops.validation import Seed, check_array, check_dtype
 from qshard.jax._quantized.array import QuantizedArray
@@ -111,23 +111,27 @@ def grouped_mlp(
     axes = expert_axes(ep_axis, axis_name, capacity_factor)
     k, experts = jnp.shape(indices)[-1], shapes[0][0] * device_count(axes)
 
-    def product(number: int, rows: jax.Array, w: Any, groups: Any) -> jax.Array:
-        given: dict[str, Any] = {
-            "seed": None if seeds is None else seeds[number],
-            "state": None if states is None else states[number],
-        }
-        return ragged_dot(
-            rows,
-            w,
-            groups,
-            recipe,
-            weight_layout=weight_layout,
-            weight_spec=weight_spec,
-            gather_axis=gather_axis,
-            reshard_after_forward=reshard_after_forward,
-            axis_name=axis_name,
-            **given,
-        )
+    def products(rows: jax.Array, of_w13: Any, of_w2: Any, v13: Any, v2: Any) -> jax.Array:
+        """Multiply rows by `v13`, apply SwiGLU, and multiply by `v2`. `of_w13` and `of_w2` are the rows of experts."""
+
+        def product(number: int, rows: jax.Array, w: Any, groups: Any, **passed: Any) -> Result:
+            return product_and_amaxes(
+                rows,
+                w,
+                groups,
+                recipe,
+                weight_layout=weight_layout,
+                weight_spec=weight_spec,
+                gather_axis=gather_axis,
+                reshard_after_forward=reshard_after_forward,
+                axis_name=axis_name,
+                seed=None if seeds is None else seeds[number],
+                state=None if states is None else states[number],
+                **passed,
+            )
+
+        h, amaxes = product(0, rows, v13, of_w13, swiglu=True)
+        return product(1, h, v2, of_w2, row_amaxes=amaxes)[0]
 
     x, indices, weights = jnp.asarray(x), jnp.asarray(indices), jnp.asarray(weights)
     permutation = moe_permutation(indices.reshape(-1, k), experts)
@@ -135,10 +139,10 @@ def grouped_mlp(
     sizes = permutation.group_sizes
     if axes and rows.shape[0]:
         made = None if recipe is None else as_recipe(recipe, "grouped_mlp")
-        y = parallel_mlp(product, rows, w13, w2, sizes, made, axes, capacity_factor)
+        y = parallel_mlp(products, rows, w13, w2, sizes, made, axes, capacity_factor)
     else:
         sizes = sizes[: shapes[0][0]]
-        y = product(1, swiglu_gate_up(product(0, rows, w13, sizes)), w2, sizes)
+        y = products(rows, sizes, sizes, w13, w2)
     return moe_unpermute(y, permutation, weights.reshape(-1, k)).reshape(*x.shape[:-1], y.shape[-1])
 
 

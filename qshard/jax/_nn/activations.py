@@ -1,8 +1,8 @@
 """SwiGLU and RMSNorm, bit-equal to the PyTorch front end and the reference, and their quantizing forms.
 
 XLA fuses nothing across custom calls, so `linear` reads the result of `swiglu` or `rms_norm` again for a per-tensor
-amax. `swiglu_quantize` and `rms_norm_quantize` take the amax from the pass that computes the result, but have no
-gradient.
+amax. Between the products of `grouped_mlp`, amaxes of rows are passed on instead. `swiglu_quantize` and
+`rms_norm_quantize` take the amax from the pass that computes the result, but have no gradient.
 """
 
 from __future__ import annotations
@@ -249,9 +249,21 @@ _swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 @jax.custom_vjp
 def swiglu_gate_up(gate_up: jax.Array) -> jax.Array:
     """Compute `swiglu` of rows `[..., 2 I]`, gate then up, as one product gives them. It copies neither half."""
+    return gate_up_and_amaxes(gate_up)[0]
+
+
+def gate_up_and_amaxes(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute `swiglu_gate_up`, and the amax of each row of the result, fp32. Without a derivative."""
     halves = _halves(gate_up)
-    h: jax.Array = ops.swiglu_gate_up(halves, lead=halves.ndim - 2)[0]
-    return h
+    h, amaxes = ops.swiglu_gate_up(halves, lead=halves.ndim - 2)
+    return h, amaxes
+
+
+def gate_up_grad_and_amaxes(gate_up: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute the gradient of `gate_up` from the gradient of the result, and the amax of each of its rows."""
+    halves = _halves(gate_up)
+    made, amaxes = ops.swiglu_gate_up_grad(halves, grad, lead=halves.ndim - 2)
+    return made.reshape(gate_up.shape), amaxes
 
 
 def _halves(gate_up: jax.Array) -> jax.Array:
@@ -259,16 +271,10 @@ def _halves(gate_up: jax.Array) -> jax.Array:
     return gate_up.reshape(*lead, 2, size // 2)  # Not -1, for arrays without rows.
 
 
-def _gate_up_forward(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return swiglu_gate_up(gate_up), gate_up
-
-
-def _gate_up_backward(gate_up: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
-    halves = _halves(gate_up)
-    return (ops.swiglu_gate_up_grad(halves, grad, lead=halves.ndim - 2)[0].reshape(gate_up.shape),)
-
-
-swiglu_gate_up.defvjp(_gate_up_forward, _gate_up_backward)
+swiglu_gate_up.defvjp(
+    lambda gate_up: (swiglu_gate_up(gate_up), gate_up),
+    lambda gate_up, grad: (gate_up_grad_and_amaxes(gate_up, grad)[0],),
+)
 
 
 def _check_pair(op: str, gate: Any, up: Any) -> tuple[jax.Array, jax.Array]:

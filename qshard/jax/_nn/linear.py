@@ -93,7 +93,8 @@ def linear(
       x: float32, bfloat16 or float16, `[*lead, K]`.
       w: `[N, K]` of one of these dtypes; fp32 master weights need no cast. Or codes in the recipe's format for weights:
         a frozen `QuantizedArray`; a `PrimaryWeight`, which `value_and_grad` differentiates; or a `CodedWeight`, which
-        says where its gradient goes.
+        says where its gradient goes. A frozen `[N, K]` may have blocks of one row, as engines write them, where the
+        recipe has 2-D blocks: `dx` then multiplies its values.
       recipe: the recipe, or its name, such as "MXFP8".
       weight_layout: "NK", or "KN" for a `w` of `[K, N]` as in flax: `y = x @ w`, with the same bits and as many GEMMs
         and gathers. Codes that are passed as `w` have this layout too.

@@ -332,5 +332,6 @@ def whole_weight(config: Config, w: CodedWeight, given: NonDifferentiable) -> Qu
 def _gather_plane(config: Config, codes: Any, usage: Usage) -> QuantizedArray:
     """Gather one plane of w from local codes."""
     whole: QuantizedArray = config.shards.gather(keep_planes(codes, usage)) if config.gathers else codes
-    check_weight_format(config.op, "w", whole.format, config.recipe)
+    is_frozen = not (config.gathers or config.learns) and config.sharding.layout == "NK"
+    check_weight_format(config.op, "w", whole.format, config.recipe, frozen=is_frozen)
     return whole

@@ -118,7 +118,7 @@ class Op:
         self.spec = spec
         self._in_place = dict(in_place or {})
         first = spec.inputs[0].terms
-        self._has_leading_axes = isinstance(first[0], str)
+        self._has_leading_axes = spec.inputs[0].has_leading_axes
         alike = {operand.terms for operand in spec.inputs} - {("...",)} | {operand.terms for operand in spec.outputs}
         self._elementwise = alike == {first[:1]} and self._has_leading_axes
         jax.ffi.register_ffi_target_as_batch_partitionable(target_of(spec.name))
@@ -251,7 +251,7 @@ class Op:
         if not self._has_leading_axes:
             return _loop(functools.partial(self._primitive.bind, shapes=shapes, **options), operands, axes)
         size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-        grow = [isinstance(operand.terms[0], str) for operand in self.spec.inputs]  # Other operands serve all examples.
+        grow = [operand.has_leading_axes for operand in self.spec.inputs]  # Other operands serve all examples.
         if any(axis is not None and not grows for axis, grows in zip(axes, grow, strict=True)):
             fixed = next(o.name for o, grows in zip(self.spec.inputs, grow, strict=True) if not grows)
             raise NotImplementedError(f"{self.spec.name}: {fixed} cannot be batched by vmap; use jax.lax.map")

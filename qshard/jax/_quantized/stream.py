@@ -16,7 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import Description
 from qshard._core.validation import FormatLike, as_format, quote
-from qshard._files.engine_stream import DEFAULT_BUCKET, EngineWeight, buckets, check_stream, check_weight, named_tensors
+from qshard._files.engine_stream import (
+    DEFAULT_BUCKET,
+    EngineWeight,
+    StreamTensor,
+    buckets,
+    check_stream,
+    stream_tensors,
+)
 from qshard.formats import FLOATS, Format, Usage
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import WeightLayout, as_layout, gather
@@ -73,7 +80,7 @@ def stream_weights(
         raise ValueError(f"{OP}: params have no weight to quantize; pass weight_format=, such as 'FP8_128x128'")
     for item in items:
         if item.fmt is not None:
-            check_weight(format, EngineWeight(item.name), item.what, OP)
+            _plan_tensors(format, item.name, item.what)
     return _tensors(items, format, dtype, bucket_bytes)
 
 
@@ -127,18 +134,41 @@ def _items(params: Any, formats: Formats | None, layout: WeightLayout) -> list[_
     return found
 
 
+@functools.lru_cache(maxsize=4096)
+def _plan_tensors(format: str, name: str, what: Description) -> tuple[StreamTensor, ...]:
+    """Return the tensors of a weight; the name is for errors."""
+    return stream_tensors(format, EngineWeight(name), what, OP)
+
+
+class _How(NamedTuple):
+    """How a leaf is cast, gathered and encoded: the static part of its bucket's program.
+
+    `tensors` are those of a weight of the engine; None: the leaf stays a value.
+    """
+
+    fmt: Format | None
+    layout: WeightLayout
+    sharding: NamedSharding | None
+    tensors: tuple[StreamTensor, ...] | None
+
+
 def _tensors(items: Sequence[_Item], format: str, dtype: Any, bucket_bytes: int) -> Iterator[tuple[str, jax.Array]]:
+    """Yield the tensors. Each bucket is dispatched before the caller gets the tensors of the one before."""
+    dtype = None if dtype is None else np.dtype(dtype)
+    pending: list[tuple[str, jax.Array]] = []
     for bucket in buckets([item.nbytes for item in items], bucket_bytes):
         members = [items[i] for i in bucket]
-        how = tuple((item.fmt, item.layout, _sharding_of(item.value)) for item in members)
-        whole = _program(how, None if dtype is None else np.dtype(dtype))([item.value for item in members])
-        for item, made in zip(members, whole, strict=True):
-            if item.fmt is None:
-                yield item.name, made
-                continue
-            weight = EngineWeight(item.name)
-            for name, kind, array in named_tensors(format, weight, item.what, Plane(*made), jnp, OP):
-                yield name, lax.bitcast_convert_type(array, jnp.float8_e4m3fn) if kind == "F8_E4M3" else array
+        planned = [None if item.fmt is None else _plan_tensors(format, item.name, item.what) for item in members]
+        pairs = zip(members, planned, strict=True)
+        how = tuple(_How(item.fmt, item.layout, _sharding_of(item.value), tensors) for item, tensors in pairs)
+        whole = _program(how, dtype)([item.value for item in members])
+        yield from pending
+        pending = []
+        for item, tensors, arrays in zip(members, planned, whole, strict=True):
+            suffixes = [""] if tensors is None else [each.suffix for each in tensors]
+            pending += [(f"{item.name}{suffix}", array) for suffix, array in zip(suffixes, arrays, strict=True)]
+        del whole
+    yield from pending
 
 
 def _sharding_of(value: Any) -> NamedSharding | None:
@@ -149,34 +179,35 @@ def _sharding_of(value: Any) -> NamedSharding | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _program(
-    how: tuple[tuple[Format | None, WeightLayout, NamedSharding | None], ...], dtype: Any
-) -> Callable[[list[Any]], list[Any]]:
-    """Return the jitted cast and gather of a bucket."""
+def _program(how: tuple[_How, ...], dtype: Any) -> Callable[[list[Any]], list[list[Any]]]:
+    """Return the jitted cast, gather and encoding of a bucket: the tensors of each leaf."""
 
-    def run(values: list[Any]) -> list[Any]:
-        return [_whole(value, *each, dtype) for value, each in zip(values, how, strict=True)]
+    def run(values: list[Any]) -> list[list[Any]]:
+        return [_whole(value, each, dtype) for value, each in zip(values, how, strict=True)]
 
     return jax.jit(run)
 
 
-def _whole(value: Any, fmt: Format | None, layout: WeightLayout, sharding: NamedSharding | None, dtype: Any) -> Any:
-    """Return a whole leaf on every device: values, or the arrays of a rowwise plane with bytes as uint8."""
-    if fmt is None:
+def _whole(value: Any, how: _How, dtype: Any) -> list[Any]:
+    """Return the tensors of a whole leaf on every device."""
+    sharding = how.sharding
+    if how.fmt is None or how.tensors is None:
         if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating):
             value = value.astype(dtype)
-        return value if sharding is None else lax.with_sharding_constraint(value, _everywhere(sharding))
+        return [value if sharding is None else lax.with_sharding_constraint(value, _everywhere(sharding))]
     if isinstance(value, PrimaryWeight):
         value = value.codes
     if not isinstance(value, QuantizedArray):
-        if layout == "KN":
+        if how.layout == "KN":
             value, sharding = value.T, None if sharding is None else _transpose_sharding(sharding)
-        value = quantize(value, fmt, spec=sharding)
+        value = quantize(value, how.fmt, spec=sharding)
     if sharding is not None:
         axes = [name for entry in sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
         value = gather(value, axes, spec=sharding) if axes else value
     parts = value.plane(Usage.ROWWISE)
-    return [part.view(jnp.uint8) if part is not None and part.dtype.itemsize == 1 else part for part in parts]
+    whole = Plane(*(part.view(jnp.uint8) if part is not None and part.dtype.itemsize == 1 else part for part in parts))
+    arrays = [(each.dtype, each.contents(whole, jnp)) for each in how.tensors]
+    return [lax.bitcast_convert_type(x, jnp.float8_e4m3fn) if kind == "F8_E4M3" else x for kind, x in arrays]
 
 
 def _everywhere(sharding: NamedSharding) -> NamedSharding:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,23 +105,28 @@ class RowSharding:
         return PartitionSpec(*(names or None for names in entries))
 
 
-class RowFunction(Protocol):
-    """A function of rows. Functions that compute the same are equal.
+@dataclass(frozen=True)
+class RowFunction:
+    """A function of rows, `body(options, sharding, *operands)`. Functions with equal options are equal.
 
     Attributes:
-      xla_shards_rows: whether XLA can shard rows without a custom partitioning rule, as for ops.
+      op: the public function, for errors.
+      body: returns the local results for a `RowSharding` and the local operands.
+      options: the static options of a call, hashable.
       takes: the forms of the operands. The first operand has rows.
       gives: the forms of the results.
+      xla_shards_rows: whether XLA can shard rows without a custom partitioning rule, as for ops.
     """
 
-    op: ClassVar[str]
-    xla_shards_rows: ClassVar[bool]
-    takes: ClassVar[tuple[str, ...]]
-    gives: ClassVar[tuple[str, ...]]
+    op: str
+    body: Callable[..., tuple[jax.Array, ...]]
+    options: Any
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    xla_shards_rows: bool = False
 
-    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]: ...
-
-    def __hash__(self) -> int: ...
+    def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        return self.body(self.options, sharding, *operands)
 
 
 def on_devices(

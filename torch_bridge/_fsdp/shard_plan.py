@@ -1,0 +1,134 @@
+"""Shape, position and casts of the local shard of a weight. `scale_state.py` has the glossary."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from qshard._core.flat_shards import FlatSlice
+from qshard._core.placement import Box, box_amax, cast_box
+from qshard.formats import Format, Usage
+from qshard.layout import plane, splits_stack, stack_plane
+from qshard.torch_bridge._ops.bind import dtype_name, into, ops
+from qshard.torch_bridge._ops.foreach import xp
+
+
+class ShardPlan:
+    """Shape, position and casts of the local shard of one weight. Computed once for each weight and sharding.
+
+    A scale needs the amax of its whole block, and shard boundaries may split blocks. So ranks merge their amaxes,
+    compute all scales from the result, and each casts its shard with its part of the scales.
+
+    A shard of rows is a flat slice and takes the steps of `_core.flat_shards`, as the slices of optimizers do. So does
+    a shard of columns of a per-tensor format, where positions do not matter. A shard of columns of a block format is a
+    box, and its edges may split blocks (`_core.placement`). FSDP2 shards columns into equal parts.
+
+    A weight with three axes is a stack of matrices with their own scales. A shard of whole matrices is a flat slice. A
+    shard of rows or columns of every matrix is a slice of a stack of smaller matrices if a scale serves a whole matrix,
+    and a box of three axes otherwise. So is any shard of a stack if blocks of the flat weight would join rows of two
+    matrices.
+
+    Attributes:
+      device: where ranks compute. An offloaded shard is elsewhere.
+      dim: the axis of the weight that is sharded.
+      is_stack: True for a stack of matrices.
+      buffer_size: bytes of a buffer to cast into. With 4-bit codes one byte more than the padded codes, because a flat
+        slice may start in the middle of a byte; a shard of whole rows leaves it unused.
+      packs_shards: True if 4-bit codes are sharded on another axis than the first: FSDP2, which concatenates shards
+        there, must then be told that there are half as many columns.
+      box: the position of a shard that is not a slice; None if the shard is a slice.
+      block: the elements that share a scale; the whole matrix for per-tensor formats.
+
+    Raises:
+      NotImplementedError: two ranks would share a byte. All of them raise.
+    """
+
+    def __init__(self, name: str, fmt: Format, shape: tuple[int, ...], shard: Tensor, mesh: DeviceMesh, mesh_dim: int):
+        shape = tuple(shape)
+        sizes = zip(shape, shard.shape, strict=True)
+        self.dim = next((dim for dim, (whole, own) in enumerate(sizes) if dim and own != whole), 0)
+        self.is_stack = len(shape) > 2
+        width, ranks, per_byte = shard.shape[-1], mesh.size(mesh_dim), fmt.element.codes_per_byte
+        if width % per_byte:
+            raise NotImplementedError(
+                f"fully_shard: {name} {tuple(shape)} has {ranks} shards of {width} columns, but {per_byte} codes of "
+                f"{fmt} share a byte; shard its rows"
+            )
+        where = (stack_plane if self.is_stack else plane)(fmt, shape, Usage.ROWWISE, op="fully_shard")
+        longest = -(-shape[self.dim] // ranks)  # The split of FSDP2 and `torch.chunk`.
+        start = min(shape[self.dim], longest * mesh.get_local_rank(mesh_dim))
+        self.group, kind = mesh.get_group(mesh_dim), mesh.device_type
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self.fmt, self.shape, self.dtype = fmt, shape, dtype_name(shard.dtype)
+        self.data_shape = where.data_shape
+        padded = [longest if dim == self.dim else size for dim, size in enumerate(shape)]
+        self.padded_shape = (*padded[:-1], width // per_byte)
+        self._padded_strides, self._data_strides = _strides_of(self.padded_shape), _strides_of(self.data_shape)
+        self.buffer_size = math.prod(self.padded_shape) + per_byte - 1
+        self.packs_shards = fmt.element.packed and self.dim != 0
+        self.facts = (self.shape, self.dtype, self.dim, ranks)
+        self.block = (1,) * (len(shape) - 2) + where.scaled_shape
+        self.box: Box | None = None
+        is_slice = fmt.per_tensor or (self.dim == 0 and not (self.is_stack and splits_stack(fmt, shape)))
+        first = start * math.prod(shape[1:]) if self.dim == 0 and is_slice else 0
+        sliced = shape
+        if self.is_stack and self.dim:
+            # With one scale for a matrix, its part on this rank is a matrix too, and their amaxes are merged.
+            sliced = tuple(shard.shape) if fmt.per_tensor else shape
+        self.slice = FlatSlice(sliced, fmt, self.dtype, first, self.is_stack)
+        if not is_slice:
+            starts = tuple(start if dim == self.dim else 0 for dim in range(len(shape)))
+            self.box = Box(shape, starts, tuple(shard.shape))
+
+    def write_box_amaxes(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
+        """Write the amaxes of a box.
+
+        `grid` has one entry for each block of the weight; blocks outside the box stay 0. `whole` is the amax of the
+        shard, or of its part of each matrix, for formats with a global scale.
+        """
+        if self.box is None or not shard.numel():
+            return
+        found = box_amax(ops, xp, shard, self.box, self.block, grid)
+        if whole is None:
+            return
+        if self.is_stack:
+            whole = whole[self.box.start[0] : self.box.stop[0]]
+        whole.copy_(ops.amax_tensor(found, lead=int(self.is_stack)))
+
+    def buffer_in(self, part: Tensor) -> Tensor:
+        """Return a buffer to cast into at the start of `part`, shaped like the padded codes if it has no extra byte."""
+        if self.buffer_size == math.prod(self.padded_shape):
+            return part.as_strided(self.padded_shape, self._padded_strides)
+        return part[: self.buffer_size]
+
+    def padded_view(self, buffer: Tensor) -> Tensor:
+        is_padded = buffer.shape == self.padded_shape
+        return buffer if is_padded else buffer.as_strided(self.padded_shape, self._padded_strides)
+
+    def cast_box(self, shard: Tensor, scale: Tensor, buffer: Tensor) -> None:
+        """Cast a box into a buffer. `FlatPlan.cast` casts slices."""
+        assert self.box is not None
+        if not shard.numel():
+            return
+        codes, of_blocks = self.padded_view(buffer)[: shard.shape[0]], scale[self.box.blocks(self.block)].contiguous()
+        outer = self.box.aligned(self.block)
+        cast = cast_box(into(codes) if outer == self.box else ops, xp, shard, self.box, self.fmt, self.block, of_blocks)
+        if outer != self.box:
+            *rows, columns = self.box.within(outer)
+            first = columns.start // self.fmt.element.codes_per_byte
+            codes.copy_(cast[(*rows, slice(first, first + codes.shape[-1]))])
+
+    def codes(self, gathered: Tensor) -> Tensor:
+        """Return the codes of the weight: a view of the gathered memory without the padding at its end."""
+        return gathered.as_strided(self.data_shape, self._data_strides)
+
+
+def _strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a row-major array."""
+    return tuple(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1]

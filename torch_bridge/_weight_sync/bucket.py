@@ -1,0 +1,208 @@
+"""Buckets of a weight stream: items that are quantized and gathered together, planned once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from qshard._core.quantize_steps import Plane
+from qshard._files.engine_stream import EngineWeight, StreamTensor
+from qshard.formats import Usage
+from qshard.torch_bridge._convert.export import quantized_weight
+from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._fsdp.weight import plain
+from qshard.torch_bridge._ops.collectives import Gathering
+from qshard.torch_bridge._quantized.plane_programs import transpose
+from qshard.torch_bridge._quantized.quantize import quantize
+from qshard.torch_bridge._quantized.stack import QuantizedStack
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._weight_sync.code_gather import Amaxes, CodeGather, Codes, gather_ranks
+from qshard.torch_bridge._weight_sync.items import OP, Item, device_of, has_delayed_scale, rows_group_of, shard_of
+
+
+class _StreamEntry(NamedTuple):
+    """A tensor of the stream, and its name."""
+
+    name: str
+    tensor: StreamTensor
+
+    def of(self, whole: Plane) -> tuple[str, Tensor]:
+        contents: Tensor = self.tensor.contents(whole, torch)
+        return self.name, contents.view(torch.float8_e4m3fn) if self.tensor.dtype == "F8_E4M3" else contents
+
+
+class _RowGather(NamedTuple):
+    """Tensors that are gathered as values, with the ranks that share their rows."""
+
+    members: list[int]
+    group: dist.ProcessGroup
+    device: torch.device
+
+
+class Bucket:
+    """Items that are gathered together.
+
+    Args:
+      items: the items.
+      values: the tensor of each. Only its sharding, dtype and device count here.
+      format: one of `STREAM_FORMATS`.
+      dtype: dtype of tensors that are not quantized; None: their own.
+    """
+
+    def __init__(self, items: Sequence[Item], values: Sequence[Tensor], format: str, dtype: torch.dtype | None):
+        self.items, self.dtype = items, dtype
+        shards = {i: shard for i, item in enumerate(items) if (shard := shard_of(item, values[i])) is not None}
+        self.gathers: list[tuple[list[int], CodeGather]] = []
+        for key in dict.fromkeys(shard.key for shard in shards.values()):
+            members = [i for i, shard in shards.items() if shard.key == key]
+            gather = CodeGather([shards[i] for i in members], device_of(values[members[0]]))
+            self.gathers.append((members, gather))
+        self.row_gathers: list[_RowGather] = []
+        for i, item in enumerate(items):
+            if item.fmt is None and (group := rows_group_of(values[i])) is not None:
+                self._join_row_gather(i, group, device_of(values[i]))
+        self._tensors = [self._tensors_of(item, format) for item in items]
+
+    def _join_row_gather(self, i: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        for each in self.row_gathers:
+            if each.group is group and each.device == device:
+                each.members.append(i)
+                return
+        self.row_gathers.append(_RowGather([i], group, device))
+
+    def _tensors_of(self, item: Item, format: str) -> list[list[_StreamEntry]]:
+        """Return the tensors of each rank of expert parallelism, or of each expert of a stack."""
+        if item.fmt is None:
+            return []
+        of_ranks: Sequence[Sequence[EngineWeight]] = item.names.of_ranks
+        if item.layout is not None:
+            of_ranks = [item.of_expert(expert) for expert in range(item.experts)]
+        planned: dict[tuple[int, int] | None, tuple[StreamTensor, ...]] = {}
+        found = []
+        for weights in of_ranks:
+            named = []
+            for weight in weights:
+                if weight.rows not in planned:
+                    planned[weight.rows] = item.tensors(format, weight)
+                named += [_StreamEntry(f"{weight.name}{each.suffix}", each) for each in planned[weight.rows]]
+            found.append(named)
+        return found
+
+    def begin(self, values: Sequence[Tensor]) -> BucketPass:
+        """Begin to gather the items: compute amaxes, and begin their reduction. Collective."""
+        return BucketPass(self, values)
+
+    def pairs_of(self, i: int, value: Tensor, plane: Plane | None, rows: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of an item from its gathered plane or values; None: gather them here. Collective."""
+        item = self.items[i]
+        if item.fmt is None:
+            yield from _values(item, _whole(self.cast(value)) if rows is None else rows)
+        elif item.layout is not None:
+            for named, whole in zip(self._tensors[i], _planes_of_stack(item, value), strict=True):
+                yield from (each.of(whole) for each in named)
+        else:
+            own, group = plane or _whole_plane(item, value), item.names.ep_group
+            planes = [own] if group is None else gather_ranks(own, group)
+            for named, whole in zip(self._tensors[i], planes, strict=True):
+                yield from (each.of(whole) for each in named)
+
+    def cast(self, value: Tensor) -> Tensor:
+        """Return a value that is not quantized in the dtype of the stream."""
+        value = value.detach()
+        return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
+
+
+class BucketPass:
+    """One pass over a bucket, in steps that other work may come between. Each step is collective."""
+
+    @torch.no_grad()
+    def __init__(self, bucket: Bucket, values: Sequence[Tensor]):
+        self._bucket, self._values = bucket, values
+        self._amaxes: list[Amaxes] = [gather.reduce([values[i] for i in members]) for members, gather in bucket.gathers]
+        self._codes: list[Codes] = []
+        self._rows: list[Gathering] = []
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Cast the shards, and begin all all-gathers."""
+        bucket = self._bucket
+        self._codes = [gather.send(step) for (_, gather), step in zip(bucket.gathers, self._amaxes, strict=True)]
+        self._amaxes = []
+        for members, group, device in bucket.row_gathers:
+            arrays = [bucket.cast(local_of(self._values[i]).to(device)) for i in members]
+            self._rows.append(Gathering.begin(arrays, group))
+
+    @torch.no_grad()
+    def pairs(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors, once they are gathered."""
+        bucket = self._bucket
+        planes: dict[int, Plane] = {}
+        rows: dict[int, Tensor] = {}
+        for (members, gather), step in zip(bucket.gathers, self._codes, strict=True):
+            planes |= zip(members, gather.planes(step), strict=True)
+        for each, gathering in zip(bucket.row_gathers, self._rows, strict=True):
+            rows |= zip(each.members, gathering.wait(), strict=True)
+        self._codes, self._rows = [], []
+        found: list[tuple[str, Tensor]] = []
+        for i, value in enumerate(self._values):
+            found += bucket.pairs_of(i, value, planes.get(i), rows.get(i))
+        return found
+
+    def abandon(self) -> None:
+        """Wait for collectives that have begun, so that their memory can be freed."""
+        for step in self._amaxes:
+            for work in step.reductions:
+                work.wait()
+        for gathering in (*(each.gathering for each in self._codes), *self._rows):
+            gathering.wait()
+
+
+def _values(item: Item, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor that is not quantized, or its parts under the names of the engine."""
+    group = item.names.ep_group
+    parts = [whole] if group is None else [each.data for each in gather_ranks(Plane(whole, None, None), group)]
+    for weights, own in zip(item.names.of_ranks, parts, strict=True):
+        for weight in weights:
+            yield weight.name, own if weight.rows is None else own[slice(*weight.rows)]
+
+
+def _whole_plane(item: Item, value: Tensor) -> Plane:
+    """Return the rowwise plane of a weight that is not gathered as codes. Collective."""
+    assert item.fmt is not None
+    if isinstance(local_of(value), QuantizedTensor) or has_delayed_scale(value, item.fmt):
+        codes = quantized_weight(value)
+        assert isinstance(codes, QuantizedTensor)
+        return _rowwise(codes, item)
+    return _rowwise(quantize(_whole(plain(value)), item.fmt), item)
+
+
+def _planes_of_stack(item: Item, value: Tensor) -> Iterator[Plane]:
+    """Yield the rowwise plane of each expert of a 3-D parameter, from its codes or its values. Collective."""
+    stack, is_turned = local_of(value), item.layout == "KN"
+    if isinstance(stack, QuantizedStack):
+        for codes in stack.unbind():
+            assert isinstance(codes, QuantizedTensor)
+            whole = _rowwise(codes, item)
+            yield transpose(whole, codes.format) if is_turned else whole
+        return
+    assert item.fmt is not None
+    values = _whole(plain(value))
+    for expert in (values.transpose(-2, -1) if is_turned else values).unbind():
+        yield _rowwise(quantize(expert.contiguous(), item.fmt), item)
+
+
+def _rowwise(codes: QuantizedTensor, item: Item) -> Plane:
+    own = codes.parts(Usage.ROWWISE)
+    if own is None:
+        raise ValueError(f"{OP}: {item.name} has no rowwise plane, which engines read; quantize it with Usage.ROWWISE")
+    return own
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return a whole tensor. Collective for a DTensor."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
