@@ -27,7 +27,7 @@ from bench_grouped import CALLS
 from bench_moe import BASE, RECIPES, Shape
 from qshard.formats import Usage
 from qshard.recipes import Recipe
-from qshard.torch_bridge import grouped_mlp, quantize, topk_routing
+from qshard.torch_bridge import QuantizedStack, grouped_mlp, quantize, topk_routing
 
 DEVICE = "cuda"
 MIB = 2**20
@@ -53,12 +53,10 @@ def contenders(shape: Shape) -> dict[str, Call]:
     w2 = normal(of_rank, local, width, hidden).mul_(hidden**-0.5).requires_grad_()
 
     def both_ways(recipe: Recipe | None, first: Any, second: Any) -> Call:
-        leaves = [each for w in (first, second) for each in ([w] if isinstance(w, Tensor) else w)]
-
         def call() -> Any:
             routing = topk_routing(x @ router.t(), top_k)
             y = grouped_mlp(x, *routing, first, second, recipe, ep_group=dist.group.WORLD)
-            return torch.autograd.grad(y, (x, router, *leaves), dy)
+            return torch.autograd.grad(y, (x, router, first, second), dy)
 
         return call
 
@@ -66,7 +64,8 @@ def contenders(shape: Shape) -> dict[str, Call]:
     for name, recipe in RECIPES.items():
         made[name] = both_ways(recipe, w13, w2)
         codes = [
-            [quantize(each, recipe.weight, usage=Usage.BOTH).requires_grad_() for each in w.detach()] for w in (w13, w2)
+            QuantizedStack.of([quantize(each, recipe.weight, usage=Usage.BOTH) for each in w.detach()]).requires_grad_()
+            for w in (w13, w2)
         ]
         made[f"{name} codes"] = both_ways(recipe, *codes)
     return made

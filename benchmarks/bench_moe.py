@@ -24,7 +24,7 @@ import rows
 from bench_grouped import milliseconds
 from qshard.formats import Usage
 from qshard.recipes import NAMED, Recipe
-from qshard.torch_bridge import grouped_mlp, quantize, topk_routing
+from qshard.torch_bridge import QuantizedStack, grouped_mlp, quantize, topk_routing
 
 DEVICE = "cuda"
 CODES = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_E4M3")
@@ -94,11 +94,12 @@ def contenders(shape: Shape) -> dict[str, Call]:
     for name, recipe in RECIPES.items():
         made[name] = both_ways(lambda recipe=recipe: layer(recipe, w13, w2))  # type: ignore[misc]
         codes = [
-            [quantize(each, recipe.weight, usage=Usage.BOTH).requires_grad_() for each in w.detach()] for w in (w13, w2)
+            QuantizedStack.of([quantize(each, recipe.weight, usage=Usage.BOTH) for each in w.detach()]).requires_grad_()
+            for w in (w13, w2)
         ]
         made[f"{name} codes"] = both_ways(
             lambda recipe=recipe, codes=codes: layer(recipe, *codes),  # type: ignore[misc]
-            [*codes[0], *codes[1]],
+            codes,
         )
     return made
 

@@ -3,8 +3,8 @@
 The model has the linear layers of transformer blocks in bfloat16. A kind is the format of a serving engine and of the
 weights. A stream quantizes shards, reduces amaxes, gathers codes bucket by bucket, and drops each tensor. Its base is
 one `all_gather_into_tensor` of a whole bucket after the other, with as many bytes in all. `gb_per_s` are the bytes that
-a rank has at the end, by the time of the slowest rank; `above_mib` is the peak memory above the model. Contenders take
-turns, and the median over rounds counts.
+a rank has at the end, by the time of the slowest rank; `above_mib` is the peak memory above the model, and `host_ms`
+the time until rank 0 has issued all work. Contenders take turns, and the median over rounds counts.
 
     torchrun --nproc-per-node 2 benchmarks/bench_stream_weights.py [--blocks 8] [--rounds 5] [--bucket-mib 256]
 """
@@ -47,11 +47,15 @@ class Shape(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Seconds on the slowest rank, bytes that a rank has at the end, and bytes of peak memory above the model."""
+    """Seconds on the slowest rank, bytes that a rank has at the end, and bytes of peak memory above the model.
+
+    `host` are the seconds until this rank has issued all work.
+    """
 
     seconds: float
     nbytes: int
     above: int
+    host: float
 
 
 def model_of(shape: Shape) -> nn.Module:
@@ -94,13 +98,14 @@ def measure(call: Callable[[], int]) -> Measured:
         before = torch.cuda.memory_allocated()
     start = time.perf_counter()
     nbytes = call()
+    host = time.perf_counter() - start
     above = 0
     if DEVICE == "cuda":
         torch.cuda.synchronize()
         above = torch.cuda.max_memory_allocated() - before
     seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=DEVICE)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return Measured(seconds.item(), nbytes, above)
+    return Measured(seconds.item(), nbytes, above, host)
 
 
 def contenders(model: nn.Module, bucket: int, rounds: int) -> dict[str, Measured]:
@@ -115,7 +120,10 @@ def contenders(model: nn.Module, bucket: int, rounds: int) -> dict[str, Measured
         for name, call in calls.items():
             found[name].append(measure(call))
     return {
-        name: each[0]._replace(seconds=statistics.median(one.seconds for one in each)) for name, each in found.items()
+        name: each[0]._replace(
+            seconds=statistics.median(one.seconds for one in each), host=statistics.median(one.host for one in each)
+        )
+        for name, each in found.items()
     }
 
 
@@ -132,6 +140,7 @@ def rows_of(measured: dict[str, Measured]) -> list[dict[str, object]]:
                 "percent_of_all_gather": f"{100 * speed / of_base:.0f}",
                 "gathered_mib": f"{one.nbytes / MIB:.0f}",
                 "above_mib": f"{one.above / MIB:.0f}",
+                "host_ms": f"{1e3 * one.host:.1f}",
             }
         )
     return made

@@ -27,7 +27,8 @@ from qshard.torch_bridge._convert.fsdp1 import prepare_modules_for_fsdp1
 from qshard.torch_bridge._convert.load_quantized import freeze, load_quantized
 from qshard.torch_bridge._convert.quantized_init import quantized_init
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
-from qshard.torch_bridge._experts.grouped_linear import GroupedLinear, grouped_linear
+from qshard.torch_bridge._experts.grouped_linear import grouped_linear
+from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._fsdp.functional import gathered_weight, is_converted
 from qshard.torch_bridge._fsdp.refresh import update_scales
 from qshard.torch_bridge._fsdp.weight import ShardedWeight

@@ -25,14 +25,14 @@ from qshard.torch_bridge._torch_internals import compute_local_shape_and_global_
 T = TypeVar("T")
 
 
-class Ranks:
+class RankReductions:
     """Reductions of `qshard.numerics` over one group per mesh axis: together, all ranks with a part of a tensor."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device):
         self.groups, self.device = groups, device
 
     @classmethod
-    def of_mesh(cls, mesh: DeviceMesh) -> Ranks:
+    def of_mesh(cls, mesh: DeviceMesh) -> RankReductions:
         kind = mesh.device_type
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         return cls([mesh.get_group(axis) for axis in range(mesh.ndim)], device)
@@ -76,7 +76,7 @@ def as_sharded(x: Tensor, op: str) -> ShardedArray:
     )
     shards = [Shard(local, tuple(start))] if is_first else []
     as_float(local[:0] if local.ndim else local, op)  # On replicas too, so that all ranks raise the same error.
-    return of_shards(tuple(x.shape), dtype, shards, Ranks.of_mesh(mesh), op)
+    return of_shards(tuple(x.shape), dtype, shards, RankReductions.of_mesh(mesh), op)
 
 
 class OfModule:

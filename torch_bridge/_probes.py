@@ -28,11 +28,12 @@ from qshard.recipes import Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
-from qshard.torch_bridge._experts.grouped_linear import GroupedLinear, _checked_sizes
+from qshard.torch_bridge._experts.grouped_linear import _checked_sizes
+from qshard.torch_bridge._experts.layer import GroupedLinear
+from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
-from qshard.torch_bridge._moe.experts import Experts
 from qshard.torch_bridge._nn.linear import WeightLayer, _next_seed, _rank_of
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, operand_spec
 from qshard.torch_bridge._numerics import as_sharded
@@ -101,7 +102,11 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     check_group("numerics_of", group)
     modules = {".".join(plain_name(model, name)): module for name, module in model.named_modules()}
     layers = {name: module for name, module in modules.items() if isinstance(module, WeightLayer)}
-    grouped = [module for module in modules.values() if isinstance(module, GroupedLinear)]
+    grouped = [
+        module
+        for module in modules.values()
+        if isinstance(module, GroupedLinear) and not isinstance(module.experts, Experts)
+    ]
     if not layers:
         raise ValueError(
             f"numerics_of: model ({quote(type(model))}) has no converted layer; convert it with a recipe first"
@@ -119,8 +124,8 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
         )
     if experts := [name for name, module in modules.items() if isinstance(module, Experts)]:
         warnings.warn(
-            f"numerics_of: {', '.join(experts)} (3-D parameters of experts) are not measured; use GroupedLinear, whose "
-            "experts are layers",
+            f"numerics_of: {', '.join(experts)} (3-D parameters of experts) are not measured; use a GroupedLinear "
+            "with a layer for each expert",
             stacklevel=2,
         )
     return Watch(layers, group, weights, grouped)
@@ -153,7 +158,7 @@ class Watch:
         for name, layer in self._layers.items():
             self._hook(layer, functools.partial(_Call, self, name, layer))
         for layers in self._grouped:
-            experts = [(names[each], cast(WeightLayer, each)) for each in layers.experts]
+            experts = [(names[each], cast(WeightLayer, each)) for each in cast(nn.ModuleList, layers.experts)]
             self._hook(layers, functools.partial(_ExpertsCall, self, experts))
         return self
 

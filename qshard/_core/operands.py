@@ -161,7 +161,7 @@ def quantize_rows(
 def _amaxes_of_experts(
     ops: Any, x: Array, rows: Array, stops: Array, reduce_max: Reduce | None, *, rotated: bool = False
 ) -> list[Array]:
-    """Return the amaxes `[E]` of the rows of each expert, and with `rotated` also those of its rotated columns."""
+    """Return the amaxes `[E]` of the rows of each expert, and with `rotated` also the amaxes of its rotated columns."""
     amaxes = ops.amax_hadamard_grouped(x, rows, stops) if rotated else (ops.amax_grouped(x, rows, stops),)
     return [amax if reduce_max is None else reduce_max(amax) for amax in amaxes]
 

@@ -151,7 +151,7 @@ class EngineTensor:
         if self.repeats != (1, 1):
             (rows, cols), (down, across) = matrix_shape(self.part_shape), self.repeats
             array = xp.broadcast_to(array.reshape(rows, 1, cols, 1), (rows, down, cols, across))
-        return array.reshape(self.shape)
+        return array if array.shape == self.shape else array.reshape(self.shape)
 
     def decode(self, array: Array) -> Array:
         """Return the array of the plane from the contents of the tensor: the inverse of `encode`.

@@ -19,7 +19,7 @@ CHUNK = 1 << 20
 """Amaxes per all-gather. Each process receives this many from every process."""
 
 
-class Processes:
+class ProcessReductions:
     """Reductions of `qshard.numerics` over all processes of `jax.distributed`."""
 
     def maximum(self, bits: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -58,7 +58,7 @@ def as_sharded(x: Any, op: str) -> ShardedArray:
         for shard in x.addressable_shards
         if shard.replica_id == 0
     ]
-    others = None if x.is_fully_addressable else Processes()
+    others = None if x.is_fully_addressable else ProcessReductions()
     return of_shards(x.shape, dtype, shards, others, op)
 
 

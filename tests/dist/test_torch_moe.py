@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from qshard.torch_bridge import MoE, QuantizedTensor, ZeroOptimizer, update_scales
+from qshard.torch_bridge import MoE, QuantizedTensor, WithMasters, ZeroOptimizer, convert, update_scales
 from support import torch_ranks
 from support.formats import GATHERED, nearest
 from support.torch_models import Wire
@@ -23,18 +23,18 @@ WIDTH, HIDDEN, EXPERTS, TOKENS = 128, 256, 5, 48
 class Block(nn.Module):
     """A residual block of experts."""
 
-    def __init__(self, recipe):
+    def __init__(self, recipe, stacked):
         super().__init__()
-        options = {"num_experts": EXPERTS, "top_k": 2, "shared_intermediate_size": 128}
+        options = {"num_experts": EXPERTS, "top_k": 2, "shared_intermediate_size": 128, "stacked": stacked}
         self.moe = MoE(WIDTH, HIDDEN, recipe=recipe, **options)
 
     def forward(self, x):
         return x + self.moe(x)
 
 
-def model_of(recipe):
+def model_of(recipe, stacked=False):
     torch.manual_seed(0)
-    return Block(recipe).to(torch_ranks.device)
+    return Block(recipe, stacked).to(torch_ranks.device)
 
 
 def tokens(rank, step=0):
@@ -88,6 +88,65 @@ def test_fsdp2_is_one_process(name):
             optimizer.step()
             optimizer.zero_grad()
             update_scales(model)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "NVFP4"])
+def test_stacked_experts_are_separate_ones(name):
+    """FSDP2, both stages of ZeRO and DDP with one parameter for all experts: losses and gradients of a list."""
+    recipe, rank = nearest(GATHERED[name]), dist.get_rank()
+    one, many = model_of(recipe), [model_of(recipe, stacked=True) for _ in range(4)]
+    for module in (many[0].moe, many[0]):
+        fully_shard(module, mesh=torch_ranks.mesh())
+    many[1] = DistributedDataParallel(many[1])
+    optimizers = [ZeroOptimizer(model, lr=1e-3, shard_weights=i == 3) for i, model in enumerate(many[2:], 2)]
+    with Wire() as wire:
+        losses = [loss_of(model, rank) for model in many]
+    assert torch.uint8 in {dtype for dtype, _ in wire.of("allgather")}
+    means = mean_over_ranks(one, 0)
+    for loss in losses:
+        assert loss.item() == pytest.approx(means[rank], rel=ERROR)
+        loss.backward()
+    expected = {weight: p.grad for weight, p in one.named_parameters()}
+    for layer in ("w13", "w2"):
+        each = [expected.pop(f"moe.{layer}.experts.{i}.weight") for i in range(EXPERTS)]
+        expected[f"moe.{layer}.experts.weight"] = torch.stack(each)
+    for model in many[:2]:
+        names = [each.removeprefix("module.") for each, _ in model.named_parameters()]
+        found = dict(zip(names, wholes(model), strict=True))
+        for weight, grad in expected.items():
+            assert (found[weight] - grad).norm() <= ERROR * grad.norm(), weight
+    for model, optimizer in zip(many[2:], optimizers, strict=True):
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss_of(model, rank).item() < losses[0].item() + ERROR
+
+
+@on_ranks(2)
+def test_stacked_experts_as_primary_weights():
+    """Codes as parameters, and a state dict with a weight for each expert."""
+    found = []
+    for primary in (False, True):
+        model = model_of("MXFP8", stacked=True)
+        if primary:
+            convert(model, "MXFP8", primary=True)
+        for module in (model.moe, model):
+            fully_shard(module, mesh=torch_ranks.mesh())
+        optimizer = WithMasters(model.parameters(), torch.optim.SGD, lr=0.1)
+        found.append([])
+        for step in range(3):
+            loss = loss_of(model, dist.get_rank(), step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found[-1].append(loss.item())
+    assert found[0] == found[1]
+    model, listed = model_of("MXFP8", stacked=True), model_of("MXFP8")
+    with torch.no_grad():
+        for weight in listed.parameters():
+            weight.mul_(0.5)
+    model.load_state_dict(listed.state_dict())
+    assert torch.equal(loss_of(model, 0), loss_of(listed, 0))
 
 
 @on_ranks(2)

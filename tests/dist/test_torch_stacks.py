@@ -164,7 +164,6 @@ class Local(Stacks):
 def test_expert_parallelism(axis):
     """FSDP2 gathers codes of the local experts, and values of weights that are sharded within experts."""
     mesh, values = init_device_mesh(torch_ranks.device, (2, 2), mesh_dim_names=("fsdp", "ep")), torch.randn(6, 256, 128)
-    torch.distributed.broadcast(values, 0)
     model = convert(Local({"w": values}), "BlockScaling")
     for name, weight in [*model.named_parameters()]:
         model.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh["ep"], [Shard(axis)])))

@@ -170,11 +170,8 @@ def linear(
     dtype = x.dtype if dtype is None else dtype
     has_grad = torch.is_grad_enabled()
     needs = has_grad and x.requires_grad, has_grad and weight.requires_grad
-    y = _product(
-        _Call(recipe, seed, scale_args, delayed, dtype, sharding, shared, layer, activation_group, is_kn, *needs),
-        x,
-        weight,
-    )
+    call = _Call(recipe, seed, scale_args, delayed, dtype, sharding, shared, layer, activation_group, is_kn, *needs)
+    y = _product(call, x, weight)
     y = y if sharding is None else sharding.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 

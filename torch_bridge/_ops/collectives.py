@@ -58,7 +58,9 @@ class Gathering(NamedTuple):
         if group is None or not arrays or (ranks := dist.get_world_size(group)) == 1:
             return cls(arrays, arrays, None)
         # As bytes: gloo copies all arrays of a call through one buffer of one dtype.
-        sent = [array.contiguous().view(-1).view(torch.uint8) for array in arrays]
+        sent = [
+            each.contiguous() if _is_flat(each) else each.contiguous().view(-1).view(torch.uint8) for each in arrays
+        ]
         outputs = [each.new_empty(ranks * each.numel()) for each in sent]
         return cls(arrays, outputs, _gather_coalesced(group, outputs, sent))
 
@@ -68,7 +70,12 @@ class Gathering(NamedTuple):
             return [*self.arrays]
         self.work.wait()
         pairs = zip(self.outputs, self.arrays, strict=True)
-        return [each.view(own.dtype).view(-1, *own.shape[1:]) for each, own in pairs]
+        return [each if _is_flat(own) else each.view(own.dtype).view(-1, *own.shape[1:]) for each, own in pairs]
+
+
+def _is_flat(array: Tensor) -> bool:
+    """Return whether an array is a list of bytes, as codes and their scales are."""
+    return array.ndim == 1 and array.dtype == torch.uint8
 
 
 def unlike_ranks(facts: bytes, group: Groups, device: torch.device, *, than: int | None = None) -> list[int]:

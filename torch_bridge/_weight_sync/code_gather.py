@@ -15,7 +15,7 @@ the codes of `quantize` of the whole weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from qshard._core.flat_shards import FlatSlice
-from qshard._core.quantize_steps import Plane
+from qshard._core.flat_shards import Bucket, FlatSlice
+from qshard._core.quantize_steps import Plane, Scales
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, plane
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, merge_plan
@@ -123,10 +123,10 @@ class Amaxes(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """The second step of a gather: arrays that are gathered, and scales that all ranks have."""
+    """The second step of a gather: codes and scales that are gathered, and the scales that this rank computed."""
 
     gathering: Gathering
-    planes: list[Plane]
+    scales: list[Scales]
 
 
 class CodeGather:
@@ -142,7 +142,6 @@ class CodeGather:
         self._flat = flat_plan(tuple(each.slice for each in shards), device)
         self._wheres = [plane(each.slice.fmt, each.part_shape, Usage.ROWWISE) for each in shards]
         self._sizes = [each.longest * each.part_shape[1] // each.slice.fmt.element.codes_per_byte for each in shards]
-        self._code_counts = [math.prod(where.data_shape) for where in self._wheres]
         # A slice may start within a byte.
         self._spare = max(each.slice.fmt.element.codes_per_byte for each in shards) - 1 if self._splits_blocks else 0
 
@@ -167,35 +166,63 @@ class CodeGather:
         new = torch.zeros if self._splits_blocks else torch.empty
         buffers = [new(size + self._spare, dtype=torch.uint8, device=self._device) for size in self._sizes]
         self._flat.cast(buffers, step.values, [each.scale for each in scales], pieces=self._splits_blocks)
-        arrays = buffers
         if self._splits_blocks:
             arrays = [buffer[:size] for buffer, size in zip(buffers, self._sizes, strict=True)]
-        planes: list[Plane] = [Plane(None, None)] * len(buffers)
-        for bucket, of_bucket in zip(self._flat.plan.buckets, scales, strict=True):
-            pairs = bucket.split(of_bucket.scale_inv, of_bucket.global_scale_inv)
-            for i, (scale_inv, global_scale_inv) in zip(bucket.indices, pairs, strict=True):
-                planes[i] = Plane(buffers[i], scale_inv, global_scale_inv)
-        if not self._splits_blocks:
-            arrays = [*arrays, *(getattr(planes[i], part) for i, part in self._scales_of_ranks())]
-        return Codes(Gathering.begin(arrays, self._group), planes)
+        else:
+            arrays = [*buffers, *(array for each, of in self._buckets(scales) for array in self._of_rows(each, of))]
+        return Codes(Gathering.begin(arrays, self._group), scales)
 
     def planes(self, step: Codes) -> list[Plane]:
         """Return the rowwise planes of the whole weights, once they are gathered."""
         gathered = step.gathering.wait()
-        found = [
-            each._replace(data=codes.view(-1)[:count].view(where.data_shape))
-            for each, codes, count, where in zip(step.planes, gathered, self._code_counts, self._wheres, strict=False)
-        ]
-        if not self._splits_blocks:
-            scales = gathered[len(found) :]
-            for (i, part), whole in zip(self._scales_of_ranks(), scales, strict=True):
-                found[i] = found[i]._replace(**{part: whole})
-        return found if self._part is None else _join_parts(found, self._wheres, self._part)
+        codes, rest = gathered[: len(self._wheres)], iter(gathered[len(self._wheres) :])
+        if self._splits_blocks:
+            codes = [each[: math.prod(where.data_shape)] for each, where in zip(codes, self._wheres, strict=True)]
+        found: dict[int, Plane] = {}
+        for bucket, of_bucket in self._buckets(step.scales):
+            pairs: Iterable[tuple[Tensor, Tensor | None]]
+            if self._splits_blocks:
+                pairs = bucket.split(of_bucket.scale_inv, of_bucket.global_scale_inv)
+            else:
+                pairs = self._whole_scales(bucket, of_bucket, rest)
+            for i, (scale_inv, global_scale_inv) in zip(bucket.indices, pairs, strict=True):
+                found[i] = Plane(codes[i].view(self._wheres[i].data_shape), scale_inv, global_scale_inv)
+        planes = [found[i] for i in range(len(codes))]
+        return planes if self._part is None else _join_parts(planes, self._wheres, self._part)
 
-    def _scales_of_ranks(self) -> list[tuple[int, str]]:
-        """Return the arrays of scales that each rank has for its rows alone, by weight and part of the plane."""
-        found = [(i, "scale_inv") for i, where in enumerate(self._wheres) if where.scale_shape]
-        return found + [(i, "global_scale_inv") for i, where in enumerate(self._wheres) if where.global_scale_shape]
+    def _buckets(self, scales: Sequence[Scales]) -> Iterator[tuple[Bucket, Scales]]:
+        return zip(self._flat.plan.buckets, scales, strict=True)
+
+    @staticmethod
+    def _of_rows(bucket: Bucket, of_bucket: Scales) -> list[Tensor]:
+        """Return the scales of all weights of a bucket that each rank has for its rows alone."""
+        found: list[Tensor] = [] if bucket.fmt.per_tensor else [of_bucket.scale_inv]
+        if bucket.fmt.row_scaled:
+            assert of_bucket.global_scale_inv is not None
+            found.append(of_bucket.global_scale_inv)
+        return found
+
+    def _whole_scales(
+        self, bucket: Bucket, of_bucket: Scales, gathered: Iterator[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Return the scales of each weight. `gathered` has the arrays of `_of_rows`, rank after rank."""
+        wheres = [self._wheres[i] for i in bucket.indices]
+
+        def split(counts: Sequence[int], shapes: Sequence[Any]) -> list[Tensor]:
+            parts = next(gathered).view(-1, sum(counts)).split([*counts], 1)
+            return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+        of_blocks: Sequence[Tensor]
+        if bucket.fmt.per_tensor:
+            of_blocks = of_bucket.scale_inv.unbind()
+        else:
+            of_blocks = split(bucket.grids, [where.scale_shape for where in wheres])
+        whole: Sequence[Tensor | None] = [None] * len(wheres)
+        if bucket.fmt.row_scaled:
+            whole = split(bucket.wholes, [where.global_scale_shape for where in wheres])
+        elif of_bucket.global_scale_inv is not None:
+            whole = of_bucket.global_scale_inv.unbind()
+        return zip(of_blocks, whole, strict=True)
 
 
 def _join_parts(planes: list[Plane], wheres: Sequence[PlaneLayout], part: ShardSpec) -> list[Plane]:

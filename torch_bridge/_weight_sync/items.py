@@ -16,8 +16,8 @@ from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import plane
 from qshard.torch_bridge._convert.export import entries_of
 from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._fsdp.weight import memory_of
-from qshard.torch_bridge._moe.experts import Experts
 from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from qshard._files.engine_stream import EngineWeight
-from qshard.torch_bridge._experts.grouped_linear import GroupedLinear
+from qshard.torch_bridge._experts.layer import GroupedLinear
+from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._moe.layer import MoE
 
 GATE_UP = ("gate_proj", "up_proj")
@@ -61,7 +62,7 @@ def engine_weights(model: nn.Module) -> dict[str, Names]:
             found |= _of_moe(at, module)
         elif isinstance(module, GroupedLinear):
             parent, _, own = prefix.rpartition(".")
-            for key in _parameters(module):
+            for key in () if isinstance(module.experts, Experts) else _parameters(module):
                 _, expert, kind = key.split(".")
                 name = ".".join(filter(None, (parent, "experts", expert, own, kind)))
                 found.setdefault(f"{at}{key}", Names.of(EngineWeight(name)))
@@ -75,6 +76,10 @@ def expert_names(name: str, expert: int, rows: int) -> list[EngineWeight]:
     [EngineWeight(name='mlp.experts.3.down_proj.weight', rows=None)]
     """
     prefix, _, own = name.rpartition(".")
+    if own == "weight":  # Of a `GroupedLinear`, which `MoE` has under other names than engines.
+        path, _, of_all = prefix.rpartition(".")
+        at, _, layer = path.rpartition(".")
+        prefix, own = f"{at}.{of_all}" if at else of_all, {"w13": "gate_up_proj", "w2": "down_proj"}.get(layer, layer)
     if own == "gate_up_proj":
         return _halves([f"{prefix}.{expert}.{each}.weight" for each in GATE_UP], rows)
     return [EngineWeight(f"{prefix}.{expert}.{own}.weight")]
@@ -87,7 +92,7 @@ def _of_moe(at: str, moe: MoE) -> dict[str, Names]:
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     local = moe.num_experts // ranks
     for layer, prefix in ((moe.w13, "w13"), (moe.w2, "w2")):
-        for key, parameter in _parameters(layer).items():
+        for key, parameter in () if isinstance(layer.experts, Experts) else _parameters(layer).items():
             _, expert, kind = key.split(".")
             experts = [int(expert) + (other - rank) * local for other in range(ranks)]
             of_ranks = tuple(_names(f"{at}experts.{each}.", prefix, kind, parameter) for each in experts)

@@ -19,9 +19,9 @@ from qshard.formats import Format
 from qshard.layout import splits_stack
 from qshard.recipes import Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
-from qshard.torch_bridge._experts.grouped_linear import GroupedLinear
+from qshard.torch_bridge._experts.layer import GroupedLinear
+from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._moe.experts import Experts
 from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._optim.cast_master import CastPlan, Parity, cast_master

@@ -51,12 +51,12 @@ const SimdKernels kKernels = {
     .dot = {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, DotOf)},
     .softmax_part = {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, SoftmaxPart)},
     .softmax_grad = {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, SoftmaxGrad)},
-    .adam_decode = {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, DecodeAll)
-                        QSHARD_FOR_EACH_FP8(QSHARD_ENTRY, DecodeAll)},
+    .adam_decode = {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, DecodeAll) DecodeAll<E4M3>,
+                    DecodeAll<E5M2>},
     .adam_join = Join,
     .adam_narrow = {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, NarrowAll)},
-    .adam_encode = {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, EncodeAll)
-                        QSHARD_FOR_EACH_FP8(QSHARD_ENTRY, EncodeAll)},
+    .adam_encode = {QSHARD_FOR_EACH_INPUT(QSHARD_ENTRY, EncodeAll) EncodeAll<E4M3>,
+                    EncodeAll<E5M2>},
     .adam_halve = Halve,
     .adam_step = {Step<Decay::kNone>, Step<Decay::kCoupled>, Step<Decay::kDecoupled>},
 };

@@ -1,0 +1,140 @@
+"""`GroupedLinear`: the linear layers of experts, with a parameter for each expert or one for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from qshard._core.validation import quote
+from qshard.recipes import RecipeLike, as_recipe
+from qshard.torch_bridge._experts.expert_parallel import LocalExperts
+from qshard.torch_bridge._experts.grouped_linear import grouped_linear
+from qshard.torch_bridge._experts.stacked_experts import StackedExperts
+from qshard.torch_bridge._experts.tiles import GroupedRows
+from qshard.torch_bridge._fsdp.scale_state import Passes
+from qshard.torch_bridge._fsdp.weight import ShardedWeight
+from qshard.torch_bridge._nn.linear import Linear
+
+
+class GroupedLinear(nn.Module):
+    """One `Linear` per expert, applied to all tokens in one call. Tokens are sorted by expert.
+
+    Under FSDP2 call `update_scales(model)` once after `fully_shard`. Then one all-reduce of amaxes serves the whole
+    model, instead of one per layer.
+
+    Args:
+      num_experts: number of experts.
+      in_features: K of each expert.
+      out_features: N of each expert.
+      bias: add a learned bias to the rows of each expert.
+      recipe: the format of each role, or its name.
+      local_experts: expert parallelism: the experts of this rank; None for all. `group_sizes` has their sizes. With
+        equal seeds of the random number generator, ranks have the initial weights of one layer with all experts.
+      stacked: hold all experts in one parameter `[E, N, K]`. FSDP2 and ZeRO then gather it as one `QuantizedStack`, and
+        the work of the host does not grow with the number of experts. Without bias, `DelayedScaling` and
+        `local_experts`.
+
+    Attributes:
+      experts: if `stacked`, a module with the parameter `weight`; state dicts with a weight for each expert load, too.
+        Otherwise one `Linear` per local expert. In state dicts their names have their indices among all experts. Each
+        weight is sharded by FSDP2 or ZeRO, gathered as codes, saved, moved and kept as codes under
+        `convert(primary=True)`, like the weight of any `Linear`.
+
+    Raises:
+      ValueError: `num_experts` is not positive, an option does not go with `stacked`, or as for `Linear`.
+
+    >>> from qshard.recipes import CurrentScaling
+    >>> layer = GroupedLinear(3, 32, 16, recipe=CurrentScaling())
+    >>> layer(torch.ones(6, 32), torch.tensor([2, 0, 3])).shape, sorted(layer.state_dict())[0]
+    (torch.Size([6, 16]), 'experts.0.weight')
+    """
+
+    experts: nn.ModuleList | StackedExperts
+    is_one_layer = True
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        recipe: RecipeLike,
+        local_experts: range | None = None,
+        stacked: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if not hasattr(num_experts, "__index__") or num_experts < 1:
+            raise ValueError(
+                f"GroupedLinear: num_experts ({quote(num_experts)}) is not positive; pass an integer of at least 1"
+            )
+        if stacked:
+            if bias or local_experts is not None:
+                raise ValueError(
+                    f"GroupedLinear: stacked experts have no {'bias' if bias else 'local_experts'}; pass stacked=False"
+                )
+            made: dict[str, Any] = {"device": device, "dtype": dtype}
+            recipe = as_recipe(recipe, "GroupedLinear")
+            self.experts = StackedExperts(num_experts, in_features, out_features, recipe=recipe, **made)
+            return
+        layer = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype}
+        experts, local = range(num_experts), range(num_experts) if local_experts is None else local_experts
+        if not isinstance(local, range) or not len(local) or local.step != 1 or not set(local) <= set(experts):
+            raise ValueError(
+                f"GroupedLinear: local_experts ({quote(local)}) is not a range of experts; pass one in "
+                f"range(0, {num_experts})"
+            )
+        # Each rank draws the weights of all experts, one at a time, and keeps its own.
+        layers = (Linear(in_features, out_features, **layer) for _ in experts)
+        self.experts = LocalExperts((each for e, each in zip(experts, layers, strict=True) if e in local), local.start)
+        for expert in self.experts:
+            weight = cast(ShardedWeight, expert.weight)
+            weight.scale_state.passes = Passes.of(self)  # All experts share one refresh of scales.
+
+    @classmethod
+    def of(cls, layers: Iterable[nn.Module]) -> GroupedLinear:
+        """Build the layer from converted `Linear`s of one recipe and shape, all with bias or none; else ValueError."""
+        self = cls.__new__(cls)
+        nn.Module.__init__(self)
+        self.experts = nn.ModuleList(layers)
+        of = [layer for layer in self.experts if isinstance(layer, Linear)]
+        alike = {(layer.recipe, tuple(layer.weight.shape), layer.bias is None) for layer in of}
+        if len(of) != len(self.experts) or len(alike) != 1:
+            raise ValueError(
+                f"GroupedLinear.of: layers ({quote([*self.experts])}) are not converted Linear layers of one recipe "
+                "and shape, all with bias or none; call convert on them first"
+            )
+        return self
+
+    def forward(self, input: Tensor, group_sizes: Tensor | GroupedRows) -> Tensor:
+        """Apply expert e to the rows of its group, as `grouped_linear` does. `input` is sorted by expert."""
+        if isinstance(self.experts, StackedExperts):
+            y: Tensor = self.experts(input, group_sizes)
+            return y
+        layers = cast(list[Linear], [*self.experts])
+        first = layers[0].call_operands(input)
+        seeds = delayed = None
+        if first.seed is None and first.delayed is None:
+            weights = [first.weight, *(layer.weight for layer in layers[1:])]
+        else:
+            called = [first, *(layer.call_operands(input) for layer in layers[1:])]
+            weights = [one.weight for one in called]
+            seeds = None if first.seed is None else torch.stack([cast(Tensor, one.seed) for one in called])
+            delayed = None if first.delayed is None else [one.delayed for one in called]
+        bias = None if layers[0].bias is None else torch.stack([cast(Tensor, layer.bias) for layer in layers])
+        how: dict[str, Any] = {"bias": bias, "seeds": seeds, "delayed": delayed, "dtype": first.dtype}
+        y = grouped_linear(first.input, weights, group_sizes, layers[0].recipe, **how)
+        return y
+
+    @property
+    def layer_of_experts(self) -> Linear | StackedExperts:
+        """The first expert, or all of them. `recipe` and the last two axes of `weight` describe each expert."""
+        return self.experts if isinstance(self.experts, StackedExperts) else cast(Linear, self.experts[0])
+
+    def extra_repr(self) -> str:
+        return f"num_experts={len(self.experts)}"
