@@ -79,7 +79,7 @@ def test_control_c(script, moment, tmp_path):
     """On a terminal, Ctrl-C ends a script at once with one line and status 130, shows the cursor and ends all ranks."""
     terminal, side = pty.openpty()
     command = [sys.executable, EXAMPLES / f"{script}.py", "--formats", "nvfp4", "--out", str(tmp_path / "out")]
-    environment = ENVIRONMENT | {"TERM": "xterm", "JAX_LOG_COMPILES": "1"}
+    environment = ENVIRONMENT | {"TERM": "xterm", "JAX_LOG_COMPILES": "1", "XLA_FLAGS": ""}
     process = subprocess.Popen(command, env=environment, stdin=side, stdout=side, stderr=side, start_new_session=True)
     os.close(side)
     output, decoder = "", codecs.getincrementaldecoder("utf-8")()  # A read may end within a character.

@@ -140,8 +140,8 @@ def resumes(name, kind, mesh, folder):
         assert not list((folder / name).glob("*.partial"))
 
 
-RESUMED = [("nvfp4", "primary"), ("fp8", "zero"), ("delayed", "shard")]
-RARER = [("fp8", "shard"), ("fp8", "primary"), ("nvfp4", "shard"), ("nvfp4", "zero")]
+RESUMED = [("nvfp4", "primary"), ("delayed", "shard")]
+RARER = [("fp8", "zero"), ("fp8", "shard"), ("fp8", "primary"), ("nvfp4", "shard"), ("nvfp4", "zero")]
 
 
 @pytest.mark.parametrize(("name", "kind"), [*RESUMED, *(pytest.param(*one, marks=pytest.mark.slow) for one in RARER)])

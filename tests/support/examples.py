@@ -17,14 +17,14 @@ import numpy as np
 
 from qshard import reference
 from qshard.recipes import Recipe
+from support.xla_flags import xla_flags
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = Path(__file__).parents[1] / "dist" / "test_example_torch_kinds.py"
 BATCH = 4
 SMALL = {"layers": 1, "context": 8}
-# Without the host devices that conftest.py asks for: the scripts ask for their own.
-# As on a machine without a GPU, which has no number of GPUs for ranks to exceed.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+# Scripts set the number of their host devices. As on a machine without a GPU, no number of GPUs limits ranks.
+ENVIRONMENT = dict(os.environ) | {"XLA_FLAGS": xla_flags()}
 ENVIRONMENT |= {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
 
 

@@ -8,9 +8,11 @@ Run by tests/dist/test_jax_processes.py. Any assertion that fails ends the proce
 import os
 import sys
 
+from support.xla_flags import xla_flags
+
 ADDRESS, COUNT, INDEX, CHECKS = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] = xla_flags(2)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402

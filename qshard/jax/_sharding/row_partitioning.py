@@ -128,6 +128,11 @@ class RowFunction:
     def __call__(self, sharding: RowSharding, *operands: jax.Array) -> tuple[jax.Array, ...]:
         return self.body(self.options, sharding, *operands)
 
+    def __repr__(self) -> str:
+        """Name `body` without its address: the text is in the keys of JAX's persistent cache (`partitionable`)."""
+        body = f"{self.body.__module__}.{self.body.__qualname__}"
+        return f"{self.op}{(body, self.options, self.takes, self.gives, self.xla_shards_rows)}"
+
 
 def on_devices(
     function: RowFunction, classes: Names, *operands: jax.Array, spreads: bool = True
