@@ -1,7 +1,7 @@
 """`convert(fuse=True)`: norms and gated MLPs, also of other libraries, that then run fused kernels.
 
-Modules of other libraries are recognized by results: a copy with random weights runs on random rows on the CPU. If its
-results are those of the formula, the module is fused. So a norm that multiplies by `1 + weight`, as Gemma's, is left as
+Modules of other libraries are recognized by results: a copy with random weights runs on random rows on the CPU. If it
+computes the formula, the module is fused. So a norm that multiplies by `1 + weight`, as Gemma's, is left as
 it is, and so is an MLP with another activation or with dropout. Only modules with the names of an RMSNorm or of the
 layers of an MLP are run.
 """

@@ -140,10 +140,10 @@ def _plan_tensors(format: str, name: str, what: Description) -> tuple[StreamTens
     return stream_tensors(format, EngineWeight(name), what, OP)
 
 
-class _How(NamedTuple):
-    """How a leaf is cast, gathered and encoded: the static part of its bucket's program.
+class _LeafPlan(NamedTuple):
+    """Cast, gather and encoding of a leaf: the static part of its bucket's program.
 
-    `tensors` are those of a weight of the engine; None: the leaf stays a value.
+    `tensors` describes the tensors of the engine; None: the leaf stays a value.
     """
 
     fmt: Format | None
@@ -160,7 +160,7 @@ def _tensors(items: Sequence[_Item], format: str, dtype: Any, bucket_bytes: int)
         members = [items[i] for i in bucket]
         planned = [None if item.fmt is None else _plan_tensors(format, item.name, item.what) for item in members]
         pairs = zip(members, planned, strict=True)
-        how = tuple(_How(item.fmt, item.layout, _sharding_of(item.value), tensors) for item, tensors in pairs)
+        how = tuple(_LeafPlan(item.fmt, item.layout, _sharding_of(item.value), tensors) for item, tensors in pairs)
         whole = _program(how, dtype)([item.value for item in members])
         yield from pending
         pending = []
@@ -179,7 +179,7 @@ def _sharding_of(value: Any) -> NamedSharding | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _program(how: tuple[_How, ...], dtype: Any) -> Callable[[list[Any]], list[list[Any]]]:
+def _program(how: tuple[_LeafPlan, ...], dtype: Any) -> Callable[[list[Any]], list[list[Any]]]:
     """Return the jitted cast, gather and encoding of a bucket: the tensors of each leaf."""
 
     def run(values: list[Any]) -> list[list[Any]]:
@@ -188,7 +188,7 @@ def _program(how: tuple[_How, ...], dtype: Any) -> Callable[[list[Any]], list[li
     return jax.jit(run)
 
 
-def _whole(value: Any, how: _How, dtype: Any) -> list[Any]:
+def _whole(value: Any, how: _LeafPlan, dtype: Any) -> list[Any]:
     """Return the tensors of a whole leaf on every device."""
     sharding = how.sharding
     if how.fmt is None or how.tensors is None:
