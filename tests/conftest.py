@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,26 @@ HIDDEN = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 HAS_NVIDIA = not HIDDEN and any(Path("/dev").glob("nvidia[0-9]*"))
 JAX_HAS_CUDA = HAS_NVIDIA and any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins"))
 
+
+def jaxlib_is_before(*release: int) -> bool:
+    """Return True if a jaxlib of an earlier release is installed."""
+    try:
+        installed = version("jaxlib")
+    except PackageNotFoundError:
+        return False
+    return tuple(map(int, installed.split(".")[: len(release)])) < release
+
+
 # Eight host devices stand in for eight accelerators. CPU comes first even with CUDA, so that jax.devices() is the same
 # on every machine; a GPU test names its device.
 XLA_FLAGS = ["--xla_force_host_platform_device_count=8"]
 os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda" if JAX_HAS_CUDA else "cpu")
 # Without LLVM optimizations, and with LLVM's emitters of fusions in place of MLIR's, XLA compiles for CPUs in a quarter
 # of the time. `make nightly` compiles as users do.
-EMITTERS = "xla_cpu_use_fusion_emitters"
+EMITTERS = "xla_cpu_use_fusion_emitters"  # a flag of jaxlib before 0.11; XLA aborts at flags that it does not know
 if not HAS_NVIDIA and os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0":
-    XLA_FLAGS += [f"--{EMITTERS}=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    XLA_FLAGS += [f"--{EMITTERS}=false"] if jaxlib_is_before(0, 11) else []
+    XLA_FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]
 os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
 # OpenMP threads that wait sleep. By default they spin: two workers on two cores ran small ops of torch 20 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -133,7 +144,8 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         options.env_option_overrides = [*options.env_option_overrides, (EMITTERS, True)]
         return options
 
-    monkeypatch.setattr(compiler, "get_compile_options", with_emitters)
+    if EMITTERS in os.environ["XLA_FLAGS"]:
+        monkeypatch.setattr(compiler, "get_compile_options", with_emitters)
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
     jax.config.update(name, False)
