@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ from qshard.jax import CodedWeight, grouped_mlp, quantize, topk_routing
 from qshard.recipes import Recipe
 
 AXIS, MIB = "ep", 2**20
+# NCCL instead of a kernel of XLA that uses some 2 % of NVLink: github.com/openxla/xla/issues/33386
+XLA_FLAG = "--xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false"
 
 
 def mesh_of(devices: Any) -> jax.sharding.Mesh:
@@ -114,6 +117,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--capacity", type=float, default=1.25, help="rows of a device's buffer, for each row it sends")
     options = parser.parse_args()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAG}"  # read at the first use of a device
     devices = jax.devices()
     if jax.default_backend() != "gpu" or len(devices) < 2:
         parser.exit(message="bench_expert_parallel_jax: fewer than two GPUs, nothing to measure\n")
