@@ -132,6 +132,25 @@ def test_cuts_of_folded_axes_in_shard_map(case, recipe, mode):
         assert_bits_equal(np.asarray(made), want, name)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1)], ids=str)
+def test_mesh_axes_of_one_device_keep_their_place(sizes):
+    """The sharding of y is that of `jnp.einsum`, and gradients have the shardings of their operands."""
+    equation, y_spec = "BTD,CKDH->CBTKH", P(None, "fsdp", None, "tp")
+    devices = jax.devices()[: sizes[0] * sizes[1]]
+    mesh = jax.make_mesh(sizes, ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2, devices=devices)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((2, 8, 64)), P("fsdp"))
+        w = jax.device_put(jnp.ones((2, 2, 64, 64)), P(None, "tp", "fsdp"))
+
+        def loss(x, w):
+            y = einsum(equation, x, w, "CurrentScaling", gather_axis="fsdp", out_sharding=y_spec)
+            assert jax.typeof(y) == jax.typeof(jnp.einsum(equation, x, w, out_sharding=y_spec))
+            return y.sum()
+
+        gradients = jax.eval_shape(jax.grad(loss, argnums=(0, 1)), x, w)
+    assert [each.sharding.spec for each in gradients] == [jax.typeof(each).sharding.spec for each in (x, w)]
+
+
 @pytest.mark.parametrize(
     ("shape", "spec", "recipe", "text"),
     [

@@ -129,10 +129,12 @@ class MatrixAxes(NamedTuple):
         group, lead = self.group("N"), len(self.x) - 1
         entries = (*jax.typeof(y).sharding.spec, *[None] * len(sizes))
         counts = [parts.merged[axis] for axis in group]
-        if all(count == 1 for count in counts[1:]):
-            return reshape(y, sizes, entries[: len(sizes)])
         last = names_of(entries[lead])
         own = [_merge([name for name in parts.names[axis] if name in last]) for axis in group]
+        if all(count == 1 for count in counts[1:]):
+            # Mesh axes of size 1 go back to their own axis, although they do not split it.
+            known = set(last) == set(_merge(own) or ())
+            return reshape(y, sizes, (*entries[:lead], *own) if known else entries[: len(sizes)])
         within = [size // count for size, count in zip(sizes[lead:], counts, strict=True)]
         y = reshape(y, (*sizes[:lead], *counts, *within), (*entries[:lead], *own, *[None] * len(group)))
         pairs = [lead + i + minor * len(group) for i in range(len(group)) for minor in (0, 1)]
