@@ -225,6 +225,8 @@ QSHARD_INLINE void EncodeBlock(const In* x, const BlockScales& scales, uint8_t* 
 template <class Code>
 QSHARD_INLINE I16 HalvesOf(HalfI8 codes) {
   const I16 c = WidenBytes(codes);
+  static_assert(!Code::kInfinity || (Code::kMantissaBits == 2 && Code::kBias == 15),
+                "an element with infinity must be the high byte of a float16");
   if constexpr (Code::kInfinity) return c << 8;
   constexpr int16_t kMagnitude = (1 << (Code::kBits - 1)) - 1;
   const I16 magnitude = c & kMagnitude;
