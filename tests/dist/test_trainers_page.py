@@ -17,7 +17,8 @@ SCRIPTS = [code for page in ("docs/trainers.md", "docs/trainers_jax.md") for cod
 PROGRAMS = {re.findall(r"^# (\w+)\.py", code)[0]: code for code in SCRIPTS}
 del PROGRAMS["own_configs"]  # test_torchtitan_trainer.py runs it.
 MESHES = [name for name, code in PROGRAMS.items() if "make_mesh" in code]
-EXAMPLES = ("transformer", "transformer_cfg", "models")  # Modules in the examples of flax.
+FLAX_EXAMPLES = LIBRARIES / "flax_examples"
+EXAMPLES = {"transformer", "transformer_cfg", "models"}  # modules in it
 RECIPES = ("CurrentScaling", "DelayedScaling", "NVFP4")
 
 ON_CPUS = """
@@ -49,14 +50,17 @@ def libraries(monkeypatch):
 
 def run_program(name, folder, command):
     code = PROGRAMS[name]
-    needed = set(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)) - {"qshard", *EXAMPLES}
-    if missing := [module for module in needed if importlib.util.find_spec(module) is None]:
+    needed = set(re.findall(r"^(?:from|import) (\w+)", code, re.MULTILINE)) - {"qshard"}
+    missing = [module for module in needed - EXAMPLES if importlib.util.find_spec(module) is None]
+    if needed & EXAMPLES and not FLAX_EXAMPLES.exists():
+        missing.append("the source release of flax")
+    if missing:
         pytest.skip(f"{missing[0]} is not installed; make trainers")
     script = folder / f"{name}.py"
     before = WITHOUT_TENSORFLOW if "gemma" in needed else ON_CPUS if "torch" in needed else ""
     script.write_text(before + code)
-    if (LIBRARIES / "flax_examples").exists():
-        (folder / "flax_examples").symlink_to(LIBRARIES / "flax_examples")
+    if FLAX_EXAMPLES.exists():
+        (folder / FLAX_EXAMPLES.name).symlink_to(FLAX_EXAMPLES)
     result = run(script, [*command, script.name])
     assert result.returncode == 0, result.stderr[-4000:]
 
