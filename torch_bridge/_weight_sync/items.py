@@ -14,6 +14,7 @@ from qshard._core.serialization import Description
 from qshard._files.engine_stream import EngineWeight, StreamTensor, stream_tensors
 from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import plane
+from qshard.recipes import Recipe
 from qshard.torch_bridge._convert.export import entries_of
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._experts.stacked_experts import Experts
@@ -154,7 +155,8 @@ class Facts:
         modules = [*model.modules()]
         first: dict[int, str] = {}
         self._known: list[tuple[Any, ...]] = [
-            (id(module), *(id(module.__dict__.get(name)) for name in _DECIDES)) for module in modules
+            (id(module), _recipe_of(module), *(id(module.__dict__.get(name)) for name in _DECIDES))
+            for module in modules
         ]
         self._known += [(name, first.setdefault(id(value), name), *_facts_of(value)) for name, value in entries]
         self._modules = [weakref.ref(module) for module in modules]
@@ -165,8 +167,14 @@ class Facts:
         return self._known == other._known and all(module() is not None for module in self._modules)
 
 
-_DECIDES = ("recipe", "ep_group", "zero_unit")
-"""Attributes of modules."""
+_DECIDES = ("ep_group", "zero_unit")
+"""Attributes of modules. The plan keeps their objects, so that their ids stay unique, or is not kept itself."""
+
+
+def _recipe_of(module: nn.Module) -> Recipe | None:
+    """Return the recipe of a module: its value, because another recipe may get the id of one that is gone."""
+    recipe = module.__dict__.get("recipe")
+    return recipe if isinstance(recipe, Recipe) else None
 
 
 def _facts_of(value: Tensor) -> tuple[Any, ...]:
