@@ -38,7 +38,7 @@ from qshard.layout import PlaneLayout, Shape, matrix_shape, slice_plane
 Array = Any
 
 _TILE = 128
-"""Columns of a tile of `amax_slices` and `cast_slices` on a GPU."""
+"""Columns of a tile of slices, `kSliceCols` of `slices.cuh`. Only speed depends on it."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Bucket:
 
     @property
     def _matrix_block(self) -> tuple[int, int] | None:
-        """A matrix as a block of a tile's width, where it has whole tiles: kernels read such blocks fastest."""
+        """A matrix as one block, of the width of a tile where its size allows: its tiles are then contiguous."""
         if self.matrix is None:
             return None
         size = math.prod(self.matrix)
