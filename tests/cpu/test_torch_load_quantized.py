@@ -14,6 +14,7 @@ from torch import nn  # noqa: E402
 import qshard.torch_bridge as qt  # noqa: E402
 from qshard.formats import Usage  # noqa: E402
 from qshard.recipes import NAMED  # noqa: E402
+from qshard.torch_bridge._quantized import gemm  # noqa: E402
 from support.checkpoints import ok  # noqa: E402
 
 ENGINES = {
@@ -101,8 +102,9 @@ def test_blocks_along_k_alone(recipe, engine, fmt, tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 32])
-def test_large_frozen_weights_of_a_cpu(rows):
+def test_large_frozen_weights_of_a_cpu(rows, monkeypatch):
     """Few rows multiply a weight by panels, within the bound of a sum in another order."""
+    monkeypatch.setattr(gemm, "PANELS", (gemm.PANEL, 16))  # A weight that is large by default would take seconds.
     layer = qt.freeze(qt.convert(nn.Linear(1024, 650, bias=False), "CurrentScaling"))
     x = torch.randn(rows, 1024)
     found, values = layer(x), qt.quantize(x, NAMED["CurrentScaling"].activation).dequantize().double()

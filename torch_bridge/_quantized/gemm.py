@@ -35,10 +35,14 @@ PLATFORM = "cuda"
 """Device type that multiplies by ops. Tests set it to "cpu"."""
 
 PANEL = 2**18
-"""Elements of a weight that the CPU dequantizes at a time for few rows: 1 MiB of float32 stays in a core's cache."""
+"""Elements of a panel, rows of a weight that the CPU dequantizes at a time: 1 MiB of float32 stays in the cache."""
 
-FEW = 16
-"""Rows up to which a product reads the weight from memory longer than it computes."""
+PANELS = 2**22, 64
+"""Elements of a weight above which, and rows of x up to which, the CPU dequantizes by panels.
+
+With 2 threads and AVX-512 a 4096 x 4096 weight takes 7 to 19 ms so, for 1 to 64 rows, and 24 to 43 ms as a whole, in
+fresh memory. A 2048 x 2048 weight takes as long either way, and smaller ones up to 50 % longer.
+"""
 
 LARGE = 2**24
 """Elements of an operand from which kernels take longer than the host.
@@ -107,12 +111,13 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
 
 
 def _goes_by_panels(a: Operand, b: Operand) -> bool:
-    """Return whether to dequantize `b` by panels: on the CPU, for few rows of `a`, and not all of it fits a cache."""
+    """Return whether to dequantize `b` by panels: on the CPU, if `b` is large and `a` has few rows (`PANELS`)."""
     data = b.parts.data
     if data.device.type != "cpu" or (a.usage, b.usage) != (Usage.ROWWISE, Usage.ROWWISE) or b.is_transposed:
         return False
-    is_large = data.numel() * b.format.element.codes_per_byte > PANEL
-    return is_large and a.rows <= FEW and may_skip_dispatcher((a.parts.data, data))
+    elements, rows = PANELS
+    is_large = data.numel() * b.format.element.codes_per_byte > elements
+    return is_large and a.rows <= rows and may_skip_dispatcher((a.parts.data, data))
 
 
 def _multiply_by_panels(x: Tensor, b: Operand, dtype: torch.dtype) -> Tensor:
