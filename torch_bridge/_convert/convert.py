@@ -136,10 +136,7 @@ def convert(
         if fuse:
             fuse_module(other)
     for other in model.modules():
-        if any(
-            isinstance(module, WeightLayer | RMSNorm | FusedRMSNorm) and module is not other
-            for module in other.modules()
-        ):
+        if any(isinstance(module, _FOLLOWED) and module is not other for module in other.modules()):
             follow_calls(other)
     if primary:
         guard_moves(model, check_not_sealed)

@@ -1,9 +1,9 @@
 """`convert(fuse=True)`: norms and gated MLPs, also of other libraries, that then run fused kernels.
 
 Modules of other libraries are recognized by results: a copy with random weights runs on random rows on the CPU. If it
-computes the formula, the module is fused. So a norm that multiplies by `1 + weight`, as Gemma's, is left as
-it is, and so is an MLP with another activation or with dropout. Only modules with the names of an RMSNorm or of the
-layers of an MLP are run.
+computes the formula, the module is fused. So a norm that multiplies by `1 + weight`, as Gemma's, is left as it is, and
+so is an MLP with another activation or with dropout. Only classes named `...RMSNorm`, and modules whose layers have the
+names of an MLP, are run.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ _SPREAD = (1e-3, 1.0, 30.0)  # standard deviations of rows; epsilon matters for 
 _UNITS = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-6}  # relative errors: products have other orders of sums
 
 
-def fuse_module(module: nn.Module) -> bool:
-    """Change the class of a module to one with a fused kernel; return False if there is none."""
+def fuse_module(module: nn.Module) -> None:
+    """Change the class of a module to one with a fused kernel, if there is one."""
     kind = _fused_kind(module)
     if kind is not None:
         module.__class__ = extend_class(kind, type(module))
-    return kind is not None
 
 
 def _fused_kind(module: nn.Module) -> type[Extends] | None:
