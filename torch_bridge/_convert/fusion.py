@@ -2,8 +2,8 @@
 
 Modules of other libraries are recognized by results: a copy with random weights runs on random rows on the CPU. If it
 computes the formula, the module is fused. So a norm that multiplies by `1 + weight`, as Gemma's, is left as it is, and
-so is an MLP with another activation or with dropout. Only classes named `...RMSNorm`, and modules whose layers have the
-names of an MLP, are run.
+so is an MLP with another activation or with dropout. Only classes named `...RMSNorm`, and modules with
+layers of the names in `layers_of`, are run.
 """
 
 from __future__ import annotations
