@@ -49,15 +49,15 @@ def as_format(value: Any, op: str, name: str = "fmt") -> Format:
     raise TypeError(f"{what} is not a format or a format name; pass one of qshard.formats, such as 'MXFP8_E4M3'")
 
 
-def as_formats(values: Any, op: str, name: str = "formats") -> list[Format]:
+def as_formats(values: Any, op: str) -> list[Format]:
     """Return a list of formats; a single format becomes a list of one.
 
     >>> [str(fmt) for fmt in as_formats(["FP8_E4M3", "NVFP4"], "compare")]
     ['FP8_E4M3', 'NVFP4']
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
-        return [as_format(values, op, name)]
-    return [as_format(value, op, f"{name}[{i}]") for i, value in enumerate(values)]
+        return [as_format(values, op, "formats")]
+    return [as_format(value, op, f"formats[{i}]") for i, value in enumerate(values)]
 
 
 def as_usage(value: Any, op: str) -> Usage:
