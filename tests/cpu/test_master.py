@@ -6,6 +6,8 @@ That the reference's slices give the whole is in tests/null/test_slices.py.
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qshard import formats, reference
-from qshard._core.flat_shards import plan_master, plan_shards
+from qshard._core.flat_shards import TILE_COLS, plan_master, plan_shards
 from qshard.formats import Usage
 from qshard.layout import plane
 from support.awkward import DTYPES, KINDS, TAME, assert_bits_equal, awkward_values
@@ -188,6 +190,11 @@ def test_planned_cuts_need_no_reduction(where, world):
             ((data, *_),) = front.cast_slices([(fmt, usage, shape)], [w.reshape(-1)[start:stop]], [start], [1])
             end = -(-stop // per_byte)
             assert_bits_equal(data[: end - start // per_byte], whole[start // per_byte : end])
+
+
+def test_matrices_are_as_wide_as_tiles_of_the_kernel():
+    source = Path(__file__).parents[2] / "ffi/kernels/cuda/slices/slices.cuh"
+    assert re.findall(r"kSliceCols = (\d+)", source.read_text()) == [str(TILE_COLS)]
 
 
 def test_bad_plans():
