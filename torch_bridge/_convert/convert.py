@@ -12,10 +12,9 @@ from torch.nn.utils import parametrize
 
 from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
 from qshard.recipes import Recipe, check_weight_shape
-from qshard.torch_bridge._convert.conv1d import Conv1D, conv1d_class
 from qshard.torch_bridge._convert.experts import check_alone, check_experts, convert_experts, is_experts, unfit_experts
 from qshard.torch_bridge._convert.fusion import fuse_module
-from qshard.torch_bridge._convert.survey import Candidate, survey
+from qshard.torch_bridge._convert.survey import Candidate, Conv1D, conv1d_class, survey
 from qshard.torch_bridge._distributed.fsdp1 import wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
