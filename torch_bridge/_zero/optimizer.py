@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
 from qshard.torch_bridge._fsdp.weight import memory_of
-from qshard.torch_bridge._module_tree import modules_of
+from qshard.torch_bridge._modules import modules_of
 from qshard.torch_bridge._ops.collectives import unlike_ranks
 from qshard.torch_bridge._optim.adam import Adam, initialize_state
 from qshard.torch_bridge._optim.adam_state import SCALED
