@@ -24,10 +24,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane, Scales
@@ -434,21 +433,6 @@ def piece_bytes(fmt: Format, length: int) -> int:
     """
     per_byte = fmt.element.codes_per_byte
     return -(-(length + per_byte - 1) // per_byte) if length else 0
-
-
-def word_pair(what: str, number: SupportsIndex) -> tuple[int, int]:
-    """Split a uint64 into two uint32, low first, as ops take starts and seeds. `what` names the number in errors.
-
-    >>> word_pair("quantize: seed", 2**32 + 5)
-    (5, 1)
-    """
-    try:
-        number = operator.index(number)
-    except TypeError:
-        raise TypeError(f"{what} ({quote(number)}) is not an integer; pass one in [0, 2**64)") from None
-    if not 0 <= number < 2**64:
-        raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass an integer in that range")
-    return number & 0xFFFFFFFF, number >> 32
 
 
 def _each(op: str, name: str, value: Any, n: int) -> tuple[Any, ...]:

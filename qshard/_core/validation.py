@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import operator
 import re
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, SupportsIndex
 
 from qshard.formats import ELEMENTS, FLOATS, FORMATS, Format, Usage
 
@@ -169,3 +170,18 @@ def _parse_format(text: str, op: str, name: str) -> Format:
             value = written  # an unquoted string, as `str` prints it
         options[option] = value
     return FORMATS[parts[1]].with_options(**options)
+
+
+def word_pair(what: str, number: SupportsIndex) -> tuple[int, int]:
+    """Split a uint64 into two uint32, low first, as ops take starts and seeds. `what` names the number in errors.
+
+    >>> word_pair("quantize: seed", 2**32 + 5)
+    (5, 1)
+    """
+    try:
+        number = operator.index(number)
+    except TypeError:
+        raise TypeError(f"{what} ({quote(number)}) is not an integer; pass one in [0, 2**64)") from None
+    if not 0 <= number < 2**64:
+        raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass an integer in that range")
+    return number & 0xFFFFFFFF, number >> 32

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qshard._core import quantize_steps
-from qshard._core.flat_shards import word_pair
 from qshard._core.placement import Box, quantize_boxes, raise_to
 from qshard._core.quantize_steps import Draws
+from qshard._core.validation import word_pair
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, matrix_shape, plane, source
 from qshard.numerics import _kernels as kernels
