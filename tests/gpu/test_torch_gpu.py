@@ -288,6 +288,12 @@ NCCL_CASES = {
     "primary-offload": ("dist/test_torch_primary.py::test_offloaded", {"name": "NVFP4"}, 1),
     "primary-offload-delayed": ("dist/test_torch_primary.py::test_offloaded", {"name": "DelayedScaling"}, 1),
     "primary-memory": ("dist/test_torch_primary.py::test_memory", {}, 1),
+    "gradients": (
+        "dist/test_torch_reduce_scatter.py::test_sums_are_in_the_order_of_ranks",
+        {"recipe": "CurrentScaling", "dtype": torch.bfloat16},
+        1,
+    ),
+    "gradients-microbatches": ("dist/test_torch_reduce_scatter.py::test_microbatches", {}, 3),
     "compiled": (
         "dist/test_torch_fsdp.py::compiles_each_layer",
         {"recipe": CurrentScaling()},
