@@ -336,4 +336,5 @@ def test_a_weight_enters_few_modules():
             sharded(torch.ones(16, 320, device=device)).sum().backward()
             optimizer.step()
 
-    assert len(path := path_of({320 * 192, 160 * 192}, run)) <= 23, sorted(path)
+    path = path_of({320 * 192, 160 * 192}, run)
+    assert len(path) <= 24, sorted(path)  # One is the hook of delayed scaling on all optimizers, once it is registered.
