@@ -50,10 +50,18 @@ import options
 
 OF_TE = {"te-delayed": "DelayedScaling", "te-current": "Float8CurrentScaling", "te-block": "Float8BlockScaling"}
 LIBRARIES = {"torchao": "torchao", **dict.fromkeys(OF_TE, "transformer_engine")}
-WORDS = ("compiled", "fused", "loss", "bf16-states", "primary", "zero")
+WORDS = ("compiled", "fused", "loss", "bf16-states", "primary", "ordered", "zero")
 KINDS = (
     *("bf16", "bf16 compiled", "torchao compiled", *OF_TE),
-    *("fp8", "fp8 compiled", "fp8 fused", "fp8 fused bf16-states", "fp8 fused zero", "fp8 fused zero bf16-states"),
+    *(
+        "fp8",
+        "fp8 compiled",
+        "fp8 fused",
+        "fp8 fused ordered",
+        "fp8 fused bf16-states",
+        "fp8 fused zero",
+        "fp8 fused zero bf16-states",
+    ),
     *("fp8 fused loss", "fp8 fused loss zero", "fp8 fused loss bf16-states", "fp8 fused loss zero bf16-states"),
     *("delayed fused", "block", "block compiled", "block fused", "mxfp8 fused", "nvfp4 fused"),
 )
@@ -69,8 +77,8 @@ def wrong_with(kind: str) -> str | None:
         return f"{recipe!r} is not one of {', '.join((*options.RECIPES, *LIBRARIES))}"
     if unknown := [word for word in words if word not in WORDS]:
         return f"{unknown[0]!r} is not one of {', '.join(WORDS)}"
-    if {"primary", "zero"} <= {*words}:
-        return "of primary and zero there can be one"
+    if "zero" in words and {"primary", "ordered"} & {*words}:
+        return "zero goes with neither primary nor ordered"
     takes = {"compiled"} if recipe == "torchao" else set() if recipe in OF_TE else set(WORDS)
     if recipe == "bf16":
         takes -= {"fused", "primary"}
@@ -112,6 +120,8 @@ def build(kind: str, shape: Shape) -> Callable[[], torch.Tensor]:
         optimizer: Any = qshard.ZeroOptimizer(model, lr=1e-4, **given, **states)
     else:
         step_torch.shard(model)
+        if "ordered" in words:
+            qshard.reduce_gradients_in_order(model)
         if states or options.RECIPES.get(recipe) is not None:
             optimizer = qshard.AdamW(model.parameters(), lr=1e-4, **states)
         else:
