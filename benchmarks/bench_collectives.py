@@ -21,9 +21,10 @@ from cases import measure_cases
 from qshard.torch_bridge._ops import collectives
 
 CALLS = 5
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # the name before torch 2.13
 COLLECTIVES = {
     "all-gather": lambda whole, part: collectives.all_gather(whole, part),
-    "reduce-scatter": lambda whole, part: dist.reduce_scatter_tensor(part, whole),
+    "reduce-scatter": lambda whole, part: reduce_scatter(part, whole),
     "all-to-all": lambda whole, part: dist.all_to_all_single(torch.empty_like(whole), whole),
 }
 

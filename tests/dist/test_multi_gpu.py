@@ -69,11 +69,11 @@ def test_what_it_cannot_run(tmp_path):
 
 def test_ranks_on_cpus(tmp_path):
     """Real collectives of two ranks, with rows of each case."""
-    found = run(tmp_path, 120, "collectives", CPU_RANKS="2")
+    found = run(tmp_path, 280, "collectives", CPU_RANKS="2")
     assert found.returncode == 0, found.stderr
     rows = rows_of(tmp_path / "scaling_collectives_2.csv")
     assert {row["kind"] for row in rows} == {"all-gather", "reduce-scatter", "all-to-all"}
-    assert all(float(row["gb_per_s"]) > 0 and row["ranks"] == "2" for row in rows)
+    assert all(float(row["ms"]) > 0 and row["ranks"] == "2" for row in rows)
 
 
 @pytest.mark.slow
