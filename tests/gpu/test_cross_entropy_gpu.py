@@ -63,6 +63,7 @@ def test_torch_holds_a_chunk():
 def test_torch_captures_it():
     torch = pytest.importorskip("torch")
     import qshard.torch_bridge as qt
+    from support.cuda_graphs import capture
 
     x, w, labels = drawn(torch, torch.bfloat16)
 
@@ -74,9 +75,7 @@ def test_torch_captures_it():
     with torch.cuda.stream(torch.cuda.Stream()):
         want = run()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = run()
+    graph, made = capture(run)
     graph.replay()
     torch.cuda.synchronize()
     for mine, other in zip(made, want, strict=True):
