@@ -1,6 +1,7 @@
 """Experts in one parameter that ranks share: against a parameter for each expert, under FSDP2 and in checkpoints."""
 
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from qshard.torch_bridge import (
     QuantizedStack,
     convert,
     load_scaling_state,
+    parallelize_experts,
     scaling_state,
     update_scales,
 )
 from support import torch_ranks
+from support.experts import GatedExperts, OpenExperts
 from support.torch_ranks import on_ranks
 
 WIDTH, HIDDEN, EXPERTS = 128, 128, 8
@@ -192,3 +195,40 @@ def test_errors():
     experts = [name for name, _ in many.named_parameters() if ".experts." in name]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(many, experts)
     DistributedDataParallel(many)(tokens()).square().mean().backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "name"), [(GatedExperts, "CurrentScaling"), (GatedExperts, "NVFP4"), (OpenExperts, "MXFP8")]
+)
+def test_experts_of_transformers(kind, name):
+    """`parallelize_experts`: outputs and gradients of one device that has all experts and the tokens of all ranks."""
+    rank, found = dist.get_rank(), []
+    config = SimpleNamespace(sizes=(EXPERTS, WIDTH, HIDDEN), _experts_implementation="eager")
+    generator = torch.Generator().manual_seed(3)
+    x, dy = (torch.randn(2, 40, WIDTH, generator=generator) for _ in range(2))
+    indices = torch.randint(EXPERTS - 1, (2, 40, 2), generator=generator)  # The last expert has no tokens.
+    weights = torch.rand(2, 40, 2, generator=generator)
+    for shared in (False, True):
+        torch.manual_seed(0)
+        model = convert(torch.nn.Sequential(kind(config)), name)
+        if model[0].seed is not None:
+            model[0].seed.zero_()
+        if shared:
+            assert parallelize_experts(model, dist.group.WORLD) is model
+        given = [each[rank] if shared else each.flatten(0, 1) for each in (x, indices, weights, dy)]
+        leaf = given[0].to(torch_ranks.device).requires_grad_()
+        y = model[0](leaf, *(each.to(leaf.device) for each in given[1:3]))
+        y.backward(given[3].to(y.device))
+        own = [y, leaf.grad] if shared else [each.view(2, 40, WIDTH)[rank] for each in (y, leaf.grad)]
+        found.append([*own, *(whole(p.grad) for p in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        if name != "NVFP4":  # Each rank draws other random bits.
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert a.shape == b.shape
+        assert (a - b).norm() < 0.3 * b.norm()
+    assert {tuple(p.shape) for p in model.parameters()} == {tuple(p.shape) for p in kind(config).parameters()}
+    with pytest.raises(ValueError, match=r"parallelize_experts: 0 \(DTensor\) is sharded already; call it once"):
+        parallelize_experts(model, dist.group.WORLD)
+    with pytest.raises(ValueError, match="has no converted experts of transformers; call convert first"):
+        parallelize_experts(torch.nn.Linear(2, 2), dist.group.WORLD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -13,6 +14,7 @@ from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of, local_part, wrapped_like
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
+from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group, expert_mesh
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
@@ -44,11 +46,14 @@ class Experts(Extends):
       seed: for stochastic rounding, the seed of each expert: int32 `[E, 2]`, as in `Linear`. Each product uses it, and
         increments it on the device. A DTensor if the weights are, under expert parallelism.
       delayed: under `DelayedScaling`, the `DelayedScale` of each role, of all experts. Only for modules of one weight.
+      ep_group: expert parallelism: the ranks that share the experts; None without it. The parameters are then DTensors,
+        and experts are sharded over their last mesh axis.
     """
 
     recipe: Recipe
     seed: Tensor | None
     delayed: nn.ModuleDict
+    ep_group: dist.ProcessGroup | None = None
     scaling_buffers = ("seed",)
 
     @property
@@ -74,6 +79,30 @@ class Experts(Extends):
                 seed = wrapped_like(weight, seed, (weight.shape[0], 2))
         self.register_buffer("seed", seed, persistent=False)  # `scaling_state` saves it.
         self._reset_seed()
+
+    @property
+    def has_local_experts(self) -> bool:
+        """True under expert parallelism, unless FSDP2 shards the local experts now."""
+        own = next(each for each in self._parameters.values() if each is not None)
+        return self.ep_group is not None and isinstance(own, DTensor) and own.device_mesh.ndim == 1
+
+    def local(self, name: str) -> Any:
+        """Return a parameter, or under expert parallelism the part of the local experts. None if there is none."""
+        parameter: Any = getattr(self, name)
+        return parameter.to_local() if parameter is not None and self.has_local_experts else parameter
+
+    def share(self, ep_group: ExpertGroup) -> None:
+        """Keep the local experts of whole parameters `[E, ...]`, as DTensors that are sharded over `ep_group`."""
+        mesh, self.ep_group = expert_mesh(ep_group), expert_group("Experts", ep_group)
+        rank, ranks = self.ep_group.rank(), self.ep_group.size()
+        for name, whole in [*self._parameters.items()]:
+            if whole is not None:
+                own = plain(whole).detach().chunk(ranks)[rank].clone()
+                shard = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+                self.register_parameter(name, nn.Parameter(shard, whole.requires_grad))
+        if self.seed is not None:
+            own = self.seed.chunk(ranks)[rank].clone()
+            self.seed = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
 
     def _wrap(self, own: str, name: str, root: nn.Module | None, primary: bool) -> None:
         weight = self._parameters[own]

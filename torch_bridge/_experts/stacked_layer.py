@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from qshard.recipes import Recipe, check_weight_shape
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of, local_part, wrapped_like
-from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_mesh
+from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group, expert_mesh
 from qshard.torch_bridge._experts.expert_parallel import local_experts
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._experts.tiles import GroupedRows
@@ -24,9 +24,6 @@ class StackedExperts(Experts):
 
     Under expert parallelism they are DTensors that are sharded over the ranks that share the experts. So optimizers and
     `torch.distributed.checkpoint` know that ranks have different experts, and FSDP2 shards them over another mesh axis.
-
-    Attributes:
-      is_shared: True under expert parallelism. The last mesh axis of the parameters is then that of the experts.
     """
 
     _of = nn.Module
@@ -49,7 +46,7 @@ class StackedExperts(Experts):
         check_dtype("GroupedLinear", "dtype", torch.get_default_dtype() if dtype is None else dtype)
         local = len(local_experts("GroupedLinear", experts, recipe, ep_group))
         mesh = None if ep_group is None else expert_mesh(ep_group)
-        self.is_shared = mesh is not None
+        self.ep_group = None if ep_group is None else expert_group("GroupedLinear", ep_group)
 
         def new(*shape: int) -> nn.Parameter:
             values = torch.empty(local, *shape, device=device, dtype=dtype)
@@ -83,21 +80,12 @@ class StackedExperts(Experts):
                 if experts.start <= expert < experts.stop:
                     local_of(parameter)[expert - experts.start].copy_(values[(*part,)])
 
-    @property
-    def has_local_experts(self) -> bool:
-        """True under expert parallelism, if the local weight is whole: FSDP2 does not shard it, or has gathered it."""
-        return self.is_shared and isinstance(self.weight, DTensor) and self.weight.device_mesh.ndim == 1
-
     def __len__(self) -> int:
         return int(self.weight.shape[0])
 
     def forward(self, x: Tensor, groups: Tensor | GroupedRows) -> Tensor:
         """Multiply the rows of each expert by its weight. Arguments as in `grouped_linear`."""
-        weight: Any = self.weight
-        bias: Any = self.bias
-        if self.has_local_experts:
-            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
-        return self.multiply(x, weight, groups, bias=bias)
+        return self.multiply(x, self.local("weight"), groups, bias=self.local("bias"))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         """Load the parameters. Experts may have a tensor each, and tensors of all experts may be whole."""
