@@ -17,13 +17,14 @@
 #
 # Compiled programs are kept in CACHE. A run that finds them there has low times of compilation in its rows.
 # In the environment: RESULTS, a folder for the rows; PYTHON; TORCH_KINDS, JAX_KINDS, ... as below, the kinds of scripts.
+# LARGE_BATCH=1 halves the tokens of the large model, by default 2 x 4096 a GPU, whose peak is near 80 GB.
 # CPU_RANKS=2 tries the script without GPUs: so many ranks on the CPU, and tiny models.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 PYTHON=${PYTHON:-python3}
 RESULTS=${RESULTS:-$PWD/results}
 CACHE=${CACHE:-$PWD/../build/multi_gpu}
-: "${TORCH_KINDS=bf16 compiled,torchao compiled,fp8 compiled,fp8 fused,fp8 fused zero,block fused,nvfp4 fused,mxfp8 fused}"
+: "${TORCH_KINDS=bf16 compiled,torchao compiled,fp8 compiled,fp8 fused,fp8 fused ordered,fp8 fused zero,block fused,nvfp4 fused,mxfp8 fused}"
 : "${JAX_KINDS=bf16,fp8,block,nvfp4,mxfp8}"
 : "${TENSOR_KINDS=bf16,fp8,fp8 codes,fp8 overlap,nvfp4 codes}"
 : "${TENSOR_JAX_KINDS=bf16,fp8,fp8 overlapped}"
@@ -50,6 +51,8 @@ fi
 fewer=()
 for ((n = 1; n < gpus; n *= 2)); do fewer+=("$n"); done # 1 + 2 + ... never needs more than all GPUs
 mkdir -p "$RESULTS" "$CACHE"
+# Near the limit of memory, torch's allocator would wait for the GPU to free segments of other sizes.
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 export TORCHINDUCTOR_CACHE_DIR=$CACHE/inductor TRITON_CACHE_DIR=$CACHE/triton JAX_COMPILATION_CACHE_DIR=$CACHE/jax
 
 job() { # NAME RANKS COMMAND... starts a command on the next GPUs, with the file of its rows
@@ -85,7 +88,8 @@ jobs_of() { # PART
     experts) job "experts_$gpus" "$gpus" bench_expert_parallel.py --ranks "$gpus" --shapes $experts ;;
     experts-jax) job "experts_jax_$gpus" "$gpus" bench_expert_parallel_jax.py --shapes $experts ;;
     large)
-        job "torch_8b_$gpus" "$gpus" bench_step_torch.py --model $large --ranks "$gpus" --kinds "$LARGE_KINDS" ;;
+        job "torch_8b_$gpus" "$gpus" bench_step_torch.py --model $large --ranks "$gpus" \
+            --batch "${LARGE_BATCH:-2}" --kinds "$LARGE_KINDS" ;;
     large-jax) job "jax_8b_$gpus" "$gpus" bench_step_jax.py --model $large --batch 1 --kinds "$LARGE_JAX_KINDS" ;;
     esac
 }
