@@ -54,6 +54,7 @@ def measure(kind: str, shape: model_shapes.Shape, steps: int) -> dict[str, objec
         "kind": kind,
         "devices": len(devices),
         "layers": shape.layers,
+        "tokens": shape.tokens,
         "ms": f"{1e3 * statistics.median(times):.1f}",
         "peak_GiB": processes.peak_gib(devices[0]),
         "compile_s": f"{compiled:.1f}",

@@ -171,7 +171,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, obj
     for _ in range(WARM_UP - 1):
         step()
     found = step_torch.time_steps(step, step_torch.FLAT_STEPS if arguments.flat else arguments.steps)
-    of_case = {"kind": kind, "ranks": dist.get_world_size(), "layers": shape.layers}
+    of_case = {"kind": kind, "ranks": dist.get_world_size(), "layers": shape.layers, "tokens": shape.tokens}
     row = {**of_case, **found.row(), "first_s": f"{first:.1f}", "loss": f"{found.loss:.4f}"}
     if arguments.flat:
         return {f"{arguments.out}_flat": row | found.flat_row()}

@@ -8,8 +8,8 @@ layers, activations are sharded along the sequence. A kind is a recipe and an op
     overlap           qshard's styles, with communication of codes and sums during multiplications
     async             PyTorch's styles, compiled with torch.compile's async tensor parallelism
 
-With `--fsdp`, so many groups of ranks have a sequence each, and blocks are sharded over groups by FSDP2. Time and peak
-memory are measured as in `step_torch.py`.
+With `--fsdp N`, each of N groups of ranks has its own sequence, and FSDP2 shards the blocks over the groups. Time and
+peak memory are measured as in `step_torch.py`.
 
     python benchmarks/bench_tensor_parallel.py [--layers 2] [--steps 10] [--kinds "bf16,fp8 codes,fp8 overlap"]
 """

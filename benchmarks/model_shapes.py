@@ -31,6 +31,18 @@ class Shape:
             "down": (self.width, self.ffn),
         }
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a device in a step."""
+        return self.batch * self.context
+
+    @property
+    def weights(self) -> int:
+        """Number of weights, without norms."""
+        return self.layers * sum(rows * columns for rows, columns in self.linears.values()) + (
+            2 * self.vocabulary * self.width
+        )
+
 
 SHAPES = {
     "2b": Shape(8, 4096, 14336, 32000, heads=32, kv_heads=32, batch=2, context=4096),

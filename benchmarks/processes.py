@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 def has_device() -> bool:
-    """Return whether there is a GPU, or `JAX_PLATFORMS=cpu` asks for none. Does not start JAX."""
+    """Return whether there is a GPU, or `JAX_PLATFORMS=cpu` needs none. Does not start JAX."""
     smi = shutil.which("nvidia-smi")
     has_gpu = smi is not None and not subprocess.run([smi, "-L"], capture_output=True, check=False).returncode
     return has_gpu or os.environ.get("JAX_PLATFORMS") == "cpu"
