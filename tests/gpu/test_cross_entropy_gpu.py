@@ -113,3 +113,12 @@ def test_jax_is_that_of_the_cpu(dtype, reduction):
         # bfloat16 logits may be rounded to neighbours.
         rtol = 2e-2 if dtype == "bfloat16" else 1e-3
         np.testing.assert_allclose(mine, want, rtol=rtol, atol=rtol * np.abs(want).max())
+
+
+def test_a_head_under_both_fsdp2_and_tensor_parallelism():
+    """Classes over two GPUs, each shard over two more."""
+    pytest.importorskip("torch")
+    from support.torch_ranks import run
+
+    case = "dist/test_torch_class_shards.py::test_a_head_under_both_fsdp2_and_tensor_parallelism"
+    run((2, 2), case, on="cuda", recipe=None)

@@ -162,6 +162,7 @@ def test_captured_steps_take_new_sizes(name, way):
             grouped_linear(x, w, torch.tensor(SIZES), name, weight_layout="NK")
 
 
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8", "NVFP4"])
-def test_fsdp2_over_nccl(name):
-    run(2, "dist/test_torch_grouped.py::fsdp2_is_one_process", on="cuda", name=name)
+def test_fsdp2_over_nccl(name, world):
+    run(world, "dist/test_torch_grouped.py::fsdp2_is_one_process", on="cuda", name=name)

@@ -310,3 +310,10 @@ def test_fsdp2_over_nccl(name, world):
     if world < least:
         pytest.skip("one rank sends nothing")
     run(world, case, on="cuda", **arguments)
+
+
+@pytest.mark.parametrize("name", ["law", "blocks", "nvfp4"])
+def test_hsdp_over_nccl(name):
+    """Two replicas of two shards gather the codes of the whole weight."""
+    case, arguments, _ = NCCL_CASES[name]
+    run((2, 2), case, on="cuda", **arguments)
