@@ -57,32 +57,33 @@ def awkward_values(
     rows, cols = int(np.prod(shape[:-1])), shape[-1]
     x = np.zeros((rows, cols), np.float64)
     first = rng.integers(len(kinds))
-    for i in range(rows):
-        x[i] = _row(kinds[(first + i) % len(kinds)], cols, info, rng)
+    for i, kind in enumerate(kinds):
+        own = x[(i - first) % len(kinds) :: len(kinds)]
+        own[:] = _rows(kind, own.shape, info, rng)
     with np.errstate(all="ignore"):
         return x.astype(np.float32).astype(dtype).reshape(shape)
 
 
-SIGNS = np.array([-1.0, 1.0])
-
-
-def _row(kind: str, cols: int, info: ml_dtypes.finfo, rng: np.random.Generator) -> np.ndarray:
-    bell = rng.standard_normal(cols)
-    sign = SIGNS[rng.integers(2, size=cols)]
+def _rows(kind: str, shape: tuple[int, int], info: ml_dtypes.finfo, rng: np.random.Generator) -> np.ndarray:
+    """Rows of one kind, drawn at once."""
+    rows, cols = shape
+    sign = rng.choice([-1.0, 1.0], shape)
     if kind == "zeros":
         return 0.0 * sign
     if kind == "ties":
-        ties = ties_and_neighbours(FLOAT_ELEMENTS[rng.integers(len(FLOAT_ELEMENTS))])
-        return sign * ties[rng.integers(len(ties), size=cols)]
+        element = rng.integers(len(FLOAT_ELEMENTS), size=(rows, 1))
+        lists = [ties_and_neighbours(name) for name in FLOAT_ELEMENTS]
+        ties = [rng.choice(each, shape) for each in lists]
+        return sign * np.choose(element, ties)
     if kind == "subnormal":
-        return sign * float(info.smallest_subnormal) * rng.integers(0, 2 ** min(info.nmant + 2, 12), cols)
+        return sign * float(info.smallest_subnormal) * rng.integers(0, 2 ** min(info.nmant + 2, 12), shape)
     if kind == "wide":
-        return sign * rng.uniform(1, 2, cols) * 2.0 ** rng.integers(info.minexp - info.nmant, info.maxexp, cols)
+        return sign * rng.uniform(1, 2, shape) * 2.0 ** rng.integers(info.minexp - info.nmant, info.maxexp, shape)
+    bell = rng.standard_normal(shape)
     special = {"outlier": 1000.0, "max": float(info.max), "inf": np.inf, "nan": np.nan}.get(kind)
     if special is not None and cols:
-        count = 1 if kind == "outlier" else 1 + cols // 16
-        where = rng.integers(cols, size=count)
-        bell[where] = sign[where] * special
+        places = rng.integers(cols, size=(rows, 1 if kind == "outlier" else 1 + cols // 16))
+        np.put_along_axis(bell, places, np.take_along_axis(sign, places, 1) * special, 1)
     return bell
 
 
