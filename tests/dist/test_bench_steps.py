@@ -47,8 +47,8 @@ TINY = {"DEVICE": "cpu", "WIDTH": 128, "FFN": 256, "VOCABULARY": 64, "HEADS": 2,
 @pytest.mark.parametrize(
     "kind",
     [
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "fp8 fused bf16-states")),
-        *("fp8 compiled", "delayed primary", "nvfp4 zero"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "fp8 fused bf16-states", "fp8 compiled")),
+        *("delayed primary", "nvfp4 zero"),
     ],
 )
 def test_kinds_of_steps(kind):
