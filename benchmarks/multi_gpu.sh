@@ -24,7 +24,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
 PYTHON=${PYTHON:-python3}
 RESULTS=${RESULTS:-$PWD/results}
 CACHE=${CACHE:-$PWD/../build/multi_gpu}
-: "${TORCH_KINDS=bf16 compiled,torchao compiled,fp8 compiled,fp8 fused,fp8 fused zero,block fused,nvfp4 fused,mxfp8 fused}"
+: "${TORCH_KINDS=bf16 compiled,torchao compiled,fp8 compiled,fp8 fused,fp8 fused ordered,fp8 fused zero,block fused,nvfp4 fused,mxfp8 fused}"
 : "${JAX_KINDS=bf16,fp8,block,nvfp4,mxfp8}"
 : "${TENSOR_KINDS=bf16,fp8,fp8 codes,fp8 overlap,nvfp4 codes}"
 : "${TENSOR_JAX_KINDS=bf16,fp8,fp8 overlapped}"
@@ -51,6 +51,8 @@ fi
 fewer=()
 for ((n = 1; n < gpus; n *= 2)); do fewer+=("$n"); done # 1 + 2 + ... never needs more than all GPUs
 mkdir -p "$RESULTS" "$CACHE"
+# Near the limit of memory, torch's allocator would wait for the GPU to free segments of other sizes.
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 export TORCHINDUCTOR_CACHE_DIR=$CACHE/inductor TRITON_CACHE_DIR=$CACHE/triton JAX_COMPILATION_CACHE_DIR=$CACHE/jax
 
 job() { # NAME RANKS COMMAND... starts a command on the next GPUs, with the file of its rows
