@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from qshard import reference
+from qshard._core.placement import Box
 from qshard.formats import FORMATS, Usage
 from qshard.numerics import gemm_error, histogram, read_log, sensitivity, write_log
-from qshard.numerics._arrays import Shard, of_shards
+from qshard.numerics._arrays import of_shards
 from qshard.numerics._training_steps import StepStats, Totals, layer_stats
 from qshard.recipes import Role
 from support.awkward import TAME, awkward_values
@@ -38,7 +39,7 @@ def test_histogram_counts_every_element(fmt):
 def test_histogram_of_pieces_and_of_what_is_not_finite():
     x = awkward_values((48, 80), 2)
     cuts = [0, 7, 33, 48]
-    parts = [Shard(x[a:b], (a, 0)) for a, b in itertools.pairwise(cuts)]
+    parts = [(x[a:b], Box(x.shape, (a, 0), (b - a, 80))) for a, b in itertools.pairwise(cuts)]
     made = of_shards(x.shape, "float32", parts, None, "histogram")
     for fmt in ("FP8_E4M3", "FP8_128x128", "NVFP4_16x16"):
         whole, pieces = histogram(x, fmt), histogram(made, fmt)
@@ -78,7 +79,7 @@ def test_mistakes():
         gemm_error(np.ones((2, 3)), np.ones((2, 4)), "FP8_E4M3")
     with pytest.raises(ValueError, match=r"gemm_error: b \(2, 3\) is not a whole number of 1x32 blocks"):
         gemm_error(np.ones((2, 3)), np.ones((2, 3)), None, "MXFP8_E4M3")
-    parts = [Shard(np.ones((1, 4)), (0, 0)), Shard(np.ones((1, 4)), (1, 0))]
+    parts = [(np.ones((1, 4)), Box((2, 4), (row, 0), (1, 4))) for row in range(2)]
     with pytest.raises(ValueError, match=r"gemm_error: a \(2, 4\) is sharded"):
         gemm_error(of_shards((2, 4), "float64", parts, None, "x"), np.ones((2, 4)), "FP8_E4M3")
     with pytest.raises(TypeError, match=r"is not a torch\.nn\.Module; pass one, or pass a function with params="):
