@@ -20,11 +20,11 @@ from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain, wrap
 from qshard.torch_bridge._modules import Extends
 from qshard.torch_bridge._nn.functional import WeightLayout
 from qshard.torch_bridge._nn.linear import (
-    _rank_of,
-    _take_seed,
     check_not_sealed,
     moving_parameters,
+    rank_of,
     replace_parameter,
+    take_seed,
     wrap_weight,
 )
 from qshard.torch_bridge._ops.bind import dtype_name
@@ -130,7 +130,7 @@ class Experts(Extends):
             dtype = torch.get_autocast_dtype(x.device.type)
             if dtype_name(x.dtype) not in FLOATS:
                 x = x.to(dtype)
-        seeds = None if self.seed is None else _take_seed(self.seed, _rank_of(weights))
+        seeds = None if self.seed is None else take_seed(self.seed, rank_of(weights))
         given: dict[str, Any] = {"bias": bias, "weight_layout": layout, "seeds": seeds, "dtype": dtype}
         y: Tensor = grouped_linear(x, weights, groups, self.recipe, **given)
         return y
