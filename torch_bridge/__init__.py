@@ -35,6 +35,7 @@ from qshard.torch_bridge._fsdp.refresh import update_scales
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.cross_entropy import cross_entropy
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from qshard.torch_bridge._moe.experts import parallelize_experts
 from qshard.torch_bridge._moe.grouped_mlp import grouped_mlp
 from qshard.torch_bridge._moe.layer import MoE
 from qshard.torch_bridge._moe.permutation import MoEPermutation, moe_permutation, moe_permute, moe_unpermute
@@ -94,6 +95,7 @@ __all__ = [
     "moe_permute",
     "moe_unpermute",
     "numerics_of",
+    "parallelize_experts",
     "prepare_modules_for_fsdp1",
     "quantize",
     "quantized_init",

@@ -10,6 +10,7 @@ and the device uses them only where no scale exists.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ class DelayedScale(Float32Buffers):
 
     Args:
       recipe: a `DelayedScaling`, or its name.
+      experts: E, for the tensors of all experts of a layer: every buffer has a leading axis of E. None for one tensor.
 
     Attributes:
       scale: `[]`, encodes in this step. 0 before the first update, when the tensor is scaled by its own amax.
@@ -64,7 +66,7 @@ class DelayedScale(Float32Buffers):
     amax_history: Tensor
     scaling_buffers = ("scale", "scale_inv", "amax", "amax_history")
 
-    def __init__(self, recipe: RecipeLike, role: Role, device: Any = None):
+    def __init__(self, recipe: RecipeLike, role: Role, device: Any = None, experts: int | None = None):
         super().__init__()
         recipe = as_delayed(recipe, "DelayedScale")
         if not isinstance(role, Role):
@@ -80,9 +82,9 @@ class DelayedScale(Float32Buffers):
         self._asked = False  # True if a sharded weight waits to learn whether it has a scale.
         self._made: int | None = None  # The version of `scale` at which it was known to exist.
         self._look: _ScaleReadback | None = None
-        shapes = recipe.state_shapes
+        shapes, lead = recipe.state_shapes, () if experts is None else (experts,)
         for name in ("scale", "scale_inv", "amax", "amax_history"):
-            shape = shapes.get(name, shapes["scale"])
+            shape = lead + shapes.get(name, shapes["scale"])
             self.register_buffer(name, torch.empty(shape, dtype=torch.float32, device=device), persistent=False)
         self.reset()
 
@@ -217,25 +219,26 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     groups = groups_of(model, group, [state.group for state in states])
     _check_alike(model, states, groups)
     buffers: list[dict[str, Any]] = [state._buffers for state in states]  # Attribute access on modules is slow.
-    amax = torch.stack([each["amax"] for each in buffers])
+    amax = join_scalars([each["amax"] for each in buffers])
     max_over_ranks(amax, groups)
     old: list[Tensor] = []
     new: list[Tensor] = []
     kinds: dict[Any, list[int]] = {}
     for i, (state, of_state) in enumerate(zip(states, buffers, strict=True)):
-        kinds.setdefault((*state.options.values(), of_state["amax_history"].shape), []).append(i)
-    amaxes = amax.unbind()
+        kinds.setdefault((*state.options.values(), of_state["amax_history"].shape[-1]), []).append(i)
+    amaxes = split_scalars(amax, [each["amax"] for each in buffers])
     for chosen in kinds.values():
         alike = [buffers[i] for i in chosen]
         histories, scales, inverses = ops.update_delayed_scale(
-            amax if len(kinds) == 1 else torch.stack([amaxes[i] for i in chosen]),
-            torch.stack([each["amax_history"] for each in alike]),
-            torch.stack([each["scale"] for each in alike]),
+            amax if len(kinds) == 1 else join_scalars([amaxes[i] for i in chosen]),
+            join_scalars([each["amax_history"] for each in alike], axes=1),
+            join_scalars([each["scale"] for each in alike]),
             **states[chosen[0]].options,
         )
         for name, parts in (("amax_history", histories), ("scale", scales), ("scale_inv", inverses)):
-            old += [each[name] for each in alike]
-            new += parts.unbind()
+            of_name = [each[name] for each in alike]
+            old += of_name
+            new += split_scalars(parts, of_name, axes=int(name == "amax_history"))
     with_scale = [state for state in states if _has_known_scale(state)]
     torch._foreach_copy_(old, new)
     torch._foreach_zero_([each["amax"] for each in buffers])
@@ -246,13 +249,29 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
         vars(state)["stepped"] = False
 
 
+def join_scalars(tensors: Sequence[Tensor], axes: int = 0) -> Tensor:
+    """Concatenate numbers of tensors `[]` and of experts `[E]` to `[n]`. Each number may be an array of `axes` axes."""
+    if all([tensor.ndim == axes for tensor in tensors]):  # noqa: C419, called in every step.
+        return torch.stack([*tensors])
+    return torch.cat([tensor if tensor.ndim > axes else tensor[None] for tensor in tensors])
+
+
+def split_scalars(joined: Tensor, like: Sequence[Tensor], axes: int = 0) -> Sequence[Tensor]:
+    """Split the result of `join_scalars` into parts of the shapes of `like`."""
+    if all([tensor.ndim == axes for tensor in like]):  # noqa: C419
+        return joined.unbind()
+    parts = joined.split([math.prod(tensor.shape[: tensor.ndim - axes]) for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
 class _ScaleReadback:
     """Asynchronous copy of scales to the host after an update."""
 
     def __init__(self, states: Sequence[DelayedScale]):
-        scales = torch.stack([state.scale for state in states])
-        self._values = scales.to("cpu", non_blocking=True)
-        self._ready = torch.cuda.Event() if scales.is_cuda else None
+        scales = [state.scale for state in states]
+        copied = join_scalars(scales).to("cpu", non_blocking=True)
+        self._values = split_scalars(copied, scales)
+        self._ready = torch.cuda.Event() if scales[0].is_cuda else None
         if self._ready is not None:
             self._ready.record()
         self._versions = {id(state): (i, _version_of(state.scale)) for i, state in enumerate(states)}
@@ -262,7 +281,7 @@ class _ScaleReadback:
         if self._ready is not None:
             self._ready.synchronize()
         i, version = self._versions[id(state)]
-        return bool(self._values[i] != 0) and version == _version_of(state.scale)
+        return bool((self._values[i] != 0).all()) and version == _version_of(state.scale)
 
 
 def _has_known_scale(state: DelayedScale) -> bool:

@@ -17,6 +17,7 @@ from qshard.jax import (
     CodedWeight,
     PrimaryState,
     PrimaryWeight,
+    adamw,
     dequantize_tree,
     linear,
     optimizer,
@@ -29,6 +30,7 @@ RECIPE = "MXFP8"
 X = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
 VALUES = {"w": np.random.default_rng(1).standard_normal((32, 32)).astype(np.float32), "b": np.zeros(32, np.float32)}
 SGD = optax.sgd(0.1)
+FP8_ADAM = adamw(0.1, mu_dtype="float8_e4m3fn", nu_dtype="float8_e5m2")
 AFTER = r"new codes of a PrimaryWeight: pass other transforms to qshard.jax.optimizer as inner"
 PARTS = r"a subtree of type\s+<class 'qshard.jax.(_quantized.primary.PrimaryWeight|_optim.updates.CodesUpdate)'>"
 CODES = r"PrimaryWeight: .* is not uint8: a tree function changed its codes; apply it to qshard.jax.dequantize_tree"
@@ -89,6 +91,9 @@ INNER = {
     "apply_if_finite": optax.apply_if_finite(SGD, 3),
     "inject_hyperparams": optax.inject_hyperparams(optax.sgd)(0.1),
     "masked": optax.chain(optax.masked(optax.add_decayed_weights(0.1), lambda tree: {"w": True, "b": False}), SGD),
+    "MultiSteps of FP8 states": optax.MultiSteps(FP8_ADAM, 2),
+    "ema of FP8 states": optax.chain(FP8_ADAM, optax.ema(0.5)),
+    "inject_hyperparams of adamw": optax.inject_hyperparams(adamw)(learning_rate=0.1),
 }
 AROUND = {
     "before": lambda own: optax.chain(optax.clip_by_global_norm(0.1), own),
@@ -251,6 +256,7 @@ TREE_FUNCTIONS = {
     "scale": lambda tree: optax.tree.scale(0.9, tree),
     "add_scale": lambda tree: optax.tree.add_scale(tree, 0.1, tree),
     "incremental_update": lambda tree: optax.incremental_update(tree, tree, 0.1),
+    "ema": lambda tree: optax.ema(0.9).update(tree, optax.ema(0.9).init(tree)),
     "mean": lambda tree: jax.tree.map(jnp.mean, tree),
     "bias_correction": lambda tree: optax.tree.bias_correction(tree, 0.9, jnp.int32(1)),
     "adam": optax.adam(0.1, mu_dtype=jnp.bfloat16).init,
@@ -320,6 +326,9 @@ def test_dequantize_tree(kind):
     assert_bits_equal(np.asarray(values["w"]), np.asarray(want))
     np.testing.assert_allclose(norm, np.linalg.norm(want), rtol=1e-5)  # Devices sum in another order.
     assert dequantize_tree(params, jnp.bfloat16)["w"].dtype == jnp.bfloat16
+    ema = optax.ema(0.9, debias=False)  # Of weights, as for evaluation.
+    average, _ = ema.update(values, ema.init(values))
+    np.testing.assert_allclose(average["w"], np.asarray(want) / 10, rtol=1e-6)
     average = optax.incremental_update(values, {"w": jnp.zeros((32, 32)), "b": jnp.zeros(32)}, 0.5)
     assert_bits_equal(np.asarray(average["w"]), np.asarray(want) / 2)
     with pytest.raises(TypeError, match=r"dequantize_tree: dtype .*int8"):

@@ -14,9 +14,13 @@ from qshard.torch_bridge import (
     QuantizedStack,
     convert,
     grouped_linear,
+    load_scaling_state,
     numerics_of,
     quantize,
     quantized_init,
+    scaling_state,
+    stream_weights,
+    update_scales,
 )
 from support.formats import SQUARES, STATELESS, nearest
 
@@ -92,11 +96,44 @@ def test_a_stacked_layer_is_a_list_of_layers(name):
         assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
 
 
+@pytest.mark.parametrize(("name", "bias"), [("DelayedScaling", False), ("DelayedScaling", True), ("MXFP8", True)])
+def test_delayed_scales_and_biases_are_those_of_a_list(name, bias):
+    """Three steps with scales of earlier steps: bits, states in both forms, pickles and copies."""
+    layers = []
+    for stacked in (False, True):
+        torch.manual_seed(0)
+        layers.append(GroupedLinear(E, WIDTH, HIDDEN, bias=bias, recipe=name, stacked=stacked))
+    listed, stacked = layers
+    assert torch.equal(stacked.experts.weight, torch.stack([each.weight for each in listed.experts]))
+    listed.load_state_dict(stacked.state_dict())
+    layers += [pickle.loads(pickle.dumps(stacked)), copy.deepcopy(stacked)]
+    for step in range(3):
+        found = []
+        for layer in layers:
+            x = (x_of() * (1 + step)).requires_grad_()
+            y = layer(x, SIZES)
+            grads = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+            if layer is listed:
+                grads = [grads[0], *(torch.stack(grads[i :: 1 + bias]) for i in range(1, 2 + bias))]
+            found.append((y, *grads))
+            update_scales(layer)
+        for other in found[1:]:
+            assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
+    state = scaling_state(listed)
+    assert len(state) == 4 * len(scaling_state(stacked))
+    fresh = GroupedLinear(E, WIDTH, HIDDEN, bias=bias, recipe=name, stacked=True)
+    load_scaling_state(fresh, state)
+    for key, value in scaling_state(fresh).items():
+        assert torch.equal(value, scaling_state(stacked)[key])
+    load_scaling_state(listed, scaling_state(fresh))
+
+
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
-def test_compiled_and_recomputed():
+@pytest.mark.parametrize(("name", "bias"), [("MXFP8", False), ("DelayedScaling", True)])
+def test_compiled_and_recomputed(name, bias):
     """One graph, and the bits of eager calls; also with activation checkpointing."""
     found, sizes = [], SIZES.clone()
-    layer = GroupedLinear(E, WIDTH, HIDDEN, recipe="MXFP8", stacked=True)
+    layer = GroupedLinear(E, WIDTH, HIDDEN, bias=bias, recipe=name, stacked=True)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for call in (layer, compiled, lambda *given: checkpoint(layer, *given, use_reentrant=False)):
         layer.zero_grad()
@@ -115,6 +152,8 @@ def test_models_of_stacked_layers():
         made.append(MoE(WIDTH, HIDDEN, num_experts=E, top_k=2, recipe="CurrentScaling", stacked=stacked))
     assert torch.equal(*(model(x_of()) for model in made))
     stacked = made[1]
+    convert(stacked, "DelayedScaling")
+    assert stacked(x_of()).isfinite().all()
     convert(stacked, "BlockScaling")
     assert stacked.w13.experts.recipe == STATELESS["BlockScaling"]
     with pytest.raises(ValueError, match=r"^numerics_of: model .* has no converted layer"):
@@ -147,3 +186,17 @@ def test_errors():
     model = convert(GroupedLinear(2, 32, 32, recipe="MXFP8", stacked=True), "MXFP8", primary=True)
     with pytest.raises(ValueError, match=r"^grouped_linear: experts.weight \(primary\) is not gathered"):
         model(torch.ones(4, 32), torch.tensor([2, 2]))
+
+
+@pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling"])
+def test_streams_have_the_tensors_of_a_list(name):
+    """Codes, scales and biases of each expert, under the names of engines."""
+    found = []
+    for stacked in (False, True):
+        torch.manual_seed(0)
+        moe = MoE(64, 64, num_experts=2, top_k=1, recipe=name, stacked=stacked)
+        up = GroupedLinear(2, 64, 64, bias=True, recipe=name, stacked=stacked)
+        found.append(dict(stream_weights(torch.nn.ModuleDict({"mlp": moe, "up": up}), "compressed-tensors")))
+    assert found[0].keys() == found[1].keys()
+    for key, value in found[0].items():
+        assert torch.equal(value.view(torch.uint8), found[1][key].view(torch.uint8)), key

@@ -263,9 +263,9 @@ def test_ranks_that_differ_raise_on_all():
     assert y.isfinite().all()
 
 
-def layer_of(recipe, ep_group=None):
+def layer_of(recipe, ep_group=None, stacked=False):
     torch.manual_seed(0)
-    options = {"num_experts": EXPERTS, "top_k": TOP_K}
+    options = {"num_experts": EXPERTS, "top_k": TOP_K, "stacked": stacked}
     return MoE(WIDTH, HIDDEN, recipe=recipe, ep_group=ep_group, **options).to(torch_ranks.device)
 
 

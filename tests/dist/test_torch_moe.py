@@ -7,13 +7,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from qshard.torch_bridge import MoE, QuantizedTensor, WithMasters, ZeroOptimizer, convert, update_scales
+from qshard.torch_bridge import (
+    MoE,
+    QuantizedTensor,
+    WithMasters,
+    ZeroOptimizer,
+    convert,
+    scaling_state,
+    update_scales,
+)
 from support import torch_ranks
 from support.formats import GATHERED, nearest
+from support.pairs import turns
 from support.torch_models import Wire
 from support.torch_ranks import on_ranks
 
@@ -68,8 +77,8 @@ def mean_over_ranks(model, step):
 ERROR = 1e-3
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("name", GATHERED)
+@turns(1, name=list(GATHERED), world=[2, 3])
+@on_ranks()
 def test_fsdp2_is_one_process(name):
     recipe = nearest(GATHERED[name])
     one, many = model_of(recipe), model_of(recipe)
@@ -90,8 +99,49 @@ def test_fsdp2_is_one_process(name):
             update_scales(model)
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "NVFP4"])
+def losses_of(model, optimizer):
+    """Return the losses of three steps, and the scaling state, with that of separate experts stacked."""
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, dist.get_rank(), step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        update_scales(model)
+        losses.append(loss.item())
+    state = scaling_state(model)
+    found = {key: value for key, value in state.items() if ".experts.delayed." in key}
+    for key in [key for key in state if ".experts.0." in key]:
+        found[key.replace(".0.", ".")] = torch.stack([state[key.replace(".0.", f".{e}.")] for e in range(EXPERTS)])
+    return losses, found
+
+
+@on_ranks(2)
+def test_delayed_scales_of_stacked_experts():
+    """FSDP2, by experts, rows or columns, and both stages of ZeRO: bits of separate experts over three steps."""
+    for wrap in (0, 1, 2, "zero", "zero 3"):
+        found = []
+        for stacked in (False, True):
+            model = model_of("DelayedScaling", stacked)
+            if isinstance(wrap, str):
+                optimizer = ZeroOptimizer(model, lr=0.01, shard_weights=wrap == "zero 3")
+            else:
+                fully_shard(
+                    model,
+                    mesh=torch_ranks.mesh(),
+                    shard_placement_fn=lambda p, axis=wrap: Shard(axis) if p.ndim == 3 else None,
+                )
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            found.append(losses_of(model, optimizer))
+        (losses, state), (others, other) = found
+        assert losses == others
+        assert len(state) == 2 * 3 * 4
+        for key, value in state.items():
+            assert torch.equal(value, other[key]), (wrap, key)
+
+
+@turns(1, name=["CurrentScaling", "BlockScaling", "NVFP4"], world=[2, 3])
+@on_ranks()
 def test_stacked_experts_are_separate_ones(name):
     """FSDP2, both stages of ZeRO and DDP with one parameter for all experts: losses and gradients of a list."""
     recipe, rank = nearest(GATHERED[name]), dist.get_rank()

@@ -18,7 +18,8 @@ from torch.nn.utils import parametrize
 
 from qshard.recipes import Recipe, check_weight_shape
 from qshard.torch_bridge._distributed.fsdp1 import is_flattened
-from qshard.torch_bridge._experts.stacked_experts import Experts, StackedExperts
+from qshard.torch_bridge._experts.stacked_experts import Experts
+from qshard.torch_bridge._experts.stacked_layer import StackedExperts
 from qshard.torch_bridge._modules import extend_class
 from qshard.torch_bridge._moe.experts import RoutedExperts, SortedExperts
 from qshard.torch_bridge._quantized.validation import check_dtype
@@ -77,7 +78,7 @@ def unfit_experts(module: nn.Module, recipe: Recipe) -> str | None:
     """Return the reason why known experts cannot be converted, or None."""
     kind, name = kind_of(module), type(module).__name__
     assert kind is not None
-    if recipe.stateful:
+    if recipe.stateful and (not isinstance(module, StackedExperts) or module.ep_group is not None):
         return f"{type(recipe).__name__} has no scales by expert; match it with a pattern of another recipe"
     if parametrize.is_parametrized(module):
         return "its weights are computed"
@@ -110,7 +111,7 @@ def check_experts(prefix: str, module: nn.Module, recipe: Recipe) -> None:
     for each in weight_names(module):
         weight, name = module._parameters[each], f"{prefix}.{each}" if prefix else each
         assert weight is not None
-        if isinstance(weight, DTensor):
+        if isinstance(weight, DTensor) and not (isinstance(module, Experts) and module.has_local_experts):
             raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
         check_alone(name, weight)
         transposed = kind_of(module) is RoutedExperts and getattr(module, "is_transposed", False)

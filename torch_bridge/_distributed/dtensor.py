@@ -10,12 +10,30 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_module
 
-from qshard.torch_bridge._torch_internals import TensorMeta, local_tensor, spec_of
+from qshard.torch_bridge._torch_internals import (
+    TensorMeta,
+    compute_local_shape_and_global_offset,
+    local_tensor,
+    spec_of,
+)
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, or the tensor itself: the stored object, which may have attributes."""
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> tuple[slice, ...]:
+    """Return the part of the whole tensor that is the local shard, as an index.
+
+    >>> local_part(torch.ones(2, 3))
+    (slice(0, 2, None), slice(0, 3, None))
+    """
+    shape, start = tuple(tensor.shape), (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        with torch.device("cpu"):  # Within `torch.device("meta")` it fails.
+            shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
 
 def wrapped_like(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:

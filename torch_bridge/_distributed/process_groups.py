@@ -32,7 +32,16 @@ def groups_of(
     everyone: Any = dist.group.WORLD
     meshes: dict[DeviceMesh, set[int]] = {}
     last: DeviceMesh | None = None
+    # Under expert parallelism, the mesh of whole experts has fewer ranks than train the model.
+    of_experts = {
+        id(parameter)
+        for module in modules_of(model)
+        if getattr(module, "has_local_experts", False)
+        for parameter in module.parameters(recurse=False)
+    }
     for parameter in parameters_of(model):
+        if id(parameter) in of_experts:
+            continue
         if isinstance(parameter, DTensor) and (mesh := parameter.device_mesh) is not last:
             last = mesh
             if mesh not in meshes:

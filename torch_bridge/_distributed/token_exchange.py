@@ -39,6 +39,14 @@ def expert_group(op: str, ep_group: Any) -> dist.ProcessGroup:
     return ep_group
 
 
+def expert_mesh(ep_group: ExpertGroup) -> DeviceMesh:
+    """Return the mesh of `ep_group`, for DTensors that are sharded over it."""
+    if isinstance(ep_group, DeviceMesh):
+        return ep_group
+    kind = "cuda" if "nccl" in dist.get_backend(ep_group) else "cpu"
+    return DeviceMesh.from_group(ep_group, kind, mesh_dim_names=("ep",))
+
+
 _WORDS = 256
 """Messages with the counts of a pair of ranks are padded to whole multiples of so many int32."""
 

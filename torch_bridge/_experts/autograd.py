@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,9 @@ from qshard.torch_bridge._nn.module_calls import take_row_amaxes
 from qshard.torch_bridge._nn.operands import operand_spec
 from qshard.torch_bridge._ops.autograd_node import Node
 
+DelayedStates = Sequence[Any] | Mapping[Role, Any]
+"""For each expert a `DelayedScale` by role, or for each role one of all experts."""
+
 
 class ProductOptions(NamedTuple):
     """Options of `GroupedProduct`. `sizes` are the group sizes, if the host knows them."""
@@ -34,7 +37,7 @@ class ProductOptions(NamedTuple):
     recipe: Recipe
     dtype: torch.dtype
     sizes: tuple[int, ...] | None
-    delayed: Sequence[Any] | None
+    delayed: DelayedStates | None
     is_gathered: bool
     transfer: Transfer | None = None
 
@@ -49,12 +52,21 @@ class ProductOptions(NamedTuple):
         return source(self.recipe.weight, Usage.COLUMNWISE)
 
     def scales(self, role: Role) -> Tensor | None:
-        return None if self.delayed is None else torch.stack([states[role].scale for states in self.delayed])
+        if self.delayed is None:
+            return None
+        if isinstance(self.delayed, Mapping):
+            scale: Tensor = self.delayed[role].scale
+            return scale
+        return torch.stack([states[role].scale for states in self.delayed])
 
     def observe(self, role: Role, amaxes: Tensor | None) -> None:
-        if self.delayed is not None and amaxes is not None:
-            for states, amax in zip(self.delayed, amaxes.unbind(), strict=True):
-                states[role].observe(amax)
+        if self.delayed is None or amaxes is None:
+            return
+        if isinstance(self.delayed, Mapping):
+            self.delayed[role].observe(amaxes)
+            return
+        for states, amax in zip(self.delayed, amaxes.unbind(), strict=True):
+            states[role].observe(amax)
 
 
 class GroupedProduct(Node):

@@ -25,8 +25,8 @@ from qshard._core.operands import OperandSpec, quantize_rows
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
 from qshard.layout import rows_are_independent
-from qshard.recipes import Role
-from qshard.torch_bridge._distributed.token_exchange import TokenExchange
+from qshard.recipes import RecipeLike, Role, as_recipe
+from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, TokenExchange, expert_group
 from qshard.torch_bridge._experts.operands import GroupedOperand
 from qshard.torch_bridge._experts.tiles import GroupedRows, Tiles, Transfer, quantize_experts, tiles_of
 from qshard.torch_bridge._ops.bind import ops
@@ -86,6 +86,30 @@ def _dispatch_part(part: Tensor, tiles: Tiles, exchange: TokenExchange) -> Tenso
     if received.shape[1] * received.itemsize % torch.int64.itemsize:
         return received.index_select(0, rows)
     return received.view(torch.int64).index_select(0, rows).view(part.dtype)
+
+
+def local_experts(op: str, num_experts: int, recipe: RecipeLike, ep_group: ExpertGroup | None) -> range:
+    """Return the experts of this rank; raise ValueError or NotImplementedError if ranks cannot share them."""
+    if ep_group is None:
+        return range(num_experts)
+    check_parallel_recipe(op, recipe)
+    group = expert_group(op, ep_group)
+    count, rest = divmod(num_experts, group.size())
+    if rest or not count:
+        raise ValueError(
+            f"{op}: ep_group has {group.size()} ranks, which do not divide num_experts ({num_experts}); pass a group "
+            "of as many ranks as divide it"
+        )
+    return range(group.rank() * count, (group.rank() + 1) * count)
+
+
+def check_parallel_recipe(op: str, recipe: RecipeLike | None) -> None:
+    """Raise NotImplementedError for delayed scaling: its update would merge the amaxes of different experts."""
+    if recipe is not None and as_recipe(recipe, op).stateful:
+        raise NotImplementedError(
+            f"{op}: DelayedScaling is not supported with ep_group, because its update reduces amaxes over ranks that "
+            "have different experts; pass CurrentScaling"
+        )
 
 
 class LocalExperts(nn.ModuleList):

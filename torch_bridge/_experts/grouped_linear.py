@@ -8,15 +8,15 @@ grow with the number of experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from qshard._core.validation import quote
-from qshard.recipes import Recipe, RecipeLike, as_recipe, check_state, check_weight_shape
-from qshard.torch_bridge._experts.autograd import GroupedProduct, ProductOptions
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_shape
+from qshard.torch_bridge._experts.autograd import DelayedStates, GroupedProduct, ProductOptions
 from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._nn.functional import check_gathered, check_operand
 from qshard.torch_bridge._ops.autograd_node import apply_node
@@ -36,7 +36,7 @@ def grouped_linear(
     bias: Tensor | None = None,
     weight_layout: Literal["NK", "KN"] | None = None,
     seeds: Tensor | None = None,
-    delayed: Sequence[Any] | None = None,
+    delayed: DelayedStates | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute `linear` for each expert: rows of group e give `x_e @ weights[e].T`.
@@ -53,7 +53,7 @@ def grouped_linear(
         "KN" for `[E, K, N]`, as in `torch.nn.functional.grouped_mm`. Both give the same bits. "KN" copies values in
         each call, but no codes.
       seeds: for stochastic rounding, int32 `[E, 2]`: the seed of `linear` for each expert.
-      delayed: for each expert the states that `linear` takes.
+      delayed: for each expert the states that `linear` takes; or for each role one `DelayedScale` of all experts.
       dtype: as for `linear`.
 
     Returns:
@@ -102,7 +102,7 @@ def grouped_linear(
     check_weight_shape("grouped_linear", "weights", recipe, shape)
     bias = _checked_bias(bias, experts, shape[0])
     seeds = _checked_seeds(seeds, recipe, experts)
-    states = None if delayed is None else len(delayed)
+    states = _count_states(delayed)
     advice = "a dict of DelayedScale by role for each expert" if recipe.stateful else "None"
     fits = states in (None, experts)
     check_state("grouped_linear", "delayed", states, recipe, advice, layers=f"{experts} experts", fits=fits)
@@ -183,6 +183,14 @@ def _checked_bias(bias: Any, experts: int, columns: int) -> Tensor | None:
             "pass bias as [E, N]"
         )
     return bias
+
+
+def _count_states(delayed: DelayedStates | None) -> int | None:
+    """Return the number of experts that have states; 0 if roles are missing or differ, and None without states."""
+    if not isinstance(delayed, Mapping):
+        return None if delayed is None else len(delayed)
+    shapes = {tuple(delayed[role].scale.shape) if role in delayed else () for role in Role}
+    return next(iter(shapes))[0] if len(shapes) == 1 and () not in shapes else 0
 
 
 def _checked_seeds(seeds: Any, recipe: Recipe, experts: int) -> Tensor | None:

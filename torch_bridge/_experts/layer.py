@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from qshard._core.validation import quote
 from qshard.recipes import RecipeLike, as_recipe
-from qshard.torch_bridge._experts.expert_parallel import LocalExperts
+from qshard.torch_bridge._distributed.token_exchange import ExpertGroup
+from qshard.torch_bridge._experts.expert_parallel import LocalExperts, local_experts
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
-from qshard.torch_bridge._experts.stacked_experts import StackedExperts
+from qshard.torch_bridge._experts.stacked_layer import StackedExperts
 from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._fsdp.scale_state import Passes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
@@ -31,20 +32,21 @@ class GroupedLinear(nn.Module):
       out_features: N of each expert.
       bias: add a learned bias to the rows of each expert.
       recipe: the format of each role, or its name.
-      local_experts: expert parallelism: the experts of this rank; None for all. `group_sizes` has their sizes. With
-        equal seeds of the random number generator, ranks have the initial weights of one layer with all experts.
+      ep_group: expert parallelism: R ranks that share the experts. Rank r has experts `r * E / R` to `(r + 1) * E / R`,
+        and `group_sizes` has their sizes. With equal seeds of the random number generator, ranks have the initial
+        weights of one layer with all experts. The caller exchanges the rows; `MoE` does.
       stacked: hold all experts in one parameter `[E, N, K]`. FSDP2 and ZeRO then gather it as one `QuantizedStack`, and
-        the work of the host does not grow with the number of experts. Without bias, `DelayedScaling` and
-        `local_experts`.
+        the work of the host does not grow with the number of experts.
 
     Attributes:
-      experts: if `stacked`, a module with the parameter `weight`; state dicts with a weight for each expert load, too.
-        Otherwise one `Linear` per local expert. In state dicts their names have their indices among all experts. Each
-        weight is sharded by FSDP2 or ZeRO, gathered as codes, saved, moved and kept as codes under
-        `convert(primary=True)`, like the weight of any `Linear`.
+      experts: if `stacked`, a module with the parameters `weight` `[E, N, K]` and `bias` `[E, N]`; with `ep_group` they
+        are DTensors. Otherwise one `Linear` per local expert. In state dicts their names have their indices among all
+        experts. Each weight is sharded by FSDP2 or ZeRO, gathered as codes, saved, moved and kept as codes under
+        `convert(primary=True)`, like the weight of any `Linear`. State dicts of both forms load into both.
 
     Raises:
-      ValueError: `num_experts` is not positive, an option does not go with `stacked`, or as for `Linear`.
+      ValueError: `num_experts` is not positive, the ranks of `ep_group` do not divide it, or as for `Linear`.
+      NotImplementedError: `DelayedScaling` with `ep_group`.
 
     >>> from qshard.recipes import CurrentScaling
     >>> layer = GroupedLinear(3, 32, 16, recipe=CurrentScaling())
@@ -63,7 +65,7 @@ class GroupedLinear(nn.Module):
         *,
         bias: bool = False,
         recipe: RecipeLike,
-        local_experts: range | None = None,
+        ep_group: ExpertGroup | None = None,
         stacked: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -73,25 +75,15 @@ class GroupedLinear(nn.Module):
             raise ValueError(
                 f"GroupedLinear: num_experts ({quote(num_experts)}) is not positive; pass an integer of at least 1"
             )
+        recipe = as_recipe(recipe, "GroupedLinear")
+        layer: dict[str, Any] = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype}
         if stacked:
-            if bias or local_experts is not None:
-                raise ValueError(
-                    f"GroupedLinear: stacked experts have no {'bias' if bias else 'local_experts'}; pass stacked=False"
-                )
-            made: dict[str, Any] = {"device": device, "dtype": dtype}
-            recipe = as_recipe(recipe, "GroupedLinear")
-            self.experts = StackedExperts(num_experts, in_features, out_features, recipe=recipe, **made)
+            self.experts = StackedExperts(num_experts, in_features, out_features, ep_group=ep_group, **layer)
             return
-        layer = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype}
-        experts, local = range(num_experts), range(num_experts) if local_experts is None else local_experts
-        if not isinstance(local, range) or not len(local) or local.step != 1 or not set(local) <= set(experts):
-            raise ValueError(
-                f"GroupedLinear: local_experts ({quote(local)}) is not a range of experts; pass one in "
-                f"range(0, {num_experts})"
-            )
+        local = local_experts("GroupedLinear", num_experts, recipe, ep_group)
         # Each rank draws the weights of all experts, one at a time, and keeps its own.
-        layers = (Linear(in_features, out_features, **layer) for _ in experts)
-        self.experts = LocalExperts((each for e, each in zip(experts, layers, strict=True) if e in local), local.start)
+        layers = enumerate(Linear(in_features, out_features, **layer) for _ in range(num_experts))
+        self.experts = LocalExperts((each for expert, each in layers if expert in local), local.start)
         for expert in self.experts:
             weight = cast(ShardedWeight, expert.weight)
             weight.scale_state.passes = Passes.of(self)  # All experts share one refresh of scales.
@@ -130,6 +122,22 @@ class GroupedLinear(nn.Module):
         how: dict[str, Any] = {"bias": bias, "seeds": seeds, "delayed": delayed, "dtype": first.dtype}
         y = grouped_linear(first.input, weights, group_sizes, layers[0].recipe, **how)
         return y
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        """Split tensors of all experts, from a layer with `stacked=True`. `StackedExperts` stacks separate tensors."""
+        stacks = [name for name in ("weight", "bias") if f"{prefix}experts.{name}" in state_dict]
+        for name in () if isinstance(self.experts, StackedExperts) else stacks:
+            for expert, values in enumerate(state_dict.pop(f"{prefix}experts.{name}")):
+                if str(expert) in self.experts._modules:
+                    state_dict[f"{prefix}experts.{expert}.{name}"] = values
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights of the local experts: one for each, or one for all."""
+        # Not `parameters()`: under FSDP1 weights are no parameters, but views of one.
+        layers = [self.experts] if isinstance(self.experts, StackedExperts) else [*self.experts]
+        return [cast(Tensor, layer.weight) for layer in layers]
 
     @property
     def layer_of_experts(self) -> Linear | StackedExperts:

@@ -1,18 +1,20 @@
-"""Layers with the weights of all experts in one 3-D parameter, which FSDP2 and ZeRO gather as one stack of codes."""
+"""`Experts`: modules with the weights of all experts in 3-D parameters, which are gathered as stacks of codes."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from qshard.formats import FLOATS
-from qshard.recipes import Recipe, check_weight_shape
-from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.recipes import Recipe, Role
+from qshard.torch_bridge._delayed_scaling import DelayedScale
+from qshard.torch_bridge._distributed.dtensor import local_of, local_part, wrapped_like
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
+from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group, expert_mesh
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
@@ -21,6 +23,8 @@ from qshard.torch_bridge._modules import Extends
 from qshard.torch_bridge._nn.functional import WeightLayout
 from qshard.torch_bridge._nn.linear import (
     check_not_sealed,
+    delayed_of_call,
+    delayed_of_roles,
     moving_parameters,
     rank_of,
     replace_parameter,
@@ -28,7 +32,6 @@ from qshard.torch_bridge._nn.linear import (
     wrap_weight,
 )
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._quantized.validation import check_dtype
 
 
 class Experts(Extends):
@@ -41,11 +44,16 @@ class Experts(Extends):
     Attributes:
       recipe: the format of each role.
       seed: for stochastic rounding, the seed of each expert: int32 `[E, 2]`, as in `Linear`. Each product uses it, and
-        increments it on the device.
+        increments it on the device. A DTensor if the weights are, under expert parallelism.
+      delayed: under `DelayedScaling`, the `DelayedScale` of each role, of all experts. Only for modules of one weight.
+      ep_group: expert parallelism: the ranks that share the experts; None without it. The parameters are then DTensors,
+        and experts are sharded over their last mesh axis.
     """
 
     recipe: Recipe
     seed: Tensor | None
+    delayed: nn.ModuleDict
+    ep_group: dist.ProcessGroup | None = None
     scaling_buffers = ("seed",)
 
     @property
@@ -55,20 +63,55 @@ class Experts(Extends):
     def begin(self, recipe: Recipe, names: dict[str, str], root: nn.Module | None, primary: bool) -> None:
         """Set the recipe, and wrap the 3-D weights. `names` has the name in the model `root` of each."""
         self.recipe = recipe
+        self._modules.pop("delayed", None)
         for own, name in names.items():
             self._wrap(own, name, root, primary)
         weight = self._parameters[next(iter(names))]
         assert weight is not None
-        seed = torch.empty(weight.shape[0], 2, dtype=torch.int32, device=weight.device) if recipe.stochastic else None
+        if recipe.stateful:
+            (state,) = self._states().values()
+            self.delayed = delayed_of_roles(recipe, state, weight.device)
+        seed: Tensor | None = None
+        if recipe.stochastic:
+            experts = local_of(weight).shape[0]
+            seed = torch.empty(experts, 2, dtype=torch.int32, device=weight.device)
+            if isinstance(weight, DTensor):
+                seed = wrapped_like(weight, seed, (weight.shape[0], 2))
         self.register_buffer("seed", seed, persistent=False)  # `scaling_state` saves it.
         self._reset_seed()
+
+    @property
+    def has_local_experts(self) -> bool:
+        """True under expert parallelism, unless FSDP2 shards the local experts now."""
+        own = next(each for each in self._parameters.values() if each is not None)
+        return self.ep_group is not None and isinstance(own, DTensor) and own.device_mesh.ndim == 1
+
+    def local(self, name: str) -> Any:
+        """Return a parameter, or under expert parallelism the part of the local experts. None if there is none."""
+        parameter: Any = getattr(self, name)
+        return parameter.to_local() if parameter is not None and self.has_local_experts else parameter
+
+    def share(self, ep_group: ExpertGroup) -> None:
+        """Keep the local experts of whole parameters `[E, ...]`, as DTensors that are sharded over `ep_group`."""
+        mesh, self.ep_group = expert_mesh(ep_group), expert_group("Experts", ep_group)
+        rank, ranks = self.ep_group.rank(), self.ep_group.size()
+        for name, whole in [*self._parameters.items()]:
+            if whole is not None:
+                own = plain(whole).detach().chunk(ranks)[rank].clone()
+                shard = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+                self.register_parameter(name, nn.Parameter(shard, whole.requires_grad))
+        if self.seed is not None:
+            own = self.seed.chunk(ranks)[rank].clone()
+            self.seed = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
 
     def _wrap(self, own: str, name: str, root: nn.Module | None, primary: bool) -> None:
         weight = self._parameters[own]
         assert weight is not None
         if self.recipe.weight.gather_refusal is None:
             replace_parameter(weight, wrap_weight(weight, self.recipe, name, root, primary))
-        elif isinstance(weight, ShardedWeight):  # Of an earlier recipe.
+            if "delayed" in self._modules:
+                self._states()[own].delayed = cast(DelayedScale, self.delayed[Role.WEIGHT.value])
+        elif isinstance(local_of(weight), ShardedWeight):  # Of an earlier recipe.
             replace_parameter(weight, nn.Parameter(plain(weight), weight.requires_grad))
 
     def _states(self) -> dict[str, ScaleState]:
@@ -114,7 +157,8 @@ class Experts(Extends):
 
     def _reset_seed(self) -> None:
         if self.seed is not None:
-            self.seed.random_(-(2**31), 2**31)
+            of_all = torch.empty(self.seed.shape, dtype=torch.int32, device=self.seed.device).random_(-(2**31), 2**31)
+            local_of(self.seed).copy_(of_all[local_part(self.seed)])
 
     def multiply(
         self,
@@ -130,8 +174,15 @@ class Experts(Extends):
             dtype = torch.get_autocast_dtype(x.device.type)
             if dtype_name(x.dtype) not in FLOATS:
                 x = x.to(dtype)
-        seeds = None if self.seed is None else take_seed(self.seed, rank_of(weights))
-        given: dict[str, Any] = {"bias": bias, "weight_layout": layout, "seeds": seeds, "dtype": dtype}
+        seeds = None if self.seed is None else take_seed(local_of(self.seed), rank_of(weights))
+        delayed = delayed_of_call(self.delayed) if "delayed" in self._modules else None
+        given: dict[str, Any] = {
+            "bias": bias,
+            "weight_layout": layout,
+            "seeds": seeds,
+            "delayed": delayed,
+            "dtype": dtype,
+        }
         y: Tensor = grouped_linear(x, weights, groups, self.recipe, **given)
         return y
 
@@ -145,7 +196,7 @@ class Experts(Extends):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *others: Any) -> None:
-        """Load parameters. If they replace parameters on meta, the seed leaves meta too."""
+        """Load parameters. If they replace parameters on meta, seeds and delayed scales leave meta too."""
         for name, state in self._states().items() if metadata.get("assign_to_params_buffers", False) else ():
             loaded = state_dict.get(prefix + name)
             if isinstance(loaded, Tensor):
@@ -158,53 +209,15 @@ class Experts(Extends):
                 }
         super()._load_from_state_dict(state_dict, prefix, metadata, *others)
         device = next(self.parameters(recurse=False)).device
-        if self.seed is not None and self.seed.is_meta and device.type != "meta":
+        if device.type == "meta":
+            return
+        if self.seed is not None and self.seed.is_meta:
             self.seed = torch.empty_like(self.seed, device=device)
             self._reset_seed()
+        for own in self.delayed.values() if "delayed" in self._modules else ():
+            if cast(DelayedScale, own).scale.is_meta:
+                own.to_empty(device=device)  # `to_empty` resets the state.
 
     def extra_repr(self) -> str:
         own = super().extra_repr()
         return ", ".join([own] * bool(own) + [f"recipe={self.recipe!r}"])
-
-
-class StackedExperts(Experts):
-    """The experts of a `GroupedLinear` in one parameter, `weight` `[E, N, K]`.
-
-    State dicts of a `GroupedLinear` with a parameter for each expert load, too: their weights are stacked.
-    """
-
-    _of = nn.Module
-
-    def __init__(self, experts: int, inputs: int, outputs: int, *, recipe: Recipe, device: Any, dtype: Any):
-        super().__init__()
-        if recipe.stateful:
-            raise ValueError(
-                f"GroupedLinear: recipe ({type(recipe).__name__}) has no scales by expert for one parameter; pass "
-                "CurrentScaling(), or stacked=False"
-            )
-        check_weight_shape("GroupedLinear", "weight", recipe, (outputs, inputs))
-        check_dtype("GroupedLinear", "dtype", torch.get_default_dtype() if dtype is None else dtype)
-        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, device=device, dtype=dtype))
-        self.begin(recipe, {"weight": "weight"}, self, primary=False)
-        self.reset_parameters()
-
-    is_one_layer = True
-
-    def reset_parameters(self) -> None:
-        """Initialize the weights like one `nn.Linear` after the other, and reset the seeds."""
-        bound = math.sqrt(3) * nn.init.calculate_gain("leaky_relu", math.sqrt(5)) / math.sqrt(self.weight.shape[-1])
-        nn.init.uniform_(self.weight, -bound, bound)
-        self._reset_seed()
-
-    def __len__(self) -> int:
-        return int(self.weight.shape[0])
-
-    def forward(self, x: Tensor, groups: Tensor | GroupedRows) -> Tensor:
-        """Multiply the rows of each expert by its weight. Arguments as in `grouped_linear`."""
-        return self.multiply(x, self.weight, groups)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        each = [f"{prefix}{expert}.weight" for expert in range(len(self))]
-        if f"{prefix}weight" not in state_dict and all(key in state_dict for key in each):
-            state_dict[f"{prefix}weight"] = torch.stack([state_dict.pop(key) for key in each])
-        super()._load_from_state_dict(state_dict, prefix, *others)

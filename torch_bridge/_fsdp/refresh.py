@@ -20,11 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from qshard._core.flat_shards import Bucket
-from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Plane, Scales
-from qshard.torch_bridge._delayed_scaling import update_delayed
+from qshard.torch_bridge._delayed_scaling import join_scalars, split_scalars, update_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._distributed.tensor_shards import merge_plan, merge_shards
+from qshard.torch_bridge._distributed.tensor_shards import merge_plan
 from qshard.torch_bridge._fsdp.scale_state import (
     Passes,
     PrefetchedCodes,
@@ -36,9 +35,9 @@ from qshard.torch_bridge._fsdp.scale_state import (
 )
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._modules import parameters_of
-from qshard.torch_bridge._ops.bind import into, ops
+from qshard.torch_bridge._ops.bind import into
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
-from qshard.torch_bridge._ops.foreach import flat_plan
+from qshard.torch_bridge._ops.foreach import FlatPlan, flat_plan
 from qshard.torch_bridge._quantized.validation import check_model
 from qshard.torch_bridge._torch_internals import fsdp_groups
 
@@ -194,19 +193,29 @@ def delayed_scales(weights: Sequence[WeightShard]) -> list[Scales]:
     Weights without a scale get one from their amaxes, with one max-reduction for all of them.
     """
     states = [state.delayed for state, _, _ in weights if state.delayed is not None]
-    copies = torch.stack([buffer for delayed in states for buffer in (delayed.scale, delayed.scale_inv)]).unbind()
+    buffers = [buffer for delayed in states for buffer in (delayed.scale, delayed.scale_inv)]
+    copies = split_scalars(join_scalars(buffers), buffers)
     scales = [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
     if new := [i for i, delayed in enumerate(states) if not delayed.knows_scale()]:
-        amaxes = torch.stack([ops.amax_tensor(weights[i].shard, lead=0).to(scales[i].scale.device) for i in new])
-        of_wholes = max_over_ranks(amaxes, weights[0].plan.group).unbind()
-        merge_shards([weights[i].state.part for i in new], of_wholes)
-        for i, amax in zip(new, of_wholes, strict=True):
-            scales[i] = Scales(*states[i].scales_under(amax))
+        flat, amaxes = _reduced_amaxes([weights[i] for i in new])
+        for bucket in flat.plan.buckets:
+            of_weights = bucket.split(*bucket.part(amaxes))
+            for i, (amax, _) in zip(bucket.indices, of_weights, strict=True):
+                scales[new[i]] = Scales(*states[new[i]].scales_under(amax))
     return scales
 
 
 def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
-    """Compute the scales of the current values, with one max-reduction.
+    """Compute the scales of the current values, with one max-reduction."""
+    flat, amaxes = _reduced_amaxes(weights)
+    found: dict[int, Scales] = {}
+    for bucket, of_bucket in zip(flat.plan.buckets, flat.scales(amaxes), strict=True):
+        found.update(zip(bucket.indices, _split_scales(bucket, of_bucket), strict=True))
+    return [found[i] for i in range(len(weights))]
+
+
+def _reduced_amaxes(weights: Sequence[WeightShard]) -> tuple[FlatPlan, Tensor]:
+    """Return the amaxes of whole weights, fp32 `[plan.amaxes]`, and the plan of their order.
 
     Empty shards contribute amaxes of 0. The amaxes of an offloaded shard are computed where it is, and moved to where
     ranks compute. That is the CPU, unless FSDP2 has already copied the shard for this gather.
@@ -220,10 +229,7 @@ def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
     amaxes = max_over_ranks(amaxes, group)
     # Expert parallelism shards a stack between experts, which have their own scales.
     merge_plan([None if plan.is_stack else state.part for state, _, plan in weights], flat.plan, amaxes)
-    found: dict[int, Scales] = {}
-    for bucket, of_bucket in zip(flat.plan.buckets, flat.scales(amaxes), strict=True):
-        found.update(zip(bucket.indices, _split_scales(bucket, of_bucket), strict=True))
-    return [found[i] for i in range(len(weights))]
+    return flat, amaxes
 
 
 def _split_scales(bucket: Bucket, scales: Scales) -> Iterator[Scales]:
@@ -369,10 +375,13 @@ def _cast_into(weight: WeightShard, buffer: Tensor) -> None:
     if state.delayed is None:
         cast_shards([weight], [buffer])
         return
-    amax, scale_inv = (torch.empty((), dtype=torch.float32, device=shard.device) for _ in range(2))
-    outputs = into(plan.padded_view(buffer)[: shard.shape[0]], amax, scale_inv)
     scale = weight.staged.scale.to(shard.device)
-    quantize_operand(outputs, shard, state.operand, scale=scale)
+    amax, scale_inv = torch.zeros_like(scale), torch.empty_like(scale)
+    own = plan.local_matrices
+    outputs = into(plan.padded_view(buffer)[: shard.shape[0]], amax[own], scale_inv[own])
+    if shard.numel():
+        options = {"element": plan.fmt.element.name, "nonfinite": plan.fmt.nonfinite, "margin": state.delayed.margin}
+        outputs.cast_delayed(shard, scale[own], lead=int(plan.is_stack), **options)
     state.delayed.observe(amax)
 
 

@@ -91,15 +91,22 @@ class ScaleState:
     """
 
     def __init__(
-        self, recipe: Recipe, name: str, root: nn.Module | None = None, device: Any = None, primary: bool = False
+        self,
+        recipe: Recipe,
+        name: str,
+        root: nn.Module | None = None,
+        device: Any = None,
+        primary: bool = False,
+        shape: tuple[int, ...] = (),
     ):
         self.operand = OperandSpec.of(recipe, Role.WEIGHT, Usage.ROWWISE, op="quantize")
         self.fmt = self.operand.format
         self.name = name
         self.refusal = self.fmt.gather_refusal
-        self.delayed = DelayedScale(recipe, Role.WEIGHT, device) if recipe.stateful else None
+        experts = shape[0] if len(shape) > 2 else None
+        self.delayed = DelayedScale(recipe, Role.WEIGHT, device, experts) if recipe.stateful else None
         self.primary = Primary(name) if primary else None
-        self.shape: tuple[int, ...] = ()
+        self.shape = shape
         self.part: ShardSpec | None = None
         self.whole: tuple[int, ...] = ()
         self.first = self.fill_count = 0

@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -54,6 +55,7 @@ class ShardPlan:
         sizes = zip(shape, shard.shape, strict=True)
         self.dim = next((dim for dim, (whole, own) in enumerate(sizes) if dim and own != whole), 0)
         self.is_stack = len(shape) > 2
+        self._rows = shard.shape[0]
         width, ranks, per_byte = shard.shape[-1], mesh.size(mesh_dim), fmt.element.codes_per_byte
         if width % per_byte:
             raise NotImplementedError(
@@ -85,6 +87,14 @@ class ShardPlan:
         if not is_slice:
             starts = tuple(start if dim == self.dim else 0 for dim in range(len(shape)))
             self.box = Box(shape, starts, tuple(shard.shape))
+
+    @property
+    def local_matrices(self) -> slice | EllipsisType:
+        """The matrices of a stack that the shard has parts of, as an index of `[E]`; `...` for one matrix."""
+        if not self.is_stack:
+            return ...
+        first = self.slice.start // math.prod(self.shape[1:])
+        return slice(first, first + self._rows) if self.dim == 0 else slice(None)
 
     def write_box_amaxes(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
         """Write the amaxes of a box.

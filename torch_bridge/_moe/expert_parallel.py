@@ -17,33 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard.recipes import Recipe, RecipeLike, as_recipe
+from qshard.recipes import Recipe
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
-from qshard.torch_bridge._experts.expert_parallel import exchanged_rows
+from qshard.torch_bridge._experts.expert_parallel import check_parallel_recipe, exchanged_rows
 from qshard.torch_bridge._experts.tiles import unit_of
 from qshard.torch_bridge._moe.wrappers import check_wrappers
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
-
-
-def check_parallel_recipe(op: str, recipe: RecipeLike | None) -> None:
-    """Raise NotImplementedError for delayed scaling: its update would merge the amaxes of different experts."""
-    if recipe is not None and as_recipe(recipe, op).stateful:
-        raise NotImplementedError(
-            f"{op}: DelayedScaling is not supported with ep_group, because its update reduces amaxes over ranks that "
-            "have different experts; pass CurrentScaling"
-        )
-
-
-def local_experts(num_experts: int, group: dist.ProcessGroup, recipe: RecipeLike) -> range:
-    """Return the experts of this rank; raise ValueError or NotImplementedError if ranks cannot share them."""
-    check_parallel_recipe("MoE", recipe)
-    count, rest = divmod(num_experts, group.size())
-    if rest or not count:
-        raise ValueError(
-            f"MoE: ep_group has {group.size()} ranks, which do not divide num_experts ({num_experts}); pass a group of "
-            "as many ranks as divide it"
-        )
-    return range(group.rank() * count, (group.rank() + 1) * count)
 
 
 @torch.compiler.disable
@@ -63,7 +42,9 @@ def parallel_experts(
     `weights` are the weights of both products. Ranks must agree on `facts`, and on what needs a gradient, because that
     decides which exchanges there are, and of what.
     """
-    check_wrappers(itertools.chain(*weights), group)
+    for recipe in recipes or ():
+        check_parallel_recipe("MoE", recipe)  # Again, because `convert` changes recipes.
+    check_wrappers(itertools.chain(*weights), group, group_sizes.shape[0])
     learns = [any(weight.requires_grad for weight in of_product) for of_product in weights]
     gradients = (rows.requires_grad, *learns) if torch.is_grad_enabled() else ()
     exchange = TokenExchange(group_sizes, rows.shape[0], group, (rows.shape[1], facts, ("gradients", gradients)))

@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group
+from qshard.torch_bridge._experts.expert_parallel import local_experts
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._moe.grouped_mlp import Groups, apply_experts
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
+from qshard.torch_bridge._quantized.validation import check_model
 
 _SILU = ("SiLU", "SiLUActivation")
 """Names of the class in PyTorch and in transformers."""
@@ -59,23 +63,28 @@ class RoutedExperts(Experts):
             y = self._project(rows, "down_proj", groups)
             return this.post_expert_norm(y) if has_norm else y
 
+        weights: list[Tensor] = [getattr(self, up), this.down_proj]
+        facts = (*(tuple(weight.shape[1:]) for weight in weights), hidden_states.dtype, self.recipe)
         made = apply_experts(
             hidden_states,
             top_k_index,
             top_k_weights,
-            getattr(self, up).shape[0],
+            weights[0].shape[0],
             # Padding would reach the gradients of the norm and of biases.
             None if has_norm or has_bias else (self.recipe, self.recipe),
             lambda rows, groups: self._project(rows, up, groups),
             down,
             lambda h: self._activate(h, up),
+            group=self.ep_group,
+            local=[[weight] for weight in weights],
+            facts=facts,
         )
         return made.to(hidden_states.dtype)
 
     def _project(self, x: Tensor, name: str, groups: Groups) -> Tensor:
         """Multiply by the weights `name` of each row's expert, and add its bias. Rows of no expert give zeros."""
-        bias: Tensor | None = getattr(self, f"{name}_bias") if getattr(self, "has_bias", False) else None
-        return self.multiply(x, getattr(self, name), groups, self.weight_layout, bias)
+        bias: Tensor | None = self.local(f"{name}_bias") if getattr(self, "has_bias", False) else None
+        return self.multiply(x, self.local(name), groups, self.weight_layout, bias)
 
     def _activate(self, h: Tensor, up: str) -> Tensor:
         this: Any = self
@@ -86,3 +95,44 @@ class RoutedExperts(Experts):
         else:
             activated = this._apply_gate(h)
         return activated
+
+
+def parallelize_experts(model: nn.Module, ep_group: ExpertGroup) -> nn.Module:
+    """Share the experts of a converted model of transformers between ranks: expert parallelism, in place.
+
+    Each rank keeps the parameters of `E / R` experts, as DTensors, and sends rows of tokens to the ranks of their
+    experts, as `MoE(ep_group=)` does.
+
+    Args:
+      model: after `convert`, and before `fully_shard` and before its optimizer is made. Ranks have the same values.
+      ep_group: R ranks, a mesh axis or a process group. For FSDP2 pass an axis of the mesh that `fully_shard` gets.
+
+    Returns:
+      `model`.
+
+    Raises:
+      TypeError: an argument has the wrong type.
+      ValueError: there are no such experts, they are sharded already, or R does not divide their number.
+
+    >>> parallelize_experts(nn.Linear(32, 32), None)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    TypeError: parallelize_experts: ep_group (None) is not a ProcessGroup or a DeviceMesh of one axis; pass the ranks...
+    """
+    check_model("parallelize_experts", model)
+    expert_group("parallelize_experts", ep_group)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
+    if not found:
+        raise ValueError(
+            f"parallelize_experts: model ({type(model).__name__}) has no converted experts of transformers; call "
+            "convert first, or pass ep_group to MoE"
+        )
+    for name, module in found.items():
+        weights = [weight for weight in module._parameters.values() if weight is not None]
+        if any(isinstance(weight, DTensor) for weight in weights):
+            raise ValueError(
+                f"parallelize_experts: {name} (DTensor) is sharded already; call it once, before fully_shard"
+            )
+        local_experts("parallelize_experts", weights[0].shape[0], module.recipe, ep_group)
+    for module in found.values():
+        module.share(ep_group)
+    return model

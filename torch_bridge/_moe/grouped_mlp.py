@@ -18,9 +18,11 @@ from qshard._core.moe import check_mlp
 from qshard._core.validation import quote
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group
+from qshard.torch_bridge._experts.autograd import DelayedStates
+from qshard.torch_bridge._experts.expert_parallel import check_parallel_recipe
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._experts.tiles import GroupedRows, unit_of
-from qshard.torch_bridge._moe.expert_parallel import check_parallel_recipe, parallel_experts
+from qshard.torch_bridge._moe.expert_parallel import parallel_experts
 from qshard.torch_bridge._moe.permutation import combine_experts, moe_permutation, moe_permute, padded_rows
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
 from qshard.torch_bridge._quantized.validation import check_tensor
@@ -45,7 +47,7 @@ def grouped_mlp(
     *,
     weight_layout: Literal["NK", "KN"] = "NK",
     seeds: tuple[Tensor, Tensor] | None = None,
-    delayed: tuple[Sequence[Any], Sequence[Any]] | None = None,
+    delayed: tuple[DelayedStates, DelayedStates] | None = None,
     ep_group: ExpertGroup | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -127,7 +129,7 @@ class _Products(NamedTuple):
     recipe: RecipeLike | None
     weight_layout: Literal["NK", "KN"]
     seeds: tuple[Tensor, Tensor] | None
-    delayed: tuple[Sequence[Any], Sequence[Any]] | None
+    delayed: tuple[DelayedStates, DelayedStates] | None
     dtype: torch.dtype | None
 
     def __call__(self, number: int, rows: Tensor, w: Weights, groups: Groups) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from qshard._core.moe import ScoreFunction, check_scores
 from qshard.recipes import RecipeLike
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group
+from qshard.torch_bridge._experts.expert_parallel import local_experts
 from qshard.torch_bridge._experts.layer import GroupedLinear
-from qshard.torch_bridge._moe.expert_parallel import local_experts
 from qshard.torch_bridge._moe.grouped_mlp import apply_experts
 from qshard.torch_bridge._moe.router import Router, topk_routing
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
@@ -33,7 +33,7 @@ class MoE(nn.Module):
       expert_bias: add a buffer `expert_bias` to the scores for the choice of experts, as in load balancing without an
         auxiliary loss. It starts as zeros, and the training loop updates it.
       shared_intermediate_size: I of a shared expert, which takes every token with weight 1; None for no such expert.
-      stacked: hold the weights of all experts in one parameter, as in `GroupedLinear`. Without `ep_group`.
+      stacked: hold the weights of all experts in one parameter, as in `GroupedLinear`.
       ep_group: expert parallelism: the ranks that share the experts, as for `grouped_mlp`. Rank r of R has the weights
         of experts `r * E / R` to `(r + 1) * E / R`; other parameters are the same on all ranks.
 
@@ -81,8 +81,8 @@ class MoE(nn.Module):
         super().__init__()
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.ep_group = None if ep_group is None else expert_group("MoE", ep_group)
-        local = None if self.ep_group is None else local_experts(num_experts, self.ep_group, recipe)
-        experts: dict[str, Any] = {"recipe": recipe, "local_experts": local, "stacked": stacked, **made}
+        local_experts("MoE", num_experts, recipe, ep_group)
+        experts: dict[str, Any] = {"recipe": recipe, "ep_group": ep_group, "stacked": stacked, **made}
         self.w13 = GroupedLinear(num_experts, hidden_size, 2 * intermediate_size, **experts)
         self.w2 = GroupedLinear(num_experts, intermediate_size, hidden_size, **experts)
         check_scores((num_experts,), top_k, score_function, None)
@@ -111,8 +111,7 @@ class MoE(nn.Module):
         facts = (tuple(first.weight.shape[-2:]), x.dtype, first.recipe, recipe)
         local: list[list[Tensor]] = []
         if self.ep_group is not None:  # Not `parameters()`: under FSDP1 weights are no parameters, but views of one.
-            products = (cast(nn.ModuleList, product.experts) for product in (self.w13, self.w2))
-            local = [[cast(Linear, layer).weight for layer in product] for product in products]
+            local = [product.weights for product in (self.w13, self.w2)]
         how: dict[str, Any] = {"group": self.ep_group, "local": local, "facts": facts}
         y = apply_experts(x, indices, weights, self.num_experts, (first.recipe, recipe), self.w13, self.w2, **how)
         if self.shared is not None:

@@ -12,22 +12,22 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from qshard.torch_bridge._distributed.fsdp1 import flat_of
 from qshard.torch_bridge._torch_internals import active_ddp, fsdp_groups, fsdp_modules
 
 
-def check_wrappers(weights: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+def check_wrappers(weights: Iterable[Tensor], group: dist.ProcessGroup, experts: int) -> None:
     """Raise ValueError if a wrapper averages or shards `weights` over ranks of `group`, which have different experts.
 
-    Called by each forward pass. All ranks with such a wrapper raise.
+    The ranks of `group` share this number of `experts`. A DTensor of all of them is sharded over `group` by its last
+    mesh axis. Called by each forward pass. All ranks with such a wrapper raise.
     """
     weights = [*weights]
-    for name, ranks in _ranks_of_ddp(weights).items():
+    for name, averaged in _ranks_of_ddp(weights).items():
         _check(
-            ranks,
+            averaged,
             group,
             f"DistributedDataParallel averages {name}",
             "and use FSDP2, or exclude experts with "
@@ -39,11 +39,11 @@ def check_wrappers(weights: Iterable[Tensor], group: dist.ProcessGroup) -> None:
             "grouped_mlp: FullyShardedDataParallel (FSDP1) is not supported with ep_group; build the model again, and "
             "use fully_shard, or pass the experts as ignored_states"
         )
-    for mesh in _meshes_of(new):
+    for ranks in _meshes_of(new, experts):
         _check(
-            mesh.mesh.flatten().tolist(),
+            ranks,
             group,
-            f"fully_shard has weights of experts on a mesh of {mesh.size()} ranks, and joins them",
+            f"fully_shard has weights of experts on a mesh of {len(ranks)} ranks, and joins them",
             "and shard its experts first, over ranks that have the same ones, such as fully_shard(moe.w13, "
             "mesh=mesh['dp'])",
         )
@@ -85,15 +85,24 @@ _AVERAGED: weakref.WeakKeyDictionary[Any, dict[int, str]] = weakref.WeakKeyDicti
 """The names of the parameters that a DistributedDataParallel averages, by id."""
 
 
-def _meshes_of(weights: Iterable[Tensor]) -> set[DeviceMesh]:
-    """Return the meshes of weights that FSDP2 has sharded, or has gathered for this forward pass."""
-    sharded = {weight.device_mesh for weight in weights if isinstance(weight, DTensor)}
-    gathered = {id(weight) for weight in weights if not isinstance(weight, DTensor)}
+def _meshes_of(weights: Iterable[Tensor], experts: int) -> set[tuple[int, ...]]:
+    """Return the ranks over which FSDP2 has sharded weights, or has gathered them for this forward pass."""
+    sharded: set[tuple[int, ...]] = set()
+    gathered: set[int] = set()
+    for weight in weights:
+        mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+        ranks = None if mesh is None else mesh.mesh
+        if mesh is not None and ranks is not None and weight.shape[0] == experts:  # Without the axis of the experts.
+            ranks = None if mesh.ndim == 1 else ranks[..., mesh.get_local_rank(mesh.ndim - 1)]
+        if ranks is None:
+            gathered.add(id(weight))
+        else:
+            sharded.add((*ranks.flatten().tolist(),))
     if not gathered:
         return sharded
     groups = [group for module in fsdp_modules() for group in fsdp_groups(module)]
     return sharded | {
-        group.mesh_info.mesh
+        (*group.mesh_info.mesh.mesh.flatten().tolist(),)
         for group in groups
         for param in group.fsdp_params
         if id(getattr(param, "_unsharded_param", None)) in gathered

@@ -60,11 +60,15 @@ def _(seed: Tensor, rank: int) -> Tensor:
 def wrap_weight(
     weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None, primary: bool = False
 ) -> nn.Parameter:
-    """Wrap a weight as a `ShardedWeight` in the same memory. Weights of one `root` share a refresh of scales."""
-    state = ScaleState(recipe, name, root, weight.device, primary)
-    state.shape = tuple(weight.shape)
+    """Wrap a weight as a `ShardedWeight` in the same memory. Weights of one `root` share a refresh of scales.
+
+    Expert parallelism passes DTensors, with a shard of the experts.
+    """
+    state = ScaleState(recipe, name, root, weight.device, primary, tuple(local_of(weight).shape))
+    if isinstance(weight, DTensor):
+        state.part = ShardSpec(tuple(weight.shape), weight.device_mesh, weight.placements)
     # Always a new tensor, even if nothing requires grad: `replace_parameter` swaps its contents.
-    return nn.Parameter(ShardedWeight(plain(weight).detach(), state), requires_grad=weight.requires_grad)
+    return nn.Parameter(wrap(plain(weight), state), requires_grad=weight.requires_grad)
 
 
 def replace_parameter(weight: nn.Parameter, new: nn.Parameter) -> None:
@@ -137,6 +141,24 @@ def rank_of(weight: Tensor) -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def delayed_of_roles(recipe: Recipe, state: ScaleState, device: torch.device) -> nn.ModuleDict:
+    """Return a `DelayedScale` for each role of a layer: of the weight the one in its state, of others new ones."""
+    assert state.delayed is not None
+    experts = state.shape[0] if len(state.shape) > 2 else None
+    own = {role.value: DelayedScale(recipe, role, device, experts) for role in Role if role is not Role.WEIGHT}
+    return nn.ModuleDict({Role.WEIGHT.value: state.delayed, **own})
+
+
+def delayed_of_call(modules: nn.ModuleDict) -> dict[Role, DelayedScale]:
+    """Return the `DelayedScale` of each role, with its buffers as one call of the layer needs them."""
+    delayed = {role: cast(DelayedScale, modules[role.value]) for role in ROLES}
+    if not is_compiling():
+        keep_amaxes()
+        for state in delayed.values():
+            state.restore_buffers()
+    return delayed
+
+
 class LinearOperands(NamedTuple):
     """Operands of one call of a layer, as arguments of `linear`. `dtype` is set under autocast."""
 
@@ -173,9 +195,7 @@ class WeightLayer(Extends):
         assert state is not None
         self._modules.pop("delayed", None)
         if recipe.stateful:
-            own = {role.value: DelayedScale(recipe, role, weight.device) for role in Role if role is not Role.WEIGHT}
-            assert state.delayed is not None
-            self.delayed = nn.ModuleDict({Role.WEIGHT.value: state.delayed, **own})
+            self.delayed = delayed_of_roles(recipe, state, weight.device)
         seed = torch.empty(2, dtype=torch.int32, device=weight.device) if recipe.stochastic else None
         self.register_buffer("seed", seed, persistent=False)  # `scaling_state` saves it.
         self._reset_state()
@@ -334,11 +354,7 @@ class WeightLayer(Extends):
         if self.seed is not None:
             seed = take_seed(self.seed, rank_of(weight))
         if "delayed" in self._modules:
-            delayed = {role: cast(DelayedScale, self.delayed[role.value]) for role in ROLES}
-            if not is_compiling():
-                keep_amaxes()
-                for state in delayed.values():
-                    state.restore_buffers()
+            delayed = delayed_of_call(self.delayed)
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
             warn_of_late_quantization(weight)
         return LinearOperands(input, weight, seed, delayed, dtype)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from qshard._core.validation import quote
+from qshard.torch_bridge._distributed.dtensor import local_part, wrapped_like
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 
@@ -78,6 +81,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     if not isinstance(state, Mapping):
         raise TypeError(f"load_scaling_state: state ({quote(state)}) is not a dict; pass the result of scaling_state")
     own = dict(_named_state(model))
+    state = _in_form_of(own, state)
     for what, names in (
         ("lacks", [name for name in own if name not in state]),
         ("also has", [name for name in state if name not in own]),
@@ -90,7 +94,36 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 "scaling_state for a model of the same layers and recipes"
             )
     for name, buffer in own.items():
-        buffer.copy_(state[name])
+        given = state[name]
+        if isinstance(buffer, DTensor) and not isinstance(given, DTensor):
+            given = wrapped_like(buffer, given[local_part(buffer)].to(buffer.device))
+        buffer.copy_(given)
+
+
+_OF_EXPERT = re.compile(r"(?P<layer>(?:.*\.)?experts)\.(?P<index>\d+)\.(?P<rest>delayed\..*|seed)")
+
+
+def _in_form_of(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stack or split the state of experts, if it was saved by the other form of `GroupedLinear`.
+
+    >>> _in_form_of({"experts.seed": torch.zeros(1, 2)}, {"experts.0.seed": torch.ones(2)})
+    {'experts.seed': tensor([[1., 1.]])}
+    """
+    found = dict(state)
+    stacks: dict[str, dict[int, str]] = {}
+    for name in state:
+        if (parts := _OF_EXPERT.fullmatch(name)) is not None:
+            stacks.setdefault(f"{parts['layer']}.{parts['rest']}", {})[int(parts["index"])] = name
+    for whole, names in stacks.items():
+        if whole in own and len(names) == len(own[whole]):
+            found[whole] = torch.stack([found.pop(names[index]) for index in range(len(names))])
+    for name in own:
+        if (parts := _OF_EXPERT.fullmatch(name)) is not None and name not in state:
+            whole = f"{parts['layer']}.{parts['rest']}"
+            if whole in state and int(parts["index"]) < len(state[whole]):
+                found[name] = state[whole][int(parts["index"])]
+                found.pop(whole, None)
+    return found
 
 
 def _fits(given: Any, own: Tensor) -> bool:

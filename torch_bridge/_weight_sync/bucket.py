@@ -165,7 +165,9 @@ class BucketPass:
 def _values(item: Item, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield a tensor that is not quantized, or its parts under the names of the engine."""
     group = item.names.ep_group
-    parts = [whole] if group is None else [each.data for each in gather_ranks(Plane(whole, None, None), group)]
+    parts: Sequence[Tensor] = [whole] if len(item.names.of_ranks) == 1 else whole.unbind()  # Of a stack of biases.
+    if group is not None:
+        parts = [each.data for each in gather_ranks(Plane(whole, None, None), group)]
     for weights, own in zip(item.names.of_ranks, parts, strict=True):
         for weight in weights:
             yield weight.name, own if weight.rows is None else own[slice(*weight.rows)]

@@ -36,8 +36,8 @@ class Names(NamedTuple):
     """The weights of the engine for one parameter.
 
     Attributes:
-      of_ranks: the weights for the parameter of each rank of `ep_group`.
-      ep_group: expert parallelism: ranks with other experts. None: `of_ranks` has one entry.
+      of_ranks: the weights for the parameter of each rank of `ep_group`; for a stack of biases, of each expert.
+      ep_group: expert parallelism: ranks with other experts. None: `of_ranks` has one entry, or one for each expert.
     """
 
     of_ranks: tuple[tuple[EngineWeight, ...], ...]
@@ -62,6 +62,10 @@ def engine_weights(model: nn.Module) -> dict[str, Names]:
             found |= _of_moe(at, module)
         elif isinstance(module, GroupedLinear):
             parent, _, own = prefix.rpartition(".")
+            if isinstance(module.experts, Experts) and module.experts._parameters.get("bias") is not None:
+                start, count = f"{parent}.experts" if parent else "experts", len(module.experts)
+                names = [EngineWeight(f"{start}.{expert}.{own}.bias") for expert in range(count)]
+                found[f"{at}experts.bias"] = Names(tuple((name,) for name in names))
             for key in () if isinstance(module.experts, Experts) else _parameters(module):
                 _, expert, kind = key.split(".")
                 name = ".".join(filter(None, (parent, "experts", expert, own, kind)))

@@ -18,7 +18,7 @@ from qshard._core.quantize_steps import Scales
 from qshard.formats import Format
 from qshard.layout import splits_stack
 from qshard.recipes import Role
-from qshard.torch_bridge._delayed_scaling import DelayedScale
+from qshard.torch_bridge._delayed_scaling import DelayedScale, join_scalars, split_scalars
 from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
@@ -236,7 +236,8 @@ class SliceCast:
             scales = [Scales(state.scale, state.scale_inv) for state in self.delayed]
             known = [state.knows_scale() for state in self.delayed]
             if not all(known):
-                whole = max_over_ranks(torch.stack(self._amaxes()), group).unbind()
+                own = self._amaxes()
+                whole = split_scalars(max_over_ranks(join_scalars(own), group), own)
                 scales = [Scales(*state.scales_under(a)) for state, a in zip(self.delayed, whole, strict=True)]
             self._plan.cast(self._pieces, self._masters, self._starts, scales)
         elif self._pieces:
@@ -249,4 +250,5 @@ class SliceCast:
                 state.observe(amax)
 
     def _amaxes(self) -> list[Tensor]:
-        return [amax.view(()) for amax in self._plan.amaxes(self._masters, self._starts)]
+        amaxes = self._plan.amaxes(self._masters, self._starts)
+        return [amax.view(state.scale.shape) for amax, state in zip(amaxes, self.delayed, strict=True)]
