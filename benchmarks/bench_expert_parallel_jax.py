@@ -3,8 +3,8 @@
 The JAX twin of `bench_expert_parallel.py`: the same shapes, from the router to the sum. Each device has its own tokens
 and 1/R of the experts. A kind is a recipe of `grouped_mlp(ep_axis=)`; with "codes", weights are codes of both planes,
 kept since the last update. "bf16" is `grouped_mlp` without a recipe. `wire_mib` are the bytes of the rows that a device
-sends in a call, its own part included, without padding. Calls are issued back to back, and contenders take turns; the median over
-rounds counts.
+sends in a call, its own part included, without padding. Calls are issued back to back, and contenders take turns; the
+median over rounds counts.
 
     python benchmarks/bench_expert_parallel_jax.py [--shapes mixtral,deepseek] [--rounds 5] [--capacity 1.25]
 """

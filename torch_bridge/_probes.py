@@ -28,13 +28,13 @@ from qshard.recipes import Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
-from qshard.torch_bridge._experts.grouped_linear import _checked_sizes
+from qshard.torch_bridge._experts.grouped_linear import checked_sizes
 from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
-from qshard.torch_bridge._nn.linear import WeightLayer, _next_seed, _rank_of
+from qshard.torch_bridge._nn.linear import WeightLayer, next_seed, rank_of
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, operand_spec
 from qshard.torch_bridge._numerics import as_sharded
 from qshard.torch_bridge._ops.bind import ops
@@ -320,7 +320,7 @@ class _ExpertsCall:
                 "measure a model without ep_group"
             )
         if not padded:
-            _checked_sizes(input, len(experts), group_sizes)
+            checked_sizes(input, len(experts), group_sizes)
         self.watch, self.experts, self.groups = watch, experts, group_sizes
         self.seeds = [_seed_of_next_call(layer) for _, layer in experts]
         if not _is_in_backward():
@@ -347,7 +347,7 @@ class _ExpertsCall:
 
 
 def _seed_of_next_call(layer: WeightLayer) -> Tensor | None:
-    return None if layer.seed is None else _next_seed(layer.seed.clone(), _rank_of(layer.weight))
+    return None if layer.seed is None else next_seed(layer.seed.clone(), rank_of(layer.weight))
 
 
 def _is_in_backward() -> bool:

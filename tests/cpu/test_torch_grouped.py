@@ -71,8 +71,8 @@ def way(request, monkeypatch):
     if request.param != "ops":
         monkeypatch.setattr(products, "grouped_runs_on", lambda *_: False)
     if request.param == "one call":
-        known = grouped._checked_sizes
-        monkeypatch.setattr(grouped, "_checked_sizes", lambda *given: known(*given) and None)
+        known = grouped.checked_sizes
+        monkeypatch.setattr(grouped, "checked_sizes", lambda *given: known(*given) and None)
     return request.param
 
 

@@ -84,3 +84,16 @@ def test_no_name_is_a_bare_past_participle(module):
     ]
     names = {module.rpartition(".")[2], *defined} - {*ALLOWED}
     assert [name for name in names if is_participle(name.lower())] == []
+
+
+def test_no_module_imports_a_private_name_of_another():
+    known = {*MODULES, "qshard._ffi"}
+    found = [
+        f"{module}: {alias.name}"
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qshard")
+        for alias in node.names
+        if re.match(r"_[a-z]", alias.name) and f"{node.module}.{alias.name}" not in known
+    ]
+    assert found == []

@@ -111,7 +111,7 @@ def grouped_linear(
         assert bias is None, "the gradient of a bias needs the rows of x"
         transfer = group_sizes.transfer
     else:
-        sizes = _checked_sizes(x, experts, group_sizes)
+        sizes = checked_sizes(x, experts, group_sizes)
         groups = group_sizes.to(x.device, torch.int32, non_blocking=True)
     is_gathered = isinstance(each[0], QuantizedTensor)
     how = ProductOptions(recipe, x.dtype if dtype is None else dtype, sizes, delayed, is_gathered, transfer)
@@ -205,7 +205,7 @@ def _checked_seeds(seeds: Any, recipe: Recipe, experts: int) -> Tensor | None:
     return seeds
 
 
-def _checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, ...] | None:
+def checked_sizes(x: Tensor, experts: int, group_sizes: Tensor) -> tuple[int, ...] | None:
     """Check `group_sizes`, and return them as ints if they are on the CPU."""
     if not isinstance(group_sizes, Tensor):
         raise TypeError(f"grouped_linear: group_sizes ({quote(group_sizes)}) is not a torch.Tensor; pass int32 [E]")

@@ -22,13 +22,13 @@ from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain, wrap
 from qshard.torch_bridge._modules import Extends
 from qshard.torch_bridge._nn.functional import WeightLayout
 from qshard.torch_bridge._nn.linear import (
-    _rank_of,
-    _take_seed,
     check_not_sealed,
     delayed_of_call,
     delayed_of_roles,
     moving_parameters,
+    rank_of,
     replace_parameter,
+    take_seed,
     wrap_weight,
 )
 from qshard.torch_bridge._ops.bind import dtype_name
@@ -174,7 +174,7 @@ class Experts(Extends):
             dtype = torch.get_autocast_dtype(x.device.type)
             if dtype_name(x.dtype) not in FLOATS:
                 x = x.to(dtype)
-        seeds = None if self.seed is None else _take_seed(local_of(self.seed), _rank_of(weights))
+        seeds = None if self.seed is None else take_seed(local_of(self.seed), rank_of(weights))
         delayed = delayed_of_call(self.delayed) if "delayed" in self._modules else None
         given: dict[str, Any] = {
             "bias": bias,

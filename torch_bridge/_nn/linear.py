@@ -34,12 +34,12 @@ from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
 from qshard.torch_bridge._torch_internals import hooks_of, put_hooks
 
 
-def _take_seed(seed: Tensor, rank: int) -> Tensor:
+def take_seed(seed: Tensor, rank: int) -> Tensor:
     """Return this rank's seed, or seeds `[E, 2]`, for one call, and advance the buffer `seed`."""
-    return _next_seed(seed, rank) if may_skip_dispatcher((seed,)) else _take_seed_op(seed, rank)
+    return next_seed(seed, rank) if may_skip_dispatcher((seed,)) else _take_seed_op(seed, rank)
 
 
-def _next_seed(seed: Tensor, rank: int) -> Tensor:
+def next_seed(seed: Tensor, rank: int) -> Tensor:
     taken = seed.clone()
     if rank:
         taken[..., 1].add_(rank)
@@ -49,7 +49,7 @@ def _next_seed(seed: Tensor, rank: int) -> Tensor:
 
 # A single op, because compilers of torch 2.13 would move a copy that only the backward pass needs into the backward
 # graph, where it would read the next seed.
-_take_seed_op = torch.library.custom_op("qshard::take_seed", _next_seed, mutates_args=("seed",))
+_take_seed_op = torch.library.custom_op("qshard::take_seed", next_seed, mutates_args=("seed",))
 
 
 @_take_seed_op.register_fake
@@ -134,7 +134,7 @@ def moving_parameters(module: nn.Module, name: str) -> Iterator[None]:
             parameter.__dict__.setdefault(key, value)
 
 
-def _rank_of(weight: Tensor) -> int:
+def rank_of(weight: Tensor) -> int:
     """Return the offset of this rank's seed. Ranks with shards of the same tensor use the same seed."""
     if isinstance(weight, DTensor):
         return first_rank(weight.device_mesh)
@@ -352,7 +352,7 @@ class WeightLayer(Extends):
                 input = input.to(dtype)
         weight: Tensor = self.weight  # Read once: a parametrization may compute or gather it on each access.
         if self.seed is not None:
-            seed = _take_seed(self.seed, _rank_of(weight))
+            seed = take_seed(self.seed, rank_of(weight))
         if "delayed" in self._modules:
             delayed = delayed_of_call(self.delayed)
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
