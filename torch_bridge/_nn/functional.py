@@ -226,15 +226,16 @@ class _Call(NamedTuple):
 def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     """Compute `linear` of plain tensors, without bias."""
     eager, stochastic = not is_compiling(), call.recipe.format(Role.ACTIVATION).stochastic
-    may_recompute = call.need_w and not stochastic and not call.parts and (eager or not call.scales)
+    may_recompute = call.need_w and eager and not stochastic and not call.parts
     source = saved_input.source_of(x) if may_recompute else None
     xs = _quantize_x(call, x, Usage.BOTH if call.need_w and source is None else Usage.ROWWISE)
     x_row, shape = xs[Usage.ROWWISE], call.y_shape(x, weight)
     # With saved-tensor hooks, checkpointing may recompute this, so the product is a separate node.
     one_node = eager and not has_saved_tensors_hooks()
-    # A tensor that is not a parameter may be temporary, and is larger than its codes: save the codes.
+    # A tensor that is not a parameter may be temporary, and is larger than its codes: save the codes. Compiled layers
+    # also save them under tensor parallelism, and under delayed scaling, where scales are not inputs of their node.
     w_again = call.need_x and not isinstance(weight, QuantizedTensor) and _stays_in_memory(weight)
-    w_again = w_again and (eager or not call.scales)
+    w_again = w_again and (eager or not (call.parts or call.scales))
     ws: dict[Usage, Operand] = {}
     y = _multiply_program(call, x_row, weight, w_again) if one_node else None
     if y is not None:
@@ -275,7 +276,7 @@ def _quantize_x(call: _Call, x: Tensor, usage: Usage) -> dict[Usage, Operand]:
 
 
 def _stays_in_memory(weight: Tensor) -> bool:
-    return isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None
+    return isinstance(weight, torch.nn.Parameter) or (not is_compiling() and flat_of(weight) is not None)
 
 
 def _multiply_program(call: _Call, x: Operand, weight: Tensor, w_again: bool) -> Tensor | None:

@@ -39,7 +39,7 @@ from torch import Tensor
 from qshard.formats import Usage
 from qshard.torch_bridge._nn import activations, module_calls
 from qshard.torch_bridge._nn.module_calls import cached_amax
-from qshard.torch_bridge._ops.eager import is_compiling, may_reuse
+from qshard.torch_bridge._ops.eager import may_reuse
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._torch_internals import (
     base_of,
@@ -126,8 +126,6 @@ class Source(NamedTuple):
 
 def source_of(x: Tensor) -> Source | None:
     """Return the source to recompute x from: x itself or its two factors; None if autograd saves neither."""
-    if is_compiling():
-        return Source(_copied, (x.detach(), cached_amax(x)))
     if type(x) is not Tensor:
         return None
     base = base_of(x)
@@ -153,10 +151,6 @@ def source_of(x: Tensor) -> Source | None:
         return None
     amax = cached_amax(x) if made_by is activations.recompute_swiglu else None
     return Source(made_by, (*(one.detach() for one in two), *([] if amax is None else [amax])))
-
-
-def _copied(x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return torch.maximum(x, x), amax
 
 
 def _itself(x: Tensor) -> tuple[Tensor, None]:
