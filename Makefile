@@ -141,8 +141,9 @@ bench: $(BENCH_NEEDS)  ## run every benchmarks/bench_*.py, then make report
 	failed=; for script in $(sort $(wildcard benchmarks/bench_*.py)); do $(PY) $$script || failed="$$failed $$script"; done; \
 	    $(PY) benchmarks/report.py && if test "$$failed"; then echo "failed:$$failed" >&2; exit 1; fi
 
-report:  ## write docs/results.md, and the numbers in README.md, from the rows in benchmarks/results
+report:  ## write docs/results.md, and the numbers in README.md and docs/dev/scaling.md, from the rows in benchmarks/results
 	$(PYTHON) benchmarks/report.py
+	$(PYTHON) benchmarks/scaling_model.py
 
 # The import checker runs under -S: the editable install's hook would point it to ./qshard, which lacks torch_bridge.
 lint: $(STAMP)test $(STAMP)lint tree  ## check style, sentences, types and the import rule

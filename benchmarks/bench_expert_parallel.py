@@ -3,16 +3,16 @@
 Each rank has its own tokens and 1/R of the experts. A kind is a recipe of `grouped_mlp(ep_group=)`; with "codes",
 weights are codes as gathered by FSDP2. "bf16" sends values and multiplies with `torch._grouped_mm`.
 `wire_mib` are the bytes that a rank gives to all-to-all in a call. Calls are issued back to back, and contenders take
-turns; the median over rounds of the slowest rank counts.
+turns; the median over rounds of the slowest rank counts. With `BENCH_DEVICE=cpu` ranks are on the CPU.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_expert_parallel.py [--shapes deepseek] [--rounds 5]
+    python benchmarks/bench_expert_parallel.py [--ranks 2] [--shapes deepseek] [--rounds 5]
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -22,16 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import bench_moe
-import rows
+import step_torch
 from bench_grouped import CALLS
 from bench_moe import BASE, RECIPES, Shape
+from cases import measure_cases
 from qshard.formats import Usage
 from qshard.recipes import Recipe
 from qshard.torch_bridge import QuantizedStack, grouped_mlp, quantize, topk_routing
 
-DEVICE = "cuda"
+DEVICE = step_torch.DEVICE
 MIB = 2**20
-SHAPES = bench_moe.SHAPES
+SHAPES = {**bench_moe.SHAPES, "tiny": Shape(4, 2, 96, 128, 128)}
 """Tokens are those of one rank, experts those of all ranks."""
 
 Call = Callable[[], Any]
@@ -90,14 +91,11 @@ def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             call()
-            start.record()
+            start = step_torch.mark()
             for _ in range(CALLS):
                 call()
-            stop.record()
-            stop.synchronize()
-            elapsed = torch.tensor(start.elapsed_time(stop) / CALLS, device=DEVICE)
+            elapsed = torch.tensor(step_torch.milliseconds(start, step_torch.mark()) / CALLS, device=DEVICE)
             dist.all_reduce(elapsed, dist.ReduceOp.MAX)
             times[name].append(elapsed.item())
     return {name: statistics.median(found) for name, found in times.items()}
@@ -115,25 +113,25 @@ def rows_of(ms: dict[str, float], sent: dict[str, int], shape: str) -> list[dict
     ]
 
 
+def measure(name: str, arguments: argparse.Namespace) -> dict[str, list[dict[str, object]]]:
+    calls = contenders(SHAPES[name])
+    sent = {kind: bytes_sent(call) for kind, call in calls.items()}
+    found = rows_of(milliseconds(calls, arguments.rounds), sent, name)
+    calls.clear()
+    torch.cuda.empty_cache()
+    return {arguments.out: found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="mixtral,deepseek")
+    parser.add_argument("--shapes", default="mixtral,deepseek", help=f"some of {','.join(SHAPES)}")
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--out", default="expert_parallel", help="the file of results, without .csv")
+    arguments = parser.parse_args()
+    if not step_torch.has_device():
         parser.exit(message="bench_expert_parallel: no CUDA device, nothing to measure\n")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
-    found = []
-    for name in options.shapes.split(","):
-        calls = contenders(SHAPES[name])
-        sent = {kind: bytes_sent(call) for kind, call in calls.items()}
-        found += rows_of(milliseconds(calls, options.rounds), sent, name)
-        del calls
-        torch.cuda.empty_cache()
-    if dist.get_rank() == 0:
-        rows.write("expert_parallel", torch.cuda.get_device_name(), found)
-    dist.destroy_process_group()
+    sys.exit(measure_cases(measure, arguments.shapes.split(","), arguments, DEVICE))
 
 
 if __name__ == "__main__":

@@ -21,14 +21,16 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import bench_moe_jax
 import rows
 from bench_grouped_jax import Call, milliseconds
-from bench_moe_jax import BASE, RECIPES, SHAPES
+from bench_moe_jax import BASE, RECIPES
 from qshard.formats import Usage
 from qshard.jax import CodedWeight, grouped_mlp, quantize, topk_routing
 from qshard.recipes import Recipe
 
 AXIS, MIB = "ep", 2**20
+SHAPES = {**bench_moe_jax.SHAPES, "tiny": (4, 2, 96, 128, 128)}
 # NCCL instead of a kernel of XLA that uses some 2 % of NVLink: github.com/openxla/xla/issues/33386
 XLA_FLAG = "--xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false"
 
@@ -116,10 +118,11 @@ def main() -> None:
     parser.add_argument("--shapes", default="mixtral,deepseek", help=f"some of {','.join(SHAPES)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--capacity", type=float, default=1.25, help="rows of a device's buffer, for each row it sends")
+    parser.add_argument("--out", default="expert_parallel_jax", help="the file of results, without .csv")
     options = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAG}"  # read at the first use of a device
     devices = jax.devices()
-    if jax.default_backend() != "gpu" or len(devices) < 2:
+    if (jax.default_backend() != "gpu" and os.environ.get("JAX_PLATFORMS") != "cpu") or len(devices) < 2:
         parser.exit(message="bench_expert_parallel_jax: fewer than two GPUs, nothing to measure\n")
     found = []
     for name in options.shapes.split(","):
@@ -132,7 +135,7 @@ def main() -> None:
         sent = {kind: bytes_sent(call, shape[2] * shape[1]) for kind, call in calls.items()}
         found += rows_of(milliseconds(calls, options.rounds), sent, name, len(devices))
         del calls
-        rows.write("expert_parallel_jax", devices[0].device_kind, found)
+        rows.write(options.out, devices[0].device_kind, found)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qshard.torch_bridge as qshard
 import step_torch
 from cases import measure_cases
+from model_shapes import Shape, shape_of
 from qshard.torch_bridge import ShardedWeight
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -54,8 +55,8 @@ OF_BF16 = {"nn.Linear", "ddp", "zero-redundancy"}  # kinds without codes
 ALL_KINDS = (*KINDS, "zero-float32", "zero1", "ddp", "zero-redundancy", "nn.Linear")
 
 
-def build(recipe: Any, kind: str, layers: int) -> tuple[nn.Module, Any]:
-    model = step_torch.fresh(layers)
+def build(recipe: Any, kind: str, shape: Shape) -> tuple[nn.Module, Any]:
+    model = step_torch.fresh(shape)
     if recipe is not None:
         qshard.convert(model, recipe, filter=step_torch.is_quantized, primary=kind == "primary")
     if kind in ("ddp", "zero-redundancy"):
@@ -132,9 +133,9 @@ def measure(case: tuple[str, str], arguments: argparse.Namespace) -> dict[str, d
     gc.collect()
     torch.cuda.empty_cache()
     name, kind = case
-    recipe = options.RECIPES[name]
-    model, optimizer = build(recipe, kind, arguments.layers)
-    step = step_torch.step_of(model, optimizer, lambda: None if recipe is None else qshard.update_scales(model))
+    recipe, shape = options.RECIPES[name], shape_of(arguments)
+    model, optimizer = build(recipe, kind, shape)
+    step = step_torch.step_of(model, optimizer, shape, lambda: None if recipe is None else qshard.update_scales(model))
     for _ in range(2):
         step()
     with Wire() as wire:
@@ -144,7 +145,7 @@ def measure(case: tuple[str, str], arguments: argparse.Namespace) -> dict[str, d
         "recipe": name,
         "kind": kind,
         "ranks": dist.get_world_size(),
-        "layers": arguments.layers,
+        "layers": shape.layers,
         **found.row(),
         **{f"{key}_MB": f"{size / 1e6:.1f}" for key, size in wire.bytes.items()},
         **{
@@ -176,9 +177,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.kinds.split(",")) - set(ALL_KINDS):
         parser.error(f"--kinds: {sorted(unknown)[0]!r} is not one of {', '.join(ALL_KINDS)}")
-    if not torch.cuda.is_available():
+    if not step_torch.has_device():
         parser.exit(message="bench_fsdp2: no CUDA device, nothing to measure\n")
-    sys.exit(measure_cases(measure, list(cases(arguments)), arguments))
+    sys.exit(measure_cases(measure, list(cases(arguments)), arguments, step_torch.DEVICE))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,29 @@
-"""Training step of a 2.0 B model under FSDP in JAX, for every recipe: time, memory, compile time.
+"""Training step of a model of 2.0 B weights under FSDP in JAX, for every recipe: time, memory, compile time.
 
 `step_jax.py` has the model. Each kind runs in its own process, so that peak memory is the peak of its step: everything
 that XLA's allocator had in use, including weights and states. Steps are issued back to back and timed together.
 
 XLA's Triton GEMMs are off for all kinds: autotuning them takes minutes for FP8 products, and they are not faster.
 
-    python benchmarks/bench_step_jax.py [--layers 8] [--steps 6] [--kinds bf16,naive,fp8]
+    python benchmarks/bench_step_jax.py [--model 8b] [--steps 6] [--kinds bf16,naive,fp8]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
+
+import model_shapes
+import processes
 
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 KINDS = "bf16,naive,fp8,fp8 fused,fp8 local,delayed,block,mxfp8,mxfp6,mxfp4,nvfp4"
 
 
-def measure(kind: str, layers: int, steps: int) -> dict[str, object]:
+def measure(kind: str, shape: model_shapes.Shape, steps: int) -> dict[str, object]:
     import jax
     import numpy as np
 
@@ -30,13 +31,14 @@ def measure(kind: str, layers: int, steps: int) -> dict[str, object]:
 
     devices = jax.devices()
     mesh = step_jax.mesh_of(np.array(devices))
+    attention = "xla" if jax.default_backend() == "cpu" else "cudnn"
     began = time.perf_counter()
-    program = step_jax.lower(mesh, kind, layers, "cudnn").compile(compiler_options=OPTIONS)
+    program = step_jax.lower(mesh, kind, shape, attention).compile(compiler_options=OPTIONS)
     compiled = time.perf_counter() - began
-    state = step_jax.start(mesh, kind, layers)
+    state = step_jax.start(mesh, kind, shape)
     places = program.input_shardings[0][-2:]
-    shape = (step_jax.BATCH * len(devices), step_jax.CONTEXT + 1)
-    tokens = np.random.default_rng(0).integers(0, step_jax.VOCABULARY, shape, dtype=np.int32)
+    sizes = (shape.batch * len(devices), shape.context + 1)
+    tokens = np.random.default_rng(0).integers(0, shape.vocabulary, sizes, dtype=np.int32)
     tokens, key = jax.device_put((tokens, jax.random.key(0)), places)
     *state, loss = program(*state, tokens, key)
     *state, loss = program(*state, tokens, key)
@@ -48,13 +50,13 @@ def measure(kind: str, layers: int, steps: int) -> dict[str, object]:
             *state, loss = program(*state, tokens, key)
         loss.block_until_ready()
         times.append((time.perf_counter() - began) / steps)
-    stats = devices[0].memory_stats()
     return {
         "kind": kind,
         "devices": len(devices),
-        "layers": layers,
+        "layers": shape.layers,
+        "tokens": shape.tokens,
         "ms": f"{1e3 * statistics.median(times):.1f}",
-        "peak_GiB": f"{stats['peak_bytes_in_use'] / 2**30:.2f}",
+        "peak_GiB": processes.peak_gib(devices[0]),
         "compile_s": f"{compiled:.1f}",
         "loss": f"{float(loss):.4f}",
         "machine": devices[0].device_kind,
@@ -63,32 +65,20 @@ def measure(kind: str, layers: int, steps: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
+    model_shapes.add_arguments(parser)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--kinds", default=KINDS)
     parser.add_argument("--out", default="step_jax", help="the file of results, without .csv")
     parser.add_argument("--one", help="measure one kind, and print its row as JSON")
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.one, arguments.layers, arguments.steps)))
+        print(json.dumps(measure(arguments.one, model_shapes.shape_of(arguments), arguments.steps)))
         return
-    if subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).returncode:
+    if not processes.has_device():
         parser.exit(message="bench_step_jax: no CUDA device, nothing to measure\n")
-    import rows
-
-    found = []
-    for kind in arguments.kinds.split(","):
-        command = [sys.executable, __file__, "--one", kind]
-        command += ["--layers", str(arguments.layers), "--steps", str(arguments.steps)]
-        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if result.returncode:
-            print(f"{kind}: {result.stderr[-2000:]}", file=sys.stderr)
-            continue
-        found.append(json.loads(result.stdout.splitlines()[-1]))
-        print(found[-1], flush=True)
-        machine = str(found[-1].pop("machine"))
-        rows.write(arguments.out, machine, found)
+    given = [f"--model={arguments.model}", f"--steps={arguments.steps}"]
+    given += [f"--{name}={value}" for name in ("layers", "batch") if (value := getattr(arguments, name)) is not None]
+    sys.exit(processes.measure_kinds(__file__, arguments.kinds.split(","), given, arguments.out))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Training step of a 2.0 B model under FSDP2 in PyTorch: bfloat16, qshard and rivals; time, memory and a profile.
+"""Training step of a model under FSDP2 in PyTorch: bfloat16, qshard and rivals; time, memory and a profile.
 
-`step_torch.py` has the model: float32 shards, gathered and reduced in bfloat16 unless quantized, and AdamW. The recipe
-applies to the linear layers of the blocks, not to embedding and head. A kind is a recipe and options:
+`step_torch.py` has the model, by default of 2.0 B weights: float32 shards, gathered and reduced in bfloat16 unless
+quantized, and AdamW. The recipe applies to the linear layers of the blocks, not to embedding and head. A kind is a
+recipe and options:
 
     bf16, fp8, ...    no quantization with torch's fused AdamW, or a recipe of `examples/options.py` with qshard's AdamW
     torchao           dynamic per-tensor scaling, float8 gathers, scales computed once per step, torch's fused AdamW
@@ -18,7 +19,7 @@ applies to the linear layers of the blocks, not to embedding and head. A kind is
 Peak memory is PyTorch's, for a step after the first. The profile is of rank 0, in milliseconds per step, with the parts
 of `step_profile.py`. Kinds without their library are skipped. A kind that fails does not stop the others.
 
-    python benchmarks/bench_step_torch.py [--layers 8] [--steps 6] [--kinds "bf16,bf16 compiled,fp8"] [--kernels 20]
+    python benchmarks/bench_step_torch.py [--model 8b] [--steps 6] [--kinds "bf16,bf16 compiled,fp8"] [--kernels 20]
     python benchmarks/bench_step_torch.py --flat --kinds bf16,fp8    # 50 steps: constant time and memory?
 """
 
@@ -43,16 +44,25 @@ import qshard.torch_bridge as qshard
 import step_profile
 import step_torch
 from cases import measure_cases
+from model_shapes import Shape, shape_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import options
 
 OF_TE = {"te-delayed": "DelayedScaling", "te-current": "Float8CurrentScaling", "te-block": "Float8BlockScaling"}
 LIBRARIES = {"torchao": "torchao", **dict.fromkeys(OF_TE, "transformer_engine")}
-WORDS = ("compiled", "fused", "loss", "bf16-states", "primary", "zero", "whole")
+WORDS = ("compiled", "fused", "loss", "bf16-states", "primary", "ordered", "zero", "whole")
 KINDS = (
     *("bf16", "bf16 compiled", "torchao compiled", *OF_TE),
-    *("fp8", "fp8 compiled", "fp8 fused", "fp8 fused bf16-states", "fp8 fused zero", "fp8 fused zero bf16-states"),
+    *(
+        "fp8",
+        "fp8 compiled",
+        "fp8 fused",
+        "fp8 fused ordered",
+        "fp8 fused bf16-states",
+        "fp8 fused zero",
+        "fp8 fused zero bf16-states",
+    ),
     *("fp8 fused loss", "fp8 fused loss zero", "fp8 fused loss bf16-states", "fp8 fused loss zero bf16-states"),
     *("bf16 compiled whole", "torchao compiled whole", "fp8 compiled whole", "fp8 fused whole"),
     *("delayed fused", "block", "block compiled", "block fused", "mxfp8 fused", "nvfp4 fused"),
@@ -69,13 +79,13 @@ def wrong_with(kind: str) -> str | None:
         return f"{recipe!r} is not one of {', '.join((*options.RECIPES, *LIBRARIES))}"
     if unknown := [word for word in words if word not in WORDS]:
         return f"{unknown[0]!r} is not one of {', '.join(WORDS)}"
-    if len({"primary", "zero", "whole"} & {*words}) > 1:
-        return "of primary, zero and whole there can be one"
+    if "zero" in words and {"primary", "ordered"} & {*words}:
+        return "zero goes with neither primary nor ordered"
+    if "whole" in words and {"primary", "ordered", "zero", "bf16-states"} & {*words}:
+        return "whole is not sharded, and has torch's optimizer"
     takes = {"compiled", "whole"} if recipe == "torchao" else set() if recipe in OF_TE else set(WORDS)
     if recipe == "bf16":
         takes -= {"fused", "primary"}
-    if "whole" in words:
-        takes -= {"bf16-states"}
     if misplaced := [word for word in words if word not in takes]:
         return f"{recipe} is not there in {misplaced[0]!r}"
     return None
@@ -87,9 +97,9 @@ def is_missing(kind: str) -> bool:
     return library is not None and importlib.util.find_spec(library) is None
 
 
-def build(kind: str, layers: int) -> Callable[[], torch.Tensor]:
+def build(kind: str, shape: Shape) -> Callable[[], torch.Tensor]:
     recipe, *words = kind.split()
-    model = step_torch.fresh(layers)
+    model = step_torch.fresh(shape)
     after: Callable[[], Any] = lambda: None  # noqa: E731
     around: Callable[[], Any] = contextlib.nullcontext
     if recipe == "torchao":
@@ -117,11 +127,13 @@ def build(kind: str, layers: int) -> Callable[[], torch.Tensor]:
         optimizer = qshard.ZeroOptimizer(model, lr=1e-4, **given, **states)
     else:
         step_torch.shard(model)
+        if "ordered" in words:
+            qshard.reduce_gradients_in_order(model)
         if states or options.RECIPES.get(recipe) is not None:
             optimizer = qshard.AdamW(model.parameters(), lr=1e-4, **states)
         else:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    return step_torch.step_of(model, optimizer, after, around, fused_loss="loss" in words)
+    return step_torch.step_of(model, optimizer, shape, after, around, fused_loss="loss" in words)
 
 
 def convert_to_torchao(model: step_torch.Model, is_sharded: bool) -> Callable[[], Any]:
@@ -158,17 +170,20 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, obj
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of silently running eagerly
     gc.collect()
     torch.cuda.empty_cache()
-    step = build(kind, arguments.layers)
+    shape = shape_of(arguments)
+    step = build(kind, shape)
     began = time.perf_counter()
     step().item()
     first = time.perf_counter() - began
     for _ in range(WARM_UP - 1):
         step()
     found = step_torch.time_steps(step, step_torch.FLAT_STEPS if arguments.flat else arguments.steps)
-    of_case = {"kind": kind, "ranks": dist.get_world_size(), "layers": arguments.layers}
+    of_case = {"kind": kind, "ranks": dist.get_world_size(), "layers": shape.layers, "tokens": shape.tokens}
     row = {**of_case, **found.row(), "first_s": f"{first:.1f}", "loss": f"{found.loss:.4f}"}
     if arguments.flat:
         return {f"{arguments.out}_flat": row | found.flat_row()}
+    if step_torch.DEVICE == "cpu":
+        return {arguments.out: row}
     parts, kernels = step_profile.profile(step)
     if dist.get_rank() == 0:
         for name, ms in [*kernels.items()][: arguments.kernels]:
@@ -187,11 +202,12 @@ def main() -> None:
     for kind in kinds:
         if wrong := wrong_with(kind):
             parser.error(f"--kinds: {kind!r}: {wrong}")
-    if not torch.cuda.is_available():
+    if not step_torch.has_device():
         parser.exit(message="bench_step_torch: no CUDA device, nothing to measure\n")
     if missing := [kind for kind in kinds if is_missing(kind)]:
         print(f"bench_step_torch: left out, their libraries are not installed: {', '.join(missing)}")
-    sys.exit(measure_cases(measure, [kind for kind in kinds if kind not in missing], arguments))
+    kinds = [kind for kind in kinds if kind not in missing]
+    sys.exit(measure_cases(measure, kinds, arguments, step_torch.DEVICE))
 
 
 if __name__ == "__main__":

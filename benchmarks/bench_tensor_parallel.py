@@ -1,14 +1,15 @@
 """Blocks of a large model under tensor and sequence parallelism in PyTorch: forward and backward, no optimizer.
 
-Width 8192, FFN 28672, heads of 128, a sequence of 8192, everything in bfloat16. Between layers, activations are sharded
-along the sequence. A kind is a recipe and an option:
+By default width 8192, FFN 28672, heads of 128, a sequence of 8192 (`model_shapes.py`), everything in bfloat16. Between
+layers, activations are sharded along the sequence. A kind is a recipe and an option:
 
     bf16, fp8, ...    PyTorch's styles, which gather values; in bfloat16, or with a recipe of `examples/options.py`
     codes             qshard's styles, which gather codes
     overlap           qshard's styles, with communication of codes and sums during multiplications
     async             PyTorch's styles, compiled with torch.compile's async tensor parallelism
 
-Time and peak memory are measured as in `step_torch.py`.
+With `--fsdp N`, each of N groups of ranks has its own sequence, and FSDP2 shards the blocks over the groups. Time and
+peak memory are measured as in `step_torch.py`.
 
     python benchmarks/bench_tensor_parallel.py [--layers 2] [--steps 10] [--kinds "bf16,fp8 codes,fp8 overlap"]
 """
@@ -25,7 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,12 +40,12 @@ from torch.distributed.tensor.parallel import (
 import qshard.torch_bridge as qshard
 import step_torch
 from cases import measure_cases
+from model_shapes import Shape, shape_of
 from qshard.torch_bridge import tensor_parallel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import options
 
-WIDTH, FFN, HEAD, SEQUENCE = 8192, 28672, 128, 8192
 KINDS = (
     *("bf16", "fp8", "fp8 codes", "fp8 overlap", "block", "block codes", "block overlap"),
     *("mxfp8 codes", "nvfp4 codes", "bf16 async"),
@@ -53,30 +55,31 @@ WARM_UP = 3
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.head = shape.width // shape.heads
+        self.q, self.k, self.v, self.o = (nn.Linear(shape.width, shape.width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
 
 
 class FeedForward(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Linear(WIDTH, FFN, bias=False) for _ in range(2))
-        self.down = nn.Linear(FFN, WIDTH, bias=False)
+        self.gate, self.up = (nn.Linear(shape.width, shape.ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(shape.ffn, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.attention, self.ffn = Attention(), FeedForward()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
+        self.attention, self.ffn = Attention(shape), FeedForward(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -95,8 +98,7 @@ def wrong_with(kind: str) -> str | None:
     return None
 
 
-def parallelize_block(block: Block, word: str) -> None:
-    mesh = init_device_mesh(step_torch.DEVICE, (dist.get_world_size(),), mesh_dim_names=("tp",))
+def parallelize_block(block: Block, word: str, mesh: DeviceMesh) -> None:
     if word in ("codes", "overlap"):
         into = {"input_layouts": Shard(1), "desired_input_layouts": Shard(1)}
         colwise = tensor_parallel.ColwiseParallel(input_layouts=Shard(1), overlap=word == "overlap")
@@ -114,20 +116,24 @@ def parallelize_block(block: Block, word: str) -> None:
     parallelize_module(block, mesh, plan)
 
 
-def build(kind: str, layers: int) -> Callable[[], Tensor]:
+def build(kind: str, shape: Shape, fsdp: int = 1) -> Callable[[], Tensor]:
     recipe, word = (*kind.split(), "")[:2]
+    ranks = dist.get_world_size() // fsdp
+    mesh = init_device_mesh(step_torch.DEVICE, (fsdp, ranks), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
     with torch.device(step_torch.DEVICE):
-        model = nn.Sequential(*(Block() for _ in range(layers))).to(torch.bfloat16)
+        model = nn.Sequential(*(Block(shape) for _ in range(shape.layers))).to(torch.bfloat16)
     if options.RECIPES[recipe] is not None:
         qshard.convert(model, options.RECIPES[recipe])
     for block in model:
-        parallelize_block(block, word)
+        parallelize_block(block, word, mesh["tp"])
         if word == "async":
             torch._inductor.config._micro_pipeline_tp = True
             block.compile()
-    shape = (1, SEQUENCE // dist.get_world_size(), WIDTH)
-    x, dy = (torch.randn(shape, device=step_torch.DEVICE, dtype=torch.bfloat16) for _ in range(2))
+        if fsdp > 1:
+            fully_shard(block, mesh=mesh["fsdp"])
+    sizes = (shape.batch, shape.context // ranks, shape.width)
+    x, dy = (torch.randn(sizes, device=step_torch.DEVICE, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
 
     def step() -> Tensor:
@@ -144,27 +150,31 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, obj
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    step = build(kind, arguments.layers)
+    shape = shape_of(arguments)
+    step = build(kind, shape, arguments.fsdp)
     for _ in range(WARM_UP):
         step()
     found = step_torch.time_steps(step, arguments.steps)
-    row = {"kind": kind, "ranks": dist.get_world_size(), "layers": arguments.layers, **found.row()}
-    return {arguments.out: row}
+    of_case = {"kind": kind, "ranks": dist.get_world_size(), "fsdp": arguments.fsdp, "layers": shape.layers}
+    return {arguments.out: {**of_case, **found.row()}}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    step_torch.add_arguments(parser, "tensor_parallel")
-    parser.set_defaults(layers=2, steps=10)
+    step_torch.add_arguments(parser, "tensor_parallel", "wide")
+    parser.set_defaults(steps=10)
+    parser.add_argument("--fsdp", type=int, default=1, help="groups of ranks that FSDP2 shards over")
     parser.add_argument("--kinds", default=",".join(KINDS))
     arguments = parser.parse_args()
     kinds = [" ".join(kind.split()) for kind in arguments.kinds.split(",")]
     for kind in kinds:
         if wrong := wrong_with(kind):
             parser.error(f"--kinds: {kind!r}: {wrong}")
-    if not torch.cuda.is_available():
+    if arguments.ranks % arguments.fsdp:
+        parser.error(f"--fsdp: {arguments.ranks} ranks are not a multiple of {arguments.fsdp}")
+    if not step_torch.has_device():
         parser.exit(message="bench_tensor_parallel: no CUDA device, nothing to measure\n")
-    sys.exit(measure_cases(measure, kinds, arguments))
+    sys.exit(measure_cases(measure, kinds, arguments, step_torch.DEVICE))
 
 
 if __name__ == "__main__":

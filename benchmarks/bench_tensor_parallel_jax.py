@@ -1,8 +1,8 @@
 """A transformer block under tensor and sequence parallelism in JAX, forward and backward, in `shard_map` over all GPUs.
 
-Width 8192, 64 heads of 128, FFN 28672 with SwiGLU, one sequence of 8192 tokens, everything in bfloat16 unless
-quantized. Between layers x is sharded along the sequence. Weights of q, k and v, and of gate and up, are sharded along
-N, the other two along K.
+By default width 8192, 64 heads of 128, FFN 28672 with SwiGLU, one sequence of 8192 tokens (`model_shapes.py`),
+everything in bfloat16 unless quantized. Between layers x is sharded along the sequence. Weights of q, k and v, and of
+gate and up, are sharded along N, the other two along K.
 
     bf16            `all_gather` of x and dy, `psum_scatter` of y and dx, overlapped by XLA where it can
     fp8             `linear(gather_rows=)` and `linear(scatter_rows=)`: codes are gathered
@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from functools import partial
 from typing import Any
 
-WIDTH, HEAD, FFN, LENGTH = 8192, 128, 28672, 8192
-SHAPES = {"qkv": (3 * WIDTH, WIDTH), "o": (WIDTH, WIDTH), "gate_up": (2 * FFN, WIDTH), "down": (WIDTH, FFN)}
+import processes
+from model_shapes import SHAPES, Shape
+
 SCATTERED = ("o", "down")
 AXIS = "tp"
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
@@ -39,13 +37,14 @@ ROUNDS = 3
 Tree = Any
 
 
-def names_of(kind: str) -> list[str]:
-    """Return the layers of a kind."""
-    return ["gate_up", "down"] if kind.startswith("mlp") else list(SHAPES)
+def weights_of(kind: str, shape: Shape) -> dict[str, tuple[int, int]]:
+    """Return the layers of a kind, `(N, K)`."""
+    mlp = {"gate_up": (2 * shape.ffn, shape.width), "down": (shape.width, shape.ffn)}
+    return mlp if kind.startswith("mlp") else {"qkv": (3 * shape.width, shape.width), "o": (shape.width,) * 2, **mlp}
 
 
-def block(x: Any, weights: Tree, kind: str, attention: str) -> Any:
-    """Run the block on one device. x and the result are `[1, LENGTH / devices, WIDTH]`."""
+def block(x: Any, weights: Tree, kind: str, head: int, attention: str) -> Any:
+    """Run the block on one device, with heads of `head`. x and the result are `[1, context / devices, width]`."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -74,14 +73,14 @@ def block(x: Any, weights: Tree, kind: str, attention: str) -> Any:
         return qshard.linear(x, weights[name], recipe, scatter_rows=AXIS, overlap=overlap)
 
     if "qkv" in weights:
-        q, k, v = (y.reshape(*y.shape[:-1], -1, HEAD) for y in gathered(norm(x), "qkv", 3))
+        q, k, v = (y.reshape(*y.shape[:-1], -1, head) for y in gathered(norm(x), "qkv", 3))
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
         x = x + scattered(mixed.reshape(*mixed.shape[:-2], -1), "o")
     gate, up = gathered(norm(x), "gate_up", 2)
     return x + scattered(jax.nn.silu(gate) * up, "down")
 
 
-def lower(devices: Any, kind: str, attention: str) -> Any:
+def lower(devices: Any, kind: str, shape: Shape, attention: str) -> Any:
     """Lower the gradients of x and of the weights, for devices that need not exist. Also return the argument shapes."""
     import jax
     import jax.numpy as jnp
@@ -89,16 +88,17 @@ def lower(devices: Any, kind: str, attention: str) -> Any:
     from jax.sharding import PartitionSpec as P
 
     mesh = Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,))
-    cuts = (P(None, AXIS), {name: P(None, AXIS) if name in SCATTERED else P(AXIS) for name in names_of(kind)})
+    sizes = weights_of(kind, shape)
+    cuts = (P(None, AXIS), {name: P(None, AXIS) if name in SCATTERED else P(AXIS) for name in sizes})
 
     def gradients(x: Any, weights: Tree) -> Tree:
-        y, vjp = jax.vjp(partial(block, kind=kind, attention=attention), x, weights)
+        y, vjp = jax.vjp(partial(block, kind=kind, head=shape.width // shape.heads, attention=attention), x, weights)
         return vjp(y)  # y also serves as its own gradient, to save computing one
 
     step = jax.shard_map(gradients, mesh=mesh, in_specs=cuts, out_specs=cuts)
-    shapes = ((1, LENGTH, WIDTH), {name: SHAPES[name] for name in names_of(kind)})
+    shapes = ((1, shape.context, shape.width), sizes)
     given = jax.tree.map(
-        lambda shape, cut: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, cut)),
+        lambda size, cut: jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=NamedSharding(mesh, cut)),
         shapes,
         cuts,
         is_leaf=lambda node: isinstance(node, tuple) and isinstance(node[0], int),
@@ -107,13 +107,13 @@ def lower(devices: Any, kind: str, attention: str) -> Any:
         return jax.jit(step).lower(*given), given
 
 
-def measure(kind: str, steps: int) -> dict[str, object]:
+def measure(kind: str, shape: Shape, steps: int) -> dict[str, object]:
     import jax
     import numpy as np
 
     devices = jax.devices()
     began = time.perf_counter()
-    program, given = lower(np.array(devices), kind, "cudnn")
+    program, given = lower(np.array(devices), kind, shape, "xla" if jax.default_backend() == "cpu" else "cudnn")
     compiled = program.compile(compiler_options=OPTIONS)
     took = time.perf_counter() - began
 
@@ -133,47 +133,37 @@ def measure(kind: str, steps: int) -> dict[str, object]:
             made = compiled(*arguments)
         jax.block_until_ready(made)
         times.append((time.perf_counter() - began) / steps)
-    stats = devices[0].memory_stats()
     return {
         "kind": kind,
         "devices": len(devices),
         "ms": f"{1e3 * statistics.median(times):.2f}",
-        "peak_GiB": f"{stats['peak_bytes_in_use'] / 2**30:.2f}",
+        "peak_GiB": processes.peak_gib(devices[0]),
         "compile_s": f"{took:.1f}",
         "machine": devices[0].device_kind,
     }
 
 
+def add_ratio(row: dict[str, Any], others: list[dict[str, Any]]) -> None:
+    plain = "mlp bf16" if row["kind"].startswith("mlp") else "bf16"
+    base = next((each["ms"] for each in (*others, row) if each["kind"] == plain), None)
+    row["times_bf16"] = f"{float(base) / float(row['ms']):.2f}" if base else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="wide")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--kinds", default=KINDS)
+    parser.add_argument("--out", default="tensor_parallel_jax", help="the file of results, without .csv")
     parser.add_argument("--one", help="measure one kind, and print its row as JSON")
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.one, arguments.steps)))
+        print(json.dumps(measure(arguments.one, SHAPES[arguments.model], arguments.steps)))
         return
-    smi = shutil.which("nvidia-smi")
-    if smi is None or subprocess.run([smi, "-L"], capture_output=True, check=False).returncode:
+    if not processes.has_device():
         parser.exit(message="bench_tensor_parallel_jax: no CUDA device, nothing to measure\n")
-    import rows
-
-    found = []
-    for kind in arguments.kinds.split(","):
-        command = [sys.executable, __file__, "--one", kind, "--steps", str(arguments.steps)]
-        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if result.returncode:
-            print(f"{kind}: {result.stderr[-2000:]}", file=sys.stderr)
-            continue
-        row = json.loads(result.stdout.splitlines()[-1])
-        machine = str(row.pop("machine"))
-        plain = "mlp bf16" if kind.startswith("mlp") else "bf16"
-        base = next((each["ms"] for each in (*found, row) if each["kind"] == plain), None)
-        row["times_bf16"] = f"{float(base) / float(row['ms']):.2f}" if base else ""
-        found.append(row)
-        print(found[-1], flush=True)
-        rows.write("tensor_parallel_jax", machine, found)
+    given = [f"--model={arguments.model}", f"--steps={arguments.steps}"]
+    sys.exit(processes.measure_kinds(__file__, arguments.kinds.split(","), given, arguments.out, add_ratio))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,10 @@ from __future__ import annotations
 import argparse
 import collections
 import sys
+from dataclasses import replace
 from pathlib import Path
+
+from model_shapes import SHAPES, Shape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from support import h100
@@ -26,11 +29,11 @@ KINDS = "bf16,naive,fp8,fp8 kept,delayed,block,mxfp8,nvfp4,nvfp4 kept"
 COLUMNS = {"all-gather": "gathered", "all-reduce": "reduced", "reduce-scatter": "scattered"}
 
 
-def row_of(kind: str, devices: int, layers: int) -> dict[str, object]:
+def row_of(kind: str, devices: int, shape: Shape) -> dict[str, object]:
     import step_jax
 
-    program = step_jax.lower(step_jax.mesh_of(h100.devices(devices)), kind, layers, "xla").compile()
-    vocabulary = tuple(f"[{step_jax.VOCABULARY // count}," for count in (1, devices))
+    program = step_jax.lower(step_jax.mesh_of(h100.devices(devices)), kind, shape, "xla").compile()
+    vocabulary = tuple(f"[{shape.vocabulary // count}," for count in (1, devices))
     counts: collections.Counter[str] = collections.Counter()
     sizes: collections.Counter[str] = collections.Counter()
     hidden = gathers = 0
@@ -43,7 +46,7 @@ def row_of(kind: str, devices: int, layers: int) -> dict[str, object]:
         sizes[column] += each.times * sum(map(size, arrays)) * (devices if column == "scattered" else 1)
         if column == "gathered" and sum(map(size, arrays)) > 2**20:  # skips gathers for norms
             gathers, hidden = gathers + 1, hidden + each.hidden
-    row: dict[str, object] = {"kind": kind, "devices": devices, "layers": layers, "collectives": counts.total()}
+    row: dict[str, object] = {"kind": kind, "devices": devices, "layers": shape.layers, "collectives": counts.total()}
     row |= {f"{column}_MB": f"{sizes[column] / 1e6:.3f}" for column in (*COLUMNS.values(), "other")}
     return row | {"gathers": gathers, "hidden": hidden}
 
@@ -58,14 +61,14 @@ def main() -> None:
         parser.exit(message="bench_wire_jax: no CUDA plugin of JAX to compile with (make h100)\n")
     h100.prepare()
     import rows
-    import step_jax
 
-    step_jax.VOCABULARY = 65536  # gives whole shards on 512 devices, and a size that no other array has
+    # The vocabulary gives whole shards on 512 devices, and a size that no other array has.
+    shape = replace(SHAPES["2b"], layers=arguments.layers, vocabulary=65536)
 
     found = []
     for kind in arguments.kinds.split(","):
         for devices in map(int, arguments.devices.split(",")):
-            found.append(row_of(kind, devices, arguments.layers))
+            found.append(row_of(kind, devices, shape))
             print(found[-1], flush=True)
             rows.write("wire_jax", "compiled for NVIDIA H100", found)
 

@@ -18,8 +18,9 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 import rows
 
 Row = dict[str, object]
-Measure = Callable[[Any, argparse.Namespace], Mapping[str, Row]]
-"""Measures a case on every rank, given the arguments. Returns a row per results file. The rows of rank 0 count."""
+Rows = Row | list[Row]
+Measure = Callable[[Any, argparse.Namespace], Mapping[str, Rows]]
+"""Measures a case on every rank, given the arguments. Returns rows per results file. The rows of rank 0 count."""
 
 
 def measure_cases(measure: Measure, cases: Sequence[Any], arguments: argparse.Namespace, device: str = "cuda") -> int:
@@ -40,7 +41,7 @@ def measure_cases(measure: Measure, cases: Sequence[Any], arguments: argparse.Na
     os.environ.setdefault("NCCL_DEBUG", "WARN")
     failed = []
     with tempfile.TemporaryDirectory() as folder:
-        done: list[Mapping[str, Row] | None] = []
+        done: list[Mapping[str, Rows] | None] = []
         while len(done) < len(cases):
             _write(folder, done)
             try:
@@ -74,19 +75,23 @@ def _rank(
         if rank == 0:
             _write(folder, done)
             by_case = [found for found in done if found is not None]
-            for name, row in by_case[-1].items():
-                print(row, flush=True)
-                rows.write(name, machine, [found[name] for found in by_case], quiet=True)
+            for name, last in by_case[-1].items():
+                print(*_listed(last), sep="\n", flush=True)
+                rows.write(name, machine, [row for found in by_case for row in _listed(found[name])], quiet=True)
         dist.barrier()  # no rank may fail in the next case before this one is written
     dist.destroy_process_group()
 
 
-def _read(folder: str) -> list[Mapping[str, Row] | None]:
-    found: list[Mapping[str, Row] | None] = pickle.loads(Path(folder, "done").read_bytes())
+def _listed(rows: Rows) -> list[Row]:
+    return rows if isinstance(rows, list) else [rows]
+
+
+def _read(folder: str) -> list[Mapping[str, Rows] | None]:
+    found: list[Mapping[str, Rows] | None] = pickle.loads(Path(folder, "done").read_bytes())
     return found
 
 
-def _write(folder: str, done: list[Mapping[str, Row] | None]) -> None:
+def _write(folder: str, done: list[Mapping[str, Rows] | None]) -> None:
     """Store the results so far: rows of each case, or None if it failed."""
     path = Path(folder, "done")
     path.with_suffix(".new").write_bytes(pickle.dumps(done))

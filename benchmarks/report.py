@@ -11,7 +11,7 @@ import argparse
 import re
 
 from report_readme import README_BLOCKS
-from report_steps import STEP_SECTIONS
+from report_steps import STEP_SECTIONS, scaling_section
 from rows import RESULTS
 from tables import Rows, Tables, number, origin, read, table
 from targets import CPU_TIMES_FASTER, TARGETS, Row, Target, training_bound, what_of
@@ -230,6 +230,7 @@ def results(tables: Tables) -> str:
         grouped = gemm_section(tables["gpu_grouped_gemm"], title, "experts x tokens x K x N")
         sections.append(("gpu_grouped_gemm", grouped))
     sections += [(name, section(tables)) for name, section in STEP_SECTIONS.items() if name in tables]
+    sections += [(name, scaling_section(tables, name)) for name in tables if name.startswith("scaling_")]
     trainings = [name for name in ("training_jax", "training_torch") if name in tables]
     if trainings:
         sections.append((trainings[0], training_section(tables)))

@@ -127,6 +127,14 @@ def parallel_section(tables: Tables, name: str, title: str) -> str:
     return f"## {title}\n\n{origin(rows)} `bench_{name}.py` says what a kind is.\n\n{body}\n"
 
 
+def scaling_section(tables: Tables, name: str) -> str:
+    rows = tables[name]
+    columns = [column for column in rows[0] if column not in ("machine", "commit", "versions", "date")]
+    body = table([column.replace("_", " ") for column in columns], [[row[c] for c in columns] for row in rows])
+    title = name.removeprefix("scaling_").replace("_", " ")
+    return f"## On several GPUs: {title}\n\n{origin(rows)} `multi_gpu.sh` runs it.\n\n{body}\n"
+
+
 def step_torch_lines(rows: Rows) -> list[list[str]]:
     """Build lines of time per single step, time per step of many, and memory, each also in percent of eager bf16."""
     base = next((row for row in rows if row["kind"] == "bf16"), None)

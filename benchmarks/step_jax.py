@@ -1,9 +1,10 @@
 """Training step of a Llama-like model under FSDP in JAX, for `bench_step_jax.py` and `bench_wire_jax.py`.
 
-8 layers of width 4096, FFN 14336, vocabulary 32000; 2 x 4096 tokens per device, AdamW of optax. One program under `jit`
-on an Auto mesh: float32 weights, states and gradients are sharded along their first axis. The recipe applies to the
-linear layers of the blocks. Embedding and head are bfloat16, and gradients are reduced in bfloat16. `bf16` has bfloat16
-linear layers everywhere. `naive` is per-tensor FP8 written by hand in jnp. A kind is a recipe and options:
+`model_shapes.py` has the shapes. By default: 8 layers of width 4096, FFN 14336, vocabulary 32000; 2 x 4096 tokens per
+device. AdamW of optax. One program under `jit` on an Auto mesh: float32 weights, states and gradients are sharded along
+their first axis. The recipe applies to the linear layers of the blocks. Embedding and head are bfloat16, and gradients
+are reduced in bfloat16. `bf16` has bfloat16 linear layers everywhere. `naive` is per-tensor FP8 written by hand in jnp.
+A kind is a recipe and options:
 
     kept     gathered codes are saved for backward; of the others only bf16 does that
     local    one scale per device for activations and their gradients, without reducing amaxes
@@ -25,17 +26,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import qshard.jax as qshard
+from model_shapes import Shape
 from qshard.recipes import DelayedScaling, Recipe
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import options
 
-WIDTH, FFN, VOCABULARY, HEADS, BATCH, CONTEXT = 4096, 14336, 32000, 32, 2, 4096
-LINEARS = {
-    **dict.fromkeys("qkvo", (WIDTH, WIDTH)),
-    **dict.fromkeys(("gate", "up"), (FFN, WIDTH)),
-    "down": (WIDTH, FFN),
-}
 RECIPES: dict[str, Recipe | str | None] = {**options.RECIPES, "naive": "naive"}
 """Recipes of the linear layers of the blocks; None is bfloat16."""
 AXIS = "data"
@@ -44,13 +40,13 @@ OPTIMIZER = optax.adamw(1e-4)
 Tree = Any
 
 
-def shapes(layers: int) -> Tree:
-    block = {"attention_norm": (WIDTH,), "ffn_norm": (WIDTH,), **LINEARS}
+def shapes(shape: Shape) -> Tree:
+    block = {"attention_norm": (shape.width,), "ffn_norm": (shape.width,), **shape.linears}
     return {
-        "embedding": (VOCABULARY, WIDTH),
-        "blocks": [dict(block) for _ in range(layers)],
-        "norm": (WIDTH,),
-        "head": (VOCABULARY, WIDTH),
+        "embedding": (shape.vocabulary, shape.width),
+        "blocks": [dict(block) for _ in range(shape.layers)],
+        "norm": (shape.width,),
+        "head": (shape.vocabulary, shape.width),
     }
 
 
@@ -59,18 +55,19 @@ def shardings_of(mesh: Mesh, tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: NamedSharding(mesh, P(AXIS) if leaf.ndim else P()), tree)
 
 
-def fresh(layers: int, kind: str) -> Tree:
+def fresh(shape: Shape, kind: str) -> Tree:
     """Initialize weights, optimizer states, and states of delayed scaling if the recipe needs them."""
-    given, structure = jax.tree.flatten(shapes(layers), is_leaf=lambda node: isinstance(node, tuple))
+    given, structure = jax.tree.flatten(shapes(shape), is_leaf=lambda node: isinstance(node, tuple))
     keys = jax.random.split(jax.random.key(0), len(given))
     values = [
-        jnp.ones(shape) if len(shape) == 1 else jax.random.normal(key, shape) * 0.02
-        for key, shape in zip(keys, given, strict=True)
+        jnp.ones(sizes) if len(sizes) == 1 else jax.random.normal(key, sizes) * 0.02
+        for key, sizes in zip(keys, given, strict=True)
     ]
     weights = jax.tree.unflatten(structure, values)
     recipe = recipe_of(kind)
-    delayed = isinstance(recipe, DelayedScaling)
-    states = [{name: qshard.init_delayed(recipe) for name in LINEARS} for _ in range(layers)] if delayed else None
+    states = None
+    if isinstance(recipe, DelayedScaling):
+        states = [{name: qshard.init_delayed(recipe) for name in shape.linears} for _ in range(shape.layers)]
     return weights, OPTIMIZER.init(weights), states
 
 
@@ -130,13 +127,16 @@ def norm(x: jax.Array, weight: jax.Array, kind: str) -> jax.Array:
     return (values * scale * weight).astype(x.dtype)
 
 
-def block(x: jax.Array, weights: Tree, states: Tree, key: jax.Array, kind: str, attention: str) -> jax.Array:
+def block(
+    x: jax.Array, weights: Tree, states: Tree, key: jax.Array, kind: str, shape: Shape, attention: str
+) -> jax.Array:
     def layer(name: str, x: jax.Array) -> jax.Array:
-        seed = jax.random.fold_in(key, list(LINEARS).index(name))
+        seed = jax.random.fold_in(key, list(shape.linears).index(name))
         return product(x, weights[name], kind, None if states is None else states[name], seed)
 
     h = norm(x, weights["attention_norm"], kind)
-    q, k, v = (layer(name, h).reshape(*h.shape[:-1], HEADS, -1) for name in "qkv")
+    heads = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
+    q, k, v = (layer(name, h).reshape(*h.shape[:-1], count, -1) for name, count in heads.items())
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
     x = x + layer("o", mixed.reshape(h.shape))
     h = norm(x, weights["ffn_norm"], kind)
@@ -144,21 +144,23 @@ def block(x: jax.Array, weights: Tree, states: Tree, key: jax.Array, kind: str, 
     return x + layer("down", qshard.swiglu(gate, up) if "fused" in kind.split() else jax.nn.silu(gate) * up)
 
 
-def loss_of(weights: Tree, states: Tree, tokens: jax.Array, key: jax.Array, kind: str, attention: str) -> jax.Array:
+def loss_of(
+    weights: Tree, states: Tree, tokens: jax.Array, key: jax.Array, kind: str, shape: Shape, attention: str
+) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     whole = lax.with_sharding_constraint(weights["embedding"].astype(jnp.bfloat16), NamedSharding(mesh, P()))
     x = lax.with_sharding_constraint(whole[tokens[:, :-1]], NamedSharding(mesh, P(AXIS)))
     for i, of_block in enumerate(weights["blocks"]):
         own = None if states is None else states[i]
-        x = block(x, of_block, own, jax.random.fold_in(key, i), kind, attention)
+        x = block(x, of_block, own, jax.random.fold_in(key, i), kind, shape, attention)
     logits = bf16_product(norm(x, weights["norm"], kind), weights["head"])
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]))
 
 
 def step(
-    weights: Tree, optimizer: Tree, states: Tree, tokens: jax.Array, key: jax.Array, *, kind: str, attention: str
+    weights: Tree, optimizer: Tree, states: Tree, tokens: jax.Array, key: jax.Array, *, kind: str, **given: Any
 ) -> tuple[Tree, Tree, Tree, jax.Array]:
-    differentiate = jax.value_and_grad(partial(loss_of, kind=kind, attention=attention), argnums=(0, 1))
+    differentiate = jax.value_and_grad(partial(loss_of, kind=kind, **given), argnums=(0, 1))
     loss, (gradients, amaxes) = differentiate(weights, states, tokens, key)
     mesh = jax.sharding.get_abstract_mesh()
     gradients = lax.with_sharding_constraint(gradients, shardings_of(mesh, gradients))
@@ -168,16 +170,17 @@ def step(
     return optax.apply_updates(weights, updates), optimizer, states, loss
 
 
-def lower(mesh: Mesh, kind: str, layers: int, attention: str) -> Any:
+def lower(mesh: Mesh, kind: str, shape: Shape, attention: str) -> Any:
     """Lower the step for a mesh. Its devices need not exist."""
     with jax.set_mesh(mesh):
-        trees = jax.eval_shape(partial(fresh, layers, kind))
-        inputs = (*trees, jax.ShapeDtypeStruct((BATCH * mesh.size, CONTEXT + 1), jnp.int32), jax.eval_shape(_key))
+        trees = jax.eval_shape(partial(fresh, shape, kind))
+        tokens = jax.ShapeDtypeStruct((shape.batch * mesh.size, shape.context + 1), jnp.int32)
+        inputs = (*trees, tokens, jax.eval_shape(_key))
         places = (*(shardings_of(mesh, tree) if i < 2 else _everywhere(mesh, tree) for i, tree in enumerate(trees)),)
         places = (*places, NamedSharding(mesh, P(AXIS)), NamedSharding(mesh, P()))
         outs = (*places[:3], NamedSharding(mesh, P()))
         run = jax.jit(
-            partial(step, kind=kind, attention=attention),
+            partial(step, kind=kind, shape=shape, attention=attention),
             in_shardings=places,
             out_shardings=outs,
             donate_argnums=(0, 1, 2),
@@ -193,12 +196,12 @@ def _everywhere(mesh: Mesh, tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: NamedSharding(mesh, P()), tree)
 
 
-def start(mesh: Mesh, kind: str, layers: int) -> Tree:
+def start(mesh: Mesh, kind: str, shape: Shape) -> Tree:
     """Initialize the state that `lowered` takes, sharded."""
     with jax.set_mesh(mesh):
-        trees = jax.eval_shape(partial(fresh, layers, kind))
+        trees = jax.eval_shape(partial(fresh, shape, kind))
         places = tuple(shardings_of(mesh, tree) if i < 2 else _everywhere(mesh, tree) for i, tree in enumerate(trees))
-        return jax.jit(partial(fresh, layers, kind), out_shardings=places)()
+        return jax.jit(partial(fresh, shape, kind), out_shardings=places)()
 
 
 def mesh_of(devices: Any) -> Mesh:

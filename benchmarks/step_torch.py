@@ -1,13 +1,17 @@
 """Training step of a Llama-like model in PyTorch, for `bench_fsdp2.py` and `bench_step_torch.py`.
 
-8 layers of width 4096, FFN 14336, vocabulary 32000: 2.0 B weights; 2 x 4096 tokens per GPU.
+`model_shapes.py` has the shapes. By default: 8 layers of width 4096, FFN 14336, vocabulary 32000: 2.0 B weights; 2 x
+4096 tokens per GPU. With `BENCH_DEVICE=cpu` in the environment, ranks are on the CPU, to try a benchmark with
+`--model tiny`: times are the host's, and peaks are 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import model_shapes
+from model_shapes import Shape
 from qshard.torch_bridge import LinearCrossEntropy
 
-WIDTH, FFN, VOCABULARY, HEADS, BATCH, CONTEXT = 4096, 14336, 32000, 32, 2, 4096
-DEVICE = "cuda"
+DEVICE = os.environ.get("BENCH_DEVICE", "cuda")
 FLAT_STEPS, PART = 50, 10  # the first and the last PART steps are compared
 
 
@@ -31,30 +36,32 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(WIDTH)
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.ffn_norm = nn.RMSNorm(WIDTH)
-        self.gate, self.up = (nn.Linear(WIDTH, FFN, bias=False) for _ in range(2))
-        self.down = nn.Linear(FFN, WIDTH, bias=False)
+        self.heads = (shape.heads, shape.kv_heads, shape.kv_heads)  # of q, k and v
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
+        for name, (rows, columns) in shape.linears.items():
+            setattr(self, name, nn.Linear(columns, rows, bias=False))
         self.swiglu = plain_swiglu
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.attention_norm(x)
-        q, k, v = (layer(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        layers = zip((self.q, self.k, self.v), self.heads, strict=True)
+        q, k, v = (layer(h).unflatten(-1, (heads, -1)).transpose(1, 2) for layer, heads in layers)
+        grouped = self.heads[0] != self.heads[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        x = x + self.o(mixed.transpose(1, 2).flatten(-2))
         h = self.ffn_norm(x)
         return x + self.down(self.swiglu(self.gate(h), self.up(h)))
 
 
 class Model(nn.Module):
-    def __init__(self, layers: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
-        self.norm = nn.RMSNorm(WIDTH)
-        self.head = LinearCrossEntropy(WIDTH, VOCABULARY)
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        self.head = LinearCrossEntropy(shape.width, shape.vocabulary)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return logits, or the loss against labels."""
@@ -64,11 +71,11 @@ class Model(nn.Module):
         return self.head(self.norm(x), labels)
 
 
-def fresh(layers: int) -> Model:
+def fresh(shape: Shape) -> Model:
     """Build the model in float32, with the same weights on every rank and in every run."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        model = Model(layers)
+        model = Model(shape)
     for weight in model.parameters():
         if weight.ndim == 2:
             nn.init.normal_(weight, std=0.02)
@@ -91,6 +98,7 @@ def shard(model: Model) -> None:
 def step_of(
     model: nn.Module,
     optimizer: Any,
+    shape: Shape,
     after: Callable[[], Any] = lambda: None,
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     *,
@@ -101,12 +109,13 @@ def step_of(
     Args:
       model: the model.
       optimizer: its optimizer.
+      shape: its shape.
       after: called at the end of a step.
       around: returns the context manager for the forward pass.
       fused_loss: whether the head computes the loss without returning logits.
     """
     generator = torch.Generator(device=DEVICE).manual_seed(dist.get_rank())
-    tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), device=DEVICE, generator=generator)
+    tokens = torch.randint(shape.vocabulary, (shape.batch, shape.context + 1), device=DEVICE, generator=generator)
 
     def step() -> Tensor:
         with around():
@@ -162,31 +171,53 @@ class Timed:
 def time_steps(step: Callable[[], Tensor], steps: int) -> Timed:
     """Measure single steps, started together on all ranks, then back-to-back steps. The step must have run before."""
     found = Timed([], [], [], 0.0)
-    torch.cuda.synchronize()
+    synchronize()
     for _ in range(steps):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.reset_peak_memory_stats()
+        if DEVICE == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         dist.barrier()
-        begin.record()
+        begin = mark()
         loss = step()
-        end.record()
-        torch.cuda.synchronize()
-        found.ms.append(begin.elapsed_time(end))
-        found.peak.append(torch.cuda.max_memory_allocated())
-        found.live.append(torch.cuda.memory_allocated())
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+        found.ms.append(milliseconds(begin, mark()))
+        found.peak.append(torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0)
+        found.live.append(torch.cuda.memory_allocated() if DEVICE == "cuda" else 0)
+    begin = mark()
     for _ in range(steps):
         loss = step()
-    end.record()
-    torch.cuda.synchronize()
-    found.running_ms = begin.elapsed_time(end) / steps
+    found.running_ms = milliseconds(begin, mark()) / steps
     found.loss = loss.item()
     return found
 
 
-def add_arguments(parser: argparse.ArgumentParser, out: str) -> None:
-    parser.add_argument("--layers", type=int, default=8)
+def has_device() -> bool:
+    return DEVICE == "cpu" or torch.cuda.is_available()
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def mark() -> Any:
+    """Record an event in the current stream. On a CPU, read the clock."""
+    if DEVICE == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(begin: Any, end: Any) -> float:
+    """Wait for the second of two marks, and return the time between them."""
+    if DEVICE == "cpu":
+        return 1e3 * (end - begin)
+    synchronize()
+    elapsed: float = begin.elapsed_time(end)
+    return elapsed
+
+
+def add_arguments(parser: argparse.ArgumentParser, out: str, model: str = "2b") -> None:
+    model_shapes.add_arguments(parser, model)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--flat", action="store_true", help=f"{FLAT_STEPS} steps: the first and the last {PART}")

@@ -30,6 +30,7 @@ from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._fsdp.functional import gathered_weight, is_converted
+from qshard.torch_bridge._fsdp.reduce_scatter import reduce_gradients_in_order
 from qshard.torch_bridge._fsdp.refresh import update_scales
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.cross_entropy import cross_entropy
@@ -97,6 +98,7 @@ __all__ = [
     "quantize",
     "quantized_init",
     "quantized_state_dict",
+    "reduce_gradients_in_order",
     "rms_norm",
     "rms_norm_quantize",
     "scaling_state",

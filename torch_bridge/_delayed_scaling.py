@@ -24,7 +24,7 @@ from qshard.recipes import RecipeLike, Role, as_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.fsdp1 import Float32Buffers, delayed_of
 from qshard.torch_bridge._distributed.process_groups import groups_of
-from qshard.torch_bridge._module_tree import modules_of
+from qshard.torch_bridge._modules import modules_of
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from qshard.numerics._arrays import Shard, ShardedArray, of_floats, of_shards
+from qshard._core.placement import Box
+from qshard.numerics._arrays import ShardedArray, of_floats, of_shards
 from qshard.numerics._reductions import as_float
 from qshard.numerics._sensitivity import Outputs, call_with_batch, leaves
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
@@ -74,7 +75,7 @@ def as_sharded(x: Tensor, op: str) -> ShardedArray:
     is_first = not any(
         place for place, placement in zip(coordinate, x.placements, strict=True) if placement.is_replicate()
     )
-    shards = [Shard(local, tuple(start))] if is_first else []
+    shards = [(local, Box(tuple(x.shape), tuple(start), tuple(local.shape)))] if is_first else []
     as_float(local[:0] if local.ndim else local, op)  # On replicas too, so that all ranks raise the same error.
     return of_shards(tuple(x.shape), dtype, shards, RankReductions.of_mesh(mesh), op)
 

@@ -48,8 +48,6 @@ PART = 1 << 22
 ROWS = 128
 """Row alignment of a part, so that it has whole blocks of every format."""
 SUMS = ("signal", "noise", *COUNTS, "elements", "calls")
-MOST = ("amax", "scale_high", "scale_low")
-"""Statistics reduced by maximum. The last one is negated, so its minimum is found."""
 
 
 def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, weights: bool = True) -> Watch:
@@ -259,6 +257,7 @@ class Watch:
         if "nccl" in dist.get_backend(group):
             device = torch.device("cuda", torch.cuda.current_device())
         sums = torch.tensor([[float(getattr(t, name)) for name in SUMS] for t in totals], dtype=torch.float64)
+        # Reduced by maximum. The last one is negated, so its minimum is found.
         most = torch.tensor([[t.amax, t.scale_high, -t.scale_low] for t in totals], dtype=torch.float64)
         for values, op in ((sums, dist.ReduceOp.SUM), (most, dist.ReduceOp.MAX)):
             there = values.to(device)

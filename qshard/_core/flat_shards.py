@@ -24,10 +24,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane, Scales
@@ -37,7 +36,7 @@ from qshard.layout import PlaneLayout, Shape, matrix_shape, slice_plane
 
 Array = Any
 
-_TILE = 128
+TILE_COLS = 128
 """Columns of a tile of slices, `kSliceCols` of `slices.cuh`. Only speed depends on it."""
 
 
@@ -130,7 +129,7 @@ class Bucket:
         if self.matrix is None:
             return None
         size = math.prod(self.matrix)
-        return self.matrix if size % _TILE else (size // _TILE, _TILE)
+        return self.matrix if size % TILE_COLS else (size // TILE_COLS, TILE_COLS)
 
     def _slice_shape(self, where: PlaneLayout, rows: int, cols: int) -> tuple[int, int]:
         """Return the (rows, cols) of the weight as ops divide it into blocks."""
@@ -267,7 +266,7 @@ def cast_master(
       masters: the slices as 1-D arrays in the dtype of the plan; empty on ranks without a slice.
       starts: index in its weight of the first element of each slice: `[n, 2]`, uint64 as two uint32, low first.
       reduce_max: max-reduction over ranks of fp32 amaxes as integers, called once. None: no block and no scale is
-        shared by ranks (`FlatShards.reduces`).
+        shared by ranks (`plan_shards`).
       plan: the plan, equal on every rank.
       pieces: whether `data` has pieces instead of whole weights.
       seeds: seed of stochastic rounding of each weight: `[n, 2]`, uint64 as two uint32.
@@ -375,13 +374,11 @@ class FlatShards:
       starts: first element of each rank's slice.
       stops: end of each rank's slice.
       padded: length of the longest slice, which is the buffer size on every rank.
-      reduces: whether ranks must max-reduce amaxes because a scale serves the whole tensor.
     """
 
     starts: tuple[int, ...]
     stops: tuple[int, ...]
     padded: int
-    reduces: bool
 
 
 def plan_shards(
@@ -403,19 +400,19 @@ def plan_shards(
 
     >>> from qshard.formats import MXFP8_32x32, NVFP4
     >>> plan_shards([(96, 64)], MXFP8_32x32, 2)
-    (FlatShards(starts=(0, 4096), stops=(4096, 6144), padded=4096, reduces=False),)
+    (FlatShards(starts=(0, 4096), stops=(4096, 6144), padded=4096),)
     >>> plan_shards([(3, 16)], NVFP4, 2)
-    (FlatShards(starts=(0, 32), stops=(32, 48), padded=32, reduces=True),)
+    (FlatShards(starts=(0, 32), stops=(32, 48), padded=32),)
     """
     check_world(op, world)
     shards = []
     for shape in shapes:
-        where = slice_plane(as_format(fmt, op), tuple(shape), usage, op=op, name=name)
+        unit = slice_plane(as_format(fmt, op), tuple(shape), usage, op=op, name=name).unit
         size = math.prod(shape)
-        padded = -(-size // max(1, where.unit * world)) * where.unit
+        padded = -(-size // max(1, unit * world)) * unit
         starts = tuple(min(size, r * padded) for r in range(world))
         stops = tuple(min(size, (r + 1) * padded) for r in range(world))
-        shards.append(FlatShards(starts, stops, min(padded, size), world > 1 and where.format.tensor_scaled))
+        shards.append(FlatShards(starts, stops, min(padded, size)))
     return tuple(shards)
 
 
@@ -436,21 +433,6 @@ def piece_bytes(fmt: Format, length: int) -> int:
     """
     per_byte = fmt.element.codes_per_byte
     return -(-(length + per_byte - 1) // per_byte) if length else 0
-
-
-def word_pair(what: str, number: SupportsIndex) -> tuple[int, int]:
-    """Split a uint64 into two uint32, low first, as ops take starts and seeds. `what` names the number in errors.
-
-    >>> word_pair("quantize: seed", 2**32 + 5)
-    (5, 1)
-    """
-    try:
-        number = operator.index(number)
-    except TypeError:
-        raise TypeError(f"{what} ({quote(number)}) is not an integer; pass one in [0, 2**64)") from None
-    if not 0 <= number < 2**64:
-        raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass an integer in that range")
-    return number & 0xFFFFFFFF, number >> 32
 
 
 def _each(op: str, name: str, value: Any, n: int) -> tuple[Any, ...]:

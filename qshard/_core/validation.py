@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import operator
 import re
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, SupportsIndex
 
 from qshard.formats import ELEMENTS, FLOATS, FORMATS, Format, Usage
 
@@ -49,15 +50,15 @@ def as_format(value: Any, op: str, name: str = "fmt") -> Format:
     raise TypeError(f"{what} is not a format or a format name; pass one of qshard.formats, such as 'MXFP8_E4M3'")
 
 
-def as_formats(values: Any, op: str, name: str = "formats") -> list[Format]:
+def as_formats(values: Any, op: str) -> list[Format]:
     """Return a list of formats; a single format becomes a list of one.
 
     >>> [str(fmt) for fmt in as_formats(["FP8_E4M3", "NVFP4"], "compare")]
     ['FP8_E4M3', 'NVFP4']
     """
     if isinstance(values, str) or not isinstance(values, Iterable):
-        return [as_format(values, op, name)]
-    return [as_format(value, op, f"{name}[{i}]") for i, value in enumerate(values)]
+        return [as_format(values, op, "formats")]
+    return [as_format(value, op, f"formats[{i}]") for i, value in enumerate(values)]
 
 
 def as_usage(value: Any, op: str) -> Usage:
@@ -169,3 +170,18 @@ def _parse_format(text: str, op: str, name: str) -> Format:
             value = written  # an unquoted string, as `str` prints it
         options[option] = value
     return FORMATS[parts[1]].with_options(**options)
+
+
+def word_pair(what: str, number: SupportsIndex) -> tuple[int, int]:
+    """Split a uint64 into two uint32, low first, as ops take starts and seeds. `what` names the number in errors.
+
+    >>> word_pair("quantize: seed", 2**32 + 5)
+    (5, 1)
+    """
+    try:
+        number = operator.index(number)
+    except TypeError:
+        raise TypeError(f"{what} ({quote(number)}) is not an integer; pass one in [0, 2**64)") from None
+    if not 0 <= number < 2**64:
+        raise ValueError(f"{what} ({number}) is not in [0, 2**64); pass an integer in that range")
+    return number & 0xFFFFFFFF, number >> 32

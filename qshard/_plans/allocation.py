@@ -28,7 +28,6 @@ NO_GAIN = 10**-0.01  # Ratio of two harms 0.1 dB apart. A change that gains less
 NARROW = 8  # bits of the widest dtype that a layer may keep although a format could replace it
 ROUNDING = 1e-12
 AS_THEY_ARE = "as they are"
-Choices = Mapping[str, Choice]
 
 
 @dataclass(frozen=True)

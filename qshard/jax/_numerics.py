@@ -10,7 +10,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
-from qshard.numerics._arrays import Shard, ShardedArray, of_floats, of_shards
+from qshard._core.placement import Box
+from qshard.numerics._arrays import ShardedArray, of_floats, of_shards
 from qshard.numerics._reductions import as_float
 
 T = TypeVar("T")
@@ -53,11 +54,11 @@ def as_sharded(x: Any, op: str) -> ShardedArray:
         return of_floats(as_float(x, op), dtype)
     if x.is_fully_replicated:
         return of_floats(as_float(x.addressable_shards[0].data, op), dtype)
-    shards = [
-        Shard(shard.data, tuple(cut.indices(size)[0] for cut, size in zip(shard.index, x.shape, strict=True)))
-        for shard in x.addressable_shards
-        if shard.replica_id == 0
-    ]
+    shards = []
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            start = tuple(cut.indices(size)[0] for cut, size in zip(shard.index, x.shape, strict=True))
+            shards.append((shard.data, Box(x.shape, start, shard.data.shape)))
     others = None if x.is_fully_addressable else ProcessReductions()
     return of_shards(x.shape, dtype, shards, others, op)
 

@@ -10,7 +10,7 @@ import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from qshard.layout import PlaneLayout, Shape, matrix_shape
 from qshard.numerics._reductions import Floats, as_float
 
 T = TypeVar("T")
+LocalBox = tuple[Any, Box]
+"""A part of an array: its values, and its place in the whole."""
 
 FRONT_ENDS = {"jax": "qshard.jax._numerics", "jaxlib": "qshard.jax._numerics", "torch": "qshard.torch_bridge._numerics"}
 """Top-level package of an array's class -> module whose `as_sharded(x, op)` converts the array."""
@@ -36,23 +38,13 @@ class Reductions(Protocol):
         """Return the objects of all processes, in the same order on each. They must be small and picklable."""
 
 
-class Shard(NamedTuple):
-    """A part of an array, and the index of its first element on each axis."""
-
-    array: Any
-    start: tuple[int, ...]
-
-    def box(self, shape: Shape) -> Box:
-        return Box(shape, self.start, self.array.shape)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ShardedArray:
     """An array with its local pieces, and access to the other processes that share it. `dtype` is for display.
 
     Attributes:
-      pieces: local rectangles of the matrix, in a dtype that kernels accept. Each element is in one piece of one
-        process.
+      pieces: local rectangles of the matrix, in a dtype that kernels accept, and their boxes in it. Each element is in
+        one piece of one process.
       beyond: number of elements of these pieces that were out of range of float32.
       others: reductions over the other processes; None if this process has the whole array.
       boxes: boxes of the pieces of all processes, in the matrix.
@@ -60,14 +52,14 @@ class ShardedArray:
 
     shape: Shape
     dtype: str
-    pieces: tuple[Shard, ...]
+    pieces: tuple[LocalBox, ...]
     beyond: int = 0
     others: Reductions | None = None
     boxes: tuple[Box, ...] = ()
 
     @property
     def size(self) -> int:
-        return sum(piece.array.size for piece in self.pieces)
+        return sum(array.size for array, _ in self.pieces)
 
     @property
     def is_one(self) -> bool:
@@ -88,7 +80,7 @@ def as_sharded(x: Any, op: str) -> ShardedArray:
     """Convert an array, a nested list or a `ShardedArray` to a `ShardedArray`. `op` names the caller in errors.
 
     >>> as_sharded([[1.0, 2.0]], "stats").pieces
-    (Shard(array=array([[1., 2.]], dtype=float32), start=(0, 0)),)
+    ((array([[1., 2.]], dtype=float32), Box(global_shape=(1, 2), start=(0, 0), size=(1, 2))),)
     """
     if isinstance(x, ShardedArray):
         return x
@@ -105,10 +97,11 @@ def as_sharded(x: Any, op: str) -> ShardedArray:
 
 def of_floats(x: Floats, dtype: str | None = None) -> ShardedArray:
     matrix = x.array.reshape(matrix_shape(x.array.shape))
-    return ShardedArray(shape=x.array.shape, dtype=dtype or x.dtype, pieces=(Shard(matrix, (0, 0)),), beyond=x.beyond)
+    piece = matrix, Box(matrix.shape, (0, 0), matrix.shape)
+    return ShardedArray(shape=x.array.shape, dtype=dtype or x.dtype, pieces=(piece,), beyond=x.beyond)
 
 
-def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Reductions | None, op: str) -> ShardedArray:
+def of_shards(shape: Shape, dtype: str, shards: Sequence[LocalBox], others: Reductions | None, op: str) -> ShardedArray:
     """Wrap the local shards of an array. `dtype` is its original dtype; `others` is None if all shards are local.
 
     Raises:
@@ -117,14 +110,14 @@ def of_shards(shape: Shape, dtype: str, shards: Sequence[Shard], others: Reducti
     """
     if not math.prod(shape):
         return of_floats(Floats(np.empty(shape, np.float32)), dtype)
-    floats = [(as_float(shard.array, op), shard.start) for shard in shards]
+    floats = [(as_float(array, op), box) for array, box in shards]
     pieces = tuple(
-        Shard(x.array[index].reshape(box.size), box.start)
-        for x, start in floats
+        (x.array[index].reshape(rectangle.size), rectangle)
+        for x, box in floats
         if x.array.size
-        for index, box in Box(shape, start, x.array.shape).rectangles()
+        for index, rectangle in box.rectangles()
     )
-    own = [piece.box(matrix_shape(shape)) for piece in pieces]
+    own = [box for _, box in pieces]
     boxes = own if others is None else [box for part in others.gathered(own) for box in part]
     held = sum(math.prod(box.size) for box in boxes)
     if held != math.prod(shape) or _overlap(boxes):

@@ -104,7 +104,7 @@ def gemm_error(
         )
     pairs = []
     for whole, fmt, name, own in zip(wholes, (fmt_a, fmt_b), "ab", (seed, seed + 1), strict=True):
-        given = whole.pieces[0].array.astype(np.float64)
+        given = whole.pieces[0][0].astype(np.float64)
         value = given if fmt is None else stored_values(whole, fmt, own, name)
         counted = np.isfinite(given) & np.isfinite(value)
         pairs.append((np.where(counted, given, 0), np.where(counted, value, 0)))
@@ -140,7 +140,7 @@ def stored_values(whole: ShardedArray, fmt: Format, seed: int, name: str) -> NDA
     """Quantize the rowwise plane of a matrix, and return its values."""
     from qshard.numerics import _kernels as kernels
 
-    matrix = np.ascontiguousarray(whole.pieces[0].array)
+    matrix = np.ascontiguousarray(whole.pieces[0][0])
     plane(fmt, matrix_shape(whole.shape), Usage.ROWWISE, op="gemm_error", name=name)
     draws = kernels.draws("gemm_error", seed) if fmt.stochastic else None
     parts = quantize_steps.quantize(kernels.ops, matrix, fmt, Usage.ROWWISE, draws=draws)[Usage.ROWWISE]

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qshard import _ffi
-from qshard._core.flat_shards import word_pair
 from qshard._core.quantize_steps import Draws, Plane
+from qshard._core.validation import word_pair
 from qshard.formats import ELEMENTS, Format
 from qshard.op_table import OpSpec, table
 

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qshard._core import quantize_steps
-from qshard._core.flat_shards import word_pair
 from qshard._core.placement import Box, quantize_boxes, raise_to
 from qshard._core.quantize_steps import Draws
+from qshard._core.validation import word_pair
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, matrix_shape, plane, source
 from qshard.numerics import _kernels as kernels
-from qshard.numerics._arrays import Shard, ShardedArray, check_shards, splits_blocks
+from qshard.numerics._arrays import LocalBox, ShardedArray, check_shards, splits_blocks
 from qshard.numerics._reductions import Comparison
 
 Array = NDArray[Any]
@@ -32,10 +32,10 @@ def compare_shards(x: ShardedArray, fmt: Format, usage: Usage, seed: int, op: st
     check_shards(where, x, op)
     key = kernels.draws(op, seed).seed if fmt.stochastic else None
     is_one, stored, matrix = x.is_one, source(fmt, usage), matrix_shape(x.shape)  # rowwise if both planes are alike
-    pieces = [Shard(np.ascontiguousarray(piece.array), piece.start) for piece in x.pieces]
+    pieces = [(np.ascontiguousarray(array), box) for array, box in x.pieces]
     if where.rotated:
         plain = fmt.with_options(hadamard=False)
-        pieces = [Shard(quantize_steps.rotate(kernels.ops, piece.array, fmt), piece.start) for piece in pieces]
+        pieces = [(quantize_steps.rotate(kernels.ops, array, fmt), box) for array, box in pieces]
     else:
         plain = fmt
     whole = None if is_one else _reduced_amax(x, pieces, plain)
@@ -44,11 +44,11 @@ def compare_shards(x: ShardedArray, fmt: Format, usage: Usage, seed: int, op: st
         yield from _compare_partial_blocks(x, pieces, layout, whole, key)
         return
     block, shared = plain.block_shape(stored), not is_one and plain.per_tensor
-    for piece in pieces:
-        array, (first_row, first_column) = piece
+    for array, box in pieces:
+        first_row, first_column = box.start
         own = whole if whole is None or not whole.ndim else whole[first_row : first_row + len(array)]
         merged = None if own is None else functools.partial(lambda reduced, amax: reduced, own)  # reduced already
-        draws = _draws(key, piece.box(matrix))
+        draws = _draws(key, box)
         parts = quantize_steps.quantize(kernels.ops, array, plain, stored, reduce_max=merged, draws=draws)[stored]
         scales, of_piece = kernels.block_scales(parts, plain), plane(plain, array.shape, stored)
         row, column = first_row // block[0], first_column // block[1]
@@ -56,28 +56,28 @@ def compare_shards(x: ShardedArray, fmt: Format, usage: Usage, seed: int, op: st
         yield Comparison(kernels.ops, array, parts, plain, of_piece, scales, first, None, shared)
 
 
-def _reduced_amax(x: ShardedArray, pieces: list[Shard], fmt: Format) -> NDArray[np.float32] | None:
+def _reduced_amax(x: ShardedArray, pieces: list[LocalBox], fmt: Format) -> NDArray[np.float32] | None:
     """Compute the reduced amax of the tensor or of its rows, or return None if the format has no such scale."""
     if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
     whole = np.zeros(matrix_shape(x.shape)[0] if fmt.row_scaled else (), np.float32)
-    for array, (row, _) in pieces:
+    for array, box in pieces:
         found = quantize_steps.global_amax(kernels.ops, array, fmt)
-        raise_to(np, whole[row : row + len(array)] if fmt.row_scaled else whole, found)
+        raise_to(np, whole[box.start[0] : box.stop[0]] if fmt.row_scaled else whole, found)
     return x.maximum(whole)
 
 
 def _compare_partial_blocks(
-    x: ShardedArray, pieces: list[Shard], layout: PlaneLayout, whole: NDArray[np.float32] | None, key: Array | None
+    x: ShardedArray, pieces: list[LocalBox], layout: PlaneLayout, whole: NDArray[np.float32] | None, key: Array | None
 ) -> Iterator[Comparison]:
     """Implement `compare_shards` for shards that split blocks. Matrices are in plane order: `x` or `x.T`."""
-    fmt, block, turned, matrix = layout.format, layout.block, layout.transposed, matrix_shape(x.shape)
+    fmt, block, turned = layout.format, layout.block, layout.transposed
     assert block is not None
-    boxes = [piece.box(matrix).transposed if turned else piece.box(matrix) for piece in pieces]
+    boxes = [box.transposed if turned else box for _, box in pieces]
 
     def shards() -> Iterator[tuple[Array, Box]]:
-        for piece, box in zip(pieces, boxes, strict=True):
-            yield np.ascontiguousarray(piece.array.T if turned else piece.array), box
+        for (array, _), box in zip(pieces, boxes, strict=True):
+            yield np.ascontiguousarray(array.T if turned else array), box
 
     def draws(outer: Box) -> Draws | None:
         return _draws(key, outer.transposed if turned else outer, turned)

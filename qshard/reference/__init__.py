@@ -6,10 +6,9 @@ results are the canonical quiet NaN (fp32 0x7FC00000), so results can be compare
 
 from qshard.reference._elements import decode, encode, encode_stochastic, pack, unpack
 from qshard.reference._gemm import gemm, gemm_grouped, gemm_grouped_k, group_slices
-from qshard.reference._group_rows import group_rows
 from qshard.reference._hadamard import hadamard_transform
 from qshard.reference._philox import philox4x32, random_bytes
-from qshard.reference._rows import expert_of_rows, gather_rows
+from qshard.reference._rows import expert_of_rows, gather_rows, group_rows
 from qshard.reference._scales import (
     Amax,
     Scales,

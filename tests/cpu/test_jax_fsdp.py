@@ -23,6 +23,7 @@ from qshard.recipes import CurrentScaling, Role
 from support.awkward import TAME, assert_bits_equal, awkward_values
 from support.formats import MIXES, RECIPES, STATEFUL, STATELESS
 from support.hlo import collectives
+from support.weight_path import path_of
 
 SEED = 0x0123456789ABCDEF
 RECIPE = CurrentScaling()
@@ -317,3 +318,16 @@ def test_errors():
             in_specs=P("fsdp"),
             out_specs=P("fsdp"),
         )(W)
+
+
+def test_a_weight_enters_few_modules():
+    """Before a module joins the path, see whether another should do its work."""
+    mesh, spec = mesh_of(AxisType.Auto, fsdp=2), P("fsdp")
+    x, w = jnp.ones((64, 320)), jnp.ones((192, 320))
+
+    def gradients(x, w):
+        return jax.grad(lambda x, w: linear(x, w, RECIPE, gather_axis="fsdp").sum(), (0, 1))(x, w)
+
+    step = jax.shard_map(gradients, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec))
+    path = path_of({w.size, w.size // 2}, lambda: jax.eval_shape(step, x, w))
+    assert len(path) <= 17, sorted(path)

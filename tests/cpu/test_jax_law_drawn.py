@@ -64,6 +64,16 @@ def test_linear(weight):
     check_linear(*weight)
 
 
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["Auto", "shard_map"])
+def test_nvfp4_over_two_axes(kind, platform):
+    """Codes, block scales and the scale of the whole, sharded along both axes, are those of one device."""
+    if len(jax.devices(platform)) < 4:
+        pytest.skip("needs four GPUs")
+    given = {"sizes": (2, 2), "entries": BOTH, "shape": (128, 256), "gathers": (("a",), ("b",)), "platform": platform}
+    check_tensor(Case(kind=kind, fmt=NVFP4_16x16, usage=Usage.BOTH, **given))
+
+
 @pytest.mark.slow
 @settings(drawn, max_examples=2000)
 @given(tensors())

@@ -6,6 +6,8 @@ That the reference's slices give the whole is in tests/null/test_slices.py.
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qshard import formats, reference
-from qshard._core.flat_shards import plan_master, plan_shards
+from qshard._core.flat_shards import TILE_COLS, plan_master, plan_shards
 from qshard.formats import Usage
 from qshard.layout import plane
 from support.awkward import DTYPES, KINDS, TAME, assert_bits_equal, awkward_values
@@ -172,7 +174,7 @@ def test_any_split(front):
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("where", PLANES, ids=lambda where: f"{where[0]}-{where[1].name}")
 def test_planned_cuts_need_no_reduction(where, world):
-    """Where shards say so, slices have the scales of the whole for all of their elements."""
+    """Unless a scale serves the whole tensor, slices have the scales of the whole for all of their elements."""
     fmt, usage = where
     shapes, front = shapes_of(fmt), TorchFront("cpu")
     for shape, shards in zip(shapes, plan_shards(shapes, fmt, world, usage=usage), strict=True):
@@ -181,14 +183,18 @@ def test_planned_cuts_need_no_reduction(where, world):
         assert shards.stops[:-1] == shards.starts[1:]
         assert max(b - a for a, b in zip(shards.starts, shards.stops, strict=True)) == shards.padded
         assert all(start % per_byte == 0 for start in shards.starts)
-        assert shards.reduces == (world > 1 and (fmt.block is None or fmt.scaling.global_scale == "tensor"))
-        if shards.reduces:
+        if world > 1 and (fmt.block is None or fmt.scaling.global_scale == "tensor"):
             continue
         whole = getattr(reference.quantize(w, fmt, usage, seed=1), usage.name.lower()).data.reshape(-1)
         for start, stop in zip(shards.starts, shards.stops, strict=True):
             ((data, *_),) = front.cast_slices([(fmt, usage, shape)], [w.reshape(-1)[start:stop]], [start], [1])
             end = -(-stop // per_byte)
             assert_bits_equal(data[: end - start // per_byte], whole[start // per_byte : end])
+
+
+def test_matrices_are_as_wide_as_tiles_of_the_kernel():
+    source = Path(__file__).parents[2] / "ffi/kernels/cuda/slices/slices.cuh"
+    assert re.findall(r"kSliceCols = (\d+)", source.read_text()) == [str(TILE_COLS)]
 
 
 def test_bad_plans():

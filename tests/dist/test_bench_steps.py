@@ -6,6 +6,7 @@ import argparse
 import csv
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -26,6 +27,7 @@ import bench_tensor_parallel
 import step_profile
 import step_torch
 from cases import measure_cases
+from model_shapes import SHAPES
 
 
 def test_a_case_that_fails_takes_no_other_with_it(tmp_path, capfd):
@@ -40,9 +42,6 @@ def test_a_case_that_fails_takes_no_other_with_it(tmp_path, capfd):
     assert measure_cases(measure_or_fail, ["a"], arguments, device="cpu") == 0
 
 
-TINY = {"DEVICE": "cpu", "WIDTH": 128, "FFN": 256, "VOCABULARY": 64, "HEADS": 2, "BATCH": 1, "CONTEXT": 32}
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
     "kind",
@@ -53,13 +52,12 @@ TINY = {"DEVICE": "cpu", "WIDTH": 128, "FFN": 256, "VOCABULARY": 64, "HEADS": 2,
 )
 def test_kinds_of_steps(kind):
     """Each trains: the loss falls on tokens that are the same in every step."""
-    for name, value in TINY.items():
-        setattr(step_torch, name, value)
+    step_torch.DEVICE = "cpu"
     bench_step_torch.COMPILER = "aot_eager"
     # What dynamo of torch 2.13 does against torch 2.13's own advice.
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
-    step = bench_step_torch.build(kind, 2)
+    step = bench_step_torch.build(kind, SHAPES["tiny"])
     losses = [step().item() for _ in range(4)]
     assert losses[-1] < losses[0] < 10
 
@@ -85,10 +83,18 @@ def test_kinds_of_tensor_parallelism_that_are_not_there(kind):
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "fp8 codes", "block overlap"])
 def test_kinds_of_tensor_parallelism(kind):
-    for name, value in {"WIDTH": 256, "FFN": 512, "HEAD": 64, "SEQUENCE": 256}.items():
-        setattr(bench_tensor_parallel, name, value)
     step_torch.DEVICE = "cpu"
-    step = bench_tensor_parallel.build(kind, 2)
+    step = bench_tensor_parallel.build(kind, replace(SHAPES["tiny"], context=256))
+    assert step() == step()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["bf16", pytest.param("fp8 overlap", marks=pytest.mark.slow), "nvfp4 codes"])
+def test_kinds_of_tensor_parallelism_under_fsdp2(kind):
+    """Weights are gathered over the groups, and y is the same as without FSDP2."""
+    step_torch.DEVICE = "cpu"
+    shape = replace(SHAPES["tiny"], context=128)
+    step = bench_tensor_parallel.build(kind, shape, 2)
     assert step() == step()
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import qshard.torch_bridge as qt
 from qshard.torch_bridge import tensor_parallel
+from support import torch_ranks
 from support.torch_ranks import on_ranks
 
 RULE = {"label_smoothing": 0.1, "z_loss": 1e-2}
@@ -251,9 +252,10 @@ def test_a_head_that_is_sharded_along_k_raises():
 @pytest.mark.parametrize("recipe", [None, "CurrentScaling"])
 def test_a_head_under_both_fsdp2_and_tensor_parallelism(recipe):
     """FSDP2 gathers the shard of each rank's classes; all ranks have one batch, so the gradient is that of one rank."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch_ranks.device, (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    head, x, labels = qt.LinearCrossEntropy(32, 64, **RULE), torch.randn(8, 32), torch.randint(64, (8,))
+    with torch.device(torch_ranks.device):
+        head, x, labels = qt.LinearCrossEntropy(32, 64, **RULE), torch.randn(8, 32), torch.randint(64, (8,))
     if recipe is not None:
         qt.convert(head, recipe)
     alone = copy.deepcopy(head)

@@ -35,6 +35,7 @@ from support.torch_models import (
     whole,
 )
 from support.torch_ranks import on_ranks
+from support.weight_path import path_of
 
 # bias, reshard_after_forward, micro-batches, foreach
 WAYS = [(False, True, 1, True), (True, True, 2, False), (True, False, 1, True), (False, False, 2, True)]
@@ -321,3 +322,19 @@ def test_convert_comes_before_sharding():
         convert(model, CurrentScaling())
     assert not linears(model)
     assert isinstance(current()[0].weight.to_local(), ShardedWeight)
+
+
+@on_ranks(2)
+def test_a_weight_enters_few_modules():
+    """From `convert` to the second step. Before a module joins the path, see whether another should do its work."""
+    model, device = nn.Sequential(nn.Linear(320, 192)), torch_ranks.device
+
+    def run():
+        sharded = fully_shard(convert(model.to(device), CurrentScaling()), mesh=torch_ranks.mesh())
+        optimizer = torch.optim.AdamW(sharded.parameters())
+        for _ in range(2):
+            sharded(torch.ones(16, 320, device=device)).sum().backward()
+            optimizer.step()
+
+    path = path_of({320 * 192, 160 * 192}, run)
+    assert len(path) <= 24, sorted(path)  # One is the hook of delayed scaling on all optimizers, once it is registered.

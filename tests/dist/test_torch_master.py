@@ -29,7 +29,7 @@ def cuts_masters(planes, weights, cuts, rounded_to):
         with CommDebugMode() as comm:
             cast_master(slices, masters, starts, dist.group.WORLD, **options, seeds=seeds, plan=plan)
         assert comm.get_total_counts() <= 1
-    flat = [FlatShards(tuple(cut[:-1]), tuple(cut[1:]), max(np.diff(cut)), True) for cut in cuts]
+    flat = [FlatShards(tuple(cut[:-1]), tuple(cut[1:]), max(np.diff(cut))) for cut in cuts]
     whole = gather_slices(slices, flat, dist.group.WORLD)
     for q, want, (fmt, usage, _) in zip(whole, sliced(planes, weights, rounded_to), planes, strict=True):
         assert_plane(front, getattr(q, usage.name.lower()), want, f"{fmt} {usage}")

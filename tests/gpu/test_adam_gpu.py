@@ -10,6 +10,7 @@ from torch import nn  # noqa: E402
 
 from qshard.torch_bridge import Adam  # noqa: E402
 from support.awkward import assert_bits_equal  # noqa: E402
+from support.cuda_graphs import capture  # noqa: E402
 
 SETTINGS = {
     "exp_avg_dtype": torch.float8_e4m3fn,
@@ -73,9 +74,7 @@ def test_a_captured_step_counts_and_follows_lr():
     eager = copy.deepcopy(captured)
     for p, q in zip(params, eager.param_groups[0]["params"], strict=True):
         q.grad = p.grad.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured.step()
+    graph, _ = capture(captured.step)
     for step in range(1, 4):
         for optimizer in (captured, eager):
             set_grads(optimizer.param_groups[0]["params"], step)

@@ -12,6 +12,7 @@ from torch import nn  # noqa: E402
 
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling  # noqa: E402
 from qshard.torch_bridge import AdamW, convert, update_scales  # noqa: E402
+from support.cuda_graphs import capture  # noqa: E402
 from support.torch_models import shard, whole  # noqa: E402
 from support.torch_ranks import run  # noqa: E402
 
@@ -56,22 +57,6 @@ def state_of(model, optimizer):
     return [*whole(model).values(), *(t.full_tensor() for t in states), *(b.clone() for b in model.buffers())]
 
 
-def captured(model, optimizer, x, pool=None):
-    """A graph of a step, after some steps on the stream that it is captured on."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM):
-            step(model, optimizer, x)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's own thread asks events of other collectives meanwhile, which the strictest mode forbids.
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        loss = step(model, optimizer, x)
-    return graph, loss
-
-
 def replay_is_eager(recipe):
     """The weights change in each step, and inputs do; so codes and scales of older steps would show."""
     eager, its_optimizer = made(recipe)
@@ -80,7 +65,7 @@ def replay_is_eager(recipe):
         step(eager, its_optimizer, x)
     model, optimizer = made(recipe)
     given = inputs(0)
-    graph, loss = captured(model, optimizer, given)
+    graph, loss = capture(lambda: step(model, optimizer, given), warm_up=WARM)
     for number in range(1, STEPS):
         given.copy_(inputs(number))
         graph.replay()

@@ -10,6 +10,7 @@ from qshard import gemm_dispatch  # noqa: E402
 from qshard._core.quantize_steps import Plane  # noqa: E402
 from qshard.formats import E5M2, FP8_E4M3, FP8_E5M2, FloatScaling, Format, FP8_1x128  # noqa: E402
 from qshard.torch_bridge._ops.bind import ops  # noqa: E402
+from support.cuda_graphs import capture  # noqa: E402
 from support.gemm_bounds import assert_is_product_of_codes  # noqa: E402
 
 E5M2_1x128 = Format(name="E5M2 1x128", element=E5M2, block=(1, 128), scaling=FloatScaling())
@@ -139,10 +140,7 @@ def test_a_captured_product_takes_other_sizes(pair):
     counts = [(4, 0, 12, 8), (8, 8, 0, 0), (0, 0, 0, 24), (1, 2, 3, 4)]
     a, b = (codes(rows, 24 * unit, fmt, rows, 4) for rows, fmt in zip((512, 272), pair, strict=True))
     stops = stops_of([unit * count for count in counts[0]])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = contract(a, b, pair, stops, torch.bfloat16)
+    graph, out = capture(lambda: contract(a, b, pair, stops, torch.bfloat16))
     for each in counts:
         stops.copy_(stops_of([unit * count for count in each]))
         graph.replay()

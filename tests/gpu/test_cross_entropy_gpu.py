@@ -63,6 +63,7 @@ def test_torch_holds_a_chunk():
 def test_torch_captures_it():
     torch = pytest.importorskip("torch")
     import qshard.torch_bridge as qt
+    from support.cuda_graphs import capture
 
     x, w, labels = drawn(torch, torch.bfloat16)
 
@@ -74,9 +75,7 @@ def test_torch_captures_it():
     with torch.cuda.stream(torch.cuda.Stream()):
         want = run()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = run()
+    graph, made = capture(run)
     graph.replay()
     torch.cuda.synchronize()
     for mine, other in zip(made, want, strict=True):
@@ -114,3 +113,12 @@ def test_jax_is_that_of_the_cpu(dtype, reduction):
         # bfloat16 logits may be rounded to neighbours.
         rtol = 2e-2 if dtype == "bfloat16" else 1e-3
         np.testing.assert_allclose(mine, want, rtol=rtol, atol=rtol * np.abs(want).max())
+
+
+def test_a_head_under_both_fsdp2_and_tensor_parallelism():
+    """Classes over two GPUs, each shard over two more."""
+    pytest.importorskip("torch")
+    from support.torch_ranks import run
+
+    case = "dist/test_torch_class_shards.py::test_a_head_under_both_fsdp2_and_tensor_parallelism"
+    run((2, 2), case, on="cuda", recipe=None)

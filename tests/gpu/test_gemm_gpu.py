@@ -30,6 +30,7 @@ from qshard.recipes import NVFP4 as NVFP4Recipe  # noqa: E402
 from qshard.torch_bridge import Linear, linear, quantize  # noqa: E402
 from qshard.torch_bridge._ops.bind import ops  # noqa: E402
 from qshard.torch_bridge._quantized.gemm import Operand, matmul  # noqa: E402
+from support.cuda_graphs import capture  # noqa: E402
 from support.formats import every_recipe  # noqa: E402
 from support.gemm_bounds import assert_is_product_of_codes  # noqa: E402
 
@@ -185,10 +186,7 @@ def test_a_captured_graph_replays(pair):
     """A shape that was never seen before it is captured; operands, and scales, then change under the graph."""
     m, n, k = 176, 208, 1040
     a, b = plane(m, k, pair[0], 0), plane(n, k, pair[1], 1)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        out = product(a, b, pair, torch.bfloat16)
+    graph, out = capture(lambda: product(a, b, pair, torch.bfloat16))
     for seed in range(3):
         for old, new in zip((a, b), (plane(m, k, pair[0], seed), plane(n, k, pair[1], seed + 9)), strict=True):
             old.data.copy_(new.data)

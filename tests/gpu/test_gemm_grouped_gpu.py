@@ -21,6 +21,7 @@ from qshard.formats import (  # noqa: E402
     FP8_128x128,
 )
 from qshard.torch_bridge._ops.bind import ops  # noqa: E402
+from support.cuda_graphs import capture  # noqa: E402
 from support.expert_codes import codes, numbers, ranges, stops_of  # noqa: E402
 from support.gemm_bounds import assert_is_product_of_codes, assert_is_product_of_values  # noqa: E402
 
@@ -269,12 +270,7 @@ def test_a_captured_product_takes_other_sizes(kind, first):
             return multiply_rows(a, b, pair, stops, torch.bfloat16)
 
     stops = stops_of(sizes[0])
-    if first == "eager":
-        run(stops)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(stops)
+    graph, out = capture(lambda: run(stops), warm_up=int(first == "eager"))
     for each in sizes:
         stops.copy_(stops_of(each))
         graph.replay()

@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from qshard.torch_bridge._ops.bind import ops  # noqa: E402
+from support.cuda_graphs import capture  # noqa: E402
 from support.gemm_bounds import assert_is_product_of_values  # noqa: E402
 
 LETTERS = ("nt", "nn", "tn", "tt")
@@ -82,10 +83,8 @@ def test_values_in_dtypes_that_the_library_does_not_make():
 def test_a_captured_product_of_values(letters):
     a, b = (torch.randn(rows, 1040, device="cuda").bfloat16() for rows in (184, 216))
     x, y = stored(a, b, letters)
-    graph, op = torch.cuda.CUDAGraph(), getattr(ops, f"gemm_values_{letters}")
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        out, _ = op(x, y, dtype=torch.bfloat16, workspace=2**25)
+    op = getattr(ops, f"gemm_values_{letters}")
+    graph, (out, _) = capture(lambda: op(x, y, dtype=torch.bfloat16, workspace=2**25))
     for _ in range(2):
         a, b = torch.randn_like(a), torch.randn_like(b)
         for old, new in zip((x, y), stored(a, b, letters), strict=True):

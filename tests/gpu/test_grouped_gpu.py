@@ -13,6 +13,7 @@ from qshard.torch_bridge import GroupedLinear, grouped_linear  # noqa: E402
 from qshard.torch_bridge._experts import fallback, products, tiles  # noqa: E402
 from qshard.torch_bridge._nn.operands import LayerQuantizer, operand_spec  # noqa: E402
 from qshard.torch_bridge._quantized.gemm import grouped_runs_on  # noqa: E402
+from support.cuda_graphs import capture  # noqa: E402
 from support.formats import RECIPES, nearest  # noqa: E402
 from support.torch_ranks import run  # noqa: E402
 
@@ -146,14 +147,7 @@ def test_captured_steps_take_new_sizes(name, way):
         gradients = torch.autograd.grad(y, (x, w, bias), dy)
         return [y.detach(), *gradients]  # y would keep nodes of the stream of the capture alive.
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        both_ways()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = both_ways()
+    graph, results = capture(both_ways, warm_up=1)
     for others in (SIZES[::-1], (0, 0, ROWS, 0, 0, 0), (0,) * E):
         with torch.no_grad():
             sizes.copy_(torch.tensor(others))
@@ -168,6 +162,7 @@ def test_captured_steps_take_new_sizes(name, way):
             grouped_linear(x, w, torch.tensor(SIZES), name, weight_layout="NK")
 
 
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8", "NVFP4"])
-def test_fsdp2_over_nccl(name):
-    run(2, "dist/test_torch_grouped.py::fsdp2_is_one_process", on="cuda", name=name)
+def test_fsdp2_over_nccl(name, world):
+    run(world, "dist/test_torch_grouped.py::fsdp2_is_one_process", on="cuda", name=name)

@@ -12,6 +12,7 @@ from qshard._core import quantize_steps  # noqa: E402
 from qshard.formats import Usage  # noqa: E402
 from qshard.torch_bridge import quantize  # noqa: E402
 from qshard.torch_bridge._ops.bind import ops  # noqa: E402
+from support.cuda_graphs import capture  # noqa: E402
 from support.formats import NAMED  # noqa: E402
 
 E4M3 = {"element": "float8_e4m3fn"}
@@ -62,10 +63,7 @@ def test_a_captured_graph_replays_every_op(operands):
         _ffi.call("transpose", (codes_t,), (codes,), {"batch": 0})
         _ffi.call("dequantize", (codes, scale_inv), (back,), E4M3)
 
-    graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
-        step()
+    graph, _ = capture(step)
     for seed in range(3):
         x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
         graph.replay()

@@ -8,6 +8,7 @@ from qshard import formats, reference  # noqa: E402
 from qshard.formats import Usage  # noqa: E402
 from qshard.torch_bridge import CastPlan, cast_master, quantize, update_columnwise  # noqa: E402
 from support.awkward import TAME, assert_bits_equal, awkward_values  # noqa: E402
+from support.cuda_graphs import capture  # noqa: E402
 from support.formats import SQUARES  # noqa: E402
 from support.fronts import TorchFront  # noqa: E402
 from support.torch_ranks import run  # noqa: E402
@@ -31,14 +32,7 @@ def test_a_graph_replays_what_masters_are_then():
         cast_master(weights, masters, starts, parity="master", plan=plan)
         update_columnwise(weights)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step, warm_up=1)
     values = [awkward_values((64, 96), i, kinds=TAME) for i in range(len(fmts))]
     for m, v in zip(masters, values, strict=True):
         m.copy_(FRONT.array(v).view(-1))

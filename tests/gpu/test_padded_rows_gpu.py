@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import qshard.torch_bridge  # noqa: E402, F401
+from support.cuda_graphs import capture  # noqa: E402
 
 OPS = torch.ops.qshard
 CAST = {"element": "float8_e4m3fn", "nonfinite": "saturate"}
@@ -192,10 +193,7 @@ def test_rows_on_the_device_change_between_replays():
         )
         return amax, *both, *OPS.quantize_block_both_t_rows(x, rows, **BLOCK_128, **FLOAT), *nvfp4
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = step()
+    graph, made = capture(step, warm_up=1)
     for _ in range(3):
         rows.copy_(torch.randint(-500, 1500, rows.shape, device="cuda", generator=generator))
         stops.copy_(torch.randint(0, len(rows), stops.shape, device="cuda", generator=generator).sort()[0])

@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch")
 from qshard.formats import Usage  # noqa: E402
 from qshard.torch_bridge import GroupedLinear, QuantizedStack, grouped_linear, quantize  # noqa: E402
 from qshard.torch_bridge._experts import products  # noqa: E402
+from support.cuda_graphs import capture  # noqa: E402
 from support.formats import SQUARES, STATELESS, nearest  # noqa: E402
 from support.torch_ranks import run  # noqa: E402
 
@@ -59,16 +60,8 @@ def test_captured(name):
     layer = GroupedLinear(EXPERTS, K, N, recipe=name, stacked=True, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(int(SIZES.sum()), K, device="cuda", dtype=torch.bfloat16)
     sizes = SIZES.cuda()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(stream):
-        for _ in range(2):
-            layer(x, sizes)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        y = layer(x, sizes)
     with torch.no_grad():
+        graph, y = capture(lambda: layer(x, sizes), warm_up=2)
         layer.experts.weight.mul_(-2)
         x.mul_(0.5)
         sizes.copy_(SIZES.flip(0))

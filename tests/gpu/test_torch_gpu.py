@@ -23,6 +23,7 @@ from qshard.torch_bridge import Linear, linear, quantize, update_delayed  # noqa
 from qshard.torch_bridge._ops.bind import into  # noqa: E402
 from qshard.torch_bridge._quantized.gemm import Operand, matmul  # noqa: E402
 from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values  # noqa: E402
+from support.cuda_graphs import capture  # noqa: E402
 from support.formats import GATHERED, NAMED, RECIPES  # noqa: E402
 from support.fronts import TorchFront  # noqa: E402
 from support.torch_ranks import run  # noqa: E402
@@ -57,24 +58,10 @@ def test_work_goes_to_the_current_stream():
     assert_bits_equal(FRONT.numpy(given), reference.encode(values, FP8_E4M3.element))
 
 
-def captured(function):
-    """A CUDA graph of one call, and what it returned."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = function()
-    return graph, result
-
-
 @pytest.mark.parametrize("fmt", [fmt for fmt in NAMED if fmt.block is None], ids=str)
 def test_quantize_replays_from_a_cuda_graph(fmt):
     x = torch.ones(96, 80, device="cuda")
-    graph, q = captured(lambda: quantize(x, fmt, usage=Usage.BOTH))
+    graph, q = capture(lambda: quantize(x, fmt, usage=Usage.BOTH), warm_up=2)
     for seed in range(3):
         values = awkward_values((96, 80), seed)
         x.copy_(FRONT.array(values))
@@ -92,7 +79,7 @@ def test_training_replays_from_a_cuda_graph():
         gradients = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
         return (y.detach(), *gradients)  # Not the autograd graph: its nodes belong to the stream of this call.
 
-    graph, replayed = captured(step)
+    graph, replayed = capture(step, warm_up=2)
     for _ in range(3):
         with torch.no_grad():
             x.copy_(torch.randn(32, 64))
@@ -111,7 +98,7 @@ def operand(rows, k, fmt, seed, usage=Usage.ROWWISE):
 
 def exact(operand):
     """Its values, `[rows, k]`, by the reference's table of codes."""
-    fmt, parts, _ = operand
+    fmt, parts = operand.format, operand.parts
     values = operand.values(torch.float32).double().cpu().numpy()  # Tested against the reference elsewhere.
     if fmt.block is None:
         codes = reference.decode(parts.data.cpu().numpy(), fmt.element).astype(np.float64)
@@ -204,9 +191,9 @@ def test_training_by_recipe_replays_from_a_cuda_graph(recipe):
         update_delayed(layer)
         return (y.detach(), *gradients)
 
-    graph, replayed = captured(lambda: step(graphed))
+    graph, replayed = capture(lambda: step(graphed), warm_up=2)
     for _ in range(2):
-        step(eager)  # As `captured` did before.
+        step(eager)  # As `capture` did before.
     for _ in range(3):
         with torch.no_grad():
             x.copy_(torch.randn(128, 512))
@@ -301,6 +288,12 @@ NCCL_CASES = {
     "primary-offload": ("dist/test_torch_primary.py::test_offloaded", {"name": "NVFP4"}, 1),
     "primary-offload-delayed": ("dist/test_torch_primary.py::test_offloaded", {"name": "DelayedScaling"}, 1),
     "primary-memory": ("dist/test_torch_primary.py::test_memory", {}, 1),
+    "gradients": (
+        "dist/test_torch_reduce_scatter.py::test_sums_are_in_the_order_of_ranks",
+        {"recipe": "CurrentScaling", "dtype": torch.bfloat16},
+        1,
+    ),
+    "gradients-microbatches": ("dist/test_torch_reduce_scatter.py::test_microbatches", {}, 3),
     "compiled": (
         "dist/test_torch_fsdp.py::compiles_each_layer",
         {"recipe": CurrentScaling()},
@@ -317,3 +310,10 @@ def test_fsdp2_over_nccl(name, world):
     if world < least:
         pytest.skip("one rank sends nothing")
     run(world, case, on="cuda", **arguments)
+
+
+@pytest.mark.parametrize("name", ["law", "blocks", "nvfp4"])
+def test_hsdp_over_nccl(name):
+    """Two replicas of two shards gather the codes of the whole weight."""
+    case, arguments, _ = NCCL_CASES[name]
+    run((2, 2), case, on="cuda", **arguments)

@@ -11,6 +11,7 @@ from torch import nn  # noqa: E402
 from qshard.recipes import CurrentScaling  # noqa: E402
 from qshard.torch_bridge import convert, rms_norm, swiglu  # noqa: E402
 from qshard.torch_bridge._nn.module_calls import cached_amax  # noqa: E402
+from support.cuda_graphs import capture  # noqa: E402
 from support.formats import RECIPES  # noqa: E402
 from support.llama import Held, Llama, turns_of  # noqa: E402
 
@@ -67,16 +68,9 @@ def test_a_captured_graph_quantizes_its_x_itself():
     """The graph does not use codes cached before the capture, and its codes are not used outside."""
     first, second = fan()
     x = batch(0)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(side):
-        first(x), second(x)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
-        first(x)
-        with torch.cuda.graph(graph):
-            y = second(x)
+        second(x), first(x)
+        graph, y = capture(lambda: second(x))
         assert torch.equal(first(x), first(batch(0)))
         for seed in (1, 2):
             x.copy_(batch(seed))
@@ -137,10 +131,7 @@ def test_a_captured_graph_takes_no_amax_from_outside():
         h = swiglu(torch.ones(32, 64, device="cuda"), torch.ones(32, 64, device="cuda"))
         assert cached_amax(h) is not None
         layer(h.clone())
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = layer(h)
+        graph, y = capture(lambda: layer(h))
         h.mul_(100)
         graph.replay()
         assert torch.equal(y, layer(h.clone()))

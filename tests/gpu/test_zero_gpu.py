@@ -44,6 +44,11 @@ def test_zero_over_nccl(file, case, arguments, world):
     run(world, f"dist/test_torch_zero{file}.py::{case}", on="cuda", **arguments)
 
 
+@pytest.mark.parametrize(("file", "case", "arguments"), CASES[:3])
+def test_zero_on_four_gpus(file, case, arguments):
+    run(4, f"dist/test_torch_zero{file}.py::{case}", on="cuda", **arguments)
+
+
 def test_cuts_over_nccl(tmp_path):
     """A checkpoint of all GPUs, loaded by one."""
     world = min(torch.cuda.device_count(), 2)

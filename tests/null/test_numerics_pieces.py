@@ -5,9 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
+from qshard._core.placement import Box
 from qshard.formats import MXFP8_E4M3, NVFP4_16x16, Usage
 from qshard.numerics import compare, report, stats
-from qshard.numerics._arrays import Shard, of_shards
+from qshard.numerics._arrays import of_shards
 from support.awkward import DTYPES, TAME, awkward_values, fits
 from support.formats import VARIANTS
 from support.stats import assert_same_stats
@@ -25,7 +26,12 @@ CUTS = [
 
 def pieces_of(x, rows, columns):
     boxes = itertools.product(itertools.pairwise(rows), itertools.pairwise(columns))
-    return of_shards(x.shape, "float32", [Shard(x[a:b, c:d], (a, c)) for (a, b), (c, d) in boxes], None, "stats")
+    boxes = [Box(x.shape, (a, c), (b - a, d - c)) for (a, b), (c, d) in boxes]
+    return of_shards(x.shape, "float32", parts_of(x, boxes), None, "stats")
+
+
+def parts_of(x, boxes):
+    return [(x[box.within(Box(x.shape, (0,) * x.ndim, x.shape))], box) for box in boxes]
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -49,11 +55,9 @@ def test_leading_axes_may_be_cut(fmt, usage, axis):
     """Of an axis that has others before it, the pieces are not rectangles of the matrix."""
     x = awkward_values((3, 32, 64), 1, kinds=TAME)
     step = {0: 1, 1: 16, 2: 32}[axis]
-    parts = [
-        Shard(np.take(x, range(i, i + step), axis), tuple(i * (a == axis) for a in range(3)))
-        for i in range(0, x.shape[axis], step)
-    ]
-    made = of_shards(x.shape, "float32", parts, None, "stats")
+    size = tuple(step if a == axis else n for a, n in enumerate(x.shape))
+    starts = [tuple(i * (a == axis) for a in range(3)) for i in range(0, x.shape[axis], step)]
+    made = of_shards(x.shape, "float32", parts_of(x, [Box(x.shape, start, size) for start in starts]), None, "stats")
     assert_same_stats(stats(made, fmt, usage, seed=2), stats(x, fmt, usage, seed=2))
 
 
@@ -101,7 +105,7 @@ def test_title_of_pieces():
 
 def test_shards_that_are_not_the_array_are_refused():
     x = np.ones((4, 4), np.float32)
-    parts = [Shard(x[:2], (0, 0)), Shard(x[2:], (1, 0))]
+    parts = [(x[:2], Box(x.shape, (0, 0), (2, 4))), (x[2:], Box(x.shape, (1, 0), (2, 4)))]
     for bad in (parts, parts[:1], [*parts[:1], *parts[:1]]):
         with pytest.raises(ValueError, match=r"stats: x \(4, 4\) has .* local shards with .* elements, which do not"):
             of_shards(x.shape, "float32", bad, None, "stats")

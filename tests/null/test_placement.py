@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from qshard._core.flat_shards import word_pair
 from qshard._core.placement import Box, box_amax, cast_box, quantize_boxes, slice_boxes
 from qshard._core.quantize_steps import Draws, global_amax, quantize
+from qshard._core.validation import word_pair
 from qshard.formats import Usage
 from qshard.layout import is_transposed, matrix_shape, source, stored_block
 from qshard.numerics._kernels import ops

@@ -47,6 +47,7 @@ class Case:
       gathers: mesh axes of each call of `gather`.
       told: on an Auto mesh, whether `quantize` gets `spec`.
       jitted: whether everything is one compiled program.
+      platform: "cpu", or "cuda" for GPUs.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Case:
     told: bool = True
     jitted: bool = True
     seed: int = 0
+    platform: str = "cpu"
 
     def __str__(self) -> str:
         return ", ".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
@@ -70,7 +72,7 @@ class Case:
     @property
     def mesh(self) -> Any:
         kinds = (AxisType.Explicit if self.kind == "Explicit" else AxisType.Auto,) * len(self.sizes)
-        devices = jax.devices()[: math.prod(self.sizes)]
+        devices = jax.devices(self.platform)[: math.prod(self.sizes)]
         return jax.make_mesh(self.sizes, tuple(NAMES[: len(self.sizes)]), axis_types=kinds, devices=devices)
 
     @property

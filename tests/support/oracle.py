@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from support import oracle_layers, oracle_lists, oracle_tensors
+from support import oracle_layers, oracle_lists, oracle_products, oracle_tensors
 from support.draws import Call
 
-FUNCTIONS = {**vars(oracle_tensors), **vars(oracle_layers), **vars(oracle_lists)}
+FUNCTIONS = {**vars(oracle_tensors), **vars(oracle_products), **vars(oracle_layers), **vars(oracle_lists)}
 
 
 def oracle(call: Call) -> list[np.ndarray]:

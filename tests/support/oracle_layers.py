@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from qshard.reference import _activation as activation
-from qshard.reference import _combine_rows as combine_reference
 from qshard.reference import _cross_entropy as cross_entropy_reference
+from qshard.reference import _rows as rows_reference
 from support.oracle_parts import rounded, turned, wide
 from support.oracle_tensors import amax_tensor, cast_tensor
 
@@ -38,11 +38,11 @@ def swiglu_gate_up_grad(gate_up, grad, *, lead):
 
 
 def combine_rows(y, positions, weights):
-    return rounded(combine_reference.combine_rows(wide(y), positions.view(np.int32), weights), y.dtype)
+    return rounded(rows_reference.combine_rows(wide(y), positions.view(np.int32), weights), y.dtype)
 
 
 def combine_rows_grad(y, tokens, weights, grad):
-    dy, dweights = combine_reference.combine_rows_grad(wide(y), tokens.view(np.int32), weights, wide(grad))
+    dy, dweights = rows_reference.combine_rows_grad(wide(y), tokens.view(np.int32), weights, wide(grad))
     return rounded(dy, y.dtype), rounded(dweights, "float32")
 
 

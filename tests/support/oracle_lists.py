@@ -11,7 +11,8 @@ from qshard import reference
 from qshard.formats import E2M1, ELEMENTS
 from qshard.reference import _adam as adam_reference
 from support.oracle_parts import codes_of, over, rounded, scaled, stored, turned, wide
-from support.oracle_tensors import gemm_grouped, gemm_grouped_block, transpose_packed
+from support.oracle_products import gemm_grouped, gemm_grouped_block
+from support.oracle_tensors import transpose_packed
 
 
 def _numbers(words):

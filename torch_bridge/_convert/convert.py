@@ -12,14 +12,13 @@ from torch.nn.utils import parametrize
 
 from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
 from qshard.recipes import Recipe, check_weight_shape
-from qshard.torch_bridge._convert.conv1d import Conv1D, conv1d_class
 from qshard.torch_bridge._convert.experts import check_alone, check_experts, convert_experts, is_experts, unfit_experts
 from qshard.torch_bridge._convert.fusion import fuse_module
-from qshard.torch_bridge._convert.survey import Candidate, survey
+from qshard.torch_bridge._convert.survey import Candidate, Conv1D, conv1d_class, survey
 from qshard.torch_bridge._distributed.fsdp1 import wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
-from qshard.torch_bridge._nn.class_swap import extend_class
+from qshard.torch_bridge._modules import extend_class
 from qshard.torch_bridge._nn.fused_modules import FusedRMSNorm, RMSNorm
 from qshard.torch_bridge._nn.linear import Linear, WeightLayer, check_not_sealed, replace_parameter, wrap_weight
 from qshard.torch_bridge._nn.module_calls import follow_calls

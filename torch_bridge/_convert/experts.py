@@ -19,8 +19,8 @@ from torch.nn.utils import parametrize
 from qshard.recipes import Recipe, check_weight_shape
 from qshard.torch_bridge._distributed.fsdp1 import is_flattened
 from qshard.torch_bridge._experts.stacked_experts import Experts, StackedExperts
+from qshard.torch_bridge._modules import extend_class
 from qshard.torch_bridge._moe.experts import RoutedExperts, SortedExperts
-from qshard.torch_bridge._nn.class_swap import extend_class
 from qshard.torch_bridge._quantized.validation import check_dtype
 from qshard.torch_bridge._torch_internals import has_other_owners
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from qshard.formats import Usage
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._fsdp.functional import gather, row_sharding_of
+from qshard.torch_bridge._fsdp.functional import gather, weight_sharding_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -92,7 +92,7 @@ def quantized_weight(value: Tensor) -> Tensor:
     if not isinstance(local, ShardedWeight) or local.ndim > 2:
         value = plain(value)
         return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-    if isinstance(value, DTensor) and (sharding := row_sharding_of(value)) is not None:
+    if isinstance(value, DTensor) and (sharding := weight_sharding_of(value)) is not None:
         return gather(local, sharding, value.dtype, observe=False)
     state, high = local.scale_state, plain(value)
     high = (high.full_tensor() if isinstance(high, DTensor) else high).contiguous()

@@ -21,7 +21,7 @@ from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.activation_group import ActivationGroup
 from qshard.torch_bridge._distributed.fsdp1 import attach_delayed, wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
-from qshard.torch_bridge._module_tree import modules_of, parameters_of
+from qshard.torch_bridge._modules import modules_of, parameters_of
 from qshard.torch_bridge._nn.linear import WeightLayer, replace_parameter
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_group, check_model

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qshard.torch_bridge._nn.class_swap import Extends, extend_class
+from qshard.torch_bridge._modules import Extends, extend_class
 from qshard.torch_bridge._nn.fused_modules import FusedMLP, FusedRMSNorm, RMSNorm, epsilon_of, layers_of
 
 _WIDTH, _HIDDEN = 8, 16  # of the random layers of an MLP

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from qshard._core.layer_recipes import RecipesLike, Rules, check_filter
-from qshard.torch_bridge._convert.conv1d import is_conv1d
 from qshard.torch_bridge._convert.convert import convert
 from qshard.torch_bridge._convert.experts import is_experts
+from qshard.torch_bridge._convert.survey import is_conv1d
 
 
 @contextlib.contextmanager

@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
 from qshard._core.layer_recipes import is_name_of_table
-from qshard.torch_bridge._convert.conv1d import is_conv1d
 from qshard.torch_bridge._convert.experts import is_experts, weight_names
 from qshard.torch_bridge._moe.router import Router
+from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._torch_internals import BatchNormBase, ConvolutionBase
+
+
+class Conv1D(WeightLayer):
+    """Quantized form of GPT-2's linear layer in transformers: `y = x @ weight + bias`, with a weight `[in, out]`."""
+
+    weight_layout = "KN"
+    _of = nn.Module
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return True if `module` is a `Conv1D` of transformers, converted or not.
+
+    >>> is_conv1d(nn.Conv1d(4, 4, 1))
+    False
+    """
+    return isinstance(module, Conv1D) or conv1d_class(type(module)) is not None
+
+
+def conv1d_class(kind: type[nn.Module]) -> Any:
+    """Return the class `Conv1D` of transformers among the bases of `kind`, or None.
+
+    Transformers is not imported. The `forward` of that class reads `nf` and calls `torch.addmm`; a convolution named
+    `Conv1D` does neither.
+    """
+    for base in kind.__mro__:
+        code = getattr(vars(base).get("forward"), "__code__", None)
+        if base.__name__ == "Conv1D" and code is not None and {"addmm", "nf"} <= set(code.co_names):
+            return base
+    return None
+
 
 _TABLES_AND_NORMS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, BatchNormBase)
 

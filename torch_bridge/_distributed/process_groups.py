@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from qshard.torch_bridge._module_tree import modules_of, parameters_of
+from qshard.torch_bridge._modules import modules_of, parameters_of
 
 
 def groups_of(

@@ -17,7 +17,7 @@ from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain, wrap
-from qshard.torch_bridge._nn.class_swap import Extends
+from qshard.torch_bridge._modules import Extends
 from qshard.torch_bridge._nn.functional import WeightLayout
 from qshard.torch_bridge._nn.linear import (
     _rank_of,

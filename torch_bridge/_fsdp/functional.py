@@ -92,7 +92,7 @@ def gathered_weight(
             check_dtype("gathered_weight", name, dtype)
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"gathered_weight: reduce_op ({quote(reduce_op)}) is not 'sum' or 'avg'; pass one of these")
-    sharding = row_sharding_of(weight)
+    sharding = weight_sharding_of(weight)
     if sharding is None:
         raise NotImplementedError(
             f"gathered_weight: {local.scale_state.name} {tuple(weight.shape)} (placements {weight.placements}) is not "
@@ -137,7 +137,7 @@ def warn_of_late_quantization(weight: Tensor) -> None:
     )
 
 
-class RowSharding(NamedTuple):
+class WeightSharding(NamedTuple):
     """Sharding of a weight by rows over the ranks of `group`: the local rows as a flat slice, and the longest shard.
 
     `replicas` has one group for each other mesh axis: ranks with the same rows.
@@ -173,7 +173,7 @@ def _wait(x: Tensor) -> Tensor:
     return done
 
 
-def row_sharding_of(weight: DTensor) -> RowSharding | None:
+def weight_sharding_of(weight: DTensor) -> WeightSharding | None:
     """Return the row sharding of a weight; None if it is not sharded by rows over one axis of its mesh."""
     mesh, placements = weight.device_mesh, weight.placements
     dims = [i for i, placement in enumerate(placements) if not isinstance(placement, Replicate)]
@@ -187,7 +187,7 @@ def row_sharding_of(weight: DTensor) -> RowSharding | None:
     replicas = tuple(each for i, each in enumerate(groups) if i not in dims)
     local: Any = local_of(weight)
     own = FlatSlice((rows, columns), local.scale_state.fmt, dtype_name(memory_of(local).dtype), first * columns)
-    return RowSharding(own, longest, group, replicas)
+    return WeightSharding(own, longest, group, replicas)
 
 
 class _Gather(Node):
@@ -201,7 +201,7 @@ class _Gather(Node):
         ctx: Any,
         shard: Tensor,
         local: ShardedWeight,
-        sharding: RowSharding,
+        sharding: WeightSharding,
         dtype: torch.dtype,
         reduce_dtype: Any,
         reduce_op: str,
@@ -224,7 +224,7 @@ class _Gather(Node):
 
 
 @torch.no_grad()
-def gather(local: ShardedWeight, sharding: RowSharding, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
+def gather(local: ShardedWeight, sharding: WeightSharding, dtype: torch.dtype, *, observe: bool) -> QuantizedTensor:
     """All-gather the whole weight as codes. Collective. `observe` records the amax of the shard for delayed scaling."""
     state, shard = local.scale_state, memory_of(local)
     fmt, shape = sharding.slice.fmt, sharding.slice.shape

@@ -35,7 +35,7 @@ from qshard.torch_bridge._fsdp.scale_state import (
     state_of,
 )
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
-from qshard.torch_bridge._module_tree import parameters_of
+from qshard.torch_bridge._modules import parameters_of
 from qshard.torch_bridge._ops.bind import into, ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
 from qshard.torch_bridge._ops.foreach import flat_plan

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from qshard.formats import FLOATS
+from qshard.torch_bridge._modules import Extends
 from qshard.torch_bridge._nn.activations import rms_norm, swiglu
-from qshard.torch_bridge._nn.class_swap import Extends
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import are_plain
 from qshard.torch_bridge._torch_internals import has_module_hooks

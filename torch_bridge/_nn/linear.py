@@ -22,8 +22,7 @@ from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, first_rank
 from qshard.torch_bridge._fsdp.functional import is_converted, warn_of_late_quantization
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, attributes_of, plain, wrap
-from qshard.torch_bridge._module_tree import modules_of, parameters_of
-from qshard.torch_bridge._nn.class_swap import Extends
+from qshard.torch_bridge._modules import Extends, modules_of, parameters_of
 from qshard.torch_bridge._nn.functional import WeightLayout, linear
 from qshard.torch_bridge._nn.operands import ROLES
 from qshard.torch_bridge._ops.bind import dtype_name

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qshard._core.flat_shards import word_pair
-from qshard._core.validation import quote
+from qshard._core.validation import quote, word_pair
 from qshard.torch_bridge._ops.eager import is_capturing, may_skip_dispatcher
 
 _WORDS = (torch.int32, torch.uint32)

@@ -35,13 +35,12 @@ from torch import Tensor, nn
 
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
 from qshard.torch_bridge._fsdp.weight import memory_of
-from qshard.torch_bridge._module_tree import modules_of
+from qshard.torch_bridge._modules import modules_of
 from qshard.torch_bridge._ops.collectives import unlike_ranks
 from qshard.torch_bridge._optim.adam import Adam, initialize_state
-from qshard.torch_bridge._optim.adam_state import SCALED
 from qshard.torch_bridge._optim.cast_master import CastPlan, Parity
 from qshard.torch_bridge._quantized.validation import check_dtype, check_group, check_model
-from qshard.torch_bridge._zero.buffers import ALIGNMENT, BLOCK_ALIGNMENT, FlatBuffer, buckets_of
+from qshard.torch_bridge._zero.buffers import ALIGNMENT, FlatBuffer, buckets_of, state_alignment
 from qshard.torch_bridge._zero.gradients import clip_by_norm, norm_over_ranks
 from qshard.torch_bridge._zero.meta_init import Init, MetaInit, check_init, default_device
 from qshard.torch_bridge._zero.placeholders import weakly
@@ -166,15 +165,7 @@ class ZeroOptimizer(Adam):
             # Validate before any collective.
             CastPlan([], parity=parity, op="ZeroOptimizer")
             check_dtype("ZeroOptimizer", "reduce_dtype", reduce_dtype)
-            trial = [{"params": [nn.Parameter(torch.empty(0))], **given} for given, _ in groups_of]
-            adam = _Trial(trial, lr, **options)
-            if unknown := {key for given, _ in groups_of for key in given} - set(adam.defaults):
-                raise ValueError(
-                    f"ZeroOptimizer: settings ({sorted(unknown)[0]!r}) is not an option of Adam; pass options of Adam "
-                    "only"
-                )
-            if any({group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED) for group in adam.param_groups):
-                alignment = BLOCK_ALIGNMENT
+            alignment = state_alignment([given for given, _ in groups_of], lr, options)
         except (ValueError, TypeError) as error:
             problem, groups_of = error, []
         kinds = [(w.name, w.shape, str(w.dtype), str(w.fmt)) for _, of_unit in chosen for w in of_unit]
@@ -183,10 +174,7 @@ class ZeroOptimizer(Adam):
         ).hexdigest()
         self._agree(problem, "has another model or other options; use the same on all ranks", also=reduce_dtype)
         initial = MetaInit(model, weights, init, self._ranks, self._device)
-        if self._ranks.size > 1:
-            for tensor in (*model.parameters(), *model.buffers()):
-                if not tensor.is_meta:
-                    dist.broadcast(memory_of(tensor), group=self._ranks.group, group_src=0)
+        self._broadcast()
         self._stale = False  # True if masters were loaded and weights are not cast yet.
         self._schedule = Schedule(self._device)
         make: dict[str, Any] = {
@@ -208,15 +196,7 @@ class ZeroOptimizer(Adam):
         self._initialize_states()
         self._current = SliceCast([w for w in self._weights if w.quantized and not w.delayed], parity)
         self._delayed = SliceCast([w for w in self._weights if w.quantized and w.delayed], parity)
-        for (module, _), flat in zip(chosen, self._flats, strict=True):
-            watch_gradients(flat)
-            if shard_weights:
-                watch_uses(module, flat, self._schedule, self._renew)
-        watch_model(model, self._schedule, self._renew)
-        watch_moves(model, self._weights)
-        for module in modules_of(model):
-            if isinstance(module, DelayedScale):
-                module.group = self._ranks.group
+        self._watch([module for module, _ in chosen] if shard_weights else [])
         self._states = StateDicts(self._ranks, self._device, self._note_write)
         self._states.watch(model, self._flats, self._renew)
         self._publish()
@@ -227,6 +207,25 @@ class ZeroOptimizer(Adam):
             "ZeroOptimizer: it owns memory and hooks of its model, so it cannot be pickled or copied; save "
             "state_dict(), and load it into the optimizer of the other model"
         )
+
+    def _broadcast(self) -> None:
+        """Copy the values and buffers of the first rank to all ranks. Collective."""
+        if self._ranks.size > 1:
+            for tensor in (*self._model.parameters(), *self._model.buffers()):
+                if not tensor.is_meta:
+                    dist.broadcast(memory_of(tensor), group=self._ranks.group, group_src=0)
+
+    def _watch(self, units: Sequence[nn.Module]) -> None:
+        """Register hooks for gradients, passes and moves of the model, and for uses of `units`, if they are sharded."""
+        for flat in self._flats:
+            watch_gradients(flat)
+        for unit, flat in zip(units, self._flats, strict=False):
+            watch_uses(unit, flat, self._schedule, self._renew)
+        watch_model(self._model, self._schedule, self._renew)
+        watch_moves(self._model, self._weights)
+        for module in modules_of(self._model):
+            if isinstance(module, DelayedScale):
+                module.group = self._ranks.group
 
     def _initialize_states(self) -> None:
         for group, of_group in zip(self.param_groups, self._of_groups, strict=True):
@@ -444,9 +443,3 @@ class ZeroOptimizer(Adam):
             raise problem
         if others:
             raise ValueError(f"ZeroOptimizer: rank {others[0]} differs from rank {self._ranks.rank}: it {otherwise}")
-
-
-class _Trial(Adam):
-    """An `Adam` that only validates options."""
-
-    _op = "ZeroOptimizer"

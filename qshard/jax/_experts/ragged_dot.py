@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,62 +104,59 @@ def ragged_dot(
 
     Sources: `jax.lax.ragged_dot`; TransformerEngine (`GroupedLinear`: scales by expert, rows padded to blocks).
     """
-    return product_and_amaxes(
-        x,
-        w,
-        group_sizes,
-        recipe,
-        weight_layout=weight_layout,
-        weight_spec=weight_spec,
-        gather_axis=gather_axis,
-        reshard_after_forward=reshard_after_forward,
-        axis_name=axis_name,
-        seed=seed,
-        state=state,
-    )[0]
+    options = LayerOptions(recipe, weight_layout, weight_spec, gather_axis, reshard_after_forward, axis_name)
+    return product_and_amaxes(options, x, w, group_sizes, seed, state)[0]
+
+
+class LayerOptions(NamedTuple):
+    """The arguments of `ragged_dot` that all weights of a layer share."""
+
+    recipe: RecipeLike | None
+    weight_layout: WeightLayout | None
+    weight_spec: Spec
+    gather_axis: str | Sequence[str] | None
+    reshard_after_forward: bool
+    axis_name: AxisName
 
 
 def product_and_amaxes(
+    options: LayerOptions,
     x: jax.Array,
-    w: jax.Array | QuantizedArray | PrimaryWeight | CodedWeight,
+    w: Any,
     group_sizes: jax.Array | GroupedRows,
-    recipe: RecipeLike | None,
+    seed: Seed,
+    state: LinearState | None,
     *,
-    weight_layout: WeightLayout | None = None,
-    weight_spec: Spec = None,
-    gather_axis: str | Sequence[str] | None = None,
-    reshard_after_forward: bool = True,
-    axis_name: AxisName = None,
-    seed: Seed = None,
-    state: LinearState | None = None,
     swiglu: bool = False,
     row_amaxes: jax.Array | None = None,
 ) -> Result:
     """Compute `ragged_dot`, and optionally SwiGLU of its result. The amaxes of its rows save a read of the result.
 
     Args are as for `ragged_dot`, and:
+      options: the other arguments of `ragged_dot`.
       swiglu: apply `swiglu_gate_up` to the product.
       row_amaxes: fp32 `[M]`, the amax of each row of `x`, if known.
 
     Returns:
       The result; and with `swiglu` and a recipe the amax of each of its rows, otherwise None.
     """
-    if recipe is None:
+    if options.recipe is None:
+        recipe = None
         _check_unquantized(w, state)
     else:
-        recipe = as_recipe(recipe, "ragged_dot")
-    if weight_layout is None:
+        recipe = as_recipe(options.recipe, "ragged_dot")
+    if options.weight_layout is None:
         raise ValueError(
             "ragged_dot: weight_layout (None) is not a layout; pass 'KN' for w [E, K, N], as in jax.lax.ragged_dot, "
             "or 'NK' for w [E, N, K], as in linear"
         )
-    layout = as_layout("ragged_dot", weight_layout)
+    layout = as_layout("ragged_dot", options.weight_layout)
     check_array("ragged_dot", "x", x)
     if not isinstance(group_sizes, GroupedRows):
         check_array("ragged_dot", "group_sizes", group_sizes)
-    seed_pair = check_arguments("ragged_dot", w, weight_spec, None, seed, state).seed
+    seed_pair = check_arguments("ragged_dot", w, options.weight_spec, None, seed, state).seed
     if state is not None:
-        check_shared("ragged_dot", axis_name)
+        check_shared("ragged_dot", options.axis_name)
     if not isinstance(group_sizes, GroupedRows):
         _check_rows(x, group_sizes)
     made: Result = _checked_ragged_dot(
@@ -171,10 +168,10 @@ def product_and_amaxes(
         row_amaxes,
         recipe=recipe,
         layout=layout,
-        weight_spec=weight_spec,
-        gather_axes=as_names("ragged_dot", "gather_axis", gather_axis),
-        reshard_after_forward=reshard_after_forward,
-        axes=as_axes("ragged_dot", axis_name),
+        weight_spec=options.weight_spec,
+        gather_axes=as_names("ragged_dot", "gather_axis", options.gather_axis),
+        reshard_after_forward=options.reshard_after_forward,
+        axes=as_axes("ragged_dot", options.axis_name),
         swiglu=swiglu,
     )
     return made

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from qshard._core.moe import check_mlp
 from qshard.jax._delayed_scaling import LinearState
-from qshard.jax._experts.ragged_dot import product_and_amaxes
+from qshard.jax._experts.ragged_dot import LayerOptions, product_and_amaxes
 from qshard.jax._experts.ragged_dot_vjp import Result
 from qshard.jax._experts.token_exchange import device_count
 from qshard.jax._moe.expert_parallel import expert_axes, parallel_mlp
@@ -108,6 +108,7 @@ def grouped_mlp(
     # `ragged_dot` checks the shapes of weights that it gathers.
     checked = None if gather_axis is not None else shapes
     check_mlp(jnp.shape(x), jnp.shape(indices), jnp.shape(weights), checked, weight_layout)
+    options = LayerOptions(recipe, weight_layout, weight_spec, gather_axis, reshard_after_forward, axis_name)
     axes = expert_axes(ep_axis, axis_name, capacity_factor)
     k, experts = jnp.shape(indices)[-1], shapes[0][0] * device_count(axes)
 
@@ -115,20 +116,9 @@ def grouped_mlp(
         """Multiply rows by `v13`, apply SwiGLU, and multiply by `v2`. `of_w13` and `of_w2` are the rows of experts."""
 
         def product(number: int, rows: jax.Array, w: Any, groups: Any, **passed: Any) -> Result:
-            return product_and_amaxes(
-                rows,
-                w,
-                groups,
-                recipe,
-                weight_layout=weight_layout,
-                weight_spec=weight_spec,
-                gather_axis=gather_axis,
-                reshard_after_forward=reshard_after_forward,
-                axis_name=axis_name,
-                seed=None if seeds is None else seeds[number],
-                state=None if states is None else states[number],
-                **passed,
-            )
+            seed = None if seeds is None else seeds[number]
+            state = None if states is None else states[number]
+            return product_and_amaxes(options, rows, w, groups, seed, state, **passed)
 
         h, amaxes = product(0, rows, v13, of_w13, swiglu=True)
         return product(1, h, v2, of_w2, row_amaxes=amaxes)[0]

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qshard._core.flat_shards import word_pair
-from qshard._core.validation import quote
+from qshard._core.validation import quote, word_pair
 
 Words = tuple[jax.Array, jax.Array]
 """The low halves and the high halves of uint64 numbers."""

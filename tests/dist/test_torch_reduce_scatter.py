@@ -1,0 +1,151 @@
+"""`reduce_gradients_in_order`: FSDP2 gradients are the float32 sums of what ranks send, in the order of ranks."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from qshard.torch_bridge import Adam, ZeroOptimizer, convert, reduce_gradients_in_order
+from support import torch_ranks
+from support.torch_models import shard, whole
+from support.torch_ranks import on_ranks
+
+SIZES = (64, 32, 96, 32)  # Three ranks do not divide the rows.
+
+
+def made(recipe=None):
+    torch.manual_seed(0)
+    layers = [nn.Linear(k, n) for k, n in itertools.pairwise(SIZES)]
+    model = nn.Sequential(*layers).to(torch_ranks.device)
+    return model if recipe is None else convert(model, recipe)
+
+
+def batch(microbatch, rank):
+    generator = torch.Generator().manual_seed(10 * microbatch + rank)
+    return torch.randn(5, SIZES[0], generator=generator).to(torch_ranks.device)
+
+
+def sums_in_order(model, ranks, dtype, microbatches=1, param_dtype=None):
+    """Compute what each rank sends, one after the other, and add it."""
+    plain = copy.deepcopy(model).to(param_dtype)
+    totals = []
+    for rank in ranks:
+        plain.zero_grad()
+        for microbatch in range(microbatches):
+            plain(batch(microbatch, rank).to(param_dtype)).square().sum().backward()
+        sent = [p.grad.to(dtype).float() for p in plain.parameters()]
+        totals = [a + b for a, b in zip(totals, sent, strict=True)] if totals else sent
+    return totals
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [(None, FP16), (None, FP32), ("CurrentScaling", BF16), ("MXFP8", BF16)], ids=str
+)
+@on_ranks(1, 3, 4)
+def test_sums_are_in_the_order_of_ranks(recipe, dtype):
+    model = made(recipe)
+    want = sums_in_order(model, range(dist.get_world_size()), dtype)
+    shard(model)
+    reduce_gradients_in_order(model, dtype)
+    model(batch(0, dist.get_rank())).square().sum().backward()
+    for p, total in zip(model.parameters(), want, strict=True):
+        assert p.grad.dtype == torch.float32
+        assert torch.equal(p.grad.full_tensor(), total / dist.get_world_size())
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16], ids=str)
+@on_ranks(3)
+def test_mixed_precision(reduce_dtype):
+    """Whatever FSDP2 was told, the sum is float32."""
+    model = made("CurrentScaling").to(torch.bfloat16).float()
+    want = sums_in_order(model, range(dist.get_world_size()), torch.bfloat16, param_dtype=torch.bfloat16)
+    shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=reduce_dtype))
+    reduce_gradients_in_order(model)
+    model(batch(0, dist.get_rank())).square().sum().backward()
+    for p, total in zip(model.parameters(), want, strict=True):
+        assert torch.equal(p.grad.full_tensor(), total / dist.get_world_size())
+
+
+@on_ranks(3)
+def test_microbatches():
+    """The unsharded sum of three microbatches is sent once."""
+    model = made("CurrentScaling")
+    want = sums_in_order(model, range(dist.get_world_size()), torch.bfloat16, microbatches=3)
+    shard(model)
+    reduce_gradients_in_order(model)
+    for microbatch in range(3):
+        for module in (*model, model):
+            module.set_requires_gradient_sync(microbatch == 2)
+        model(batch(microbatch, dist.get_rank())).square().sum().backward()
+    for p, total in zip(model.parameters(), want, strict=True):
+        assert torch.equal(p.grad.full_tensor(), total / dist.get_world_size())
+
+
+@on_ranks((2, 2))
+def test_replicas():
+    """Each replica sums its two ranks; the sum of two replicas is the same in any order."""
+    model = made("CurrentScaling")
+    first, second = (sums_in_order(model, ranks, torch.bfloat16) for ranks in ((0, 1), (2, 3)))
+    shard(model)
+    reduce_gradients_in_order(model)
+    model(batch(0, dist.get_rank())).square().sum().backward()
+    for p, a, b in zip(model.parameters(), first, second, strict=True):
+        assert torch.equal(p.grad.full_tensor(), (a / 2 + b / 2) / 2)
+
+
+@on_ranks(3)
+def test_offload_and_a_forced_sum():
+    model = made("CurrentScaling")
+    want = sums_in_order(model, range(dist.get_world_size()), torch.bfloat16)
+    if torch_ranks.device == "cpu":
+        shard(model)
+    else:
+        shard(model, offload_policy=CPUOffloadPolicy())
+    reduce_gradients_in_order(model)
+    for module in (*model, model):
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(2.0)
+    model(batch(0, dist.get_rank())).square().sum().backward()
+    for p, total in zip(model.parameters(), want, strict=True):
+        assert torch.equal(p.grad.full_tensor().cpu(), (total / 2).cpu())
+
+
+@on_ranks(3)
+def test_zero_sums_alike():
+    """An optimizer step from the sums of either is the same."""
+    model = made()
+    zero = copy.deepcopy(model)
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    ours = ZeroOptimizer(zero, reduce_dtype=torch.bfloat16, **settings)
+    shard(model)
+    reduce_gradients_in_order(model)
+    adam = Adam(model.parameters(), **settings)
+    x = batch(0, dist.get_rank())
+    for each, optimizer in ((model, adam), (zero, ours)):
+        each(x).square().sum().backward()
+        optimizer.step()
+    for name, p in zero.named_parameters():
+        assert torch.equal(p, whole(model)[name]), name
+
+
+@on_ranks(2)
+def test_mistakes():
+    with pytest.raises(ValueError, match="no module of the model is an FSDP2 module; call fully_shard before"):
+        reduce_gradients_in_order(made())
+    model = shard(made())
+    with pytest.raises(TypeError, match="reduce_gradients_in_order: dtype"):
+        reduce_gradients_in_order(model, torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"is not a torch\.nn\.Module"):
+        reduce_gradients_in_order([model])
+    reduce_gradients_in_order(model)
+    for module in (*model, model):
+        module.set_gradient_divide_factor(3.0)
+    with pytest.raises(NotImplementedError, match=r"set_force_sum_reduction_for_comms\(True\)"):
+        model(batch(0, dist.get_rank())).square().sum().backward()
