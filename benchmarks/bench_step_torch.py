@@ -21,6 +21,7 @@ of `step_profile.py`. Kinds without their library are skipped. A kind that fails
 
     python benchmarks/bench_step_torch.py [--model 8b] [--steps 6] [--kinds "bf16,bf16 compiled,fp8"] [--kernels 20]
     python benchmarks/bench_step_torch.py --flat --kinds bf16,fp8    # 50 steps: constant time and memory?
+    python benchmarks/bench_step_torch.py --ranks 1 --kinds "bf16 compiled whole,fp8 compiled whole"
 """
 
 from __future__ import annotations
@@ -64,7 +65,6 @@ KINDS = (
         "fp8 fused zero bf16-states",
     ),
     *("fp8 fused loss", "fp8 fused loss zero", "fp8 fused loss bf16-states", "fp8 fused loss zero bf16-states"),
-    *("bf16 compiled whole", "torchao compiled whole", "fp8 compiled whole", "fp8 fused whole"),
     *("delayed fused", "block", "block compiled", "block fused", "mxfp8 fused", "nvfp4 fused"),
 )
 WARM_UP = 3
