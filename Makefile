@@ -139,7 +139,7 @@ gpu:  ## on a machine with CUDA: build into the CURRENT environment, run the GPU
 BENCH_NEEDS := $(STAMP)run $(STAMP)package
 bench: $(BENCH_NEEDS)  ## run every benchmarks/bench_*.py, then make report
 	failed=; for script in $(sort $(wildcard benchmarks/bench_*.py)); do $(PY) $$script || failed="$$failed $$script"; done; \
-	    $(PY) benchmarks/report.py && if test "$$failed"; then echo "failed:$$failed" >&2; exit 1; fi
+	    $(PY) benchmarks/report.py && $(PY) benchmarks/scaling_model.py && if test "$$failed"; then echo "failed:$$failed" >&2; exit 1; fi
 
 report:  ## write docs/results.md, and the numbers in README.md and docs/dev/scaling.md, from the rows in benchmarks/results
 	$(PYTHON) benchmarks/report.py

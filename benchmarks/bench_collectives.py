@@ -56,8 +56,8 @@ def main() -> None:
     parser.add_argument("--mib", default="0.0625,16,128,512")
     parser.add_argument("--out", default="collectives", help="the file of results, without .csv")
     arguments = parser.parse_args()
-    if not step_torch.has_device():
-        parser.exit(message="bench_collectives: no CUDA device, nothing to measure\n")
+    if not step_torch.has_device() or arguments.ranks < 2:
+        parser.exit(message="bench_collectives: fewer than two GPUs, nothing to measure\n")
     cases = [(name, float(mib)) for name in COLLECTIVES for mib in arguments.mib.split(",")]
     sys.exit(measure_cases(measure, cases, arguments, step_torch.DEVICE))
 

@@ -129,8 +129,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--out", default="expert_parallel", help="the file of results, without .csv")
     arguments = parser.parse_args()
-    if not step_torch.has_device():
-        parser.exit(message="bench_expert_parallel: no CUDA device, nothing to measure\n")
+    if not step_torch.has_device() or arguments.ranks < 2:
+        parser.exit(message="bench_expert_parallel: fewer than two GPUs, nothing to measure\n")
     sys.exit(measure_cases(measure, arguments.shapes.split(","), arguments, DEVICE))
 
 

@@ -2,8 +2,8 @@
 
 The JAX twin of `bench_expert_parallel.py`: the same shapes, from the router to the sum. Each device has its own tokens
 and 1/R of the experts. A kind is a recipe of `grouped_mlp(ep_axis=)`; with "codes", weights are codes of both planes,
-kept since the last update. "bf16" is `grouped_mlp` without a recipe. `wire_mib` are the bytes that a device gives to
-all-to-all in a call, its own part included. Calls are issued back to back, and contenders take turns; the median over
+kept since the last update. "bf16" is `grouped_mlp` without a recipe. `wire_mib` are the bytes of the rows that a device
+sends in a call, its own part included, without padding. Calls are issued back to back, and contenders take turns; the median over
 rounds counts.
 
     python benchmarks/bench_expert_parallel_jax.py [--shapes mixtral,deepseek] [--rounds 5] [--capacity 1.25]
@@ -31,8 +31,6 @@ from qshard.recipes import Recipe
 
 AXIS, MIB = "ep", 2**20
 SHAPES = {**bench_moe_jax.SHAPES, "tiny": (4, 2, 96, 128, 128)}
-# NCCL instead of a kernel of XLA that uses some 2 % of NVLink: github.com/openxla/xla/issues/33386
-XLA_FLAG = "--xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false"
 
 
 def mesh_of(devices: Any) -> jax.sharding.Mesh:
@@ -80,7 +78,7 @@ def contenders(shape: tuple[int, int, int, int, int], mesh: jax.sharding.Mesh, c
 
 
 def bytes_sent(call: Call, sent_rows: int) -> int:
-    """Return the bytes that a device gives to all-to-all in a call on GPUs, from the program.
+    """Return the bytes of the rows that a device sends in a call, from the program.
 
     A device sends `sent_rows` rows to experts. As many come back, on average over devices.
     """
@@ -89,12 +87,14 @@ def bytes_sent(call: Call, sent_rows: int) -> int:
 
 
 def _bytes_of_rows(jaxpr: Any) -> list[int]:
-    """Return the bytes of a row of each `ragged_all_to_all` in a program and in the programs that it calls."""
+    """Return the bytes of a row of each exchange in a program and in the programs that it calls."""
     found = []
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "ragged_all_to_all":
+        if equation.primitive.name == "while":  # Sends further parts of an exchange.
+            continue
+        if equation.primitive.name == "all_to_all":
             (result,) = equation.outvars
-            found.append(result.aval.shape[1] * result.aval.dtype.itemsize)
+            found.append(result.aval.shape[-1] * result.aval.dtype.itemsize)
         for inner in jax.tree.leaves([*equation.params.values()], is_leaf=lambda value: hasattr(value, "eqns")):
             if hasattr(inner, "eqns"):
                 found += _bytes_of_rows(inner)
@@ -120,7 +120,6 @@ def main() -> None:
     parser.add_argument("--capacity", type=float, default=1.25, help="rows of a device's buffer, for each row it sends")
     parser.add_argument("--out", default="expert_parallel_jax", help="the file of results, without .csv")
     options = parser.parse_args()
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAG}"  # read at the first use of a device
     devices = jax.devices()
     if (jax.default_backend() != "gpu" and os.environ.get("JAX_PLATFORMS") != "cpu") or len(devices) < 2:
         parser.exit(message="bench_expert_parallel_jax: fewer than two GPUs, nothing to measure\n")

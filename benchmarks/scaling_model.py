@@ -172,7 +172,10 @@ def fixed_bytes(kind: str, shape: Shape, ranks: int) -> float:
     """Return bytes that do not grow with the blocks: shards and states, gathered weights, logits."""
     sent = wire(kind, shape)
     logits = LOGITS * BF16 * shape.tokens * shape.vocabulary
-    return MASTER_AND_STATES * shape.weights / ranks + sent.root + 2 * sent.block + logits
+    stored = MASTER_AND_STATES * shape.weights
+    if "zero" in kind.split():
+        stored += shape.layers * sent.block + sent.root
+    return stored / ranks + sent.root + 2 * sent.block + logits
 
 
 @dataclass(frozen=True)

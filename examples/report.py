@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from rich.console import Console
 from rich.table import Table
 
 import interrupt
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FRAMEWORKS = ("jax", "torch")
 LINES = {"jax": ("-", "o"), "torch": ("--", "x")}  # line style and marker
@@ -199,8 +200,12 @@ def smooth(losses: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(width, len(losses) + 1), np.convolve(losses, np.full(width, 1 / width), "valid")
 
 
-def plot(runs: list[Run]) -> Figure:
+def plot(runs: list[Run]) -> "Figure":
     """Draw losses, and below them the difference from bf16 in the same framework on the same batches."""
+    # Not at the top: matplotlib takes most of a second to import, on every rank.
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
     formats = list(dict.fromkeys(run.format for run in runs))
     compared = [(run, base) for run in runs if (base := baseline(run, runs)) is not run]
     rows = 2 if compared else 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -62,7 +61,8 @@ def _rotation() -> NDArray[np.float64]:
 def _round_to_bfloat16(value: int) -> float:
     """Return the bfloat16 nearest to `value * 2**-133 / 4`, ties to even."""
     unit = max(abs(value).bit_length() - 8, 2)
-    rounded = math.ldexp(round(Fraction(value, 2**unit)), unit - 135)
+    odd = value >> unit & 1
+    rounded = math.ldexp((value + 2 ** (unit - 1) - 1 + odd) >> unit, unit - 135)
     return math.copysign(rounded if abs(rounded) < 2.0**128 else math.inf, value)
 
 

@@ -46,8 +46,8 @@ def test_a_case_that_fails_takes_no_other_with_it(tmp_path, capfd):
 @pytest.mark.parametrize(
     "kind",
     [
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "fp8 fused bf16-states")),
-        *("fp8 compiled", "delayed primary", "nvfp4 zero"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "fp8 fused bf16-states", "fp8 compiled")),
+        *("delayed primary", "nvfp4 zero"),
     ],
 )
 def test_kinds_of_steps(kind):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from support.examples import BATCH, ENVIRONMENT, assert_refused, refusals, small_command
+from support.examples import BATCH, ENVIRONMENT, small_command
 
 STEPS = 6
 
@@ -101,30 +101,3 @@ def test_meshes(mesh, untouched, tmp_path):
     two = untouched("shard", "mxfp8")
     assert run["losses"] == pytest.approx(two["losses"], rel=0.02)
     assert run["gathered_sha256"] == two["gathered_sha256"]
-
-
-REFUSED = {
-    "--mesh hsdp": "--mesh hsdp needs an even number of ranks, 4 or more, not 2; give --ranks 4",
-    "--mesh fsdp,tp": "--mesh fsdp,tp needs an even number of ranks, 4 or more, not 2; give --ranks 4",
-    "--mesh fsdp,tp --experts 4": "--experts 4 is not for --mesh fsdp,tp, whose layers all tokens pass",
-    "--resume --checkpoint some --steps 6 --experts 2": "--experts 2 is not that of some/fp8/step-4, 0; resume with",
-    "--mesh hsdp --weights zero": "--weights zero cuts weights over all ranks alike, not over --mesh hsdp; leave",
-    "--weights primary --recipe bf16": "--weights primary is not for bf16, which has no codes to keep; leave bf16 out",
-    "--weights zero --formats fp8,bf16": "--weights zero is not for bf16, which has no codes to keep; leave bf16 out",
-    "--resume": "--resume goes on from a checkpoint; give --checkpoint DIR",
-    "--resume --checkpoint none": "--checkpoint none has none of bf16, fp8; leave --resume out",
-    "--checkpoint some": "--checkpoint some has some of an earlier run; add --resume, or give another directory",
-    "--resume --checkpoint some --steps 7": "--steps 7 is not that of some/fp8/step-4, 6; resume with",
-}
-
-
-def test_refused_in_one_line(tmp_path):
-    for step in (2, 4):
-        path = tmp_path / "some" / "fp8" / f"step-{step}"
-        path.mkdir(parents=True)
-        settings = {"framework": "torch", "text": "pydoc_data.topics", "steps": 6, "batch": 32}
-        settings |= {"weights": "shard", "mesh": "fsdp"}
-        (path / "run.json").write_text(json.dumps({"settings": settings, "run": {}}))
-    said = refusals("train_torch", REFUSED, tmp_path)
-    for line in REFUSED:
-        assert_refused(said[line], REFUSED[line])

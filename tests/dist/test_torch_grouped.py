@@ -29,6 +29,7 @@ from qshard.torch_bridge import (
 )
 from support import torch_ranks
 from support.formats import GATHERED, ZEROED, nearest
+from support.pairs import turns
 from support.torch_models import Wire
 from support.torch_ranks import on_ranks
 
@@ -71,8 +72,8 @@ def wholes(model):
     return [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("name", GATHERED)
+@turns(1, name=list(GATHERED), world=[2, 3])
+@on_ranks()
 def test_fsdp2_is_one_process(name):
     """Gathered codes are those of the whole weight, and gradients the mean over ranks."""
     fsdp2_is_one_process(name)

@@ -48,14 +48,14 @@ def reduced(model, x):
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_travel_as_those_of_plain_layers(dtype):
-    """For each recipe and every combination of policy dtypes."""
-    for param_dtype, reduce_dtype in itertools.product(DTYPES, DTYPES):
+    """For every combination of policy dtypes a third of the recipes, in turn: each recipe meets every dtype."""
+    for i, (param_dtype, reduce_dtype) in enumerate(itertools.product(DTYPES, DTYPES)):
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         x = batch(0, BLOCK_SIZES[0]).to(dtype)
         expected = reduced(shard(model_of(True, dtype, BLOCK_SIZES), mp_policy=policy), x)
         wire = reduce_dtype or param_dtype or dtype
         assert {kind for kind, _ in expected[0]} == {wire}
-        for recipe in RECIPES.values():
+        for recipe in list(RECIPES.values())[(i + i // 3) % 3 :: 3]:
             model = shard(convert(model_of(True, dtype, BLOCK_SIZES), recipe), mp_policy=policy)
             assert reduced(model, x) == expected, (param_dtype, reduce_dtype, recipe)
 

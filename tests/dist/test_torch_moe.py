@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from qshard.torch_bridge import MoE, QuantizedTensor, WithMasters, ZeroOptimizer, convert, update_scales
 from support import torch_ranks
 from support.formats import GATHERED, nearest
+from support.pairs import turns
 from support.torch_models import Wire
 from support.torch_ranks import on_ranks
 
@@ -68,8 +69,8 @@ def mean_over_ranks(model, step):
 ERROR = 1e-3
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("name", GATHERED)
+@turns(1, name=list(GATHERED), world=[2, 3])
+@on_ranks()
 def test_fsdp2_is_one_process(name):
     recipe = nearest(GATHERED[name])
     one, many = model_of(recipe), model_of(recipe)
@@ -90,8 +91,8 @@ def test_fsdp2_is_one_process(name):
             update_scales(model)
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "NVFP4"])
+@turns(1, name=["CurrentScaling", "BlockScaling", "NVFP4"], world=[2, 3])
+@on_ranks()
 def test_stacked_experts_are_separate_ones(name):
     """FSDP2, both stages of ZeRO and DDP with one parameter for all experts: losses and gradients of a list."""
     recipe, rank = nearest(GATHERED[name]), dist.get_rank()

@@ -16,7 +16,7 @@ from qshard.recipes import CurrentScaling, DelayedScaling
 from qshard.torch_bridge import Adam, ShardedWeight, WithMasters, convert, quantize
 from support import torch_ranks
 from support.formats import GATHERED, nearest
-from support.pairs import pairs
+from support.pairs import each_value
 from support.torch_models import batch, linears, losses_of, model_of, shard, sizes_for
 from support.torch_ranks import on_ranks
 
@@ -38,7 +38,7 @@ def load_from_first(model, state):
     model.load_state_dict(loaded, assign=True)
 
 
-@pairs(
+@each_value(
     world=[1, 3, (2, 2)],
     primary={"values": False, "primary": True},
     name=[name for name in GATHERED if not name.startswith("MXFP6")],

@@ -32,7 +32,7 @@ def assert_of_the_whole(x, whole, seed=3):
             assert_same_stats(s, stats(whole, s.format, usage, seed=seed))
 
 
-@on_ranks(1, 2, 3, 4, (2, 2))
+@on_ranks(1, 2, 3, pytest.param(4, marks=pytest.mark.slow), (2, 2))
 def test_dtensors():
     """Even and uneven cuts, empty ranks, within blocks and between them, replicas."""
     mesh = torch_ranks.mesh()

@@ -70,7 +70,7 @@ PLAIN = {
 }
 
 
-@turns(2, recipe=GATHERED, world=[1, 2, 3, 4, (2, 2)])
+@turns(1, recipe=GATHERED, world=[1, 2, 3, 4, (2, 2)])
 @on_ranks()
 def test_losses_are_those_of_float32_shards(recipe):
     """Bit for bit, with the same masters and gathered codes; with micro-batches and uneven or empty shards."""
@@ -251,8 +251,8 @@ def test_a_write_to_a_master_is_found():
         assert_gathers_the_whole(model, values)
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("name", ["CurrentScaling", "NVFP4", "DelayedScaling"])
+@turns(1, name=["CurrentScaling", "NVFP4", "DelayedScaling"], world=[2, 3])
+@on_ranks()
 def test_checkpoints(name, tmp_path):
     """Masters are saved as plain tensors, load into float32 shards and back, and training continues bit for bit."""
     recipe = nearest(GATHERED[name])

@@ -120,7 +120,13 @@ def test_a_killed_rank_leaves_a_checkpoint(name, way, tmp_path):
         assert resumed == {step: whole[step] for step in resumed}
 
 
-@pytest.mark.parametrize("name", GATHERED)
+def often(name):
+    """Mark recipes with no more in a checkpoint than CurrentScaling as slow."""
+    has_state = GATHERED[name].stateful or GATHERED[name].stochastic
+    return [] if has_state or name == "CurrentScaling" else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=often(name)) for name in GATHERED])
 def test_a_resumed_run_has_the_losses_of_one_that_was_not(name, tmp_path):
     """Bit for bit, for every recipe: seeds and delayed scales are in the checkpoint too."""
     run(3, keeps, folder=tmp_path, name=name, way="sync", to="all")

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import itertools
 import warnings
 
 import pytest
@@ -21,7 +22,7 @@ from qshard.torch_bridge._distributed import sequence_parallel
 from qshard.torch_bridge.tensor_parallel import ColwiseParallel, RowwiseParallel
 from support import torch_ranks
 from support.formats import MIXES, RECIPES, nearest
-from support.pairs import each_value
+from support.pairs import turns
 from support.torch_models import Wire
 from support.torch_parallel import assert_part, llama, mesh_of, parallelized, quantized, unit_of
 from support.torch_ranks import on_ranks
@@ -147,9 +148,9 @@ def an_mlp(name, rows, overlap=False, dim=1):
     return parallelize_module(model, mesh_of("tp"), plan), torch.randn(*rows, 256, device=torch_ranks.device)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize(("world", "rows", "dim"), [(2, (1, 256), 1), (3, (2, 384), 1), (4, (512,), 0)], ids=str)
-def test_overlapped_is_the_same(world, rows, dim, name):
+@turns(1, name=list(RECIPES), case=[(2, (1, 256), 1), (3, (2, 384), 1), (4, (512,), 0)])
+def test_overlapped_is_the_same(name, case):
+    world, rows, dim = case
     torch_ranks.run(world, overlaps, rows=rows, dim=dim, name=name)
 
 
@@ -251,7 +252,19 @@ def test_rows_that_codes_cannot_be_cut_as(name, rows):
     assert torch.allclose(y.full_tensor(), one(x), rtol=1e-5, atol=1e-4)
 
 
-@each_value(world=[2, (2, 2)], overlap=[True, False], name=["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
+TRAINED = [(2, True, "CurrentScaling"), ((2, 2), False, "DelayedScaling")]
+
+
+@pytest.mark.parametrize(
+    ("world", "overlap", "name"),
+    [
+        pytest.param(*case, marks=[] if case in TRAINED else pytest.mark.slow)
+        for case in itertools.product(
+            (2, (2, 2)), (True, False), ("CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4")
+        )
+    ],
+    ids=str,
+)
 @on_ranks()
 def test_training_is_that_of_pytorchs_styles(name, overlap):
     """Also with FSDP2 over the other axis: codes are the same, and sums differ in their order."""

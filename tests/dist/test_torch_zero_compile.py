@@ -40,10 +40,9 @@ def case(way, stage=True, recipe="CurrentScaling", marks=()):
     return pytest.param(way, stage, recipe, marks=marks, id=f"{way}-{stage}-{recipe}")
 
 
-SLOW = [("units", True), ("in place", True), ("model", True), ("model", False)]
+SLOW = [("layers", True), ("units", True), ("in place", True), ("model", True), ("model", False)]
 CASES = [
     case("units", recipe="NVFP4"),
-    case("layers"),
     *(case(*one, marks=pytest.mark.slow) for one in SLOW),
 ]
 

@@ -56,7 +56,7 @@ def test_one_device(name, load, devices):
 def test_what_is_sent(name, devices):
     run, sharding = shared(name, devices)
     text = run.lower(*jax.device_put(operands("uneven", name, devices), sharding)).compile().as_text()
-    starts = [line for line in text.splitlines() if " ragged-all-to-all" in line and "-done(" not in line]
+    starts = [line for line in text.splitlines() if " all-to-all" in line and "-done(" not in line]
     dispatched = "u8" if ALL[name] is not None and ALL[name].activation.per_tensor else "bf16"
     assert sorted(line.split("= ")[1].lstrip("(").split("[")[0] for line in starts) == sorted([dispatched, "bf16"] * 2)
 
@@ -71,7 +71,7 @@ def test_blocks_send_codes_without_gradients(devices):
     run = jax.jit(jax.shard_map(forward, mesh=mesh, in_specs=(EP,) * 5, out_specs=EP))
     given = jax.device_put((x, weights, indices, w13, w2), NamedSharding(mesh, EP))
     text = run.lower(*given).compile().as_text()
-    starts = [line for line in text.splitlines() if " ragged-all-to-all" in line and "-done(" not in line]
+    starts = [line for line in text.splitlines() if " all-to-all" in line and "-done(" not in line]
     kinds = [line.split("= ")[1].lstrip("(").split("[")[0] for line in starts]
     assert sorted(kinds) == ["bf16", "f32", "u8"]  # y, and scales and codes of x.
 

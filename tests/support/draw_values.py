@@ -83,7 +83,7 @@ def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.rand
     if kinds is None or count >= 2**16:
         x = every_value(dtype, count).reshape(shape)
     else:
-        x = awkward_values(shape or (1,), seed, dtype, kinds=kinds).reshape(shape)
+        x = awkward_values(shape or (1,), seed, dtype, kinds=kinds, at_once=True).reshape(shape)
     # With a negative scale, the sign of zeros that mark infinities is undefined.
     if "amax" in name or name == "history" or (name == "scale" and call.options.get("nonfinite") == "nan"):
         x = np.where(np.isnan(x), x.dtype.type(np.nan), np.abs(x))

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -72,6 +73,38 @@ def digest_of(weights: Mapping[str, np.ndarray], recipe: Recipe | None) -> str:
             gathered[name] = [array.astype(ml_dtypes.bfloat16)]
     digest: str = example("report").digest(gathered)
     return digest
+
+
+class NoProgress:
+    """Stands for the progress bars of train_jax.py."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values: None
+
+
+def train_in_jax(
+    name: str,
+    mode: str = "shard_map",
+    mesh: str = "fsdp",
+    ranks: int = 2,
+    steps: int = 2,
+    folder: Path | None = None,
+    resume: bool = False,
+    stops: int | None = None,
+    kind: str = "shard",
+    loss: str = "plain",
+    experts: int = 0,
+    log: Path | None = None,
+) -> Any:
+    """Run the training of train_jax.py in this process, and return its run; it may stop before a step."""
+    import jax
+
+    script, modes = small("train_jax"), example("modes")
+    arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, mode=mode, loss=loss, experts=experts)
+    arguments.log_numerics = log
+    arguments.checkpoint, arguments.every, arguments.resume = folder, 2, resume
+    with jax.set_mesh(modes.make_mesh(mesh, mode, jax.devices()[:ranks])):
+        return script.train(name, text(script, stops), arguments, NoProgress())
 
 
 def text(script: ModuleType, stops: int | None = None, batch: int = BATCH) -> Any:

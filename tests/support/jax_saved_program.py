@@ -8,9 +8,12 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.xla_flags import xla_flags
+
 MODE, FOLDER = sys.argv[1], Path(sys.argv[2])
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = xla_flags(8)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

@@ -3,7 +3,7 @@
     @on_ranks(1, 3, (2, 2))
     def test_it(fmt): ...  # The body runs on every rank of each world; (2, 2): two replicas of two shards.
 
-Four processes import torch once and run all cases of a session, over gloo or, on GPUs, NCCL. Each has its own GPU; with
+Four processes run all cases of a session, over gloo or, on GPUs, NCCL. Each has its own GPU; with
 SHARE_GPUS=2 in the environment, two share one, which is slow. Ranks load the test file themselves. If a case hangs, its
 test fails with the stack of each rank, and the next case gets new processes.
 """
@@ -120,7 +120,9 @@ class _Broken(Exception):
 
 class _Pool:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Ranks are forks of one process that has imported torch. CUDA does not survive a fork.
+        multiprocessing.set_forkserver_preload(["qshard.torch_bridge"])
+        context = multiprocessing.get_context("spawn" if any(Path("/dev").glob("nvidia[0-9]*")) else "forkserver")
         self.folder = tempfile.TemporaryDirectory(prefix="ranks")
         self.cases = 0
         self.ranks = []

@@ -3,8 +3,11 @@
     source rows     rows of the tokens of this device, sorted by the index of their expert among all E experts
     received rows   rows of all R devices for the E / R experts of this device: device 0's first, each sorted by expert
 
-Shapes are static, so received rows are the first rows of a buffer of `capacity` rows. On a GPU only rows that are in
-use are sent (`jax.lax.ragged_all_to_all`). XLA has no such collective for CPUs: there `all_to_all` sends padded rows.
+Shapes are static, so received rows are the first rows of a buffer of `capacity` rows. `all_to_all` sends equal numbers
+of rows to all devices: first the mean, then smaller parts until the longest chunk has arrived. So a step takes as long
+as its longest chunk, and any imbalance fits. `jax.lax.ragged_all_to_all` sends only rows in use, but XLA has it neither
+for CPUs nor fast for GPUs of one host: it copies with a kernel of its own at some 2 % of NVLink's bandwidth, and jaxlib
+0.11 refuses the way through NCCL (openxla/xla#33386).
 """
 
 from __future__ import annotations
@@ -19,27 +22,31 @@ import jax.numpy as jnp
 from jax import lax
 
 from qshard._core.validation import quote
-from qshard.jax._gemm import target_gpu
 from qshard.jax._ops.collectives import max_over
 from qshard.jax._ops.mesh import count_shards, vary_alike
+
+PARTS = 4
+"""After the mean number of rows, this part of it is sent at once. More parts send less padding, in more calls."""
+LEAST_BYTES = 2**20
+"""Sent to each device at once, if there is as much: below it, calls take as long as transfers."""
 
 
 class Chunks(NamedTuple):
     """The rows that a device sends to each of R devices and receives from each, int32 `[R]`.
 
+    What a device receives says how many rows were meant: padding is sent too.
+
     Attributes:
       sent_at: the first row to send to each device.
-      sent: the number of these rows.
-      lands_at: the position of these rows on that device.
       received_at: the position of the rows from each device.
       received: the number of these rows.
+      longest: int32 `[]`, the most rows that any device sends to another; the same on all devices.
     """
 
     sent_at: jax.Array
-    sent: jax.Array
-    lands_at: jax.Array
     received_at: jax.Array
     received: jax.Array
+    longest: jax.Array
 
 
 @functools.partial(
@@ -91,9 +98,9 @@ class TokenExchange:
         table = jnp.where(fits, table, 0)  # Nothing is sent, so nothing is written past the end of a buffer.
         counts, sent = table[:, rank], table.sum(2)
         at_source, at_experts = _starts(sent, 1), _starts(sent, 0)
-        there, back = (sent[rank], at_experts[rank]), (sent[:, rank], at_source[:, rank])
-        to_experts = Chunks(at_source[rank], *there, at_experts[:, rank], sent[:, rank])
-        to_sources = Chunks(at_experts[:, rank], *back, at_source[rank], sent[rank])
+        longest = sent.max()
+        to_experts = Chunks(at_source[rank], at_experts[:, rank], sent[:, rank], longest)
+        to_sources = Chunks(at_experts[:, rank], at_source[rank], sent[rank], longest)
         position, order = _by_expert(counts, capacity)
         return cls(
             axes=axes,
@@ -187,27 +194,26 @@ def _by_expert(counts: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
 def _all_to_all(rows: jax.Array, chunks: Chunks, size: int, axes: tuple[str, ...]) -> jax.Array:
     """Send chunks of rows `[M, C]` to all devices: `[size, C]`, with zeros in rows that are not received."""
     rows, *varying = vary_alike(rows, *chunks)
-    (zeros, _) = vary_alike(jnp.zeros((size, rows.shape[1]), rows.dtype), rows)
+    (received, _) = vary_alike(jnp.zeros((size, rows.shape[1]), rows.dtype), rows)
+    chunks = Chunks(*varying)
+    most, ranks = min(rows.shape[0], size), chunks.sent_at.shape[0]
+    mean = -(-most // ranks)
+    part = max(-(-mean // PARTS), -(-LEAST_BYTES // max(rows.shape[1] * rows.dtype.itemsize, 1)))
+    first = min(max(mean, part), most)
 
-    def by_xla(rows: jax.Array, zeros: jax.Array, chunks: Chunks) -> jax.Array:
-        received: jax.Array = lax.ragged_all_to_all(
-            rows, zeros, chunks.sent_at, chunks.sent, chunks.lands_at, chunks.received, axis_name=axes
-        )
+    def send(at: jax.Array, count: int, received: jax.Array) -> jax.Array:
+        row = at + jnp.arange(count, dtype=jnp.int32)
+        each = lax.all_to_all(rows.at[chunks.sent_at[:, None] + row].get(mode="clip"), axes, 0, 0)
+        lands_at = jnp.where(row < chunks.received[:, None], chunks.received_at[:, None] + row, size)
+        return received.at[lands_at].set(each, mode="drop")
+
+    received = send(jnp.int32(0), first, received)
+    if first == most:
         return received
-
-    def padded(rows: jax.Array, zeros: jax.Array, chunks: Chunks) -> jax.Array:
-        longest = min(rows.shape[0], size)
-        index = chunks.sent_at[:, None] + jnp.arange(longest, dtype=jnp.int32)
-        each = lax.all_to_all(rows.at[index].get(mode="clip"), axes, 0, 0)
-        row = jnp.arange(size, dtype=jnp.int32)
-        # Chunks lie one after the other, in the order of devices.
-        rank = jnp.searchsorted(chunks.received_at + chunks.received, row, side="right").astype(jnp.int32)
-        at = jnp.minimum(rank, each.shape[0] - 1)
-        found = each.at[at, row - chunks.received_at[at]].get(mode="clip")
-        return jnp.where((rank < each.shape[0])[:, None], found, zeros)
-
-    received: jax.Array = lax.platform_dependent(
-        rows, zeros, Chunks(*varying), **{target_gpu.PLATFORM: by_xla}, default=padded
+    _, received = lax.while_loop(
+        lambda state: state[0] < chunks.longest,
+        lambda state: (state[0] + part, send(state[0], part, state[1])),
+        (jnp.int32(first), received),
     )
     return received
 
