@@ -14,12 +14,14 @@ recipe and options:
     bf16-states       bfloat16 states in qshard's AdamW
     primary           codes as parameters, masters in the optimizer
     zero              ZeroOptimizer(shard_weights=True) of a bfloat16 model, bfloat16 gradients on the wire
+    whole             a bfloat16 model on one rank, not sharded, and torch's fused AdamW with bfloat16 states
 
 Peak memory is PyTorch's, for a step after the first. The profile is of rank 0, in milliseconds per step, with the parts
 of `step_profile.py`. Kinds without their library are skipped. A kind that fails does not stop the others.
 
     python benchmarks/bench_step_torch.py [--model 8b] [--steps 6] [--kinds "bf16,bf16 compiled,fp8"] [--kernels 20]
     python benchmarks/bench_step_torch.py --flat --kinds bf16,fp8    # 50 steps: constant time and memory?
+    python benchmarks/bench_step_torch.py --ranks 1 --kinds "bf16 compiled whole,fp8 compiled whole"
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ import options
 
 OF_TE = {"te-delayed": "DelayedScaling", "te-current": "Float8CurrentScaling", "te-block": "Float8BlockScaling"}
 LIBRARIES = {"torchao": "torchao", **dict.fromkeys(OF_TE, "transformer_engine")}
-WORDS = ("compiled", "fused", "loss", "bf16-states", "primary", "ordered", "zero")
+WORDS = ("compiled", "fused", "loss", "bf16-states", "primary", "ordered", "zero", "whole")
 KINDS = (
     *("bf16", "bf16 compiled", "torchao compiled", *OF_TE),
     *(
@@ -79,7 +81,9 @@ def wrong_with(kind: str) -> str | None:
         return f"{unknown[0]!r} is not one of {', '.join(WORDS)}"
     if "zero" in words and {"primary", "ordered"} & {*words}:
         return "zero goes with neither primary nor ordered"
-    takes = {"compiled"} if recipe == "torchao" else set() if recipe in OF_TE else set(WORDS)
+    if "whole" in words and {"primary", "ordered", "zero", "bf16-states"} & {*words}:
+        return "whole is not sharded, and has torch's optimizer"
+    takes = {"compiled", "whole"} if recipe == "torchao" else set() if recipe in OF_TE else set(WORDS)
     if recipe == "bf16":
         takes -= {"fused", "primary"}
     if misplaced := [word for word in words if word not in takes]:
@@ -99,7 +103,7 @@ def build(kind: str, shape: Shape) -> Callable[[], torch.Tensor]:
     after: Callable[[], Any] = lambda: None  # noqa: E731
     around: Callable[[], Any] = contextlib.nullcontext
     if recipe == "torchao":
-        after = convert_to_torchao(model)
+        after = convert_to_torchao(model, is_sharded="whole" not in words)
     elif recipe in OF_TE:
         around = convert_to_te(model, OF_TE[recipe])
     elif options.RECIPES[recipe] is not None:
@@ -113,11 +117,14 @@ def build(kind: str, shape: Shape) -> Callable[[], torch.Tensor]:
         if "compiled" in words:
             block.compile(backend=COMPILER)
     states = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.bfloat16) if "bf16-states" in words else {}
-    if "zero" in words:
+    if {"zero", "whole"} & {*words}:
         model.to(torch.bfloat16)
+    if "whole" in words:
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    elif "zero" in words:
         given = {"shard_weights": True, "units": [*model.blocks], "reduce_dtype": torch.bfloat16, "parity": "master"}
         given |= {"decoupled_weight_decay": True, "weight_decay": 0.01}
-        optimizer: Any = qshard.ZeroOptimizer(model, lr=1e-4, **given, **states)
+        optimizer = qshard.ZeroOptimizer(model, lr=1e-4, **given, **states)
     else:
         step_torch.shard(model)
         if "ordered" in words:
@@ -129,17 +136,17 @@ def build(kind: str, shape: Shape) -> Callable[[], torch.Tensor]:
     return step_torch.step_of(model, optimizer, shape, after, around, fused_loss="loss" in words)
 
 
-def convert_to_torchao(model: step_torch.Model) -> Callable[[], Any]:
-    """Convert the model. Return the function that ends a step: one all-reduce for the scales of all weights."""
+def convert_to_torchao(model: step_torch.Model, is_sharded: bool) -> Callable[[], Any]:
+    """Convert the model. Return the function that ends a step: one all-reduce for the scales of sharded weights."""
     from torchao.float8 import (
         Float8LinearConfig,
         convert_to_float8_training,
         precompute_float8_dynamic_scale_for_fsdp,
     )
 
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=is_sharded)
     convert_to_float8_training(model, config=config, module_filter_fn=step_torch.is_quantized)
-    return partial(precompute_float8_dynamic_scale_for_fsdp, model)
+    return partial(precompute_float8_dynamic_scale_for_fsdp, model) if is_sharded else lambda: None
 
 
 def convert_to_te(model: step_torch.Model, recipe: str) -> Callable[[], Any]:

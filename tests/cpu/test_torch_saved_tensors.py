@@ -131,6 +131,22 @@ def test_compilers_quantize_and_keep_x_once(name):
     assert kept_of_three == kept + 2  # The other two results.
 
 
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+def test_compiled_layers_save_parameters_and_no_codes_of_them():
+    """As eager layers. A write to the parameter before the backward pass raises."""
+    torch._dynamo.reset()
+    layer, kept, x = fan(RECIPE, count=1).layers[0], [], batch(requires_grad=True)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run(x)
+    assert sorted(t.dtype.itemsize * t.numel() for t in kept if t.numel() > 1) == [x.numel(), 4 * layer.weight.numel()]
+    y = run(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @every_recipe
 def test_a_llama_block_keeps_at_most_52_bytes_a_token_and_width(recipe):
     """Where bf16 keeps 60: 16 of norms, 8 of attention, 24 of SwiGLU, and 12 of what linear layers take.

@@ -63,7 +63,8 @@ def test_kinds_of_steps(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["fp7", "fp8 fast", "bf16 primary", "torchao zero", "te-block compiled", "fp8 primary zero", ""]
+    "kind",
+    ["fp7", "fp8 fast", "bf16 primary", "torchao zero", "te-block compiled", "fp8 primary zero", "fp8 zero whole", ""],
 )
 def test_kinds_that_are_not_there(kind):
     assert bench_step_torch.wrong_with(kind)

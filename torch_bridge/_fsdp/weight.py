@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -191,6 +191,8 @@ class ShardedWeight(Tensor):
         if func in RANDOM and args[0].ndim in (2, 3) and (box := box_of(states[0], tuple(args[0].shape))) is not None:
             return args[0]._fill(box, func, *args[1:], **kwargs)
         out = func(*plain_args, **plain_kwargs)
+        if _is_mutable(func):
+            _count_writes(func, args, kwargs)
         if func in _STAYS_SHARDED or _is_view(func):
             with torch.inference_mode(False):  # In inference mode the wrapper could not be a view.
                 wrapped = _wrap(out, states[0])
@@ -388,6 +390,16 @@ def _wrap(out: Any, state: ScaleState) -> Any:
 @functools.cache
 def _is_mutable(func: Any) -> bool:
     return bool(func._schema.is_mutable)
+
+
+def _count_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise the version of the shards that `func` wrote: compiled layers save these, and not the parameters."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            weights = [x for x in (given if isinstance(given, list) else [given]) if isinstance(x, ShardedWeight)]
+            shards = [x.shard for x in weights if type(x.shard) is Tensor and not x.shard.is_inference()]
+            torch.autograd.graph.increment_version(shards)
 
 
 @functools.cache

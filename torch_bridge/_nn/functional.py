@@ -232,8 +232,10 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     x_row, shape = xs[Usage.ROWWISE], call.y_shape(x, weight)
     # With saved-tensor hooks, checkpointing may recompute this, so the product is a separate node.
     one_node = eager and not has_saved_tensors_hooks()
-    # A tensor that is not a parameter may be temporary, and is larger than its codes: save the codes.
-    w_again = call.need_x and eager and not isinstance(weight, QuantizedTensor) and _stays_in_memory(weight)
+    # A tensor that is not a parameter may be temporary, and is larger than its codes: save the codes. Compiled layers
+    # also save them under tensor parallelism, and under delayed scaling, where scales are not inputs of their node.
+    w_again = call.need_x and not isinstance(weight, QuantizedTensor) and _stays_in_memory(weight)
+    w_again = w_again and (eager or not (call.parts or call.scales))
     ws: dict[Usage, Operand] = {}
     y = _multiply_program(call, x_row, weight, w_again) if one_node else None
     if y is not None:
@@ -274,7 +276,7 @@ def _quantize_x(call: _Call, x: Tensor, usage: Usage) -> dict[Usage, Operand]:
 
 
 def _stays_in_memory(weight: Tensor) -> bool:
-    return isinstance(weight, torch.nn.Parameter) or flat_of(weight) is not None
+    return isinstance(weight, torch.nn.Parameter) or (not is_compiling() and flat_of(weight) is not None)
 
 
 def _multiply_program(call: _Call, x: Operand, weight: Tensor, w_again: bool) -> Tensor | None:
