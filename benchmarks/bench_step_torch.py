@@ -13,6 +13,7 @@ recipe and options:
     loss              LinearCrossEntropy instead of the head and torch's cross_entropy
     bf16-states       bfloat16 states in qshard's AdamW
     primary           codes as parameters, masters in the optimizer
+    ordered         gradients summed in float32 by `reduce_gradients_in_order`, not in bfloat16 by NCCL
     zero              ZeroOptimizer(shard_weights=True) of a bfloat16 model, bfloat16 gradients on the wire
     whole             a bfloat16 model on one rank, not sharded, and torch's fused AdamW with bfloat16 states
 

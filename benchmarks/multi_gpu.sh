@@ -17,7 +17,7 @@
 #
 # Compiled programs are kept in CACHE. A run that finds them there has low times of compilation in its rows.
 # In the environment: RESULTS, a folder for the rows; PYTHON; TORCH_KINDS, JAX_KINDS, ... as below, the kinds of scripts.
-# LARGE_BATCH=1 halves the tokens of the large model, by default 2 x 4096 a GPU, whose peak is near 80 GB.
+# LARGE_BATCH=2 doubles the tokens of the large model, by default 1 x 4096 a GPU; it needs more than 80 GB.
 # CPU_RANKS=2 tries the script without GPUs: so many ranks on the CPU, and tiny models.
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
@@ -89,7 +89,7 @@ jobs_of() { # PART
     experts-jax) job "experts_jax_$gpus" "$gpus" bench_expert_parallel_jax.py --shapes $experts ;;
     large)
         job "torch_8b_$gpus" "$gpus" bench_step_torch.py --model $large --ranks "$gpus" \
-            --batch "${LARGE_BATCH:-2}" --kinds "$LARGE_KINDS" ;;
+            --batch "${LARGE_BATCH:-1}" --kinds "$LARGE_KINDS" ;;
     large-jax) job "jax_8b_$gpus" "$gpus" bench_step_jax.py --model $large --batch 1 --kinds "$LARGE_JAX_KINDS" ;;
     esac
 }

@@ -1,7 +1,7 @@
 """Model of a training step on many GPUs: time, bytes on the wire and memory, from measured rows and a stated network.
 
 Writes the tables of docs/dev/scaling.md, between `<!-- rows: NAME -->` and `<!-- end -->`. The page has the formulas.
-Rows are those of `bench_step_torch.py`, with its profile, `bench_fsdp2.py` and `bench_collectives.py` in `results/`.
+`bench_step_torch.py`, with its profile, `bench_fsdp2.py` and `bench_collectives.py` write the rows, in `results/`.
 
     python benchmarks/scaling_model.py [--check]     --check: write nothing; fail if the page differs
 """
@@ -30,7 +30,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Links:
-    """Links of a GPU. Rates are bytes that it receives in a second, latencies are those of one hop.
+    """Links of a GPU. Rates are bytes that it receives in a second, latencies are of one hop.
 
     Attributes:
       nvlink: rate within a host, measured.
@@ -180,7 +180,7 @@ def fixed_bytes(kind: str, shape: Shape, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step. `forward`, `backward`, `gather`, `scatter` and `all_reduce` are those of one block.
+    """Seconds of a step. `forward`, `backward`, `gather`, `scatter` and `all_reduce` are of one block.
 
     A block's gather runs beside the compute of the block before, and its reductions beside the block after, so a block
     takes the longer of compute and communication. Reductions between replicas (`all_reduce`) use other links than those

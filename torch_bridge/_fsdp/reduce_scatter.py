@@ -22,8 +22,8 @@ def reduce_gradients_in_order(model: nn.Module, dtype: torch.dtype = torch.bfloa
         gradient of a shard = (float32(g_0) + float32(g_1) + ...) / ranks,    g_i: the gradient of rank i in `dtype`
 
     By default FSDP2 either sends `MixedPrecisionPolicy.reduce_dtype` float32, twice the bytes and one more conversion,
-    or sums in bfloat16. The bits of this sum do not depend on the algorithm that the backend chooses, and they are
-    those of `ZeroOptimizer(reduce_dtype=dtype)`.
+    or sums in bfloat16. The bits of this sum do not depend on the algorithm that the backend chooses.
+    `ZeroOptimizer(reduce_dtype=dtype)` computes the same sum.
 
     Args:
       model: a model after `fully_shard`, with converted or plain layers. Each of its FSDP2 modules is set. To undo it,
@@ -64,7 +64,7 @@ class _OrderedReduceScatter:
         self._input_size: int | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the input in the wire dtype and the output in float32, whatever dtype FSDP2 asks for.
+        """Allocate the input in the wire dtype and the output in float32, whatever dtype FSDP2 requests.
 
         FSDP2 copies gradients into the input and shards out of the output, and both convert. It allocates the output
         after the input. Should that change, `__call__` converts.

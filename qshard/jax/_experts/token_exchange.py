@@ -34,7 +34,7 @@ LEAST_BYTES = 2**20
 class Chunks(NamedTuple):
     """The rows that a device sends to each of R devices and receives from each, int32 `[R]`.
 
-    What a device receives says how many rows were meant: padding is sent too.
+    Padding is sent too, so `received` says how many of the rows that arrive are in use.
 
     Attributes:
       sent_at: the first row to send to each device.
