@@ -103,8 +103,12 @@ COMPILES = "to MLIR module conversion jit(step)"  # XLA comes next, and takes at
 
 @pytest.mark.parametrize(
     ("script", "moment"),
-    [("train_jax", ""), ("train_jax", COMPILES), ("train_torch", ""), ("train_torch", "compiling")],
-    ids=["jax-importing", "jax-compiling", "torch-importing", "torch-starting"],
+    [
+        pytest.param("train_jax", "", id="jax-importing"),
+        pytest.param("train_jax", COMPILES, id="jax-compiling"),
+        pytest.param("train_torch", "", id="torch-importing"),
+        pytest.param("train_torch", "compiling", id="torch-starting", marks=pytest.mark.slow),
+    ],
 )
 def test_control_c(script, moment, tmp_path):
     """On a terminal, Ctrl-C ends a script at once with one line and status 130, shows the cursor and ends all ranks."""

@@ -24,6 +24,7 @@ def train(script, folder, *options):
     return read_log(log), json.loads((folder / f"{script}.json").read_text())
 
 
+@pytest.mark.slow  # Quick tests compare the log of each framework with the reference.
 def test_both_examples_log_the_same_weights(tmp_path):
     """The weights of step 0 are those that both begin with; losses are those of the report.
 
