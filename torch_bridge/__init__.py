@@ -27,6 +27,7 @@ from qshard.torch_bridge._convert.fsdp1 import prepare_modules_for_fsdp1
 from qshard.torch_bridge._convert.load_quantized import freeze, load_quantized
 from qshard.torch_bridge._convert.quantized_init import quantized_init
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
+from qshard.torch_bridge._distributed.scaling_state import load_scaling_state, scaling_state
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._fsdp.functional import gathered_weight, is_converted
@@ -50,7 +51,6 @@ from qshard.torch_bridge._optim.slices import QuantizedSlice, gather_slices, joi
 from qshard.torch_bridge._optim.with_masters import WithMasters
 from qshard.torch_bridge._probes import numerics_of
 from qshard.torch_bridge._quantized.quantize import quantize
-from qshard.torch_bridge._quantized.scaling_state import load_scaling_state, scaling_state
 from qshard.torch_bridge._quantized.serialization import from_plain, to_plain
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor

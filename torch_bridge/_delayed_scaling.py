@@ -25,11 +25,11 @@ from qshard.recipes import RecipeLike, Role, as_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.fsdp1 import Float32Buffers, delayed_of
 from qshard.torch_bridge._distributed.process_groups import groups_of
+from qshard.torch_bridge._distributed.scaling_state import load_state_if_present
 from qshard.torch_bridge._modules import modules_of
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
-from qshard.torch_bridge._quantized.scaling_state import load_state_if_present
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 from qshard.torch_bridge._torch_internals import active_ddp
 

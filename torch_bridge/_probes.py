@@ -27,6 +27,7 @@ from qshard.numerics._training_steps import COUNTS, LayerStats, StepStats, Total
 from qshard.recipes import Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._distributed.scaling_state import plain_name
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._experts.grouped_linear import checked_sizes
 from qshard.torch_bridge._experts.layer import GroupedLinear
@@ -39,7 +40,6 @@ from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, o
 from qshard.torch_bridge._numerics import as_sharded
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks
-from qshard.torch_bridge._quantized.scaling_state import plain_name
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 from qshard.torch_bridge._torch_internals import backward_id
 

@@ -18,6 +18,7 @@ from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_weight_for
 from qshard.torch_bridge._delayed_scaling import DelayedScale, keep_amaxes
 from qshard.torch_bridge._distributed.activation_group import ActivationGroup
 from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._distributed.scaling_state import load_state_if_present
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, first_rank
 from qshard.torch_bridge._fsdp.functional import is_converted, warn_of_late_quantization
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
@@ -28,7 +29,6 @@ from qshard.torch_bridge._nn.operands import ROLES
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._quantized.device_moves import Move, changes
-from qshard.torch_bridge._quantized.scaling_state import load_state_if_present
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
 from qshard.torch_bridge._torch_internals import hooks_of, put_hooks
