@@ -62,7 +62,7 @@ def test_both_examples_log_the_same_weights(tmp_path):
         ("torch", ["--formats", "fp8", "--weights", "zero"]),
         ("torch", ["--formats", "fp8", "--mesh", "fsdp,tp", "--ranks", "4"]),
         ("jax", ["--formats", "delayed", "--mode", "explicit", "--weights", "primary"]),
-        ("jax", ["--formats", "fp8", "--mode", "auto", "--mesh", "fsdp,tp"]),
+        ("jax", ["--formats", "fp8", "--mode", "auto", "--mesh", "fsdp,tp", "--ranks", "4"]),
         ("jax", ["--formats", "bf16,mxfp4"]),
     ],
     ids=str,
