@@ -13,7 +13,7 @@ import re
 from report_readme import README_BLOCKS
 from report_steps import STEP_SECTIONS, scaling_section
 from rows import RESULTS
-from tables import Rows, Tables, number, origin, read, table
+from tables import Rows, Tables, number, origin, read, replace_block, table
 from targets import CPU_TIMES_FASTER, TARGETS, Row, Target, training_bound, what_of
 
 ROOT = RESULTS.parent.parent
@@ -248,14 +248,8 @@ def threads(rows: Rows) -> str:
 def readme(text: str, tables: Tables) -> str:
     """Return README.md with its blocks replaced."""
     for block, (needed, write) in README_BLOCKS.items():
-        if not all(name in tables for name in needed):
-            continue
-        begin, end = f"<!-- rows: {block} -->", "<!-- end -->"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not found or not closed:
-            raise SystemExit(f"report: README.md has no {begin} ... {end}; add it where the numbers belong")
-        text = f"{before}{begin}\n{write(tables)}\n{end}{after}"
+        if all(name in tables for name in needed):
+            text = replace_block(text, "README.md", block, write(tables))
     return text
 
 

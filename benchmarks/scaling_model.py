@@ -101,7 +101,7 @@ def step_megabytes(kind: str, shape: Shape) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Anchor:
-    """A measured step, whose compute time and memory predict other numbers of GPUs and other shapes.
+    """A measured step. Its compute time and memory predict other numbers of GPUs and other shapes.
 
     Attributes:
       kind: the kind of `bench_step_torch.py`.

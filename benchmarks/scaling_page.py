@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from model_shapes import SHAPES, Shape
 from rows import RESULTS
 from scaling_model import GIB, RECIPES, Anchor, Links, predict, step_megabytes, wire
-from tables import Tables, read, table
+from tables import Tables, read, replace_block, table
 
 PAGE = RESULTS.parent.parent / "docs" / "dev" / "scaling.md"
 RANKS = (64, 512, 4096)
@@ -202,12 +202,7 @@ BLOCKS = {"scaling": scaling, "check": check, "bytes": wire_check, "large": larg
 def page(text: str, tables: Tables) -> str:
     """Return the page with its tables replaced."""
     for name, write_table in BLOCKS.items():
-        begin, end = f"<!-- rows: {name} -->", "<!-- end -->"
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not found or not closed:
-            raise SystemExit(f"scaling_model: {PAGE.name} has no {begin} ... {end}; add it where the table belongs")
-        text = f"{before}{begin}\n{write_table(tables)}\n{end}{after}"
+        text = replace_block(text, PAGE.name, name, write_table(tables))
     return text
 
 

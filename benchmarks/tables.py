@@ -25,6 +25,16 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
 
 
+def replace_block(text: str, page: str, block: str, made: str) -> str:
+    """Return the text of `page` with `made` between `<!-- rows: block -->` and `<!-- end -->`."""
+    begin, end = f"<!-- rows: {block} -->", "<!-- end -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise SystemExit(f"{page} has no {begin} ... {end}; add it where the numbers belong")
+    return f"{before}{begin}\n{made}\n{end}{after}"
+
+
 def origin(rows: Rows) -> str:
     """Describe the origin of a file's rows: machine, versions, commit and date, and the rows of other commits."""
     first = rows[0]

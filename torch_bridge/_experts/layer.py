@@ -135,7 +135,7 @@ class GroupedLinear(nn.Module):
     @property
     def weights(self) -> list[Tensor]:
         """The weights of the local experts: one for each, or one for all."""
-        # Not `parameters()`: under FSDP1 weights are no parameters, but views of one.
+        # FSDP1 replaces parameters by views of one parameter, which `parameters()` leaves out.
         layers = [self.experts] if isinstance(self.experts, StackedExperts) else [*self.experts]
         return [cast(Tensor, layer.weight) for layer in layers]
 

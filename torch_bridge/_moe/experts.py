@@ -112,7 +112,7 @@ def parallelize_experts(model: nn.Module, ep_group: ExpertGroup) -> nn.Module:
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: there are no such experts, they are sharded already, or R does not divide their number.
+      ValueError: the model lacks such experts, they are sharded already, or R does not divide their number.
 
     >>> parallelize_experts(nn.Linear(32, 32), None)  # doctest: +ELLIPSIS
     Traceback (most recent call last):

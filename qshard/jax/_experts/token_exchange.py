@@ -4,10 +4,10 @@
     received rows   rows of all R devices for the E / R experts of this device: device 0's first, each sorted by expert
 
 Shapes are static, so received rows are the first rows of a buffer of `capacity` rows. `all_to_all` sends equal numbers
-of rows to all devices: first the mean, then smaller parts until the longest chunk has arrived. So a step takes as long
-as its longest chunk, and any imbalance fits. `jax.lax.ragged_all_to_all` sends only rows in use, but XLA has it neither
-for CPUs nor fast for GPUs of one host: it copies with a kernel of its own at some 2 % of NVLink's bandwidth, and jaxlib
-0.11 refuses the way through NCCL (openxla/xla#33386).
+of rows to all devices: first the mean, then smaller parts until the longest chunk has arrived. So the exchange takes as
+long as its longest chunk, and any imbalance fits. `jax.lax.ragged_all_to_all` would send only rows in use. XLA lacks it
+for CPUs. On the GPUs of one host XLA copies with a kernel of its own, at some 2 % of NVLink's bandwidth
+(openxla/xla#33386), and jaxlib 0.11 refuses to use NCCL instead.
 """
 
 from __future__ import annotations
