@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import time
 
 import torch
 from torch import nn
@@ -118,6 +119,7 @@ def assert_gathers_the_whole(model, values=None, scales=None):
 
 def resident() -> int:
     """Return the bytes of all tensors of this process."""
+    time.sleep(0.02)  # A thread of gloo needs the GIL to drop the tensors of a collective that has ended.
     while gc.collect():  # Objects that tensors refer to are freed one collection later.
         pass
     plain = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta]
