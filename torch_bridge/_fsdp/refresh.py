@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from qshard._core.flat_shards import Bucket
 from qshard._core.quantize_steps import Plane, Scales
-from qshard.torch_bridge._delayed_scaling import join_scalars, split_scalars, update_delayed
+from qshard.torch_bridge._delayed_scaling import delayed_scales, update_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import merge_plan
 from qshard.torch_bridge._fsdp.scale_state import (
@@ -183,35 +183,24 @@ def _refresh(weights: Sequence[WeightShard], pass_id: object) -> None:
         check_ranks_agree(weights)
     for delayed in (False, True):
         if chosen := [weight for weight in weights if (weight.state.delayed is not None) is delayed]:
-            scales = delayed_scales(chosen) if delayed else current_scales(chosen)
+            scales = stored_scales(chosen) if delayed else current_scales(chosen)
             Refresh([weight.state for weight in chosen], scales, pass_id)
 
 
-def delayed_scales(weights: Sequence[WeightShard]) -> list[Scales]:
-    """Return copies of delayed scales, so that an update during a pass affects only the next pass.
+def stored_scales(weights: Sequence[WeightShard]) -> list[Scales]:
+    """Return delayed scales, with one max-reduction for all weights that have none yet."""
 
-    Weights without a scale get one from their amaxes, with one max-reduction for all of them.
-    """
-    states = [state.delayed for state, _, _ in weights if state.delayed is not None]
-    buffers = [buffer for delayed in states for buffer in (delayed.scale, delayed.scale_inv)]
-    copies = split_scalars(join_scalars(buffers), buffers)
-    scales = [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
-    if new := [i for i, delayed in enumerate(states) if not delayed.knows_scale()]:
-        flat, amaxes = _reduced_amaxes([weights[i] for i in new])
-        for bucket in flat.plan.buckets:
-            of_weights = bucket.split(*bucket.part(amaxes))
-            for i, (amax, _) in zip(bucket.indices, of_weights, strict=True):
-                scales[new[i]] = Scales(*states[new[i]].scales_under(amax))
-    return scales
+    def whole_amaxes(indices: list[int]) -> list[Tensor]:
+        flat, amaxes = _reduced_amaxes([weights[i] for i in indices])
+        return [grid for grid, _ in flat.plan.split_amaxes(amaxes)]
+
+    return delayed_scales([state.delayed for state, _, _ in weights if state.delayed is not None], whole_amaxes)
 
 
 def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
     """Compute the scales of the current values, with one max-reduction."""
     flat, amaxes = _reduced_amaxes(weights)
-    found: dict[int, Scales] = {}
-    for bucket, of_bucket in zip(flat.plan.buckets, flat.scales(amaxes), strict=True):
-        found.update(zip(bucket.indices, _split_scales(bucket, of_bucket), strict=True))
-    return [found[i] for i in range(len(weights))]
+    return flat.plan.by_weight(map(_split_scales, flat.plan.buckets, flat.scales(amaxes)))
 
 
 def _reduced_amaxes(weights: Sequence[WeightShard]) -> tuple[FlatPlan, Tensor]:
@@ -233,7 +222,7 @@ def _reduced_amaxes(weights: Sequence[WeightShard]) -> tuple[FlatPlan, Tensor]:
 
 
 def _split_scales(bucket: Bucket, scales: Scales) -> Iterator[Scales]:
-    """Split the scales of a bucket by weight: `Bucket.split_scales`, with fewer torch calls."""
+    """Split the scales of a bucket by weight, as `Bucket.split` does, with fewer torch calls."""
     grids = [where.scale_shape for where in bucket.planes]
     parts = [_split(scales.scale, grids), _split(scales.scale_inv, grids)]
     if scales.global_scale_inv is not None:
@@ -258,10 +247,9 @@ def _amaxes_on(device: torch.device, weights: Sequence[WeightShard], plans: tupl
         ]
     )
     if any(plan.box for plan in plans):
-        for bucket in flat.plan.buckets:
-            for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.part(amaxes)), strict=True):
-                if weights[i].shard.device == device:
-                    plans[i].write_box_amaxes(weights[i].shard, grid, whole)
+        for (_, shard, plan), of_weight in zip(weights, flat.plan.split_amaxes(amaxes), strict=True):
+            if shard.device == device:
+                plan.write_box_amaxes(shard, *of_weight)
     return amaxes
 
 

@@ -119,10 +119,7 @@ class CastPlan:
         ranks. Blocks outside of the slice have 0. `starts` come from `words`.
         """
         found = flat_shards.amaxes(self.ops, self.plan, masters, starts)
-        of_planes: dict[int, Tensor] = {}
-        for bucket in self.plan.buckets:
-            of_planes.update(zip(bucket.indices, (grid for grid, _ in bucket.split(*bucket.part(found))), strict=True))
-        return [of_planes[i] for i in range(len(self.owners))]
+        return [grid for grid, _ in self.plan.split_amaxes(found)]
 
     def cast(
         self,

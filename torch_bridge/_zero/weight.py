@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from qshard._core.flat_shards import piece_bytes
-from qshard._core.quantize_steps import Scales
 from qshard.formats import Format
 from qshard.layout import splits_stack
 from qshard.recipes import Role
-from qshard.torch_bridge._delayed_scaling import DelayedScale, join_scalars, split_scalars
+from qshard.torch_bridge._delayed_scaling import DelayedScale, delayed_scales, join_scalars, split_scalars
 from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
@@ -233,12 +232,13 @@ class SliceCast:
     def cast(self, group: dist.ProcessGroup | None) -> None:
         """Cast all slices, with one max-reduction of amaxes if scales must be computed."""
         if self.delayed:
-            scales = [Scales(state.scale, state.scale_inv) for state in self.delayed]
-            known = [state.knows_scale() for state in self.delayed]
-            if not all(known):
+
+            def whole_amaxes(indices: list[int]) -> list[Tensor]:
                 own = self._amaxes()
                 whole = split_scalars(max_over_ranks(join_scalars(own), group), own)
-                scales = [Scales(*state.scales_under(a)) for state, a in zip(self.delayed, whole, strict=True)]
+                return [whole[i] for i in indices]
+
+            scales = delayed_scales(self.delayed, whole_amaxes)
             self._plan.cast(self._pieces, self._masters, self._starts, scales)
         elif self._pieces:
             cast_master(self._pieces, self._masters, self._starts, group, parity=self._parity, plan=self._plan)
