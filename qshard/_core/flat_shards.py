@@ -171,8 +171,8 @@ class MasterPlan:
 class FlatSlice:
     """The local flat slice of one weight, without its values: a key in the cache of plans.
 
-    `start` is the index in the weight of the first element of the slice. `is_stack` is an entry of `stacks` of
-    `plan_master`.
+    `start` is the index in the weight of the first element of the slice. `is_stack` and `rounded_to` are entries of
+    `stacks` and `rounded_to` of `plan_master`.
     """
 
     shape: Shape
@@ -180,10 +180,11 @@ class FlatSlice:
     dtype: str
     start: int = 0
     is_stack: bool = False
+    rounded_to: str | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.shape, self.fmt, self.dtype, self.start, self.is_stack))
+        return hash((self.shape, self.fmt, self.dtype, self.start, self.is_stack, self.rounded_to))
 
     def __hash__(self) -> int:  # cached, because front ends look up plans in every step
         return self._hash

@@ -205,7 +205,10 @@ class CodeGather:
         grids = [] if amaxes is None else [grid for grid, _ in self._flat.plan.split_amaxes(amaxes)]
         each = delayed_scales(step.delayed, lambda new: [grids[i] for i in new])
         of_buckets = [[each[i] for i in bucket.indices] for bucket in self._flat.plan.buckets]
-        return [Scales(*(join_scalars([s[part] for s in scales]) for part in (0, 1))) for scales in of_buckets]
+        return [
+            Scales(join_scalars([s.scale for s in scales]), join_scalars([s.scale_inv for s in scales]))
+            for scales in of_buckets
+        ]
 
     def planes(self, step: Codes) -> list[Plane]:
         """Return the rowwise planes of the whole weights, once they are gathered."""

@@ -8,7 +8,6 @@ that should hide them. So the first hook of a group also casts the other weights
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from qshard._core.flat_shards import Bucket
 from qshard._core.quantize_steps import Plane, Scales
 from qshard.torch_bridge._delayed_scaling import delayed_scales, update_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
@@ -200,7 +198,7 @@ def stored_scales(weights: Sequence[WeightShard]) -> list[Scales]:
 def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
     """Compute the scales of the current values, with one max-reduction."""
     flat, amaxes = _reduced_amaxes(weights)
-    return flat.plan.by_weight(map(_split_scales, flat.plan.buckets, flat.scales(amaxes)))
+    return flat.split_scales(flat.scales(amaxes))
 
 
 def _reduced_amaxes(weights: Sequence[WeightShard]) -> tuple[FlatPlan, Tensor]:
@@ -219,22 +217,6 @@ def _reduced_amaxes(weights: Sequence[WeightShard]) -> tuple[FlatPlan, Tensor]:
     # Expert parallelism shards a stack between experts, which have their own scales.
     merge_plan([None if plan.is_stack else state.part for state, _, plan in weights], flat.plan, amaxes)
     return flat, amaxes
-
-
-def _split_scales(bucket: Bucket, scales: Scales) -> Iterator[Scales]:
-    """Split the scales of a bucket by weight, as `Bucket.split` does, with fewer torch calls."""
-    grids = [where.scale_shape for where in bucket.planes]
-    parts = [_split(scales.scale, grids), _split(scales.scale_inv, grids)]
-    if scales.global_scale_inv is not None:
-        parts.append(_split(scales.global_scale_inv, [where.global_scale_shape or () for where in bucket.planes]))
-    return (Scales(*each) for each in zip(*parts, strict=True))
-
-
-def _split(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
-    if not any(shapes):
-        return numbers.unbind()
-    sizes = [math.prod(shape) for shape in shapes]
-    return [part.view(shape) for part, shape in zip(numbers.split(sizes), shapes, strict=True)]
 
 
 def _amaxes_on(device: torch.device, weights: Sequence[WeightShard], plans: tuple[ShardPlan, ...]) -> Tensor:
@@ -284,8 +266,7 @@ def cast_shards(weights: Sequence[WeightShard], buffers: Sequence[Tensor]) -> No
         of_device = [(w, buffer) for w, buffer in zip(weights, buffers, strict=True) if w.shard.device == device]
         if slices := [(weight, buffer) for weight, buffer in of_device if weight.plan.box is None]:
             flat = flat_plan(tuple(weight.plan.slice for weight, _ in slices), device)
-            scales = [weight.staged.scale for weight, _ in slices]
-            of_buckets = [_concatenate([scales[i] for i in bucket.indices]).to(device) for bucket in flat.plan.buckets]
+            of_buckets = [each.to(device) for each in flat.join_scales([w.staged.scale for w, _ in slices])]
             flat.cast([buffer for _, buffer in slices], [w.shard for w, _ in slices], of_buckets, pieces=True)
         for weight, buffer in of_device:
             if weight.plan.box is not None:
@@ -331,19 +312,6 @@ def _group_of(state: ScaleState) -> Any:
         if state.group is None:  # For example in an unpickled model before `update_scales(model)`.
             state.group = lambda: None
     return state.group()
-
-
-def _concatenate(scales: Sequence[Tensor]) -> Tensor:
-    """Concatenate scales, without a copy if they are adjacent in memory, as a refresh returns them."""
-    first, last, end, count = scales[0], scales[-1], scales[0].data_ptr(), 0
-    same_storage = last is first or first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    for scale in scales:
-        if not same_storage or scale.data_ptr() != end:
-            return torch.cat([scale.view(-1) for scale in scales])
-        end += scale.nbytes
-        count += scale.numel()
-    whole: Tensor = first.as_strided((count,), (1,))
-    return whole
 
 
 def _padded_codes(weight: WeightShard) -> Tensor:
