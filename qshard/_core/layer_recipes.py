@@ -31,8 +31,8 @@ class Rules:
     """Recipes by pattern of layer names.
 
     A pattern is a shell pattern for the whole name of a layer, as in `fnmatch`. `*` also matches dots, so "*.experts.*"
-    matches "layers.0.experts.3.up". A slice selects numbered blocks: "layers[-2:].*" matches every layer of the last two
-    blocks, and "layers[-15%:].*" every layer of the last 15 % of blocks, rounded up.
+    matches "layers.0.experts.3.up". A slice selects numbered blocks: "layers[-2:].*" matches every layer of the last
+    two blocks, and "layers[-15%:].*" every layer of the last 15 % of blocks, rounded up.
 
     Attributes:
       recipes: recipe of each pattern, in order of precedence.
