@@ -20,8 +20,9 @@ from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge._modules import extend_class
 from qshard.torch_bridge._nn.fused_modules import FusedRMSNorm, RMSNorm
-from qshard.torch_bridge._nn.linear import Linear, WeightLayer, check_not_sealed, replace_parameter, wrap_weight
+from qshard.torch_bridge._nn.linear import Linear, WeightLayer
 from qshard.torch_bridge._nn.module_calls import follow_calls
+from qshard.torch_bridge._nn.weight_module import check_not_sealed, replace_parameter, wrap_weight
 from qshard.torch_bridge._quantized.device_moves import guard_moves
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
 
