@@ -17,7 +17,7 @@ from qshard.torch_bridge._convert.fusion import fuse_module
 from qshard.torch_bridge._convert.survey import Candidate, Conv1D, conv1d_class, survey
 from qshard.torch_bridge._distributed.fsdp1 import wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
+from qshard.torch_bridge._losses.heads import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge._modules import extend_class
 from qshard.torch_bridge._nn.fused_modules import FusedRMSNorm, RMSNorm
 from qshard.torch_bridge._nn.linear import Linear, WeightLayer
