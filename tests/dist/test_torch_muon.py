@@ -66,12 +66,15 @@ def assert_same_bits(model, optimizer, alone, its_optimizer):
             assert torch.equal(full(states[key]), its_states[key]), (name, key)
 
 
+KINDS = {
+    "float32": (torch.float32, {}),
+    "bfloat16": (torch.bfloat16, {"adjust_lr_fn": "match_rms_adamw"}),
+    "masters": (torch.bfloat16, {"master_weights": "float32", "nesterov": False}),
+}
+
+
 @on_ranks(1, 2, 3, 4, (2, 2))
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [(torch.float32, {}), (torch.bfloat16, {"master_weights": "float32", "nesterov": False})],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=KINDS)
 def test_bits_do_not_depend_on_ranks(dtype, options):
     """Uneven and empty shards, stacks, and parameters of AdamW; a 2-D mesh has replicas."""
     model, alone = Parameters(dtype), Parameters(dtype)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard._core.muon import Bucket, Piece
+from qshard._core.optimizers.muon_plan import Bucket, Piece
 
 _Messages = Sequence[Sequence[Piece]]  # Pieces for each rank.
 
@@ -97,9 +97,15 @@ class MatrixExchange:
             return Sending(buffer, None)
         sizes = [sum(piece.size for piece in message) for message in received]
         output = buffer.new_empty(sum(sizes))
-        as_bytes = output.view(torch.uint8), buffer.view(torch.uint8)  # For gloo.
-        splits = [[2 * size for size in each] for each in (sizes, sent)]
-        return Sending(output, dist.all_to_all_single(*as_bytes, *splits, group=self._group, async_op=True))
+        work = dist.all_to_all_single(
+            output.view(torch.uint8),  # Bytes, for gloo.
+            buffer.view(torch.uint8),
+            [2 * size for size in sizes],
+            [2 * size for size in sent],
+            group=self._group,
+            async_op=True,
+        )
+        return Sending(output, work)
 
 
 def _split(buffer: Tensor, messages: _Messages) -> list[tuple[Piece, Tensor]]:

@@ -12,17 +12,16 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from qshard._core import muon as core
+from qshard._core.optimizers import muon as core
+from qshard._core.optimizers.muon_plan import plan_buckets
 from qshard._core.placement import Box
-from qshard._core.validation import quote
+from qshard._core.validation import join_names, quote
 from qshard.torch_bridge._distributed.dtensor import local_of, local_part, wrapped_like
-from qshard.torch_bridge._fsdp.weight import memory_of
+from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._optim.adam import Adam
 from qshard.torch_bridge._optim.matrix_exchange import MatrixExchange, Sending
-from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_group
-from qshard.torch_bridge._zero.placeholders import Placeholder
 
 _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "exp_avg_dtype", "exp_avg_sq_dtype")
 
@@ -37,8 +36,8 @@ class Muon(Adam):
 
     `|U|` is the Frobenius norm, and a matrix with more rows than columns is transposed before and after. `scale` is
     `sqrt(max(1, rows / columns))` for `adjust_lr_fn="original"`, and `0.2 sqrt(max(rows, columns))` for
-    "match_rms_adamw". The arguments up to `adjust_lr_fn` are those of `torch.optim.Muon`, and so are operations and
-    bits.
+    "match_rms_adamw". Arguments up to `adjust_lr_fn`, and the bits of float32 parameters, are as in `torch.optim.Muon`.
+    Arithmetic outside Newton-Schulz is float32: values in 16 bits are rounded once a step.
 
     Args:
       params: named parameters, `model.named_parameters()`, or groups of them with settings of their own. A group may
@@ -64,13 +63,13 @@ class Muon(Adam):
       TypeError: parameters have no names, or a setting or a parameter has a wrong type.
       ValueError: a setting is out of range, a rule fits no parameter, or in `step`, ranks have different parameters or
         gradients.
-      NotImplementedError: parameters of FSDP1 or of a `ZeroOptimizer`.
+      NotImplementedError: the parameters belong to FSDP1 or a `ZeroOptimizer`.
 
     Each matrix has one owner among the ranks of its mesh. Ranks send it their parts of U in bfloat16, it runs
     Newton-Schulz once, and it returns to each rank its part of X: two all-to-alls for a bucket of matrices, while
     another bucket is computed. Owners have about equal work. Matrices of a stack `[E, N, K]` are orthogonalized in
-    batches of 8. What a matrix is multiplied with does not depend on ranks, so parameters have the same bits for every
-    number of ranks and every sharding, if the ranks have equal devices, libraries and numbers of threads.
+    batches of 8. Products do not depend on ranks, so parameters have the same bits for every number of ranks and every
+    sharding, if the ranks have equal devices, libraries and numbers of threads.
 
     The state of a matrix is `momentum_buffer`, in the dtype of its values, and `master` if there is one; other
     parameters have the state of `AdamW`. State dicts load on any number of ranks. Primary weights are cast again in
@@ -112,7 +111,9 @@ class Muon(Adam):
         self._rules = {} if rules is None else rules
         self._adamw = {"betas": (0.9, 0.999), "eps": 1e-8, **(adamw or {})}
         if unknown := [name for name in self._adamw if name not in _ADAMW_OPTIONS]:
-            raise TypeError(f"{self._op}: adamw[{unknown[0]!r}] is not a setting; pass some of {_ADAMW_OPTIONS}")
+            raise TypeError(
+                f"{self._op}: adamw[{unknown[0]!r}] is not a setting of AdamW; pass {join_names(_ADAMW_OPTIONS)}"
+            )
         self._group = group
         self._mesh_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._plan: _Plan | None = None
@@ -220,9 +221,8 @@ class Muon(Adam):
         """Return a group of these global ranks, which all call this: a mesh of several axes has none of its own."""
         if len(ranks) < 2:
             return None
-        everyone: Any = dist.group.WORLD
         if len(ranks) == dist.get_world_size():
-            return everyone
+            return dist.group.WORLD
         if ranks not in self._mesh_groups:
             self._mesh_groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
         return self._mesh_groups[ranks]
@@ -238,14 +238,14 @@ class _Matrix(NamedTuple):
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """What ranks must agree on."""
+        """The description and settings that ranks must agree on."""
         names = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "master_weights")
         given = "with" if self.parameter.grad is not None else "without"
         what = f"{self.name} {tuple(self.parameter.shape)} ({dtype_name(self.parameter.dtype)}) {given} a gradient"
         return what, *(self.group[name] for name in names)
 
     def values(self) -> Tensor:
-        """Return the local values to update: the shard, or its float32 master. Creates missing states."""
+        """Return the local values to update: the shard, or its float32 master. Create missing states."""
         memory, state = memory_of(self.parameter), self.states[self.parameter]
         if memory.dtype != torch.float32 and self.group["master_weights"] is not None and "master" not in state:
             state["master"] = wrapped_like(self.parameter, memory.float())
@@ -256,25 +256,30 @@ class _Matrix(NamedTuple):
 
     def momentum(self, grad_scale: Tensor | float) -> Tensor:
         """Update the momentum of the local shard, and return what Newton-Schulz takes."""
-        values, grad, group = self.values(), self.parameter.grad, self.group
+        grad, group = self.parameter.grad, self.group
         assert grad is not None
         if grad.is_sparse:
             raise NotImplementedError(f"Muon: grad (sparse) of {self.name} is not dense; call .to_dense() on it")
-        local = memory_of(grad).to(values.dtype)
+        local = memory_of(grad).float()
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
             local = local * grad_scale
+        self.values()  # Creates the state.
         buffer = memory_of(self.states[self.parameter]["momentum_buffer"])
-        buffer.lerp_(local, 1 - group["momentum"])
-        return local.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        wide = buffer.float()  # Itself in float32. In 16 bits, loops of torch round as elements are aligned.
+        wide.lerp_(local, 1 - group["momentum"])
+        buffer.copy_(wide)
+        return local.lerp(wide, group["momentum"]) if group["nesterov"] else wide
 
     def apply(self, update: Tensor) -> None:
         """Update the local shard by its part of the orthogonalized matrix."""
-        group, values = self.group, self.values()
+        group, memory, values = self.group, memory_of(self.parameter), self.values()
         scale = core.update_scale("Muon", group["adjust_lr_fn"], *self.parameter.shape[-2:])
         lr = float(group["lr"])
-        values.mul_(1 - lr * group["weight_decay"])
-        values.add_(update, alpha=-lr * scale)
-        if (memory := memory_of(self.parameter)).dtype != values.dtype:
+        wide = values.float()
+        wide.mul_(1 - lr * group["weight_decay"])
+        wide.add_(update, alpha=-lr * scale)
+        values.copy_(wide)
+        if values is not memory:
             memory.copy_(values)
 
 
@@ -349,7 +354,7 @@ def _plan(op: str, group: dist.ProcessGroup | None, matrices: Sequence[_Matrix])
     if not chosen:
         return []
     device = _device_of(matrices[0].parameter)
-    buckets = core.plan_buckets([[of_rank[i] for _, of_rank in everyone] for i in chosen])
+    buckets = plan_buckets([[of_rank[i] for _, of_rank in everyone] for i in chosen])
     return [_Run([matrices[i] for i in chosen], [MatrixExchange(bucket, group, device) for bucket in buckets])]
 
 
@@ -384,7 +389,7 @@ def _ranks_of(parameter: Tensor, group: dist.ProcessGroup | None) -> tuple[int, 
 
 
 def _named_groups(op: str, params: Any) -> list[dict[str, Any]]:
-    """Return groups of parameters as dicts whose "params" are pairs of a name, or None, and a parameter."""
+    """Return parameter groups with pairs of a name, or None, and a parameter."""
     if isinstance(params, Tensor):
         raise TypeError(f"{op}: params ({quote(params)}) is one tensor; pass model.named_parameters()")
     groups = list(params)
@@ -402,12 +407,14 @@ def _check_parameter(op: str, name: str | None, parameter: Any) -> None:
     """Raise if a parameter is not a tensor, or belongs to a wrapper that has whole matrices nowhere."""
     if not isinstance(parameter, Tensor):
         raise TypeError(f"{op}: parameter {name or ''} ({quote(parameter)}) is not a tensor; pass nn.Parameters")
-    of_fsdp1 = isinstance(parameter, FlatParameter) or "_fsdp_wrapped_module" in (name or "")
-    if of_fsdp1 or isinstance(local_of(parameter), QuantizedTensor | Placeholder):
-        wrapper = "FullyShardedDataParallel" if of_fsdp1 else "a ZeroOptimizer, or frozen,"
+    local = local_of(parameter)
+    is_fsdp1 = isinstance(local, FlatParameter) or "_fsdp_wrapped_module" in (name or "")
+    has_values = type(local).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(local, ShardedWeight)
+    if is_fsdp1 or not has_values:
+        kind = "FullyShardedDataParallel" if is_fsdp1 else type(local).__name__
         raise NotImplementedError(
-            f"{op}: {name or 'a parameter'} is a parameter of {wrapper} and not a whole or sharded matrix of values; "
-            "shard the model by fully_shard"
+            f"{op}: {name or 'a parameter'} ({kind}) is not a whole or sharded matrix of values; shard the model by "
+            "fully_shard, not by FullyShardedDataParallel or ZeroOptimizer"
         )
     if isinstance(parameter, DTensor) and any(placement.is_partial() for placement in parameter.placements):
         raise ValueError(f"{op}: {name or 'a parameter'} ({parameter.placements}) is a partial sum; redistribute it")
