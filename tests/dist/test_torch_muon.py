@@ -1,6 +1,7 @@
 """`qshard.torch_bridge.Muon` on shards: the bits of one process for every number of ranks and every sharding."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import Muon, convert
+from qshard.torch_bridge._optim import muon
 from support import torch_ranks
 from support.torch_models import Wire, assert_gathers_the_whole, batch, model_of, shard
 from support.torch_ranks import on_ranks, run
@@ -24,9 +26,12 @@ SHAPES = {
     "tall": (37, 12),
     "few_rows": (3, 16),
     "stack": (10, 12, 8),
-    "head.weight": (20, 16),
+    "lm_head": (20, 16),
     "bias": (7,),
 }
+
+
+SHAPES_OF_MUON = ("wide", "tall", "few_rows", "stack")
 
 
 def gradient(i, shape, step):
@@ -49,7 +54,7 @@ class Parameters(nn.Module):
         super().__init__()
         for i, (name, shape) in enumerate(SHAPES.items()):
             values = gradient(i, shape, -1).to(dtype)
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(values))
+            self.register_parameter(name, nn.Parameter(values))
 
 
 def full(tensor):
@@ -112,6 +117,24 @@ def test_parameters_on_several_meshes():
     optimizers = [Muon(each.named_parameters(), **OPTIONS) for each in (model, alone)]
     for each, optimizer in zip((model, alone), optimizers, strict=True):
         train(each, optimizer)
+    assert_same_bits(model, optimizers[0], alone, optimizers[1])
+
+
+@on_ranks(3)
+def test_buckets_overlap():
+    """Small buckets, so that messages of three run at a time: two all-to-alls a bucket, and the same bits."""
+    model, alone = Parameters(), Parameters()
+    fully_shard(model, mesh=torch_ranks.mesh())
+    optimizers = [Muon(each.named_parameters(), **OPTIONS) for each in (model, alone)]
+    plan_buckets, muon.plan_buckets = muon.plan_buckets, functools.partial(muon.plan_buckets, owned_elements=1)
+    try:
+        train(model, optimizers[0], range(2))
+    finally:
+        muon.plan_buckets = plan_buckets
+    with Wire() as wire:
+        train(model, optimizers[0], range(2, 3))
+    train(alone, optimizers[1])
+    assert [name for name, *_ in wire.calls if "scatter" not in name] == ["alltoall"] * 2 * len(SHAPES_OF_MUON)
     assert_same_bits(model, optimizers[0], alone, optimizers[1])
 
 

@@ -5,8 +5,8 @@ momentum, it orthogonalizes the matrix once, and sends each rank its part of the
 
     parts of units  ->  ONE all-to-all for a bucket  ->  Newton-Schulz on owners  ->  ONE all-to-all  ->  parts of units
 
-A unit is what an owner orthogonalizes with one call: a matrix, or some matrices of a stack `[E, N, K]`. Units do not
-depend on the number of ranks. So a unit has the same products, and the same bits, wherever it is computed.
+An owner orthogonalizes a unit with one call: a matrix, or some matrices of a stack `[E, N, K]`. Units do not depend on
+the number of ranks. So a unit has the same products, and the same bits, wherever it is computed.
 
 Sources: Jordan et al., https://kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982; owners of matrices and
 all-to-alls: Canzona, arXiv:2602.06079, and microsoft/dion.
@@ -74,7 +74,7 @@ class Piece(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Units that travel together.
+    """Units that are sent together.
 
     Attributes:
       parameters: indices of the parameters.
