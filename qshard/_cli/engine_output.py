@@ -71,13 +71,13 @@ def write_engine(out: Path, checkpoint: Checkpoint, engine: str, done: Conversio
         for name, shard in zip(names, shards, strict=True):
             tensors = {key: value for item in shard for key, value in item.tensors.items()}
             with (folder / name).open("w+b") as file:
-                writer = Writer(file, tensors, checkpoint.metadata | {"format": "pt"})
+                writer = Writer(file, folder / name, tensors, checkpoint.metadata | {"format": "pt"})
                 for item in shard:
                     update(f"{name}: {quote(item.entry.name)}", read)
                     for key, parts in _contents(item, done, seed):
                         writer.write(key, parts)
                     read += item.entry.nbytes
-                writer.check(folder / name)
+                writer.check()
         if len(shards) > 1:
             where = {
                 key: name for name, shard in zip(names, shards, strict=True) for item in shard for key in item.tensors
