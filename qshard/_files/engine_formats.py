@@ -141,7 +141,7 @@ class EngineTensor:
     rows: tuple[int, int] | None = None
 
     def contents(self, whole: Plane, xp: Any) -> Array:
-        """Return `encode` of the array of a rowwise plane, of which the tensor may have some rows."""
+        """Return `encode` of the array of a rowwise plane, or of its `rows`."""
         array = getattr(whole, self.part)
         return self.encode(array if self.rows is None else array[slice(*self.rows)], xp)
 
