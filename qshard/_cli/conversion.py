@@ -20,12 +20,14 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._cli.checkpoint import BITS, LENGTH, Checkpoint, Entry, File, matching, read_header
+from qshard._cli.checkpoint import BITS, Checkpoint, Entry, File, matching, read_header
 from qshard._cli.errors import Failure, Misuse, quote
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
 from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, text_of
+from qshard._files.engine_formats import STORED
+from qshard._files.reader import LENGTH
 from qshard._plans.fit import fold_kernel, refusal
 from qshard._plans.plan import NOT_PLANNED, Plan
 from qshard.formats import Format, Usage
@@ -34,7 +36,6 @@ from qshard.numerics import _kernels as kernels
 from qshard.numerics._display import progress_bar
 from qshard.numerics._reductions import as_float
 
-WORDS = {"uint8": "U8", "float32": "F32"}  # Safetensors dtypes of codes and scales
 OP = "qshard convert"
 
 LONGEST_HEADER = 100_000_000  # maximum bytes of a header that safetensors reads
@@ -219,7 +220,7 @@ def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict
         made = {each.name: (each.dtype, each.shape) for each in entry.tensors}
         if name in weights:
             arrays = weights[name].arrays(op=OP, name=name)
-            made = {key_of(name, part): (WORDS[dtype], shape) for part, (dtype, shape) in arrays.items()}
+            made = {key_of(name, part): (STORED[dtype], shape) for part, (dtype, shape) in arrays.items()}
         if twice := sorted(made.keys() & found.keys()):
             raise Misuse(f"{quote(twice[0])} is also the name of the codes of {quote(name)}; add --keep {quote(name)}")
         found |= made

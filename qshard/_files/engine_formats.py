@@ -40,6 +40,7 @@ from qshard.formats import E2M1, E4M3, E8M0, Usage
 from qshard.layout import Shape, matrix_shape, plane
 
 Array = Any
+STORED = {"uint8": "U8", "float32": "F32"}  # safetensors dtypes of the arrays of a plane
 FLOAT_MAX = float.fromhex("0x1.fffffep127")  # largest finite float32
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from qshard._core.serialization import Description
 from qshard._core.validation import closest, quote
-from qshard._files.engine_formats import ENGINE_FORMATS, EngineTensor, engine_tensors
+from qshard._files.engine_formats import ENGINE_FORMATS, STORED, EngineTensor, engine_tensors
 from qshard.formats import Usage
 from qshard.layout import PlaneLayout, plane
 
@@ -65,9 +65,8 @@ def stream_tensors(format: str, weight: EngineWeight, what: Description, op: str
     if weight.rows is not None:
         part, rows = _rows_of(what, where, weight, op)
     if format == QSHARD:
-        dtypes = {"float32": "F32", "uint8": "U8"}
         tensors = tuple(
-            EngineTensor(name=f".{key}", part=key.rpartition(".")[2], dtype=dtypes[dtype], shape=size, part_shape=size)
+            EngineTensor(name=f".{key}", part=key.rpartition(".")[2], dtype=STORED[dtype], shape=size, part_shape=size)
             for key, (dtype, size) in part.arrays().items()
         )
     else:
