@@ -64,9 +64,7 @@ def group() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of tables.")
-@click.option(
-    "--html", type=options.PATH, help="Also write an HTML page with a plot of the trade-off; needs matplotlib."
-)
+@click.option("--html", type=options.PATH, help="Also write an HTML page with a plot of the trade-off.")
 def report(
     checkpoint: Path,
     formats: tuple[str, ...],
