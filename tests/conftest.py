@@ -20,6 +20,7 @@ from hypothesis import settings
 from qshard.formats import Format
 from support.formats import OFTEN
 from support.fronts import FRONTS, Front
+from support.pairs import mark_repeated
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 OF_DOCS = ("_page", "_pages", "_site", "_readme")
@@ -96,6 +97,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         if item.path.stem.endswith(OF_DOCS):
             item.add_marker(pytest.mark.docs)
+    mark_repeated(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

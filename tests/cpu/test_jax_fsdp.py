@@ -115,6 +115,7 @@ def assert_codes_travel(compiled, recipe):
         assert [array for array in reduced if array.startswith("s32")] == ["s32[]"] * 3
 
 
+@pytest.mark.each_value
 @in_turn(kind=[AxisType.Auto, AxisType.Explicit])
 def test_step(recipe, turn, kind, request):
     """A step with 8 shards of 8 rows, which split all 2-D blocks; with scales of `compute_scales`, or its own."""
@@ -137,6 +138,7 @@ def test_step(recipe, turn, kind, request):
     assert_codes_travel(compiled, recipe)
 
 
+@pytest.mark.each_value
 @in_turn(check_vma=[True, False])
 def test_step_in_shard_map(recipe, turn, check_vma):
     mesh, cut = mesh_of(AxisType.Auto, fsdp=8), P("fsdp")
@@ -197,6 +199,7 @@ def test_vmap():
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize(
     ("sizes", "x", "w", "dy", "options"),

@@ -148,6 +148,7 @@ def test_models_go_through_safetensors(name, tmp_path):
     )
 
 
+@pytest.mark.each_value
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
 def test_columns_and_what_is_unsharded_now(name):

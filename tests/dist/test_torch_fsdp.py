@@ -68,7 +68,7 @@ def assert_parity(models, exact=True, **options):
             assert torch.equal(mine, other)
 
 
-@turns(2, trained={f"{name}-{i}": (name, way) for i, (name, way) in enumerate(TRAINED)}, world=WORLDS)
+@turns(1, trained={f"{name}-{i}": (name, way) for i, (name, way) in enumerate(TRAINED)}, world=WORLDS)
 @on_ranks()
 def test_training_is_that_of_one_process(trained):
     """Over 3 ranks the mean of equal gradients is not exact, so only the gathered codes are compared."""
@@ -110,6 +110,7 @@ def test_compiled_layers(world, name):
     torch_ranks.run(world, compiles_each_layer, recipe=nearest(GATHERED[name]))
 
 
+@pytest.mark.each_value
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize(
     ("clip", "fused", "dtype"),
@@ -137,7 +138,7 @@ def test_optimizers_and_clipping(clip, fused, dtype):
     assert_gathers_the_whole(model)
 
 
-@turns(2, recipe=GATHERED, world=[1, 2, 3, 4])
+@turns(1, recipe=GATHERED, world=[1, 2, 3, 4])
 @on_ranks()
 def test_what_travels_in_a_step(recipe):
     """Codes in forward and backward, a vector of amaxes before each, and gradients; biases are gathered as values."""

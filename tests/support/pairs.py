@@ -1,8 +1,12 @@
-"""Parameters of tests in two parts: a cover, which `make test` runs, and the rest of the product, which is slow."""
+"""Parameters of tests in two parts: a cover, which `make test` runs, and the rest of the product, which is slow.
+
+The marker `each_value` does the same to the cases of a test with any parametrizations (see `mark_repeated`).
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -60,6 +64,40 @@ def covering(lengths: Sequence[int]) -> set[tuple[int, ...]]:
         case = max(product, key=lambda case: len(left.intersection(_pairs_of(case))))
         left.difference_update(_pairs_of(case))
         cover.add(case)
+    return cover
+
+
+def mark_repeated(items: Iterable[pytest.Item]) -> None:
+    """Mark cases of tests with `each_value` as slow if other cases have each of their arguments' values.
+
+    Each front end has every value.
+    """
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("each_value") and not item.get_closest_marker("slow"):
+            arguments = {name: repr(value) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+            tests[item.nodeid.partition("[")[0], arguments.get("front")].append((item, arguments))
+    for cases in tests.values():
+        cover = covering_values([arguments for _, arguments in cases])
+        for i, (item, _) in enumerate(cases):
+            if i not in cover:
+                item.add_marker(pytest.mark.slow)
+
+
+def covering_values(cases: Sequence[Mapping[str, str]]) -> set[int]:
+    """Indices of cases that have every value of every argument.
+
+    The next has the most new values; among equals, its values are the ones that the cover has least often.
+    """
+    left = {value for case in cases for value in case.items()}
+    times: Counter[tuple[str, str]] = Counter()
+    cover = set()
+    while left:
+        ranks = [(-len(left & case.items()), sum(times[value] for value in case.items())) for case in cases]
+        first = ranks.index(min(ranks))
+        left -= cases[first].items()
+        times.update(cases[first].items())
+        cover.add(first)
     return cover
 
 
