@@ -18,9 +18,10 @@ import pytest
 from hypothesis import settings
 
 from qshard.formats import Format
-from support.formats import OFTEN
+from support.formats import OFTEN, RARE_MIXES
 from support.fronts import FRONTS, Front
 from support.pairs import mark_repeated
+from support.torch_ranks import SELDOM
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 OF_DOCS = ("_page", "_pages", "_site", "_readme")
@@ -90,8 +91,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        front, fmt = params.get("front"), params.get("fmt")
-        if front == ("jax", "cpu") and isinstance(fmt, Format) and fmt not in OFTEN:
+        fmt, recipe = params.get("fmt"), params.get("recipe")
+        is_rare = (isinstance(fmt, Format) and fmt not in OFTEN) or recipe in RARE_MIXES.values()
+        if is_rare and params.get("front") == ("jax", "cpu"):
             item.add_marker(pytest.mark.slow)
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
@@ -116,8 +118,9 @@ def absent(config: pytest.Config, what: str) -> None:
 def frozen_heap() -> None:
     """Exempt the objects of earlier modules, gigabytes of JAX programs, from garbage collection.
 
-    Checks for leaked tracers and counts of tensors collect all garbage many times.
+    Checks for leaked tracers and counts of tensors collect all garbage many times. By itself, Python collects seldom.
     """
+    gc.set_threshold(*SELDOM)
     gc.collect()
     gc.freeze()
 

@@ -34,7 +34,7 @@ from support.torch_models import (
     sizes_for,
     whole,
 )
-from support.torch_ranks import on_ranks
+from support.torch_ranks import on_ranks, rarely
 from support.weight_path import path_of
 
 # bias, reshard_after_forward, micro-batches, foreach
@@ -190,7 +190,7 @@ def test_delayed_scales_are_those_of_all_ranks():
         assert_gathers_the_whole(model, values, [FRONT.numpy(layer.delayed["weight"].scale) for layer in model])
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 3, *rarely(2, 4))
 def test_one_reduction_a_pass():
     """Also after writes to weights; a manual gather outside a pass costs one reduction a weight."""
     model = current()

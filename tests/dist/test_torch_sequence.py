@@ -254,7 +254,7 @@ def test_rows_that_codes_cannot_be_cut_as(name, rows):
     assert torch.allclose(y.full_tensor(), one(x), rtol=1e-5, atol=1e-4)
 
 
-TRAINED = [(2, True, "CurrentScaling"), ((2, 2), False, "DelayedScaling")]
+TRAINED = [((2, 2), True, "DelayedScaling")]
 
 
 @pytest.mark.parametrize(

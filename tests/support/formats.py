@@ -112,6 +112,12 @@ MIXES = {
     for w, x, g in zip(*_SHIFTED, strict=True)
 }
 """Recipes in which every format has every role, and activations are rounded stochastically where they can be."""
+RARE_MIXES = {
+    name: recipe
+    for i, (name, recipe) in enumerate(MIXES.items())
+    if set(name.split(", ")) <= set(", ".join(list(MIXES)[:i]).split(", "))
+}
+"""Mixes whose formats the mixes before them have. They are slow under JAX, which compiles each."""
 STATELESS = {name: recipe for name, recipe in {**RECIPES, **MIXES}.items() if not recipe.state_shapes}
 STATEFUL = {name: recipe for name, recipe in RECIPES.items() if recipe.state_shapes}
 GATHERED = {name: recipe for name, recipe in RECIPES.items() if recipe.weight.gather_refusal is None}
