@@ -18,7 +18,7 @@ import pytest
 from hypothesis import settings
 
 from qshard.formats import Format
-from support.formats import OFTEN, RARE_MIXES
+from support.formats import OFTEN, RARE_MIXES, is_alike
 from support.fronts import FRONTS, Front
 from support.pairs import mark_repeated
 from support.torch_ranks import SELDOM
@@ -94,6 +94,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fmt, recipe = params.get("fmt"), params.get("recipe")
         is_rare = (isinstance(fmt, Format) and fmt not in OFTEN) or recipe in RARE_MIXES.values()
         if is_rare and params.get("front") == ("jax", "cpu"):
+            item.add_marker(pytest.mark.slow)
+        takes_seconds = item.path.match("dist/*") or item.path.stem.startswith("test_jax")
+        if takes_seconds and any(map(is_alike, params.values())):
             item.add_marker(pytest.mark.slow)
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)

@@ -9,13 +9,14 @@ PRODUCT = [dict(zip(AXES, values, strict=True)) for values in itertools.product(
 
 
 def test_a_cover_has_each_value_and_few_cases():
-    """Five cases have the five values of `c`, and those of the other arguments as evenly as they can."""
+    """Five cases have the five values of `c`, those of the others as evenly as they can, and many pairs."""
     cover = [PRODUCT[i] for i in covering_values(PRODUCT)]
     assert len(cover) == len(AXES["c"])
     for name, values in AXES.items():
         times = [sum(case[name] == value for case in cover) for value in values]
         assert max(times) - min(times) <= 1, name
         assert min(times) >= 1, name
+    assert len({(case["a"], case["b"]) for case in cover}) == 5
 
 
 def test_values_that_meet_in_one_case_alone():

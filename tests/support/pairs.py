@@ -32,8 +32,9 @@ def each_value(**axes: Axis) -> pytest.MarkDecorator:
       axes: as of `pairs`.
     """
     values = [_values(axis) for axis in axes.values()]
-    cover = {tuple(i % len(axis) for axis in values) for i in range(max(map(len, values)))}
-    return _parametrize(axes, values, cover)
+    product = list(itertools.product(*(range(len(axis)) for axis in values)))
+    cover = covering_values([dict(enumerate(case)) for case in product])
+    return _parametrize(axes, values, {product[i] for i in cover})
 
 
 def turns(each: int, full: Collection[Any] = (), /, **axes: Axis) -> pytest.MarkDecorator:
@@ -84,19 +85,26 @@ def mark_repeated(items: Iterable[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
-def covering_values(cases: Sequence[Mapping[str, str]]) -> set[int]:
+def covering_values(cases: Sequence[Mapping[Any, Any]]) -> set[int]:
     """Indices of cases that have every value of every argument.
 
-    The next has the most new values; among equals, its values are the ones that the cover has least often.
+    The next has the most new values; among equals, its values are the ones that the cover has least often, and then it
+    has the most new pairs of values.
     """
     left = {value for case in cases for value in case.items()}
-    times: Counter[tuple[str, str]] = Counter()
+    times: Counter[tuple[Any, Any]] = Counter()
+    met: set[tuple[Any, ...]] = set()
     cover = set()
+
+    def rank(case: Mapping[Any, Any]) -> tuple[int, ...]:
+        pairs = set(itertools.combinations(case.items(), 2))
+        return -len(left & case.items()), sum(times[value] for value in case.items()), -len(pairs - met)
+
     while left:
-        ranks = [(-len(left & case.items()), sum(times[value] for value in case.items())) for case in cases]
-        first = ranks.index(min(ranks))
+        first = min(range(len(cases)), key=lambda i: rank(cases[i]))
         left -= cases[first].items()
         times.update(cases[first].items())
+        met.update(itertools.combinations(cases[first].items(), 2))
         cover.add(first)
     return cover
 
