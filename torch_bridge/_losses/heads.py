@@ -26,6 +26,7 @@ class LinearCrossEntropy(nn.Linear):
       out_features: number of classes.
       loss: options of `linear_cross_entropy`, such as `z_loss`.
 
+    >>> import torch
     >>> head = LinearCrossEntropy(8, 16, z_loss=1e-4)
     >>> x = torch.ones(2, 3, 8)
     >>> head(x).shape, head(x, torch.zeros(2, 3, dtype=torch.int64)).shape
