@@ -11,25 +11,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qshard._core.quantize_steps import Plane
-from qshard._files.engine_stream import EngineWeight, StreamTensor
+from qshard._files.engine_formats import EngineTensor
+from qshard._files.engine_stream import EngineWeight
 from qshard.formats import Usage
 from qshard.torch_bridge._convert.export import quantized_weight
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._fsdp.weight import plain
+from qshard.torch_bridge._fsdp.code_gather import Amaxes, CodeGather, Codes, device_of, gather_ranks
+from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge._ops.collectives import Gathering
 from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.quantize import quantize
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
-from qshard.torch_bridge._weight_sync.code_gather import Amaxes, CodeGather, Codes, gather_ranks
-from qshard.torch_bridge._weight_sync.items import OP, Item, device_of, has_delayed_scale, rows_group_of, shard_of
+from qshard.torch_bridge._weight_sync.items import OP, Item, rows_group_of, shard_of
 
 
 class _StreamEntry(NamedTuple):
     """A tensor of the stream, and its name."""
 
     name: str
-    tensor: StreamTensor
+    tensor: EngineTensor
 
     def of(self, whole: Plane) -> tuple[str, Tensor]:
         contents: Tensor = self.tensor.contents(whole, torch)
@@ -82,14 +83,14 @@ class Bucket:
         of_ranks: Sequence[Sequence[EngineWeight]] = item.names.of_ranks
         if item.layout is not None:
             of_ranks = [item.of_expert(expert) for expert in range(item.experts)]
-        planned: dict[tuple[int, int] | None, tuple[StreamTensor, ...]] = {}
+        planned: dict[tuple[int, int] | None, tuple[EngineTensor, ...]] = {}
         found = []
         for weights in of_ranks:
             named = []
             for weight in weights:
                 if weight.rows not in planned:
                     planned[weight.rows] = item.tensors(format, weight)
-                named += [_StreamEntry(f"{weight.name}{each.suffix}", each) for each in planned[weight.rows]]
+                named += [_StreamEntry(f"{weight.name}{each.name}", each) for each in planned[weight.rows]]
             found.append(named)
         return found
 
@@ -176,7 +177,8 @@ def _values(item: Item, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
 def _whole_plane(item: Item, value: Tensor) -> Plane:
     """Return the rowwise plane of a weight that is not gathered as codes. Collective."""
     assert item.fmt is not None
-    if isinstance(local_of(value), QuantizedTensor) or has_delayed_scale(value, item.fmt):
+    local = local_of(value)
+    if isinstance(local, QuantizedTensor) or (isinstance(local, ShardedWeight) and local.scale_state.fmt == item.fmt):
         codes = quantized_weight(value)
         assert isinstance(codes, QuantizedTensor)
         return _rowwise(codes, item)
