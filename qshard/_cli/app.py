@@ -64,9 +64,7 @@ def group() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of tables.")
-@click.option(
-    "--html", type=options.PATH, help="Also write an HTML page with a plot of the trade-off; needs matplotlib."
-)
+@click.option("--html", type=options.PATH, help="Also write an HTML page with a plot of the trade-off.")
 def report(
     checkpoint: Path,
     formats: tuple[str, ...],
@@ -106,7 +104,7 @@ def report(
     from qshard.numerics._display import load
 
     if html is not None:
-        load("matplotlib", "qshard report --html", "matplotlib")
+        load("matplotlib", "qshard report --html", "'qshard[cli]'")
     opened = with_quantized(open_checkpoint(checkpoint))
     question = Question(formats=tuple(chosen), usage=options.USAGES[usage], draws=stochastic or 1, seed=seed)
     with contextlib.ExitStack() as stack:  # fails early if a file cannot be written

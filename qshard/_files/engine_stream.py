@@ -51,6 +51,7 @@ def stream_tensors(format: str, weight: EngineWeight, what: Description, op: str
         raise alike.
 
     >>> import numpy as np
+    >>> from qshard._core.quantize_steps import Plane
     >>> from qshard.formats import FP8_128x128
     >>> what = Description(format=FP8_128x128, shape=(256, 128), dtype="bfloat16", planes=(Usage.ROWWISE,))
     >>> w13 = Plane(np.zeros((256, 128), np.uint8), np.ones((2, 1), np.float32))
