@@ -68,7 +68,7 @@ def gathered_weight(
 
     >>> import torch.distributed as dist
     >>> from torch.distributed.device_mesh import init_device_mesh
-    >>> from torch.distributed.tensor import distribute_tensor
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
     >>> from qshard.torch_bridge import convert
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> layer = convert(torch.nn.Linear(32, 16), "CurrentScaling")
