@@ -44,9 +44,9 @@ class WholeAmax(NamedTuple):
 def whole_amax(weight: Tensor, values: Tensor, part: ShardSpec | None, fmt: Format) -> Tensor | None:
     """Return the amax `[]` of a whole weight whose local shard is `weight`, with the values `values`. Collective.
 
-    None if codes do not depend on it, or no other rank has a shard, or a compiler traces, which saves codes.
+    None if codes do not depend on it alone, or no other rank has a shard, or a compiler traces, which saves codes.
     """
-    if part is None or not _needs_amax(fmt) or is_compiling() or not part.axes():
+    if part is None or not fmt.has_one_amax or is_compiling() or not part.axes():
         return None
     state = weight.scale_state if isinstance(weight, ShardedWeight) else None
     untracked = values.is_inference() or is_capturing(values.device)
@@ -63,10 +63,6 @@ def whole_amax(weight: Tensor, values: Tensor, part: ShardSpec | None, fmt: Form
     return found.amax
 
 
-def _needs_amax(fmt: Format) -> bool:
-    return fmt.tensor_scaled and not (fmt.row_scaled or fmt.hadamard)
-
-
 def _weights_beside(state: ScaleState, part: ShardSpec, values: Tensor) -> list[tuple[ScaleState, Tensor]]:
     """Return the other weights of the model that are sharded over the same ranks, in the order of the model."""
     root, found = state.passes.root, {id(state): (state, values)}
@@ -75,7 +71,7 @@ def _weights_beside(state: ScaleState, part: ShardSpec, values: Tensor) -> list[
         if not isinstance(parameter, DTensor) or not isinstance(local, ShardedWeight) or local.is_meta:
             continue
         other = local.scale_state
-        if other.part is None or other.gathers or not _needs_amax(other.fmt):
+        if other.part is None or other.gathers or not other.fmt.has_one_amax:
             continue
         if local.device != values.device or local.shard.is_inference():
             continue
