@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from qshard._core.quantize_steps import Scales
 from qshard._core.validation import quote
 from qshard.recipes import RecipeLike, Role, as_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
@@ -247,6 +248,23 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     _start_readback([state for state in states if state._asked and state._made is None])
     for state in states:
         vars(state)["stepped"] = False
+
+
+def delayed_scales(
+    states: Sequence[DelayedScale], whole_amaxes: Callable[[list[int]], Sequence[Tensor]]
+) -> list[Scales]:
+    """Return copies of delayed scales of weights, so that an update during a pass affects only the next pass.
+
+    Weights without a scale get one from their amaxes: `whole_amaxes(indices)` returns the amaxes of these whole
+    weights. All ranks call it, or none.
+    """
+    buffers = [buffer for state in states for buffer in (state.scale, state.scale_inv)]
+    copies = split_scalars(join_scalars(buffers), buffers)
+    scales = [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
+    if new := [i for i, state in enumerate(states) if not state.knows_scale()]:
+        for i, amax in zip(new, whole_amaxes(new), strict=True):
+            scales[i] = Scales(*states[i].scales_under(amax.view(states[i].scale.shape)))
+    return scales
 
 
 def join_scalars(tensors: Sequence[Tensor], axes: int = 0) -> Tensor:

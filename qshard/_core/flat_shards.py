@@ -24,9 +24,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane, Scales
@@ -35,6 +35,7 @@ from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import PlaneLayout, Shape, matrix_shape, slice_plane
 
 Array = Any
+T = TypeVar("T")
 
 TILE_COLS = 128
 """Columns of a tile of slices, `kSliceCols` of `slices.cuh`. Only speed depends on it."""
@@ -107,11 +108,6 @@ class Bucket:
         wholes = [None] * len(grids) if of_wholes is None else _split(of_wholes, shapes)
         return list(zip(grids, wholes, strict=True))
 
-    def split_scales(self, made: Scales) -> list[Scales]:
-        """Split the scales of the bucket by weight."""
-        encoding, stored = self.split(made.scale, None), self.split(made.scale_inv, made.global_scale_inv)
-        return [Scales(scale, *each) for (scale, _), each in zip(encoding, stored, strict=True)]
-
     @functools.cached_property
     def attributes(self) -> dict[str, Any]:
         """Attributes that all ops on slices take."""
@@ -159,13 +155,24 @@ class MasterPlan:
         """Number of amaxes in the max-reduction over all weights."""
         return sum(bucket.amaxes for bucket in self.buckets)
 
+    def split_amaxes(self, amaxes: Array) -> list[tuple[Array, Array | None]]:
+        """Split amaxes by weight: of its blocks, and of its tensor or rows or None, in the shapes of scales."""
+        return self.by_weight(bucket.split(*bucket.part(amaxes)) for bucket in self.buckets)
+
+    def by_weight(self, of_buckets: Iterable[Iterable[T]]) -> list[T]:
+        """Put the items of each bucket, one for each of its weights, in the order of the weights."""
+        found: dict[int, T] = {}
+        for bucket, items in zip(self.buckets, of_buckets, strict=True):
+            found.update(zip(bucket.indices, items, strict=True))
+        return [found[i] for i in range(len(self.shapes))]
+
 
 @dataclass(frozen=True)
 class FlatSlice:
     """The local flat slice of one weight, without its values: a key in the cache of plans.
 
-    `start` is the index in the weight of the first element of the slice. `is_stack` is an entry of `stacks` of
-    `plan_master`.
+    `start` is the index in the weight of the first element of the slice. `is_stack` and `rounded_to` are entries of
+    `stacks` and `rounded_to` of `plan_master`.
     """
 
     shape: Shape
@@ -173,10 +180,11 @@ class FlatSlice:
     dtype: str
     start: int = 0
     is_stack: bool = False
+    rounded_to: str | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.shape, self.fmt, self.dtype, self.start, self.is_stack))
+        return hash((self.shape, self.fmt, self.dtype, self.start, self.is_stack, self.rounded_to))
 
     def __hash__(self) -> int:  # cached, because front ends look up plans in every step
         return self._hash
@@ -286,11 +294,9 @@ def cast_master(
     found = amaxes(ops, plan, masters, starts)
     made = scales(ops, plan, found if reduce_max is None else reduce_max(found))
     codes = cast(ops, plan, data, masters, starts, [each.scale for each in made], pieces=pieces, seeds=seeds)
-    results: dict[int, Plane] = {}
-    for bucket, of_bucket, changed in zip(plan.buckets, made, codes, strict=True):
-        for i, each, of in zip(bucket.indices, changed, bucket.split_scales(of_bucket), strict=True):
-            results[i] = Plane(each, of.scale_inv, of.global_scale_inv)
-    return [results[i] for i in range(len(plan.shapes))]
+    stored = [b.split(each.scale_inv, each.global_scale_inv) for b, each in zip(plan.buckets, made, strict=True)]
+    pairs = zip(plan.by_weight(codes), plan.by_weight(stored), strict=True)
+    return [Plane(data, *of_weight) for data, of_weight in pairs]
 
 
 def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) -> Array:
@@ -319,7 +325,7 @@ def _amaxes(ops: Any, bucket: Bucket, masters: Sequence[Array], starts: Array) -
 
 
 def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:
-    """Compute the scales of each bucket from reduced amaxes. `Bucket.split_scales` splits them by weight."""
+    """Compute the scales of each bucket from reduced amaxes."""
     return [_scales(ops, bucket, *bucket.part(found)) for bucket in plan.buckets]
 
 

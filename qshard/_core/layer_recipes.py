@@ -22,6 +22,7 @@ RecipesLike = RecipeLike | Mapping[str, RecipeLike | None]
 """A recipe for all layers, or a mapping from patterns to recipes; None keeps matching layers in high precision."""
 NO_PATTERN = "no pattern matches it"  # reason for leaving out a layer that no pattern of `Rules` matches
 
+_SLICE = re.compile(r"\[(-?\d+%?)?:(-?\d+%?)?\]")
 _SHOWN, _NAMES = 3, 5  # limits of a message: number of reasons, and number of layer names per reason
 
 
@@ -30,29 +31,35 @@ class Rules:
     """Recipes by pattern of layer names.
 
     A pattern is a shell pattern for the whole name of a layer, as in `fnmatch`. `*` also matches dots, so "*.experts.*"
-    matches "layers.0.experts.3.up".
+    matches "layers.0.experts.3.up". A slice selects numbered blocks: "layers[-2:].*" matches every layer of the last
+    two blocks, and "layers[-15%:].*" every layer of the last 15 % of blocks, rounded up.
 
     Attributes:
       recipes: recipe of each pattern, in order of precedence.
+      shells: the shell patterns that each pattern stands for.
 
-    >>> rules = Rules.of({"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}, "convert")
+    >>> rules = Rules.of({"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}, "convert", [])
     >>> [rules.pattern_of(name) for name in ("layers.0.experts.3.up", "head", "layers.0.q")]
     ['*.experts.*', 'head', '*']
+    >>> rules = Rules.of({"layers[-15%:].*": None, "*": "NVFP4"}, "convert", [f"layers.{i}.q" for i in range(12)])
+    >>> rules.shells["layers[-15%:].*"]
+    ('layers.10.*', 'layers.11.*')
     """
 
     op: str
     recipes: Mapping[str, Recipe | None]
+    shells: Mapping[str, tuple[str, ...]]
 
     @classmethod
-    def of(cls, value: Any, op: str) -> Rules:
-        """Build the rules from the argument `recipe` of `op`.
+    def of(cls, value: Any, op: str, names: Iterable[str]) -> Rules:
+        """Build the rules from the argument `recipe` of `op`, for a model with modules of these names.
 
         Raises:
           TypeError: a value is not a recipe, or a pattern is not a string.
           ValueError: a name is not the name of a recipe, or all values are None.
         """
         if not isinstance(value, Mapping):
-            return cls(op, {"*": as_recipe(value, op)})
+            return cls(op, {"*": as_recipe(value, op)}, {"*": ("*",)})
         for pattern in value:
             if not isinstance(pattern, str):
                 raise TypeError(f"{op}: pattern ({quote(pattern)}) is not a string; write names such as 'layers.0.*'")
@@ -64,11 +71,15 @@ class Rules:
             raise ValueError(
                 f"{op}: recipe ({quote(value)}) gives no layer a recipe; pass at least one, such as {{'*': 'MXFP8'}}"
             )
-        return cls(op, recipes)
+        blocks = _count_blocks(names)
+        return cls(op, recipes, {pattern: _shells_of(pattern, blocks) for pattern in recipes})
 
     def pattern_of(self, *names: str) -> str | None:
         """Return the first pattern that matches one of the names of a layer, or None."""
-        return next((pattern for pattern in self.recipes if any(fnmatchcase(name, pattern) for name in names)), None)
+        return next((pattern for pattern in self.recipes if any(self._matches(name, pattern) for name in names)), None)
+
+    def _matches(self, name: str, pattern: str) -> bool:
+        return any(fnmatchcase(name, shell) for shell in self.shells[pattern])
 
     def choose(
         self, candidates: Mapping[str, tuple[Any, Sequence[str], bool]], filter: Callable[[Any, str], bool] | None
@@ -97,12 +108,56 @@ class Rules:
         if unused is None or not every:  # the caller reports that there are no layers
             return
         known = [*dict.fromkeys(name for names in every for name in names)]
-        if (name := next((name for name in known if fnmatchcase(name, unused)), None)) is not None:
+        if (name := next((name for name in known if self._matches(name, unused)), None)) is not None:
             raise ValueError(
                 f"{self.op}: pattern {unused!r} has no effect: {self.pattern_of(name)!r} before it matches all of its "
                 f"layers, such as {name!r}; put the narrower pattern first"
             )
         raise ValueError(f"{self.op}: pattern {unused!r} matches no layer; {closest_names(unused, known)}")
+
+
+def _count_blocks(names: Iterable[str]) -> dict[str, int]:
+    """Return the number of blocks of each numbered list of modules.
+
+    >>> _count_blocks(["layers.0.experts.0", "layers.1.experts.7", "head"])
+    {'layers': 2, 'layers.0.experts': 1, 'layers.1.experts': 8}
+    >>> _count_blocks(["0", "1", "2"])  # The model itself is the list.
+    {'': 3}
+    """
+    counts: dict[str, int] = {}
+    for name in names:
+        parts = name.split(".")
+        for i, part in enumerate(parts):
+            if part.isdecimal():
+                prefix = ".".join(parts[:i])
+                counts[prefix] = max(counts.get(prefix, 0), int(part) + 1)
+    return counts
+
+
+def _shells_of(pattern: str, blocks: Mapping[str, int]) -> tuple[str, ...]:
+    """Return a pattern as shell patterns, one for each block that its slice selects."""
+    selected = _SLICE.search(pattern)
+    if selected is None:
+        return (pattern,)
+    lists, rest = pattern[: selected.start()], pattern[selected.end() :]
+    return tuple(
+        f"{name and name + '.'}{i}{rest}"
+        for name, count in blocks.items()
+        if fnmatchcase(name, lists)
+        for i in range(count)[slice(*(_bound(text, count) for text in selected.groups()))]
+    )
+
+
+def _bound(text: str | None, count: int) -> int | None:
+    """Return a bound of a slice of `count` blocks; parts of a block count as a block.
+
+    >>> [_bound(text, 12) for text in ("-15%", "25%", "-3", None)]
+    [-2, 3, -3, None]
+    """
+    if text is None or not text.endswith("%"):
+        return None if text is None else int(text)
+    percent = int(text[:-1])
+    return (abs(percent) * count + 99) // 100 * (-1 if percent < 0 else 1)
 
 
 def check_filter(

@@ -310,6 +310,7 @@ def test_recipes_by_layer():
 def test_rules_that_are_wrong(recipe, text):
     with pytest.raises(ValueError, match=f"^convert: .*{text}"):
         convert(Llama(1), recipe, einsums=RULES)
+    assert "layers.1.down_proj" in warned(Llama(2), {"layers[:1].*": "MXFP8"}, einsums=RULES)
     assert "lm_head (no pattern matches it)" in warned(Llama(1), {"layers.*": "MXFP8"}, einsums=RULES)
 
 
@@ -324,6 +325,8 @@ def test_recipes_of_a_policy():
     assert isinstance(weights["head"], jax.Array)
     x = jnp.full((32, D), 0.5)
     assert float((x @ weights["layers"][0]["up"])[0, 0]) == pytest.approx(D * 0.5, rel=2**-20)
+    last = Policy.of(params, {"layers[-10%:].*": None, "*": "MXFP8"})(params)["layers"]
+    assert [isinstance(layer["up"], jax.Array) for layer in last] == [False, True]
     specs = {"up": P(), "down": P()}
     made = Policy({"up": "MXFP8", "*": None}, specs)({"up": jnp.ones((D, F)), "down": jnp.ones((F, D))})
     assert isinstance(made["down"], jax.Array)

@@ -198,9 +198,24 @@ def test_layers_without_a_pattern_are_named():
     assert kinds(model) == {"0": "MXFP8"}
 
 
+def test_a_slice_selects_blocks():
+    """Blocks without linear layers count, and so does the list of a model that is one."""
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(32, 32)) for _ in range(6))})
+    model.layers.append(nn.Identity())
+    silent(model, {"layers[:1].*": "MXFP8", "*s[-40%:].*": None, "*": "BlockScaling"})
+    assert kinds(model) == {"layers.0.0": "MXFP8", **{f"layers.{i}.0": "BlockScaling" for i in (1, 2, 3)}}
+    assert kinds(convert(nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]), {"[1:2]": "MXFP8", "*": None})) == {
+        "1": "MXFP8"
+    }
+
+
 @pytest.mark.parametrize(
     ("recipe", "text"),
     [
+        (
+            {"layers[90:].*": None, "*": "MXFP8"},
+            r"pattern 'layers\[90:\].\*' matches no layer; the closest are 'layers.0.",
+        ),
         (
             {"*.expert.*": "MXFP8", "*": "MXFP8"},
             r"pattern '\*.expert.\*' matches no layer; the closest are 'layers.0.expe",

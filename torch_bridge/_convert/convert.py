@@ -60,7 +60,8 @@ def convert(
         DistributedDataParallel.
       recipe: the format of each role, or the name of a recipe, such as "CurrentScaling". Or a mapping from name
         patterns to recipes, such as `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern
-        that matches the name of a layer decides, `*` also matches dots, and None keeps layers in high precision.
+        that matches the name of a layer decides, `*` also matches dots, and None keeps layers in high precision. A
+        slice selects numbered blocks: `{"layers[-15%:].*": None, "*": "NVFP4"}` keeps the last 15 %, rounded up.
       filter: called with each module with weights and its qualified name. If it returns False, the module is not
         converted and not named in the warning. `filter=lambda layer, name: "lora_" not in name` excludes the adapters
         of peft.
@@ -91,11 +92,12 @@ def convert(
     )
     """
     check_model("convert", model)
-    rules = Rules.of(recipe, "convert")
+    every = [name for name, _ in model.named_modules()]
+    rules = Rules.of(recipe, "convert", every)
     check_filter("convert", filter)
     _check_not_wrapped(model)
     candidates = survey(model)
-    rules.check_used([each.names for each in candidates.values()], [name for name, _ in model.named_modules()])
+    rules.check_used([each.names for each in candidates.values()], every)
     recipes: dict[str, Recipe] = {}  # Recipes of convertible layers.
     reasons: dict[str, str] = {}
     modules = {name: (each.module, each.names, _is_linear(each)) for name, each in candidates.items()}

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from qshard.formats import Usage
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._fsdp.functional import gather, weight_sharding_of
+from qshard.torch_bridge._fsdp.code_gather import code_shard_of, gather_codes
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -43,8 +43,9 @@ def quantized_state_dict(
       TypeError: `model` is not a module.
       RuntimeError: the memory of a weight is freed, as under a `ZeroOptimizer` with sharded weights.
 
-    Collective: weights sharded by rows are gathered as codes, after an all-reduce of their amaxes. Weights with another
-    sharding, and parameters that are not weights of a `Linear`, are gathered in their own dtype.
+    Collective: weights sharded by rows, also after `parallelize_module`, are gathered as codes, after an all-reduce of
+    the amaxes that shards share. Weights with another sharding, and parameters that are not weights of a `Linear`, are
+    gathered in their own dtype.
 
     >>> from qshard.recipes import CurrentScaling
     >>> from qshard.torch_bridge import convert, to_plain
@@ -92,10 +93,11 @@ def quantized_weight(value: Tensor) -> Tensor:
     if not isinstance(local, ShardedWeight) or local.ndim > 2:
         value = plain(value)
         return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-    if isinstance(value, DTensor) and (sharding := weight_sharding_of(value)) is not None:
-        return gather(local, sharding, value.dtype, observe=False)
-    state, high = local.scale_state, plain(value)
+    state, shape = local.scale_state, tuple(value.shape)
+    if state.fmt.slice_refusal is None and (shard := code_shard_of(value, state.fmt)) is not None:
+        return QuantizedTensor(state.fmt, shape, value.dtype, rowwise=gather_codes(value, shard))
+    high = plain(value)
     high = (high.full_tensor() if isinstance(high, DTensor) else high).contiguous()
     scale = None if state.delayed is None else state.delayed.scale
     planes, _ = quantize_operand(high, state.operand, scale=scale)
-    return QuantizedTensor(state.fmt, tuple(high.shape), value.dtype, rowwise=planes[Usage.ROWWISE])
+    return QuantizedTensor(state.fmt, shape, value.dtype, rowwise=planes[Usage.ROWWISE])

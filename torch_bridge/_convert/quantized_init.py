@@ -42,7 +42,7 @@ def quantized_init(
     >>> type(model[0]).__module__
     'qshard.torch_bridge._nn.linear'
     """
-    Rules.of(recipe, "quantized_init")
+    Rules.of(recipe, "quantized_init", [])
     check_filter("quantized_init", filter)
     parents: dict[int, nn.Module] = {}
     children: set[int] = set()

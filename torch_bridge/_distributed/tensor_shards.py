@@ -233,13 +233,10 @@ def merge_plan(parts: Sequence[ShardSpec | None], plan: MasterPlan, amaxes: Tens
     """Merge the per-tensor amaxes of all weights of a plan, in place. No shard boundary splits a block."""
     if not any(parts):
         return
-    found: dict[int, Tensor] = {}
-    for bucket in plan.buckets:
-        for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.part(amaxes)), strict=True):
-            of_tensor = grid if bucket.fmt.per_tensor else whole
-            if of_tensor is not None:
-                found[i] = of_tensor
-    merge_shards([parts[i] for i in found], list(found.values()))
+    pairs = zip(parts, plan.formats, plan.split_amaxes(amaxes), strict=True)
+    found = [(part, grid if fmt.per_tensor else whole) for part, fmt, (grid, whole) in pairs]
+    of_tensors = [(part, amax) for part, amax in found if amax is not None]
+    merge_shards([part for part, _ in of_tensors], [amax for _, amax in of_tensors])
 
 
 def first_rank(mesh: DeviceMesh) -> int:

@@ -8,7 +8,6 @@ that should hide them. So the first hook of a group also casts the other weights
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,9 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from qshard._core.flat_shards import Bucket
 from qshard._core.quantize_steps import Plane, Scales
-from qshard.torch_bridge._delayed_scaling import join_scalars, split_scalars, update_delayed
+from qshard.torch_bridge._delayed_scaling import delayed_scales, update_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import merge_plan
 from qshard.torch_bridge._fsdp.scale_state import (
@@ -183,35 +181,24 @@ def _refresh(weights: Sequence[WeightShard], pass_id: object) -> None:
         check_ranks_agree(weights)
     for delayed in (False, True):
         if chosen := [weight for weight in weights if (weight.state.delayed is not None) is delayed]:
-            scales = delayed_scales(chosen) if delayed else current_scales(chosen)
+            scales = stored_scales(chosen) if delayed else current_scales(chosen)
             Refresh([weight.state for weight in chosen], scales, pass_id)
 
 
-def delayed_scales(weights: Sequence[WeightShard]) -> list[Scales]:
-    """Return copies of delayed scales, so that an update during a pass affects only the next pass.
+def stored_scales(weights: Sequence[WeightShard]) -> list[Scales]:
+    """Return delayed scales, with one max-reduction for all weights that have none yet."""
 
-    Weights without a scale get one from their amaxes, with one max-reduction for all of them.
-    """
-    states = [state.delayed for state, _, _ in weights if state.delayed is not None]
-    buffers = [buffer for delayed in states for buffer in (delayed.scale, delayed.scale_inv)]
-    copies = split_scalars(join_scalars(buffers), buffers)
-    scales = [Scales(scale, scale_inv) for scale, scale_inv in zip(copies[::2], copies[1::2], strict=True)]
-    if new := [i for i, delayed in enumerate(states) if not delayed.knows_scale()]:
-        flat, amaxes = _reduced_amaxes([weights[i] for i in new])
-        for bucket in flat.plan.buckets:
-            of_weights = bucket.split(*bucket.part(amaxes))
-            for i, (amax, _) in zip(bucket.indices, of_weights, strict=True):
-                scales[new[i]] = Scales(*states[new[i]].scales_under(amax))
-    return scales
+    def whole_amaxes(indices: list[int]) -> list[Tensor]:
+        flat, amaxes = _reduced_amaxes([weights[i] for i in indices])
+        return [grid for grid, _ in flat.plan.split_amaxes(amaxes)]
+
+    return delayed_scales([state.delayed for state, _, _ in weights if state.delayed is not None], whole_amaxes)
 
 
 def current_scales(weights: Sequence[WeightShard]) -> list[Scales]:
     """Compute the scales of the current values, with one max-reduction."""
     flat, amaxes = _reduced_amaxes(weights)
-    found: dict[int, Scales] = {}
-    for bucket, of_bucket in zip(flat.plan.buckets, flat.scales(amaxes), strict=True):
-        found.update(zip(bucket.indices, _split_scales(bucket, of_bucket), strict=True))
-    return [found[i] for i in range(len(weights))]
+    return flat.split_scales(flat.scales(amaxes))
 
 
 def _reduced_amaxes(weights: Sequence[WeightShard]) -> tuple[FlatPlan, Tensor]:
@@ -232,22 +219,6 @@ def _reduced_amaxes(weights: Sequence[WeightShard]) -> tuple[FlatPlan, Tensor]:
     return flat, amaxes
 
 
-def _split_scales(bucket: Bucket, scales: Scales) -> Iterator[Scales]:
-    """Split the scales of a bucket by weight: `Bucket.split_scales`, with fewer torch calls."""
-    grids = [where.scale_shape for where in bucket.planes]
-    parts = [_split(scales.scale, grids), _split(scales.scale_inv, grids)]
-    if scales.global_scale_inv is not None:
-        parts.append(_split(scales.global_scale_inv, [where.global_scale_shape or () for where in bucket.planes]))
-    return (Scales(*each) for each in zip(*parts, strict=True))
-
-
-def _split(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
-    if not any(shapes):
-        return numbers.unbind()
-    sizes = [math.prod(shape) for shape in shapes]
-    return [part.view(shape) for part, shape in zip(numbers.split(sizes), shapes, strict=True)]
-
-
 def _amaxes_on(device: torch.device, weights: Sequence[WeightShard], plans: tuple[ShardPlan, ...]) -> Tensor:
     """Return the amaxes of all weights, from the shards on one device. Other shards contribute 0."""
     flat = flat_plan(tuple(plan.slice for plan in plans), device)
@@ -258,10 +229,9 @@ def _amaxes_on(device: torch.device, weights: Sequence[WeightShard], plans: tupl
         ]
     )
     if any(plan.box for plan in plans):
-        for bucket in flat.plan.buckets:
-            for i, (grid, whole) in zip(bucket.indices, bucket.split(*bucket.part(amaxes)), strict=True):
-                if weights[i].shard.device == device:
-                    plans[i].write_box_amaxes(weights[i].shard, grid, whole)
+        for (_, shard, plan), of_weight in zip(weights, flat.plan.split_amaxes(amaxes), strict=True):
+            if shard.device == device:
+                plan.write_box_amaxes(shard, *of_weight)
     return amaxes
 
 
@@ -296,8 +266,7 @@ def cast_shards(weights: Sequence[WeightShard], buffers: Sequence[Tensor]) -> No
         of_device = [(w, buffer) for w, buffer in zip(weights, buffers, strict=True) if w.shard.device == device]
         if slices := [(weight, buffer) for weight, buffer in of_device if weight.plan.box is None]:
             flat = flat_plan(tuple(weight.plan.slice for weight, _ in slices), device)
-            scales = [weight.staged.scale for weight, _ in slices]
-            of_buckets = [_concatenate([scales[i] for i in bucket.indices]).to(device) for bucket in flat.plan.buckets]
+            of_buckets = [each.to(device) for each in flat.join_scales([w.staged.scale for w, _ in slices])]
             flat.cast([buffer for _, buffer in slices], [w.shard for w, _ in slices], of_buckets, pieces=True)
         for weight, buffer in of_device:
             if weight.plan.box is not None:
@@ -343,19 +312,6 @@ def _group_of(state: ScaleState) -> Any:
         if state.group is None:  # For example in an unpickled model before `update_scales(model)`.
             state.group = lambda: None
     return state.group()
-
-
-def _concatenate(scales: Sequence[Tensor]) -> Tensor:
-    """Concatenate scales, without a copy if they are adjacent in memory, as a refresh returns them."""
-    first, last, end, count = scales[0], scales[-1], scales[0].data_ptr(), 0
-    same_storage = last is first or first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    for scale in scales:
-        if not same_storage or scale.data_ptr() != end:
-            return torch.cat([scale.view(-1) for scale in scales])
-        end += scale.nbytes
-        count += scale.numel()
-    whole: Tensor = first.as_strided((count,), (1,))
-    return whole
 
 
 def _padded_codes(weight: WeightShard) -> Tensor:

@@ -33,6 +33,7 @@ from qshard._core.validation import quote
 from qshard.formats import ELEMENTS
 from qshard.op_table import OpSpec, multi_table, table
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
+from qshard.torch_bridge._ops.flops import register_flops
 from qshard.torch_bridge._ops.padded_rows import draws_of_rows, gather_rows, values_of_strips
 
 __all__ = ["bind", "dtype_name", "into", "ops", "traced_size"]
@@ -126,6 +127,7 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(spec.name, run_lists if spec.many else run, device)
     torch.library.register_fake(f"qshard::{spec.name}", functools.partial(_run_fake, spec), lib=_LIBRARY)
+    register_flops(spec)
     op: Callable[..., Any] = getattr(torch.ops.qshard, spec.name).default
 
     def dispatch(*operands: Any, **keywords: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,8 @@ class SliceOps:
 class FlatPlan:
     """The local slices of some weights on one device, with the steps of `_core.flat_shards` on them.
 
+    FSDP2, ZeRO, weight sync and experts quantize with it: amaxes, which callers reduce over ranks; scales; codes.
+
     Constant operands are created on first use, because fake tensors do not need them.
     """
 
@@ -63,6 +66,7 @@ class FlatPlan:
             [s.shape for s in slices],
             [s.fmt for s in slices],
             dtype=[s.dtype for s in slices],
+            rounded_to=[s.rounded_to for s in slices],
             stacks=[s.is_stack for s in slices],
         )
 
@@ -83,9 +87,45 @@ class FlatPlan:
         """Compute the scales of the weights of each bucket from their reduced amaxes."""
         return flat_shards.scales(self.ops, self.plan, amaxes)
 
+    def split_scales(self, of_buckets: Sequence[Scales]) -> list[Scales]:
+        """Split the scales of all buckets by weight, with fewer torch calls than `Bucket.split`."""
+        return self.plan.by_weight(map(_split_bucket, self.plan.buckets, of_buckets))
+
+    def join_scales(self, of_weights: Sequence[Tensor]) -> list[Tensor]:
+        """Join the encoding scales of weights by bucket, without a copy if `split_scales` split them."""
+        return [_concatenate([of_weights[i] for i in bucket.indices]) for bucket in self.plan.buckets]
+
     def cast(self, data: Sequence[Tensor], shards: Sequence[Tensor], scales: Sequence[Tensor], *, pieces: bool) -> None:
         """Write the codes of the slices into `data`, using `Scales.scale` of each bucket."""
         flat_shards.cast(self.ops, self.plan, data, shards, self.starts, scales, pieces=pieces)
+
+
+def _split_bucket(bucket: Bucket, scales: Scales) -> Iterator[Scales]:
+    grids = [where.scale_shape for where in bucket.planes]
+    parts = [_split(scales.scale, grids), _split(scales.scale_inv, grids)]
+    if scales.global_scale_inv is not None:
+        parts.append(_split(scales.global_scale_inv, [where.global_scale_shape or () for where in bucket.planes]))
+    return (Scales(*each) for each in zip(*parts, strict=True))
+
+
+def _split(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tensor]:
+    if not any(shapes):
+        return numbers.unbind()
+    sizes = [math.prod(shape) for shape in shapes]
+    return [part.view(shape) for part, shape in zip(numbers.split(sizes), shapes, strict=True)]
+
+
+def _concatenate(scales: Sequence[Tensor]) -> Tensor:
+    """Concatenate scales, without a copy if they are adjacent in memory."""
+    first, last, end, count = scales[0], scales[-1], scales[0].data_ptr(), 0
+    same_storage = last is first or first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    for scale in scales:
+        if not same_storage or scale.data_ptr() != end:
+            return torch.cat([scale.view(-1) for scale in scales])
+        end += scale.nbytes
+        count += scale.numel()
+    whole: Tensor = first.as_strided((count,), (1,))
+    return whole
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qshard._core import flat_shards
 from qshard._core.flat_shards import MasterPlan
-from qshard._core.quantize_steps import Plane, Scales
+from qshard._core.quantize_steps import Plane
 from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.layout import matrix_shape, plane, source
@@ -28,6 +28,13 @@ from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype, check_group, check_tensor
 
 Parity = Literal["master", "model"]
+
+
+def check_parity(op: str, parity: str) -> None:
+    if parity not in ("master", "model"):
+        raise ValueError(
+            f"{op}: parity ({parity!r}) is not 'master' or 'model'; pass the values that the codes must match"
+        )
 
 
 class CastPlan:
@@ -65,10 +72,7 @@ class CastPlan:
         dtype: torch.dtype = torch.float32,
         op: str = "CastPlan",
     ):
-        if parity not in ("master", "model"):
-            raise ValueError(
-                f"{op}: parity ({parity!r}) is not 'master' or 'model'; pass the values that the codes must match"
-            )
+        check_parity(op, parity)
         if not isinstance(weights, list | tuple):
             raise TypeError(f"{op}: weights ({quote(weights)}) is not a list; pass a list, even for one weight")
         for i, weight in enumerate(weights):
@@ -111,40 +115,6 @@ class CastPlan:
         pairs = words("cast_master", name, numbers, self.device, self.weights)
         # Index as int32: CUDA cannot index uint32.
         return pairs if self._owners is None else pairs.view(torch.int32)[self._owners]
-
-    def amaxes(self, masters: Sequence[Tensor], starts: Tensor) -> list[Tensor]:
-        """Return the amaxes of this rank's slices, one tensor for each plane, in the shape of its scales.
-
-        Delayed scaling records them for the next scale. No communication: the amax of a block is the maximum over
-        ranks. Blocks outside of the slice have 0. `starts` come from `words`.
-        """
-        found = flat_shards.amaxes(self.ops, self.plan, masters, starts)
-        of_planes: dict[int, Tensor] = {}
-        for bucket in self.plan.buckets:
-            of_planes.update(zip(bucket.indices, (grid for grid, _ in bucket.split(*bucket.part(found))), strict=True))
-        return [of_planes[i] for i in range(len(self.owners))]
-
-    def cast(
-        self,
-        weights: Sequence[QuantizedTensor | QuantizedSlice],
-        masters: Sequence[Tensor],
-        starts: Tensor,
-        scales: Sequence[Scales],
-    ) -> None:
-        """Cast slices with known scales, as in delayed scaling, and write them to `weights`. No communication.
-
-        There is a flat slice, possibly empty, and a `Scales` for each plane. Scales are equal on all ranks. `starts`
-        come from `words`.
-        """
-        targets = self.targets(weights)
-        encoding = [torch.cat([scales[i].scale.view(-1) for i in bucket.indices]) for bucket in self.plan.buckets]
-        data = [target.data for target in targets]
-        flat_shards.cast(self.ops, self.plan, data, masters, starts, encoding, pieces=self.pieces)
-        planes = [Plane(codes, each.scale_inv, each.global_scale_inv) for codes, each in zip(data, scales, strict=True)]
-        _write_scales(weights, targets, planes)
-
-    def targets(self, weights: Sequence[QuantizedTensor | QuantizedSlice]) -> list[Plane]:
-        return [parts for weight in weights for _, parts in _planes(weight)]
 
 
 def cast_master(
@@ -202,7 +172,7 @@ def cast_master(
     slices = [
         torch.empty(0, dtype=plan.dtype, device=plan.device) if m is None else m.detach().view(-1) for m in masters
     ]
-    targets = plan.targets(weights)
+    targets = [parts for weight in weights for _, parts in _planes(weight)]
     planes = flat_shards.cast_master(
         plan.ops,
         [target.data for target in targets],

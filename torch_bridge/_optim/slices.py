@@ -13,7 +13,7 @@ from qshard._core.flat_shards import FlatShards, piece_bytes
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format
 from qshard.formats import Format, Usage
-from qshard.layout import slice_plane
+from qshard.layout import PlaneLayout, slice_plane
 from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -67,22 +67,19 @@ class QuantizedSlice:
         """
         fmt = as_format(fmt, "QuantizedSlice.empty")
         where = slice_plane(fmt, shape, usage, op="QuantizedSlice.empty", is_stack=is_stack)
-        scale_dtype = getattr(torch, fmt.stored_scale_dtype)
-        whole = where.global_scale_shape
-        return cls(
-            fmt,
-            shape,
-            dtype,
-            torch.zeros(piece_bytes(fmt, length), dtype=torch.uint8, device=device),
-            torch.zeros(where.scale_shape, dtype=scale_dtype, device=device),
-            None if whole is None else torch.zeros(whole, device=device),
-            usage,
-            is_stack,
-        )
+        data = torch.zeros(piece_bytes(fmt, length), dtype=torch.uint8, device=device)
+        return cls(fmt, shape, dtype, data, *empty_scales(fmt, where, device), usage, is_stack)
 
     @property
     def parts(self) -> Plane:
         return Plane(self.data, self.scale_inv, self.global_scale_inv)
+
+
+def empty_scales(fmt: Format, where: PlaneLayout, device: torch.device | str | None) -> tuple[Tensor, Tensor | None]:
+    """Allocate the scales of a plane as bytes: `scale_inv` and `global_scale_inv`, zeros."""
+    scale_inv = torch.zeros(where.scale_shape, dtype=getattr(torch, fmt.stored_scale_dtype), device=device)
+    whole = where.global_scale_shape
+    return scale_inv, None if whole is None else torch.zeros(whole, device=device)
 
 
 def gather_slices(

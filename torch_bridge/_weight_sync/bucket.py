@@ -15,14 +15,14 @@ from qshard._files.engine_stream import EngineWeight, StreamTensor
 from qshard.formats import Usage
 from qshard.torch_bridge._convert.export import quantized_weight
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._fsdp.weight import plain
+from qshard.torch_bridge._fsdp.code_gather import Amaxes, CodeGather, Codes, device_of, gather_ranks
+from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge._ops.collectives import Gathering
 from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.quantize import quantize
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
-from qshard.torch_bridge._weight_sync.code_gather import Amaxes, CodeGather, Codes, gather_ranks
-from qshard.torch_bridge._weight_sync.items import OP, Item, device_of, has_delayed_scale, rows_group_of, shard_of
+from qshard.torch_bridge._weight_sync.items import OP, Item, rows_group_of, shard_of
 
 
 class _StreamEntry(NamedTuple):
@@ -176,7 +176,8 @@ def _values(item: Item, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
 def _whole_plane(item: Item, value: Tensor) -> Plane:
     """Return the rowwise plane of a weight that is not gathered as codes. Collective."""
     assert item.fmt is not None
-    if isinstance(local_of(value), QuantizedTensor) or has_delayed_scale(value, item.fmt):
+    local = local_of(value)
+    if isinstance(local, QuantizedTensor) or (isinstance(local, ShardedWeight) and local.scale_state.fmt == item.fmt):
         codes = quantized_weight(value)
         assert isinstance(codes, QuantizedTensor)
         return _rowwise(codes, item)

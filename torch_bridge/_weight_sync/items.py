@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,11 +17,11 @@ from qshard.recipes import Recipe
 from qshard.torch_bridge._convert.export import entries_of
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._experts.stacked_experts import Experts
+from qshard.torch_bridge._fsdp.code_gather import CodeShard, code_shard_of
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
-from qshard.torch_bridge._weight_sync.code_gather import CodeShard, code_shard_of
 from qshard.torch_bridge._weight_sync.names import Names, engine_weights, expert_names
 from qshard.torch_bridge._zero.schedule import ZeroUnit
 
@@ -115,15 +114,9 @@ def _format_of(module: nn.Module, attribute: str, value: Tensor, fmt: Format | N
 def shard_of(item: Item, value: Tensor) -> CodeShard | None:
     """Return the local shard of a weight that is gathered as codes in a bucket; None for others."""
     is_codes = isinstance(local_of(value), QuantizedTensor)
-    if item.fmt is None or item.layout is not None or is_codes or has_delayed_scale(value, item.fmt):
+    if item.fmt is None or item.layout is not None or is_codes:
         return None
     return code_shard_of(value, item.fmt) if item.fmt.slice_refusal is None else None
-
-
-def has_delayed_scale(value: Tensor, fmt: Format) -> bool:
-    """Return whether the scale of a weight comes from earlier steps."""
-    state = getattr(local_of(value), "scale_state", None)
-    return state is not None and state.delayed is not None and state.fmt == fmt
 
 
 def rows_group_of(value: Tensor) -> dist.ProcessGroup | None:
@@ -135,13 +128,6 @@ def rows_group_of(value: Tensor) -> dist.ProcessGroup | None:
     if len(axes) != 1 or value.placements[axes[0]] != Shard(0) or value.shape[0] % mesh.size(axes[0]):
         return None
     return mesh.get_group(axes[0])
-
-
-def device_of(value: Tensor) -> torch.device:
-    """Return the device where ranks gather a weight, which an offloaded shard is not on."""
-    if isinstance(value, DTensor) and value.device_mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return local_of(value).device
 
 
 class Facts:

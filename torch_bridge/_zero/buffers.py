@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from qshard._core.adam import BLOCK
 from qshard._core.flat_shards import piece_bytes
+from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
 from qshard.layout import slice_plane
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._optim.adam import Adam
 from qshard.torch_bridge._optim.adam_state import SCALED
-from qshard.torch_bridge._optim.slices import QuantizedSlice, gather_parts
+from qshard.torch_bridge._optim.slices import empty_scales, gather_parts
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._torch_internals import have_one_storage, preserve_version_counter
@@ -121,11 +122,9 @@ class FlatBuffer:
             new = nn.Parameter(values)
         else:
             fmt, shape, dtype = weight.fmt, weight.shape, weight.dtype
-            options: dict[str, Any] = {"dtype": dtype, "is_stack": weight.is_stack, "device": self.device}
-            weight.quantized = QuantizedSlice.empty(fmt, shape, 0, **options)
-            weight.quantized.data = own[: piece_bytes(fmt, master.numel())]
             where = slice_plane(fmt, shape, Usage.ROWWISE, op="ZeroOptimizer", is_stack=weight.is_stack)
-            parts = weight.quantized.parts._replace(data=whole.view(where.data_shape))
+            weight.quantized = Plane(own[: piece_bytes(fmt, master.numel())], *empty_scales(fmt, where, self.device))
+            parts = weight.quantized._replace(data=whole.view(where.data_shape))
             kind = QuantizedStack if weight.is_stack else QuantizedTensor
             new = nn.Parameter(kind(fmt, shape, dtype, rowwise=parts))
         weight.parameter = new

@@ -38,7 +38,7 @@ from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._modules import modules_of
 from qshard.torch_bridge._ops.collectives import unlike_ranks
 from qshard.torch_bridge._optim.adam import Adam, initialize_state
-from qshard.torch_bridge._optim.cast_master import CastPlan, Parity
+from qshard.torch_bridge._optim.cast_master import Parity, check_parity
 from qshard.torch_bridge._quantized.validation import check_dtype, check_group, check_model
 from qshard.torch_bridge._zero.buffers import ALIGNMENT, FlatBuffer, buckets_of, state_alignment
 from qshard.torch_bridge._zero.gradients import clip_by_norm, norm_over_ranks
@@ -163,7 +163,7 @@ class ZeroOptimizer(Adam):
             chosen = units_of(model, weights, units) if shard_weights else [(model, weights)]
             groups_of = by_setting(weights, settings)
             # Validate before any collective.
-            CastPlan([], parity=parity, op="ZeroOptimizer")
+            check_parity("ZeroOptimizer", parity)
             check_dtype("ZeroOptimizer", "reduce_dtype", reduce_dtype)
             alignment = state_alignment([given for given, _ in groups_of], lr, options)
         except (ValueError, TypeError) as error:
@@ -194,8 +194,9 @@ class ZeroOptimizer(Adam):
             param_group["params"] = [w.visible for w in of_group]  # What users see, the same on every rank.
         self._buckets = buckets_of(self._flats, self._of_groups)
         self._initialize_states()
-        self._current = SliceCast([w for w in self._weights if w.quantized and not w.delayed], parity)
-        self._delayed = SliceCast([w for w in self._weights if w.quantized and w.delayed], parity)
+        quantized = [w for w in self._weights if w.quantized]
+        self._current = SliceCast([w for w in quantized if not w.delayed], parity, self._device)
+        self._delayed = SliceCast([w for w in quantized if w.delayed], parity, self._device)
         self._watch([module for module, _ in chosen] if shard_weights else [])
         self._states = StateDicts(self._ranks, self._device, self._note_write)
         self._states.watch(model, self._flats, self._renew)

@@ -13,19 +13,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from qshard._core.flat_shards import piece_bytes
-from qshard._core.quantize_steps import Scales
+from qshard._core.flat_shards import FlatSlice, piece_bytes
+from qshard._core.quantize_steps import Plane
 from qshard.formats import Format
 from qshard.layout import splits_stack
 from qshard.recipes import Role
-from qshard.torch_bridge._delayed_scaling import DelayedScale, join_scalars, split_scalars
+from qshard.torch_bridge._delayed_scaling import DelayedScale, delayed_scales
 from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.linear import WeightLayer
+from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.collectives import max_over_ranks
-from qshard.torch_bridge._optim.cast_master import CastPlan, Parity, cast_master
-from qshard.torch_bridge._optim.slices import QuantizedSlice
+from qshard.torch_bridge._ops.foreach import FlatPlan
+from qshard.torch_bridge._optim.cast_master import Parity
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype
 from qshard.torch_bridge._zero.placeholders import GradientPlaceholder, has_optimizer
@@ -60,7 +61,7 @@ class ZeroParameter:
         weights with fewer than two axes.
       slices: start and stop of the slices of all ranks.
       visible: the tensor that users see between uses: `placeholder` if weights are sharded, else the parameter.
-      quantized: codes of the slice and scales of the whole weight; None if it is gathered as values.
+      quantized: codes of the slice (`piece_bytes`) and scales of the whole weight; None if it is gathered as values.
       values: the slice in the dtype of the model; None if it is gathered as codes.
       address: address and dtype of visible values when they were published, to detect moves.
       version: their version then, to detect writes.
@@ -78,7 +79,7 @@ class ZeroParameter:
     placeholder: nn.Parameter = field(init=False)
     visible: nn.Parameter = field(init=False)
     grad_placeholder: GradientPlaceholder = field(init=False)
-    quantized: QuantizedSlice | None = None
+    quantized: Plane | None = None
     values: Tensor | None = None
     address: tuple[int, torch.dtype] | None = None
     version: int = 0
@@ -222,33 +223,44 @@ def by_setting(
 class SliceCast:
     """The cast of slices, either all with current scales or all with delayed scales."""
 
-    def __init__(self, weights: Sequence[ZeroParameter], parity: Parity):
-        self._pieces = [weight.quantized for weight in weights if weight.quantized is not None]
+    def __init__(self, weights: Sequence[ZeroParameter], parity: Parity, device: torch.device):
+        self._planes = [weight.quantized for weight in weights if weight.quantized is not None]
         self._masters = [weight.master.detach().view(-1) for weight in weights]
         self.delayed = [weight.delayed for weight in weights if weight.delayed is not None]
-        self._parity = parity
-        self._plan = CastPlan(self._pieces, parity=parity)
-        self._starts = self._plan.words("starts", [weight.start for weight in weights])
+        slices = []
+        for w in weights:
+            assert w.fmt is not None
+            rounded_to = dtype_name(w.dtype) if parity == "model" else None
+            slices.append(FlatSlice(w.shape, w.fmt, "float32", w.start, w.is_stack, rounded_to))
+        self._flat = FlatPlan(slices, device)
 
     def cast(self, group: dist.ProcessGroup | None) -> None:
         """Cast all slices, with one max-reduction of amaxes if scales must be computed."""
+        if not self._planes:
+            return
         if self.delayed:
-            scales = [Scales(state.scale, state.scale_inv) for state in self.delayed]
-            known = [state.knows_scale() for state in self.delayed]
-            if not all(known):
-                own = self._amaxes()
-                whole = split_scalars(max_over_ranks(join_scalars(own), group), own)
-                scales = [Scales(*state.scales_under(a)) for state, a in zip(self.delayed, whole, strict=True)]
-            self._plan.cast(self._pieces, self._masters, self._starts, scales)
-        elif self._pieces:
-            cast_master(self._pieces, self._masters, self._starts, group, parity=self._parity, plan=self._plan)
+
+            def whole_amaxes(indices: list[int]) -> list[Tensor]:
+                found = self._split(max_over_ranks(self._flat.amaxes(self._masters), group))
+                return [found[i] for i in indices]
+
+            scales = delayed_scales(self.delayed, whole_amaxes)
+        else:
+            amaxes = max_over_ranks(self._flat.amaxes(self._masters), group)
+            scales = self._flat.split_scales(self._flat.scales(amaxes))
+        of_buckets = self._flat.join_scales([each.scale for each in scales])
+        self._flat.cast([own.data for own in self._planes], self._masters, of_buckets, pieces=True)
+        both = [zip(own[1:], new[1:], strict=True) for own, new in zip(self._planes, scales, strict=True)]
+        pairs = [(old, new) for pair in both for old, new in pair if old is not None]
+        torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
 
     def observe(self) -> None:
         """Record the amaxes of the slices; `update_delayed` reduces them to amaxes of whole weights."""
         if self.delayed:
-            for state, amax in zip(self.delayed, self._amaxes(), strict=True):
+            amaxes = self._split(self._flat.amaxes(self._masters))
+            for state, amax in zip(self.delayed, amaxes, strict=True):
                 state.observe(amax)
 
-    def _amaxes(self) -> list[Tensor]:
-        amaxes = self._plan.amaxes(self._masters, self._starts)
-        return [amax.view(state.scale.shape) for amax, state in zip(amaxes, self.delayed, strict=True)]
+    def _split(self, amaxes: Tensor) -> list[Tensor]:
+        """Return the per-tensor amaxes of each weight."""
+        return [grid for grid, _ in self._flat.plan.split_amaxes(amaxes)]

@@ -43,7 +43,8 @@ def convert(
       model: an `nnx.Module`, also an abstract one of `nnx.eval_shape`.
       recipe: the recipe, or its name, such as "CurrentScaling". Or a mapping from patterns of names to recipes, such as
         `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that matches the name of a
-        layer decides, `*` also matches dots, and None keeps layers in high precision.
+        layer decides, `*` also matches dots, and None keeps layers in high precision. A slice selects numbered blocks:
+        `{"layers[-15%:].*": None, "*": "NVFP4"}` keeps the last 15 %, rounded up.
       filter: a function of a module with weights and its qualified name, such as "layers.0.attention.query". If it
         returns False, the module stays as it is and is not listed in the warning.
       gather_axis: the mesh axis along which FSDP shards the kernels: their codes are gathered. Shard the model first:
@@ -81,11 +82,12 @@ def convert(
             f"convert: model ({quote(model)}) is not an nnx.Module; pass DotGeneral(recipe) to linen layers, or use "
             "Policy for pytrees and equinox"
         )
-    rules = Rules.of(recipe, "convert")
+    every = nnx_model.names_of(model)
+    rules = Rules.of(recipe, "convert", every)
     check_filter("convert", filter)
     _check_einsums(einsums)
     candidates = nnx_model.survey(model, einsums or {})
-    rules.check_used([each.names for each in candidates.values()], nnx_model.names_of(model))
+    rules.check_used([each.names for each in candidates.values()], every)
     chosen: dict[str, nnx_model.Layer] = {}
     recipes: dict[str, Recipe] = {}
     why: dict[str, str] = {}

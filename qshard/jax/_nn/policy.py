@@ -168,7 +168,8 @@ class Policy:
     Args:
       recipe: the recipe, or its name. Or a mapping from patterns of names to recipes, such as
         `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that matches the name of a
-        weight decides, `*` also matches dots, and None leaves arrays as they are.
+        weight decides, `*` also matches dots, and None leaves arrays as they are. A slice selects numbered blocks:
+        `{"layers[-15%:].*": None, "*": "NVFP4"}` leaves the last 15 %, rounded up.
       specs: a pytree like the weights, with a PartitionSpec or NamedSharding for each weight, and None elsewhere.
       mesh: the mesh of the PartitionSpecs; None: the mesh of `jax.set_mesh`.
       gather_axis: the mesh axis along which FSDP shards weights: their codes are gathered.
@@ -264,7 +265,7 @@ class Policy:
             raise ValueError(
                 "Policy: params have no weight of two or more axes that filter= selects; pass a pytree that has one"
             )
-        rules = Rules.of(recipe, "Policy")
+        rules = Rules.of(recipe, "Policy", given)
         rules.check_used([(name,) for name in given])
         patterns = {name: rules.pattern_of(name) for name in given}
         if left := [name for name, pattern in patterns.items() if pattern is None]:

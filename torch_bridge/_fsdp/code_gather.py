@@ -1,10 +1,10 @@
-"""All-gather of several weights as codes, for one bucket: amaxes, then codes with one coalesced all-gather.
+"""All-gather of weights as codes without FSDP2's hooks: amaxes, then codes with one coalesced all-gather.
 
     shard  --FSDP-->  part  --tensor parallelism-->  weight
 
 A weight is sharded by rows, as FSDP2 shards, over ranks of one mesh axis. What these ranks have together may be a part
 of the weight, as `parallelize_module` shards, along rows or columns between blocks. All ranks then have, bit for bit,
-the codes of `quantize` of the whole weight.
+the codes of `quantize` of the whole weight. Under delayed scaling amaxes are reduced only if a weight has no scale yet.
 
 | shards | max-reduced over ranks | gathered |
 | --- | --- | --- |
@@ -27,6 +27,8 @@ from qshard._core.flat_shards import Bucket, FlatSlice
 from qshard._core.quantize_steps import Plane, Scales
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, plane
+from qshard.torch_bridge._delayed_scaling import DelayedScale, delayed_scales, join_scalars
+from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, merge_plan
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.bind import dtype_name
@@ -44,6 +46,7 @@ class CodeShard(NamedTuple):
       group: ranks with the other rows; None for all rows.
       part: the sharding of parts by tensor parallelism; None if the part is the whole weight.
       splits_blocks: whether a shard boundary splits a block, or shards have different sizes.
+      is_delayed: whether the scale comes from earlier steps.
     """
 
     slice: FlatSlice
@@ -52,21 +55,23 @@ class CodeShard(NamedTuple):
     group: dist.ProcessGroup | None
     part: ShardSpec | None
     splits_blocks: bool
+    is_delayed: bool
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for weights that are gathered together."""
         part = self.part
         of_part = None if part is None else (id(part.mesh), part.placements)
-        return id(self.group), self.splits_blocks, of_part
+        return id(self.group), self.splits_blocks, self.is_delayed, of_part
 
 
 def code_shard_of(weight: Tensor, fmt: Format) -> CodeShard | None:
     """Return the local shard of a weight; None if its sharding is not as above. All ranks return alike."""
     rows, columns = shape = tuple(weight.shape)
-    dtype = dtype_name(memory_of(weight).dtype)
+    dtype, state = dtype_name(memory_of(weight).dtype), getattr(local_of(weight), "scale_state", None)
+    is_delayed = state is not None and state.delayed is not None and state.fmt == fmt
     if not isinstance(weight, DTensor):
-        return CodeShard(FlatSlice(shape, fmt, dtype), (rows, columns), rows, None, None, False)
+        return CodeShard(FlatSlice(shape, fmt, dtype), (rows, columns), rows, None, None, False, is_delayed)
     mesh, placements = weight.device_mesh, weight.placements
     axes = [i for i, each in enumerate(placements) if not isinstance(each, Replicate) and mesh.size(i) > 1]
     dims = [getattr(placements[i], "dim", None) for i in axes]
@@ -88,10 +93,10 @@ def code_shard_of(weight: Tensor, fmt: Format) -> CodeShard | None:
     where = plane(fmt, (rows, columns), Usage.ROWWISE)
     if longest * ranks == rows and (not where.scale_shape or longest % where.scaled_shape[0] == 0 or ranks == 1):
         own = FlatSlice((longest, columns), fmt, dtype)
-        return CodeShard(own, (rows, columns), longest, group, part, False)
+        return CodeShard(own, (rows, columns), longest, group, part, False, is_delayed)
     first = 0 if rows_axis is None else min(rows, longest * mesh.get_local_rank(rows_axis))
     own = FlatSlice((rows, columns), fmt, dtype, first * columns)
-    return CodeShard(own, (rows, columns), longest, group, part, True)
+    return CodeShard(own, (rows, columns), longest, group, part, True, is_delayed)
 
 
 def _rows_axis(placements: Sequence[Any], axes: list[int], dims: list[Any]) -> int | None:
@@ -115,11 +120,15 @@ def _has_whole_blocks(part: ShardSpec, fmt: Format) -> bool:
 
 
 class Amaxes(NamedTuple):
-    """The first step of a gather: values of shards, amaxes, and their reductions, which may not be over."""
+    """The first step of a gather: values of shards, amaxes, and their reductions, which may not be over.
+
+    `delayed` has the states of weights with delayed scales, and then `amaxes` is None if no state needs them.
+    """
 
     values: list[Tensor]
-    amaxes: Tensor
+    amaxes: Tensor | None
     reductions: list[dist.Work]
+    delayed: list[DelayedScale]
 
 
 class Codes(NamedTuple):
@@ -137,7 +146,7 @@ class CodeGather:
 
     def __init__(self, shards: Sequence[CodeShard], device: torch.device):
         self._device, self._group, self._part = device, shards[0].group, shards[0].part
-        self._splits_blocks = shards[0].splits_blocks
+        self._splits_blocks, self._is_delayed = shards[0].splits_blocks, shards[0].is_delayed
         self._parts = [each.part for each in shards]
         self._flat = flat_plan(tuple(each.slice for each in shards), device)
         self._wheres = [plane(each.slice.fmt, each.part_shape, Usage.ROWWISE) for each in shards]
@@ -145,24 +154,39 @@ class CodeGather:
         # A slice may start within a byte.
         self._spare = max(each.slice.fmt.element.codes_per_byte for each in shards) - 1 if self._splits_blocks else 0
 
-    def reduce(self, weights: Sequence[Tensor]) -> Amaxes:
-        """Compute the amaxes of the shards of `weights`, and begin their max-reduction."""
+    def reduce(self, weights: Sequence[Tensor], *, observe: bool = False) -> Amaxes:
+        """Compute the amaxes of the shards of `weights`, and begin their max-reduction.
+
+        `observe` records the amaxes for the next delayed scales.
+        """
         values = [memory_of(each).to(self._device).reshape(-1) for each in weights]
+        states: list[Any] = [local_of(each) for each in weights] if self._is_delayed else []
+        delayed = [each.scale_state.delayed for each in states]
+        has_scales = bool(delayed) and all([state.knows_scale() for state in delayed])  # noqa: C419, every state must be told.
+        if has_scales and not observe:
+            return Amaxes(values, None, [], delayed)
         amaxes = self._flat.amaxes(values)
+        if observe:
+            for state, (amax, _) in zip(delayed, self._flat.plan.split_amaxes(amaxes), strict=False):
+                state.observe(amax)
+        if has_scales:
+            return Amaxes(values, None, [], delayed)
         reduced = [amaxes]
         if not self._splits_blocks:
             parts = [(bucket, *bucket.part(amaxes)) for bucket in self._flat.plan.buckets]
             of_tensors = [grid if bucket.fmt.per_tensor else whole for bucket, grid, whole in parts]
             is_shared = [bucket.fmt.tensor_scaled for bucket, *_ in parts]
             reduced = [each for each, shared in zip(of_tensors, is_shared, strict=True) if shared and each is not None]
-        return Amaxes(values, amaxes, [work for each in reduced if (work := begin_max(each, self._group)) is not None])
+        works = [work for each in reduced if (work := begin_max(each, self._group)) is not None]
+        return Amaxes(values, amaxes, works, delayed)
 
     def send(self, step: Amaxes) -> Codes:
         """Cast the shards, and begin the all-gather of their codes."""
         for work in step.reductions:
             work.wait()
-        merge_plan(self._parts, self._flat.plan, step.amaxes)
-        scales = self._flat.scales(step.amaxes)
+        if step.amaxes is not None:
+            merge_plan(self._parts, self._flat.plan, step.amaxes)
+        scales = self._scales(step)
         new = torch.zeros if self._splits_blocks else torch.empty
         buffers = [new(size + self._spare, dtype=torch.uint8, device=self._device) for size in self._sizes]
         self._flat.cast(buffers, step.values, [each.scale for each in scales], pieces=self._splits_blocks)
@@ -171,6 +195,20 @@ class CodeGather:
         else:
             arrays = [*buffers, *(array for each, of in self._buckets(scales) for array in self._of_rows(each, of))]
         return Codes(Gathering.begin(arrays, self._group), scales)
+
+    def _scales(self, step: Amaxes) -> list[Scales]:
+        """Return the scales of each bucket."""
+        amaxes = step.amaxes
+        if not step.delayed:
+            assert amaxes is not None
+            return self._flat.scales(amaxes)
+        grids = [] if amaxes is None else [grid for grid, _ in self._flat.plan.split_amaxes(amaxes)]
+        each = delayed_scales(step.delayed, lambda new: [grids[i] for i in new])
+        of_buckets = [[each[i] for i in bucket.indices] for bucket in self._flat.plan.buckets]
+        return [
+            Scales(join_scalars([s.scale for s in scales]), join_scalars([s.scale_inv for s in scales]))
+            for scales in of_buckets
+        ]
 
     def planes(self, step: Codes) -> list[Plane]:
         """Return the rowwise planes of the whole weights, once they are gathered."""
@@ -223,6 +261,21 @@ class CodeGather:
         elif of_bucket.global_scale_inv is not None:
             whole = of_bucket.global_scale_inv.unbind()
         return zip(of_blocks, whole, strict=True)
+
+
+def gather_codes(weight: Tensor, shard: CodeShard, *, observe: bool = False) -> Plane:
+    """All-gather one weight, or its local shard: its rowwise plane. Collective. `observe` as in `CodeGather.reduce`."""
+    with torch.no_grad():
+        gather = CodeGather([shard], device_of(weight))
+        (whole,) = gather.planes(gather.send(gather.reduce([weight], observe=observe)))
+    return whole
+
+
+def device_of(value: Tensor) -> torch.device:
+    """Return the device where ranks gather a weight, which an offloaded shard is not on."""
+    if isinstance(value, DTensor) and value.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return local_of(value).device
 
 
 def _join_parts(planes: list[Plane], wheres: Sequence[PlaneLayout], part: ShardSpec) -> list[Plane]:
