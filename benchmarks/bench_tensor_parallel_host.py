@@ -1,7 +1,7 @@
 """Host time and collectives of a step under tensor parallelism, forward and backward, on a CPU.
 
-The blocks and kinds are those of `bench_tensor_parallel.py`, so small that products take little time. One process runs
-as rank 0 of a process group whose collectives do nothing, so values are wrong and only the host's work is measured.
+Blocks and kinds are as in `bench_tensor_parallel.py`, but so small that products take little time. One process runs as
+rank 0 of a process group without other ranks: collectives do nothing, and only the host's work is measured.
 Rows have the minimum over rounds of the CPU time of the calling thread, and the collectives of a step by kind.
 
     python benchmarks/bench_tensor_parallel_host.py [--ranks 4] [--rounds 40] [--kinds "fp8,fp8 codes"] [--profile 30]
@@ -49,8 +49,8 @@ class Collectives(TorchDispatchMode):
         self.callers: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
-            kind = func.__name__.split(".")[0].strip("_").removesuffix("_base")
+        kind = func.__name__.split(".")[0].strip("_")
+        if func.namespace in ("c10d", "_c10d_functional") and not kind.startswith(("wait", "wrap")):
             frames = [frame for frame in traceback.extract_stack() if any(part in frame.filename for part in PACKAGES)]
             self.kinds[kind] += 1
             self.callers[kind, " < ".join(frame.name for frame in reversed(frames[-5:]))] += 1

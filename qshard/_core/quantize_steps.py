@@ -133,7 +133,7 @@ def rotate(ops: Any, x: Array, fmt: Format) -> Array:
 
 
 def global_amax(ops: Any, x: Array, fmt: Format, amax: Array | None = None) -> Array | None:
-    """Compute the amax of `x` or of each row, unless `amax` has that of `x`; None if the format has no such scale."""
+    """Compute the amax of `x` or of each row, unless `amax` has it; None if the format has no such scale."""
     if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
     if amax is None or fmt.row_scaled:

@@ -78,8 +78,8 @@ def linear(
       dtype: the dtype that x is rounded to first, and the dtype of y. The default is the dtype of x.
       scatter_dim: for DTensors with a weight sharded along K: the axis of y along which the sum over ranks is
         scattered. The gradient of y is then gathered as codes.
-      overlap: overlap communication of sequence-sharded rows with GEMMs (`sequence_parallel.py`). The bits are the
-        same.
+      overlap: overlap communication of sequence-sharded rows with GEMMs (`sequence_parallel.py`). Codes have the
+        same bits.
       activation_group: ranks with the same x that each save a part of its codes (`prepare_modules_for_fsdp1`). The
         backward pass then runs a collective.
       weight_layout: "NK", or "KN" for a weight `[K, N]`, as in GPT-2's `Conv1D`: `y = x @ weight + bias`. The codes

@@ -81,7 +81,7 @@ class LayerQuantizer(NamedTuple):
         """Quantize a matrix `[M, K]`. Padding rows are removed from the rowwise plane.
 
         `role` selects the format, the delayed scale and the Philox key. `amax` is the amax of x, if it is known, and
-        `whole` the amax of the tensor whose shard is x. Also returns the amax of x under delayed scaling.
+        `whole` the amax of the whole tensor, if x is a shard. Also returns the amax of x under delayed scaling.
         """
         rows, part = x.shape[0], self.parts.get(role)
         spec = operand_spec(self.recipe, role, usage, rows)

@@ -42,7 +42,7 @@ class WholeAmax(NamedTuple):
 
 
 def whole_amax(weight: Tensor, values: Tensor, part: ShardSpec | None, fmt: Format) -> Tensor | None:
-    """Return the amax `[]` of a whole weight whose local shard is `weight`, with the values `values`. Collective.
+    """Return the amax `[]` of a whole weight, from the local shard `weight` with these values. Collective.
 
     None if codes do not depend on it alone, or no other rank has a shard, or a compiler traces, which saves codes.
     """

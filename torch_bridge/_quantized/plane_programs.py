@@ -55,7 +55,7 @@ def quantize_operand(
     """Apply `operands.quantize_operand` to `x`, and return planes in the shapes of `layout.plane`.
 
     `check` raises an error that names x, and is called only if the program does not run; the default checks the
-    layouts. `wholes` are `quantize_steps.global_amaxes` of the tensor whose shard is x. With `reduce_max` they are
+    layouts. `wholes` are `quantize_steps.global_amaxes` of the whole tensor, if x is a shard. With `reduce_max` they are
     computed and reduced here, in one call. Under delayed scaling, with `scale`, also returns the amax of x.
     """
     fmt, usage, check = spec.format, spec.usage, check or functools.partial(spec.layouts, tuple(x.shape))
