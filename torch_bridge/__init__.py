@@ -47,6 +47,7 @@ from qshard.torch_bridge._nn.fused_modules import RMSNorm, SwiGLU
 from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._optim.adam import Adam, AdamW
 from qshard.torch_bridge._optim.cast_master import CastPlan, cast_master, update_columnwise
+from qshard.torch_bridge._optim.muon import Muon
 from qshard.torch_bridge._optim.slices import QuantizedSlice, gather_slices, join_pieces
 from qshard.torch_bridge._optim.with_masters import WithMasters
 from qshard.torch_bridge._probes import numerics_of
@@ -67,6 +68,7 @@ __all__ = [
     "LinearCrossEntropy",
     "MoE",
     "MoEPermutation",
+    "Muon",
     "Plane",
     "QuantizedSlice",
     "QuantizedStack",

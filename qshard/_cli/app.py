@@ -100,21 +100,24 @@ def report(
     from qshard._cli.conversion import replacing
     from qshard._cli.layers import Question
     from qshard._cli.quantized_entry import with_quantized
-    from qshard._cli.render import page, print_text
+    from qshard._cli.render import console, page, print_report
+    from qshard.numerics._display import load
 
+    if html is not None:
+        load("matplotlib", "qshard report --html", "matplotlib")
     opened = with_quantized(open_checkpoint(checkpoint))
     question = Question(formats=tuple(chosen), usage=options.USAGES[usage], draws=stochastic or 1, seed=seed)
     with contextlib.ExitStack() as stack:  # fails early if a file cannot be written
         html_file, plan_file = (stack.enter_context(replacing(path)) if path else None for path in (html, plan))
         findings = reports.find(opened, question, layers, budget, activations)
         if html_file is not None:
-            html_file.write(page(findings).encode())
+            html_file.write(page(findings, plan).encode())
         if plan_file is not None:
             plan_file.write(reports.as_plan(findings).encode())
     if as_json or as_csv:
         click.echo(reports.as_json(findings) if as_json else reports.as_csv(findings), nl=as_json)
         return
-    print_text(findings, plan)
+    print_report(console(), findings, plan, has_page=html is not None)
 
 
 @group.command(cls=options.Command)

@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from qshard._cli.errors import Failure, Misuse, count_of, quote
 from qshard._core.serialization import KEY
 from qshard._core.validation import closest
-from qshard._files.reader import DTYPES
+from qshard._files.engine_configs import CONFIGS
+from qshard._files.reader import DTYPES, FILE, INDEX, LENGTH
 from qshard.layout import Shape
 
 FLOATS: dict[str, Any] = {
@@ -48,12 +49,8 @@ OTHERS = {
 SAVE = "save it with save_file of safetensors.torch, .flax or .numpy"
 PLACE_KEY = "data_offsets"
 PLACE = re.compile(rb'"data_offsets"\s*:')
-LENGTH = 8  # bytes of the header's length, which precedes the header
-
-FILE, INDEX = ".safetensors", ".safetensors.index.json"
 LARGEST_INDEX = 2**26  # Maximum size in bytes. The index of a model with 100,000 tensors has about 2**23.
 MOST_NESTED = 1000  # Maximum number of objects and lists in an index. A valid index needs two.
-CONFIGS = ("config.json", "hf_quant_config.json")
 QUANTIZATION = re.compile(rb'"(?:quantization_config|compression_config|quantization)"\s*:\s*(?!null|\{\s*\}|\s)')
 """A nonempty key of a config file that marks a quantized model, at any depth: a text model's config may be nested."""
 PART = re.compile(r".*-[0-9]+-of-(?!0*1\.)[0-9]+\.safetensors", re.DOTALL)  # file name of one of several shards

@@ -13,19 +13,21 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._cli.checkpoint import BITS, LENGTH, Checkpoint, Entry, File, matching, read_header
+from qshard._cli.checkpoint import BITS, Checkpoint, Entry, File, matching, read_header
 from qshard._cli.errors import Failure, Misuse, quote
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
 from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, text_of
+from qshard._files.engine_formats import STORED
+from qshard._files.reader import LENGTH
 from qshard._plans.fit import fold_kernel, refusal
 from qshard._plans.plan import NOT_PLANNED, Plan
 from qshard.formats import Format, Usage
@@ -34,7 +36,6 @@ from qshard.numerics import _kernels as kernels
 from qshard.numerics._display import progress_bar
 from qshard.numerics._reductions import as_float
 
-WORDS = {"uint8": "U8", "float32": "F32"}  # Safetensors dtypes of codes and scales
 OP = "qshard convert"
 
 LONGEST_HEADER = 100_000_000  # maximum bytes of a header that safetensors reads
@@ -105,7 +106,7 @@ def write_file(out: Path, checkpoint: Checkpoint, done: Conversion, seed: int) -
     tensors = _tensors(entries, weights)
     metadata = checkpoint.metadata | {KEY: text_of(weights)}
     with replacing(out) as file, progress_bar(sum(entry.nbytes for entry in entries.values())) as update:
-        writer, read = Writer(file, tensors, metadata), 0
+        writer, read = Writer(file, Path(file.name), tensors, metadata), 0
         for i, (name, entry) in enumerate(entries.items()):
             update(f"{i + 1} of {len(entries)}: {quote(name)}", read)
             if name in weights:
@@ -116,10 +117,10 @@ def write_file(out: Path, checkpoint: Checkpoint, done: Conversion, seed: int) -
                     writer.write(each.name, each.bytes())
             read += entry.nbytes
         update("reading it back", read)
-        if parse_metadata(writer.check(Path(file.name)).metadata[KEY], op=OP) != weights:
+        if parse_metadata(writer.check().metadata[KEY], op=OP) != weights:
             raise Failure(f"{quote(out)} was read back with other metadata; this is a bug in qshard, please report it")
     before = sum(entry.nbytes for entry in entries.values())
-    done.nbytes = before, sum(slot.nbytes for slot in writer.slots.values())
+    done.nbytes = before, sum(each.nbytes for each in writer.entries.values())
 
 
 def arrays_of(entry: Entry, what: Description, seed: int, done: Conversion) -> dict[str, NDArray[Any]]:
@@ -219,21 +220,11 @@ def _tensors(entries: dict[str, Entry], weights: dict[str, Description]) -> dict
         made = {each.name: (each.dtype, each.shape) for each in entry.tensors}
         if name in weights:
             arrays = weights[name].arrays(op=OP, name=name)
-            made = {key_of(name, part): (WORDS[dtype], shape) for part, (dtype, shape) in arrays.items()}
+            made = {key_of(name, part): (STORED[dtype], shape) for part, (dtype, shape) in arrays.items()}
         if twice := sorted(made.keys() & found.keys()):
             raise Misuse(f"{quote(twice[0])} is also the name of the codes of {quote(name)}; add --keep {quote(name)}")
         found |= made
     return found
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Position of a tensor in the file."""
-
-    dtype: str
-    shape: Shape
-    offset: int
-    nbytes: int
 
 
 class Writer:
@@ -241,24 +232,28 @@ class Writer:
 
     Attributes:
       digests: hash of each tensor written so far.
-      slots: position of each tensor by name.
+      entries: each tensor by name.
     """
 
-    def __init__(self, file: BinaryIO, tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> None:
-        """Write the header of `file`, open for reading and writing. `tensors` has safetensors dtypes and shapes.
+    def __init__(
+        self, file: BinaryIO, path: Path, tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]
+    ) -> None:
+        """Write the header of `file`, open for reading and writing at `path`.
+
+        `tensors` has safetensors dtypes and shapes.
 
         Raises `Failure` if the header is longer than safetensors reads.
         """
-        self.file, self.metadata = file, dict(metadata)
+        self.file, self.path, self.metadata = file, path, dict(metadata)
         self.digests: dict[str, bytes] = {}
         header: dict[str, object] = {"__metadata__": self.metadata} if metadata else {}
-        at, sizes = 0, {}
+        at, entries = 0, []
         for name in sorted(tensors, key=lambda name: (-BITS[tensors[name][0]], name)):
-            dtype, shape = tensors[name]
-            nbytes = Entry(name, dtype, shape, Path(), 0).nbytes
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
-            sizes[name] = at, nbytes
-            at += nbytes
+            entry = Entry(name, *tensors[name], path, at)
+            end = at + entry.nbytes
+            header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [at, end]}
+            entries.append(entry)
+            at = end
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % LENGTH)
         if len(text) > LONGEST_HEADER:
@@ -267,41 +262,41 @@ class Writer:
             )
         file.write(len(text).to_bytes(LENGTH, "little") + text)
         first = LENGTH + len(text)
-        self.slots = {name: Slot(*tensors[name], first + start, size) for name, (start, size) in sizes.items()}
+        self.entries = {each.name: replace(each, offset=first + each.offset) for each in entries}
         file.truncate(first + at)
 
     def write(self, name: str, parts: Iterable[bytes | memoryview[int]]) -> None:
         """Write the bytes of a tensor, or raise `Failure` if their number is wrong."""
-        slot, digest = self.slots[name], hashlib.blake2b()
-        self.file.seek(slot.offset)
+        entry, digest = self.entries[name], hashlib.blake2b()
+        self.file.seek(entry.offset)
         written = 0
         for part in parts:
             self.file.write(part)
             digest.update(part)
             written += len(part)
-        if written != slot.nbytes:
+        if written != entry.nbytes:
             raise Failure(
-                f"{quote(name)} has {written} bytes instead of {slot.nbytes}; this is a bug in qshard, please report it"
+                f"{quote(name)} has {written} bytes instead of {entry.nbytes}; this is a bug in qshard, please report "
+                "it"
             )
         self.digests[name] = digest.digest()
 
-    def check(self, path: Path) -> File:
-        """Read the file back, from the disk if the system allows, and return its contents. `path` is its current path.
+    def check(self) -> File:
+        """Read the file back, from the disk if the system allows, and return its contents.
 
         Raises `Failure` if it has other tensors or other bytes than were written.
         """
         self.file.flush()
         os.fsync(self.file.fileno())
         os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        found = read_header(path)
-        if found.metadata != self.metadata or not found.entries.keys() == self.slots.keys() == self.digests.keys():
-            raise Failure(f"{quote(path)} does not contain what was written to it; check the disk")
+        found = read_header(self.path)
+        if found.metadata != self.metadata or not found.entries.keys() == self.entries.keys() == self.digests.keys():
+            raise Failure(f"{quote(self.path)} does not contain what was written to it; check the disk")
         for name, entry in found.entries.items():
-            slot, digest = self.slots[name], hashlib.blake2b()
+            digest = hashlib.blake2b()
             for part in entry.bytes():
                 digest.update(part)
-            same = (entry.dtype, entry.shape, entry.offset) == (slot.dtype, slot.shape, slot.offset)
-            if not same or digest.digest() != self.digests[name]:
+            if entry != self.entries[name] or digest.digest() != self.digests[name]:
                 raise Failure(f"{quote(name)} was read back with other bytes than were written; check the disk")
         return found
 

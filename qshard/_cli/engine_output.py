@@ -22,14 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._cli.checkpoint import CONFIGS, FILE, INDEX, Checkpoint, Entry, read_config
+from qshard._cli.checkpoint import Checkpoint, Entry, read_config
 from qshard._cli.conversion import Conversion, Writer, arrays_of
 from qshard._cli.errors import Misuse, quote
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._core.serialization import Description, key_of
-from qshard._files.engine_configs import CONFIG, engine_configs
+from qshard._files.engine_configs import CONFIG, CONFIGS, engine_configs
 from qshard._files.engine_configs import KEY as QUANTIZATION
 from qshard._files.engine_formats import EngineTensor, engine_tensors
+from qshard._files.reader import FILE, INDEX
 from qshard.layout import Shape
 from qshard.numerics._display import progress_bar
 
@@ -71,13 +72,13 @@ def write_engine(out: Path, checkpoint: Checkpoint, engine: str, done: Conversio
         for name, shard in zip(names, shards, strict=True):
             tensors = {key: value for item in shard for key, value in item.tensors.items()}
             with (folder / name).open("w+b") as file:
-                writer = Writer(file, tensors, checkpoint.metadata | {"format": "pt"})
+                writer = Writer(file, folder / name, tensors, checkpoint.metadata | {"format": "pt"})
                 for item in shard:
                     update(f"{name}: {quote(item.entry.name)}", read)
                     for key, parts in _contents(item, done, seed):
                         writer.write(key, parts)
                     read += item.entry.nbytes
-                writer.check(folder / name)
+                writer.check()
         if len(shards) > 1:
             where = {
                 key: name for name, shard in zip(names, shards, strict=True) for item in shard for key in item.tensors

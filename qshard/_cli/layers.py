@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from qshard._cli.checkpoint import Entry
 from qshard._cli.errors import Misuse, quote
+from qshard._files.engine_configs import END
 from qshard._plans.fit import fold_kernel, refusal
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, plane
@@ -28,7 +29,6 @@ from qshard.numerics._statistics import Note, Stats, outlier_share, stats_of
 
 OP = "qshard report"
 
-END = ".weight"
 SUFFIX = ".npy"
 KINDS = "fiu"
 HEADER = 2**16  # bytes to read for the header of an array

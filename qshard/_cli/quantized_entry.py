@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._cli.checkpoint import CONFIGS, MOST_AXES, Checkpoint, Entry, read_config
+from qshard._cli.checkpoint import MOST_AXES, Checkpoint, Entry, read_config
 from qshard._cli.errors import count_of
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
-from qshard._files.recognition import EngineWeight, TensorSpec, block_of_config, recognize
+from qshard._files.engine_configs import CONFIGS
+from qshard._files.recognition import RecognizedWeight, TensorSpec, block_of_config, recognize
 from qshard._files.regrid import regrid
 from qshard.formats import Format, Usage
 from qshard.layout import matrix_shape
@@ -29,7 +30,7 @@ class QuantizedEntry(Entry):
       parts: entries of its tensors, in the order of `weight.tensors`.
     """
 
-    weight: EngineWeight
+    weight: RecognizedWeight
     parts: tuple[Entry, ...]
 
     @property

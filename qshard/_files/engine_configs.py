@@ -23,7 +23,7 @@ from typing import Any
 from qshard._core.serialization import Description
 from qshard._files.engine_formats import Scheme, engine_tensors, scheme_of
 
-CONFIG, HF_QUANT_CONFIG = "config.json", "hf_quant_config.json"
+CONFIGS = CONFIG, HF_QUANT_CONFIG = "config.json", "hf_quant_config.json"
 KEY = "quantization_config"
 END = ".weight"
 VERSION = "1"  # of these entries; engines do not read it

@@ -33,12 +33,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import Description
 from qshard._core.validation import closest, join_names, quote
 from qshard.formats import E2M1, E4M3, E8M0, Usage
 from qshard.layout import Shape, matrix_shape, plane
 
 Array = Any
+STORED = {"uint8": "U8", "float32": "F32"}  # safetensors dtypes of the arrays of a plane
 FLOAT_MAX = float.fromhex("0x1.fffffep127")  # largest finite float32
 
 
@@ -127,6 +129,7 @@ class EngineTensor:
       part_shape: shape of the array in the plane.
       repeats: (rows, cols) of the tensor for each element of the array.
       reciprocal: whether the tensor holds 1 / the array.
+      rows: first and last row of the array in a plane of more rows; None: all of them.
     """
 
     name: str
@@ -136,6 +139,12 @@ class EngineTensor:
     part_shape: Shape
     repeats: tuple[int, int] = (1, 1)
     reciprocal: bool = False
+    rows: tuple[int, int] | None = None
+
+    def contents(self, whole: Plane, xp: Any) -> Array:
+        """Return `encode` of the array of a rowwise plane, or of its `rows`."""
+        array = getattr(whole, self.part)
+        return self.encode(array if self.rows is None else array[slice(*self.rows)], xp)
 
     def encode(self, array: Array, xp: Any) -> Array:
         """Return the contents of the tensor, as uint8 for one-byte dtypes, or float32.

@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import Description
 from qshard._core.validation import closest, quote
-from qshard._files.engine_formats import ENGINE_FORMATS, EngineTensor, engine_tensors
+from qshard._files.engine_formats import ENGINE_FORMATS, STORED, EngineTensor, engine_tensors
 from qshard.formats import Usage
 from qshard.layout import PlaneLayout, plane
 
@@ -38,38 +37,8 @@ def check_stream(format: Any, bucket_bytes: Any, op: str) -> None:
         raise ValueError(f"{op}: bucket_bytes ({quote(bucket_bytes)}) is not a positive integer; pass a size in bytes")
 
 
-class StreamTensor(NamedTuple):
-    """One tensor of a weight of the engine, planned once: it needs the arrays of a rowwise plane to become a tensor.
-
-    Attributes:
-      suffix: what follows the name of the weight in its name.
-      dtype: safetensors dtype.
-      part: array of the plane that it holds.
-      rows: first and last row of the array that belong to the weight; None: all of them.
-      tensor: how an engine stores the array; None: as it is.
-    """
-
-    suffix: str
-    dtype: str
-    part: str
-    rows: tuple[int, int] | None
-    tensor: EngineTensor | None
-
-    def contents(self, whole: Plane, xp: Any) -> Any:
-        """Return the contents of the tensor, of one-byte dtypes as uint8. They may share memory with `whole`.
-
-        Args:
-          whole: rowwise plane of the weight of the trainer; codes and one-byte scales as uint8.
-          xp: the module of its arrays, as for `EngineTensor.encode`.
-        """
-        array = getattr(whole, self.part)
-        if self.rows is not None:
-            array = array[slice(*self.rows)]
-        return array if self.tensor is None else self.tensor.encode(array, xp)
-
-
-def stream_tensors(format: str, weight: EngineWeight, what: Description, op: str) -> tuple[StreamTensor, ...]:
-    """Plan the tensors of a weight of the engine.
+def stream_tensors(format: str, weight: EngineWeight, what: Description, op: str) -> tuple[EngineTensor, ...]:
+    """Plan the tensors of a weight of the engine. Their names are what follows the name of the weight.
 
     Args:
       format: one of `STREAM_FORMATS`.
@@ -82,12 +51,13 @@ def stream_tensors(format: str, weight: EngineWeight, what: Description, op: str
         raise alike.
 
     >>> import numpy as np
+    >>> from qshard._core.quantize_steps import Plane
     >>> from qshard.formats import FP8_128x128
     >>> what = Description(format=FP8_128x128, shape=(256, 128), dtype="bfloat16", planes=(Usage.ROWWISE,))
     >>> w13 = Plane(np.zeros((256, 128), np.uint8), np.ones((2, 1), np.float32))
     >>> up = EngineWeight("up_proj.weight", (128, 256))
     >>> tensors = stream_tensors("deepseek", up, what, "stream_weights")
-    >>> [(each.suffix, each.dtype, each.contents(w13, np).shape) for each in tensors]
+    >>> [(each.name, each.dtype, each.contents(w13, np).shape) for each in tensors]
     [('', 'F8_E4M3', (128, 128)), ('_scale_inv', 'F32', (1, 1))]
     """
     where = plane(what.format, what.shape, Usage.ROWWISE, op=op, name=weight.name)
@@ -96,14 +66,16 @@ def stream_tensors(format: str, weight: EngineWeight, what: Description, op: str
     if weight.rows is not None:
         part, rows = _rows_of(what, where, weight, op)
     if format == QSHARD:
-        dtypes = {"float32": "F32", "uint8": "U8"}
-        arrays = [(key, key.rpartition(".")[2], dtypes[dtype]) for key, (dtype, _) in part.arrays().items()]
-        return tuple(StreamTensor(f".{key}", dtype, of, rows.get(of), None) for key, of, dtype in arrays)
-    suffixes = (
-        dataclasses.replace(each, name=each.name.removeprefix(weight.name))
-        for each in engine_tensors(format, weight.name, part, op=op)
+        tensors = tuple(
+            EngineTensor(name=f".{key}", part=key.rpartition(".")[2], dtype=STORED[dtype], shape=size, part_shape=size)
+            for key, (dtype, size) in part.arrays().items()
+        )
+    else:
+        tensors = engine_tensors(format, weight.name, part, op=op)
+    return tuple(
+        dataclasses.replace(each, name=each.name.removeprefix(weight.name), rows=rows.get(each.part))
+        for each in tensors
     )
-    return tuple(StreamTensor(each.name, each.dtype, each.part, rows.get(each.part), each) for each in suffixes)
 
 
 def _rows_of(

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import KEY, Description, key_of, parse_metadata
+from qshard._files.engine_configs import CONFIGS
 from qshard._files.recognition import TensorSpec, block_of_config, recognize
 from qshard._files.regrid import regrid
 from qshard.formats import ELEMENTS, Format, Usage
@@ -42,7 +43,6 @@ DTYPES: dict[str, Any] = {
 ONE_BYTE = ("F8_E8M0",)  # read as bytes
 LENGTH = 8  # bytes of the length of a header
 FILE, INDEX = ".safetensors", ".safetensors.index.json"
-CONFIG = "config.json"
 Part = tuple[slice, ...]
 
 
@@ -78,8 +78,8 @@ class CheckpointReader:
         if missing := sorted(own - where.keys()):
             raise ValueError(f"{op}: {self.path} lacks {missing[0]}, which its metadata describes; copy the file again")
         specs = {name: each.spec for name, each in where.items() if name not in own}
-        config = self._read_json(self.path.parent / CONFIG, optional=True)
-        self._engine = recognize(specs, block_of_config(config), outside)
+        configs = {name: self._read_json(self.path.parent / name, optional=True) for name in CONFIGS}
+        self._engine = recognize(specs, block_of_config(configs), outside)
         taken = own | {tensor.name for weight in self._engine.values() for tensor in weight.tensors}
         self.weights = described | {name: weight.description for name, weight in self._engine.items()}
         self.arrays = {name: spec for name, spec in specs.items() if name not in taken}

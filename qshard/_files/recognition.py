@@ -85,7 +85,7 @@ class TensorSpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EngineWeight:
+class RecognizedWeight:
     """A quantized weight in a checkpoint of others.
 
     Attributes:
@@ -115,7 +115,7 @@ def _widen(tensor: EngineTensor, raw: NDArray[np.uint8], dtype: str) -> NDArray[
 
 def recognize(
     tensors: Mapping[str, TensorSpec], block: tuple[int, int] = BLOCK, outside: Iterable[str] = ()
-) -> dict[str, EngineWeight]:
+) -> dict[str, RecognizedWeight]:
     """Find the quantized weights of a checkpoint.
 
     Args:
@@ -133,7 +133,7 @@ def recognize(
     modules: dict[str, list[str]] = {}
     for name in itertools.chain(tensors, outside):
         modules.setdefault(_module(name), []).append(name)
-    found: dict[str, EngineWeight] = {}
+    found: dict[str, RecognizedWeight] = {}
     for name, stored in tensors.items():
         if len(name) > LONGEST or not stored.elements or len(stored.shape) < 2:
             continue
@@ -188,7 +188,7 @@ def _may_change(other: str, name: str) -> bool:
 
 def _readings(
     name: str, stored: TensorSpec, tensors: Mapping[str, TensorSpec], block: tuple[int, int]
-) -> Iterator[EngineWeight]:
+) -> Iterator[RecognizedWeight]:
     """Yield the possible readings of a tensor as the codes of a weight."""
     if stored.dtype in FP8:
         scales = [name + "_scale_inv", name + "_scale"]
@@ -211,7 +211,7 @@ def _readings(
 
 def _pairs(
     stem: str, name: str, stored: TensorSpec, first: str, second: str, tensors: Mapping[str, TensorSpec]
-) -> Iterator[EngineWeight]:
+) -> Iterator[RecognizedWeight]:
     """Yield the reading of two codes a byte, with scales of 32 elements, or of 16 and a global scale."""
     scale, whole = tensors.get(first), tensors.get(second)
     if scale is None:
@@ -229,7 +229,7 @@ def _pairs(
 
 def _fp8(
     name: str, stored: TensorSpec, first: str, scale: TensorSpec, block: tuple[int, int]
-) -> Iterator[EngineWeight]:
+) -> Iterator[RecognizedWeight]:
     """Yield the reading of FP8 codes with scales of the tensor, of rows, of blocks, or of 32 elements."""
     shape, element = stored.shape, FP8[stored.dtype]
     parts = {"data": (name, stored), "scale_inv": (first, scale)}
@@ -252,7 +252,7 @@ def _of_blocks(fmt: Format, element: ElementFormat, block: tuple[int, int]) -> F
     return fmt.with_options(element=element, block=block, pow2=False)
 
 
-def _weight(name: str, fmt: Format, shape: Shape, parts: Mapping[str, tuple[str, TensorSpec]]) -> EngineWeight:
+def _weight(name: str, fmt: Format, shape: Shape, parts: Mapping[str, tuple[str, TensorSpec]]) -> RecognizedWeight:
     where = plane(fmt, shape, Usage.ROWWISE, op="recognize", name=name)
     shapes = {"data": where.data_shape, "scale_inv": where.scale_shape, "global_scale_inv": where.global_scale_shape}
     tensors = tuple(
@@ -267,4 +267,4 @@ def _weight(name: str, fmt: Format, shape: Shape, parts: Mapping[str, tuple[str,
         for part, (of, stored) in parts.items()
     )
     what = Description(format=fmt, shape=shape, dtype=VALUES, planes=(Usage.ROWWISE,))
-    return EngineWeight(name, what, tensors)
+    return RecognizedWeight(name, what, tensors)

@@ -58,11 +58,6 @@ class Plan:
             found |= {name: self.rest for name in names if name not in found}
         return found
 
-    @property
-    def title(self) -> str:
-        """The formats in words."""
-        return ", ".join(dict.fromkeys(map(str, [*self.rules.values(), *([self.rest] if self.rest else [])])))
-
 
 def plan_of(texts: Iterable[str]) -> Plan:
     """Parse the values of `--format`: a format for all tensors, and `PATTERN=FORMAT`.

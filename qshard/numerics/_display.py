@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import html
 import importlib
 import importlib.util
+import io
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
 
 Advance = Callable[[int], None]  # callback that receives the number of newly processed elements
 Update = Callable[[str, int], None]
@@ -18,6 +24,7 @@ Update = Callable[[str, int], None]
 
 LONG = 2**26
 """Total number of elements, over all formats, above which progress is shown by default: about one second of work."""
+WIDE = 1000  # columns of text that nothing limits
 EACH = 0.1  # minimum seconds between two updates of the bar
 
 
@@ -91,6 +98,25 @@ def load(module: str, op: str, install: str = "'qshard[notebooks]'") -> Any:
     except ModuleNotFoundError as error:
         package = module.split(".")[0]
         raise ImportError(f"{op}: {package} is not installed; pip install {install}") from error
+
+
+def text_as_html(write: Callable[[Console], None]) -> str:
+    """Return what `write` prints to a rich console as HTML."""
+    # nbconvert renders `pre` in the page's proportional font; aligned columns need a monospaced one.
+    style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace"
+    # Not as Jupyter, so that rich writes to the file instead of the notebook.
+    options: dict[str, Any] = {"record": True, "force_jupyter": False, "highlight": False, "markup": False}
+    console: Console = load("rich.console", "report").Console(file=io.StringIO(), width=WIDE, emoji=False, **options)
+    write(console)
+    return console.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+
+
+def figure_as_html(figure: Figure, alt: str) -> str:
+    """Return a figure as an HTML image that contains its data."""
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=100)
+    image = base64.b64encode(png.getvalue()).decode()
+    return f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{image}">'
 
 
 class Frame:

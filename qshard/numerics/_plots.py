@@ -1,4 +1,4 @@
-"""Plots of reports and of results with rows. matplotlib is imported when a plot is drawn."""
+"""Plots of reports, of results with rows, and of trade-offs. matplotlib is imported when a plot is drawn."""
 
 from __future__ import annotations
 
@@ -143,6 +143,25 @@ def line_chart(lines: Mapping[str, Mapping[int, float]], title: str, below: str)
     axes.grid(alpha=0.3)
     if lines:
         _add_legend(axes, len(lines))
+    return figure
+
+
+def tradeoff_chart(
+    name: str,
+    curve: Sequence[tuple[float, float]],
+    dots: Mapping[str, tuple[float, float]],
+    ring: tuple[float, float] | None,
+) -> Figure:
+    """Draw a curve, dots that the legend names, and a ring around the plan."""
+    figure: Figure = load("matplotlib.figure", "plot").Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([x for x, _ in curve], [y for _, y in curve], label=name, color="#0969da")
+    for i, (each, (x, y)) in enumerate(dots.items()):
+        axes.plot(x, y, _MARKERS[(i + i // 10) % len(_MARKERS)], color=f"C{i % 10}", linestyle="", label=each)
+    if ring is not None:
+        axes.plot(*ring, "o", markersize=14, fillstyle="none", color="#1a7f37", label="the plan")
+    axes.grid(alpha=0.3)
+    _add_legend(axes, len(dots) + 2)
     return figure
 
 

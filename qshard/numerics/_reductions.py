@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,9 +29,6 @@ SIZE = TILE[0] * TILE[1]
 TILES_OF_A_JOB = 16
 LEAST = -149  # exponent of the smallest float32
 EXPONENTS = 128 - LEAST
-START = 5.0  # seconds within which a new thread has certainly started, even on a busy machine
-LOOK = 1e-3  # seconds between two checks whether a thread has started
-_POOLS = itertools.count()
 
 Advance = Callable[[int], None]
 Block = tuple[int, int]  # row and column of a block in the grid of `scale_inv`
@@ -342,37 +337,13 @@ def exponent_counts(x: NDArray[np.float32]) -> dict[int, int]:
 
 
 def _map_in_order(run: Callable[[Any], Sums], jobs: list[Any]) -> Iterator[Sums]:
-    """Yield the results of all jobs in order. On Ctrl-C or an error, wait for running jobs and start no others."""
+    """Yield the results of all jobs in order. On Ctrl-C or an error, `map` cancels jobs that have not begun."""
     threads = min(num_threads(), len(jobs))
     if threads <= 1:
         yield from map(run, jobs)
         return
-    name = f"qshard.numerics.{next(_POOLS)}"
-    pool = ThreadPoolExecutor(threads, name)
-    try:
+    with ThreadPoolExecutor(threads, "qshard.numerics") as pool:
         yield from pool.map(run, jobs)
-    finally:
-        try:
-            pool.shutdown(cancel_futures=True)
-        finally:
-            _join_all(f"{name}_")
-
-
-def _join_all(prefix: str) -> None:
-    """Join the threads of a pool that was shut down while Ctrl-C interrupted it.
-
-    Such a pool can lose track of threads that were starting or ending. A thread that the system has not started yet
-    cannot be joined, and ends as soon as it runs. It may also never start, if Ctrl-C came before the system call, so
-    waiting is limited to `START` seconds.
-    """
-    end = time.monotonic() + START
-    for thread in threading.enumerate():
-        if not thread.name.startswith(prefix):
-            continue
-        while not thread.is_alive() and thread in threading.enumerate() and time.monotonic() < end:
-            time.sleep(LOOK)
-        if thread.is_alive():
-            thread.join()
 
 
 def magnitudes(data: NDArray[np.uint8], fmt: Format) -> NDArray[np.uint8]:

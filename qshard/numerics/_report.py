@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import math
 import shutil
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from qshard._core.validation import FormatLike, as_formats
 from qshard.formats import Usage
 from qshard.numerics._arrays import as_sharded
-from qshard.numerics._display import load
+from qshard.numerics._display import WIDE, figure_as_html, load, text_as_html
 from qshard.numerics._plots import report_figure
 from qshard.numerics._statistics import Note, Stats, fitting, measure
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
-
-WIDE = 1000
 
 
 def report(
@@ -98,17 +95,8 @@ class Report:
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
-        # nbconvert renders `pre` in the page's proportional font; aligned columns need a monospaced one.
-        style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace"
-        page = f'<pre style="{style}">{{code}}</pre>'
-        console = self._console(WIDE, record=True)
-        console.print(self)
-        text = console.export_html(inline_styles=True, code_format=page)
-        png = io.BytesIO()
-        self.figure().savefig(png, format="png", dpi=100)
-        image = base64.b64encode(png.getvalue()).decode()
-        alt = "SQNR, errors and scales"
-        return f'{text}<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{image}">'
+        text = text_as_html(lambda console: console.print(self))
+        return text + figure_as_html(self.figure(), "SQNR, errors and scales")
 
     def _parts(self, width: int, ascii_only: bool) -> Iterator[RenderableType]:
         Text = load("rich.text", "report").Text

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._core.adam import BLOCK
+from qshard._core.optimizers.adam import BLOCK
 from qshard.formats import ELEMENTS, FLOAT16_MAX
 from qshard.layout import matrix_shape
 from qshard.reference._elements import Float32, decode, encode

@@ -5,7 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from qshard._core.adam import BLOCK  # noqa: E402
+from qshard._core.optimizers.adam import BLOCK  # noqa: E402
 from qshard.formats import ELEMENTS  # noqa: E402
 from qshard.reference import _adam as reference  # noqa: E402
 from qshard.torch_bridge._ops.bind import ops  # noqa: E402

@@ -1,11 +1,8 @@
 """Format choices in the report: measured formats, recommendations for a budget, and the plot."""
 
-import itertools
 import math
 import re
-import xml.etree.ElementTree as ElementTree
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -91,50 +88,33 @@ def test_nonfinite_and_zero_layers(tmp_path):
 
 
 def test_the_page(model, tmp_path):
-    """Well formed, with the curve, a dot for each format that fits all, and the ring; it loads nothing."""
+    """It has the picture and the text of the report, and loads nothing."""
+    pytest.importorskip("matplotlib")
     page = tmp_path / "a.html"
-    ok("report", model, "--formats", "FP8_E4M3,FP8_128x128,NVFP4", "--html", page, "--budget", "0.8")
+    text = ok("report", model, "--formats", "FP8_E4M3,FP8_128x128,NVFP4", "--html", page, "--budget", "0.8")
     html = page.read_text()
-    svg = ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
-    kinds = [each.get("class") for each in svg]
-    assert kinds.count("curve") == 1
-    assert kinds.count("uniform") == 3
-    assert kinds.count("chosen") == 1
-    _, _, width, height = map(float, svg.get("viewBox").split())
-    curve = next(each for each in svg if each.get("class") == "curve")
-    points = [tuple(map(float, point.split(","))) for point in curve.get("points").split()]
-    assert points == sorted(points)  # More bytes, more SQNR: up to the right.
-    assert [y for _, y in points] == sorted((y for _, y in points), reverse=True)
-    assert all(0 < x < width and 0 < y < height for x, y in points)
-    assert not re.search(r"(src|href)=|url\(|@import", html)
-    for name in ("layers.0.w", "odd", "norm", "FP8_128x128"):
-        assert name in html
+    assert html.count("data:image/png;base64,iVBOR") == 1
+    assert not re.search(r"(?<!img )(src|href)=\"(?!data:)|url\(|@import", html)
+    for line in (each.strip() for each in text.splitlines() if "SQNR dB" not in each):
+        assert line.split("  ")[0] in html
+    assert "--html report.html" not in text + html  # The hint has been taken.
     exact = write(tmp_path / "b.safetensors", {"w": np.ones((32, 32), np.float32)})
     ok("report", exact, "--html", page)
-    assert "No choice has any noise" in page.read_text()
+    assert "<img" not in page.read_text()  # No choice has any noise.
 
 
-def test_names_in_the_picture(tmp_path):
-    """Where most formats have a byte an element: no two over each other, and none outside."""
-    from qshard._cli.render import HEIGHT, LETTER, LINE, WIDTH
+def test_the_picture():
+    """The curve, a dot for each format, all in the legend and none like another, and the ring."""
+    pytest.importorskip("matplotlib")
+    from qshard.numerics._plots import tradeoff_chart
 
-    page = tmp_path / "a.html"
-    path = write(tmp_path / "a.safetensors", {"w": numbers((128, 128)).astype(ml_dtypes.bfloat16)})
-    ok("report", path, "--formats", "all", "--html", page)
-    html = page.read_text()
-    svg = ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
-    names = [each for each in svg if each.tag == "text" and each.text in FORMATS]
-    assert len(names) == len(FORMATS)
-    boxes = []
-    for each in names:
-        x, y, width = float(each.get("x")), float(each.get("y")), LETTER * len(each.text)
-        x -= width if each.get("text-anchor") == "end" else 0
-        assert x > 0
-        assert x + width < WIDTH
-        assert LINE < y < HEIGHT
-        boxes.append((x, x + width, y))
-    for one, other in itertools.combinations(boxes, 2):
-        assert one[1] <= other[0] or other[1] <= one[0] or abs(one[2] - other[2]) >= LINE - 0.1  # As it is rounded.
+    curve, dots = [(0.5, 20.0), (1.0, 30.0)], {name: (i / 10, 20.0) for i, name in enumerate(FORMATS)}
+    axes = tradeoff_chart("best", curve, dots, (0.5, 20.0)).axes[0]
+    line, *others = axes.lines
+    assert list(zip(*line.get_data(), strict=True)) == curve
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["best", *FORMATS, "the plan"]
+    looks = {(each.get_marker(), each.get_color()) for each in others[:-1]}
+    assert len(looks) == len(FORMATS)
 
 
 def test_the_summary_comes_first(model):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from qshard._core import adam
+from qshard._core.optimizers import adam
 from qshard._core.validation import join_names, quote
 from qshard.op_table import multi_table
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like

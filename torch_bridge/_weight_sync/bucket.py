@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qshard._core.quantize_steps import Plane
-from qshard._files.engine_stream import EngineWeight, StreamTensor
+from qshard._files.engine_formats import EngineTensor
+from qshard._files.engine_stream import EngineWeight
 from qshard.formats import Usage
 from qshard.torch_bridge._convert.export import quantized_weight
 from qshard.torch_bridge._distributed.dtensor import local_of
@@ -29,7 +30,7 @@ class _StreamEntry(NamedTuple):
     """A tensor of the stream, and its name."""
 
     name: str
-    tensor: StreamTensor
+    tensor: EngineTensor
 
     def of(self, whole: Plane) -> tuple[str, Tensor]:
         contents: Tensor = self.tensor.contents(whole, torch)
@@ -82,14 +83,14 @@ class Bucket:
         of_ranks: Sequence[Sequence[EngineWeight]] = item.names.of_ranks
         if item.layout is not None:
             of_ranks = [item.of_expert(expert) for expert in range(item.experts)]
-        planned: dict[tuple[int, int] | None, tuple[StreamTensor, ...]] = {}
+        planned: dict[tuple[int, int] | None, tuple[EngineTensor, ...]] = {}
         found = []
         for weights in of_ranks:
             named = []
             for weight in weights:
                 if weight.rows not in planned:
                     planned[weight.rows] = item.tensors(format, weight)
-                named += [_StreamEntry(f"{weight.name}{each.suffix}", each) for each in planned[weight.rows]]
+                named += [_StreamEntry(f"{weight.name}{each.name}", each) for each in planned[weight.rows]]
             found.append(named)
         return found
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qshard._core.serialization import Description
-from qshard._files.engine_stream import EngineWeight, StreamTensor, stream_tensors
+from qshard._files.engine_formats import EngineTensor
+from qshard._files.engine_stream import EngineWeight, stream_tensors
 from qshard.formats import FLOATS, Format, Usage
 from qshard.layout import plane
 from qshard.recipes import Recipe
@@ -59,7 +60,7 @@ class Item(NamedTuple):
         dtype = self.dtype if self.dtype in FLOATS else "bfloat16"
         return Description(format=self.fmt, shape=self.shape, dtype=dtype, planes=(Usage.ROWWISE,))
 
-    def tensors(self, format: str, weight: EngineWeight) -> tuple[StreamTensor, ...]:
+    def tensors(self, format: str, weight: EngineWeight) -> tuple[EngineTensor, ...]:
         """Plan the tensors of a weight. Raises ValueError if the engine's format cannot hold it."""
         return stream_tensors(format, weight, self.what, OP)
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from qshard._core.adam import BLOCK
 from qshard._core.flat_shards import piece_bytes
+from qshard._core.optimizers.adam import BLOCK
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
 from qshard.layout import slice_plane

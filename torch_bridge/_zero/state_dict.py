@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from qshard._core.adam import BLOCK
+from qshard._core.optimizers.adam import BLOCK
 from qshard._core.placement import Box, slice_boxes
 from qshard.torch_bridge._optim.slices import gather_parts
 from qshard.torch_bridge._torch_internals import DTensorSpec, TensorMeta, pytree

@@ -22,7 +22,7 @@ from qshard.jax._experts.expert_parallel import GroupedRows
 from qshard.jax._experts.ragged_dot_vjp import Config, NonDifferentiable, Result, ragged_product
 from qshard.jax._experts.ragged_values import ValueConfig, value_product
 from qshard.jax._nn.activations import swiglu_gate_up
-from qshard.jax._nn.linear_config import check_arguments
+from qshard.jax._nn.linear import check_arguments
 from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
     Seed,

@@ -25,17 +25,21 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import gemm_dispatch
-from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
 from qshard.gemm_dispatch import Kind
 from qshard.jax._gemm import target_gpu
-from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
+from qshard.jax._gemm.product_sharding import (
+    PlaneAxes,
+    PlaneProduct,
+    ProductSharding,
+    multiply_local_values,
+    without_vmap,
+)
 from qshard.jax._ops.custom_partitioning import call_partitionable, local, partitionable, specs_of
 from qshard.jax._ops.mesh import MeshKind
 from qshard.jax._quantized.array import QuantizedArray
 
-PlaneProduct = Callable[[Plane, Plane], jax.Array]
 Usages = tuple[Usage, Usage]
 
 
@@ -58,23 +62,16 @@ class Product:
 
     def local(self, a: Plane, b: Plane) -> jax.Array:
         """Multiply local planes: their codes, or their values if the shards do not fit the op."""
-        shape = self.a.sizes(a)[0] + self.b.sizes(b)[0]
         x, y = self.a.matrix(a), self.b.matrix(b)
         (m, k), (n, _) = x.data.shape, y.data.shape
+        if not gemm_dispatch.fits(self.kind, (m, n, k)):
+            return multiply_local_values((self.a, self.b), a, b, self.dtype)
         formats = self.a.format, self.b.format
-        if gemm_dispatch.fits(self.kind, (m, n, k)):
-            size = gemm_dispatch.workspace_size(*formats, (m, n, k))
-            made: jax.Array = gemm_dispatch.multiply(
-                local, x, formats[0], y, formats[1], dtype=self.dtype, fast=False, workspace=size
-            )
-        else:
-            left, right = (
-                quantize_steps.dequantize(local, plane, fmt, Usage.ROWWISE, "bfloat16")
-                for plane, fmt in zip((x, y), formats, strict=True)
-            )
-            contracted = (((1,), (1,)), ((), ()))
-            made = lax.dot_general(left, right, contracted, preferred_element_type=jnp.dtype(self.dtype))
-        return made.reshape(shape)
+        size = gemm_dispatch.workspace_size(*formats, (m, n, k))
+        made: jax.Array = gemm_dispatch.multiply(
+            local, x, formats[0], y, formats[1], dtype=self.dtype, fast=False, workspace=size
+        )
+        return made.reshape(self.a.sizes(a)[0] + self.b.sizes(b)[0])
 
     def over_devices(self, sharding: ProductSharding, a: Plane, b: Plane) -> jax.Array:
         """Multiply local planes, and sum over the devices that shard contracted axes."""
@@ -94,15 +91,7 @@ def product(
     multiply_codes = None if what is None else _multiply_codes(what, planes, multiply_values)
     if multiply_codes is None:
         return multiply_values(*planes)
-
-    @jax.custom_batching.custom_vmap
-    def batched(a: Plane, b: Plane) -> jax.Array:
-        return multiply_codes(a, b)
-
-    @batched.def_vmap
-    def _(_: int, axes: Any, a: Plane, b: Plane) -> tuple[jax.Array, bool]:
-        return jax.vmap(multiply_values, jax.tree.map(lambda is_batched: 0 if is_batched else None, axes))(a, b), True
-
+    batched = without_vmap(multiply_codes, multiply_values)
     made: jax.Array = lax.platform_dependent(*planes, **{target_gpu.PLATFORM: batched}, default=multiply_values)
     return made
 

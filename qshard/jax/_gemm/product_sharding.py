@@ -1,15 +1,18 @@
-"""Sharding of products of block-scaled planes: the shards that each device multiplies, and the sum over devices."""
+"""Products of block-scaled planes over devices: their axes, the shards that a device multiplies, sums over devices."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
+from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.jax._ops.collectives import sum_over
@@ -18,10 +21,13 @@ from qshard.jax._ops.mesh import Names, Scattered, assign_mesh_axes, assign_scat
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.layout import Shape, is_transposed, stored_block
 
+Arrays = tuple[jax.Array, ...]
+PlaneProduct = Callable[[Plane, Plane], jax.Array]
+
 
 @dataclass(frozen=True)
 class PlaneAxes:
-    """The axes of a plane of blocks: `rows`, and the axes that a product contracts."""
+    """The axes of a plane of blocks: `rows`, and the axes that a product contracts; and the dtypes of its arrays."""
 
     format: Format
     stored: Usage
@@ -78,6 +84,49 @@ class PlaneAxes:
         rows, depth = map(math.prod, self.sizes(plane))
         block = self.format.block_shape()
         return Plane(data.reshape(rows, depth), scale_inv.reshape(rows // block[0], depth // block[1]))
+
+    def values(self, plane: Plane) -> jax.Array:
+        """Dequantize a local plane to bfloat16."""
+        values: jax.Array = quantize_steps.dequantize(
+            local, plane, self.format, self.stored, "bfloat16", block=self.block
+        )
+        return values
+
+    def arrays(self, plane: Plane) -> Arrays:
+        """The codes and block scales as unsigned integers, and a global scale as it is.
+
+        XLA moves 8-bit floats as wider ones, and pads with zeros, which E8M0 cannot represent.
+        """
+        bits = [lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}") for part in plane[:2]]
+        return (*bits, *(part for part in plane[2:] if part is not None))
+
+    def plane(self, arrays: Arrays) -> Plane:
+        """The plane of `arrays`: the inverse."""
+        parts = [lax.bitcast_convert_type(part, name) for part, name in zip(arrays[:2], self.dtypes, strict=False)]
+        return Plane(*parts, *arrays[2:])
+
+    def specs(self, spec: PartitionSpec) -> tuple[PartitionSpec, ...]:
+        """The shardings of `arrays`: block scales follow codes, and a global scale is replicated."""
+        return (spec, spec, *[PartitionSpec()] * (len(self.dtypes) - 2))
+
+
+def multiply_local_values(sides: tuple[PlaneAxes, PlaneAxes], a: Plane, b: Plane, dtype: str) -> jax.Array:
+    """Multiply the values of local planes. The result has the rows of `a`, then the rows of `b`."""
+    contracted = ((sides[0].contracted, sides[1].contracted), ((), ()))
+    values = sides[0].values(a), sides[1].values(b)
+    return lax.dot_general(*values, contracted, preferred_element_type=jnp.dtype(dtype))
+
+
+def without_vmap(multiply_codes: PlaneProduct, multiply_values: PlaneProduct) -> PlaneProduct:
+    """Return `multiply_codes`, which XLA cannot batch, with `multiply_values` in its place under `vmap`."""
+    call = jax.custom_batching.custom_vmap(multiply_codes)
+
+    @call.def_vmap
+    def _(_: int, axes: Any, a: Plane, b: Plane) -> tuple[jax.Array, bool]:
+        return jax.vmap(multiply_values, jax.tree.map(lambda is_batched: 0 if is_batched else None, axes))(a, b), True
+
+    product: PlaneProduct = call
+    return product
 
 
 class ProductSharding(NamedTuple):

@@ -18,82 +18,52 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
-from qshard.jax._gemm.block_gemm import PlaneProduct, Usages
-from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
-from qshard.jax._ops.custom_partitioning import call_partitionable, local, mesh_of_call, partitionable, spec_on
+from qshard.jax._gemm.block_gemm import Usages
+from qshard.jax._gemm.product_sharding import (
+    PlaneAxes,
+    PlaneProduct,
+    ProductSharding,
+    multiply_local_values,
+    without_vmap,
+)
+from qshard.jax._ops.custom_partitioning import call_partitionable, mesh_of_call, partitionable, spec_on
 from qshard.jax._ops.mesh import is_auto, may_be_sharded, mesh_of, names_of
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.layout import Shape
 
-Arrays = tuple[jax.Array, ...]
 
+def _axes_of(q: QuantizedArray, stored: Usage, contracted: Usage, mesh: Mapping[str, int]) -> PlaneAxes | None:
+    """The axes of a plane of blocks, or None if an Auto mesh cannot gather it.
 
-@dataclass(frozen=True)
-class Operand(PlaneAxes):
-    """A plane of blocks that an Auto mesh can gather."""
-
-    @classmethod
-    def on(cls, q: QuantizedArray, stored: Usage, contracted: Usage, mesh: Mapping[str, int]) -> Operand | None:
-        """The operand for a plane, or None if an Auto mesh cannot gather it.
-
-        It cannot if the plane has no axes of whole blocks, or a mesh axis does not divide their number: parts of mesh
-        axes would then shard them.
-        """
-        if q.format.row_scaled or (axes := cls.of(q, stored, contracted)) is None:
-            return None
-        grid = q.plane(stored).scale_inv.shape
-        whole = all(size % shards == 0 for size in grid if size > 1 for shards in mesh.values())
-        # Shardy rejects a compound factor with a part of size 1.
-        whole &= all(size > 1 or axes.unit(axis) == 1 for axis, size in enumerate(grid))
-        return axes if whole else None
-
-    @property
-    def bytes(self) -> float:
-        """Bytes per element of codes."""
-        return 1 / self.format.element.codes_per_byte
-
-    def arrays(self, plane: Plane) -> Arrays:
-        """The codes and block scales as unsigned integers, and a per-tensor scale as it is.
-
-        XLA moves 8-bit floats as wider ones, and pads with zeros, which E8M0 cannot represent.
-        """
-        bits = [lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}") for part in plane[:2]]
-        return (*bits, *(part for part in plane[2:] if part is not None))
-
-    def values(self, arrays: Arrays) -> jax.Array:
-        """Dequantize local codes to bfloat16."""
-        parts = [lax.bitcast_convert_type(part, name) for part, name in zip(arrays[:2], self.dtypes, strict=False)]
-        plane = Plane(*parts, *arrays[2:], *[None] * (3 - len(arrays)))
-        values: jax.Array = quantize_steps.dequantize(
-            local, plane, self.format, self.stored, "bfloat16", block=self.block
-        )
-        return values
-
-    def specs(self, spec: PartitionSpec) -> tuple[PartitionSpec, ...]:
-        """The shardings of `arrays`: block scales follow codes, and a per-tensor scale is replicated."""
-        return (spec, spec, *[PartitionSpec()] * (len(self.dtypes) - 2))
+    It cannot if the plane has no axes of whole blocks, or a mesh axis does not divide their number: parts of mesh axes
+    would then shard them.
+    """
+    if q.format.row_scaled or (axes := PlaneAxes.of(q, stored, contracted)) is None:
+        return None
+    grid = q.plane(stored).scale_inv.shape
+    whole = all(size % shards == 0 for size in grid if size > 1 for shards in mesh.values())
+    # Shardy rejects a compound factor with a part of size 1.
+    whole &= all(size > 1 or axes.unit(axis) == 1 for axis, size in enumerate(grid))
+    return axes if whole else None
 
 
 @dataclass(frozen=True)
 class ValueProduct:
     """The product of the values of two planes of codes."""
 
-    a: Operand
-    b: Operand
+    a: PlaneAxes
+    b: PlaneAxes
     dtype: str
 
     def __call__(self, sharding: ProductSharding | None, *arrays: jax.Array) -> jax.Array:
         """Multiply local values, and sum over the devices that shard contracted axes."""
         count = len(self.a.dtypes)
-        x, y = self.a.values(arrays[:count]), self.b.values(arrays[count:])
-        contracted = ((self.a.contracted, self.b.contracted), ((), ()))
-        made = lax.dot_general(x, y, contracted, preferred_element_type=jnp.dtype(self.dtype))
+        planes = self.a.plane(arrays[:count]), self.b.plane(arrays[count:])
+        made = multiply_local_values((self.a, self.b), *planes, self.dtype)
         return made if sharding is None else sharding.sum_over_devices(made)
 
 
@@ -108,12 +78,11 @@ def gather_codes(
     mesh = mesh_of(data)
     if not may_be_sharded(data) or not is_auto(mesh):
         return multiply_values
-    left, right = (Operand.on(q, *usage, dict(mesh.shape)) for q, usage in zip((a, b), usages, strict=True))
+    left, right = (_axes_of(q, *usage, dict(mesh.shape)) for q, usage in zip((a, b), usages, strict=True))
     if left is None or right is None or len(left.contracted) != len(right.contracted):
         return multiply_values
     what = ValueProduct(left, right, jnp.dtype(dtype).name)
 
-    @jax.custom_batching.custom_vmap
     def multiply_codes(a: Plane, b: Plane) -> jax.Array:
         def partitioned(a: Plane, b: Plane) -> jax.Array:
             return _partitionable(what, mesh.abstract_mesh)(*left.arrays(a), *right.arrays(b))
@@ -121,11 +90,7 @@ def gather_codes(
         (made,) = call_partitionable(partitioned, multiply_values, (what, mesh.abstract_mesh), a, b)
         return made
 
-    @multiply_codes.def_vmap
-    def _(_: int, axes: Any, a: Plane, b: Plane) -> tuple[jax.Array, bool]:
-        return jax.vmap(multiply_values, jax.tree.map(lambda is_batched: 0 if is_batched else None, axes))(a, b), True
-
-    return multiply_codes
+    return without_vmap(multiply_codes, multiply_values)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -173,7 +138,7 @@ def _gather_specs(
         fewer = list(entries)
         for axis, names in zip(side.rows, of_rows, strict=True):
             fewer[axis] = tuple(name for name in entries[axis] if name in names)
-        if side.bytes * _local_size(shape, fewer, mesh) < result_bytes:
+        if _local_size(shape, fewer, mesh) / side.format.element.codes_per_byte < result_bytes:
             entries = fewer
         kept.append(PartitionSpec(*(names or None for names in entries)))
     return kept[0], kept[1]

@@ -22,7 +22,7 @@ from qshard.formats import Format, Usage
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.collectives import max_along, max_over
 from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, vary_alike
-from qshard.jax._ops.second_derivatives import without_derivative
+from qshard.jax._ops.second_derivatives import op_derivative_error, refuse_derivative
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.quantize import WeightScales, quantize
@@ -212,7 +212,7 @@ def _with_scales(
     spec: Spec,
 ) -> tuple[jax.Array, WeightScales | None]:
     """Call `make`. For a per-tensor format, also compute the scale from the amax; otherwise return None for it."""
-    h, amax = make(without_derivative(op, *arrays), *arrays[1:], *given)
+    h, amax = make(refuse_derivative(op_derivative_error, op, *arrays), *arrays[1:], *given)
     if not fmt.per_tensor:
         return h, None
     check_spec_fits(op, "spec", spec, mesh_of(h, spec), h.ndim)

@@ -1,6 +1,6 @@
 """`linear`: a linear layer as three quantized GEMMs, with a weight that FSDP or ZeRO may shard.
 
-`linear_config` finds how the weight is sharded, and `linear_vjp` has the forward and backward passes.
+Arguments are checked here. `linear_vjp` finds how the weight is sharded, and has the forward and backward passes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec
 from qshard._core.validation import quote
 from qshard.jax import _probes as probes
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
-from qshard.jax._nn.linear_config import check_arguments, configure
 from qshard.jax._nn.linear_parallel import TensorParallelOptions
-from qshard.jax._nn.linear_vjp import NonDifferentiable, folding_product, product, whole_weight
+from qshard.jax._nn.linear_vjp import Config, NonDifferentiable, folding_product, product, whole_weight
 from qshard.jax._ops.mesh import AxisName, Spec, explicit_sharding, mesh_of, names_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
     Seed,
@@ -31,11 +30,12 @@ from qshard.jax._ops.validation import (
     check_spec,
     check_spec_fits,
     is_staged,
+    seed_words,
 )
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, WeightLayout, as_layout
 from qshard.jax._quantized.primary import CODED, PrimaryWeight, open_weight
-from qshard.jax._quantized.quantize import WeightScales
+from qshard.jax._quantized.quantize import WeightScales, as_scales
 from qshard.jax._sharding.shard_spec import matrix_of, unfold
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
@@ -264,6 +264,19 @@ def gathered_weight(
     return whole
 
 
+def check_arguments(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> NonDifferentiable:
+    """Check the types of arguments that `jit` would reject or misread."""
+    if not isinstance(w, CODED):
+        check_array(op, "w", w)
+    check_spec(op, "weight_spec", weight_spec)
+    if state is not None and not isinstance(state, LinearState):
+        raise TypeError(
+            f"{op}: state ({quote(state)}) is not a LinearState; pass the state of this layer from init_delayed"
+        )
+    scales = None if weight_scales is None else as_scales(op, "weight_scales", weight_scales)
+    return NonDifferentiable(scales, seed_words(op, seed), state)
+
+
 def _in_shard_map(
     call: Callable[..., jax.Array],
     x: jax.Array,
@@ -332,7 +345,7 @@ def _checked_linear(
         options |= {"parallel": parallel, "axes": tuple(dict.fromkeys((*options["axes"], parallel.axis)))}
     if vmap_as_rows:
         x = matrix_of(x)
-    config, weight = configure(
+    config, weight = Config.of(
         "linear", w, given, recipe, weight_spec, gather_axes, x_type=explicit_sharding(x), **options
     )
     if given.state is not None and weight.sink is not None:
@@ -370,5 +383,5 @@ def _checked_weight(
     gather_axes: tuple[str, ...],
 ) -> QuantizedArray:
     w = open_weight(w)[0] if isinstance(w, CODED) else w
-    config, weight = configure("gathered_weight", w, given, recipe, weight_spec, gather_axes, layout=layout)
+    config, weight = Config.of("gathered_weight", w, given, recipe, weight_spec, gather_axes, layout=layout)
     return whole_weight(config, weight, given)

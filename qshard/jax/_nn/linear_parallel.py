@@ -21,7 +21,6 @@ time, and one GEMM to hide it behind:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,19 +45,8 @@ from qshard.recipes import Recipe, Role
 
 _Multiply = Callable[[QuantizedArray, Shape], tuple[jax.Array, jax.Array | None]]
 """Multiplies rows of a leading shape by w. Returns the product and a scale that is still to be applied, or None."""
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["operands"], meta_fields=["gather"])
-@dataclass(frozen=True, eq=False)
-class DwOperands:
-    """The operands of dw, codes of dy and x, and how to gather all rows of both while dx is computed."""
-
-    operands: Any = None
-    gather: Callable[[Any], Any] | None = None
-
-    @property
-    def gathered(self) -> Any:
-        return self.operands if self.gather is None else self.gather(self.operands)
+_Gather = Callable[[Any], Any]
+"""Gathers all rows of the operands of dw, which are codes of dy and x."""
 
 
 class TensorParallelOptions(NamedTuple):
@@ -227,23 +215,23 @@ class TensorParallelAxis:
             )
 
     def row_products(
-        self, q: QuantizedArray, lead: Shape, role: Role, multiply: _Multiply, dw_operands: DwOperands
+        self, q: QuantizedArray, lead: Shape, role: Role, multiply: _Multiply, operands: Any, gather: _Gather
     ) -> tuple[jax.Array, jax.Array | None, Any]:
         """Compute the rows of y or dx that this device keeps, from the codes `q` of x or dy, `[*lead, K]`.
 
         `multiply` multiplies rows by w. Returns the product, a scale that is still to be applied (or None), and the
-        operands of dw with all rows. Products hide the gather of these operands.
+        `operands` of dw with all rows. Products hide their gather.
         """
         if self.size == 1:
-            return *multiply(q, lead), dw_operands.operands
+            return *multiply(q, lead), operands
         rows = _PlaneRows.of(q, Usage.ROWWISE, math.prod(lead[: self.at]))
         sizes = list(lead)
         if self.shards_rows(role):
             sizes[self.at] *= self.size
-            made, scale, operands = self._gathered_rows(rows, multiply, dw_operands)
+            made, scale, operands = self._gathered_rows(rows, multiply, operands, gather)
         else:
             sizes[self.at] //= self.size
-            made, scale, operands = self._scattered_sums(rows, multiply, dw_operands)
+            made, scale, operands = self._scattered_sums(rows, multiply, gather(operands))
         return made.reshape(*sizes, made.shape[-1]), scale, operands
 
     def all_rows(self, q: QuantizedArray, usage: Usage, lead: Shape, role: Role) -> QuantizedArray:
@@ -257,7 +245,7 @@ class TensorParallelAxis:
         return rows.matrix
 
     def _gathered_rows(
-        self, rows: _PlaneRows, multiply: _Multiply, dw_operands: DwOperands
+        self, rows: _PlaneRows, multiply: _Multiply, operands: Any, gather: _Gather
     ) -> tuple[jax.Array, Any, Any]:
         """Gather all rows and multiply them: the rows of each device as one chunk."""
         made: list[tuple[jax.Array, Any]] = []
@@ -267,30 +255,28 @@ class TensorParallelAxis:
                 chunk = every._replace(parts=tuple(part if part is None else part[i] for part in every.parts)).matrix
                 made.append(multiply(chunk, chunk.shape[:-1]))
             products = [_split_outer(each, rows.outer) for each, _ in made]
-            return lax.concatenate(products, 1), made[0][1], dw_operands.gathered
+            return lax.concatenate(products, 1), made[0][1], gather(operands)
         from_next = [((i + 1) % self.size, i) for i in range(self.size)]
         arriving = rows
         for step in range(self.size):
             if step:  # Multiply a chunk only after the GEMM that hid its transfer.
-                (parts, dw_operands), made = barrier((arriving.parts, dw_operands), made)
+                (parts, operands), made = barrier((arriving.parts, operands), made)
                 arriving = arriving._replace(parts=parts)
             chunk = arriving.matrix
             if step + 1 < self.size:
                 arriving = arriving.map_parts(lambda x, _: lax.ppermute(x, self.axis, from_next))
             made.append(multiply(chunk, chunk.shape[:-1]))
         # The gather of the operands of dw is hidden behind the last GEMM.
-        products, operands = barrier([_split_outer(each, rows.outer) for each, _ in made], dw_operands.gathered)
+        products, operands = barrier([_split_outer(each, rows.outer) for each, _ in made], gather(operands))
         # The first chunk is from this device; rotate chunks to the order of devices.
         count = products[0].shape[1]
         start = (self.size - lax.axis_index(self.axis)) % self.size * count
         rotated = lax.concatenate([*products, *products[:-1]], 1)
         return lax.dynamic_slice_in_dim(rotated, start, self.size * count, axis=1), made[0][1], operands
 
-    def _scattered_sums(
-        self, rows: _PlaneRows, multiply: _Multiply, dw_operands: DwOperands
-    ) -> tuple[jax.Array, Any, Any]:
+    def _scattered_sums(self, rows: _PlaneRows, multiply: _Multiply, operands: Any) -> tuple[jax.Array, Any, Any]:
         """Multiply the rows of every device, send each device its product, and add the products that arrive."""
-        rank, operands = lax.axis_index(self.axis), dw_operands.gathered
+        rank = lax.axis_index(self.axis)
         scale: Any = None
         # A partial sum may overflow float16 even if the sum does not.
         dtype = jnp.dtype(jnp.float32) if rows.q.dtype == jnp.float16 else rows.q.dtype

@@ -11,27 +11,30 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
 from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Plane, makes_planes_apart
+from qshard._core.validation import seed_missing
 from qshard.formats import Usage
 from qshard.jax import policies
 from qshard.jax._delayed_scaling import LinearState, TensorState, observe_all
 from qshard.jax._gemm.gemm import apply_scale, gemm, row_product, stored_for
-from qshard.jax._nn.linear_parallel import DwOperands, TensorParallelAxis
-from qshard.jax._ops.mesh import Spec, may_be_sharded
+from qshard.jax._nn.linear_parallel import TensorParallelAxis
+from qshard.jax._ops.mesh import Spec, explicit_sharding, may_be_sharded, mesh_of
 from qshard.jax._ops.scheduling import barrier, cse, name_residual
 from qshard.jax._ops.second_derivatives import rules_of_product
+from qshard.jax._ops.validation import check_dtype, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.gather import CodedWeight, Shards, WeightSharding
+from qshard.jax._quantized.gather import CodedWeight, Shards, WeightLayout, WeightSharding, spec_of_codes
 from qshard.jax._quantized.quantize import WeightScales, quantize_shard
 from qshard.jax._sharding.shard_spec import ShardSpec, may_shard_rows, whole_along
 from qshard.jax._sharding.vmap_rows import vmap_as_rows
 from qshard.layout import Shape, multiplies_codes, source
-from qshard.recipes import Recipe, Role, check_weight_format
+from qshard.recipes import Recipe, Role, check_state, check_weight_format
 
 _NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}
 
@@ -68,6 +71,57 @@ class Config:
     out_sharding: Spec = None
     parallel: TensorParallelAxis | None = None
 
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        w: Any,
+        given: NonDifferentiable,
+        recipe: Recipe,
+        weight_spec: Spec,
+        gather_axes: tuple[str, ...],
+        layout: WeightLayout,
+        **options: Any,
+    ) -> tuple[Config, CodedWeight]:
+        """Find how the weight is sharded, and build the static options of the call.
+
+        An array becomes a `CodedWeight` without codes, which is its own gradient sink.
+        """
+        _check_given(op, recipe, given)
+        names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
+        w_type, gathers, spec = None, bool(gather_axes), ShardSpec()
+        if isinstance(w, CodedWeight) and w.shards is not None:
+            sharding = WeightSharding(layout=layout)
+            weight, gathers = w, not isinstance(w.codes, QuantizedArray)
+        elif isinstance(w, CodedWeight | QuantizedArray):
+            codes, sink = (w.codes, w.sink) if isinstance(w, CodedWeight) else (w, None)
+            if gathers:
+                spec = spec_of_codes(codes, gather_axes, weight_spec, **names)
+            elif sink is not None:
+                spec = ShardSpec.along(sink, (), weight_spec, **names)
+            sharding = WeightSharding(spec, gather_axes, layout)
+            weight = CodedWeight(codes, sink, sharding)
+            w_type = None if sink is None else explicit_sharding(sink)
+        else:
+            if jnp.ndim(w) != 2:
+                raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; pass w as [N, K]")
+            check_dtype(op, "w", w)
+            check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
+            sharding = WeightSharding(ShardSpec.along(w, gather_axes, weight_spec, **names), gather_axes, layout)
+            weight, w_type = CodedWeight(None, w, sharding), explicit_sharding(w)
+        config = cls(
+            op=op,
+            recipe=recipe,
+            sharding=sharding,
+            shards=weight.shards,
+            gathers=gathers,
+            learns=weight.sink is not None,
+            w_dtype=None if weight.sink is None else weight.sink.dtype,
+            w_type=w_type,
+            **options,
+        )
+        return config, weight
+
     def shard_spec(self, x: jax.Array, role: Role) -> ShardSpec:
         """The sharding of x or dy. Blocks end at shard boundaries: a device multiplies only its own shard."""
         if self.parallel is not None:
@@ -101,6 +155,21 @@ class NonDifferentiable(NamedTuple):
     seed: jax.Array | None
     state: LinearState | None
     weight_amax: jax.Array | None = None
+
+
+def _check_given(op: str, recipe: Recipe, given: NonDifferentiable) -> None:
+    """Check that seed, scales and state are those that the recipe needs. No operand is read."""
+    if given.seed is None and recipe.stochastic:
+        raise ValueError(f"{seed_missing(op, type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
+    advice = "the state of this layer from init_delayed, without weight_scales"
+    fits = given.state is None or given.scales is None
+    check_state(op, "state", "given" if given.state else None, recipe, advice, fits=fits)
+    for tensor in (given.state.weight, given.state.activation, given.state.gradient) if given.state else ():
+        shapes = {"scale": tensor.scale.shape, "amax_history": tensor.amax_history.shape}
+        if shapes != recipe.state_shapes:
+            raise ValueError(
+                f"{op}: state ({shapes}) does not have the shapes {recipe.state_shapes}; pass the state of one layer"
+            )
 
 
 class Residuals(NamedTuple):
@@ -221,7 +290,7 @@ folding_product = vmap_as_rows(product, *rules_of_product(None, _product_fwd, _p
 
 
 def _row_product(
-    config: Config, q: QuantizedArray, role: Role, w: QuantizedArray, lead: Shape, dw_operands: Any = None
+    config: Config, q: QuantizedArray, role: Role, w: QuantizedArray, lead: Shape, operands: Any = None
 ) -> tuple[jax.Array, jax.Array | None, Any]:
     """Multiply x or dy, `[*lead, K]`, by the gathered w. Also gather the operands of dw, under tensor parallelism.
 
@@ -239,13 +308,14 @@ def _row_product(
         return row_product(q, w, of_w, lead, config.sharding.columns, **options)
 
     if config.parallel is None:
-        return *multiply(q, lead), dw_operands
-    gather = functools.partial(_all_rows, config, lead) if dw_operands is not None and config.learns else None
-    return config.parallel.row_products(q, lead, role, multiply, DwOperands(dw_operands, gather))
+        return *multiply(q, lead), operands
+    return config.parallel.row_products(q, lead, role, multiply, operands, functools.partial(_all_rows, config, lead))
 
 
 def _all_rows(config: Config, lead: Shape, operands: Any) -> Any:
-    """Gather the codes of dy and x to matrices of all rows, which dw reads. `lead`: the leading axes of dy."""
+    """Gather the codes of dy and x to matrices of all rows, if dw reads them. `lead`: the leading axes of dy."""
+    if operands is None or not config.learns:
+        return operands
     gradient, activation = config.recipe.gradient, config.recipe.activation
     stored = (
         stored_for(gradient, activation, Usage.COLUMNWISE),

@@ -134,19 +134,6 @@ class Weight:
         )
 
 
-@dataclass(frozen=True)
-class _WeightPlacement:
-    """The options of one weight, with its sharding as `weight_spec`. `shape` None: any that the sharding fits."""
-
-    shape: tuple[int, ...] | None
-    dot_general: DotGeneral
-
-    @property
-    def sharding(self) -> NamedSharding | None:
-        sharding: NamedSharding | None = self.dot_general.options.get("weight_spec")
-        return sharding
-
-
 class Policy:
     """The recipe of all weights of a pytree and the sharding of each, given once instead of at every layer.
 
@@ -278,10 +265,9 @@ class Policy:
         meaning = MeshAxisRoles.of("Policy", gather_axis, kept_axes)
         placed = {name: meaning.options(name, sharding, ndim) for name, (_, sharding, ndim) in given.items()}
         meaning.check_used(placed)
-        self._places = {
-            name: _WeightPlacement(shape, DotGeneral(recipes[name], **options, **placed[name]))
-            for name, (shape, _, _) in given.items()
-        }
+        self._products = {name: DotGeneral(recipes[name], **options, **placed[name]) for name in given}
+        # None, if the policy was made from specs: any shape that the sharding fits.
+        self._shapes: dict[str, tuple[int, ...] | None] = {name: shape for name, (shape, _, _) in given.items()}
 
     def __call__(self, params: Any) -> Any:
         """Replace each weight of `params` by a `Weight`.
@@ -296,16 +282,15 @@ class Policy:
           ValueError: a weight is missing, or has another shape or sharding.
         """
         found, structure = _leaves_by_name(params)
-        if missing := [name for name in self._places if name not in found]:
+        if missing := [name for name in self._products if name not in found]:
             raise ValueError(
                 f"Policy: params have no {', '.join(missing[:3])}, which the policy was made for; pass a pytree that "
                 "has it, or make a new policy"
             )
-        for name, place in self._places.items():
-            _check(name, found[name], place)
+        for name in self._products:
+            _check(name, found[name], self._shapes[name], self._sharding(name))
         made = [
-            Weight(leaf, name, self._places[name].dot_general) if name in self._places else leaf
-            for name, leaf in found.items()
+            Weight(leaf, name, self._products[name]) if name in self._products else leaf for name, leaf in found.items()
         ]
         return jax.tree.unflatten(structure, made)
 
@@ -327,8 +312,12 @@ class Policy:
         (('fsdp',), None)
         """
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: place.sharding if (place := self._places.get(_name(path))) is not None else None, params
+            lambda path, _: self._sharding(name) if (name := _name(path)) in self._products else None, params
         )
+
+    def _sharding(self, name: str) -> NamedSharding | None:
+        sharding: NamedSharding | None = self._products[name].options.get("weight_spec")
+        return sharding
 
 
 def _name(path: Any) -> str:
@@ -347,11 +336,10 @@ def _is_matrix(leaf: Any) -> bool:
     return str(leaf.dtype) in FLOATS and leaf.ndim > 1
 
 
-def _check(name: str, array: Any, place: _WeightPlacement) -> None:
+def _check(name: str, array: Any, whole: tuple[int, ...] | None, expected: NamedSharding | None) -> None:
     """Raise ValueError if an array has another shape, or another known sharding, than the policy expects."""
-    expected, shape = place.sharding, jnp.shape(array)
-    if place.shape is not None:
-        whole = place.shape
+    shape = jnp.shape(array)
+    if whole is not None:
         want = whole if expected is None else local_shape(whole, expected)
         if shape != want:
             raise ValueError(

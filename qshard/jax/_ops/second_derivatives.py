@@ -1,4 +1,4 @@
-"""Errors of second derivatives, which name the public function.
+"""Errors of derivatives that do not exist, which name the public function.
 
 Ops have no derivative, and raise under their own name when they are differentiated. The rules of a `jax.custom_vjp`
 call ops. If such a rule is differentiated, the error names its public function.
@@ -57,10 +57,10 @@ def rules_of_product(op: str | None, fwd: Callable[..., Any], bwd: Callable[...,
     """
 
     def checked_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
-        return fwd(config, _refuse_derivative(second_derivative_error, op or config.op, x, *_floats(rest)), *rest)
+        return fwd(config, refuse_derivative(second_derivative_error, op or config.op, x, *_floats(rest)), *rest)
 
     def checked_bwd(config: Any, kept: Any, dy: jax.Array) -> Any:
-        return bwd(config, kept, _refuse_derivative(second_derivative_error, op or config.op, dy, *_floats(kept)))
+        return bwd(config, kept, refuse_derivative(second_derivative_error, op or config.op, dy, *_floats(kept)))
 
     return checked_fwd, checked_bwd
 
@@ -69,18 +69,12 @@ def _floats(tree: Any) -> list[jax.Array]:
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def without_derivative(op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
-    """Return `x`, for a function `op` that rounds to codes: differentiating it, or one of the others, raises."""
-    unchanged: jax.Array = _refuse_derivative(op_derivative_error, op, x, *others)
-    return unchanged
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _refuse_derivative(error: Callable[[str], Exception], op: str, x: jax.Array, *others: jax.Array) -> jax.Array:
-    """Return `x`, and raise if it, or one of the others, is differentiated. Compiled programs get no op for it."""
+def refuse_derivative(error: Callable[[str], Exception], op: str, x: Any, *others: Any) -> Any:
+    """Return the tree `x`, and raise if it, or one of the others, is differentiated. Compiled programs have no op."""
     return x
 
 
-@_refuse_derivative.defjvp
+@refuse_derivative.defjvp
 def _raise_at_derivative(error: Callable[[str], Exception], op: str, *_: Any) -> Any:
     raise error(op)

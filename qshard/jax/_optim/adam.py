@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard._core.adam import BLOCK, SCALED, check_setting, check_state_dtype, settings
+from qshard._core.optimizers.adam import BLOCK, SCALED, check_setting, check_state_dtype, settings
 from qshard._core.validation import quote
 from qshard.formats import FLOATS_16
 from qshard.jax._ops import bind as ops

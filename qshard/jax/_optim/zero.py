@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qshard._core.adam import BLOCK
 from qshard._core.flat_shards import MasterPlan, check_world, plan_master, plan_shards
 from qshard._core.layer_recipes import check_filter
+from qshard._core.optimizers.adam import BLOCK
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, quote
 from qshard.formats import Format, Usage

@@ -28,6 +28,7 @@ from qshard._core.quantize_steps import Plane
 from qshard._core.validation import quote
 from qshard.formats import Format, Usage
 from qshard.jax._ops.mesh import reshape, vary_alike
+from qshard.jax._ops.second_derivatives import refuse_derivative
 from qshard.jax._ops.validation import as_float_name
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight
@@ -310,18 +311,13 @@ def open_weight(w: Any) -> tuple[Any, jax.Array | None]:
         amax = None if codes.amax is None else lax.bitcast_convert_type(codes.amax, jnp.float32)
         guard = codes.guard
         codes = codes.codes
-    codes, _ = _constant((codes, guard))  # Under `allow_int` integers have no tangents, but the guard has one.
+    # Under `allow_int` integers have no tangents, but the guard has one.
+    codes, _ = refuse_derivative(_codes_error, "linear", (codes, guard))
     return (dataclasses.replace(w, codes=codes) if isinstance(w, CodedWeight) else codes), amax
 
 
-@jax.custom_jvp
-def _constant(codes: Any) -> Any:
-    return codes
-
-
-@_constant.defjvp
-def _raise_at_derivative(primals: Any, _: Any) -> Any:
-    raise TypeError(
-        "linear: w is quantized, and codes have no gradient; exclude it from differentiation (argnums=), or train a "
+def _codes_error(op: str) -> TypeError:
+    return TypeError(
+        f"{op}: w is quantized, and codes have no gradient; exclude it from differentiation (argnums=), or train a "
         "PrimaryWeight with qshard.jax.value_and_grad"
     )

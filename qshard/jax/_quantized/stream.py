@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import Description
 from qshard._core.validation import FormatLike, as_format, quote
+from qshard._files.engine_formats import EngineTensor
 from qshard._files.engine_stream import (
     DEFAULT_BUCKET,
     EngineWeight,
-    StreamTensor,
     buckets,
     check_stream,
     stream_tensors,
@@ -135,7 +135,7 @@ def _items(params: Any, formats: Formats | None, layout: WeightLayout) -> list[_
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan_tensors(format: str, name: str, what: Description) -> tuple[StreamTensor, ...]:
+def _plan_tensors(format: str, name: str, what: Description) -> tuple[EngineTensor, ...]:
     """Return the tensors of a weight; the name is for errors."""
     return stream_tensors(format, EngineWeight(name), what, OP)
 
@@ -149,7 +149,7 @@ class _LeafPlan(NamedTuple):
     fmt: Format | None
     layout: WeightLayout
     sharding: NamedSharding | None
-    tensors: tuple[StreamTensor, ...] | None
+    tensors: tuple[EngineTensor, ...] | None
 
 
 def _tensors(items: Sequence[_Item], format: str, dtype: Any, bucket_bytes: int) -> Iterator[tuple[str, jax.Array]]:
@@ -165,7 +165,7 @@ def _tensors(items: Sequence[_Item], format: str, dtype: Any, bucket_bytes: int)
         yield from pending
         pending = []
         for item, tensors, arrays in zip(members, planned, whole, strict=True):
-            suffixes = [""] if tensors is None else [each.suffix for each in tensors]
+            suffixes = [""] if tensors is None else [each.name for each in tensors]
             pending += [(f"{item.name}{suffix}", array) for suffix, array in zip(suffixes, arrays, strict=True)]
         del whole
     yield from pending

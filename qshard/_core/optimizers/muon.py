@@ -1,0 +1,102 @@
+"""Muon in both front ends: its settings, and which parameters it updates."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from qshard._core.optimizers.adam import check_setting
+from qshard._core.validation import closest, join_names, quote
+from qshard.layout import Shape
+
+MUON, ADAMW = ALGORITHMS = ("muon", "adamw")
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of `torch.optim.Muon` and optax
+STEPS = 5
+
+_WRAPPERS = ("model", "module", "transformer", "_orig_mod")
+"""Parts of names that containers and wrappers add."""
+
+
+def algorithm_of(op: str, name: str, shape: Shape, rules: Mapping[str, str]) -> str:
+    """Return the algorithm of a parameter: of the first pattern of `rules` that fits its name, else by default.
+
+    By default matrices and stacks of matrices are updated by Muon, except for embeddings and heads, which are known by
+    their names: a part of the name contains "embed" or is `wte`, `wpe` or `position`, or ends with "head", or is
+    `output` at the top of the model.
+
+    Raises:
+      ValueError: a rule selects Muon for a parameter that is neither a matrix nor a stack.
+
+    >>> names = ("blocks.0.output.weight", "output.weight", "model.embed_tokens.weight", "blocks.0.router.weight")
+    >>> [algorithm_of("Muon", name, (4, 4), {"*.router.*": "adamw"}) for name in names]
+    ['muon', 'adamw', 'adamw', 'adamw']
+    """
+    for pattern, algorithm in rules.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            if algorithm == MUON:
+                check_shape(op, name, shape)
+            return algorithm
+    parts = [part for part in name.lower().split(".") if part not in _WRAPPERS]
+    is_embedding = any("embed" in part or part in ("wte", "wpe", "position") for part in parts)
+    is_head = any(part.endswith("head") for part in parts) or parts[0] == "output"
+    return MUON if len(shape) in (2, 3) and not is_embedding and not is_head else ADAMW
+
+
+def check_rules(op: str, rules: Any, names: Collection[str]) -> None:
+    """Raise unless every rule is a pattern that fits one of `names`, and an algorithm."""
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"{op}: rules ({quote(rules)}) is not a dict; pass one, such as {{'*.router.*': 'adamw'}}")
+    for pattern, algorithm in rules.items():
+        check_algorithm(op, f"rules[{pattern!r}]", algorithm)
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            instead = closest(pattern, names, "the parameters")
+            raise ValueError(f"{op}: rules[{pattern!r}] fits no name of a parameter; {instead}")
+
+
+def check_algorithm(op: str, name: str, value: Any) -> None:
+    if value not in ALGORITHMS:
+        raise ValueError(f"{op}: {name} ({quote(value)}) is not {join_names(map(repr, ALGORITHMS))}; pass one of these")
+
+
+def check_shape(op: str, name: str, shape: Shape) -> None:
+    if len(shape) not in (2, 3):
+        raise ValueError(
+            f"{op}: {name} {tuple(shape)} is not a matrix [N, K] or a stack [E, N, K]; pass 'adamw' as its algorithm"
+        )
+
+
+def check_settings(op: str, momentum: Any, nesterov: Any, coefficients: Any, eps: Any, steps: Any) -> None:
+    """Raise if a setting of Newton-Schulz or of the momentum has a wrong type or is out of range."""
+    check_setting(op, "momentum", momentum, is_beta=True)
+    check_setting(op, "eps", eps)
+    if not isinstance(nesterov, bool):
+        raise TypeError(f"{op}: nesterov ({quote(nesterov)}) is not a bool; pass True or False")
+    is_list = isinstance(coefficients, Sequence) and len(coefficients) == 3
+    if not is_list or not all(isinstance(each, Real) and math.isfinite(each) for each in coefficients):
+        raise ValueError(
+            f"{op}: ns_coefficients ({quote(coefficients)}) is not three numbers; pass three, such as {COEFFICIENTS}"
+        )
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
+        raise ValueError(f"{op}: ns_steps ({quote(steps)}) is not a whole number from 1 to 99; pass 5, as usual")
+
+
+def update_scale(op: str, adjust: str | None, fan_out: int, fan_in: int) -> float:
+    """Return the factor of the learning rate of a matrix with `fan_in` inputs and `fan_out` outputs.
+
+        "original", None:   sqrt(max(1, fan_out / fan_in))
+        "match_rms_adamw":  0.2 sqrt(max(fan_out, fan_in)), for learning rates of AdamW
+
+    >>> update_scale("Muon", None, 64, 16), update_scale("Muon", "match_rms_adamw", 25, 16)
+    (2.0, 1.0)
+    """
+    if adjust in (None, "original"):
+        return math.sqrt(max(1, fan_out / fan_in))
+    if adjust == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(fan_out, fan_in))
+    raise ValueError(
+        f"{op}: adjust_lr_fn ({quote(adjust)}) is not None, 'original' or 'match_rms_adamw'; pass one of these"
+    )

@@ -1,0 +1,187 @@
+"""The plan of Muon: which rank orthogonalizes which matrix, and what ranks send for it.
+
+Newton-Schulz needs whole matrices, and ranks have shards. Each matrix has an owner: ranks send it their parts of the
+momentum, it orthogonalizes the matrix once, and sends each rank its part of the result.
+
+    parts of units  ->  ONE all-to-all for a bucket  ->  Newton-Schulz on owners  ->  ONE all-to-all  ->  parts of units
+
+An owner orthogonalizes a unit with one call: a matrix, or some matrices of a stack `[E, N, K]`. Units do not depend on
+the number of ranks. So a unit has the same products, and the same bits, wherever it is computed.
+
+Sources: Jordan et al., https://kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982; owners of matrices and
+all-to-alls: Canzona, arXiv:2602.06079, and microsoft/dion.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from qshard._core.placement import Box, Tile
+from qshard.layout import Shape
+
+STACK = 8  # matrices of a stack in a unit: part of the definition of bits, because batched products may round otherwise
+
+OWNED_ELEMENTS = 1 << 26  # elements of a bucket for each rank: 128 MiB in bfloat16, many matrices, and few buckets
+
+
+class Unit(NamedTuple):
+    """Matrices that are orthogonalized together.
+
+    Attributes:
+      parameter: index of the parameter in the plan.
+      start: first matrix of a stack; 0 for a matrix.
+      shape: `[N, K]`, or `[matrices, N, K]` for a stack.
+    """
+
+    parameter: int
+    start: int
+    shape: Shape
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of one Newton-Schulz step."""
+        *lead, n, k = self.shape
+        short, long = sorted((n, k))
+        return math.prod(lead) * (2 * short * short * long + short**3)
+
+
+class Piece(NamedTuple):
+    """The part of a unit in the shard of one rank.
+
+    Attributes:
+      unit: index in the bucket.
+      rank: the rank with the shard.
+      sends: whether this rank sends the part to the owner. One of the ranks with equal parts does.
+      local: the part in the shard.
+      whole: the part in the unit.
+    """
+
+    unit: int
+    rank: int
+    sends: bool
+    local: Tile
+    whole: Tile
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(part.stop - part.start for part in self.whole)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Bucket(NamedTuple):
+    """Units that are sent together.
+
+    Attributes:
+      parameters: indices of the parameters.
+      units: the units of these parameters.
+      owners: the rank that orthogonalizes each unit.
+      pieces: the parts of all units, in order of units.
+    """
+
+    parameters: tuple[int, ...]
+    units: tuple[Unit, ...]
+    owners: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def sent_to_owner(self, rank: int, ranks: int) -> list[list[Piece]]:
+        """Return the pieces that `rank` sends for orthogonalization, for each of the `ranks` that receive them."""
+        return [
+            [p for p in self.pieces if p.sends and p.rank == rank and self.owners[p.unit] == r] for r in range(ranks)
+        ]
+
+    def received_by_owner(self, rank: int, ranks: int) -> list[list[Piece]]:
+        """Return the pieces that `rank` orthogonalizes, for each rank that sends them."""
+        return [
+            [p for p in self.pieces if p.sends and p.rank == r and self.owners[p.unit] == rank] for r in range(ranks)
+        ]
+
+    def returned_by_owner(self, rank: int, ranks: int) -> list[list[Piece]]:
+        """Return the pieces of results that `rank` sends, for each rank."""
+        return [[p for p in self.pieces if p.rank == r and self.owners[p.unit] == rank] for r in range(ranks)]
+
+    def returned_to(self, rank: int, ranks: int) -> list[list[Piece]]:
+        """Return the pieces of results that `rank` receives, for each owner."""
+        return [[p for p in self.pieces if p.rank == rank and self.owners[p.unit] == r] for r in range(ranks)]
+
+
+def plan_buckets(boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_ELEMENTS) -> list[Bucket]:
+    """Divide the matrices of some parameters over ranks.
+
+    Args:
+      boxes: for each parameter, the shard of every rank. Ranks with equal boxes are replicas; other boxes are disjoint.
+      owned_elements: elements of a bucket for each rank. One parameter always fits.
+
+    Returns:
+      Buckets of consecutive parameters. The most expensive units of a bucket choose their owner first: the rank with
+      the least work, among these the one with the largest part of the unit.
+
+    Every rank computes the same plan from the same boxes.
+
+    >>> whole = Box((4, 2), (0, 0), (4, 2))
+    >>> [bucket] = plan_buckets([[whole._replace(start=(2 * rank, 0), size=(2, 2)) for rank in range(2)]] * 3)
+    >>> bucket.owners, [piece.whole[0] for piece in bucket.pieces[:2]]
+    ((0, 1, 0), [slice(0, 2, None), slice(2, 4, None)])
+    """
+    if not boxes:
+        return []
+    ranks = len(boxes[0])
+    groups: list[list[int]] = [[]]
+    size = 0
+    for i, of_parameter in enumerate(boxes):
+        elements = math.prod(of_parameter[0].global_shape)
+        if groups[-1] and size + elements > owned_elements * ranks:
+            groups.append([])
+            size = 0
+        groups[-1].append(i)
+        size += elements
+    return [_bucket(group, boxes, ranks) for group in groups]
+
+
+def _bucket(parameters: Sequence[int], boxes: Sequence[Sequence[Box]], ranks: int) -> Bucket:
+    units = [unit for i in parameters for unit in units_of(i, boxes[i][0].global_shape)]
+    parts = [[_part(unit, box) for box in boxes[unit.parameter]] for unit in units]
+    work, owners = [0] * ranks, [0] * len(units)
+    for u in sorted(range(len(units)), key=lambda u: -units[u].cost):
+        sizes = [0 if part is None else part.size for part in parts[u]]
+        owners[u] = min(range(ranks), key=lambda rank: (work[rank], -sizes[rank], rank))
+        work[owners[u]] += units[u].cost
+    pieces: list[Piece] = []
+    for u, of_unit in enumerate(parts):
+        there = [part._replace(unit=u, rank=rank) for rank, part in enumerate(of_unit) if part is not None]
+        for part in there:
+            copies = [other.rank for other in there if other.whole == part.whole]
+            sender = owners[u] if owners[u] in copies else copies[owners[u] % len(copies)]
+            pieces.append(part._replace(sends=part.rank == sender))
+    return Bucket(tuple(parameters), tuple(units), tuple(owners), tuple(pieces))
+
+
+def units_of(parameter: int, shape: Shape) -> list[Unit]:
+    """Return the units of a matrix or a stack.
+
+    >>> [unit.shape for unit in units_of(0, (4, 2)) + units_of(1, (10, 4, 2))]
+    [(4, 2), (8, 4, 2), (2, 4, 2)]
+    """
+    if 0 in shape:
+        return []
+    if len(shape) == 2:
+        return [Unit(parameter, 0, tuple(shape))]
+    count, n, k = shape
+    return [Unit(parameter, first, (min(STACK, count - first), n, k)) for first in range(0, count, STACK)]
+
+
+def _part(unit: Unit, box: Box) -> Piece | None:
+    """Return the part of a unit in a shard, or None if they do not overlap."""
+    starts = (unit.start, 0, 0) if len(unit.shape) == 3 else (0, 0)
+    local, whole = [], []
+    for start, size, first, count in zip(starts, unit.shape, box.start, box.size, strict=True):
+        begin, end = max(start, first), min(start + size, first + count)
+        if begin >= end:
+            return None
+        local.append(slice(begin - first, end - first))
+        whole.append(slice(begin - start, end - start))
+    return Piece(0, 0, False, tuple(local), tuple(whole))

@@ -1,0 +1,114 @@
+"""All-to-alls of `Muon`: parts of matrices go to the ranks that own them, and results come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qshard._core.optimizers.muon_plan import Bucket, Piece
+
+_Messages = Sequence[Sequence[Piece]]  # Pieces for each rank.
+
+
+class Sending(NamedTuple):
+    """An all-to-all that may still run. `buffer` has the messages of all ranks, in their order."""
+
+    buffer: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.buffer
+
+
+class MatrixExchange:
+    """The exchange of one bucket on this rank. Values are bfloat16.
+
+    Args:
+      bucket: the plan, equal on all ranks.
+      group: the ranks; None for this rank alone.
+      device: the device of messages and whole matrices.
+    """
+
+    def __init__(self, bucket: Bucket, group: dist.ProcessGroup | None, device: torch.device):
+        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self.bucket, self._group, self._device = bucket, group, device
+        self._sent, self._received = bucket.sent_to_owner(rank, ranks), bucket.received_by_owner(rank, ranks)
+        self._returned, self._results = bucket.returned_by_owner(rank, ranks), bucket.returned_to(rank, ranks)
+        moves = [(piece.sends, piece.rank != bucket.owners[piece.unit]) for piece in bucket.pieces]
+        self._is_sent = any(sends and moved for sends, moved in moves)
+        self._is_returned = any(moved for _, moved in moves)
+
+    def send(self, parts: Sequence[Tensor]) -> Sending:
+        """Begin to send the local parts, one tensor for each parameter of the bucket, to the owners of its units."""
+        position = {parameter: i for i, parameter in enumerate(self.bucket.parameters)}
+        local = [
+            [parts[position[self.bucket.units[piece.unit].parameter]][piece.local] for piece in message]
+            for message in self._sent
+        ]
+        return self._all_to_all(local, self._received, self._is_sent)
+
+    def units(self, sending: Sending) -> dict[int, Tensor]:
+        """Return the whole matrices that this rank owns, by unit."""
+        units: dict[int, Tensor] = {}
+        for piece, values in _split(sending.wait(), self._received):
+            shape = self.bucket.units[piece.unit].shape
+            if piece.shape == shape:
+                units[piece.unit] = values
+                continue
+            if piece.unit not in units:
+                units[piece.unit] = values.new_empty(shape)
+            units[piece.unit][piece.whole] = values
+        return units
+
+    def send_back(self, results: dict[int, Tensor]) -> Sending:
+        """Begin to send the results of this rank's units to all ranks that have a part."""
+        local = [[results[piece.unit][piece.whole] for piece in message] for message in self._returned]
+        return self._all_to_all(local, self._results, self._is_returned)
+
+    def parts(self, sending: Sending, shapes: Sequence[torch.Size], devices: Sequence[torch.device]) -> list[Tensor]:
+        """Return the parts of results that belong to the local shards, one tensor for each parameter of the bucket."""
+        position = {parameter: i for i, parameter in enumerate(self.bucket.parameters)}
+        found: list[Tensor | None] = [None] * len(shapes)
+        for piece, values in _split(sending.wait(), self._results):
+            i = position[self.bucket.units[piece.unit].parameter]
+            if piece.shape == shapes[i]:
+                found[i] = values.to(devices[i])
+                continue
+            if (part := found[i]) is None:
+                part = found[i] = torch.empty(shapes[i], dtype=values.dtype, device=devices[i])
+            part[piece.local] = values.to(devices[i])
+        empty = [torch.empty(shape, device=device) for shape, device in zip(shapes, devices, strict=True)]
+        return [other if part is None else part for part, other in zip(found, empty, strict=True)]
+
+    def _all_to_all(self, local: Sequence[Sequence[Tensor]], received: _Messages, moves: bool) -> Sending:
+        sent = [sum(part.numel() for part in message) for message in local]
+        buffer = torch.empty(sum(sent), dtype=torch.bfloat16, device=self._device)
+        start = 0
+        for part in (part for message in local for part in message):
+            buffer[start : start + part.numel()].view(part.shape).copy_(part)
+            start += part.numel()
+        if not moves:  # On no rank: each rank only has messages for itself.
+            return Sending(buffer, None)
+        sizes = [sum(piece.size for piece in message) for message in received]
+        output = buffer.new_empty(sum(sizes))
+        work = dist.all_to_all_single(
+            output.view(torch.uint8),  # Bytes, for gloo.
+            buffer.view(torch.uint8),
+            [2 * size for size in sizes],
+            [2 * size for size in sent],
+            group=self._group,
+            async_op=True,
+        )
+        return Sending(output, work)
+
+
+def _split(buffer: Tensor, messages: _Messages) -> list[tuple[Piece, Tensor]]:
+    pieces = [piece for message in messages for piece in message]
+    parts = buffer.split([piece.size for piece in pieces]) if pieces else ()
+    return [(piece, part.view(piece.shape)) for piece, part in zip(pieces, parts, strict=True)]
