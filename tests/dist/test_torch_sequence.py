@@ -203,8 +203,8 @@ class Collectives(TorchDispatchMode):
 
 
 # Two blocks of 7 layers, and a head. Amaxes: of all weights together; of x of o and down; of the gradients of y of q,
-# k, v, gate, up and head. With codes also of x of q, gate and head, which others share, and of the gradients of y of o and
-# down. Codes of x are gathered in forward and in backward, those of gradients as two planes.
+# k, v, gate, up and head. With codes also of x of q, gate and head, which others share, and of the gradients of y of o
+# and down. Codes of x are gathered in forward and in backward, those of gradients as two planes.
 COLLECTIVES = {
     None: {
         "allreduce": 1 + 2 * 2 + 2 * 5 + 1,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from qshard._core.flat_shards import FlatSlice
 from qshard.formats import FP8_E4M3, Format
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
@@ -28,7 +29,7 @@ from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._modules import parameters_of
 from qshard.torch_bridge._ops.bind import dtype_name, ops
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
-from qshard.torch_bridge._ops.foreach import FlatSlice, flat_plan
+from qshard.torch_bridge._ops.foreach import flat_plan
 
 
 class WholeAmax(NamedTuple):

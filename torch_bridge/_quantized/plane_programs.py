@@ -55,8 +55,8 @@ def quantize_operand(
     """Apply `operands.quantize_operand` to `x`, and return planes in the shapes of `layout.plane`.
 
     `check` raises an error that names x, and is called only if the program does not run; the default checks the
-    layouts. `wholes` are `quantize_steps.global_amaxes` of the whole tensor, if x is a shard. With `reduce_max` they are
-    computed and reduced here, in one call. Under delayed scaling, with `scale`, also returns the amax of x.
+    layouts. `wholes` are `quantize_steps.global_amaxes` of the whole tensor, if x is a shard. With `reduce_max` they
+    are computed and reduced here, in one call. Under delayed scaling, with `scale`, also returns the amax of x.
     """
     fmt, usage, check = spec.format, spec.usage, check or functools.partial(spec.layouts, tuple(x.shape))
     if reduce_max is not None:
@@ -152,8 +152,9 @@ def _quantize_stochastic(
 @Steps
 def _quantize_shard(ops: Any, x: Any, *args: Any) -> Parts:
     *tensors, count, fmt, usage, row_step = args
-    draws = Draws(*tensors[count:], row_step) if tensors[count:] else None
-    return _parts(ops, x, fmt, usage, draws, wholes=tensors[:count])
+    wholes, drawn = tensors[:count], tensors[count:]
+    draws = Draws(drawn[0], drawn[1], row_step) if drawn else None
+    return _parts(ops, x, fmt, usage, draws, wholes=wholes)
 
 
 @Steps
