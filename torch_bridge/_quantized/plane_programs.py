@@ -16,6 +16,7 @@ from torch import Tensor
 from qshard._core import operands, quantize_steps
 from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Draws, Plane, Reduce
+from qshard._core.validation import seed_missing
 from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Way
 from qshard.layout import PlaneLayout, matrix_shape, plane
@@ -59,22 +60,22 @@ def quantize_operand(
     are computed and reduced here, in one call. Under delayed scaling, with `scale`, also returns the amax of x.
     """
     fmt, usage, check = spec.format, spec.usage, check or functools.partial(spec.layouts, tuple(x.shape))
+    if draws is not None and draws.col_step != 1:
+        raise ValueError(
+            f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass draws of the "
+            "untransposed x"
+        )
     if reduce_max is not None:
         check()  # Before the collective, so that all ranks raise.
+        if fmt.stochastic and draws is None:
+            raise ValueError(seed_missing("quantize", fmt))
         wholes = _reduced_amaxes(x, fmt, usage, amax, reduce_max)
     if scale is not None:
         *delayed_parts, amax = _quantize_delayed((x, scale, *wholes), fmt, usage, spec.margin)
         return planes_of(tuple(delayed_parts)), amax
-    if wholes:
+    if wholes or draws is not None:
         drawn, row_step = ((), None) if draws is None else ((draws.seed, draws.first), draws.row_step)
-        parts = _quantize_shard((x, *wholes, *drawn), len(wholes), fmt, usage, row_step, check=check)
-    elif draws is not None:
-        if draws.col_step != 1:
-            raise ValueError(
-                f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass draws of the "
-                "untransposed x"
-            )
-        parts = _quantize_stochastic((x, draws.seed, draws.first), fmt, usage, draws.row_step, check=check)
+        parts = _quantize_from((x, *wholes, *drawn), len(wholes), fmt, usage, row_step, check=check)
     elif amax is not None:
         parts = _quantize_known((x, amax), fmt, usage, check=check)
     else:
@@ -143,18 +144,11 @@ def _quantize_known(ops: Any, x: Any, amax: Any, fmt: Format, usage: Usage) -> P
 
 
 @Steps
-def _quantize_stochastic(
-    ops: Any, x: Any, seed: Any, first: Any, fmt: Format, usage: Usage, row_step: int | None
-) -> Parts:
-    return _parts(ops, x, fmt, usage, Draws(seed, first, row_step))
-
-
-@Steps
-def _quantize_shard(ops: Any, x: Any, *args: Any) -> Parts:
+def _quantize_from(ops: Any, x: Any, *args: Any) -> Parts:
     *tensors, count, fmt, usage, row_step = args
     wholes, drawn = tensors[:count], tensors[count:]
     draws = Draws(drawn[0], drawn[1], row_step) if drawn else None
-    return _parts(ops, x, fmt, usage, draws, wholes=wholes)
+    return _parts(ops, x, fmt, usage, draws, wholes=wholes or None)
 
 
 @Steps
