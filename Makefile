@@ -205,7 +205,7 @@ wheel: $(STAMP)build $(STAMP)wheel  ## build sdist and wheels into build/dist, a
 bare: wheel  ## run tests/null on the wheel of each Python, in an environment without jax and torch
 	set -e; for python in $(PYTHONS); do $(call INSTALL_WHEEL,bare); \
 	    build/bare/bin/python -m pip install $(PIP_FLAGS) --no-compile -r requirements/bare.txt; \
-	    build/bare/bin/python -P -m pytest tests/null; done
+	    build/bare/bin/python -P -m pytest -n 2 --dist worksteal tests/null; done
 
 FRAMEWORKS ?= jax torch
 smoke: wheel  ## run the wheel of each Python with jax and with torch as pip installs them; downloads several GB

@@ -18,8 +18,10 @@ import pytest
 from hypothesis import settings
 
 from qshard.formats import Format
-from support.formats import OFTEN
+from support.formats import OFTEN, RARE_MIXES, is_alike
 from support.fronts import FRONTS, Front
+from support.pairs import mark_repeated
+from support.torch_ranks import SELDOM
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 OF_DOCS = ("_page", "_pages", "_site", "_readme")
@@ -89,13 +91,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        front, fmt = params.get("front"), params.get("fmt")
-        if front == ("jax", "cpu") and isinstance(fmt, Format) and fmt not in OFTEN:
+        fmt, recipe = params.get("fmt"), params.get("recipe")
+        is_rare = (isinstance(fmt, Format) and fmt not in OFTEN) or recipe in RARE_MIXES.values()
+        if is_rare and params.get("front") == ("jax", "cpu"):
+            item.add_marker(pytest.mark.slow)
+        takes_seconds = item.path.match("dist/*") or item.path.stem.startswith("test_jax")
+        if takes_seconds and any(map(is_alike, params.values())):
             item.add_marker(pytest.mark.slow)
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
         if item.path.stem.endswith(OF_DOCS):
             item.add_marker(pytest.mark.docs)
+    mark_repeated(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -114,8 +121,9 @@ def absent(config: pytest.Config, what: str) -> None:
 def frozen_heap() -> None:
     """Exempt the objects of earlier modules, gigabytes of JAX programs, from garbage collection.
 
-    Checks for leaked tracers and counts of tensors collect all garbage many times.
+    Checks for leaked tracers and counts of tensors collect all garbage many times. By itself, Python collects seldom.
     """
+    gc.set_threshold(*SELDOM)
     gc.collect()
     gc.freeze()
 

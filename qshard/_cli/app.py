@@ -104,7 +104,7 @@ def report(
     from qshard.numerics._display import load
 
     if html is not None:
-        load("matplotlib", "qshard report --html", "matplotlib")
+        load("matplotlib", "qshard report --html", "'qshard[cli]'")
     opened = with_quantized(open_checkpoint(checkpoint))
     question = Question(formats=tuple(chosen), usage=options.USAGES[usage], draws=stochastic or 1, seed=seed)
     with contextlib.ExitStack() as stack:  # fails early if a file cannot be written

@@ -42,6 +42,7 @@ def stepped(param, grads, dtypes):
     return p, stored
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("mu", "nu", "dtype"), SETTINGS, ids=str)
 def test_steps_are_those_of_the_reference(front, mu, nu, dtype):
     params, grads = draw(9, dtype), [draw(seed, dtype) for seed in range(STEPS)]

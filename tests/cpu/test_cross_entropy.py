@@ -35,6 +35,7 @@ def step(front, logits, labels, grad, **options):
     return front.gradients(lambda x: front.qshard.cross_entropy(x, labels, **options), [logits], grad)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_is_the_reference(front, dtype, rule):

@@ -34,6 +34,7 @@ def assert_updated(after, before, amaxes, recipe):
 SCALES = {Role.WEIGHT: 500.0, Role.ACTIVATION: 7.3, Role.GRADIENT: 0.77}
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize("scales", [SCALES, dict.fromkeys(Role, 0.0)], ids=["given", "first"])
 @pytest.mark.parametrize("margin", [0, 3])

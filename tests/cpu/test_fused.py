@@ -7,12 +7,13 @@ from qshard.reference import _activation as activation
 from support import oracle_layers as oracle
 from support.awkward import DTYPES, assert_bits_equal, awkward_values
 from support.oracle_parts import rounded
-from support.pairs import pairs
+from support.pairs import each_value
 
 KINDS = ("normal", "ties", "wide", "max")
 EPS = 1e-5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 5, 40), (0, 8), (1030,), (2, 129)])
 def test_swiglu(front, shape, dtype):
@@ -24,7 +25,7 @@ def test_swiglu(front, shape, dtype):
         assert_bits_equal(got, expected, name)
 
 
-@pairs(
+@each_value(
     shape=[(3, 5, 40), (2, 9, 40), (0, 8), (129,), (1, 1, 33), (37, 256), (17, 1100), (300, 3)],
     dtype=DTYPES,
     weight_dtype=DTYPES,

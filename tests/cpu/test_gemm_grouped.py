@@ -215,6 +215,7 @@ JAX_CALLS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
     ("name", "axis"), [(name, i) for name, (_, b) in JAX_CALLS.items() for i in range(len(b))], ids=str

@@ -67,6 +67,7 @@ def mesh_of(kind):
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind, kind))
 
 
+@pytest.mark.each_value
 @every_setting
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_arrays_give_the_same_bits(settings, kind):

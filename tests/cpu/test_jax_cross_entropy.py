@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import qshard.jax as qj
 from support import hlo
 from support.awkward import assert_bits_equal
-from support.pairs import pairs
+from support.pairs import each_value, pairs
 
 RULE = {"label_smoothing": 0.1, "z_loss": 1e-2}
 ROWS, CLASSES = (8, 4), 1040
@@ -52,7 +52,7 @@ def moved(compiled):
     return [(kind, array) for kind, array in found if not array.endswith("[]")]
 
 
-@pairs(dtype=["float32", "bfloat16"], mode=[*MODES, "no context", "shard_map"], cut=ROW_CUTS)
+@each_value(dtype=["float32", "bfloat16"], mode=[*MODES, "no context", "shard_map"], cut=ROW_CUTS)
 def test_rows_stay_where_they_are(dtype, mode, cut):
     """Sharded rows have the bits of one device, without collectives, also in `shard_map` or without a mesh context."""
     arrays = drawn(dtype)
@@ -71,7 +71,7 @@ def test_rows_stay_where_they_are(dtype, mode, cut):
         assert_bits_equal(mine, other)
 
 
-@pairs(mode=MODES, cut=CLASS_CUTS, reduction=["mean", "none"])
+@each_value(mode=MODES, cut=CLASS_CUTS, reduction=["mean", "none"])
 def test_classes_stay_where_they_are(mode, cut, reduction):
     """Sharded classes gather 4 numbers a row and part. Sums have another order, so last bits may differ."""
     arrays = drawn()
@@ -127,6 +127,7 @@ def test_labels_of_other_devices(ignored):
     assert_near(actual, want)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cut", [P("a"), P(None, "a"), P("a", None, "b")], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_vmap_adds_rows(mode, cut):
@@ -199,7 +200,7 @@ def test_labels_of_64_bits_keep_them():
 PADDED_CUTS = {"one device": None, "classes": P(None, None, ("a", "b"))}
 
 
-@pairs(mode=[*MODES, "shard_map"], cut=PADDED_CUTS, num_classes=[1037, 3])
+@each_value(mode=[*MODES, "shard_map"], cut=PADDED_CUTS, num_classes=[1037, 3])
 def test_padding_is_no_class(mode, cut, num_classes):
     """Loss and gradients are those of the classes alone; padding has gradient 0, also on devices with only padding."""
     logits, labels = drawn()

@@ -77,6 +77,7 @@ def cells(*modes):
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("case", "recipe", "kind"), cells(AxisType.Auto, AxisType.Explicit))
 def test_cuts_of_folded_axes(case, recipe, kind):
     equation, _, _, w_spec, x_spec, y_spec = CASES[case]

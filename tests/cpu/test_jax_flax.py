@@ -62,6 +62,7 @@ def without_bias(layer, params):
     return lambda x, kernel: layer.apply({"params": params | {"kernel": kernel}}, x)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("recipe", "how"),
     [
@@ -356,6 +357,7 @@ def test_layers_of_a_scan():
     np.testing.assert_array_equal(seen, jnp.abs(model.kernel[...]).max(axis=(1, 2)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cut", [P("fsdp"), P(None, "fsdp")], ids=str)
 @pytest.mark.parametrize("recipe", [CurrentScaling(), MXFP8()], ids=lambda recipe: type(recipe).__name__)
 def test_fsdp_of_nnx(recipe, cut):

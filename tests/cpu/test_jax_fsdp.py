@@ -21,7 +21,7 @@ from qshard.formats import FP8_E4M3, Usage
 from qshard.jax import compute_scales, gather, init_delayed, linear, quantize, update_delayed
 from qshard.recipes import CurrentScaling, Role
 from support.awkward import TAME, assert_bits_equal, awkward_values
-from support.formats import MIXES, RECIPES, STATEFUL, STATELESS
+from support.formats import MIXES, RARE_MIXES, RECIPES, STATEFUL, STATELESS
 from support.hlo import collectives
 from support.weight_path import path_of
 
@@ -32,13 +32,13 @@ TURNS = {name: (recipe, i % 2) for i, (name, recipe) in enumerate((STATELESS | S
 
 
 def in_turn(**modes):
-    """Parametrize by recipe and both values of a mode; mixes of formats run one of them, and the other if slow."""
+    """Parametrize by recipe and both values of a mode; some mixes of formats run one of them, and the other if slow."""
     ((name, values),) = modes.items()
     cases = [
         pytest.param(recipe, turn, value, id=f"{label}-{value}", marks=[pytest.mark.slow] if slow else [])
         for i, (label, (recipe, turn)) in enumerate(TURNS.items())
         for j, value in enumerate(values)
-        for slow in [label in MIXES and i // 2 % 2 != j]
+        for slow in [label in RARE_MIXES or (label in MIXES and i // 2 % 2 != j)]
     ]
     return pytest.mark.parametrize(("recipe", "turn", name), cases)
 
@@ -115,6 +115,7 @@ def assert_codes_travel(compiled, recipe):
         assert [array for array in reduced if array.startswith("s32")] == ["s32[]"] * 3
 
 
+@pytest.mark.each_value
 @in_turn(kind=[AxisType.Auto, AxisType.Explicit])
 def test_step(recipe, turn, kind, request):
     """A step with 8 shards of 8 rows, which split all 2-D blocks; with scales of `compute_scales`, or its own."""
@@ -137,6 +138,7 @@ def test_step(recipe, turn, kind, request):
     assert_codes_travel(compiled, recipe)
 
 
+@pytest.mark.each_value
 @in_turn(check_vma=[True, False])
 def test_step_in_shard_map(recipe, turn, check_vma):
     mesh, cut = mesh_of(AxisType.Auto, fsdp=8), P("fsdp")
@@ -197,6 +199,7 @@ def test_vmap():
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize(
     ("sizes", "x", "w", "dy", "options"),

@@ -15,7 +15,7 @@ from qshard.reference import _activation as activation
 from support import hlo
 from support import oracle_layers as oracle
 from support.awkward import assert_bits_equal, awkward_values
-from support.pairs import pairs
+from support.pairs import each_value
 
 KINDS = ("normal", "ties", "wide", "max")
 CUTS = {"rows": P(("a", "b"), None), "K": P(None, ("a", "b")), "both": P("a", "b")}
@@ -45,6 +45,7 @@ def mesh_of(kind):
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("mode", ["Auto", "Explicit", "shard_map"])
 def test_shards_stay_where_they_are(mode, cut):
@@ -93,6 +94,7 @@ def step_of(function, gate, up, grad):
     return h, *back(grad)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fmt", [FP8_E4M3, MXFP8_E4M3, NVFP4], ids=str)
 @pytest.mark.parametrize("mode", ["eager", "Auto", "Explicit", "shard_map", "vmap"])
 def test_quantize_is_that_of_the_result(fmt, mode):
@@ -166,7 +168,7 @@ def assert_norm(actual, x, weight, grad):
     np.testing.assert_allclose(np.asarray(actual[2], np.float32), dweight, rtol=1e-5, atol=1e-5 * scale)
 
 
-@pairs(mode=["Auto", "Explicit", "shard_map"], cut=ROW_CUTS, weight_cut={"whole": P(), "cut": P("b")})
+@each_value(mode=["Auto", "Explicit", "shard_map"], cut=ROW_CUTS, weight_cut={"whole": P(), "cut": P("b")})
 def test_norm_moves_no_rows(mode, cut, weight_cut):
     x, weight, grad = arrays = norm_arrays((8, 256, 512), "float32", kinds=("normal", "outlier"))
     if mode == "shard_map" and weight_cut != P():
@@ -224,6 +226,7 @@ def test_norm_under_transforms(transform):
             np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fmt", [FP8_E4M3, MXFP8_E4M3, NVFP4], ids=str)
 @pytest.mark.parametrize("mode", ["eager", "Auto", "Explicit"])
 def test_quantize_is_that_of_the_norm(fmt, mode):

@@ -63,6 +63,7 @@ def state_of(recipe):
     return init_delayed(recipe, (E,)) if recipe.stateful else None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["NK", "KN"])
 @pytest.mark.parametrize("name", ALL)
 def test_a_loop_over_experts(name, layout):
@@ -98,6 +99,7 @@ def test_ops_of_a_step(name):
     assert ({op: found.get(op) for op in want}, others) == (want, {})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("tokens", [0, 5, 200])
 def test_codes_are_those_of_each_expert(name, tokens):
@@ -216,6 +218,7 @@ def expected_step(x, w, dy, sizes=SIZES, layout="NK"):
     return y, dx, dw
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["NK", "KN"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("gpu", [NEW, OLD, None], ids=["ops", "XLA", "no GPU"])
@@ -309,6 +312,7 @@ CUTS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("recipe", [None, CODES, RECIPES["BlockScaling"]], ids=["values", "E4M3", "blocks"])
 def test_auto_meshes(recipe, cut):

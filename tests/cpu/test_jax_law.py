@@ -17,7 +17,7 @@ from support.awkward import TAME, awkward_values
 from support.formats import NAMED, SQUARES, VARIANTS
 from support.hlo import collectives
 from support.jax_cuts import assert_planes
-from support.pairs import pairs, turns
+from support.pairs import each_value, turns
 
 SEED = 0x0123456789ABCDEF
 CUT = [*(fmt for fmt in NAMED if fmt.block), NVFP4.with_options(rounding="stochastic")]
@@ -49,7 +49,7 @@ def assert_integers_travel(compiled, limit=0):
             assert array.startswith(("u8[", "u32[")) or (array.startswith(("f32[", "s32[")) and size <= limit), array
 
 
-@pairs(fmt=WHOLE, spec={"rows": P("fsdp"), "columns": P(None, "fsdp")}, kind=[AxisType.Auto, AxisType.Explicit])
+@each_value(fmt=WHOLE, spec={"rows": P("fsdp"), "columns": P(None, "fsdp")}, kind=[AxisType.Auto, AxisType.Explicit])
 def test_whole_blocks(fmt, spec, kind):
     """With whole blocks, only tensor and row amaxes are reduced, and nothing is sent before the gather."""
     size = 8 * max(128 if spec != P("fsdp") else 16, *(fmt.block or (16, 16)))
@@ -99,6 +99,7 @@ def test_cut_blocks(fmt, kind):
         assert_integers_travel(compiled, w.size // 8)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fmt", [fmt for fmt in SQUARES if fmt.block], ids=str)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_one_reduction_for_all_weights(fmt, check_vma):

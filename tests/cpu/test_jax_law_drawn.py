@@ -103,6 +103,7 @@ def test_zeros_stay_zeros():
     assert_bits_equal(y, np.zeros((32, 64), np.float32))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("fmt", [FP8_E4M3, FP8_128x128, MXFP8_32x32, NVFP4_16x16, FP8_1x128], ids=str)
 @pytest.mark.parametrize("spec", [P(None, ("b", "a")), P("a", "b")], ids=str)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import qshard.jax as qj
 from support import hlo
-from support.pairs import pairs, turns
+from support.pairs import each_value, turns
 
 RULE = {"label_smoothing": 0.1, "z_loss": 1e-3}
 ROWS, K, CLASSES = (8, 4), 32, 208
@@ -106,7 +106,7 @@ def test_vmap_of_vmap_on_an_explicit_mesh():
     assert_near((actual,), (want,))
 
 
-@pairs(mode=["one device", "Auto", "Explicit", "shard_map"], reduction=["mean", "none"], recipe=[None, "MXFP8"])
+@each_value(mode=["one device", "Auto", "Explicit", "shard_map"], reduction=["mean", "none"], recipe=[None, "MXFP8"])
 def test_padding_is_no_class(mode, reduction, recipe):
     """The loss is that of the classes alone; the gradient of padded rows of w is 0."""
     x, w, labels = drawn()
@@ -156,7 +156,7 @@ def test_logits_are_never_whole(reduction):
     assert mine.memory_analysis().temp_size_in_bytes < 4 * size  # A chunk, and small arrays.
 
 
-@pairs(reduction=["mean", "none"], mode=["Auto", "Explicit", "no context"], name=list(CUTS))
+@each_value(reduction=["mean", "none"], mode=["Auto", "Explicit", "no context"], name=list(CUTS))
 def test_rows_stay_where_they_are(reduction, mode, name):
     cut, arrays = CUTS[name], drawn()
     run = functools.partial(step, reduction=reduction, chunk=3)
@@ -178,6 +178,7 @@ def test_rows_stay_where_they_are(reduction, mode, name):
             assert mine.sharding.is_equivalent_to(given.sharding, mine.ndim)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_axis_name_has_classes(reduction, check_vma):

@@ -45,6 +45,7 @@ SPECS = [P("a"), P(("a", "b")), P("a", "b"), P(None, "b")]
 SHARDED = [(*case, spec) for case in CASES[1:4:2] for spec in SPECS]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("engine", "fmt", "recipe", "spec"), [*((*case, None) for case in CASES), *SHARDED], ids=str)
 def test_codes_are_those_of_the_file(engine, fmt, recipe, spec, mesh, tmp_path):
     path = file_of(tmp_path, engine, fmt)

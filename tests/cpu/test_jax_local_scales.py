@@ -35,6 +35,7 @@ def step(x, w, dy, state, recipe, **options):
     return y, *vjp(dy)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "NVFP4"])
 def test_bits_are_those_of_shard_map(name, kind):

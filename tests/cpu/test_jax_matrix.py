@@ -172,6 +172,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")  # JAX's, where no result has their shape.
 @pytest.mark.parametrize(("name", "mode"), CELLS, ids=lambda of: getattr(of, "__name__", of))
 def test_modes_of_running(name, mode):

@@ -59,6 +59,7 @@ def test_auto_mesh(spec):
     assert_bits_equal(decode(q), WHOLE.dequantize())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("entered", [True, False], ids=["set_mesh", "no set_mesh"])
 def test_explicit_mesh(spec, entered):

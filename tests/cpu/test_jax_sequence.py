@@ -220,6 +220,7 @@ def quantize_in_shard_map(fmt, usage, x):
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=ROWS, out_specs=ROWS))(x)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("fmt", ["FP8_E4M3", "FP8_1x128", "MXFP8_E4M3", "MXFP8_32x32", "NVFP4_16x16"])
 def test_quantize(fmt, kind):

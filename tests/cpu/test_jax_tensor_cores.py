@@ -77,6 +77,7 @@ def calls(compiled):
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["NK", "KN"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_one_device(dtype, layout):

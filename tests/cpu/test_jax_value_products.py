@@ -71,6 +71,7 @@ def gathered(name, x_spec, w_spec):
     return [each for each in moved if each.bytes >= 64]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("w_spec", W_SPECS, ids=str)
 @pytest.mark.parametrize("x_spec", X_SPECS, ids=str)
 @pytest.mark.parametrize(

@@ -17,6 +17,10 @@ from support.awkward import awkward_values
 from support.formats import RECIPES
 from support.pairs import turns
 
+NAMES = [
+    name if name in ("CurrentScaling", "DelayedScaling", "NVFP4") else pytest.param(name, marks=pytest.mark.slow)
+    for name in RECIPES
+]
 EXACT = ("zeros_made", "subnormal", "saturated", "nonfinite_given", "nonfinite_made")
 
 
@@ -64,7 +68,7 @@ def assert_row_is(row, x, fmt):
     assert (row.amax, row.elements, row.format) == (np.abs(x).max(), x.size, str(fmt))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_on_one_device(name):
     """A probe changes no bit of the step."""
     recipe, (x, w, dy) = RECIPES[name], operands()
@@ -102,6 +106,7 @@ def assert_alike(rows, want):
         assert row.sqnr_db == pytest.approx(whole.sqnr_db, rel=1e-4, nan_ok=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "check_vma"), [*((name, True) for name in RECIPES), ("NVFP4", False)])
 def test_in_shard_map(name, check_vma):
     """With one scale for x by axis_name, rows are those of the whole. Shards of w split 2-D blocks."""

@@ -43,35 +43,29 @@ def assert_same_bytes(runs):
         assert run.losses == pytest.approx(first.losses, rel=0.02)
 
 
-def test_all_modes_gather_the_same_bytes():
-    runs = [trained("fp8", mode) for mode in ("shard_map", "auto", "explicit")]
-    assert_same_bytes(runs)
-    assert runs[1].losses == pytest.approx(runs[2].losses, rel=1e-6)
+MESHES = [("shard_map", "fsdp"), ("auto", "fsdp,tp"), ("explicit", "hsdp")]
+
+
+def test_all_modes_and_meshes_gather_the_same_bytes():
+    assert_same_bytes([trained("fp8", mode, mesh, 4) for mode, mesh in MESHES])
 
 
 def test_primary_weights_have_the_same_losses():
     """Codes quantized once a step are those that each gather would quantize."""
-    shard, primary = trained("fp8", "explicit"), trained("fp8", "explicit", kind="primary")
+    shard, primary = trained("fp8", *MESHES[2], 4), trained("fp8", *MESHES[2], 4, kind="primary")
     assert primary.gathered_sha256 == shard.gathered_sha256
     assert primary.losses == shard.losses
     assert shard.resident_bytes < primary.resident_bytes < 1.1 * shard.resident_bytes
-
-
-MESHES = [("shard_map", "fsdp"), ("auto", "fsdp,tp"), ("explicit", "hsdp")]
 
 
 @pytest.mark.parametrize(
     ("mode", "mesh"), [pytest.param(*each, marks=[pytest.mark.slow] * (each != MESHES[0])) for each in MESHES]
 )
 def test_a_fused_loss_is_the_loss(mode, mesh):
-    plain, fused = (trained("mxfp8", mode, mesh, 2 if mesh == "fsdp" else 4, loss=loss) for loss in ("plain", "fused"))
+    plain, fused = trained("fp8", mode, mesh, 4), trained("fp8", mode, mesh, 4, loss="fused")
     assert fused.gathered_sha256 == plain.gathered_sha256
     assert fused.losses == pytest.approx(plain.losses, rel=1e-4)
     assert "--loss fused" in fused.ranks
-
-
-def test_meshes_gather_the_same_bytes():
-    assert_same_bytes([trained("mxfp8", mode, mesh, 4, loss="plain") for mode, mesh in MESHES[1:]])
 
 
 EXPERTS = 3
@@ -123,6 +117,8 @@ def test_every_recipe_in_every_mode_on_every_mesh(name):
         if (mode, mesh) != ("shard_map", "fsdp,tp")
     ]
     assert_same_bytes(runs)
+    auto, explicit = (trained(name, mode, "fsdp", 4) for mode in ("auto", "explicit"))
+    assert auto.losses == pytest.approx(explicit.losses, rel=1e-6)
     halves = {run.resident_bytes for run in runs if "hsdp" in run.ranks}
     assert min(halves) > 1.9 * runs[0].resident_bytes  # Half as many devices share a weight.
 

@@ -10,7 +10,7 @@ from support.formats import SCALINGS, VARIANTS
 from support.pairs import turns
 
 
-@turns(1, SCALINGS, fmt=VARIANTS, shards=[2, 3, 4])
+@turns(1, fmt=VARIANTS, shards=[2, 3, 4])
 def test_gathered_shards_are_the_whole(front, fmt, shards):
     """Ranks cut blocks, hold parts of one, or no row at all; what spoils a scale may be with one rank alone."""
     if shards > front.devices():

@@ -67,6 +67,7 @@ def test_what_it_cannot_run(tmp_path):
     assert (found.returncode, found.stdout) == (0, "multi_gpu: skipped mesh: too few GPUs\n")
 
 
+@pytest.mark.slow
 def test_ranks_on_cpus(tmp_path):
     """Real collectives of two ranks, with rows of each case."""
     found = run(tmp_path, 280, "collectives", CPU_RANKS="2")

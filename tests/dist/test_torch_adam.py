@@ -45,6 +45,7 @@ def local_of(tensor):
     return local.view(torch.uint8) if local.dtype.itemsize == 1 else local
 
 
+@pytest.mark.each_value
 @on_ranks(2, 4)
 @pytest.mark.parametrize(("dtype", "settings"), SETTINGS, ids=str)
 def test_shards_are_updated_where_they_are(dtype, settings):

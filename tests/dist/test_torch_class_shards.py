@@ -196,6 +196,7 @@ def test_compiled_shards_are_what_num_classes_says():
             assert made.isnan().any()
 
 
+@pytest.mark.each_value
 @on_ranks(2, 3)
 @pytest.mark.parametrize("style", ["torch", "ours"])
 @pytest.mark.parametrize("recipe", [None, "CurrentScaling"])

@@ -32,6 +32,7 @@ def model_of_class():
     return nn.Sequential(Named(128, 256, 0.25), nn.GELU(), Named(256, 128, -0.5))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling(), DelayedScaling(), NVFP4()], ids=repr)
 @on_ranks(2, 3)
 def test_classes_of_users_are_sharded(recipe):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qshard.recipes import DelayedScaling
 from qshard.torch_bridge import ShardedWeight, convert, load_scaling_state, scaling_state, update_scales
 from support import torch_ranks
-from support.pairs import pairs
+from support.pairs import each_value
 from support.torch_models import batch, linears, model_of, sizes_for
 from support.torch_ranks import on_ranks
 from support.torch_wrapped import RECIPES, follow, sgd
@@ -44,7 +44,7 @@ def ddp(model, **options):
         return DistributedDataParallel(model, device_ids=ids, **options)
 
 
-@pairs(world=[2, 3], options=list(OPTIONS), recipe=list(RECIPES))
+@each_value(world=[2, 3], options=list(OPTIONS), recipe=list(RECIPES))
 @on_ranks()
 def test_trains_as_one_process(options, recipe):
     """Rank 0's weights are broadcast first."""
@@ -54,6 +54,7 @@ def test_trains_as_one_process(options, recipe):
     follow(model, sgd(model), one)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("sync", [False, True])
 @on_ranks(2)

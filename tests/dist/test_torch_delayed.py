@@ -25,6 +25,7 @@ def first_scale(w, margin=0):
     return reference.delayed_scale(0, reference.amax(w), E4M3, margin=margin)
 
 
+@pytest.mark.each_value
 @on_ranks(1, 3, (2, 2))
 @pytest.mark.parametrize("margin", [0, 2])
 def test_first_scales_are_of_the_whole_weight(margin):

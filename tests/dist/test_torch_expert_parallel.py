@@ -109,6 +109,7 @@ def is_one_device(name, load, dtype="float32", error=0.0, top_k=TOP_K):
             assert torch.equal(a, b), (what, (a - b).abs().max())
 
 
+@pytest.mark.each_value
 @on_ranks(2, pytest.param(4, marks=pytest.mark.slow))
 @pytest.mark.parametrize("load", ["uneven", "empty"])
 @pytest.mark.parametrize("name", RECIPES)

@@ -66,6 +66,7 @@ def assert_near(model, expected):
         assert (grad - want).norm() <= 1e-5 * want.norm(), name
 
 
+@pytest.mark.each_value
 @on_ranks(2, 4)
 @pytest.mark.parametrize("recipe", ["CurrentScaling", "MXFP8"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,6 +117,7 @@ def test_ddp(kind):
     assert_near(model, gradients_of(kind, "CurrentScaling"))
 
 
+@pytest.mark.each_value
 @on_ranks(1, 2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_zero(kind):
@@ -156,6 +158,7 @@ def train(model, optimizer, steps=3):
     return losses
 
 
+@pytest.mark.each_value
 @on_ranks(2, 4)
 @pytest.mark.parametrize("recipe", ["CurrentScaling", "NVFP4"])
 def test_primary_weights(recipe):

@@ -109,7 +109,9 @@ def imports(folder, recipe):
                 assert torch.equal(bits(again[name].rowwise.data), bits(value.rowwise.data))
 
 
-@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("MXFP4", "MXFP6"))) for name in GATHERED]
+)
 def test_models_go_through_safetensors(name, tmp_path):
     """From 3 ranks, whose shard boundaries split blocks, to JAX, to 2 ranks, and to PyTorch's own layers."""
     jax = pytest.importorskip("jax")
@@ -148,6 +150,7 @@ def test_models_go_through_safetensors(name, tmp_path):
     )
 
 
+@pytest.mark.each_value
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"])
 def test_columns_and_what_is_unsharded_now(name):

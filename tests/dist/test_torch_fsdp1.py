@@ -29,7 +29,7 @@ from qshard.torch_bridge import (
     update_scales,
 )
 from support import torch_ranks
-from support.pairs import pairs
+from support.pairs import each_value, pairs
 from support.torch_models import assert_gathers_the_whole, batch, linears, model_of, resident, shard, sizes_for
 from support.torch_ranks import on_ranks
 from support.torch_wrapped import FLAT, ORIG, RECIPES, device, follow, in_fsdp1, sgd, values
@@ -49,7 +49,7 @@ def ready(recipe, **options):
     return prepare_modules_for_fsdp1(convert(model_of(**options), recipe)), one
 
 
-@pairs(world=[2, 3], strategy=list(SHARDED), recipe=list(RECIPES), orig=FLAT)
+@each_value(world=[2, 3], strategy=list(SHARDED), recipe=list(RECIPES), orig=FLAT)
 @on_ranks()
 def test_trains_as_one_process(strategy, recipe, orig):
     model, one = ready(RECIPES[recipe])
@@ -57,7 +57,7 @@ def test_trains_as_one_process(strategy, recipe, orig):
     follow(model, sgd(model), one)
 
 
-@pairs(strategy=list(HYBRID), recipe=["current", "delayed"], orig=FLAT)
+@each_value(strategy=list(HYBRID), recipe=["current", "delayed"], orig=FLAT)
 @on_ranks((2, 2))
 def test_replicas_of_shards(strategy, recipe, orig):
     model, one = ready(RECIPES[recipe])
@@ -65,7 +65,7 @@ def test_replicas_of_shards(strategy, recipe, orig):
     follow(model, sgd(model), one)
 
 
-@pairs(sync=[False, True], strategy=list(SHARDED), orig=FLAT)
+@each_value(sync=[False, True], strategy=list(SHARDED), orig=FLAT)
 @on_ranks(2)
 def test_accumulation(sync, strategy, orig):
     """Gradients, reduced once or in each micro-batch, and amaxes accumulate."""
@@ -74,7 +74,7 @@ def test_accumulation(sync, strategy, orig):
     follow(model, sgd(model), one, micro_batches=2, sync=sync)
 
 
-@pairs(inside=[True, False], kind=list(CheckpointImpl.__members__), recipe=["current", "delayed"], orig=FLAT)
+@each_value(inside=[True, False], kind=list(CheckpointImpl.__members__), recipe=["current", "delayed"], orig=FLAT)
 @on_ranks(2)
 def test_activation_checkpointing(inside, kind, recipe, orig):
     """Inside units, or around them, where FSDP1 gathers in the recomputed forward pass."""
@@ -105,6 +105,7 @@ def test_mixed_precision(strategy, recipe, orig):
     assert {state.dtype for state in scaling_state(model).values()} <= {torch.float32}
 
 
+@pytest.mark.each_value
 @ORIG
 @on_ranks(2, 3)
 def test_clipping(orig):
@@ -210,6 +211,7 @@ def test_inputs_that_are_written_between_passes(orig):
         assert all(torch.equal(y, one[0](batch(i))) for i, y in enumerate(ys))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL, flat"])
 @on_ranks(2, 3)
 def test_resumed_runs(kind):

@@ -64,7 +64,7 @@ def law_of(weight, value, fmt):
     assert_plane(FRONT, q.rowwise, reference.quantize(value, fmt).rowwise, f"weight of {fmt}")
 
 
-@turns(2, name=[name for name in GATHERED if "Delayed" not in name], world=[1, 3, (2, 2)])
+@turns(1, name=[name for name in GATHERED if "Delayed" not in name], world=[1, 3, (2, 2)])
 @on_ranks()
 def test_what_is_gathered_is_the_whole_quantized(name):
     """Also where shard boundaries split blocks, and with fewer rows than ranks."""
@@ -94,6 +94,7 @@ def run_steps(model, steps=2):
 RECIPES = {"fp8": CurrentScaling(), "delayed": DelayedScaling(), "nvfp4": NVFP4()}
 
 
+@pytest.mark.each_value
 @on_ranks(2, 3, (2, 2))
 @pytest.mark.parametrize("name", ["fp8", "delayed"])
 def test_training_is_that_of_weights_gathered_in_high_precision(name):
@@ -139,6 +140,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.each_value
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_codes_travel(name):

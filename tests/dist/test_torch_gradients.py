@@ -14,6 +14,7 @@ from support.torch_models import batch, linears, model_of, shard, sizes_for
 from support.torch_ranks import on_ranks
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", GATHERED)
 @on_ranks(1, 2)
 def test_gradients_of_one_process_of_ddp_and_of_fsdp2(name):

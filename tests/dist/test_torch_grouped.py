@@ -140,6 +140,7 @@ def test_what_is_gathered(recipe):
             assert a is None or torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
+@pytest.mark.each_value
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8", "DelayedScaling"])
 def test_ddp_with_accumulation(name):
@@ -254,6 +255,7 @@ def test_zero_accumulates_and_recomputes(name):
                 assert (value - expected[1][weight]).norm() <= near * value.norm(), (weight, reentrant, parts)
 
 
+@pytest.mark.each_value
 @on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [False, True])
 def test_zero_checkpoint(stage):

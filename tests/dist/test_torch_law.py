@@ -81,6 +81,7 @@ def refuses_to_shard(fmt):
         fully_shard(convert(side_by_side(weights_of(MXFP8_32x32)), recipe_of(fmt))[0], mesh=torch_ranks.mesh())
 
 
+@pytest.mark.each_value
 @on_ranks((2, 2), (4, 1), (1, 4), (3, 1), (1, 2), (1, 1))
 @pytest.mark.parametrize("fmt", SCALINGS[::2], ids=str)
 def test_replicated_groups(fmt):
@@ -88,7 +89,7 @@ def test_replicated_groups(fmt):
     gather(fmt)
 
 
-@turns(2, fmt=SQUARES, world=[1, 2, 4])
+@turns(1, fmt=SQUARES, world=[1, 2, 4])
 @on_ranks()
 def test_weights_cut_along_columns(fmt):
     gather(fmt, KINDS if fmt.block else TAME, way="columns")
@@ -105,6 +106,7 @@ def test_offloaded_shards(fmt):
     gather(fmt, way="offloaded")
 
 
+@pytest.mark.each_value
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("fmt", SCALINGS[::2], ids=str)
 def test_models_made_without_memory(fmt):
@@ -153,6 +155,7 @@ def counts(recipe, dtypes):
     assert few.count("qshard.amax_slices.default") == len(dtypes)
 
 
+@pytest.mark.each_value
 @on_ranks(1, 3)
 @pytest.mark.parametrize("name", sorted(GATHERED.keys() & STATELESS.keys()))
 def test_launches_do_not_grow_with_the_model(name):
@@ -202,6 +205,7 @@ def quantize_over_a_group(fmt, rows, kinds):
                 assert_bits_equal(FRONT.numpy(getattr(got, name)), array, f"{one} {name} of {fmt}")
 
 
+@pytest.mark.each_value
 @on_ranks(1, 3)
 @pytest.mark.parametrize("kinds", [TAME, KINDS], ids=["tame", "all"])
 def test_quantize_over_a_group(kinds):

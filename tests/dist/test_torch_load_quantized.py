@@ -65,6 +65,7 @@ def assert_has_values(model, path):
         assert torch.equal(whole.detach(), torch.from_numpy(values)), name
 
 
+@pytest.mark.each_value
 @CASES
 @on_ranks(2, 3)
 def test_fsdp2(recipe, engine, fmt):

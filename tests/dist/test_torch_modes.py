@@ -60,7 +60,7 @@ def test_gradients_travel_as_those_of_plain_layers(dtype):
             assert reduced(model, x) == expected, (param_dtype, reduce_dtype, recipe)
 
 
-@turns(2, name=list(RECIPES), world=[1, 2, 3])
+@turns(1, name=list(RECIPES), world=[1, 2, 3])
 @on_ranks()
 def test_inference_mode(name):
     """Also as the first forward pass, with the bits of `no_grad`.

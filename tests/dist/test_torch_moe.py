@@ -228,6 +228,7 @@ def test_fsdp2_with_checkpointing():
         assert torch.equal(a, b)
 
 
+@pytest.mark.each_value
 @on_ranks(2, 3)
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
 def test_ddp_with_accumulation(name):

@@ -58,6 +58,7 @@ def test_weights_of_one_rank(name, primary):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.each_value
 @on_ranks(1, 3)
 @pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling()], ids=["current", "delayed"])
 @pytest.mark.parametrize("run", [False, True], ids=["before forward", "after"])
@@ -86,6 +87,7 @@ def test_moves_of_sharded_models(recipe, run):
         assert torch.equal(model(x.bfloat16()), same(x.bfloat16()))
 
 
+@pytest.mark.each_value
 @on_ranks(1, 2)
 @pytest.mark.parametrize("way", ["forward", "Adam", "WithMasters"])
 def test_a_sealed_model_moves_not_at_all(way):

@@ -16,7 +16,7 @@ from qshard.torch_bridge import convert
 from support import torch_ranks
 from support.awkward import TAME, awkward_values
 from support.stats import assert_same_stats
-from support.torch_ranks import on_ranks
+from support.torch_ranks import on_ranks, rarely
 
 
 def values(shape, seed=0):
@@ -32,7 +32,7 @@ def assert_of_the_whole(x, whole, seed=3):
             assert_same_stats(s, stats(whole, s.format, usage, seed=seed))
 
 
-@on_ranks(1, 2, 3, pytest.param(4, marks=pytest.mark.slow), (2, 2))
+@on_ranks(3, (2, 2), *rarely(1, 2, 4))
 def test_dtensors():
     """Even and uneven cuts, empty ranks, within blocks and between them, replicas."""
     mesh = torch_ranks.mesh()
@@ -50,7 +50,7 @@ def test_two_axes_cut_a_tensor():
         assert_of_the_whole(distribute_tensor(torch.from_numpy(whole), mesh, placements), whole)
 
 
-@on_ranks(1, 3, (2, 2))
+@on_ranks(3, (2, 2), *rarely(1))
 def test_weights_of_a_sharded_model():
     """Before and after a step of FSDP2; the values that ranks have, in bfloat16 too."""
     for dtype in (torch.float32, torch.bfloat16):

@@ -75,6 +75,7 @@ def values_are_plain(state):
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SETTINGS)
 @on_ranks(1, 3)
 def test_a_full_state_goes_on(name):
@@ -146,6 +147,7 @@ def loads(folder, name, flat):
     assert_same(optimizer_state(model, optimizer), torch.load(folder / "full", weights_only=True))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["fp8", "remainder"])
 @pytest.mark.parametrize(("saver", "loader", "flat"), [(3, (2, 2), True), ((2, 2), 1, False)], ids=str)
 def test_a_sharded_state_goes_to_other_ranks(name, saver, loader, flat, tmp_path):

@@ -79,6 +79,7 @@ def test_codes_are_those_of_one_process(case, style):
     torch_ranks.run(world, codes_of, name=name, style=style)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling"])
 @pytest.mark.parametrize("style", CUT, ids=lambda style: style.__name__)
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)

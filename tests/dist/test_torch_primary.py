@@ -89,6 +89,7 @@ def test_losses_are_those_of_float32_shards(recipe):
         assert_gathers_the_whole(models[1], [FRONT.numpy(v) for k, v in masters.items() if k.endswith("weight")])
 
 
+@pytest.mark.each_value
 @on_ranks(1, 2)
 @pytest.mark.parametrize("name", ["CurrentScaling", "NVFP4", "DelayedScaling"])
 def test_offloaded(name):

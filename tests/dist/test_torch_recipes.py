@@ -57,6 +57,7 @@ def sharded(model):
     return fully_shard(model, mesh=torch_ranks.mesh())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("primary", [False, True], ids=["masters", "primary"])
 @on_ranks(2, 3)
 def test_a_mixed_model_trains_as_on_one_device(primary):

@@ -45,6 +45,7 @@ def sums_in_order(model, ranks, dtype, microbatches=1, param_dtype=None):
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("recipe", "dtype"), [(None, FP16), (None, FP32), ("CurrentScaling", BF16), ("MXFP8", BF16)], ids=str
 )

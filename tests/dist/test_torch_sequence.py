@@ -113,6 +113,7 @@ def often(name):
     return [] if name in RECIPES or list(MIXES).index(name) % 3 == 0 else [pytest.mark.slow]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("style", CUT, ids=lambda style: style.__name__)
 @pytest.mark.parametrize(
     ("world", "batch", "name", "overlap"),
@@ -277,6 +278,7 @@ def test_a_write_in_place_is_seen():
         assert not torch.equal(model(x), before)
 
 
+@pytest.mark.each_value
 @on_ranks(2, 3)
 @pytest.mark.parametrize(
     ("name", "rows"), [("CurrentScaling", (1, 31)), ("MXFP8", (2, 24)), ("BlockScaling", (1, 128))]
@@ -300,7 +302,7 @@ def test_rows_that_codes_cannot_be_cut_as(name, rows):
     assert torch.allclose(y.full_tensor(), one(x), rtol=1e-5, atol=1e-4)
 
 
-TRAINED = [(2, True, "CurrentScaling"), ((2, 2), False, "DelayedScaling")]
+TRAINED = [((2, 2), True, "DelayedScaling")]
 
 
 @pytest.mark.parametrize(
@@ -362,6 +364,7 @@ def test_compiled_layers(name):
         assert torch.equal(a, b)
 
 
+@pytest.mark.each_value
 @on_ranks(1, 2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])

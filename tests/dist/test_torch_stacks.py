@@ -17,7 +17,7 @@ from support import torch_ranks
 from support.awkward import awkward_values
 from support.formats import SCALINGS, SQUARES
 from support.torch_models import FRONT, Wire
-from support.torch_ranks import on_ranks
+from support.torch_ranks import on_ranks, rarely
 
 
 class Stacks(nn.Module):
@@ -82,7 +82,7 @@ def assert_codes(module, values, fmt):
         assert torch.equal(stack.dequantize().nan_to_num(nan=7), each.nan_to_num(nan=7))
 
 
-@on_ranks(1, 2, 3, 4, (2, 2))
+@on_ranks(3, (2, 2), *rarely(1, 2, 4))
 def test_gathered_codes():
     """Every axis of the weights: whole experts on some ranks, none on others, or parts of all; every format, on 2."""
     world = torch_ranks.shape[-1]

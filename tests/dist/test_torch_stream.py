@@ -140,6 +140,7 @@ def test_under_fsdp2_and_tensor_parallelism(engine, fmt):
     assert not [count for _, dtype, count in wire.calls if dtype.is_floating_point and count >= SIZES[1] * SIZES[2]]
 
 
+@pytest.mark.each_value
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "NVFP4"])
 @pytest.mark.parametrize("shard_weights", [False, True])

@@ -108,6 +108,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.each_value
 @on_ranks(1, 3)
 @pytest.mark.parametrize("recipe", [CurrentScaling(), MXFP8()], ids=lambda recipe: type(recipe).__name__)
 def test_writes_are_never_missed(recipe, tmp_path):
@@ -196,6 +197,7 @@ def unlike(how):
     return shard(convert(model, recipe)), sizes
 
 
+@pytest.mark.each_value
 @on_ranks(2, 3)
 @pytest.mark.parametrize("how", ["format", "scaling", "shape", "filter"])
 def test_ranks_that_differ_all_hear_of_it(how):

@@ -19,6 +19,7 @@ from support.torch_ranks import on_ranks
 from support.zero import OPTIONS, every_stage, in_one_process, loss_of, model_of, train, with_zero
 
 
+@pytest.mark.each_value
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_of_one_process(dtype):

@@ -102,6 +102,7 @@ def test_states_of_few_bits(recipe, tmp_path):
         run(world, case, folder=str(tmp_path), recipe=recipe, stage=stage, options=FEW_BITS)
 
 
+@pytest.mark.each_value
 @on_ranks(1, 2)
 @every_stage
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "NVFP4"])

@@ -23,6 +23,7 @@ from support.zero import OPTIONS, in_one_process, with_zero
 from support.zero_chain import UNITS, WIDTH, chain, optimizer_of, step
 
 
+@pytest.mark.each_value
 @on_ranks(2, 3)
 @pytest.mark.parametrize("stage", [False, True])
 def test_gradients_travel_in_pieces(stage):
@@ -39,6 +40,7 @@ def test_gradients_travel_in_pieces(stage):
         gradients.SENT_AT_ONCE = whole
 
 
+@pytest.mark.each_value
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("stage", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -82,6 +82,15 @@ COMBINED = _distinct(
 )
 """Every format with every legal combination of options, to draw from."""
 
+
+def _layout_of(fmt: Format) -> tuple[Any, ...]:
+    return fmt.block, fmt.transposes, fmt.scale_dtype, fmt.scaling.global_scale, fmt.element.codes_per_byte
+
+
+ALIKE = {fmt.name for i, fmt in enumerate(NAMED) if _layout_of(fmt) in map(_layout_of, NAMED[:i])}
+"""Names of formats that differ from another in their elements alone. Their rounding is tested with the kernels, so they
+are slow in tests that compile JAX programs or start ranks."""
+
 SQUARES = [fmt for fmt in NAMED if fmt.transposes]
 """Formats whose planes hold the same numbers: one serves both passes, and shards may cut its blocks."""
 SCALINGS = list({fmt.scale_dtype: fmt for fmt in reversed(SQUARES)}.values())
@@ -112,6 +121,12 @@ MIXES = {
     for w, x, g in zip(*_SHIFTED, strict=True)
 }
 """Recipes in which every format has every role, and activations are rounded stochastically where they can be."""
+RARE_MIXES = {
+    name: recipe
+    for i, (name, recipe) in enumerate(MIXES.items())
+    if set(name.split(", ")) <= set(", ".join(list(MIXES)[:i]).split(", "))
+}
+"""Mixes whose formats the mixes before them have. They are slow under JAX, which compiles each."""
 STATELESS = {name: recipe for name, recipe in {**RECIPES, **MIXES}.items() if not recipe.state_shapes}
 STATEFUL = {name: recipe for name, recipe in RECIPES.items() if recipe.state_shapes}
 GATHERED = {name: recipe for name, recipe in RECIPES.items() if recipe.weight.gather_refusal is None}
@@ -122,6 +137,14 @@ _VECTORS = {
 }
 ZEROED = {**GATHERED, **_VECTORS}
 """Recipes under ZeRO. Weights whose two planes are different numbers are gathered as values."""
+
+
+def is_alike(subject: Any) -> bool:
+    """Whether a parameter is a format of ALIKE, or a recipe, or its name, whose formats all are."""
+    recipe = RECIPES.get(subject) if isinstance(subject, str) else subject
+    if isinstance(recipe, Recipe):
+        return all(recipe.format(role).name in ALIKE for role in Role)
+    return isinstance(subject, Format) and subject.name in ALIKE
 
 
 def nearest(recipe: Recipe) -> Recipe:

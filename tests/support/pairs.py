@@ -1,8 +1,12 @@
-"""Parameters of tests in two parts: a cover, which `make test` runs, and the rest of the product, which is slow."""
+"""Parameters of tests in two parts: a cover, which `make test` runs, and the rest of the product, which is slow.
+
+The marker `each_value` does the same to the cases of a test with any parametrizations (see `mark_repeated`).
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,8 +32,9 @@ def each_value(**axes: Axis) -> pytest.MarkDecorator:
       axes: as of `pairs`.
     """
     values = [_values(axis) for axis in axes.values()]
-    cover = {tuple(i % len(axis) for axis in values) for i in range(max(map(len, values)))}
-    return _parametrize(axes, values, cover)
+    product = list(itertools.product(*(range(len(axis)) for axis in values)))
+    cover = covering_values([dict(enumerate(case)) for case in product])
+    return _parametrize(axes, values, {product[i] for i in cover})
 
 
 def turns(each: int, full: Collection[Any] = (), /, **axes: Axis) -> pytest.MarkDecorator:
@@ -60,6 +65,47 @@ def covering(lengths: Sequence[int]) -> set[tuple[int, ...]]:
         case = max(product, key=lambda case: len(left.intersection(_pairs_of(case))))
         left.difference_update(_pairs_of(case))
         cover.add(case)
+    return cover
+
+
+def mark_repeated(items: Iterable[pytest.Item]) -> None:
+    """Mark cases of tests with `each_value` as slow if other cases have each of their arguments' values.
+
+    Each front end has every value.
+    """
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("each_value") and not item.get_closest_marker("slow"):
+            arguments = {name: repr(value) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+            tests[item.nodeid.partition("[")[0], arguments.get("front")].append((item, arguments))
+    for cases in tests.values():
+        cover = covering_values([arguments for _, arguments in cases])
+        for i, (item, _) in enumerate(cases):
+            if i not in cover:
+                item.add_marker(pytest.mark.slow)
+
+
+def covering_values(cases: Sequence[Mapping[Any, Any]]) -> set[int]:
+    """Indices of cases that have every value of every argument.
+
+    The next has the most new values; among equals, its values are the ones that the cover has least often, and then it
+    has the most new pairs of values.
+    """
+    left = {value for case in cases for value in case.items()}
+    times: Counter[tuple[Any, Any]] = Counter()
+    met: set[tuple[Any, ...]] = set()
+    cover = set()
+
+    def rank(case: Mapping[Any, Any]) -> tuple[int, ...]:
+        pairs = set(itertools.combinations(case.items(), 2))
+        return -len(left & case.items()), sum(times[value] for value in case.items()), -len(pairs - met)
+
+    while left:
+        first = min(range(len(cases)), key=lambda i: rank(cases[i]))
+        left -= cases[first].items()
+        times.update(cases[first].items())
+        met.update(itertools.combinations(cases[first].items(), 2))
+        cover.add(first)
     return cover
 
 

@@ -36,7 +36,8 @@ RANKS = 4
 TIMEOUT = 150.0  # Seconds for a case; a few times the slowest case on a busy machine.
 SHARE_GPUS = int(os.environ.get("SHARE_GPUS", "1"))
 GRACE = 10.0  # Seconds for the other ranks after one has failed.
-
+SELDOM = 50_000, 20, 20
+"""Thresholds of Python's garbage collection. By default it takes 5 % of the time of tests that trace programs."""
 
 Shape = int | tuple[int, ...]
 """Number of ranks, or the shape of their mesh: (replicas, shards)."""
@@ -62,6 +63,11 @@ def on_ranks(*worlds: Shape) -> Callable[[Callable[..., None]], Callable[..., No
         return pytest.mark.parametrize("world", worlds, ids=str)(test) if worlds else test
 
     return make
+
+
+def rarely(*worlds: Shape) -> list[Any]:
+    """Return slow parameters for `on_ranks`."""
+    return [pytest.param(world, marks=pytest.mark.slow) for world in worlds]
 
 
 def run(world: Shape, case: Callable[..., None] | str, *, on: str = "cpu", **arguments: Any) -> None:
@@ -208,6 +214,7 @@ def _serve(rank: int, connection: Connection, folder: str) -> None:
 
     from qshard import _ffi
 
+    gc.set_threshold(*SELDOM)
     torch.set_num_threads(1)
     _ffi.set_num_threads(1)
     modules: dict[str, Any] = {}
