@@ -53,9 +53,10 @@ optimized: export JAX_DISABLE_MOST_OPTIMIZATIONS := 0
 optimized: test
 
 FUZZ_FLAGS = $(if $(CALLS),--calls $(CALLS),--calls 100000) $(if $(SEED),--seed $(SEED))
-fuzz: $(STAMP)test $(STAMP)package  ## call every op with valid and invalid arguments; CALLS=n SEED=n
+fuzz: $(STAMP)test $(STAMP)package  ## call every op, and expert parallelism in JAX, with arguments drawn at random; CALLS=n SEED=n
 	mkdir -p build
 	$(PY) -P tests/fuzz/fuzz_calls.py $(FUZZ_FLAGS) --progress build/fuzz_call
+	$(PY) -P tests/fuzz/fuzz_expert_parallel.py $(if $(SEED),--seed $(SEED))
 
 # A separate build in a separate environment: the hook of the editable install would find the plain extension. Python itself has no
 # sanitizers, so their runtime is preloaded, and leak detection is off because it would report Python's.

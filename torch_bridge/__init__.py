@@ -35,7 +35,8 @@ from qshard.torch_bridge._fsdp.reduce_scatter import reduce_gradients_in_order
 from qshard.torch_bridge._fsdp.refresh import update_scales
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.cross_entropy import cross_entropy
-from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from qshard.torch_bridge._losses.heads import LinearCrossEntropy
+from qshard.torch_bridge._losses.linear_cross_entropy import linear_cross_entropy
 from qshard.torch_bridge._moe.experts import parallelize_experts
 from qshard.torch_bridge._moe.grouped_mlp import grouped_mlp
 from qshard.torch_bridge._moe.layer import MoE

@@ -110,7 +110,7 @@ class DelayedScale(Float32Buffers):
 
     def knows_scale(self) -> bool:
         """Return True if all ranks know that a scale exists. After a write to `scale`, updates must confirm it."""
-        known = self._made is not None and self._made == _version_of(self._buffers["scale"])
+        known = self._made is not None and self._made == version_of(self._buffers["scale"])
         self._asked = self._asked or not known
         return known
 
@@ -244,7 +244,7 @@ def update_delayed(model: nn.Module, group: dist.ProcessGroup | None = None) -> 
     torch._foreach_copy_(old, new)
     torch._foreach_zero_([each["amax"] for each in buffers])
     for state in with_scale:
-        vars(state)["_made"] = _version_of(state._buffers["scale"])  # Setting attributes on modules is slow, too.
+        vars(state)["_made"] = version_of(state._buffers["scale"])  # Setting attributes on modules is slow, too.
     _start_readback([state for state in states if state._asked and state._made is None])
     for state in states:
         vars(state)["stepped"] = False
@@ -292,14 +292,14 @@ class _ScaleReadback:
         self._ready = torch.cuda.Event() if scales[0].is_cuda else None
         if self._ready is not None:
             self._ready.record()
-        self._versions = {id(state): (i, _version_of(state.scale)) for i, state in enumerate(states)}
+        self._versions = {id(state): (i, version_of(state.scale)) for i, state in enumerate(states)}
 
     def has_scale(self, state: DelayedScale) -> bool:
         """Return True if a scale exists on this rank, and was not written since. One update later it does not wait."""
         if self._ready is not None:
             self._ready.synchronize()
         i, version = self._versions[id(state)]
-        return bool((self._values[i] != 0).all()) and version == _version_of(state.scale)
+        return bool((self._values[i] != 0).all()) and version == version_of(state.scale)
 
 
 def _has_known_scale(state: DelayedScale) -> bool:
@@ -307,9 +307,9 @@ def _has_known_scale(state: DelayedScale) -> bool:
     scale = state._buffers["scale"]
     if state._look is not None and not is_capturing(state.scale.device):
         if state._look.has_scale(state):
-            state._made = _version_of(scale)
+            state._made = version_of(scale)
         state._look = None
-    return state._made is not None and state._made == _version_of(scale)
+    return state._made is not None and state._made == version_of(scale)
 
 
 def _start_readback(states: Sequence[DelayedScale]) -> None:
@@ -319,7 +319,8 @@ def _start_readback(states: Sequence[DelayedScale]) -> None:
             state._look = look
 
 
-def _version_of(tensor: Tensor | None) -> int:
+def version_of(tensor: Tensor | None) -> int:
+    """Return the version counter of a tensor, to detect writes; -1 if it has none."""
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 

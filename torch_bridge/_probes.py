@@ -34,9 +34,10 @@ from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
-from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
-from qshard.torch_bridge._nn.linear import WeightLayer, next_seed, rank_of
+from qshard.torch_bridge._losses.heads import LinearCrossEntropy, QuantizedHead
+from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, operand_spec
+from qshard.torch_bridge._nn.weight_module import next_seed, rank_of
 from qshard.torch_bridge._numerics import as_sharded
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks

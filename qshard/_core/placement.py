@@ -141,6 +141,16 @@ class Box(NamedTuple):
             yield index, Box(matrix, (row, columns[0]), (math.prod(self.size[split:-1]), columns[1]))
 
 
+def chunk_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Return start and stop of the chunk of a rank, as FSDP2 and DTensor shard an axis. Last chunks may be empty.
+
+    >>> [chunk_range(5, 4, rank) for rank in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    longest = -(-size // ranks)
+    return min(size, longest * rank), min(size, longest * (rank + 1))
+
+
 def slice_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """Yield the fewest boxes that cover elements `[start, stop)` of a row-major array: at most `2 * axes - 1`.
 

@@ -107,15 +107,16 @@ def init_delayed(recipe: RecipeLike, shape: Sequence[int] = ()) -> LinearState:
     return LinearState(tensor(), tensor(), tensor())
 
 
-def check_shared(op: str, axis_name: Any, name: str = "state") -> None:
+def check_shared(op: str, axis_name: Any, name: str = "state", known: tuple[str, ...] = ()) -> None:
     """Raise ValueError if it is unknown which devices share a state or a probe.
 
-    Types under `shard_map(check_vma=False)` do not show it, so `axis_name` is required there. Without it, the amax of
-    one device would be returned as the amax of all.
+    Types under `shard_map(check_vma=False)` do not show it, so `axis_name` is required there, unless all mesh axes are
+    `known`. Without it, the amax of one device would be returned as the amax of all.
     """
-    if axis_name is not None or types_tell():
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(axis for axis in mesh.manual_axes if mesh.shape[axis] > 1 and axis not in known)
+    if axis_name is not None or types_tell(axes):
         return
-    axes = jax.sharding.get_abstract_mesh().manual_axes
     raise ValueError(
         f"{op}: check_vma=False hides which devices share {name}; pass as axis_name the axes of {axes} that shard x, w "
         f"or dy, pass () for one {name} per device, or leave check_vma on"

@@ -227,6 +227,34 @@ def test_capacity(name):
     assert all(np.isnan(part).any(axis=(1, 2)).all() for part in of_weights)
 
 
+def test_other_axes_are_auto():
+    """In a `shard_map` over the axis of experts alone, XLA shards the tokens of a device over the other axis."""
+    x, weights, _, indices = tokens("uneven")
+    given = x, indices, weights, W13, W2
+    mesh, options = mesh_of(fsdp=2, ep=R), {"in_specs": (EP,) * 5, "out_specs": EP}
+
+    def forward(*given, **options):
+        return qj.grouped_mlp(*given, "CurrentScaling", **options)
+
+    local = functools.partial(forward, ep_axis="ep")
+    found = jax.jit(jax.shard_map(local, mesh=mesh, axis_names={"ep"}, **options))(*given)
+    assert_close([found], [jax.jit(forward)(*given)])
+
+
+def test_states_without_types():
+    """With `check_vma=False` the exchange knows that devices of "ep" share scales; other axes need `axis_name`."""
+    x, weights, dy, indices = tokens("uneven")
+    given = x, weights, dy, indices, W13, W2, states_of("DelayedScaling")
+    run = functools.partial(step, name="DelayedScaling", ep_axis="ep")
+
+    def trace(**sizes):
+        jax.eval_shape(jax.shard_map(run, mesh=mesh_of(**sizes), in_specs=EP, out_specs=EP, check_vma=False), *given)
+
+    trace(one=1, ep=R)
+    with pytest.raises(ValueError, match=r"hides which devices share state; pass as axis_name the axes of \('dp',\)"):
+        trace(dp=2, ep=R)
+
+
 @pytest.mark.slow
 def test_remat_and_several_axes():
     """Under `jax.checkpoint`, and with experts over two mesh axes, results are the same."""
@@ -242,10 +270,11 @@ def test_remat_and_several_axes():
     assert_close(jax.jit(run)(*given), one_device("CurrentScaling")(*given, None))
 
 
-def test_no_tokens():
+@pytest.mark.parametrize("name", ["CurrentScaling", "none"])
+def test_no_tokens(name):
     """Devices with arrays of no rows get zero gradients."""
     x, weights, dy, indices = (each[:0] for each in tokens("uneven"))
-    found = devices_of("CurrentScaling")(x, weights, dy, indices, W13, W2, None)
+    found = devices_of(name)(x, weights, dy, indices, W13, W2, None)
     assert found[0].shape == (0, H)
     assert not any(np.asarray(part).any() for part in found[3:5])
 

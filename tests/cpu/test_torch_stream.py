@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import qshard.torch_bridge as qt
-from qshard.torch_bridge._weight_sync.stream import _plans
+from qshard.torch_bridge._weight_sync.stream import plans_of_models
 
 
 def names_of(stream):
@@ -79,11 +79,11 @@ def test_plans_follow_the_model():
 
     has_codes_of("MXFP8_32x32")
     next(qt.stream_weights(model, "qshard", bucket_bytes=1))
-    plans = len(_plans[model])
+    plans = len(plans_of_models[model])
     with torch.no_grad():
         model[0].weight.mul_(3)
     has_codes_of("MXFP8_32x32")
-    assert len(_plans[model]) == plans
+    assert len(plans_of_models[model]) == plans
     model[1] = qt.convert(nn.Linear(128, 128), "MXFP8")
     has_codes_of("MXFP8_32x32")
     model.bfloat16()
@@ -99,7 +99,7 @@ def test_plans_keep_no_model():
     model = nn.Linear(128, 128)
     weight = weakref.ref(model.weight)
     assert [*qt.stream_weights(model, weight_format="MXFP8_E4M3")]
-    assert model in _plans
+    assert model in plans_of_models
     del model
     gc.collect()
     assert weight() is None

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from qshard.recipes import Role
-from qshard.torch_bridge import Linear, convert, linear, update_scales
+from qshard.torch_bridge import Linear, convert, linear, parallelize_experts, update_scales
 from qshard.torch_bridge._moe.experts import RoutedExperts
 from support.formats import RECIPES
+from support.torch_ranks import on_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "build" / "transformers"))
 pytestmark = pytest.mark.skipif(
@@ -156,6 +159,41 @@ def test_experts_are_those_of_transformers(kind, recipe):
     assert (outputs[0] - outputs[1]).norm() < 2e-3 * outputs[1].norm()
     for a, b in zip(*grads, strict=True):
         assert (a - b).norm() < 1e-2 * b.norm()
+
+
+FAMILIES = {"mixtral": mixtral, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}
+"""By name, because ranks load this file themselves."""
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "MXFP8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parallelize_experts(family, recipe):
+    """Ranks with half of a batch and half of the experts: loss and gradients of one device with all of both."""
+    tokens, found = batch_of(0), []
+    own = tokens.chunk(2)[dist.get_rank()]
+    for shared in (False, True):
+        torch.manual_seed(0)
+        model = convert(FAMILIES[family](), {"*.mlp.experts": recipe, "*": None})
+        if shared:
+            parallelize_experts(model, dist.group.WORLD)
+        given = own if shared else tokens
+        loss = model(given, labels=given).loss / (2 if shared else 1)
+        loss.backward()
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        for name, grad in grads.items() if shared else ():
+            if isinstance(grad, DTensor):
+                grads[name] = grad.full_tensor()
+            else:
+                dist.all_reduce(grad)
+        total = loss.detach()
+        if shared:
+            dist.all_reduce(total)
+        found.append((total, grads))
+    (loss, grads), (total, of_ranks) = found
+    torch.testing.assert_close(total, loss)
+    for name, grad in of_ranks.items():
+        assert (grad - grads[name]).norm() <= 1e-3 * grads[name].norm(), name
 
 
 FUSED = {"Llama": "Fused", "Qwen3": "Fused", "Mistral": "Fused", "Olmo2": "Fused", "Gemma": ""}

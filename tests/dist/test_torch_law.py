@@ -16,7 +16,7 @@ from qshard.formats import FP8_E4M3, FP8_E5M2, MXFP8_32x32, Usage
 from qshard.layout import plane
 from qshard.recipes import MXFP8, NVFP4, Recipe
 from qshard.torch_bridge import convert, quantize, update_scales
-from qshard.torch_bridge._fsdp.refresh import _refresh, _sharded_weights
+from qshard.torch_bridge._fsdp.refresh import refresh_scales, sharded_weights
 from support import torch_ranks
 from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values, fits
 from support.formats import (
@@ -136,7 +136,7 @@ def test_rows_and_columns_together():
 
 def refresh(model):
     """Refresh scales as the first gather of a pass does."""
-    _refresh(list(_sharded_weights(model)), None)
+    refresh_scales(list(sharded_weights(model)), None)
 
 
 def launches_of(recipe, layers, dtypes):

@@ -24,7 +24,7 @@ from qshard.torch_bridge import (
     update_scales,
 )
 from support import torch_ranks
-from support.experts import GatedExperts, OpenExperts
+from support.experts import GatedExperts, OpenExperts, PlainExperts
 from support.torch_ranks import on_ranks
 
 WIDTH, HIDDEN, EXPERTS = 128, 128, 8
@@ -76,8 +76,13 @@ def steps(model, optimizer, group):
 
 
 def assert_equal(one, other):
-    for a, b in zip(one, other, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(a, b, strict=True))
+    """The same bits. On GPUs products add in another order: close, after steps that learn from them."""
+    for step in zip(one, other, strict=True):
+        for a, b in zip(*step, strict=True):
+            if torch_ranks.device == "cpu":
+                assert torch.equal(a, b)
+            else:
+                assert (a - b).norm() <= 2**-4 * b.norm()
 
 
 @on_ranks(2)
@@ -156,14 +161,14 @@ def test_other_recipes_biases_and_meta():
     with pytest.warns(UserWarning, match="DelayedScaling has no scales by expert"):
         convert(torch.nn.ModuleList([model, torch.nn.Linear(32, 32)]), "DelayedScaling")
     rank, sizes = dist.get_rank(), torch.tensor([5, 9, 0, 3])
-    x = torch.randn(EXPERTS * 5, WIDTH)
-    torch.manual_seed(0)
-    alone = GroupedLinear(EXPERTS, WIDTH, HIDDEN, bias=True, recipe="MXFP8", stacked=True)
-    torch.manual_seed(0)
-    options = {"bias": True, "recipe": "MXFP8", "ep_group": dist.group.WORLD}
-    layer = GroupedLinear(EXPERTS, WIDTH, HIDDEN, stacked=True, **options)
-    rows = torch.split(alone(x, sizes.repeat(2)), 17)
-    assert torch.equal(layer(x[17 * rank : 17 * (rank + 1)], sizes), rows[rank])
+    x = torch.randn(EXPERTS * 5, WIDTH).to(torch_ranks.device)
+    layers, options = [], {"bias": True, "recipe": "MXFP8", "stacked": True, "device": torch_ranks.device}
+    for ep_group in (None, dist.group.WORLD):
+        torch.manual_seed(0)
+        layers.append(GroupedLinear(EXPERTS, WIDTH, HIDDEN, ep_group=ep_group, **options))
+    alone, layer = layers
+    rows, found = torch.split(alone(x, sizes.repeat(2)), 17)[rank], layer(x[17 * rank : 17 * (rank + 1)], sizes)
+    torch.testing.assert_close(found, rows, rtol=0, atol=0 if torch_ranks.device == "cpu" else 2**-6)
     assert layer.experts.bias.placements == (Shard(0),)
     with torch.device("meta"):
         shared = {"num_experts": EXPERTS, "top_k": 2, "stacked": True, "ep_group": dist.group.WORLD}
@@ -199,10 +204,19 @@ def test_errors():
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "name"), [(GatedExperts, "CurrentScaling"), (GatedExperts, "NVFP4"), (OpenExperts, "MXFP8")]
+    ("kind", "name"),
+    [
+        (GatedExperts, "CurrentScaling"),
+        (GatedExperts, "NVFP4"),
+        (OpenExperts, "MXFP8"),
+        (PlainExperts, "CurrentScaling"),
+    ],
 )
 def test_experts_of_transformers(kind, name):
-    """`parallelize_experts`: outputs and gradients of one device that has all experts and the tokens of all ranks."""
+    """`parallelize_experts`: outputs and gradients of one device that has all experts and the tokens of all ranks.
+
+    A norm after the experts is on all ranks, and so is its gradient, over the rows of all experts.
+    """
     rank, found = dist.get_rank(), []
     config = SimpleNamespace(sizes=(EXPERTS, WIDTH, HIDDEN), _experts_implementation="eager")
     generator = torch.Generator().manual_seed(3)
@@ -211,7 +225,7 @@ def test_experts_of_transformers(kind, name):
     weights = torch.rand(2, 40, 2, generator=generator)
     for shared in (False, True):
         torch.manual_seed(0)
-        model = convert(torch.nn.Sequential(kind(config)), name)
+        model = convert(torch.nn.Sequential(kind(config)).to(torch_ranks.device), name)
         if model[0].seed is not None:
             model[0].seed.zero_()
         if shared:
@@ -223,7 +237,7 @@ def test_experts_of_transformers(kind, name):
         own = [y, leaf.grad] if shared else [each.view(2, 40, WIDTH)[rank] for each in (y, leaf.grad)]
         found.append([*own, *(whole(p.grad) for p in model.parameters())])
     for a, b in zip(*found, strict=True):
-        if name != "NVFP4":  # Each rank draws other random bits.
+        if name != "NVFP4" and torch_ranks.device == "cpu":  # With NVFP4 each rank draws other random bits.
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
         assert a.shape == b.shape
         assert (a - b).norm() < 0.3 * b.norm()

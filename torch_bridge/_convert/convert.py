@@ -17,11 +17,12 @@ from qshard.torch_bridge._convert.fusion import fuse_module
 from qshard.torch_bridge._convert.survey import Candidate, Conv1D, conv1d_class, survey
 from qshard.torch_bridge._distributed.fsdp1 import wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
-from qshard.torch_bridge._losses.linear_cross_entropy import LinearCrossEntropy, QuantizedHead
+from qshard.torch_bridge._losses.heads import LinearCrossEntropy, QuantizedHead
 from qshard.torch_bridge._modules import extend_class
 from qshard.torch_bridge._nn.fused_modules import FusedRMSNorm, RMSNorm
-from qshard.torch_bridge._nn.linear import Linear, WeightLayer, check_not_sealed, replace_parameter, wrap_weight
+from qshard.torch_bridge._nn.linear import Linear, WeightLayer
 from qshard.torch_bridge._nn.module_calls import follow_calls
+from qshard.torch_bridge._nn.weight_module import check_not_sealed, replace_parameter, wrap_weight
 from qshard.torch_bridge._quantized.device_moves import guard_moves
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
 

@@ -22,7 +22,8 @@ from qshard.torch_bridge._distributed.activation_group import ActivationGroup
 from qshard.torch_bridge._distributed.fsdp1 import attach_delayed, wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge._modules import modules_of, parameters_of
-from qshard.torch_bridge._nn.linear import WeightLayer, replace_parameter
+from qshard.torch_bridge._nn.linear import WeightLayer
+from qshard.torch_bridge._nn.weight_module import replace_parameter
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from qshard._core.flat_shards import MasterPlan
-from qshard._core.placement import Box
+from qshard._core.placement import Box, chunk_range
 from qshard._core.quantize_steps import Draws
 from qshard.layout import block_alignment
 from qshard.recipes import Recipe, Role
@@ -53,10 +53,10 @@ class ShardSpec(NamedTuple):
         sizes, starts = list(self.shape), [0] * len(self.shape)
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
-                dim, size = placement.dim, -(-sizes[placement.dim] // self.mesh.size(axis))
-                start = min(sizes[dim], size * self.mesh.get_local_rank(axis))
+                dim = placement.dim
+                start, stop = chunk_range(sizes[dim], self.mesh.size(axis), self.mesh.get_local_rank(axis))
                 starts[dim] += start
-                sizes[dim] = min(sizes[dim] - start, size)
+                sizes[dim] = stop - start
         return Box(self.shape, tuple(starts), tuple(sizes))
 
     def axes(self, *, by_row: bool = False) -> list[int]:
@@ -194,7 +194,7 @@ def check_sharding(
         if isinstance(placement, Replicate) or mesh.size(axis) == 1:
             continue
         dim = placement.dim
-        whole, size = sizes[dim], -(-sizes[dim] // mesh.size(axis))
+        whole, (_, size) = sizes[dim], chunk_range(sizes[dim], mesh.size(axis), 0)
         sizes[dim] = size
         # The columns of the gradient of y, or of x, are sharded with the rows or columns of the weight.
         for role in (Role.WEIGHT, (Role.GRADIENT, Role.ACTIVATION)[dim]):

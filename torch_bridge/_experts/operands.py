@@ -15,6 +15,7 @@ from qshard.gemm_dispatch import UNIT
 from qshard.layout import is_transposed
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.eager import are_plain, is_compiling
+from qshard.torch_bridge._ops.foreach import adjacent_view
 from qshard.torch_bridge._quantized.gemm import Operand
 
 
@@ -92,14 +93,10 @@ def _stack_transposed(matrices: Sequence[Tensor]) -> Tensor:
 
 def stack_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Stack tensors: a view if they lie one after the other in one storage, as codes in a unit of ZeRO, else a copy."""
-    first = tensors[0]
-    if not are_plain(*tensors) or not all(tensor.is_contiguous() for tensor in tensors):
-        return torch.stack([*tensors])
-    size, begin, storage = first.numel(), first.storage_offset(), first.untyped_storage().data_ptr()
-    for i, tensor in enumerate(tensors):
-        if tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != begin + i * size:
-            return torch.stack([*tensors])
-    return first.as_strided((len(tensors), *first.shape), (size, *first.stride()))
+    whole = None
+    if are_plain(*tensors) and all(tensor.is_contiguous() for tensor in tensors):
+        whole = adjacent_view(tensors)
+    return torch.stack([*tensors]) if whole is None else whole.view(len(tensors), *tensors[0].shape)
 
 
 def contracts_last_axis(w: GroupedOperand, contracted: Usage) -> bool:

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from qshard.formats import FLOATS
-from qshard.recipes import Recipe, Role
-from qshard.torch_bridge._delayed_scaling import DelayedScale
-from qshard.torch_bridge._distributed.dtensor import local_of, local_part, wrapped_like
+from qshard.recipes import Recipe
+from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group, expert_mesh
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._experts.tiles import GroupedRows
-from qshard.torch_bridge._fsdp.scale_state import ScaleState
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain, wrap
-from qshard.torch_bridge._modules import Extends
 from qshard.torch_bridge._nn.functional import WeightLayout
-from qshard.torch_bridge._nn.linear import (
-    check_not_sealed,
-    delayed_of_call,
-    delayed_of_roles,
-    moving_parameters,
-    rank_of,
-    replace_parameter,
-    take_seed,
-    wrap_weight,
-)
-from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._nn.weight_module import WeightModule, replace_parameter
 
 
-class Experts(Extends):
+class Experts(WeightModule):
     """Base class of modules that multiply by 3-D weights with `grouped_linear`.
 
     Parameters keep their names and shapes. The instance stays one of its original class. 3-D weights become
@@ -50,11 +36,7 @@ class Experts(Extends):
         and experts are sharded over their last mesh axis.
     """
 
-    recipe: Recipe
-    seed: Tensor | None
-    delayed: nn.ModuleDict
     ep_group: dist.ProcessGroup | None = None
-    scaling_buffers = ("seed",)
 
     @property
     def weight_layout(self) -> WeightLayout:
@@ -65,20 +47,16 @@ class Experts(Extends):
         self.recipe = recipe
         self._modules.pop("delayed", None)
         for own, name in names.items():
-            self._wrap(own, name, root, primary)
+            self._wrap_own(own, name, root, primary)
         weight = self._parameters[next(iter(names))]
         assert weight is not None
-        if recipe.stateful:
-            (state,) = self._states().values()
-            self.delayed = delayed_of_roles(recipe, state, weight.device)
         seed: Tensor | None = None
         if recipe.stochastic:
             experts = local_of(weight).shape[0]
             seed = torch.empty(experts, 2, dtype=torch.int32, device=weight.device)
             if isinstance(weight, DTensor):
                 seed = wrapped_like(weight, seed, (weight.shape[0], 2))
-        self.register_buffer("seed", seed, persistent=False)  # `scaling_state` saves it.
-        self._reset_seed()
+        self._begin_scaling(next(iter(self._states().values()), None), seed)
 
     @property
     def has_local_experts(self) -> bool:
@@ -104,20 +82,13 @@ class Experts(Extends):
             own = self.seed.chunk(ranks)[rank].clone()
             self.seed = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
 
-    def _wrap(self, own: str, name: str, root: nn.Module | None, primary: bool) -> None:
+    def _wrap_own(self, own: str, name: str, root: nn.Module | None, primary: bool) -> None:
         weight = self._parameters[own]
         assert weight is not None
         if self.recipe.weight.gather_refusal is None:
-            replace_parameter(weight, wrap_weight(weight, self.recipe, name, root, primary))
-            if "delayed" in self._modules:
-                self._states()[own].delayed = cast(DelayedScale, self.delayed[Role.WEIGHT.value])
+            replace_parameter(weight, self._wrap(weight, name, root, primary))
         elif isinstance(local_of(weight), ShardedWeight):  # Of an earlier recipe.
             replace_parameter(weight, nn.Parameter(plain(weight), weight.requires_grad))
-
-    def _states(self) -> dict[str, ScaleState]:
-        """The states of the weights that are gathered as codes, by name."""
-        local = {name: local_of(weight) for name, weight in self._parameters.items() if weight is not None}
-        return {name: own.scale_state for name, own in local.items() if isinstance(own, ShardedWeight)}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. Expert parallelism replaces a weight by the local experts through this method.
@@ -135,31 +106,6 @@ class Experts(Extends):
                 new = nn.Parameter(wrap(values, state), new.requires_grad)
         super().register_parameter(name, new)
 
-    def __getstate__(self) -> dict[str, Any]:
-        weights = {name: (state.name, state.primary is not None) for name, state in self._states().items()}
-        return {**super().__getstate__(), "_weights": weights}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        given = dict(state)
-        weights = given.pop("_weights", {})
-        super().__setstate__(given)
-        for own, (name, primary) in weights.items():
-            if type(self._parameters[own]) is nn.Parameter:  # Not in a copy.
-                self._wrap(own, name, None, primary)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save plain tensors, so that the checkpoint loads without qshard and under any recipe."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, state in {} if keep_vars else self._states().items():
-            value = destination[prefix + name] = plain(destination[prefix + name])
-            if state.primary is not None:
-                state.primary.watch(value)
-
-    def _reset_seed(self) -> None:
-        if self.seed is not None:
-            of_all = torch.empty(self.seed.shape, dtype=torch.int32, device=self.seed.device).random_(-(2**31), 2**31)
-            local_of(self.seed).copy_(of_all[local_part(self.seed)])
-
     def multiply(
         self,
         x: Tensor,
@@ -169,13 +115,7 @@ class Experts(Extends):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Multiply rows by the weights of their experts, as `grouped_linear` does."""
-        dtype = None
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            if dtype_name(x.dtype) not in FLOATS:
-                x = x.to(dtype)
-        seeds = None if self.seed is None else take_seed(local_of(self.seed), rank_of(weights))
-        delayed = delayed_of_call(self.delayed) if "delayed" in self._modules else None
+        x, _, seeds, delayed, dtype = self.operands_of_call(x, weights)
         given: dict[str, Any] = {
             "bias": bias,
             "weight_layout": layout,
@@ -186,38 +126,13 @@ class Experts(Extends):
         y: Tensor = grouped_linear(x, weights, groups, self.recipe, **given)
         return y
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Experts:
-        check_not_sealed(self, fn)
-        was_meta = self.seed is not None and self.seed.is_meta
-        with moving_parameters(self, next((state.name for state in self._states().values()), "weight")):
-            super()._apply(fn, recurse)
-        if was_meta and self.seed is not None and not self.seed.is_meta:
-            self._reset_seed()
-        return self
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *others: Any) -> None:
         """Load parameters. If they replace parameters on meta, seeds and delayed scales leave meta too."""
-        for name, state in self._states().items() if metadata.get("assign_to_params_buffers", False) else ():
+        for name in self._states() if metadata.get("assign_to_params_buffers", False) else ():
             loaded = state_dict.get(prefix + name)
             if isinstance(loaded, Tensor):
-                if state.is_sealed:
-                    assert state.primary is not None
-                    state.primary.load(local_of(loaded))
-                state_dict = {
-                    **state_dict,
-                    prefix + name: self._parameters[name] if state.is_sealed else wrap(loaded, state),
-                }
+                state_dict = {**state_dict, prefix + name: self._assigned(name, loaded)}
         super()._load_from_state_dict(state_dict, prefix, metadata, *others)
         device = next(self.parameters(recurse=False)).device
-        if device.type == "meta":
-            return
-        if self.seed is not None and self.seed.is_meta:
-            self.seed = torch.empty_like(self.seed, device=device)
-            self._reset_seed()
-        for own in self.delayed.values() if "delayed" in self._modules else ():
-            if cast(DelayedScale, own).scale.is_meta:
-                own.to_empty(device=device)  # `to_empty` resets the state.
-
-    def extra_repr(self) -> str:
-        own = super().extra_repr()
-        return ", ".join([own] * bool(own) + [f"recipe={self.recipe!r}"])
+        if device.type != "meta":
+            self._make_state(device)

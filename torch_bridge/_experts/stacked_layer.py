@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from qshard.recipes import Recipe, check_weight_shape
-from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of, local_part, wrapped_like
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group, expert_mesh
 from qshard.torch_bridge._experts.expert_parallel import local_experts
@@ -65,9 +64,7 @@ class StackedExperts(Experts):
         they do not depend on the number of ranks.
         """
         self._draw_each()
-        self._reset_seed()
-        for state in self.delayed.values() if "delayed" in self._modules else ():
-            cast(DelayedScale, state).reset()
+        self._reset_state()
 
     @torch.no_grad()
     def _draw_each(self) -> None:

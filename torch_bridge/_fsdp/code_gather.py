@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from qshard._core.flat_shards import Bucket, FlatSlice
+from qshard._core.placement import chunk_range
 from qshard._core.quantize_steps import Plane, Scales
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, plane
@@ -89,12 +90,12 @@ def code_shard_of(weight: Tensor, fmt: Format) -> CodeShard | None:
         rows, columns = part.box.size
     ranks = 1 if rows_axis is None else mesh.size(rows_axis)
     group = None if rows_axis is None else mesh.get_group(rows_axis)
-    longest = -(-rows // ranks)
+    _, longest = chunk_range(rows, ranks, 0)
     where = plane(fmt, (rows, columns), Usage.ROWWISE)
     if longest * ranks == rows and (not where.scale_shape or longest % where.scaled_shape[0] == 0 or ranks == 1):
         own = FlatSlice((longest, columns), fmt, dtype)
         return CodeShard(own, (rows, columns), longest, group, part, False, is_delayed)
-    first = 0 if rows_axis is None else min(rows, longest * mesh.get_local_rank(rows_axis))
+    first, _ = chunk_range(rows, ranks, 0 if rows_axis is None else mesh.get_local_rank(rows_axis))
     own = FlatSlice((rows, columns), fmt, dtype, first * columns)
     return CodeShard(own, (rows, columns), longest, group, part, True, is_delayed)
 

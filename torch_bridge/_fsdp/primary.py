@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from qshard.torch_bridge._delayed_scaling import version_of
+
 if TYPE_CHECKING:
     from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
     from qshard.torch_bridge._fsdp.weight import Values
@@ -105,13 +107,13 @@ class Primary:
         self._watched.append((weakref.ref(value), value._version))
 
     def note_version(self) -> None:
-        self._version = _version_of(self.master)
+        self._version = version_of(self.master)
         self._watched = [(ref, value._version) for ref, _ in self._watched if (value := ref()) is not None]
 
     def check(self) -> None:
         """Raise RuntimeError if the master was written to after its codes were cast."""
         written = any((value := ref()) is not None and value._version != version for ref, version in self._watched)
-        if written or self._version != _version_of(self.master):
+        if written or self._version != version_of(self.master):
             raise RuntimeError(
                 f"ShardedWeight: the master of {self.name} (primary) was written directly, so its codes are out of "
                 "date; load the state dict with model.load_state_dict, on all ranks"
@@ -120,7 +122,3 @@ class Primary:
 
 def without_memory(shard: Tensor) -> Tensor:
     return torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device="meta")
-
-
-def _version_of(master: Tensor | None) -> int:
-    return -1 if master is None or master.is_inference() else master._version

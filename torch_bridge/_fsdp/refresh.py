@@ -138,7 +138,7 @@ def recast(parameters: Iterable[Tensor]) -> None:
         elif (found := state.shard_of(parameter)) is not None:
             groups.setdefault(found.plan.group.group_name, []).append(found)
     for weights in groups.values():
-        _refresh(weights, None)
+        refresh_scales(weights, None)
         with torch.no_grad():
             cast_shards(weights, [weight.primary.buffer(weight.plan) for weight in weights])
         for weight in weights:
@@ -155,14 +155,14 @@ def stage_scales(weight: WeightShard) -> None:
         if now is None or state.refresh is None or state.refresh.pass_id != now:
             weights = [weight]
             if now is not None:
-                others = [weight if other.state is state else other for other in _sharded_weights(state.passes.root)]
+                others = [weight if other.state is state else other for other in sharded_weights(state.passes.root)]
                 weights = [each for each in others if each.plan.group.group_name == weight.plan.group.group_name]
-            _refresh(weights if any(each is weight for each in weights) else [weight], now)
+            refresh_scales(weights if any(each is weight for each in weights) else [weight], now)
     assert state.staged is not None
     state.status = Status.GATHERING
 
 
-def _sharded_weights(model: nn.Module | None) -> Iterator[WeightShard]:
+def sharded_weights(model: nn.Module | None) -> Iterator[WeightShard]:
     """Yield the sharded weights that need scales, in the order of the model, which is the same on all ranks."""
     for parameter in () if model is None else parameters_of(model):
         state = state_of(parameter)
@@ -175,7 +175,7 @@ def _sharded_weights(model: nn.Module | None) -> Iterator[WeightShard]:
 
 
 @torch.no_grad()
-def _refresh(weights: Sequence[WeightShard], pass_id: object) -> None:
+def refresh_scales(weights: Sequence[WeightShard], pass_id: object) -> None:
     """Compute the scales of weights that are sharded over one group. All ranks pass the same weights."""
     if not all(weight.state.agreed for weight in weights):
         check_ranks_agree(weights)

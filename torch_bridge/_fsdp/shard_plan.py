@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from qshard._core.flat_shards import FlatSlice
-from qshard._core.placement import Box, box_amax, cast_box
+from qshard._core.placement import Box, box_amax, cast_box, chunk_range
 from qshard.formats import Format, Usage
 from qshard.layout import plane, splits_stack, stack_plane
 from qshard.torch_bridge._ops.bind import dtype_name, into, ops
@@ -63,8 +63,8 @@ class ShardPlan:
                 f"{fmt} share a byte; shard its rows"
             )
         where = (stack_plane if self.is_stack else plane)(fmt, shape, Usage.ROWWISE, op="fully_shard")
-        longest = -(-shape[self.dim] // ranks)  # The split of FSDP2 and `torch.chunk`.
-        start = min(shape[self.dim], longest * mesh.get_local_rank(mesh_dim))
+        _, longest = chunk_range(shape[self.dim], ranks, 0)
+        start, _ = chunk_range(shape[self.dim], ranks, mesh.get_local_rank(mesh_dim))
         self.group, kind = mesh.get_group(mesh_dim), mesh.device_type
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self.fmt, self.shape, self.dtype = fmt, shape, dtype_name(shard.dtype)

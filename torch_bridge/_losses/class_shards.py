@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qshard._core.losses import count_classes, wrong_label
+from qshard._core.placement import chunk_range
 from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 
@@ -139,5 +140,4 @@ def _range(labels: Tensor, ignore_index: int) -> tuple[int, int]:
 
 def _chunks(total: int, world: int) -> list[int]:
     """Return the shard widths of `torch.chunk`, 0 for ranks beyond its last chunk."""
-    each = -(-total // world)
-    return [max(0, min(each, total - each * rank)) for rank in range(world)]
+    return [stop - start for start, stop in (chunk_range(total, world, rank) for rank in range(world))]

@@ -13,18 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qshard._core.losses import CHUNK_SEED_BIT, LossRule, check_head, head_recipe, makes_gradients_early, rows_at_a_time
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, RecipeLike, Role, check_weight_format, check_weight_shape
-from qshard.torch_bridge._distributed.dtensor import places_tensors
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.cross_entropy import RowLoss, as_int32, count_labels, reduce_losses, row_loss
 from qshard.torch_bridge._nn.functional import check_gathered
-from qshard.torch_bridge._nn.linear import Linear
 from qshard.torch_bridge._nn.operands import LayerQuantizer, matrix_of, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
@@ -148,72 +146,9 @@ def _local_operands(
     return x, local, labels, mesh.get_group() if placements == (Shard(0),) else None
 
 
-class LinearCrossEntropy(nn.Linear):
-    """Linear head of a model that returns the loss if labels are passed, and logits otherwise.
-
-    FSDP2 and ZeRO gather its weight, as for every module. `convert` replaces it by a head with quantized operands,
-    except under `DelayedScaling`. It has no bias. Under `parallelize_module` with a `ColwiseParallel`, PyTorch's or the
-    one in `tensor_parallel`, each rank has a shard of the classes. The loss covers all classes and is a plain tensor on
-    every rank; `output_layouts` applies to logits only. Labels must be the same on all ranks.
-
-    Args:
-      in_features: K.
-      out_features: number of classes.
-      loss: options of `linear_cross_entropy`, such as `z_loss`.
-
-    >>> head = LinearCrossEntropy(8, 16, z_loss=1e-4)
-    >>> x = torch.ones(2, 3, 8)
-    >>> head(x).shape, head(x, torch.zeros(2, 3, dtype=torch.int64)).shape
-    (torch.Size([2, 3, 16]), torch.Size([]))
-    """
-
-    def __init__(self, in_features: int, out_features: int, *, device: Any = None, dtype: Any = None, **loss: Any):
-        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
-        self.loss = loss
-
-    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Compute the loss of `labels`, or logits without labels, as `linear_cross_entropy` does."""
-        if labels is None:
-            return super().forward(input)
-        weight = self.weight if "recipe" in self.loss else self.weight.to(input.dtype)
-        return linear_cross_entropy(input, weight, labels, **self.loss)
-
-    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
-        """Register a hook. Hooks of `parallelize_module` get, and return, only the first input: not the labels."""
-
-        def place(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return hook(module, inputs[:1]), *inputs[1:]
-
-        return super().register_forward_pre_hook(place if places_tensors(hook) else hook, **options)
-
-    def register_forward_hook(self, hook: Any, **options: Any) -> Any:
-        """Register a hook. A hook of `parallelize_module` runs on logits only: the loss is the same on every rank."""
-
-        def place(module: nn.Module, inputs: Any, output: Tensor) -> Any:
-            return hook(module, inputs, output) if isinstance(output, DTensor) else output
-
-        return super().register_forward_hook(place if places_tensors(hook) else hook, **options)
-
-
-class QuantizedHead(Linear, LinearCrossEntropy):
-    """`LinearCrossEntropy` with quantized operands; `convert` creates it. `observer` is called as `Observer`."""
-
-    _of = LinearCrossEntropy
-
-    observer: Observer | None = None
-
-    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
-        if labels is None:
-            return super().forward(input)
-        operands = self.call_operands(input)
-        x = operands.input if operands.dtype is None else operands.input.to(operands.dtype)
-        given = {**self.loss, "recipe": self.recipe, "seed": operands.seed}
-        with contextlib.nullcontext() if self.observer is None else _observing(self.observer):
-            return linear_cross_entropy(x, operands.weight, labels, **given)
-
-
 @contextlib.contextmanager
-def _observing(observer: Observer) -> Iterator[None]:
+def observing(observer: Observer) -> Iterator[None]:
+    """Call `observer` for the operands that losses in this context quantize."""
     token = _OBSERVER.set(observer)
     try:
         yield

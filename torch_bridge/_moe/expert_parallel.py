@@ -89,3 +89,21 @@ class _Combine(Node):
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange: TokenExchange = ctx.exchange
         return exchange.dispatch(grad).index_select(0, exchange.order), None
+
+
+class SumGradient(Node):
+    """A parameter that all ranks have and use for different rows: its gradient is the sum over the ranks."""
+
+    op, degree = "grouped_mlp", 1
+    instead = "use the collectives of torch.distributed.nn"
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[Tensor]]:
+        ctx.group = group
+        return parameter.view_as(parameter), []
+
+    @staticmethod
+    def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group
 from qshard.torch_bridge._experts.expert_parallel import local_experts
 from qshard.torch_bridge._experts.stacked_experts import Experts
+from qshard.torch_bridge._moe.expert_parallel import SumGradient
 from qshard.torch_bridge._moe.grouped_mlp import Groups, apply_experts
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
+from qshard.torch_bridge._ops.autograd_node import apply_node
 from qshard.torch_bridge._quantized.validation import check_model
 
 _SILU = ("SiLU", "SiLUActivation")
@@ -61,7 +63,7 @@ class RoutedExperts(Experts):
 
         def down(rows: Tensor, groups: Groups) -> Tensor:
             y = self._project(rows, "down_proj", groups)
-            return this.post_expert_norm(y) if has_norm else y
+            return self._normalize(y) if has_norm else y
 
         weights: list[Tensor] = [getattr(self, up), this.down_proj]
         facts = (*(tuple(weight.shape[1:]) for weight in weights), hidden_states.dtype, self.recipe)
@@ -86,6 +88,14 @@ class RoutedExperts(Experts):
         bias: Tensor | None = self.local(f"{name}_bias") if getattr(self, "has_bias", False) else None
         return self.multiply(x, self.local(name), groups, self.weight_layout, bias)
 
+    def _normalize(self, y: Tensor) -> Tensor:
+        """Normalize rows of results. All ranks have the norm, so its gradient is summed over them, as of one expert."""
+        norm: nn.Module = cast(Any, self).post_expert_norm
+        if self.ep_group is None:
+            return cast(Tensor, norm(y))
+        own = {name: apply_node(SumGradient, each, self.ep_group) for name, each in norm.named_parameters()}
+        return cast(Tensor, torch.func.functional_call(norm, own, (y,)))
+
     def _activate(self, h: Tensor, up: str) -> Tensor:
         this: Any = self
         if up == "up_proj":
@@ -101,7 +111,7 @@ def parallelize_experts(model: nn.Module, ep_group: ExpertGroup) -> nn.Module:
     """Share the experts of a converted model of transformers between ranks: expert parallelism, in place.
 
     Each rank keeps the parameters of `E / R` experts, as DTensors, and sends rows of tokens to the ranks of their
-    experts, as `MoE(ep_group=)` does.
+    experts, as `MoE(ep_group=)` does. A norm after the experts stays on all ranks; its gradient is their sum.
 
     Args:
       model: after `convert`, and before `fully_shard` and before its optimizer is made. Ranks have the same values.
@@ -124,7 +134,7 @@ def parallelize_experts(model: nn.Module, ep_group: ExpertGroup) -> nn.Module:
     if not found:
         raise ValueError(
             f"parallelize_experts: model ({type(model).__name__}) has no converted experts of transformers; call "
-            "convert first, or pass ep_group to MoE"
+            "convert first, pass ep_group to MoE, or in torchtitan use its own expert parallelism"
         )
     for name, module in found.items():
         weights = [weight for weight in module._parameters.values() if weight is not None]

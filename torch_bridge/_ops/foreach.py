@@ -17,7 +17,7 @@ from qshard._core.quantize_steps import Scales
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.uint64 import words
 
-__all__ = ["FlatPlan", "SliceOps", "flat_plan", "xp"]
+__all__ = ["FlatPlan", "SliceOps", "adjacent_view", "flat_plan", "xp"]
 
 
 class SliceOps:
@@ -93,7 +93,11 @@ class FlatPlan:
 
     def join_scales(self, of_weights: Sequence[Tensor]) -> list[Tensor]:
         """Join the encoding scales of weights by bucket, without a copy if `split_scales` split them."""
-        return [_concatenate([of_weights[i] for i in bucket.indices]) for bucket in self.plan.buckets]
+        of_buckets = [[of_weights[i] for i in bucket.indices] for bucket in self.plan.buckets]
+        return [
+            joined if (joined := adjacent_view(each)) is not None else torch.cat([scale.view(-1) for scale in each])
+            for each in of_buckets
+        ]
 
     def cast(self, data: Sequence[Tensor], shards: Sequence[Tensor], scales: Sequence[Tensor], *, pieces: bool) -> None:
         """Write the codes of the slices into `data`, using `Scales.scale` of each bucket."""
@@ -115,15 +119,16 @@ def _split(numbers: Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[Tenso
     return [part.view(shape) for part, shape in zip(numbers.split(sizes), shapes, strict=True)]
 
 
-def _concatenate(scales: Sequence[Tensor]) -> Tensor:
-    """Concatenate scales, without a copy if they are adjacent in memory."""
-    first, last, end, count = scales[0], scales[-1], scales[0].data_ptr(), 0
-    same_storage = last is first or first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    for scale in scales:
-        if not same_storage or scale.data_ptr() != end:
-            return torch.cat([scale.view(-1) for scale in scales])
-        end += scale.nbytes
-        count += scale.numel()
+def adjacent_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return contiguous tensors as one flat view, if they lie one after the other in one storage; else None."""
+    first, last, end, count = tensors[0], tensors[-1], tensors[0].data_ptr(), 0
+    if last is not first and first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None
+    for tensor in tensors:
+        if tensor.data_ptr() != end:
+            return None
+        end += tensor.nbytes
+        count += tensor.numel()
     whole: Tensor = first.as_strided((count,), (1,))
     return whole
 

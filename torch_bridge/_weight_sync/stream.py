@@ -103,14 +103,14 @@ class _Plan(NamedTuple):
 
 
 _Options = tuple[str, Format | None, torch.dtype | None, int]
-_plans: weakref.WeakKeyDictionary[nn.Module, dict[_Options, _Plan]] = weakref.WeakKeyDictionary()
+plans_of_models: weakref.WeakKeyDictionary[nn.Module, dict[_Options, _Plan]] = weakref.WeakKeyDictionary()
 
 
 def _plan_of(model: nn.Module, options: _Options) -> _Plan:
     """Return the plan for a model, of the last call if the structure is the same. Raises before collectives."""
     entries = entries_of(model)
     facts = Facts(model, entries)
-    known = _plans.get(model, {}).get(options)
+    known = plans_of_models.get(model, {}).get(options)
     if known is not None and known.facts.holds(facts):
         return known
     format, fmt, dtype, bucket_bytes = options
@@ -134,7 +134,7 @@ def _plan_of(model: nn.Module, options: _Options) -> _Plan:
             runs.append(_Run([], unit, [item for item in items if item.unit is unit]))
     plan = _Plan(facts, format, dtype, runs)
     if not units:  # Units have references to the model.
-        _plans.setdefault(model, {})[options] = plan
+        plans_of_models.setdefault(model, {})[options] = plan
     return plan
 
 

@@ -36,7 +36,7 @@ from qshard.torch_bridge._torch_internals import have_one_storage, preserve_vers
 from qshard.torch_bridge._zero.gradients import Gradient
 from qshard.torch_bridge._zero.placeholders import GradientPlaceholder, WeightPlaceholder, weakly
 from qshard.torch_bridge._zero.streams import Channel, Pending, Steps
-from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
+from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter, copy_values
 
 ALIGNMENT = 16  # Bytes: whole elements of every dtype, and the width of vector loads.
 BLOCK_ALIGNMENT = BLOCK * torch.float32.itemsize  # Bytes: whole blocks of elements of every dtype.
@@ -175,9 +175,7 @@ class FlatBuffer:
         # Saved tensors get the same bytes again, so autograd must not count the write, nor one by a gloo thread.
         with preserve_version_counter(self._memory):
             if self.values_alone:
-                own = [(w.values, w.master) for w in self.weights if w.values is not None and w.values.numel()]
-                if own:
-                    torch._foreach_copy_([values for values, _ in own], [master for _, master in own])
+                copy_values(self.weights)
             work = self.publish(asynchronous)
             if work is not None:
                 yield work

@@ -54,7 +54,15 @@ from qshard.torch_bridge._zero.schedule import (
     watch_uses,
 )
 from qshard.torch_bridge._zero.state_dict import StateDicts
-from qshard.torch_bridge._zero.weight import Ranks, SliceCast, ZeroParameter, by_setting, units_of, weights_of
+from qshard.torch_bridge._zero.weight import (
+    Ranks,
+    SliceCast,
+    ZeroParameter,
+    by_setting,
+    copy_values,
+    units_of,
+    weights_of,
+)
 
 
 class ZeroOptimizer(Adam):
@@ -427,10 +435,7 @@ class ZeroOptimizer(Adam):
         self._schedule.abandon()
         self._current.cast(self._ranks.group)
         self._delayed.cast(self._ranks.group)
-        stored = (weight for flat in self._flats if not flat.values_alone for weight in flat.weights)
-        plain_ones = [(w.values, w.master) for w in stored if w.values is not None and w.values.numel()]
-        if plain_ones:
-            torch._foreach_copy_([values for values, _ in plain_ones], [master for _, master in plain_ones])
+        copy_values(weight for flat in self._flats if not flat.values_alone for weight in flat.weights)
         for flat in self._flats:
             if not flat.sharded:
                 flat.publish()

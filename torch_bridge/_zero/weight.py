@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -218,6 +218,13 @@ def by_setting(
             groups.append((given, members := []))
         members.append(weight)
     return groups
+
+
+def copy_values(weights: Iterable[ZeroParameter]) -> None:
+    """Copy the masters of weights that are gathered as values to their slices in the dtype of the model."""
+    pairs = [(w.values, w.master) for w in weights if w.values is not None and w.values.numel()]
+    if pairs:
+        torch._foreach_copy_([values for values, _ in pairs], [master for _, master in pairs])
 
 
 class SliceCast:

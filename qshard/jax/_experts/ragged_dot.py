@@ -156,7 +156,8 @@ def product_and_amaxes(
         check_array("ragged_dot", "group_sizes", group_sizes)
     seed_pair = check_arguments("ragged_dot", w, options.weight_spec, None, seed, state).seed
     if state is not None:
-        check_shared("ragged_dot", options.axis_name)
+        exchange = group_sizes.exchange if isinstance(group_sizes, GroupedRows) else None
+        check_shared("ragged_dot", options.axis_name, known=() if exchange is None else exchange.axes)
     if not isinstance(group_sizes, GroupedRows):
         _check_rows(x, group_sizes)
     made: Result = _checked_ragged_dot(

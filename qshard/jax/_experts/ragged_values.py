@@ -61,6 +61,8 @@ def _row_product(rows: jax.Array, w: jax.Array, axis: int, group_sizes: jax.Arra
     """Multiply the rows of each expert. `axis` is the contracted axis of one weight."""
     ends, count = _ends(group_sizes), rows.shape[0]
     y = grouped_gemm.multiply_rows(rows, w, axis + 1, ends, rows.dtype)
+    if not count:  # JAX has no index of no rows.
+        return y
     fits = (ends[-1] <= count) & (group_sizes >= 0).all()
     # Writes one row, or none. A `where` over y would read and write all of it.
     return y.at[jnp.where(fits, count, 0)].set(jnp.nan, mode="drop", unique_indices=True)

@@ -24,6 +24,7 @@ from jax import lax
 from qshard._core.validation import quote
 from qshard.jax._ops.collectives import max_over
 from qshard.jax._ops.mesh import count_shards, vary_alike
+from qshard.jax._ops.padded_rows import count_stops
 
 PARTS = 4
 """After the mean number of rows, this part of it is sent at once. More parts send less padding, in more calls."""
@@ -186,7 +187,7 @@ def _by_expert(counts: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
     starts = _starts(counts.T.reshape(-1), 0).reshape(counts.shape[::-1]).T.reshape(-1)
     ends = jnp.cumsum(by_rank, dtype=jnp.int32)
     moves = jnp.append(starts - (ends - by_rank), 0)
-    position = row + moves[jnp.searchsorted(ends, row, side="right")]
+    position = row + moves[count_stops(ends, row)]
     zeros, position, row = vary_alike(jnp.zeros_like(row), position, row)
     return position, zeros.at[position].set(row, unique_indices=True, mode="promise_in_bounds")
 

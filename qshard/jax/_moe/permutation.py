@@ -76,8 +76,9 @@ def moe_permutation(indices: jax.Array, num_experts: int) -> MoEPermutation:
     choices = jnp.argsort(keys, stable=True).astype(jnp.int32)
     row = jnp.arange(keys.shape[0], dtype=jnp.int32)
     positions = jnp.zeros_like(choices).at[choices].set(row, unique_indices=True, mode="promise_in_bounds")
-    starts = jnp.searchsorted(keys[choices], jnp.arange(num_experts + 1, dtype=jnp.int32)).astype(jnp.int32)
-    return MoEPermutation(choices, positions.reshape(indices.shape), jnp.diff(starts))
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    group_sizes = jnp.sum(keys[:, None] == experts, 0, dtype=jnp.int32)
+    return MoEPermutation(choices, positions.reshape(indices.shape), group_sizes)
 
 
 def moe_permute(x: jax.Array, permutation: MoEPermutation) -> jax.Array:

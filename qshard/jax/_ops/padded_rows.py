@@ -14,10 +14,17 @@ def gather_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
     return made
 
 
+def count_stops(stops: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return how many of `stops` `[E]` each of `rows` `[P]` has reached, int32 `[P]`: with sorted stops, its expert.
+
+    `jnp.searchsorted` fails in a `shard_map` over some axes of a mesh (JAX 0.10.2).
+    """
+    return jnp.sum(stops <= rows[:, None], 1, dtype=jnp.int32)
+
+
 def experts_of_strips(stops: jax.Array, strip: int, count: int) -> jax.Array:
     """Return the expert of the first row of each strip of `strip` padded rows, int32 `[count]`; E for no expert."""
-    first = jnp.arange(0, strip * count, strip, dtype=jnp.int32)
-    return jnp.searchsorted(stops, first, side="right", method="compare_all").astype(jnp.int32)
+    return count_stops(stops, jnp.arange(0, strip * count, strip, dtype=jnp.int32))
 
 
 def values_of_strips(values: jax.Array, stops: jax.Array, strip: int, shape: tuple[int, ...]) -> jax.Array:
