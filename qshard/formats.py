@@ -376,6 +376,11 @@ class Format:
         return self.block is None or self.scaling.global_scale == "tensor"
 
     @property
+    def has_one_amax(self) -> bool:
+        """True if one amax of the whole tensor serves both planes."""
+        return self.tensor_scaled and not self.hadamard
+
+    @property
     def row_scaled(self) -> bool:
         """True if each row has an fp32 global scale, computed from the whole row, so rows are never sharded."""
         return self.scaling.global_scale == "row"

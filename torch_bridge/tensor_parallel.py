@@ -31,7 +31,7 @@ class ColwiseParallel(_ColwiseParallel):
     gathered unquantized. Layers that are not qshard's are parallelized by PyTorch's style.
 
     Args:
-      overlap: multiply the rows of one rank while the codes of another are gathered. The bits are the same.
+      overlap: multiply the rows of one rank while the codes of another are gathered. Codes have the same bits.
       layouts: `input_layouts`, `output_layouts` and `use_local_output`, as in PyTorch. To gather codes, pass
         `input_layouts=Shard(1)` for an input `[batch, sequence, K]`.
 
@@ -66,7 +66,7 @@ class RowwiseParallel(_RowwiseParallel):
 
     Args:
       overlap: exchange partial sums while the next ones are computed, and gather codes of the gradient while others
-        are multiplied. The bits are the same.
+        are multiplied. Codes have the same bits.
       layouts: `input_layouts`, `output_layouts` and `use_local_output`, as in PyTorch. To gather the gradient as codes,
         pass `output_layouts=Shard(1)` for an output `[batch, sequence, N]`.
 

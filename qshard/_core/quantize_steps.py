@@ -82,6 +82,7 @@ def quantize(
     draws: Draws | None = None,
     given: Scales | None = None,
     amax: Array | None = None,
+    wholes: Sequence[Array] | None = None,
 ) -> dict[Usage, Plane]:
     """Compute the planes of `x` with as few reads of `x` as the format allows.
 
@@ -91,19 +92,25 @@ def quantize(
     - `draws`: Philox key and offset, required for stochastic rounding and unused otherwise.
     - `given`: for formats with one scale per tensor: scales to use instead of computing them from the amax.
     - `amax`: amax of `x`, if already computed. Used by formats that need no other amax.
+    - `wholes`: `global_amaxes` of `x` after the max-reduction, in place of `reduce_max`.
 
     Raises ValueError if `fmt` rounds stochastically and `draws` is None.
     """
     if fmt.stochastic and draws is None:  # check before the amax, which may be a collective
         raise ValueError(seed_missing("quantize", fmt))
+    if wholes is None and given is None:
+        wholes = global_amaxes(ops, x, fmt, usage, amax)
+        wholes = wholes if reduce_max is None else [reduce_max(each) for each in wholes]
     if fmt.block is None:
-        made = scales(ops, fmt, global_amax(ops, x, fmt, reduce_max, amax)) if given is None else given
+        if given is None:
+            assert wholes is not None
+            given = scales(ops, fmt, wholes[0])
         if usage is Usage.ROWWISE:
-            codes = [ops.cast_tensor(x, made.scale, element=fmt.element.name)]
+            codes = [ops.cast_tensor(x, given.scale, element=fmt.element.name)]
         else:
-            codes = ops.cast_transpose(x, made.scale, element=fmt.element.name, **outer_axes(x))
-        return planes_of_one_scale(codes, usage, made.scale_inv)
-    amaxes = _global_amaxes(ops, x, fmt, usage, reduce_max, amax)
+            codes = ops.cast_transpose(x, given.scale, element=fmt.element.name, **outer_axes(x))
+        return planes_of_one_scale(codes, usage, given.scale_inv)
+    amaxes = _by_plane(wholes or (), usage)
     if fmt.scaling.four_over_six is not None:
         sources = {source(fmt, each): None for each in usage.planes}
         planes = {each: _in_steps(ops, x, fmt, each, amaxes[each]) for each in sources}
@@ -125,30 +132,35 @@ def rotate(ops: Any, x: Array, fmt: Format) -> Array:
     return ops.hadamard(x, block_rows=fmt.block[1], block_cols=fmt.block[0])
 
 
-def global_amax(
-    ops: Any, x: Array, fmt: Format, reduce_max: Reduce | None = None, amax: Array | None = None
-) -> Array | None:
-    """Compute the amax of the whole tensor, or of each row; None if the format has no such scale.
-
-    `reduce_max` max-reduces it over shards; `amax` is the amax of `x`, if already computed.
-    """
+def global_amax(ops: Any, x: Array, fmt: Format, amax: Array | None = None) -> Array | None:
+    """Compute the amax of `x` or of each row, unless `amax` has it; None if the format has no such scale."""
     if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
     if amax is None or fmt.row_scaled:
         amax = ops.amax_tensor(x, lead=x.ndim - 1 if fmt.row_scaled else 0)
-    return amax if reduce_max is None else reduce_max(amax)
+    return amax
 
 
-def _global_amaxes(
-    ops: Any, x: Array, fmt: Format, usage: Usage, reduce_max: Reduce | None, amax: Array | None
-) -> dict[Usage, Array | None]:
-    """Compute the amax for the global scale of each plane, with one read of `x`."""
-    if not fmt.rotates(usage) or 0 in x.shape:
-        return dict.fromkeys(Usage.BOTH.planes, global_amax(ops, x, fmt, reduce_max, amax))
+def global_amaxes(ops: Any, x: Array, fmt: Format, usage: Usage, amax: Array | None = None) -> Sequence[Array]:
+    """Compute the amaxes for scales of the whole tensor or of its rows, with one read of `x`.
+
+    There are none, one for all planes, or with a rotation one for each plane of `usage`: as many for every shard of a
+    tensor. Arguments as in `quantize`.
+    """
+    if not fmt.rotates(usage):
+        amax = global_amax(ops, x, fmt, amax)
+        return () if amax is None else (amax,)
+    if 0 in x.shape:
+        return (global_amax(ops, x, fmt),) * len(usage.planes)
     both = ops.amax_hadamard(x, block_rows=x.shape[-2], block_cols=x.shape[-1])
-    pair = [amax.reshape(amax.shape[:-2]) for amax in both]
-    amaxes = zip(Usage.BOTH.planes, pair, strict=True)
-    return {each: amax if reduce_max is None else reduce_max(amax) for each, amax in amaxes if each in usage.planes}
+    pair = zip(Usage.BOTH.planes, both, strict=True)
+    return [each.reshape(each.shape[:-2]) for one, each in pair if one in usage.planes]
+
+
+def _by_plane(amaxes: Sequence[Array], usage: Usage) -> dict[Usage, Array | None]:
+    if len(amaxes) < 2:
+        return dict.fromkeys(Usage.BOTH.planes, *amaxes)
+    return dict(zip(usage.planes, amaxes, strict=True))
 
 
 def block_amax(ops: Any, x: Array, block: Sequence[int]) -> Array:

@@ -201,11 +201,36 @@ def test_compiled_layers():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("name", "count"), [("CurrentScaling", 5), ("NVFP4", 6), ("MXFP8", 0)])
-def test_only_scales_of_whole_tensors_travel(name, count):
-    """4 bytes: of both weights, one again in backward, of the second x (NVFP4: also rotated), of the first dy."""
+@pytest.mark.parametrize("name", ["CurrentScaling", "NVFP4", "MXFP8"])
+def test_only_scales_of_whole_tensors_travel(name):
+    """An amax takes 4 bytes: of both weights together, of the second x (NVFP4: also rotated), of the first dy."""
     model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), name)
     parallelize_module(model, mesh_of("tp"), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    with Wire() as wire:
-        model(torch.randn(8, 64)).square().sum().backward()
-    assert wire.calls == [("allreduce", torch.int32, 1)] * count
+    sizes = {"CurrentScaling": [2, 1, 1], "NVFP4": [2, 2, 1], "MXFP8": []}[name]
+    for _ in range(2):
+        with Wire() as wire:
+            model(torch.randn(8, 64)).square().sum().backward()
+        assert wire.calls == [("allreduce", torch.int32, size) for size in sizes]
+
+
+@on_ranks(2)
+def test_amax_of_a_weight_that_forward_writes_to():
+    """A layer after a write within the pass reduces the new amax, and a write before backward raises."""
+    torch.manual_seed(0)
+    model = convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "CurrentScaling")
+    parallelize_module(model, mesh_of("tp"), {"0": ColwiseParallel(output_layouts=Replicate()), "1": ColwiseParallel()})
+    first, second = model
+    x, bias = torch.randn(8, 64), second.bias.to_local()
+
+    def scale(*_):
+        with torch.no_grad():
+            second.weight.mul_(8)
+
+    hook = first.register_forward_hook(scale)
+    y = model(x)
+    hook.remove()
+    assert torch.equal(y, model(x))
+    scale()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert torch.allclose(model(x) - bias, 8 * (y - bias), rtol=1e-4, atol=1e-4)

@@ -32,9 +32,11 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d" and "barrier" not in str(func):
             name = str(func).removeprefix("c10d.").split(".")[0].strip("_")
-            tensor = args[name.endswith("_base") or name == "allgather"]  # The input: these have the output before it.
-            tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
-            self.calls.append((name.removesuffix("_base"), tensor.dtype, tensor.numel()))
+            is_coalesced = name.endswith("_coalesced")
+            given = args[name.endswith("_base") or name == "allgather" or is_coalesced]  # Outputs are before inputs.
+            tensors = given if isinstance(given, (list, tuple)) else [given]
+            sizes = [tensor.numel() for tensor in tensors]
+            self.calls.append((name.removesuffix("_base"), tensors[0].dtype, sum(sizes) if is_coalesced else sizes[0]))
         is_view = any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable
         if not is_view and func.namespace in ("aten", "qshard") and "empty" not in str(func):
             self.launches.append(str(func))

@@ -45,8 +45,8 @@ def quantized():
     found, real, one_call = {}, LayerQuantizer.quantize, functional.linear_program
     steps = SimpleNamespace(product=lambda *given: (None, None), plan_backward=lambda *given: None)
 
-    def noting(quantizer, x, role, usage, amax=None):
-        made = real(quantizer, x, role, usage, amax)
+    def noting(quantizer, x, role, usage, amax=None, **given):
+        made = real(quantizer, x, role, usage, amax, **given)
         found.setdefault(role, {}).update((one, operand.parts) for one, operand in made[0].items())
         return made
 

@@ -9,16 +9,17 @@ Ranks exchange codes of x and of the gradient of y. Own rows are quantized, with
 and gathered: the codes are bit for bit the codes of one device. Partial sums of y and of the gradient of x are
 exchanged as values, and each rank adds the sums of its own rows in rank order.
 
-Products are computed run by run, own rows first. With `overlap`, ranks send codes while other codes are multiplied, and
+With `overlap`, products are computed run by run, own rows first: ranks send codes while other codes are multiplied, and
 partial sums while others are computed. GPUs with peer access use their copy engines (PyTorch's symmetric memory),
-others send messages. Without `overlap` all communication comes before or after the products. The runs are the same, and
-so are the bits.
+others send messages. Without `overlap` there is one product of all rows, with all communication before or after it. The
+operands have the same bits; sums of products may be rounded in another order.
 
 Each thread caches its last gathered plane until the own rows are freed, so q, k and v share it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import threading
@@ -34,7 +35,7 @@ from qshard._core.quantize_steps import Plane, plane_rows
 from qshard.formats import Usage
 from qshard.layout import block_alignment, is_transposed
 from qshard.recipes import Recipe, Role
-from qshard.torch_bridge._ops.collectives import all_gather
+from qshard.torch_bridge._ops.collectives import Gathering
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling, may_reuse
 from qshard.torch_bridge._quantized.gemm import Operand, matmul, matmul_into
 from qshard.torch_bridge._torch_internals import functional_collectives as funcol
@@ -62,11 +63,11 @@ class Rows(NamedTuple):
         if known is not None:
             return lambda: own._replace(parts=known)
         axis = 1 if is_transposed(own.format, own.usage) else 0
-        gathers = [self._start_gather(part) for part in self._sharded_tensors(own)]
+        wait = self._start_gather(own)
 
         def finish() -> Operand:
-            parts = [self._reorder(wait(), axis) for wait in gathers]
-            whole = own.parts._replace(**dict(zip(_sharded_fields(own), parts, strict=True)))
+            parts = {name: self._reorder(part, axis) for name, part in wait().items()}
+            whole = own.parts._replace(**parts)
             _remember(own, whole)
             return own._replace(parts=whole)
 
@@ -74,24 +75,29 @@ class Rows(NamedTuple):
 
     def gather_matmul(self, own: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
         """Return `x @ w.T` of the whole x, from a rowwise plane of the own rows and the local shard of the weight."""
-        x, ranks, runs = own.parts.data, self.ranks, range(self.lead)
+        if not self.overlap:
+            y = matmul(self._gather_by_rank(own), w, dtype, fast=fast)
+            return y if self.lead == 1 else self._reorder(y.unflatten(0, (self.ranks, -1)), 0)
+        if is_compiling():
+            by_rank, order = self._gather_by_rank(own), itertools.product(range(self.lead), range(self.ranks))
+            runs = [self._run(by_rank, rank * self.lead + i) for i, rank in order]
+            return torch.cat([matmul(run, w, dtype, fast=fast) for run in runs])
+        return self._gather_while_multiplying(own, w, dtype, fast)
+
+    def _gather_while_multiplying(self, own: Operand, w: Operand, dtype: torch.dtype, fast: bool) -> Tensor:
+        x, ranks = own.parts.data, self.ranks
         known = _recall(own)
         whole = known or own.parts._replace(
             **{
                 name: part.new_empty((ranks * part.shape[0], *part.shape[1:]))
-                for name, part in zip(_sharded_fields(own), self._sharded_tensors(own), strict=True)
+                for name, part in _sharded_tensors(own).items()
             }
         )
-        if is_compiling():
-            parts = [self._start_gather(part)().flatten(0, 1) for part in self._sharded_tensors(own)]
-            by_rank = own._replace(parts=own.parts._replace(**dict(zip(_sharded_fields(own), parts, strict=True))))
-            order = [rank * self.lead + i for i in runs for rank in range(ranks)]
-            return torch.cat([matmul(self._run(by_rank, at), w, dtype, fast=fast) for at in order])
         y: Tensor = x.new_empty((x.shape[0] * ranks, w.rows), dtype=dtype)
         by_rank = own._replace(parts=whole)
 
         def multiply(rank: int, operand: Operand, first: int) -> None:
-            for i in runs:
+            for i in range(self.lead):
                 at = (i * ranks + rank) * self.run
                 matmul_into(self._run(operand, first + i), w, y[at : at + self.run], fast=fast)
 
@@ -100,64 +106,69 @@ class Rows(NamedTuple):
             for other in _ranks_from(rank, ranks):
                 multiply(other, by_rank, other * self.lead)
             return y
-        sent, received = self._sharded_tensors(own), self._sharded_tensors(by_rank)
-        if not self.overlap:
-            for part, there in zip(sent, received, strict=True):
-                all_gather(there, part, group=self.group)
-            for other in _ranks_from(rank, ranks):
-                multiply(other, by_rank, other * self.lead)
-        else:
-            _gather_each(
-                sent,
-                received,
-                self.group,
-                lambda r: multiply(r, *((own, 0) if r == rank else (by_rank, r * self.lead))),
-            )
+        _gather_each(
+            [*_sharded_tensors(own).values()],
+            [*_sharded_tensors(by_rank).values()],
+            self.group,
+            lambda r: multiply(r, *((own, 0) if r == rank else (by_rank, r * self.lead))),
+        )
         _remember(own, whole)
         return y
 
     def matmul_scatter(self, x: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
         """Return the own rows of the sum over ranks of `x @ w.T`, rounded once; x has all rows of its local columns."""
         ranks, size = self.ranks, self.lead * self.run
-        if is_compiling():
+        if not self.overlap:
+            y = matmul(x, w, dtype, fast=fast).view(self.lead, ranks, self.run, -1)
+            sent = y.transpose(0, 1).reshape(ranks * size, -1)
+        elif is_compiling():
             order = [i * ranks + rank for rank in range(ranks) for i in range(self.lead)]
             sent = torch.cat([matmul(self._run(x, at), w, dtype, fast=fast) for at in order])
-            exchanged: Tensor = funcol.wait_tensor(funcol.all_to_all_single(sent, None, None, self.group))
-            return exchanged.view(ranks, size, -1).sum(0)
+        else:
+            return self._multiply_while_scattering(x, w, dtype, fast)
+        if is_compiling():
+            received: Tensor = funcol.wait_tensor(funcol.all_to_all_single(sent, None, None, self.group))
+        else:
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self.group)
+        return received.view(ranks, size, -1).sum(0)
 
+    def _multiply_while_scattering(self, x: Operand, w: Operand, dtype: torch.dtype, fast: bool) -> Tensor:
         def multiply(rank: int, into: Tensor) -> None:
             for i in range(self.lead):
                 run = into[i * self.run : (i + 1) * self.run]
-                matmul_into(self._run(x, i * ranks + rank), w, run, fast=fast)
+                matmul_into(self._run(x, i * self.ranks + rank), w, run, fast=fast)
 
-        received: Tensor = x.parts.data.new_empty((ranks, size, w.rows), dtype=dtype)
-        if self.overlap:
-            _exchange(multiply, received, self.group)
-        else:
-            sent = torch.empty_like(received)
-            for rank in range(ranks):
-                multiply(rank, sent[rank])
-            dist.all_to_all_single(received, sent, group=self.group)
+        received: Tensor = x.parts.data.new_empty((self.ranks, self.lead * self.run, w.rows), dtype=dtype)
+        _exchange(multiply, received, self.group)
         return received.sum(0)
 
     def _run(self, operand: Operand, at: int) -> Operand:
         rows = at * self.run, (at + 1) * self.run
         return operand._replace(parts=plane_rows(operand.parts, operand.format, operand.usage, *rows))
 
-    def _sharded_tensors(self, operand: Operand) -> list[Tensor]:
-        return [getattr(operand.parts, name) for name in _sharded_fields(operand)]
+    def _gather_by_rank(self, own: Operand) -> Operand:
+        whole = _recall(own)
+        if whole is None:
+            parts = {name: part.flatten(0, 1) for name, part in self._start_gather(own)().items()}
+            whole = own.parts._replace(**parts)
+            _remember(own, whole)
+        return own._replace(parts=whole)
 
-    def _start_gather(self, part: Tensor) -> Callable[[], Tensor]:
-        """Start to gather a tensor from all ranks. The returned function waits and returns `[ranks, *part]`."""
+    def _start_gather(self, own: Operand) -> Callable[[], dict[str, Tensor]]:
+        """Start to gather the sharded tensors of a plane, in one call.
+
+        The returned function waits and returns each as `[ranks, *part]`, by the name of its field.
+        """
+        parts = _sharded_tensors(own)
         if is_compiling():
-            whole = funcol.all_gather_tensor(part, 0, self.group)
-            return lambda: funcol.wait_tensor(whole).view(self.ranks, *part.shape)
-        received = part.new_empty((self.ranks, *part.shape))
-        work = all_gather(received.flatten(0, 1), part, group=self.group, async_op=True)
+            begun = [funcol.all_gather_tensor(part, 0, self.group) for part in parts.values()]
+        else:
+            gathering = Gathering.begin([*parts.values()], self.group)
 
-        def wait() -> Tensor:
-            work.wait()
-            return received
+        def wait() -> dict[str, Tensor]:
+            arrived = [*map(funcol.wait_tensor, begun)] if is_compiling() else gathering.wait()
+            return {name: array.unflatten(0, (self.ranks, -1)) for name, array in zip(parts, arrived, strict=True)}
 
         return wait
 
@@ -177,9 +188,10 @@ def rows_of(
     return Rows(group, math.prod(shape[:dim]), run, overlap) if whole and 0 not in shape else None
 
 
-def _sharded_fields(operand: Operand) -> list[str]:
-    """Return the tensors of a plane that are sharded with its rows. The others are equal on all ranks."""
-    return [name for name in Plane._fields if (part := getattr(operand.parts, name)) is not None and part.ndim]
+def _sharded_tensors(operand: Operand) -> dict[str, Tensor]:
+    """Return the tensors of a plane that are sharded with its rows, by field. The others are equal on all ranks."""
+    pairs = operand.parts._asdict().items()
+    return {name: part for name, part in pairs if part is not None and part.ndim}
 
 
 def _ranks_from(rank: int, ranks: int) -> Iterable[int]:

@@ -14,8 +14,9 @@ rowwise layer is to be sharded along rows, partial sums are scattered, and codes
 
 Shard boundaries are between blocks, so each rank computes the scales of its blocks. A per-tensor scale needs the
 amax of all shards: of x in rowwise layers, of the gradient of y in colwise layers, and of the weight in both. Each
-takes an all-reduce of 4 bytes. Codes and scales of all three are then, bit for bit, the codes and scales of one device.
-y and the gradients are sums over ranks, in another order than on one device.
+takes an all-reduce of 4 bytes, but the weights of a model share one for each forward pass (`_nn/weight_amax.py`). Codes
+and scales of all three are then, bit for bit, the codes and scales of one device. y and the gradients are sums over
+ranks, in another order than on one device.
 """
 
 from __future__ import annotations
@@ -58,14 +59,18 @@ class ShardSpec(NamedTuple):
                 sizes[dim] = stop - start
         return Box(self.shape, tuple(starts), tuple(sizes))
 
-    def groups(self, *, by_row: bool = False) -> list[dist.ProcessGroup]:
-        """Return the groups of ranks with other shards, one for each axis of the mesh that shards the tensor.
+    def axes(self, *, by_row: bool = False) -> list[int]:
+        """Return the axes of the mesh that shard the tensor.
 
         With `by_row`, only axes that shard the last dimension count: ranks with other parts of the same rows.
         """
         last = len(self.shape) - 1
-        is_sharded = [isinstance(p, Shard) and (p.dim == last or not by_row) for p in self.placements]
-        return [self.mesh.get_group(axis) for axis, counts in enumerate(is_sharded) if counts]
+        pairs = enumerate(self.placements)
+        return [axis for axis, p in pairs if isinstance(p, Shard) and (p.dim == last or not by_row)]
+
+    def groups(self, *, by_row: bool = False) -> list[dist.ProcessGroup]:
+        """Return the groups of ranks with other shards, one for each of `axes`."""
+        return [self.mesh.get_group(axis) for axis in self.axes(by_row=by_row)]
 
     def merge_amax(self, amax: Tensor, *, by_row: bool = False) -> Tensor:
         """Return the amax of the whole tensor, or of its rows, in place. Collective over ranks with other shards."""
@@ -100,7 +105,9 @@ class LinearSharding(NamedTuple):
         over = list(part.placements)
         if self.x_rows is None:
             over = [Partial() if isinstance(w, Shard) and w.dim == 0 else p for w, p in self._pairs_with(part)]
-        return x.redistribute(placements=part.placements).to_local(grad_placements=over)
+        # Even where it moves nothing, `redistribute` would sum a partial gradient of x over the ranks, for each layer.
+        there = x if x.placements == part.placements else x.redistribute(placements=part.placements)
+        return there.to_local(grad_placements=over)
 
     def weight(self, weight: DTensor) -> Tensor:
         """Return the local shard of the weight. Ranks with other rows of x each have a partial sum of its gradient."""

@@ -88,6 +88,7 @@ class ScaleState:
       stored: scales that the unsharded weight refers to; None before the first refresh.
       group: weak reference to the weight's `FSDPParamGroup`; None until it is looked up.
       prefetched: codes that were cast in the hook of another weight.
+      whole_amax: under tensor parallelism, the `weight_amax.WholeAmax` of the last pass.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class ScaleState:
         self.stored: Scales | None = None
         self.refresh: Refresh | None = None
         self.prefetched: PrefetchedCodes | None = None
+        self.whole_amax: Any = None
         self.group: Callable[[], object | None] | None = None
         self.passes = Passes.of(root)
         self.agreed = False

@@ -194,6 +194,8 @@ class ShardedWeight(Tensor):
         if _is_mutable(func):
             _count_writes(func, args, kwargs)
         if func in _STAYS_SHARDED or _is_view(func):
+            if _is_view(func) and _is_whole(out, plain_args[0]):
+                out = plain_args[0]  # A view made here would have a version counter of its own, and miss writes.
             with torch.inference_mode(False):  # In inference mode the wrapper could not be a view.
                 wrapped = _wrap(out, states[0])
             if func is aten.split.Tensor and len(args[0].shape) in (2, 3):
@@ -406,6 +408,13 @@ def _count_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _is_view(func: Any) -> bool:
     """Return True if a result aliases an argument, so that writes to it are writes to the weight."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+def _is_whole(view: Any, tensor: Any) -> bool:
+    """Return True if a view of a plain tensor in memory is all of it."""
+    if type(view) is not Tensor or type(tensor) is not Tensor or view.dtype != tensor.dtype:
+        return False
+    return view.shape == tensor.shape and view.stride() == tensor.stride() and view.data_ptr() == tensor.data_ptr()
 
 
 def attributes_of(weight: Tensor) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class SavedLayout(NamedTuple):
 
     Attributes:
       x_again: recomputes x from the tensors that `saved_input.source_of` found; None: the codes of x are saved.
-      w_again: quantize the weight again in the backward pass; it is a parameter, so it stays in memory anyway.
+      w_again: quantize the weight again in the backward pass; it is a parameter, so it stays in memory anyway. The
+        amax of the whole weight is saved before it, or None.
       w_format: the format of the saved codes of the weight.
       w_usage: the plane of the saved codes of the weight; None if no codes are saved.
       scale_count: number of leading tensors that belong to delayed scaling.
@@ -199,7 +200,8 @@ def _take_w(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -
     saved.clear()
     usage = Usage.ROWWISE if how.is_kn else Usage.COLUMNWISE
     if how.w_again:
-        return _quantizer(ctx, seed).quantize(values_of(parts[-1]), Role.WEIGHT, usage)[0][usage]
+        whole, values = parts[0], values_of(parts[-1])
+        return _quantizer(ctx, seed).quantize(values, Role.WEIGHT, usage, whole=whole)[0][usage]
     codes = Plane(*parts)
     if how.w_usage is not usage:
         if not how.w_format.transposes:

@@ -23,6 +23,7 @@ from qshard.torch_bridge._nn import linear_program, saved_input
 from qshard.torch_bridge._nn.autograd import Gradients, Product, SavedLayout, multiply
 from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, planes_of, values_of
+from qshard.torch_bridge._nn.weight_amax import whole_amax
 from qshard.torch_bridge._ops.autograd_node import apply_node
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.uint64 import words
@@ -77,8 +78,8 @@ def linear(
       dtype: the dtype that x is rounded to first, and the dtype of y. The default is the dtype of x.
       scatter_dim: for DTensors with a weight sharded along K: the axis of y along which the sum over ranks is
         scattered. The gradient of y is then gathered as codes.
-      overlap: overlap communication of sequence-sharded rows with GEMMs (`sequence_parallel.py`). The bits are the
-        same.
+      overlap: overlap communication of sequence-sharded rows with GEMMs (`sequence_parallel.py`). Codes have the
+        same bits.
       activation_group: ranks with the same x that each save a part of its codes (`prepare_modules_for_fsdp1`). The
         backward pass then runs a collective.
       weight_layout: "NK", or "KN" for a weight `[K, N]`, as in GPT-2's `Conv1D`: `y = x @ weight + bias`. The codes
@@ -237,16 +238,17 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     w_again = call.need_x and not isinstance(weight, QuantizedTensor) and _stays_in_memory(weight)
     w_again = w_again and (eager or not (call.parts or call.scales))
     ws: dict[Usage, Operand] = {}
+    w_amax: Tensor | None = None
     y = _multiply_program(call, x_row, weight, w_again) if one_node else None
     if y is not None:
         y = aten._unsafe_view.default(y, shape)
     else:
-        ws = _planes_of_weight(call, weight, w_again)
+        ws, w_amax = _planes_of_weight(call, weight, w_again)
         if one_node or not (call.need_x or call.need_w):
             y = multiply(x_row, ws[call.w_usages[0]], call.dtype, shape, *call.rows)
     if y is not None and not (call.need_x or call.need_w):
         return y
-    how, saved = _saved_operands(call, xs, source, weight, ws, w_again, shape)
+    how, saved = _saved_operands(call, xs, source, weight, ws, w_amax if w_again else None, w_again, shape)
     result: Tensor = apply_node(Gradients, x, weight, how, call.seed, None if y is None else (y,), *saved)
     if y is None:
         w = ws[call.w_usages[0]]
@@ -290,19 +292,23 @@ def _multiply_program(call: _Call, x: Operand, weight: Tensor, w_again: bool) ->
     return y
 
 
-def _planes_of_weight(call: _Call, weight: Tensor, w_again: bool) -> dict[Usage, Operand]:
-    """Return the plane of the weight for the forward pass, and the one for the backward pass if it is saved."""
+def _planes_of_weight(call: _Call, weight: Tensor, w_again: bool) -> tuple[dict[Usage, Operand], Tensor | None]:
+    """Return the plane of the weight for the forward pass, and the one for the backward pass if it is saved.
+
+    Also returns the amax of the whole weight if other ranks have shards of it (`weight_amax.py`).
+    """
     forward, backward = call.w_usages
     if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. FSDP2's hook has recorded its amax.
         planes = planes_of(weight, call.need_x or call.is_kn, call.recipe)
         if call.is_kn and forward not in planes:
             planes[forward] = Operand(weight.format, transpose(planes[backward].parts, weight.format), forward)
-        return planes
-    usage = Usage.BOTH if call.need_x and not w_again else forward
-    planes, amax = call.quantizer.quantize(values_of(weight), Role.WEIGHT, usage)
+        return planes, None
+    usage, values = Usage.BOTH if call.need_x and not w_again else forward, values_of(weight)
+    whole = whole_amax(weight, values, call.parts.get(Role.WEIGHT), call.recipe.weight)
+    planes, amax = call.quantizer.quantize(values, Role.WEIGHT, usage, whole=whole)
     if call.delayed is not None:
         call.delayed[Role.WEIGHT].observe(cast(Tensor, amax))
-    return planes
+    return planes, whole
 
 
 def _saved_operands(
@@ -311,6 +317,7 @@ def _saved_operands(
     source: saved_input.Source | None,
     weight: Tensor,
     ws: dict[Usage, Operand],
+    w_amax: Tensor | None,
     w_again: bool,
     y_shape: tuple[int, ...],
 ) -> tuple[SavedLayout, list[Tensor | None]]:
@@ -328,7 +335,7 @@ def _saved_operands(
     w_usage = None
     if w_again:
         # Save the tensor inside the wrapper: the version counter of the wrapper misses writes to it.
-        of_w = (weight.shard,) if isinstance(weight, ShardedWeight) else ()
+        of_w = (w_amax, *((weight.shard,) if isinstance(weight, ShardedWeight) else ()))
     elif call.need_x:
         # A gathered weight is saved as it is: FSDP2 frees its memory and gathers the same codes before backward.
         w = ws[backward] if backward in ws else ws[forward]

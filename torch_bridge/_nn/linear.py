@@ -64,6 +64,7 @@ class WeightLayer(WeightModule):
         if name == "weight" and isinstance(new, DTensor) and isinstance(old, ShardedWeight):
             state, part = old.scale_state, ShardSpec(tuple(new.shape), new.device_mesh, new.placements)
             state.part = part
+            state.passes.watch()  # Their forward passes share one reduction of amaxes.
             if not isinstance(local_of(new), ShardedWeight):
                 param = nn.Parameter(wrap(new, state), requires_grad=new.requires_grad)
         super().register_parameter(name, param)

@@ -76,12 +76,12 @@ class LayerQuantizer(NamedTuple):
     scales: Sequence[Tensor] = ()
 
     def quantize(
-        self, x: Tensor, role: Role, usage: Usage, amax: Tensor | None = None
+        self, x: Tensor, role: Role, usage: Usage, amax: Tensor | None = None, *, whole: Tensor | None = None
     ) -> tuple[dict[Usage, Operand], Tensor | None]:
         """Quantize a matrix `[M, K]`. Padding rows are removed from the rowwise plane.
 
-        `role` selects the format, the delayed scale and the Philox key. `amax` is the amax of x, if it is known. Also
-        returns the amax of x under delayed scaling.
+        `role` selects the format, the delayed scale and the Philox key. `amax` is the amax of x, if it is known, and
+        `whole` the amax of the whole tensor, if x is a shard. Also returns the amax of x under delayed scaling.
         """
         rows, part = x.shape[0], self.parts.get(role)
         spec = operand_spec(self.recipe, role, usage, rows)
@@ -92,8 +92,12 @@ class LayerQuantizer(NamedTuple):
         if part is not None:
             draws = None if draws is None else part.draws(draws.seed)
             by_row = spec.format.row_scaled
-            reduce_max = functools.partial(part.merge_amax, by_row=by_row) if part.groups(by_row=by_row) else None
-        planes, observed = quantize_operand(x, spec, scale=scale, draws=draws, amax=amax, reduce_max=reduce_max)
+            if whole is None and part.axes(by_row=by_row):
+                reduce_max = functools.partial(part.merge_amax, by_row=by_row)
+        wholes = () if whole is None else (whole,)
+        planes, observed = quantize_operand(
+            x, spec, scale=scale, draws=draws, amax=amax, wholes=wholes, reduce_max=reduce_max
+        )
         if spec.added_rows and Usage.ROWWISE in planes:
             planes[Usage.ROWWISE] = plane_rows(planes[Usage.ROWWISE], spec.format, Usage.ROWWISE, 0, rows)
         return {one: Operand(spec.format, plane, one) for one, plane in planes.items()}, observed

@@ -7,7 +7,7 @@ plane. Missing parts are None.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from qshard._core import operands, quantize_steps
 from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Draws, Plane, Reduce
+from qshard._core.validation import seed_missing
 from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Way
 from qshard.layout import PlaneLayout, matrix_shape, plane
@@ -48,35 +49,44 @@ def quantize_operand(
     scale: Tensor | None = None,
     draws: Draws | None = None,
     amax: Tensor | None = None,
+    wholes: Sequence[Tensor] = (),
     reduce_max: Reduce | None = None,
     check: Callable[[], object] | None = None,
 ) -> tuple[dict[Usage, Plane], Tensor | None]:
     """Apply `operands.quantize_operand` to `x`, and return planes in the shapes of `layout.plane`.
 
     `check` raises an error that names x, and is called only if the program does not run; the default checks the
-    layouts. Under delayed scaling, with `scale`, also returns the amax of x.
+    layouts. `wholes` are `quantize_steps.global_amaxes` of the whole tensor, if x is a shard. With `reduce_max` they
+    are computed and reduced here, in one call. Under delayed scaling, with `scale`, also returns the amax of x.
     """
     fmt, usage, check = spec.format, spec.usage, check or functools.partial(spec.layouts, tuple(x.shape))
+    if draws is not None and draws.col_step != 1:
+        raise ValueError(
+            f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass draws of the "
+            "untransposed x"
+        )
+    if reduce_max is not None:
+        check()  # Before the collective, so that all ranks raise.
+        if fmt.stochastic and draws is None:
+            raise ValueError(seed_missing("quantize", fmt))
+        wholes = _reduced_amaxes(x, fmt, usage, amax, reduce_max)
     if scale is not None:
-        if reduce_max is not None:
-            return operands.quantize_operand(ops, x, spec, scale=scale, amax=amax, reduce_max=reduce_max)
-        *delayed_parts, amax = _quantize_delayed((x, scale), fmt, usage, spec.margin)
+        *delayed_parts, amax = _quantize_delayed((x, scale, *wholes), fmt, usage, spec.margin)
         return planes_of(tuple(delayed_parts)), amax
-    if reduce_max is not None:  # A program cannot contain a collective.
-        check()
-        parts = _parts(ops, x, fmt, usage, draws, reduce_max, amax)
-    elif draws is not None:
-        if draws.col_step != 1:
-            raise ValueError(
-                f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass draws of the "
-                "untransposed x"
-            )
-        parts = _quantize_stochastic((x, draws.seed, draws.first), fmt, usage, draws.row_step, check=check)
+    if wholes or draws is not None:
+        drawn, row_step = ((), None) if draws is None else ((draws.seed, draws.first), draws.row_step)
+        parts = _quantize_from((x, *wholes, *drawn), len(wholes), fmt, usage, row_step, check=check)
     elif amax is not None:
         parts = _quantize_known((x, amax), fmt, usage, check=check)
     else:
         parts = _quantize((x,), fmt, usage, check=check)
     return planes_of(parts), None
+
+
+def _reduced_amaxes(x: Tensor, fmt: Format, usage: Usage, amax: Tensor | None, reduce_max: Reduce) -> Sequence[Tensor]:
+    """Return `quantize_steps.global_amaxes` after one max-reduction. A program cannot contain a collective."""
+    found = quantize_steps.global_amaxes(ops, _matrix(x), fmt, usage, amax)
+    return [reduce_max(each) for each in found] if len(found) < 2 else reduce_max(torch.stack([*found])).unbind()
 
 
 def recompute_swiglu_plane(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) -> Plane:
@@ -113,15 +123,11 @@ def _parts(
     fmt: Format,
     usage: Usage,
     draws: Draws | None = None,
-    reduce_max: Reduce | None = None,
     amax: Any = None,
+    wholes: Sequence[Any] | None = None,
 ) -> Parts:
-    shape = tuple(x.shape)
-    layouts = {one: plane(fmt, shape, one) for one in usage.planes}
-    matrix = x if x.ndim == 2 else x.view(matrix_shape(shape))
-    planes = quantize_steps.quantize(
-        ops, matrix, as_constant(fmt), usage, reduce_max=reduce_max, draws=draws, amax=amax
-    )
+    layouts = {one: plane(fmt, tuple(x.shape), one) for one in usage.planes}
+    planes = quantize_steps.quantize(ops, _matrix(x), as_constant(fmt), usage, draws=draws, amax=amax, wholes=wholes)
     if x.ndim != 2:
         planes = {one: view_plane(parts, layouts[one]) for one, parts in planes.items()}
     return _flat(planes)
@@ -138,15 +144,18 @@ def _quantize_known(ops: Any, x: Any, amax: Any, fmt: Format, usage: Usage) -> P
 
 
 @Steps
-def _quantize_stochastic(
-    ops: Any, x: Any, seed: Any, first: Any, fmt: Format, usage: Usage, row_step: int | None
-) -> Parts:
-    return _parts(ops, x, fmt, usage, Draws(seed, first, row_step))
+def _quantize_from(ops: Any, x: Any, *args: Any) -> Parts:
+    *tensors, count, fmt, usage, row_step = args
+    wholes, drawn = tensors[:count], tensors[count:]
+    draws = Draws(drawn[0], drawn[1], row_step) if drawn else None
+    return _parts(ops, x, fmt, usage, draws, wholes=wholes or None)
 
 
 @Steps
-def _quantize_delayed(ops: Any, x: Any, scale: Any, fmt: Format, usage: Usage, margin: int) -> Parts:
-    planes, amax = operands.quantize_operand(ops, x, OperandSpec(fmt, usage, margin=margin), scale=scale)
+def _quantize_delayed(ops: Any, x: Any, scale: Any, *args: Any) -> Parts:
+    *wholes, fmt, usage, margin = args
+    whole = {"amax": wholes[0], "reduce_max": lambda amax: amax} if wholes else {}
+    planes, amax = operands.quantize_operand(ops, x, OperandSpec(fmt, usage, margin=margin), scale=scale, **whole)
     return (*_flat(planes), amax)
 
 
@@ -174,6 +183,10 @@ def _transpose(ops: Any, data: Any, scale_inv: Any, fmt: Format) -> Parts:
 def _multiply(ops: Any, *args: Any) -> Parts:
     *parts, count, dtype, fast, way = args
     return (way.product(ops, Plane(*parts[:count]), Plane(*parts[count:]), dtype=dtype, fast=fast),)
+
+
+def _matrix(x: Any) -> Any:
+    return x if x.ndim == 2 else x.view(matrix_shape(tuple(x.shape)))
 
 
 def _flat(planes: Mapping[Usage, Plane]) -> Parts:
