@@ -175,6 +175,16 @@ def test_formats_without_a_product_of_codes(name):
     assert "gemm_grouped_values_tn" in calls(step, X, W, DY, SIZES, RECIPES[name])
 
 
+def test_float16(runs_on):
+    """Without the op, products of codes are scaled before float16 rounds them: they exceed its range."""
+    runs_on(None)
+    x, w, dy = (each.astype(np.float16) for each in (X, W, DY))
+    found = step(x, w, dy, SIZES, ALL["CurrentScaling"], None)
+    wide = step(*(each.astype(np.float32) for each in (x, w, dy)), SIZES, ALL["CurrentScaling"], None)
+    for a, b in zip(found[:3], wide[:3], strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=2**-10, atol=2**-14 * np.abs(b).max())
+
+
 def test_sizes_that_do_not_fit():
     """Widths that are not multiples of 16 multiply values."""
     x, w, dy = exact(M, 40), exact(E, 24, 40, seed=1), exact(M, 24, seed=2)
