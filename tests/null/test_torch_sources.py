@@ -19,7 +19,7 @@ OPERATORS = {
     *("_foreach_copy_", "_foreach_zero_", "_to_copy", "_pin_memory", "_unsafe_view", "_assert_async"),
     *("_grouped_mm", "_scaled_grouped_mm", "_c10d_functional"),
 }
-OTHERS = {"_replace", "_fields", "_slotnames", "_apply_gate"}
+OTHERS = {"_asdict", "_replace", "_fields", "_slotnames", "_apply_gate"}
 
 
 def is_private(name):

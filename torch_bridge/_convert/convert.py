@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
 from qshard.recipes import Recipe, check_weight_shape
-from qshard.torch_bridge._convert.experts import check_alone, check_experts, convert_experts, is_experts, unfit_experts
+from qshard.torch_bridge._convert.experts import check_experts, convert_experts, is_experts, unfit_experts
 from qshard.torch_bridge._convert.fusion import fuse_module
 from qshard.torch_bridge._convert.survey import Candidate, Conv1D, conv1d_class, survey
 from qshard.torch_bridge._distributed.fsdp1 import wrapper_of
@@ -22,7 +22,7 @@ from qshard.torch_bridge._modules import extend_class
 from qshard.torch_bridge._nn.fused_modules import FusedRMSNorm, RMSNorm
 from qshard.torch_bridge._nn.linear import Linear, WeightLayer
 from qshard.torch_bridge._nn.module_calls import follow_calls
-from qshard.torch_bridge._nn.weight_module import check_not_sealed, replace_parameter, wrap_weight
+from qshard.torch_bridge._nn.weight_module import check_alone, check_not_sealed, replace_parameter, wrap_weight
 from qshard.torch_bridge._quantized.device_moves import guard_moves
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
 

@@ -9,21 +9,19 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from qshard.recipes import Recipe, check_weight_shape
-from qshard.torch_bridge._distributed.fsdp1 import is_flattened
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._experts.stacked_layer import StackedExperts
 from qshard.torch_bridge._modules import extend_class
 from qshard.torch_bridge._moe.experts import RoutedExperts, SortedExperts
+from qshard.torch_bridge._nn.weight_module import check_alone
 from qshard.torch_bridge._quantized.validation import check_dtype
-from qshard.torch_bridge._torch_internals import has_other_owners
 
 _OPTIONS = {"has_bias", "has_gate", "has_post_expert_norm", "is_concatenated", "is_transposed"}
 """Options of transformers' decorator that `RoutedExperts` implements. `is_concatenated` only affects `_apply_gate`."""
@@ -94,16 +92,6 @@ def unfit_experts(module: nn.Module, recipe: Recipe) -> str | None:
     except TypeError as error:
         return f"cannot be extended: {error}"
     return None
-
-
-def check_alone(name: str, weight: Tensor) -> None:
-    """Raise if anything but its modules refers to a weight, which then cannot be replaced."""
-    referenced: Any = weight
-    if has_other_owners(referenced) or weakref.getweakrefs(referenced) or is_flattened(referenced):
-        raise ValueError(
-            f"convert: {name} (referenced by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) "
-            "cannot be replaced; convert before wrapping the model, and drop earlier losses and views"
-        )
 
 
 def check_experts(prefix: str, module: nn.Module, recipe: Recipe) -> None:

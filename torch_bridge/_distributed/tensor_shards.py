@@ -22,8 +22,8 @@ ranks, in another order than on one device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from qshard.layout import block_alignment
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._distributed.sequence_parallel import Rows, rows_of
 from qshard.torch_bridge._ops.collectives import max_over_ranks
+from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.uint64 import words
 
 
@@ -107,7 +108,10 @@ class LinearSharding(NamedTuple):
             over = [Partial() if isinstance(w, Shard) and w.dim == 0 else p for w, p in self._pairs_with(part)]
         # Even where it moves nothing, `redistribute` would sum a partial gradient of x over the ranks, for each layer.
         there = x if x.placements == part.placements else x.redistribute(placements=part.placements)
-        return there.to_local(grad_placements=over)
+        local: Tensor = there.to_local(grad_placements=over)
+        if over != list(part.placements) and local.grad_fn is not None and not is_compiling():
+            local.grad_fn.register_hook(_sum_with_graph(part.placements))
+        return local
 
     def weight(self, weight: DTensor) -> Tensor:
         """Return the local shard of the weight. Ranks with other rows of x each have a partial sum of its gradient."""
@@ -135,6 +139,20 @@ class LinearSharding(NamedTuple):
 
     def _pairs_with(self, part: ShardSpec) -> list[tuple[Placement, Placement]]:
         return list(zip(self.parts[Role.WEIGHT].placements, part.placements, strict=True))
+
+
+def _sum_with_graph(placements: Sequence[Placement]) -> Callable[..., Any]:
+    """Return a hook of an autograd node that sums a partial gradient of x if it will be differentiated again.
+
+    `DTensor.from_local` would sum it without its graph, and second derivatives would be left out silently.
+    """
+
+    def hook(grads: tuple[Any, ...], _: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not torch.is_grad_enabled() or grads[0] is None:
+            return None
+        return (grads[0].redistribute(placements=placements), *grads[1:])
+
+    return hook
 
 
 def linear_sharding(

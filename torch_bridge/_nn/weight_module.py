@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +17,7 @@ from qshard.formats import FLOATS
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale, keep_amaxes
 from qshard.torch_bridge._distributed.dtensor import local_of, local_part
+from qshard.torch_bridge._distributed.fsdp1 import is_flattened
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, first_rank
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, attributes_of, plain, wrap
@@ -25,7 +27,7 @@ from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._quantized.device_moves import Move, changes
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
-from qshard.torch_bridge._torch_internals import hooks_of, put_hooks
+from qshard.torch_bridge._torch_internals import has_other_owners, hooks_of, put_hooks
 
 
 def take_seed(seed: Tensor, rank: int) -> Tensor:
@@ -63,6 +65,16 @@ def wrap_weight(
         state.part = ShardSpec(tuple(weight.shape), weight.device_mesh, weight.placements)
     # Always a new tensor, even if nothing requires grad: `replace_parameter` swaps its contents.
     return nn.Parameter(wrap(plain(weight), state), requires_grad=weight.requires_grad)
+
+
+def check_alone(name: str, weight: Tensor) -> None:
+    """Raise if anything but its modules refers to a weight, which then cannot be replaced."""
+    referenced: Any = weight
+    if has_other_owners(referenced) or weakref.getweakrefs(referenced) or is_flattened(referenced):
+        raise ValueError(
+            f"convert: {name} (referenced by DistributedDataParallel, FullyShardedDataParallel or an autograd graph) "
+            "cannot be replaced; convert before wrapping the model, and drop earlier losses and views"
+        )
 
 
 def replace_parameter(weight: nn.Parameter, new: nn.Parameter) -> None:

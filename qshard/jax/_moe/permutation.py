@@ -77,7 +77,7 @@ def moe_permutation(indices: jax.Array, num_experts: int) -> MoEPermutation:
     row = jnp.arange(keys.shape[0], dtype=jnp.int32)
     positions = jnp.zeros_like(choices).at[choices].set(row, unique_indices=True, mode="promise_in_bounds")
     experts = jnp.arange(num_experts, dtype=jnp.int32)
-    group_sizes = jnp.sum(keys[:, None] == experts, 0, dtype=jnp.int32)
+    group_sizes = jnp.sum(keys[:, None] == experts[None], 0, dtype=jnp.int32)
     return MoEPermutation(choices, positions.reshape(indices.shape), group_sizes)
 
 

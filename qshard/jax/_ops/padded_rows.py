@@ -19,7 +19,7 @@ def count_stops(stops: jax.Array, rows: jax.Array) -> jax.Array:
 
     `jnp.searchsorted` fails in a `shard_map` over some axes of a mesh (JAX 0.10.2).
     """
-    return jnp.sum(stops <= rows[:, None], 1, dtype=jnp.int32)
+    return jnp.sum(stops[None] <= rows[:, None], 1, dtype=jnp.int32)
 
 
 def experts_of_strips(stops: jax.Array, strip: int, count: int) -> jax.Array:
