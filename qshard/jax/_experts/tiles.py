@@ -140,7 +140,7 @@ def _scales_of_rows(plane: Plane, fmt: Format, usage: Usage, tiles: Tiles) -> Pl
     return plane._replace(global_scale_inv=jnp.broadcast_to(of_strips, grid) if axis else of_strips)
 
 
-def _unscaled(dtype: Any) -> Any:
+def _product_dtype(dtype: Any) -> Any:
     """Return the dtype of a product of codes before it is scaled to `dtype`: float16 would overflow."""
     return jnp.float32 if dtype == jnp.float16 else dtype
 
@@ -159,7 +159,9 @@ def row_product(
     def multiply_values(q: QuantizedArray, w: QuantizedArray) -> jax.Array:
         codes = multiplies_codes(q.format, w.format)
         rows, weights = _values(q, Usage.ROWWISE, codes, tiles), _values(w, contracted, codes)
-        product = grouped_gemm.multiply_rows(rows, weights, axis, tiles.stops, _unscaled(dtype) if codes else dtype)
+        product = grouped_gemm.multiply_rows(
+            rows, weights, axis, tiles.stops, _product_dtype(dtype) if codes else dtype
+        )
         if not codes:
             return product.astype(dtype)
         of_experts = q.plane(Usage.ROWWISE).scale_inv * w.plane(next(iter(w.planes))).scale_inv
@@ -181,7 +183,7 @@ def expert_products(a: QuantizedArray, b: QuantizedArray, tiles: Tiles, dtype: A
     def multiply_values(a: QuantizedArray, b: QuantizedArray) -> jax.Array:
         codes = multiplies_codes(a.format, b.format)
         left, right = (_values(q, Usage.COLUMNWISE, codes, tiles) for q in (a, b))
-        product = grouped_gemm.contract_rows(left, right, tiles.stops, _unscaled(dtype) if codes else dtype)
+        product = grouped_gemm.contract_rows(left, right, tiles.stops, _product_dtype(dtype) if codes else dtype)
         if codes:
             of_experts = (q.plane(next(iter(q.planes))).scale_inv for q in (a, b))
             scale = math.prod(of_experts)[:, None, None]
