@@ -60,11 +60,11 @@ def _clean_up_and_end() -> NoReturn:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
-        # Python's own exit would wait for XLA's compilation. Clear the frames of the example, because queues between
-        # processes have semaphores to release. Frames of JAX have parts of a program under compilation, and to free
-        # those in any order crashes.
+        # Python's own exit would wait for XLA's compilation. Clear the frames, because queues between processes have
+        # semaphores to release. Frames of JAX have parts of a program under compilation, and to free those in any
+        # order crashes.
         for frame, _ in traceback.walk_tb(trace):
-            if Path(frame.f_code.co_filename).parent == Path(__file__).parent:
+            if not {"jax", "jaxlib"} & {*Path(frame.f_code.co_filename).parts}:
                 with contextlib.suppress(RuntimeError):  # It is still running.
                     frame.clear()
         _end()
