@@ -327,6 +327,10 @@ def test_recipes_of_a_policy():
     assert float((x @ weights["layers"][0]["up"])[0, 0]) == pytest.approx(D * 0.5, rel=2**-20)
     last = Policy.of(params, {"layers[-10%:].*": None, "*": "MXFP8"})(params)["layers"]
     assert [isinstance(layer["up"], jax.Array) for layer in last] == [False, True]
+    first = Policy.of(params, {"layers[:1].*": "MXFP8"}, filter=lambda _, name: name == "layers.0.up")(params)
+    assert not isinstance(first["layers"][0]["up"], jax.Array)
+    with pytest.raises(ValueError, match="matches no layer"):  # The second of two blocks, although it has no weight.
+        Policy.of(params, {"layers[-1:].*": "MXFP8"}, filter=lambda _, name: name == "layers.0.up")
     specs = {"up": P(), "down": P()}
     made = Policy({"up": "MXFP8", "*": None}, specs)({"up": jnp.ones((D, F)), "down": jnp.ones((F, D))})
     assert isinstance(made["down"], jax.Array)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,7 +195,7 @@ class Policy:
             on = spec.mesh if isinstance(spec, NamedSharding) else mesh
             check_spec_fits("Policy", f"specs[{name}]", spec, on, len(spec_of(spec, None)))
             given[name] = (None, NamedSharding(on, spec_of(spec, None)), len(spec_of(spec, None)))
-        self._begin(recipe, given, gather_axis, kept_axes, options)
+        self._begin(recipe, given, given, gather_axis, kept_axes, options)
 
     @classmethod
     def of(
@@ -228,7 +228,8 @@ class Policy:
         """
         check_filter("Policy", filter, "an array and its name")
         given = {}
-        for name, leaf in _leaves_by_name(params)[0].items():
+        leaves = _leaves_by_name(params)[0]
+        for name, leaf in leaves.items():
             if not _is_matrix(leaf) or (filter is not None and not filter(leaf, name)):
                 continue
             if (
@@ -242,17 +243,23 @@ class Policy:
                 )
             given[name] = (tuple(leaf.shape), sharding_of(leaf), leaf.ndim)
         policy = cls.__new__(cls)
-        policy._begin(recipe, given, gather_axis, kept_axes, options)
+        policy._begin(recipe, leaves, given, gather_axis, kept_axes, options)
         return policy
 
     def _begin(
-        self, recipe: RecipesLike, given: dict[str, Any], gather_axis: Axes, kept_axes: Axes, options: dict[str, Any]
+        self,
+        recipe: RecipesLike,
+        names: Iterable[str],
+        given: dict[str, Any],
+        gather_axis: Axes,
+        kept_axes: Axes,
+        options: dict[str, Any],
     ) -> None:
         if not given:
             raise ValueError(
                 "Policy: params have no weight of two or more axes that filter= selects; pass a pytree that has one"
             )
-        rules = Rules.of(recipe, "Policy", given)
+        rules = Rules.of(recipe, "Policy", names)
         rules.check_used([(name,) for name in given])
         patterns = {name: rules.pattern_of(name) for name in given}
         if left := [name for name, pattern in patterns.items() if pattern is None]:
