@@ -76,8 +76,6 @@ def test_python_runs_as_pasted(code, tmp_path):
 def test_sharded_variants_have_the_losses_of_one_device(code, command, tmp_path, monkeypatch):
     """All devices train on the same rows, and codes are the same. Sums over ranks have an order of their own."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
-    # XLA's collectives on CPUs wait for one another where several steps share few threads.
-    monkeypatch.setenv("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
     sharded = check_losses(code, command, tmp_path)
     assert "fsdp" in code
     (alone,) = [block for block in PYTHON if modules(block) == modules(code)]
