@@ -37,6 +37,7 @@ from qshard.jax._nn.policy import Policy, Weight
 from qshard.jax._ops.bind import disabled_checks
 from qshard.jax._optim.adam import adam, adamw
 from qshard.jax._optim.cast_master import cast_master, join_pieces
+from qshard.jax._optim.muon import MuonState, muon
 from qshard.jax._optim.primary_optimizer import PrimaryOptimizer, PrimaryState, optimizer
 from qshard.jax._optim.zero import ZeroPlan, plan_zero
 from qshard.jax._probes import Probe, init_numerics, numerics_of
@@ -54,6 +55,7 @@ __all__ = [
     "DotGeneral",
     "LinearState",
     "MoEPermutation",
+    "MuonState",
     "Observed",
     "Plane",
     "Policy",
@@ -91,6 +93,7 @@ __all__ = [
     "moe_permutation",
     "moe_permute",
     "moe_unpermute",
+    "muon",
     "numerics_of",
     "ops",
     "optimizer",

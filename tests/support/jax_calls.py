@@ -155,6 +155,7 @@ ROWS = {
     ),
     "adam": Row(("adam",), functools.partial(_adam, qj.adam), (X, W)),
     "adamw": Row(("adamw",), functools.partial(_adam, qj.adamw), (X, W)),
+    "muon": Row(("muon", "MuonState"), functools.partial(_adam, qj.muon), (X, W)),
     "master": Row(("cast_master", "join_pieces"), _master, (X,)),
     "plain": Row(("from_plain", "to_plain"), _plain, (X,)),
 }

@@ -145,11 +145,8 @@ def plan_buckets(boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_
 def _bucket(parameters: Sequence[int], boxes: Sequence[Sequence[Box]], ranks: int) -> Bucket:
     units = [unit for i in parameters for unit in units_of(i, boxes[i][0].global_shape)]
     parts = [[_part(unit, box) for box in boxes[unit.parameter]] for unit in units]
-    work, owners = [0] * ranks, [0] * len(units)
-    for u in sorted(range(len(units)), key=lambda u: -units[u].cost):
-        sizes = [0 if part is None else part.size for part in parts[u]]
-        owners[u] = min(range(ranks), key=lambda rank: (work[rank], -sizes[rank], rank))
-        work[owners[u]] += units[u].cost
+    sizes = [[0 if part is None else part.size for part in of_unit] for of_unit in parts]
+    owners = assign_owners([unit.cost for unit in units], sizes)
     pieces: list[Piece] = []
     for u, of_unit in enumerate(parts):
         there = [part._replace(unit=u, rank=rank) for rank, part in enumerate(of_unit) if part is not None]
@@ -158,6 +155,26 @@ def _bucket(parameters: Sequence[int], boxes: Sequence[Sequence[Box]], ranks: in
             sender = owners[u] if owners[u] in copies else copies[owners[u] % len(copies)]
             pieces.append(part._replace(sends=part.rank == sender))
     return Bucket(tuple(parameters), tuple(units), tuple(owners), tuple(pieces))
+
+
+def assign_owners(costs: Sequence[int], sizes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the owner of each unit: the rank with the least work, among these the one with the largest part.
+
+    The most expensive units choose first.
+
+    Args:
+      costs: the cost of each unit.
+      sizes: for each unit, the elements of its part on each rank.
+
+    >>> assign_owners([1, 3, 1, 1], [[1, 1]] * 4)
+    [1, 0, 1, 1]
+    """
+    owners = [0] * len(costs)
+    work = [0] * len(sizes[0]) if sizes else []
+    for u in sorted(range(len(costs)), key=lambda u: -costs[u]):
+        owners[u] = min(range(len(work)), key=lambda rank: (work[rank], -sizes[u][rank], rank))
+        work[owners[u]] += costs[u]
+    return owners
 
 
 def units_of(parameter: int, shape: Shape) -> list[Unit]:
