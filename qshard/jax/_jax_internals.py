@@ -109,3 +109,13 @@ class _ImportHook(MetaPathFinder):
 
             loader.exec_module = exec_module
         return spec
+
+
+def vmapped_mesh_axes() -> tuple[str, ...]:
+    """Return the Explicit mesh axes over which an enclosing `jax.vmap` maps.
+
+    If JAX removes it: return none. `shard_map` there then raises an error of JAX.
+    """
+    from jax._src import core
+
+    return tuple(sorted(core.get_axis_env().explicit_mesh_axis_names))

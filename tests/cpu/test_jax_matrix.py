@@ -167,6 +167,7 @@ REFUSED = {
     (mapped, "master"): NO_VMAP,
     (mapped_over_devices, "master"): NO_VMAP,
     (mapped_over_devices, "grouped_mlp"): (ValueError, "moe_permutation: JAX does not sort over Explicit mesh axes"),
+    (mapped_over_devices, "muon"): (ValueError, "muon: JAX has no shard_map in a vmap over Explicit mesh axes"),
     (mapped_over_devices, "ragged_dot"): NO_EXPLICIT,
     (mapped_over_devices, "ragged_dot of values"): NO_EXPLICIT,
 }

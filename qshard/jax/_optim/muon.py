@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +193,7 @@ def _constants(count: jax.Array, rate: Any, beta: Any, decay: Any, nesterov: boo
     return _Constants(rate, decay, beta, rest, _round_product(beta * after), _round_product(rest * unbias))
 
 
+@jax.custom_vjp
 def _round_product(product: jax.Array) -> jax.Array:
     """Return a float32 product so that no compiler joins it with a sum into one operation that rounds once.
 
@@ -200,6 +201,15 @@ def _round_product(product: jax.Array) -> jax.Array:
     """
     bits = lax.bitcast_convert_type(product, jnp.uint32)
     return lax.bitcast_convert_type(jnp.where(bits == _OTHER_NAN, _CANONICAL_NAN, bits), jnp.float32)
+
+
+def _no_derivative(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{_OP}: update has no derivative; call jax.lax.stop_gradient on gradients and parameters"
+    )
+
+
+_round_product.defvjp(_no_derivative, _no_derivative)
 
 
 def _momentum(constants: _Constants, grad: jax.Array, mu: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core.optimizers.muon_plan import STACK, Unit, assign_owners, units_of
 from qshard._core.validation import quote
+from qshard.jax._jax_internals import vmapped_mesh_axes
 from qshard.jax._ops.mesh import MeshKind, mesh_of, names_of, vary_alike
 from qshard.layout import Shape
 
@@ -87,6 +88,11 @@ def orthogonalize(matrices: Sequence[jax.Array], step: jax.Array, *, newton_schu
         raise ValueError(
             f"muon: the mesh has axes of several kinds ({quote(mesh)}); call update inside shard_map over all axes, or "
             "under jit with one kind"
+        )
+    if axes := vmapped_mesh_axes():
+        raise ValueError(
+            f"muon: JAX has no shard_map in a vmap over Explicit mesh axes {axes}; call update outside of vmap, or "
+            "vmap over an array axis that is not sharded"
         )
     meshes = [mesh_of(x) for x, kind in zip(matrices, kinds, strict=True) if kind is not MeshKind.LOCAL]
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)
