@@ -166,9 +166,9 @@ def convert(
     from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import plan_conversion, write_file
     from qshard._cli.engine_output import write_engine
+    from qshard._cli.plan import plan_of, read_plan
     from qshard._cli.quantized_entry import with_quantized
     from qshard._cli.render import print_conversion
-    from qshard._plans.plan import plan_of, read_plan
 
     if plan is None:
         chosen, planes = plan_of(formats), options.USAGES[usage or "rowwise"]

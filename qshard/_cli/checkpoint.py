@@ -7,11 +7,10 @@ because data has no gaps. Data is read instead of mapped, so no pages of a file 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 
 from qshard._cli.errors import Failure, Misuse, count_of, quote
 from qshard._core.serialization import KEY
-from qshard._core.validation import closest
 from qshard._files.engine_configs import CONFIGS
 from qshard._files.reader import DTYPES, FILE, INDEX, LENGTH
 from qshard.layout import Shape
@@ -325,21 +323,6 @@ def _json_object(text: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return read if isinstance(read, dict) else None
-
-
-def matching(names: Collection[str], globs: Iterable[str], option: str) -> set[str]:
-    """Return the names that match any of the patterns, or raise `Misuse` if a pattern matches none.
-
-    A name matches itself, even if it contains pattern characters.
-    """
-    found: set[str] = set()
-    for glob in globs:
-        these = {name for name in names if name == glob} or set(fnmatch.filter(names, glob))
-        if not these:
-            like = closest(glob, map(quote, names), "its names") if len(names) else "it has none"
-            raise Misuse(f"{option} {quote(glob)} matches no tensor; {quote(like)}")
-        found |= these
-    return found
 
 
 def _some(names: list[str]) -> str:

@@ -20,8 +20,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._cli.checkpoint import BITS, Checkpoint, Entry, File, matching, read_header
+from qshard._cli.checkpoint import BITS, Checkpoint, Entry, File, read_header
 from qshard._cli.errors import Failure, Misuse, quote
+from qshard._cli.options import matching
+from qshard._cli.plan import NOT_PLANNED, Plan
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
@@ -29,7 +31,6 @@ from qshard._core.serialization import KEY, Description, flat, key_of, parse_met
 from qshard._files.engine_formats import STORED
 from qshard._files.reader import LENGTH
 from qshard._plans.fit import fold_kernel, refusal
-from qshard._plans.plan import NOT_PLANNED, Plan
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, matrix_shape
 from qshard.numerics import _kernels as kernels

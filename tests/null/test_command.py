@@ -265,8 +265,8 @@ def test_codes_are_those_of_the_reference(name, usage, tmp_path):
     """Codes equal the reference for edge-case values in three axes, with the seed of the tensor's name."""
     from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import plan_conversion, seed_of, write_file
+    from qshard._cli.plan import Plan
     from qshard._core.validation import as_format
-    from qshard._plans.plan import Plan
 
     fmt = as_format(name, "test")
     arrays = {
@@ -331,7 +331,7 @@ def test_what_is_read_back_is_compared(model, tmp_path, monkeypatch):
     from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import Writer, plan_conversion, write_file
     from qshard._cli.errors import Failure
-    from qshard._plans.plan import Plan
+    from qshard._cli.plan import Plan
 
     checkpoint, check = open_checkpoint(model), Writer.check
 

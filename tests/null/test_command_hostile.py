@@ -189,7 +189,7 @@ def test_wrong_arguments(tmp_path):
             path,
             "--layers",
             "layer.*",
-        ): "--layers layer.* matches no tensor; did you mean 'layers.0.w'?",
+        ): "--layers: pattern 'layer.*' matches no tensor; the closest are 'layers.0.w', 'b'",
         ("report", path, "--formats", "nvfp4"): "--formats ('nvfp4') is not a format name; did you mean 'NVFP4'",
         ("report", path, "--formats", "MXFP8_E4M3,"): "--formats ('') is not a format name",
         ("report", path, "--json", "--csv"): "--json and --csv exclude each other",
@@ -223,7 +223,7 @@ def test_wrong_arguments(tmp_path):
         ("convert", path, out, "--format", "E4M3"): "is not a format name",
         ("convert", path, path, "--format", "MXFP4"): "is a file of the checkpoint itself",
         ("convert", path, tmp_path / "a.bin", "--format", "MXFP4"): "does not end in .safetensors",
-        ("convert", path, out, "--format", "MXFP4", "--keep", "c"): "--keep c matches no tensor",
+        ("convert", path, out, "--format", "MXFP4", "--keep", "c"): "--keep: pattern 'c' matches no tensor",
         ("convert", path, out, "--format", "MXFP4", "--keep", "*"): (
             "has nothing to quantize: layers.0.w: named by --keep; keep fewer"
         ),
