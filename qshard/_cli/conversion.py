@@ -20,16 +20,16 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._cli.checkpoint import BITS, Checkpoint, Entry, File, read_header
-from qshard._cli.errors import Failure, Misuse, quote
+from qshard._cli.errors import Failure, Misuse
 from qshard._cli.options import matching
 from qshard._cli.plan import NOT_PLANNED, Plan
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
 from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, text_of
+from qshard._files.checkpoint import BITS, LENGTH, LONGEST_HEADER, METADATA, Checkpoint, Entry, File, read_header
 from qshard._files.engine_formats import STORED
-from qshard._files.reader import LENGTH
+from qshard._files.names import quote
 from qshard._plans.fit import fold_kernel, refusal
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, matrix_shape
@@ -38,8 +38,6 @@ from qshard.numerics._display import progress_bar
 from qshard.numerics._reductions import as_float
 
 OP = "qshard convert"
-
-LONGEST_HEADER = 100_000_000  # maximum bytes of a header that safetensors reads
 
 
 @dataclass
@@ -247,7 +245,7 @@ class Writer:
         """
         self.file, self.path, self.metadata = file, path, dict(metadata)
         self.digests: dict[str, bytes] = {}
-        header: dict[str, object] = {"__metadata__": self.metadata} if metadata else {}
+        header: dict[str, object] = {METADATA: self.metadata} if metadata else {}
         at, entries = 0, []
         for name in sorted(tensors, key=lambda name: (-BITS[tensors[name][0]], name)):
             entry = Entry(name, *tensors[name], path, at)

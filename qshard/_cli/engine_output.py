@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._cli.checkpoint import Checkpoint, Entry, read_config
 from qshard._cli.conversion import Conversion, Writer, arrays_of
-from qshard._cli.errors import Misuse, quote
+from qshard._cli.errors import Misuse
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._core.serialization import Description, key_of
+from qshard._files.checkpoint import FILE, INDEX, Checkpoint, Entry, read_config
 from qshard._files.engine_configs import CONFIG, CONFIGS, engine_configs
 from qshard._files.engine_configs import KEY as QUANTIZATION
 from qshard._files.engine_formats import EngineTensor, engine_tensors
-from qshard._files.reader import FILE, INDEX
+from qshard._files.names import quote
 from qshard.layout import Shape
 from qshard.numerics._display import progress_bar
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qshard._cli.errors import Misuse, quote
+from qshard._cli.errors import Misuse
 from qshard._cli.options import USAGES, checked_patterns, format_of
+from qshard._files.checkpoint import unique_keys
+from qshard._files.names import quote
 from qshard.formats import Format, Usage
 
 VERSION = 1
@@ -87,7 +89,7 @@ def read_plan(path: Path) -> tuple[Plan, Usage]:
     problem = f"{quote(path)} is not a plan of qshard report --plan"
     try:
         with path.open("rb") as file:
-            read: Any = json.loads(file.read(LARGEST), object_pairs_hook=_once)
+            read: Any = json.loads(file.read(LARGEST), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise Misuse(f"{problem}: {quote(error)}; write it again") from None
     if not isinstance(read, dict) or set(read) != set(KEYS):
@@ -101,10 +103,3 @@ def read_plan(path: Path) -> tuple[Plan, Usage]:
         raise Misuse(f"{problem}: formats does not map names to formats; write it again")
     rules = {pattern: format_of(name, "--plan") for pattern, name in formats.items()}
     return Plan(rules, origin="--plan"), USAGES[read["usage"]]
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return found

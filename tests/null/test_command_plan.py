@@ -24,7 +24,7 @@ def model(tmp_path):
 
 def layers_of(rng):
     """Layers with random choices: some of equal size or harm, some of unknown harm; sizes differ a hundredfold."""
-    from qshard._cli.layers import Choice
+    from qshard._plans.layer import Choice
 
     found = []
     for i in range(rng.integers(1, 5)):
