@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +27,7 @@ from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
 from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, text_of
-from qshard._files.checkpoint import BITS, LENGTH, LONGEST_HEADER, METADATA, Checkpoint, Entry, File, read_header
+from qshard._files.checkpoint import BITS, LENGTH, LONGEST_HEADER, METADATA, Checkpoint, Entry, read_header
 from qshard._files.engine_formats import STORED
 from qshard._files.names import quote
 from qshard._plans.fit import fold_kernel, refusal
@@ -280,7 +280,7 @@ class Writer:
             )
         self.digests[name] = digest.digest()
 
-    def check(self) -> File:
+    def check(self) -> Checkpoint:
         """Read the file back, from the disk if the system allows, and return its contents.
 
         Raises `Failure` if it has other tensors or other bytes than were written.
@@ -308,19 +308,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     if path.is_dir():
         raise Misuse(f"{quote(path)} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise Misuse(f"{quote(path.parent)} is not a folder; create it first")
     path = path.resolve()  # writes to the target of a link
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=".qshard.", suffix=".part", dir=path.parent)
-    except OSError as error:
-        raise Misuse(f"{quote(path.parent)} cannot be written to: {error.strerror}; write to another folder") from None
+    handle, temporary = make_beside(path, tempfile.mkstemp)
     os.close(handle)
     try:
         with open(temporary, "w+b") as file:
             yield file
             file.flush()
-            os.fchmod(file.fileno(), _mode(path))
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o7777 if path.exists() else permissions_of(0o666))
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
@@ -329,10 +324,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def _mode(path: Path) -> int:
-    """Return the permissions of the file that is replaced, or of a new file."""
-    if path.exists():
-        return path.stat().st_mode & 0o7777
+def make_beside(path: Path, make: Callable[..., Any]) -> Any:
+    """Make a temporary file or folder beside `path` by a function of tempfile, or raise `Misuse`."""
+    if not path.parent.is_dir():
+        raise Misuse(f"{quote(path.parent)} is not a folder; create it first")
+    try:
+        return make(prefix=".qshard.", suffix=".part", dir=path.parent)
+    except OSError as error:
+        raise Misuse(f"{quote(path.parent)} cannot be written to: {error.strerror}; write to another folder") from None
+
+
+def permissions_of(mode: int) -> int:
+    """Return the permissions of `mode` that new files get."""
     mask = os.umask(0)
     os.umask(mask)
-    return 0o666 & ~mask
+    return mode & ~mask

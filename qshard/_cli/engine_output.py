@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._cli.conversion import Conversion, Writer, arrays_of
+from qshard._cli.conversion import Conversion, Writer, arrays_of, make_beside, permissions_of
 from qshard._cli.errors import Misuse
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._core.serialization import Description, key_of
@@ -166,17 +166,10 @@ def _new_folder(out: Path) -> Iterator[Path]:
     """Create a temporary folder that becomes `out` on success and is deleted on failure."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise Misuse(f"{quote(out)} already exists; name a new folder")
-    if not out.parent.is_dir():
-        raise Misuse(f"{quote(out.parent)} is not a folder; create it first")
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=".qshard.", suffix=".part", dir=out.parent))
-    except OSError as error:
-        raise Misuse(f"{quote(out.parent)} cannot be written to: {error.strerror}; write to another folder") from None
+    folder = Path(make_beside(out, tempfile.mkdtemp))
     try:
         yield folder
-        mask = os.umask(0)
-        os.umask(mask)
-        folder.chmod(0o777 & ~mask)
+        folder.chmod(permissions_of(0o777))
         os.replace(folder, out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

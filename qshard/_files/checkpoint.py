@@ -7,6 +7,7 @@ instead of mapping it, so no pages of a file stay in memory.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -53,7 +54,7 @@ LENGTH = 8  # bytes of the length of a header
 LONGEST_HEADER = 100_000_000  # maximum bytes of a header that safetensors reads
 METADATA = "__metadata__"
 LARGEST_INDEX = 2**26  # Maximum size in bytes. The index of a model with 100,000 tensors has about 2**23.
-MOST_NESTED = 1000  # Maximum number of objects and lists in an index. A valid index needs two.
+MOST_NESTED = 2**20  # Maximum number of objects and lists in an index or a config, which may have one for each weight.
 QUANTIZATION = re.compile(rb'"(?:quantization_config|compression_config|quantization)"\s*:\s*(?!null|\{\s*\}|\s)')
 """A nonempty key of a config file that marks a quantized model, at any depth: a text model's config may be nested."""
 PART = re.compile(r".*-[0-9]+-of-(?!0*1\.)[0-9]+\.safetensors", re.DOTALL)  # file name of one of several shards
@@ -150,85 +151,9 @@ class Entry:
                 yield part
 
 
-@dataclass(frozen=True, slots=True)
-class File:
-    """Contents of a safetensors file: tensors by name, in file order, and metadata strings."""
-
-    entries: dict[str, Entry]
-    metadata: dict[str, str]
-
-
-def read_header(path: Path) -> File:
-    """Read the header of a safetensors file, or raise `CheckpointError` if the file is incomplete."""
-    if not path.is_file():
-        raise CheckpointError(f"{quote(path)} is not a file; name a safetensors file")
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        first = file.read(LENGTH)
-        length = int.from_bytes(first, "little")
-        text = file.read(length) if length <= min(size, LONGEST_HEADER) else b""
-    try:
-        if len(first) < LENGTH or len(text) < length:
-            raise ValueError("its header is longer than the file, or than safetensors reads")
-        return _parse_header(path, text, size)
-    except (ValueError, RecursionError) as error:
-        what = f"{quote(path)} ({size} bytes) is not a complete safetensors file"
-        if (of := next((of for begin, of in OTHERS.items() if first.startswith(begin)), None)) is not None:
-            raise CheckpointError(f"{what}, but looks like a file of {of}; {SAVE}") from None
-        raise CheckpointError(f"{what}: {quote(error)}; copy or save it again") from None
-
-
-def _parse_header(path: Path, text: bytes, size: int) -> File:
-    """Parse the header of a file of `size` bytes. Raises ValueError if its tensors are not all of the data."""
-    header = json.loads(text.decode(), object_pairs_hook=unique_keys)
-    metadata = header.pop(METADATA, {}) if isinstance(header, dict) else None
-    if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
-        raise ValueError("its header is not a JSON object of tensors, and of strings as metadata")
-    "".join([*header, *metadata, *metadata.values()]).encode()  # JSON may have half a character, and UTF-8 not
-    found = []
-    for name, each in header.items():
-        match each:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if all(
-                type(axis) is int and axis >= 0 for axis in shape
-            ):
-                found.append((start, stop, Entry(name, dtype, tuple(shape), path, LENGTH + len(text) + start)))
-            case _:
-                raise ValueError(f"{quote(name)} lacks a dtype, a shape or two offsets")
-    end = 0
-    for start, stop, entry in sorted(found, key=lambda each: each[:2]):
-        if entry.dtype not in BITS:
-            raise ValueError(f"{quote(entry.name)} has dtype {quote(entry.dtype)}, unknown to this version of qshard")
-        if start != end:
-            raise ValueError(f"{quote(entry.name)} does not begin where the tensor before it ends")
-        if 8 * (stop - start) != BITS[entry.dtype] * _count(entry.shape, 8 * size):
-            raise ValueError(f"{quote(entry.name)} has {stop - start} bytes, but shape {quote(entry.shape)}")
-        end = stop
-    if LENGTH + len(text) + end != size:
-        raise ValueError(f"its tensors have {end} bytes, and its data {size - LENGTH - len(text)}")
-    return File({entry.name: entry for *_, entry in sorted(found, key=lambda each: each[:2])}, metadata)
-
-
-def _count(shape: Shape, most: int) -> int:
-    """Return the number of elements, or any number above `most`: that of a hostile shape has millions of digits."""
-    count = int(0 not in shape)
-    for axis in shape:
-        count *= axis
-        if count > most:
-            break
-    return count
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, as `object_pairs_hook`. Raises ValueError if a key occurs twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
-
-
 @dataclass(frozen=True)
 class Checkpoint:
-    """All tensors of a checkpoint by name.
+    """All tensors of a file or checkpoint by name, in the order of files.
 
     Attributes:
       path: path of the file or index.
@@ -250,6 +175,75 @@ class Checkpoint:
         return recognize(specs, block_of_config(configs), self.outside)
 
 
+def read_header(path: Path) -> Checkpoint:
+    """Read the header of a safetensors file, or raise `CheckpointError` if the file is incomplete."""
+    if not path.is_file():
+        raise CheckpointError(f"{quote(path)} is not a file; name a safetensors file")
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        first = file.read(LENGTH)
+        length = int.from_bytes(first, "little")
+        text = file.read(length) if length <= min(size, LONGEST_HEADER) else b""
+    try:
+        if len(first) < LENGTH or len(text) < length:
+            raise ValueError("its header is longer than the file, or than safetensors reads")
+        return _parse_header(path, text, size)
+    except (ValueError, RecursionError) as error:
+        what = f"{quote(path)} ({size} bytes) is not a complete safetensors file"
+        if (of := next((of for begin, of in OTHERS.items() if first.startswith(begin)), None)) is not None:
+            raise CheckpointError(f"{what}, but looks like a file of {of}; {SAVE}") from None
+        raise CheckpointError(f"{what}: {quote(error)}; copy or save it again") from None
+
+
+def _parse_header(path: Path, text: bytes, size: int) -> Checkpoint:
+    """Parse the header of a file of `size` bytes. Raises ValueError if its tensors are not all of the data."""
+    header = json.loads(text.decode(), object_pairs_hook=unique_keys)
+    metadata = header.pop(METADATA, {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
+        raise ValueError("its header is not a JSON object of tensors, and of strings as metadata")
+    "".join([*header, *metadata, *metadata.values()]).encode()  # JSON may have half a character, and UTF-8 not
+    found = []
+    for name, each in header.items():
+        match each:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if all(
+                type(axis) is int and axis >= 0 for axis in shape
+            ):
+                found.append((start, stop, Entry(name, dtype, tuple(shape), path, LENGTH + len(text) + start)))
+            case _:
+                raise ValueError(f"{quote(name)} lacks a dtype, a shape or two offsets")
+    end = 0
+    found.sort(key=lambda each: each[:2])
+    for start, stop, entry in found:
+        if entry.dtype not in BITS:
+            raise ValueError(f"{quote(entry.name)} has dtype {quote(entry.dtype)}, unknown to this version of qshard")
+        if start != end:
+            raise ValueError(f"{quote(entry.name)} does not begin where the tensor before it ends")
+        if 8 * (stop - start) != BITS[entry.dtype] * _count(entry.shape, 8 * size):
+            raise ValueError(f"{quote(entry.name)} has {stop - start} bytes, but shape {quote(entry.shape)}")
+        end = stop
+    if LENGTH + len(text) + end != size:
+        raise ValueError(f"its tensors have {end} bytes, and its data {size - LENGTH - len(text)}")
+    return Checkpoint(path, [path], {entry.name: entry for *_, entry in found}, metadata, [])
+
+
+def _count(shape: Shape, most: int) -> int:
+    """Return the number of elements, or any number above `most`: that of a hostile shape has millions of digits."""
+    count = int(0 not in shape)
+    for axis in shape:
+        count *= axis
+        if count > most:
+            break
+    return count
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, as `object_pairs_hook`. Raises ValueError if a key occurs twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open the checkpoint at a path: a safetensors file, an index of shards, or a folder with either.
 
@@ -265,7 +259,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.name.endswith(".json"):
         return _from_index(path)
     file = read_header(path)
-    return Checkpoint(path, [path], file.entries, file.metadata, [], _in_other_shards(path, file))
+    return dataclasses.replace(file, outside=_in_other_shards(file))
 
 
 def _in_folder(folder: Path) -> Path:
@@ -285,11 +279,9 @@ def _from_index(path: Path) -> Checkpoint:
     files = {name: path.parent / name for name in sorted(set(where.values()))}
     missing = [name for name, file in files.items() if not file.is_file()]
     if missing:
-        many = (
-            f"{count_of(len(files), 'shard')}, of which {len(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        )
+        many = f"{count_of(len(files), 'shard')}, {len(missing)} missing"
         raise MissingFileError(f"{quote(path)} names {many}, such as {quote(missing[0])}; put them beside it")
-    read: dict[str, File] = {name: read_header(file) for name, file in files.items()}
+    read = {name: read_header(file) for name, file in files.items()}
     entries = {}
     for name, shard in where.items():
         if name not in read[shard].entries:
@@ -298,18 +290,20 @@ def _from_index(path: Path) -> Checkpoint:
             )
         entries[name] = read[shard].entries[name]
     extra = [name for file in read.values() for name in file.entries if name not in where]
-    notes = [f"not in the index, and ignored: {_some(extra)}"] if extra else []
+    notes = (
+        [f"not in the index, and ignored: {count_of(len(extra), 'tensor')}, such as {quote(extra[0])}"] if extra else []
+    )
     metadata = {key: value for file in read.values() for key, value in file.metadata.items()}
     return Checkpoint(path, list(files.values()), entries, metadata, notes, frozenset(extra))
 
 
-def _in_other_shards(path: Path, file: File) -> frozenset[str]:
+def _in_other_shards(file: Checkpoint) -> frozenset[str]:
     """Return the names of tensors in other shards, if an index beside the file lists the file."""
     found: set[str] = set()
     with contextlib.suppress(OSError):  # the folder may not be readable
-        for index in (each for each in path.parent.iterdir() if each.name.endswith(INDEX)):
-            where = _json_value("weight_map", _read_optional(index))
-            if isinstance(where, dict) and path.name in where.values():
+        for index in (each for each in file.path.parent.iterdir() if each.name.endswith(INDEX)):
+            where = _json_object(_read_optional(index)).get("weight_map")
+            if isinstance(where, dict) and file.path.name in where.values():
                 found |= where.keys() - file.entries.keys()
     return frozenset(found)
 
@@ -328,13 +322,14 @@ def quantization_of(checkpoint: Checkpoint) -> str | None:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read a config file beside a checkpoint; empty if it is absent or no JSON object."""
-    return _json_object(_read_optional(path)) or {}
+    return _json_object(_read_optional(path))
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     """Read the map from names of tensors to names of files."""
     problem = f"{quote(path)} ({path.stat().st_size} bytes) is not a safetensors index"
-    where = _json_value("weight_map", path.read_bytes() if path.stat().st_size <= LARGEST_INDEX else b"")
+    text = path.read_bytes() if path.stat().st_size <= LARGEST_INDEX else b""
+    where = _json_object(text).get("weight_map")
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
         raise CheckpointError(f'{problem}: it has no "weight_map"; copy it again')
     for file in set(where.values()):
@@ -352,21 +347,13 @@ def _read_optional(path: Path) -> bytes:
     return b""
 
 
-def _json_value(key: str, text: bytes) -> object:
-    """Return the value of a key in a JSON object; None if it is absent, or the text is invalid or nested too deeply."""
-    return (_json_object(text) or {}).get(key)
-
-
-def _json_object(text: bytes) -> dict[str, Any] | None:
+def _json_object(text: bytes) -> dict[str, Any]:
+    """Parse a JSON object; empty if the text is something else, or nested too deeply."""
     bare = STRING.sub(b"", text)  # count first: small JSON objects are large in memory
     if bare.count(b"{") + bare.count(b"[") > MOST_NESTED:
-        return None
+        return {}
     try:
         read = json.loads(text)
     except (ValueError, RecursionError):
-        return None
-    return read if isinstance(read, dict) else None
-
-
-def _some(names: list[str]) -> str:
-    return f"{count_of(len(names), 'tensor')}, such as {quote(names[0])}"
+        return {}
+    return read if isinstance(read, dict) else {}

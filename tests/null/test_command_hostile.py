@@ -170,9 +170,9 @@ def test_shards_that_are_not_there(tmp_path):
     folder = sharded(tmp_path / "model", [{"a": W}, {"b": W}])
     (folder / "model-00002-of-00002.safetensors").rename(tmp_path / "elsewhere")
     said = refused("report", folder, status=1)
-    assert "names 2 shards, of which 1 is missing, such as model-00002-of-00002.safetensors; put them beside" in said
+    assert "names 2 shards, 1 missing, such as model-00002-of-00002.safetensors; put them beside" in said
     (folder / "model-00001-of-00002.safetensors").unlink()
-    assert "names 2 shards, of which 2 are missing, such as" in refused("report", folder, status=1)
+    assert "names 2 shards, 2 missing, such as" in refused("report", folder, status=1)
     folder = sharded(tmp_path / "other", [{"a": W}, {"b": W}], b="model-00001-of-00002.safetensors")
     assert "lists b in model-00001-of-00002.safetensors, which does not have it" in refused("report", folder, status=1)
 
