@@ -227,7 +227,7 @@ def _parse_header(path: Path, text: bytes, size: int) -> Checkpoint:
 
 
 def _count(shape: Shape, most: int) -> int:
-    """Return the number of elements, or any number above `most`: that of a hostile shape has millions of digits."""
+    """Return the number of elements, or any number above `most`: hostile shapes have products of millions of digits."""
     count = int(0 not in shape)
     for axis in shape:
         count *= axis
