@@ -55,7 +55,7 @@ class NamePatterns:
         """Raise ValueError if a pattern is not the first match of any item.
 
         - `items`: the names of each item; without items nothing is checked.
-        - `noun`: what an item is, for the error.
+        - `noun`: the noun for an item, for the error.
         - `used`: patterns with another use.
         """
         items = list(items)
