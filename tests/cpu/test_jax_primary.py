@@ -42,7 +42,8 @@ MODES = {
     "shard_map, hybrid": (AxisType.Auto, {"replica": 2, "fsdp": 4}),
 }
 ROWS, STEPS, KEY = 512, 3, jax.random.key(3)
-# Its op has exact bits. LLVM contracts `weight_decay * p + step` of optax to a fused multiply-add, in some programs only.
+# Its op has exact bits. LLVM contracts `weight_decay * p + step` of optax to a fused multiply-add in some programs, and
+# not in others with the same HLO: masters then differ by one unit in the last place.
 ADAMW = adamw(0.01, weight_decay=0.1)
 
 
