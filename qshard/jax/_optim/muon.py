@@ -233,7 +233,7 @@ def _step(constants: _Constants, direction: jax.Array, scale: float, param: jax.
 def _split(like: Any, tree: Any, rules: Mapping[str, str]) -> tuple[Any, Any]:
     """Return the leaves of `tree` for Muon, and the others, as trees with None in other places.
 
-    Names and shapes are those of `like`.
+    `like` gives the names and shapes.
     """
     structure: Any
     named, structure = jax.tree_util.tree_flatten_with_path(like)
