@@ -31,7 +31,7 @@ class MuonState(NamedTuple):
     Attributes:
       count: int32, the number of steps so far.
       mu: a tree like the parameters: the float32 momentum of each matrix, and None for other parameters.
-      adamw: the state of AdamW, whose trees have None for matrices.
+      adamw: the state of AdamW. Its trees have None for matrices.
     """
 
     count: jax.Array  # type: ignore[assignment]  # The name in optax. Tuples have a method of this name.
@@ -238,8 +238,8 @@ def _split(like: Any, tree: Any, rules: Mapping[str, str]) -> tuple[Any, Any]:
     structure: Any
     named, structure = jax.tree_util.tree_flatten_with_path(like)
     names = [_name_of(path) for path, _ in named]
-    core.check_rules(_OP, rules, names)
-    chosen = [core.algorithm_of(_OP, n, jnp.shape(x), rules) for n, (_, x) in zip(names, named, strict=True)]
+    checked = core.check_rules(_OP, rules, names)
+    chosen = [core.algorithm_of(_OP, n, jnp.shape(x), checked) for n, (_, x) in zip(names, named, strict=True)]
     pairs = list(zip(structure.flatten_up_to(tree), chosen, strict=True))
     trees = [structure.unflatten([x if own == kept else None for x, own in pairs]) for kept in core.ALGORITHMS]
     return trees[0], trees[1]
