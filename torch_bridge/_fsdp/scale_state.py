@@ -190,7 +190,7 @@ class ScaleState:
         plan = self._plans.get(key)
         if plan is None:
             delayed = self.delayed is not None
-            plan = ShardPlan(self.name, self.fmt, shape, shard, mesh, mesh_dim, part, delayed)
+            plan = ShardPlan(self.name, self.fmt, shard, shape, mesh, mesh_dim, part, delayed)
             self._plans[key] = plan
         self._last = (key, plan)
         return plan

@@ -50,8 +50,8 @@ class ShardPlan:
         there, must then be told that there are half as many columns.
       box: the position of a shard that is not a slice; None if the shard is a slice.
       block: the elements that share a scale; the whole matrix for per-tensor formats.
-      part: the sharding by tensor parallelism, of which the weight is one part; None for a weight that is whole, and
-        for stacks: expert parallelism shards them between experts, which have their own scales.
+      part: the sharding of a larger tensor by tensor parallelism, if the weight is one shard of it; else None. None for
+        stacks: expert parallelism shards them between experts, which have their own scales.
       is_delayed: True if the scales come from earlier steps.
 
     Raises:
@@ -62,8 +62,8 @@ class ShardPlan:
         self,
         name: str,
         fmt: Format,
-        shape: tuple[int, ...],
         shard: Tensor,
+        shape: tuple[int, ...],
         mesh: DeviceMesh | None,
         mesh_dim: int | None,
         part: ShardSpec | None,

@@ -29,8 +29,8 @@ _chosen: list[tuple[Gpu | None, str]] = []
 def trace_for(gpu: Gpu | None, platform: str = "cuda") -> Iterator[None]:
     """Trace programs in this context for a GPU that this machine may not have; None: for one without such products.
 
-    Ops multiply codes on `platform`, such as the CPU, whose handlers compute the products of every GPU. Clears JAX's
-    caches at both ends, because they do not depend on the GPU.
+    Ops multiply codes on `platform`, such as the CPU, where tests compute these products. Clears JAX's caches at both
+    ends, because they do not depend on the GPU.
     """
     _chosen.append((gpu, platform))
     jax.clear_caches()
