@@ -12,8 +12,9 @@ from torch import Tensor
 
 from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Draws, plane_rows
+from qshard._core.recipe_checks import takes_frozen
 from qshard.formats import Usage
-from qshard.recipes import Recipe, Role, takes_frozen
+from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._ops.uint64 import constant_words, xor_words
