@@ -1,6 +1,7 @@
 """Sharding law for stacks of experts: ranks gather the bits of each expert quantized alone, for any sharding."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from qshard.formats import FP8_E4M3, FP8_E5M2, FP8_128x128, Usage
 from qshard.recipes import Recipe
-from qshard.torch_bridge import QuantizedStack, ShardedWeight, ZeroOptimizer, convert, quantize
+from qshard.torch_bridge import MoE, QuantizedStack, ShardedWeight, ZeroOptimizer, convert, quantize
 from support import torch_ranks
 from support.awkward import awkward_values
 from support.formats import SCALINGS, SQUARES
@@ -121,6 +122,26 @@ def test_zero():
                 losses[-1].append(loss.item())
         assert losses[0] == losses[1]
         assert losses[0][-1] < losses[0][0]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recipe", ["CurrentScaling", *rarely("BlockScaling", "MXFP8", "NVFP4")])
+def test_compiled_without_a_break(recipe):
+    """Also with gathered codes, the experts of a compiled block are one graph, with the bits of eager calls."""
+    warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)  # From dynamo itself.
+    torch._dynamo.reset()
+    made = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = MoE(128, 128, num_experts=4, top_k=2, recipe=recipe, stacked=True).to(torch_ranks.device)
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        fully_shard(model, mesh=torch_ranks.mesh())
+        x = torch.randn(24, 128, device=torch_ranks.device)
+        y = model(x)
+        y.square().sum().backward()
+        made.append([y, *(weight.grad.to_local() for weight in model.parameters())])
+    assert_bytes(*made)
 
 
 @on_ranks(2)

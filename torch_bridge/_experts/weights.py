@@ -46,7 +46,8 @@ def gathered_weights(weights: Sequence[Tensor], usage: Usage) -> GroupedOperand 
 
 
 def _of_stack(stack: QuantizedStack, usage: Usage) -> GroupedOperand:
-    there = {each: parts for each in Usage.BOTH.planes if (parts := stack.parts(each)) is not None}
+    planes = [(each, stack.parts(each)) for each in Usage.BOTH.planes]
+    there = {each: parts for each, parts in planes if parts is not None}
     either = usage if usage in there or not stack.format.transposes else next(iter(there))
     if either not in there:
         raise ValueError(

@@ -176,7 +176,8 @@ class QuantizedTensor(Tensor):
         >>> quantize(torch.tensor([[1.0, 0.5]]), "FP8_E4M3").dequantize(torch.bfloat16)
         tensor([[1.0000, 0.5000]], dtype=torch.bfloat16)
         """
-        there = {one: parts for one in Usage.BOTH.planes if (parts := self.parts(one)) is not None}
+        planes = [(one, self.parts(one)) for one in Usage.BOTH.planes]
+        there = {one: parts for one, parts in planes if parts is not None}
         usage = as_plane(next(iter(there), Usage.ROWWISE) if usage is None else usage, "dequantize", there)
         if dtype is not None and dtype not in FLOAT_DTYPES:
             raise TypeError(
