@@ -94,7 +94,7 @@ class Recipe:
       weight: format of `w`, or its name. Formats may be passed by name for every role.
       activation: format of `x`.
       gradient: format of the gradient of `y`.
-      forward: formats of the operands of `y = x @ w.T`: a recipe, its name, "bf16", or None for those of the roles.
+      forward: formats of the operands of `y = x @ w.T`: a recipe, its name or "bf16"; None: the formats of the roles.
       dgrad: likewise, for `dx = dy @ w`.
       wgrad: likewise, for `dw = dy.T @ x`.
       accepts: a format of the kind that a named recipe accepts; None: any.
@@ -206,7 +206,7 @@ class Recipe:
 
     @property
     def by_product(self) -> bool:
-        """True if a product has other formats than those of the roles."""
+        """True if a product has formats that differ from the formats of the roles."""
         return self._by_product
 
     @property

@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
-from qshard._core.recipe_checks import check_weight_shape
+from qshard._core.operands import check_weight_shape
 from qshard.recipes import NO_PRODUCTS, Recipe
 from qshard.torch_bridge._convert.experts import check_experts, convert_experts, is_experts, unfit_experts
 from qshard.torch_bridge._convert.fusion import fuse_module

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from qshard._core.recipe_checks import check_weight_shape
+from qshard._core.operands import check_weight_shape
 from qshard.recipes import NO_PRODUCTS, Recipe
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._experts.stacked_layer import StackedExperts

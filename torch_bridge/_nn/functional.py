@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from qshard._core.recipe_checks import check_state
+from qshard._core.operands import check_state
 from qshard._core.validation import quote, seed_missing
 from qshard.formats import Usage
 from qshard.recipes import NO_PRODUCTS, Product, Recipe, RecipeLike, Role, as_recipe
@@ -22,9 +22,17 @@ from qshard.torch_bridge._distributed.tensor_shards import LinearSharding, Shard
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
 from qshard.torch_bridge._nn.autograd import Gradients, ProductNode, SavedLayout, multiply
-from qshard.torch_bridge._nn.linear_checks import check_gathered, check_operand, check_shapes
 from qshard.torch_bridge._nn.module_calls import cached_amax
-from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, planes_of, values_of
+from qshard.torch_bridge._nn.operands import (
+    ROLES,
+    LayerQuantizer,
+    check_gathered,
+    check_operand,
+    check_shapes,
+    matrix_of,
+    planes_of,
+    values_of,
+)
 from qshard.torch_bridge._nn.product_formats import (
     ForwardProduct,
     ProductGradients,

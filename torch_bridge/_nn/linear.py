@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qshard._core.recipe_checks import check_weight_format, check_weight_shape
+from qshard._core.operands import check_weight_format, check_weight_shape
 from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.recipes import Recipe, RecipeLike, as_recipe

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard._core.recipe_checks import check_state
+from qshard._core.operands import check_state
 from qshard._core.validation import quote, seed_missing
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient

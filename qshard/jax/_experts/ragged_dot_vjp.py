@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from qshard._core.operands import OperandSpec
-from qshard._core.recipe_checks import check_weight_format
+from qshard._core.operands import OperandSpec, check_weight_format
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, observe_all
 from qshard.jax._experts.expert_parallel import GroupedRows, quantize_dispatched

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from qshard._core.losses import CHUNK_SEED_BIT, head_recipe
-from qshard._core.operands import OperandSpec
-from qshard._core.recipe_checks import check_weight_shape
+from qshard._core.operands import OperandSpec, check_weight_shape
 from qshard.formats import Usage
 from qshard.jax._gemm.gemm import apply_scale, gemm, row_product, stored_for
 from qshard.jax._ops.mesh import names_of

@@ -16,9 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
-from qshard._core.operands import OperandSpec
+from qshard._core.operands import OperandSpec, check_state, check_weight_format
 from qshard._core.quantize_steps import Plane, makes_planes_apart
-from qshard._core.recipe_checks import check_state, check_weight_format
 from qshard._core.validation import seed_missing
 from qshard.formats import Usage
 from qshard.jax import policies
