@@ -13,6 +13,7 @@ if __name__ == "__main__":
     interrupt.install()  # before the imports below, which take seconds
 
 import math
+import os
 import re
 import time
 from argparse import Namespace
@@ -365,6 +366,8 @@ def settings(arguments: Namespace, corpus: Corpus) -> dict[str, Any]:
 def main() -> None:
     """Train with each format in turn and write the report."""
     jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
+    # XLA's threads: each host device holds one while it waits for the others.
+    os.environ.setdefault("NPROC", str(2 * CPU_DEVICES))
     devices = jax.devices()
     parser, arguments = options.parse(
         str(__doc__).splitlines()[0], "devices", len(devices), kinds=modes.KINDS, modes=modes.MODES

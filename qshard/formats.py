@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from qshard._core.reprs import constructor_call
-
 
 @dataclass(frozen=True, kw_only=True)
 class ElementFormat:
@@ -477,3 +475,14 @@ NVFP4 = Format(name="NVFP4", element=E2M1, block=(1, 16), scaling=TwoLevelScalin
 NVFP4_16x16 = Format(name="NVFP4_16x16", element=E2M1, block=(16, 16), scaling=TwoLevelScaling())
 FORMATS = {fmt.name: fmt for fmt in list(globals().values()) if isinstance(fmt, Format)}
 """All formats defined in this module, by name."""
+
+
+def constructor_call(value: Any) -> str:
+    """Format a dataclass as a call of its constructor, without arguments that equal their defaults.
+
+    >>> constructor_call(FloatScaling(pow2=True)), constructor_call(FloatScaling())
+    ('FloatScaling(pow2=True)', 'FloatScaling()')
+    """
+    values = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
+    arguments = [f"{name}={given!r}" for name, given, default in values if given != default]
+    return f"{type(value).__name__}({', '.join(arguments)})"

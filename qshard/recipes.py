@@ -12,9 +12,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from qshard import formats
-from qshard._core.reprs import constructor_call
 from qshard._core.validation import as_format, closest, quote
-from qshard.formats import Format, Usage
+from qshard.formats import Format, Usage, constructor_call
 from qshard.layout import source, whole_units
 
 __all__ = [

@@ -51,8 +51,8 @@ if not HAS_NVIDIA and os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1
     XLA_FLAGS += [f"--{EMITTERS}=false"] if jaxlib_is_before(0, 11) else []
     XLA_FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]
 os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
-# A collective of XLA holds a thread of its pool until all devices have come. With one thread a core, 2 devices on 2 cores
-# waited for one another in one run of ten.
+# A collective of XLA holds a thread of its pool until all devices have come. With one thread a core, 2 devices on 2
+# cores waited for one another in one run of ten.
 os.environ.setdefault("NPROC", "16")
 # OpenMP threads that wait sleep. By default they spin: two workers on two cores ran small ops of torch 20 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

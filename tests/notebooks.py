@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import base64
 import io
+import os
 import re
 import sys
 import time
@@ -31,6 +32,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 def executed(path: Path) -> nbformat.NotebookNode:
     """Run a notebook in its folder, and drop all metadata that differs between two runs of the same code."""
     notebook = nbformat.read(path, as_version=4)
+    os.environ.setdefault("NPROC", "16")  # As in conftest.py, for kernels with host devices of JAX.
     NotebookClient(notebook, timeout=900, store_widget_state=False, resources={"metadata": {"path": FOLDER}}).execute()
     notebook.metadata.pop("widgets", None)
     for index, cell in enumerate(cell for cell in notebook.cells if cell.cell_type == "code"):

@@ -14,7 +14,7 @@ from types import FrameType
 
 __all__ = ["main"]
 
-NEEDS = ("click", "rich", "safetensors")
+NEEDS = ("click", "rich")
 USAGE = 2  # exit status for wrong usage; failures exit with 1
 INTERRUPTED = 128 + signal.SIGINT
 

@@ -15,9 +15,11 @@ import click
 import numpy  # noqa: F401 - before ml_dtypes, which makes an ImportError of Ctrl-C while it imports NumPy
 
 from qshard._cli import USAGE, options
-from qshard._cli.errors import Failure, Misuse, printable, quote
+from qshard._cli.errors import Failure, Misuse
 from qshard._core import environment
+from qshard._files.checkpoint import CheckpointError, CheckpointPathError
 from qshard._files.engine_formats import ENGINE_FORMATS
+from qshard._files.names import printable, quote
 
 OWN = "qshard"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -96,11 +98,11 @@ def report(
     chosen = options.with_variants(chosen, rotate, stochastic is not None)
 
     from qshard._cli import report as reports
-    from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import replacing
     from qshard._cli.layers import Question
     from qshard._cli.quantized_entry import with_quantized
     from qshard._cli.render import console, page, print_report
+    from qshard._files.checkpoint import open_checkpoint
     from qshard.numerics._display import load
 
     if html is not None:
@@ -163,12 +165,12 @@ def convert(
     if formats and plan is not None:
         raise Misuse("--format and --plan exclude each other; use one")
 
-    from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import plan_conversion, write_file
     from qshard._cli.engine_output import write_engine
+    from qshard._cli.plan import plan_of, read_plan
     from qshard._cli.quantized_entry import with_quantized
     from qshard._cli.render import print_conversion
-    from qshard._plans.plan import plan_of, read_plan
+    from qshard._files.checkpoint import open_checkpoint
 
     if plan is None:
         chosen, planes = plan_of(formats), options.USAGES[usage or "rowwise"]
@@ -287,6 +289,8 @@ def _invoke(arguments: list[str]) -> int:
         return _print_error(error.format_message(), error.exit_code)
     except Failure as error:
         return _print_error(str(error), error.status)
+    except CheckpointError as error:
+        return _print_error(str(error), USAGE if isinstance(error, CheckpointPathError) else 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports the error again at exit
         return 1

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,16 +20,17 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._cli.checkpoint import BITS, Checkpoint, Entry, File, matching, read_header
-from qshard._cli.errors import Failure, Misuse, quote
+from qshard._cli.errors import Failure, Misuse
+from qshard._cli.options import matching
+from qshard._cli.plan import NOT_PLANNED, Plan
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._cli.selection import KEPT, LEAST_AXES, Selection, select
 from qshard._core import quantize_steps
 from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, text_of
+from qshard._files.checkpoint import BITS, LENGTH, LONGEST_HEADER, METADATA, Checkpoint, Entry, read_header
 from qshard._files.engine_formats import STORED
-from qshard._files.reader import LENGTH
+from qshard._files.names import quote
 from qshard._plans.fit import fold_kernel, refusal
-from qshard._plans.plan import NOT_PLANNED, Plan
 from qshard.formats import Format, Usage
 from qshard.layout import Shape, matrix_shape
 from qshard.numerics import _kernels as kernels
@@ -37,8 +38,6 @@ from qshard.numerics._display import progress_bar
 from qshard.numerics._reductions import as_float
 
 OP = "qshard convert"
-
-LONGEST_HEADER = 100_000_000  # maximum bytes of a header that safetensors reads
 
 
 @dataclass
@@ -246,7 +245,7 @@ class Writer:
         """
         self.file, self.path, self.metadata = file, path, dict(metadata)
         self.digests: dict[str, bytes] = {}
-        header: dict[str, object] = {"__metadata__": self.metadata} if metadata else {}
+        header: dict[str, object] = {METADATA: self.metadata} if metadata else {}
         at, entries = 0, []
         for name in sorted(tensors, key=lambda name: (-BITS[tensors[name][0]], name)):
             entry = Entry(name, *tensors[name], path, at)
@@ -281,7 +280,7 @@ class Writer:
             )
         self.digests[name] = digest.digest()
 
-    def check(self) -> File:
+    def check(self) -> Checkpoint:
         """Read the file back, from the disk if the system allows, and return its contents.
 
         Raises `Failure` if it has other tensors or other bytes than were written.
@@ -309,19 +308,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     if path.is_dir():
         raise Misuse(f"{quote(path)} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise Misuse(f"{quote(path.parent)} is not a folder; create it first")
     path = path.resolve()  # writes to the target of a link
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=".qshard.", suffix=".part", dir=path.parent)
-    except OSError as error:
-        raise Misuse(f"{quote(path.parent)} cannot be written to: {error.strerror}; write to another folder") from None
+    handle, temporary = make_beside(path, tempfile.mkstemp)
     os.close(handle)
     try:
         with open(temporary, "w+b") as file:
             yield file
             file.flush()
-            os.fchmod(file.fileno(), _mode(path))
+            os.fchmod(file.fileno(), path.stat().st_mode & 0o7777 if path.exists() else permissions_of(0o666))
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
@@ -330,10 +324,18 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def _mode(path: Path) -> int:
-    """Return the permissions of the file that is replaced, or of a new file."""
-    if path.exists():
-        return path.stat().st_mode & 0o7777
+def make_beside(path: Path, make: Callable[..., Any]) -> Any:
+    """Make a temporary file or folder beside `path` by a function of tempfile, or raise `Misuse`."""
+    if not path.parent.is_dir():
+        raise Misuse(f"{quote(path.parent)} is not a folder; create it first")
+    try:
+        return make(prefix=".qshard.", suffix=".part", dir=path.parent)
+    except OSError as error:
+        raise Misuse(f"{quote(path.parent)} cannot be written to: {error.strerror}; write to another folder") from None
+
+
+def permissions_of(mode: int) -> int:
+    """Return the permissions of `mode` that new files get."""
     mask = os.umask(0)
     os.umask(mask)
-    return 0o666 & ~mask
+    return mode & ~mask

@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._cli.checkpoint import Checkpoint, Entry, read_config
-from qshard._cli.conversion import Conversion, Writer, arrays_of
-from qshard._cli.errors import Misuse, quote
+from qshard._cli.conversion import Conversion, Writer, arrays_of, make_beside, permissions_of
+from qshard._cli.errors import Misuse
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._core.serialization import Description, key_of
+from qshard._files.checkpoint import FILE, INDEX, Checkpoint, Entry, read_config
 from qshard._files.engine_configs import CONFIG, CONFIGS, engine_configs
 from qshard._files.engine_configs import KEY as QUANTIZATION
 from qshard._files.engine_formats import EngineTensor, engine_tensors
-from qshard._files.reader import FILE, INDEX
+from qshard._files.names import quote
 from qshard.layout import Shape
 from qshard.numerics._display import progress_bar
 
@@ -166,17 +166,10 @@ def _new_folder(out: Path) -> Iterator[Path]:
     """Create a temporary folder that becomes `out` on success and is deleted on failure."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise Misuse(f"{quote(out)} already exists; name a new folder")
-    if not out.parent.is_dir():
-        raise Misuse(f"{quote(out.parent)} is not a folder; create it first")
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=".qshard.", suffix=".part", dir=out.parent))
-    except OSError as error:
-        raise Misuse(f"{quote(out.parent)} cannot be written to: {error.strerror}; write to another folder") from None
+    folder = Path(make_beside(out, tempfile.mkdtemp))
     try:
         yield folder
-        mask = os.umask(0)
-        os.umask(mask)
-        folder.chmod(0o777 & ~mask)
+        folder.chmod(permissions_of(0o777))
         os.replace(folder, out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

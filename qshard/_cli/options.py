@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from qshard._cli.errors import Misuse
+from qshard._core.name_patterns import NamePatterns
 from qshard._core.validation import as_format
 from qshard.formats import FORMATS, Format, Usage
 from qshard.layout import whole_units
@@ -108,6 +109,25 @@ def format_of(name: str, option: str) -> Format:
         return as_format(name, "qshard", option)
     except (ValueError, TypeError) as error:
         raise Misuse(str(error).removeprefix("qshard: ")) from None
+
+
+def matching(names: Collection[str], patterns: Iterable[str], option: str) -> set[str]:
+    """Return the names of tensors that match any of the patterns, or raise `Misuse` if a pattern matches none."""
+    found: set[str] = set()
+    for pattern in patterns:
+        alone = checked_patterns([pattern], names, option)
+        found |= {name for name in names if alone.matches(pattern, name)}
+    return found
+
+
+def checked_patterns(patterns: Iterable[str], names: Collection[str], option: str) -> NamePatterns:
+    """Compile patterns of names of tensors, or raise `Misuse` if a pattern has no effect."""
+    found = NamePatterns(patterns, names)
+    try:
+        found.check_used(option, [(name,) for name in names], "tensor")
+    except ValueError as error:
+        raise Misuse(str(error)) from None
+    return found
 
 
 def weight_formats() -> list[Format]:

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._cli.checkpoint import MOST_AXES, Checkpoint, Entry, read_config
-from qshard._cli.errors import count_of
+from qshard._cli.errors import Misuse
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
-from qshard._files.engine_configs import CONFIGS
-from qshard._files.recognition import RecognizedWeight, TensorSpec, block_of_config, recognize
+from qshard._core.serialization import KEY
+from qshard._files.checkpoint import MOST_AXES, Checkpoint, Entry
+from qshard._files.names import count_of, quote
+from qshard._files.recognition import RecognizedWeight
 from qshard._files.regrid import regrid
 from qshard.formats import Format, Usage
 from qshard.layout import matrix_shape
@@ -100,10 +101,14 @@ def _matrix(plane: Plane, fmt: Format) -> Plane:
 
 
 def with_quantized(checkpoint: Checkpoint) -> Checkpoint:
-    """Replace the tensors of each quantized weight that is recognized by one entry, and add a note about them."""
-    specs = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in checkpoint.entries.items()}
-    configs = {name: read_config(checkpoint.path.parent / name) for name in CONFIGS}
-    found = recognize(specs, block_of_config(configs), checkpoint.outside)
+    """Replace the tensors of each quantized weight that is recognized by one entry, and add a note about them.
+
+    Raises Misuse if `qshard convert` wrote the checkpoint: its scales would be taken for layers.
+    """
+    if KEY in checkpoint.metadata:
+        path = quote(checkpoint.path)
+        raise Misuse(f"{path} is already quantized by qshard; use the checkpoint that it was made from")
+    found = checkpoint.quantized_weights()
     if not found:
         return checkpoint
     by_tensor = {tensor.name: weight for weight in found.values() for tensor in weight.tensors}

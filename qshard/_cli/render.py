@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from qshard._cli.conversion import Conversion
-from qshard._cli.errors import count_of, quote
-from qshard._cli.layers import Layer
 from qshard._cli.report import QUALITY, RANKING, Findings, decibels, draws, level, mix, outputs, title
+from qshard._files.names import count_of, quote
 from qshard._plans.allocation import AS_THEY_ARE, MOST_FORMATS, Point
+from qshard._plans.layer import Layer
 from qshard.formats import Usage
 from qshard.numerics._display import WIDE, figure_as_html, text_as_html
 from qshard.numerics._plots import tradeoff_chart

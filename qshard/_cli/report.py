@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qshard._cli.checkpoint import Checkpoint, matching
-from qshard._cli.errors import Misuse, count_of, quote
-from qshard._cli.layers import Layer, Question, Row, measure, open_activations
-from qshard._cli.options import Budget
+from qshard._cli.errors import Misuse
+from qshard._cli.layers import Question, measure, open_activations
+from qshard._cli.options import Budget, matching
+from qshard._cli.plan import text_of
 from qshard._cli.selection import select
+from qshard._files.checkpoint import Checkpoint
+from qshard._files.names import count_of, quote
 from qshard._plans.allocation import Point, Recommendation, Tradeoff, rank, recommend, tradeoff
-from qshard._plans.plan import text_of
+from qshard._plans.layer import Layer, Row
 from qshard.formats import Usage
 
 RANKING = "SQNR of each layer, worst first"

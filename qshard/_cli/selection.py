@@ -24,8 +24,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qshard._cli.checkpoint import FLOATS, Checkpoint, Entry, quantization_of
-from qshard._cli.errors import Misuse, count_of, quote
+from qshard._cli.errors import Misuse
+from qshard._files.checkpoint import FLOATS, Checkpoint, Entry, quantization_of
+from qshard._files.names import count_of, quote
 from qshard.layout import Shape
 
 LEAST_AXES = 2  # Minimum axes of a layer. Norms and biases have fewer.

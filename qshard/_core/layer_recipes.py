@@ -1,4 +1,4 @@
-"""Recipes by layer name, as shell patterns in order of precedence, and messages about layers left out.
+"""Recipes by patterns of layer names, and messages about layers left out.
 
 `convert` in both front ends, and `Policy` in JAX, accept one recipe for all layers, or a mapping from patterns to
 recipes.
@@ -6,15 +6,13 @@ recipes.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
+from qshard._core.name_patterns import NamePatterns, without_numbers
 from qshard._core.validation import quote
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
@@ -22,33 +20,21 @@ RecipesLike = RecipeLike | Mapping[str, RecipeLike | None]
 """A recipe for all layers, or a mapping from patterns to recipes; None keeps matching layers in high precision."""
 NO_PATTERN = "no pattern matches it"  # reason for leaving out a layer that no pattern of `Rules` matches
 
-_SLICE = re.compile(r"\[(-?\d+%?)?:(-?\d+%?)?\]")
 _SHOWN, _NAMES = 3, 5  # limits of a message: number of reasons, and number of layer names per reason
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Recipes by pattern of layer names.
+    """Recipes by pattern of layer names, in order of precedence.
 
-    A pattern is a shell pattern for the whole name of a layer, as in `fnmatch`. `*` also matches dots, so "*.experts.*"
-    matches "layers.0.experts.3.up". A slice selects numbered blocks: "layers[-2:].*" matches every layer of the last
-    two blocks, and "layers[-15%:].*" every layer of the last 15 % of blocks, rounded up.
-
-    Attributes:
-      recipes: recipe of each pattern, in order of precedence.
-      shells: the shell patterns that each pattern stands for.
-
-    >>> rules = Rules.of({"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}, "convert", [])
-    >>> [rules.pattern_of(name) for name in ("layers.0.experts.3.up", "head", "layers.0.q")]
-    ['*.experts.*', 'head', '*']
     >>> rules = Rules.of({"layers[-15%:].*": None, "*": "NVFP4"}, "convert", [f"layers.{i}.q" for i in range(12)])
-    >>> rules.shells["layers[-15%:].*"]
-    ('layers.10.*', 'layers.11.*')
+    >>> rules.pattern_of("layers.9.q"), rules.pattern_of("layers.10.q")
+    ('*', 'layers[-15%:].*')
     """
 
     op: str
     recipes: Mapping[str, Recipe | None]
-    shells: Mapping[str, tuple[str, ...]]
+    patterns: NamePatterns
 
     @classmethod
     def of(cls, value: Any, op: str, names: Iterable[str]) -> Rules:
@@ -59,7 +45,7 @@ class Rules:
           ValueError: a name is not the name of a recipe, or all values are None.
         """
         if not isinstance(value, Mapping):
-            return cls(op, {"*": as_recipe(value, op)}, {"*": ("*",)})
+            return cls(op, {"*": as_recipe(value, op)}, NamePatterns("*", ()))
         for pattern in value:
             if not isinstance(pattern, str):
                 raise TypeError(f"{op}: pattern ({quote(pattern)}) is not a string; write names such as 'layers.0.*'")
@@ -71,15 +57,11 @@ class Rules:
             raise ValueError(
                 f"{op}: recipe ({quote(value)}) gives no layer a recipe; pass at least one, such as {{'*': 'MXFP8'}}"
             )
-        blocks = _count_blocks(names)
-        return cls(op, recipes, {pattern: _shells_of(pattern, blocks) for pattern in recipes})
+        return cls(op, recipes, NamePatterns(recipes, names))
 
     def pattern_of(self, *names: str) -> str | None:
         """Return the first pattern that matches one of the names of a layer, or None."""
-        return next((pattern for pattern in self.recipes if any(self._matches(name, pattern) for name in names)), None)
-
-    def _matches(self, name: str, pattern: str) -> bool:
-        return any(fnmatchcase(name, shell) for shell in self.shells[pattern])
+        return self.patterns.first(*names)
 
     def choose(
         self, candidates: Mapping[str, tuple[Any, Sequence[str], bool]], filter: Callable[[Any, str], bool] | None
@@ -95,69 +77,14 @@ class Rules:
             if _selects(filter, module, name, is_layer) and (pattern is None or recipe is not None):
                 yield name, recipe
 
-    def check_used(self, layers: Iterable[Iterable[str]], others: Iterable[str] = ()) -> None:
+    def check_used(self, layers: Iterable[Sequence[str]], others: Iterable[str] = ()) -> None:
         """Raise ValueError if a pattern applies to no layer.
 
         `layers` has the names of each layer. `others` has the names of other modules, such as embeddings: only a
         pattern with None may match them.
         """
-        every = [tuple(names) for names in layers]
-        used = {self.pattern_of(*names) for names in every}
-        used |= {each for name in others if (each := self.pattern_of(name)) is not None and self.recipes[each] is None}
-        unused = next((each for each in self.recipes if each not in used), None)
-        if unused is None or not every:  # the caller reports that there are no layers
-            return
-        known = [*dict.fromkeys(name for names in every for name in names)]
-        if (name := next((name for name in known if self._matches(name, unused)), None)) is not None:
-            raise ValueError(
-                f"{self.op}: pattern {unused!r} has no effect: {self.pattern_of(name)!r} before it matches all of its "
-                f"layers, such as {name!r}; put the narrower pattern first"
-            )
-        raise ValueError(f"{self.op}: pattern {unused!r} matches no layer; {closest_names(unused, known)}")
-
-
-def _count_blocks(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of blocks of each numbered list of modules.
-
-    >>> _count_blocks(["layers.0.experts.0", "layers.1.experts.7", "head"])
-    {'layers': 2, 'layers.0.experts': 1, 'layers.1.experts': 8}
-    >>> _count_blocks(["0", "1", "2"])  # The model itself is the list.
-    {'': 3}
-    """
-    counts: dict[str, int] = {}
-    for name in names:
-        parts = name.split(".")
-        for i, part in enumerate(parts):
-            if part.isdecimal():
-                prefix = ".".join(parts[:i])
-                counts[prefix] = max(counts.get(prefix, 0), int(part) + 1)
-    return counts
-
-
-def _shells_of(pattern: str, blocks: Mapping[str, int]) -> tuple[str, ...]:
-    """Return a pattern as shell patterns, one for each block that its slice selects."""
-    selected = _SLICE.search(pattern)
-    if selected is None:
-        return (pattern,)
-    lists, rest = pattern[: selected.start()], pattern[selected.end() :]
-    return tuple(
-        f"{name and name + '.'}{i}{rest}"
-        for name, count in blocks.items()
-        if fnmatchcase(name, lists)
-        for i in range(count)[slice(*(_bound(text, count) for text in selected.groups()))]
-    )
-
-
-def _bound(text: str | None, count: int) -> int | None:
-    """Return a bound of a slice of `count` blocks; parts of a block count as a block.
-
-    >>> [_bound(text, 12) for text in ("-15%", "25%", "-3", None)]
-    [-2, 3, -3, None]
-    """
-    if text is None or not text.endswith("%"):
-        return None if text is None else int(text)
-    percent = int(text[:-1])
-    return (abs(percent) * count + 99) // 100 * (-1 if percent < 0 else 1)
+        of_others = {each for name in others if (each := self.pattern_of(name)) and self.recipes[each] is None}
+        self.patterns.check_used(self.op, layers, used=of_others)
 
 
 def check_filter(
@@ -212,7 +139,7 @@ def list_layers(reasons: Mapping[str, str]) -> str:
     """
     groups: dict[str, dict[str, list[str]]] = {}
     for name, reason in reasons.items():
-        groups.setdefault(_without_numbers(reason), {}).setdefault(_without_numbers(name), []).append(name)
+        groups.setdefault(without_numbers(reason), {}).setdefault(without_numbers(name), []).append(name)
     listed, left = [], len(reasons)
     for alike in [*groups.values()][:_SHOWN]:
         named = [names[0] for names in alike.values()][:_NAMES]
@@ -248,17 +175,6 @@ def warn_of_rest(op: str, chosen: Collection[str], rest: Mapping[str, str]) -> N
         )
 
 
-def closest_names(pattern: str, names: Sequence[str]) -> str:
-    """Suggest names for a pattern without a match. Names that differ only in numbers are represented by the first.
-
-    >>> closest_names("*.expert.*", [f"layers.{i}.experts" for i in range(4)])
-    "the closest are 'layers.0.experts'"
-    """
-    different = {_without_numbers(name): name for name in reversed(names)}.values()
-    like = difflib.get_close_matches(pattern, different, n=_SHOWN, cutoff=0.0)
-    return f"the closest are {', '.join(map(repr, like))}" if like else "the model has none"
-
-
 def is_name_of_table(module: str, parameter: str) -> bool:
     """Return whether the name of a parameter or its module suggests an embedding, position table, token or bias.
 
@@ -267,8 +183,3 @@ def is_name_of_table(module: str, parameter: str) -> bool:
     """
     is_table = any(word in module.lower() for word in ("embed", "position", "pos_"))
     return is_table or any(word in parameter.lower() for word in ("embed", "position", "pos_", "token", "bias"))
-
-
-def _without_numbers(text: str) -> str:
-    """Replace numbers: `layers.3.w1` becomes `layers.*.w1`."""
-    return re.sub(r"(?<![\w])\d+(?=\.|$)", "*", text)

@@ -1,5 +1,5 @@
-"""Quantized weights in files of others: how serving engines store them, and how to recognize them.
+"""Safetensors checkpoints, and the quantized weights that serving engines store in them: names, dtypes, recognition.
 
-`qshard._core.serialization` has the form of qshard's own files. `qshard._cli` and the front ends read and write files.
+`qshard._core.serialization` has the form of qshard's own files. `qshard._cli` and the front ends write files.
 Nothing here imports a framework.
 """

@@ -1,15 +1,12 @@
 """Reading of safetensors checkpoints by front ends: whole tensors, parts of them, and quantized weights of any origin.
 
-A checkpoint is a file, an index of shards, or a folder with either. Files are mapped, so a part of a tensor costs the
-memory of that part. The header is checked as far as reading needs it; `qshard report` checks all of it.
+Files are mapped, so a part of a tensor costs the memory of that part.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,39 +17,15 @@ from numpy.typing import NDArray
 
 from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import KEY, Description, key_of, parse_metadata
-from qshard._files.engine_configs import CONFIGS
-from qshard._files.recognition import TensorSpec, block_of_config, recognize
+from qshard._files.checkpoint import FLOATS, CheckpointError, open_checkpoint
 from qshard._files.regrid import regrid
 from qshard.formats import ELEMENTS, Format, Usage
 from qshard.layout import matrix_shape, plane
 
-DTYPES: dict[str, Any] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
-ONE_BYTE = ("F8_E8M0",)  # read as bytes
-LENGTH = 8  # bytes of the length of a header
-FILE, INDEX = ".safetensors", ".safetensors.index.json"
+INTEGERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
+DTYPES: dict[str, Any] = {name: each for name, each in FLOATS.items() if "FNUZ" not in name} | INTEGERS
+DTYPES |= {"F8_E8M0": np.uint8}  # read as bytes
 Part = tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class _Position:
-    """Position of a tensor in a file."""
-
-    spec: TensorSpec
-    file: Path
-    offset: int
 
 
 class CheckpointReader:
@@ -70,31 +43,33 @@ class CheckpointReader:
           FileNotFoundError: `path`, or a file that the index names, does not exist.
           ValueError: `path` is not a checkpoint, or has quantized weights of an unknown kind.
         """
-        self.op, self.path = op, Path(path)
-        where, metadata, outside = self._open()
-        self._where = where
-        described = parse_metadata(metadata[KEY], op=op) if KEY in metadata else {}
+        self.op = op
+        try:
+            found = open_checkpoint(Path(path))
+        except CheckpointError as error:
+            raise type(error)(f"{op}: {error}") from None
+        self._entries = found.entries
+        described = parse_metadata(found.metadata[KEY], op=op) if KEY in found.metadata else {}
         own = {key_of(name, part) for name, what in described.items() for part in what.arrays(op=op, name=name)}
-        if missing := sorted(own - where.keys()):
-            raise ValueError(f"{op}: {self.path} lacks {missing[0]}, which its metadata describes; copy the file again")
-        specs = {name: each.spec for name, each in where.items() if name not in own}
-        configs = {name: self._read_json(self.path.parent / name, optional=True) for name in CONFIGS}
-        self._engine = recognize(specs, block_of_config(configs), outside)
-        taken = own | {tensor.name for weight in self._engine.values() for tensor in weight.tensors}
+        if missing := sorted(own - found.entries.keys()):
+            raise ValueError(f"{op}: {path} lacks {missing[0]}, which its metadata describes; copy the file again")
+        others = {name: entry for name, entry in found.entries.items() if name not in own}
+        self._engine = dataclasses.replace(found, entries=others).quantized_weights()
+        taken = {tensor.name for weight in self._engine.values() for tensor in weight.tensors}
         self.weights = described | {name: weight.description for name, weight in self._engine.items()}
-        self.arrays = {name: spec for name, spec in specs.items() if name not in taken}
-        for name, spec in self.arrays.items():
-            if spec.dtype.startswith(("F8_E4", "F8_E5", "F4", "F6")) and len(spec.shape) > 1:
+        self.arrays = {name: entry for name, entry in others.items() if name not in taken}
+        for name, entry in self.arrays.items():
+            if entry.dtype.startswith(("F8_E4", "F8_E5", "F4", "F6")) and len(entry.shape) > 1:
                 raise ValueError(
-                    f"{op}: {name} ({spec.dtype}) in {self.path} has no scale that qshard recognizes; qshard report "
-                    "says what it found"
+                    f"{op}: {name} ({entry.dtype}) in {path} has no scale that qshard recognizes; qshard report says "
+                    "what it found"
                 )
 
     def read(self, name: str, part: Part = ()) -> NDArray[Any]:
         """Read a tensor, or a part of it, in its own dtype; E8M0 as bytes."""
-        spec = self._where[name].spec
-        if spec.dtype not in DTYPES and spec.dtype not in ONE_BYTE:
-            raise ValueError(f"{self.op}: {name} has dtype {spec.dtype}, which qshard does not read; leave it out")
+        dtype = self._entries[name].dtype
+        if dtype not in DTYPES:
+            raise ValueError(f"{self.op}: {name} has dtype {dtype}, which qshard does not read; leave it out")
         return np.array(self._map(name)[part])
 
     def read_plane(self, name: str) -> Plane:
@@ -121,81 +96,14 @@ class CheckpointReader:
         return values_of(self.read_plane(name), self.weights[name], part)
 
     def _map(self, name: str) -> NDArray[Any]:
-        spec = self._where[name].spec
-        typed: NDArray[Any] = self._bytes(name).view(DTYPES.get(spec.dtype, np.uint8))
-        return typed.reshape(spec.shape)
+        entry = self._entries[name]
+        typed: NDArray[Any] = self._bytes(name).view(DTYPES[entry.dtype])
+        return typed.reshape(entry.shape)
 
     def _bytes(self, name: str) -> NDArray[np.uint8]:
-        where = self._where[name]
-        size = where.spec.elements * np.dtype(DTYPES.get(where.spec.dtype, np.uint8)).itemsize
-        return np.memmap(where.file, np.uint8, "r", where.offset, (size,)) if size else np.empty(0, np.uint8)
-
-    def _open(self) -> tuple[dict[str, _Position], dict[str, str], set[str]]:
-        path = self.path
-        if path.is_dir():
-            names = sorted(each.name for each in path.iterdir() if not each.name.startswith("."))
-            found = [name for name in names if name.endswith(INDEX)] or [name for name in names if name.endswith(FILE)]
-            if len(found) != 1:
-                raise ValueError(f"{self.op}: {path} has {len(found)} safetensors checkpoints; name a file")
-            self.path = path = path / found[0]
-        if not path.is_file():
-            raise FileNotFoundError(f"{self.op}: {path} does not exist; name a safetensors file, index or folder")
-        if not path.name.endswith(".json"):
-            return (*self._header(path), set())
-        index = self._read_json(path).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-            raise ValueError(f'{self.op}: {path} is not an index: it has no "weight_map"; copy it again')
-        where: dict[str, _Position] = {}
-        metadata: dict[str, str] = {}
-        outside: set[str] = set()
-        for file in sorted(set(index.values())):
-            if Path(file).name != file:
-                raise ValueError(f"{self.op}: {path} names {file!r}, which is not in its folder; copy it again")
-            there, own = self._header(path.parent / file)
-            where |= {name: each for name, each in there.items() if index.get(name) == file}
-            outside |= there.keys() - index.keys()
-            metadata |= own
-        if missing := sorted(index.keys() - where.keys()):
-            raise ValueError(f"{self.op}: {path} lists {missing[0]}, which its file does not have; copy them again")
-        return where, metadata, outside
-
-    def _header(self, path: Path) -> tuple[dict[str, _Position], dict[str, str]]:
-        """Read the header of a file."""
-        if not path.is_file():
-            raise FileNotFoundError(f"{self.op}: {path} is missing; put it beside the index")
-        size = path.stat().st_size
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(LENGTH), "little")
-                if length > size - LENGTH:
-                    raise ValueError("its header is longer than the file")
-                header = json.loads(file.read(length))
-            metadata = header.pop("__metadata__", {})
-            where = {}
-            for name, each in header.items():
-                spec = TensorSpec(each["dtype"], tuple(each["shape"]))
-                start, stop = each["data_offsets"]
-                first = LENGTH + length + start
-                itemsize = np.dtype(DTYPES.get(spec.dtype, np.uint8)).itemsize
-                if not 0 <= start <= stop <= size - LENGTH - length or not all(
-                    type(axis) is int and axis >= 0 for axis in spec.shape
-                ):
-                    raise ValueError(f"{name} lies outside of the file")
-                if (spec.dtype in DTYPES or spec.dtype in ONE_BYTE) and stop - start != spec.elements * itemsize:
-                    raise ValueError(f"{name} has {stop - start} bytes instead of {spec.elements * itemsize}")
-                where[name] = _Position(spec, path, first)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{self.op}: {path} is not a complete safetensors file: {error}; copy it again") from None
-        return where, metadata
-
-    def _read_json(self, path: Path, *, optional: bool = False) -> Mapping[str, Any]:
-        try:
-            read = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            if optional:
-                return {}
-            raise ValueError(f"{self.op}: {path} is not a JSON file: {error}; copy it again") from None
-        return read if isinstance(read, dict) else {}
+        entry = self._entries[name]
+        size = (entry.nbytes,)
+        return np.memmap(entry.file, np.uint8, "r", entry.offset, size) if entry.nbytes else np.empty(0, np.uint8)
 
 
 def values_of(parts: Plane, what: Description, part: Part = ()) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Plans of formats: which formats fit a tensor in a file, which one each layer should have, and the files that say so.
+"""Plans of formats: which formats fit a tensor in a file, and which one each measured layer should have.
 
-`qshard._cli` measures layers and carries plans out. Nothing here imports a framework.
+`qshard._cli` measures layers, and reads, writes and carries out plans. Nothing here imports it, or a framework.
 """

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qshard._cli.layers import Choice, Layer
+from qshard._plans.layer import Choice, Layer
 
 MOST_FORMATS = 3  # maximum number of formats of a plan
 NO_GAIN = 10**-0.01  # Ratio of two harms 0.1 dB apart. A change that gains less is not made.

@@ -90,6 +90,14 @@ def test_layouts_codes_and_primary_weights():
     assert got(qj.stream_weights({"a.weight": primary}, "deepseek")) == wanted
 
 
+def test_slices_of_blocks_select_formats():
+    params = {f"layers.{i}.w": jnp.ones((32, 32)) for i in range(8)} | {"head": jnp.ones((32, 32))}
+    rules = {"layers[-15%:].*": None, "layers[:1].*": "MXFP8_E4M3", "*": "MXFP4"}
+    names = [name for name, _ in qj.stream_weights(params, "qshard", weight_format=rules)]
+    values = [name for name in names if not name.endswith((".data", ".scale_inv"))]
+    assert values == ["layers.6.w", "layers.7.w"]
+
+
 def test_mistakes():
     params = {"w": jnp.ones((128, 96))}
     for given, text in (
@@ -99,6 +107,7 @@ def test_mistakes():
         ({"weight_format": "MXFP6_E2M3"}, "w (MXFP6_E2M3) has no form in compressed-tensors"),
         ({"weight_format": "NVFP4", "format": "deepseek"}, "w (NVFP4) has no form in deepseek"),
         ({"weight_format": "NVFP4[rounding=stochastic]"}, "rounds stochastically"),
+        ({"weight_format": {"v": None, "*": "NVFP4"}}, "pattern 'v' matches no array; the closest are 'w'"),
         ({"weight_layout": "NN", "weight_format": "NVFP4"}, "weight_layout ('NN') is not a layout"),
     ):
         with pytest.raises(ValueError, match=re.escape(text)):

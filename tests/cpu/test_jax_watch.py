@@ -176,7 +176,8 @@ def test_beside_the_gradient_of_a_state():
 
 def test_sums_of_probes_are_refused():
     x, w, _ = operands()
-    seen = jax.grad(lambda p: sum(linear(x, w, "MXFP8", probe=p).sum() for _ in range(2)))(init_numerics())
+    gradient = jax.grad(lambda p: sum(linear(x, w, "MXFP8", probe=p).sum() for _ in range(2)))
+    seen = jax.jit(gradient)(init_numerics())
     with pytest.raises(ValueError, match=r"the probe of '0' \(weight\) was used by 2 calls, so its amaxes are"):
         numerics_of([seen], "MXFP8")
     half = jax.tree.map(lambda p: p / 4, seen)
@@ -188,7 +189,8 @@ def test_not_finite_and_kn():
     x, w, _ = operands()
     x = x.copy()
     x[0, :2] = np.inf, np.nan
-    seen = jax.grad(lambda p: linear(x, w.T, "CurrentScaling", weight_layout="KN", probe=p).sum())(init_numerics())
+    gradient = jax.grad(lambda p: linear(x, w.T, "CurrentScaling", weight_layout="KN", probe=p).sum())
+    seen = jax.jit(gradient)(init_numerics())
     rows = numerics_of([seen], "CurrentScaling")
     assert rows.of("0", Role.ACTIVATION).nonfinite_given == 2 / x.size
     assert math.isfinite(rows.of("0", Role.ACTIVATION).amax)

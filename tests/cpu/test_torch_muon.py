@@ -123,7 +123,7 @@ def test_the_split_is_a_rule_that_names_override():
     by_rule = split_of(Muon(model_of().named_parameters()))
     assert by_rule["muon"] == ["layer.0.weight", "layer.2.weight"]
     assert by_rule["adamw"][:2] == ["embed.weight", "layer.0.bias"]
-    rules = {"layer.2.*": "adamw", "lm_head.*": "muon"}
+    rules = {"layer[-1:].*": "adamw", "lm_head.*": "muon"}
     assert split_of(Muon(model_of().named_parameters(), rules=rules))["muon"] == ["layer.0.weight", "lm_head.weight"]
 
 

@@ -331,7 +331,7 @@ def trains(name, overlap):
         if mesh.ndim > 1:
             for module in (*model.blocks, model):
                 fully_shard(module, mesh=mesh["shard"])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
         losses.append([])
         for step in range(3):
             size, generator = model.embedding.num_embeddings, torch.Generator().manual_seed(step)

@@ -22,6 +22,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("NPROC", "16")  # As in conftest.py.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax

@@ -263,10 +263,10 @@ def test_empty_scalar_and_integer_tensors(tmp_path):
 @pytest.mark.parametrize("name", [*FORMATS, "NVFP4[hadamard=True, rounding=stochastic]", "NVFP4[four_over_six=mse]"])
 def test_codes_are_those_of_the_reference(name, usage, tmp_path):
     """Codes equal the reference for edge-case values in three axes, with the seed of the tensor's name."""
-    from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import plan_conversion, seed_of, write_file
+    from qshard._cli.plan import Plan
     from qshard._core.validation import as_format
-    from qshard._plans.plan import Plan
+    from qshard._files.checkpoint import open_checkpoint
 
     fmt = as_format(name, "test")
     arrays = {
@@ -328,10 +328,10 @@ def test_a_link_stays_a_link(model, tmp_path):
 
 def test_what_is_read_back_is_compared(model, tmp_path, monkeypatch):
     """If the disk stores different bytes, the output is not renamed to its final name."""
-    from qshard._cli.checkpoint import open_checkpoint
     from qshard._cli.conversion import Writer, plan_conversion, write_file
     from qshard._cli.errors import Failure
-    from qshard._plans.plan import Plan
+    from qshard._cli.plan import Plan
+    from qshard._files.checkpoint import open_checkpoint
 
     checkpoint, check = open_checkpoint(model), Writer.check
 

@@ -24,7 +24,7 @@ def model(tmp_path):
 
 def layers_of(rng):
     """Layers with random choices: some of equal size or harm, some of unknown harm; sizes differ a hundredfold."""
-    from qshard._cli.layers import Choice
+    from qshard._plans.layer import Choice
 
     found = []
     for i in range(rng.integers(1, 5)):
@@ -148,7 +148,7 @@ def test_planes_of_a_plan(model, tmp_path):
 def test_formats_by_name(model, tmp_path):
     """The first pattern that matches gives the format; a format without a pattern is for the rest."""
     out = tmp_path / "o.safetensors"
-    rules = ("layers.0.*=MXFP8_E4M3", "layers.[01].*=NVFP4[global_scale=row]", "MXFP4")
+    rules = ("layers.0.*=MXFP8_E4M3", "layers[:2].*=NVFP4[global_scale=row]", "MXFP4")
     ok("convert", model, out, *(each for rule in rules for each in ("--format", rule)))
     found = {name: str(each.format) for name, each in parse_metadata(read(out)[1][KEY]).items()}
     assert found == {
@@ -168,8 +168,8 @@ def test_mistakes(model, tmp_path):
     said = {
         both: "--format gives all tensors two formats, NVFP4 and FP8_E4M3; use one, or 'PATTERN=FORMAT'",
         same: "--format gives odd two formats",
-        late: "--format layers.0* matches only what earlier patterns match; put it first",
-        ("--format", "layer.0*=NVFP4"): "--format layer.0* matches no tensor",
+        late: "--format: pattern 'layers.0*' has no effect: 'layers*' before it matches all of its tensors, such as ",
+        ("--format", "layer.0*=NVFP4"): "--format: pattern 'layer.0*' matches no tensor; the closest are ",
         ("--format", "odd=NVFP4"): "--format odd=NVFP4: NVFP4: shape (33, 50) is not a whole number of 1x16 blocks; ",
         ("--format", "norm=NVFP4"): "--format norm=NVFP4: fewer than 2 axes; choose another format, or leave it out",
         ("--format", "a=b=NVFP5"): "--format ('NVFP5') is not a format name",
@@ -186,7 +186,7 @@ def test_mistakes(model, tmp_path):
         ({"formats": {}}, "formats does not map names to formats"),
         ({"formats": {"layers.*": 4}}, "formats does not map names to formats"),
         ({"formats": {"layers.*": "NVFP"}}, "--plan ('NVFP') is not a format name"),
-        ({"formats": {"lay": "NVFP4"}}, "--plan lay matches no tensor"),
+        ({"formats": {"lay": "NVFP4"}}, "--plan: pattern 'lay' matches no tensor"),
         ({"more": 1}, "it does not have exactly the keys version, usage, formats"),
     ):
         plan.write_text(json.dumps(good | changes))

@@ -61,9 +61,8 @@ def convert(
       model: on any device, also meta. Call `convert` before `parallelize_module`, `fully_shard` or
         DistributedDataParallel.
       recipe: the format of each role, or the name of a recipe, such as "CurrentScaling". Or a mapping from name
-        patterns to recipes, such as `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern
-        that matches the name of a layer decides, `*` also matches dots, and None keeps layers in high precision. A
-        slice selects numbered blocks: `{"layers[-15%:].*": None, "*": "NVFP4"}` keeps the last 15 %, rounded up.
+        patterns to recipes, such as `{"*.experts.*": "BlockScaling", "layers[-15%:].*": None, "*": "MXFP8"}`, where
+        None keeps layers in high precision. docs/quickstart.md has the patterns.
       filter: called with each module with weights and its qualified name. If it returns False, the module is not
         converted and not named in the warning. `filter=lambda layer, name: "lora_" not in name` excludes the adapters
         of peft.

@@ -51,8 +51,8 @@ class Muon(Adam):
       eps: smallest norm to divide by.
       ns_steps: steps of Newton-Schulz.
       adjust_lr_fn: None or "original", or "match_rms_adamw", which fits the learning rate and weight decay of AdamW.
-      rules: algorithms of parameters by pattern of their name, such as `{"*.router.*": "adamw"}`; the first that fits
-        counts. Without a rule, Muon updates matrices and stacks of matrices, except for embeddings and heads.
+      rules: algorithms by pattern of the names of parameters, such as `{"*.router.*": "adamw"}`; patterns as in
+        `convert`. Without a rule, Muon updates matrices and stacks of matrices, except for embeddings and heads.
       adamw: settings of `AdamW` that differ: `lr`, `weight_decay`, `betas`, `eps` (1e-8), `exp_avg_dtype`,
         `exp_avg_sq_dtype`.
       master_weights: "float32" to keep float32 values of 16-bit parameters in the state; None rounds in every step.
@@ -61,7 +61,7 @@ class Muon(Adam):
 
     Raises:
       TypeError: parameters have no names, or a setting or a parameter has a wrong type.
-      ValueError: a setting is out of range, a rule fits no parameter, or in `step`, ranks have different parameters or
+      ValueError: a setting is out of range, a rule has no effect, or in `step`, ranks have different parameters or
         gradients.
       NotImplementedError: the parameters belong to FSDP1 or a `ZeroOptimizer`.
 
@@ -108,7 +108,6 @@ class Muon(Adam):
             raise TypeError(f"{self._op}: params ({type(params).__name__}) is a module; pass its .named_parameters()")
         if group is not None:
             check_group(self._op, group)
-        self._rules = {} if rules is None else rules
         self._adamw = {"betas": (0.9, 0.999), "eps": 1e-8, **(adamw or {})}
         if unknown := [name for name in self._adamw if name not in _ADAMW_OPTIONS]:
             raise TypeError(
@@ -120,7 +119,7 @@ class Muon(Adam):
         self._hypers, self._steps = {}, {}
         groups = _named_groups(self._op, params)
         names = [name for each in groups for name, _ in each["params"] if name is not None]
-        core.check_rules(self._op, self._rules, names)
+        self._rules = core.check_rules(self._op, {} if rules is None else rules, names)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,

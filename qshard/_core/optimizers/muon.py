@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
+from qshard._core.name_patterns import NamePatterns
 from qshard._core.optimizers.adam import check_setting
-from qshard._core.validation import closest, join_names, quote
+from qshard._core.validation import join_names, quote
 from qshard.layout import Shape
 
 MUON, ADAMW = ALGORITHMS = ("muon", "adamw")
@@ -21,8 +21,26 @@ _WRAPPERS = ("model", "module", "transformer", "_orig_mod")
 """Parts of names that containers and wrappers add."""
 
 
-def algorithm_of(op: str, name: str, shape: Shape, rules: Mapping[str, str]) -> str:
-    """Return the algorithm of a parameter: of the first pattern of `rules` that fits its name, else by default.
+class AlgorithmRules(NamedTuple):
+    """Algorithms by pattern of the names of parameters."""
+
+    algorithms: Mapping[str, str]
+    patterns: NamePatterns
+
+
+def check_rules(op: str, rules: Any, names: Collection[str]) -> AlgorithmRules:
+    """Return the rules of a model with parameters of these names, or raise unless each has an effect."""
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"{op}: rules ({quote(rules)}) is not a dict; pass one, such as {{'*.router.*': 'adamw'}}")
+    for pattern, algorithm in rules.items():
+        check_algorithm(op, f"rules[{pattern!r}]", algorithm)
+    patterns = NamePatterns(rules, names)
+    patterns.check_used(op, [(name,) for name in names], "parameter")
+    return AlgorithmRules(rules, patterns)
+
+
+def algorithm_of(op: str, name: str, shape: Shape, rules: AlgorithmRules) -> str:
+    """Return the algorithm of a parameter: of the first of `rules` that matches its name, else by default.
 
     By default matrices and stacks of matrices are updated by Muon, except for embeddings and heads, which are known by
     their names: a part of the name contains "embed" or is `wte`, `wpe` or `position`, or ends with "head", or is
@@ -32,29 +50,18 @@ def algorithm_of(op: str, name: str, shape: Shape, rules: Mapping[str, str]) -> 
       ValueError: a rule selects Muon for a parameter that is neither a matrix nor a stack.
 
     >>> names = ("blocks.0.output.weight", "output.weight", "model.embed_tokens.weight", "blocks.0.router.weight")
-    >>> [algorithm_of("Muon", name, (4, 4), {"*.router.*": "adamw"}) for name in names]
+    >>> rules = check_rules("Muon", {"*.router.*": "adamw"}, names)
+    >>> [algorithm_of("Muon", name, (4, 4), rules) for name in names]
     ['muon', 'adamw', 'adamw', 'adamw']
     """
-    for pattern, algorithm in rules.items():
-        if fnmatch.fnmatchcase(name, pattern):
-            if algorithm == MUON:
-                check_shape(op, name, shape)
-            return algorithm
+    if (pattern := rules.patterns.first(name)) is not None:
+        if rules.algorithms[pattern] == MUON:
+            check_shape(op, name, shape)
+        return rules.algorithms[pattern]
     parts = [part for part in name.lower().split(".") if part not in _WRAPPERS]
     is_embedding = any("embed" in part or part in ("wte", "wpe", "position") for part in parts)
     is_head = any(part.endswith("head") for part in parts) or parts[0] == "output"
     return MUON if len(shape) in (2, 3) and not is_embedding and not is_head else ADAMW
-
-
-def check_rules(op: str, rules: Any, names: Collection[str]) -> None:
-    """Raise unless every rule is a pattern that fits one of `names`, and an algorithm."""
-    if not isinstance(rules, Mapping):
-        raise TypeError(f"{op}: rules ({quote(rules)}) is not a dict; pass one, such as {{'*.router.*': 'adamw'}}")
-    for pattern, algorithm in rules.items():
-        check_algorithm(op, f"rules[{pattern!r}]", algorithm)
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            instead = closest(pattern, names, "the parameters")
-            raise ValueError(f"{op}: rules[{pattern!r}] fits no name of a parameter; {instead}")
 
 
 def check_algorithm(op: str, name: str, value: Any) -> None:

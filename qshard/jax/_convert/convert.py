@@ -42,9 +42,8 @@ def convert(
     Args:
       model: an `nnx.Module`, also an abstract one of `nnx.eval_shape`.
       recipe: the recipe, or its name, such as "CurrentScaling". Or a mapping from patterns of names to recipes, such as
-        `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that matches the name of a
-        layer decides, `*` also matches dots, and None keeps layers in high precision. A slice selects numbered blocks:
-        `{"layers[-15%:].*": None, "*": "NVFP4"}` keeps the last 15 %, rounded up.
+        `{"*.experts.*": "BlockScaling", "layers[-15%:].*": None, "*": "MXFP8"}`, where None keeps layers in high
+        precision. docs/quickstart.md has the patterns.
       filter: a function of a module with weights and its qualified name, such as "layers.0.attention.query". If it
         returns False, the module stays as it is and is not listed in the warning.
       gather_axis: the mesh axis along which FSDP shards the kernels: their codes are gathered. Shard the model first:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,7 +12,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard._core.layer_recipes import closest_names, is_name_of_table
+from qshard._core.layer_recipes import is_name_of_table
+from qshard._core.name_patterns import NamePatterns, closest_names
 from qshard._core.validation import check_float
 from qshard.jax import nnx as modules
 from qshard.jax._convert import nnx_einsum
@@ -279,6 +279,7 @@ def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate
     """
     found: dict[str, Candidate] = {}
     used: set[str] = set()
+    patterns = NamePatterns(einsums, names_of(model))
     for path, module in nnx.iter_modules(model):
         name = ".".join(map(str, path))
         prefix = f"{name}." if name else ""
@@ -292,13 +293,13 @@ def survey(model: nnx.Module, einsums: Mapping[str, str]) -> dict[str, Candidate
         if nnx_einsum.is_extended(type(module)):
             layer = EinsumModule(module, *cast(Any, module).einsum_rule)
             found[name] = Candidate(layer, module, (name, prefix + layer.weight), None)
-            used |= {pattern for pattern in einsums if fnmatchcase(name, pattern)}
+            used |= {pattern for pattern in einsums if patterns.matches(pattern, name)}
             continue
         weights = _weights_of(module, path[-1] if path else "")
         if not weights:
             continue
         names = (name, *(prefix + each for each in weights))
-        pattern = next((pattern for pattern in einsums if any(fnmatchcase(each, pattern) for each in names)), None)
+        pattern = patterns.first(*names)
         equation = None if pattern is None else _equation_of(module, einsums[pattern])
         if pattern is None or equation is None:
             found[name] = Candidate(None, module, names, _why(module, weights))

@@ -154,9 +154,8 @@ class Policy:
 
     Args:
       recipe: the recipe, or its name. Or a mapping from patterns of names to recipes, such as
-        `{"*.experts.*": "BlockScaling", "head": None, "*": "MXFP8"}`: the first pattern that matches the name of a
-        weight decides, `*` also matches dots, and None leaves arrays as they are. A slice selects numbered blocks:
-        `{"layers[-15%:].*": None, "*": "NVFP4"}` leaves the last 15 %, rounded up.
+        `{"*.experts.*": "BlockScaling", "layers[-15%:].*": None, "*": "MXFP8"}`, as for `convert`; None leaves arrays
+        as they are.
       specs: a pytree like the weights, with a PartitionSpec or NamedSharding for each weight, and None elsewhere.
       mesh: the mesh of the PartitionSpecs; None: the mesh of `jax.set_mesh`.
       gather_axis: the mesh axis along which FSDP shards weights: their codes are gathered.

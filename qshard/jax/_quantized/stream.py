@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qshard._core.name_patterns import NamePatterns
 from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import Description
 from qshard._core.validation import FormatLike, as_format, quote
@@ -50,8 +50,8 @@ def stream_weights(
       params: a dict of arrays by the names that the engine reads, or another pytree: keys of its paths are joined by
         dots. Leaves are arrays, sharded with a NamedSharding or not, `QuantizedArray`s or `PrimaryWeight`s.
       format: "compressed-tensors", "deepseek" or "modelopt", for engines; "qshard" for `from_plain`.
-      weight_format: format of all float arrays with two axes; or formats by pattern of names. The first pattern
-        that matches counts, and None keeps values: `{"*embed*": None, "*": "FP8_128x128"}`. None: nothing is cast.
+      weight_format: format of all float arrays with two axes; or formats by pattern of names, as recipes in `convert`;
+        None keeps values: `{"*embed*": None, "*": "FP8_128x128"}`. None: nothing is cast.
       weight_layout: "NK", or "KN" as in flax: arrays with two axes that are quantized are transposed first.
       dtype: dtype of float arrays that are not quantized; by default their own.
       bucket_bytes: most bytes of codes that are gathered at a time. A larger weight is gathered alone.
@@ -60,7 +60,8 @@ def stream_weights(
       Names, and whole arrays that are replicated over the mesh: codes and scales of a weight one after the other.
 
     Raises:
-      TypeError, ValueError: an argument is wrong, no weight is quantized, or `format` cannot hold a weight.
+      TypeError, ValueError: an argument is wrong, a pattern has no effect, no weight is quantized, or `format` cannot
+        hold a weight.
 
     Each bucket is one program, compiled once for its shapes and shardings: shards are quantized where they are, and
     codes are gathered, never values. Codes and scales are, bit for bit, the result of `quantize` of the whole weight.
@@ -120,17 +121,23 @@ def _items(params: Any, formats: Formats | None, layout: WeightLayout) -> list[_
     for fmt in parsed.values():
         if fmt is not None and fmt.stochastic:
             raise ValueError(f"{OP}: weight_format ({fmt}) rounds stochastically; pass one with rounding='nearest'")
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="."): value
+        for path, value in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_quantized)
+    }
+    patterns = NamePatterns(parsed, leaves)
+    patterns.check_used(OP, [(name,) for name in leaves], "array")
     found = []
-    for path, value in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_quantized):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
+    for name, value in leaves.items():
         if _is_quantized(value):
             found.append(_Item(name, value, value.format, layout))
             continue
         if not isinstance(value, jax.Array | np.ndarray):
             raise TypeError(f"{OP}: {name} ({quote(value)}) is not an array; pass a dict of arrays")
         is_weight = value.ndim == 2 and np.dtype(value.dtype).name in FLOATS
-        fmt = next((each for key, each in parsed.items() if fnmatch.fnmatchcase(name, key)), None)
-        found.append(_Item(name, jnp.asarray(value), fmt if is_weight else None, layout))
+        pattern = patterns.first(name)
+        fmt = parsed[pattern] if is_weight and pattern is not None else None
+        found.append(_Item(name, jnp.asarray(value), fmt, layout))
     return found
 
 

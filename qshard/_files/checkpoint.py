@@ -1,17 +1,17 @@
-"""Safetensors checkpoints: a file, an index of shards, or a Hugging Face folder. Tensors are read one at a time.
+"""Safetensors checkpoints: a file, an index of shards, or a folder with either.
 
-The safetensors library reads and checks headers. The offset of a tensor is the total size of the tensors before it,
-because data has no gaps. Data is read instead of mapped, so no pages of a file stay in memory.
+Headers are checked in full: names, dtypes and sizes, and that data has no gaps. The command reads the data of a tensor
+instead of mapping it, so no pages of a file stay in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
+import dataclasses
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
-from qshard._cli.errors import Failure, Misuse, count_of, quote
-from qshard._core.serialization import KEY
-from qshard._core.validation import closest
 from qshard._files.engine_configs import CONFIGS
-from qshard._files.reader import DTYPES, FILE, INDEX, LENGTH
+from qshard._files.names import count_of, quote
+from qshard._files.recognition import RecognizedWeight, TensorSpec, block_of_config, recognize
 from qshard.layout import Shape
 
 FLOATS: dict[str, Any] = {
-    **{name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")},
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
     "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }
@@ -47,14 +49,28 @@ OTHERS = {
 }
 """First bytes of other checkpoint formats."""
 SAVE = "save it with save_file of safetensors.torch, .flax or .numpy"
-PLACE_KEY = "data_offsets"
-PLACE = re.compile(rb'"data_offsets"\s*:')
+FILE, INDEX = ".safetensors", ".safetensors.index.json"
+LENGTH = 8  # bytes of the length of a header
+LONGEST_HEADER = 100_000_000  # maximum bytes of a header that safetensors reads
+METADATA = "__metadata__"
 LARGEST_INDEX = 2**26  # Maximum size in bytes. The index of a model with 100,000 tensors has about 2**23.
-MOST_NESTED = 1000  # Maximum number of objects and lists in an index. A valid index needs two.
+MOST_NESTED = 2**20  # Maximum number of objects and lists in an index or a config, which may have one for each weight.
 QUANTIZATION = re.compile(rb'"(?:quantization_config|compression_config|quantization)"\s*:\s*(?!null|\{\s*\}|\s)')
 """A nonempty key of a config file that marks a quantized model, at any depth: a text model's config may be nested."""
 PART = re.compile(r".*-[0-9]+-of-(?!0*1\.)[0-9]+\.safetensors", re.DOTALL)  # file name of one of several shards
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+
+
+class CheckpointError(ValueError):
+    """A file of a checkpoint is broken, or changed while it was read."""
+
+
+class MissingFileError(CheckpointError, FileNotFoundError):
+    """A file of a checkpoint is missing."""
+
+
+class CheckpointPathError(CheckpointError, FileNotFoundError):
+    """A path does not name one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +85,7 @@ class Entry:
 
     @property
     def elements(self) -> int:
-        return math.prod(self.shape)
+        return 0 if 0 in self.shape else math.prod(self.shape)
 
     @property
     def bits(self) -> int:
@@ -104,12 +120,12 @@ class Entry:
         return (self,)
 
     def read(self) -> NDArray[Any]:
-        """Read the tensor, 8-bit floats as bfloat16, which is exact. Raises `Failure` if the file became shorter."""
+        """Read the tensor, 8-bit floats as bfloat16, which is exact, or raise as `bytes`."""
         numbers: NDArray[Any] = self.read_bytes().view(FLOATS[self.dtype]).reshape(self.shape)
         return numbers.astype(ml_dtypes.bfloat16) if numbers.dtype.itemsize == 1 else numbers
 
     def read_bytes(self) -> NDArray[np.uint8]:
-        """Read the bytes of the tensor. Raises `Failure` if the file became shorter."""
+        """Read the bytes of the tensor, or raise as `bytes`."""
         array = np.empty(self.nbytes, np.uint8)
         first = 0
         for part in self.bytes():
@@ -118,79 +134,26 @@ class Entry:
         return array
 
     def bytes(self, most: int = 2**24) -> Iterator[bytes]:
-        """Yield the bytes of the tensor in parts of at most `most`. Raises `Failure` if the file became shorter."""
+        """Yield the bytes of the tensor in parts of at most `most`.
+
+        Raises `CheckpointError` if the file became shorter.
+        """
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.offset)
             left = self.nbytes
             while left:
                 part = file.read(min(left, most))
                 if not part:
-                    raise Failure(
+                    raise CheckpointError(
                         f"{quote(self.file)} ends within {quote(self.name)}, so it changed during the run; run again"
                     )
                 left -= len(part)
                 yield part
 
 
-@dataclass(frozen=True, slots=True)
-class File:
-    """Contents of a safetensors file: tensors by name, in file order, and metadata strings."""
-
-    entries: dict[str, Entry]
-    metadata: dict[str, str]
-
-
-def read_header(path: Path) -> File:
-    """Read the header of a safetensors file, or raise `Failure` if the file is incomplete."""
-    if not path.is_file():
-        raise Failure(f"{quote(path)} is not a file; name a safetensors file")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            slices = ((name, file.get_slice(name)) for name in file.offset_keys())
-            there = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices]
-            metadata = file.metadata() or {}
-    except SafetensorError as error:
-        with path.open("rb") as opened:
-            first = opened.read(LENGTH)
-        what = f"{quote(path)} ({path.stat().st_size} bytes) is not a complete safetensors file"
-        for begin, of in OTHERS.items():
-            if first.startswith(begin):
-                raise Failure(f"{what}, but looks like a file of {of}; {SAVE}") from None
-        why = quote(str(error).removeprefix("Error while deserializing header: "))
-        raise Failure(f"{what}: {why}; copy or save it again") from None
-    _refuse_twice(path, [name for name, _, _ in there], metadata)
-    # Data follows the header without gaps up to the end of the file; safetensors has checked this.
-    total = sum(math.prod(shape) * _bits(path, dtype) // 8 for _, dtype, shape in there)
-    offset = path.stat().st_size - total
-    entries = {}
-    for name, dtype, shape in there:
-        entries[name] = Entry(name, dtype, shape, path, offset)
-        offset += entries[name].nbytes
-    if offset - total < LENGTH:
-        raise Failure(f"{quote(path)} was changed while it was read; run again")
-    return File(entries, metadata)
-
-
-def _refuse_twice(path: Path, names: Sequence[str], metadata: Mapping[str, str]) -> None:
-    """Raise `Failure` if two tensors have one name: safetensors keeps the last one. Counts offsets in the header."""
-    with path.open("rb") as file:
-        header = file.read(int.from_bytes(file.read(LENGTH), "little"))
-    times = sum(1 for _ in PLACE.finditer(header))
-    if times > len(names) + names.count(PLACE_KEY) + (PLACE_KEY in metadata):
-        raise Failure(f"{quote(path)} has several tensors with one name; save it again")
-
-
-def _bits(path: Path, dtype: str) -> int:
-    if dtype not in BITS:
-        raise Failure(
-            f"{quote(path)} has tensors of dtype {quote(dtype)}, unknown to this version of qshard; use a newer one"
-        )
-    return BITS[dtype]
-
-
 @dataclass(frozen=True)
 class Checkpoint:
-    """All tensors of a checkpoint by name.
+    """All tensors of a file or checkpoint by name, in the order of files.
 
     Attributes:
       path: path of the file or index.
@@ -205,26 +168,98 @@ class Checkpoint:
     notes: list[str]
     outside: frozenset[str] = frozenset()
 
+    def quantized_weights(self) -> dict[str, RecognizedWeight]:
+        """Return the quantized weights that `recognize` finds, by name."""
+        specs = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in self.entries.items()}
+        configs = {name: read_config(self.path.parent / name) for name in CONFIGS}
+        return recognize(specs, block_of_config(configs), self.outside)
+
+
+def read_header(path: Path) -> Checkpoint:
+    """Read the header of a safetensors file, or raise `CheckpointError` if the file is incomplete."""
+    if not path.is_file():
+        raise CheckpointError(f"{quote(path)} is not a file; name a safetensors file")
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        first = file.read(LENGTH)
+        length = int.from_bytes(first, "little")
+        text = file.read(length) if length <= min(size, LONGEST_HEADER) else b""
+    try:
+        if len(first) < LENGTH or len(text) < length:
+            raise ValueError("its header is longer than the file, or than safetensors reads")
+        return _parse_header(path, text, size)
+    except (ValueError, RecursionError) as error:
+        what = f"{quote(path)} ({size} bytes) is not a complete safetensors file"
+        if (of := next((of for begin, of in OTHERS.items() if first.startswith(begin)), None)) is not None:
+            raise CheckpointError(f"{what}, but looks like a file of {of}; {SAVE}") from None
+        raise CheckpointError(f"{what}: {quote(error)}; copy or save it again") from None
+
+
+def _parse_header(path: Path, text: bytes, size: int) -> Checkpoint:
+    """Parse the header of a file of `size` bytes. Raises ValueError if its tensors are not all of the data."""
+    header = json.loads(text.decode(), object_pairs_hook=unique_keys)
+    metadata = header.pop(METADATA, {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
+        raise ValueError("its header is not a JSON object of tensors, and of strings as metadata")
+    "".join([*header, *metadata, *metadata.values()]).encode()  # JSON may have half a character, and UTF-8 not
+    found = []
+    for name, each in header.items():
+        match each:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if all(
+                type(axis) is int and axis >= 0 for axis in shape
+            ):
+                found.append((start, stop, Entry(name, dtype, tuple(shape), path, LENGTH + len(text) + start)))
+            case _:
+                raise ValueError(f"{quote(name)} lacks a dtype, a shape or two offsets")
+    end = 0
+    found.sort(key=lambda each: each[:2])
+    for start, stop, entry in found:
+        if entry.dtype not in BITS:
+            raise ValueError(f"{quote(entry.name)} has dtype {quote(entry.dtype)}, unknown to this version of qshard")
+        if start != end:
+            raise ValueError(f"{quote(entry.name)} does not begin where the tensor before it ends")
+        if 8 * (stop - start) != BITS[entry.dtype] * _count(entry.shape, 8 * size):
+            raise ValueError(f"{quote(entry.name)} has {stop - start} bytes, but shape {quote(entry.shape)}")
+        end = stop
+    if LENGTH + len(text) + end != size:
+        raise ValueError(f"its tensors have {end} bytes, and its data {size - LENGTH - len(text)}")
+    return Checkpoint(path, [path], {entry.name: entry for *_, entry in found}, metadata, [])
+
+
+def _count(shape: Shape, most: int) -> int:
+    """Return the number of elements, or any number above `most`: hostile shapes have products of millions of digits."""
+    count = int(0 not in shape)
+    for axis in shape:
+        count *= axis
+        if count > most:
+            break
+    return count
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, as `object_pairs_hook`. Raises ValueError if a key occurs twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open the checkpoint at a path: a safetensors file, an index of shards, or a folder with either.
 
     Raises:
-      Misuse: the path has no checkpoint, or one that `qshard convert` wrote.
-      Failure: a shard is missing, or a file is incomplete.
+      CheckpointPathError: the path has no checkpoint, or several.
+      MissingFileError: a shard is missing.
+      CheckpointError: a file is incomplete.
     """
     if not path.exists():
-        raise Misuse(f"{quote(path)} does not exist; name a safetensors file, index or folder")
+        raise CheckpointPathError(f"{quote(path)} does not exist; name a safetensors file, index or folder")
     if path.is_dir():
         path = _in_folder(path)
     if path.name.endswith(".json"):
-        found = _from_index(path)
-    else:
-        file = read_header(path)
-        found = Checkpoint(path, [path], file.entries, file.metadata, [], _in_other_shards(path, file))
-    if KEY in found.metadata:  # its scales would be taken for layers
-        raise Misuse(f"{quote(path)} is already quantized by qshard; use the checkpoint that it was made from")
-    return found
+        return _from_index(path)
+    file = read_header(path)
+    return dataclasses.replace(file, outside=_in_other_shards(file))
 
 
 def _in_folder(folder: Path) -> Path:
@@ -234,9 +269,9 @@ def _in_folder(folder: Path) -> Path:
     if len(found) == 1:
         return folder / found[0]
     if not found:
-        raise Misuse(f"{quote(folder)} has no {FILE} file; name a folder that has one, or {SAVE}")
+        raise CheckpointPathError(f"{quote(folder)} has no {FILE} file; name a folder that has one, or {SAVE}")
     what = f"{len(found)} ({', '.join(map(quote, found[:3]))}{', ...' if len(found) > 3 else ''})"
-    raise Misuse(f"{quote(folder)} has more than one safetensors checkpoint: {what}; name a file")
+    raise CheckpointPathError(f"{quote(folder)} has more than one safetensors checkpoint: {what}; name a file")
 
 
 def _from_index(path: Path) -> Checkpoint:
@@ -244,31 +279,31 @@ def _from_index(path: Path) -> Checkpoint:
     files = {name: path.parent / name for name in sorted(set(where.values()))}
     missing = [name for name, file in files.items() if not file.is_file()]
     if missing:
-        many = (
-            f"{count_of(len(files), 'shard')}, of which {len(missing)} {'is' if len(missing) == 1 else 'are'} missing"
-        )
-        raise Failure(f"{quote(path)} names {many}, such as {quote(missing[0])}; put the missing files beside it")
-    read: dict[str, File] = {name: read_header(file) for name, file in files.items()}
+        many = f"{count_of(len(files), 'shard')}, {len(missing)} missing"
+        raise MissingFileError(f"{quote(path)} names {many}, such as {quote(missing[0])}; put them beside it")
+    read = {name: read_header(file) for name, file in files.items()}
     entries = {}
     for name, shard in where.items():
         if name not in read[shard].entries:
-            raise Failure(
+            raise CheckpointError(
                 f"{quote(path)} lists {quote(name)} in {quote(shard)}, which does not have it; copy or save them again"
             )
         entries[name] = read[shard].entries[name]
     extra = [name for file in read.values() for name in file.entries if name not in where]
-    notes = [f"not in the index, and ignored: {_some(extra)}"] if extra else []
+    notes = (
+        [f"not in the index, and ignored: {count_of(len(extra), 'tensor')}, such as {quote(extra[0])}"] if extra else []
+    )
     metadata = {key: value for file in read.values() for key, value in file.metadata.items()}
     return Checkpoint(path, list(files.values()), entries, metadata, notes, frozenset(extra))
 
 
-def _in_other_shards(path: Path, file: File) -> frozenset[str]:
+def _in_other_shards(file: Checkpoint) -> frozenset[str]:
     """Return the names of tensors in other shards, if an index beside the file lists the file."""
     found: set[str] = set()
     with contextlib.suppress(OSError):  # the folder may not be readable
-        for index in (each for each in path.parent.iterdir() if each.name.endswith(INDEX)):
-            where = _json_value("weight_map", _read_optional(index))
-            if isinstance(where, dict) and path.name in where.values():
+        for index in (each for each in file.path.parent.iterdir() if each.name.endswith(INDEX)):
+            where = _json_object(_read_optional(index)).get("weight_map")
+            if isinstance(where, dict) and file.path.name in where.values():
                 found |= where.keys() - file.entries.keys()
     return frozenset(found)
 
@@ -287,18 +322,19 @@ def quantization_of(checkpoint: Checkpoint) -> str | None:
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read a config file beside a checkpoint; empty if it is absent or no JSON object."""
-    return _json_object(_read_optional(path)) or {}
+    return _json_object(_read_optional(path))
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     """Read the map from names of tensors to names of files."""
     problem = f"{quote(path)} ({path.stat().st_size} bytes) is not a safetensors index"
-    where = _json_value("weight_map", path.read_bytes() if path.stat().st_size <= LARGEST_INDEX else b"")
+    text = path.read_bytes() if path.stat().st_size <= LARGEST_INDEX else b""
+    where = _json_object(text).get("weight_map")
     if not isinstance(where, dict) or not where or not all(isinstance(file, str) for file in where.values()):
-        raise Failure(f'{problem}: it has no "weight_map"; copy it again')
+        raise CheckpointError(f'{problem}: it has no "weight_map"; copy it again')
     for file in set(where.values()):
         if Path(file).name != file or not file.endswith(FILE):
-            raise Failure(f"{problem}: {quote(file)} is not the name of a safetensors file in its folder")
+            raise CheckpointError(f"{problem}: {quote(file)} is not the name of a safetensors file in its folder")
     return where
 
 
@@ -311,36 +347,13 @@ def _read_optional(path: Path) -> bytes:
     return b""
 
 
-def _json_value(key: str, text: bytes) -> object:
-    """Return the value of a key in a JSON object; None if it is absent, or the text is invalid or nested too deeply."""
-    return (_json_object(text) or {}).get(key)
-
-
-def _json_object(text: bytes) -> dict[str, Any] | None:
+def _json_object(text: bytes) -> dict[str, Any]:
+    """Parse a JSON object; empty if the text is something else, or nested too deeply."""
     bare = STRING.sub(b"", text)  # count first: small JSON objects are large in memory
     if bare.count(b"{") + bare.count(b"[") > MOST_NESTED:
-        return None
+        return {}
     try:
         read = json.loads(text)
     except (ValueError, RecursionError):
-        return None
-    return read if isinstance(read, dict) else None
-
-
-def matching(names: Collection[str], globs: Iterable[str], option: str) -> set[str]:
-    """Return the names that match any of the patterns, or raise `Misuse` if a pattern matches none.
-
-    A name matches itself, even if it contains pattern characters.
-    """
-    found: set[str] = set()
-    for glob in globs:
-        these = {name for name in names if name == glob} or set(fnmatch.filter(names, glob))
-        if not these:
-            like = closest(glob, map(quote, names), "its names") if len(names) else "it has none"
-            raise Misuse(f"{option} {quote(glob)} matches no tensor; {quote(like)}")
-        found |= these
-    return found
-
-
-def _some(names: list[str]) -> str:
-    return f"{count_of(len(names), 'tensor')}, such as {quote(names[0])}"
+        return {}
+    return read if isinstance(read, dict) else {}

@@ -3,8 +3,7 @@
     {"version": 1, "usage": "rowwise", "formats": {"layers.0.weight": "NVFP4", "embed*": "FP8_E4M3"}}
 
 `qshard report --plan` writes such a file with the name of each layer, and `qshard convert --plan` reads it. A file may
-also have patterns, like `--format 'embed*=FP8_E4M3'`. The first pattern that matches the name of a tensor gives its
-format.
+also have patterns, like `--format 'embed*=FP8_E4M3'`.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qshard._cli.checkpoint import matching
-from qshard._cli.errors import Misuse, quote
-from qshard._cli.options import USAGES, format_of
+from qshard._cli.errors import Misuse
+from qshard._cli.options import USAGES, checked_patterns, format_of
+from qshard._files.checkpoint import unique_keys
+from qshard._files.names import quote
 from qshard.formats import Format, Usage
 
 VERSION = 1
@@ -48,15 +48,10 @@ class Plan:
         Raises Misuse if a pattern matches no name, or none that earlier patterns left.
         """
         names = list(names)
-        found: dict[str, Format] = {}
-        for pattern, fmt in self.rules.items():
-            these = matching(names, [pattern], self.origin)
-            if these <= found.keys():
-                raise Misuse(f"{self.origin} {quote(pattern)} matches only what earlier patterns match; put it first")
-            found |= {name: fmt for name in names if name in these and name not in found}
-        if self.rest is not None:
-            found |= {name: self.rest for name in names if name not in found}
-        return found
+        patterns = checked_patterns(self.rules, names, self.origin)
+        chosen = ((name, patterns.first(name)) for name in names)
+        found = {name: self.rest if pattern is None else self.rules[pattern] for name, pattern in chosen}
+        return {name: fmt for name, fmt in found.items() if fmt is not None}
 
 
 def plan_of(texts: Iterable[str]) -> Plan:
@@ -94,7 +89,7 @@ def read_plan(path: Path) -> tuple[Plan, Usage]:
     problem = f"{quote(path)} is not a plan of qshard report --plan"
     try:
         with path.open("rb") as file:
-            read: Any = json.loads(file.read(LARGEST), object_pairs_hook=_once)
+            read: Any = json.loads(file.read(LARGEST), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         raise Misuse(f"{problem}: {quote(error)}; write it again") from None
     if not isinstance(read, dict) or set(read) != set(KEYS):
@@ -108,10 +103,3 @@ def read_plan(path: Path) -> tuple[Plan, Usage]:
         raise Misuse(f"{problem}: formats does not map names to formats; write it again")
     rules = {pattern: format_of(name, "--plan") for pattern, name in formats.items()}
     return Plan(rules, origin="--plan"), USAGES[read["usage"]]
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
