@@ -4,6 +4,7 @@ Exact operands give the bits of a loop of `linear` over experts. Ops are counted
 """
 
 import collections
+import contextlib
 import functools
 import re
 
@@ -19,7 +20,7 @@ from qshard.formats import Usage
 from qshard.gemm_dispatch import Gpu
 from qshard.jax import CodedWeight, PrimaryWeight, init_delayed, quantize, ragged_dot, value_and_grad
 from qshard.jax._experts.tiles import quantize_tiles, tiles_of
-from qshard.jax._gemm import target_gpu
+from qshard.jax._gemm.target_gpu import trace_for
 from qshard.jax._ops.bind import disabled_checks
 from qshard.recipes import Recipe, Role
 from support.awkward import assert_bits_equal
@@ -33,24 +34,15 @@ ALL = {**{name: RECIPES[name] for name in ("CurrentScaling", "DelayedScaling", "
 
 @pytest.fixture(autouse=True, scope="module")
 def grouped_ops_of_the_cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target_gpu, "PLATFORM", "cpu")
-        patch.setattr(target_gpu, "gpu_of", lambda x: NEW)
-        jax.clear_caches()
+    with trace_for(NEW, "cpu"):
         yield
-    jax.clear_caches()
 
 
 @pytest.fixture
-def runs_on(monkeypatch):
-    """Trace programs for another GPU until the test ends. JAX's caches do not know of GPUs."""
-
-    def trace_for(gpu):
-        jax.clear_caches()
-        monkeypatch.setattr(target_gpu, "gpu_of", lambda x: gpu)
-
-    yield trace_for
-    jax.clear_caches()
+def runs_on():
+    """Trace programs for another GPU until the test ends."""
+    with contextlib.ExitStack() as stack:
+        yield lambda gpu: stack.enter_context(trace_for(gpu, "cpu"))
 
 
 def calls(function, *arguments):

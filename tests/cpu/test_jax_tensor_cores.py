@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from qshard.formats import FP8_1x128, FP8_128x128, Usage
 from qshard.gemm_dispatch import Gpu
 from qshard.jax import linear
-from qshard.jax._gemm import target_gpu
 from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
+from qshard.jax._gemm.target_gpu import trace_for
 from qshard.jax._ops.bind import disabled_checks
 from qshard.recipes import BlockScaling
 from support.hlo import collectives
@@ -27,16 +27,15 @@ RECIPE = BlockScaling()
 SIZES = {"B": 8, "S": 256, "K": 256, "N": 1024}
 
 
-@pytest.fixture(autouse=True)
-def tensor_cores_of_the_cpu(monkeypatch):
-    monkeypatch.setattr(target_gpu, "PLATFORM", "cpu")
-    monkeypatch.setattr(target_gpu, "gpu_of", lambda x: Gpu((9, 0), 130000))
+@pytest.fixture(autouse=True, scope="module")
+def tensor_cores_of_the_cpu():
+    with trace_for(Gpu((9, 0), 130000), "cpu"):
+        yield
 
 
 def values_alone(function):
     """Call `function` without tensor cores."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target_gpu, "gpu_of", lambda x: None)
+    with trace_for(None):
         return function()
 
 

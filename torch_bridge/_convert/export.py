@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from qshard.formats import Usage
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._fsdp.code_gather import code_shard_of, gather_codes
+from qshard.torch_bridge._fsdp.code_gather import gather_codes, row_shard_plan
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -94,8 +94,8 @@ def quantized_weight(value: Tensor) -> Tensor:
         value = plain(value)
         return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
     state, shape = local.scale_state, tuple(value.shape)
-    if state.fmt.slice_refusal is None and (shard := code_shard_of(value, state.fmt)) is not None:
-        return QuantizedTensor(state.fmt, shape, value.dtype, rowwise=gather_codes(value, shard))
+    if state.fmt.slice_refusal is None and (plan := row_shard_plan(value, state.fmt)) is not None:
+        return QuantizedTensor(state.fmt, shape, value.dtype, rowwise=gather_codes(value, plan))
     high = plain(value)
     high = (high.full_tensor() if isinstance(high, DTensor) else high).contiguous()
     scale = None if state.delayed is None else state.delayed.scale

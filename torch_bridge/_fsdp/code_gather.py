@@ -21,83 +21,47 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from qshard._core.flat_shards import Bucket, FlatSlice
-from qshard._core.placement import chunk_range
+from qshard._core.flat_shards import Bucket
 from qshard._core.quantize_steps import Plane, Scales
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, plane
 from qshard.torch_bridge._delayed_scaling import DelayedScale, delayed_scales, join_scalars
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, merge_plan
+from qshard.torch_bridge._fsdp.scale_state import ScaleState
+from qshard.torch_bridge._fsdp.shard_plan import ShardPlan, compute_device
 from qshard.torch_bridge._fsdp.weight import memory_of
-from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.collectives import Gathering, begin_max
 from qshard.torch_bridge._ops.foreach import flat_plan
 
 
-class CodeShard(NamedTuple):
-    """The local shard of a weight that can be gathered as codes.
-
-    Attributes:
-      slice: the local rows, as a flat slice of the part; if shards split no block, as a matrix of their own.
-      part_shape: shape of the part, the rows of all ranks of `group`.
-      longest: rows of the longest shard.
-      group: ranks with the other rows; None for all rows.
-      part: the sharding of parts by tensor parallelism; None if the part is the whole weight.
-      splits_blocks: whether a shard boundary splits a block, or shards have different sizes.
-      is_delayed: whether the scale comes from earlier steps.
-    """
-
-    slice: FlatSlice
-    part_shape: tuple[int, int]
-    longest: int
-    group: dist.ProcessGroup | None
-    part: ShardSpec | None
-    splits_blocks: bool
-    is_delayed: bool
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for weights that are gathered together."""
-        part = self.part
-        of_part = None if part is None else (id(part.mesh), part.placements)
-        return id(self.group), self.splits_blocks, self.is_delayed, of_part
-
-
-def code_shard_of(weight: Tensor, fmt: Format) -> CodeShard | None:
-    """Return the local shard of a weight; None if its sharding is not as above. All ranks return alike."""
-    rows, columns = shape = tuple(weight.shape)
-    dtype, state = dtype_name(memory_of(weight).dtype), getattr(local_of(weight), "scale_state", None)
-    is_delayed = state is not None and state.delayed is not None and state.fmt == fmt
-    if not isinstance(weight, DTensor):
-        return CodeShard(FlatSlice(shape, fmt, dtype), (rows, columns), rows, None, None, False, is_delayed)
-    mesh, placements = weight.device_mesh, weight.placements
-    axes = [i for i, each in enumerate(placements) if not isinstance(each, Replicate) and mesh.size(i) > 1]
-    dims = [getattr(placements[i], "dim", None) for i in axes]
-    if not set(dims) <= {0, 1} or len(axes) > 2 or dims == [1, 1]:
-        return None
-    rows_axis = _rows_axis(placements, axes, dims)
-    outer = [i for i in axes if i != rows_axis]
-    part = None
-    if outer:
-        kept = [each if i in outer else Replicate() for i, each in enumerate(placements)]
-        part = ShardSpec(shape, mesh, tuple(kept))
-        if fmt.row_scaled or not _has_whole_blocks(part, fmt):
+def row_shard_plan(weight: Tensor, fmt: Format) -> ShardPlan | None:
+    """Return the plan of the local shard of a weight; None if its sharding is not as above. All ranks return alike."""
+    shape: tuple[int, ...] = tuple(weight.shape)
+    mesh: DeviceMesh | None = None
+    rows_axis: int | None = None
+    part: ShardSpec | None = None
+    if isinstance(weight, DTensor):
+        mesh, placements = weight.device_mesh, weight.placements
+        axes = [i for i, each in enumerate(placements) if not isinstance(each, Replicate) and mesh.size(i) > 1]
+        dims = [getattr(placements[i], "dim", None) for i in axes]
+        if not set(dims) <= {0, 1} or len(axes) > 2 or dims == [1, 1]:
             return None
-    if part is not None:
-        rows, columns = part.box.size
-    ranks = 1 if rows_axis is None else mesh.size(rows_axis)
-    group = None if rows_axis is None else mesh.get_group(rows_axis)
-    _, longest = chunk_range(rows, ranks, 0)
-    where = plane(fmt, (rows, columns), Usage.ROWWISE)
-    if longest * ranks == rows and (not where.scale_shape or longest % where.scaled_shape[0] == 0 or ranks == 1):
-        own = FlatSlice((longest, columns), fmt, dtype)
-        return CodeShard(own, (rows, columns), longest, group, part, False, is_delayed)
-    first, _ = chunk_range(rows, ranks, 0 if rows_axis is None else mesh.get_local_rank(rows_axis))
-    own = FlatSlice((rows, columns), fmt, dtype, first * columns)
-    return CodeShard(own, (rows, columns), longest, group, part, True, is_delayed)
+        rows_axis = _rows_axis(placements, axes, dims)
+        if outer := [i for i in axes if i != rows_axis]:
+            kept = [each if i in outer else Replicate() for i, each in enumerate(placements)]
+            part = ShardSpec(shape, mesh, tuple(kept))
+            if fmt.row_scaled or not _has_whole_blocks(part, fmt):
+                return None
+            shape = part.box.size
+    where = memory_of(weight), shape, mesh, rows_axis, part
+    state: ScaleState | None = getattr(local_of(weight), "scale_state", None)
+    if state is not None and state.fmt == fmt:
+        return state.plan_of(*where)
+    return ShardPlan("weight", fmt, *where, is_delayed=False)
 
 
 def _rows_axis(placements: Sequence[Any], axes: list[int], dims: list[Any]) -> int | None:
@@ -140,20 +104,17 @@ class Codes(NamedTuple):
 
 
 class CodeGather:
-    """All-gather of weights with one `CodeShard.key`, planned once, in three steps that other work may come between.
+    """All-gather of weights with one `ShardPlan.gather_key`, in three steps that other work may come between.
 
     Collectives are `reduce`, `send`, and `planes` if the weights have parts.
     """
 
-    def __init__(self, shards: Sequence[CodeShard], device: torch.device):
-        self._device, self._group, self._part = device, shards[0].group, shards[0].part
-        self._splits_blocks, self._is_delayed = shards[0].splits_blocks, shards[0].is_delayed
-        self._parts = [each.part for each in shards]
-        self._flat = flat_plan(tuple(each.slice for each in shards), device)
-        self._wheres = [plane(each.slice.fmt, each.part_shape, Usage.ROWWISE) for each in shards]
-        self._sizes = [each.longest * each.part_shape[1] // each.slice.fmt.element.codes_per_byte for each in shards]
-        # A slice may start within a byte.
-        self._spare = max(each.slice.fmt.element.codes_per_byte for each in shards) - 1 if self._splits_blocks else 0
+    def __init__(self, plans: Sequence[ShardPlan]):
+        self._plans = plans
+        self._device, self._group, self._part = plans[0].device, plans[0].group, plans[0].part
+        self._splits_blocks, self._is_delayed = plans[0].splits_blocks, plans[0].is_delayed
+        self._flat = flat_plan(tuple(plan.cast_slice for plan in plans), self._device)
+        self._sizes = [math.prod(plan.padded_shape) for plan in plans]
 
     def reduce(self, weights: Sequence[Tensor], *, observe: bool = False) -> Amaxes:
         """Compute the amaxes of the shards of `weights`, and begin their max-reduction.
@@ -186,10 +147,12 @@ class CodeGather:
         for work in step.reductions:
             work.wait()
         if step.amaxes is not None:
-            merge_plan(self._parts, self._flat.plan, step.amaxes)
+            merge_plan([plan.part for plan in self._plans], self._flat.plan, step.amaxes)
         scales = self._scales(step)
-        new = torch.zeros if self._splits_blocks else torch.empty
-        buffers = [new(size + self._spare, dtype=torch.uint8, device=self._device) for size in self._sizes]
+        sizes = [plan.buffer_size for plan in self._plans] if self._splits_blocks else self._sizes
+        buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
+        if self._splits_blocks:  # The padding of shorter shards, and halves of bytes of other ranks.
+            torch._foreach_zero_(buffers)
         self._flat.cast(buffers, step.values, [each.scale for each in scales], pieces=self._splits_blocks)
         if self._splits_blocks:
             arrays = [buffer[:size] for buffer, size in zip(buffers, self._sizes, strict=True)]
@@ -214,9 +177,8 @@ class CodeGather:
     def planes(self, step: Codes) -> list[Plane]:
         """Return the rowwise planes of the whole weights, once they are gathered."""
         gathered = step.gathering.wait()
-        codes, rest = gathered[: len(self._wheres)], iter(gathered[len(self._wheres) :])
-        if self._splits_blocks:
-            codes = [each[: math.prod(where.data_shape)] for each, where in zip(codes, self._wheres, strict=True)]
+        codes = [plan.codes(each) for plan, each in zip(self._plans, gathered, strict=False)]
+        rest = iter(gathered[len(codes) :])
         found: dict[int, Plane] = {}
         for bucket, of_bucket in self._buckets(step.scales):
             pairs: Iterable[tuple[Tensor, Tensor | None]]
@@ -225,9 +187,9 @@ class CodeGather:
             else:
                 pairs = self._whole_scales(bucket, of_bucket, rest)
             for i, (scale_inv, global_scale_inv) in zip(bucket.indices, pairs, strict=True):
-                found[i] = Plane(codes[i].view(self._wheres[i].data_shape), scale_inv, global_scale_inv)
+                found[i] = Plane(codes[i], scale_inv, global_scale_inv)
         planes = [found[i] for i in range(len(codes))]
-        return planes if self._part is None else _join_parts(planes, self._wheres, self._part)
+        return planes if self._part is None else _join_parts(planes, [plan.layout for plan in self._plans], self._part)
 
     def _buckets(self, scales: Sequence[Scales]) -> Iterator[tuple[Bucket, Scales]]:
         return zip(self._flat.plan.buckets, scales, strict=True)
@@ -245,7 +207,7 @@ class CodeGather:
         self, bucket: Bucket, of_bucket: Scales, gathered: Iterator[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Return the scales of each weight. `gathered` has the arrays of `_of_rows`, rank after rank."""
-        wheres = [self._wheres[i] for i in bucket.indices]
+        wheres = [self._plans[i].layout for i in bucket.indices]
 
         def split(counts: Sequence[int], shapes: Sequence[Any]) -> list[Tensor]:
             parts = next(gathered).view(-1, sum(counts)).split([*counts], 1)
@@ -264,19 +226,17 @@ class CodeGather:
         return zip(of_blocks, whole, strict=True)
 
 
-def gather_codes(weight: Tensor, shard: CodeShard, *, observe: bool = False) -> Plane:
+def gather_codes(weight: Tensor, plan: ShardPlan, *, observe: bool = False) -> Plane:
     """All-gather one weight, or its local shard: its rowwise plane. Collective. `observe` as in `CodeGather.reduce`."""
     with torch.no_grad():
-        gather = CodeGather([shard], device_of(weight))
+        gather = CodeGather([plan])
         (whole,) = gather.planes(gather.send(gather.reduce([weight], observe=observe)))
     return whole
 
 
 def device_of(value: Tensor) -> torch.device:
-    """Return the device where ranks gather a weight, which an offloaded shard is not on."""
-    if isinstance(value, DTensor) and value.device_mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return local_of(value).device
+    """Return the device where ranks gather a tensor."""
+    return compute_device(value.device_mesh if isinstance(value, DTensor) else None, local_of(value))
 
 
 def _join_parts(planes: list[Plane], wheres: Sequence[PlaneLayout], part: ShardSpec) -> list[Plane]:

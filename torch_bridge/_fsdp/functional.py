@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from qshard._core.validation import quote
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._fsdp.code_gather import CodeShard, code_shard_of, gather_codes
+from qshard.torch_bridge._fsdp.code_gather import gather_codes, row_shard_plan
+from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
@@ -93,8 +94,8 @@ def gathered_weight(
             f"gathered_weight: {local.scale_state.name} has two formats, because the recipe changes forward or dgrad; "
             "pass a recipe that changes wgrad alone"
         )
-    own = code_shard_of(weight, local.scale_state.fmt)
-    if own is None or own.part is not None:
+    plan = row_shard_plan(weight, local.scale_state.fmt)
+    if plan is None or plan.part is not None:
         raise NotImplementedError(
             f"gathered_weight: {local.scale_state.name} {tuple(weight.shape)} (placements {weight.placements}) is not "
             "sharded by rows over one mesh axis; use Shard(0) on one axis and Replicate() on the others"
@@ -104,9 +105,9 @@ def gathered_weight(
     shard = weight.to_local(grad_placements=weight.placements)
     mesh = weight.device_mesh
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    replicas = [each for each in groups if own.group is None or each.group_name != own.group.group_name]
+    replicas = [each for each in groups if plan.group is None or each.group_name != plan.group.group_name]
     ranks = mesh.size() if reduce_op == "avg" else 1
-    whole: QuantizedTensor = apply_node(_Gather, shard, weight, own, dtype, reduce_dtype or dtype, replicas, ranks)
+    whole: QuantizedTensor = apply_node(_Gather, shard, weight, plan, dtype, reduce_dtype or dtype, replicas, ranks)
     return whole
 
 
@@ -153,27 +154,28 @@ class _Gather(Node):
         ctx: Any,
         shard: Tensor,
         weight: DTensor,
-        own: CodeShard,
+        plan: ShardPlan,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         replicas: Sequence[dist.ProcessGroup],
         ranks: int,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]]:
         """Gather the codes. The gradient is summed over shards and `replicas`, and divided by `ranks`."""
-        ctx.own, ctx.reduce_dtype, ctx.replicas, ctx.ranks = own, reduce_dtype, replicas, ranks
+        ctx.plan, ctx.reduce_dtype, ctx.replicas, ctx.ranks = plan, reduce_dtype, replicas, ranks
         ctx.shard_shape, ctx.dtype = shard.shape, shard.dtype
-        codes = gather_codes(weight, own, observe=True)
-        return QuantizedTensor(own.slice.fmt, own.part_shape, dtype, rowwise=codes), ()
+        codes = gather_codes(weight, plan, observe=True)
+        return QuantizedTensor(plan.fmt, plan.shape, dtype, rowwise=codes), ()
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
-        own: CodeShard = ctx.own
-        whole = grad.to(ctx.reduce_dtype, copy=own.group is None)  # Replicas are summed in place.
-        if own.group is not None:
-            missing = own.longest * own.group.size() - whole.shape[0]
+        plan: ShardPlan = ctx.plan
+        whole = grad.to(ctx.reduce_dtype, copy=plan.group is None)  # Replicas are summed in place.
+        if plan.group is not None:
+            longest = plan.padded_shape[0]
+            missing = longest * plan.group.size() - whole.shape[0]
             padded = torch.nn.functional.pad(whole, (0, 0, 0, missing)).contiguous()
-            whole = padded.new_empty((own.longest, whole.shape[1]))
-            reduce_scatter(whole, padded, group=own.group)
+            whole = padded.new_empty((longest, whole.shape[1]))
+            reduce_scatter(whole, padded, group=plan.group)
             whole = whole[: ctx.shard_shape[0]]
         whole = whole.contiguous()
         for group in ctx.replicas:

@@ -70,7 +70,7 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
         _check_reshards(state.passes.root)
     if state.primary is not None:
         shard = state.primary.take_master(state.resident_shard(shard) if state.primary.master is None else shard)
-    weight = WeightShard(state, shard, state.plan_of(shard, shape, mesh))
+    weight = WeightShard(state, shard, state.plan_of(shard, shape, mesh, 0, state.part))
     stage_scales(weight)
     if state.primary is None:
         padded = weight.plan.padded_view(_padded_codes(weight))
@@ -214,8 +214,7 @@ def _reduced_amaxes(weights: Sequence[WeightShard]) -> tuple[FlatPlan, Tensor]:
     amaxes = functools.reduce(torch.maximum, bits).view(torch.float32)
     flat = flat_plan(tuple(plan.slice for plan in plans), device)
     amaxes = max_over_ranks(amaxes, group)
-    # Expert parallelism shards a stack between experts, which have their own scales.
-    merge_plan([None if plan.is_stack else state.part for state, _, plan in weights], flat.plan, amaxes)
+    merge_plan([plan.part for plan in plans], flat.plan, amaxes)
     return flat, amaxes
 
 
@@ -242,7 +241,7 @@ def check_ranks_agree(weights: Sequence[WeightShard]) -> None:
     The host waits for the device, once for each set of weights.
     """
     group, device = weights[0].plan.group, weights[0].plan.device
-    facts = [(s.name, str(s.fmt), s.part and s.part.placements, *plan.facts) for s, _, plan in weights]
+    facts = [(state.name, *plan.facts) for state, _, plan in weights]
     if others := unlike_ranks(repr(facts).encode(), group, device):
         raise ValueError(
             f"fully_shard: rank {others[0]} of the group has other weights than this rank ({len(weights)}, the first "

@@ -175,16 +175,25 @@ class ScaleState:
         shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
         if self.primary is not None and self.primary.master is not None:
             shard = self.primary.master
-        return WeightShard(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis))
+        return WeightShard(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis, self.part))
 
-    def plan_of(self, shard: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, mesh_dim: int = 0) -> ShardPlan:
-        """Return the plan of a shard of a weight. `shape` is the shape of the tensor that FSDP2 shards."""
-        key = (mesh, mesh_dim, shape, shard.shape, shard.dtype, shard.device)
+    def plan_of(
+        self,
+        shard: Tensor,
+        shape: tuple[int, ...],
+        mesh: DeviceMesh | None,
+        mesh_dim: int | None,
+        part: ShardSpec | None,
+    ) -> ShardPlan:
+        """Return the plan of a shard. `shape` is the shape of the tensor that is sharded over an axis of the mesh."""
+        key = (mesh, mesh_dim, shape, shard.shape, shard.dtype, shard.device, part)
         if self._last is not None and self._last[0] == key:  # Faster than hashing the key.
             return self._last[1]
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = ShardPlan(self.name, self.fmt, shape, shard, mesh, mesh_dim)
+            delayed = self.delayed is not None
+            plan = ShardPlan(self.name, self.fmt, shard, shape, mesh, mesh_dim, part, delayed)
+            self._plans[key] = plan
         self._last = (key, plan)
         return plan
 

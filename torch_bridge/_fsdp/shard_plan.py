@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
 from collections.abc import Sequence
 from types import EllipsisType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from qshard._core.flat_shards import FlatSlice
 from qshard._core.placement import Box, box_amax, cast_box, chunk_range
 from qshard.formats import Format, Usage
 from qshard.layout import plane, splits_stack, stack_plane
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._ops.bind import dtype_name, into, ops
 from qshard.torch_bridge._ops.foreach import xp
 
@@ -37,44 +40,64 @@ class ShardPlan:
 
     Attributes:
       device: where ranks compute. An offloaded shard is elsewhere.
+      group: ranks with the other shards; None if this rank has the whole weight.
       dim: the axis of the weight that is sharded.
       is_stack: True for a stack of matrices.
       buffer_size: bytes of a buffer to cast into. With 4-bit codes one byte more than the padded codes, because a flat
         slice may start in the middle of a byte; a shard of whole rows leaves it unused.
+      splits_blocks: True if a boundary of shards of rows splits a block, or shards have different sizes.
       packs_shards: True if 4-bit codes are sharded on another axis than the first: FSDP2, which concatenates shards
         there, must then be told that there are half as many columns.
       box: the position of a shard that is not a slice; None if the shard is a slice.
       block: the elements that share a scale; the whole matrix for per-tensor formats.
+      part: the sharding of a larger tensor by tensor parallelism, if the weight is one shard of it; else None. None for
+        stacks: expert parallelism shards them between experts, which have their own scales.
+      is_delayed: True if the scales come from earlier steps.
 
     Raises:
       NotImplementedError: two ranks would share a byte. All of them raise.
     """
 
-    def __init__(self, name: str, fmt: Format, shape: tuple[int, ...], shard: Tensor, mesh: DeviceMesh, mesh_dim: int):
+    def __init__(
+        self,
+        name: str,
+        fmt: Format,
+        shard: Tensor,
+        shape: tuple[int, ...],
+        mesh: DeviceMesh | None,
+        mesh_dim: int | None,
+        part: ShardSpec | None,
+        is_delayed: bool,
+    ):
+        """Plan a shard of a weight over an axis of a mesh. `mesh_dim` None: this rank has the whole weight."""
         shape = tuple(shape)
         sizes = zip(shape, shard.shape, strict=True)
         self.dim = next((dim for dim, (whole, own) in enumerate(sizes) if dim and own != whole), 0)
         self.is_stack = len(shape) > 2
         self._rows = shard.shape[0]
-        width, ranks, per_byte = shard.shape[-1], mesh.size(mesh_dim), fmt.element.codes_per_byte
+        ranks, rank = 1, 0
+        self.group: Any = None
+        if mesh is not None and mesh_dim is not None:
+            ranks, rank, self.group = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim), mesh.get_group(mesh_dim)
+        width, per_byte = shard.shape[-1], fmt.element.codes_per_byte
         if width % per_byte:
             raise NotImplementedError(
                 f"fully_shard: {name} {tuple(shape)} has {ranks} shards of {width} columns, but {per_byte} codes of "
                 f"{fmt} share a byte; shard its rows"
             )
-        where = (stack_plane if self.is_stack else plane)(fmt, shape, Usage.ROWWISE, op="fully_shard")
+        self.layout = where = (stack_plane if self.is_stack else plane)(fmt, shape, Usage.ROWWISE, op="fully_shard")
         _, longest = chunk_range(shape[self.dim], ranks, 0)
-        start, _ = chunk_range(shape[self.dim], ranks, mesh.get_local_rank(mesh_dim))
-        self.group, kind = mesh.get_group(mesh_dim), mesh.device_type
-        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-        self.fmt, self.shape, self.dtype = fmt, shape, dtype_name(shard.dtype)
-        self.data_shape = where.data_shape
+        start, _ = chunk_range(shape[self.dim], ranks, rank)
+        self.device = compute_device(mesh, shard)
+        self.fmt, self.shape, self.dtype, self.is_delayed = fmt, shape, dtype_name(shard.dtype), is_delayed
         padded = [longest if dim == self.dim else size for dim, size in enumerate(shape)]
         self.padded_shape = (*padded[:-1], width // per_byte)
-        self._padded_strides, self._data_strides = _strides_of(self.padded_shape), _strides_of(self.data_shape)
         self.buffer_size = math.prod(self.padded_shape) + per_byte - 1
         self.packs_shards = fmt.element.packed and self.dim != 0
-        self.facts = (self.shape, self.dtype, self.dim, ranks)
+        self.part = None if self.is_stack else part
+        self.facts = (str(fmt), self.shape, self.dtype, self.dim, ranks, part and part.placements)
+        splits_rows = bool(where.scale_shape) and ranks > 1 and longest % where.scaled_shape[0] != 0
+        self.splits_blocks = splits_rows or longest * ranks != shape[self.dim]
         self.block = (1,) * (len(shape) - 2) + where.scaled_shape
         self.box: Box | None = None
         is_slice = fmt.per_tensor or (self.dim == 0 and not (self.is_stack and splits_stack(fmt, shape)))
@@ -95,6 +118,18 @@ class ShardPlan:
             return ...
         first = self.slice.start // math.prod(self.shape[1:])
         return slice(first, first + self._rows) if self.dim == 0 else slice(None)
+
+    @property
+    def gather_key(self) -> tuple[Any, ...]:
+        """Equal for weights that one `CodeGather` gathers."""
+        of_part = None if self.part is None else (id(self.part.mesh), self.part.placements)
+        return id(self.group), self.splits_blocks, self.is_delayed, of_part
+
+    @property
+    def cast_slice(self) -> FlatSlice:
+        """The rows to cast without the amaxes of other ranks: a matrix of their own, unless a block is split."""
+        rows = (self._rows, *self.shape[1:])
+        return self.slice if self.splits_blocks else FlatSlice(rows, self.fmt, self.dtype)
 
     def write_box_amaxes(self, shard: Tensor, grid: Tensor, whole: Tensor | None) -> None:
         """Write the amaxes of a box.
@@ -136,7 +171,23 @@ class ShardPlan:
 
     def codes(self, gathered: Tensor) -> Tensor:
         """Return the codes of the weight: a view of the gathered memory without the padding at its end."""
-        return gathered.as_strided(self.data_shape, self._data_strides)
+        return gathered.as_strided(self.layout.data_shape, self._data_strides)
+
+    @functools.cached_property
+    def _padded_strides(self) -> tuple[int, ...]:
+        return _strides_of(self.padded_shape)
+
+    @functools.cached_property
+    def _data_strides(self) -> tuple[int, ...]:
+        return _strides_of(self.layout.data_shape)
+
+
+def compute_device(mesh: DeviceMesh | None, shard: Tensor) -> torch.device:
+    """Return the device where the ranks of a mesh compute, which an offloaded shard is not on."""
+    if mesh is None:
+        return shard.device
+    kind = mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def _strides_of(shape: Sequence[int]) -> tuple[int, ...]:

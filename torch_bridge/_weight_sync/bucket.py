@@ -23,7 +23,7 @@ from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.quantize import quantize
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
-from qshard.torch_bridge._weight_sync.items import OP, Item, rows_group_of, shard_of
+from qshard.torch_bridge._weight_sync.items import OP, Item, plan_of, rows_group_of
 
 
 class _StreamEntry(NamedTuple):
@@ -57,12 +57,11 @@ class Bucket:
 
     def __init__(self, items: Sequence[Item], values: Sequence[Tensor], format: str, dtype: torch.dtype | None):
         self.items, self.dtype = items, dtype
-        shards = {i: shard for i, item in enumerate(items) if (shard := shard_of(item, values[i])) is not None}
+        plans = {i: plan for i, item in enumerate(items) if (plan := plan_of(item, values[i])) is not None}
         self.gathers: list[tuple[list[int], CodeGather]] = []
-        for key in dict.fromkeys(shard.key for shard in shards.values()):
-            members = [i for i, shard in shards.items() if shard.key == key]
-            gather = CodeGather([shards[i] for i in members], device_of(values[members[0]]))
-            self.gathers.append((members, gather))
+        for key in dict.fromkeys(plan.gather_key for plan in plans.values()):
+            members = [i for i, plan in plans.items() if plan.gather_key == key]
+            self.gathers.append((members, CodeGather([plans[i] for i in members])))
         self.row_gathers: list[_RowGather] = []
         for i, item in enumerate(items):
             if item.fmt is None and (group := rows_group_of(values[i])) is not None:

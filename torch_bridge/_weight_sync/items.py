@@ -18,7 +18,8 @@ from qshard.recipes import Recipe
 from qshard.torch_bridge._convert.export import entries_of
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._experts.stacked_experts import Experts
-from qshard.torch_bridge._fsdp.code_gather import CodeShard, code_shard_of
+from qshard.torch_bridge._fsdp.code_gather import row_shard_plan
+from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._ops.bind import dtype_name
@@ -112,12 +113,12 @@ def _format_of(module: nn.Module, attribute: str, value: Tensor, fmt: Format | N
     return fmt or (module.recipe.weight if isinstance(module, WeightLayer) else None)
 
 
-def shard_of(item: Item, value: Tensor) -> CodeShard | None:
-    """Return the local shard of a weight that is gathered as codes in a bucket; None for others."""
+def plan_of(item: Item, value: Tensor) -> ShardPlan | None:
+    """Return the plan of a weight that is gathered as codes in a bucket; None for others."""
     is_codes = isinstance(local_of(value), QuantizedTensor)
     if item.fmt is None or item.layout is not None or is_codes:
         return None
-    return code_shard_of(value, item.fmt) if item.fmt.slice_refusal is None else None
+    return row_shard_plan(value, item.fmt) if item.fmt.slice_refusal is None else None
 
 
 def rows_group_of(value: Tensor) -> dist.ProcessGroup | None:

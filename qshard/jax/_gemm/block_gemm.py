@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import gemm_dispatch
@@ -92,8 +91,7 @@ def product(
     if multiply_codes is None:
         return multiply_values(*planes)
     batched = without_vmap(multiply_codes, multiply_values)
-    made: jax.Array = lax.platform_dependent(*planes, **{target_gpu.PLATFORM: batched}, default=multiply_values)
-    return made
+    return target_gpu.by_platform(batched, multiply_values, *planes)
 
 
 def _block_product(a: QuantizedArray, b: QuantizedArray, usages: tuple[Usages, Usages], dtype: Any) -> Product | None:

@@ -80,11 +80,7 @@ def _multiply(
 
 
 def _choose(has_op: bool, by_op: Product, otherwise: Product, *operands: Any) -> jax.Array:
-    """Compute a product by an op on the platform that has it, else by `otherwise`."""
-    if not has_op:
-        return otherwise(*operands)
-    made: jax.Array = lax.platform_dependent(*operands, **{target_gpu.PLATFORM: by_op}, default=otherwise)
-    return made
+    return target_gpu.by_platform(by_op, otherwise, *operands) if has_op else otherwise(*operands)
 
 
 def _ragged_dot_general(
