@@ -8,13 +8,13 @@ arXiv:2506.08027 (E4M3 for every tensor in MXFP8); OCP Microscaling Formats v1.0
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from qshard import formats
 from qshard._core.validation import as_format, closest, quote
 from qshard.formats import Format, Usage, constructor_call
-from qshard.layout import has_row_blocks_of, plane, source, whole_units
+from qshard.layout import source, whole_units
 
 __all__ = [
     "MXFP4",
@@ -26,6 +26,7 @@ __all__ = [
     "CurrentScaling",
     "DelayedScaling",
     "NAMED",
+    "Product",
     "Recipe",
     "Role",
 ]
@@ -43,6 +44,29 @@ class Role(enum.Enum):
     GRADIENT = "gradient"
 
 
+class Product(enum.Enum):
+    """A matrix product of a linear layer: `y = x @ w.T`, `dx = dy @ w` or `dw = dy.T @ x`."""
+
+    FORWARD = "forward"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+
+    @property
+    def roles(self) -> tuple[Role, Role]:
+        """The roles of the two operands."""
+        return _OPERANDS[self]
+
+
+_OPERANDS = {
+    Product.FORWARD: (Role.ACTIVATION, Role.WEIGHT),
+    Product.DGRAD: (Role.GRADIENT, Role.WEIGHT),
+    Product.WGRAD: (Role.GRADIENT, Role.ACTIVATION),
+}
+
+BF16 = "bf16"
+"""The value of a product of a recipe whose operands are rounded to bfloat16 instead of quantized."""
+
+
 ROLE_SEEDS = {Role.GRADIENT: 0, Role.ACTIVATION: 1 << 62, Role.WEIGHT: 1 << 63}
 """XOR masks that derive the seed of each tensor from the seed of its layer, so that no two tensors share random bits.
 
@@ -52,7 +76,7 @@ The masks set the highest bits, which seeds that count up with steps or ranks do
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Recipe:
-    """A format for each role of a linear layer.
+    """A format for each role of a linear layer, and optionally other formats for one of its products.
 
     This class accepts any mix of formats with rotations that cancel. Named recipes accept one kind of format.
 
@@ -61,15 +85,23 @@ class Recipe:
     on it NaN, so loss scaling, `optax.apply_if_finite` and the loss itself show it. Formats that you pass are used
     unchanged, and the formats of `qshard.formats` saturate.
 
+    `forward`, `dgrad` and `wgrad` choose the formats of both operands of one product: another recipe or its name gives
+    them by role, and "bf16" rounds the operands to bfloat16. Without them the product has the formats of the roles.
+    Layers that use a tensor in two formats quantize it twice.
+
     Attributes:
       weight: format of `w`, or its name. Formats may be passed by name for every role.
       activation: format of `x`.
       gradient: format of the gradient of `y`.
+      forward: formats of the operands of `y = x @ w.T`: a recipe, its name or "bf16"; None: the formats of the roles.
+      dgrad: likewise, for `dx = dy @ w`.
+      wgrad: likewise, for `dw = dy.T @ x`.
       accepts: a format of the kind that a named recipe accepts; None: any.
 
     Raises:
       ValueError: a format is not of the accepted kind; or one operand of a product would be rotated and the other not.
-        Only both operands of `dw`, activation and gradient, may be rotated.
+        Only both operands of `dw`, activation and gradient, may be rotated. Or a product has a recipe that itself has
+        products, or delayed scales, which belong to all products.
 
     >>> CurrentScaling(), CurrentScaling(gradient="FP8_E4M3")
     (CurrentScaling(), CurrentScaling(gradient=FP8_E4M3))
@@ -78,14 +110,23 @@ class Recipe:
     >>> mix = Recipe(weight="NVFP4_16x16", activation="MXFP8_E4M3", gradient=formats.MXFP8_E5M2)
     >>> print(mix.format(Role.WEIGHT))
     NVFP4_16x16
+    >>> late = NVFP4(wgrad="bf16", dgrad="MXFP8")
+    >>> late, late.of(Product.DGRAD), late.of(Product.WGRAD)
+    (NVFP4(dgrad=MXFP8(), wgrad='bf16'), MXFP8(), None)
     """
 
     weight: Format
     activation: Format
     gradient: Format
+    forward: Recipe | str | None = None
+    dgrad: Recipe | str | None = None
+    wgrad: Recipe | str | None = None
     accepts: ClassVar[Format | None] = None
     _contracted_unit: ClassVar[int]  # Computed once and not fields: every call of every layer reads them.
     _stochastic: ClassVar[bool]
+    _by_product: ClassVar[bool]
+    _has_one_weight: ClassVar[bool]
+    _products: ClassVar[dict[Product, Recipe | None]]
 
     def __post_init__(self) -> None:
         for role in Role:
@@ -104,8 +145,38 @@ class Recipe:
             )
         contracted = (whole_units(fmt, Usage.COLUMNWISE)[0] for fmt in (self.activation, self.gradient))
         object.__setattr__(self, "_contracted_unit", max(contracted))
-        all_formats = (self.weight, self.activation, self.gradient)
-        object.__setattr__(self, "_stochastic", any(fmt.stochastic for fmt in all_formats))
+        products = {each: self._as_product(each) for each in Product if getattr(self, each.value) is not None}
+        object.__setattr__(self, "_by_product", bool(products))
+        if products:  # The other products share one recipe.
+            rest = replace(self, forward=None, dgrad=None, wgrad=None)
+            products = {each: products.get(each, rest) for each in Product}
+        object.__setattr__(self, "_products", products)
+        users = self.of(Product.FORWARD), self.of(Product.DGRAD)
+        has_one = all(own is not None and own.weight == self.weight for own in users)
+        object.__setattr__(self, "_has_one_weight", has_one)
+        used = ((own, role) for each in Product if (own := self.of(each)) is not None for role in each.roles)
+        object.__setattr__(self, "_stochastic", any(own.format(role).stochastic for own, role in used))
+
+    def _as_product(self, product: Product) -> Recipe | None:
+        """Replace a name in the field of a product by its recipe, and check it. Return None for "bf16"."""
+        kind, name, given = type(self).__name__, product.value, getattr(self, product.value)
+        if isinstance(given, str) and given not in NAMED and given not in formats.FORMATS and given != BF16:
+            raise ValueError(
+                f"{kind}: {name} ({quote(given)}) is not a recipe name or 'bf16'; {closest(given, [BF16, *NAMED], '')}"
+            )
+        own = None if given == BF16 else as_recipe(given, kind, name)
+        if own is not None and own.by_product:
+            raise ValueError(
+                f"{kind}: {name} ({own}) has products of its own; pass a recipe with formats of roles only"
+            )
+        if self.stateful or (own is not None and own.stateful):
+            raise ValueError(
+                f"{kind}: {name} ({quote(given)}) does not go with delayed scales, which belong to all products; use "
+                "CurrentScaling"
+            )
+        if own is not None:
+            object.__setattr__(self, name, own)
+        return own
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the fields, so that unpickling validates them."""
@@ -118,6 +189,33 @@ class Recipe:
         """Return the format of the tensor in `role`."""
         fmt: Format = getattr(self, role._value_)
         return fmt
+
+    def of(self, product: Product) -> Recipe | None:
+        """Return the recipe with the formats of both operands of a product, by role; None for bfloat16 operands.
+
+        >>> [NVFP4(wgrad="bf16").of(each) for each in Product]
+        [NVFP4(), NVFP4(), None]
+        """
+        return self._products.get(product, self)
+
+    @property
+    def distinct(self) -> list[Recipe]:
+        """The different recipes of its products."""
+        return [*dict.fromkeys(own for each in Product if (own := self.of(each)) is not None)]
+
+    @property
+    def by_product(self) -> bool:
+        """True if a product has formats that differ from the formats of the roles."""
+        return self._by_product
+
+    @property
+    def has_one_weight(self) -> bool:
+        """True if forward and dgrad use the weight in the format `weight`, so that its codes can stand for it.
+
+        >>> [NVFP4(wgrad="bf16").has_one_weight, NVFP4(dgrad="bf16").has_one_weight]
+        [True, False]
+        """
+        return self._has_one_weight
 
     @property
     def stochastic(self) -> bool:
@@ -272,12 +370,15 @@ RecipeLike = Recipe | str
 """A recipe, or a key of `NAMED`."""
 
 
-def as_recipe(value: Any, op: str, name: str = "recipe") -> Recipe:
+def as_recipe(value: Any, op: str, name: str = "recipe", *, by_product: bool = True) -> Recipe:
     """Return the recipe that a caller of `op` passed as its argument `name`: a recipe, or a key of `NAMED`.
+
+    `by_product=False`: `op` supports formats of roles only.
 
     Raises:
       TypeError: `value` is something else, such as a format, or a class without parentheses.
       ValueError: `NAMED` does not have this name.
+      NotImplementedError: `op` does not support the formats of its products.
 
     >>> as_recipe("MXFP8", "convert") == MXFP8()
     True
@@ -286,6 +387,9 @@ def as_recipe(value: Any, op: str, name: str = "recipe") -> Recipe:
     TypeError: convert: recipe (the class MXFP8) is not an instance; pass MXFP8()
     """
     if isinstance(value, Recipe):
+        if value.by_product and not by_product:
+            without = replace(value, forward=None, dgrad=None, wgrad=None)
+            raise NotImplementedError(f"{op}: {name} ({value}) {NO_PRODUCTS}; pass one without, such as {without}")
         return value
     if isinstance(value, str) and value in NAMED:
         return NAMED[value]
@@ -326,68 +430,5 @@ def as_delayed(value: Any, op: str) -> DelayedScaling:
     return recipe
 
 
-def check_state(
-    op: str, name: str, given: object, recipe: Recipe, advice: str, *, layers: str = "", fits: bool = True
-) -> None:
-    """Raise ValueError unless state is passed exactly if the recipe keeps state. `advice` says what to pass.
-
-    - `given`: description of the state that was passed; None if none was.
-    - `layers`: description of the layers that the state is for.
-    - `fits`: False if the state does not match the other arguments.
-    """
-    kind = type(recipe).__name__
-    if recipe.stateful and given is None:
-        raise ValueError(f"{op}: {kind} needs `{name}`; pass {advice}")
-    if given is not None and not recipe.stateful:
-        raise ValueError(f"{op}: {name} is for DelayedScaling, and the recipe is {kind}; leave it out")
-    if not fits:
-        raise ValueError(f"{op}: {name} ({given}) does not fit {layers or 'the other arguments'}; pass {advice}")
-
-
-CAST_OPTIONS = ("nonfinite", "pow2", "eps")
-"""Options that affect casts, but not the meaning of codes."""
-
-
-def takes_frozen(fmt: Format, recipe: Recipe) -> bool:
-    """Return whether codes of `fmt` can be a frozen weight though the recipe's weights have 2-D blocks.
-
-    Engines store 1-D blocks along K, which the forward product contracts. Their columnwise plane has other codes, so
-    the gradient of x multiplies dequantized values.
-
-    >>> from qshard.formats import MXFP8_E4M3, NVFP4
-    >>> [takes_frozen(MXFP8_E4M3, MXFP8()), takes_frozen(NVFP4, MXFP8())]
-    [True, False]
-    """
-    return recipe.weight.transposes and has_row_blocks_of(fmt, recipe.weight)
-
-
-def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe, *, frozen: bool = False) -> None:
-    """Raise ValueError unless codes of `fmt` can be the weight of a layer with this recipe.
-
-    `frozen` also accepts 1-D blocks (`takes_frozen`).
-    """
-    if frozen and takes_frozen(fmt, recipe):
-        return
-    own, wanted = fmt.options, recipe.weight.options
-    same = {option: wanted[option] for option in CAST_OPTIONS if option in own and option in wanted}
-    if fmt.with_options(**same) == recipe.weight:
-        return
-    what, remedy = "is not in the weight format of the recipe", f"quantize it to {recipe.weight}"
-    if fmt.name == recipe.weight.name and own.keys() == wanted.keys():
-        differ = [option for option in own if option not in CAST_OPTIONS and own[option] != wanted[option]]
-        had, needed = (", ".join(f"{option}={of[option]}" for option in differ) for of in (own, wanted))
-        what = f"has {had}, but the weight format of the recipe has {needed}"
-    raise ValueError(f"{op}: {name} ({fmt}) {what}; {remedy}")
-
-
-def check_weight_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless a weight `[N, K]` and the tensors that multiply it have whole blocks."""
-    for one in Usage.BOTH.planes:
-        plane(recipe.weight, shape, one, op=op, name=name)
-    for role, axis, size in ((Role.ACTIVATION, "columns", shape[1]), (Role.GRADIENT, "rows", shape[0])):
-        unit = whole_units(recipe.format(role), Usage.ROWWISE)[1]
-        if size % unit:
-            raise ValueError(
-                f"{op}: {name} {shape} does not fit the {role.value}s, which have blocks of {unit} "
-                f"({recipe.format(role)}); pad the {axis} to {size + -size % unit}"
-            )
+NO_PRODUCTS = "has formats of single products (forward, dgrad, wgrad), which are not supported here"
+"""Reason for leaving out a layer, or for an error."""

@@ -24,7 +24,7 @@ from qshard.numerics import _kernels as kernels
 from qshard.numerics._arrays import ShardedArray, splits_blocks
 from qshard.numerics._pieces import compare_shards
 from qshard.numerics._training_steps import COUNTS, LayerStats, StepStats, Totals, layer_stats, step_sums
-from qshard.recipes import Role
+from qshard.recipes import NO_PRODUCTS, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.scaling_state import plain_name
@@ -101,6 +101,11 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     check_group("numerics_of", group)
     modules = {".".join(plain_name(model, name)): module for name, module in model.named_modules()}
     layers = {name: module for name, module in modules.items() if isinstance(module, WeightLayer)}
+    if unsupported := next((name for name, layer in layers.items() if layer.recipe.by_product), None):
+        raise NotImplementedError(
+            f"numerics_of: {unsupported} ({layers[unsupported].recipe}) {NO_PRODUCTS}; convert the model with a recipe "
+            "without them"
+        )
     grouped = [
         module
         for module in modules.values()

@@ -161,7 +161,7 @@ def head_recipe(op: str, given: RecipeLike, seed: Any) -> Recipe:
 
     Raises ValueError if the recipe uses scales of earlier steps, or needs a seed that is not passed.
     """
-    recipe = as_recipe(given, op)
+    recipe = as_recipe(given, op, by_product=False)
     if recipe.stateful:
         raise ValueError(
             f"{op}: recipe ({type(recipe).__name__}) is not supported: chunks have no scale history; pass another "

@@ -113,7 +113,7 @@ def numerics_of(seen: Any, recipe: RecipeLike) -> StepStats:
     >>> row.amax, row.sqnr_db, row.elements, round(448 * row.scale_low, 6)
     (2.0, inf, 64, 2.0)
     """
-    recipe = as_recipe(recipe, "numerics_of")
+    recipe = as_recipe(recipe, "numerics_of", by_product=False)
     rows = []
     leaves = jax.tree_util.tree_leaves_with_path(seen, is_leaf=lambda node: isinstance(node, Probe))
     for path, probe in leaves:

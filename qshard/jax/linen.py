@@ -117,7 +117,7 @@ class MoE(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, return_router_logits: bool = False) -> Any:
         """Apply the experts of each token of `x` `[..., H]`. Optionally also return the logits, `[..., E]`."""
-        hidden, recipe = x.shape[-1], None if self.recipe is None else as_recipe(self.recipe, "MoE")
+        hidden, recipe = x.shape[-1], None if self.recipe is None else as_recipe(self.recipe, "MoE", by_product=False)
         given: dict[str, Any] = dict(self.options or {})
         layer.check_options("MoE", given)
         if self.is_initializing():

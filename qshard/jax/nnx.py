@@ -146,7 +146,7 @@ class GroupedMLP(nnx.Module):
         **options: Any,
     ) -> None:
         layer.check_options("GroupedMLP", options)
-        self.recipe = None if recipe is None else as_recipe(recipe, "GroupedMLP")
+        self.recipe = None if recipe is None else as_recipe(recipe, "GroupedMLP", by_product=False)
         self.options = nnx.static(tuple(options.items()))
         made = self.recipe
         scales = [

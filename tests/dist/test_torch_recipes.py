@@ -6,12 +6,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from qshard.recipes import MXFP8
 from qshard.torch_bridge import Adam, ZeroOptimizer, convert, load_scaling_state, scaling_state, update_scales
 from support import torch_ranks
 from support.conv1d import Conv1D
 from support.torch_ranks import on_ranks
 
-RECIPES = {"0": "DelayedScaling", "1": "BlockScaling", "*.head": None, "3": "CurrentScaling", "*": "MXFP8"}
+RECIPES = {"0": "DelayedScaling", "1": "BlockScaling", "*.head": None, "3": "CurrentScaling"}
+RECIPES["*"] = MXFP8(wgrad="bf16")
 
 
 class Head(nn.Module):

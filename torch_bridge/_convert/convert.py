@@ -11,7 +11,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
-from qshard.recipes import Recipe, check_weight_shape
+from qshard._core.operands import check_weight_shape
+from qshard.recipes import NO_PRODUCTS, Recipe
 from qshard.torch_bridge._convert.experts import check_experts, convert_experts, is_experts, unfit_experts
 from qshard.torch_bridge._convert.fusion import fuse_module
 from qshard.torch_bridge._convert.survey import Candidate, Conv1D, conv1d_class, survey
@@ -182,6 +183,8 @@ def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
         known = [Conv1D.forward, getattr(conv1d_class(kind), "forward", None)]
     if kind.forward not in known:
         return f"{kind.__name__} overrides forward"
+    if issubclass(kind, LinearCrossEntropy) and recipe.by_product:
+        return f"{recipe} {NO_PRODUCTS}"
     if issubclass(kind, LinearCrossEntropy) and recipe.stateful:
         return f"{type(recipe).__name__} has no scales for chunks of its rows"
     if "forward" in vars(layer):

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from qshard.recipes import Recipe, check_weight_shape
+from qshard._core.operands import check_weight_shape
+from qshard.recipes import NO_PRODUCTS, Recipe
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._experts.stacked_layer import StackedExperts
 from qshard.torch_bridge._modules import extend_class
@@ -76,6 +77,8 @@ def unfit_experts(module: nn.Module, recipe: Recipe) -> str | None:
     """Return the reason why known experts cannot be converted, or None."""
     kind, name = kind_of(module), type(module).__name__
     assert kind is not None
+    if recipe.by_product:
+        return f"{recipe} {NO_PRODUCTS}"
     if recipe.stateful and (not isinstance(module, StackedExperts) or module.ep_group is not None):
         return f"{type(recipe).__name__} has no scales by expert; match it with a pattern of another recipe"
     if parametrize.is_parametrized(module):

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from qshard._core.operands import check_weight_format
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import closest
 from qshard._files.reader import CheckpointReader, Part
-from qshard.recipes import check_weight_format
 from qshard.torch_bridge._convert.export import quantized_weight
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.fsdp1 import is_flattened_model

@@ -105,7 +105,7 @@ def local_experts(op: str, num_experts: int, recipe: RecipeLike, ep_group: Exper
 
 def check_parallel_recipe(op: str, recipe: RecipeLike | None) -> None:
     """Raise NotImplementedError for delayed scaling: its update would merge the amaxes of different experts."""
-    if recipe is not None and as_recipe(recipe, op).stateful:
+    if recipe is not None and as_recipe(recipe, op, by_product=False).stateful:
         raise NotImplementedError(
             f"{op}: DelayedScaling is not supported with ep_group, because its update reduces amaxes over ranks that "
             "have different experts; pass CurrentScaling"

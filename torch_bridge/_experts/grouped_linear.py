@@ -14,11 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from qshard._core.operands import check_state, check_weight_shape
 from qshard._core.validation import quote
-from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_shape
+from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge._experts.autograd import DelayedStates, GroupedProduct, ProductOptions
 from qshard.torch_bridge._experts.tiles import GroupedRows
-from qshard.torch_bridge._nn.functional import check_gathered, check_operand
+from qshard.torch_bridge._nn.operands import check_gathered, check_operand
 from qshard.torch_bridge._ops.autograd_node import apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
@@ -86,7 +87,7 @@ def grouped_linear(
 
     Sources: `torch._grouped_mm`; TransformerEngine (`GroupedLinear`: scales by expert, rows padded to blocks).
     """
-    recipe = as_recipe(recipe, "grouped_linear")
+    recipe = as_recipe(recipe, "grouped_linear", by_product=False)
     check_tensor("grouped_linear", "x", x)
     if not isinstance(weights, Tensor | Sequence) or type(weights) is QuantizedTensor:
         raise TypeError(

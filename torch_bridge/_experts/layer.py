@@ -75,7 +75,7 @@ class GroupedLinear(nn.Module):
             raise ValueError(
                 f"GroupedLinear: num_experts ({quote(num_experts)}) is not positive; pass an integer of at least 1"
             )
-        recipe = as_recipe(recipe, "GroupedLinear")
+        recipe = as_recipe(recipe, "GroupedLinear", by_product=False)
         layer: dict[str, Any] = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype}
         if stacked:
             self.experts = StackedExperts(num_experts, in_features, out_features, ep_group=ep_group, **layer)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from qshard.recipes import Recipe, check_weight_shape
+from qshard._core.operands import check_weight_shape
+from qshard.recipes import Recipe
 from qshard.torch_bridge._distributed.dtensor import local_of, local_part, wrapped_like
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group, expert_mesh
 from qshard.torch_bridge._experts.expert_parallel import local_experts

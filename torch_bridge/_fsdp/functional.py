@@ -89,6 +89,11 @@ def gathered_weight(
             check_dtype("gathered_weight", name, dtype)
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"gathered_weight: reduce_op ({quote(reduce_op)}) is not 'sum' or 'avg'; pass one of these")
+    if not local.scale_state.has_one_format:
+        raise NotImplementedError(
+            f"gathered_weight: {local.scale_state.name} has two formats, because the recipe changes forward or dgrad; "
+            "pass a recipe that changes wgrad alone"
+        )
     plan = row_shard_plan(weight, local.scale_state.fmt)
     if plan is None or plan.part is not None:
         raise NotImplementedError(

@@ -80,6 +80,7 @@ class ScaleState:
 
     Attributes:
       refusal: why FSDP2 cannot gather it; None if it can.
+      has_one_format: False if forward and dgrad use the weight in two formats.
       part: under tensor parallelism, the part of a larger weight that this weight is. One scale serves all parts.
       whole: shape of the tensor that FSDP2 shards.
       first: flat index of the local shard in `whole`.
@@ -104,6 +105,7 @@ class ScaleState:
         self.fmt = self.operand.format
         self.name = name
         self.refusal = self.fmt.gather_refusal
+        self.has_one_format = recipe.has_one_weight
         experts = shape[0] if len(shape) > 2 else None
         self.delayed = DelayedScale(recipe, Role.WEIGHT, device, experts) if recipe.stateful else None
         self.primary = Primary(name) if primary else None

@@ -240,6 +240,11 @@ class ShardedWeight(Tensor):
                 f"fully_shard: {state.name} {state.shape} has no elements, which the backward pass of FSDP2 does not "
                 "support, even for plain parameters; remove the layer"
             )
+        if not state.has_one_format:
+            raise NotImplementedError(
+                f"fully_shard: {state.name} has two formats, because the recipe changes forward or dgrad, but FSDP2 "
+                "gathers one; pass a recipe that changes wgrad alone, or use DistributedDataParallel"
+            )
         if state.refusal is not None:  # Precomputed: FSDP2 looks the hook up three times a gather.
             raise NotImplementedError(
                 f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qshard._core.losses import CHUNK_SEED_BIT, LossRule, check_head, head_recipe, makes_gradients_early, rows_at_a_time
+from qshard._core.operands import check_weight_format, check_weight_shape
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
-from qshard.recipes import Recipe, RecipeLike, Role, check_weight_format, check_weight_shape
+from qshard.recipes import Recipe, RecipeLike, Role
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.cross_entropy import RowLoss, as_int32, count_labels, reduce_losses, row_loss
-from qshard.torch_bridge._nn.functional import check_gathered
-from qshard.torch_bridge._nn.operands import LayerQuantizer, matrix_of, planes_of, values_of
+from qshard.torch_bridge._nn.operands import LayerQuantizer, check_gathered, matrix_of, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling

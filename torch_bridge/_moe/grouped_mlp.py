@@ -116,7 +116,7 @@ def grouped_mlp(
         weights = torch.where((indices >= 0) & (indices < experts), weights, 0)
         recipes = None
     else:
-        recipes = (as_recipe(recipe, "grouped_mlp"),) * 2
+        recipes = (as_recipe(recipe, "grouped_mlp", by_product=False),) * 2
     run = (lambda rows, groups: products(0, rows, w13, groups), lambda rows, groups: products(1, rows, w2, groups))
     facts = (_shape(w13), weight_layout, x.dtype, dtype, recipes)
     own = [[w] if isinstance(w, Tensor) else w for w in (w13, w2)]

@@ -1,6 +1,6 @@
 """Autograd nodes of `linear`: tensors saved for backward, and the backward pass.
 
-`Gradients` saves the operands and computes both gradients. `Product` computes y in a node of its own when
+`Gradients` saves the operands and computes both gradients. `ProductNode` computes y in a node of its own when
 `saved_tensors_hooks` are active. `SavedLayout` describes the layout of the saved tensors.
 """
 
@@ -66,8 +66,8 @@ class SavedLayout(NamedTuple):
 class Gradients(Node):
     """Autograd node that saves the operands of `linear` and computes both gradients.
 
-    Under `saved_tensors_hooks` it runs before `Product`. Activation checkpointing stops recomputing once the last saved
-    tensor is recomputed, so it skips the last matmul.
+    Under `saved_tensors_hooks` it runs before `ProductNode`. Activation checkpointing stops recomputing once the last
+    saved tensor is recomputed, so it skips the last matmul.
     """
 
     op, degree = "linear", 2
@@ -85,9 +85,9 @@ class Gradients(Node):
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Save the operands and return y.
 
-        `ready` has y; None returns a placeholder for y without memory, which `Product` computes later. Under delayed
-        scaling `tensors` begin with the scale of each role and the amax of the gradient. The tensors saved for x and
-        for the weight follow. `how` has their layout.
+        `ready` has y; None returns a placeholder for y without memory, which `ProductNode` computes later. Under
+        delayed scaling `tensors` begin with the scale of each role and the amax of the gradient. The tensors saved for
+        x and for the weight follow. `how` has their layout.
         """
         scale_args, saved = tensors[: how.scale_count], tensors[how.scale_count :]
         ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, x.shape, x.dtype, weight.dtype
@@ -229,7 +229,7 @@ def _product_of(
     return matmul(x, w, dtype, fast=fast)
 
 
-class Product(torch.autograd.Function):
+class ProductNode(torch.autograd.Function):
     """Autograd node of `y = x @ w.T`, with the identity as its backward pass.
 
     `Gradients` runs next in the backward pass and computes the gradients. It also rejects second derivatives.

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from qshard._core.operands import check_state
 from qshard._core.validation import quote, seed_missing
 from qshard.formats import Usage
-from qshard.recipes import Recipe, RecipeLike, Role, as_recipe, check_state, check_weight_format
+from qshard.recipes import NO_PRODUCTS, Product, Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.activation_group import ActivationGroup, Join
 from qshard.torch_bridge._distributed.dtensor import local_of
@@ -20,9 +21,25 @@ from qshard.torch_bridge._distributed.sequence_parallel import Rows
 from qshard.torch_bridge._distributed.tensor_shards import LinearSharding, ShardSpec, linear_sharding
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
-from qshard.torch_bridge._nn.autograd import Gradients, Product, SavedLayout, multiply
+from qshard.torch_bridge._nn.autograd import Gradients, ProductNode, SavedLayout, multiply
 from qshard.torch_bridge._nn.module_calls import cached_amax
-from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, planes_of, values_of
+from qshard.torch_bridge._nn.operands import (
+    ROLES,
+    LayerQuantizer,
+    check_gathered,
+    check_operand,
+    check_shapes,
+    matrix_of,
+    planes_of,
+    values_of,
+)
+from qshard.torch_bridge._nn.product_formats import (
+    ForwardProduct,
+    ProductGradients,
+    ProductLayout,
+    bfloat16_matrix,
+    forward_product,
+)
 from qshard.torch_bridge._nn.weight_amax import whole_amax
 from qshard.torch_bridge._ops.autograd_node import apply_node
 from qshard.torch_bridge._ops.eager import is_compiling
@@ -30,7 +47,7 @@ from qshard.torch_bridge._ops.uint64 import words
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
-from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype, check_tensor
+from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
 from qshard.torch_bridge._torch_internals import has_saved_tensors_hooks
 
 WeightLayout = Literal["NK", "KN"]
@@ -133,7 +150,7 @@ def linear(
     # Dynamo would guard on the id and compile equal layers one by one, until its recompilation limit.
     sharding, shared, layer = None, x, 0 if is_compiling() else _id_of(weight)
     if isinstance(x, DTensor) and isinstance(weight, DTensor):
-        _check_shapes(x, weight, bias)
+        check_shapes(x, weight, bias)
         if scatter_dim is not None and scatter_dim < 0:
             scatter_dim += x.ndim
         sharding = linear_sharding("linear", x, weight, recipe, scatter_dim, overlap)
@@ -147,9 +164,12 @@ def linear(
         )
     parts = {} if sharding is None else sharding.parts
     check_tensor("linear", "x", x)
+    if recipe.by_product and (sharding is not None or activation_group is not None):
+        what = "a DTensor" if activation_group is None else "with activation_group="
+        raise NotImplementedError(f"linear: x is {what}, but recipe ({recipe}) {NO_PRODUCTS}; pass one without")
     check_operand("linear", weight, recipe, frozen=weight_layout == "NK")
     if sharding is None:
-        _check_shapes(x, weight, bias, is_kn)
+        check_shapes(x, weight, bias, is_kn)
     if not (parts and is_compiling()):  # Dynamo loses the scale state of a shard that it created.
         check_gathered(weight)
     if dtype is not None:
@@ -172,7 +192,7 @@ def linear(
     has_grad = torch.is_grad_enabled()
     needs = has_grad and x.requires_grad, has_grad and weight.requires_grad
     call = _Call(recipe, seed, scale_args, delayed, dtype, sharding, shared, layer, activation_group, is_kn, *needs)
-    y = _product(call, x, weight)
+    y = (_product_by_format if recipe.by_product else _product)(call, x, weight)
     y = y if sharding is None else sharding.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -253,8 +273,46 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     if y is None:
         w = ws[call.w_usages[0]]
         parts = *x_row.parts, *w.parts
-        result = Product.apply(result, call.dtype, x_row.format, w.format, call.is_kn, call.rows, *parts)
+        result = ProductNode.apply(result, call.dtype, x_row.format, w.format, call.is_kn, call.rows, *parts)
     return result
+
+
+def _product_by_format(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
+    """Compute `linear` of plain tensors without bias, with a recipe that has formats of single products."""
+    forward, wgrad = call.recipe.of(Product.FORWARD), call.recipe.of(Product.WGRAD)
+    has_codes, columns = isinstance(weight, QuantizedTensor), Usage.COLUMNWISE
+    xs: dict[Usage, Operand] = {}
+    ws: dict[Usage, Operand] = {}
+    parts: Sequence[Tensor | None] = ()
+    of_x: Sequence[Tensor | None] = ()
+    if forward is None:
+        x_format, parts = None, (bfloat16_matrix(x, call.dtype), values_of(weight).to(torch.bfloat16))
+    else:
+        own, x_format = call._replace(recipe=forward), forward.activation
+        xs = _quantize_x(own, x, Usage.BOTH if call.need_w and forward is wgrad else Usage.ROWWISE)
+        ws, _ = _planes_of_weight(own, weight, w_again=not has_codes)
+        parts = *xs[Usage.ROWWISE].parts, *ws[call.w_usages[0]].parts
+    if call.need_w and wgrad is None:
+        of_x = (bfloat16_matrix(x, call.dtype),)
+    elif call.need_w:
+        if columns not in xs:
+            xs = _quantize_x(call._replace(recipe=cast(Recipe, wgrad)), x, columns)
+        of_x = xs[columns].parts
+    of_w: Sequence[Tensor | None] = ()
+    w_usage = None
+    if has_codes:
+        w = ws[call.w_usages[1] if call.w_usages[1] in ws else call.w_usages[0]]
+        of_w, w_usage = w.parts if call.need_x else (), w.usage
+    elif isinstance(weight, ShardedWeight):
+        of_w = (weight.shard,)  # The version counter of the wrapper misses writes to it.
+    w_format = weight.format if isinstance(weight, QuantizedTensor) else call.recipe.weight
+    shape = call.y_shape(x, weight)
+    how = ProductLayout(call.recipe, call.dtype, shape, len(of_x), w_format, w_usage, call.is_kn)
+    if not (call.need_x or call.need_w):
+        return forward_product(how, x_format, *parts)
+    placeholder = apply_node(ProductGradients, x, weight, how, call.seed, *of_x, *of_w)
+    y: Tensor = ForwardProduct.apply(placeholder, how, x_format, *parts)
+    return y
 
 
 def _quantize_x(call: _Call, x: Tensor, usage: Usage) -> dict[Usage, Operand]:
@@ -360,49 +418,3 @@ def _key(recipe: Recipe, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return everything besides the values of x that its planes depend on."""
     rows = recipe.added_rows(Role.ACTIVATION, Usage.BOTH, 1)
     return recipe.format(Role.ACTIVATION), rows, dtype, recipe if recipe.stateful else None
-
-
-def check_operand(op: str, weight: Tensor, recipe: Recipe, *, frozen: bool = False) -> None:
-    """Raise unless `weight` is a gathered tensor, or codes in the recipe's weight format, if `frozen` also in 1-D."""
-    if isinstance(weight, QuantizedTensor):
-        if weight.format is not recipe.weight and not is_compiling():
-            check_weight_format(op, "weight", weight.format, recipe, frozen=frozen)
-    else:
-        check_tensor(op, "weight", weight, sharded=_NOT_GATHERED)
-        check_contiguous(op, "weight", weight)
-
-
-def check_gathered(weight: Tensor, op: str = "linear") -> None:
-    if isinstance(weight, ShardedWeight) and weight.scale_state.primary is not None:
-        raise ValueError(
-            f"{op}: {weight.scale_state.name} (primary) is not gathered; call fully_shard(model) after "
-            "convert(primary=True), even on one rank"
-        )
-
-
-def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, is_kn: bool = False) -> None:
-    layout = "[K, N]" if is_kn else "[N, K]"
-    if weight.ndim != 2:
-        raise ValueError(f"linear: weight {tuple(weight.shape)} does not have two axes; pass weight as {layout}")
-    if x.ndim < 1 or x.shape[-1] != weight.shape[0 if is_kn else 1]:
-        raise ValueError(
-            f"linear: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; pass weight as {layout} and x as "
-            "[*lead, K]"
-        )
-    if bias is not None:
-        if not isinstance(bias, Tensor):
-            raise TypeError(f"linear: bias ({quote(bias)}) is not a torch.Tensor or None; pass a tensor of [N]")
-        if isinstance(weight, DTensor) and not isinstance(bias, DTensor):
-            raise TypeError("linear: bias is not a DTensor, but weight is; pass both as DTensors, or neither")
-        if tuple(bias.shape) != (weight.shape[1 if is_kn else 0],):
-            raise ValueError(
-                f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; pass bias as [N]"
-            )
-    if weight.device != x.device:
-        raise ValueError(f"linear: weight (on {weight.device}) is not on the device of x, {x.device}; move it there")
-
-
-_NOT_GATHERED = (
-    "call the module that fully_shard wraps, which gathers it; under tensor parallelism, pass x as a DTensor of the "
-    "same mesh"
-)

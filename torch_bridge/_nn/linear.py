@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from qshard._core.operands import check_weight_format, check_weight_shape
 from qshard._core.validation import quote
 from qshard.formats import Usage
-from qshard.recipes import Recipe, RecipeLike, as_recipe, check_weight_format, check_weight_shape
+from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge._distributed.activation_group import ActivationGroup
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.scaling_state import load_state_if_present

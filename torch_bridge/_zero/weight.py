@@ -154,7 +154,7 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
         state = parameter.scale_state if isinstance(parameter, ShardedWeight) else None
         if state is None or (weight.is_stack and splits_stack(state.fmt, weight.shape)):
             continue  # Flat slices of such a stack have no grid of blocks.
-        if formats == {state.fmt} and state.refusal is None:
+        if formats == {state.fmt} and state.refusal is None and state.has_one_format:
             weight.fmt, weight.delayed = state.fmt, state.delayed
     weights = list(found.values())
     if not weights:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qshard._core.operands import check_state
 from qshard._core.validation import quote, seed_missing
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
@@ -37,7 +38,7 @@ from qshard.jax._quantized.gather import CodedWeight, WeightLayout, WeightShardi
 from qshard.jax._quantized.primary import CODED, PrimaryWeight, open_weight
 from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.layout import plane
-from qshard.recipes import Recipe, RecipeLike, as_recipe, check_state
+from qshard.recipes import Recipe, RecipeLike, as_recipe
 
 
 def ragged_dot(
@@ -144,7 +145,7 @@ def product_and_amaxes(
         recipe = None
         _check_unquantized(w, state)
     else:
-        recipe = as_recipe(options.recipe, "ragged_dot")
+        recipe = as_recipe(options.recipe, "ragged_dot", by_product=False)
     if options.weight_layout is None:
         raise ValueError(
             "ragged_dot: weight_layout (None) is not a layout; pass 'KN' for w [E, K, N], as in jax.lax.ragged_dot, "

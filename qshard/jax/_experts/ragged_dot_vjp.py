@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from qshard._core.operands import OperandSpec
+from qshard._core.operands import OperandSpec, check_weight_format
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, observe_all
 from qshard.jax._experts.expert_parallel import GroupedRows, quantize_dispatched
@@ -22,7 +22,7 @@ from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, WeightSharding
 from qshard.jax._quantized.quantize import WeightScales, quantize_shard
 from qshard.layout import source
-from qshard.recipes import Recipe, Role, check_weight_format
+from qshard.recipes import Recipe, Role
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from qshard._core.losses import CHUNK_SEED_BIT, head_recipe
-from qshard._core.operands import OperandSpec
+from qshard._core.operands import OperandSpec, check_weight_shape
 from qshard.formats import Usage
 from qshard.jax._gemm.gemm import apply_scale, gemm, row_product, stored_for
 from qshard.jax._ops.mesh import names_of
@@ -17,7 +17,7 @@ from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.quantize import quantize_shard
 from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.layout import source
-from qshard.recipes import Recipe, RecipeLike, Role, check_weight_shape
+from qshard.recipes import Recipe, RecipeLike, Role
 
 _OP = "linear_cross_entropy"
 _NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of logits"}

@@ -128,7 +128,7 @@ def grouped_mlp(
     rows = moe_permute(x.reshape(-1, x.shape[-1]), permutation)
     sizes = permutation.group_sizes
     if axes and rows.shape[0]:
-        made = None if recipe is None else as_recipe(recipe, "grouped_mlp")
+        made = None if recipe is None else as_recipe(recipe, "grouped_mlp", by_product=False)
         y = parallel_mlp(products, rows, w13, w2, sizes, made, axes, capacity_factor)
     else:
         sizes = sizes[: shapes[0][0]]

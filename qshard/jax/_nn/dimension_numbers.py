@@ -86,7 +86,8 @@ class MatrixAxes(NamedTuple):
                 for axis in group:
                     outside[axis] = 1
                 continue
-            last, unit = cut[-1], max(max(recipe.format(each).block_shape()) for each in (Role.WEIGHT, role))
+            used = [own.format(each) for own in recipe.distinct for each in (Role.WEIGHT, role)]
+            last, unit = cut[-1], max((max(fmt.block_shape()) for fmt in used), default=1)
             size = w.shape[last] * count(manual.intersection(names[last]))
             run = size // total[last] * math.prod(w.shape[axis] for axis in group[group.index(last) + 1 :])
             if any(w.shape[axis] % outside[axis] for axis in group) or run % unit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -263,8 +264,8 @@ def broken_blocks(recipe: Recipe, k: int, n: int) -> str | None:
     many = 128  # Whole blocks of every format: rows are padded, so only K and N can break blocks.
     planes = [(Role.WEIGHT, (n, k), usage) for usage in Usage.BOTH.planes]
     planes += [(Role.ACTIVATION, (many, k), Usage.ROWWISE), (Role.GRADIENT, (many, n), Usage.ROWWISE)]
-    for role, shape, usage in planes:
-        fmt = recipe.format(role)
+    for own, (role, shape, usage) in itertools.product(recipe.distinct, planes):
+        fmt = own.format(role)
         if any(size % unit for size, unit in zip(shape, whole_units(fmt, source(fmt, usage)), strict=True)):
             return f"K = {k} and N = {n}, which are no whole number of blocks of {fmt}"
     return None

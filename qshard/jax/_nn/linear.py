@@ -19,6 +19,7 @@ from qshard.jax import _probes as probes
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._nn.linear_parallel import TensorParallelOptions
 from qshard.jax._nn.linear_vjp import Config, NonDifferentiable, folding_product, product, whole_weight
+from qshard.jax._nn.product_formats import check_supported, folding_product_by_format, product_by_format
 from qshard.jax._ops.mesh import AxisName, Spec, explicit_sharding, mesh_of, names_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
     Seed,
@@ -184,7 +185,7 @@ def linear(
         apart = local_axes is not None or tensor_parallel is not None or vmap_as_rows
         probes.check_probe("linear", probe, apart)
         check_shared("linear", names, "probe")
-        how = probes.ProbeOptions(as_recipe(recipe, "linear"), as_axes("linear", names), rows)
+        how = probes.ProbeOptions(as_recipe(recipe, "linear", by_product=False), as_axes("linear", names), rows)
         x = jnp.asarray(x)
         if not isinstance(w, CODED):
             whole = gathered_weight(
@@ -257,6 +258,11 @@ def gathered_weight(
     (3, 16)
     """
     recipe = as_recipe(recipe, "gathered_weight")
+    if not recipe.has_one_weight:
+        raise NotImplementedError(
+            f"gathered_weight: forward and dgrad of {recipe} use two formats of w; pass a recipe that changes wgrad "
+            "alone"
+        )
     w, given = lax.stop_gradient((w, check_arguments("gathered_weight", w, weight_spec, weight_scales, seed, state)))
     axes = as_names("gathered_weight", "gather_axis", gather_axis)
     options = {"recipe": recipe, "weight_spec": weight_spec, "gather_axes": axes}
@@ -354,10 +360,12 @@ def _checked_linear(
     # In shard_map, cast an operand to vary over more axes outside of the custom_vjp: there JAX sums its gradient.
     x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
     weight = CodedWeight(weight.codes, sink[0] if sink else None, weight.shards)
+    if recipe.by_product:
+        check_supported(config, weight, given)
     if vmap_as_rows:
-        y = folding_product(config, x, weight, given)
+        y = (folding_product_by_format if recipe.by_product else folding_product)(config, x, weight, given)
         return unfold(y, (*lead, y.shape[-1]))
-    return product(config, x, weight, given)
+    return (product_by_format if recipe.by_product else product)(config, x, weight, given)
 
 
 # For eager callers, also of gradients: one dispatch, and checks run once per shape.

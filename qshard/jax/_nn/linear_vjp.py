@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
-from qshard._core.operands import OperandSpec
+from qshard._core.operands import OperandSpec, check_state, check_weight_format
 from qshard._core.quantize_steps import Plane, makes_planes_apart
 from qshard._core.validation import seed_missing
 from qshard.formats import Usage
@@ -34,7 +34,7 @@ from qshard.jax._quantized.quantize import WeightScales, quantize_shard
 from qshard.jax._sharding.shard_spec import ShardSpec, may_shard_rows, whole_along
 from qshard.jax._sharding.vmap_rows import vmap_as_rows
 from qshard.layout import Shape, multiplies_codes, source
-from qshard.recipes import Recipe, Role, check_state, check_weight_format
+from qshard.recipes import Recipe, Role
 
 _NAMES = {Role.WEIGHT: "w", Role.ACTIVATION: "x", Role.GRADIENT: "the gradient of y"}
 
@@ -203,9 +203,9 @@ def _forward(
         # Check x before w is cast: if both are wrong, the error names x, as in PyTorch.
         layout.plane(fmt, whole_x, Usage.ROWWISE, op=config.op, name="x")
     read = config.stored(config.sharding.contracted)
-    wq, w_amax = _local_codes(config, w, given, read | w_saved)
+    wq, w_amax = local_codes(config, w, given, read | w_saved)
     wq = _name_residuals(wq, w_saved, policies.W_CODES)
-    whole = _name_residuals(_gather_plane(config, wq, read), read, None)
+    whole = _name_residuals(gather_plane(config, wq, read), read, None)
     if not x.shape or len(whole.axes) != 2 or x.shape[-1] != whole.shape[config.sharding.layout.index("K")]:
         axes = ", ".join(config.sharding.layout)
         told = ", and the sharding of w as weight_spec" if config.gathers else ""
@@ -218,7 +218,7 @@ def _forward(
     there = x
     if config.gathers and _reduces_amax(config, x):
         whole, there = barrier(whole, x)  # Schedules the gather of w before the all-reduce of the amax.
-    made = _quantize_role(config, there, given, Role.ACTIVATION, Usage.ROWWISE | x_saved)
+    made = quantize_role(config, there, given, Role.ACTIVATION, Usage.ROWWISE | x_saved)
     seed = given.seed if config.recipe.activation.stochastic else None
     state = None if given.state is None else given.state.activation.scale
     how = (config.recipe, x_saved, config.axes, config.rows, config.out_sharding, config.parallel)
@@ -227,10 +227,10 @@ def _forward(
     x_amax, w_amax = (None if amax is None else name_residual(amax, policies.SCALES) for amax in (x_amax, w_amax))
     saved_w, scales = wq, None  # The local codes: saving the gathered weights of all layers would undo FSDP.
     if w_saved and config.gathers and not config.reshard_after_forward:
-        saved_w = whole if w_saved is read else _gather_plane(config, wq, w_saved)
+        saved_w = whole if w_saved is read else gather_plane(config, wq, w_saved)
     elif w_saved is read and config.gathers:
         scales = whole.plane(read)._replace(data=None)
-    y, scale, _ = _row_product(config, xq, Role.ACTIVATION, whole, x.shape[:-1])
+    y, scale, _ = row_product_of_w(config, xq, Role.ACTIVATION, whole, x.shape[:-1])
     saved_x = keep_planes(xq, x_saved)
     if x_saved and x_saved is not Usage.ROWWISE and makes_planes_apart(config.recipe.activation):
         y, saved_x = barrier(y, saved_x)  # Without it XLA saves x, and computes this plane in backward.
@@ -252,19 +252,19 @@ def _product_bwd(config: Config, saved: Residuals, dy: jax.Array) -> tuple[jax.A
     read = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
     if config.learns:
         read |= stored_for(recipe.gradient, recipe.activation, columns)
-    dyq, dy_amax = _quantize_role(config, dy, saved.given, Role.GRADIENT, read)
+    dyq, dy_amax = quantize_role(config, dy, saved.given, Role.GRADIENT, read)
     if config.gathers and config.reshard_after_forward:
         # Wait for dy: otherwise XLA merges the two gathers of w, and keeps the result from forward to backward.
         wq, dyq = barrier(wq, dyq)
         stored = config.stored(config.sharding.contracted_back)
-        wq = _gather_plane(config, wq, stored)
+        wq = gather_plane(config, wq, stored)
         if saved.scales is not None:
             wq = wq.with_planes({stored: saved.scales._replace(data=wq.plane(stored).data)})
     if config.learns and (config.parallel or not multiplies_codes(recipe.gradient, recipe.activation)):
         dyq, xq = barrier(dyq, xq)  # Otherwise XLA may dequantize or gather the saved x of all layers too early.
     if config.learns and config.sharding.contracts_whole_k:
-        xq = _whole_k(config, xq)
-    dx, dx_scale, (dyq, xq) = _row_product(config, dyq, Role.GRADIENT, wq, dy.shape[:-1], (dyq, xq))
+        xq = whole_k(config, xq)
+    dx, dx_scale, (dyq, xq) = row_product_of_w(config, dyq, Role.GRADIENT, wq, dy.shape[:-1], (dyq, xq))
     dw: jax.Array | None = None
     if config.learns:
         pair = (dyq, xq) if config.sharding.layout == "NK" else (xq, dyq)
@@ -289,7 +289,7 @@ product.defvjp(*rules_of_product(None, _product_fwd, _product_bwd))
 folding_product = vmap_as_rows(product, *rules_of_product(None, _product_fwd, _product_bwd))
 
 
-def _row_product(
+def row_product_of_w(
     config: Config, q: QuantizedArray, role: Role, w: QuantizedArray, lead: Shape, operands: Any = None
 ) -> tuple[jax.Array, jax.Array | None, Any]:
     """Multiply x or dy, `[*lead, K]`, by the gathered w. Also gather the operands of dw, under tensor parallelism.
@@ -328,7 +328,7 @@ def _all_rows(config: Config, lead: Shape, operands: Any) -> Any:
     )
 
 
-def _whole_k(config: Config, q: QuantizedArray) -> QuantizedArray:
+def whole_k(config: Config, q: QuantizedArray) -> QuantizedArray:
     """Reshard the codes of x to whole rows of K. XLA would gather the dequantized values."""
     planes = {}
     for usage, plane in q.planes.items():
@@ -363,7 +363,7 @@ def keep_planes(codes: Any, usage: Usage) -> Any:
     return codes.with_planes({each: plane for each, plane in codes.planes.items() if each in usage})
 
 
-def _quantize_role(
+def quantize_role(
     config: Config, x: jax.Array, given: NonDifferentiable, role: Role, usage: Usage
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """Quantize x, w or dy. Also return its amax under delayed scaling.
@@ -384,22 +384,20 @@ def _quantize_role(
     return quantize_shard(x, operand, cut, scales, given.seed, apart=not weight, turned=turned, columns=columns)
 
 
-def _local_codes(
-    config: Config, w: CodedWeight, given: NonDifferentiable, usage: Usage
-) -> tuple[Any, jax.Array | None]:
+def local_codes(config: Config, w: CodedWeight, given: NonDifferentiable, usage: Usage) -> tuple[Any, jax.Array | None]:
     """Return the local codes of the weight, quantized if it is an array, and its amax under delayed scaling."""
     if w.codes is not None or w.sink is None:
         return w.codes, given.weight_amax
-    return _quantize_role(config, w.sink, given, Role.WEIGHT, usage)
+    return quantize_role(config, w.sink, given, Role.WEIGHT, usage)
 
 
 def whole_weight(config: Config, w: CodedWeight, given: NonDifferentiable) -> QuantizedArray:
     """Quantize and gather the plane of w that forward reads."""
     usage = config.stored(config.sharding.contracted)
-    return _gather_plane(config, _local_codes(config, w, given, usage)[0], usage)
+    return gather_plane(config, local_codes(config, w, given, usage)[0], usage)
 
 
-def _gather_plane(config: Config, codes: Any, usage: Usage) -> QuantizedArray:
+def gather_plane(config: Config, codes: Any, usage: Usage) -> QuantizedArray:
     """Gather one plane of w from local codes."""
     whole: QuantizedArray = config.shards.gather(keep_planes(codes, usage)) if config.gathers else codes
     is_frozen = not (config.gathers or config.learns) and config.sharding.layout == "NK"

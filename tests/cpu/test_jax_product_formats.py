@@ -1,0 +1,95 @@
+"""Formats of single products in JAX: what FSDP gathers for each product, and what is not supported."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from qshard.jax import Policy, gathered_weight, linear, quantize, ragged_dot
+from qshard.recipes import NVFP4
+from support.hlo import collectives
+
+ROW = P("fsdp")
+
+
+def operands(mesh):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.device_put(jax.random.normal(key, (64, 64)), NamedSharding(mesh, ROW)) for key in keys]
+
+
+def step(mesh, recipe, gather_axis="fsdp"):
+    def products(x, w, dy):
+        spec = NamedSharding(mesh, ROW) if gather_axis else None
+        options = {"seed": 7, "weight_spec": spec, "gather_axis": gather_axis}
+        y, pull = jax.vjp(lambda x, w: linear(x, w, recipe, **options), x, w)
+        return y, *pull(dy)
+
+    return jax.jit(products)
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gathers"),
+    [
+        (NVFP4(wgrad="bf16"), {"u8[64,32]": 2}),  # Codes of w, in forward and backward.
+        (NVFP4(forward="bf16", wgrad="bf16"), {"u16[64,64]": 1, "u8[64,32]": 1}),
+        (NVFP4(dgrad="bf16"), {"u16[64,64]": 1, "u8[64,32]": 1}),
+    ],
+    ids=str,
+)
+def test_gathers_send_what_the_product_reads(mesh, recipe, gathers):
+    compiled = step(mesh, recipe).lower(*operands(mesh)).compile()
+    sent = [name for kind, names in collectives(compiled) for name in names if kind == "all-gather"]
+    large = [name for name in sent if name.endswith(("64,64]", "64,32]"))]
+    assert {name: large.count(name) for name in large} == gathers
+
+
+def test_gathered_codes_are_those_of_the_whole(mesh):
+    """Gradients of x, from gathered codes, have the bits of one device with the codes of the whole weight."""
+    recipe = NVFP4(forward="bf16", wgrad="bf16")
+    alone = step(mesh, dataclasses.replace(recipe, forward=None, wgrad=None), None)
+    given = operands(mesh)
+    _, dx, _ = step(mesh, recipe)(*given)
+    _, want, _ = alone(*(jnp.asarray(np.asarray(each)) for each in given))
+    np.testing.assert_array_equal(dx, want)
+
+
+def test_a_policy_accepts_them():
+    params, x = {"up": jnp.full((64, 32), 0.5)}, jnp.ones((16, 64))
+    recipe = NVFP4(forward="MXFP8", dgrad="MXFP8", wgrad="bf16")
+    policy = Policy.of(params, recipe)
+    got = jax.grad(lambda params: jnp.sum(x @ policy(params)["up"]))(params)["up"]
+    want = jax.grad(lambda w: jnp.sum(linear(x, w, recipe, weight_layout="KN")))(params["up"])
+    np.testing.assert_array_equal(got, want)
+
+
+def test_vmap_as_rows_is_one_matrix():
+    x, w = jax.random.normal(jax.random.key(0), (128, 64)), jax.random.normal(jax.random.key(1), (32, 64))
+
+    def loss(x, w, run):
+        return jnp.sum(jnp.sin(run(x, w)))
+
+    recipe = NVFP4(forward="MXFP8", dgrad="MXFP8", wgrad="bf16")
+    rows = lambda x, w: jax.vmap(lambda x: linear(x, w, recipe, vmap_as_rows=True))(x)  # noqa: E731
+    got = jax.grad(loss, (0, 1))(x, w, rows)
+    want = jax.grad(loss, (0, 1))(x, w, lambda x, w: linear(x, w, recipe))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_not_supported():
+    x, recipe = jnp.ones((64, 64)), NVFP4(dgrad="bf16")
+    with pytest.raises(ValueError, match="linear: w is codes, but forward and dgrad"):
+        linear(x, quantize(x, recipe.weight), recipe, seed=1)
+    with pytest.raises(NotImplementedError, match="gathered_weight: forward and dgrad"):
+        gathered_weight(x, recipe, seed=1)
+    with pytest.raises(NotImplementedError, match=r"ragged_dot: recipe .* has formats of single products"):
+        ragged_dot(x, jnp.ones((2, 64, 64)), jnp.array([32, 32]), recipe)

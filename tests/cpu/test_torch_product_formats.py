@@ -1,0 +1,98 @@
+"""Formats of single products in PyTorch: planes that are cast, layers, torch.compile, FSDP2 and ZeRO."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qshard.recipes import NVFP4
+from qshard.torch_bridge import ZeroOptimizer, convert, linear, numerics_of
+
+TAIL = NVFP4(wgrad="bf16")
+
+
+class Casts(TorchDispatchMode):
+    """Records the names of ops that quantize."""
+
+    def __init__(self):
+        self.names = []
+        super().__init__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "qshard" and "quantize" in func.__name__ and "dequantize" not in func.__name__:
+            self.names.append(func.__name__.removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_planes_that_no_product_reads_are_not_cast():
+    x, w = torch.randn(32, 64, requires_grad=True), nn.Parameter(torch.randn(32, 64))
+    with Casts() as casts:
+        linear(x, w, None, TAIL, seed=1).sum().backward()
+    # x and w rowwise; dy rowwise; w columnwise.
+    assert len(casts.names) == 4
+    assert not any("both" in name for name in casts.names)
+    with Casts() as casts:
+        linear(x, w, None, NVFP4(forward="bf16", dgrad="bf16", wgrad="bf16")).sum().backward()
+    assert casts.names == []
+
+
+def model_of(recipe):
+    torch.manual_seed(0)
+    model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)), recipe)
+    for layer in (model[0], model[2]):
+        if layer.seed is not None:
+            layer.seed.copy_(torch.tensor([3, 0], dtype=torch.int32))
+    return model
+
+
+def gradients(model, run=None):
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    (run or model)(x).square().mean().backward()
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+
+
+def equal(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("recipe", [TAIL, NVFP4(forward="MXFP8", dgrad="bf16")], ids=str)
+def test_compiled_layers_have_the_same_bits(recipe):
+    model = model_of(recipe)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert equal(gradients(model, run), gradients(model_of(recipe)))
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_weights_with_two_formats_are_not_gathered_as_codes(one_rank):
+    recipe = NVFP4(dgrad="bf16")
+    with pytest.raises(NotImplementedError, match=r"fully_shard: 0\.weight has two formats.*changes wgrad alone"):
+        fully_shard(model_of(recipe))
+    model = model_of(recipe)
+    ZeroOptimizer(model, shard_weights=True)
+    assert torch.equal(model(torch.ones(32, 64)), model_of(recipe)(torch.ones(32, 64)))
+
+
+def test_statistics_are_not_supported():
+    with pytest.raises(NotImplementedError, match=r"numerics_of: 0 .* has formats of single products"):
+        numerics_of(model_of(TAIL))
+
+
+def test_layers_that_do_not_support_them_are_left_out():
+    class Head(nn.Module):
+        def __init__(self):
+            from qshard.torch_bridge import LinearCrossEntropy
+
+            super().__init__()
+            self.body, self.head = nn.Linear(64, 64), LinearCrossEntropy(64, 32)
+
+    with pytest.warns(UserWarning, match="head .*has formats of single products"):
+        convert(Head(), TAIL)
