@@ -286,6 +286,7 @@ def takes_frozen(fmt: Format, recipe: Recipe) -> bool:
     the gradient of x multiplies dequantized values.
 
     >>> from qshard.formats import MXFP8_E4M3, NVFP4
+    >>> from qshard.recipes import MXFP8
     >>> [takes_frozen(MXFP8_E4M3, MXFP8()), takes_frozen(NVFP4, MXFP8())]
     [True, False]
     """
