@@ -44,8 +44,8 @@ class Box(NamedTuple):
         return tuple(first + size for first, size in zip(self.start, self.size, strict=True))
 
     @property
-    def index(self) -> Index:
-        """Index of the box in the whole array."""
+    def slices(self) -> Index:
+        """The box as an index of the whole array."""
         return tuple(map(slice, self.start, self.stop))
 
     @property

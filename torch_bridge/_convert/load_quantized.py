@@ -193,7 +193,7 @@ def _tensors(plane: Plane) -> Plane:
 
 def _copy_values(reader: CheckpointReader, name: str, target: Tensor) -> None:
     """Copy the values of a tensor, or of this rank's part of it, into a parameter or buffer."""
-    local, part = local_of(target), local_box(target).index
+    local, part = local_of(target), local_box(target).slices
     values = reader.read_values(name, part) if name in reader.weights else reader.read(name, part)
     source = _from_numpy(values).reshape(local.shape).to(local.device, local.dtype)
     state = local.scale_state if isinstance(local, ShardedWeight) else None

@@ -96,7 +96,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, buffer in own.items():
         given = state[name]
         if isinstance(buffer, DTensor) and not isinstance(given, DTensor):
-            given = wrapped_like(buffer, given[local_box(buffer).index].to(buffer.device))
+            given = wrapped_like(buffer, given[local_box(buffer).slices].to(buffer.device))
         buffer.copy_(given)
 
 

@@ -151,7 +151,7 @@ def delayed_of_call(modules: nn.ModuleDict) -> dict[Role, DelayedScale]:
 def _draw(seed: Tensor) -> None:
     """Draw seeds. Ranks draw the seeds of all experts, and keep their own."""
     of_all = torch.empty(seed.shape, dtype=torch.int32, device=seed.device).random_(-(2**31), 2**31)
-    local_of(seed).copy_(of_all[local_box(seed).index])
+    local_of(seed).copy_(of_all[local_box(seed).slices])
 
 
 class LinearOperands(NamedTuple):
