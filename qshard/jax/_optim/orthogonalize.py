@@ -26,7 +26,7 @@ from qshard._core.optimizers.muon_plan import STACK, assign_owners, newton_schul
 from qshard._core.placement import Box
 from qshard._core.validation import quote
 from qshard.jax._jax_internals import vmapped_mesh_axes
-from qshard.jax._ops.mesh import MeshKind, mesh_of, names_of, vary_alike
+from qshard.jax._ops.mesh import MeshKind, count_shards, mesh_of, names_of, vary_alike
 from qshard.layout import Shape
 
 Entries = tuple[Any, ...]  # mesh axes of each axis of an array, as in a PartitionSpec
@@ -264,7 +264,7 @@ def _unsharded_experts(x: jax.Array) -> jax.Array:
     lead, *inner = map(names_of, sharding.spec)
     for axis in (0, 1):
         names = (*inner[axis], *lead)
-        if x.shape[axis + 1] % math.prod(sharding.mesh.shape[name] for name in names) == 0:
+        if x.shape[axis + 1] % count_shards(sharding.mesh.shape, names) == 0:
             inner[axis] = names
             break
     moved: jax.Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(None, *inner)))
