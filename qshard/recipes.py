@@ -128,6 +128,7 @@ class Recipe:
     _stochastic: ClassVar[bool]
     _by_product: ClassVar[bool]
     _has_one_weight: ClassVar[bool]
+    _distinct: ClassVar[tuple[Recipe, ...]]
     _products: ClassVar[tuple[Recipe | None, ...]]
 
     def __post_init__(self) -> None:
@@ -152,7 +153,11 @@ class Recipe:
         if products:  # The other products share one recipe.
             rest = replace(self, forward=None, dgrad=None, wgrad=None)
             products = {each: products.get(each, rest) for each in Product}
-        object.__setattr__(self, "_products", tuple(products.values()))
+            own = {recipe: recipe for recipe in products.values()}  # Equal recipes are one object, to compare by `is`.
+            products = {each: own[recipe] for each, recipe in products.items()}
+        object.__setattr__(self, "_products", tuple(products.values()) or (self,) * len(Product))
+        distinct = dict.fromkeys(own for own in self.products if own is not None)
+        object.__setattr__(self, "_distinct", (*distinct,))
         has_one = all(own is not None and own.weight == self.weight for own in self.products[:2])
         object.__setattr__(self, "_has_one_weight", has_one)
         used = ((own, role) for each in Product if (own := self.of(each)) is not None for role in each.roles)
@@ -202,12 +207,12 @@ class Recipe:
     @property
     def products(self) -> tuple[Recipe | None, ...]:
         """The recipes of forward, dgrad and wgrad, as `of` returns them."""
-        return self._products or (self, self, self)
+        return self._products
 
     @property
-    def distinct(self) -> list[Recipe]:
+    def distinct(self) -> tuple[Recipe, ...]:
         """The different recipes of its products."""
-        return [*dict.fromkeys(own for own in self.products if own is not None)]
+        return self._distinct
 
     @property
     def by_product(self) -> bool:
