@@ -153,8 +153,8 @@ class Recipe:
         if products:  # The other products share one recipe.
             rest = replace(self, forward=None, dgrad=None, wgrad=None)
             products = {each: products.get(each, rest) for each in Product}
-            own = {recipe: recipe for recipe in products.values()}  # Equal recipes are one object, to compare by `is`.
-            products = {each: own[recipe] for each, recipe in products.items()}
+            alike = {each: each for each in products.values()}  # Equal recipes are one object, so `is` compares them.
+            products = {each: alike[recipe] for each, recipe in products.items()}
         object.__setattr__(self, "_products", tuple(products.values()) or (self,) * len(Product))
         distinct = dict.fromkeys(own for own in self.products if own is not None)
         object.__setattr__(self, "_distinct", (*distinct,))
