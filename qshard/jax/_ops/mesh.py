@@ -1,7 +1,7 @@
 """The mesh of an array, the shardings that types give, and the assignment of mesh axes to array axes and sums.
 
 `MeshKind.of` distinguishes Auto, Explicit and manual meshes. `assign_mesh_axes` assigns mesh axes for products and for
-row functions. `assign_scatter` assigns those of a sum, and `sum_over` computes it. Modules that need the kind of a
+row functions. `assign_scatter` assigns mesh axes for a sum, and `sum_over` computes it. Modules that need the kind of a
 single mesh axis read it themselves.
 """
 
