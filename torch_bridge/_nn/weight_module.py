@@ -17,7 +17,6 @@ from qshard.formats import FLOATS
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale, keep_amaxes
 from qshard.torch_bridge._distributed.dtensor import local_box, local_of
-from qshard.torch_bridge._distributed.fsdp1 import is_flattened
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, first_rank
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, attributes_of, plain, wrap
@@ -27,7 +26,7 @@ from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._quantized.device_moves import Move, changes
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
-from qshard.torch_bridge._torch_internals import has_other_owners, hooks_of, put_hooks
+from qshard.torch_bridge._torch_internals import has_other_owners, hooks_of, is_flattened, put_hooks
 
 
 def take_seed(seed: Tensor, rank: int) -> Tensor:

@@ -117,7 +117,8 @@ class QuantizedArray(NoArithmetic):
         Raises:
           ValueError: the plane is not stored.
         """
-        return self.planes[as_plane(usage, "plane", self.planes)]
+        planes = self.planes
+        return planes[as_plane(usage, "plane", tuple(planes))]
 
     def dequantize(self, dtype: Any = None, *, usage: Usage | None = None) -> jax.Array:
         """Compute the values `data * scale_inv`, rounded once to `dtype`.

@@ -22,7 +22,7 @@ from jax.sharding import AxisType
 
 from qshard._core.flat_shards import Bucket
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.collectives import max_along
+from qshard.jax._ops.amaxes import max_along
 from qshard.jax._ops.mesh import count_shards, may_be_sharded, mesh_of, names_of, reshape, vary_alike
 from qshard.jax._ops.padded_rows import draws_of_rows, gather_rows, values_of_strips  # noqa: F401
 from qshard.jax._ops.scheduling import barrier
