@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from support.awkward import assert_bits_equal
 from support.examples import (
     BATCH,
     ENVIRONMENT,
-    TEXT,
     Stopped,
     digest_of,
     example,
@@ -241,7 +241,7 @@ def resume_in_torch(name, folder, want, kind, experts):
     """Resume JAX's step-2 checkpoint on each rank and train to step 4."""
     import torch.distributed as dist
 
-    module = importlib.util.spec_from_file_location("kinds", TEXT)
+    module = importlib.util.spec_from_file_location("kinds", Path(__file__).with_name("test_example_torch_kinds.py"))
     kinds = importlib.util.module_from_spec(module)
     module.loader.exec_module(kinds)
     with loaded("checkpoint_torch") as seen, pytest.raises(Stopped):
