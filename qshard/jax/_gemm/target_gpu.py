@@ -33,7 +33,7 @@ class Target(NamedTuple):
 
 
 trace_for = jax.make_user_context(None)
-"""Context `trace_for(Target(...))`: this thread traces programs for that GPU, which is part of the keys of JAX's caches."""
+"""Context `trace_for(Target(...))`: this thread traces programs for that GPU. It is in the keys of JAX's caches."""
 
 
 def by_platform(by_op: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any) -> jax.Array:
