@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import ZeroOptimizer, convert
-from qshard.torch_bridge._zero import gradients
 from qshard.torch_bridge._zero.streams import Channel
 from support import torch_ranks
 from support.formats import ZEROED as RECIPES
@@ -28,16 +27,12 @@ from support.zero_chain import UNITS, WIDTH, chain, optimizer_of, step
 @pytest.mark.parametrize("stage", [False, True])
 def test_gradients_travel_in_pieces(stage):
     """Chunks end anywhere, and may be so small that some ranks have no element of a chunk."""
-    recipe, whole = RECIPES["BlockScaling"], gradients.SENT_AT_ONCE
+    recipe = RECIPES["BlockScaling"]
     losses, weights = with_zero(recipe, 2, torch.float32, shard_weights=stage)
-    try:
-        for at_once in (1000, 4096):
-            gradients.SENT_AT_ONCE = at_once
-            own_losses, own_weights = with_zero(recipe, 2, torch.float32, shard_weights=stage)
-            assert own_losses == losses
-            assert all(torch.equal(weight, own_weights[name]) for name, weight in weights.items())
-    finally:
-        gradients.SENT_AT_ONCE = whole
+    for at_once in (1000, 4096):
+        own_losses, own_weights = with_zero(recipe, 2, torch.float32, shard_weights=stage, sent_at_once=at_once)
+        assert own_losses == losses
+        assert all(torch.equal(weight, own_weights[name]) for name, weight in weights.items())
 
 
 @pytest.mark.each_value
