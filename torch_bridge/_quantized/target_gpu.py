@@ -26,7 +26,8 @@ class Target(NamedTuple):
     large: int = 2**24
 
 
-_chosen: Target | None = None
+_chosen: list[Target] = []
+"""Targets of the running `multiply_for` contexts. Not in a `ContextVar`: autograd has threads of its own."""
 
 
 @contextlib.contextmanager
@@ -36,19 +37,18 @@ def multiply_for(target: Target) -> Iterator[None]:
     On a CPU, ops then compute the products that ops compute on that GPU. Compiled graphs keep the GPU that they were
     traced for.
     """
-    global _chosen
-    _chosen, outer = target, _chosen
+    _chosen.append(target)
     try:
         yield
     finally:
-        _chosen = outer
+        _chosen.pop()
 
 
 @torch.compiler.assume_constant_result
 def target_of(device: torch.device) -> Target | None:
     """Return the target of products on a device; None if PyTorch multiplies dequantized values, as on a CPU."""
-    if _chosen is not None:
-        return _chosen
+    if _chosen:
+        return _chosen[-1]
     return _target_of_cuda(device.index) if device.type == "cuda" else None
 
 

@@ -25,7 +25,7 @@ class Target(NamedTuple):
 
     Attributes:
       gpu: its properties; None: it has no products of codes.
-      platform: the platform whose ops multiply codes. On "cpu" they do in place of the GPU.
+      platform: "cuda", or "cpu" for ops that multiply codes on CPUs in place of the GPU.
     """
 
     gpu: Gpu | None
