@@ -101,13 +101,15 @@ def runs_on(kind: Kind, gpu: Gpu) -> bool:
 
     Sources: cuBLAS documentation, "8-bit and 4-bit floating point data types usage" and "Scaling factors layouts".
     """
+    major, minor = gpu.capability
+    number = 10 * major + minor  # Dynamo of torch 2.11 cannot order tuples.
     if kind == "values":
-        return gpu.capability >= (8, 0) and gpu.cublaslt >= 120000
+        return number >= 80 and gpu.cublaslt >= 120000
     if kind == "tensors":
-        return gpu.capability >= (8, 9) and gpu.cublaslt >= 120000
+        return number >= 89 and gpu.cublaslt >= 120000
     if kind == "blocks":
-        return gpu.capability == (9, 0) and gpu.cublaslt >= 120900
-    return gpu.capability[0] == 10 and gpu.cublaslt >= 120800
+        return number == 90 and gpu.cublaslt >= 120900
+    return major == 10 and gpu.cublaslt >= 120800
 
 
 def fits(kind: Kind, sizes: Sizes) -> bool:

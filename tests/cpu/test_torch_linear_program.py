@@ -119,10 +119,15 @@ def test_bits_are_those_of_the_ops_one_after_another(name, kind, gpu):
         assert torch.equal(got[key], value), key
 
 
+COMPILED = [("current", HOPPER), ("block", HOPPER), ("mxfp8", HOPPER), ("mxfp8", BLACKWELL), ("mix", BLACKWELL)]
+
+
 # Dynamo of torch 2.13 does what torch.autograd 2.13 has deprecated.
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8", "mix")), "nvfp4"])
-def test_compiled_layers_have_the_same_bits(name):
+@pytest.mark.parametrize(
+    ("name", "gpu"), [("nvfp4", BLACKWELL), *(pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED)]
+)
+def test_compiled_layers_have_the_same_bits(name, gpu):
     recipe = RECIPES[name]
     weight = torch.randn(128, 256, requires_grad=True)
     seed = torch.tensor([1, 2], dtype=torch.int32) if recipe.stochastic else None
@@ -132,7 +137,7 @@ def test_compiled_layers_have_the_same_bits(name):
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    with multiply_for(Target(BLACKWELL)):
+    with multiply_for(Target(gpu)):
         for rows in (32, 96):
             x, dy = torch.randn(rows, 256, requires_grad=True), torch.randn(rows, 128)
             found = [(y := one(x), *torch.autograd.grad(y, [x, weight], dy)) for one in (compiled, layer)]
