@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import Muon, convert
-from qshard.torch_bridge._optim import muon
+from qshard.torch_bridge._optim import orthogonalize
 from support import torch_ranks
 from support.torch_models import Wire, assert_gathers_the_whole, batch, model_of, shard
 from support.torch_ranks import on_ranks, run
@@ -126,11 +126,14 @@ def test_buckets_overlap():
     model, alone = Parameters(), Parameters()
     fully_shard(model, mesh=torch_ranks.mesh())
     optimizers = [Muon(each.named_parameters(), **OPTIONS) for each in (model, alone)]
-    plan_buckets, muon.plan_buckets = muon.plan_buckets, functools.partial(muon.plan_buckets, owned_elements=1)
+    plan_buckets, orthogonalize.plan_buckets = (
+        orthogonalize.plan_buckets,
+        functools.partial(orthogonalize.plan_buckets, owned_elements=1),
+    )
     try:
         train(model, optimizers[0], range(2))
     finally:
-        muon.plan_buckets = plan_buckets
+        orthogonalize.plan_buckets = plan_buckets
     with Wire() as wire:
         train(model, optimizers[0], range(2, 3))
     train(alone, optimizers[1])
