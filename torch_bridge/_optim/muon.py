@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from qshard._core.optimizers import muon as core
+from qshard._core.optimizers.muon_plan import OWNED_ELEMENTS
 from qshard._core.validation import join_names, quote
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
@@ -82,6 +83,8 @@ class Muon(Adam):
     Sources: Jordan et al., https://kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982.
     """
 
+    owned_elements = OWNED_ELEMENTS
+    """Elements of a bucket for each rank, which bound its memory. Set it on all ranks before the first step."""
     _op = "Muon"
 
     def __init__(
@@ -208,9 +211,8 @@ class Muon(Adam):
             for group, p, name in members:
                 matrix = Matrix(name or f"parameter {tuple(p.shape)}", p, group, self.state)
                 found.setdefault(ranks_of(p, self._group), []).append(matrix)
-            self._plan = _Plan(
-                facts, [run for ranks, of in found.items() for run in plan_updates(self._op, self._group_of(ranks), of)]
-            )
+            each = ((self._group_of(ranks), matrices) for ranks, matrices in found.items())
+            self._plan = _Plan(facts, [run for of in each for run in plan_updates(self._op, *of, self.owned_elements)])
         return self._plan.runs
 
     def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

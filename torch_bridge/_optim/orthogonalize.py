@@ -129,10 +129,13 @@ def newton_schulz(x: Tensor, coefficients: Sequence[float], steps: int, eps: flo
     return x.mT if is_tall else x
 
 
-def plan_updates(op: str, group: dist.ProcessGroup | None, matrices: Sequence[Matrix]) -> list[MatrixUpdates]:
+def plan_updates(
+    op: str, group: dist.ProcessGroup | None, matrices: Sequence[Matrix], owned_elements: int
+) -> list[MatrixUpdates]:
     """Plan the update of matrices of one set of ranks. Collective."""
     boxes = [local_box(each.parameter) for each in matrices]
-    facts = [each.facts for each in matrices]
+    facts: list[tuple[Any, ...]] = [each.facts for each in matrices]
+    facts.append(("matrices in buckets", owned_elements))
     everyone: list[Any] = [(facts, boxes)]
     if group is not None:
         everyone = [None] * dist.get_world_size(group)
@@ -142,7 +145,7 @@ def plan_updates(op: str, group: dist.ProcessGroup | None, matrices: Sequence[Ma
     if not chosen:
         return []
     device = _device_of(matrices[0].parameter)
-    buckets = plan_buckets([[of_rank[i] for _, of_rank in everyone] for i in chosen])
+    buckets = plan_buckets([[of_rank[i] for _, of_rank in everyone] for i in chosen], owned_elements=owned_elements)
     return [MatrixUpdates([matrices[i] for i in chosen], [MatrixExchange(bucket, group, device) for bucket in buckets])]
 
 
