@@ -126,6 +126,7 @@ class Recipe:
     _stochastic: ClassVar[bool]
     _by_product: ClassVar[bool]
     _has_one_weight: ClassVar[bool]
+    _distinct: ClassVar[tuple[Recipe, ...]]
     _products: ClassVar[dict[Product, Recipe | None]]
 
     def __post_init__(self) -> None:
@@ -151,6 +152,8 @@ class Recipe:
             rest = replace(self, forward=None, dgrad=None, wgrad=None)
             products = {each: products.get(each, rest) for each in Product}
         object.__setattr__(self, "_products", products)
+        distinct = dict.fromkeys(own for each in Product if (own := self.of(each)) is not None)
+        object.__setattr__(self, "_distinct", (*distinct,))
         users = self.of(Product.FORWARD), self.of(Product.DGRAD)
         has_one = all(own is not None and own.weight == self.weight for own in users)
         object.__setattr__(self, "_has_one_weight", has_one)
@@ -199,9 +202,9 @@ class Recipe:
         return self._products.get(product, self)
 
     @property
-    def distinct(self) -> list[Recipe]:
+    def distinct(self) -> tuple[Recipe, ...]:
         """The different recipes of its products."""
-        return [*dict.fromkeys(own for each in Product if (own := self.of(each)) is not None)]
+        return self._distinct
 
     @property
     def by_product(self) -> bool:

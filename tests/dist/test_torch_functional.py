@@ -13,8 +13,16 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qshard import reference
-from qshard.recipes import NVFP4, CurrentScaling, DelayedScaling
-from qshard.torch_bridge import convert, gathered_weight, is_converted, linear, update_scales
+from qshard.recipes import MXFP8, NVFP4, CurrentScaling, DelayedScaling
+from qshard.torch_bridge import (
+    convert,
+    gathered_weight,
+    is_converted,
+    linear,
+    quantized_state_dict,
+    stream_weights,
+    update_scales,
+)
 from support import torch_ranks
 from support.awkward import TAME, awkward_values
 from support.formats import GATHERED
@@ -197,6 +205,23 @@ def test_what_cannot_be_gathered_is_refused():
         gathered_weight(rows, reduce_op="mean")
     with pytest.raises(TypeError, match=r"gathered_weight: param_dtype"):
         gathered_weight(rows, param_dtype=torch.int8)
+
+
+@on_ranks(2)
+def test_errors_of_a_plan_name_the_call_that_needs_it():
+    """A weight loses rows after `convert`, so that its blocks are not whole."""
+    model = convert(side_by_side([awkward_values((64, 32), 0)]), MXFP8())
+    weight, text = model[0].weight.detach()[:33], r": 0.weight \(33, 32\) is not a whole number of 32x32 blocks"
+    model[0].weight = nn.Parameter(distribute_tensor(weight, torch_ranks.mesh(), [Shard(0)]))
+    with pytest.raises(ValueError, match=f"^gathered_weight{text}"):
+        gathered_weight(model[0].weight)
+    with pytest.raises(ValueError, match=f"^quantized_state_dict{text}"):
+        quantized_state_dict(model)
+    with pytest.raises(ValueError, match=f"^stream_weights{text}"):
+        stream_weights(model)
+    model[0].weight = nn.Parameter(weight)
+    with pytest.raises(ValueError, match=f"^fully_shard{text}"):
+        shard(model)[0].unshard()
 
 
 @on_ranks(2)

@@ -61,7 +61,7 @@ def quantized_state_dict(
     gathered: dict[int, Any] = {}  # Shared weights are gathered once.
     for name, value in entries_of(model):
         if id(value) not in gathered:
-            whole = quantized_weight(value)
+            whole = quantized_weight("quantized_state_dict", value)
             if not is_returned:
                 gathered[id(value)] = None
                 continue
@@ -84,8 +84,11 @@ def entries_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     return found
 
 
-def quantized_weight(value: Tensor) -> Tensor:
-    """Return a whole weight of a converted `Linear` as codes, and another tensor as values. Collective."""
+def quantized_weight(op: str, value: Tensor) -> Tensor:
+    """Return a whole weight of a converted `Linear` as codes, and another tensor as values. Collective.
+
+    Errors name the caller `op`.
+    """
     local = local_of(value)
     if isinstance(local, QuantizedTensor):  # Currently unsharded, or of a `ZeroOptimizer`.
         local.describe()  # Raises if there is no memory.
@@ -94,7 +97,7 @@ def quantized_weight(value: Tensor) -> Tensor:
         value = plain(value)
         return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
     state, shape = local.scale_state, tuple(value.shape)
-    if state.fmt.slice_refusal is None and (plan := row_shard_plan(value, state.fmt)) is not None:
+    if state.fmt.slice_refusal is None and (plan := row_shard_plan(op, value, state.fmt)) is not None:
         return QuantizedTensor(state.fmt, shape, value.dtype, rowwise=gather_codes(value, plan))
     high = plain(value)
     high = (high.full_tensor() if isinstance(high, DTensor) else high).contiguous()

@@ -131,7 +131,7 @@ def freeze(model: nn.Module) -> nn.Module:
     frozen: dict[int, nn.Parameter] = {}  # Shared weights stay shared.
     for layer in weights.values():
         if id(layer.weight) not in frozen:
-            frozen[id(layer.weight)] = nn.Parameter(quantized_weight(layer.weight), requires_grad=False)
+            frozen[id(layer.weight)] = nn.Parameter(quantized_weight("freeze", layer.weight), requires_grad=False)
     for layer in weights.values():
         layer.register_parameter("weight", frozen[id(layer.weight)])
     return model

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from qshard._core.operands import check_state, check_weight_shape
 from qshard._core.validation import quote
-from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
+from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge._experts.autograd import DelayedStates, GroupedProduct, ProductOptions
 from qshard.torch_bridge._experts.tiles import GroupedRows
-from qshard.torch_bridge._nn.operands import check_gathered, check_operand
+from qshard.torch_bridge._nn.operands import ROLES, check_gathered, check_operand
 from qshard.torch_bridge._ops.autograd_node import apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
@@ -190,7 +190,7 @@ def _count_states(delayed: DelayedStates | None) -> int | None:
     """Return the number of experts that have states; 0 if roles are missing or differ, and None without states."""
     if not isinstance(delayed, Mapping):
         return None if delayed is None else len(delayed)
-    shapes = {tuple(delayed[role].scale.shape) if role in delayed else () for role in Role}
+    shapes = {tuple(delayed[role].scale.shape) if role in delayed else () for role in ROLES}
     return next(iter(shapes))[0] if len(shapes) == 1 and () not in shapes else 0
 
 

@@ -38,8 +38,11 @@ from qshard.torch_bridge._ops.collectives import Gathering, begin_max
 from qshard.torch_bridge._ops.foreach import flat_plan
 
 
-def row_shard_plan(weight: Tensor, fmt: Format) -> ShardPlan | None:
-    """Return the plan of the local shard of a weight; None if its sharding is not as above. All ranks return alike."""
+def row_shard_plan(op: str, weight: Tensor, fmt: Format) -> ShardPlan | None:
+    """Return the plan of the local shard of a weight; None if its sharding is not as above. All ranks return alike.
+
+    Errors name the caller `op`.
+    """
     shape: tuple[int, ...] = tuple(weight.shape)
     mesh: DeviceMesh | None = None
     rows_axis: int | None = None
@@ -60,8 +63,8 @@ def row_shard_plan(weight: Tensor, fmt: Format) -> ShardPlan | None:
     where = memory_of(weight), shape, mesh, rows_axis, part
     state: ScaleState | None = getattr(local_of(weight), "scale_state", None)
     if state is not None and state.fmt == fmt:
-        return state.plan_of(*where)
-    return ShardPlan("weight", fmt, *where, is_delayed=False)
+        return state.plan_of(op, *where)
+    return ShardPlan(op, "weight", fmt, *where, is_delayed=False)
 
 
 def _rows_axis(placements: Sequence[Any], axes: list[int], dims: list[Any]) -> int | None:

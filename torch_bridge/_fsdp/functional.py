@@ -94,7 +94,7 @@ def gathered_weight(
             f"gathered_weight: {local.scale_state.name} has two formats, because the recipe changes forward or dgrad; "
             "pass a recipe that changes wgrad alone"
         )
-    plan = row_shard_plan(weight, local.scale_state.fmt)
+    plan = row_shard_plan("gathered_weight", weight, local.scale_state.fmt)
     if plan is None or plan.part is not None:
         raise NotImplementedError(
             f"gathered_weight: {local.scale_state.name} {tuple(weight.shape)} (placements {weight.placements}) is not "

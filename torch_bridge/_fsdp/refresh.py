@@ -70,7 +70,7 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
         _check_reshards(state.passes.root)
     if state.primary is not None:
         shard = state.primary.take_master(state.resident_shard(shard) if state.primary.master is None else shard)
-    weight = WeightShard(state, shard, state.plan_of(shard, shape, mesh, 0, state.part))
+    weight = WeightShard(state, shard, state.plan_of("fully_shard", shard, shape, mesh, 0, state.part))
     stage_scales(weight)
     if state.primary is None:
         padded = weight.plan.padded_view(_padded_codes(weight))

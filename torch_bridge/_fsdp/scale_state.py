@@ -175,24 +175,29 @@ class ScaleState:
         shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
         if self.primary is not None and self.primary.master is not None:
             shard = self.primary.master
-        return WeightShard(self, shard, self.plan_of(shard, self.whole, parameter.device_mesh, axis, self.part))
+        plan = self.plan_of("fully_shard", shard, self.whole, parameter.device_mesh, axis, self.part)
+        return WeightShard(self, shard, plan)
 
     def plan_of(
         self,
+        op: str,
         shard: Tensor,
         shape: tuple[int, ...],
         mesh: DeviceMesh | None,
         mesh_dim: int | None,
         part: ShardSpec | None,
     ) -> ShardPlan:
-        """Return the plan of a shard. `shape` is the shape of the tensor that is sharded over an axis of the mesh."""
+        """Return the plan of a shard. `shape` is the shape of the tensor that is sharded over an axis of the mesh.
+
+        Errors name the caller `op`.
+        """
         key = (mesh, mesh_dim, shape, shard.shape, shard.dtype, shard.device, part)
         if self._last is not None and self._last[0] == key:  # Faster than hashing the key.
             return self._last[1]
         plan = self._plans.get(key)
         if plan is None:
             delayed = self.delayed is not None
-            plan = ShardPlan(self.name, self.fmt, shard, shape, mesh, mesh_dim, part, delayed)
+            plan = ShardPlan(op, self.name, self.fmt, shard, shape, mesh, mesh_dim, part, delayed)
             self._plans[key] = plan
         self._last = (key, plan)
         return plan

@@ -55,11 +55,13 @@ class ShardPlan:
       is_delayed: True if the scales come from earlier steps.
 
     Raises:
+      ValueError: the format does not support the shape.
       NotImplementedError: two ranks would share a byte. All of them raise.
     """
 
     def __init__(
         self,
+        op: str,
         name: str,
         fmt: Format,
         shard: Tensor,
@@ -69,7 +71,10 @@ class ShardPlan:
         part: ShardSpec | None,
         is_delayed: bool,
     ):
-        """Plan a shard of a weight over an axis of a mesh. `mesh_dim` None: this rank has the whole weight."""
+        """Plan a shard of a weight over an axis of a mesh. `mesh_dim` None: this rank has the whole weight.
+
+        Errors name the caller `op` and the weight `name`.
+        """
         shape = tuple(shape)
         sizes = zip(shape, shard.shape, strict=True)
         self.dim = next((dim for dim, (whole, own) in enumerate(sizes) if dim and own != whole), 0)
@@ -79,13 +84,14 @@ class ShardPlan:
         self.group: Any = None
         if mesh is not None and mesh_dim is not None:
             ranks, rank, self.group = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim), mesh.get_group(mesh_dim)
+        layout = stack_plane if self.is_stack else plane
+        self.layout = where = layout(fmt, shape, Usage.ROWWISE, op=op, name=name)
         width, per_byte = shard.shape[-1], fmt.element.codes_per_byte
         if width % per_byte:
             raise NotImplementedError(
-                f"fully_shard: {name} {tuple(shape)} has {ranks} shards of {width} columns, but {per_byte} codes of "
+                f"{op}: {name} {shape} has {ranks} shards of {width} columns, but {per_byte} codes of "
                 f"{fmt} share a byte; shard its rows"
             )
-        self.layout = where = (stack_plane if self.is_stack else plane)(fmt, shape, Usage.ROWWISE, op="fully_shard")
         _, longest = chunk_range(shape[self.dim], ranks, 0)
         start, _ = chunk_range(shape[self.dim], ranks, rank)
         self.device = compute_device(mesh, shard)

@@ -183,7 +183,7 @@ class WeightModule(Extends):
             assert state is not None
             assert state.delayed is not None
             experts, device = state.shape[0] if len(state.shape) > 2 else None, state.delayed.scale.device
-            own = {r.value: DelayedScale(self.recipe, r, device, experts) for r in Role if r is not Role.WEIGHT}
+            own = {r.value: DelayedScale(self.recipe, r, device, experts) for r in ROLES if r is not Role.WEIGHT}
             self.delayed = nn.ModuleDict({Role.WEIGHT.value: state.delayed, **own})
         self.register_buffer("seed", seed, persistent=False)  # `scaling_state` saves it.
         self._reset_state()

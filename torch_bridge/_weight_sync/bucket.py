@@ -178,7 +178,7 @@ def _whole_plane(item: Item, value: Tensor) -> Plane:
     assert item.fmt is not None
     local = local_of(value)
     if isinstance(local, QuantizedTensor) or (isinstance(local, ShardedWeight) and local.scale_state.fmt == item.fmt):
-        codes = quantized_weight(value)
+        codes = quantized_weight(OP, value)
         assert isinstance(codes, QuantizedTensor)
         return _rowwise(codes, item)
     return _rowwise(quantize(_whole(plain(value)), item.fmt), item)

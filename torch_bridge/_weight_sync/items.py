@@ -118,7 +118,7 @@ def plan_of(item: Item, value: Tensor) -> ShardPlan | None:
     is_codes = isinstance(local_of(value), QuantizedTensor)
     if item.fmt is None or item.layout is not None or is_codes:
         return None
-    return row_shard_plan(value, item.fmt) if item.fmt.slice_refusal is None else None
+    return row_shard_plan(OP, value, item.fmt) if item.fmt.slice_refusal is None else None
 
 
 def rows_group_of(value: Tensor) -> dist.ProcessGroup | None:

@@ -15,7 +15,7 @@ from qshard.jax._experts.expert_parallel import GroupedRows, quantize_dispatched
 from qshard.jax._experts.tiles import expert_products, quantize_tiles, row_product, tiles_of
 from qshard.jax._gemm import grouped_gemm
 from qshard.jax._nn.activations import gate_up_and_amaxes, gate_up_grad_and_amaxes
-from qshard.jax._nn.linear_vjp import keep_planes
+from qshard.jax._nn.operands import keep_planes
 from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.second_derivatives import rules_of_product
 from qshard.jax._quantized.array import QuantizedArray

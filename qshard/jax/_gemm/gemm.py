@@ -21,6 +21,9 @@ from qshard.jax._sharding import partitionable_ops
 from qshard.jax._sharding.shard_spec import fold_axes, unfold
 from qshard.layout import Shape, is_transposed, multiplies_codes, source
 
+Operand = QuantizedArray | jax.Array
+"""An operand of a product: codes, or values in bfloat16."""
+
 
 def stored_for(fmt: Format, other: Format, contracted: Usage) -> Usage:
     """The plane that a GEMM with `other` reads. A GEMM of values reads the rowwise plane of 2-D blocks for any axis."""
@@ -28,9 +31,9 @@ def stored_for(fmt: Format, other: Format, contracted: Usage) -> Usage:
 
 
 def gemm(
-    a: QuantizedArray,
+    a: Operand,
     a_contracted: Usage,
-    b: QuantizedArray,
+    b: Operand,
     b_contracted: Usage,
     dtype: Any,
     *,
@@ -38,7 +41,7 @@ def gemm(
     out_sharding: Any = None,
     by_rows: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Multiply two quantized tensors over their contracted axes, with fp32 accumulation.
+    """Multiply two quantized tensors, or two of values in bfloat16, over their contracted axes with fp32 accumulation.
 
     Formats with one scale: a dot of codes, and a scale for `apply_scale`, which XLA fuses into the reader of the result
     if nothing stands in between. XLA runs the dot as a cuBLASLt FP8 matmul where the hardware has one, and elsewhere
@@ -67,11 +70,17 @@ def gemm(
     Returns:
       The product, with the free axes of `a`, then of `b`; and a scale that is still to be applied, or None.
     """
+    # A float16 result could overflow before it is scaled.
+    narrow = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
+    if not (isinstance(a, QuantizedArray) and isinstance(b, QuantizedArray)):
+        assert isinstance(a, jax.Array)
+        assert isinstance(b, jax.Array)
+        axes = _value_axes(a.ndim, a_contracted), _value_axes(b.ndim, b_contracted)
+        product = lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=narrow, out_sharding=out_sharding)
+        return product.astype(dtype), None
     a_stored, b_stored = stored_for(a.format, b.format, a_contracted), stored_for(b.format, a.format, b_contracted)
     if b_stored not in b.planes and not b.format.transposes:
         b_stored = Usage.ROWWISE  # A frozen weight with blocks along K alone: its values are contracted along N.
-    # A float16 result could overflow before it is scaled.
-    narrow = jnp.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
     if not multiplies_codes(a.format, b.format):
 
         def multiply_values(a_plane: Plane, b_plane: Plane) -> jax.Array:
@@ -148,8 +157,12 @@ def _values(q: QuantizedArray, stored: Usage, contracted: Usage) -> tuple[jax.Ar
     values = plane_values(q.plane(stored), q.format, stored, "bfloat16", len(q.axes))
     if is_transposed(q.format, stored):
         return values, tuple(range(1, values.ndim))
-    last = values.ndim - 1
-    return values, (last,) if contracted is Usage.ROWWISE else tuple(range(last))
+    return values, _value_axes(values.ndim, contracted)
+
+
+def _value_axes(ndim: int, contracted: Usage) -> tuple[int, ...]:
+    """The contracted axes of values `[*lead, K]`."""
+    return (ndim - 1,) if contracted is Usage.ROWWISE else tuple(range(ndim - 1))
 
 
 def _code_axes(data: jax.Array, contracted: Usage) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """`linear`: a linear layer as three quantized GEMMs, with a weight that FSDP or ZeRO may shard.
 
-Arguments are checked here. `linear_vjp` finds how the weight is sharded, and has the forward and backward passes.
+Arguments are checked here. `operands` finds how the weight is sharded; `linear_vjp` has the passes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from qshard._core.validation import quote
 from qshard.jax import _probes as probes
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._nn.linear_parallel import TensorParallelOptions
-from qshard.jax._nn.linear_vjp import Config, NonDifferentiable, folding_product, product, whole_weight
-from qshard.jax._nn.product_formats import check_supported, folding_product_by_format, product_by_format
+from qshard.jax._nn.linear_vjp import folding_product, product
+from qshard.jax._nn.operands import Config, NonDifferentiable, whole_weight
 from qshard.jax._ops.mesh import AxisName, Spec, explicit_sharding, mesh_of, names_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
     Seed,
@@ -360,12 +360,10 @@ def _checked_linear(
     # In shard_map, cast an operand to vary over more axes outside of the custom_vjp: there JAX sums its gradient.
     x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
     weight = CodedWeight(weight.codes, sink[0] if sink else None, weight.shards)
-    if recipe.by_product:
-        check_supported(config, weight, given)
     if vmap_as_rows:
-        y = (folding_product_by_format if recipe.by_product else folding_product)(config, x, weight, given)
+        y = folding_product(config, x, weight, given)
         return unfold(y, (*lead, y.shape[-1]))
-    return (product_by_format if recipe.by_product else product)(config, x, weight, given)
+    return product(config, x, weight, given)
 
 
 # For eager callers, also of gradients: one dispatch, and checks run once per shape.

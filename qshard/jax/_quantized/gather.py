@@ -166,6 +166,12 @@ class WeightSharding:
             gathered = dataclasses.replace(gathered, axes=self.whole_shape(codes.axes))
         return gathered
 
+    def gather_values(self, values: jax.Array) -> jax.Array:
+        if not self.gather_axes:
+            return values
+        _check_adjacent(self.spec, self.gather_axes)
+        return reshard(values, self.spec, self.spec.without(self.gather_axes))
+
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """Sum the gradient over devices and shard it like the weight. On Explicit meshes its type requests that."""
         spec = self.spec
