@@ -118,7 +118,6 @@ def mesh_of(world):
 
 
 def program(recipe, world, shard_weights, dtype="float32", **options):
-    """Return a plan, a step, and its first arguments, on the mesh: else the first step is a program of its own."""
     mesh = mesh_of(world)
     params = params_of(dtype)
     plan = plan_zero(params, formats_of(recipe), world, AXIS, shard_weights=shard_weights)
@@ -132,8 +131,13 @@ def program(recipe, world, shard_weights, dtype="float32", **options):
         in_specs=(P(AXIS), cut, P(), P(AXIS), P()),
         out_specs=(P(AXIS), cut, P(), P(AXIS)),
     )
-    put = functools.partial(jax.tree.map, lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)))
-    return plan, jax.jit(step), put(masters, jax.tree.map(lambda _: P(AXIS), masters)), put(state, cut)
+    return plan, jax.jit(step), masters, state
+
+
+def put(tree, world, spec):
+    """Put a tree on the mesh. Else the first step, with arguments on one device, is a program of its own."""
+    mesh = mesh_of(world)
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec if leaf.ndim else P())), tree)
 
 
 def assert_same_bits(name, world, steps=3, dtype="float32", **options):
@@ -142,7 +146,9 @@ def assert_same_bits(name, world, steps=3, dtype="float32", **options):
     assert losses[0] != losses[-1]
     for shard_weights in (False, True):
         plan, step, masters, state = program(recipe, world, shard_weights, dtype, **options)
-        states = jax.device_put(states_of(recipe), NamedSharding(mesh_of(world), P()))
+        masters, state, states = (
+            put(tree, world, spec) for tree, spec in ((masters, P(AXIS)), (state, P(AXIS)), (states_of(recipe), P()))
+        )
         for number in range(steps):
             x = jnp.concatenate([batch_of(number, r) for r in range(world)])
             masters, state, states, values = step(masters, state, states, x, number)
