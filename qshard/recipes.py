@@ -63,6 +63,8 @@ _OPERANDS = {
     Product.WGRAD: (Role.GRADIENT, Role.ACTIVATION),
 }
 
+_ORDER = {product: index for index, product in enumerate(Product)}
+
 BF16 = "bf16"
 """The value of a product of a recipe whose operands are rounded to bfloat16 instead of quantized."""
 
@@ -127,7 +129,7 @@ class Recipe:
     _by_product: ClassVar[bool]
     _has_one_weight: ClassVar[bool]
     _distinct: ClassVar[tuple[Recipe, ...]]
-    _products: ClassVar[dict[Product, Recipe | None]]
+    _products: ClassVar[tuple[Recipe | None, ...]]
 
     def __post_init__(self) -> None:
         for role in Role:
@@ -151,11 +153,12 @@ class Recipe:
         if products:  # The other products share one recipe.
             rest = replace(self, forward=None, dgrad=None, wgrad=None)
             products = {each: products.get(each, rest) for each in Product}
-        object.__setattr__(self, "_products", products)
-        distinct = dict.fromkeys(own for each in Product if (own := self.of(each)) is not None)
+            alike = {each: each for each in products.values()}  # Equal recipes are one object, so `is` compares them.
+            products = {each: alike[recipe] for each, recipe in products.items()}
+        object.__setattr__(self, "_products", tuple(products.values()) or (self,) * len(Product))
+        distinct = dict.fromkeys(own for own in self.products if own is not None)
         object.__setattr__(self, "_distinct", (*distinct,))
-        users = self.of(Product.FORWARD), self.of(Product.DGRAD)
-        has_one = all(own is not None and own.weight == self.weight for own in users)
+        has_one = all(own is not None and own.weight == self.weight for own in self.products[:2])
         object.__setattr__(self, "_has_one_weight", has_one)
         used = ((own, role) for each in Product if (own := self.of(each)) is not None for role in each.roles)
         object.__setattr__(self, "_stochastic", any(own.format(role).stochastic for own, role in used))
@@ -199,7 +202,12 @@ class Recipe:
         >>> [NVFP4(wgrad="bf16").of(each) for each in Product]
         [NVFP4(), NVFP4(), None]
         """
-        return self._products.get(product, self)
+        return self.products[_ORDER[product]]
+
+    @property
+    def products(self) -> tuple[Recipe | None, ...]:
+        """The recipes of forward, dgrad and wgrad, as `of` returns them."""
+        return self._products
 
     @property
     def distinct(self) -> tuple[Recipe, ...]:

@@ -20,6 +20,7 @@ from qshard._core.environment import missing
 if _lack := missing("torch", __name__):
     raise ImportError(_lack)
 
+from qshard._core.moe import MoEPermutation
 from qshard._core.quantize_steps import Plane
 from qshard.torch_bridge._convert.convert import convert
 from qshard.torch_bridge._convert.export import quantized_state_dict
@@ -40,7 +41,7 @@ from qshard.torch_bridge._losses.linear_cross_entropy import linear_cross_entrop
 from qshard.torch_bridge._moe.experts import parallelize_experts
 from qshard.torch_bridge._moe.grouped_mlp import grouped_mlp
 from qshard.torch_bridge._moe.layer import MoE
-from qshard.torch_bridge._moe.permutation import MoEPermutation, moe_permutation, moe_permute, moe_unpermute
+from qshard.torch_bridge._moe.permutation import moe_permutation, moe_permute, moe_unpermute
 from qshard.torch_bridge._moe.router import topk_routing
 from qshard.torch_bridge._nn.activations import rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
 from qshard.torch_bridge._nn.functional import linear

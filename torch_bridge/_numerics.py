@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from qshard._core.placement import Box
 from qshard.numerics._arrays import ShardedArray, of_floats, of_shards
 from qshard.numerics._reductions import as_float
 from qshard.numerics._sensitivity import Outputs, call_with_batch, leaves
+from qshard.torch_bridge._distributed.dtensor import local_box
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.validation import check_model
-from qshard.torch_bridge._torch_internals import compute_local_shape_and_global_offset
 
 T = TypeVar("T")
 
@@ -71,11 +70,11 @@ def as_sharded(x: Tensor, op: str) -> ShardedArray:
     mesh, coordinate = x.device_mesh, x.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"{op}: x {tuple(x.shape)} is on a mesh without this rank; call it on the ranks of that mesh")
-    _, start = compute_local_shape_and_global_offset(x.shape, mesh, x.placements)
     is_first = not any(
         place for place, placement in zip(coordinate, x.placements, strict=True) if placement.is_replicate()
     )
-    shards = [(local, Box(tuple(x.shape), tuple(start), tuple(local.shape)))] if is_first else []
+    box = local_box(x)._replace(size=tuple(local.shape))  # `DTensor.from_local` does not check shapes.
+    shards = [(local, box)] if is_first else []
     as_float(local[:0] if local.ndim else local, op)  # On replicas too, so that all ranks raise the same error.
     return of_shards(tuple(x.shape), dtype, shards, RankReductions.of_mesh(mesh), op)
 

@@ -22,7 +22,7 @@ from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.numerics import _kernels as kernels
 from qshard.numerics._arrays import ShardedArray, splits_blocks
-from qshard.numerics._pieces import compare_shards
+from qshard.numerics._rectangles import compare_shards
 from qshard.numerics._training_steps import COUNTS, LayerStats, StepStats, Totals, layer_stats, step_sums
 from qshard.recipes import NO_PRODUCTS, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
@@ -216,7 +216,7 @@ class Watch:
         spec = operand_spec(layer.recipe, Role.WEIGHT, Usage.ROWWISE)
         scale = scales[ROLES.index(Role.WEIGHT)] if scales else None
         planes, _ = quantize_operand(ops, matrix, spec, scale=scale, reduce_max=reduce_max)
-        if whole.pieces:  # Only the first replica counts.
+        if whole.rectangles:  # Only the first replica counts.
             self.add(name, Role.WEIGHT, _measure(matrix, planes[Usage.ROWWISE], fmt))
 
     def stats(self) -> StepStats:
@@ -413,11 +413,11 @@ def _count(mask: Tensor) -> Tensor:
 
 def _on_the_host(whole: ShardedArray, fmt: Format) -> Totals:
     """Measure the local part of a weight with the kernels of `qshard.numerics`."""
-    total = Totals(calls=int(bool(whole.pieces)))
-    for piece in compare_shards(whole, fmt, Usage.ROWWISE, 0, "numerics_of"):
-        sums = piece.sums(lambda elements: None)
-        there = kernels.ops.amax_tensor(np.where(np.isfinite(piece.x), piece.x, 0).astype(np.float32), lead=0)
-        scales = piece.scales[np.isfinite(piece.scales) & (piece.scales > 0)]
+    total = Totals(calls=int(bool(whole.rectangles)))
+    for rectangle in compare_shards(whole, fmt, Usage.ROWWISE, 0, "numerics_of"):
+        sums = rectangle.sums(lambda elements: None)
+        there = kernels.ops.amax_tensor(np.where(np.isfinite(rectangle.x), rectangle.x, 0).astype(np.float32), lead=0)
+        scales = rectangle.scales[np.isfinite(rectangle.scales) & (rectangle.scales > 0)]
         total += Totals(
             amax=float(there),
             signal=sums.signal,

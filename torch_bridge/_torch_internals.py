@@ -201,6 +201,12 @@ def active_ddp() -> Any:
     return DistributedDataParallel._active_ddp_module
 
 
+# FSDP1. Without it: do not detect weights in a flat parameter.
+def is_flattened(parameter: nn.Parameter) -> bool:
+    """Return True if FSDP1 has put a parameter into a flat parameter, or made it a view of one."""
+    return "_fsdp_flattened" in vars(parameter)
+
+
 def modules_of_flat(flat: FlatParameter) -> list[tuple[str, nn.Module]]:
     """Return the qualified name and the module of each parameter in a flat parameter of FSDP1."""
     infos: Any = flat._param_infos

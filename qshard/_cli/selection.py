@@ -52,8 +52,8 @@ SCALES = (*(name for name in FLOATS if name not in FP8), "F8_E8M0", "U8")  # dty
 BLOCKS = (16, 32, 64, 128, 256)  # block sizes in elements
 
 
-class Parts(NamedTuple):
-    """The parts of a name.
+class TensorName(NamedTuple):
+    """A name of a tensor, parsed.
 
     Attributes:
       module: text before the last `.` or `/`.
@@ -73,22 +73,22 @@ class Parts(NamedTuple):
         return not self.stem.endswith(self.last)
 
 
-def parts_of(name: str) -> Parts:
+def parse_name(name: str) -> TensorName:
     """Split a name.
 
-    >>> parts_of("mlp.up.weight_scale_inv").owner, parts_of("mlp.up.scales").owner, parts_of("mlp.up.upscale").owner
-    ('mlp.up.weight', 'mlp.up', None)
-    >>> parts_of("mlp.up_blocks").stem
+    >>> [parse_name(f"mlp.up.{last}").owner for last in ("weight_scale_inv", "scales", "upscale")]
+    ['mlp.up.weight', 'mlp.up', None]
+    >>> parse_name("mlp.up_blocks").stem
     'mlp.up'
     """
     cut = max(name.rfind("."), name.rfind("/"))
     module, last, front = name[: max(cut, 0)], name[cut + 1 :], name[: cut + 1]
     if len(last) > LONGEST:
-        return Parts(module, last, None, name)
+        return TensorName(module, last, None, name)
     scale = WEIGHT_SCALE.fullmatch(last) or SCALE.fullmatch(last)
     packed = PACKED.fullmatch(last)
     owner = None if scale is None else front + scale["stem"] if scale["stem"] else module
-    return Parts(module, last, owner, front + packed["stem"] if packed else name)
+    return TensorName(module, last, owner, front + packed["stem"] if packed else name)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Names:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.parts = {name: parts_of(name) for name in (*checkpoint.entries, *checkpoint.outside)}
+        self.parts = {name: parse_name(name) for name in (*checkpoint.entries, *checkpoint.outside)}
         self.scales: dict[str, str] = {}
         self.strays: dict[str, str] = {}
         self.shapes: dict[tuple[str, Shape], str] = {}
@@ -187,7 +187,7 @@ def _predicate(name: str, has: str = "has") -> str:
     return f"{has} its scale in {quote(name)}, which qshard does not apply"
 
 
-def _is_plain(scale: Parts) -> bool:
+def _is_plain(scale: TensorName) -> bool:
     """Return whether a scale is called `NAME_scale`, which may also be a parameter of a model."""
     found = SCALE.fullmatch(scale.last)
     return bool(found and found["plain"]) and not WEIGHT_SCALE.fullmatch(scale.last)

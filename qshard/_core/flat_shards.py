@@ -372,21 +372,6 @@ def _split(array: Array, shapes: Sequence[Shape]) -> list[Array]:
     return [array[start:stop].reshape(shape) for (start, stop), shape in zip(ends, shapes, strict=True)]
 
 
-@dataclass(frozen=True)
-class FlatShards:
-    """The flat slices of one weight, one per rank.
-
-    Attributes:
-      starts: first element of each rank's slice.
-      stops: end of each rank's slice.
-      padded: length of the longest slice, which is the buffer size on every rank.
-    """
-
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-    padded: int
-
-
 def plan_shards(
     shapes: Sequence[Shape],
     fmt: FormatLike,
@@ -395,31 +380,29 @@ def plan_shards(
     usage: Usage = Usage.ROWWISE,
     op: str = "plan_shards",
     name: str = "x",
-) -> tuple[FlatShards, ...]:
-    """Shard weights into flat slices that split no block and no byte.
+) -> list[list[tuple[int, int]]]:
+    """Shard weights into flat slices that split no block and no byte: for each weight, the range of each rank.
 
     A weight has `ceil(size / unit)` units (`PlaneLayout.unit`). Each rank in order takes `ceil(units / world)` of them,
-    so the last ranks may have fewer or none. With such shards `cast_master` needs no reduction, unless a scale serves
-    the whole tensor.
+    so the first range is the longest, and the last ranks may have fewer units or none. With such shards `cast_master`
+    needs no reduction, unless a scale serves the whole tensor.
 
     Raises ValueError if `fmt` does not support a shape, or `world` is not positive.
 
     >>> from qshard.formats import MXFP8_32x32, NVFP4
     >>> plan_shards([(96, 64)], MXFP8_32x32, 2)
-    (FlatShards(starts=(0, 4096), stops=(4096, 6144), padded=4096),)
+    [[(0, 4096), (4096, 6144)]]
     >>> plan_shards([(3, 16)], NVFP4, 2)
-    (FlatShards(starts=(0, 32), stops=(32, 48), padded=32),)
+    [[(0, 32), (32, 48)]]
     """
     check_world(op, world)
     shards = []
     for shape in shapes:
         unit = slice_plane(as_format(fmt, op), tuple(shape), usage, op=op, name=name).unit
         size = math.prod(shape)
-        padded = -(-size // max(1, unit * world)) * unit
-        starts = tuple(min(size, r * padded) for r in range(world))
-        stops = tuple(min(size, (r + 1) * padded) for r in range(world))
-        shards.append(FlatShards(starts, stops, min(padded, size)))
-    return tuple(shards)
+        longest = -(-size // max(1, unit * world)) * unit
+        shards.append([(min(size, r * longest), min(size, (r + 1) * longest)) for r in range(world)])
+    return shards
 
 
 def check_world(op: str, world: int) -> None:

@@ -1,16 +1,36 @@
-"""Argument checks of mixture-of-experts layers, with one error text for both front ends."""
+"""Mixture-of-experts layers: the permutation of their rows, and checks of arguments with one error text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from qshard._core.validation import quote
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 """The function that maps the logits of a router to scores."""
 
+Array = Any
 Shape = Sequence[int]
+
+
+class MoEPermutation(NamedTuple):
+    """The permutation of rows of `moe_permutation`: token t has the rows `positions[t]` of the permuted matrix.
+
+    Attributes:
+      choices: int32 `[T k]`: for each permuted row the index of its choice, `t * k + j` for expert j of token t.
+      positions: int32 `[T, k]`, the inverse: the permuted row of each choice.
+      group_sizes: int32 `[E]`: the number of rows of each expert, as products of experts take them.
+    """
+
+    choices: Array
+    positions: Array
+    group_sizes: Array
+
+    @property
+    def tokens(self) -> Array:
+        """The token of each permuted row, int32 `[T k]`."""
+        return self.choices // self.positions.shape[1]
 
 
 def check_scores(logits: Shape, top_k: Any, score_function: Any, bias: Shape | None) -> None:

@@ -20,7 +20,8 @@ from qshard.formats import Format
 from qshard.layout import Shape, matrix_shape
 
 Array = Any
-Tile = tuple[slice, ...]
+Index = tuple[slice, ...]
+"""A part of an array, one slice for each axis."""
 
 
 class Box(NamedTuple):
@@ -41,6 +42,11 @@ class Box(NamedTuple):
     def stop(self) -> Shape:
         """End of the box on each axis."""
         return tuple(first + size for first, size in zip(self.start, self.size, strict=True))
+
+    @property
+    def slices(self) -> Index:
+        """The box as an index of the whole array."""
+        return tuple(map(slice, self.start, self.stop))
 
     @property
     def row(self) -> Any:
@@ -87,18 +93,27 @@ class Box(NamedTuple):
         start = tuple(first + inner for first, inner in zip(outer.start, self.start, strict=True))
         return Box(outer.global_shape, start, self.size)
 
-    def within(self, outer: Box) -> Tile:
+    def within(self, outer: Box) -> Index:
         """Return the index of this box in an array that stores `outer`, which contains it."""
         return tuple(
             slice(first - begin, first - begin + size)
             for first, begin, size in zip(self.start, outer.start, self.size, strict=True)
         )
 
-    def overlaps(self, other: Box) -> bool:
-        sides = zip(self.start, self.stop, other.start, other.stop, strict=True)
-        return all(max(a, b) < min(a_stop, b_stop) for a, a_stop, b, b_stop in sides)
+    def intersection(self, other: Box) -> Box:
+        """Return the part of the array that both boxes have. It has no elements if they do not overlap.
 
-    def blocks(self, block: Shape) -> Tile:
+        >>> Box((4, 6), (0, 2), (3, 4)).intersection(Box((4, 6), (1, 0), (3, 3)))
+        Box(global_shape=(4, 6), start=(1, 2), size=(2, 1))
+        """
+        start, stop = tuple(map(max, self.start, other.start)), map(min, self.stop, other.stop)
+        size = tuple(max(0, end - first) for first, end in zip(start, stop, strict=True))
+        return Box(self.global_shape, start, size)
+
+    def overlaps(self, other: Box) -> bool:
+        return 0 not in self.intersection(other).size
+
+    def blocks(self, block: Shape) -> Index:
         """Return the index, in the block grid of the whole array, of all blocks that intersect the box.
 
         >>> Box((40, 64), (20, 32), (10, 8)).blocks((16, 16))

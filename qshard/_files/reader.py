@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from qshard._core.placement import Index
 from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import KEY, Description, key_of, parse_metadata
 from qshard._files.checkpoint import FLOATS, CheckpointError, open_checkpoint
@@ -25,7 +26,6 @@ from qshard.layout import matrix_shape, plane
 INTEGERS = {"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_}
 DTYPES: dict[str, Any] = {name: each for name, each in FLOATS.items() if "FNUZ" not in name} | INTEGERS
 DTYPES |= {"F8_E8M0": np.uint8}  # read as bytes
-Part = tuple[slice, ...]
 
 
 class CheckpointReader:
@@ -65,7 +65,7 @@ class CheckpointReader:
                     "what it found"
                 )
 
-    def read(self, name: str, part: Part = ()) -> NDArray[Any]:
+    def read(self, name: str, part: Index = ()) -> NDArray[Any]:
         """Read a tensor, or a part of it, in its own dtype; E8M0 as bytes."""
         dtype = self._entries[name].dtype
         if dtype not in DTYPES:
@@ -91,7 +91,7 @@ class CheckpointReader:
             return None
         return Plane(*(None if part is None else np.array(part, order="C") for part in found[0])), found[1]
 
-    def read_values(self, name: str, part: Part = ()) -> NDArray[np.float32]:
+    def read_values(self, name: str, part: Index = ()) -> NDArray[np.float32]:
         """Read the values of a quantized weight, or of a part of it, as float32 `fl(code * scale)`."""
         return values_of(self.read_plane(name), self.weights[name], part)
 
@@ -106,7 +106,7 @@ class CheckpointReader:
         return np.memmap(entry.file, np.uint8, "r", entry.offset, size) if entry.nbytes else np.empty(0, np.uint8)
 
 
-def values_of(parts: Plane, what: Description, part: Part = ()) -> NDArray[np.float32]:
+def values_of(parts: Plane, what: Description, part: Index = ()) -> NDArray[np.float32]:
     """Return the values of a part of a tensor, as float32: `fl(code * scale)`, as `dequantize` of the whole tensor.
 
     >>> from qshard.formats import FP8_E4M3

@@ -12,6 +12,7 @@ from qshard._core.environment import missing
 if _lack := missing("jax", __name__):
     raise ImportError(_lack)
 
+from qshard._core.moe import MoEPermutation
 from qshard._core.quantize_steps import Plane
 from qshard.jax import ops, policies
 from qshard.jax._convert.convert import convert
@@ -28,7 +29,7 @@ from qshard.jax._experts.ragged_dot import ragged_dot
 from qshard.jax._losses.cross_entropy import cross_entropy
 from qshard.jax._losses.linear_cross_entropy import linear_cross_entropy
 from qshard.jax._moe.grouped_mlp import grouped_mlp
-from qshard.jax._moe.permutation import MoEPermutation, moe_permutation, moe_permute, moe_unpermute
+from qshard.jax._moe.permutation import moe_permutation, moe_permute, moe_unpermute
 from qshard.jax._moe.router import topk_routing
 from qshard.jax._nn.activations import rms_norm, rms_norm_quantize, swiglu, swiglu_quantize
 from qshard.jax._nn.dot_general import DotGeneral, einsum

@@ -22,7 +22,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from qshard._core.validation import quote
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.collectives import as_bits, as_float, max_over
+from qshard.jax._ops.amaxes import as_bits, as_float, max_over
 from qshard.jax._ops.mesh import AxisName, types_tell
 from qshard.jax._ops.validation import as_axes
 from qshard.jax._sharding import partitionable_ops

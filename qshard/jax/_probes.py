@@ -25,7 +25,7 @@ from qshard._core.operands import OperandSpec
 from qshard._core.validation import quote
 from qshard.formats import ElementFormat, Usage
 from qshard.jax._delayed_scaling import LinearState, TensorState
-from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.amaxes import max_over
 from qshard.jax._ops.mesh import mesh_of, names_of, spec_of, types_tell
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.quantize import WeightScales, quantize_shard

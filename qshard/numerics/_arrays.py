@@ -40,31 +40,31 @@ class Reductions(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedArray:
-    """An array with its local pieces, and access to the other processes that share it. `dtype` is for display.
+    """An array with its local rectangles, and access to the other processes that share it. `dtype` is for display.
 
     Attributes:
-      pieces: local rectangles of the matrix, in a dtype that kernels accept, and their boxes in it. Each element is in
-        one piece of one process.
-      beyond: number of elements of these pieces that were out of range of float32.
+      rectangles: local rectangles of the matrix, in a dtype that kernels accept, and their boxes in it. Each element is
+        in one rectangle of one process.
+      beyond: number of elements of these rectangles that were out of range of float32.
       others: reductions over the other processes; None if this process has the whole array.
-      boxes: boxes of the pieces of all processes, in the matrix.
+      boxes: boxes of the rectangles of all processes, in the matrix.
     """
 
     shape: Shape
     dtype: str
-    pieces: tuple[LocalBox, ...]
+    rectangles: tuple[LocalBox, ...]
     beyond: int = 0
     others: Reductions | None = None
     boxes: tuple[Box, ...] = ()
 
     @property
     def size(self) -> int:
-        return sum(array.size for array, _ in self.pieces)
+        return sum(array.size for array, _ in self.rectangles)
 
     @property
     def is_one(self) -> bool:
-        """True if the whole array is one local piece."""
-        return self.others is None and len(self.pieces) == 1
+        """True if the whole array is one local rectangle."""
+        return self.others is None and len(self.rectangles) == 1
 
     def maximum(self, amaxes: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the elementwise maximum over processes; NaN is greater than infinity."""
@@ -79,7 +79,7 @@ class ShardedArray:
 def as_sharded(x: Any, op: str) -> ShardedArray:
     """Convert an array, a nested list or a `ShardedArray` to a `ShardedArray`. `op` names the caller in errors.
 
-    >>> as_sharded([[1.0, 2.0]], "stats").pieces
+    >>> as_sharded([[1.0, 2.0]], "stats").rectangles
     ((array([[1., 2.]], dtype=float32), Box(global_shape=(1, 2), start=(0, 0), size=(1, 2))),)
     """
     if isinstance(x, ShardedArray):
@@ -97,8 +97,8 @@ def as_sharded(x: Any, op: str) -> ShardedArray:
 
 def of_floats(x: Floats, dtype: str | None = None) -> ShardedArray:
     matrix = x.array.reshape(matrix_shape(x.array.shape))
-    piece = matrix, Box(matrix.shape, (0, 0), matrix.shape)
-    return ShardedArray(shape=x.array.shape, dtype=dtype or x.dtype, pieces=(piece,), beyond=x.beyond)
+    rectangle = matrix, Box(matrix.shape, (0, 0), matrix.shape)
+    return ShardedArray(shape=x.array.shape, dtype=dtype or x.dtype, rectangles=(rectangle,), beyond=x.beyond)
 
 
 def of_shards(shape: Shape, dtype: str, shards: Sequence[LocalBox], others: Reductions | None, op: str) -> ShardedArray:
@@ -111,13 +111,13 @@ def of_shards(shape: Shape, dtype: str, shards: Sequence[LocalBox], others: Redu
     if not math.prod(shape):
         return of_floats(Floats(np.empty(shape, np.float32)), dtype)
     floats = [(as_float(array, op), box) for array, box in shards]
-    pieces = tuple(
+    rectangles = tuple(
         (x.array[index].reshape(rectangle.size), rectangle)
         for x, box in floats
         if x.array.size
         for index, rectangle in box.rectangles()
     )
-    own = [box for _, box in pieces]
+    own = [box for _, box in rectangles]
     boxes = own if others is None else [box for part in others.gathered(own) for box in part]
     held = sum(math.prod(box.size) for box in boxes)
     if held != math.prod(shape) or _overlap(boxes):
@@ -126,7 +126,9 @@ def of_shards(shape: Shape, dtype: str, shards: Sequence[LocalBox], others: Redu
             "sharded along its axes"
         )
     beyond = sum(x.beyond for x, _ in floats)
-    return ShardedArray(shape=shape, dtype=dtype, pieces=pieces, beyond=beyond, others=others, boxes=tuple(boxes))
+    return ShardedArray(
+        shape=shape, dtype=dtype, rectangles=rectangles, beyond=beyond, others=others, boxes=tuple(boxes)
+    )
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:

@@ -97,14 +97,14 @@ def gemm_error(
     Sources: NUMERICS.md, on the prediction and on the additional error of products on devices.
     """
     fmt_a, fmt_b = (None if fmt is None else as_format(fmt, "gemm_error") for fmt in (fmt_a, fmt_b))
-    wholes = [_one_piece(x, name) for x, name in ((a, "a"), (b, "b"))]
+    wholes = [_one_rectangle(x, name) for x, name in ((a, "a"), (b, "b"))]
     if wholes[0].shape[-1:] != wholes[1].shape[-1:]:
         raise ValueError(
             f"gemm_error: a {wholes[0].shape} and b {wholes[1].shape} have different last axes (K); pass b as [N, K]"
         )
     pairs = []
     for whole, fmt, name, own in zip(wholes, (fmt_a, fmt_b), "ab", (seed, seed + 1), strict=True):
-        given = whole.pieces[0][0].astype(np.float64)
+        given = whole.rectangles[0][0].astype(np.float64)
         value = given if fmt is None else stored_values(whole, fmt, own, name)
         counted = np.isfinite(given) & np.isfinite(value)
         pairs.append((np.where(counted, given, 0), np.where(counted, value, 0)))
@@ -129,7 +129,7 @@ def gemm_error(
     )
 
 
-def _one_piece(x: Any, name: str) -> ShardedArray:
+def _one_rectangle(x: Any, name: str) -> ShardedArray:
     whole = as_sharded(x, "gemm_error")
     if not whole.is_one:
         raise ValueError(f"gemm_error: {name} {whole.shape} is sharded; pass a part of it as a plain array")
@@ -140,7 +140,7 @@ def stored_values(whole: ShardedArray, fmt: Format, seed: int, name: str) -> NDA
     """Quantize the rowwise plane of a matrix, and return its values."""
     from qshard.numerics import _kernels as kernels
 
-    matrix = np.ascontiguousarray(whole.pieces[0][0])
+    matrix = np.ascontiguousarray(whole.rectangles[0][0])
     plane(fmt, matrix_shape(whole.shape), Usage.ROWWISE, op="gemm_error", name=name)
     draws = kernels.draws("gemm_error", seed) if fmt.stochastic else None
     parts = quantize_steps.quantize(kernels.ops, matrix, fmt, Usage.ROWWISE, draws=draws)[Usage.ROWWISE]

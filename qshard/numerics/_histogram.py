@@ -80,17 +80,17 @@ def histogram(x: Any, fmt: FormatLike, usage: Usage = Usage.ROWWISE, *, seed: in
     >>> found.given, found.zeros_given, found.codes
     ({-1: 1, 0: 2}, 1, {0.0: 1, 224.0: 1, 448.0: 2})
     """
-    from qshard.numerics._pieces import compare_shards  # late: it needs the extension
+    from qshard.numerics._rectangles import compare_shards  # late: it needs the extension
 
     fmt, whole = as_format(fmt, "histogram"), as_sharded(x, "histogram")
     codes, total = np.zeros(256, np.int64), Sums()
     given, zeros = Counter[int](), 0
-    for piece in compare_shards(whole, fmt, usage, seed, "histogram"):
-        total += piece.sums(lambda elements: None)
-        own = magnitudes(piece.parts.data, fmt)
-        rows, columns = piece.own or (slice(None), slice(None))
+    for rectangle in compare_shards(whole, fmt, usage, seed, "histogram"):
+        total += rectangle.sums(lambda elements: None)
+        own = magnitudes(rectangle.parts.data, fmt)
+        rows, columns = rectangle.own or (slice(None), slice(None))
         codes += np.bincount(own[rows, columns].reshape(-1), minlength=codes.size)
-        size = np.abs(piece.x.astype(np.float32))
+        size = np.abs(rectangle.x.astype(np.float32))
         zeros += int(np.count_nonzero(size == 0)) - (own.size - own[rows, columns].size)
         given.update(exponent_counts(size))
     merged, found, all_zeros, all_codes = Sums(), Counter[int](), 0, np.zeros_like(codes)

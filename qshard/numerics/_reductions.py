@@ -93,7 +93,7 @@ class Sums:
       errors: sums of relative errors by exponent.
       counts: numbers of elements that count, by exponent.
       worst: the whole block with the largest noise-to-signal ratio; among equal blocks the first.
-      parts: signal and noise so far of blocks that are longer than a tile or shared with other pieces.
+      parts: signal and noise so far of blocks that are longer than a tile or shared with other rectangles.
     """
 
     signal: float = 0.0
@@ -143,7 +143,7 @@ class Comparison:
       scales: fp32 decode scale of each block.
       first: grid position of the first block in the whole tensor; without blocks, position of the first element.
       own: region of the stored matrix to measure, if it is surrounded by zero padding; None: all of it.
-      shared: whether other pieces have parts of its only block.
+      shared: whether other rectangles have parts of its only block.
     """
 
     ops: Any
@@ -158,7 +158,7 @@ class Comparison:
 
     @property
     def starting_scales(self) -> NDArray[np.float32]:
-        """Scales of the blocks that start in this piece, so that all pieces together count each block once."""
+        """Scales of the blocks that start in this rectangle, so that all rectangles together count each block once."""
         if self.own is None:
             return self.scales if self.first == (0, 0) or not self.shared else self.scales.reshape(-1)[:0]
         assert self.where.block is not None
@@ -226,7 +226,7 @@ class Comparison:
         return rows, columns
 
     def _has_others(self, tile: Tile) -> bool:
-        """Return whether blocks of a tile have elements in other pieces."""
+        """Return whether blocks of a tile have elements in other rectangles."""
         if self.own is None:
             return self.shared
         return any(cut.start < own.start or cut.stop > own.stop for own, cut in zip(self.own, tile, strict=True))

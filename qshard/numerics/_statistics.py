@@ -199,13 +199,13 @@ def stats_of(
     x: Floats | ShardedArray, fmt: Format, usage: Usage, seed: int, op: str, advance: Callable[[int], None]
 ) -> Stats:
     """Implement `stats`, and call `advance` with the number of newly processed local elements."""
-    from qshard.numerics._pieces import compare_shards  # late: it needs the extension
+    from qshard.numerics._rectangles import compare_shards  # late: it needs the extension
 
     whole = as_sharded(x, op)
     own, own_scales = Sums(), Counter[int]()
-    for piece in compare_shards(whole, fmt, usage, seed, op):
-        own += piece.sums(advance)
-        own_scales.update(exponent_counts(piece.starting_scales))
+    for rectangle in compare_shards(whole, fmt, usage, seed, op):
+        own += rectangle.sums(advance)
+        own_scales.update(exponent_counts(rectangle.starting_scales))
     total, scales, beyond = Sums(), Counter[int](), 0
     for part, part_scales, part_beyond in whole.gathered((own, own_scales, whole.beyond)):
         total += part

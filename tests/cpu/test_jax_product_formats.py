@@ -1,6 +1,7 @@
 """Formats of single products in JAX: what FSDP gathers for each product, and what is not supported."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,17 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qshard.jax import Policy, gathered_weight, linear, quantize, ragged_dot
-from qshard.recipes import NVFP4
+from qshard.recipes import NVFP4, CurrentScaling
 from support.hlo import collectives
+from support.pairs import each_value
 
 ROW = P("fsdp")
+RECIPES = {
+    "wgrad": NVFP4(wgrad="bf16"),
+    "forward": NVFP4(forward="bf16"),
+    "all": NVFP4(forward="MXFP8", dgrad="bf16", wgrad="BlockScaling"),
+    "one scale": CurrentScaling(dgrad="MXFP8", wgrad="bf16"),
+}
 
 
 def operands(mesh):
@@ -62,6 +70,63 @@ def test_gathered_codes_are_those_of_the_whole(mesh):
     np.testing.assert_array_equal(dx, want)
 
 
+BATCH, BOTH = P("fsdp", "seq"), P(("fsdp", "seq"))
+MESHES = {
+    # Mesh axes, shardings of x, w and dy, and options. Shards of w split blocks of every format with blocks.
+    "explicit": (AxisType.Explicit, {"fsdp": 4, "seq": 2}, (BATCH, BOTH, BATCH), {"gather_axis": ("fsdp", "seq")}),
+    "explicit, kept": (
+        AxisType.Explicit,
+        {"fsdp": 8},
+        (ROW, ROW, ROW),
+        {"gather_axis": "fsdp", "reshard_after_forward": False},
+    ),
+    "explicit, sharded K": (
+        AxisType.Explicit,
+        {"tp": 2},
+        (P(None, None, "tp"), P(None, "tp"), P()),
+        {"out_sharding": P(None, None, None)},
+    ),
+    "uneven": (AxisType.Auto, {"fsdp": 3}, (P(), ROW, P()), {"gather_axis": "fsdp"}),
+    "uneven rows": (AxisType.Auto, {"fsdp": 3}, (ROW, P(), ROW), {}),
+    "shard_map": (None, {"fsdp": 4, "seq": 2}, (BATCH, BOTH, BATCH), {"check_vma": True}),
+    "shard_map, types off": (None, {"fsdp": 4, "seq": 2}, (BATCH, BOTH, BATCH), {"check_vma": False}),
+}
+
+
+@each_value(mode=list(MESHES), recipe=list(RECIPES))
+def test_a_step_on_a_mesh_is_that_of_one_device(mode, recipe):
+    """Operands have the same bits, so products differ by the order of sums in float32."""
+    kind, sizes, specs, options = MESHES[mode]
+    shapes = (8, 128, 256), (128, 256), (8, 128, 128)
+    arrays = [np.random.default_rng(i).standard_normal(shape, np.float32) for i, shape in enumerate(shapes)]
+    devices = jax.devices("cpu")[: np.prod([*sizes.values()])]
+    types = (kind or AxisType.Auto,) * len(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+
+    def products(x, w, dy, **options):
+        y, pull = jax.vjp(lambda x, w: linear(x, w, RECIPES[recipe], seed=7, **options), x, w)
+        return y, *pull(dy)
+
+    def constrained(*arrays):
+        sharded = map(jax.lax.with_sharding_constraint, arrays, shardings)
+        return products(*sharded, weight_spec=specs[1], **options)
+
+    with jax.set_mesh(mesh):
+        if kind is None:
+            local = functools.partial(products, gather_axis=("fsdp", "seq"), axis_name=BATCH)
+            got = jax.jit(jax.shard_map(local, in_specs=specs, out_specs=(specs[0], specs[0], specs[1]), **options))(
+                *arrays
+            )
+        elif kind is AxisType.Explicit:
+            step = functools.partial(products, weight_spec=specs[1], **options)
+            got = jax.jit(step)(*jax.device_put(arrays, shardings))
+        else:  # Outside of `jit` JAX has no uneven shards.
+            got = jax.jit(constrained)(*arrays)
+    for made, want in zip(got, jax.jit(products)(*arrays), strict=True):
+        np.testing.assert_allclose(made, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
 def test_a_policy_accepts_them():
     params, x = {"up": jnp.full((64, 32), 0.5)}, jnp.ones((16, 64))
     recipe = NVFP4(forward="MXFP8", dgrad="MXFP8", wgrad="bf16")
@@ -83,6 +148,11 @@ def test_vmap_as_rows_is_one_matrix():
     want = jax.grad(loss, (0, 1))(x, w, lambda x, w: linear(x, w, recipe))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"linear: w \(64, 64\) does not fit x \(64, 32\); pass w as \[N, K\]"):
+        linear(jnp.ones((64, 32)), jnp.ones((64, 64)), NVFP4(forward="bf16"), seed=1)
 
 
 def test_what_is_not_supported():

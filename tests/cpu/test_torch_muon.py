@@ -195,9 +195,9 @@ def test_a_plan_sends_each_element_once_and_returns_it_to_all_replicas(ranks, re
     assert [i for bucket in buckets for i in bucket.parameters] == [*range(len(shapes))]
     world = ranks * replicas
     for bucket in buckets:
-        for u, unit in enumerate(bucket.units):
+        for u, (_, unit) in enumerate(bucket.units):
             pieces = [piece for piece in bucket.pieces if piece.unit == u]
-            size = torch.Size(unit.shape).numel()
+            size = torch.Size(unit.size).numel()
             assert sum(piece.size for piece in pieces if piece.sends) == size
             assert sum(piece.size for piece in pieces) == size * replicas
         for a in range(world):
@@ -210,5 +210,6 @@ def test_owners_have_about_equal_work():
     """The greedy order gives at most 4/3 of the best division (Graham, 1969), here of 4 equal shares."""
     shapes = [(256, 64), (128, 128), (64, 64), (512, 64), (96, 300), (33, 7)] * 6
     [bucket] = muon_plan.plan_buckets([boxes_of(shape, 4) for shape in shapes])
-    work = [sum(u.cost for u, owner in zip(bucket.units, bucket.owners, strict=True) if owner == r) for r in range(4)]
+    costs = [muon_plan.newton_schulz_cost(unit.size) for _, unit in bucket.units]
+    work = [sum(cost for cost, owner in zip(costs, bucket.owners, strict=True) if owner == r) for r in range(4)]
     assert max(work) <= 4 / 3 * sum(work) / 4

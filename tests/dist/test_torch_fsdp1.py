@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from qshard.recipes import CurrentScaling, DelayedScaling
+from qshard.recipes import MXFP8, CurrentScaling, DelayedScaling
 from qshard.torch_bridge import (
     LinearCrossEntropy,
     convert,
@@ -39,6 +39,7 @@ SHARDED = {
     "grad_op": ShardingStrategy.SHARD_GRAD_OP,
     "no_shard": ShardingStrategy.NO_SHARD,
 }
+BY_PRODUCT = {"wgrad": MXFP8(wgrad="bf16"), "two formats": MXFP8(forward="bf16", dgrad="CurrentScaling")}
 HYBRID = {"hybrid": ShardingStrategy.HYBRID_SHARD, "hybrid_grad_op": ShardingStrategy._HYBRID_SHARD_ZERO2}
 
 
@@ -53,6 +54,15 @@ def ready(recipe, **options):
 @on_ranks()
 def test_trains_as_one_process(strategy, recipe, orig):
     model, one = ready(RECIPES[recipe])
+    model = in_fsdp1(model, orig, SHARDED[strategy])
+    follow(model, sgd(model), one)
+
+
+@each_value(strategy=list(SHARDED), recipe=list(BY_PRODUCT), orig=FLAT)
+@on_ranks(2)
+def test_formats_of_single_products(strategy, recipe, orig):
+    """The backward pass reads values of a weight that FSDP1 has gathered again, in the format of its product."""
+    model, one = ready(BY_PRODUCT[recipe])
     model = in_fsdp1(model, orig, SHARDED[strategy])
     follow(model, sgd(model), one)
 

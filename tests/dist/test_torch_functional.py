@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qshard import reference
 from qshard.recipes import MXFP8, NVFP4, CurrentScaling, DelayedScaling
 from qshard.torch_bridge import (
+    GroupedLinear,
     convert,
     gathered_weight,
     is_converted,
@@ -205,6 +206,21 @@ def test_what_cannot_be_gathered_is_refused():
         gathered_weight(rows, reduce_op="mean")
     with pytest.raises(TypeError, match=r"gathered_weight: param_dtype"):
         gathered_weight(rows, param_dtype=torch.int8)
+
+
+@on_ranks(2)
+def test_stacks_of_experts_are_gathered_as_values():
+    """Experts keep scales of their own."""
+    torch.manual_seed(0)
+    layer = GroupedLinear(3, 32, 32, recipe=CurrentScaling(), stacked=True)
+    with torch.no_grad():
+        layer.experts.weight[0] *= 100
+    x, sizes = torch.randn(6, 32), torch.tensor([2, 1, 3], dtype=torch.int32)
+    want = layer(x, sizes)
+    model = parametrized(layer, as_codes)
+    assert torch.equal(model(x, sizes), want)
+    with pytest.raises(NotImplementedError, match=r"gathered_weight: \S+ \(3, 32, 32\) is a stack of experts"):
+        gathered_weight(model.experts._parameters["weight"])
 
 
 @on_ranks(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
 from qshard import formats, reference
-from qshard._core.flat_shards import FlatShards, plan_shards
+from qshard._core.flat_shards import plan_shards
 from qshard.formats import Usage
 from qshard.torch_bridge import CastPlan, cast_master, gather_slices, quantize, update_columnwise
 from support import torch_ranks
@@ -29,7 +31,7 @@ def cuts_masters(planes, weights, cuts, rounded_to):
         with CommDebugMode() as comm:
             cast_master(slices, masters, starts, dist.group.WORLD, **options, seeds=seeds, plan=plan)
         assert comm.get_total_counts() <= 1
-    flat = [FlatShards(tuple(cut[:-1]), tuple(cut[1:]), max(np.diff(cut))) for cut in cuts]
+    flat = [list(itertools.pairwise(cut)) for cut in cuts]
     whole = gather_slices(slices, flat, dist.group.WORLD)
     for q, want, (fmt, usage, _) in zip(whole, sliced(planes, weights, rounded_to), planes, strict=True):
         assert_plane(front, getattr(q, usage.name.lower()), want, f"{fmt} {usage}")
@@ -51,7 +53,7 @@ def test_whole_weights():
     weights = [
         quantize(torch.full(shape, float(rank), device=torch_ranks.device), fmt, usage=Usage.BOTH) for shape in shapes
     ]
-    starts, stops = ([getattr(c, name)[rank] for c in cuts] for name in ("starts", "stops"))
+    starts, stops = zip(*[of_ranks[rank] for of_ranks in cuts], strict=True)
     parts = [w.reshape(-1)[a:b] for w, a, b in zip(values, starts, stops, strict=True)]
     masters = [front.array(part) if part.size else None for part in parts]
     cast_master(weights, masters, starts, dist.group.WORLD, parity="master")
@@ -59,9 +61,9 @@ def test_whole_weights():
     for q, c in zip(weights, cuts, strict=True):
         # Cuts of whole bytes: ranks broadcast theirs.
         flat = q.parts(Usage.ROWWISE).data.view(-1)
-        for r in range(world):
-            if c.stops[r] > c.starts[r]:
-                dist.broadcast(flat[c.starts[r] // 2 : c.stops[r] // 2], r)
+        for r, (start, stop) in enumerate(c):
+            if stop > start:
+                dist.broadcast(flat[start // 2 : stop // 2], r)
     update_columnwise(weights)
     for q, w in zip(weights, values, strict=True):
         expected = reference.quantize(w, fmt, Usage.BOTH)

@@ -14,15 +14,14 @@ from torch.distributed.tensor import DTensor
 from qshard._core.operands import check_weight_format
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import closest
-from qshard._files.reader import CheckpointReader, Part
+from qshard._files.reader import CheckpointReader
 from qshard.torch_bridge._convert.export import quantized_weight
-from qshard.torch_bridge._distributed.dtensor import local_of
+from qshard.torch_bridge._distributed.dtensor import local_box, local_of
 from qshard.torch_bridge._distributed.fsdp1 import is_flattened_model
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_model
-from qshard.torch_bridge._torch_internals import compute_local_shape_and_global_offset
 
 OP = "load_quantized"
 NAMED = 3  # tensors that an error names
@@ -194,7 +193,7 @@ def _tensors(plane: Plane) -> Plane:
 
 def _copy_values(reader: CheckpointReader, name: str, target: Tensor) -> None:
     """Copy the values of a tensor, or of this rank's part of it, into a parameter or buffer."""
-    local, part = local_of(target), _part_of(target)
+    local, part = local_of(target), local_box(target).slices
     values = reader.read_values(name, part) if name in reader.weights else reader.read(name, part)
     source = _from_numpy(values).reshape(local.shape).to(local.device, local.dtype)
     state = local.scale_state if isinstance(local, ShardedWeight) else None
@@ -203,13 +202,6 @@ def _copy_values(reader: CheckpointReader, name: str, target: Tensor) -> None:
         state.primary.load(source)
     else:
         local.copy_(source)
-
-
-def _part_of(target: Tensor) -> Part:
-    if not isinstance(target, DTensor):
-        return ()
-    sizes, starts = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def _from_numpy(values: NDArray[Any]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_module
 
+from qshard._core.placement import Box
 from qshard.torch_bridge._torch_internals import (
     TensorMeta,
     compute_local_shape_and_global_offset,
@@ -23,17 +24,18 @@ def local_of(tensor: Tensor) -> Tensor:
     return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def local_part(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the part of the whole tensor that is the local shard, as an index.
+def local_box(tensor: Tensor) -> Box:
+    """Return the position of the local shard of a DTensor in the whole tensor. A plain tensor is whole.
 
-    >>> local_part(torch.ones(2, 3))
-    (slice(0, 2, None), slice(0, 3, None))
+    >>> local_box(torch.ones(2, 3))
+    Box(global_shape=(2, 3), start=(0, 0), size=(2, 3))
     """
-    shape, start = tuple(tensor.shape), (0,) * tensor.ndim
+    shape = tuple(tensor.shape)
+    size, start = shape, (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         with torch.device("cpu"):  # Within `torch.device("meta")` it fails.
-            shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+            size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Box(shape, tuple(start), tuple(size))
 
 
 def wrapped_like(tensor: Tensor, local: Tensor, shape: Sequence[int] | None = None) -> Tensor:

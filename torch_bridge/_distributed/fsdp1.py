@@ -41,10 +41,6 @@ def is_flattened_model(model: nn.Module) -> bool:
     return any(wrapper_of(module) == FullyShardedDataParallel.__name__ for module in model.modules())
 
 
-def is_flattened(parameter: nn.Parameter) -> bool:
-    return "_fsdp_flattened" in vars(parameter)
-
-
 def attach_delayed(parameter: nn.Parameter, name: str, delayed: nn.Module) -> None:
     """Store the `DelayedScale` of a parameter on the parameter, because FSDP1 removes the parameter from its layer."""
     setattr(parameter, _STATE, (name, delayed))

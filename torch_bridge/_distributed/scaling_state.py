@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from qshard._core.validation import quote
-from qshard.torch_bridge._distributed.dtensor import local_part, wrapped_like
+from qshard.torch_bridge._distributed.dtensor import local_box, wrapped_like
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 
@@ -96,7 +96,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, buffer in own.items():
         given = state[name]
         if isinstance(buffer, DTensor) and not isinstance(given, DTensor):
-            given = wrapped_like(buffer, given[local_part(buffer)].to(buffer.device))
+            given = wrapped_like(buffer, given[local_box(buffer).slices].to(buffer.device))
         buffer.copy_(given)
 
 

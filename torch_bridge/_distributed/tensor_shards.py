@@ -225,18 +225,6 @@ def check_sharding(
                 )
 
 
-def fsdp_axis(name: str, parameter: DTensor, part: ShardSpec | None) -> int:
-    """Return the mesh axis over which FSDP2 shards a parameter. Axes of tensor parallelism come last."""
-    axes = parameter.device_mesh.ndim - (0 if part is None else part.mesh.ndim)
-    found = [axis for axis in range(axes) if not isinstance(parameter.placements[axis], Replicate)]
-    if len(found) != 1:
-        raise NotImplementedError(
-            f"fully_shard: {name} {tuple(parameter.shape)} is sharded over {len(found)} mesh axes besides those of "
-            "parallelize_module, but one is the limit; exclude the layer with convert(filter=)"
-        )
-    return found[0]
-
-
 def merge_shards(parts: Sequence[ShardSpec | None], amaxes: Sequence[Tensor]) -> None:
     """Replace amaxes of shards by amaxes of whole tensors, in place, with one reduction for each set of ranks."""
     groups: dict[tuple[str, ...], tuple[ShardSpec, list[Tensor]]] = {}

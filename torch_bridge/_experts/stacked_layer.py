@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from qshard._core.operands import check_weight_shape
 from qshard.recipes import Recipe
-from qshard.torch_bridge._distributed.dtensor import local_of, local_part, wrapped_like
+from qshard.torch_bridge._distributed.dtensor import local_box, local_of, wrapped_like
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group, expert_mesh
 from qshard.torch_bridge._experts.expert_parallel import local_experts
 from qshard.torch_bridge._experts.stacked_experts import Experts
@@ -70,7 +70,7 @@ class StackedExperts(Experts):
     @torch.no_grad()
     def _draw_each(self) -> None:
         bound = 1 / math.sqrt(max(1, self.weight.shape[-1]))
-        own = [(parameter, local_part(parameter)) for parameter in self.parameters(recurse=False)]
+        own = [(parameter, local_box(parameter).slices) for parameter in self.parameters(recurse=False)]
         for expert in range(len(self)):
             for parameter, (experts, *part) in own:
                 values = torch.empty(parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
@@ -88,7 +88,7 @@ class StackedExperts(Experts):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         """Load the parameters. Experts may have a tensor each, and tensors of all experts may be whole."""
         for name, parameter in self.named_parameters(recurse=False):
-            key, part = prefix + name, local_part(parameter)
+            key, part = prefix + name, local_box(parameter).slices
             each = [f"{prefix}{expert}.{name}" for expert in range(len(self))]
             if key not in state_dict and all(one in state_dict for one in each[part[0]]):
                 local = torch.stack([state_dict[one] for one in each[part[0]]])[:, *part[1:]]

@@ -58,7 +58,7 @@ def gathered_weight(
 
     Raises:
       TypeError: `weight` is not a converted weight or not a DTensor, or an argument has a wrong type.
-      NotImplementedError: `weight` is not sharded by rows over one axis of its mesh.
+      NotImplementedError: `weight` is not sharded by rows over one axis of its mesh, or is a stack of experts.
       ValueError: `reduce_op` is neither "sum" nor "avg".
 
     Collective: a max-reduction of the amaxes that shards share, 4 bytes a scale, then an all-gather of codes, 1 or 1/2
@@ -83,6 +83,11 @@ def gathered_weight(
         raise TypeError(
             f"gathered_weight: weight ({quote(weight)}) is not the sharded weight of a converted Linear; call convert "
             "first, then distribute_tensor"
+        )
+    if weight.ndim > 2:
+        raise NotImplementedError(
+            f"gathered_weight: {local.scale_state.name} {tuple(weight.shape)} is a stack of experts, which only "
+            "fully_shard gathers as codes; call redistribute to gather its values, or shard the layer with fully_shard"
         )
     for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None:
@@ -119,14 +124,14 @@ def is_converted(weight: Any) -> bool:
 
     Returns:
       True for the weight of a layer that `convert` has replaced, whole or sharded by FSDP2 or `distribute_tensor`.
-      False for biases, weights of other layers and anything that is not a tensor.
+      False for biases, weights of other layers, stacks of experts and anything that is not a tensor.
 
     >>> from qshard.torch_bridge import convert
     >>> layer = convert(torch.nn.Linear(32, 16), "CurrentScaling")
     >>> is_converted(layer.weight), is_converted(layer.bias)
     (True, False)
     """
-    return isinstance(local_of(weight), ShardedWeight) if isinstance(weight, Tensor) else False
+    return isinstance(weight, Tensor) and weight.ndim == 2 and isinstance(local_of(weight), ShardedWeight)
 
 
 @torch.compiler.assume_constant_result

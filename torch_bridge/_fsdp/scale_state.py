@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Scales
@@ -54,7 +54,7 @@ from qshard.formats import Usage
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, fsdp_axis
+from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.primary import Primary
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._ops.eager import is_compiling
@@ -170,13 +170,24 @@ class ScaleState:
             return None
         known, axis = self._axis
         if known is not spec_of(parameter):  # A weak reference to the parameter would make `swap_tensors` fail.
-            axis = fsdp_axis(self.name, parameter, self.part)
+            axis = self._axis_of(parameter)
             self._axis = (spec_of(parameter), axis)
         shard: Tensor = local_of(parameter).shard  # type: ignore[attr-defined]
         if self.primary is not None and self.primary.master is not None:
             shard = self.primary.master
         plan = self.plan_of("fully_shard", shard, self.whole, parameter.device_mesh, axis, self.part)
         return WeightShard(self, shard, plan)
+
+    def _axis_of(self, parameter: DTensor) -> int:
+        """Return the mesh axis over which FSDP2 shards a parameter. Axes of tensor parallelism come last."""
+        axes = parameter.device_mesh.ndim - (0 if self.part is None else self.part.mesh.ndim)
+        found = [axis for axis in range(axes) if not isinstance(parameter.placements[axis], Replicate)]
+        if len(found) != 1:
+            raise NotImplementedError(
+                f"fully_shard: {self.name} {tuple(parameter.shape)} is sharded over {len(found)} mesh axes besides "
+                "those of parallelize_module, but one is the limit; exclude the layer with convert(filter=)"
+            )
+        return found[0]
 
     def plan_of(
         self,

@@ -8,12 +8,12 @@ gather rows instead of adding to them, so gradients are deterministic, and each 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qshard._core.moe import check_choice, check_tokens, check_weights
+from qshard._core.moe import MoEPermutation, check_choice, check_tokens, check_weights
 from qshard._core.validation import quote
 from qshard.torch_bridge._experts.tiles import GroupedRows, tiles_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
@@ -22,25 +22,6 @@ from qshard.torch_bridge._quantized.validation import check_tensor
 
 _KEYS = (torch.uint8, torch.int16, torch.int32)
 """Dtypes of sort keys: the radix sort of a GPU makes fewer passes over narrow keys."""
-
-
-class MoEPermutation(NamedTuple):
-    """The permutation of rows of `moe_permutation`: token t has the rows `positions[t]` of the permuted matrix.
-
-    Attributes:
-      choices: int32 `[T k]`: for each permuted row the index of its choice, `t * k + j` for expert j of token t.
-      positions: int32 `[T, k]`, the inverse: the permuted row of each choice.
-      group_sizes: int32 `[E]`: the number of rows of each expert, as `grouped_linear` takes them.
-    """
-
-    choices: Tensor
-    positions: Tensor
-    group_sizes: Tensor
-
-    @property
-    def tokens(self) -> Tensor:
-        """The token of each permuted row, int32 `[T k]`."""
-        return torch.div(self.choices, self.positions.shape[1], rounding_mode="floor")
 
 
 def moe_permutation(indices: Tensor, num_experts: int) -> MoEPermutation:

@@ -2,6 +2,9 @@
 
 `Gradients` saves the operands and computes both gradients. `ProductNode` computes y in a node of its own when
 `saved_tensors_hooks` are active. `SavedLayout` describes the layout of the saved tensors.
+
+The products of a recipe may have operands of their own (`Recipe.products`). Two products share an operand if they have
+one recipe; else it is quantized once for each, or rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node
 from qshard.torch_bridge._ops.eager import is_compiling
-from qshard.torch_bridge._quantized.gemm import Operand, matmul
+from qshard.torch_bridge._quantized.gemm import Operand, Values, matmul
 from qshard.torch_bridge._quantized.plane_programs import recompute_swiglu_plane, transpose
 
 aten = torch.ops.aten
@@ -37,7 +40,7 @@ class SavedLayout(NamedTuple):
       x_again: recomputes x from the tensors that `saved_input.source_of` found; None: the codes of x are saved.
       w_again: quantize the weight again in the backward pass; it is a parameter, so it stays in memory anyway. The
         amax of the whole weight is saved before it, or None.
-      w_format: the format of the saved codes of the weight.
+      w_format: the format of the saved codes of the weight; None if they are values.
       w_usage: the plane of the saved codes of the weight; None if no codes are saved.
       scale_count: number of leading tensors that belong to delayed scaling.
       of_x: number of saved tensors that belong to x. The tensors of the weight follow.
@@ -51,7 +54,7 @@ class SavedLayout(NamedTuple):
     dtype: torch.dtype
     x_again: Callable[..., tuple[Tensor, Tensor | None]] | None
     w_again: bool
-    w_format: Format
+    w_format: Format | None
     w_usage: Usage | None
     scale_count: int
     of_x: int
@@ -106,7 +109,7 @@ class Gradients(Node):
         if how.join is not None:
             of_x[0] = how.join(of_x[0])
         dy, results = matrix_of(grad, grad.dtype), None
-        if not how.parts and not how.is_kn and not is_compiling():
+        if not (how.parts or how.is_kn or how.recipe.by_product or is_compiling()):
             results = _gradients_in_one_call(ctx, dy, of_x, of_w, seed)
         if results is None:
             results = _gradients_op_by_op(ctx, dy, cached_amax(grad), of_x, of_w, seed)
@@ -127,7 +130,7 @@ def _gradients_in_one_call(
 ) -> _Gradients | None:
     how: SavedLayout = ctx.how
     need_x, need_w = ctx.needs_input_grad[:2]
-    if how.w_usage is Usage.ROWWISE and not how.w_format.transposes:
+    if how.w_usage is Usage.ROWWISE and how.w_format is not None and not how.w_format.transposes:
         return None
     x, w = ([part for part in parts if part is not None] for parts in (of_x, of_w))
     dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
@@ -147,8 +150,7 @@ def _gradients_op_by_op(
 ) -> _Gradients:
     how: SavedLayout = ctx.how
     need_x, need_w = ctx.needs_input_grad[:2]
-    usage = Usage.BOTH if need_x and need_w else Usage.ROWWISE if need_x else Usage.COLUMNWISE
-    dys, amax = _quantizer(ctx, seed).quantize(dy, Role.GRADIENT, usage, known)
+    dys, amax = _quantize_gradient(ctx, dy, known, seed)
     grad_x = grad_w = waits = None
     if need_w and (how.x_rows or how.y_rows):
         sides = (dys.pop(Usage.COLUMNWISE), how.y_rows), (_take_x(how, of_x, seed, ctx), how.x_rows)
@@ -168,6 +170,20 @@ def _gradients_op_by_op(
     return grad_x, grad_w, amax
 
 
+def _quantize_gradient(
+    ctx: Any, dy: Tensor, known: Tensor | None, seed: Tensor | None
+) -> tuple[dict[Usage, Any], Tensor | None]:
+    """Quantize the gradient of y, rowwise for the gradient of x and columnwise for the weight gradient."""
+    need_x, need_w = ctx.needs_input_grad[:2]
+    _, dgrad, wgrad = ctx.how.recipe.products
+    both = need_x and need_w and dgrad is wgrad
+    usage = Usage.BOTH if both else Usage.ROWWISE if need_x else Usage.COLUMNWISE
+    dys, amax = _quantizer(ctx, dgrad if need_x else wgrad, seed).quantize(dy, Role.GRADIENT, usage, known)
+    if need_x and need_w and not both:
+        dys |= _quantizer(ctx, wgrad, seed).quantize(dy, Role.GRADIENT, Usage.COLUMNWISE, known)[0]
+    return dys, amax
+
+
 def _recompute_x(how: SavedLayout, saved: Sequence[Any], ctx: Any) -> tuple[Tensor, Tensor | None]:
     """Recompute x as a matrix from the saved tensors, and its amax if the recomputation also gives it."""
     assert how.x_again is not None
@@ -175,33 +191,43 @@ def _recompute_x(how: SavedLayout, saved: Sequence[Any], ctx: Any) -> tuple[Tens
     return matrix_of(x, how.dtype, ctx.x_shape[-1]), amax if x.dtype == how.dtype else None
 
 
-def _quantizer(ctx: Any, seed: Tensor | None) -> LayerQuantizer:
-    return LayerQuantizer(ctx.how.recipe, seed, ctx.how.parts, ctx.scale_args)
+def _quantizer(ctx: Any, recipe: Recipe | None, seed: Tensor | None) -> LayerQuantizer:
+    return LayerQuantizer(recipe, seed, ctx.how.parts, ctx.scale_args)
 
 
-def _take_x(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
+def _take_x(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -> Any:
     """Return x columnwise from its saved tensors, and empty the list `saved` to free them."""
     parts, role, columns = tuple(saved), Role.ACTIVATION, Usage.COLUMNWISE
     saved.clear()
-    fmt = how.recipe.format(role)
+    recipe = how.recipe.products[2]
+    fmt = None if recipe is None else recipe.format(role)
     if how.x_again is None:
-        return Operand(fmt, Plane(*parts), columns)
-    if how.x_again is activations.recompute_swiglu and fmt.per_tensor and not ctx.scale_args and not how.parts:
+        return _operand(fmt, parts, columns)
+    is_swiglu = how.x_again is activations.recompute_swiglu
+    if is_swiglu and fmt is not None and fmt.per_tensor and not ctx.scale_args and not how.parts:
         gate, up = (matrix_of(part, part.dtype, ctx.x_shape[-1]) for part in parts[:2])
         if len(parts) > 2 and gate.dtype == how.dtype:
             return Operand(fmt, recompute_swiglu_plane(gate, up, fmt, parts[2]), columns)
     x, amax = _recompute_x(how, parts, ctx)
-    return _quantizer(ctx, seed).quantize(x, role, columns, amax)[0][columns]
+    return _quantizer(ctx, recipe, seed).quantize(x, role, columns, amax)[0][columns]
 
 
-def _take_w(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -> Operand:
+def _operand(fmt: Format | None, parts: Sequence[Any], usage: Usage) -> Operand | Values:
+    """Return an operand from its tensors: codes and scales, or without a format a matrix of values."""
+    return Values(parts[0], usage) if fmt is None else Operand(fmt, Plane(*parts), usage)
+
+
+def _take_w(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -> Any:
     """Return the plane of the weight that contracts N, and empty the list `saved` to free the saved tensors."""
     parts = tuple(saved)
     saved.clear()
     usage = Usage.ROWWISE if how.is_kn else Usage.COLUMNWISE
     if how.w_again:
         whole, values = parts[0], values_of(parts[-1])
-        return _quantizer(ctx, seed).quantize(values, Role.WEIGHT, usage, whole=whole)[0][usage]
+        quantizer = _quantizer(ctx, how.recipe.products[1], seed)
+        return quantizer.quantize(values, Role.WEIGHT, usage, whole=whole)[0][usage]
+    if how.w_format is None:
+        return Values(parts[0], usage)
     codes = Plane(*parts)
     if how.w_usage is not usage:
         if not how.w_format.transposes:
@@ -211,7 +237,7 @@ def _take_w(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -
 
 
 def multiply(
-    x: Operand, w: Operand, dtype: torch.dtype, shape: Sequence[int], x_rows: Rows | None, y_rows: Rows | None
+    x: Any, w: Any, dtype: torch.dtype, shape: Sequence[int], x_rows: Rows | None, y_rows: Rows | None
 ) -> Tensor:
     """Compute y in its final shape. It is not a view, because FSDP2 cannot attach its hooks to one."""
     y: Tensor = aten._unsafe_view.default(_product_of(x, w, dtype, x_rows, y_rows, fast=True), shape)
@@ -219,7 +245,7 @@ def multiply(
 
 
 def _product_of(
-    x: Operand, w: Operand, dtype: torch.dtype, x_rows: Rows | None, y_rows: Rows | None, *, fast: bool = False
+    x: Any, w: Any, dtype: torch.dtype, x_rows: Rows | None, y_rows: Rows | None, *, fast: bool = False
 ) -> Tensor:
     """Compute `x @ w.T`, with the rows of x or of the result sharded over ranks if `x_rows` or `y_rows` is given."""
     if x_rows is not None:
@@ -240,17 +266,17 @@ class ProductNode(torch.autograd.Function):
         ctx: Any,
         y: Tensor,
         dtype: torch.dtype,
-        x_format: Format,
-        w_format: Format,
+        x_format: Format | None,
+        w_format: Format | None,
         is_kn: bool,
         rows: tuple[Rows | None, Rows | None],
         *parts: Tensor | None,
     ) -> Tensor:
         """Multiply the planes of x and of the weight in `parts`."""
-        half = len(Plane._fields)
         ctx.count = len(parts)
-        usage = Usage.COLUMNWISE if is_kn else Usage.ROWWISE
-        x, w = Operand(x_format, Plane(*parts[:half])), Operand(w_format, Plane(*parts[half:]), usage)
+        half = ctx.count // 2
+        x = _operand(x_format, parts[:half], Usage.ROWWISE)
+        w = _operand(w_format, parts[half:], Usage.COLUMNWISE if is_kn else Usage.ROWWISE)
         return multiply(x, w, dtype, y.shape, *rows)
 
     @staticmethod

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from qshard._core.operands import check_state
 from qshard._core.validation import quote, seed_missing
 from qshard.formats import Usage
-from qshard.recipes import NO_PRODUCTS, Product, Recipe, RecipeLike, Role, as_recipe
+from qshard.recipes import NO_PRODUCTS, Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._distributed.activation_group import ActivationGroup, Join
 from qshard.torch_bridge._distributed.dtensor import local_of
@@ -32,13 +32,6 @@ from qshard.torch_bridge._nn.operands import (
     matrix_of,
     planes_of,
     values_of,
-)
-from qshard.torch_bridge._nn.product_formats import (
-    ForwardProduct,
-    ProductGradients,
-    ProductLayout,
-    bfloat16_matrix,
-    forward_product,
 )
 from qshard.torch_bridge._nn.weight_amax import whole_amax
 from qshard.torch_bridge._ops.autograd_node import apply_node
@@ -192,7 +185,7 @@ def linear(
     has_grad = torch.is_grad_enabled()
     needs = has_grad and x.requires_grad, has_grad and weight.requires_grad
     call = _Call(recipe, seed, scale_args, delayed, dtype, sharding, shared, layer, activation_group, is_kn, *needs)
-    y = (_product_by_format if recipe.by_product else _product)(call, x, weight)
+    y = _product(call, x, weight)
     y = y if sharding is None else sharding.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -234,9 +227,8 @@ class _Call(NamedTuple):
         """The planes of the stored weight that the forward and the backward pass contract."""
         return (Usage.COLUMNWISE, Usage.ROWWISE) if self.is_kn else (Usage.ROWWISE, Usage.COLUMNWISE)
 
-    @property
-    def quantizer(self) -> LayerQuantizer:
-        return LayerQuantizer(self.recipe, self.seed, self.parts, self.scales)
+    def quantizer(self, recipe: Recipe | None) -> LayerQuantizer:
+        return LayerQuantizer(recipe, self.seed, self.parts, self.scales)
 
     def y_shape(self, x: Tensor, weight: Tensor) -> tuple[int, ...]:
         if self.sharding is not None:
@@ -246,10 +238,14 @@ class _Call(NamedTuple):
 
 def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     """Compute `linear` of plain tensors, without bias."""
-    eager, stochastic = not is_compiling(), call.recipe.format(Role.ACTIVATION).stochastic
+    eager, (forward, dgrad, wgrad) = not is_compiling(), call.recipe.products
+    stochastic = wgrad is not None and wgrad.format(Role.ACTIVATION).stochastic
     may_recompute = call.need_w and eager and not stochastic and not call.parts
     source = saved_input.source_of(x) if may_recompute else None
-    xs = _quantize_x(call, x, Usage.BOTH if call.need_w and source is None else Usage.ROWWISE)
+    saves_x, is_shared = call.need_w and source is None, forward is wgrad
+    xs = _quantize_x(call, x, forward, Usage.BOTH if saves_x and is_shared else Usage.ROWWISE)
+    if saves_x and not is_shared:
+        xs |= _quantize_x(call, x, wgrad, Usage.COLUMNWISE)
     x_row, shape = xs[Usage.ROWWISE], call.y_shape(x, weight)
     # With saved-tensor hooks, checkpointing may recompute this, so the product is a separate node.
     one_node = eager and not has_saved_tensors_hooks()
@@ -257,13 +253,13 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     # also save them under tensor parallelism, and under delayed scaling, where scales are not inputs of their node.
     w_again = call.need_x and not isinstance(weight, QuantizedTensor) and _stays_in_memory(weight)
     w_again = w_again and (eager or not (call.parts or call.scales))
-    ws: dict[Usage, Operand] = {}
+    ws: dict[Usage, Any] = {}
     w_amax: Tensor | None = None
-    y = _multiply_program(call, x_row, weight, w_again) if one_node else None
+    y = _multiply_program(call, forward, x_row, weight, w_again) if one_node else None
     if y is not None:
         y = aten._unsafe_view.default(y, shape)
     else:
-        ws, w_amax = _planes_of_weight(call, weight, w_again)
+        ws, w_amax = _planes_of_weight(call, forward, dgrad, weight, w_again)
         if one_node or not (call.need_x or call.need_w):
             y = multiply(x_row, ws[call.w_usages[0]], call.dtype, shape, *call.rows)
     if y is not None and not (call.need_x or call.need_w):
@@ -277,54 +273,16 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     return result
 
 
-def _product_by_format(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `linear` of plain tensors without bias, with a recipe that has formats of single products."""
-    forward, wgrad = call.recipe.of(Product.FORWARD), call.recipe.of(Product.WGRAD)
-    has_codes, columns = isinstance(weight, QuantizedTensor), Usage.COLUMNWISE
-    xs: dict[Usage, Operand] = {}
-    ws: dict[Usage, Operand] = {}
-    parts: Sequence[Tensor | None] = ()
-    of_x: Sequence[Tensor | None] = ()
-    if forward is None:
-        x_format, parts = None, (bfloat16_matrix(x, call.dtype), values_of(weight).to(torch.bfloat16))
-    else:
-        own, x_format = call._replace(recipe=forward), forward.activation
-        xs = _quantize_x(own, x, Usage.BOTH if call.need_w and forward is wgrad else Usage.ROWWISE)
-        ws, _ = _planes_of_weight(own, weight, w_again=not has_codes)
-        parts = *xs[Usage.ROWWISE].parts, *ws[call.w_usages[0]].parts
-    if call.need_w and wgrad is None:
-        of_x = (bfloat16_matrix(x, call.dtype),)
-    elif call.need_w:
-        if columns not in xs:
-            xs = _quantize_x(call._replace(recipe=cast(Recipe, wgrad)), x, columns)
-        of_x = xs[columns].parts
-    of_w: Sequence[Tensor | None] = ()
-    w_usage = None
-    if has_codes:
-        w = ws[call.w_usages[1] if call.w_usages[1] in ws else call.w_usages[0]]
-        of_w, w_usage = w.parts if call.need_x else (), w.usage
-    elif isinstance(weight, ShardedWeight):
-        of_w = (weight.shard,)  # The version counter of the wrapper misses writes to it.
-    w_format = weight.format if isinstance(weight, QuantizedTensor) else call.recipe.weight
-    shape = call.y_shape(x, weight)
-    how = ProductLayout(call.recipe, call.dtype, shape, len(of_x), w_format, w_usage, call.is_kn)
-    if not (call.need_x or call.need_w):
-        return forward_product(how, x_format, *parts)
-    placeholder = apply_node(ProductGradients, x, weight, how, call.seed, *of_x, *of_w)
-    y: Tensor = ForwardProduct.apply(placeholder, how, x_format, *parts)
-    return y
-
-
-def _quantize_x(call: _Call, x: Tensor, usage: Usage) -> dict[Usage, Operand]:
+def _quantize_x(call: _Call, x: Tensor, recipe: Recipe | None, usage: Usage) -> dict[Usage, Any]:
     """Quantize x, or take its planes from a layer that shares x, and record its amax under delayed scaling."""
-    recipe, scales = call.recipe, call.scales
+    scales, quantizer = call.scales, call.quantizer(recipe)
 
     def make(usage: Usage) -> saved_input.Planes:
         known = cached_amax(x) if x.dtype == call.dtype else None
-        planes, amax = call.quantizer.quantize(matrix_of(x, call.dtype), Role.ACTIVATION, usage, known)
+        planes, amax = quantizer.quantize(matrix_of(x, call.dtype), Role.ACTIVATION, usage, known)
         return planes, [] if amax is None else [amax, *scales[_X_SCALES]]
 
-    if recipe.format(Role.ACTIVATION).stochastic:
+    if recipe is not None and recipe.format(Role.ACTIVATION).stochastic:
         planes, others = make(usage)
     else:
         key = (*_key(recipe, call.dtype), call.parts.get(Role.ACTIVATION))
@@ -339,31 +297,39 @@ def _stays_in_memory(weight: Tensor) -> bool:
     return isinstance(weight, torch.nn.Parameter) or (not is_compiling() and flat_of(weight) is not None)
 
 
-def _multiply_program(call: _Call, x: Operand, weight: Tensor, w_again: bool) -> Tensor | None:
+def _multiply_program(call: _Call, recipe: Recipe | None, x: Operand, weight: Tensor, w_again: bool) -> Tensor | None:
     """Quantize the weight and compute y in one call; None if the weight is quantized or no program can do it."""
-    if isinstance(weight, QuantizedTensor) or call.parts or call.is_kn or (call.need_x and not w_again):
+    if recipe is None or isinstance(weight, QuantizedTensor) or call.parts or call.is_kn:
+        return None
+    if call.need_x and not w_again:
         return None
     scale = call.scales[_W_SCALE] if call.scales else None
-    y, amax = linear_program.product(x, values_of(weight), call.recipe, scale, call.seed, call.dtype)
+    y, amax = linear_program.product(x, values_of(weight), recipe, scale, call.seed, call.dtype)
     if y is not None and call.delayed is not None:
         call.delayed[Role.WEIGHT].observe(cast(Tensor, amax))
     return y
 
 
-def _planes_of_weight(call: _Call, weight: Tensor, w_again: bool) -> tuple[dict[Usage, Operand], Tensor | None]:
+def _planes_of_weight(
+    call: _Call, of_forward: Recipe | None, of_dgrad: Recipe | None, weight: Tensor, w_again: bool
+) -> tuple[dict[Usage, Any], Tensor | None]:
     """Return the plane of the weight for the forward pass, and the one for the backward pass if it is saved.
 
     Also returns the amax of the whole weight if other ranks have shards of it (`weight_amax.py`).
     """
     forward, backward = call.w_usages
     if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. FSDP2's hook has recorded its amax.
-        planes = planes_of(weight, call.need_x or call.is_kn, call.recipe)
-        if call.is_kn and forward not in planes:
-            planes[forward] = Operand(weight.format, transpose(planes[backward].parts, weight.format), forward)
-        return planes, None
-    usage, values = Usage.BOTH if call.need_x and not w_again else forward, values_of(weight)
+        there = planes_of(weight, call.need_x or call.is_kn, call.recipe)
+        if call.is_kn and forward not in there:
+            there[forward] = Operand(weight.format, transpose(there[backward].parts, weight.format), forward)
+        return there, None
+    values, saves_codes = values_of(weight), call.need_x and not w_again
+    both = saves_codes and of_forward is of_dgrad
+    usage = Usage.BOTH if both else forward
     whole = whole_amax(weight, values, call.parts.get(Role.WEIGHT), call.recipe.weight)
-    planes, amax = call.quantizer.quantize(values, Role.WEIGHT, usage, whole=whole)
+    planes, amax = call.quantizer(of_forward).quantize(values, Role.WEIGHT, usage, whole=whole)
+    if saves_codes and not both:
+        planes |= call.quantizer(of_dgrad).quantize(values, Role.WEIGHT, backward)[0]
     if call.delayed is not None:
         call.delayed[Role.WEIGHT].observe(cast(Tensor, amax))
     return planes, whole
@@ -371,10 +337,10 @@ def _planes_of_weight(call: _Call, weight: Tensor, w_again: bool) -> tuple[dict[
 
 def _saved_operands(
     call: _Call,
-    xs: dict[Usage, Operand],
+    xs: dict[Usage, Any],
     source: saved_input.Source | None,
     weight: Tensor,
-    ws: dict[Usage, Operand],
+    ws: dict[Usage, Any],
     w_amax: Tensor | None,
     w_again: bool,
     y_shape: tuple[int, ...],
@@ -390,18 +356,17 @@ def _saved_operands(
         if call.activation_group is not None and eager:
             of_x, join = call.activation_group.split(xs[Usage.COLUMNWISE].parts)
     of_w: Sequence[Tensor | None] = ()
-    w_usage = None
+    w_usage = w_format = None
     if w_again:
         # Save the tensor inside the wrapper: the version counter of the wrapper misses writes to it.
         of_w = (w_amax, *((weight.shard,) if isinstance(weight, ShardedWeight) else ()))
     elif call.need_x:
         # A gathered weight is saved as it is: FSDP2 frees its memory and gathers the same codes before backward.
         w = ws[backward] if backward in ws else ws[forward]
-        of_w, w_usage = w.parts, w.usage
+        of_w, w_usage, w_format = w.parts, w.usage, w.format
     # Dynamo does not accept the same input twice, and saved codes already include their scale.
     scales = [scale if eager or i >= _X_SCALES.stop else None for i, scale in enumerate(call.scales)]
     x_again = None if source is None else source.again
-    w_format = weight.format if isinstance(weight, QuantizedTensor) else call.recipe.weight
     sizes = len(scales), len(of_x), y_shape
     how = SavedLayout(
         call.recipe, call.dtype, x_again, w_again, w_format, w_usage, *sizes, call.parts, *call.rows, join, call.is_kn
@@ -414,7 +379,9 @@ def _id_of(weight: Tensor) -> Hashable:
     return id(weight) if flat is None else (id(flat), weight.storage_offset())
 
 
-def _key(recipe: Recipe, dtype: torch.dtype) -> tuple[Any, ...]:
+def _key(recipe: Recipe | None, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return everything besides the values of x that its planes depend on."""
+    if recipe is None:
+        return None, dtype
     rows = recipe.added_rows(Role.ACTIVATION, Usage.BOTH, 1)
     return recipe.format(Role.ACTIVATION), rows, dtype, recipe if recipe.stateful else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.uint64 import constant_words, xor_words
-from qshard.torch_bridge._quantized.gemm import Operand
+from qshard.torch_bridge._quantized.gemm import Operand, Values
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_tensor
@@ -68,25 +68,29 @@ def operand_spec(recipe: Recipe, role: Role, usage: Usage, rows: int = 0) -> Ope
 
 
 class LayerQuantizer(NamedTuple):
-    """Quantizes the operands of one call of a layer.
+    """Quantizes the operands of one call of a layer, or with no `recipe` rounds them to bfloat16.
 
     `parts` has the sharding of each operand under tensor parallelism. `scales` are delayed scales in the order of
     `ROLES`.
     """
 
-    recipe: Recipe
+    recipe: Recipe | None
     seed: Tensor | None = None
     parts: Mapping[Role, ShardSpec] = MappingProxyType({})
     scales: Sequence[Tensor] = ()
 
     def quantize(
         self, x: Tensor, role: Role, usage: Usage, amax: Tensor | None = None, *, whole: Tensor | None = None
-    ) -> tuple[dict[Usage, Operand], Tensor | None]:
-        """Quantize a matrix `[M, K]`. Padding rows are removed from the rowwise plane.
+    ) -> tuple[dict[Usage, Any], Tensor | None]:
+        """Quantize a matrix `[M, K]` to an `Operand` for each usage. Padding rows are removed from the rowwise plane.
 
+        Without a recipe, the operands are `Values`.
         `role` selects the format, the delayed scale and the Philox key. `amax` is the amax of x, if it is known, and
         `whole` the amax of the whole tensor, if x is a shard. Also returns the amax of x under delayed scaling.
         """
+        if self.recipe is None:
+            matrix = x.to(torch.bfloat16)
+            return {one: Values(matrix, one) for one in usage.planes}, None
         rows, part = x.shape[0], self.parts.get(role)
         spec = operand_spec(self.recipe, role, usage, rows)
         if spec.added_rows:

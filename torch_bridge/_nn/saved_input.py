@@ -40,7 +40,7 @@ from qshard.formats import Usage
 from qshard.torch_bridge._nn import activations, module_calls
 from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._ops.eager import may_reuse
-from qshard.torch_bridge._quantized.gemm import Operand
+from qshard.torch_bridge._quantized.gemm import Operand, Values
 from qshard.torch_bridge._torch_internals import (
     base_of,
     current_dispatch_mode,
@@ -49,7 +49,7 @@ from qshard.torch_bridge._torch_internals import (
     saves_its_result,
 )
 
-Planes = tuple[dict[Usage, Operand], list[Tensor]]
+Planes = tuple[dict[Usage, Operand | Values], list[Tensor]]
 """Planes of one tensor by usage; and under delayed scaling its amax, to be recorded, and its scale."""
 
 
@@ -59,7 +59,7 @@ class _Codes:
     def __init__(self, x: weakref.ref[Tensor], version: int, key: Any):
         self.x, self.version, self.key = x, version, key
         self.layers: set[Hashable] = set()
-        self.planes: dict[Usage, Operand] = {}
+        self.planes: dict[Usage, Operand | Values] = {}
         self.others: list[Tensor] = []
 
     def serves(self, x: Tensor, key: Any, layer: Hashable) -> bool:

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 from qshard.formats import FLOATS
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale, keep_amaxes
-from qshard.torch_bridge._distributed.dtensor import local_of, local_part
-from qshard.torch_bridge._distributed.fsdp1 import is_flattened
+from qshard.torch_bridge._distributed.dtensor import local_box, local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, first_rank
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, attributes_of, plain, wrap
@@ -27,7 +26,7 @@ from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._quantized.device_moves import Move, changes
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
-from qshard.torch_bridge._torch_internals import has_other_owners, hooks_of, put_hooks
+from qshard.torch_bridge._torch_internals import has_other_owners, hooks_of, is_flattened, put_hooks
 
 
 def take_seed(seed: Tensor, rank: int) -> Tensor:
@@ -151,7 +150,7 @@ def delayed_of_call(modules: nn.ModuleDict) -> dict[Role, DelayedScale]:
 def _draw(seed: Tensor) -> None:
     """Draw seeds. Ranks draw the seeds of all experts, and keep their own."""
     of_all = torch.empty(seed.shape, dtype=torch.int32, device=seed.device).random_(-(2**31), 2**31)
-    local_of(seed).copy_(of_all[local_part(seed)])
+    local_of(seed).copy_(of_all[local_box(seed).slices])
 
 
 class LinearOperands(NamedTuple):

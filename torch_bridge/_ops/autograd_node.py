@@ -78,12 +78,23 @@ def _with_anchor(forward: Callable[..., Any]) -> Callable[..., Any]:
         ctx.has_anchor = not is_compiling() and any(ctx.needs_input_grad)
         if not ctx.has_anchor:
             ctx.save_for_backward(*saved)
-            return result
+            return _unique_result(result) if is_compiling() else result
         anchor = torch.empty(0, device="cpu")
         ctx.save_for_backward(*saved, anchor)
         return result, anchor
 
     return wrapper
+
+
+def _unique_result(result: Tensor) -> Tensor:
+    """Return the result as a value that no other operation of `forward` returned.
+
+    Dynamo of torch 2.11 makes every value of `forward` an output of the node. If two outputs are one tensor, as after
+    an addition in place or a conversion to the same dtype, autograd sends its gradient to the last of them, and
+    `backward` gets zeros.
+    """
+    alias: Tensor = torch.ops.aten._unsafe_view.default(result, result.shape)
+    return alias
 
 
 def _backward_of(gradients: Callable[..., Gradients], op: str, instead: str, degree: int | None) -> Callable[..., Any]:

@@ -48,7 +48,7 @@ class MatrixExchange:
         """Begin to send the local parts, one tensor for each parameter of the bucket, to the owners of its units."""
         position = {parameter: i for i, parameter in enumerate(self.bucket.parameters)}
         local = [
-            [parts[position[self.bucket.units[piece.unit].parameter]][piece.local] for piece in message]
+            [parts[position[self.bucket.units[piece.unit][0]]][piece.local] for piece in message]
             for message in self._sent
         ]
         return self._all_to_all(local, self._received, self._is_sent)
@@ -57,7 +57,7 @@ class MatrixExchange:
         """Return the whole matrices that this rank owns, by unit."""
         units: dict[int, Tensor] = {}
         for piece, values in _split(sending.wait(), self._received):
-            shape = self.bucket.units[piece.unit].shape
+            shape = self.bucket.units[piece.unit][1].size
             if piece.shape == shape:
                 units[piece.unit] = values
                 continue
@@ -76,7 +76,7 @@ class MatrixExchange:
         position = {parameter: i for i, parameter in enumerate(self.bucket.parameters)}
         found: list[Tensor | None] = [None] * len(shapes)
         for piece, values in _split(sending.wait(), self._results):
-            i = position[self.bucket.units[piece.unit].parameter]
+            i = position[self.bucket.units[piece.unit][0]]
             if piece.shape == shapes[i]:
                 found[i] = values.to(devices[i])
                 continue

@@ -14,9 +14,8 @@ from torch.optim.optimizer import Optimizer
 
 from qshard._core.optimizers import muon as core
 from qshard._core.optimizers.muon_plan import plan_buckets
-from qshard._core.placement import Box
 from qshard._core.validation import join_names, quote
-from qshard.torch_bridge._distributed.dtensor import local_of, local_part, wrapped_like
+from qshard.torch_bridge._distributed.dtensor import local_box, local_of, wrapped_like
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._optim.adam import Adam
@@ -316,7 +315,7 @@ class _Run(NamedTuple):
     def _orthogonalize(self, exchange: MatrixExchange, sending: Sending) -> Sending:
         results = {}
         for unit, matrix in exchange.units(sending).items():
-            group = self.matrices[exchange.bucket.units[unit].parameter].group
+            group = self.matrices[exchange.bucket.units[unit][0]].group
             results[unit] = newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
         return exchange.send_back(results)
 
@@ -342,7 +341,7 @@ def newton_schulz(x: Tensor, coefficients: Sequence[float], steps: int, eps: flo
 
 def _plan(op: str, group: dist.ProcessGroup | None, matrices: Sequence[_Matrix]) -> list[_Run]:
     """Plan the update of matrices of one set of ranks. Collective."""
-    boxes = [_box_of(each.parameter) for each in matrices]
+    boxes = [local_box(each.parameter) for each in matrices]
     facts = [each.facts for each in matrices]
     everyone: list[Any] = [(facts, boxes)]
     if group is not None:
@@ -371,13 +370,6 @@ def _check_agreement(op: str, everyone: Sequence[Sequence[tuple[Any, ...]]]) -> 
             f"{op}: rank 0 of {len(everyone)} would update {differing}; use the same parameters, settings and "
             "gradients on every rank"
         )
-
-
-def _box_of(parameter: Tensor) -> Box:
-    part = local_part(parameter)
-    return Box(
-        tuple(parameter.shape), tuple(axis.start for axis in part), tuple(axis.stop - axis.start for axis in part)
-    )
 
 
 def _ranks_of(parameter: Tensor, group: dist.ProcessGroup | None) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard._core.flat_shards import FlatShards, piece_bytes
+from qshard._core.flat_shards import piece_bytes
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format
 from qshard.formats import Format, Usage
@@ -83,13 +83,13 @@ def empty_scales(fmt: Format, where: PlaneLayout, device: torch.device | str | N
 
 
 def gather_slices(
-    slices: Sequence[QuantizedSlice], shards: Sequence[FlatShards], group: dist.ProcessGroup
+    slices: Sequence[QuantizedSlice], shards: Sequence[Sequence[tuple[int, int]]], group: dist.ProcessGroup
 ) -> list[QuantizedTensor]:
     """All-gather weights from the slices of all ranks, with one all-gather of bytes for all weights.
 
     Args:
       slices: this rank's slice of each weight.
-      shards: for each weight, `starts` and `stops` of the slices of all ranks, from `plan_shards` or elsewhere.
+      shards: for each weight, start and stop of the slice of each rank, from `plan_shards` or elsewhere.
       group: the ranks.
 
     Returns:
@@ -114,8 +114,7 @@ def gather_slices(
         return []
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     sizes = [
-        [piece_bytes(s.format, of.stops[r] - of.starts[r]) for s, of in zip(slices, shards, strict=True)]
-        for r in range(world)
+        [piece_bytes(s.format, of[r][1] - of[r][0]) for s, of in zip(slices, shards, strict=True)] for r in range(world)
     ]
     own = torch.cat([s.data[:size] for s, size in zip(slices, sizes[rank], strict=True)])
     parts = gather_parts(own, [sum(of_rank) for of_rank in sizes], group)
@@ -123,7 +122,8 @@ def gather_slices(
     weights = []
     for i, s in enumerate(slices):
         where = slice_plane(s.format, s.shape, s.usage, op="gather_slices", is_stack=s.is_stack)
-        data = join_pieces([pieces[r][i] for r in range(world)], shards[i].starts, s.format, where.data_shape)
+        starts = [start for start, _ in shards[i]]
+        data = join_pieces([pieces[r][i] for r in range(world)], starts, s.format, where.data_shape)
         planes = {s.usage: s.parts._replace(data=data)}
         rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
         kind = QuantizedStack if s.is_stack else QuantizedTensor

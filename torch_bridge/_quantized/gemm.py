@@ -9,6 +9,7 @@ bfloat16, by an op again. All sum in float32, each in an order of its own, so re
 
 Rounding to bfloat16 is exact if scales are powers of two (MXFP8, and FP8 blocks by default), because bfloat16 holds
 every code times such a scale. Each element of NVFP4 is rounded once, by a relative 2^-8, while its own steps are 2^-2.
+A product without formats (`NVFP4(wgrad="bf16")`) multiplies `Values`.
 """
 
 from __future__ import annotations
@@ -77,8 +78,26 @@ class Operand(NamedTuple):
         return self.stored_values(dtype) if self.in_order else self.stored_values(dtype).t()
 
 
-def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+class Values(NamedTuple):
+    """An operand of a product without formats: a bfloat16 matrix `[rows, K]` for `ROWWISE`, `[K, rows]` otherwise."""
+
+    matrix: Tensor
+    usage: Usage = Usage.ROWWISE
+
+    @property
+    def format(self) -> None:
+        return None
+
+    @property
+    def parts(self) -> tuple[Tensor]:
+        return (self.matrix,)
+
+
+def matmul(a: Operand | Values, b: Operand | Values, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """Compute `a @ b.T`, `[M, N]`. `fast` lets FP8 tensor cores accumulate with fewer bits, as in forward passes."""
+    if isinstance(a, Values) or isinstance(b, Values):
+        x, y = (one.parts[0] if one.usage is Usage.ROWWISE else one.parts[0].t() for one in (a, b))
+        return _multiply_bfloat16(x, y.t(), dtype)
     device, way = a.parts.data.device, None
     if device.type == PLATFORM and not b.is_transposed:
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
@@ -108,6 +127,18 @@ def matmul(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) ->
         product = torch.mm(x, y)
     del x, y
     return product.to(dtype)
+
+
+def _multiply_bfloat16(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute `a @ b` of bfloat16 matrices, with sums in float32, rounded once to `dtype`."""
+    kind = a.device.type
+    # Autocast would change the dtype of the result.
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        if dtype == torch.bfloat16:
+            return torch.mm(a, b)
+        if kind == "cuda" and a.numel() and b.numel():
+            return torch.mm(a, b, out_dtype=torch.float32).to(dtype)
+        return torch.mm(a.float(), b.float()).to(dtype)
 
 
 def _goes_by_panels(a: Operand, b: Operand) -> bool:

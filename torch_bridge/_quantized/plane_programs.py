@@ -59,7 +59,9 @@ def quantize_operand(
     layouts. `wholes` are `quantize_steps.global_amaxes` of the whole tensor, if x is a shard. With `reduce_max` they
     are computed and reduced here, in one call. Under delayed scaling, with `scale`, also returns the amax of x.
     """
-    fmt, usage, check = spec.format, spec.usage, check or functools.partial(spec.layouts, tuple(x.shape))
+    fmt, usage = spec.format, spec.usage
+    if check is None:  # Dynamo of torch 2.11 cannot ask a `partial` for its truth, as `or` does.
+        check = functools.partial(spec.layouts, tuple(x.shape))
     if draws is not None and draws.col_step != 1:
         raise ValueError(
             f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass draws of the "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,25 +26,6 @@ from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._weight_sync.items import OP, Item, plan_of, rows_group_of
 
 
-class _StreamEntry(NamedTuple):
-    """A tensor of the stream, and its name."""
-
-    name: str
-    tensor: EngineTensor
-
-    def of(self, whole: Plane) -> tuple[str, Tensor]:
-        contents: Tensor = self.tensor.contents(whole, torch)
-        return self.name, contents.view(torch.float8_e4m3fn) if self.tensor.dtype == "F8_E4M3" else contents
-
-
-class _RowGather(NamedTuple):
-    """Tensors that are gathered as values, with the ranks that share their rows."""
-
-    members: list[int]
-    group: dist.ProcessGroup
-    device: torch.device
-
-
 class Bucket:
     """Items that are gathered together.
 
@@ -62,20 +43,14 @@ class Bucket:
         for key in dict.fromkeys(plan.gather_key for plan in plans.values()):
             members = [i for i, plan in plans.items() if plan.gather_key == key]
             self.gathers.append((members, CodeGather([plans[i] for i in members])))
-        self.row_gathers: list[_RowGather] = []
+        # Items that are gathered as values, by the ranks that share their rows and the device.
+        self.row_gathers: dict[tuple[dist.ProcessGroup, torch.device], list[int]] = {}
         for i, item in enumerate(items):
             if item.fmt is None and (group := rows_group_of(values[i])) is not None:
-                self._join_row_gather(i, group, device_of(values[i]))
+                self.row_gathers.setdefault((group, device_of(values[i])), []).append(i)
         self._tensors = [self._tensors_of(item, format) for item in items]
 
-    def _join_row_gather(self, i: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        for each in self.row_gathers:
-            if each.group is group and each.device == device:
-                each.members.append(i)
-                return
-        self.row_gathers.append(_RowGather([i], group, device))
-
-    def _tensors_of(self, item: Item, format: str) -> list[list[_StreamEntry]]:
+    def _tensors_of(self, item: Item, format: str) -> list[list[EngineTensor]]:
         """Return the tensors of each rank of expert parallelism, or of each expert of a stack."""
         if item.fmt is None:
             return []
@@ -89,7 +64,7 @@ class Bucket:
             for weight in weights:
                 if weight.rows not in planned:
                     planned[weight.rows] = item.tensors(format, weight)
-                named += [_StreamEntry(f"{weight.name}{each.name}", each) for each in planned[weight.rows]]
+                named += [dataclasses.replace(each, name=f"{weight.name}{each.name}") for each in planned[weight.rows]]
             found.append(named)
         return found
 
@@ -103,13 +78,13 @@ class Bucket:
         if item.fmt is None:
             yield from _values(item, _whole(self.cast(value)) if rows is None else rows)
         elif item.layout is not None:
-            for named, whole in zip(self._tensors[i], _planes_of_stack(item, value), strict=True):
-                yield from (each.of(whole) for each in named)
+            for tensors, whole in zip(self._tensors[i], _planes_of_stack(item, value), strict=True):
+                yield from (_contents(each, whole) for each in tensors)
         else:
             own, group = plane or _whole_plane(item, value), item.names.ep_group
             planes = [own] if group is None else gather_ranks(own, group)
-            for named, whole in zip(self._tensors[i], planes, strict=True):
-                yield from (each.of(whole) for each in named)
+            for tensors, whole in zip(self._tensors[i], planes, strict=True):
+                yield from (_contents(each, whole) for each in tensors)
 
     def cast(self, value: Tensor) -> Tensor:
         """Return a value that is not quantized in the dtype of the stream."""
@@ -133,7 +108,7 @@ class BucketPass:
         bucket = self._bucket
         self._codes = [gather.send(step) for (_, gather), step in zip(bucket.gathers, self._amaxes, strict=True)]
         self._amaxes = []
-        for members, group, device in bucket.row_gathers:
+        for (group, device), members in bucket.row_gathers.items():
             arrays = [bucket.cast(local_of(self._values[i]).to(device)) for i in members]
             self._rows.append(Gathering.begin(arrays, group))
 
@@ -145,8 +120,8 @@ class BucketPass:
         rows: dict[int, Tensor] = {}
         for (members, gather), step in zip(bucket.gathers, self._codes, strict=True):
             planes |= zip(members, gather.planes(step), strict=True)
-        for each, gathering in zip(bucket.row_gathers, self._rows, strict=True):
-            rows |= zip(each.members, gathering.wait(), strict=True)
+        for members, gathering in zip(bucket.row_gathers.values(), self._rows, strict=True):
+            rows |= zip(members, gathering.wait(), strict=True)
         self._codes, self._rows = [], []
         found: list[tuple[str, Tensor]] = []
         for i, value in enumerate(self._values):
@@ -160,6 +135,11 @@ class BucketPass:
                 work.wait()
         for gathering in (*(each.gathering for each in self._codes), *self._rows):
             gathering.wait()
+
+
+def _contents(tensor: EngineTensor, whole: Plane) -> tuple[str, Tensor]:
+    contents: Tensor = tensor.contents(whole, torch)
+    return tensor.name, contents.view(torch.float8_e4m3fn) if tensor.dtype == "F8_E4M3" else contents
 
 
 def _values(item: Item, whole: Tensor) -> Iterator[tuple[str, Tensor]]:

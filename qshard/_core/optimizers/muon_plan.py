@@ -5,8 +5,9 @@ momentum, it orthogonalizes the matrix once, and sends each rank its part of the
 
     parts of units  ->  ONE all-to-all for a bucket  ->  Newton-Schulz on owners  ->  ONE all-to-all  ->  parts of units
 
-An owner orthogonalizes a unit with one call: a matrix, or some matrices of a stack `[E, N, K]`. Units do not depend on
-the number of ranks. So a unit has the same products, and the same bits, wherever it is computed.
+An owner orthogonalizes a unit with one call: a matrix, or some matrices of a stack `[E, N, K]`. A unit is a box of its
+parameter, and does not depend on the number of ranks. So it has the same products, and the same bits, wherever it is
+computed.
 
 Sources: Jordan et al., https://kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982; owners of matrices and
 all-to-alls: Canzona, arXiv:2602.06079, and microsoft/dion.
@@ -18,33 +19,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from qshard._core.placement import Box, Tile
+from qshard._core.placement import Box, Index
 from qshard.layout import Shape
 
 STACK = 8  # matrices of a stack in a unit: part of the definition of bits, because batched products may round otherwise
 
 OWNED_ELEMENTS = 1 << 26  # elements of a bucket for each rank: 128 MiB in bfloat16, many matrices, and few buckets
-
-
-class Unit(NamedTuple):
-    """Matrices that are orthogonalized together.
-
-    Attributes:
-      parameter: index of the parameter in the plan.
-      start: first matrix of a stack; 0 for a matrix.
-      shape: `[N, K]`, or `[matrices, N, K]` for a stack.
-    """
-
-    parameter: int
-    start: int
-    shape: Shape
-
-    @property
-    def cost(self) -> int:
-        """Multiplications of one Newton-Schulz step."""
-        *lead, n, k = self.shape
-        short, long = sorted((n, k))
-        return math.prod(lead) * (2 * short * short * long + short**3)
 
 
 class Piece(NamedTuple):
@@ -61,8 +41,8 @@ class Piece(NamedTuple):
     unit: int
     rank: int
     sends: bool
-    local: Tile
-    whole: Tile
+    local: Index
+    whole: Index
 
     @property
     def shape(self) -> Shape:
@@ -78,13 +58,13 @@ class Bucket(NamedTuple):
 
     Attributes:
       parameters: indices of the parameters.
-      units: the units of these parameters.
+      units: the units of these parameters, each with the index of its parameter.
       owners: the rank that orthogonalizes each unit.
       pieces: the parts of all units, in order of units.
     """
 
     parameters: tuple[int, ...]
-    units: tuple[Unit, ...]
+    units: tuple[tuple[int, Box], ...]
     owners: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
@@ -143,18 +123,26 @@ def plan_buckets(boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_
 
 
 def _bucket(parameters: Sequence[int], boxes: Sequence[Sequence[Box]], ranks: int) -> Bucket:
-    units = [unit for i in parameters for unit in units_of(i, boxes[i][0].global_shape)]
-    parts = [[_part(unit, box) for box in boxes[unit.parameter]] for unit in units]
-    sizes = [[0 if part is None else part.size for part in of_unit] for of_unit in parts]
-    owners = assign_owners([unit.cost for unit in units], sizes)
+    units = [(i, unit) for i in parameters for unit in units_of(boxes[i][0].global_shape)]
+    parts = [[unit.intersection(box) for box in boxes[i]] for i, unit in units]
+    sizes = [[math.prod(part.size) for part in of_unit] for of_unit in parts]
+    owners = assign_owners([newton_schulz_cost(unit.size) for _, unit in units], sizes)
     pieces: list[Piece] = []
-    for u, of_unit in enumerate(parts):
-        there = [part._replace(unit=u, rank=rank) for rank, part in enumerate(of_unit) if part is not None]
-        for part in there:
-            copies = [other.rank for other in there if other.whole == part.whole]
+    for u, ((i, unit), of_unit) in enumerate(zip(units, parts, strict=True)):
+        for rank, part in enumerate(of_unit):
+            if not sizes[u][rank]:
+                continue
+            copies = [other for other, its in enumerate(of_unit) if its == part]
             sender = owners[u] if owners[u] in copies else copies[owners[u] % len(copies)]
-            pieces.append(part._replace(sends=part.rank == sender))
+            pieces.append(Piece(u, rank, rank == sender, part.within(boxes[i][rank]), part.within(unit)))
     return Bucket(tuple(parameters), tuple(units), tuple(owners), tuple(pieces))
+
+
+def newton_schulz_cost(shape: Shape) -> int:
+    """Return the multiplications of one Newton-Schulz step for `[N, K]` or `[matrices, N, K]`."""
+    *lead, n, k = shape
+    short, long = sorted((n, k))
+    return math.prod(lead) * (2 * short * short * long + short**3)
 
 
 def assign_owners(costs: Sequence[int], sizes: Sequence[Sequence[int]]) -> list[int]:
@@ -177,28 +165,15 @@ def assign_owners(costs: Sequence[int], sizes: Sequence[Sequence[int]]) -> list[
     return owners
 
 
-def units_of(parameter: int, shape: Shape) -> list[Unit]:
+def units_of(shape: Shape) -> list[Box]:
     """Return the units of a matrix or a stack.
 
-    >>> [unit.shape for unit in units_of(0, (4, 2)) + units_of(1, (10, 4, 2))]
+    >>> [unit.size for unit in units_of((4, 2)) + units_of((10, 4, 2))]
     [(4, 2), (8, 4, 2), (2, 4, 2)]
     """
     if 0 in shape:
         return []
     if len(shape) == 2:
-        return [Unit(parameter, 0, tuple(shape))]
+        return [Box(shape, (0, 0), shape)]
     count, n, k = shape
-    return [Unit(parameter, first, (min(STACK, count - first), n, k)) for first in range(0, count, STACK)]
-
-
-def _part(unit: Unit, box: Box) -> Piece | None:
-    """Return the part of a unit in a shard, or None if they do not overlap."""
-    starts = (unit.start, 0, 0) if len(unit.shape) == 3 else (0, 0)
-    local, whole = [], []
-    for start, size, first, count in zip(starts, unit.shape, box.start, box.size, strict=True):
-        begin, end = max(start, first), min(start + size, first + count)
-        if begin >= end:
-            return None
-        local.append(slice(begin - first, end - first))
-        whole.append(slice(begin - start, end - start))
-    return Piece(0, 0, False, tuple(local), tuple(whole))
+    return [Box(shape, (first, 0, 0), (min(STACK, count - first), n, k)) for first in range(0, count, STACK)]

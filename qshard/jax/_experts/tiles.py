@@ -23,7 +23,7 @@ from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
 from qshard.jax._gemm import grouped_gemm
 from qshard.jax._gemm.gemm import apply_scale, product_scale
-from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.amaxes import max_over
 from qshard.jax._ops.padded_rows import experts_of_strips, values_of_strips
 from qshard.jax._ops.uint64 import xor_words
 from qshard.jax._quantized.array import QuantizedArray, plane_values

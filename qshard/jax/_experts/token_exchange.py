@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from qshard._core.validation import quote
-from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.amaxes import max_over
 from qshard.jax._ops.mesh import count_shards, vary_alike
 from qshard.jax._ops.padded_rows import count_stops
 

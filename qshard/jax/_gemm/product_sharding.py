@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
-from qshard.jax._ops.collectives import sum_over
 from qshard.jax._ops.custom_partitioning import local
-from qshard.jax._ops.mesh import Names, Scattered, assign_mesh_axes, assign_scatter, count_shards, names_of
+from qshard.jax._ops.mesh import Names, Scattered, assign_mesh_axes, assign_scatter, count_shards, names_of, sum_over
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.layout import Shape, is_transposed, stored_block
 

@@ -8,34 +8,13 @@ fuses the gathers with the sums.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
-from qshard._core.moe import check_choice, check_tokens, check_weights
+from qshard._core.moe import MoEPermutation, check_choice, check_tokens, check_weights
 from qshard._core.validation import quote
 from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.validation import check_array, check_dtype
-
-
-class MoEPermutation(NamedTuple):
-    """The permutation of rows of `moe_permutation`: token t has the rows `positions[t]` of the permuted matrix.
-
-    Attributes:
-      choices: int32 `[T k]`: for each permuted row the index of its choice, `t * k + j` for expert j of token t.
-      positions: int32 `[T, k]`, the inverse: the permuted row of each choice.
-      group_sizes: int32 `[E]`: the number of rows of each expert, as `ragged_dot` takes them.
-    """
-
-    choices: jax.Array
-    positions: jax.Array
-    group_sizes: jax.Array
-
-    @property
-    def tokens(self) -> jax.Array:
-        """The token of each permuted row, int32 `[T k]`."""
-        return self.choices // self.positions.shape[1]
 
 
 def moe_permutation(indices: jax.Array, num_experts: int) -> MoEPermutation:

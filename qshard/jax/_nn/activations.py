@@ -20,7 +20,7 @@ from qshard._core import quantize_steps
 from qshard._core.validation import FormatLike, as_format, as_usage, quote
 from qshard.formats import Format, Usage
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.collectives import max_along, max_over
+from qshard.jax._ops.amaxes import max_along, max_over
 from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, vary_alike
 from qshard.jax._ops.second_derivatives import op_derivative_error, refuse_derivative
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits

@@ -40,7 +40,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard import _ffi
 from qshard.jax._jax_internals import device_count, partitioning_attributes, platforms_of
 from qshard.jax._ops import second_derivatives
-from qshard.jax._ops.mesh import may_be_sharded, names_of, reshape
+from qshard.jax._ops.mesh import count_shards, may_be_sharded, names_of, reshape
 from qshard.jax._ops.validation import check_sizes
 from qshard.op_table import Binding, Factor, Operand, OpSpec, View, multi_table, table
 
@@ -177,7 +177,7 @@ class Op:
         sharding = jax.typeof(array).sharding
         entries = []
         for size, axis, entry in zip(array.shape, view.axes, sharding.spec, strict=True):
-            shards = math.prod(sharding.mesh.shape[name] for name in names_of(entry))
+            shards = count_shards(sharding.mesh.shape, names_of(entry))
             if len(axis) > 1 and axis[0].size % shards:
                 raise ValueError(
                     f"{self.spec.name}: {operand.name} {array.shape} has an axis of {size} in {shards} shards, not a "

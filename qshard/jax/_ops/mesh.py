@@ -1,7 +1,8 @@
-"""The mesh of an array, the shardings that types give, and the assignment of mesh axes to array axes.
+"""The mesh of an array, the shardings that types give, and the assignment of mesh axes to array axes and sums.
 
 `MeshKind.of` distinguishes Auto, Explicit and manual meshes. `assign_mesh_axes` assigns mesh axes for products and for
-row functions. Modules that need the kind of a single mesh axis read it themselves.
+row functions. `assign_scatter` assigns mesh axes for a sum, and `sum_over` computes it. Modules that need the kind of a
+single mesh axis read it themselves.
 """
 
 from __future__ import annotations
@@ -149,3 +150,13 @@ def assign_scatter(
                 found.append((axis, name))
                 left[axis] //= sizes[name]
     return tuple(found)
+
+
+def sum_over(x: jax.Array, scattered: Iterable[tuple[int, Any]], summed: Names = ()) -> jax.Array:
+    """Sum the local term `x` over manual mesh axes. All devices along `summed` get the sum.
+
+    For each pair (array axis, mesh axes) of `scattered`, a device keeps its part of the sum along that array axis.
+    """
+    for axis, names in scattered:
+        x = lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
+    return lax.psum(x, summed) if summed else x

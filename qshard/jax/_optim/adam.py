@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from qshard._core.optimizers.adam import BLOCK, SCALED, check_setting, check_sta
 from qshard._core.validation import quote
 from qshard.formats import FLOATS_16
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.mesh import may_be_sharded, names_of, reshape
+from qshard.jax._ops.mesh import count_shards, may_be_sharded, names_of, reshape
 from qshard.jax._ops.validation import check_array, check_dtype
 from qshard.jax._sharding.partitionable_ops import reshape_as, split_rows
 from qshard.op_table import OpSpec, multi_table
@@ -327,7 +326,7 @@ def _views(given: dict[str, jax.Array], constants: jax.Array) -> tuple[dict[str,
 
 def _blocks(x: jax.Array) -> jax.Array:
     sharding = jax.typeof(x).sharding
-    shards = math.prod(sharding.mesh.shape[name] for name in names_of(sharding.spec[-1]))
+    shards = count_shards(sharding.mesh.shape, names_of(sharding.spec[-1]))
     if x.shape[-1] // BLOCK % shards:
         raise ValueError(
             f"adam: parameter {x.shape} (last axis in {shards} shards) is not sharded on blocks of {BLOCK}, as scaled "

@@ -20,7 +20,7 @@ from qshard._core import flat_shards
 from qshard._core.flat_shards import MasterPlan, piece_bytes
 from qshard._core.validation import FormatLike, as_format, quote
 from qshard.formats import Usage
-from qshard.jax._ops.collectives import max_over
+from qshard.jax._ops.amaxes import max_over
 from qshard.jax._ops.mesh import AxisName, vary_alike
 from qshard.jax._ops.uint64 import words_of
 from qshard.jax._ops.validation import Seed, as_axes, check_array, seed_words

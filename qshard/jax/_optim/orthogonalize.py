@@ -22,13 +22,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard._core.optimizers.muon_plan import STACK, Unit, assign_owners, units_of
+from qshard._core.optimizers.muon_plan import STACK, assign_owners, newton_schulz_cost, units_of
+from qshard._core.placement import Box
 from qshard._core.validation import quote
 from qshard.jax._jax_internals import vmapped_mesh_axes
-from qshard.jax._ops.mesh import MeshKind, mesh_of, names_of, vary_alike
+from qshard.jax._ops.mesh import MeshKind, count_shards, mesh_of, names_of, vary_alike
 from qshard.layout import Shape
 
 Entries = tuple[Any, ...]  # mesh axes of each axis of an array, as in a PartitionSpec
+_Unit = tuple[int, Box]  # index of a matrix, and its part
 
 
 class NewtonSchulz(NamedTuple):
@@ -98,10 +100,10 @@ def orthogonalize(matrices: Sequence[jax.Array], step: jax.Array, *, newton_schu
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)
     devices = 1 if mesh is None else mesh.size
     movable = [_unsharded_experts(x) for x in matrices]
-    units = [unit for i, x in enumerate(matrices) for unit in units_of(i, x.shape)]
+    units = [(i, unit) for i, x in enumerate(matrices) for unit in units_of(x.shape)]
     results: dict[int, jax.Array] = {}
     for slots in _plan(units, devices):
-        parts = _alike([_part(movable, units[u]) for u in slots.units if u is not None])
+        parts = _alike([_part(movable, *units[u]) for u in slots.units if u is not None])
         given = iter(parts)
         stack = jnp.stack([jnp.zeros_like(parts[0]) if u is None else next(given) for u in slots.units])
         stack = _run(stack, slots.counts, step, newton_schulz, mesh)
@@ -132,10 +134,10 @@ def orthogonalize_shards(
     for (rows, columns), members in groups.items():
         sizes = [math.prod(lax.axis_size(name) for name in names) for names in (rows, columns)]
         whole = [(*parts[i].shape[:-2], parts[i].shape[-2] * sizes[0], parts[i].shape[-1] * sizes[1]) for i in members]
-        units = [unit for i, shape in enumerate(whole) for unit in units_of(i, shape)]
+        units = [(i, unit) for i, shape in enumerate(whole) for unit in units_of(shape)]
         made: dict[int, jax.Array] = {}
         for slots in _plan(units, math.prod(sizes)):
-            of_units = {u: _part([parts[i] for i in members], units[u]) for u in slots.units if u is not None}
+            of_units = {u: _part([parts[i] for i in members], *units[u]) for u in slots.units if u is not None}
             empty = jnp.zeros_like(next(iter(of_units.values())))
             stack = jnp.stack(vary_alike(*[empty if u is None else of_units[u] for u in slots.units]))
             stack = _exchange(stack, slots, (rows, columns), sizes, step, newton_schulz)
@@ -152,12 +154,12 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
-def _plan(units: Sequence[Unit], devices: int) -> list[_Slots]:
+def _plan(units: Sequence[_Unit], devices: int) -> list[_Slots]:
     """Return the slots of the units of each shape."""
-    owners = assign_owners([unit.cost for unit in units], [[0] * devices] * len(units))
+    owners = assign_owners([newton_schulz_cost(unit.size) for _, unit in units], [[0] * devices] * len(units))
     shapes: dict[Shape, list[list[int | None]]] = {}
-    for u, (unit, owner) in enumerate(zip(units, owners, strict=True)):
-        shapes.setdefault(unit.shape, [[] for _ in range(devices)])[owner].append(u)
+    for u, ((_, unit), owner) in enumerate(zip(units, owners, strict=True)):
+        shapes.setdefault(unit.size, [[] for _ in range(devices)])[owner].append(u)
     made = []
     for of_devices in shapes.values():
         counts = tuple(map(len, of_devices))
@@ -166,19 +168,21 @@ def _plan(units: Sequence[Unit], devices: int) -> list[_Slots]:
     return made
 
 
-def _part(matrices: Sequence[jax.Array], unit: Unit) -> jax.Array:
-    x = matrices[unit.parameter]
+def _part(matrices: Sequence[jax.Array], i: int, unit: Box) -> jax.Array:
+    x = matrices[i]
     if x.ndim == 2:
         return x
-    part: jax.Array = lax.slice_in_dim(x, unit.start, unit.start + unit.shape[0], axis=0)
+    part: jax.Array = lax.slice_in_dim(x, unit.start[0], unit.stop[0], axis=0)
     return part
 
 
-def _join_units(matrices: Sequence[jax.Array], units: Sequence[Unit], results: dict[int, jax.Array]) -> list[jax.Array]:
+def _join_units(
+    matrices: Sequence[jax.Array], units: Sequence[_Unit], results: dict[int, jax.Array]
+) -> list[jax.Array]:
     """Return the arrays of the results of units. Arrays without elements have none."""
     found: list[list[jax.Array]] = [[] for _ in matrices]
-    for u, unit in enumerate(units):
-        found[unit.parameter].append(results[u])
+    for u, (i, _) in enumerate(units):
+        found[i].append(results[u])
     return [
         x if not parts else parts[0] if x.ndim == 2 else lax.concatenate(parts, 0)
         for x, parts in zip(matrices, found, strict=True)
@@ -260,7 +264,7 @@ def _unsharded_experts(x: jax.Array) -> jax.Array:
     lead, *inner = map(names_of, sharding.spec)
     for axis in (0, 1):
         names = (*inner[axis], *lead)
-        if x.shape[axis + 1] % math.prod(sharding.mesh.shape[name] for name in names) == 0:
+        if x.shape[axis + 1] % count_shards(sharding.mesh.shape, names) == 0:
             inner[axis] = names
             break
     moved: jax.Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(None, *inner)))

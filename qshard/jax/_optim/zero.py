@@ -251,7 +251,7 @@ def plan_zero(
                     f"plan_zero: {name} cannot be gathered as codes of {fmt}: {fmt.gather_refusal}; return None for it "
                     "in formats, and pass the weight to linear"
                 )
-            length = plan_shards([shape], fmt, world, op="plan_zero", name=name)[0].padded
+            (_, length), *_ = plan_shards([shape], fmt, world, op="plan_zero", name=name)[0]
         length = max(1, length)  # XLA cannot all-gather an empty array.
         if len(shape) > 1:
             length = -(-length // BLOCK) * BLOCK

@@ -22,7 +22,7 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import as_plane
 from qshard.formats import Format, Usage
-from qshard.jax._ops.mesh import names_of, reshape
+from qshard.jax._ops.mesh import count_shards, names_of, reshape
 from qshard.jax._ops.validation import as_float_name
 from qshard.jax._quantized.operators import NoArithmetic
 from qshard.jax._sharding import partitionable_ops
@@ -117,7 +117,8 @@ class QuantizedArray(NoArithmetic):
         Raises:
           ValueError: the plane is not stored.
         """
-        return self.planes[as_plane(usage, "plane", self.planes)]
+        planes = self.planes
+        return planes[as_plane(usage, "plane", tuple(planes))]
 
     def dequantize(self, dtype: Any = None, *, usage: Usage | None = None) -> jax.Array:
         """Compute the values `data * scale_inv`, rounded once to `dtype`.
@@ -196,7 +197,7 @@ def _join_matrices(
     if turned:
         sizes[-1] *= fmt.element.codes_per_byte
     side = block[1] if turned else block[0]
-    shards = math.prod(sharding.mesh.shape[name] for name in names_of(sharding.spec[stop - 1]))
+    shards = count_shards(sharding.mesh.shape, names_of(sharding.spec[stop - 1]))
     piece = math.gcd(sizes[-1] // shards, side)
     grid = plane.scale_inv
     entries = [None if i == start else entry for i, entry in enumerate(jax.typeof(grid).sharding.spec)]

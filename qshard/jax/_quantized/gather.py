@@ -15,8 +15,7 @@ from jax.sharding import NamedSharding
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import join_names, quote
 from qshard.formats import Format, Usage
-from qshard.jax._ops.collectives import sum_over
-from qshard.jax._ops.mesh import Names, Spec, is_auto
+from qshard.jax._ops.mesh import Names, Spec, is_auto, sum_over
 from qshard.jax._ops.validation import as_names, check_spec
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding.shard_spec import ShardSpec, reshard

@@ -16,6 +16,7 @@ from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, quote
 from qshard._files.reader import CheckpointReader, values_of
 from qshard._files.regrid import regrid
+from qshard.jax._ops.mesh import count_shards, names_of
 from qshard.jax._quantized.array import QuantizedArray, axes_of_shape
 from qshard.layout import Shape
 
@@ -134,8 +135,7 @@ def _fitting(sharding: Sharding | None, shape: Shape, data: Shape) -> Sharding |
         return _whole_sharding(sharding)
     kept = []
     for size, codes, entry in zip(shape, data, entries, strict=True):
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        shards = int(np.prod([sharding.mesh.shape[name] for name in names]))
+        shards = count_shards(sharding.mesh.shape, names_of(entry))
         block = -(-codes // size) if size else 1
         kept.append(entry if size % shards == 0 and (codes // shards) % block == 0 else None)
     return NamedSharding(sharding.mesh, PartitionSpec(*kept))

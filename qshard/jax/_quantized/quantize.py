@@ -18,7 +18,7 @@ from qshard._core.operands import OperandSpec, quantize_operand
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, as_usage, quote
 from qshard.formats import Format, Usage
-from qshard.jax._ops.collectives import max_along, max_over
+from qshard.jax._ops.amaxes import max_along, max_over
 from qshard.jax._ops.mesh import AxisName, Spec, may_be_sharded, mesh_of, vary_alike
 from qshard.jax._ops.uint64 import xor_words
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits, seed_words

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qshard.jax._ops.collectives import as_bits, as_float, max_over
+from qshard.jax._ops.amaxes import as_bits, as_float, max_over
 from qshard.jax._ops.mesh import reshape, vary_alike
 from qshard.jax._sharding.shard_spec import Block, ShardSpec, fold_axes, pin, reshard
 from qshard.layout import Shape

@@ -22,8 +22,8 @@ from jax.sharding import AxisType
 
 from qshard._core.flat_shards import Bucket
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.collectives import max_along
-from qshard.jax._ops.mesh import may_be_sharded, mesh_of, names_of, reshape, vary_alike
+from qshard.jax._ops.amaxes import max_along
+from qshard.jax._ops.mesh import count_shards, may_be_sharded, mesh_of, names_of, reshape, vary_alike
 from qshard.jax._ops.padded_rows import draws_of_rows, gather_rows, values_of_strips  # noqa: F401
 from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.uint64 import Words, words_plus, words_times
@@ -165,7 +165,7 @@ def _run(x: jax.Array, shards: int, axis: int = -1, longest: int = _RUN) -> int 
     kinds = set(mesh.axis_types)
     if x.ndim == 0 or not may_be_sharded(x):
         return None
-    row = x.shape[axis] // math.prod(mesh.shape[name] for name in names_of(spec[axis]))
+    row = x.shape[axis] // count_shards(mesh.shape, names_of(spec[axis]))
     row = row // shards if (not kinds or AxisType.Auto in kinds) and row % shards == 0 else row
     run = math.gcd(row, longest)
     return row if run < longest // 4 or (kinds and AxisType.Auto not in kinds) else run

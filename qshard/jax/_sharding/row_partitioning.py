@@ -23,7 +23,6 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.collectives import sum_over
 from qshard.jax._ops.custom_partitioning import call_partitionable, local, partitionable, specs_of
 from qshard.jax._ops.mesh import (
     MeshKind,
@@ -32,6 +31,7 @@ from qshard.jax._ops.mesh import (
     count_shards,
     mesh_of,
     names_of,
+    sum_over,
     types_tell,
 )
 from qshard.jax._ops.second_derivatives import second_derivative_error

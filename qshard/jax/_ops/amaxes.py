@@ -1,12 +1,11 @@
-"""Reductions of amaxes and of partial sums, within an array and over devices.
+"""Maxima of amaxes, within an array and over devices.
 
 Maxima are taken over the bits of fp32 amaxes as integers: exact in any order, and NaN wins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +22,6 @@ def max_along(amax: jax.Array, lead: int = 0) -> jax.Array:
     if amax.ndim == lead:  # XLA would launch a kernel for a reduction over no axes.
         return amax
     return as_float(jnp.max(as_bits(amax), axis=tuple(range(lead, amax.ndim)), initial=0))
-
-
-def sum_over(x: jax.Array, scattered: Iterable[tuple[int, Any]], summed: tuple[str, ...] = ()) -> jax.Array:
-    """Sum the local term `x` over manual mesh axes. All devices along `summed` get the sum.
-
-    For each pair (array axis, mesh axes) of `scattered`, a device keeps its part of the sum along that array axis.
-    """
-    for axis, names in scattered:
-        x = lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
-    return lax.psum(x, summed) if summed else x
 
 
 def as_bits(amax: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Quantization of the local pieces of an array, with the bits of the whole array's planes.
+"""Quantization of the local rectangles of an array, with the bits of the whole array's planes.
 
 Amaxes that several shards share are reduced before any shard is cast: amaxes of the tensor or of rows, and amaxes of
 blocks that a shard boundary splits. Partial blocks use the algorithm of `qshard._core.placement`.
@@ -27,56 +27,60 @@ Array = NDArray[Any]
 
 
 def compare_shards(x: ShardedArray, fmt: Format, usage: Usage, seed: int, op: str) -> Iterator[Comparison]:
-    """Yield each local piece with its plane. Amaxes are reduced before the first piece is yielded."""
+    """Yield each local rectangle with its plane. Amaxes are reduced before the first rectangle is yielded."""
     where = plane(fmt, x.shape, usage, op=op)
     check_shards(where, x, op)
     key = kernels.draws(op, seed).seed if fmt.stochastic else None
     is_one, stored, matrix = x.is_one, source(fmt, usage), matrix_shape(x.shape)  # rowwise if both planes are alike
-    pieces = [(np.ascontiguousarray(array), box) for array, box in x.pieces]
+    rectangles = [(np.ascontiguousarray(array), box) for array, box in x.rectangles]
     if where.rotated:
         plain = fmt.with_options(hadamard=False)
-        pieces = [(quantize_steps.rotate(kernels.ops, array, fmt), box) for array, box in pieces]
+        rectangles = [(quantize_steps.rotate(kernels.ops, array, fmt), box) for array, box in rectangles]
     else:
         plain = fmt
-    whole = None if is_one else _reduced_amax(x, pieces, plain)
+    whole = None if is_one else _reduced_amax(x, rectangles, plain)
     layout = plane(plain, matrix, stored)
     if not is_one and splits_blocks(layout, x):
-        yield from _compare_partial_blocks(x, pieces, layout, whole, key)
+        yield from _compare_partial_blocks(x, rectangles, layout, whole, key)
         return
     block, shared = plain.block_shape(stored), not is_one and plain.per_tensor
-    for array, box in pieces:
+    for array, box in rectangles:
         first_row, first_column = box.start
         own = whole if whole is None or not whole.ndim else whole[first_row : first_row + len(array)]
         merged = None if own is None else functools.partial(lambda reduced, amax: reduced, own)  # reduced already
         draws = _draws(key, box)
         parts = quantize_steps.quantize(kernels.ops, array, plain, stored, reduce_max=merged, draws=draws)[stored]
-        scales, of_piece = kernels.block_scales(parts, plain), plane(plain, array.shape, stored)
+        scales, of_rectangle = kernels.block_scales(parts, plain), plane(plain, array.shape, stored)
         row, column = first_row // block[0], first_column // block[1]
         first = (column, row) if layout.transposed else (row, column)
-        yield Comparison(kernels.ops, array, parts, plain, of_piece, scales, first, None, shared)
+        yield Comparison(kernels.ops, array, parts, plain, of_rectangle, scales, first, None, shared)
 
 
-def _reduced_amax(x: ShardedArray, pieces: list[LocalBox], fmt: Format) -> NDArray[np.float32] | None:
+def _reduced_amax(x: ShardedArray, rectangles: list[LocalBox], fmt: Format) -> NDArray[np.float32] | None:
     """Compute the reduced amax of the tensor or of its rows, or return None if the format has no such scale."""
     if not (fmt.tensor_scaled or fmt.row_scaled):
         return None
     whole = np.zeros(matrix_shape(x.shape)[0] if fmt.row_scaled else (), np.float32)
-    for array, box in pieces:
+    for array, box in rectangles:
         found = quantize_steps.global_amax(kernels.ops, array, fmt)
         raise_to(np, whole[box.start[0] : box.stop[0]] if fmt.row_scaled else whole, found)
     return x.maximum(whole)
 
 
 def _compare_partial_blocks(
-    x: ShardedArray, pieces: list[LocalBox], layout: PlaneLayout, whole: NDArray[np.float32] | None, key: Array | None
+    x: ShardedArray,
+    rectangles: list[LocalBox],
+    layout: PlaneLayout,
+    whole: NDArray[np.float32] | None,
+    key: Array | None,
 ) -> Iterator[Comparison]:
     """Implement `compare_shards` for shards that split blocks. Matrices are in plane order: `x` or `x.T`."""
     fmt, block, turned = layout.format, layout.block, layout.transposed
     assert block is not None
-    boxes = [box.transposed if turned else box for _, box in pieces]
+    boxes = [box.transposed if turned else box for _, box in rectangles]
 
     def shards() -> Iterator[tuple[Array, Box]]:
-        for (array, _), box in zip(pieces, boxes, strict=True):
+        for (array, _), box in zip(rectangles, boxes, strict=True):
             yield np.ascontiguousarray(array.T if turned else array), box
 
     def draws(outer: Box) -> Draws | None:
@@ -86,10 +90,10 @@ def _compare_partial_blocks(
     planes = quantize_boxes(kernels.ops, np, shards, fmt, block, amaxes, x.maximum, whole=whole, draws=draws)
     for box, (values, outer, parts) in zip(boxes, planes, strict=True):
         given = values.T if turned else values
-        of_piece = plane(fmt, given.shape, layout.usage)
+        of_rectangle = plane(fmt, given.shape, layout.usage)
         first, own = [blocks.start for blocks in outer.blocks(block)], box.within(outer)
         scales = kernels.block_scales(parts, fmt)
-        yield Comparison(kernels.ops, given, parts, fmt, of_piece, scales, (first[0], first[1]), (own[0], own[1]))
+        yield Comparison(kernels.ops, given, parts, fmt, of_rectangle, scales, (first[0], first[1]), (own[0], own[1]))
 
 
 def _draws(key: Array | None, box: Box, of_transpose: bool = False) -> Draws | None:

@@ -1,4 +1,4 @@
-"""Statistics of an array in pieces are those of the whole, wherever it is cut."""
+"""Statistics of an array in rectangles are those of the whole, wherever it is cut."""
 
 import itertools
 
@@ -24,7 +24,7 @@ CUTS = [
 ]
 
 
-def pieces_of(x, rows, columns):
+def rectangles_of(x, rows, columns):
     boxes = itertools.product(itertools.pairwise(rows), itertools.pairwise(columns))
     boxes = [Box(x.shape, (a, c), (b - a, d - c)) for (a, b), (c, d) in boxes]
     return of_shards(x.shape, "float32", parts_of(x, boxes), None, "stats")
@@ -36,10 +36,10 @@ def parts_of(x, boxes):
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize(("fmt", "usage"), PLANES, ids=str)
-def test_of_pieces_are_of_the_whole(fmt, usage, cut):
+def test_of_rectangles_are_of_the_whole(fmt, usage, cut):
     for dtype, kinds in ((DTYPES[0], None), (DTYPES[1], TAME)):
         x = awkward_values((96, 160), 3, dtype, **({} if kinds is None else {"kinds": kinds}))
-        made = pieces_of(x, *cut)
+        made = rectangles_of(x, *cut)
         if (fmt.scaling.four_over_six or (fmt.hadamard and usage is Usage.COLUMNWISE)) and any(
             place % length for places, length in zip(cut, fmt.block_of(usage), strict=True) for place in places
         ):
@@ -52,7 +52,7 @@ def test_of_pieces_are_of_the_whole(fmt, usage, cut):
 @pytest.mark.parametrize(("fmt", "usage"), PLANES[:: len(PLANES) // 12], ids=str)
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_leading_axes_may_be_cut(fmt, usage, axis):
-    """Of an axis that has others before it, the pieces are not rectangles of the matrix."""
+    """Shards of an axis that has others before it are not rectangles of the matrix."""
     x = awkward_values((3, 32, 64), 1, kinds=TAME)
     step = {0: 1, 1: 16, 2: 32}[axis]
     size = tuple(step if a == axis else n for a, n in enumerate(x.shape))
@@ -64,42 +64,44 @@ def test_leading_axes_may_be_cut(fmt, usage, axis):
 def test_the_worst_block_is_where_it_is_in_the_whole():
     x = np.ones((64, 64), np.float32)
     x[40:48, 32:] = 1.04  # of blocks of 32 rows, cut at 36
-    made = pieces_of(x, [0, 36, 64], [0, 64])
+    made = rectangles_of(x, [0, 36, 64], [0, 64])
     fmt = MXFP8_E4M3
     assert stats(made, fmt, Usage.COLUMNWISE).worst_block == stats(x, fmt, Usage.COLUMNWISE).worst_block == (1, 32)
     assert stats(made, fmt).worst_block == stats(x, fmt).worst_block == (40, 1)
 
 
-def test_zeros_around_a_piece_are_not_counted():
-    """A NaN makes all of its block NaN, and so the zeros that stand for what other pieces hold of it."""
+def test_zeros_around_a_rectangle_are_not_counted():
+    """A NaN makes all of its block NaN, and so the zeros that stand for what other rectangles hold of it."""
     x = np.ones((32, 32), np.float32)
     x[3, 3] = np.nan
-    s = stats(pieces_of(x, [0, 5, 32], [0, 7, 32]), NVFP4_16x16)
+    s = stats(rectangles_of(x, [0, 5, 32], [0, 7, 32]), NVFP4_16x16)
     assert (s.nonfinite_given, s.nonfinite_made) == (1 / 1024, 255 / 1024)
 
 
-def test_empty_arrays_in_pieces():
+def test_empty_arrays_in_rectangles():
     x = np.zeros((0, 32), np.float32)
-    assert_same_stats(stats(pieces_of(x, [0, 0], [0, 16, 32]), "FP8_E4M3"), stats(x, "FP8_E4M3"))
+    assert_same_stats(stats(rectangles_of(x, [0, 0], [0, 16, 32]), "FP8_E4M3"), stats(x, "FP8_E4M3"))
 
 
 def test_what_is_beyond_float32_is_counted_once():
     x = np.array([[1e300, 1.0], [1e-300, 2.0]])
     assert (
-        stats(pieces_of(x, [0, 1, 2], [0, 2]), "FP8_E4M3").beyond_float32 == stats(x, "FP8_E4M3").beyond_float32 == 0.5
+        stats(rectangles_of(x, [0, 1, 2], [0, 2]), "FP8_E4M3").beyond_float32
+        == stats(x, "FP8_E4M3").beyond_float32
+        == 0.5
     )
 
 
-def test_formats_that_pieces_cannot_hold_are_left_out():
+def test_formats_that_rectangles_cannot_hold_are_left_out():
     x = awkward_values((64, 64), 0, kinds=TAME)
-    made = pieces_of(x, [0, 20, 64], [0, 64])
+    made = rectangles_of(x, [0, 20, 64], [0, 64])
     assert [str(s.format) for s in compare(made)] == [str(s.format) for s in compare(x)]
 
 
-def test_title_of_pieces():
+def test_title_of_rectangles():
     pytest.importorskip("rich")
     x = awkward_values((64, 64), 0, kinds=TAME)
-    made = pieces_of(x, [0, 20, 64], [0, 64])
+    made = rectangles_of(x, [0, 20, 64], [0, 64])
     assert report(made).title == report(x).title == "64 x 64, float32"
 
 
