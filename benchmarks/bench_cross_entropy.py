@@ -23,12 +23,11 @@ import torch
 import torch.nn.functional as F
 
 import rows
+from bench_device import COMPILER, DEVICE
 from bench_gpu_ops import jax_microseconds
 from gpu_timing import COPIES, Contenders, microseconds
 from qshard.torch_bridge import cross_entropy, linear_cross_entropy
 
-DEVICE = "cuda"
-COMPILER = "inductor"
 BF16 = torch.bfloat16
 JAX_CALLS = 20  # calls in a queue; each takes at least a millisecond
 MOVED = 6  # bytes per logit: two reads and a write

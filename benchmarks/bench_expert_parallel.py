@@ -23,6 +23,7 @@ from torch import Tensor
 
 import bench_moe
 import step_torch
+from bench_device import DEVICE
 from bench_grouped import CALLS
 from bench_moe import BASE, RECIPES, Shape
 from cases import measure_cases
@@ -30,7 +31,6 @@ from qshard.formats import Usage
 from qshard.recipes import Recipe
 from qshard.torch_bridge import QuantizedStack, grouped_mlp, quantize, topk_routing
 
-DEVICE = step_torch.DEVICE
 MIB = 2**20
 SHAPES = {**bench_moe.SHAPES, "tiny": Shape(4, 2, 96, 128, 128)}
 """Tokens are those of one rank, experts those of all ranks."""

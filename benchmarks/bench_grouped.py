@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 import rows
+from bench_device import DEVICE
 from qshard.formats import Usage
 from qshard.recipes import NAMED
 from qshard.torch_bridge import QuantizedStack, grouped_linear, quantize
 
-DEVICE = "cuda"
 CALLS = 5  # calls per contender and round
 RECIPES = {"one scale": "CurrentScaling", "blocks": "BlockScaling"}
 BASE = "bf16 torch, device"

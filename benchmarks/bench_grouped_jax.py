@@ -91,26 +91,28 @@ def contenders(shape: Shape, *, xla: bool = True) -> dict[str, Call]:
     return made
 
 
-def milliseconds(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Time one call of each contender, in milliseconds."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    counts = {}
-    for name, call in calls.items():
-        _time(call, 1)  # compiles
-        counts[name] = 1 if _time(call, 1) > SLOW_MS else CALLS
-    for _ in range(rounds):
-        for name, call in calls.items():
-            jax.block_until_ready(call())
-            times[name].append(_time(call, counts[name]))
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def _time(call: Call, count: int) -> float:
+def time_calls(call: Call, count: int) -> float:
     start = time.perf_counter()
     for _ in range(count):
         made = call()
     jax.block_until_ready(made)
     return (time.perf_counter() - start) / count * 1e3
+
+
+def milliseconds(
+    calls: dict[str, Call], rounds: int, measure: Callable[[Call, int], float] = time_calls
+) -> dict[str, float]:
+    """Time one call of each contender, in milliseconds; `measure` gives the time of a call that is repeated."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    counts = {}
+    for name, call in calls.items():
+        measure(call, 1)  # compiles
+        counts[name] = 1 if measure(call, 1) > SLOW_MS else CALLS
+    for _ in range(rounds):
+        for name, call in calls.items():
+            jax.block_until_ready(call())
+            times[name].append(measure(call, counts[name]))
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def rows_of(ms: dict[str, float], shape: str) -> list[dict[str, object]]:

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import rows
+from bench_device import DEVICE
 from bench_grouped import milliseconds
 from qshard.formats import Usage
 from qshard.recipes import NAMED, Recipe
 from qshard.torch_bridge import QuantizedStack, grouped_mlp, quantize, topk_routing
 
-DEVICE = "cuda"
 CODES = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_E4M3")
 RECIPES: dict[str, Recipe] = {"fp8": NAMED["CurrentScaling"], "fp8 E4M3": CODES, "block": NAMED["BlockScaling"]}
 BASE, PLAIN = "bf16", "bf16 plain"

@@ -45,6 +45,7 @@ from torch import nn
 import qshard.torch_bridge as qshard
 import step_profile
 import step_torch
+from bench_device import COMPILER
 from cases import measure_cases
 from model_shapes import Shape, shape_of
 
@@ -69,7 +70,6 @@ KINDS = (
     *("delayed fused", "block", "block compiled", "block fused", "mxfp8 fused", "nvfp4 fused"),
 )
 WARM_UP = 3
-COMPILER = "inductor"
 """Backend of torch.compile."""
 
 

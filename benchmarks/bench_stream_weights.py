@@ -25,10 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rows
+from bench_device import DEVICE
 from qshard.torch_bridge import stream_weights
 from qshard.torch_bridge._ops.collectives import all_gather
 
-DEVICE = "cuda"
 MIB = 2**20
 BASE = "all-gather"
 KINDS = {

@@ -226,4 +226,4 @@ if __name__ == "__main__":
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    scaling_page.write(check=parser.parse_args().check)
+    scaling_page.write(scaling_page.PAGE, check=parser.parse_args().check)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from model_shapes import SHAPES, Shape
 from rows import RESULTS
@@ -206,10 +207,10 @@ def page(text: str, tables: Tables) -> str:
     return text
 
 
-def write(*, check: bool) -> None:
-    """Write the page from the rows, or fail if it differs."""
-    text = PAGE.read_text()
+def write(path: Path, *, check: bool) -> None:
+    """Write the page at `path` from the rows, or fail if it differs."""
+    text = path.read_text()
     wanted = page(text, read())
     if text != wanted and check:
-        raise SystemExit(f"scaling_model: {PAGE} differs from the rows; run python benchmarks/scaling_model.py")
-    PAGE.write_text(wanted)
+        raise SystemExit(f"scaling_model: {path} differs from the rows; run python benchmarks/scaling_model.py")
+    path.write_text(wanted)

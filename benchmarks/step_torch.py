@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -24,10 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import model_shapes
+from bench_device import DEVICE
 from model_shapes import Shape
 from qshard.torch_bridge import LinearCrossEntropy
 
-DEVICE = os.environ.get("BENCH_DEVICE", "cuda")
 FLAT_STEPS, PART = 50, 10  # the first and the last PART steps are compared
 
 

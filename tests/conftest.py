@@ -56,6 +56,7 @@ os.environ.setdefault("XLA_FLAGS", " ".join(XLA_FLAGS))
 os.environ.setdefault("NPROC", "16")
 # OpenMP threads that wait sleep. By default they spin: two workers on two cores ran small ops of torch 20 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("BENCH_DEVICE", "cpu")
 # Torch and JAX share the GPU in one process.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

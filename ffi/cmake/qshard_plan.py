@@ -39,12 +39,13 @@ class Plan:
         return f"cu{self.cuda.replace('.', '')}" if self.cuda else "cpu"
 
 
-def plan(wanted: str, environ: Mapping[str, str] = os.environ) -> Plan:
+def plan(wanted: str, environ: Mapping[str, str] = os.environ, devices: str = "/dev") -> Plan:
     """Decide whether to build CUDA kernels.
 
     Args:
       wanted: "AUTO" or "" builds them if nvcc and a GPU are found, "ON" or "1" if nvcc is found, "OFF" or "0" never.
       environ: the environment, searched for nvcc.
+      devices: the folder of device files, searched for a GPU.
 
     Returns:
       The plan.
@@ -64,7 +65,7 @@ def plan(wanted: str, environ: Mapping[str, str] = os.environ) -> Plan:
     elif tuple(map(int, cuda.split("."))) < OLDEST_CUDA:
         oldest = ".".join(map(str, OLDEST_CUDA))
         problem, remedy = f"{nvcc} is of CUDA {cuda}, older than {oldest}", f"install CUDA {oldest} or set CUDACXX"
-    elif choice == "AUTO" and not has_gpu():
+    elif choice == "AUTO" and not has_gpu(devices):
         return Plan(reason="no GPU here; QSHARD_CUDA=ON builds it")
     else:
         return Plan(cuda=cuda, nvcc=nvcc)
@@ -91,9 +92,9 @@ def version_of(nvcc: str) -> str:
     return found[1] if found else ""
 
 
-def has_gpu() -> bool:
-    """Return whether this machine has an NVIDIA GPU."""
-    return bool(glob.glob("/dev/nvidia[0-9]*")) or os.path.exists("/dev/dxg")  # dxg: a GPU under WSL
+def has_gpu(devices: str) -> bool:
+    """Return whether a folder of device files has an NVIDIA GPU."""
+    return bool(glob.glob(f"{devices}/nvidia[0-9]*")) or os.path.exists(f"{devices}/dxg")  # dxg: a GPU under WSL
 
 
 def version(base: str, label: str, root: Path) -> str:

@@ -54,8 +54,12 @@ class _Item:
     weight: tuple[EngineTensor, ...] | None = None
 
 
-def write_engine(out: Path, checkpoint: Checkpoint, engine: str, done: Conversion, seed: int) -> None:
+def write_engine(
+    out: Path, checkpoint: Checkpoint, engine: str, done: Conversion, seed: int, *, most_bytes: int = MOST_BYTES
+) -> None:
     """Write the folder `out`, and complete `done`, which has the weights to quantize.
+
+    A file has at most `most_bytes` of tensors, or one tensor.
 
     Raises:
       Misuse: `out` cannot be created, or the engine has no form for a weight.
@@ -63,7 +67,7 @@ def write_engine(out: Path, checkpoint: Checkpoint, engine: str, done: Conversio
     """
     items = [_item(entry, done.quantized.get(name), engine) for name, entry in checkpoint.entries.items()]
     configs = _configs(checkpoint, engine, done.quantized, items)
-    shards, total = _shards(items), sum(_nbytes(item) for item in items)
+    shards, total = _shards(items, most_bytes), sum(_nbytes(item) for item in items)
     names = [f"model-{i + 1:05}-of-{len(shards):05}{FILE}" for i in range(len(shards))]
     names = [f"model{FILE}"] if len(shards) == 1 else names
     before = sum(item.entry.nbytes for item in items)
@@ -117,12 +121,12 @@ def _contents(item: _Item, done: Conversion, seed: int) -> Iterator[tuple[str, A
         yield tensor.name, [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data]
 
 
-def _shards(items: list[_Item]) -> list[list[_Item]]:
-    """Split items, in their order, into files of at most `MOST_BYTES`, or of one item."""
+def _shards(items: list[_Item], most_bytes: int) -> list[list[_Item]]:
+    """Split items, in their order, into files of at most `most_bytes`, or of one item."""
     shards: list[list[_Item]] = [[]]
     size = 0
     for item in items:
-        if shards[-1] and size + _nbytes(item) > MOST_BYTES:
+        if shards[-1] and size + _nbytes(item) > most_bytes:
             shards.append([])
             size = 0
         shards[-1].append(item)

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -95,7 +96,8 @@ def library_version() -> int:
     """
     if not _ffi.cuda_built:
         return 0
-    _ffi.set_gemm_library_paths(_package_files("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12"))
+    names = "cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12"
+    _ffi.set_gemm_library_paths(package_files(package_folders(), *names))
     return _ffi.gemm_library_version()
 
 
@@ -112,12 +114,16 @@ def grouped_library_version() -> int:
     if not _ffi.cuda_built:
         return 0
     library_version()  # the library of other products comes first
-    required = os.environ.get(GROUPED_VARIABLE)
+    _ffi.set_grouped_gemm_library(*grouped_library_files(os.environ, package_folders()))
+    return _ffi.grouped_gemm_library_version()
+
+
+def grouped_library_files(environ: Mapping[str, str], folders: Iterable[str]) -> tuple[list[str], bool]:
+    """Return the files of `grouped_library_version`, and whether the environment requires the only one."""
+    required = environ.get(GROUPED_VARIABLE)
     if required and not Path(required).is_file():
         raise ValueError(f"{GROUPED_VARIABLE} ({required}) is not a file; set it to a libcublasLt.so.13, or unset it")
-    files = [required] if required else _package_files("cu13/lib/libcublasLt.so.13")
-    _ffi.set_grouped_gemm_library(files, bool(required))
-    return _ffi.grouped_gemm_library_version()
+    return [required] if required else package_files(folders, "cu13/lib/libcublasLt.so.13"), bool(required)
 
 
 def describe_grouped() -> str:
@@ -128,12 +134,26 @@ def describe_grouped() -> str:
         version = grouped_library_version()
     except (ValueError, RuntimeError) as error:
         return f"none: {error}"
+    return describe_library(version, _ffi.grouped_gemm_library_path() if version else "")
+
+
+def describe_library(version: int, path: str) -> str:
+    """Describe a library for grouped products; version 0: how to get one.
+
+    >>> describe_library(130802, "/lib/libcublasLt.so.13")
+    'cuBLASLt 13.8.2, /lib/libcublasLt.so.13'
+    """
     if not version:
         return f"none: they need cuBLASLt 13.5 or newer; {HOW_TO_GET_GROUPED}"
     release = ".".join(str(part) for part in (version // 10000, version // 100 % 100, version % 100))
-    return f"cuBLASLt {release}, {_ffi.grouped_gemm_library_path()}"
+    return f"cuBLASLt {release}, {path}"
 
 
-def _package_files(*names: str) -> list[str]:
-    folders = getattr(importlib.util.find_spec("nvidia"), "submodule_search_locations", None) or ()
+def package_folders() -> list[str]:
+    """Return the folders of NVIDIA's Python packages."""
+    return [*(getattr(importlib.util.find_spec("nvidia"), "submodule_search_locations", None) or ())]
+
+
+def package_files(folders: Iterable[str], *names: str) -> list[str]:
+    """Return the files with these names below the folders."""
     return [str(path) for name in names for folder in folders if (path := Path(folder, name)).is_file()]

@@ -20,9 +20,7 @@ TINY = {"rows": 48, "classes": 112, "width": 32}
 
 
 @pytest.fixture
-def on_cpu(monkeypatch):
-    monkeypatch.setattr(bench, "DEVICE", "cpu")
-    monkeypatch.setattr(bench, "COMPILER", "aot_eager")
+def quiet_dynamo():
     # Warnings from torch 2.13's own dynamo.
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
@@ -36,7 +34,7 @@ def assert_alike(made, rtol):
             np.testing.assert_allclose(mine, its, rtol=rtol, atol=rtol * np.abs(mine).max())
 
 
-def test_contenders_of_pytorch_do_the_same(on_cpu):
+def test_contenders_of_pytorch_do_the_same(quiet_dynamo):
     torch.manual_seed(0)
     of_losses, of_heads = bench.draw_inputs(*TINY.values())
     for found, copies, rtol in ((bench.losses(), of_losses, 2e-2), (bench.heads(), of_heads, 0.2)):  # One is FP8.

@@ -20,7 +20,7 @@ from qshard.formats import Usage
 from qshard.gemm_dispatch import Gpu
 from qshard.jax import CodedWeight, PrimaryWeight, init_delayed, quantize, ragged_dot, value_and_grad
 from qshard.jax._experts.tiles import quantize_tiles, tiles_of
-from qshard.jax._gemm.target_gpu import trace_for
+from qshard.jax._gemm.target_gpu import Target, trace_for
 from qshard.jax._ops.bind import disabled_checks
 from qshard.recipes import Recipe, Role
 from support.awkward import assert_bits_equal
@@ -34,7 +34,7 @@ ALL = {**{name: RECIPES[name] for name in ("CurrentScaling", "DelayedScaling", "
 
 @pytest.fixture(autouse=True, scope="module")
 def grouped_ops_of_the_cpu():
-    with trace_for(NEW, "cpu"):
+    with trace_for(Target(NEW, "cpu")):
         yield
 
 
@@ -42,7 +42,7 @@ def grouped_ops_of_the_cpu():
 def runs_on():
     """Trace programs for another GPU until the test ends."""
     with contextlib.ExitStack() as stack:
-        yield lambda gpu: stack.enter_context(trace_for(gpu, "cpu"))
+        yield lambda gpu: stack.enter_context(trace_for(Target(gpu, "cpu")))
 
 
 def calls(function, *arguments):

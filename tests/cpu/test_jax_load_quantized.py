@@ -15,9 +15,11 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import qshard.jax as qj  # noqa: E402
 from qshard import reference  # noqa: E402
+from qshard._files.reader import values_of  # noqa: E402
 from qshard.formats import FORMATS  # noqa: E402
 from qshard.recipes import NAMED  # noqa: E402
 from support.checkpoints import numbers, ok, write  # noqa: E402
+from support.observe import calls_of  # noqa: E402
 
 W = {"0.weight": numbers((256, 128), 0), "2.weight": numbers((128, 256), 1)}
 ALL = W | {"0.bias": np.arange(256, dtype=np.float32), "step": np.array(3, np.int64)}
@@ -97,22 +99,14 @@ def test_blocks_along_k_alone(engine, fmt, recipe, tmp_path):
         qj.linear(jnp.ones((32, 256)), w, recipe, weight_layout="KN", **seed)
 
 
-def test_a_part_of_a_tensor_reads_that_part(tmp_path, mesh, monkeypatch):
+def test_a_part_of_a_tensor_reads_that_part(tmp_path, mesh):
     """Of values: no slice that is read is larger than a shard."""
-    from qshard.jax._quantized import load_quantized as module
-
-    path, sizes, values_of = file_of(tmp_path, "deepseek", "FP8_128x128"), [], module.values_of
-
-    def counted(plane, what, part):
-        found = values_of(plane, what, part)
-        sizes.append(found.size)
-        return found
-
-    monkeypatch.setattr(module, "values_of", counted)
-    qj.load_quantized(
-        path, shardings=lambda name, shape: NamedSharding(mesh, P("a")) if name in W else None, values=True
-    )
-    assert set(sizes) == {256 * 128 // 4}
+    path = file_of(tmp_path, "deepseek", "FP8_128x128")
+    with calls_of(values_of) as calls:
+        qj.load_quantized(
+            path, shardings=lambda name, shape: NamedSharding(mesh, P("a")) if name in W else None, values=True
+        )
+    assert {call.result.size for call in calls} == {256 * 128 // 4}
 
 
 def test_errors(tmp_path):

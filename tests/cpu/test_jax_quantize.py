@@ -39,13 +39,17 @@ def quantized(x, fmt, usage, batch_axes=0):
     return run(x)
 
 
-@every_format
-def test_one_device(fmt, monkeypatch):
-    """On one device nothing is sharded, so ops see the array without factored axes.
+@pytest.fixture
+def one_device():
+    """A mesh of one device: nothing is sharded."""
+    with jax.set_mesh(jax.make_mesh((1,), ("alone",), devices=jax.devices()[:1])):
+        yield
 
-    The jit cache ignores the device count, so the shape is one that no other test traces.
-    """
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+@every_format
+@pytest.mark.usefixtures("one_device")
+def test_one_device(fmt):
+    """Ops see the array without factored axes."""
     x = awkward_values((1, 1, 96, 160), seed=1, dtype=DTYPES[VARIANTS.index(fmt) % 3])
     usage = usages_of(fmt)[-1]
     actual, values = quantized(x, fmt, usage)
@@ -62,10 +66,10 @@ def primitives(jaxpr) -> set[str]:
     return own.union(*map(primitives, inner))
 
 
+@pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("fmt", [FP8_E4M3, NVFP4, ROWS], ids=str)
-def test_one_device_runs_ops_alone(fmt, monkeypatch):
+def test_one_device_runs_ops_alone(fmt):
     """An unmerged amax is passed on directly: XLA would launch a kernel for each extra step."""
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
     usage = usages_of(fmt)[-1]
     program = jax.make_jaxpr(lambda x: jax.tree.leaves(qj.quantize(x, fmt, usage=usage)))(np.ones((48, 32), np.float32))
     assert {name.partition("_")[0] for name in primitives(program.jaxpr)} == {"qshard"}

@@ -17,7 +17,7 @@ from qshard.formats import FP8_1x128, FP8_128x128, Usage
 from qshard.gemm_dispatch import Gpu
 from qshard.jax import linear
 from qshard.jax._gemm.product_sharding import PlaneAxes, ProductSharding
-from qshard.jax._gemm.target_gpu import trace_for
+from qshard.jax._gemm.target_gpu import Target, trace_for
 from qshard.jax._ops.bind import disabled_checks
 from qshard.recipes import BlockScaling
 from support.hlo import collectives
@@ -29,13 +29,13 @@ SIZES = {"B": 8, "S": 256, "K": 256, "N": 1024}
 
 @pytest.fixture(autouse=True, scope="module")
 def tensor_cores_of_the_cpu():
-    with trace_for(Gpu((9, 0), 130000), "cpu"):
+    with trace_for(Target(Gpu((9, 0), 130000), "cpu")):
         yield
 
 
 def values_alone(function):
     """Call `function` without tensor cores."""
-    with trace_for(None):
+    with trace_for(Target(None)):
         return function()
 
 

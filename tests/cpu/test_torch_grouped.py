@@ -4,6 +4,7 @@ Operands are such that products are exact: codes of a few bits of mantissa and o
 sums is of no matter, and results are compared bit for bit.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from qshard.formats import Usage
+from qshard.gemm_dispatch import Gpu
 from qshard.recipes import CurrentScaling, Role
 from qshard.torch_bridge import GroupedLinear, Linear, convert, grouped_linear, update_scales
-from qshard.torch_bridge._experts import fallback, products, tiles
-from qshard.torch_bridge._experts import grouped_linear as grouped
+from qshard.torch_bridge._experts import fallback, tiles
+from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._nn.operands import LayerQuantizer, operand_spec
+from qshard.torch_bridge._quantized.target_gpu import Target, multiply_for
 from support.formats import MIXES, RECIPES
 from support.torch_models import Wire
 
@@ -44,9 +47,9 @@ def layer_of(recipe, device="cpu", n=N, k=K, bias=False):
     return layer
 
 
-def step(layer, x, dy, sizes=SIZES, call=None):
+def step(layer, x, dy, groups=SIZES, call=None):
     x = x.clone().requires_grad_()
-    y = (layer if call is None else call)(x, torch.tensor(sizes))
+    y = (layer if call is None else call)(x, torch.tensor(groups) if type(groups) is tuple else groups)
     y.backward(dy)
     return y.detach(), x.grad, [expert.weight.grad for expert in layer.experts]
 
@@ -66,14 +69,19 @@ def looped(layer, x, dy, rows=ROWS):
 
 
 @pytest.fixture(params=["ops", "a call for each", "one call"])
-def way(request, monkeypatch):
-    """Products: by ops; or without a cuBLASLt of grouped products, for sizes on the host or on the device."""
-    if request.param != "ops":
-        monkeypatch.setattr(products, "grouped_runs_on", lambda *_: False)
-    if request.param == "one call":
-        known = grouped.checked_sizes
-        monkeypatch.setattr(grouped, "checked_sizes", lambda *given: known(*given) and None)
-    return request.param
+def way(request):
+    """Products: by ops; or without a cuBLASLt, for sizes on the host or on the device."""
+    with contextlib.nullcontext() if request.param == "ops" else multiply_for(Target(Gpu((9, 0), cublaslt=0))):
+        yield request.param
+
+
+def groups_of(way, recipe, sizes=SIZES):
+    """Return the sizes, or padded rows, whose sizes the host does not know."""
+    sizes = torch.tensor(sizes)
+    if way != "one call":
+        return sizes
+    rows, _ = tiles.tiles_of(tiles.unit_of(recipe), M, sizes)
+    return GroupedRows(rows, rows)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -84,7 +92,8 @@ def test_a_loop_over_experts(name, way):
         pytest.skip("as by a call for each, of which products are others")
     layer = layer_of(recipe)
     alone, x, dy = copy.deepcopy(layer), exact(M, K), exact(M, N, seed=2)
-    (y, dx, dws), (want_y, want_dx, want_dws) = step(layer, x, dy), looped(alone, x, dy)
+    groups = groups_of(way, recipe)
+    (y, dx, dws), (want_y, want_dx, want_dws) = step(layer, x, dy, groups), looped(alone, x, dy)
     one = way == "one call"
     for got, want in ((y, want_y), (dx, want_dx), *zip(dws, want_dws, strict=True)):
         if one:  # Rounded to bfloat16, twice where there is a factor.
@@ -102,7 +111,7 @@ def test_a_loop_over_experts(name, way):
                 assert torch.equal(a.delayed[role.value].amax, b.delayed[role.value].amax)
         update_scales(layer)
         update_scales(alone)
-        again, want = step(layer, x, dy)[0], looped(alone, x, dy)[0]
+        again, want = step(layer, x, dy, groups)[0], looped(alone, x, dy)[0]
         assert torch.allclose(again, want, rtol=2**-7) if one else torch.equal(again, want)
 
 
@@ -151,13 +160,15 @@ def test_sizes(sizes, name, way):
     layer, ends = layer_of(RECIPES[name]), torch.tensor(sizes).cumsum(0).tolist()
     rows = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     alone, x, dy = copy.deepcopy(layer), exact(M, K), exact(M, N, seed=2)
-    (y, dx, dws), (want_y, want_dx, want_dws) = step(layer, x, dy, sizes), looped(alone, x, dy, rows)
+    groups = groups_of(way, layer.experts[0].recipe, sizes)
+    (y, dx, dws), (want_y, want_dx, want_dws) = step(layer, x, dy, groups), looped(alone, x, dy, rows)
     for got, want in ((y, want_y), (dx, want_dx), *zip(dws, want_dws, strict=True)):
         assert torch.allclose(got, want, rtol=2**-7, atol=2**-7 * want.abs().max().item())
     assert not y[ends[-1] :].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", ["ops", "a call for each"], indirect=True)
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
 def test_biases(name, dtype, way):
     """Each expert's, not in rows after the last group; the gradient of an expert without rows is zeros."""
@@ -192,30 +203,31 @@ def test_no_rows_at_all():
 @pytest.mark.parametrize("name", ["CurrentScaling", "MXFP8"])
 def test_what_may_not_change_bits(name, way):
     layer, x, dy = layer_of(RECIPES[name]), torch.randn(M, K), torch.randn(M, N)
-    y, dx, dws = step(layer, x, dy)
+    groups = groups_of(way, RECIPES[name])
+    y, dx, dws = step(layer, x, dy, groups)
     layer.zero_grad()
-    again = step(layer, x, dy, call=lambda *given: checkpoint(layer, *given, use_reentrant=False))
+    again = step(layer, x, dy, groups, call=lambda *given: checkpoint(layer, *given, use_reentrant=False))
     assert torch.equal(again[0], y)
     assert torch.equal(again[1], dx)
     assert all(torch.equal(a, b) for a, b in zip(again[2], dws, strict=True))
     with torch.no_grad():
-        assert torch.equal(layer(x, torch.tensor(SIZES, dtype=torch.int32)), y)
+        assert torch.equal(layer(x, groups.int() if isinstance(groups, torch.Tensor) else groups), y)
     stacked = torch.stack([expert.weight.detach() for expert in layer.experts]).requires_grad_()
-    made = grouped_linear(x, stacked, torch.tensor(SIZES), RECIPES[name], weight_layout="NK")
+    made = grouped_linear(x, stacked, groups, RECIPES[name], weight_layout="NK")
     made.backward(dy)
     assert torch.equal(made, y)
     assert torch.equal(stacked.grad, torch.stack(dws))
     turned = stacked.detach().transpose(1, 2).contiguous().requires_grad_()
-    made = grouped_linear(x, turned, torch.tensor(SIZES), RECIPES[name], weight_layout="KN")
+    made = grouped_linear(x, turned, groups, RECIPES[name], weight_layout="KN")
     made.backward(dy)
     assert torch.equal(made, y)
     assert torch.equal(turned.grad.transpose(1, 2), stacked.grad)
     with torch.autocast("cpu", torch.bfloat16):
-        assert layer(x, torch.tensor(SIZES)).dtype == torch.bfloat16
+        assert layer(x, groups).dtype == torch.bfloat16
     for expert in layer.experts:
         expert.weight.requires_grad_(False)
     mine = x.clone().requires_grad_()
-    layer(mine, torch.tensor(SIZES)).backward(dy)
+    layer(mine, groups).backward(dy)
     assert torch.equal(mine.grad, dx)
 
 
@@ -244,12 +256,11 @@ def test_launches_do_not_grow_with_experts(name, as_list):
 
 
 @pytest.mark.parametrize(("name", "gathers"), [("CurrentScaling", 0), ("DelayedScaling", 0), ("BlockScaling", 2)])
-def test_products_with_one_scale_need_no_gather(name, gathers, monkeypatch):
+def test_products_with_one_scale_need_no_gather(name, gathers):
     """They write the rows of x, in forward and backward."""
-    calls, gather = [], tiles.Tiles.gather
-    monkeypatch.setattr(tiles.Tiles, "gather", lambda *given: calls.append(0) or gather(*given))
-    step(layer_of(ALL[name], n=128, k=128), exact(M, 128), exact(M, 128))
-    assert len(calls) == gathers
+    with Wire() as wire:
+        step(layer_of(ALL[name], n=128, k=128), exact(M, 128), exact(M, 128))
+    assert wire.launches.count("qshard.combine_rows.default") == gathers
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")

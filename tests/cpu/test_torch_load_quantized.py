@@ -16,6 +16,7 @@ from qshard.formats import Usage  # noqa: E402
 from qshard.recipes import NAMED  # noqa: E402
 from qshard.torch_bridge._quantized import gemm  # noqa: E402
 from support.checkpoints import ok  # noqa: E402
+from support.torch_models import Wire  # noqa: E402
 
 ENGINES = {
     "CurrentScaling": [("qshard", "FP8_E4M3"), ("compressed-tensors", "FP8_E4M3"), ("modelopt", "FP8_E4M3")],
@@ -101,11 +102,10 @@ def test_blocks_along_k_alone(recipe, engine, fmt, tmp_path):
     assert torch.equal(saved["0.weight.rowwise.data"].view(torch.uint8), weight.rowwise.data.view(torch.uint8))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 32])
-def test_large_frozen_weights_of_a_cpu(rows, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 5, gemm.PANELS[1] + 1])
+def test_large_frozen_weights_of_a_cpu(rows):
     """Few rows multiply a weight by panels, within the bound of a sum in another order."""
-    monkeypatch.setattr(gemm, "PANELS", (gemm.PANEL, 16))  # A weight that is large by default would take seconds.
-    layer = qt.freeze(qt.convert(nn.Linear(1024, 650, bias=False), "CurrentScaling"))
+    layer = qt.freeze(qt.convert(nn.Linear(1024, gemm.PANELS[0] // 1024 + 10, bias=False), "CurrentScaling"))
     x = torch.randn(rows, 1024)
     found, values = layer(x), qt.quantize(x, NAMED["CurrentScaling"].activation).dequantize().double()
     weight = layer.weight.dequantize().double()
@@ -182,24 +182,22 @@ def test_load_state_dict_of_codes_says_this_call(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "MXFP8", "MXFP4"])
-def test_frozen_weights_are_quantized_once(recipe, monkeypatch):
+def test_frozen_weights_are_quantized_once(recipe):
     model = qt.convert(model_of(), recipe).eval()
     x = torch.randn(1 if recipe == "CurrentScaling" else 32, 128)
     with torch.no_grad():
-        expected = model(x)
+        with Wire() as wire:
+            expected = model(x)
+        assert {(256, 128), (128, 256)} <= quantized_shapes(wire)
         assert qt.freeze(model) is model
-        from qshard.recipes import Role
-        from qshard.torch_bridge._nn.operands import LayerQuantizer
-
-        quantize, roles = LayerQuantizer.quantize, []
-        monkeypatch.setattr(
-            LayerQuantizer,
-            "quantize",
-            lambda self, x, role, *rest: roles.append(role) or quantize(self, x, role, *rest),
-        )
-        assert torch.equal(model(x), expected)
-        assert Role.WEIGHT not in roles
+        with Wire() as wire:
+            assert torch.equal(model(x), expected)
+        assert not {(256, 128), (128, 256)} & quantized_shapes(wire)
         qt.freeze(model)  # again: nothing to do
+
+
+def quantized_shapes(wire):
+    return {shape for op, shape in wire.shapes if op.startswith(("amax", "cast", "quantize"))}
 
 
 def test_writes_to_frozen_weights_raise():

@@ -9,9 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import qshard.torch_bridge as qt
 from qshard.recipes import Role
-from qshard.torch_bridge._experts import tiles
 from support.formats import RECIPES
-from support.torch_models import Wire
+from support.torch_models import Wire, void_amaxes
 
 H, WIDE, E, K = 64, 96, 5, 2
 DYNAMO = pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # Dynamo's own.
@@ -261,27 +260,20 @@ def test_a_compiled_layer():
     assert_same(step(layer, x, torch.compile(layer, backend="aot_eager", fullgraph=True)), want)
 
 
-def test_swiglu_passes_amaxes(monkeypatch):
-    """h and its gradient are not read for their amaxes; a write to h voids them."""
-    found, original = [], tiles.quantize_rows
-
-    def spy(*operands, row_amaxes=None, **options):
-        found.append(row_amaxes is not None)
-        return original(*operands, row_amaxes=row_amaxes, **options)
-
-    monkeypatch.setattr(tiles, "quantize_rows", spy)
+def test_swiglu_passes_amaxes():
+    """h and its gradient are not read for their amaxes. Writes to them void their amaxes, and bits are the same."""
     layer, x = layer_of("CurrentScaling"), tokens(24)
-    step(layer, x)
-    assert found == [False, True, False, True]  # x, h, and the gradients of y and of gate and up.
+    with Wire() as wire:
+        passed = [a.clone() for a in step(layer, x)]
+    assert widths_of_amaxes(wire) == [H, 1, H, 1]  # x, h, and the gradients of y and of gate and up.
+    void_amaxes(layer)
+    with Wire() as wire:
+        assert_same(step(layer, x), passed)
+    assert widths_of_amaxes(wire) == [H, WIDE, H, 2 * WIDE]
 
-    def double(module, given):
-        given[0].mul_(2)
 
-    layer.w2.register_forward_pre_hook(double)
-    del found[:]
-    with torch.no_grad():
-        layer(x)
-    assert found == [False, False]
+def widths_of_amaxes(wire):
+    return [shape[1] for op, shape in wire.shapes if op == "amax_grouped"]
 
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8"])

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections import Counter
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from torch import nn
 
 import qshard.torch_bridge as qt
 from qshard.recipes import CurrentScaling, DelayedScaling
-from qshard.torch_bridge._nn.operands import LayerQuantizer
 from support.formats import STATEFUL, STATELESS
+from support.torch_models import Wire
 
 K, CLASSES = 128, 256
 RULE = {"label_smoothing": 0.1, "z_loss": 1e-3}
@@ -65,12 +66,12 @@ def test_chunks_of_whole_blocks_have_the_bits_of_one(recipe):
     torch.testing.assert_close(one[2], many[2], rtol=1e-4, atol=1e-5)
 
 
-def test_the_weight_is_quantized_once(monkeypatch):
-    made, roles = LayerQuantizer.quantize, []
-    monkeypatch.setattr(LayerQuantizer, "quantize", lambda *given: roles.append(given[2].value) or made(*given))
+def test_the_weight_is_quantized_once():
     x, w, labels = drawn((32,))
-    qt.linear_cross_entropy(x, w, labels, recipe="CurrentScaling", chunk=8).backward()
-    assert {role: roles.count(role) for role in roles} == {"weight": 1, "activation": 4, "gradient": 4}
+    with Wire() as wire:
+        qt.linear_cross_entropy(x, w, labels, recipe="CurrentScaling", chunk=8).backward()
+    casts = Counter(shape for op, shape in wire.shapes if op.startswith("cast"))
+    assert casts == {(CLASSES, K): 1, (8, K): 4, (8, CLASSES): 4}  # The weight, chunks of x, and their gradients.
 
 
 def test_chunks_draw_other_numbers():

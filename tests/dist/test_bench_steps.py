@@ -8,7 +8,6 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from torch.profiler import ProfilerActivity, profile
@@ -25,7 +24,6 @@ import bench_step_torch
 import bench_stream_weights
 import bench_tensor_parallel
 import step_profile
-import step_torch
 from cases import measure_cases
 from model_shapes import SHAPES
 
@@ -52,8 +50,6 @@ def test_a_case_that_fails_takes_no_other_with_it(tmp_path, capfd):
 )
 def test_kinds_of_steps(kind):
     """Each trains: the loss falls on tokens that are the same in every step."""
-    step_torch.DEVICE = "cpu"
-    bench_step_torch.COMPILER = "aot_eager"
     # What dynamo of torch 2.13 does against torch 2.13's own advice.
     warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
@@ -83,7 +79,6 @@ def test_kinds_of_tensor_parallelism_that_are_not_there(kind):
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["bf16", "fp8", "fp8 codes", "block overlap"])
 def test_kinds_of_tensor_parallelism(kind):
-    step_torch.DEVICE = "cpu"
     step = bench_tensor_parallel.build(kind, replace(SHAPES["tiny"], context=256))
     assert step() == step()
 
@@ -92,7 +87,6 @@ def test_kinds_of_tensor_parallelism(kind):
 @pytest.mark.parametrize("kind", ["bf16", pytest.param("fp8 overlap", marks=pytest.mark.slow), "nvfp4 codes"])
 def test_kinds_of_tensor_parallelism_under_fsdp2(kind):
     """Weights are gathered over the groups, and y is the same as without FSDP2."""
-    step_torch.DEVICE = "cpu"
     shape = replace(SHAPES["tiny"], context=128)
     step = bench_tensor_parallel.build(kind, shape, 2)
     assert step() == step()
@@ -106,9 +100,8 @@ def test_a_profile_leaves_qshard_its_fast_way():
         assert not may_skip_dispatcher([])
 
 
-def test_contenders_of_experts(monkeypatch):
+def test_contenders_of_experts():
     """Each gives gradients of x and of all weights, near those of bfloat16."""
-    monkeypatch.setattr(bench_grouped, "DEVICE", "cpu")
     calls = bench_grouped.contenders(bench_grouped.Shape(4, 64, 128, 256))
     expected = calls[bench_grouped.BASE]()
     assert {name.split(",")[0] for name in calls} == {"bf16 torch", *bench_grouped.RECIPES}
@@ -120,9 +113,8 @@ def test_contenders_of_experts(monkeypatch):
     assert found[1] == {"kind": "small: one scale, codes, device", "ms": "2.00", "times_bf16": "1.50"}
 
 
-def test_contenders_of_whole_layers(monkeypatch):
+def test_contenders_of_whole_layers():
     """Each gives gradients of x, the router and all weights, near those of bfloat16."""
-    monkeypatch.setattr(bench_moe, "DEVICE", "cpu")
     calls = bench_moe.contenders(bench_moe.Shape(4, 2, 96, 128, 128))
     expected = calls[bench_moe.BASE]()
     kinds = {f"{name}{codes}" for name in bench_moe.RECIPES for codes in ("", " codes")}
@@ -138,8 +130,7 @@ def test_contenders_of_whole_layers(monkeypatch):
 @on_ranks(2)
 def test_contenders_of_expert_parallelism():
     """Each gives gradients near those of bfloat16. With one scale, half of the rows are sent as codes."""
-    with mock.patch.object(bench_expert_parallel, "DEVICE", "cpu"):
-        calls = bench_expert_parallel.contenders(bench_moe.Shape(4, 2, 96, 128, 128))
+    calls = bench_expert_parallel.contenders(bench_moe.Shape(4, 2, 96, 128, 128))
     expected = calls[bench_moe.BASE]()
     for name, call in calls.items():
         for a, b in zip(call(), expected, strict=True):
@@ -155,9 +146,8 @@ def test_contenders_of_expert_parallelism():
 @on_ranks(2)
 def test_streams_of_weights():
     """A stream has at least the bytes of its codes; the base gathers as many; rows have the ratio."""
-    with mock.patch.object(bench_stream_weights, "DEVICE", "cpu"):
-        model = bench_stream_weights.model_of(bench_stream_weights.Shape(1, 128, 256))
-        found = bench_stream_weights.contenders(model, 2**16, 1)
+    model = bench_stream_weights.model_of(bench_stream_weights.Shape(1, 128, 256))
+    found = bench_stream_weights.contenders(model, 2**16, 1)
     elements = 4 * 128 * 128 + 3 * 128 * 256
     for kind, fmt in bench_stream_weights.KINDS.items():
         nbytes = found[kind].nbytes

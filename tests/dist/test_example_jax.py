@@ -1,11 +1,13 @@
 """examples/train_jax.py: modes, meshes, and runs resumed from its own checkpoints and from train_torch.py's."""
 
+import contextlib
 import functools
 import importlib.util
 import json
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,6 @@ from support.awkward import assert_bits_equal
 from support.examples import (
     BATCH,
     ENVIRONMENT,
-    TEXT,
     Stopped,
     digest_of,
     example,
@@ -24,6 +25,7 @@ from support.examples import (
     small_command,
     train_in_jax,
 )
+from support.observe import calls_of
 
 RECIPES = list(example("options").RECIPES)
 saves = pytest.mark.skipif(
@@ -209,26 +211,18 @@ def whole_of(folder, name):
     return load_file(max((folder / name).glob("step-?")) / "whole.safetensors")
 
 
-class loaded:
+@contextlib.contextmanager
+def loaded(name):
     """Record the training state of a script right after it loads a checkpoint, as it would save it."""
+    module, seen = example(name), []
 
-    def __init__(self, name):
-        self.module, self.load = example(name), example(name).load
+    def record(call):
+        state = call.result[2:] or [*call.arguments.values()][1:3]
+        whole = module._whole(*state)
+        seen.append({f"{name}:{part}": np.array(a) for name, parts in whole.items() for part, a in parts.items()})
 
-    def __enter__(self):
-        seen = []
-
-        def load(path, *rest):
-            made = self.load(path, *rest)
-            whole = self.module._whole(*(rest[:2] if len(made) == 2 else made[2:]))
-            seen.append({f"{name}:{part}": np.array(a) for name, parts in whole.items() for part, a in parts.items()})
-            return made
-
-        self.module.load = load
-        return seen
-
-    def __exit__(self, *error):
-        self.module.load = self.load
+    with calls_of(module.load, record):
+        yield seen
 
 
 def assert_same(got, want):
@@ -241,7 +235,7 @@ def resume_in_torch(name, folder, want, kind, experts):
     """Resume JAX's step-2 checkpoint on each rank and train to step 4."""
     import torch.distributed as dist
 
-    module = importlib.util.spec_from_file_location("kinds", TEXT)
+    module = importlib.util.spec_from_file_location("kinds", Path(__file__).with_name("test_example_torch_kinds.py"))
     kinds = importlib.util.module_from_spec(module)
     module.loader.exec_module(kinds)
     with loaded("checkpoint_torch") as seen, pytest.raises(Stopped):

@@ -1,6 +1,7 @@
 """examples/train_torch.py with small models: gathered bytes of each recipe, kind of weight and mesh; resumed runs."""
 
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,7 @@ def test_all_kinds_gather_the_same_bytes(name):
         assert shard.gathered_sha256 == primary.gathered_sha256 == zero.gathered_sha256
         assert shard.gathered_bytes == primary.gathered_bytes
         assert shard.losses == primary.losses
+        assert zero.losses[0] == shard.losses[0]
         assert zero.losses == pytest.approx(shard.losses, rel=1e-2)
 
 
@@ -68,7 +70,7 @@ def test_a_fused_loss_is_the_loss(kind):
 @on_ranks(2)
 @often("nvfp4")
 def test_experts_of_all_kinds(name):
-    """Every kind gathers the codes of each expert, and losses are near those of bf16."""
+    """Every kind gathers the codes of each expert, and their losses are alike."""
     runs = [trained(name, kind, experts=3) for kind in KINDS]
     plain = trained("bf16", experts=3)
     if dist.get_rank() == 0:
@@ -76,14 +78,48 @@ def test_experts_of_all_kinds(name):
         assert shard.gathered_sha256 == primary.gathered_sha256 == zero.gathered_sha256
         assert shard.gathered_bytes == primary.gathered_bytes < 0.6 * plain.gathered_bytes
         assert shard.losses == primary.losses
+        assert zero.losses[0] == shard.losses[0]
         # ZeRO sums gradients in another order, and after a step a rounding can send a token to another expert.
         assert zero.losses == pytest.approx(shard.losses, rel=5e-2)
-        assert shard.losses[0] == pytest.approx(plain.losses[0], rel=2e-2)
         assert "--experts 3" in shard.ranks
         assert plain.gathered_sha256 == digest_of(initial_weights(3), None)
         recipe = example("options").RECIPES[name]
         if not isinstance(recipe, DelayedScaling):
             assert shard.gathered_sha256 == digest_of(initial_weights(3), recipe)
+
+
+def logits_and_experts(name, batch=16):
+    """Return the logits of this rank's tokens and the expert of each, of the initial model with 3 experts."""
+    _clear_sharding_prop_cache()
+    script, device = small("train_torch"), torch.device(torch_ranks.device)
+    config, mesh = replace(script.CONFIG, experts=3), example("weights").make_mesh("fsdp", device, 2)
+    model = script.make_model(config, "shard", example("options").RECIPES[name], mesh, device, "plain")
+    made = []
+    for layer in (model.blocks[0].router, model.head):
+        layer.register_forward_hook(lambda layer, _, y: made.append(y.flatten(0, -2)))
+    part = slice(dist.get_rank() * batch // 2, (dist.get_rank() + 1) * batch // 2)
+    tokens, targets = text(script, batch=batch).batch(0, batch, config.context)
+    with torch.no_grad():
+        model(*(torch.from_numpy(half[part]).long().to(device) for half in (tokens, targets)))
+    probabilities, logits = made
+    return logits.float(), probabilities.argmax(-1)
+
+
+@on_ranks(2)
+@often("nvfp4", "mxfp8")
+def test_experts_compute_as_in_bf16(name):
+    """Logits differ from those of bf16 by rounding. The mean loss of an untrained model shows no mistake.
+
+    Rounding to a relative error of at most u changes a product by 0.6 to 0.75 u, and logits by 1.0 to 1.4 u over all
+    recipes. A wrong expert, or outputs in a wrong order, change logits by 0.6 and more. Tokens near the boundary of two
+    experts may be routed otherwise, so they are left out.
+    """
+    (got, experts), (want, experts_in_bf16) = logits_and_experts(name), logits_and_experts("bf16")
+    alike = experts == experts_in_bf16
+    assert alike.float().mean() > 0.75
+    got, want = got[alike], want[alike]
+    u = 2.0 ** -(example("options").RECIPES[name].weight.element.mantissa_bits + 1)
+    assert (got - want).norm() <= 2 * u * want.norm()
 
 
 @on_ranks(2)
@@ -116,13 +152,18 @@ def test_experts_over_replicas():
     ],
 )
 def test_all_meshes_gather_the_same_bytes(name, kinds):
-    """Under tensor parallelism in shards, which together are the whole."""
+    """Under tensor parallelism in shards, which together are the whole; x then has the scales of twice the rows.
+
+    Those of blocks are the same. With another scale of the tensor, the loss of a token changes by 0.5 and less in the
+    root mean square, and that of 32 tokens by 0.09, of 6.
+    """
     runs = [trained(name, kind, mesh, steps=1) for kind in kinds for mesh in ("fsdp", "hsdp", "fsdp,tp")]
     if dist.get_rank() == 0:
         assert len({run.gathered_sha256 for run in runs}) == 1
         for fsdp, hsdp, tp in (runs[:3], runs[-3:]):
             assert hsdp.gathered_bytes == fsdp.gathered_bytes > tp.gathered_bytes
-            assert [run.losses for run in (hsdp, tp)] == [pytest.approx(fsdp.losses, rel=1e-2)] * 2
+            assert hsdp.losses == fsdp.losses
+            assert tp.losses == pytest.approx(fsdp.losses, rel=5e-2 if name == "nvfp4" else 1e-6)
 
 
 def resumes(name, kind, mesh, folder):

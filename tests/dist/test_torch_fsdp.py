@@ -288,6 +288,7 @@ def test_weights_of_two_kinds_are_refreshed_together():
         assert_gathers_the_whole(each)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of torch 2.11 raises for parameters of a subclass")
 @on_ranks(2)
 def test_compiled_optimizers():
     """Scales follow weights, however they change."""

@@ -1,7 +1,6 @@
 """`qshard.torch_bridge.Muon` on shards: the bits of one process for every number of ranks and every sharding."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import Muon, convert
-from qshard.torch_bridge._optim import muon
 from support import torch_ranks
 from support.torch_models import Wire, assert_gathers_the_whole, batch, model_of, shard
 from support.torch_ranks import on_ranks, run
@@ -126,11 +124,8 @@ def test_buckets_overlap():
     model, alone = Parameters(), Parameters()
     fully_shard(model, mesh=torch_ranks.mesh())
     optimizers = [Muon(each.named_parameters(), **OPTIONS) for each in (model, alone)]
-    plan_buckets, muon.plan_buckets = muon.plan_buckets, functools.partial(muon.plan_buckets, owned_elements=1)
-    try:
-        train(model, optimizers[0], range(2))
-    finally:
-        muon.plan_buckets = plan_buckets
+    optimizers[0].owned_elements = 1
+    train(model, optimizers[0], range(2))
     with Wire() as wire:
         train(model, optimizers[0], range(2, 3))
     train(alone, optimizers[1])

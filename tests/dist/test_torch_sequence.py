@@ -5,6 +5,7 @@ import copy
 import gc
 import itertools
 import warnings
+import weakref
 from collections import Counter
 
 import pytest
@@ -24,6 +25,7 @@ from qshard.torch_bridge._distributed import sequence_parallel
 from qshard.torch_bridge.tensor_parallel import ColwiseParallel, RowwiseParallel
 from support import torch_ranks
 from support.formats import MIXES, RECIPES, nearest
+from support.observe import calls_of
 from support.pairs import turns
 from support.torch_models import Wire
 from support.torch_parallel import assert_part, llama, mesh_of, parallelized, quantized, unit_of
@@ -44,18 +46,17 @@ def styled(style, dim=1, **options):
 
 @contextlib.contextmanager
 def gathered():
-    """Record the planes gathered inside the context, by usage."""
-    found, real = {}, sequence_parallel._remember
+    """Record the calls that cache gathered planes."""
+    with torch.autograd.set_multithreading_enabled(False), calls_of(sequence_parallel.cache_plane) as calls:
+        yield calls
 
-    def noting(own, whole):
-        found.setdefault(own.usage, []).append(whole)
-        real(own, whole)
 
-    sequence_parallel._remember = noting
-    try:
-        yield found
-    finally:
-        sequence_parallel._remember = real
+def by_usage(calls):
+    """Return the gathered planes of each usage."""
+    found = {}
+    for call in calls:
+        found.setdefault(call.arguments["own"].usage, []).append(call.arguments["whole"])
+    return found
 
 
 def codes_of(name, style, batch, overlap):
@@ -79,7 +80,7 @@ def codes_of(name, style, batch, overlap):
         x.chunk(world, cut.dim)[rank].contiguous(), many.weight.device_mesh, [cut]
     ).requires_grad_()
     out = Shard(2 if style is ColwiseParallel else 1)
-    with quantized() as local, gathered() as found:
+    with quantized() as local, gathered() as calls:
         y = many(mine)
         y.backward(DTensor.from_local(dy.chunk(world, out.dim)[rank].contiguous(), y.device_mesh, [out]))
     assert y.placements == (out,)
@@ -89,6 +90,7 @@ def codes_of(name, style, batch, overlap):
     if batch == 1:  # With larger batches, the rows of a shard are not contiguous.
         for each, planes in local.items():
             assert_part(planes, whole[each], rank, world, True)
+    found = by_usage(calls)
     for usage, (plane,) in found.items():  # Once each.
         for mine, theirs in zip(plane, whole[role][usage], strict=True):
             if usage is Usage.ROWWISE and mine is not None and mine.ndim:
@@ -257,15 +259,17 @@ def test_layers_share_what_is_gathered(overlap):
         parallelize_module(layer, mesh, styled(ColwiseParallel, overlap=overlap))
     for _ in range(2):
         x = DTensor.from_local(torch.randn(1, 32, 64), mesh, [Shard(1)]).requires_grad_()
-        assert sequence_parallel._slots.__dict__.get("gathered") is None
-        with gathered() as found:
+        with gathered() as calls:
             ys = model(x)
-            assert {usage: len(planes) for usage, planes in found.items()} == {Usage.ROWWISE: 1}
+            assert {usage: len(planes) for usage, planes in by_usage(calls).items()} == {Usage.ROWWISE: 1}
             sum(y.to_local().sum() for y in ys).backward()
-            assert {usage: len(planes) for usage, planes in found.items()} == dict.fromkeys(Usage.BOTH.planes, 1)
+            planes = by_usage(calls)
+        assert {usage: len(each) for usage, each in planes.items()} == dict.fromkeys(Usage.BOTH.planes, 1)
         assert x.grad.placements == (Shard(1),)
-        del x, ys, found  # Gathered codes are freed with their source.
+        codes = [weakref.ref(plane.data) for each in planes.values() for plane in each]
+        del x, ys, planes, calls
         gc.collect()
+        assert not any(plane() is not None for plane in codes)  # Gathered codes are freed with their source.
 
 
 @on_ranks(2)
@@ -294,10 +298,10 @@ def test_rows_that_codes_cannot_be_cut_as(name, rows):
     x = torch.randn(*rows, 256 * 3)
     part = x.split(-(-rows[1] // world), 1)[rank].contiguous()  # torch.chunk's shards: the last may be the shortest.
     mine = DTensor.from_local(part, mesh, [Shard(1)], shape=x.shape, stride=x.stride())
-    with gathered() as found:
+    with gathered() as calls:
         y = many(mine)
         y.sum().backward()
-    assert not found
+    assert not calls
     assert y.placements == (Shard(1),)
     assert torch.allclose(y.full_tensor(), one(x), rtol=1e-5, atol=1e-4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
@@ -14,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import ZeroOptimizer, convert
-from qshard.torch_bridge._zero import gradients
-from qshard.torch_bridge._zero.streams import Channel
 from support import torch_ranks
 from support.formats import ZEROED as RECIPES
 from support.torch_ranks import on_ranks
@@ -28,16 +27,12 @@ from support.zero_chain import UNITS, WIDTH, chain, optimizer_of, step
 @pytest.mark.parametrize("stage", [False, True])
 def test_gradients_travel_in_pieces(stage):
     """Chunks end anywhere, and may be so small that some ranks have no element of a chunk."""
-    recipe, whole = RECIPES["BlockScaling"], gradients.SENT_AT_ONCE
+    recipe = RECIPES["BlockScaling"]
     losses, weights = with_zero(recipe, 2, torch.float32, shard_weights=stage)
-    try:
-        for at_once in (1000, 4096):
-            gradients.SENT_AT_ONCE = at_once
-            own_losses, own_weights = with_zero(recipe, 2, torch.float32, shard_weights=stage)
-            assert own_losses == losses
-            assert all(torch.equal(weight, own_weights[name]) for name, weight in weights.items())
-    finally:
-        gradients.SENT_AT_ONCE = whole
+    for at_once in (1000, 4096):
+        own_losses, own_weights = with_zero(recipe, 2, torch.float32, shard_weights=stage, sent_at_once=at_once)
+        assert own_losses == losses
+        assert all(torch.equal(weight, own_weights[name]) for name, weight in weights.items())
 
 
 @pytest.mark.each_value
@@ -144,12 +139,7 @@ def bits_with_slow_streams():
     warnings.filterwarnings("ignore", ".*AccumulateGrad node's stream does not match", UserWarning)
     warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)  # From `sleep` on the first unit.
     found = {}
-    for late in ("none", "Channel", "computation", "side stream"):
-        begin = Channel.begin
-
-        def begin_late(channel, steps, begin=begin):
-            return begin(channel, later(steps))
-
+    for late in ("none", "collectives", "computation", "side stream"):
         model = chain()
         model.order = [*range(UNITS), 1, 2]
         if late == "computation":
@@ -157,14 +147,10 @@ def bits_with_slow_streams():
                 unit.register_forward_pre_hook(sleep)
                 unit.register_full_backward_pre_hook(sleep)
         optimizer = optimizer_of(model)
-        Channel.begin = begin_late if late == "Channel" else begin
         side = torch.cuda.Stream() if late == "side stream" else torch.cuda.current_stream()
         side.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(side):
-                losses = [step(model, optimizer, number, passes=2) for number in range(4)]
-        finally:
-            Channel.begin = begin
+        with torch.cuda.stream(side), SlowCollectives() if late == "collectives" else contextlib.nullcontext():
+            losses = [step(model, optimizer, number, passes=2) for number in range(4)]
         torch.cuda.current_stream().wait_stream(side)
         found[late] = losses, [weight.cpu() for weight in optimizer.full_weights().values()]
     for late, (losses, weights) in found.items():
@@ -178,10 +164,16 @@ def sleep(*_):
     torch.cuda._sleep(10_000_000)
 
 
-def later(steps):
-    sleep()
-    yield from steps
-    sleep()
+class SlowCollectives(TorchDispatchMode):
+    """Keeps the stream of each collective busy before and after it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        sleep()
+        out = func(*args, **(kwargs or {}))
+        sleep()
+        return out
 
 
 def captured_graphs_are_refused():

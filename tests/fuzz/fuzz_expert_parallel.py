@@ -31,7 +31,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import qshard.jax as qj
-from qshard.jax._experts import token_exchange
+from qshard.jax._experts.token_exchange import least_bytes
 from support.formats import RECIPES
 
 EXPERTS, TOP_K, WIDTH, HIDDEN, SEED = 8, 2, 64, 64, 0x0123456789ABCDEF
@@ -259,7 +259,6 @@ def compare(case: Case, what: str, found: np.ndarray, expected: np.ndarray) -> N
 
 def run_case(case: Case, seed: int) -> str:
     """Return what was checked. Raise AssertionError if results differ from those of one device."""
-    token_exchange.LEAST_BYTES = case.least_bytes
     of_tokens, weights = arguments_of(case, seed)
     indices = of_tokens[3]
     if case.batched:  # The second example has the tokens of other devices.
@@ -277,7 +276,8 @@ def run_case(case: Case, seed: int) -> str:
     overflows = case.capacity == "too small" and most > 1 and case.devices > 1
     factor = (most - overflows) / sent if most and case.capacity in ("fits", "too small") else None
     whole = [each.reshape(*each.shape[:lead], -1, each.shape[-1]) for each in of_tokens]
-    found = on_devices(case, factor, [*whole, *weights, states])
+    with least_bytes(case.least_bytes):
+        found = on_devices(case, factor, [*whole, *weights, states])
     for number, what in enumerate(RESULTS[case.wrt]):
         got = np.asarray(found[number], np.float32)
         parts = [np.asarray(each[number], np.float32) for each in one]

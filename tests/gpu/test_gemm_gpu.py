@@ -30,6 +30,7 @@ from qshard.recipes import NVFP4 as NVFP4Recipe  # noqa: E402
 from qshard.torch_bridge import Linear, linear, quantize  # noqa: E402
 from qshard.torch_bridge._ops.bind import ops  # noqa: E402
 from qshard.torch_bridge._quantized.gemm import Operand, matmul  # noqa: E402
+from qshard.torch_bridge._quantized.target_gpu import multiply_for, target_of  # noqa: E402
 from support.cuda_graphs import capture  # noqa: E402
 from support.formats import every_recipe  # noqa: E402
 from support.gemm_bounds import assert_is_product_of_codes  # noqa: E402
@@ -356,30 +357,22 @@ def test_matmul_multiplies_values_where_it_must(sizes):
 
 @every_recipe
 @pytest.mark.parametrize("shape", [(64, 128, 256), (40, 160, 96)], ids=str)
-def test_one_call_has_the_bits_of_the_ops_one_after_another(recipe, shape, monkeypatch):
+def test_one_call_has_the_bits_of_the_ops_one_after_another(recipe, shape):
     """Rows that the second shape's blocks do not divide go op after op in both."""
-    from qshard.torch_bridge._nn import linear_program
-    from qshard.torch_bridge._quantized import gemm
-
     m, n, k = shape
     if any(size % 128 for size in (n, k)) and type(recipe).__name__ != "MXFP8":
         n, k = 128, 256
-    made = []
-    for large in (gemm.LARGE, 0):
-        for module in (gemm, linear_program):
-            monkeypatch.setattr(module, "LARGE", large)
-        for kept in (linear_program._forward, linear_program.plan_backward, gemm._ways):
-            kept.clear()
+    made, target = [], target_of(torch.device("cuda", 0))
+    for large in (target.large, 0):
         torch.manual_seed(0)
         layer = Linear(k, n, bias=False, recipe=recipe, dtype=torch.bfloat16, device="cuda")
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        y = layer(x)
-        y.backward(torch.randn_like(y))
+        with multiply_for(target._replace(large=large)):
+            y = layer(x)
+            y.backward(torch.randn_like(y))
         made.append((y, x.grad, layer.weight.grad))
     for got, want in zip(*made, strict=True):
         assert torch.equal(got, want)
-    for kept in (linear_program._forward, linear_program.plan_backward, gemm._ways):
-        kept.clear()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10, reason="of Blackwell")

@@ -7,12 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from qshard import gemm_dispatch  # noqa: E402
 from qshard.formats import Usage  # noqa: E402
 from qshard.recipes import Recipe, Role  # noqa: E402
 from qshard.torch_bridge import GroupedLinear, grouped_linear  # noqa: E402
-from qshard.torch_bridge._experts import fallback, products, tiles  # noqa: E402
+from qshard.torch_bridge._experts import fallback, tiles  # noqa: E402
 from qshard.torch_bridge._nn.operands import LayerQuantizer, operand_spec  # noqa: E402
-from qshard.torch_bridge._quantized.gemm import grouped_runs_on  # noqa: E402
+from qshard.torch_bridge._quantized.target_gpu import multiply_for, target_of  # noqa: E402
 from support.cuda_graphs import capture  # noqa: E402
 from support.formats import RECIPES, nearest  # noqa: E402
 from support.torch_ranks import run  # noqa: E402
@@ -25,13 +26,15 @@ FAST = ["CurrentScaling", "BlockScaling", "MXFP8"]
 
 
 @pytest.fixture(params=["ops", "no ops"])
-def way(request, monkeypatch):
+def way(request):
     """Products by ops, where cuBLASLt is new enough, and by what there is without them."""
-    if request.param == "no ops":
-        monkeypatch.setattr(products, "grouped_runs_on", lambda *_: False)
-    elif not grouped_runs_on("values", torch.device("cuda", 0)):
+    target = target_of(torch.device("cuda", 0))
+    if request.param == "ops" and not gemm_dispatch.grouped_runs_on("values", target.gpu):
         pytest.skip("this GPU, or its cuBLASLt, has no grouped products")
-    return request.param
+    if request.param == "no ops":
+        target = target._replace(gpu=target.gpu._replace(grouped_cublaslt=0))
+    with multiply_for(target):
+        yield request.param
 
 
 def step(layer, x, dy, sizes):

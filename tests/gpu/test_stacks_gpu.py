@@ -13,7 +13,7 @@ from qshard.torch_bridge import (  # noqa: E402
     scaling_state,
     update_scales,
 )
-from qshard.torch_bridge._experts import products  # noqa: E402
+from qshard.torch_bridge._quantized.target_gpu import multiply_for, target_of  # noqa: E402
 from support.cuda_graphs import capture  # noqa: E402
 from support.experts import GatedExperts, OpenExperts, PlainExperts  # noqa: E402
 from support.formats import SQUARES, STATELESS, nearest  # noqa: E402
@@ -25,10 +25,13 @@ GATHERED = sorted(name for name, recipe in STATELESS.items() if recipe.weight in
 
 
 @pytest.fixture(params=["ops", "no ops"])
-def way(request, monkeypatch):
+def way(request):
     """Products by ops, and by what there is without them."""
+    target = target_of(torch.device("cuda", 0))
     if request.param == "no ops":
-        monkeypatch.setattr(products, "grouped_runs_on", lambda *_: False)
+        target = target._replace(gpu=target.gpu._replace(grouped_cublaslt=0))
+    with multiply_for(target):
+        yield
 
 
 def stack_of(fmt, usage=Usage.ROWWISE):

@@ -18,7 +18,7 @@ def load(path: Path) -> ModuleType:
 
 
 @pytest.fixture
-def plan(monkeypatch):
+def plan():
     """`plan(wanted, cuda=, gpu=)` on a machine with the nvcc of a release, or none, and with a GPU or none."""
     module = load(SCRIPTS / "qshard_plan.py")
 
@@ -27,8 +27,11 @@ def plan(monkeypatch):
         if cuda:
             nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {cuda}, V{cuda}.88'\n")
             nvcc.chmod(0o755)
-        monkeypatch.setattr(module, "has_gpu", lambda: gpu)
-        return module.plan(wanted, {"CUDACXX": str(nvcc), "PATH": ""})
+        devices = folder / "dev"
+        devices.mkdir()
+        if gpu:
+            (devices / "nvidia0").touch()
+        return module.plan(wanted, {"CUDACXX": str(nvcc), "PATH": ""}, str(devices))
 
     return plan
 

@@ -10,7 +10,7 @@ import pytest
 
 from qshard import reference
 from qshard._core.serialization import KEY, parse_metadata
-from qshard.formats import FORMATS
+from qshard.formats import FORMATS, Usage
 from support.checkpoints import numbers, ok, read, refused, sharded, write
 
 for _name in ("click", "rich", "safetensors"):
@@ -107,11 +107,15 @@ def test_gpt_oss_to_compressed_tensors(tmp_path):
     assert found["e.gate_up_proj_bias"].tobytes() == arrays["e.gate_up_proj_bias"].tobytes()
 
 
-def test_several_shards_with_an_index(tmp_path, monkeypatch):
-    from qshard._cli import engine_output
+def test_several_shards_with_an_index(tmp_path):
+    from qshard._cli.conversion import plan_conversion
+    from qshard._cli.engine_output import write_engine
+    from qshard._cli.plan import Plan
+    from qshard._files.checkpoint import open_checkpoint
 
-    monkeypatch.setattr(engine_output, "MOST_BYTES", 40_000)
-    ok("convert", folder_of(tmp_path / "in"), tmp_path / "out", "--format", "FP8_128x128", "--to", "deepseek")
+    checkpoint = open_checkpoint(folder_of(tmp_path / "in"))
+    done = plan_conversion(checkpoint, Plan({}, FORMATS["FP8_128x128"]), Usage.ROWWISE, (), for_engine=True)
+    write_engine(tmp_path / "out", checkpoint, "deepseek", done, 0, most_bytes=40_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == [f"model-{i + 1:05}-of-00003.safetensors" for i in range(3)]

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from qshard.formats import FP8_E4M3, MXFP8_32x32, Usage
 from qshard.gemm_dispatch import Gpu
 from qshard.jax import compute_scales, gather, init_delayed, linear, linear_cross_entropy, quantize, ragged_dot
-from qshard.jax._gemm.target_gpu import trace_for
+from qshard.jax._gemm.target_gpu import Target, trace_for
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling
 from support.hlo import collectives
 
@@ -193,7 +193,7 @@ def programs():
         yield f"head, {mesh.axis_types[0].name}", head, (rows, w, labels)
     stacked = argument(auto, (4, 2048, 2048), jnp.float32, P(None, "fsdp"))
     yield "step, scan and remat", scanned_step, (stacked, x)
-    with trace_for(Gpu((9, 0), 130800, 130800)):
+    with trace_for(Target(Gpu((9, 0), 130800, 130800))):
         yield from experts(auto)
 
 

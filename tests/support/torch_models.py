@@ -23,11 +23,14 @@ BLOCK_SIZES = (32, 96, 64, 32)  # Whole blocks. Over 3 ranks, which cut them, th
 
 
 class Wire(TorchDispatchMode):
-    """Records (op, dtype, elements on this rank) of every collective, and the names of ops that compute."""
+    """Records (op, dtype, elements on this rank) of every collective, and the names of ops that compute.
+
+    `shapes` has the name of each op of qshard, and the shape of its first operand.
+    """
 
     def __init__(self):
         super().__init__()
-        self.calls, self.launches = [], []
+        self.calls, self.launches, self.shapes = [], [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d" and "barrier" not in str(func):
@@ -40,10 +43,27 @@ class Wire(TorchDispatchMode):
         is_view = any(result.alias_info is not None for result in func._schema.returns) and not func._schema.is_mutable
         if not is_view and func.namespace in ("aten", "qshard") and "empty" not in str(func):
             self.launches.append(str(func))
+            if func.namespace == "qshard" and args and isinstance(args[0], torch.Tensor):
+                self.shapes.append((func._opname, tuple(args[0].shape)))
         return func(*args, **(kwargs or {}))
 
     def of(self, op):
         return [(dtype, count) for name, dtype, count in self.calls if name == op]
+
+
+def void_amaxes(moe):
+    """Write to h of a `MoE` in each call, and to its gradient, without changing them: cached amaxes are void."""
+
+    @torch.no_grad()
+    def before(w2, given):
+        given[0].mul_(1)
+
+    def after(w13, given, gate_up):
+        if gate_up.requires_grad:
+            gate_up.register_hook(lambda grad: grad.mul_(1))
+
+    moe.w2.register_forward_pre_hook(before)
+    moe.w13.register_forward_hook(after)
 
 
 class SideBySide(nn.Sequential):

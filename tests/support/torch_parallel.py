@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,9 +21,10 @@ from torch.distributed.tensor.parallel import (
 
 from qshard.recipes import Role
 from qshard.torch_bridge import convert, tensor_parallel
-from qshard.torch_bridge._nn import autograd, functional
 from qshard.torch_bridge._nn.operands import LayerQuantizer
+from qshard.torch_bridge._quantized.target_gpu import multiply_for, target_of
 from support import torch_ranks
+from support.observe import calls_of
 
 
 def mesh_of(*names, shape=None):
@@ -40,26 +40,19 @@ def unit_of(recipe):
 
 @contextlib.contextmanager
 def quantized():
-    """Record the planes that layers quantize, by role. Disables fused calls on GPUs."""
-    modules = [functional, autograd]
-    found, real, one_call = {}, LayerQuantizer.quantize, functional.linear_program
-    steps = SimpleNamespace(product=lambda *given: (None, None), plan_backward=lambda *given: None)
+    """Record the planes that layers quantize, by role. Layers run op by op, also on GPUs."""
+    found, target = {}, target_of(torch.ones((), device=torch_ranks.device).device)
 
-    def noting(quantizer, x, role, usage, amax=None, **given):
-        made = real(quantizer, x, role, usage, amax, **given)
-        found.setdefault(role, {}).update((one, operand.parts) for one, operand in made[0].items())
-        return made
+    def record(call):
+        planes = {usage: operand.parts for usage, operand in call.result[0].items()}
+        found.setdefault(call.arguments["role"], {}).update(planes)
 
-    def put(quantize, one_call):
-        LayerQuantizer.quantize = quantize
-        for module in modules:
-            module.linear_program = one_call
-
-    put(noting, steps)
-    try:
+    with contextlib.ExitStack() as stack:
+        if target is not None:
+            stack.enter_context(multiply_for(target._replace(large=0)))
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(calls_of(LayerQuantizer.quantize, record))
         yield found
-    finally:
-        put(real, one_call)
 
 
 def assert_part(local, whole, rank, world, cut):

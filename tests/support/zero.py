@@ -88,9 +88,11 @@ def in_one_process(recipe, steps, dtype, clip=None, reduce_dtype=torch.float32, 
     return losses[rank], dict(weights)
 
 
-def with_zero(recipe, steps, dtype, clip=None, units=None, **options):
+def with_zero(recipe, steps, dtype, clip=None, units=None, sent_at_once=None, **options):
     model = model_of(recipe, dtype)
     optimizer = ZeroOptimizer(model, units=units and units(model), **OPTIONS, **options)
+    for flat in optimizer._flats if sent_at_once else ():
+        flat.gradient.sent_at_once = sent_at_once
     return train(model, optimizer, range(steps), clip), optimizer.full_weights()
 
 

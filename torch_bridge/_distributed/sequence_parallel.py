@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
     def gather(self, own: Operand) -> Callable[[], Operand]:
         """Start to gather a columnwise plane. The returned function waits and returns the whole plane, in row order."""
-        known = _recall(own)
+        known = cached_plane(own)
         if known is not None:
             return lambda: own._replace(parts=known)
         axis = 1 if is_transposed(own.format, own.usage) else 0
@@ -68,7 +68,7 @@ class Rows(NamedTuple):
         def finish() -> Operand:
             parts = {name: self._reorder(part, axis) for name, part in wait().items()}
             whole = own.parts._replace(**parts)
-            _remember(own, whole)
+            cache_plane(own, whole)
             return own._replace(parts=whole)
 
         return finish
@@ -86,7 +86,7 @@ class Rows(NamedTuple):
 
     def _gather_while_multiplying(self, own: Operand, w: Operand, dtype: torch.dtype, fast: bool) -> Tensor:
         x, ranks = own.parts.data, self.ranks
-        known = _recall(own)
+        known = cached_plane(own)
         whole = known or own.parts._replace(
             **{
                 name: part.new_empty((ranks * part.shape[0], *part.shape[1:]))
@@ -112,7 +112,7 @@ class Rows(NamedTuple):
             self.group,
             lambda r: multiply(r, *((own, 0) if r == rank else (by_rank, r * self.lead))),
         )
-        _remember(own, whole)
+        cache_plane(own, whole)
         return y
 
     def matmul_scatter(self, x: Operand, w: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
@@ -148,11 +148,11 @@ class Rows(NamedTuple):
         return operand._replace(parts=plane_rows(operand.parts, operand.format, operand.usage, *rows))
 
     def _gather_by_rank(self, own: Operand) -> Operand:
-        whole = _recall(own)
+        whole = cached_plane(own)
         if whole is None:
             parts = {name: part.flatten(0, 1) for name, part in self._start_gather(own)().items()}
             whole = own.parts._replace(**parts)
-            _remember(own, whole)
+            cache_plane(own, whole)
         return own._replace(parts=whole)
 
     def _start_gather(self, own: Operand) -> Callable[[], dict[str, Tensor]]:
@@ -207,7 +207,7 @@ class _GatheredPlane(NamedTuple):
 _slots = threading.local()
 
 
-def _recall(own: Operand) -> Plane | None:
+def cached_plane(own: Operand) -> Plane | None:
     """Return the cached plane of the whole, if it was gathered from these codes."""
     if is_compiling():
         return None
@@ -216,7 +216,8 @@ def _recall(own: Operand) -> Plane | None:
     return found.whole if found is not None and is_same else None
 
 
-def _remember(own: Operand, whole: Plane) -> None:
+def cache_plane(own: Operand, whole: Plane) -> None:
+    """Cache the plane of the whole until the own rows are freed."""
     data = own.parts.data
     if not may_reuse(data):
         return

@@ -29,6 +29,7 @@ from qshard.torch_bridge._ops.autograd_node import Node
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._quantized.gemm import Operand, Values, matmul
 from qshard.torch_bridge._quantized.plane_programs import recompute_swiglu_plane, transpose
+from qshard.torch_bridge._quantized.target_gpu import target_of
 
 aten = torch.ops.aten
 
@@ -135,7 +136,7 @@ def _gradients_in_one_call(
     x, w = ([part for part in parts if part is not None] for parts in (of_x, of_w))
     dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
     counts = 1 if how.x_again else len(x), 1 if how.w_again else len(w), how.w_usage
-    plan = linear_program.plan_backward(how.recipe, (*dy.shape, ctx.x_shape[-1]), dy.device, dtypes, counts)
+    plan = linear_program.plan_backward(how.recipe, (*dy.shape, ctx.x_shape[-1]), target_of(dy.device), dtypes, counts)
     if plan is None:
         return None
     if how.x_again:

@@ -25,7 +25,8 @@ from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._nn.operands import ROLES, draws_of, operand_spec
 from qshard.torch_bridge._ops.programs import Memo, Steps
-from qshard.torch_bridge._quantized.gemm import LARGE, Operand, way_of
+from qshard.torch_bridge._quantized.gemm import Operand, way_of
+from qshard.torch_bridge._quantized.target_gpu import Target, target_of
 
 Product = Callable[..., Any]
 """GEMM `a @ b.T` of two planes, with a fixed result dtype: `Way.product`."""
@@ -58,7 +59,7 @@ def product(
 
     Returns y, or None if no program can compute it; and the amax of the weight if its delayed `scale` is passed.
     """
-    multiply = _forward(x.format, recipe, (x.parts.data.shape[0], *weight.shape), weight.device, dtype)
+    multiply = _forward(x.format, recipe, (x.parts.data.shape[0], *weight.shape), target_of(weight.device), dtype)
     if multiply is None:
         return None, None
     of_x = [part for part in x.parts if part is not None]
@@ -91,7 +92,7 @@ def gradients(
 def plan_backward(
     recipe: Recipe,
     sizes: tuple[int, int, int],
-    device: torch.device,
+    target: Target | None,
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
     saved: tuple[int, int, Usage | None],
 ) -> BackwardPlan | None:
@@ -107,11 +108,11 @@ def plan_backward(
         return None
     dw = dx = None
     if w_dtype is not None:
-        dw = _product_of(dy, Usage.COLUMNWISE, x, Usage.COLUMNWISE, (n, k, m), device, w_dtype)
+        dw = _product_of(dy, Usage.COLUMNWISE, x, Usage.COLUMNWISE, (n, k, m), target, w_dtype)
         if dw is None:
             return None
     if x_dtype is not None:
-        dx = _product_of(dy, Usage.ROWWISE, w, Usage.COLUMNWISE, (m, k, n), device, x_dtype)
+        dx = _product_of(dy, Usage.ROWWISE, w, Usage.COLUMNWISE, (m, k, n), target, x_dtype)
         if dx is None:
             return None
     shapes = {Role.GRADIENT: (m, n)}
@@ -124,9 +125,9 @@ def plan_backward(
 
 @Memo
 def _forward(
-    x: Format, recipe: Recipe, sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+    x: Format, recipe: Recipe, sizes: tuple[int, int, int], target: Target | None, dtype: torch.dtype
 ) -> Product | None:
-    multiply = _product_of(x, Usage.ROWWISE, recipe.weight, Usage.ROWWISE, sizes, device, dtype)
+    multiply = _product_of(x, Usage.ROWWISE, recipe.weight, Usage.ROWWISE, sizes, target, dtype)
     if multiply is not None:
         operand_spec(recipe, Role.WEIGHT, Usage.ROWWISE).layouts(sizes[1:])
     return multiply
@@ -138,12 +139,14 @@ def _product_of(
     b: Format,
     b_usage: Usage,
     sizes: tuple[int, int, int],
-    device: torch.device,
+    target: Target | None,
     dtype: torch.dtype,
 ) -> Product | None:
-    """Return a GEMM op for operands of this size, or None if no op fits or an operand is large."""
+    """Return the GEMM op for these sizes, or None if no op fits or an operand is large."""
     m, n, k = sizes
-    way = way_of(a, a_usage, b, b_usage, sizes, device, dtype) if max(m * k, n * k, m * n) <= LARGE else None
+    if target is None or max(m * k, n * k, m * n) > target.large:
+        return None
+    way = way_of(a, a_usage, b, b_usage, sizes, target.gpu, dtype)
     return None if way is None else functools.partial(way.product, dtype=dtype)
 
 

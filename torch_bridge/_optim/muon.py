@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from qshard._core.optimizers import muon as core
-from qshard._core.optimizers.muon_plan import plan_buckets
+from qshard._core.optimizers.muon_plan import OWNED_ELEMENTS, plan_buckets
 from qshard._core.validation import join_names, quote
 from qshard.torch_bridge._distributed.dtensor import local_box, local_of, wrapped_like
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
@@ -84,6 +84,8 @@ class Muon(Adam):
     Sources: Jordan et al., https://kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982.
     """
 
+    owned_elements = OWNED_ELEMENTS
+    """Elements of a bucket for each rank, which bound its memory. Set it on all ranks before the first step."""
     _op = "Muon"
 
     def __init__(
@@ -210,9 +212,8 @@ class Muon(Adam):
             for group, p, name in members:
                 matrix = _Matrix(name or f"parameter {tuple(p.shape)}", p, group, self.state)
                 found.setdefault(_ranks_of(p, self._group), []).append(matrix)
-            self._plan = _Plan(
-                facts, [run for ranks, of in found.items() for run in _plan(self._op, self._group_of(ranks), of)]
-            )
+            each = ((self._group_of(ranks), matrices) for ranks, matrices in found.items())
+            self._plan = _Plan(facts, [run for of in each for run in _plan(self._op, *of, self.owned_elements)])
         return self._plan.runs
 
     def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -339,10 +340,11 @@ def newton_schulz(x: Tensor, coefficients: Sequence[float], steps: int, eps: flo
     return x.mT if is_tall else x
 
 
-def _plan(op: str, group: dist.ProcessGroup | None, matrices: Sequence[_Matrix]) -> list[_Run]:
+def _plan(op: str, group: dist.ProcessGroup | None, matrices: Sequence[_Matrix], owned_elements: int) -> list[_Run]:
     """Plan the update of matrices of one set of ranks. Collective."""
     boxes = [local_box(each.parameter) for each in matrices]
-    facts = [each.facts for each in matrices]
+    facts: list[tuple[Any, ...]] = [each.facts for each in matrices]
+    facts.append(("matrices in buckets", owned_elements))
     everyone: list[Any] = [(facts, boxes)]
     if group is not None:
         everyone = [None] * dist.get_world_size(group)
@@ -352,7 +354,7 @@ def _plan(op: str, group: dist.ProcessGroup | None, matrices: Sequence[_Matrix])
     if not chosen:
         return []
     device = _device_of(matrices[0].parameter)
-    buckets = plan_buckets([[of_rank[i] for _, of_rank in everyone] for i in chosen])
+    buckets = plan_buckets([[of_rank[i] for _, of_rank in everyone] for i in chosen], owned_elements=owned_elements)
     return [_Run([matrices[i] for i in chosen], [MatrixExchange(bucket, group, device) for bucket in buckets])]
 
 

@@ -14,7 +14,6 @@ A product without formats (`NVFP4(wgrad="bf16")`) multiplies `Values`.
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -31,9 +30,7 @@ from qshard.torch_bridge._ops.bind import into, ops
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._ops.programs import Memo
 from qshard.torch_bridge._quantized.plane_programs import dequantize, multiply
-
-PLATFORM = "cuda"
-"""Device type that multiplies by ops. Tests set it to "cpu"."""
+from qshard.torch_bridge._quantized.target_gpu import Target, target_of
 
 PANEL = 2**18
 """Elements of a panel, rows of a weight that the CPU dequantizes at a time: 1 MiB of float32 stays in the cache."""
@@ -43,12 +40,6 @@ PANELS = 2**22, 64
 
 With 2 threads and AVX-512 a 4096 x 4096 weight takes 7 to 19 ms so, for 1 to 64 rows, and 24 to 43 ms as a whole, in
 fresh memory. A 2048 x 2048 weight takes as long either way, and smaller ones up to 50 % longer.
-"""
-
-LARGE = 2**24
-"""Elements of an operand from which kernels take longer than the host.
-
-On an H200 a 4096 x 4096 x 4096 GEMM takes 0.2 ms, and the host calls of a layer take half of that.
 """
 
 
@@ -99,9 +90,10 @@ def matmul(a: Operand | Values, b: Operand | Values, dtype: torch.dtype, *, fast
         x, y = (one.parts[0] if one.usage is Usage.ROWWISE else one.parts[0].t() for one in (a, b))
         return _multiply_bfloat16(x, y.t(), dtype)
     device, way = a.parts.data.device, None
-    if device.type == PLATFORM and not b.is_transposed:
+    target = None if b.is_transposed else target_of(device)
+    if target is not None:
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
-        way, at_once = (_way_of_shapes if is_compiling() else _ways)(*sides, device, dtype)
+        way, at_once = (_way_of_shapes if is_compiling() else _ways)(*sides, target, dtype)
         if way is not None and at_once:
             return multiply(a.parts, b.parts, dtype, fast, way)
     exact = device.type != "cuda" or multiplies_codes(a.format, b.format)
@@ -169,30 +161,28 @@ def _multiply_by_panels(x: Tensor, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def matmul_into(a: Operand, b: Operand, out: Tensor, *, fast: bool = False) -> None:
-    device = out.device
-    if device.type == PLATFORM:
+    target = target_of(out.device)
+    if target is not None:
         sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
-        way, _ = _ways(*sides, device, out.dtype)
+        way, _ = _ways(*sides, target, out.dtype)
         if way is not None and way.values is None:
-            workspace = torch.empty(way.workspace, dtype=torch.uint8, device=device)
+            workspace = torch.empty(way.workspace, dtype=torch.uint8, device=out.device)
             way.product(into(out, workspace), a.parts, b.parts, dtype=out.dtype, fast=fast)
             return
     out.copy_(matmul(a, b, out.dtype, fast=fast))
 
 
 def way_of(
-    a: Format, a_usage: Usage, b: Format, b_usage: Usage, sizes: Sizes, device: torch.device, dtype: torch.dtype
+    a: Format, a_usage: Usage, b: Format, b_usage: Usage, sizes: Sizes, gpu: Gpu, dtype: torch.dtype
 ) -> Way | None:
     """Return the op that multiplies two planes into `dtype`, or None if PyTorch multiplies dequantized values."""
-    if device.type != PLATFORM:
-        return None
     planes = (a, a_usage), (b, b_usage)
     kind = gemm_dispatch.kind_of(a, b)
     in_order = gemm_dispatch.contracts_last(*planes[0]) and gemm_dispatch.contracts_last(*planes[1])
-    if kind is not None and in_order and gemm_dispatch.fits(kind, sizes) and _runs_on(kind, device.index):
+    if kind is not None and in_order and gemm_dispatch.fits(kind, sizes) and gemm_dispatch.runs_on(kind, gpu):
         return Way(*planes, gemm_dispatch.workspace_size(a, b, sizes))
     # cuBLASLt has no GEMM from bfloat16 to float16. PyTorch's settings decide how float32 values are multiplied.
-    if multiplies_codes(a, b) or dtype == torch.float16 or not _runs_on("values", device.index):
+    if multiplies_codes(a, b) or dtype == torch.float16 or not gemm_dispatch.runs_on("values", gpu):
         return None
     return Way(*planes, gemm_dispatch.LIBRARY_BYTES, torch.bfloat16)
 
@@ -204,16 +194,16 @@ def _way_of_shapes(
     b: Format,
     b_usage: Usage,
     b_shape: tuple[int, int],
-    device: torch.device,
+    target: Target,
     dtype: torch.dtype,
 ) -> tuple[Way | None, bool]:
     """Return `way_of` planes with codes of these shapes, and whether to dequantize and multiply in one call."""
     (m, k), (n, _) = _sizes(a, a_usage, a_shape), _sizes(b, b_usage, b_shape)
-    way = way_of(a, a_usage, b, b_usage, (m, n, k), device, dtype)
+    way = way_of(a, a_usage, b, b_usage, (m, n, k), target.gpu, dtype)
     # The compiled graph is the same either way.
     if way is None or way.values is None or is_compiling():
         return way, True
-    return way, max(m * k, n * k, m * n) <= LARGE
+    return way, max(m * k, n * k, m * n) <= target.large
 
 
 _ways = Memo(_way_of_shapes)
@@ -227,16 +217,7 @@ def _sizes(fmt: Format, usage: Usage, shape: tuple[int, int]) -> tuple[int, int]
 
 
 @torch.compiler.assume_constant_result
-def _runs_on(kind: Kind, device: int) -> bool:
-    return gemm_dispatch.runs_on(kind, _gpu(device))
-
-
-@functools.cache
-def _gpu(device: int) -> Gpu:
-    return gemm_dispatch.gpu_of(torch.cuda.get_device_capability(device))
-
-
-@torch.compiler.assume_constant_result
 def grouped_runs_on(kind: Kind, device: torch.device) -> bool:
     """Return whether an op computes grouped products of a kind on a device: always on a CPU."""
-    return device.type == "cpu" or (device.type == "cuda" and gemm_dispatch.grouped_runs_on(kind, _gpu(device.index)))
+    target = target_of(device)
+    return device.type == "cpu" if target is None else gemm_dispatch.grouped_runs_on(kind, target.gpu)

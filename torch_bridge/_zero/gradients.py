@@ -33,11 +33,16 @@ from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
 
 _CHUNK = 1 << 22  # Elements: a float64 sum of this many 30-bit integers is exact.
 _ONE = 2.0**30
-SENT_AT_ONCE = 1 << 27  # Bytes: enough to saturate links, little next to a unit that needs sharding.
 
 
 class Gradient:
-    """The gradients of weights that are gathered together; `lengths` has the number of elements of each rank."""
+    """The gradients of weights that are gathered together; `lengths` has the number of elements of each rank.
+
+    Attributes:
+      sent_at_once: bytes of one all-to-all: enough to saturate links, little next to a unit that needs sharding.
+    """
+
+    sent_at_once = 1 << 27
 
     def __init__(
         self,
@@ -186,10 +191,10 @@ class Gradient:
         """Reduce-scatter that adds in rank order, whatever the backend, the sharding and the number of buffers.
 
         It sends as much as a ring does, (ranks - 1) / ranks of the elements. It is split into all-to-alls that send and
-        receive at most `SENT_AT_ONCE` bytes each. Their number follows from lengths that all ranks know.
+        receive at most `sent_at_once` bytes each. Their number follows from lengths that all ranks know.
         """
         size = self._ranks.size
-        most = max(SENT_AT_ONCE // (size * self._dtype.itemsize), 1)  # Elements of one rank.
+        most = max(self.sent_at_once // (size * self._dtype.itemsize), 1)  # Elements of one rank.
         for at in range(0, max(self._lengths), most):
             stops = [min(at + most, length) for length in self._lengths]
             ranges = [(start + min(at, stop), start + stop) for start, stop in zip(self._starts, stops, strict=False)]

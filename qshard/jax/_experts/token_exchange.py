@@ -28,8 +28,9 @@ from qshard.jax._ops.padded_rows import count_stops
 
 PARTS = 4
 """After the mean number of rows, this part of it is sent at once. More parts send less padding, in more calls."""
-LEAST_BYTES = 2**20
-"""Sent to each device at once, if there is as much: below it, calls take as long as transfers."""
+least_bytes = jax.make_user_context(2**20)
+"""Sent to each device at once, if there is as much: below it, calls take as long as transfers. `with least_bytes(n)`
+changes it for the programs that are traced there."""
 
 
 class Chunks(NamedTuple):
@@ -199,7 +200,7 @@ def _all_to_all(rows: jax.Array, chunks: Chunks, size: int, axes: tuple[str, ...
     chunks = Chunks(*varying)
     most, ranks = min(rows.shape[0], size), chunks.sent_at.shape[0]
     mean = -(-most // ranks)
-    part = max(-(-mean // PARTS), -(-LEAST_BYTES // max(rows.shape[1] * rows.dtype.itemsize, 1)))
+    part = max(-(-mean // PARTS), -(-least_bytes.value // max(rows.shape[1] * rows.dtype.itemsize, 1)))
     first = min(max(mean, part), most)
 
     def send(at: jax.Array, count: int, received: jax.Array) -> jax.Array:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -21,37 +20,35 @@ _HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 """Parts of device kinds with compute capability 9.0, for devices of another machine."""
 
 
-_chosen: list[tuple[Gpu | None, str]] = []
-"""GPUs of the running `trace_for` contexts, and the platforms that multiply codes there."""
+class Target(NamedTuple):
+    """A GPU that this machine may not have.
 
-
-@contextlib.contextmanager
-def trace_for(gpu: Gpu | None, platform: str = "cuda") -> Iterator[None]:
-    """Trace programs in this context for a GPU that this machine may not have; None: for one without such products.
-
-    Ops multiply codes on `platform`, such as the CPU, where tests compute these products. Clears JAX's caches at both
-    ends, because they do not depend on the GPU.
+    Attributes:
+      gpu: its properties; None: it has no products of codes.
+      platform: "cuda", or "cpu" for ops that multiply codes on CPUs in place of the GPU.
     """
-    _chosen.append((gpu, platform))
-    jax.clear_caches()
-    try:
-        yield
-    finally:
-        _chosen.pop()
-        jax.clear_caches()
+
+    gpu: Gpu | None
+    platform: str = "cuda"
+
+
+trace_for = jax.make_user_context(None)
+"""Context `trace_for(Target(...))`: this thread traces programs for that GPU. It is in the keys of JAX's caches."""
 
 
 def by_platform(by_op: Callable[..., Any], otherwise: Callable[..., Any], *operands: Any) -> jax.Array:
     """Compute a product by an op on the platform that has it, else by `otherwise`."""
-    platform = _chosen[-1][1] if _chosen else "cuda"
+    target: Target | None = trace_for.value
+    platform = "cuda" if target is None else target.platform
     made: jax.Array = lax.platform_dependent(*operands, **{platform: by_op}, default=otherwise)
     return made
 
 
 def gpu_of(x: jax.Array) -> Gpu | None:
     """Return the GPU that a program of `x` will run on; None if it has no GPU."""
-    if _chosen:
-        return _chosen[-1][0]
+    target: Target | None = trace_for.value
+    if target is not None:
+        return target.gpu
     device = getattr(mesh_of(x), "abstract_device", None) or SimpleNamespace(device_kind="")
     here = _gpus_here()
     if device.device_kind in here or (here and not device.device_kind):
