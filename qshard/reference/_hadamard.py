@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,6 +10,8 @@ from qshard.reference._elements import Float32
 
 _SIZE = 16
 _SIGN_MASK = 0xD7E8
+_DIGIT, _DIGITS = 41, 7
+"""Bits of a digit, 53 of float64 - 8 of a significand - 4 of a sum of 16; digits for places up to 2**127."""
 
 
 @np.errstate(all="ignore")
@@ -46,25 +46,32 @@ def _to_bfloat16(y: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _exact(blocks: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Compute the transform with Python integers: bfloat16 numbers are multiples of 2**-133."""
+    """Compute the transform with integers of several digits: bfloat16 numbers are multiples of 2**-133.
+
+    A sum of 16 digits with 8 bits above their lowest bit is exact in float64, in any order.
+    """
     finite = np.isfinite(blocks).all(axis=1, keepdims=True)
-    sums = np.matmul(_INTEGER(np.ldexp(np.where(finite, blocks, 0), 133)), _INTEGER(_rotation()))
-    rotated = np.where(finite, np.asarray(_ROUND(sums), np.float64), blocks @ _rotation())  # else inf and NaN
-    return np.where(np.isnan(rotated), np.nan, rotated)
+    of_others = blocks @ _rotation()  # infinities and NaN
+    blocks = np.where(finite, blocks, 0)
+    place = np.maximum(np.frexp(blocks)[1] - 8, -133) + 133  # of the lowest of 8 bits
+    digits = [
+        (np.where(place // _DIGIT == k, np.ldexp(blocks, 133 - _DIGIT * k), 0) @ _rotation()).astype(np.int64)
+        for k in range(_DIGITS)
+    ]
+    for k in range(_DIGITS - 1):
+        digits[k + 1] += digits[k] >> _DIGIT
+        digits[k] &= 2**_DIGIT - 1
+    # Join digits from the highest down until there are enough bits. A last bit says whether the rest is 0.
+    total, lowest, rest = digits[-1], np.full(blocks.shape, _DIGITS - 1), np.zeros(blocks.shape, bool)
+    for k in reversed(range(_DIGITS - 1)):
+        enough = np.abs(total) >= 2**10
+        total = np.where(enough, total, (total << _DIGIT) + digits[k])
+        lowest = np.where(enough, lowest, k)
+        rest |= enough & (digits[k] != 0)
+    rounded = _to_bfloat16(np.ldexp((2 * total + rest).astype(np.float64), _DIGIT * lowest - 133 - 3))
+    return np.where(finite, rounded, np.where(np.isnan(of_others), np.nan, of_others))
 
 
 def _rotation() -> NDArray[np.float64]:
     signs = [-1.0 if _SIGN_MASK >> i & 1 else 1.0 for i in range(_SIZE)]
     return np.array([[signs[i] * (-1) ** (i & j).bit_count() for j in range(_SIZE)] for i in range(_SIZE)])
-
-
-def _round_to_bfloat16(value: int) -> float:
-    """Return the bfloat16 nearest to `value * 2**-133 / 4`, ties to even."""
-    unit = max(abs(value).bit_length() - 8, 2)
-    odd = value >> unit & 1
-    rounded = math.ldexp((value + 2 ** (unit - 1) - 1 + odd) >> unit, unit - 135)
-    return math.copysign(rounded if abs(rounded) < 2.0**128 else math.inf, value)
-
-
-_INTEGER = np.frompyfunc(int, 1, 1)
-_ROUND = np.frompyfunc(_round_to_bfloat16, 1, 1)

@@ -83,26 +83,28 @@ def test_vmap_over_arrays_that_are_cut(mode, cut, reduction):
         made, back = jax.vjp(lambda x, w: mapped(x, w, labels), x, w)
         return made, *back(jnp.full_like(made, 0.5))
 
-    with jax.set_mesh(mesh := jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, mode),) * 2)):
-        for of_w, weight, spec in ((None, w, cut[1]), (0, np.stack([w] * len(x)), P(cut[0][0], *cut[1]))):
-            want = run(x, weight, labels, of_w, two_calls)
+    compiled = jax.jit(run, static_argnums=(3, 4))
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, mode),) * 2)
+    for of_w, weight, spec in ((None, w, cut[1]), (0, np.stack([w] * len(x)), P(cut[0][0], *cut[1]))):
+        want = compiled(x, weight, labels, of_w, two_calls)
+        with jax.set_mesh(mesh):
             there = (
                 jax.device_put(each, NamedSharding(mesh, own))
                 for each, own in ((x, cut[0]), (weight, spec), (labels, cut[0]))
             )
-            actual = jax.jit(run, static_argnums=3)(*there, of_w)
-            assert_near(actual, want)
+            actual = compiled(*there, of_w)
+        assert_near(actual, want)
 
 
 def test_vmap_of_vmap_on_an_explicit_mesh():
     x, w, labels = drawn()
     call = functools.partial(qj.linear_cross_entropy, **RULE)
-    twice = jax.vmap(jax.vmap(call, in_axes=(0, None, 0)), in_axes=(0, None, 0))
+    twice = jax.jit(jax.vmap(jax.vmap(call, in_axes=(0, None, 0)), in_axes=(0, None, 0)))
     want = twice(x[:, :, None], w, labels[:, :, None])
     with jax.set_mesh(mesh := jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)):
         cut = NamedSharding(mesh, P(None, "a"))
         there = jax.device_put(x[:, :, None], cut), jax.device_put(w, NamedSharding(mesh, P("b")))
-        actual = jax.jit(twice)(*there, jax.device_put(labels[:, :, None], cut))
+        actual = twice(*there, jax.device_put(labels[:, :, None], cut))
     assert_near((actual,), (want,))
 
 
@@ -227,7 +229,7 @@ def test_vmap_has_a_head_for_each_example(mode):
 def test_arrays_that_no_mesh_has(mode):
     """Host arrays under a mesh are replicated."""
     arrays = drawn()
-    want = step(*arrays, two_calls)
+    want = compiled_step(two_calls)(*arrays)
     with jax.set_mesh(jax.make_mesh((8,), ("a",), axis_types=(getattr(AxisType, mode),))):
         assert_near(step(*arrays), want)
         assert_near(jax.jit(step)(*arrays), want)
@@ -236,7 +238,7 @@ def test_arrays_that_no_mesh_has(mode):
 
 def test_transforms():
     x, w, labels = drawn()
-    want = step(x, w, labels)
+    want = compiled_step()(x, w, labels)
     loss = jax.checkpoint(lambda x, w: 0.5 * qj.linear_cross_entropy(x, w, labels, **RULE))
     assert_near(jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w), want[1:])
     saved = jax.export.export(jax.jit(step), disabled_checks=qj.disabled_checks())(x, w, labels)
@@ -251,7 +253,7 @@ def test_an_export_for_several_devices():
     with jax.set_mesh(mesh):
         there = [jax.device_put(a, NamedSharding(mesh, P("a"))) for a in arrays]
         saved = jax.export.export(jax.jit(step), disabled_checks=qj.disabled_checks())(*there)
-        assert_near(saved.call(*there), step(*arrays))
+        assert_near(saved.call(*there), compiled_step()(*arrays))
 
 
 def test_a_label_that_is_no_class_is_nan_under_jit():

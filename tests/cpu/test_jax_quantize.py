@@ -25,6 +25,20 @@ SEED = 0x0123456789ABCDEF
 assert_quantized = functools.partial(fronts.assert_quantized, fronts.JaxFront("cpu"))
 
 
+def quantized(x, fmt, usage, batch_axes=0):
+    """Return `x` quantized, with a tensor for each index of the batch, and the values of each plane."""
+
+    @jax.jit
+    def run(x):
+        quantize = functools.partial(qj.quantize, fmt=fmt, usage=usage, seed=SEED)
+        for _ in range(batch_axes):
+            quantize = jax.vmap(quantize)
+        q = quantize(x)
+        return q, [q.dequantize(usage=each) for each in usage]
+
+    return run(x)
+
+
 @pytest.fixture
 def one_device():
     """A mesh of one device: nothing is sharded."""
@@ -38,10 +52,11 @@ def test_one_device(fmt):
     """Ops see the array without factored axes."""
     x = awkward_values((1, 1, 96, 160), seed=1, dtype=DTYPES[VARIANTS.index(fmt) % 3])
     usage = usages_of(fmt)[-1]
-    actual, expected = (quantize(x, fmt, usage=usage, seed=SEED) for quantize in (qj.quantize, reference.quantize))
+    actual, values = quantized(x, fmt, usage)
+    expected = reference.quantize(x, fmt, usage, seed=SEED)
     assert_quantized(actual, expected)
-    for each in usage:
-        assert_bits_equal(actual.dequantize(usage=each), expected.dequantize(usage=each), f"values, {each}")
+    for each, found in zip(usage, values, strict=True):
+        assert_bits_equal(found, expected.dequantize(usage=each), f"values, {each}")
 
 
 def primitives(jaxpr) -> set[str]:
@@ -65,14 +80,13 @@ def test_vmap(fmt):
     """Each slice is a separate tensor under two vmaps, and `dequantize` of the result is that of each slice."""
     x = awkward_values((2, 2, 64, 32), seed=4, kinds=TAME)
     usage = usages_of(fmt)[-1]
-    q = jax.vmap(jax.vmap(lambda x: qj.quantize(x, fmt, usage=usage, seed=SEED)))(x)
+    q, values = jax.tree.map(np.asarray, quantized(x, fmt, usage, batch_axes=2))
     assert q.shape == x.shape
-    for each in usage:
-        values = q.dequantize(usage=each)
-        for i in np.ndindex(2, 2):
-            whole = reference.quantize(x[i], fmt, usage, seed=SEED)
-            assert_quantized(jax.tree.map(lambda leaf, i=i: leaf[i], q), whole)
-            assert_bits_equal(values[i], whole.dequantize(usage=each))
+    for i in np.ndindex(2, 2):
+        whole = reference.quantize(x[i], fmt, usage, seed=SEED)
+        assert_quantized(jax.tree.map(lambda leaf, i=i: leaf[i], q), whole)
+        for each, found in zip(usage, values, strict=True):
+            assert_bits_equal(found[i], whole.dequantize(usage=each))
 
 
 def test_large_indices():

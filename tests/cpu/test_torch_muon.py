@@ -15,7 +15,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz  # noqa: E402
 from qshard._core.optimizers import muon_plan  # noqa: E402
 from qshard._core.placement import Box  # noqa: E402
 from qshard.torch_bridge import AdamW, Muon  # noqa: E402
-from qshard.torch_bridge._optim.muon import newton_schulz  # noqa: E402
+from qshard.torch_bridge._optim.orthogonalize import newton_schulz  # noqa: E402
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 9), (9, 1)]

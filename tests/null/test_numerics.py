@@ -164,7 +164,7 @@ def assert_as_expected(x, fmt, usage, seed=0):
             assert measured.worst_block == value
             continue
         # Sums of float64 in another order; decibels may be near 0, where the sums are not.
-        least = 1e-10 if name == "worst_block_db" else 0
+        least = 1e-10 if name.endswith("_db") else 0
         assert getattr(measured, name) == pytest.approx(value, rel=1e-12, abs=least, nan_ok=True), name
 
 

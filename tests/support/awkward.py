@@ -48,7 +48,6 @@ def awkward_values(
     dtype: np.typing.DTypeLike = np.float32,
     *,
     kinds: Sequence[str] = KINDS,
-    at_once: bool = False,
 ) -> np.ndarray:
     """An array whose rows are each of one kind, in turn, from a random first. The last axis is the row.
 
@@ -56,16 +55,14 @@ def awkward_values(
     format, midpoints between two, and their fp32 neighbours; subnormal: subnormals of `dtype` and around; wide: all
     exponents of `dtype`; max, inf, nan: a bell with a few of +- that, so one NaN or infinity spoils one row, and every
     scale that the row has a part in.
-
-    `at_once` draws all rows of a kind together, ten times as fast; the numbers are others.
     """
     dtype = np.dtype(dtype)
     rng, info = np.random.default_rng(seed), ml_dtypes.finfo(dtype)
     rows, cols = int(np.prod(shape[:-1])), shape[-1]
     x = np.zeros((rows, cols), np.float64)
-    first, step = int(rng.integers(len(kinds))), len(kinds) if at_once else max(rows, 1)
-    for i in range(min(step, rows)):
-        own = x[i::step]
+    first = int(rng.integers(len(kinds)))
+    for i in range(min(len(kinds), rows)):
+        own = x[i :: len(kinds)]
         own[:] = _rows(kinds[(first + i) % len(kinds)], own.shape, info, rng)
     with np.errstate(all="ignore"):
         return x.astype(np.float32).astype(dtype).reshape(shape)

@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qshard.jax import adamw, init_delayed, linear, merge_observed, plan_zero, update_delayed
@@ -59,9 +59,14 @@ def states_of(recipe):
 def on_one_device(recipe, world, steps, dtype, **options):
     """Plain `linear`, whole masters, each one row; the batches of all devices one after the other."""
     optimizer = adamw(0.01, weight_decay=0.01, **options)
-    params = params_of(dtype)
-    masters = jax.tree.map(lambda p: p.astype(jnp.float32).reshape((1, -1) if p.ndim > 1 else p.shape), params)
-    state, states = optimizer.init(masters), states_of(recipe)
+    params, states = params_of(dtype), states_of(recipe)
+
+    @jax.jit
+    def initial(params):
+        masters = jax.tree.map(lambda p: p.astype(jnp.float32).reshape((1, -1) if p.ndim > 1 else p.shape), params)
+        return masters, optimizer.init(masters)
+
+    masters, state = initial(params)
 
     @jax.jit
     def gradient(masters, states, x, step, device):
@@ -108,13 +113,17 @@ def step_of(recipe, plan, optimizer):
     return step
 
 
+def mesh_of(world):
+    return jax.make_mesh((world,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:world])
+
+
 def program(recipe, world, shard_weights, dtype="float32", **options):
-    mesh = jax.make_mesh((world,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:world])
+    mesh = mesh_of(world)
     params = params_of(dtype)
     plan = plan_zero(params, formats_of(recipe), world, AXIS, shard_weights=shard_weights)
     optimizer = adamw(0.01, weight_decay=0.01, **options)
-    masters = plan.cut(params)
-    state = optimizer.init(masters)
+    masters = jax.jit(plan.cut)(params)
+    state = jax.jit(optimizer.init)(masters)
     cut = jax.tree.map(lambda leaf: P(AXIS) if leaf.ndim else P(), state)
     step = jax.shard_map(
         step_of(recipe, plan, optimizer),
@@ -125,15 +134,23 @@ def program(recipe, world, shard_weights, dtype="float32", **options):
     return plan, jax.jit(step), masters, state
 
 
+def put(tree, world, spec):
+    """Put a tree on the mesh. Else the first step, with arguments on one device, is a program of its own."""
+    mesh = mesh_of(world)
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, spec if leaf.ndim else P())), tree)
+
+
 def assert_same_bits(name, world, steps=3, dtype="float32", **options):
     recipe = RECIPES[name]
     losses, whole = on_one_device(recipe, world, steps, dtype, **options)
     assert losses[0] != losses[-1]
     for shard_weights in (False, True):
         plan, step, masters, state = program(recipe, world, shard_weights, dtype, **options)
-        states = states_of(recipe)
+        masters, state, states = (
+            put(tree, world, spec) for tree, spec in ((masters, P(AXIS)), (state, P(AXIS)), (states_of(recipe), P()))
+        )
         for number in range(steps):
             x = jnp.concatenate([batch_of(number, r) for r in range(world)])
             masters, state, states, values = step(masters, state, states, x, number)
             assert values.tolist() == losses[number], (shard_weights, number)
-        jax.tree.map(lambda m, w: assert_bits_equal(np.asarray(m), np.asarray(w)), plan.join(masters), whole)
+        jax.tree.map(lambda m, w: assert_bits_equal(np.asarray(m), np.asarray(w)), jax.jit(plan.join)(masters), whole)

@@ -126,8 +126,8 @@ class _Broken(Exception):
 
 class _Pool:
     def __init__(self) -> None:
-        # Ranks are forks of one process that has imported torch. CUDA does not survive a fork.
-        multiprocessing.set_forkserver_preload(["qshard.torch_bridge"])
+        # Ranks are forks of one process that has imported torch, with its compiler. CUDA does not survive a fork.
+        multiprocessing.set_forkserver_preload(["qshard.torch_bridge", "torch._inductor.compile_fx"])
         context = multiprocessing.get_context("spawn" if any(Path("/dev").glob("nvidia[0-9]*")) else "forkserver")
         self.folder = tempfile.TemporaryDirectory(prefix="ranks")
         self.cases = 0

@@ -13,13 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from qshard._core.optimizers import muon as core
-from qshard._core.optimizers.muon_plan import OWNED_ELEMENTS, plan_buckets
+from qshard._core.optimizers.muon_plan import OWNED_ELEMENTS
 from qshard._core.validation import join_names, quote
-from qshard.torch_bridge._distributed.dtensor import local_box, local_of, wrapped_like
+from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
-from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._optim.adam import Adam
-from qshard.torch_bridge._optim.matrix_exchange import MatrixExchange, Sending
+from qshard.torch_bridge._optim.orthogonalize import Matrix, MatrixUpdates, plan_updates, ranks_of
 from qshard.torch_bridge._quantized.validation import check_group
 
 _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -198,7 +197,7 @@ class Muon(Adam):
             run.update(1.0 if inv_grad_scale is None else inv_grad_scale)
         super()._update_values(inv_grad_scale)
 
-    def _runs(self) -> Sequence[_Run]:
+    def _runs(self) -> Sequence[MatrixUpdates]:
         """Return the planned updates. Ranks compare parameters and gradients whenever this rank plans anew."""
         members = [
             (group, p, name)
@@ -208,12 +207,12 @@ class Muon(Adam):
         ]
         facts = [(id(p), p.grad is not None, memory_of(p).shape) for _, p, _ in members]
         if self._plan is None or self._plan.facts != facts:
-            found: dict[tuple[int, ...], list[_Matrix]] = {}
+            found: dict[tuple[int, ...], list[Matrix]] = {}
             for group, p, name in members:
-                matrix = _Matrix(name or f"parameter {tuple(p.shape)}", p, group, self.state)
-                found.setdefault(_ranks_of(p, self._group), []).append(matrix)
+                matrix = Matrix(name or f"parameter {tuple(p.shape)}", p, group, self.state)
+                found.setdefault(ranks_of(p, self._group), []).append(matrix)
             each = ((self._group_of(ranks), matrices) for ranks, matrices in found.items())
-            self._plan = _Plan(facts, [run for of in each for run in _plan(self._op, *of, self.owned_elements)])
+            self._plan = _Plan(facts, [run for of in each for run in plan_updates(self._op, *of, self.owned_elements)])
         return self._plan.runs
 
     def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -227,158 +226,9 @@ class Muon(Adam):
         return self._mesh_groups[ranks]
 
 
-class _Matrix(NamedTuple):
-    """A matrix or a stack, its settings, and the states of the optimizer."""
-
-    name: str
-    parameter: Tensor
-    group: dict[str, Any]
-    states: Mapping[Tensor, dict[str, Any]]
-
-    @property
-    def facts(self) -> tuple[Any, ...]:
-        """The description and settings that ranks must agree on."""
-        names = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "master_weights")
-        given = "with" if self.parameter.grad is not None else "without"
-        what = f"{self.name} {tuple(self.parameter.shape)} ({dtype_name(self.parameter.dtype)}) {given} a gradient"
-        return what, *(self.group[name] for name in names)
-
-    def values(self) -> Tensor:
-        """Return the local values to update: the shard, or its float32 master. Create missing states."""
-        memory, state = memory_of(self.parameter), self.states[self.parameter]
-        if memory.dtype != torch.float32 and self.group["master_weights"] is not None and "master" not in state:
-            state["master"] = wrapped_like(self.parameter, memory.float())
-        values = memory_of(state["master"]) if "master" in state else memory
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = wrapped_like(self.parameter, torch.zeros_like(values))
-        return values
-
-    def momentum(self, grad_scale: Tensor | float) -> Tensor:
-        """Update the momentum of the local shard, and return what Newton-Schulz takes."""
-        grad, group = self.parameter.grad, self.group
-        assert grad is not None
-        if grad.is_sparse:
-            raise NotImplementedError(f"Muon: grad (sparse) of {self.name} is not dense; call .to_dense() on it")
-        local = memory_of(grad).float()
-        if isinstance(grad_scale, Tensor) or grad_scale != 1:
-            local = local * grad_scale
-        self.values()  # Creates the state.
-        buffer = memory_of(self.states[self.parameter]["momentum_buffer"])
-        wide = buffer.float()  # Itself in float32. In 16 bits, loops of torch round as elements are aligned.
-        wide.lerp_(local, 1 - group["momentum"])
-        buffer.copy_(wide)
-        return local.lerp(wide, group["momentum"]) if group["nesterov"] else wide
-
-    def apply(self, update: Tensor) -> None:
-        """Update the local shard by its part of the orthogonalized matrix."""
-        group, memory, values = self.group, memory_of(self.parameter), self.values()
-        scale = core.update_scale("Muon", group["adjust_lr_fn"], *self.parameter.shape[-2:])
-        lr = float(group["lr"])
-        wide = values.float()
-        wide.mul_(1 - lr * group["weight_decay"])
-        wide.add_(update, alpha=-lr * scale)
-        values.copy_(wide)
-        if values is not memory:
-            memory.copy_(values)
-
-
-class _Run(NamedTuple):
-    """The matrices of one set of ranks, and the exchanges of their buckets."""
-
-    matrices: list[_Matrix]
-    exchanges: list[MatrixExchange]
-
-    def update(self, grad_scale: Tensor | float) -> None:
-        """Update all matrices. Messages of a bucket are on their way while another bucket is orthogonalized.
-
-        send 0 | send 1, orthogonalize 0 | send 2, orthogonalize 1, apply 0 | send 3, orthogonalize 2, apply 1 | ...
-        """
-        count = len(self.exchanges)
-        there: dict[int, Sending] = {}
-        back: dict[int, Sending] = {}
-        for i in range(count + 2):
-            if i < count:
-                there[i] = self.exchanges[i].send([each.momentum(grad_scale) for each in self._of(i)])
-            if 0 < i <= count:
-                back[i - 1] = self._orthogonalize(self.exchanges[i - 1], there.pop(i - 1))
-            if i > 1:
-                matrices = self._of(i - 2)
-                local = [memory_of(each.parameter) for each in matrices]
-                shapes, devices = [each.shape for each in local], [each.device for each in local]
-                for each, part in zip(
-                    matrices, self.exchanges[i - 2].parts(back.pop(i - 2), shapes, devices), strict=True
-                ):
-                    each.apply(part)
-
-    def _of(self, bucket: int) -> list[_Matrix]:
-        return [self.matrices[i] for i in self.exchanges[bucket].bucket.parameters]
-
-    def _orthogonalize(self, exchange: MatrixExchange, sending: Sending) -> Sending:
-        results = {}
-        for unit, matrix in exchange.units(sending).items():
-            group = self.matrices[exchange.bucket.units[unit][0]].group
-            results[unit] = newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        return exchange.send_back(results)
-
-
 class _Plan(NamedTuple):
     facts: list[tuple[Any, ...]]
-    runs: list[_Run]
-
-
-def newton_schulz(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Return the orthogonalized bfloat16 matrix `[N, K]`, or matrices `[E, N, K]`, with the operations of torch's."""
-    a, b, c = coefficients
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if is_tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
-    add_product = torch.baddbmm if x.ndim == 3 else torch.addmm
-    for _ in range(steps):
-        gram = x @ x.mT
-        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
-        x = add_product(x, polynomial, x, beta=a)
-    return x.mT if is_tall else x
-
-
-def _plan(op: str, group: dist.ProcessGroup | None, matrices: Sequence[_Matrix], owned_elements: int) -> list[_Run]:
-    """Plan the update of matrices of one set of ranks. Collective."""
-    boxes = [local_box(each.parameter) for each in matrices]
-    facts: list[tuple[Any, ...]] = [each.facts for each in matrices]
-    facts.append(("matrices in buckets", owned_elements))
-    everyone: list[Any] = [(facts, boxes)]
-    if group is not None:
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (facts, boxes), group=group)
-        _check_agreement(op, [of_rank for of_rank, _ in everyone])
-    chosen = [i for i, each in enumerate(matrices) if each.parameter.grad is not None]
-    if not chosen:
-        return []
-    device = _device_of(matrices[0].parameter)
-    buckets = plan_buckets([[of_rank[i] for _, of_rank in everyone] for i in chosen], owned_elements=owned_elements)
-    return [_Run([matrices[i] for i in chosen], [MatrixExchange(bucket, group, device) for bucket in buckets])]
-
-
-def _check_agreement(op: str, everyone: Sequence[Sequence[tuple[Any, ...]]]) -> None:
-    """Raise the same error on every rank if ranks differ."""
-    for rank, facts in enumerate(everyone):
-        if facts == everyone[0]:
-            continue
-        there = [[*each, ("nothing more",)] for each in (everyone[0], facts)]
-        first, other = next((a, b) for a, b in zip(*there, strict=False) if a != b)
-        differing = f"{first[0]}, and rank {rank} {other[0]}"
-        if first[0] == other[0]:
-            differing = f"{first[0]} with settings {first[1:]}, and rank {rank} with {other[1:]}"
-        raise ValueError(
-            f"{op}: rank 0 of {len(everyone)} would update {differing}; use the same parameters, settings and "
-            "gradients on every rank"
-        )
-
-
-def _ranks_of(parameter: Tensor, group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return the global ranks that have a part or a copy of a parameter, as far as they are known."""
-    if isinstance(parameter, DTensor):
-        return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
-    return () if group is None else tuple(dist.get_process_group_ranks(group))
+    runs: list[MatrixUpdates]
 
 
 def _named_groups(op: str, params: Any) -> list[dict[str, Any]]:
@@ -423,12 +273,3 @@ def _check_group(op: str, group: dict[str, Any], pairs: Sequence[tuple[str | Non
         )
     for name, parameter in pairs if group["algorithm"] == core.MUON else ():
         core.check_shape(op, name or "parameter", tuple(parameter.shape))
-
-
-def _device_of(parameter: Tensor) -> torch.device:
-    """Return where matrices are whole: the device of the mesh, for a parameter that is offloaded too."""
-    memory = memory_of(parameter)
-    kind = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else memory.device.type
-    if memory.device.type == kind:
-        return memory.device
-    return torch.device(kind, torch.get_device_module(kind).current_device())

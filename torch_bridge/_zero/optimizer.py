@@ -57,7 +57,6 @@ from qshard.torch_bridge._zero.state_dict import StateDicts
 from qshard.torch_bridge._zero.weight import (
     Ranks,
     SliceCast,
-    ZeroParameter,
     by_setting,
     copy_values,
     units_of,
@@ -206,7 +205,8 @@ class ZeroOptimizer(Adam):
         self._current = SliceCast([w for w in quantized if not w.delayed], parity, self._device)
         self._delayed = SliceCast([w for w in quantized if w.delayed], parity, self._device)
         self._watch([module for module, _ in chosen] if shard_weights else [])
-        self._states = StateDicts(self._ranks, self._device, self._note_write)
+        ordered = [weight for of_group in self._of_groups for weight in of_group]
+        self._states = StateDicts(self._ranks, self._device, self._layout, self._weights, ordered, self._note_write)
         self._states.watch(model, self._flats, self._renew)
         self._publish()
 
@@ -336,18 +336,7 @@ class ZeroOptimizer(Adam):
         >>> sorted(optimizer.state_dict()), sorted(optimizer.state_dict()["state"][0])
         (['param_groups', 'state', 'zero'], ['exp_avg', 'exp_avg_sq', 'step'])
         """
-        given = super().state_dict()
-        ordered = [weight for of_group in self._of_groups for weight in of_group]
-        state = {
-            key: {name: self._each(self._states.entry, ordered[key], name, value) for name, value in values.items()}
-            for key, values in given["state"].items()
-        }
-        own = {
-            "layout": self._layout,
-            "rank": self._ranks.rank,
-            "masters": [self._states.entry(w, "master", w.master, master=True) for w in self._weights],
-        }
-        return {**given, "state": state, "zero": own}
+        return self._states.of_optimizer(super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state bit for bit: this rank's slice of it, whatever its sharding. Collective.
@@ -366,7 +355,7 @@ class ZeroOptimizer(Adam):
         states: dict[Any, Any] = {}
         masters: list[Tensor] = []
         try:
-            states, masters = self._own_state(state_dict)
+            states, masters = self._states.local_slices(state_dict)
         except ValueError as error:
             problem = error
         self._agree(problem, "cannot load its state; see its message")
@@ -375,39 +364,6 @@ class ZeroOptimizer(Adam):
         for weight, master in zip(self._weights, masters, strict=False):
             weight.master.detach().copy_(master)
         self._publish()
-
-    def _own_state(self, state_dict: dict[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
-        own = state_dict.get("zero")
-        if own is not None and (own.get("layout"), own.get("rank")) != (self._layout, self._ranks.rank):
-            raise ValueError(
-                f"ZeroOptimizer: state (layout {str(own.get('layout'))[:8]}, rank {own.get('rank')}) does not match "
-                f"layout {self._layout[:8]}, rank {self._ranks.rank}; load it with the same model, stage and number of "
-                "ranks, or save with get_optimizer_state_dict"
-            )
-        names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        ordered = [weight for of_group in self._of_groups for weight in of_group]
-        if len(names) != len(ordered):
-            raise ValueError(
-                f"ZeroOptimizer: state (of {len(names)} parameters) does not match the {len(ordered)} of this model; "
-                "load a state of the same model"
-            )
-        weights = dict(zip(names, ordered, strict=True))
-        states = {
-            key: {
-                name: self._each(self._states.local_slice, weights[key], name, value) for name, value in values.items()
-            }
-            for key, values in state_dict["state"].items()
-        }
-        masters = [] if own is None else own["masters"]
-        return states, [self._states.local_slice(w, "master", m) for w, m in zip(self._weights, masters, strict=False)]
-
-    def _each(
-        self, change: Callable[[ZeroParameter, str, Tensor], Tensor], weight: ZeroParameter, name: str, value: Any
-    ) -> Any:
-        """Apply `change` to elementwise states, but not to step numbers. A nested dict has the bytes of FP8 states."""
-        if isinstance(value, dict):
-            return {key: self._each(change, weight, name, part) for key, part in value.items()}
-        return change(weight, name, value) if isinstance(value, Tensor) and name != "step" else value
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the whole float32 masters by name, on every rank, as a plain model loads them. Collective.

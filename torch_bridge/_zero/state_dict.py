@@ -155,11 +155,69 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 class StateDicts:
-    """Converts between slices of this rank and entries of state dicts; loads of masters call `on_write`."""
+    """Converts between slices of this rank and entries of state dicts.
 
-    def __init__(self, ranks: Ranks, device: torch.device, on_write: Callable[[], None]):
-        self._ranks, self._device, self._on_write = ranks, device, on_write
+    Args:
+      ranks: the ranks that hold the slices.
+      device: their device.
+      layout: identifies model, stage and number of ranks. A state dict with masters loads only if it has the same.
+      weights: all weights, in the order of their masters in a state dict of the optimizer.
+      ordered: all weights, in the order of the optimizer's parameters.
+      on_write: called by loads of masters.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        layout: str,
+        weights: Sequence[ZeroParameter],
+        ordered: Sequence[ZeroParameter],
+        on_write: Callable[[], None],
+    ):
+        self._ranks, self._device, self._layout, self._on_write = ranks, device, layout, on_write
+        self._weights, self._ordered = weights, ordered
         self._mesh: DeviceMesh | None = None
+
+    def of_optimizer(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict of `Adam` with states in whole shapes and, under "zero", the masters."""
+        state = {
+            key: {name: _each(self.entry, self._ordered[key], name, value) for name, value in values.items()}
+            for key, values in given["state"].items()
+        }
+        own = {
+            "layout": self._layout,
+            "rank": self._ranks.rank,
+            "masters": [self.entry(w, "master", w.master, master=True) for w in self._weights],
+        }
+        return {**given, "state": state, "zero": own}
+
+    def local_slices(self, state_dict: dict[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
+        """Return this rank's slices of the states, and of the masters if there are any: inverts `of_optimizer`.
+
+        Raises:
+          ValueError: the states belong to another model, or the masters to another layout or rank.
+        """
+        own = state_dict.get("zero")
+        if own is not None and (own.get("layout"), own.get("rank")) != (self._layout, self._ranks.rank):
+            raise ValueError(
+                f"ZeroOptimizer: state (layout {str(own.get('layout'))[:8]}, rank {own.get('rank')}) does not match "
+                f"layout {self._layout[:8]}, rank {self._ranks.rank}; load it with the same model, stage and number of "
+                "ranks, or save with get_optimizer_state_dict"
+            )
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        if len(names) != len(self._ordered):
+            raise ValueError(
+                f"ZeroOptimizer: state (of {len(names)} parameters) does not match the {len(self._ordered)} of this "
+                "model; load a state of the same model"
+            )
+        weights = dict(zip(names, self._ordered, strict=True))
+        states = {
+            key: {name: _each(self.local_slice, weights[key], name, value) for name, value in values.items()}
+            for key, values in state_dict["state"].items()
+        }
+        masters = [] if own is None else own["masters"]
+        return states, [self.local_slice(w, "master", m) for w, m in zip(self._weights, masters, strict=False)]
 
     def entry(self, weight: ZeroParameter, name: str, local: Tensor, *, master: bool = False) -> Tensor:
         """Return a slice of the master, or of a state, as the state dict entry of the whole tensor."""
@@ -231,6 +289,13 @@ class StateDicts:
             module.register_load_state_dict_post_hook(Hook(lambda m, _, weights=weights: after_load(m, weights)))
         model.register_load_state_dict_pre_hook(Hook(begin))
         model.register_load_state_dict_post_hook(Hook(end))
+
+
+def _each(change: Callable[[ZeroParameter, str, Tensor], Tensor], weight: ZeroParameter, name: str, value: Any) -> Any:
+    """Apply `change` to elementwise states, but not to step numbers. A nested dict has the bytes of FP8 states."""
+    if isinstance(value, dict):
+        return {key: _each(change, weight, name, part) for key, part in value.items()}
+    return change(weight, name, value) if isinstance(value, Tensor) and name != "step" else value
 
 
 def _layout(weight: ZeroParameter, name: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
