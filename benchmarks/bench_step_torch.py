@@ -1,15 +1,16 @@
 """Training step of a model under FSDP2 in PyTorch: bfloat16, qshard and rivals; time, memory and a profile.
 
 `step_torch.py` has the model, by default of 2.0 B weights: float32 shards, gathered and reduced in bfloat16 unless
-quantized, and AdamW. The recipe applies to the linear layers of the blocks, not to embedding and head. A kind is a
-recipe and options:
+quantized, and AdamW. The recipe applies to the linear layers and experts of the blocks, not to embedding, routers and
+head. `--model moe-qwen` and others have a mixture of experts in each block (`mixture_torch.py`). A kind is a recipe and
+options:
 
     bf16, fp8, ...    no quantization with torch's fused AdamW, or a recipe of `examples/options.py` with qshard's AdamW
     torchao           dynamic per-tensor scaling, float8 gathers, scales computed once per step, torch's fused AdamW
     te-delayed, te-current, te-block    TransformerEngine's Linear, which gathers bfloat16; torch's fused AdamW
 
     compiled          torch.compile for each block
-    fused             convert(fuse=True) for the norms, and qshard's swiglu
+    fused             convert(fuse=True) for the norms, and qshard's swiglu and MoE
     loss              LinearCrossEntropy instead of the head and torch's cross_entropy
     bf16-states       bfloat16 states in qshard's AdamW
     primary           codes as parameters, masters in the optimizer
@@ -108,6 +109,8 @@ def build(kind: str, shape: Shape) -> Callable[[], torch.Tensor]:
     elif recipe in OF_TE:
         around = convert_to_te(model, OF_TE[recipe])
     elif options.RECIPES[recipe] is not None:
+        for block in model.blocks if shape.experts and "fused" in words else ():
+            block.mixture = block.mixture.fused(options.RECIPES[recipe])
         given = {"primary": "primary" in words, "fuse": "fused" in words}
         qshard.convert(model, options.RECIPES[recipe], filter=step_torch.is_quantized, **given)
         if "zero" not in words:
@@ -195,7 +198,7 @@ def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, obj
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    step_torch.add_arguments(parser, "step_torch")
+    step_torch.add_arguments(parser, "step_torch", mixtures=True)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--kernels", type=int, default=0, help="print so many kernels of each kind, longest first")
     arguments = parser.parse_args()

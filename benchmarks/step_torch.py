@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import model_shapes
 from bench_device import DEVICE
+from mixture_torch import Mixture
 from model_shapes import Shape
 from qshard.torch_bridge import LinearCrossEntropy
 
@@ -41,6 +42,7 @@ class Block(nn.Module):
         self.attention_norm, self.ffn_norm = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
         for name, (rows, columns) in shape.linears.items():
             setattr(self, name, nn.Linear(columns, rows, bias=False))
+        self.mixture: nn.Module | None = Mixture(shape) if shape.experts else None
         self.swiglu = plain_swiglu
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,6 +53,8 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         x = x + self.o(mixed.transpose(1, 2).flatten(-2))
         h = self.ffn_norm(x)
+        if self.mixture is not None:
+            return x + self.mixture(h)
         return x + self.down(self.swiglu(self.gate(h), self.up(h)))
 
 
@@ -76,14 +80,14 @@ def fresh(shape: Shape) -> Model:
     with torch.device(DEVICE):
         model = Model(shape)
     for weight in model.parameters():
-        if weight.ndim == 2:
+        if weight.ndim > 1:
             nn.init.normal_(weight, std=0.02)
     return model
 
 
 def is_quantized(_: nn.Module, name: str) -> bool:
-    """Return whether a linear layer is in a block, unlike the head."""
-    return "blocks" in name
+    """Return whether a layer is in a block, unlike the head, and not the router of a mixture of experts."""
+    return "blocks" in name and "router" not in name
 
 
 def shard(model: Model) -> None:
@@ -215,8 +219,8 @@ def milliseconds(begin: Any, end: Any) -> float:
     return elapsed
 
 
-def add_arguments(parser: argparse.ArgumentParser, out: str, model: str = "2b") -> None:
-    model_shapes.add_arguments(parser, model)
+def add_arguments(parser: argparse.ArgumentParser, out: str, model: str = "2b", mixtures: bool = False) -> None:
+    model_shapes.add_arguments(parser, model, mixtures)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--flat", action="store_true", help=f"{FLAT_STEPS} steps: the first and the last {PART}")

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qshard.jax import Policy, gathered_weight, linear, quantize, ragged_dot
+from qshard.jax import Policy, gathered_weight, linear, policies, quantize, ragged_dot
 from qshard.recipes import NVFP4, CurrentScaling
 from support.hlo import collectives
 from support.pairs import each_value
@@ -125,6 +125,18 @@ def test_a_step_on_a_mesh_is_that_of_one_device(mode, recipe):
             got = jax.jit(constrained)(*arrays)
     for made, want in zip(got, jax.jit(products)(*arrays), strict=True):
         np.testing.assert_allclose(made, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("policy", [None, policies.codes_saveable], ids=["nothing saved", "codes saved"])
+def test_recomputed_operands_have_the_same_bits(policy):
+    x, w = (jax.random.normal(jax.random.key(i), (128, 128)) for i in range(2))
+
+    def loss(x, w):
+        return jnp.sum(jnp.sin(linear(x, w, RECIPES["all"], seed=1)))
+
+    got = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1)))(x, w)
+    for a, b in zip(got, jax.jit(jax.grad(loss, (0, 1)))(x, w), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_policy_accepts_them():

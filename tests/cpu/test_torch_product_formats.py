@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qshard.recipes import NVFP4
-from qshard.torch_bridge import ZeroOptimizer, convert, linear, numerics_of
+from qshard.recipes import MXFP8, NVFP4
+from qshard.torch_bridge import ZeroOptimizer, convert, linear, numerics_of, swiglu
 
 TAIL = NVFP4(wgrad="bf16")
 
@@ -47,8 +47,8 @@ def model_of(recipe):
     return model
 
 
-def gradients(model, run=None):
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+def gradients(model, run=None, columns=64):
+    x = torch.randn(32, columns, generator=torch.Generator().manual_seed(1))
     (run or model)(x).square().mean().backward()
     return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
 
@@ -63,6 +63,31 @@ def test_compiled_layers_have_the_same_bits(recipe):
     model = model_of(recipe)
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert equal(gradients(model, run), gradients(model_of(recipe)))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.down(swiglu(self.gate(x), self.up(x)))
+
+
+@pytest.mark.parametrize("recipe", [MXFP8(wgrad="bf16"), MXFP8(forward="bf16", wgrad="CurrentScaling")], ids=str)
+def test_x_is_recomputed_in_the_format_of_its_product(recipe):
+    """SwiGLU saves the factors of x, so `down` saves nothing for x, unless hooks may replace saved tensors."""
+    torch.manual_seed(0)
+    model = convert(Gated(), recipe)
+    recomputed, saved = gradients(model, columns=128), []
+    model.zero_grad()
+
+    def with_hooks(x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            return model(x)
+
+    assert equal(recomputed, gradients(model, with_hooks, columns=128))
+    assert saved
 
 
 @pytest.fixture
