@@ -249,10 +249,10 @@ def test_autograd_functional():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_compiled(frozen):
-    """AOTAutograd raises for all that it has compiled. With frozen weights, torch 2.11 has no graph to differentiate."""
+    """AOTAutograd raises for all that it has compiled. Torch 2.11 has nothing to differentiate with frozen weights."""
     model, x = critic(convert=True), drawn(8, WIDTH)
     model.requires_grad_(not frozen)
-    with pytest.raises(RuntimeError, match="double backward|does not require grad"):
+    with pytest.raises(RuntimeError, match=r"double backward|does not require grad"):
         penalty(torch.compile(model, backend="aot_eager", fullgraph=True), x).backward()
 
 

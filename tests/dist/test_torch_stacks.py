@@ -145,6 +145,27 @@ def test_compiled_without_a_break(recipe):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("recipe", ["CurrentScaling", *rarely("BlockScaling", "MXFP8", "NVFP4")])
+def test_compiled_experts_of_a_model(recipe):
+    """Codes that a model transposes before the product are intermediate results of the graph."""
+    warnings.filterwarnings("ignore", ".* should not be instantiated", DeprecationWarning)  # From dynamo itself.
+    torch._dynamo.reset()
+    values, made = {"w": values_of(FP8_E4M3)["w0"].clamp(-4, 4).nan_to_num()}, []
+    offs = torch.arange(1, len(values["w"]) + 1, dtype=torch.int32, device=torch_ranks.device) * 2
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = convert(Stacks(values), recipe)
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        fully_shard(model, mesh=torch_ranks.mesh())
+        x = torch.randn(2 * len(values["w"]), values["w"].shape[2], device=torch_ranks.device)
+        y = model(x, offs)
+        y.square().sum().backward()
+        made.append([y, *(weight.grad.to_local() for weight in model.parameters())])
+    assert_bytes(*made)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("experts", [4, 32])
 def test_calls_do_not_grow_with_experts(experts):
     """A forward and a backward pass have a fixed number of launches, and one reduction."""

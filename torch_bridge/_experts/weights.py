@@ -27,7 +27,7 @@ from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.foreach import flat_plan
 from qshard.torch_bridge._ops.uint64 import xor_words
 from qshard.torch_bridge._quantized.stack import QuantizedStack
-from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor, format_of
 
 
 def gathered_weights(weights: Sequence[Tensor], usage: Usage) -> GroupedOperand | OperandList:
@@ -36,24 +36,22 @@ def gathered_weights(weights: Sequence[Tensor], usage: Usage) -> GroupedOperand 
         return _of_stack(weights[0], usage)
     codes = cast(Sequence[QuantizedTensor], weights)
     if usage is Usage.COLUMNWISE and (parts := QuantizedTensor.lists_of_parts(codes, usage)) is not None:
-        return OperandList(codes[0].format, usage, parts)
+        return OperandList(format_of(codes[0]), usage, parts)
     rowwise = QuantizedTensor.lists_of_parts(codes, Usage.ROWWISE)
-    if rowwise is None or (usage is Usage.COLUMNWISE and source(codes[0].format, usage) is not Usage.ROWWISE):
+    if rowwise is None or (usage is Usage.COLUMNWISE and source(format_of(codes[0]), usage) is not Usage.ROWWISE):
         for weight in codes:
             planes_of(weight, usage is Usage.COLUMNWISE)  # Raises for the first without the plane.
     assert rowwise is not None
-    return OperandList(codes[0].format, Usage.ROWWISE, rowwise)
+    return OperandList(format_of(codes[0]), Usage.ROWWISE, rowwise)
 
 
 def _of_stack(stack: QuantizedStack, usage: Usage) -> GroupedOperand:
-    planes = [(each, stack.parts(each)) for each in Usage.BOTH.planes]
+    fmt, planes = format_of(stack), [(each, stack.parts(each)) for each in Usage.BOTH.planes]
     there = {each: parts for each, parts in planes if parts is not None}
-    either = usage if usage in there or not stack.format.transposes else next(iter(there))
+    either = usage if usage in there or not fmt.transposes else next(iter(there))
     if either not in there:
-        raise ValueError(
-            f"grouped_linear: weights ({stack.format}) have no plane {usage}, which the product reads; pass values"
-        )
-    return GroupedOperand(stack.format, either, there[either])
+        raise ValueError(f"grouped_linear: weights ({fmt}) have no plane {usage}, which the product reads; pass values")
+    return GroupedOperand(fmt, either, there[either])
 
 
 def quantize_weights(

@@ -22,7 +22,7 @@ from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.uint64 import constant_words, xor_words
 from qshard.torch_bridge._quantized.gemm import Operand, Values
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
-from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor, format_of
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_tensor
 
 # Dynamo of torch 2.11 cannot iterate over an enum on Python 3.12.
@@ -120,8 +120,9 @@ def draws_of(spec: OperandSpec, seed: Tensor | None, device: torch.device) -> Dr
 def check_operand(op: str, weight: Tensor, recipe: Recipe, *, frozen: bool = False) -> None:
     """Raise unless `weight` is a gathered tensor, or codes in the recipe's weight format, if `frozen` also in 1-D."""
     if isinstance(weight, QuantizedTensor):
-        if not recipe.has_one_weight or (weight.format is not recipe.weight and not is_compiling()):
-            check_weight_format(op, "weight", weight.format, recipe, frozen=frozen)
+        fmt = format_of(weight)
+        if not recipe.has_one_weight or (not is_compiling() and fmt is not recipe.weight):
+            check_weight_format(op, "weight", fmt, recipe, frozen=frozen)
     else:
         check_tensor(op, "weight", weight, sharded=_NOT_GATHERED)
         check_contiguous(op, "weight", weight)

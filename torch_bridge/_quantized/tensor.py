@@ -21,6 +21,13 @@ from qshard.torch_bridge._torch_internals import is_traceable_wrapper_subclass, 
 
 aten = torch.ops.aten
 FLOAT_DTYPES = tuple(getattr(torch, name) for name in FLOATS)
+_FORMATS: dict[int, Format] = {}
+"""Formats of codes, by `id`."""
+
+
+def format_of(codes: QuantizedTensor) -> Format:
+    """Return `codes.format`. Dynamo can trace this also for an intermediate result, of which it wraps no `Format`."""
+    return _FORMATS[codes.format_id]
 
 
 class QuantizedTensor(Tensor):
@@ -67,6 +74,7 @@ class QuantizedTensor(Tensor):
     """
 
     format: Format
+    format_id: int  # A key of `_FORMATS`.
     columnwise_is_stale: bool
 
     # Each part is an attribute, because `__tensor_flatten__` returns attribute names.
@@ -101,6 +109,9 @@ class QuantizedTensor(Tensor):
             )
         self: QuantizedTensor = make_wrapper(cls, shape, dtype=dtype, device=either.data.device)
         self.format, self.columnwise_is_stale = fmt, columnwise_is_stale
+        self.format_id = id(fmt)
+        if self.format_id not in _FORMATS:
+            _FORMATS[self.format_id] = fmt
         # Written out: a loop over _NAMES takes three times as long, in each call of `quantize`.
         self._rowwise_data, self._rowwise_scale_inv, self._rowwise_global_scale_inv = rowwise or NO_PLANE
         self._columnwise_data, self._columnwise_scale_inv, self._columnwise_global_scale_inv = columnwise or NO_PLANE
