@@ -84,7 +84,7 @@ def test_frozen_weights_need_no_amaxes():
 def test_primary_weights_and_experts():
     primary = PrimaryWeight.of(quantize(W, RECIPE.weight))
     with pytest.raises(ValueError, match=TEXT):
-        jax.eval_shape(value_and_grad(loss), primary, STATE)
+        jax.jit(value_and_grad(loss))(primary, STATE)
     jax.jit(value_and_grad(loss, (0, 1)))(primary, STATE)
     ws, states, sizes = each(2, W), init_delayed(RECIPE, (2,)), jnp.array([8, 8])
 
@@ -92,7 +92,7 @@ def test_primary_weights_and_experts():
         return jnp.sum(ragged_dot(X, ws, sizes, RECIPE, weight_layout="NK", state=states))
 
     with pytest.raises(ValueError, match=TEXT.replace("linear", "ragged_dot")):
-        jax.eval_shape(jax.grad(run), ws, states)
+        jax.jit(jax.grad(run))(ws, states)
     jax.jit(jax.grad(run, (0, 1)))(ws, states)
 
 
