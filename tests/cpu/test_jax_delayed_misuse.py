@@ -73,27 +73,27 @@ def test_scan_over_layers():
 
 def test_frozen_weights_need_no_amaxes():
     """Adapters on a frozen weight, codes, gradients of inputs alone, and layers that are not trained."""
-    jax.grad(lambda x: loss(W, STATE, x))(X)
+    jax.jit(jax.grad(lambda x: loss(W, STATE, x)))(X)
     a, b = jnp.ones((4, 32)), jnp.ones((16, 4))
     jax.jit(jax.grad(lambda ab: jnp.sum(linear(X, W, RECIPE, state=STATE) + X @ ab[0].T @ ab[1].T)))((a, b))
     codes = quantize(W, RECIPE.weight)
-    jax.grad(lambda x: jnp.sum(linear(x, codes, RECIPE, state=STATE)))(X)
-    jax.vmap(lambda x: linear(x, W, RECIPE, state=STATE))(each(2, X))
+    jax.jit(jax.grad(lambda x: jnp.sum(linear(x, codes, RECIPE, state=STATE))))(X)
+    jax.jit(jax.vmap(lambda x: linear(x, W, RECIPE, state=STATE)))(each(2, X))
 
 
 def test_primary_weights_and_experts():
     primary = PrimaryWeight.of(quantize(W, RECIPE.weight))
     with pytest.raises(ValueError, match=TEXT):
-        value_and_grad(loss)(primary, STATE)
-    value_and_grad(loss, (0, 1))(primary, STATE)
+        jax.jit(value_and_grad(loss))(primary, STATE)
+    jax.jit(value_and_grad(loss, (0, 1)))(primary, STATE)
     ws, states, sizes = each(2, W), init_delayed(RECIPE, (2,)), jnp.array([8, 8])
 
     def run(ws, states):
         return jnp.sum(ragged_dot(X, ws, sizes, RECIPE, weight_layout="NK", state=states))
 
     with pytest.raises(ValueError, match=TEXT.replace("linear", "ragged_dot")):
-        jax.grad(run)(ws, states)
-    jax.grad(run, (0, 1))(ws, states)
+        jax.jit(jax.grad(run))(ws, states)
+    jax.jit(jax.grad(run, (0, 1)))(ws, states)
 
 
 class TestFlax:

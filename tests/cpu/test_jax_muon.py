@@ -25,7 +25,7 @@ def draw(seed, dtype=np.float32):
 
 
 def train(transformation, params, place=lambda tree: tree, wrap=jax.jit):
-    state = transformation.init(params)
+    state = jax.jit(transformation.init)(params)
 
     @wrap
     def step(grads, state, params):
@@ -136,9 +136,9 @@ def test_it_is_optax_muon(options):
     ours = muon(0.02, adam_learning_rate=1e-3, **options)
     made = []
     for optimizer in (ours, theirs):
-        state = optimizer.init(params)
+        state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
         for scale in (1.0, -0.5, 0.25):
-            updates, state = optimizer.update({n: scale * g + 0.1 * params[n] for n, g in grads.items()}, state, params)
+            updates, state = update({n: scale * g + 0.1 * params[n] for n, g in grads.items()}, state, params)
         made.append(updates)
     if not options.get("nesterov", True):  # optax gives AdamW Nesterov momentum too.
         np.testing.assert_allclose(made[0]["b"], made[1]["b"], rtol=1e-5, atol=1e-8)

@@ -37,7 +37,7 @@ def test_a_case_that_fails_takes_no_other_with_it(tmp_path, capfd):
     errors = capfd.readouterr().err
     assert "this case cannot be" in errors
     assert errors.endswith("2 of 4 failed: raises, dies\n")
-    assert measure_cases(measure_or_fail, ["a"], arguments, device="cpu") == 0
+    assert measure_cases(measure_or_fail, ["a"], argparse.Namespace(ranks=1, out=str(tmp_path)), device="cpu") == 0
 
 
 @on_ranks(2)

@@ -50,6 +50,8 @@ NUMBERS = {
 }
 FEW_PARTS = (0, 1, 2, 7)
 """Counts of parts of cross entropy and of experts of products; small, because the reference loops over them."""
+MOST_CHOICES = 33
+"""Maximum experts of a token of `combine_rows`; the reference loops over them too."""
 IN_ANY_ORDER = tuple(name for name in SPECS if name.startswith("gemm"))
 """Ops whose order of summation depends on hardware: only CPU results are bit-exact."""
 MOST = 2**16
@@ -243,6 +245,8 @@ class _Draw:
             length = self.rng.choice(FEW_PARTS) if major == "parts" else self._length()
             if major == "e" and self.is_product:
                 length = 2 if self.only else self.rng.choice(FEW_PARTS)
+            if major == "c":
+                length = min(length, MOST_CHOICES)
             if major == self.short:  # One operand has all numbers; the work is bounded.
                 length = 16
             if self.rng.random() < 0.5:  # Partial blocks at the edge, which some ops reject.

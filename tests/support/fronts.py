@@ -44,6 +44,22 @@ ROUNDED_TO_BFLOAT16 = 2.0**-7 + 2.0**-16
 """Of both operands. On GPUs also what FP8 GEMMs lose, whose sums keep 14 bits (arXiv:2412.19437)."""
 
 
+@functools.cache
+def jax_step(recipe: Recipe) -> Any:
+    """Compiled once for each recipe and shape: y, dx, dw and what the gradient of `states` brings."""
+    import jax
+
+    import qshard.jax
+
+    @jax.jit
+    def step(x: Any, w: Any, dy: Any, options: Any, states: Any) -> Any:
+        linear = lambda x, w, states: qshard.jax.linear(x, w, recipe, **options, **states)  # noqa: E731
+        y, vjp = jax.vjp(linear, x, w, states)
+        return y, *vjp(dy)
+
+    return step
+
+
 class JaxFront:
     name = "jax"
     examples = 1
@@ -75,7 +91,7 @@ class JaxFront:
         return self.numpy(quantized.dequantize(dtype, **options))
 
     def linear(self, x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe, *, seed: int = 0) -> Products:
-        made = self.step(recipe)(*map(self.array, (x, w, dy)), {"seed": words([seed])[0]}, {})
+        made = jax_step(recipe)(*map(self.array, (x, w, dy)), {"seed": words([seed])[0]}, {})
         y, dx, dw = map(self.numpy, made[:3])
         return y, dx, dw
 
@@ -96,18 +112,6 @@ class JaxFront:
         assert_all_bits_equal(made, eager, "a compiled call, as an eager one")
         return made
 
-    @functools.cache  # noqa: B019 - an adapter lives as long as a test.
-    def step(self, recipe: Recipe) -> Any:
-        """Compiled once for each recipe and shape: y, dx, dw and what the gradient of `states` brings."""
-
-        @self.jax.jit
-        def step(x: Any, w: Any, dy: Any, options: Any, states: Any) -> Any:
-            linear = lambda x, w, states: self.qshard.linear(x, w, recipe, **options, **states)  # noqa: E731
-            y, vjp = self.jax.vjp(linear, x, w, states)
-            return y, *vjp(dy)
-
-        return step
-
     def operand_rounding(self, recipe: Recipe) -> float:
         formats = [recipe.format(role) for role in Role]
         codes = all(fmt.block is None for fmt in formats) and self.device == "cpu"
@@ -127,7 +131,7 @@ class JaxFront:
             return dataclasses.replace(getattr(fresh, role.value), scale=scale, amax_history=history)
 
         state = type(fresh)(**{role.value: tensor(role) for role in Role})
-        made = [self.step(recipe)(*map(self.array, batch), {}, {"state": state}) for batch in batches]
+        made = [jax_step(recipe)(*map(self.array, batch), {}, {"state": state}) for batch in batches]
         observed = functools.reduce(self.qshard.merge_observed, [seen["state"] for *_, seen in made])
         after = self.qshard.update_delayed(state, observed, recipe)
         return (
