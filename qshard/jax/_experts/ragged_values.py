@@ -64,8 +64,9 @@ def _row_product(rows: jax.Array, w: jax.Array, axis: int, group_sizes: jax.Arra
     if not count:  # JAX has no index of no rows.
         return y
     fits = (ends[-1] <= count) & (group_sizes >= 0).all()
-    # Writes one row, or none. A `where` over y would read and write all of it.
-    return y.at[jnp.where(fits, count, 0)].set(jnp.nan, mode="drop", unique_indices=True)
+    # Writes one row. A `where` over y would read and write all of it. An index that drops the row if all is well would
+    # zero the last row of each shard, where y is sharded over rows: XLA of jax 0.11 partitions such a scatter wrongly.
+    return jax.lax.dynamic_update_slice(y, jnp.where(fits, y[:1], jnp.nan), (0, 0))
 
 
 def _ends(group_sizes: jax.Array) -> jax.Array:
