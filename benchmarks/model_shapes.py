@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 class Shape:
     """A Llama-like model, and the tokens of a device in a step: `batch` sequences of `context`.
 
-    With `experts`, each block has so many of width `ffn` in the place of an MLP, and a token takes `top_k` of them.
+    In the place of an MLP, a block has `experts` of width `ffn`, if not 0, and a token takes `top_k` of them.
     """
 
     layers: int

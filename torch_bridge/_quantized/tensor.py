@@ -26,7 +26,7 @@ _FORMATS: dict[int, Format] = {}
 
 
 def format_of(codes: QuantizedTensor) -> Format:
-    """Return `codes.format`. Dynamo can trace this also for an intermediate result, of which it wraps no `Format`."""
+    """Return `codes.format`, which Dynamo itself cannot read from an intermediate result."""
     return _FORMATS[codes.format_id]
 
 
