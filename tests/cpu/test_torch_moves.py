@@ -16,7 +16,7 @@ from torch import nn
 
 from qshard.formats import MXFP4_32x32, MXFP8_32x32, Usage
 from qshard.recipes import BlockScaling, CurrentScaling, DelayedScaling
-from qshard.torch_bridge import GroupedLinear, QuantizedTensor, ShardedWeight, convert, quantize
+from qshard.torch_bridge import GroupedLinear, QuantizedStack, QuantizedTensor, ShardedWeight, convert, quantize
 
 WIDTH = 64
 
@@ -252,3 +252,12 @@ def test_codes_that_a_layer_cannot_take():
     with pytest.raises(ValueError, match=r"copy_: source \(MXFP8_32x32, \(32, 32\)\) and destination \(MXFP4_32x32"):
         quantize(torch.ones(32, 32), MXFP4_32x32).copy_(q)
     assert torch.equal(quantize(torch.zeros(32, 32), MXFP8_32x32).copy_(q).dequantize(), q.dequantize())
+
+
+def test_a_file_of_codes_holds_nothing_of_this_process():
+    """A pickle, read in another process, sets only what others than qshard set."""
+    codes = quantize(torch.ones(WIDTH, WIDTH), "MXFP8_E4M3")
+    codes.comment = "of a user"
+    for each in (codes, QuantizedStack.of([codes, codes])):
+        _, given = each.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        assert given[-1] == ({"comment": "of a user"} if each is codes else {})

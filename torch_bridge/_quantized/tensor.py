@@ -362,7 +362,7 @@ def _keeps_shape(self: QuantizedTensor, shape: Any, stride: Any = None, *offset:
     return tuple(shape) == self.shape and (stride is None or tuple(stride) == self.stride()) and not any(offset)
 
 
-_OWN = {"format", "columnwise_is_stale", *QuantizedTensor._NAMES}
+_OWN = {"format", "format_id", "columnwise_is_stale", *QuantizedTensor._NAMES}
 
 
 def _is_all_of_its_memory(part: Tensor) -> bool:
