@@ -1,8 +1,7 @@
 // Sums of the rows of experts by token, and their gradients, each in one read of its operands.
 //
-// A thread of the sum takes a vector of one token, and several rows are in flight. A warp of the
-// gradient takes consecutive rows of y, and loads their tokens together. Equals
-// kernels/combine_rows.h bit for bit.
+// A thread of the sum takes a vector of one token, and several rows are in flight. A thread block
+// of the gradient takes a row of y. Equals kernels/combine_rows.h bit for bit.
 #include "kernels/combine_rows.h"
 #include "kernels/cuda/convert.cuh"
 #include "kernels/cuda/launch.cuh"
@@ -48,58 +47,34 @@ __global__ void __launch_bounds__(kSumThreads)
   Store<Write::kCached>(x + token * cols + i, NarrowExactly<In>(total, nan));
 }
 
-constexpr int kWarpRows = 4, kBlockRows = kWarps * kWarpRows;
-
-// A warp adds the kWarps x kEach partial sums that kWarps warps would have, one array each.
 template <class In, bool kVectors>
 __global__ void __launch_bounds__(kThreads)
     CombineRowsGradKernel(const In* y, const RowTokens of, const In* grad, int64_t cols, In* dy,
                           float* dweights, float* amax) {
-  const int lane = threadIdx.x % kWarp;
-  const int64_t first = int64_t{blockIdx.x} * kBlockRows + threadIdx.x / kWarp * kWarpRows;
-  int32_t own_token = -1;
-  float own_weight = 0.0f;
-  if (lane < kWarpRows && first + lane < of.rows) {
-    own_token = __ldg(of.tokens + first + lane);
-    own_weight = __ldg(of.weights + first + lane);
-  }
-  for (int r = 0; r < kWarpRows && first + r < of.rows; ++r) {
-    const int64_t row = first + r, token = __shfl_sync(kAllLanes, own_token, r);
-    const float weight = __shfl_sync(kAllLanes, own_weight, r);
-    const bool there = token >= 0 && token < of.count;
-    const In *own = y + row * cols, *from = grad + token * cols;
-    float lanes[kWarps][kEach] = {};
-    Magnitude<In> m;
-    for (int64_t begin = lane * kEach; begin < cols; begin += kSumLanes) {
-      float g[kWarps][kEach] = {}, v[kWarps][kEach] = {};
+  const int64_t row = blockIdx.x, token = __ldg(of.tokens + row);
+  const bool there = token >= 0 && token < of.count;
+  const float weight = there ? __ldg(of.weights + row) : 0.0f;
+  const In *own = y + row * cols, *from = grad + token * cols;
+  float lanes[kEach] = {};
+  Magnitude<In> m;
+  for (int64_t i = threadIdx.x * kEach; i < cols; i += kSumLanes) {
+    float g[kEach] = {}, v[kEach];
+    if (there) {
+      EightFloats<In, kVectors>(from + i, cols - i, g);
+      EightFloats<In, kVectors>(own + i, cols - i, v);
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        const int64_t i = begin + w * kLanesOfWarp;
-        if (!there || i >= cols) continue;
-        EightFloats<In, kVectors>(from + i, cols - i, g[w]);
-        EightFloats<In, kVectors>(own + i, cols - i, v[w]);
-      }
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        const int64_t i = begin + w * kLanesOfWarp;
-        if (i >= cols) continue;
-#pragma unroll
-        for (int e = 0; e < kEach; ++e) {
-          if (there && (kVectors || i + e < cols))
-            lanes[w][e] = FusedMultiplyAdd(v[w][e], g[w][e], lanes[w][e]);
-          g[w][e] = there ? weight * g[w][e] : 0.0f;
-        }
-        StoreEight<In, kVectors>(dy + row * cols + i, cols - i, g[w], &m);
+      for (int e = 0; e < kEach; ++e) {
+        if (kVectors || i + e < cols) lanes[e] = FusedMultiplyAdd(v[e], g[e], lanes[e]);
+        g[e] = weight * g[e];
       }
     }
-    float sums[kWarps];
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sums[w] = WarpSum(lanes[w]);
-    const int32_t bits = TeamMax<kWarp>(m.AsFloatBits());
-    if (lane != 0) continue;
-    dweights[row] = CanonicalNan(SumHalves<kWarps>(sums));
-    amax[row] = FloatFromBits(bits);
+    StoreEight<In, kVectors>(dy + row * cols + i, cols - i, g, &m);
   }
+  const float sum = CanonicalNan(TeamSum<kThreads>(lanes));
+  const int32_t bits = TeamMax<kThreads>(m.AsFloatBits());
+  if (threadIdx.x != 0) return;
+  dweights[row] = sum;
+  amax[row] = FloatFromBits(bits);
 }
 
 }  // namespace
@@ -119,8 +94,7 @@ Status CombineRowsGrad(const Exec<Cuda>& exec, const In* y, const RowTokens& of,
                        int64_t cols, In* dy, float* dweights, float* amax) {
   const bool vectors = AreVectors(cols, {y, grad, dy});
   const auto kernel = vectors ? CombineRowsGradKernel<In, true> : CombineRowsGradKernel<In, false>;
-  return Launch(exec, kernel, CeilDiv(of.rows, kBlockRows), kThreads, y, of, grad, cols, dy,
-                dweights, amax);
+  return Launch(exec, kernel, of.rows, kThreads, y, of, grad, cols, dy, dweights, amax);
 }
 
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, CombineRows)

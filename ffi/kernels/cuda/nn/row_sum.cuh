@@ -59,19 +59,13 @@ __device__ __forceinline__ void StoreEight(In* to, int64_t left, const float (&v
   }
 }
 
-// Sums the lanes of all threads of a warp. Returns the sum in all threads.
-__device__ __forceinline__ float WarpSum(float (&lanes)[kEach]) {
+// Sums the lanes of all threads over a row. Returns the sum in all threads of the team.
+template <int kTeam>
+__device__ __forceinline__ float TeamSum(float (&lanes)[kEach]) {
   float sum = SumHalves<kEach>(lanes);
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
     sum = sum + __shfl_xor_sync(kAllLanes, sum, offset);
-  return sum;
-}
-
-// Sums the lanes of all threads over a row. Returns the sum in all threads of the team.
-template <int kTeam>
-__device__ __forceinline__ float TeamSum(float (&lanes)[kEach]) {
-  const float sum = WarpSum(lanes);
   if constexpr (kTeam == kWarp) {
     return sum + 0.0f;  // the other warps add 0
   } else {

@@ -1,10 +1,10 @@
 // SwiGLU and its gradients, each in one read of its operands, with the amax of each result.
 //
-// A thread takes vectors of 8 elements, kUnroll at a time, tuned on an H200. A run has a team: a
-// warp if there are enough runs, as for rows of experts; else a thread block, or several, as in
-// amax/amax.cu. Teams walk a run forwards, so that the end of their output is in L2 for a cast that
-// walks backwards. Runs that are not whole aligned vectors move one element at a time. Equals
-// core/swiglu.h bit for bit.
+// A thread takes vectors of 8 elements, kUnroll at a time, tuned on an H200. A warp takes a run if
+// there are enough, and a thread block would not be busy: rows of narrow experts. Else a thread
+// block takes it, or several share it, as in amax/amax.cu. They walk it forwards, so that the end
+// of their output is in L2 for a cast that walks backwards. Runs that are not whole aligned vectors
+// move one element at a time. Equals core/swiglu.h bit for bit.
 #include "kernels/activation.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
@@ -172,12 +172,12 @@ Status LaunchMap(const Exec<Cuda>& exec, const Map& map, int64_t runs, int64_t l
   for (const In* x : map.operand) vectors = vectors && IsAligned(x, 16);
   for (const In* x : map.result) vectors = vectors && IsAligned(x, 16);
   const int64_t room = int64_t{Multiprocessors()} * Map::kBlocksPerSm;
+  const int64_t pieces = CeilDiv(length, kThreads * (vectors ? Map::kUnroll * kEight : 1));
   const In* type = nullptr;
   constexpr int kTeams = kThreads / kWarp;
-  if (runs >= room * kTeams)  // a full wave of warps
+  if (vectors && length < kThreads * Map::kUnroll * kEight && runs >= room * kTeams)
     return Launch(exec, MapKernel<kWarp, Map, In>, CeilDiv(runs, kTeams), kThreads, map, type, runs,
                   length, vectors);
-  const int64_t pieces = CeilDiv(length, kThreads * (vectors ? Map::kUnroll * kEight : 1));
   // One thread block per run if there are enough runs, else a full wave.
   const int64_t splits = std::max<int64_t>(1, std::min(pieces, room / runs));
   return LaunchRaising(exec, MapKernel<kThreads, Map, In>, runs, splits, kThreads, map.amax[0],
