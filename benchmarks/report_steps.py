@@ -140,7 +140,8 @@ def step_torch_lines(rows: Rows) -> list[list[str]]:
 
     Without eager bf16, in percent of compiled bf16.
     """
-    base = next((row for kind in ("bf16", "bf16 compiled") for row in rows if row["kind"] == kind), None)
+    kinds = ("bf16", "bf16 compiled", "bf16 compiled whole")
+    base = next((row for kind in kinds for row in rows if row["kind"] == kind), None)
     lines = []
     for row in rows:
         cells = [row["kind"]]
@@ -152,8 +153,10 @@ def step_torch_lines(rows: Rows) -> list[list[str]]:
 
 def step_torch_section(tables: Tables, name: str, title: str, model: str) -> str:
     rows = tables[name]
+    ranks = int(rows[0]["ranks"])
+    where = f"{ranks} GPUs under FSDP2" if ranks > 1 else "one GPU"
     text = (
-        f"A step of {model} on {rows[0]['ranks']} GPUs under FSDP2, that of `step_torch.py`; `bench_step_torch.py` "
+        f"A step of {model} on {where}, that of `step_torch.py`; `bench_step_torch.py` "
         "says what a kind is. A single step, and back-to-back steps, in percent of bf16. The first step compiles."
     )
     first = [[*line, row["first_s"]] for line, row in zip(step_torch_lines(rows), rows, strict=True)]
@@ -185,6 +188,8 @@ def step_flat_section(tables: Tables) -> str:
 
 _STEPS = {
     "step_torch": ("A step in PyTorch", "a 2.0 B model"),
+    "step_whole": ("A step that is not sharded", "a 2.0 B model in bfloat16"),
+    "step_muon": ("A step with Muon", "a 2.0 B model"),
     "step_moe_qwen": ("A step with 128 experts", "6 layers as in Qwen3-30B-A3B, 16 k tokens a GPU,"),
     "step_moe_deepseek": ("A step with 64 large experts", "2 layers as in DeepSeek-V3, 4 k tokens a GPU,"),
 }
