@@ -21,7 +21,7 @@ import torch
 
 import rows
 from gpu_timing import Contenders, microseconds, rows_of
-from qshard._core.flat_shards import plan_master
+from qshard._core.flat_shards import FlatSlice, plan_master
 from qshard.formats import FORMATS, Format
 from qshard.torch_bridge import CastPlan, QuantizedSlice, cast_master
 
@@ -36,7 +36,7 @@ def steps(name: str, fmt: Format, masters: list[torch.Tensor], start: int = STAR
     name = name if start == START else f"{name}, odd start,"
     starts = torch.full((SLICES,), start, dtype=torch.int64, device=device)
     pairs = starts.view(torch.int32).view(SLICES, 2)
-    (bucket,) = plan_master([SHAPE] * SLICES, fmt).buckets
+    (bucket,) = plan_master([FlatSlice(SHAPE, fmt)] * SLICES).buckets
     slices = [QuantizedSlice.empty(fmt, SHAPE, LENGTH, device=device) for _ in masters]
     plan = CastPlan(slices, parity="master")
     scale = torch.ones(bucket.blocks, device=device)

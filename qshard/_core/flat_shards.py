@@ -42,6 +42,39 @@ TILE_COLS = 128
 
 
 @dataclass(frozen=True)
+class FlatSlice:
+    """A flat slice of the master of one weight, and the plane to quantize it to. A key in the cache of plans.
+
+    Attributes:
+      shape: shape of the whole weight.
+      dtype: dtype of the master: float32, bfloat16 or float16.
+      start: index in the weight of the first element of the slice. Plans do not depend on it.
+      usage: plane to compute. It must be stored in the order of the weight: `ROWWISE`, or `COLUMNWISE` for MXFP8 with
+        1-D blocks. For both, list the weight twice. With 2-D blocks or one scale, the columnwise plane is the transpose
+        of the rowwise plane: compute it after the gather.
+      rounded_to: with None, codes are of `quantize(master)`; with a dtype, of `quantize(master.astype(dtype))`, as for
+        a model that stores its weights in that dtype.
+      is_stack: whether the weight is a stack `[E, N, K]` of matrices with their own scales. Where `layout.splits_stack`
+        holds, only empty slices have a meaning.
+    """
+
+    shape: Shape
+    fmt: Format
+    dtype: str = "float32"
+    start: int = 0
+    usage: Usage = Usage.ROWWISE
+    rounded_to: str | None = None
+    is_stack: bool = False
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.fmt, self.dtype, self.start, self.usage, self.rounded_to, self.is_stack))
+
+    def __hash__(self) -> int:  # cached, because front ends look up plans in every step
+        return self._hash
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Weights that share op calls.
 
@@ -141,13 +174,11 @@ class MasterPlan:
     """The plan of `cast_master`. Computed once, and equal on every rank.
 
     Attributes:
+      slices: the slice of each weight.
       buckets: weights that share op calls, in the order that every rank processes them.
     """
 
-    shapes: tuple[Shape, ...]
-    formats: tuple[Format, ...]
-    usages: tuple[Usage, ...]
-    dtypes: tuple[str, ...]
+    slices: tuple[FlatSlice, ...]
     buckets: tuple[Bucket, ...]
 
     @property
@@ -164,91 +195,50 @@ class MasterPlan:
         found: dict[int, T] = {}
         for bucket, items in zip(self.buckets, of_buckets, strict=True):
             found.update(zip(bucket.indices, items, strict=True))
-        return [found[i] for i in range(len(self.shapes))]
+        return [found[i] for i in range(len(self.slices))]
 
 
-@dataclass(frozen=True)
-class FlatSlice:
-    """The local flat slice of one weight, without its values: a key in the cache of plans.
-
-    `start` is the index in the weight of the first element of the slice. `is_stack` and `rounded_to` are entries of
-    `stacks` and `rounded_to` of `plan_master`.
-    """
-
-    shape: Shape
-    fmt: Format
-    dtype: str
-    start: int = 0
-    is_stack: bool = False
-    rounded_to: str | None = None
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.shape, self.fmt, self.dtype, self.start, self.is_stack, self.rounded_to))
-
-    def __hash__(self) -> int:  # cached, because front ends look up plans in every step
-        return self._hash
-
-
-def plan_master(
-    shapes: Sequence[Shape],
-    formats: FormatLike | Sequence[FormatLike],
-    *,
-    usages: Usage | Sequence[Usage] = Usage.ROWWISE,
-    dtype: str | Sequence[str] = "float32",
-    rounded_to: str | Sequence[str | None] | None = None,
-    stacks: bool | Sequence[bool] = False,
-    op: str = "plan_master",
-) -> MasterPlan:
+def plan_master(slices: Sequence[FlatSlice], *, op: str = "plan_master") -> MasterPlan:
     """Plan `cast_master` for a list of weights.
 
     Args:
-      shapes: shapes of the whole weights.
-      formats: one format per weight, or one for all.
-      usages: plane to compute. It must be stored in the order of the weight: `ROWWISE`, or `COLUMNWISE` for MXFP8 with
-        1-D blocks. For both, list the weight twice. With 2-D blocks or one scale, the columnwise plane is the transpose
-        of the rowwise plane: compute it after the gather.
-      dtype: dtype of the masters, per weight or for all: float32, bfloat16 or float16. It is an argument so that ranks
-        without a slice agree.
-      rounded_to: with None, codes are of `quantize(master)`; with a dtype, of `quantize(master.astype(dtype))`, as for
-        a model that stores its weights in that dtype.
-      stacks: whether a weight is a stack `[E, N, K]` of matrices with their own scales, per weight or for all. Where
-        `layout.splits_stack` holds, only empty slices have a meaning.
+      slices: the slice of each weight. Ranks without a slice pass one too, so that all plans are equal.
       op: name of the caller in errors.
 
     Raises:
-      TypeError: a format is not a format or the name of one.
-      ValueError: a format does not support a shape, a plane is stored transposed, or the scales of a format depend on
-        more than amaxes (`four_over_six`).
+      TypeError: an entry is not a `FlatSlice`, or its format is not a `Format`.
+      ValueError: a format does not support a shape, a plane is stored transposed, the scales of a format depend on more
+        than amaxes (`four_over_six`), or a dtype is not supported.
 
     >>> from qshard.formats import FP8_E4M3, NVFP4_16x16
-    >>> plan = plan_master([(64, 32), (8, 8), (16, 16)], [NVFP4_16x16, FP8_E4M3, NVFP4_16x16])
+    >>> plan = plan_master(
+    ...     [FlatSlice((64, 32), NVFP4_16x16), FlatSlice((8, 8), FP8_E4M3), FlatSlice((16, 16), NVFP4_16x16)]
+    ... )
     >>> [bucket.indices for bucket in plan.buckets], plan.amaxes
     ([(0, 2), (1,)], 12)
     """
-    n = len(shapes)
-    if any(isinstance(shape, int) for shape in shapes):
-        raise TypeError(f"{op}: shapes ({quote(shapes)}) is not a list of shapes; pass one shape per weight")
-    all_shapes = tuple(tuple(shape) for shape in shapes)
-    given = {"formats": formats, "usages": usages, "dtype": dtype, "rounded_to": rounded_to, "stacks": stacks}
-    all_formats, all_usages, dtypes, roundings, are_stacks = (_each(op, *pair, n) for pair in given.items())
-    all_formats = tuple(as_format(fmt, op, "formats") for fmt in all_formats)
-    for name, values in (("dtype", dtypes), ("rounded_to", [each for each in roundings if each])):
-        if wrong := [value for value in values if value not in FLOATS]:
-            raise ValueError(f"{op}: {name} ({wrong[0]}) is not {join_names(FLOATS)}; cast the masters first")
-    # Rounding to float32, or to the master's own dtype, changes nothing.
-    rounded = ["float32" if p in (None, d) else p for p, d in zip(roundings, dtypes, strict=True)]
     members: dict[Any, list[int]] = {}
-    for i, key in enumerate(zip(all_formats, all_usages, dtypes, rounded, strict=True)):
-        matrix = all_shapes[i][-2:] if are_stacks[i] and all_formats[i].tensor_scaled else None
-        members.setdefault((*key, matrix), []).append(i)
+    for i, s in enumerate(slices):
+        if not isinstance(s, FlatSlice):
+            raise TypeError(f"{op}: slices[{i}] ({quote(s)}) is not a FlatSlice; pass one per weight")
+        if not isinstance(s.fmt, Format):
+            raise TypeError(f"{op}: slices[{i}].fmt ({quote(s.fmt)}) is not a Format; pass one of qshard.formats")
+        # Rounding to float32, or to the master's own dtype, changes nothing.
+        rounded_to = "float32" if s.rounded_to in (None, s.dtype) else s.rounded_to
+        for name, dtype in (("dtype", s.dtype), ("rounded_to", rounded_to)):
+            if dtype not in FLOATS:
+                raise ValueError(
+                    f"{op}: slices[{i}].{name} ({quote(dtype)}) is not {join_names(FLOATS)}; cast the masters first"
+                )
+        matrix = s.shape[-2:] if s.is_stack and s.fmt.tensor_scaled else None
+        members.setdefault((s.fmt, s.usage, s.dtype, rounded_to, matrix), []).append(i)
     buckets: list[Bucket] = []
     begin = 0
-    for (fmt, usage, kind, rounding, matrix), indices in members.items():
-        planes = tuple(slice_plane(fmt, all_shapes[i], usage, op=op, is_stack=are_stacks[i]) for i in indices)
-        buckets.append(Bucket(fmt, usage, kind, rounding, tuple(indices), planes, begin, matrix))
+    for (fmt, usage, dtype, rounded_to, matrix), indices in members.items():
+        planes = tuple(slice_plane(fmt, slices[i].shape, usage, op=op, is_stack=slices[i].is_stack) for i in indices)
+        buckets.append(Bucket(fmt, usage, dtype, rounded_to, tuple(indices), planes, begin, matrix))
         begin += buckets[-1].amaxes
-    return MasterPlan(all_shapes, all_formats, all_usages, dtypes, tuple(buckets))
+    return MasterPlan(tuple(slices), tuple(buckets))
 
 
 def cast_master(
@@ -284,7 +274,7 @@ def cast_master(
 
     Collective: every rank calls it, even if all its slices are empty. Such a rank contributes amaxes of 0.
     """
-    if seeds is None and any(fmt.stochastic for fmt in plan.formats):
+    if seeds is None and any(s.fmt.stochastic for s in plan.slices):
         raise ValueError(
             "cast_master: a format uses stochastic rounding and needs `seeds`; pass new seeds on each call, one per "
             "weight"
@@ -422,12 +412,3 @@ def piece_bytes(fmt: Format, length: int) -> int:
     """
     per_byte = fmt.element.codes_per_byte
     return -(-(length + per_byte - 1) // per_byte) if length else 0
-
-
-def _each(op: str, name: str, value: Any, n: int) -> tuple[Any, ...]:
-    values = tuple(value) if isinstance(value, list | tuple) else (value,) * n
-    if len(values) != n:
-        raise ValueError(
-            f"{op}: {name} has {len(values)} entries for {n} weights; pass one per weight, or a single one"
-        )
-    return values

@@ -62,13 +62,7 @@ class FlatPlan:
 
     def __init__(self, slices: Sequence[FlatSlice], device: torch.device):
         self._slices, self._device = slices, device
-        self.plan: MasterPlan = flat_shards.plan_master(
-            [s.shape for s in slices],
-            [s.fmt for s in slices],
-            dtype=[s.dtype for s in slices],
-            rounded_to=[s.rounded_to for s in slices],
-            stacks=[s.is_stack for s in slices],
-        )
+        self.plan: MasterPlan = flat_shards.plan_master(slices)
 
     @functools.cached_property
     def ops(self) -> SliceOps:

@@ -238,7 +238,7 @@ class SliceCast:
         for w in weights:
             assert w.fmt is not None
             rounded_to = dtype_name(w.dtype) if parity == "model" else None
-            slices.append(FlatSlice(w.shape, w.fmt, "float32", w.start, w.is_stack, rounded_to))
+            slices.append(FlatSlice(w.shape, w.fmt, start=w.start, rounded_to=rounded_to, is_stack=w.is_stack))
         self._flat = FlatPlan(slices, device)
 
     def cast(self, group: dist.ProcessGroup | None) -> None:
