@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard._core.optimizers.muon_plan import Bucket, Piece
+from qshard._core.optimizers.muon_plan import MatrixBucket, Piece
 
 _Messages = Sequence[Sequence[Piece]]  # Pieces for each rank.
 
@@ -35,7 +35,7 @@ class MatrixExchange:
       device: the device of messages and whole matrices.
     """
 
-    def __init__(self, bucket: Bucket, group: dist.ProcessGroup | None, device: torch.device):
+    def __init__(self, bucket: MatrixBucket, group: dist.ProcessGroup | None, device: torch.device):
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.bucket, self._group, self._device = bucket, group, device
         self._sent, self._received = bucket.sent_to_owner(rank, ranks), bucket.received_by_owner(rank, ranks)

@@ -53,7 +53,7 @@ class Piece(NamedTuple):
         return math.prod(self.shape)
 
 
-class Bucket(NamedTuple):
+class MatrixBucket(NamedTuple):
     """Units that are sent together.
 
     Attributes:
@@ -89,7 +89,7 @@ class Bucket(NamedTuple):
         return [[p for p in self.pieces if p.rank == rank and self.owners[p.unit] == r] for r in range(ranks)]
 
 
-def plan_buckets(boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_ELEMENTS) -> list[Bucket]:
+def plan_buckets(boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_ELEMENTS) -> list[MatrixBucket]:
     """Divide the matrices of some parameters over ranks.
 
     Args:
@@ -122,7 +122,7 @@ def plan_buckets(boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_
     return [_bucket(group, boxes, ranks) for group in groups]
 
 
-def _bucket(parameters: Sequence[int], boxes: Sequence[Sequence[Box]], ranks: int) -> Bucket:
+def _bucket(parameters: Sequence[int], boxes: Sequence[Sequence[Box]], ranks: int) -> MatrixBucket:
     units = [(i, unit) for i in parameters for unit in units_of(boxes[i][0].global_shape)]
     parts = [[unit.intersection(box) for box in boxes[i]] for i, unit in units]
     sizes = [[math.prod(part.size) for part in of_unit] for of_unit in parts]
@@ -135,7 +135,7 @@ def _bucket(parameters: Sequence[int], boxes: Sequence[Sequence[Box]], ranks: in
             copies = [other for other, its in enumerate(of_unit) if its == part]
             sender = owners[u] if owners[u] in copies else copies[owners[u] % len(copies)]
             pieces.append(Piece(u, rank, rank == sender, part.within(boxes[i][rank]), part.within(unit)))
-    return Bucket(tuple(parameters), tuple(units), tuple(owners), tuple(pieces))
+    return MatrixBucket(tuple(parameters), tuple(units), tuple(owners), tuple(pieces))
 
 
 def newton_schulz_cost(shape: Shape) -> int:

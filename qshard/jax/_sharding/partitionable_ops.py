@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from qshard._core.flat_shards import Bucket
+from qshard._core.flat_shards import SliceBatch
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.amaxes import max_along
 from qshard.jax._ops.mesh import count_shards, may_be_sharded, mesh_of, names_of, reshape, vary_alike
@@ -260,11 +260,11 @@ def concatenate(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate(vary_alike(*arrays))
 
 
-def of_bucket(pairs: jax.Array, bucket: Bucket) -> jax.Array:
-    """Return the rows of `pairs` that belong to the weights of a bucket."""
-    return pairs if bucket.indices == tuple(range(pairs.shape[0])) else pairs[np.array(bucket.indices)]
+def of_batch(pairs: jax.Array, batch: SliceBatch) -> jax.Array:
+    """Return the rows of `pairs` that belong to the weights of a batch."""
+    return pairs if batch.indices == tuple(range(pairs.shape[0])) else pairs[np.array(batch.indices)]
 
 
-def repeat_values(values: jax.Array, bucket: Bucket) -> jax.Array:
-    """Repeat the amax of each tensor, or of each row, for its runs of blocks in a bucket."""
-    return jnp.repeat(values, np.array(bucket.runs), total_repeat_length=sum(bucket.runs))
+def repeat_values(values: jax.Array, batch: SliceBatch) -> jax.Array:
+    """Repeat the amax of each tensor, or of each row, for its runs of blocks in a batch."""
+    return jnp.repeat(values, np.array(batch.runs), total_repeat_length=sum(batch.runs))
