@@ -274,31 +274,33 @@ def _quantize_partial_blocks(
         rowwise = layout.plane(fmt, where.shape, other)
         made = _quantize_partial_blocks(x, rowwise, cut, scales, draws, op, name)
         return quantize_steps.transpose_plane(_steps_of(cut), made, fmt)
-    pieces = _partial_blocks(where, cut, x.shape)
-    assert pieces is not None
+    partial = _partial_blocks(where, cut, x.shape)
+    assert partial is not None
     if (refusal := "the rotation mixes all elements of a block" if where.rotated else fmt.slice_refusal) is not None:
         raise ValueError(
             f"{op}: {name} {x.shape} in {' x '.join(map(str, cut.shards))} shards splits blocks of {fmt}, and "
             f"{refusal}; shard it on block boundaries"
         )
     amax = scales.block_amax
-    if amax is not None and x.ndim > 2 and pieces.rows is None:
+    if amax is not None and x.ndim > 2 and partial.rows is None:
         amax = unfold(amax, (*x.shape[:-2], amax.shape[0] // math.prod(x.shape[:-2]), amax.shape[1]))
     if where.transposed:
         draws = None if draws is None else draws.transposed(x.shape[-1])
         amax = None if amax is None else partitionable_ops.swap_last_axes(amax)
         x = partitionable_ops.swap_last_axes(x)
     amax = (
-        pieces.merge(quantize_steps.block_amax(partitionable_ops, x, pieces.size)) if amax is None else pieces.own(amax)
+        partial.merge(quantize_steps.block_amax(partitionable_ops, x, partial.size))
+        if amax is None
+        else partial.own(amax)
     )
     whole = scales.amax
     if whole is None and where.global_scale_shape is not None:
-        axes = (pieces.grid.col_axes if fmt.row_scaled else pieces.grid.axes) if cut.local else ()
+        axes = (partial.grid.col_axes if fmt.row_scaled else partial.grid.axes) if cut.local else ()
         whole = max_over(axes)(max_along(amax, amax.ndim - 1 if fmt.row_scaled else 0))
     scale, scale_inv, global_scale_inv = quantize_steps.scales(partitionable_ops, fmt, amax, whole)
-    scale = pieces.spread(pin(scale, pieces.grid), pieces.count(x.shape))
-    data = quantize_steps.cast(partitionable_ops, x, fmt, scale, pieces.size, draws)
-    return Plane(data, pin(scale_inv, pieces.grid), global_scale_inv)
+    scale = partial.spread(pin(scale, partial.grid), partial.count(x.shape))
+    data = quantize_steps.cast(partitionable_ops, x, fmt, scale, partial.size, draws)
+    return Plane(data, pin(scale_inv, partial.grid), global_scale_inv)
 
 
 def _steps_of(cut: ShardSpec) -> Any:
@@ -375,10 +377,10 @@ def _own_amaxes(x: jax.Array, fmt: Format, cut: ShardSpec) -> WeightScales:
         )
     amax, block_amax = quantize_steps.global_amax(_steps_of(cut), x, fmt), None
     matrix, cut = matrices_of(x, {Usage.ROWWISE: where}, cut, "compute_scales", "weights")
-    if (pieces := _partial_blocks(where, cut, matrix.shape)) is not None:
-        pieces = pieces.of_whole if cut.local else pieces
+    if (partial := _partial_blocks(where, cut, matrix.shape)) is not None:
+        partial = partial.of_whole if cut.local else partial
         block_amax = matrix_of(
-            pieces.merge(quantize_steps.block_amax(partitionable_ops, matrix, pieces.size), reduce=False)
+            partial.merge(quantize_steps.block_amax(partitionable_ops, matrix, partial.size), reduce=False)
         )
     return WeightScales(amax=amax, block_amax=block_amax)
 
