@@ -21,7 +21,7 @@ from jax import lax
 from qshard.jax._ops.amaxes import as_bits, as_float, max_over
 from qshard.jax._ops.mesh import reshape, vary_alike
 from qshard.jax._sharding.shard_spec import Block, ShardSpec, fold_axes, pin, reshard
-from qshard.layout import Shape
+from qshard.layout import PlaneLayout, Shape
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,23 @@ class PartialBlocks:
             return cls(spec, grid, size, (*ones, *each))
         folded_rows = (*grid.entries[: rows[0]], (), *grid.entries[rows[1] :])
         return cls(spec, dataclasses.replace(grid, entries=folded_rows), size, each, rows)
+
+    @classmethod
+    def of_plane(cls, where: PlaneLayout, spec: ShardSpec, shape: Shape) -> PartialBlocks | None:
+        """Return the partial blocks of a plane of `[*outer, M, K]`, or None if its blocks are whole or it has none.
+
+        A plane that is stored transposed is `[K, *outer, M]`. 2-D blocks are quantized first and transposed afterwards.
+        """
+        if where.format.per_tensor:
+            return None
+        assert where.block is not None
+        last, turned = len(shape) - 1, where.transposed and not where.format.transposes
+        goes_on = last > 1 and shape[-2] % where.block[turned] != 0
+        if turned:
+            spec = dataclasses.replace(spec, entries=(*spec.entries[-1:], *spec.entries[:-1]))
+            shape = (shape[-1], *shape[:-1])
+        rows = (int(turned), last + turned) if goes_on else None
+        return cls.of(spec, shape, where.block, rows=rows) if spec.splits(shape, where.block, rows) else None
 
     @property
     def of_whole(self) -> PartialBlocks:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from qshard.jax._ops.padded_rows import draws_of_rows, gather_rows, values_of_st
 from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.uint64 import Words, words_plus, words_times
 from qshard.jax._sharding import foreach
+from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.op_table import multi_table, table
 
 
@@ -50,6 +52,11 @@ class ShardedOps:
         op = globals().get(name) or __getattr__(name)
         takes_runs = op in (transposed_squares, amax_hadamard) or getattr(op, "func", None) is _by_runs
         return functools.partial(op, shards=self._shards) if takes_runs else op
+
+
+def ops_for(spec: ShardSpec) -> Any:
+    """Return the ops for arrays of this sharding: this module for local arrays, else `ShardedOps`."""
+    return sys.modules[__name__] if spec.local else ShardedOps(spec.shards[1])
 
 
 def _by_runs(op: str, x: jax.Array, *scale: jax.Array, shards: int = 1, **options: Any) -> Any:
