@@ -1,4 +1,4 @@
-"""Kinds of ATen ops, by what they do with a sharded weight."""
+"""Kinds of ATen ops: which ones write, return views, keep a weight sharded, or read no values of it."""
 
 from __future__ import annotations
 
