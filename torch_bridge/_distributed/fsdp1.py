@@ -55,9 +55,10 @@ def delayed_of(parameter: Tensor) -> list[tuple[str, Any]]:
         return [found] if is_empty or parameter.grad is not None else []
     if not isinstance(parameter, FlatParameter) or parameter.grad is None:
         return []
+    layers: list[tuple[str, Any]] = modules_of_flat(parameter)
     return [
         (name, layer.delayed[Role.WEIGHT.value])
-        for name, layer in modules_of_flat(parameter)
+        for name, layer in layers
         if name.endswith("weight") and "delayed" in layer._modules
     ]
 
