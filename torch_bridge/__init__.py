@@ -27,6 +27,7 @@ from qshard.torch_bridge._convert.export import quantized_state_dict
 from qshard.torch_bridge._convert.fsdp1 import prepare_modules_for_fsdp1
 from qshard.torch_bridge._convert.load_quantized import freeze, load_quantized
 from qshard.torch_bridge._convert.quantized_init import quantized_init
+from qshard.torch_bridge._convert.switch import switch_recipe
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
 from qshard.torch_bridge._distributed.scaling_state import load_scaling_state, scaling_state
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
@@ -111,6 +112,7 @@ __all__ = [
     "stream_weights",
     "swiglu",
     "swiglu_quantize",
+    "switch_recipe",
     "to_plain",
     "topk_routing",
     "update_columnwise",
