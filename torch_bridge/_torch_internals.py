@@ -219,6 +219,12 @@ def active_ddp() -> Any:
     return DistributedDataParallel._active_ddp_module
 
 
+# Without it: raise in `switch_recipe` for models in DistributedDataParallel, which fails if its last buffer is gone.
+def forget_buffers(ddp: DistributedDataParallel) -> None:
+    """Make DistributedDataParallel broadcast the buffers that its module has now."""
+    ddp._assign_modules_buffers()
+
+
 # FSDP1. Without it: do not detect weights in a flat parameter.
 def is_flattened(parameter: nn.Parameter) -> bool:
     """Return True if FSDP1 has put a parameter into a flat parameter, or made it a view of one."""

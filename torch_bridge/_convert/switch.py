@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 from qshard._core.layer_recipes import RecipesLike, Rules, list_layers
 from qshard._core.operands import check_weight_format, check_weight_shape
@@ -22,6 +24,7 @@ from qshard.torch_bridge._distributed.tensor_shards import check_sharding
 from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._experts.stacked_layer import StackedExperts
+from qshard.torch_bridge._fsdp.code_gather import device_of
 from qshard.torch_bridge._fsdp.refresh import sharded_params
 from qshard.torch_bridge._fsdp.scale_state import ScaleState, Status
 from qshard.torch_bridge._modules import modules_of
@@ -31,7 +34,7 @@ from qshard.torch_bridge._ops.collectives import unlike_ranks
 from qshard.torch_bridge._ops.eager import is_capturing
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_model
-from qshard.torch_bridge._torch_internals import backward_id, forget_gathered, has_unreduced_gradient
+from qshard.torch_bridge._torch_internals import backward_id, forget_buffers, forget_gathered, has_unreduced_gradient
 from qshard.torch_bridge._zero.placeholders import has_optimizer
 
 OP = "switch_recipe"
@@ -102,6 +105,9 @@ def switch_recipe(model: nn.Module, recipe: RecipesLike | None) -> nn.Module:
             forget_gathered(param)
     for change in changes:
         change.module.switch(change.recipe)
+    for module in modules_of(model):
+        if isinstance(module, DistributedDataParallel):
+            forget_buffers(module)
     return model
 
 
@@ -177,6 +183,8 @@ def _unfit(module: WeightModule, recipe: Recipe | None) -> str | None:
     """Return the reason why a layer cannot have a recipe, or None."""
     if recipe is not None:
         return None if _has_codes(module) else unfit_layer(module, recipe)
+    if parametrize.is_parametrized(module):
+        return "its weight is computed"
     if isinstance(module, StackedExperts):
         return "experts of GroupedLinear have no products of values"
     if isinstance(module, Experts) and module.ep_group is not None:
@@ -216,12 +224,14 @@ def _check_shared(
                     "has one recipe; match both with one pattern"
                 )
     names = {id(module): name for name, module in layers.items()}
-    for name, module in modules.items():
-        if not isinstance(module, GroupedLinear) or isinstance(module.experts, StackedExperts):
+    for name, grouped in modules.items():
+        if not isinstance(grouped, GroupedLinear) or isinstance(grouped.experts, StackedExperts):
             continue
-        of_experts = {recipes[names[id(each)]] for each in module.experts if id(each) in names}
+        of_experts = {recipes[names[id(each)]] for each in grouped.experts if id(each) in names}
         if len(of_experts) > 1:
-            raise ValueError(f"{OP}: experts of {name} would have {len(of_experts)} recipes; match all with one pattern")
+            raise ValueError(
+                f"{OP}: experts of {name} would have {len(of_experts)} recipes; match all with one pattern"
+            )
         if None in of_experts:
             raise ValueError(f"{OP}: {name} (GroupedLinear) has no products of values; pass a recipe for its experts")
 
@@ -253,12 +263,11 @@ def _check_idle(model: nn.Module, changes: list[_Change]) -> None:
 
 def _agree(model: nn.Module, changes: list[_Change], problem: Exception | None) -> None:
     """Raise on all ranks if one has a problem, or if ranks change other layers. Collective if weights are DTensors."""
-    meshes = dict.fromkeys(each.device_mesh for each in model.parameters() if isinstance(each, DTensor))
+    meshes = {each.device_mesh: device_of(each) for each in model.parameters() if isinstance(each, DTensor)}
     facts = repr([str(problem), *((change.name, change.recipe) for change in changes)]).encode()
     others: list[int] = []
-    for mesh in meshes:
+    for mesh, device in meshes.items():
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
         others += unlike_ranks(facts, groups, device)
     if problem is not None:
         raise problem

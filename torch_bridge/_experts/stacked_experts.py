@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from qshard.recipes import Recipe
-from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
+from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group, expert_mesh
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
@@ -48,10 +48,12 @@ class Experts(WeightModule):
         self._modules.pop("delayed", None)
         for own, name in names.items():
             self._wrap_own(own, name, root, primary)
-        self._begin_scaling(next(iter(self._states().values()), None), self._empty_seed() if recipe.stochastic else None)
+        self._begin_scaling(
+            next(iter(self._states().values()), None), self._empty_seed() if recipe.stochastic else None
+        )
 
     def _empty_seed(self) -> Tensor:
-        weight = next(each for each in self._parameters.values() if each is not None and each.ndim == 3)
+        weight: Any = next(each for each in self._parameters.values() if each is not None and each.ndim == 3)
         state = next(iter(self._states().values()), None)
         part = None if state is None else state.part  # Under FSDP2 the weight is sharded, but the seeds are not.
         if part is None and self.has_local_experts:
@@ -126,6 +128,7 @@ class Experts(WeightModule):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Multiply rows by the weights of their experts, as `grouped_linear` does."""
+        assert self.recipe is not None
         x, _, seeds, delayed, dtype = self.operands_of_call(x, weights)
         given: dict[str, Any] = {
             "bias": bias,

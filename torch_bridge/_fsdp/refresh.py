@@ -88,7 +88,7 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
 def padded_values(
     state: ScaleState, shard: Tensor, shape: torch.Size, mesh: DeviceMesh, dtype: torch.dtype, sent: torch.dtype | None
 ) -> Tensor:
-    """Return the values of a shard, rounded to `dtype` and to the dtype that is sent, and padded like the longest shard.
+    """Return the values of a shard, rounded to `dtype` and then to the dtype that is sent, with padding for the gather.
 
     Arguments as in `begin_gather`.
     """

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qshard._core.operands import check_weight_format, check_weight_shape
 from qshard._core.validation import quote
@@ -163,10 +163,14 @@ class WeightLayer(WeightModule):
             weight_layout=self.weight_layout,
         )
 
-
     def _multiply_values(self, input: Tensor) -> Tensor:
         """Compute `y = x @ w.T + bias` as the layer would without `convert`. x decides the dtype."""
         weight, bias = self.weight, self.bias
+        if isinstance(input, DTensor) and isinstance(weight, DTensor):  # As PyTorch's `ColwiseParallel` gathers rows.
+            pairs = zip(input.placements, weight.placements, strict=True)
+            placements = tuple(Replicate() if w == Shard(0) else p for p, w in pairs)
+            # Even where it moves nothing, `redistribute` would sum a partial gradient of x for each layer.
+            input = input if input.placements == placements else input.redistribute(placements=placements)
         if not torch.is_autocast_enabled(input.device.type):
             weight, bias = (None if each is None else each.to(input.dtype) for each in (weight, bias))
         if self.weight_layout == "NK":
