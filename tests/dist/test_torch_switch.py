@@ -1,4 +1,4 @@
-"""`switch_recipe` on ranks: all bits are those of a model that was converted with the new recipe."""
+"""`switch_recipe` on ranks: a model that was converted with the new recipe has the same bits."""
 
 import copy
 import warnings
@@ -12,12 +12,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import qshard.torch_bridge as qt
+from qshard.recipes import NVFP4, Recipe
 from support import torch_ranks
 from support.torch_models import model_of, shard
 from support.torch_parallel import Llama, mesh_of, parallelized
 from support.torch_ranks import on_ranks, rarely
 
 WIDTH = 128
+VECTORS = Recipe(weight="MXFP8_E4M3", activation="MXFP8_E4M3", gradient="MXFP8_E4M3")
 PAIRS = [
     ("NVFP4", "MXFP8"),
     ("NVFP4", None),
@@ -183,23 +185,20 @@ EXPERTS = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", EXPERTS)
-@pytest.mark.parametrize("then", ["MXFP8", "vectors", None])
+@pytest.mark.parametrize("then", ["MXFP8", VECTORS, None])
 def test_experts(kind, then):
     """Values are gathered for a recipe with 1-D blocks, which FSDP2 cannot gather for linear layers."""
-    vectors = qt.recipes if False else None  # noqa: F841
-    from qshard.recipes import Recipe
 
     def of(recipe):
         torch.manual_seed(0)
         return fully_shard(EXPERTS[kind](recipe).to(torch_ranks.device), mesh=torch_ranks.mesh())
 
-    then = Recipe(weight="MXFP8_E4M3", activation="MXFP8_E4M3", gradient="MXFP8_E4M3") if then == "vectors" else then
     model = of("NVFP4")
     optimizer = adam(model)
     train(model, optimizer)
-    refused = kind != "sorted" and then is None or kind == "list" and isinstance(then, Recipe)
+    refused = kind != "sorted" and then is None or kind == "list" and then == VECTORS
     if refused:
-        with pytest.raises((ValueError, NotImplementedError), match="switch_recipe|fully_shard"):
+        with pytest.raises((ValueError, NotImplementedError), match=r"switch_recipe|fully_shard"):
             qt.switch_recipe(model, then)
         train(model, optimizer)
         return
@@ -226,7 +225,7 @@ def test_ranks_that_differ_raise_on_all():
     model = made("NVFP4")
     optimizer = adam(model)
     before = train(model, optimizer)
-    with pytest.raises(ValueError, match="rank . of the group passes another recipe"):
+    with pytest.raises(ValueError, match=r"rank . of the group passes another recipe"):
         qt.switch_recipe(model, ("MXFP8", "CurrentScaling")[dist.get_rank()])
     with pytest.raises(ValueError, match=r"switch_recipe: (rank|pattern 'none')"):
         qt.switch_recipe(model, ("MXFP8", {"none": "MXFP8"})[dist.get_rank()])
@@ -236,7 +235,7 @@ def test_ranks_that_differ_raise_on_all():
 
 @on_ranks(2)
 def test_is_refused_within_a_step():
-    """Before gradients are reduced, in a pass, and for old graphs, whose codes are gone."""
+    """Before gradients are reduced, and in a pass. Codes of old graphs are gone, so their backward pass raises."""
     model = made("NVFP4")
     x = torch.randn(32, WIDTH, device=torch_ranks.device)
     model.set_requires_gradient_sync(False)
@@ -260,13 +259,10 @@ def test_is_refused_within_a_step():
 
 @on_ranks(2)
 def test_formats_that_fsdp2_cannot_gather():
-    from qshard.recipes import NVFP4, Recipe
-
     model = made("NVFP4")
     optimizer = adam(model)
     train(model, optimizer)
-    vectors = Recipe(weight="MXFP8_E4M3", activation="MXFP8_E4M3", gradient="MXFP8_E4M3")
-    for recipe in (vectors, NVFP4(dgrad="bf16")):
+    for recipe in (VECTORS, NVFP4(dgrad="bf16")):
         with pytest.raises(NotImplementedError, match=r"fully_shard: 0.weight"):
             qt.switch_recipe(model, recipe)
     qt.switch_recipe(model, {"2": NVFP4(wgrad="bf16"), "0": None})

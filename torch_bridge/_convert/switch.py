@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -50,8 +51,8 @@ def switch_recipe(model: nn.Module, recipe: RecipesLike | None) -> nn.Module:
                 switch_recipe(model, "MXFP8")
             train(model, batch)
 
-    From the next forward pass on, codes, losses and gradients are bit for bit those of a model that was converted with
-    the new recipe and has the same values, masters and optimizer states.
+    A model that was converted with the new recipe and has the same values, masters and optimizer states computes the
+    same codes, losses and gradients from then on, bit for bit.
 
     Args:
       model: after `convert`, also after `fully_shard`, `parallelize_module`, `torch.compile` or
@@ -74,9 +75,10 @@ def switch_recipe(model: nn.Module, recipe: RecipesLike | None) -> nn.Module:
     pass of every earlier loss first; under FSDP2 a later one raises. `torch.compile` compiles once more. A captured
     CUDA graph replays the old recipe: capture a new one.
 
-    Seeds of stochastic rounding stay if both recipes use them. Otherwise they are drawn as in `convert`, and amax
-    histories begin anew. A state dict that `torch.save` wrote after a switch, and `scaling_state`, know the recipe:
-    loading them into a model with the first recipe raises, so a resumed run must call `switch_recipe` first.
+    Seeds of stochastic rounding stay if both recipes use them; otherwise new ones are drawn, the same on all ranks of
+    a mesh. Amax histories begin anew. A state dict that `torch.save` wrote after a switch, and `scaling_state`, know
+    the recipe: loading them into a model with the first recipe raises, so a resumed run must call `switch_recipe`
+    first.
 
     >>> from qshard.torch_bridge import convert
     >>> model = convert(nn.Sequential(nn.Linear(32, 32)), "NVFP4")
@@ -103,8 +105,10 @@ def switch_recipe(model: nn.Module, recipe: RecipesLike | None) -> nn.Module:
     for _, param, state in sharded_params(model):
         if id(state) in states:
             forget_gathered(param)
+    draws = any(change.recipe is not None and change.recipe.stochastic for change in changes)
+    generator = _generator(model) if draws else None
     for change in changes:
-        change.module.switch(change.recipe)
+        change.module.switch(change.recipe, generator)
     for module in modules_of(model):
         if isinstance(module, DistributedDataParallel):
             forget_buffers(module)
@@ -152,7 +156,7 @@ class _Change(NamedTuple):
 
 
 def _changes(model: nn.Module, recipe: Any) -> list[_Change]:
-    """Return the layers whose recipe changes, in the order of the model."""
+    """Return the layers that get another recipe, in the order of the model."""
     modules = {".".join(plain_name(model, name)): module for name, module in model.named_modules()}
     layers = {name: module for name, module in modules.items() if isinstance(module, WeightModule)}
     if not layers:
@@ -261,18 +265,34 @@ def _check_idle(model: nn.Module, changes: list[_Change]) -> None:
             )
 
 
+def _groups_of(model: nn.Module) -> list[tuple[list[dist.ProcessGroup], torch.device]]:
+    """Return the groups of each mesh of the model, with the device that sends there; the largest mesh is last."""
+    meshes = {each.device_mesh: device_of(each) for each in model.parameters() if isinstance(each, DTensor)}
+    pairs = sorted(meshes.items(), key=lambda pair: pair[0].size())
+    return [([mesh.get_group(axis) for axis in range(mesh.ndim)], device) for mesh, device in pairs]
+
+
+def _generator(model: nn.Module) -> torch.Generator:
+    """Return a random number generator that draws the same seeds on all ranks of the model."""
+    number = torch.randint(2**62, (1,))
+    for groups, device in _groups_of(model):
+        for group in groups:
+            sent = number.to(device)
+            dist.broadcast(sent, group=group, group_src=0)
+            number = sent.cpu()
+    return torch.Generator().manual_seed(int(number))
+
+
 def _agree(model: nn.Module, changes: list[_Change], problem: Exception | None) -> None:
     """Raise on all ranks if one has a problem, or if ranks change other layers. Collective if weights are DTensors."""
-    meshes = {each.device_mesh: device_of(each) for each in model.parameters() if isinstance(each, DTensor)}
     facts = repr([str(problem), *((change.name, change.recipe) for change in changes)]).encode()
     others: list[int] = []
-    for mesh, device in meshes.items():
-        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    for groups, device in _groups_of(model):
         others += unlike_ranks(facts, groups, device)
     if problem is not None:
         raise problem
     if others:
         raise ValueError(
-            f"{OP}: rank {others[0]} of the group passes another recipe than this rank, or has a problem; call it alike "
-            "on every rank"
+            f"{OP}: rank {others[0]} of the group passes another recipe than this rank, or raises; call it alike on "
+            "every rank"
         )

@@ -117,7 +117,7 @@ def _named_recipes(model: nn.Module) -> dict[str, tuple[str, bool]]:
 
 
 def _without_recipes(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state without the recipes in it, which must be those of the model."""
+    """Return a state without its recipes, and raise if the model has others."""
     own = _named_recipes(model)
     for name in own.keys() & state.keys():
         saved, (recipe, _) = bytes(state[name].tolist()).decode(), own[name]
@@ -126,7 +126,7 @@ def _without_recipes(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str,
                 f"load_scaling_state: state was saved after switch_recipe, with {name.removesuffix('.recipe')} in "
                 f"{saved}, but here it has {recipe}; call switch_recipe as in that run, then load"
             )
-    return {name: value for name, value in state.items() if name not in own}
+    return {name: value for name, value in state.items() if name.rpartition(".")[2] != "recipe"}
 
 
 _OF_EXPERT = re.compile(r"(?P<layer>(?:.*\.)?experts)\.(?P<index>\d+)\.(?P<rest>delayed\..*|seed)")

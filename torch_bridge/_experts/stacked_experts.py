@@ -66,7 +66,7 @@ class Experts(WeightModule):
         return DTensor.from_local(seed, part.mesh, part.placements, run_check=False, shape=size, stride=(2, 1))
 
     def _gathered_recipe(self) -> Recipe | None:
-        """Return the recipe of the codes of gathered weights; None for a format that only values can be gathered for."""
+        """Return the recipe of gathered codes; None if values are gathered, as for formats without gathers."""
         refused = self.recipe is not None and self.recipe.weight.gather_refusal is not None
         return None if refused else self.recipe
 

@@ -134,7 +134,7 @@ class ScaleState:
 
     def switch(self, recipe: Recipe | None, device: Any) -> None:
         """Change the recipe. Gathered codes of the old one must be freed. Masters and the sharding stay."""
-        if self.stored is not None:  # Saved by graphs of earlier steps, whose codes are gone: backward must raise.
+        if self.stored is not None:  # Earlier graphs saved them, and their codes are gone: backward must raise.
             old = [part for part in self.stored[1:] if part is not None and not part.is_inference()]
             torch.autograd.graph.increment_version(old)
         self._begin(recipe, device)

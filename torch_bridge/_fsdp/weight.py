@@ -292,7 +292,7 @@ class ShardedWeight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Wrap the gathered codes without a copy. FSDP2 then frees and refills their memory, and that of values."""
+        """Wrap the gathered codes, or return the values, without a copy. FSDP2 then frees and refills their memory."""
         if metadata is None:
             self.scale_state.status = Status.SHARDED
             return (all_gather_outputs[0], ()) if out is None else None

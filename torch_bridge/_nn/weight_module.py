@@ -147,9 +147,10 @@ def delayed_of_call(modules: nn.ModuleDict) -> dict[Role, DelayedScale]:
     return delayed
 
 
-def _draw(seed: Tensor) -> None:
-    """Draw seeds. Ranks draw the seeds of all experts, and keep their own."""
-    of_all = torch.empty(seed.shape, dtype=torch.int32, device=seed.device).random_(-(2**31), 2**31)
+def _draw(seed: Tensor, generator: torch.Generator | None = None) -> None:
+    """Draw seeds, on the device of `generator` if there is one. Ranks draw the seeds of all experts and keep theirs."""
+    device = seed.device if generator is None else generator.device
+    of_all = torch.empty(seed.shape, dtype=torch.int32, device=device).random_(-(2**31), 2**31, generator=generator)
     local_of(seed).copy_(of_all[local_box(seed).slices])
 
 
@@ -199,8 +200,11 @@ class WeightModule(Extends):
         """Return the buffer of a seed, without a value."""
         raise NotImplementedError
 
-    def switch(self, recipe: Recipe | None) -> None:
-        """Change the recipe of a layer whose weights are not gathered now. Seeds stay if both recipes need them."""
+    def switch(self, recipe: Recipe | None, generator: torch.Generator | None) -> None:
+        """Change the recipe. The weights are not gathered now.
+
+        Seeds stay if both recipes need them; otherwise `generator` draws them.
+        """
         first = self.converted or (self.recipe,)
         self.recipe, self.converted = recipe, () if first == (recipe,) else first
         groups = {own.group for own in self._delayed_scales()}
@@ -215,7 +219,7 @@ class WeightModule(Extends):
             self.seed = None
         elif self.seed is None:
             self.seed = self._empty_seed()
-            _draw(self.seed)
+            _draw(self.seed, generator)
 
     def _gathered_recipe(self) -> Recipe | None:
         """Return the recipe of the codes of gathered weights; None if their values are gathered."""
