@@ -237,7 +237,9 @@ def _check_shared(
                 f"{OP}: experts of {name} would have {len(of_experts)} recipes; match all with one pattern"
             )
         if None in of_experts:
-            raise ValueError(f"{OP}: {name} (GroupedLinear) has no products of values; pass a recipe for its experts")
+            raise ValueError(
+                f"{OP}: {name or 'the model'} (GroupedLinear) has no products of values; pass a recipe for its experts"
+            )
 
 
 def _check_idle(model: nn.Module, changes: list[_Change]) -> None:
