@@ -55,8 +55,8 @@ def switch_recipe(model: Any, recipe: RecipesLike | None, *, rngs: Any = None) -
         return model.with_recipe(recipe)
     if "flax" not in sys.modules or not isinstance(model, sys.modules["flax"].nnx.Module):
         raise TypeError(
-            f"{OP}: model ({quote(model)}) is not a Policy or an nnx.Module; elsewhere pass the new recipe to linear, "
-            "optimizer or DotGeneral"
+            f"{OP}: model ({quote(model)}) is not a Policy or an nnx.Module; pass the new recipe to linear, optimizer "
+            "or DotGeneral instead"
         )
     from qshard.jax._convert import nnx_model
 
