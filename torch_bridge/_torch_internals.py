@@ -7,7 +7,7 @@ Registries of `nn.Module` (`_parameters`, `_buffers`, `_modules`), methods meant
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.distributed.fsdp import FlatParameter, FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
@@ -235,6 +236,32 @@ def modules_of_flat(flat: FlatParameter) -> list[tuple[str, nn.Module]]:
     """Return the qualified name and the module of each parameter in a flat parameter of FSDP1."""
     infos: Any = flat._param_infos
     return [(f"{info.module_name}.{info.param_name}".lstrip("."), info.module) for info in infos]
+
+
+# DTensor. Before torch 2.13 the backward pass of `to_local` builds its result without autograd, so a second derivative
+# ends there without a word. Without the class: drop the check, because no supported version needs it then.
+_DTENSOR_LOSES_SECOND_DERIVATIVES = torch.__version__ < "2.13"
+
+
+def loses_second_derivatives(functions: Iterable[tuple[Any, int]]) -> bool:
+    """Return True if a gradient that flows to `functions` passes a DTensor that would cut its graph.
+
+    Args:
+      functions: `next_functions` of an autograd node.
+    """
+    if not _DTENSOR_LOSES_SECOND_DERIVATIVES:
+        return False
+    to_local: Any = _ToTorchTensor._backward_cls  # type: ignore[attr-defined]
+    seen, pending = set(), [function for function, _ in functions]
+    while pending:
+        function = pending.pop()
+        if function is None or function in seen:
+            continue
+        if isinstance(function, to_local):
+            return True
+        seen.add(function)
+        pending.extend(each for each, _ in function.next_functions)
+    return False
 
 
 # Dynamo. Under `torch.compile(dynamic=True)` floats of an object become symbols. Dynamo of torch 2.13 fails on such a

@@ -101,6 +101,14 @@ def no_second_derivative(op: str, instead: str) -> str:
     return f"{op}: second derivatives (gradient penalty, Hessian) are not supported; {instead}"
 
 
+def no_graph_of_gradients(op: str, version: str) -> str:
+    """Return the error text for gradients with a graph, in a version of PyTorch whose DTensors lose that graph."""
+    return (
+        f"{op}: second derivatives would be incomplete, because DTensors of torch {version} lose them; "
+        "leave out create_graph=True, or install torch 2.13 or newer"
+    )
+
+
 def join_names(names: Iterable[str]) -> str:
     """Join names as `a, b or c`."""
     *first, last = names

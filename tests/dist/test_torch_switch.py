@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -268,3 +269,31 @@ def test_formats_that_fsdp2_cannot_gather():
     qt.switch_recipe(model, {"2": NVFP4(wgrad="bf16"), "0": None})
     assert [model[0].recipe, model[2].recipe] == [None, NVFP4(wgrad="bf16")]
     train(model, optimizer)
+
+
+@on_ranks(2)
+def test_zero_begins_anew():
+    """A `ZeroOptimizer` raises, and its checkpoint goes on in a new model with the new recipe."""
+
+    def of(recipe):
+        model = qt.convert(model_of(True, sizes=(WIDTH, WIDTH)), recipe)
+        return model, qt.ZeroOptimizer(model, lr=1e-2)
+
+    def state_of(model, optimizer):
+        return copy.deepcopy(get_state_dict(model, optimizer, options=whole))
+
+    whole = StateDictOptions(full_state_dict=True)
+    model, optimizer = of("NVFP4")
+    train(model, optimizer)
+    with pytest.raises(NotImplementedError, match=r"switch_recipe: .* is trained by a ZeroOptimizer"):
+        qt.switch_recipe(model, "MXFP8")
+    weights, states = state_of(model, optimizer)
+    late = of("MXFP8")
+    set_state_dict(*late, model_state_dict=weights, optim_state_dict=states, options=whole)
+    for name, value in state_of(*late)[0].items():
+        assert torch.equal(value, weights[name])
+    plain = qt.convert(model_of(True, sizes=(WIDTH, WIDTH)), "MXFP8")
+    plain.load_state_dict(weights)
+    x = torch.randn(32, WIDTH, device=torch_ranks.device)
+    assert torch.equal(plain(x), late[0](x))
+    assert len(train(*late)) == 2

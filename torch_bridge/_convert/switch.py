@@ -209,8 +209,8 @@ def _check_owners(model: nn.Module) -> None:
         )
     if any(has_optimizer(parameter) for parameter in model.parameters()):
         raise NotImplementedError(
-            f"{OP}: model ({type(model).__name__}) is trained by a ZeroOptimizer, whose buffers have the sizes of one "
-            "format; save its state_dict, convert with the new recipe, and load it"
+            f"{OP}: model ({type(model).__name__}) is trained by a ZeroOptimizer, whose buffers have the size of one "
+            "format; load the results of get_state_dict into a new model and optimizer with the new recipe"
         )
 
 

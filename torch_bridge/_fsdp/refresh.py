@@ -284,8 +284,8 @@ def cast_shards(weights: Sequence[WeightShard], buffers: Sequence[Tensor]) -> No
         of_device = [(w, buffer) for w, buffer in zip(weights, buffers, strict=True) if w.shard.device == device]
         if slices := [(weight, buffer) for weight, buffer in of_device if weight.plan.box is None]:
             flat = flat_plan(tuple(weight.plan.slice for weight, _ in slices), device)
-            of_buckets = [each.to(device) for each in flat.join_scales([w.staged.scale for w, _ in slices])]
-            flat.cast([buffer for _, buffer in slices], [w.shard for w, _ in slices], of_buckets, pieces=True)
+            of_batches = [each.to(device) for each in flat.join_scales([w.staged.scale for w, _ in slices])]
+            flat.cast([buffer for _, buffer in slices], [w.shard for w, _ in slices], of_batches, pieces=True)
         for weight, buffer in of_device:
             if weight.plan.box is not None:
                 weight.plan.cast_box(weight.shard, weight.staged.scale.to(device), buffer)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -19,7 +17,9 @@ from torch.utils.hooks import warn_if_has_hooks
 from qshard._core.placement import Box
 from qshard.formats import Usage
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
+from qshard.torch_bridge._fsdp.gather_hook import GatherHook, hook_signature
 from qshard.torch_bridge._fsdp.initial_values import RANDOM, box_of, exact_erfinv, fill
+from qshard.torch_bridge._fsdp.op_kinds import MAKES_PLAIN, STAYS_SHARDED, is_mutable, is_view
 from qshard.torch_bridge._fsdp.refresh import Gather, begin_gather, padded_values
 from qshard.torch_bridge._fsdp.scale_state import ScaleState, Status
 from qshard.torch_bridge._quantized.stack import QuantizedStack
@@ -191,10 +191,10 @@ class ShardedWeight(Tensor):
         if func in RANDOM and args[0].ndim in (2, 3) and (box := box_of(states[0], tuple(args[0].shape))) is not None:
             return args[0]._fill(box, func, *args[1:], **kwargs)
         out = func(*plain_args, **plain_kwargs)
-        if _is_mutable(func):
+        if is_mutable(func):
             _count_writes(func, args, kwargs)
-        if func in _STAYS_SHARDED or _is_view(func):
-            if _is_view(func) and _is_whole(out, plain_args[0]):
+        if func in STAYS_SHARDED or is_view(func):
+            if is_view(func) and _is_whole(out, plain_args[0]):
                 out = plain_args[0]  # A view made here would have a version counter of its own, and miss writes.
             with torch.inference_mode(False):  # In inference mode the wrapper could not be a view.
                 wrapped = _wrap(out, states[0])
@@ -203,7 +203,7 @@ class ShardedWeight(Tensor):
             return wrapped
         if func is aten.copy_.default and len(states) == 2:
             states[0].note_start(getattr(args[1], "first", 0))
-        if isinstance(out, Tensor) and _is_mutable(func):  # In-place ops return their argument.
+        if isinstance(out, Tensor) and is_mutable(func):  # In-place ops return their argument.
             return args[0] if plain_args and out is plain_args[0] else out
         return out
 
@@ -245,10 +245,10 @@ class ShardedWeight(Tensor):
             state.status = Status.SHARDED
             state.passes.watch()
         if state.fmt is None:
-            return _Hook(self._pad_values, _PAD_VALUES)
+            return GatherHook(self._pad_values, _PAD_VALUES)
         if state.fmt.element.packed and self.shape[-1] == state.whole[-1]:
-            return _Hook(self._cast_packed_rows, _CAST_PACKED_ROWS)
-        return _Hook(self._cast_shard, _CAST_SHARD)
+            return GatherHook(self._cast_packed_rows, _CAST_PACKED_ROWS)
+        return GatherHook(self._cast_shard, _CAST_SHARD)
 
     def _cast_packed_rows(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gather]:
         """Cast a shard of rows to 4-bit codes, with the older signature of the hook.
@@ -306,26 +306,9 @@ class ShardedWeight(Tensor):
         return None
 
 
-class _Hook:
-    """A bound method with a precomputed signature. FSDP2 inspects the signature before each gather, which is slow."""
-
-    __slots__ = ("__signature__", "_method")
-
-    def __init__(self, method: Callable[..., Any], signature: inspect.Signature):
-        self._method, self.__signature__ = method, signature
-
-    def __call__(self, *args: Any) -> Any:
-        return self._method(*args)
-
-
-def _signature(method: Callable[..., Any]) -> inspect.Signature:
-    signature = inspect.signature(method)
-    return signature.replace(parameters=[*signature.parameters.values()][1:])
-
-
-_CAST_SHARD = _signature(ShardedWeight._cast_shard)
-_CAST_PACKED_ROWS = _signature(ShardedWeight._cast_packed_rows)
-_PAD_VALUES = _signature(ShardedWeight._pad_values)
+_CAST_SHARD = hook_signature(ShardedWeight._cast_shard)
+_CAST_PACKED_ROWS = hook_signature(ShardedWeight._cast_packed_rows)
+_PAD_VALUES = hook_signature(ShardedWeight._pad_values)
 
 
 def _note_split(whole: ShardedWeight, size: int, *others: Any) -> None:
@@ -354,10 +337,10 @@ def _run_on_sealed(func: Any, args: Any, kwargs: Any) -> Any:
             else:
                 target.shard.copy_(values)
             return target
-    elif func in _MAKES_PLAIN:
+    elif func in MAKES_PLAIN:
         plain = torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
         return func(plain, *args[1:], **kwargs)
-    elif func in _STAYS_SHARDED or _is_view(func):
+    elif func in STAYS_SHARDED or is_view(func):
         device = kwargs.get("device") or weight.device
         kwargs = {key: "meta" if key == "device" else value for key, value in kwargs.items()}
         sizes, options = pytree.tree_map_only(ShardedWeight, lambda t: t.shard, (args, kwargs))
@@ -367,28 +350,6 @@ def _run_on_sealed(func: Any, args: Any, kwargs: Any) -> Any:
         f"ShardedWeight: {name} (primary) has only codes, which {func} cannot use; use qshard.torch_bridge.Adam or "
         "WithMasters, which keep the master, and read values in state_dict()"
     )
-
-
-# Ops that return a sharded weight, besides views: FSDP2 pads and moves with them, `to_empty` and `.to` call them.
-# All other ops return plain tensors.
-_STAYS_SHARDED = {
-    aten.new_zeros.default,
-    aten.new_empty.default,
-    aten.empty_like.default,
-    aten._to_copy.default,
-    aten._pin_memory.default,
-    aten.where.self,  # `trunc_normal_` fills its result again.
-}
-
-
-_MAKES_PLAIN = {
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.empty_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-}
 
 
 def _unwrap(value: Any, states: list[ScaleState]) -> Any:
@@ -405,11 +366,6 @@ def _wrap(out: Any, state: ScaleState) -> Any:
     return type(out)(_wrap(each, state) for each in out) if isinstance(out, list | tuple) else out
 
 
-@functools.cache
-def _is_mutable(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
-
-
 def _count_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise the version of the shards that `func` wrote: compiled layers save these, and not the parameters."""
     for i, argument in enumerate(func._schema.arguments):
@@ -418,12 +374,6 @@ def _count_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             weights = [x for x in (given if isinstance(given, list) else [given]) if isinstance(x, ShardedWeight)]
             shards = [x.shard for x in weights if type(x.shard) is Tensor and not x.shard.is_inference()]
             torch.autograd.graph.increment_version(shards)
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    """Return True if a result aliases an argument, so that writes to it are writes to the weight."""
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def _is_whole(view: Any, tensor: Any) -> bool:

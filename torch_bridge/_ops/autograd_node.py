@@ -4,7 +4,8 @@ Kernels have no derivatives, so a gradient that a node returns is a constant for
 gradient penalty would silently lose the terms of the node. Therefore, under `create_graph=True`, a second node passes
 each gradient on, and raises in its own backward pass. The second node depends on the inputs of the first, whether or
 not the incoming gradient requires grad; `torch.autograd.function.once_differentiable` checks the incoming gradient
-only. Code that computes gradients under `create_graph=True`, sums them and takes a step is not affected.
+only. Code that computes gradients under `create_graph=True`, sums them and takes a step is not affected. Before torch
+2.13 DTensors lose the second node, so a backward pass that reaches a DTensor under `create_graph=True` raises at once.
 
 The link from the second node to those inputs is an empty tensor, the *anchor*: a second result of the first node, which
 autograd saves with the other tensors. It costs about 2 us per call, and no device memory.
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qshard._core.validation import no_second_derivative
+from qshard._core.validation import no_graph_of_gradients, no_second_derivative
 from qshard.torch_bridge._ops.eager import is_compiling
-from qshard.torch_bridge._torch_internals import has_forward_ad_level, in_functorch
+from qshard.torch_bridge._torch_internals import has_forward_ad_level, in_functorch, loses_second_derivatives
 
 Gradients = Sequence[Tensor | None]
 
@@ -115,6 +116,8 @@ def _backward_of(gradients: Callable[..., Gradients], op: str, instead: str, deg
         where = [i for i, each in enumerate(grads) if each is not None and _depends(i, needed, degree, grad)]
         attached = [*grads]
         if where:
+            if loses_second_derivatives(ctx.next_functions):
+                raise NotImplementedError(no_graph_of_gradients(op, torch.__version__))
             text = no_second_derivative(op, instead)
             results = _Refusal.apply(text, len(where), *(grads[i] for i in where), anchor, grad)
             for i, result in zip(where, results, strict=True):

@@ -239,7 +239,7 @@ class SliceCast:
         for w in weights:
             assert w.fmt is not None
             rounded_to = dtype_name(w.dtype) if parity == "model" else None
-            slices.append(FlatSlice(w.shape, w.fmt, "float32", w.start, w.is_stack, rounded_to))
+            slices.append(FlatSlice(w.shape, w.fmt, start=w.start, rounded_to=rounded_to, is_stack=w.is_stack))
         self._flat = FlatPlan(slices, device)
 
     def cast(self, group: dist.ProcessGroup | None) -> None:
@@ -256,8 +256,8 @@ class SliceCast:
         else:
             amaxes = max_over_ranks(self._flat.amaxes(self._masters), group)
             scales = self._flat.split_scales(self._flat.scales(amaxes))
-        of_buckets = self._flat.join_scales([each.scale for each in scales])
-        self._flat.cast([own.data for own in self._planes], self._masters, of_buckets, pieces=True)
+        of_batches = self._flat.join_scales([each.scale for each in scales])
+        self._flat.cast([own.data for own in self._planes], self._masters, of_batches, pieces=True)
         both = [zip(own[1:], new[1:], strict=True) for own, new in zip(self._planes, scales, strict=True)]
         pairs = [(old, new) for pair in both for old, new in pair if old is not None]
         torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])
