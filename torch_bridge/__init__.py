@@ -27,7 +27,6 @@ from qshard.torch_bridge._convert.export import quantized_state_dict
 from qshard.torch_bridge._convert.fsdp1 import prepare_modules_for_fsdp1
 from qshard.torch_bridge._convert.load_quantized import freeze, load_quantized
 from qshard.torch_bridge._convert.quantized_init import quantized_init
-from qshard.torch_bridge._convert.switch import switch_recipe
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
 from qshard.torch_bridge._distributed.scaling_state import load_scaling_state, scaling_state
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
@@ -58,6 +57,7 @@ from qshard.torch_bridge._quantized.quantize import quantize
 from qshard.torch_bridge._quantized.serialization import from_plain, to_plain
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._recipe_switch import switch_recipe
 from qshard.torch_bridge._weight_sync.stream import stream_weights
 from qshard.torch_bridge._zero.optimizer import ZeroOptimizer
 

@@ -201,7 +201,7 @@ def has_unreduced_gradient(param: Any) -> bool:
 def forget_gathered(param: Any) -> None:
     """Make an `FSDPParam` that is resharded allocate the result of its next all-gather anew.
 
-    Autograd then raises in graphs that saved the old result, whose memory is freed.
+    The memory of the old result is freed, so autograd raises in graphs that saved it.
     """
     torch.autograd.graph.increment_version([each for each in param.all_gather_outputs if not each.is_inference()])
     param.all_gather_outputs, param._unsharded_inner_tensors = [], []

@@ -293,3 +293,27 @@ def test_zero_begins_anew():
     x = torch.randn(32, WIDTH, device=torch_ranks.device)
     assert torch.equal(plain(x), late[0](x))
     assert len(train(*late)) == 2
+
+
+@on_ranks(2, *rarely(4))
+@pytest.mark.parametrize("then", ["BlockScaling", "NVFP4"])
+def test_expert_parallelism(then):
+    """Ranks have the seeds of their experts, also if they drew different numbers before."""
+
+    def of(recipe):
+        torch.manual_seed(0)
+        group = dist.group.WORLD
+        return qt.MoE(WIDTH, WIDTH, num_experts=8, top_k=2, recipe=recipe, stacked=True, ep_group=group)
+
+    model = of("MXFP8")
+    optimizer = adam(model)
+    train(model, optimizer)
+    torch.manual_seed(dist.get_rank())
+    qt.switch_recipe(model, then)
+    if then == "NVFP4":
+        own = model.w13.experts.seed
+        assert own.shape == (8, 2)
+        assert own.to_local().shape == (8 // dist.get_world_size(), 2)
+    assert_goes_on_alike(model, optimizer, of(then))
+    with pytest.raises(ValueError, match="no products of values"):
+        qt.switch_recipe(model, None)
