@@ -21,7 +21,7 @@ import torch
 
 import rows
 from gpu_timing import Contenders, microseconds, rows_of
-from qshard._core.flat_shards import plan_master
+from qshard._core.flat_shards import FlatSlice, plan_master
 from qshard.formats import FORMATS, Format
 from qshard.torch_bridge import CastPlan, QuantizedSlice, cast_master
 
@@ -36,17 +36,15 @@ def steps(name: str, fmt: Format, masters: list[torch.Tensor], start: int = STAR
     name = name if start == START else f"{name}, odd start,"
     starts = torch.full((SLICES,), start, dtype=torch.int64, device=device)
     pairs = starts.view(torch.int32).view(SLICES, 2)
-    (bucket,) = plan_master([SHAPE] * SLICES, fmt).buckets
+    (batch,) = plan_master([FlatSlice(SHAPE, fmt)] * SLICES).batches
     slices = [QuantizedSlice.empty(fmt, SHAPE, LENGTH, device=device) for _ in masters]
     plan = CastPlan(slices, parity="master")
-    scale = torch.ones(bucket.blocks, device=device)
-    shared = {**bucket.attributes, "element": fmt.element.name, "pieces": True}
+    scale = torch.ones(batch.blocks, device=device)
+    shared = {**batch.attributes, "element": fmt.element.name, "pieces": True}
 
     def amaxes(_: int) -> torch.Tensor:
-        amax = torch.zeros(bucket.amaxes, device=device)
-        torch.ops.qshard.amax_slices(
-            pairs, amax, masters, whole=fmt.scaling.global_scale or "none", **bucket.attributes
-        )
+        amax = torch.zeros(batch.amaxes, device=device)
+        torch.ops.qshard.amax_slices(pairs, amax, masters, whole=fmt.scaling.global_scale or "none", **batch.attributes)
         return amax
 
     def codes(_: int) -> None:
@@ -55,7 +53,7 @@ def steps(name: str, fmt: Format, masters: list[torch.Tensor], start: int = STAR
     def whole(_: int) -> None:
         cast_master(slices, masters, starts, parity="master", plan=plan)
 
-    blocks = bucket.blocks / (SLICES * LENGTH)  # blocks of whole weights, per element of the slices
+    blocks = batch.blocks / (SLICES * LENGTH)  # blocks of whole weights, per element of the slices
     code, scale_inv = 1 / fmt.element.codes_per_byte, 4 if fmt.scale_dtype == "float32" else 1
     return {
         f"amaxes {name} qshard": (4 + 4 * blocks, amaxes),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from qshard import formats
 from qshard._core.validation import as_format, closest, quote
@@ -63,8 +63,6 @@ _OPERANDS = {
     Product.WGRAD: (Role.GRADIENT, Role.ACTIVATION),
 }
 
-_ORDER = {product: index for index, product in enumerate(Product)}
-
 BF16 = "bf16"
 """The value of a product of a recipe whose operands are rounded to bfloat16 instead of quantized."""
 
@@ -74,6 +72,14 @@ ROLE_SEEDS = {Role.GRADIENT: 0, Role.ACTIVATION: 1 << 62, Role.WEIGHT: 1 << 63}
 
 The masks set the highest bits, which seeds that count up with steps or ranks do not reach.
 """
+
+
+class ProductRecipes(NamedTuple):
+    """For each product, the recipe with the formats of both operands, by role; None for bfloat16 operands."""
+
+    forward: Recipe | None
+    dgrad: Recipe | None
+    wgrad: Recipe | None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -129,7 +135,7 @@ class Recipe:
     _by_product: ClassVar[bool]
     _has_one_weight: ClassVar[bool]
     _distinct: ClassVar[tuple[Recipe, ...]]
-    _products: ClassVar[tuple[Recipe | None, ...]]
+    _products: ClassVar[ProductRecipes]
 
     def __post_init__(self) -> None:
         for role in Role:
@@ -148,17 +154,16 @@ class Recipe:
             )
         contracted = (whole_units(fmt, Usage.COLUMNWISE)[0] for fmt in (self.activation, self.gradient))
         object.__setattr__(self, "_contracted_unit", max(contracted))
-        products = {each: self._as_product(each) for each in Product if getattr(self, each.value) is not None}
-        object.__setattr__(self, "_by_product", bool(products))
-        if products:  # The other products share one recipe.
-            rest = replace(self, forward=None, dgrad=None, wgrad=None)
-            products = {each: products.get(each, rest) for each in Product}
-            alike = {each: each for each in products.values()}  # Equal recipes are one object, so `is` compares them.
-            products = {each: alike[recipe] for each, recipe in products.items()}
-        object.__setattr__(self, "_products", tuple(products.values()) or (self,) * len(Product))
-        distinct = dict.fromkeys(own for own in self.products if own is not None)
-        object.__setattr__(self, "_distinct", (*distinct,))
-        has_one = all(own is not None and own.weight == self.weight for own in self.products[:2])
+        given = {each.value: self._as_product(each) for each in Product if getattr(self, each.value) is not None}
+        object.__setattr__(self, "_by_product", bool(given))
+        # The other products share one recipe.
+        rest = replace(self, forward=None, dgrad=None, wgrad=None) if given else self
+        products = {each.value: given.get(each.value, rest) for each in Product}
+        alike = {own: own for own in products.values()}  # Equal recipes are one object, so `is` compares them.
+        object.__setattr__(self, "_products", ProductRecipes(**{name: alike[own] for name, own in products.items()}))
+        object.__setattr__(self, "_distinct", tuple(own for own in alike if own is not None))
+        of_weight = (self.products.forward, self.products.dgrad)
+        has_one = all(own is not None and own.weight == self.weight for own in of_weight)
         object.__setattr__(self, "_has_one_weight", has_one)
         used = ((own, role) for each in Product if (own := self.of(each)) is not None for role in each.roles)
         object.__setattr__(self, "_stochastic", any(own.format(role).stochastic for own, role in used))
@@ -202,11 +207,12 @@ class Recipe:
         >>> [NVFP4(wgrad="bf16").of(each) for each in Product]
         [NVFP4(), NVFP4(), None]
         """
-        return self.products[_ORDER[product]]
+        own: Recipe | None = getattr(self.products, product._value_)
+        return own
 
     @property
-    def products(self) -> tuple[Recipe | None, ...]:
-        """The recipes of forward, dgrad and wgrad, as `of` returns them."""
+    def products(self) -> ProductRecipes:
+        """The recipes of all products, by name."""
         return self._products
 
     @property
@@ -295,7 +301,6 @@ class DelayedScaling(Recipe):
     algorithm: Literal["max", "most_recent"] = "max"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for option, legal, need in [
             ("history", isinstance(self.history, int) and self.history >= 1, "an integer of at least 1"),
             ("margin", isinstance(self.margin, int) and abs(self.margin) <= 64, "an integer from -64 to 64"),
@@ -303,6 +308,7 @@ class DelayedScaling(Recipe):
         ]:
             if not legal:
                 raise ValueError(f"DelayedScaling: {option} ({getattr(self, option)!r}) must be {need}")
+        super().__post_init__()
 
     @property
     def state_shapes(self) -> dict[str, tuple[int, ...]]:

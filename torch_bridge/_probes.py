@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Any, cast
@@ -12,42 +11,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from qshard._core import quantize_steps
 from qshard._core.operands import quantize_operand
-from qshard._core.quantize_steps import Plane
 from qshard._core.validation import quote
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.numerics import _kernels as kernels
 from qshard.numerics._arrays import ShardedArray, splits_blocks
 from qshard.numerics._rectangles import compare_shards
-from qshard.numerics._training_steps import COUNTS, LayerStats, StepStats, Totals, layer_stats, step_sums
-from qshard.recipes import NO_PRODUCTS, Role
-from qshard.torch_bridge._delayed_scaling import DelayedScale
+from qshard.numerics._training_steps import COUNTS, LayerStats, StepStats, Totals, layer_stats
+from qshard.recipes import NO_PRODUCTS, Recipe, Role
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.scaling_state import plain_name
-from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
-from qshard.torch_bridge._experts.grouped_linear import checked_sizes
 from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._experts.stacked_experts import Experts
-from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
-from qshard.torch_bridge._losses.heads import LinearCrossEntropy, QuantizedHead
+from qshard.torch_bridge._losses.heads import LinearCrossEntropy
 from qshard.torch_bridge._nn.linear import WeightLayer
-from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, operand_spec
-from qshard.torch_bridge._nn.weight_module import next_seed, rank_of
+from qshard.torch_bridge._nn.operands import ROLES, operand_spec
 from qshard.torch_bridge._numerics import as_sharded
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks
+from qshard.torch_bridge._probe_calls import ExpertsCall, LayerCall, Measured, measure_plane, scales_of
 from qshard.torch_bridge._quantized.validation import check_group, check_model
-from qshard.torch_bridge._torch_internals import backward_id
 
-PART = 1 << 22
-"""Elements to measure at a time, each with about 30 bytes of temporary memory."""
-ROWS = 128
-"""Row alignment of a part, so that it has whole blocks of every format."""
 SUMS = ("signal", "noise", *COUNTS, "elements", "calls")
 
 
@@ -100,8 +87,8 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     check_model("numerics_of", model)
     check_group("numerics_of", group)
     modules = {".".join(plain_name(model, name)): module for name, module in model.named_modules()}
-    layers = {name: module for name, module in modules.items() if isinstance(module, WeightLayer)}
-    if unsupported := next((name for name, layer in layers.items() if layer.recipe.by_product), None):
+    layers = {name: module for name, module in modules.items() if isinstance(module, WeightLayer) and module.recipe}
+    if unsupported := next((name for name, layer in layers.items() if _recipe_of(layer).by_product), None):
         raise NotImplementedError(
             f"numerics_of: {unsupported} ({layers[unsupported].recipe}) {NO_PRODUCTS}; convert the model with a recipe "
             "without them"
@@ -147,7 +134,7 @@ class Watch:
     ):
         self._layers, self._group, self._weights, self._grouped = layers, group, weights, grouped
         self._handles: list[Any] = []
-        self._seen: dict[tuple[str, Role], list[tuple[Tensor, int]]] = {}
+        self._seen: dict[tuple[str, Role], Measured] = {}
         self._totals: dict[tuple[str, Role], Totals] = {}
         self._stats: StepStats | None = None
 
@@ -160,10 +147,10 @@ class Watch:
                 self._measure_weight(name, layer)
         names: dict[nn.Module, str] = {layer: name for name, layer in self._layers.items()}
         for name, layer in self._layers.items():
-            self._hook(layer, functools.partial(_Call, self, name, layer))
+            self._hook(layer, functools.partial(LayerCall, self.add, name, layer))
         for layers in self._grouped:
             experts = [(names[each], cast(WeightLayer, each)) for each in cast(nn.ModuleList, layers.experts)]
-            self._hook(layers, functools.partial(_ExpertsCall, self, experts))
+            self._hook(layers, functools.partial(ExpertsCall, self.add, experts))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -189,35 +176,30 @@ class Watch:
         self._handles.append(module.register_forward_hook(after))
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
 
-    def measure(
-        self, name: str, role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
-    ) -> None:
-        self.add(name, role, _measure_operand(role, layer, x, dtype, seed))
-
-    def add(self, name: str, role: Role, measured: list[tuple[Tensor, int]]) -> None:
+    def add(self, name: str, role: Role, measured: Measured) -> None:
         self._seen.setdefault((name, role), []).extend(measured)
         self._totals.setdefault((name, role), Totals()).calls += 1
 
     @torch.no_grad()
     def _measure_weight(self, name: str, layer: WeightLayer) -> None:
         """Measure local shards: on the host if a block is split, rounding is stochastic or scales are per row."""
-        weight, fmt = layer.weight, layer.recipe.weight
+        weight, fmt = layer.weight, _recipe_of(layer).weight
         if not isinstance(local_of(weight), ShardedWeight):  # Codes of a ZeroOptimizer, or a computed weight.
             return
         whole = as_sharded(weight, "numerics_of")
         where = plane(fmt, whole.shape, Usage.ROWWISE, op="numerics_of", name=name)
-        scales = _scales_of(layer)
+        scales = scales_of(layer)
         if fmt.stochastic or splits_blocks(where, whole) or fmt.row_scaled:
             self._totals[name, Role.WEIGHT] = _on_the_host(whole, fmt)
             return
         local = memory_of(weight)
         matrix = local.reshape(-1, local.shape[-1]).contiguous()
         reduce_max = functools.partial(max_over_ranks, group=getattr(whole.others, "groups", ()))
-        spec = operand_spec(layer.recipe, Role.WEIGHT, Usage.ROWWISE)
+        spec = operand_spec(_recipe_of(layer), Role.WEIGHT, Usage.ROWWISE)
         scale = scales[ROLES.index(Role.WEIGHT)] if scales else None
         planes, _ = quantize_operand(ops, matrix, spec, scale=scale, reduce_max=reduce_max)
         if whole.rectangles:  # Only the first replica counts.
-            self.add(name, Role.WEIGHT, _measure(matrix, planes[Usage.ROWWISE], fmt))
+            self.add(name, Role.WEIGHT, measure_plane(matrix, planes[Usage.ROWWISE], fmt))
 
     def stats(self) -> StepStats:
         """Return the rows, merged over all ranks. Within the context, it covers the calls so far.
@@ -238,7 +220,7 @@ class Watch:
         rows: list[LayerStats] = []
         for (name, role), total in zip(keys, totals, strict=True):
             if total.calls:
-                rows.append(layer_stats(name, role, self._layers[name].recipe.format(role), total))
+                rows.append(layer_stats(name, role, _recipe_of(self._layers[name]).format(role), total))
         stats = StepStats(tuple(rows))
         if not self._handles:
             self._stats = stats
@@ -275,140 +257,9 @@ class Watch:
             total.amax, total.scale_high, total.scale_low = of_most[0], of_most[1], -of_most[2]
 
 
-class _Call:
-    """One call of a layer. Recomputation in a backward pass is not counted."""
-
-    def __init__(self, watch: Watch, name: str, layer: WeightLayer, input: Any = None, labels: Tensor | None = None):
-        self.watch, self.name, self.layer = watch, name, layer
-        self.seed = _seed_of_next_call(layer)
-        self.pending: list[list[tuple[Tensor, int]]] | None = []
-        if isinstance(layer, QuantizedHead):
-            layer.observer = self._observe if labels is not None else None
-            self.gives_loss = labels is not None
-        else:
-            self.gives_loss = False
-        if not self.gives_loss and isinstance(input, Tensor) and not _is_in_backward():
-            watch.measure(name, Role.ACTIVATION, layer, input, _dtype_of(input), self.seed)
-
-    @torch.no_grad()
-    def measure_gradient(self, grad: Tensor) -> None:
-        """Measure the gradient of y. For a loss, count the gradients of logits that waited for this hook."""
-        if not self.gives_loss:
-            self.watch.measure(self.name, Role.GRADIENT, self.layer, grad, grad.dtype, self.seed)
-            return
-        for measured in self.pending or ():
-            self.watch.add(self.name, Role.GRADIENT, measured)
-        self.pending = None
-
-    @torch.no_grad()
-    def _observe(self, role: Role, x: Tensor, seed: Tensor | None) -> None:
-        """Measure an operand of a chunk of a head. Gradients computed with the loss wait until it is differentiated."""
-        if role is Role.ACTIVATION and _is_in_backward():
-            return
-        measured = _measure_operand(role, self.layer, x, x.dtype, seed)
-        if role is Role.ACTIVATION or self.pending is None:
-            self.watch.add(self.name, role, measured)
-        else:
-            self.pending.append(measured)
-
-
-class _ExpertsCall:
-    """One call of a `GroupedLinear`: a call of each expert, with the rows of its group.
-
-    `MoE` passes padded rows in place of group sizes.
-    """
-
-    def __init__(self, watch: Watch, experts: Sequence[tuple[str, WeightLayer]], input: Tensor, group_sizes: Any):
-        padded = isinstance(group_sizes, GroupedRows)
-        if padded and group_sizes.transfer is not None:
-            raise NotImplementedError(
-                f"numerics_of: {experts[0][0]} gets rows from other ranks (ep_group of MoE), which is not measured; "
-                "measure a model without ep_group"
-            )
-        if not padded:
-            checked_sizes(input, len(experts), group_sizes)
-        self.watch, self.experts, self.groups = watch, experts, group_sizes
-        self.seeds = [_seed_of_next_call(layer) for _, layer in experts]
-        if not _is_in_backward():
-            self._measure(Role.ACTIVATION, input, _dtype_of(input))
-
-    @torch.no_grad()
-    def measure_gradient(self, grad: Tensor) -> None:
-        self._measure(Role.GRADIENT, grad, grad.dtype)
-
-    def _measure(self, role: Role, x: Tensor, dtype: torch.dtype) -> None:
-        for (name, layer), seed, part in zip(self.experts, self.seeds, self._by_expert(role, x), strict=True):
-            self.watch.measure(name, role, layer, part, dtype, seed)
-
-    def _by_expert(self, role: Role, x: Tensor) -> Sequence[Tensor]:
-        """Split the rows of x, or of the gradient, into the rows of each expert."""
-        if not isinstance(self.groups, GroupedRows):
-            sizes: list[int] = self.groups.tolist()
-            groups: Sequence[Tensor] = x[: sum(sizes)].split(sizes)
-            return groups
-        tiles = self.groups.x if role is Role.ACTIVATION else self.groups.y
-        stops = tiles.stops.tolist()
-        rows = (tiles.rows[start:stop] for start, stop in itertools.pairwise((0, *stops)))
-        return [x.index_select(0, own[own < x.shape[0]]) for own in rows]
-
-
-def _seed_of_next_call(layer: WeightLayer) -> Tensor | None:
-    return None if layer.seed is None else next_seed(layer.seed.clone(), rank_of(layer.weight))
-
-
-def _is_in_backward() -> bool:
-    return backward_id() is not None
-
-
-def _dtype_of(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def _measure_operand(
-    role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None
-) -> list[tuple[Tensor, int]]:
-    local = local_of(x).detach()
-    parts = {role: ShardSpec(tuple(x.shape), x.device_mesh, tuple(x.placements))} if isinstance(x, DTensor) else {}
-    matrix = matrix_of(local, dtype)
-    planes, _ = LayerQuantizer(layer.recipe, seed, parts, _scales_of(layer)).quantize(matrix, role, Usage.ROWWISE)
-    operand = planes[Usage.ROWWISE]
-    return _measure(matrix, operand.parts, operand.format)
-
-
-def _scales_of(layer: WeightLayer) -> list[Tensor]:
-    """Return the scales of delayed scaling by role, or an empty list."""
-    if "delayed" not in layer._modules:
-        return []
-    return [cast(DelayedScale, layer.delayed[role.value]).scale for role in ROLES]
-
-
-def _measure(x: Tensor, parts: Plane, fmt: Format) -> list[tuple[Tensor, int]]:
-    """Compute `step_sums` of a matrix and its rowwise plane, in parts of some rows.
-
-    Each part gives one float64 tensor on the device, which holds counts exactly, and its number of elements.
-    """
-    found = []
-    rows, columns = x.shape
-    step = max(PART // max(columns, 1) // ROWS, 1) * ROWS
-    for first in range(0, rows if columns else 0, step):
-        last = min(first + step, rows)
-        some = quantize_steps.plane_rows(parts, fmt, Usage.ROWWISE, first, last)
-        value = _values(some, fmt)
-        ones = some.data.view(torch.uint8).clone().fill_(fmt.element.ones_byte).view(some.data.dtype)
-        scale = _values(some._replace(data=ones), fmt)
-        seen = step_sums(torch, x[first:last].float(), value, scale, fmt.element, _count)
-        found.append((torch.stack([number.double() for number in seen]), value.numel()))
-    return found
-
-
-def _values(parts: Plane, fmt: Format) -> Tensor:
-    values: Tensor = quantize_steps.dequantize(ops, parts, fmt, Usage.ROWWISE, torch.float32)
-    return values
-
-
-def _count(mask: Tensor) -> Tensor:
-    return mask.sum()
+def _recipe_of(layer: WeightLayer) -> Recipe:
+    assert layer.recipe is not None
+    return layer.recipe
 
 
 def _on_the_host(whole: ShardedArray, fmt: Format) -> Totals:

@@ -8,7 +8,7 @@ scale. A slice is `[start, start + length)` of the row-major weight. It may spli
 absent, or extend past the end of the weight into padding. A stack of matrices `[E, N, K]` is one weight. Each matrix
 has its own scales, as if it were quantized alone.
 
-Weights with equal format, usage and dtypes form a bucket. A bucket costs one amax op, one or two ops for scales, and
+Weights with equal format, usage and dtypes form a batch. A batch costs one amax op, one or two ops for scales, and
 one cast, for any number of weights. `cast_master` runs all steps. Callers that overlap other work, as FSDP2 overlaps
 gathers, call the steps `amaxes`, `scales` and `cast` themselves.
 
@@ -42,7 +42,40 @@ TILE_COLS = 128
 
 
 @dataclass(frozen=True)
-class Bucket:
+class FlatSlice:
+    """A flat slice of the master of one weight, and the plane to quantize it to. A key in the cache of plans.
+
+    Attributes:
+      shape: shape of the whole weight.
+      dtype: dtype of the master: float32, bfloat16 or float16.
+      start: index in the weight of the first element of the slice. Plans do not depend on it.
+      usage: plane to compute. It must be stored in the order of the weight: `ROWWISE`, or `COLUMNWISE` for MXFP8 with
+        1-D blocks. For both, list the weight twice. With 2-D blocks or one scale, the columnwise plane is the transpose
+        of the rowwise plane: compute it after the gather.
+      rounded_to: with None, codes are of `quantize(master)`; with a dtype, of `quantize(master.astype(dtype))`, as for
+        a model that stores its weights in that dtype.
+      is_stack: whether the weight is a stack `[E, N, K]` of matrices with their own scales. Where `layout.splits_stack`
+        holds, only empty slices have a meaning.
+    """
+
+    shape: Shape
+    fmt: Format
+    dtype: str = "float32"
+    start: int = 0
+    usage: Usage = Usage.ROWWISE
+    rounded_to: str | None = None
+    is_stack: bool = False
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.fmt, self.dtype, self.start, self.usage, self.rounded_to, self.is_stack))
+
+    def __hash__(self) -> int:  # cached, because front ends look up plans in every step
+        return self._hash
+
+
+@dataclass(frozen=True)
+class SliceBatch:
     """Weights that share op calls.
 
     Their amaxes are contiguous in a buffer: the grids of all weights, then, if the format has a global scale, the
@@ -51,13 +84,12 @@ class Bucket:
     Attributes:
       rounded_to: dtype that masters are rounded to before quantization.
       indices: positions of the weights in the plan.
-      begin: offset of the bucket's amaxes in the buffer of the plan.
+      begin: offset of the batch's amaxes in the buffer of the plan.
       matrix: (rows, columns) of each matrix, if the weights are stacks and a scale serves a whole matrix; else None.
     """
 
     fmt: Format
     usage: Usage
-    dtype: str
     rounded_to: str
     indices: tuple[int, ...]
     planes: tuple[PlaneLayout, ...]
@@ -95,14 +127,14 @@ class Bucket:
         return tuple(blocks // wholes // self.run for wholes, blocks in each for _ in range(wholes))
 
     def part(self, amaxes: Array) -> tuple[Array, Array | None]:
-        """Return the bucket's block amaxes, and its tensor or row amaxes or None, as slices of the plan's amaxes."""
+        """Return the batch's block amaxes, and its tensor or row amaxes or None, as slices of the plan's amaxes."""
         middle, stop = self.begin + self.blocks, self.begin + self.amaxes
         # A weight without rows still has row scales: an empty array, not None.
         of_wholes = any(where.global_scale_shape is not None for where in self.planes)
         return amaxes[self.begin : middle], amaxes[middle:stop] if of_wholes else None
 
     def split(self, of_blocks: Array, of_wholes: Array | None) -> list[tuple[Array, Array | None]]:
-        """Split the bucket's block values, and its tensor or row values, by weight, in the shapes of scales."""
+        """Split the batch's block values, and its tensor or row values, by weight, in the shapes of scales."""
         grids = _split(of_blocks, [where.scale_shape for where in self.planes])
         shapes = [where.global_scale_shape or () for where in self.planes]
         wholes = [None] * len(grids) if of_wholes is None else _split(of_wholes, shapes)
@@ -141,114 +173,71 @@ class MasterPlan:
     """The plan of `cast_master`. Computed once, and equal on every rank.
 
     Attributes:
-      buckets: weights that share op calls, in the order that every rank processes them.
+      slices: the slice of each weight.
+      batches: weights that share op calls, in the order that every rank processes them.
     """
 
-    shapes: tuple[Shape, ...]
-    formats: tuple[Format, ...]
-    usages: tuple[Usage, ...]
-    dtypes: tuple[str, ...]
-    buckets: tuple[Bucket, ...]
+    slices: tuple[FlatSlice, ...]
+    batches: tuple[SliceBatch, ...]
 
     @property
     def amaxes(self) -> int:
         """Number of amaxes in the max-reduction over all weights."""
-        return sum(bucket.amaxes for bucket in self.buckets)
+        return sum(batch.amaxes for batch in self.batches)
 
     def split_amaxes(self, amaxes: Array) -> list[tuple[Array, Array | None]]:
         """Split amaxes by weight: of its blocks, and of its tensor or rows or None, in the shapes of scales."""
-        return self.by_weight(bucket.split(*bucket.part(amaxes)) for bucket in self.buckets)
+        return self.by_weight(batch.split(*batch.part(amaxes)) for batch in self.batches)
 
-    def by_weight(self, of_buckets: Iterable[Iterable[T]]) -> list[T]:
-        """Put the items of each bucket, one for each of its weights, in the order of the weights."""
+    def by_weight(self, of_batches: Iterable[Iterable[T]]) -> list[T]:
+        """Put the items of each batch, one for each of its weights, in the order of the weights."""
         found: dict[int, T] = {}
-        for bucket, items in zip(self.buckets, of_buckets, strict=True):
-            found.update(zip(bucket.indices, items, strict=True))
-        return [found[i] for i in range(len(self.shapes))]
+        for batch, items in zip(self.batches, of_batches, strict=True):
+            found.update(zip(batch.indices, items, strict=True))
+        return [found[i] for i in range(len(self.slices))]
 
 
-@dataclass(frozen=True)
-class FlatSlice:
-    """The local flat slice of one weight, without its values: a key in the cache of plans.
-
-    `start` is the index in the weight of the first element of the slice. `is_stack` and `rounded_to` are entries of
-    `stacks` and `rounded_to` of `plan_master`.
-    """
-
-    shape: Shape
-    fmt: Format
-    dtype: str
-    start: int = 0
-    is_stack: bool = False
-    rounded_to: str | None = None
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.shape, self.fmt, self.dtype, self.start, self.is_stack, self.rounded_to))
-
-    def __hash__(self) -> int:  # cached, because front ends look up plans in every step
-        return self._hash
-
-
-def plan_master(
-    shapes: Sequence[Shape],
-    formats: FormatLike | Sequence[FormatLike],
-    *,
-    usages: Usage | Sequence[Usage] = Usage.ROWWISE,
-    dtype: str | Sequence[str] = "float32",
-    rounded_to: str | Sequence[str | None] | None = None,
-    stacks: bool | Sequence[bool] = False,
-    op: str = "plan_master",
-) -> MasterPlan:
+def plan_master(slices: Sequence[FlatSlice], *, op: str = "plan_master") -> MasterPlan:
     """Plan `cast_master` for a list of weights.
 
     Args:
-      shapes: shapes of the whole weights.
-      formats: one format per weight, or one for all.
-      usages: plane to compute. It must be stored in the order of the weight: `ROWWISE`, or `COLUMNWISE` for MXFP8 with
-        1-D blocks. For both, list the weight twice. With 2-D blocks or one scale, the columnwise plane is the transpose
-        of the rowwise plane: compute it after the gather.
-      dtype: dtype of the masters, per weight or for all: float32, bfloat16 or float16. It is an argument so that ranks
-        without a slice agree.
-      rounded_to: with None, codes are of `quantize(master)`; with a dtype, of `quantize(master.astype(dtype))`, as for
-        a model that stores its weights in that dtype.
-      stacks: whether a weight is a stack `[E, N, K]` of matrices with their own scales, per weight or for all. Where
-        `layout.splits_stack` holds, only empty slices have a meaning.
+      slices: the slice of each weight. Ranks without a slice pass one too, so that all plans are equal.
       op: name of the caller in errors.
 
     Raises:
-      TypeError: a format is not a format or the name of one.
-      ValueError: a format does not support a shape, a plane is stored transposed, or the scales of a format depend on
-        more than amaxes (`four_over_six`).
+      TypeError: an entry is not a `FlatSlice`, or its format is not a `Format`.
+      ValueError: a format does not support a shape, a plane is stored transposed, the scales of a format depend on more
+        than amaxes (`four_over_six`), or a dtype is not supported.
 
     >>> from qshard.formats import FP8_E4M3, NVFP4_16x16
-    >>> plan = plan_master([(64, 32), (8, 8), (16, 16)], [NVFP4_16x16, FP8_E4M3, NVFP4_16x16])
-    >>> [bucket.indices for bucket in plan.buckets], plan.amaxes
+    >>> plan = plan_master(
+    ...     [FlatSlice((64, 32), NVFP4_16x16), FlatSlice((8, 8), FP8_E4M3), FlatSlice((16, 16), NVFP4_16x16)]
+    ... )
+    >>> [batch.indices for batch in plan.batches], plan.amaxes
     ([(0, 2), (1,)], 12)
     """
-    n = len(shapes)
-    if any(isinstance(shape, int) for shape in shapes):
-        raise TypeError(f"{op}: shapes ({quote(shapes)}) is not a list of shapes; pass one shape per weight")
-    all_shapes = tuple(tuple(shape) for shape in shapes)
-    given = {"formats": formats, "usages": usages, "dtype": dtype, "rounded_to": rounded_to, "stacks": stacks}
-    all_formats, all_usages, dtypes, roundings, are_stacks = (_each(op, *pair, n) for pair in given.items())
-    all_formats = tuple(as_format(fmt, op, "formats") for fmt in all_formats)
-    for name, values in (("dtype", dtypes), ("rounded_to", [each for each in roundings if each])):
-        if wrong := [value for value in values if value not in FLOATS]:
-            raise ValueError(f"{op}: {name} ({wrong[0]}) is not {join_names(FLOATS)}; cast the masters first")
-    # Rounding to float32, or to the master's own dtype, changes nothing.
-    rounded = ["float32" if p in (None, d) else p for p, d in zip(roundings, dtypes, strict=True)]
     members: dict[Any, list[int]] = {}
-    for i, key in enumerate(zip(all_formats, all_usages, dtypes, rounded, strict=True)):
-        matrix = all_shapes[i][-2:] if are_stacks[i] and all_formats[i].tensor_scaled else None
-        members.setdefault((*key, matrix), []).append(i)
-    buckets: list[Bucket] = []
+    for i, s in enumerate(slices):
+        if not isinstance(s, FlatSlice):
+            raise TypeError(f"{op}: slices[{i}] ({quote(s)}) is not a FlatSlice; pass one per weight")
+        if not isinstance(s.fmt, Format):
+            raise TypeError(f"{op}: slices[{i}].fmt ({quote(s.fmt)}) is not a Format; pass one of qshard.formats")
+        # Rounding to float32, or to the master's own dtype, changes nothing.
+        rounded_to = "float32" if s.rounded_to in (None, s.dtype) else s.rounded_to
+        for name, dtype in (("dtype", s.dtype), ("rounded_to", rounded_to)):
+            if dtype not in FLOATS:
+                raise ValueError(
+                    f"{op}: slices[{i}].{name} ({quote(dtype)}) is not {join_names(FLOATS)}; cast the masters first"
+                )
+        matrix = s.shape[-2:] if s.is_stack and s.fmt.tensor_scaled else None
+        members.setdefault((s.fmt, s.usage, s.dtype, rounded_to, matrix), []).append(i)
+    batches: list[SliceBatch] = []
     begin = 0
-    for (fmt, usage, kind, rounding, matrix), indices in members.items():
-        planes = tuple(slice_plane(fmt, all_shapes[i], usage, op=op, is_stack=are_stacks[i]) for i in indices)
-        buckets.append(Bucket(fmt, usage, kind, rounding, tuple(indices), planes, begin, matrix))
-        begin += buckets[-1].amaxes
-    return MasterPlan(all_shapes, all_formats, all_usages, dtypes, tuple(buckets))
+    for (fmt, usage, _, rounded_to, matrix), indices in members.items():
+        planes = tuple(slice_plane(fmt, slices[i].shape, usage, op=op, is_stack=slices[i].is_stack) for i in indices)
+        batches.append(SliceBatch(fmt, usage, rounded_to, tuple(indices), planes, begin, matrix))
+        begin += batches[-1].amaxes
+    return MasterPlan(tuple(slices), tuple(batches))
 
 
 def cast_master(
@@ -266,9 +255,9 @@ def cast_master(
 
     Args:
       ops: ops of a front end: every op of `qshard.op_table.table`; every op of `multi_table` as a function that returns
-        its updated operands; `zeros(count)` in fp32; `concatenate(arrays)`; `of_bucket(pairs, bucket)`, the rows of the
-        bucket's weights; and `repeat_values(values, bucket)`, which repeats each tensor or row amax for each of its
-        runs of blocks (`Bucket.run`).
+        its updated operands; `zeros(count)` in fp32; `concatenate(arrays)`; `of_batch(pairs, batch)`, the rows of the
+        batch's weights; and `repeat_values(values, batch)`, which repeats each tensor or row amax for each of its
+        runs of blocks (`SliceBatch.run`).
       data: uint8 codes of each weight, in any shape: of the whole weight, or with `pieces` of the slice
         (`piece_bytes`).
       masters: the slices as 1-D arrays in the dtype of the plan; empty on ranks without a slice.
@@ -284,17 +273,17 @@ def cast_master(
 
     Collective: every rank calls it, even if all its slices are empty. Such a rank contributes amaxes of 0.
     """
-    if seeds is None and any(fmt.stochastic for fmt in plan.formats):
+    if seeds is None and any(s.fmt.stochastic for s in plan.slices):
         raise ValueError(
             "cast_master: a format uses stochastic rounding and needs `seeds`; pass new seeds on each call, one per "
             "weight"
         )
-    if not plan.buckets:
+    if not plan.batches:
         return []
     found = amaxes(ops, plan, masters, starts)
     made = scales(ops, plan, found if reduce_max is None else reduce_max(found))
     codes = cast(ops, plan, data, masters, starts, [each.scale for each in made], pieces=pieces, seeds=seeds)
-    stored = [b.split(each.scale_inv, each.global_scale_inv) for b, each in zip(plan.buckets, made, strict=True)]
+    stored = [b.split(each.scale_inv, each.global_scale_inv) for b, each in zip(plan.batches, made, strict=True)]
     pairs = zip(plan.by_weight(codes), plan.by_weight(stored), strict=True)
     return [Plane(data, *of_weight) for data, of_weight in pairs]
 
@@ -304,37 +293,37 @@ def amaxes(ops: Any, plan: MasterPlan, masters: Sequence[Array], starts: Array) 
 
     Arguments as in `cast_master`; the plan has at least one weight.
     """
-    found = [_amaxes(ops, bucket, masters, starts) for bucket in plan.buckets]
+    found = [_amaxes(ops, batch, masters, starts) for batch in plan.batches]
     return found[0] if len(found) == 1 else ops.concatenate(found)
 
 
-def _amaxes(ops: Any, bucket: Bucket, masters: Sequence[Array], starts: Array) -> Array:
-    is_global = bucket.fmt.scaling.global_scale is not None
-    by_matrix = is_global and bucket.matrix is not None
+def _amaxes(ops: Any, batch: SliceBatch, masters: Sequence[Array], starts: Array) -> Array:
+    is_global = batch.fmt.scaling.global_scale is not None
+    by_matrix = is_global and batch.matrix is not None
     found = ops.amax_slices(
-        ops.of_bucket(starts, bucket),
-        ops.zeros(bucket.blocks if by_matrix else bucket.amaxes),
-        [masters[i] for i in bucket.indices],
-        whole=bucket.fmt.scaling.global_scale if is_global and not by_matrix else "none",
-        **bucket.attributes,
+        ops.of_batch(starts, batch),
+        ops.zeros(batch.blocks if by_matrix else batch.amaxes),
+        [masters[i] for i in batch.indices],
+        whole=batch.fmt.scaling.global_scale if is_global and not by_matrix else "none",
+        **batch.attributes,
     )
     if not by_matrix:
         return found
-    # All matrices of the bucket have as many blocks, next to each other: a run.
-    return ops.concatenate([found, ops.amax_tensor(found.reshape(bucket.blocks // bucket.run, bucket.run), lead=1)])
+    # All matrices of the batch have as many blocks, next to each other: a run.
+    return ops.concatenate([found, ops.amax_tensor(found.reshape(batch.blocks // batch.run, batch.run), lead=1)])
 
 
 def scales(ops: Any, plan: MasterPlan, found: Array) -> list[Scales]:
-    """Compute the scales of each bucket from reduced amaxes."""
-    return [_scales(ops, bucket, *bucket.part(found)) for bucket in plan.buckets]
+    """Compute the scales of each batch from reduced amaxes."""
+    return [_scales(ops, batch, *batch.part(found)) for batch in plan.batches]
 
 
-def _scales(ops: Any, bucket: Bucket, amax: Array, wholes: Array | None) -> Scales:
+def _scales(ops: Any, batch: SliceBatch, amax: Array, wholes: Array | None) -> Scales:
     if wholes is None:
-        return quantize_steps.scales(ops, bucket.fmt, amax)
-    runs = amax.reshape(bucket.blocks // bucket.run, bucket.run)
+        return quantize_steps.scales(ops, batch.fmt, amax)
+    runs = amax.reshape(batch.blocks // batch.run, batch.run)
     made = quantize_steps.scales(
-        ops, bucket.fmt, runs, wholes, repeated=functools.partial(ops.repeat_values, bucket=bucket)
+        ops, batch.fmt, runs, wholes, repeated=functools.partial(ops.repeat_values, batch=batch)
     )
     return Scales(made.scale.reshape(-1), made.scale_inv.reshape(-1), made.global_scale_inv)
 
@@ -350,20 +339,20 @@ def cast(
     pieces: bool = False,
     seeds: Array | None = None,
 ) -> list[Sequence[Array]]:
-    """Write the codes of the slices to `data`. Return the updated codes of the weights of each bucket.
+    """Write the codes of the slices to `data`. Return the updated codes of the weights of each batch.
 
-    `scales` has `Scales.scale` of each bucket; other arguments as in `cast_master`.
+    `scales` has `Scales.scale` of each batch; other arguments as in `cast_master`.
     """
     codes = []
-    for bucket, scale in zip(plan.buckets, scales, strict=True):
-        lists = ([masters[i] for i in bucket.indices], [data[i] for i in bucket.indices])
-        options = {**bucket.attributes, "pieces": pieces}
-        if bucket.fmt.stochastic:
-            words = (ops.of_bucket(starts, bucket), ops.of_bucket(seeds, bucket))
+    for batch, scale in zip(plan.batches, scales, strict=True):
+        lists = ([masters[i] for i in batch.indices], [data[i] for i in batch.indices])
+        options = {**batch.attributes, "pieces": pieces}
+        if batch.fmt.stochastic:
+            words = (ops.of_batch(starts, batch), ops.of_batch(seeds, batch))
             codes.append(ops.cast_slices_stochastic(*words, scale, *lists, **options))
         else:
-            options |= {"element": bucket.fmt.element.name, "nonfinite": bucket.fmt.nonfinite}
-            codes.append(ops.cast_slices(ops.of_bucket(starts, bucket), scale, *lists, **options))
+            options |= {"element": batch.fmt.element.name, "nonfinite": batch.fmt.nonfinite}
+            codes.append(ops.cast_slices(ops.of_batch(starts, batch), scale, *lists, **options))
     return codes
 
 
@@ -422,12 +411,3 @@ def piece_bytes(fmt: Format, length: int) -> int:
     """
     per_byte = fmt.element.codes_per_byte
     return -(-(length + per_byte - 1) // per_byte) if length else 0
-
-
-def _each(op: str, name: str, value: Any, n: int) -> tuple[Any, ...]:
-    values = tuple(value) if isinstance(value, list | tuple) else (value,) * n
-    if len(values) != n:
-        raise ValueError(
-            f"{op}: {name} has {len(values)} entries for {n} weights; pass one per weight, or a single one"
-        )
-    return values

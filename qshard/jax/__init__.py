@@ -16,6 +16,7 @@ from qshard._core.moe import MoEPermutation
 from qshard._core.quantize_steps import Plane
 from qshard.jax import ops, policies
 from qshard.jax._convert.convert import convert
+from qshard.jax._convert.switch import switch_recipe
 from qshard.jax._delayed_scaling import (
     LinearState,
     Observed,
@@ -46,10 +47,11 @@ from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, Shards, gather
 from qshard.jax._quantized.load_quantized import load_quantized
 from qshard.jax._quantized.primary import PrimaryWeight, dequantize_tree, value_and_grad
-from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize
+from qshard.jax._quantized.quantize import quantize
 from qshard.jax._quantized.serialization import from_plain, to_plain
 from qshard.jax._quantized.stream import stream_weights
 from qshard.jax._quantized.tree_metadata import describe, rebuild
+from qshard.jax._quantized.weight_scales import WeightScales, compute_scales
 
 __all__ = [
     "CodedWeight",
@@ -109,6 +111,7 @@ __all__ = [
     "stream_weights",
     "swiglu",
     "swiglu_quantize",
+    "switch_recipe",
     "to_plain",
     "topk_routing",
     "update_delayed",

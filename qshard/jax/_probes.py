@@ -28,7 +28,8 @@ from qshard.jax._delayed_scaling import LinearState, TensorState
 from qshard.jax._ops.amaxes import max_over
 from qshard.jax._ops.mesh import mesh_of, names_of, spec_of, types_tell
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.quantize import WeightScales, quantize_shard
+from qshard.jax._quantized.quantize import quantize_shard
+from qshard.jax._quantized.weight_scales import WeightScales
 from qshard.jax._sharding.shard_spec import ShardSpec, matrix_of
 from qshard.numerics._training_steps import COUNTS, StepStats, Totals, layer_stats, step_sums
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe

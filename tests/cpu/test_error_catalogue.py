@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qshard import formats, layout, numerics, recipes, reference
-from qshard._core.flat_shards import plan_master, plan_shards
+from qshard._core.flat_shards import FlatSlice, plan_master, plan_shards
 from qshard.formats import FLOATS, FORMATS, Usage
 from qshard.op_table import OpSpec
 from qshard.recipes import NAMED, Recipe
@@ -18,7 +18,7 @@ NAMES = {
     **{"X": X, "W": X, "ONE": X[0, 0], "STOCHASTIC": "NVFP4[rounding=stochastic]", "np": np, "ml_dtypes": ml_dtypes},
     **{"formats": formats, "layout": layout, "recipes": recipes, "reference": reference, "Usage": Usage},
     **{"numerics": numerics, "json": json},
-    **{"plan_master": plan_master, "plan_shards": plan_shards, "Recipe": Recipe},
+    **{"FlatSlice": FlatSlice, "plan_master": plan_master, "plan_shards": plan_shards, "Recipe": Recipe},
 }
 BOTH, ALONE = mistakes("both"), mistakes("alone")
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import qshard.jax as qj
 from qshard import formats, numerics, recipes
-from qshard._core.flat_shards import plan_master
+from qshard._core.flat_shards import FlatSlice, plan_master
 from qshard.formats import Usage
 from qshard.jax._nn.linear import _jitted_linear
 from qshard.jax._quantized.quantize import _program
@@ -33,7 +33,14 @@ def shard_map(call):
 NAMES = {
     **{"X": X, "W": X, "STOCHASTIC": "NVFP4[rounding=stochastic]", "STATE": qj.init_delayed("DelayedScaling")},
     **{"np": np, "jax": jax, "jnp": jnp, "torch": torch, "qj": qj, "P": P, "formats": formats, "recipes": recipes},
-    **{"numerics": numerics, "Usage": Usage, "plan_master": plan_master, "on_mesh": on_mesh, "shard_map": shard_map},
+    **{
+        "numerics": numerics,
+        "Usage": Usage,
+        "FlatSlice": FlatSlice,
+        "plan_master": plan_master,
+        "on_mesh": on_mesh,
+        "shard_map": shard_map,
+    },
 }
 MISTAKES = mistakes("jax")
 

@@ -58,7 +58,8 @@ def test_bits_do_not_depend_on_where_codes_are(name, usage):
 def test_products_read_codes_where_they_are(name):
     """Nothing stacks codes: of the weights only scales, which are few."""
     x, weights = x_of(name), codes_of(3, name)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    options = {"record_shapes": True, "acc_events": True}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options) as profile:
         both_passes(weights, name, [9, 0, 24], x)
     events = profile.events()
     suffix = "" if NAMED[name].weight.per_tensor else "_block"

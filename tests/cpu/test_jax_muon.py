@@ -103,15 +103,22 @@ def test_shards_travel_in_bfloat16():
     assert all("all_to_all" in line and "xbf16>" in line and "xf32>" not in line for line in sent)
 
 
-def test_gradients_that_differ_over_a_mesh_axis_need_a_spec():
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"the gradient of w \(2, 4\) may differ over mesh axes \('a',\); pass axis_name or"),
+        ({"spec": P("b")}, r"spec of w \(.*\) names 'b', which is not an axis of the mesh \('a',\)"),
+        ({"spec": P("a", None, None)}, r"spec of w \(.*\) has more entries than the 2 axes"),
+    ],
+    ids=["no spec", "unknown axis", "too many entries"],
+)
+def test_gradients_that_differ_over_a_mesh_axis_need_a_spec(given, message):
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
-    optimizer = muon(0.02)
+    optimizer = muon(0.02, **given)
     step = jax.shard_map(
         lambda w: optimizer.update(w, optimizer.init(w))[0], mesh=mesh, in_specs=P("a"), out_specs=P("a")
     )
-    with pytest.raises(
-        ValueError, match=r"the gradient of w \(2, 4\) may differ over mesh axes \('a',\); pass axis_name or"
-    ):
+    with pytest.raises(ValueError, match=message):
         jax.eval_shape(step, {"w": jnp.ones((4, 4))})
 
 

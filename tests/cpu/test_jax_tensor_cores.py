@@ -24,7 +24,7 @@ from support.hlo import collectives
 from support.pairs import turns
 
 RECIPE = BlockScaling()
-SIZES = {"B": 8, "S": 256, "K": 256, "N": 1024}
+SIZES = {"B": 8, "S": 256, "K": 256, "N": 512}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qshard import formats, reference
-from qshard._core.flat_shards import TILE_COLS, plan_master, plan_shards
+from qshard._core.flat_shards import TILE_COLS, FlatSlice, plan_master, plan_shards
 from qshard.formats import Usage
 from qshard.layout import plane
 from support.awkward import DTYPES, KINDS, TAME, assert_bits_equal, awkward_values
@@ -201,18 +201,16 @@ def test_bad_plans():
     with pytest.raises(
         ValueError, match=r"plan_master: slices of NVFP4.* cannot be cast: its scales depend on more than amaxes"
     ):
-        plan_master([(16, 32)], four)
+        plan_master([FlatSlice((16, 32), four)])
     with pytest.raises(
         ValueError, match=r"COLUMNWISE\) of FP8_128x128 is stored transposed, so a flat slice of the weight is"
     ):
-        plan_master([(16, 32)], formats.FP8_128x128, usages=Usage.COLUMNWISE)
+        plan_master([FlatSlice((16, 32), formats.FP8_128x128, usage=Usage.COLUMNWISE)])
     with pytest.raises(ValueError, match="of NVFP4 is stored transposed, so a flat slice of the weight is no slice of"):
-        plan_master([(16, 32)], formats.NVFP4, usages=Usage.COLUMNWISE)
+        plan_master([FlatSlice((16, 32), formats.NVFP4, usage=Usage.COLUMNWISE)])
     with pytest.raises(ValueError, match=r"plan_master: x \(16, 31\) is not a whole number of 1x32 blocks"):
-        plan_master([(16, 31)], formats.MXFP8_E4M3)
-    with pytest.raises(ValueError, match=r"plan_master: dtype \(float64\) is not float32"):
-        plan_master([(16, 32)], formats.FP8_E4M3, dtype="float64")
-    with pytest.raises(ValueError, match="plan_master: formats has 1 entries for 2 weights; pass one per"):
-        plan_master([(16, 32), (1, 1)], [formats.FP8_E4M3])
+        plan_master([FlatSlice((16, 31), formats.MXFP8_E4M3)])
+    with pytest.raises(ValueError, match=r"plan_master: slices\[0\].dtype \('float64'\) is not float32"):
+        plan_master([FlatSlice((16, 32), formats.FP8_E4M3, "float64")])
     with pytest.raises(ValueError, match=r"plan_shards: world \(0\) is not a positive integer; pass the number"):
         plan_shards([(16, 32)], formats.FP8_E4M3, 0)

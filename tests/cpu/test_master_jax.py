@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qshard import formats, reference
-from qshard._core.flat_shards import plan_master
+from qshard._core.flat_shards import FlatSlice, plan_master
 from qshard.formats import Usage
 from qshard.jax import cast_master, quantize
 from qshard.jax._sharding import foreach
@@ -18,7 +18,7 @@ from support.awkward import TAME, assert_bits_equal, awkward_values
 def test_weights_are_changed_in_place():
     """Whole weights: what is outside the slice stays, and a donated weight is not copied."""
     fmt, w = formats.NVFP4_16x16, awkward_values((32, 32), 1, kinds=TAME)
-    plan = plan_master([w.shape], fmt)
+    plan = plan_master([FlatSlice(w.shape, fmt)])
     old = quantize(jnp.asarray(w) * 2, fmt, usage=Usage.BOTH)
     new = w.reshape(-1)[101:303]
     (made,) = jax.jit(lambda q, m: cast_master([q], [m], [101], plan=plan))(old, new)
@@ -31,14 +31,14 @@ def test_weights_are_changed_in_place():
 
 
 def test_bad_input():
-    plan = plan_master([(4, 4)], formats.FP8_E4M3)
+    plan = plan_master([FlatSlice((4, 4), formats.FP8_E4M3)])
     with pytest.raises(ValueError, match="cast_master: got 2 masters for 1 weights; pass one per weight"):
         cast_master(None, [jnp.ones(4)] * 2, [0], plan=plan)
     with pytest.raises(TypeError, match=r"cast_master: masters\[0\] \(bfloat16\) is not float32, the dtype of the"):
         cast_master(None, [jnp.ones(4, jnp.bfloat16)], [0], plan=plan)
     with pytest.raises(ValueError, match=r"cast_master: starts \(2, 2\) is not one integer for each of 1 weights"):
         cast_master(None, [jnp.ones(4)], [0, 1], plan=plan)
-    random = plan_master([(1, 16)], formats.NVFP4.with_options(rounding="stochastic"))
+    random = plan_master([FlatSlice((1, 16), formats.NVFP4.with_options(rounding="stochastic"))])
     with pytest.raises(ValueError, match="cast_master: a format uses stochastic rounding and needs `seeds`"):
         cast_master(None, [jnp.ones(16)], [0], plan=random)
     with pytest.raises(ValueError, match=r"cast_master: weights\[0\] \(FP8_E4M3 \(4, 8\)\) does not match the"):

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from support.formats import RECIPES
 
-T, K, E, H, WIDE = 48, 3, 6, 64, 96
-EMPTY = 4
+T, K, E, H, WIDE = 48, 3, 5, 64, 96
+EMPTY = 2
 """An expert without tokens."""
 SEEDS = np.arange(4 * E, dtype=np.int32).reshape(2, E, 2)
 

@@ -35,7 +35,7 @@ def test_nothing_is_read_again_for_its_amax():
     x = torch.ones(8, 32)
     for make in (lambda: qt.swiglu_quantize(x, x, FP8_E4M3), lambda: qt.rms_norm_quantize(x, x[0], 0.0, FP8_E4M3)):
         make()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             make()
         names = {event.key for event in profile.key_averages()}
         assert any("cast_tensor" in name for name in names)

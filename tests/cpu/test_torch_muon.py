@@ -196,10 +196,10 @@ def test_a_plan_sends_each_element_once_and_returns_it_to_all_replicas(ranks, re
     world = ranks * replicas
     for bucket in buckets:
         for u, (_, unit) in enumerate(bucket.units):
-            pieces = [piece for piece in bucket.pieces if piece.unit == u]
+            parts = [part for part in bucket.parts if part.unit == u]
             size = torch.Size(unit.size).numel()
-            assert sum(piece.size for piece in pieces if piece.sends) == size
-            assert sum(piece.size for piece in pieces) == size * replicas
+            assert sum(part.size for part in parts if part.sends) == size
+            assert sum(part.size for part in parts) == size * replicas
         for a in range(world):
             for b in range(world):
                 assert bucket.sent_to_owner(a, world)[b] == bucket.received_by_owner(b, world)[a]

@@ -23,7 +23,7 @@ from qshard.torch_bridge import (
     topk_routing,
     update_scales,
 )
-from qshard.torch_bridge._probes import PART
+from qshard.torch_bridge._probe_calls import PART
 from support.awkward import TAME, awkward_values
 from support.formats import RECIPES
 

@@ -9,14 +9,14 @@ import numpy as np  # noqa: E402
 
 from qshard import jax as jax_front  # noqa: E402
 from qshard import torch_bridge  # noqa: E402
-from qshard._core.flat_shards import plan_master  # noqa: E402
+from qshard._core.flat_shards import FlatSlice, plan_master  # noqa: E402
 from qshard.formats import FP8_E4M3, NVFP4  # noqa: E402
 
 RANDOM = NVFP4.with_options(rounding="stochastic")
 
 
 def cast_in_jax(start):
-    jax_front.cast_master(None, [jnp.ones(2)], [start], plan=plan_master([(2, 2)], FP8_E4M3))
+    jax_front.cast_master(None, [jnp.ones(2)], [start], plan=plan_master([FlatSlice((2, 2), FP8_E4M3)]))
 
 
 def cast_in_torch(start):

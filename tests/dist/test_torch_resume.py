@@ -2,11 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-from datetime import timedelta
-from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 import torch
@@ -15,7 +10,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from qshard.torch_bridge import AdamW, convert, load_scaling_state, scaling_state, update_scales
-from support import torch_ranks
 from support.formats import GATHERED
 from support.torch_models import BLOCK_SIZES, batch, model_of, shard
 from support.torch_ranks import run
@@ -72,31 +66,8 @@ def keeps(folder, name, way, to):
     torch.save(train(folder, name, way), folder / f"{to}{dist.get_rank()}")
 
 
-def dies(rank, folder, name, way):
-    """A rank of a run of processes of its own."""
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    torch_ranks.shape = (2,)
-    torch.manual_seed(0)
-    store = f"file://{folder}/store"
-    # The other waits no longer than this for the one that is dead, if its end is not seen at once.
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    train(Path(folder), name, way, kills=True)
-
-
-def kill_a_rank(folder, name, way):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), folder, name, way], env=environment, stderr=PIPE)
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=140)[1].decode() for process in ranks[::-1]]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert ranks[1].returncode == -signal.SIGKILL, errors[0]
-    assert ranks[0].returncode not in (0, -signal.SIGKILL), "the other rank ends too, and says so"
+def dies(folder, name, way):
+    train(folder, name, way, kills=True)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +76,10 @@ def kill_a_rank(folder, name, way):
 )
 def test_a_killed_rank_leaves_a_checkpoint(name, way, tmp_path):
     """Of 2 ranks, with real files and a real SIGKILL; one more checkpoint is left half written."""
-    kill_a_rank(tmp_path, name, way)
+    with pytest.raises(AssertionError) as failed:
+        run(2, dies, folder=tmp_path, name=name, way=way)
+    assert f"exit code {-signal.SIGKILL}, died" in str(failed.value)
+    assert "rank 0 of 2: Traceback" in str(failed.value), "the other rank ends too, and says so"
     found = sorted(path.parent.name for path in tmp_path.glob("step*/.metadata"))
     assert found[-1:] == ["step6"]
     (tmp_path / "step9").mkdir()
@@ -135,7 +109,3 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_not(name, tmp_path):
         resumed, whole = torch.load(tmp_path / f"resumed{rank}"), torch.load(tmp_path / f"all{rank}")
         assert list(resumed) == [6, 7]
         assert resumed == {step: whole[step] for step in resumed}
-
-
-if __name__ == "__main__":
-    dies(int(sys.argv[1]), *sys.argv[2:])

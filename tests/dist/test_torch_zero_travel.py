@@ -25,7 +25,7 @@ from support.zero_chain import UNITS, WIDTH, chain, optimizer_of, step
 @pytest.mark.each_value
 @on_ranks(2, 3)
 @pytest.mark.parametrize("stage", [False, True])
-def test_gradients_travel_in_pieces(stage):
+def test_gradients_travel_in_parts(stage):
     """Chunks end anywhere, and may be so small that some ranks have no element of a chunk."""
     recipe = RECIPES["BlockScaling"]
     losses, weights = with_zero(recipe, 2, torch.float32, shard_weights=stage)

@@ -25,7 +25,7 @@ CASES = [
     ("_schedule", "test_after_an_exception", {"where": "forward"}),
     ("_schedule", "test_after_an_exception", {"where": "backward"}),
     ("_schedule", "test_bits_of_other_ways_to_run", {}),
-    ("_travel", "test_gradients_travel_in_pieces", {"stage": True}),
+    ("_travel", "test_gradients_travel_in_parts", {"stage": True}),
     ("_travel", "test_gradients_travel_in_few_bits", {"stage": True, "dtype": "bfloat16"}),
     ("_travel", "test_memory_of_a_step", {"recipe": "CurrentScaling"}),
     ("_travel", "bits_with_slow_streams", {}),

@@ -21,7 +21,7 @@ ALLOWED = {
     "qshard/gemm_dispatch.py: kind_of": 5,
     "qshard/gemm_dispatch.py: grouped_kind_of": 2,
     # Attributes of ops on slices, which say that there are no blocks, and no amaxes of tensors or rows.
-    "qshard/_core/flat_shards.py: Bucket.attributes": 1,
+    "qshard/_core/flat_shards.py: SliceBatch.attributes": 1,
     "qshard/_core/flat_shards.py: _amaxes": 1,
     # Compares the high word of an index on the device with the codes in a byte.
     "qshard/jax/_optim/cast_master.py: join_pieces": 1,

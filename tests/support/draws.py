@@ -199,8 +199,8 @@ class _Draw:
             b = next(shapes[0][0] for o, shapes in zip(self.spec.inputs, made.tensors, strict=True) if o.name == "b")
             if math.prod(a) * math.prod(b) * math.prod(out) > MOST_PRODUCTS**2:
                 return None
-        # Only ops on padded rows and products have results, or gathered rows, that are larger than their operands.
-        if len(self.spec.inputs) > 1 and self.spec.inputs[1].name == "rows":
+        # Only ops that gather rows, and products, have results or gathered rows that are larger than their operands.
+        if len(self.spec.inputs) > 1 and self.spec.inputs[1].name in ("rows", "positions"):
             gathered = made.tensors[1][0][0][0] * made.tensors[0][0][0][1]
             if max(gathered, *(math.prod(shape) for shape, _ in results)) > MOST:
                 return None

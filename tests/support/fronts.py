@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from qshard import reference
-from qshard._core.flat_shards import MasterPlan, plan_master
+from qshard._core.flat_shards import FlatSlice, MasterPlan, plan_master
 from qshard.formats import Format
 from qshard.recipes import Recipe, Role
 from support import torch_ranks
@@ -198,8 +198,10 @@ class JaxFront:
         }
 
     def plan(self, planes: Sequence[SlicedPlane], masters: Sequence[np.ndarray], rounded_to: str | None) -> MasterPlan:
-        fmts, usages, shapes = (list(each) for each in zip(*planes, strict=True))
-        return plan_master(shapes, fmts, usages=usages, dtype=str(masters[0].dtype), rounded_to=rounded_to)
+        dtype = str(masters[0].dtype)
+        return plan_master(
+            [FlatSlice(shape, fmt, dtype, usage=usage, rounded_to=rounded_to) for fmt, usage, shape in planes]
+        )
 
     def cast_slices(
         self,

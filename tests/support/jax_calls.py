@@ -10,8 +10,8 @@ import numpy as np
 import optax
 
 import qshard.jax as qj
-from qshard._core.flat_shards import plan_master
-from qshard.formats import Usage
+from qshard._core.flat_shards import FlatSlice, plan_master
+from qshard.formats import FP8_E4M3, Usage
 
 
 class Row(NamedTuple):
@@ -82,7 +82,7 @@ def _adam(make: Callable[..., Any], gradient: jax.Array, w: jax.Array) -> Any:
 
 
 def _master(x: jax.Array) -> Any:
-    plan = plan_master([(32, 32)], "FP8_E4M3")
+    plan = plan_master([FlatSlice((32, 32), FP8_E4M3)])
     pieces = [qj.cast_master(None, [half], [start], plan=plan)[0] for start, half in ((0, x[:16]), (512, x[16:]))]
     return pieces, qj.join_pieces(jnp.stack([piece.data for piece in pieces]), [0, 512], "FP8_E4M3", (32, 32))
 

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qshard._core.flat_shards import FlatSlice, plan_master
+from qshard.formats import FP8_E4M3
 from qshard.recipes import RecipeLike
 from support.front import Front
 
@@ -135,8 +137,7 @@ class Caller:
         """Cast a slice of one master weight."""
         masters = [self.array(m) for m in masters]
         if self.jax:
-            from qshard._core.flat_shards import plan_master
-
-            return self.qshard.cast_master(None, masters, starts, plan=plan_master([(64, 64)], "FP8_E4M3"))
+            plan = plan_master([FlatSlice((64, 64), FP8_E4M3)])
+            return self.qshard.cast_master(None, masters, starts, plan=plan)
         weight = self.quantize(np.zeros((64, 64), np.float32), "FP8_E4M3")
         return self.qshard.cast_master([weight], masters, starts, parity="master")

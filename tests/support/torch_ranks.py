@@ -1,11 +1,12 @@
-"""Ranks for distributed torch tests: long-lived processes with a new process group for every case.
+"""Ranks for distributed torch tests: long-lived processes, whose process group serves some cases.
 
     @on_ranks(1, 3, (2, 2))
     def test_it(fmt): ...  # The body runs on every rank of each world; (2, 2): two replicas of two shards.
 
 Four processes run all cases of a session, over gloo or, on GPUs, NCCL. Each has its own GPU; with
 SHARE_GPUS=2 in the environment, two share one, which is slow. Ranks load the test file themselves. If a case hangs, its
-test fails with the stack of each rank, and the next case gets new processes.
+test fails with the stack of each rank, and the next case gets new processes. On CPUs, successive cases of as many ranks
+share a process group; after a failure, the next case gets a new one.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ RANKS = 4
 TIMEOUT = 150.0  # Seconds for a case; a few times the slowest case on a busy machine.
 SHARE_GPUS = int(os.environ.get("SHARE_GPUS", "1"))
 GRACE = 10.0  # Seconds for the other ranks after one has failed.
+SHARED = 20  # Cases of a process group at most: subgroups of their meshes stay until it is destroyed.
 SELDOM = 50_000, 20, 20
 """Thresholds of Python's garbage collection. By default it takes 5 % of the time of tests that trace programs."""
 
 Shape = int | tuple[int, ...]
 """Number of ranks, or the shape of their mesh: (replicas, shards)."""
-# Set on a rank: the device for tensors of the current case, and the shape of its mesh.
+# Set on a rank: the device for tensors of the current case, the shape of its mesh, and the store of the process group.
 device = "cpu"
 shape: tuple[int, ...] = ()
+_store = ""
 
 
 def on_ranks(*worlds: Shape) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -131,6 +134,7 @@ class _Pool:
         context = multiprocessing.get_context("spawn" if any(Path("/dev").glob("nvidia[0-9]*")) else "forkserver")
         self.folder = tempfile.TemporaryDirectory(prefix="ranks")
         self.cases = 0
+        self.world, self.left, self.store = 0, 0, ""  # Of the process group that exists.
         self.ranks = []
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
@@ -143,7 +147,10 @@ class _Pool:
         __tracebackhide__ = True
         self.cases += 1
         world = math.prod(case.shape)
-        case = case._replace(store=f"file://{self.folder.name}/store{self.cases}")
+        if world != self.world or not self.left:
+            self.world, self.left, self.store = world, SHARED, f"file://{self.folder.name}/store{self.cases}"
+        self.left = self.left - 1 if case.on == "cpu" else 0
+        case = case._replace(store=self.store)
         for _, connection in self.ranks[:world]:
             connection.send(case)
         waiting = {connection: rank for rank, (_, connection) in enumerate(self.ranks[:world])}
@@ -167,6 +174,7 @@ class _Pool:
         if any(failure.endswith("died") for failure in failures):
             raise _Broken("\n".join(failures))
         if failures:
+            self.left = 0
             raise AssertionError("\n".join(failures))
 
     def _stack(self, rank: int) -> str:
@@ -242,29 +250,19 @@ def _serve(rank: int, connection: Connection, folder: str) -> None:
 
 
 def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
 
     global device, shape
     device, shape = case.on, case.shape
-    gpu = rank % max(1, torch.cuda.device_count())
     if device == "cuda":
         gc.collect()  # Garbage of earlier cases would be freed while this one measures memory.
-        torch.cuda.set_device(gpu)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.manual_seed(0)
-    # Subgroups are split off a group that is bound to a device; torch 2.11 crashes there if the process has had other
-    # groups. Two ranks have no subgroups.
-    is_bound = device == "cuda" and math.prod(case.shape) <= 2
-    dist.init_process_group(
-        {"cpu": "gloo", "cuda": "nccl"}[device],
-        init_method=case.store,
-        rank=rank,
-        world_size=math.prod(case.shape),
-        timeout=timedelta(seconds=TIMEOUT),
-        device_id=torch.device(device, gpu) if is_bound else None,
-    )
+    if case.store != _store:
+        _leave()
+        _join(case, rank)
+    stays = False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -276,10 +274,42 @@ def _run_case(case: _Case, function: Callable[..., None], rank: int) -> None:
             warnings.filterwarnings("ignore", r".*barrier\(\): using the device under current context", UserWarning)
             function(**case.arguments)
             dist.barrier()
+        stays = device == "cpu"
     finally:
-        dist.destroy_process_group()
-        # DTensor caches specs of results by meshes that compare equal; a later case would get the groups of this one.
-        if "torch.distributed.tensor" in sys.modules:
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        if not stays:
+            _leave()  # After a failure, the other ranks fail in a collective or in the barrier.
 
-            _clear_sharding_prop_cache()
+
+def _join(case: _Case, rank: int) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    global _store
+    # Subgroups are split off a group that is bound to a device; torch 2.11 crashes there if the process has had other
+    # groups. Two ranks have no subgroups.
+    is_bound = device == "cuda" and math.prod(case.shape) <= 2
+    dist.init_process_group(
+        {"cpu": "gloo", "cuda": "nccl"}[device],
+        init_method=case.store,
+        rank=rank,
+        world_size=math.prod(case.shape),
+        timeout=timedelta(seconds=TIMEOUT),
+        device_id=torch.device(device, rank % torch.cuda.device_count()) if is_bound else None,
+    )
+    _store = case.store
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    global _store
+    _store = ""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # DTensor caches specs of results by meshes that compare equal; a later case would get the groups of this one.
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()

@@ -239,8 +239,8 @@ def merge_plan(parts: Sequence[ShardSpec | None], plan: MasterPlan, amaxes: Tens
     """Merge the per-tensor amaxes of all weights of a plan, in place. No shard boundary splits a block."""
     if not any(parts):
         return
-    pairs = zip(parts, plan.formats, plan.split_amaxes(amaxes), strict=True)
-    found = [(part, grid if fmt.per_tensor else whole) for part, fmt, (grid, whole) in pairs]
+    pairs = zip(parts, plan.slices, plan.split_amaxes(amaxes), strict=True)
+    found = [(part, grid if planned.fmt.per_tensor else whole) for part, planned, (grid, whole) in pairs]
     of_tensors = [(part, amax) for part, amax in found if amax is not None]
     merge_shards([part for part, _ in of_tensors], [amax for _, amax in of_tensors])
 

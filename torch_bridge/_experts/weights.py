@@ -82,7 +82,7 @@ def _cast_list(values: Sequence[Tensor], fmt: Format) -> Plane:
     one = FlatSlice(tuple(values[0].shape), fmt, dtype_name(values[0].dtype))
     flat, whole = flat_plan((one,) * len(values), values[0].device), [value.reshape(-1) for value in values]
     (scales,) = flat.scales(flat.amaxes(whole))
-    where = flat.plan.buckets[0].planes[0]
+    where = flat.plan.batches[0].planes[0]
     data = torch.empty((len(values), *where.data_shape), dtype=torch.uint8, device=values[0].device)
     flat.cast([*data.unbind()], whole, [scales.scale], pieces=False)
     return Plane(data, scales.scale_inv.view(len(values), *where.scale_shape), scales.global_scale_inv)

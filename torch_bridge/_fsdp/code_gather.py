@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from qshard._core.flat_shards import Bucket
+from qshard._core.flat_shards import SliceBatch
 from qshard._core.quantize_steps import Plane, Scales
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, plane
@@ -138,9 +138,9 @@ class CodeGather:
             return Amaxes(values, None, [], delayed)
         reduced = [amaxes]
         if not self._splits_blocks:
-            parts = [(bucket, *bucket.part(amaxes)) for bucket in self._flat.plan.buckets]
-            of_tensors = [grid if bucket.fmt.per_tensor else whole for bucket, grid, whole in parts]
-            is_shared = [bucket.fmt.tensor_scaled for bucket, *_ in parts]
+            parts = [(batch, *batch.part(amaxes)) for batch in self._flat.plan.batches]
+            of_tensors = [grid if batch.fmt.per_tensor else whole for batch, grid, whole in parts]
+            is_shared = [batch.fmt.tensor_scaled for batch, *_ in parts]
             reduced = [each for each, shared in zip(of_tensors, is_shared, strict=True) if shared and each is not None]
         works = [work for each in reduced if (work := begin_max(each, self._group)) is not None]
         return Amaxes(values, amaxes, works, delayed)
@@ -160,21 +160,21 @@ class CodeGather:
         if self._splits_blocks:
             arrays = [buffer[:size] for buffer, size in zip(buffers, self._sizes, strict=True)]
         else:
-            arrays = [*buffers, *(array for each, of in self._buckets(scales) for array in self._of_rows(each, of))]
+            arrays = [*buffers, *(array for each, of in self._batches(scales) for array in self._of_rows(each, of))]
         return Codes(Gathering.begin(arrays, self._group), scales)
 
     def _scales(self, step: Amaxes) -> list[Scales]:
-        """Return the scales of each bucket."""
+        """Return the scales of each batch."""
         amaxes = step.amaxes
         if not step.delayed:
             assert amaxes is not None
             return self._flat.scales(amaxes)
         grids = [] if amaxes is None else [grid for grid, _ in self._flat.plan.split_amaxes(amaxes)]
         each = delayed_scales(step.delayed, lambda new: [grids[i] for i in new])
-        of_buckets = [[each[i] for i in bucket.indices] for bucket in self._flat.plan.buckets]
+        of_batches = [[each[i] for i in batch.indices] for batch in self._flat.plan.batches]
         return [
             Scales(join_scalars([s.scale for s in scales]), join_scalars([s.scale_inv for s in scales]))
-            for scales in of_buckets
+            for scales in of_batches
         ]
 
     def planes(self, step: Codes) -> list[Plane]:
@@ -183,49 +183,49 @@ class CodeGather:
         codes = [plan.codes(each) for plan, each in zip(self._plans, gathered, strict=False)]
         rest = iter(gathered[len(codes) :])
         found: dict[int, Plane] = {}
-        for bucket, of_bucket in self._buckets(step.scales):
+        for batch, of_batch in self._batches(step.scales):
             pairs: Iterable[tuple[Tensor, Tensor | None]]
             if self._splits_blocks:
-                pairs = bucket.split(of_bucket.scale_inv, of_bucket.global_scale_inv)
+                pairs = batch.split(of_batch.scale_inv, of_batch.global_scale_inv)
             else:
-                pairs = self._whole_scales(bucket, of_bucket, rest)
-            for i, (scale_inv, global_scale_inv) in zip(bucket.indices, pairs, strict=True):
+                pairs = self._whole_scales(batch, of_batch, rest)
+            for i, (scale_inv, global_scale_inv) in zip(batch.indices, pairs, strict=True):
                 found[i] = Plane(codes[i], scale_inv, global_scale_inv)
         planes = [found[i] for i in range(len(codes))]
         return planes if self._part is None else _join_parts(planes, [plan.layout for plan in self._plans], self._part)
 
-    def _buckets(self, scales: Sequence[Scales]) -> Iterator[tuple[Bucket, Scales]]:
-        return zip(self._flat.plan.buckets, scales, strict=True)
+    def _batches(self, scales: Sequence[Scales]) -> Iterator[tuple[SliceBatch, Scales]]:
+        return zip(self._flat.plan.batches, scales, strict=True)
 
     @staticmethod
-    def _of_rows(bucket: Bucket, of_bucket: Scales) -> list[Tensor]:
-        """Return the scales of all weights of a bucket that each rank has for its rows alone."""
-        found: list[Tensor] = [] if bucket.fmt.per_tensor else [of_bucket.scale_inv]
-        if bucket.fmt.row_scaled:
-            assert of_bucket.global_scale_inv is not None
-            found.append(of_bucket.global_scale_inv)
+    def _of_rows(batch: SliceBatch, of_batch: Scales) -> list[Tensor]:
+        """Return the scales of all weights of a batch that each rank has for its rows alone."""
+        found: list[Tensor] = [] if batch.fmt.per_tensor else [of_batch.scale_inv]
+        if batch.fmt.row_scaled:
+            assert of_batch.global_scale_inv is not None
+            found.append(of_batch.global_scale_inv)
         return found
 
     def _whole_scales(
-        self, bucket: Bucket, of_bucket: Scales, gathered: Iterator[Tensor]
+        self, batch: SliceBatch, of_batch: Scales, gathered: Iterator[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Return the scales of each weight. `gathered` has the arrays of `_of_rows`, rank after rank."""
-        wheres = [self._plans[i].layout for i in bucket.indices]
+        wheres = [self._plans[i].layout for i in batch.indices]
 
         def split(counts: Sequence[int], shapes: Sequence[Any]) -> list[Tensor]:
             parts = next(gathered).view(-1, sum(counts)).split([*counts], 1)
             return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
         of_blocks: Sequence[Tensor]
-        if bucket.fmt.per_tensor:
-            of_blocks = of_bucket.scale_inv.unbind()
+        if batch.fmt.per_tensor:
+            of_blocks = of_batch.scale_inv.unbind()
         else:
-            of_blocks = split(bucket.grids, [where.scale_shape for where in wheres])
+            of_blocks = split(batch.grids, [where.scale_shape for where in wheres])
         whole: Sequence[Tensor | None] = [None] * len(wheres)
-        if bucket.fmt.row_scaled:
-            whole = split(bucket.wholes, [where.global_scale_shape for where in wheres])
-        elif of_bucket.global_scale_inv is not None:
-            whole = of_bucket.global_scale_inv.unbind()
+        if batch.fmt.row_scaled:
+            whole = split(batch.wholes, [where.global_scale_shape for where in wheres])
+        elif of_batch.global_scale_inv is not None:
+            whole = of_batch.global_scale_inv.unbind()
         return zip(of_blocks, whole, strict=True)
 
 

@@ -112,7 +112,7 @@ class ShardPlan:
         if self.is_stack and self.dim:
             # With one scale for a matrix, its part on this rank is a matrix too, and their amaxes are merged.
             sliced = tuple(shard.shape) if fmt.per_tensor else shape
-        self.slice = FlatSlice(sliced, fmt, self.dtype, first, self.is_stack)
+        self.slice = FlatSlice(sliced, fmt, self.dtype, first, is_stack=self.is_stack)
         if not is_slice:
             starts = tuple(start if dim == self.dim else 0 for dim in range(len(shape)))
             self.box = Box(shape, starts, tuple(shard.shape))

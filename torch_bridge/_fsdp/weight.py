@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -19,8 +17,10 @@ from torch.utils.hooks import warn_if_has_hooks
 from qshard._core.placement import Box
 from qshard.formats import Usage
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
+from qshard.torch_bridge._fsdp.gather_hook import GatherHook, hook_signature
 from qshard.torch_bridge._fsdp.initial_values import RANDOM, box_of, exact_erfinv, fill
-from qshard.torch_bridge._fsdp.refresh import Gather, begin_gather
+from qshard.torch_bridge._fsdp.op_kinds import MAKES_PLAIN, STAYS_SHARDED, is_mutable, is_view
+from qshard.torch_bridge._fsdp.refresh import Gather, begin_gather, padded_values
 from qshard.torch_bridge._fsdp.scale_state import ScaleState, Status
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -191,10 +191,10 @@ class ShardedWeight(Tensor):
         if func in RANDOM and args[0].ndim in (2, 3) and (box := box_of(states[0], tuple(args[0].shape))) is not None:
             return args[0]._fill(box, func, *args[1:], **kwargs)
         out = func(*plain_args, **plain_kwargs)
-        if _is_mutable(func):
+        if is_mutable(func):
             _count_writes(func, args, kwargs)
-        if func in _STAYS_SHARDED or _is_view(func):
-            if _is_view(func) and _is_whole(out, plain_args[0]):
+        if func in STAYS_SHARDED or is_view(func):
+            if is_view(func) and _is_whole(out, plain_args[0]):
                 out = plain_args[0]  # A view made here would have a version counter of its own, and miss writes.
             with torch.inference_mode(False):  # In inference mode the wrapper could not be a view.
                 wrapped = _wrap(out, states[0])
@@ -203,7 +203,7 @@ class ShardedWeight(Tensor):
             return wrapped
         if func is aten.copy_.default and len(states) == 2:
             states[0].note_start(getattr(args[1], "first", 0))
-        if isinstance(out, Tensor) and _is_mutable(func):  # In-place ops return their argument.
+        if isinstance(out, Tensor) and is_mutable(func):  # In-place ops return their argument.
             return args[0] if plain_args and out is plain_args[0] else out
         return out
 
@@ -240,22 +240,15 @@ class ShardedWeight(Tensor):
                 f"fully_shard: {state.name} {state.shape} has no elements, which the backward pass of FSDP2 does not "
                 "support, even for plain parameters; remove the layer"
             )
-        if not state.has_one_format:
-            raise NotImplementedError(
-                f"fully_shard: {state.name} has two formats, because the recipe changes forward or dgrad, but FSDP2 "
-                "gathers one; pass a recipe that changes wgrad alone, or use DistributedDataParallel"
-            )
-        if state.refusal is not None:  # Precomputed: FSDP2 looks the hook up three times a gather.
-            raise NotImplementedError(
-                f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
-                "choose a weight format with 2-D blocks, such as MXFP8_32x32, or with a tensor scale"
-            )
+        state.check_format()  # Cheap: FSDP2 looks the hook up three times a gather.
         if state.status is Status.PLAIN:
             state.status = Status.SHARDED
             state.passes.watch()
+        if state.fmt is None:
+            return GatherHook(self._pad_values, _PAD_VALUES)
         if state.fmt.element.packed and self.shape[-1] == state.whole[-1]:
-            return _Hook(self._cast_packed_rows, _CAST_PACKED_ROWS)
-        return _Hook(self._cast_shard, _CAST_SHARD)
+            return GatherHook(self._cast_packed_rows, _CAST_PACKED_ROWS)
+        return GatherHook(self._cast_shard, _CAST_SHARD)
 
     def _cast_packed_rows(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gather]:
         """Cast a shard of rows to 4-bit codes, with the older signature of the hook.
@@ -277,15 +270,32 @@ class ShardedWeight(Tensor):
         padded, gather = begin_gather(self.scale_state, self.shard, outer_size, mesh)
         return (padded,), gather
 
+    def _pad_values(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """Return the padded values of the shard, in the dtype that FSDP2 gathers plain parameters in."""
+        state, values = self.scale_state, self.shard
+        if state.primary is not None:
+            values = state.primary.take_master(values if state.is_sealed else state.resident_shard(values))
+        return (padded_values(state, values, outer_size, mesh, self.dtype, mp_policy.param_dtype),), None
+
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: Gather,
+        metadata: Gather | None,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Wrap the gathered codes without a copy. FSDP2 then frees and refills their memory."""
+        """Wrap the gathered codes, or return the values, without a copy. FSDP2 then frees and refills their memory."""
+        if metadata is None:
+            self.scale_state.status = Status.SHARDED
+            return (all_gather_outputs[0], ()) if out is None else None
         plan, parts = metadata.plan, metadata.end(self.scale_state, *all_gather_outputs)
         if out is None:
             kind = QuantizedStack if plan.is_stack else QuantizedTensor
@@ -296,25 +306,9 @@ class ShardedWeight(Tensor):
         return None
 
 
-class _Hook:
-    """A bound method with a precomputed signature. FSDP2 inspects the signature before each gather, which is slow."""
-
-    __slots__ = ("__signature__", "_method")
-
-    def __init__(self, method: Callable[..., Any], signature: inspect.Signature):
-        self._method, self.__signature__ = method, signature
-
-    def __call__(self, *args: Any) -> Any:
-        return self._method(*args)
-
-
-def _signature(method: Callable[..., Any]) -> inspect.Signature:
-    signature = inspect.signature(method)
-    return signature.replace(parameters=[*signature.parameters.values()][1:])
-
-
-_CAST_SHARD = _signature(ShardedWeight._cast_shard)
-_CAST_PACKED_ROWS = _signature(ShardedWeight._cast_packed_rows)
+_CAST_SHARD = hook_signature(ShardedWeight._cast_shard)
+_CAST_PACKED_ROWS = hook_signature(ShardedWeight._cast_packed_rows)
+_PAD_VALUES = hook_signature(ShardedWeight._pad_values)
 
 
 def _note_split(whole: ShardedWeight, size: int, *others: Any) -> None:
@@ -343,10 +337,10 @@ def _run_on_sealed(func: Any, args: Any, kwargs: Any) -> Any:
             else:
                 target.shard.copy_(values)
             return target
-    elif func in _MAKES_PLAIN:
+    elif func in MAKES_PLAIN:
         plain = torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
         return func(plain, *args[1:], **kwargs)
-    elif func in _STAYS_SHARDED or _is_view(func):
+    elif func in STAYS_SHARDED or is_view(func):
         device = kwargs.get("device") or weight.device
         kwargs = {key: "meta" if key == "device" else value for key, value in kwargs.items()}
         sizes, options = pytree.tree_map_only(ShardedWeight, lambda t: t.shard, (args, kwargs))
@@ -356,28 +350,6 @@ def _run_on_sealed(func: Any, args: Any, kwargs: Any) -> Any:
         f"ShardedWeight: {name} (primary) has only codes, which {func} cannot use; use qshard.torch_bridge.Adam or "
         "WithMasters, which keep the master, and read values in state_dict()"
     )
-
-
-# Ops that return a sharded weight, besides views: FSDP2 pads and moves with them, `to_empty` and `.to` call them.
-# All other ops return plain tensors.
-_STAYS_SHARDED = {
-    aten.new_zeros.default,
-    aten.new_empty.default,
-    aten.empty_like.default,
-    aten._to_copy.default,
-    aten._pin_memory.default,
-    aten.where.self,  # `trunc_normal_` fills its result again.
-}
-
-
-_MAKES_PLAIN = {
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.empty_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-}
 
 
 def _unwrap(value: Any, states: list[ScaleState]) -> Any:
@@ -394,11 +366,6 @@ def _wrap(out: Any, state: ScaleState) -> Any:
     return type(out)(_wrap(each, state) for each in out) if isinstance(out, list | tuple) else out
 
 
-@functools.cache
-def _is_mutable(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
-
-
 def _count_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise the version of the shards that `func` wrote: compiled layers save these, and not the parameters."""
     for i, argument in enumerate(func._schema.arguments):
@@ -407,12 +374,6 @@ def _count_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             weights = [x for x in (given if isinstance(given, list) else [given]) if isinstance(x, ShardedWeight)]
             shards = [x.shard for x in weights if type(x.shard) is Tensor and not x.shard.is_inference()]
             torch.autograd.graph.increment_version(shards)
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    """Return True if a result aliases an argument, so that writes to it are writes to the weight."""
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
 def _is_whole(view: Any, tensor: Any) -> bool:

@@ -176,7 +176,7 @@ def _quantize_gradient(
 ) -> tuple[dict[Usage, Any], Tensor | None]:
     """Quantize the gradient of y, rowwise for the gradient of x and columnwise for the weight gradient."""
     need_x, need_w = ctx.needs_input_grad[:2]
-    _, dgrad, wgrad = ctx.how.recipe.products
+    dgrad, wgrad = ctx.how.recipe.products.dgrad, ctx.how.recipe.products.wgrad
     both = need_x and need_w and dgrad is wgrad
     usage = Usage.BOTH if both else Usage.ROWWISE if need_x else Usage.COLUMNWISE
     dys, amax = _quantizer(ctx, dgrad if need_x else wgrad, seed).quantize(dy, Role.GRADIENT, usage, known)
@@ -200,7 +200,7 @@ def _take_x(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -
     """Return x columnwise from its saved tensors, and empty the list `saved` to free them."""
     parts, role, columns = tuple(saved), Role.ACTIVATION, Usage.COLUMNWISE
     saved.clear()
-    recipe = how.recipe.products[2]
+    recipe = how.recipe.products.wgrad
     fmt = None if recipe is None else recipe.format(role)
     if how.x_again is None:
         return _operand(fmt, parts, columns)
@@ -225,7 +225,7 @@ def _take_w(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -
     usage = Usage.ROWWISE if how.is_kn else Usage.COLUMNWISE
     if how.w_again:
         whole, values = parts[0], values_of(parts[-1])
-        quantizer = _quantizer(ctx, how.recipe.products[1], seed)
+        quantizer = _quantizer(ctx, how.recipe.products.dgrad, seed)
         return quantizer.quantize(values, Role.WEIGHT, usage, whole=whole)[0][usage]
     if how.w_format is None:
         return Values(parts[0], usage)

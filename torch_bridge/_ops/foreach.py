@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qshard._core import flat_shards
-from qshard._core.flat_shards import Bucket, FlatSlice, MasterPlan
+from qshard._core.flat_shards import FlatSlice, MasterPlan, SliceBatch
 from qshard._core.quantize_steps import Scales
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.uint64 import words
@@ -26,9 +26,9 @@ class SliceOps:
     def __init__(self, plan: MasterPlan, device: torch.device):
         self.__dict__.update(vars(ops))
         self._plan, self._device = plan, device
-        # Keyed by the first weight of a bucket: each weight is in one bucket.
-        self._rows = {b.indices[0]: self._tensor(b.indices) for b in plan.buckets if len(plan.buckets) > 1}
-        self._runs = {b.indices[0]: self._tensor(b.runs) for b in plan.buckets if any(each != 1 for each in b.runs)}
+        # Keyed by the first weight of a batch: each weight is in one batch.
+        self._rows = {b.indices[0]: self._tensor(b.indices) for b in plan.batches if len(plan.batches) > 1}
+        self._runs = {b.indices[0]: self._tensor(b.runs) for b in plan.batches if any(each != 1 for each in b.runs)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SliceOps, (self._plan, self._device)
@@ -42,14 +42,14 @@ class SliceOps:
     def concatenate(self, arrays: Sequence[Tensor]) -> Tensor:
         return torch.cat([*arrays])
 
-    def of_bucket(self, pairs: Tensor, bucket: Bucket) -> Tensor:
-        rows = self._rows.get(bucket.indices[0])
+    def of_batch(self, pairs: Tensor, batch: SliceBatch) -> Tensor:
+        rows = self._rows.get(batch.indices[0])
         # Indexed as int32, because CUDA cannot index uint32.
         return pairs if rows is None else pairs.view(torch.int32)[rows].view(pairs.dtype)
 
-    def repeat_values(self, values: Tensor, bucket: Bucket) -> Tensor:
-        runs = self._runs.get(bucket.indices[0])
-        return values if runs is None else torch.repeat_interleave(values, runs, output_size=sum(bucket.runs))
+    def repeat_values(self, values: Tensor, batch: SliceBatch) -> Tensor:
+        runs = self._runs.get(batch.indices[0])
+        return values if runs is None else torch.repeat_interleave(values, runs, output_size=sum(batch.runs))
 
 
 class FlatPlan:
@@ -62,13 +62,7 @@ class FlatPlan:
 
     def __init__(self, slices: Sequence[FlatSlice], device: torch.device):
         self._slices, self._device = slices, device
-        self.plan: MasterPlan = flat_shards.plan_master(
-            [s.shape for s in slices],
-            [s.fmt for s in slices],
-            dtype=[s.dtype for s in slices],
-            rounded_to=[s.rounded_to for s in slices],
-            stacks=[s.is_stack for s in slices],
-        )
+        self.plan: MasterPlan = flat_shards.plan_master(slices)
 
     @functools.cached_property
     def ops(self) -> SliceOps:
@@ -84,31 +78,31 @@ class FlatPlan:
         return result
 
     def scales(self, amaxes: Tensor) -> list[Scales]:
-        """Compute the scales of the weights of each bucket from their reduced amaxes."""
+        """Compute the scales of the weights of each batch from their reduced amaxes."""
         return flat_shards.scales(self.ops, self.plan, amaxes)
 
-    def split_scales(self, of_buckets: Sequence[Scales]) -> list[Scales]:
-        """Split the scales of all buckets by weight, with fewer torch calls than `Bucket.split`."""
-        return self.plan.by_weight(map(_split_bucket, self.plan.buckets, of_buckets))
+    def split_scales(self, of_batches: Sequence[Scales]) -> list[Scales]:
+        """Split the scales of all batches by weight, with fewer torch calls than `SliceBatch.split`."""
+        return self.plan.by_weight(map(_split_batch, self.plan.batches, of_batches))
 
     def join_scales(self, of_weights: Sequence[Tensor]) -> list[Tensor]:
-        """Join the encoding scales of weights by bucket, without a copy if `split_scales` split them."""
-        of_buckets = [[of_weights[i] for i in bucket.indices] for bucket in self.plan.buckets]
+        """Join the encoding scales of weights by batch, without a copy if `split_scales` split them."""
+        of_batches = [[of_weights[i] for i in batch.indices] for batch in self.plan.batches]
         return [
             joined if (joined := adjacent_view(each)) is not None else torch.cat([scale.view(-1) for scale in each])
-            for each in of_buckets
+            for each in of_batches
         ]
 
     def cast(self, data: Sequence[Tensor], shards: Sequence[Tensor], scales: Sequence[Tensor], *, pieces: bool) -> None:
-        """Write the codes of the slices into `data`, using `Scales.scale` of each bucket."""
+        """Write the codes of the slices into `data`, using `Scales.scale` of each batch."""
         flat_shards.cast(self.ops, self.plan, data, shards, self.starts, scales, pieces=pieces)
 
 
-def _split_bucket(bucket: Bucket, scales: Scales) -> Iterator[Scales]:
-    grids = [where.scale_shape for where in bucket.planes]
+def _split_batch(batch: SliceBatch, scales: Scales) -> Iterator[Scales]:
+    grids = [where.scale_shape for where in batch.planes]
     parts = [_split(scales.scale, grids), _split(scales.scale_inv, grids)]
     if scales.global_scale_inv is not None:
-        parts.append(_split(scales.global_scale_inv, [where.global_scale_shape or () for where in bucket.planes]))
+        parts.append(_split(scales.global_scale_inv, [where.global_scale_shape or () for where in batch.planes]))
     return (Scales(*each) for each in zip(*parts, strict=True))
 
 

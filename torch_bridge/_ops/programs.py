@@ -193,7 +193,7 @@ class _Recorder:
             shape, dtype = self._slots[number]
             size = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
             steps = lives.get(number, [-1])
-            live = sorted(piece for piece in placed if piece[2] <= steps[-1] and steps[0] <= piece[3])
+            live = sorted(place for place in placed if place[2] <= steps[-1] and steps[0] <= place[3])
             at = 0
             for start, end, *_ in live:
                 if at + size <= start:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qshard._core import flat_shards
-from qshard._core.flat_shards import MasterPlan
+from qshard._core.flat_shards import FlatSlice, MasterPlan
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import quote
 from qshard.formats import Usage
@@ -90,16 +90,18 @@ class CastPlan:
         # A weight with two different planes is cast twice.
         planes = [(i, *of_weight) for i, weight in enumerate(weights) for of_weight in _planes(weight)]
         self.owners = [i for i, _, _ in planes]
-        of_planes = [weights[i] for i in self.owners]
-        self.plan: MasterPlan = flat_shards.plan_master(
-            [tuple(weight.shape) for weight in of_planes],
-            [weight.format for weight in of_planes],
-            usages=[usage for _, usage, _ in planes],
-            dtype=dtype_name(dtype),
-            rounded_to=[None if parity == "master" else dtype_name(weight.dtype) for weight in of_planes],
-            stacks=[is_stack(weight) for weight in of_planes],
-            op=op,
-        )
+        slices = [
+            FlatSlice(
+                tuple(weights[i].shape),
+                weights[i].format,
+                dtype_name(dtype),
+                usage=usage,
+                rounded_to=None if parity == "master" else dtype_name(weights[i].dtype),
+                is_stack=is_stack(weights[i]),
+            )
+            for i, usage, _ in planes
+        ]
+        self.plan: MasterPlan = flat_shards.plan_master(slices, op=op)
         self.dtype, self.weights = dtype, len(weights)
         self.device = planes[0][2].data.device if planes else torch.device("cpu")
         self.ops = SliceOps(self.plan, self.device)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard._core.optimizers.muon_plan import Bucket, Piece
+from qshard._core.optimizers.muon_plan import MatrixBucket, UnitPart
 
-_Messages = Sequence[Sequence[Piece]]  # Pieces for each rank.
+_Messages = Sequence[Sequence[UnitPart]]  # Parts for each rank.
 
 
 class Sending(NamedTuple):
@@ -35,12 +35,12 @@ class MatrixExchange:
       device: the device of messages and whole matrices.
     """
 
-    def __init__(self, bucket: Bucket, group: dist.ProcessGroup | None, device: torch.device):
+    def __init__(self, bucket: MatrixBucket, group: dist.ProcessGroup | None, device: torch.device):
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.bucket, self._group, self._device = bucket, group, device
         self._sent, self._received = bucket.sent_to_owner(rank, ranks), bucket.received_by_owner(rank, ranks)
         self._returned, self._results = bucket.returned_by_owner(rank, ranks), bucket.returned_to(rank, ranks)
-        moves = [(piece.sends, piece.rank != bucket.owners[piece.unit]) for piece in bucket.pieces]
+        moves = [(part.sends, part.rank != bucket.owners[part.unit]) for part in bucket.parts]
         self._is_sent = any(sends and moved for sends, moved in moves)
         self._is_returned = any(moved for _, moved in moves)
 
@@ -48,43 +48,42 @@ class MatrixExchange:
         """Begin to send the local parts, one tensor for each parameter of the bucket, to the owners of its units."""
         position = {parameter: i for i, parameter in enumerate(self.bucket.parameters)}
         local = [
-            [parts[position[self.bucket.units[piece.unit][0]]][piece.local] for piece in message]
-            for message in self._sent
+            [parts[position[self.bucket.units[part.unit][0]]][part.local] for part in message] for message in self._sent
         ]
         return self._all_to_all(local, self._received, self._is_sent)
 
     def units(self, sending: Sending) -> dict[int, Tensor]:
         """Return the whole matrices that this rank owns, by unit."""
         units: dict[int, Tensor] = {}
-        for piece, values in _split(sending.wait(), self._received):
-            shape = self.bucket.units[piece.unit][1].size
-            if piece.shape == shape:
-                units[piece.unit] = values
+        for part, values in _split(sending.wait(), self._received):
+            shape = self.bucket.units[part.unit][1].size
+            if part.shape == shape:
+                units[part.unit] = values
                 continue
-            if piece.unit not in units:
-                units[piece.unit] = values.new_empty(shape)
-            units[piece.unit][piece.whole] = values
+            if part.unit not in units:
+                units[part.unit] = values.new_empty(shape)
+            units[part.unit][part.whole] = values
         return units
 
     def send_back(self, results: dict[int, Tensor]) -> Sending:
         """Begin to send the results of this rank's units to all ranks that have a part."""
-        local = [[results[piece.unit][piece.whole] for piece in message] for message in self._returned]
+        local = [[results[part.unit][part.whole] for part in message] for message in self._returned]
         return self._all_to_all(local, self._results, self._is_returned)
 
     def parts(self, sending: Sending, shapes: Sequence[torch.Size], devices: Sequence[torch.device]) -> list[Tensor]:
         """Return the parts of results that belong to the local shards, one tensor for each parameter of the bucket."""
         position = {parameter: i for i, parameter in enumerate(self.bucket.parameters)}
         found: list[Tensor | None] = [None] * len(shapes)
-        for piece, values in _split(sending.wait(), self._results):
-            i = position[self.bucket.units[piece.unit][0]]
-            if piece.shape == shapes[i]:
+        for part, values in _split(sending.wait(), self._results):
+            i = position[self.bucket.units[part.unit][0]]
+            if part.shape == shapes[i]:
                 found[i] = values.to(devices[i])
                 continue
-            if (part := found[i]) is None:
-                part = found[i] = torch.empty(shapes[i], dtype=values.dtype, device=devices[i])
-            part[piece.local] = values.to(devices[i])
+            if (result := found[i]) is None:
+                result = found[i] = torch.empty(shapes[i], dtype=values.dtype, device=devices[i])
+            result[part.local] = values.to(devices[i])
         empty = [torch.empty(shape, device=device) for shape, device in zip(shapes, devices, strict=True)]
-        return [other if part is None else part for part, other in zip(found, empty, strict=True)]
+        return [other if result is None else result for result, other in zip(found, empty, strict=True)]
 
     def _all_to_all(self, local: Sequence[Sequence[Tensor]], received: _Messages, moves: bool) -> Sending:
         sent = [sum(part.numel() for part in message) for message in local]
@@ -95,7 +94,7 @@ class MatrixExchange:
             start += part.numel()
         if not moves:  # On no rank: each rank only has messages for itself.
             return Sending(buffer, None)
-        sizes = [sum(piece.size for piece in message) for message in received]
+        sizes = [sum(part.size for part in message) for message in received]
         output = buffer.new_empty(sum(sizes))
         work = dist.all_to_all_single(
             output.view(torch.uint8),  # Bytes, for gloo.
@@ -108,7 +107,7 @@ class MatrixExchange:
         return Sending(output, work)
 
 
-def _split(buffer: Tensor, messages: _Messages) -> list[tuple[Piece, Tensor]]:
-    pieces = [piece for message in messages for piece in message]
-    parts = buffer.split([piece.size for piece in pieces]) if pieces else ()
-    return [(piece, part.view(piece.shape)) for piece, part in zip(pieces, parts, strict=True)]
+def _split(buffer: Tensor, messages: _Messages) -> list[tuple[UnitPart, Tensor]]:
+    parts = [part for message in messages for part in message]
+    values = buffer.split([part.size for part in parts]) if parts else ()
+    return [(part, each.view(part.shape)) for part, each in zip(parts, values, strict=True)]

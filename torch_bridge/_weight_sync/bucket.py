@@ -26,8 +26,8 @@ from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._weight_sync.items import OP, Item, plan_of, rows_group_of
 
 
-class Bucket:
-    """Items that are gathered together.
+class StreamBucket:
+    """Items of a weight stream that are gathered together.
 
     Args:
       items: the items.
@@ -96,7 +96,7 @@ class BucketPass:
     """One pass over a bucket, in steps that other work may come between. Each step is collective."""
 
     @torch.no_grad()
-    def __init__(self, bucket: Bucket, values: Sequence[Tensor]):
+    def __init__(self, bucket: StreamBucket, values: Sequence[Tensor]):
         self._bucket, self._values = bucket, values
         self._amaxes: list[Amaxes] = [gather.reduce([values[i] for i in members]) for members, gather in bucket.gathers]
         self._codes: list[Codes] = []

@@ -17,7 +17,7 @@ from qshard.formats import Format
 from qshard.torch_bridge._convert.export import entries_of
 from qshard.torch_bridge._distributed.fsdp1 import is_flattened_model
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
-from qshard.torch_bridge._weight_sync.bucket import Bucket, BucketPass
+from qshard.torch_bridge._weight_sync.bucket import BucketPass, StreamBucket
 from qshard.torch_bridge._weight_sync.items import OP, Facts, Item, items_of
 from qshard.torch_bridge._zero.schedule import ZeroUnit
 
@@ -88,7 +88,7 @@ def stream_weights(
 class _Run(NamedTuple):
     """Consecutive items: buckets, or the items of a unit of a `ZeroOptimizer`, planned once they have memory."""
 
-    buckets: list[Bucket]
+    buckets: list[StreamBucket]
     unit: ZeroUnit | None
     items: list[Item]
 
@@ -127,7 +127,7 @@ def _plan_of(model: nn.Module, options: _Options) -> _Plan:
         run = [*group]
         if unit is None:
             parts = [[run[i] for i in part] for part in buckets([item.size for item in run], bucket_bytes)]
-            made = [Bucket(part, [values[item.name] for item in part], format, dtype) for part in parts]
+            made = [StreamBucket(part, [values[item.name] for item in part], format, dtype) for part in parts]
             runs.append(_Run(made, None, run))
         elif id(unit) not in units:
             units.add(id(unit))
@@ -148,7 +148,7 @@ def _stream(model: nn.Module, plan: _Plan) -> Iterator[tuple[str, Tensor]]:
             yield from _of_unit(model, run, plan)
 
 
-def _gathered_ahead(buckets: Sequence[Bucket], values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _gathered_ahead(buckets: Sequence[StreamBucket], values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of buckets. One bucket is gathered while the caller has the tensors of the one before.
 
         reduce 0 | reduce 1, send 0 | reduce 2, send 1, yield 0 | reduce 3, send 2, yield 1 | ...
@@ -176,6 +176,6 @@ def _of_unit(model: nn.Module, run: _Run, plan: _Plan) -> list[tuple[str, Tensor
     with run.unit.gathered():
         values = dict(entries_of(model))
         members = [values[item.name] for item in run.items]
-        gathered = Bucket(run.items, members, plan.format, plan.dtype).begin(members)
+        gathered = StreamBucket(run.items, members, plan.format, plan.dtype).begin(members)
         gathered.send()
         return [(name, tensor.clone()) for name, tensor in gathered.pairs()]

@@ -249,30 +249,30 @@ class FlatBuffer:
         return {w.name: v.view(w.shape).clone() for w, v in zip(self.weights, whole.split(sizes), strict=True)}
 
 
-class Bucket(NamedTuple):
-    """Units that a step updates together, and their weights by group; buckets bound the memory of mean gradients."""
+class UpdateBatch(NamedTuple):
+    """Units that a step updates together, and their weights by group; batches bound the memory of mean gradients."""
 
     number: int
     flats: list[FlatBuffer]
     of_groups: list[list[ZeroParameter]]
 
 
-def buckets_of(flats: Sequence[FlatBuffer], of_groups: Sequence[Sequence[ZeroParameter]]) -> list[Bucket]:
-    """Group units, in order, so that no bucket has more elements of this rank than the largest unit."""
+def update_batches(flats: Sequence[FlatBuffer], of_groups: Sequence[Sequence[ZeroParameter]]) -> list[UpdateBatch]:
+    """Group units, in order, so that no batch has more elements of this rank than the largest unit."""
     most = max(flat.masters.numel() for flat in flats)
-    buckets: list[Bucket] = []
+    batches: list[UpdateBatch] = []
     size = most + 1
     for flat in flats:
         size += flat.masters.numel()
         if size > most:
             size = flat.masters.numel()
-            buckets.append(Bucket(len(buckets), [], [[] for _ in of_groups]))
-        buckets[-1].flats.append(flat)
-    bucket_of = {id(weight): bucket for bucket in buckets for flat in bucket.flats for weight in flat.weights}
+            batches.append(UpdateBatch(len(batches), [], [[] for _ in of_groups]))
+        batches[-1].flats.append(flat)
+    batch_of = {id(weight): batch for batch in batches for flat in batch.flats for weight in flat.weights}
     for index, of_group in enumerate(of_groups):
         for weight in of_group:
-            bucket_of[id(weight)].of_groups[index].append(weight)
-    return buckets
+            batch_of[id(weight)].of_groups[index].append(weight)
+    return batches
 
 
 def state_alignment(settings: Sequence[dict[str, Any]], lr: float | Tensor, options: dict[str, Any]) -> int:

@@ -220,20 +220,20 @@ class Gradient:
         `cat` copies vectors of 16 bytes where `_foreach_copy_` copies 4 elements, but it would need more memory to
         convert.
         """
-        pieces: list[Tensor] = []
+        parts: list[Tensor] = []
         for start, stop in ranges:
             index = bisect_right(self._firsts, start) - 1
             while start < stop:
                 first, end = self._firsts[index], min(stop, self._firsts[index + 1])
                 if index in unreduced:
-                    pieces.append(unreduced[index][start - first : end - first])
+                    parts.append(unreduced[index][start - first : end - first])
                 else:
-                    pieces.append(torch.zeros(end - start, dtype=self._dtype, device=self._device))
+                    parts.append(torch.zeros(end - start, dtype=self._dtype, device=self._device))
                 start, index = end, index + 1
-        if all(piece.dtype == self._dtype for piece in pieces):
-            return torch.cat(pieces)
-        packed = torch.empty(sum(map(torch.numel, pieces)), dtype=self._dtype, device=self._device)
-        torch._foreach_copy_(packed.split([*map(torch.numel, pieces)]), pieces)
+        if all(part.dtype == self._dtype for part in parts):
+            return torch.cat(parts)
+        packed = torch.empty(sum(map(torch.numel, parts)), dtype=self._dtype, device=self._device)
+        torch._foreach_copy_(packed.split([*map(torch.numel, parts)]), parts)
         return packed
 
 

@@ -40,7 +40,7 @@ from qshard.torch_bridge._ops.collectives import unlike_ranks
 from qshard.torch_bridge._optim.adam import Adam, initialize_state
 from qshard.torch_bridge._optim.cast_master import Parity, check_parity
 from qshard.torch_bridge._quantized.validation import check_dtype, check_group, check_model
-from qshard.torch_bridge._zero.buffers import ALIGNMENT, FlatBuffer, buckets_of, state_alignment
+from qshard.torch_bridge._zero.buffers import ALIGNMENT, FlatBuffer, state_alignment, update_batches
 from qshard.torch_bridge._zero.gradients import clip_by_norm, norm_over_ranks
 from qshard.torch_bridge._zero.meta_init import Init, MetaInit, check_init, default_device
 from qshard.torch_bridge._zero.placeholders import weakly
@@ -199,7 +199,7 @@ class ZeroOptimizer(Adam):
         self._of_groups = [of_group for _, of_group in groups_of]
         for param_group, of_group in zip(self.param_groups, self._of_groups, strict=True):
             param_group["params"] = [w.visible for w in of_group]  # What users see, the same on every rank.
-        self._buckets = buckets_of(self._flats, self._of_groups)
+        self._batches = update_batches(self._flats, self._of_groups)
         self._initialize_states()
         quantized = [w for w in self._weights if w.quantized]
         self._current = SliceCast([w for w in quantized if not w.delayed], parity, self._device)
@@ -243,11 +243,11 @@ class ZeroOptimizer(Adam):
 
     def _to_update(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
         index = next(i for i, one in enumerate(self.param_groups) if one is group)
-        return [(self.state[weight.visible], weight.master) for weight in self._bucket.of_groups[index]]
+        return [(self.state[weight.visible], weight.master) for weight in self._batch.of_groups[index]]
 
     def _by_kind(self, group: dict[str, Any]) -> dict[Any, list[tuple[dict[str, Any], dict[str, Tensor]]]]:
-        """Group states as `Adam` does, and by bucket: each bucket has step numbers in memory of its own."""
-        return {(*kind, self._bucket.number): members for kind, members in super()._by_kind(group).items()}
+        """Group states as `Adam` does, and by batch: each batch has step numbers in memory of its own."""
+        return {(*kind, self._batch.number): members for kind, members in super()._by_kind(group).items()}
 
     def _update(self, inv_grad_scale: Tensor | float | None) -> None:
         """Update the local slices with the mean gradient of all ranks, then the weights of layers. Collective."""
@@ -259,12 +259,12 @@ class ZeroOptimizer(Adam):
         # If the number of ranks is a power of two, Adam can multiply sums by its reciprocal without rounding.
         sums = inv_grad_scale is None and self._ranks.size.bit_count() == 1
         sums = sums and not any(flat.gradient.is_clipped for flat in self._flats)
-        for bucket in self._buckets:
-            self._bucket = bucket
-            for flat in bucket.flats:
+        for batch in self._batches:
+            self._batch = batch
+            for flat in batch.flats:
                 flat.set_gradients(flat.gradient.total() if sums else flat.gradient.mean())
             self._update_values(1 / self._ranks.size if sums else inv_grad_scale)
-            for flat in bucket.flats:
+            for flat in batch.flats:
                 flat.set_gradients(None)
         if self._delayed.delayed:
             update_delayed(self._model, self._ranks.group)

@@ -147,12 +147,13 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
         # A weight that only quantized layers use is gathered as codes, if its rowwise plane determines the other.
         formats = {
             m.recipe.format(Role.WEIGHT)
-            if (isinstance(m, WeightLayer) and n == "weight") or (isinstance(m, Experts) and weight.is_stack)
+            if ((isinstance(m, WeightLayer) and n == "weight") or (isinstance(m, Experts) and weight.is_stack))
+            and m.recipe is not None
             else None
             for m, n in weight.owners
         }
         state = parameter.scale_state if isinstance(parameter, ShardedWeight) else None
-        if state is None or (weight.is_stack and splits_stack(state.fmt, weight.shape)):
+        if state is None or state.fmt is None or (weight.is_stack and splits_stack(state.fmt, weight.shape)):
             continue  # Flat slices of such a stack have no grid of blocks.
         if formats == {state.fmt} and state.refusal is None and state.has_one_format:
             weight.fmt, weight.delayed = state.fmt, state.delayed
@@ -238,7 +239,7 @@ class SliceCast:
         for w in weights:
             assert w.fmt is not None
             rounded_to = dtype_name(w.dtype) if parity == "model" else None
-            slices.append(FlatSlice(w.shape, w.fmt, "float32", w.start, w.is_stack, rounded_to))
+            slices.append(FlatSlice(w.shape, w.fmt, start=w.start, rounded_to=rounded_to, is_stack=w.is_stack))
         self._flat = FlatPlan(slices, device)
 
     def cast(self, group: dist.ProcessGroup | None) -> None:
@@ -255,8 +256,8 @@ class SliceCast:
         else:
             amaxes = max_over_ranks(self._flat.amaxes(self._masters), group)
             scales = self._flat.split_scales(self._flat.scales(amaxes))
-        of_buckets = self._flat.join_scales([each.scale for each in scales])
-        self._flat.cast([own.data for own in self._planes], self._masters, of_buckets, pieces=True)
+        of_batches = self._flat.join_scales([each.scale for each in scales])
+        self._flat.cast([own.data for own in self._planes], self._masters, of_batches, pieces=True)
         both = [zip(own[1:], new[1:], strict=True) for own, new in zip(self._planes, scales, strict=True)]
         pairs = [(old, new) for pair in both for old, new in pair if old is not None]
         torch._foreach_copy_([old for old, _ in pairs], [new for _, new in pairs])

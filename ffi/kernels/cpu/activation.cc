@@ -12,16 +12,16 @@
 namespace qshard::kernels {
 namespace {
 
-constexpr int64_t kPiece = int64_t{1} << 12;
+constexpr int64_t kChunk = int64_t{1} << 12;
 
-// Splits [runs, length] into pieces that stay in cache. map(begin, end) writes a piece, and
+// Splits [runs, length] into chunks that stay in cache. map(begin, end) writes a chunk, and
 // raise(begin, end) takes its amaxes.
 template <class Map, class Raise>
-void InPieces(const Exec<Cpu>& exec, int64_t runs, int64_t length, int64_t bytes, const Map& map,
+void InChunks(const Exec<Cpu>& exec, int64_t runs, int64_t length, int64_t bytes, const Map& map,
               const Raise& raise) {
   ParallelRanges(exec, runs * length, bytes, [&](int64_t begin, int64_t end) {
     for (int64_t stop; begin < end; begin = stop) {
-      stop = std::min(end, begin + kPiece);
+      stop = std::min(end, begin + kChunk);
       map(begin, stop);
       raise(begin, stop);
     }
@@ -49,7 +49,7 @@ Status SwiGluForward(const Exec<Cpu>& exec, const In* gate, const In* up, int64_
                      int64_t length, In* h, float* amax) {
   const auto map = Simd().swiglu[kInputIndex<In>];
   std::fill_n(amax, runs, 0.0f);
-  InPieces(
+  InChunks(
       exec, runs, length, 3 * sizeof(In),
       [&](int64_t begin, int64_t end) { map(gate + begin, up + begin, end - begin, h + begin); },
       [&](int64_t begin, int64_t end) { RaiseAmaxes(h, begin, end, length, amax); });
@@ -63,7 +63,7 @@ Status SwiGluBackward(const Exec<Cpu>& exec, const In* gate, const In* up, const
   const auto map = Simd().swiglu_grad[kInputIndex<In>];
   std::fill_n(amax_gate, runs, 0.0f);
   std::fill_n(amax_up, runs, 0.0f);
-  InPieces(
+  InChunks(
       exec, runs, length, 5 * sizeof(In),
       [&](int64_t begin, int64_t end) {
         map(gate + begin, up + begin, grad + begin, end - begin, d_gate + begin, d_up + begin);

@@ -2,7 +2,7 @@
 // by row.
 #include "kernels/block_cast.h"
 
-#include "kernels/cpu/block_pieces.h"
+#include "kernels/cpu/block_spans.h"
 #include "kernels/cpu/coded_rows.h"
 #include "kernels/cpu/random_rows.h"
 
@@ -10,11 +10,11 @@ namespace qshard::kernels {
 
 template <class In>
 Status AmaxBlock(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, float* amax) {
-  ParallelPieces(exec, blocks, [&](const Piece& piece) {
-    float* out = amax + piece.grid;
-    Simd().amax[kInputIndex<In>](x + piece.start, blocks.cols, piece.rows, piece.cols,
+  ParallelSpans(exec, blocks, [&](const BlockSpan& span) {
+    float* out = amax + span.grid;
+    Simd().amax[kInputIndex<In>](x + span.start, blocks.cols, span.rows, span.cols,
                                  blocks.block_cols, out);
-    for (int64_t b = 0; b < piece.num_blocks; ++b) out[b] = CanonicalNan(out[b]);
+    for (int64_t b = 0; b < span.num_blocks; ++b) out[b] = CanonicalNan(out[b]);
   });
   return {};
 }
@@ -22,9 +22,9 @@ Status AmaxBlock(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, float
 template <class In, class Code>
 Status CastBlock(const Exec<Cpu>& exec, const In* x, const float* scale, const Blocks& blocks,
                  uint8_t* data) {
-  ParallelPieces(exec, blocks, [&](const Piece& piece) {
-    ForEachRow(piece, blocks, [&](int64_t i) {
-      CastRow<Code>(x + i, piece.cols, {scale + piece.grid, blocks.block_cols},
+  ParallelSpans(exec, blocks, [&](const BlockSpan& span) {
+    ForEachRow(span, blocks, [&](int64_t i) {
+      CastRow<Code>(x + i, span.cols, {scale + span.grid, blocks.block_cols},
                     data + i / kCodesPerByte<Code>);
     });
   });
@@ -34,14 +34,14 @@ Status CastBlock(const Exec<Cpu>& exec, const In* x, const float* scale, const B
 template <class In>
 Status CastBlockStochastic(const Exec<Cpu>& exec, const In* x, const float* scale,
                            const Places& places, const Blocks& blocks, uint8_t* data) {
-  ParallelPieces(exec, blocks, [&](const Piece& piece) {
-    uint8_t random[kPieceCols];
-    for (int64_t r = 0; r < piece.rows; ++r) {
-      RandomRow(places, blocks, piece.batch, piece.grid_row * blocks.block_rows + r,
-                piece.first_block * blocks.block_cols, piece.cols, random);
-      const int64_t start = piece.start + r * blocks.cols;
-      CastRowStochastic<E2M1>(x + start, piece.cols, {scale + piece.grid, blocks.block_cols},
-                              random, data + start / 2);
+  ParallelSpans(exec, blocks, [&](const BlockSpan& span) {
+    uint8_t random[kSpanCols];
+    for (int64_t r = 0; r < span.rows; ++r) {
+      RandomRow(places, blocks, span.batch, span.grid_row * blocks.block_rows + r,
+                span.first_block * blocks.block_cols, span.cols, random);
+      const int64_t start = span.start + r * blocks.cols;
+      CastRowStochastic<E2M1>(x + start, span.cols, {scale + span.grid, blocks.block_cols}, random,
+                              data + start / 2);
     }
   });
   return {};
@@ -49,16 +49,16 @@ Status CastBlockStochastic(const Exec<Cpu>& exec, const In* x, const float* scal
 
 namespace {
 
-// x = decode(data) * value(block). Computes the values of a piece once for all its rows.
+// x = decode(data) * value(block). Computes the values of a span once for all its rows.
 template <class Code, class Out, class Value>
 void Dequantize(const Exec<Cpu>& exec, const uint8_t* data, const Blocks& blocks, Out* x,
                 const Value& value) {
-  ParallelPieces(exec, blocks, [&](const Piece& piece) {
-    float scale_inv[kPieceBlocks];
-    for (int64_t b = 0; b < piece.num_blocks; ++b) scale_inv[b] = value(piece.grid + b);
-    ForEachRow(piece, blocks, [&](int64_t i) {
-      DequantizeRow<Code>(data + i / kCodesPerByte<Code>, piece.cols,
-                          {scale_inv, blocks.block_cols}, x + i);
+  ParallelSpans(exec, blocks, [&](const BlockSpan& span) {
+    float scale_inv[kSpanBlocks];
+    for (int64_t b = 0; b < span.num_blocks; ++b) scale_inv[b] = value(span.grid + b);
+    ForEachRow(span, blocks, [&](int64_t i) {
+      DequantizeRow<Code>(data + i / kCodesPerByte<Code>, span.cols, {scale_inv, blocks.block_cols},
+                          x + i);
     });
   });
 }

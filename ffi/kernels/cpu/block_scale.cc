@@ -1,7 +1,7 @@
 // Scales on the CPU: per tensor, delayed and per block.
 #include "kernels/block_scale.h"
 
-#include "kernels/cpu/block_pieces.h"
+#include "kernels/cpu/block_spans.h"
 #include "kernels/cpu/scales_of.h"
 
 namespace qshard::kernels {
@@ -71,15 +71,15 @@ Status ScaleFourOverSix(const Exec<Cpu>& exec, const In* x, const float* amax,
   shared.rows = blocks.block_rows;
   shared.max = E2M1::kMax * rule.scale_max;
   shared.squared = rule.squared;
-  ParallelPieces(exec, blocks, [&](const Piece& piece) {
-    for (int64_t b = 0; b < piece.num_blocks; ++b) {
-      const int64_t i = piece.grid + b;
+  ParallelSpans(exec, blocks, [&](const BlockSpan& span) {
+    for (int64_t b = 0; b < span.num_blocks; ++b) {
+      const int64_t i = span.grid + b;
       FourOverSixBlock block = shared;
       block.amax = ShownAmax(amax[i], rule.nonfinite);
       block.global_amax = global_amax[i / run];
       block.global_scale = qshard::GlobalScaleNvfp4(block.global_amax, rule.scale_max);
       const FourAndSix candidates = FourOverSixCandidates(block.amax, block.global_scale);
-      const bool four = takes_four(x + piece.start + b * blocks.block_cols, block);
+      const bool four = takes_four(x + span.start + b * blocks.block_cols, block);
       const BlockScale<uint8_t> s = four ? candidates.four : candidates.six;
       scale[i] = s.scale;
       scale_inv[i] = s.scale_inv;

@@ -69,12 +69,12 @@ Status Cast(const Exec<Cpu>& exec, const Scaled<In>& x, int64_t n, uint8_t* data
     MapCast<Code>(exec, x.x, x.scale, x.length, n, data);
     return {};
   }
-  // Pieces stay in cache between their amax and their encoding.
-  constexpr int64_t kPiece = 1 << 12;
+  // Chunks stay in cache between their amax and their encoding.
+  constexpr int64_t kChunk = 1 << 12;
   const auto cast = Simd().cast[kInputIndex<In>][kElementIndex<Code>];
   ParallelRanges(exec, n, sizeof(In) + 1, [&](int64_t begin, int64_t end) {
     for (int64_t stop; begin < end; begin = stop) {
-      stop = std::min(end, begin + kPiece);
+      stop = std::min(end, begin + kChunk);
       const bool finite = delayed.Raise(begin, stop);
       cast(x.x + begin, stop - begin, {delayed.scale(), x.length, begin}, /*ahead=*/0,
            data + begin);

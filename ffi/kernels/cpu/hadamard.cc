@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "core/hadamard.h"
-#include "kernels/cpu/block_pieces.h"
+#include "kernels/cpu/block_spans.h"
 #include "kernels/cpu/raise_amax.h"
 #include "kernels/cpu/simd.h"
 #include "kernels/grouped.h"
@@ -16,8 +16,8 @@ template <class In>
 Status Hadamard(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, bfloat16* y) {
   const auto hadamard = Simd().hadamard[kInputIndex<In>];
   const int64_t element_step = blocks.block_cols == 1 ? blocks.cols : 1;
-  ParallelPieces(exec, blocks, [&](const Piece& piece) {
-    hadamard(x + piece.start, piece.num_blocks, element_step, blocks.block_cols, y + piece.start);
+  ParallelSpans(exec, blocks, [&](const BlockSpan& span) {
+    hadamard(x + span.start, span.num_blocks, element_step, blocks.block_cols, y + span.start);
   });
   return {};
 }

@@ -1,4 +1,4 @@
-// Fused block quantization on the CPU. A task takes a piece of x that stays in L2, and computes
+// Fused block quantization on the CPU. A task takes a span of x that stays in L2, and computes
 // amaxes, scales and codes of one plane or both.
 #include "kernels/quantize_block.h"
 
@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "core/hadamard.h"
-#include "kernels/cpu/block_pieces.h"
+#include "kernels/cpu/block_spans.h"
 #include "kernels/cpu/coded_rows.h"
 #include "kernels/cpu/panel.h"
 #include "kernels/cpu/random_rows.h"
@@ -54,8 +54,8 @@ struct PlaneOf {
 
   // Quantizes a rectangle into all requested outputs.
   void Quantize(const Rectangle& all, Panel* panel) const {
-    const int64_t most = out.data_t ? kPanelCols : kPieceCols;
-    const int64_t wanted = std::clamp<int64_t>(most / blocks.block_cols, 1, kPieceBlocks);
+    const int64_t most = out.data_t ? kPanelCols : kSpanCols;
+    const int64_t wanted = std::clamp<int64_t>(most / blocks.block_cols, 1, kSpanBlocks);
     const int64_t width = (wanted > 1 ? wanted & ~int64_t{1} : wanted) * blocks.block_cols;
     Rectangle part = all;
     for (int64_t col = 0; col < all.cols; col += width) {
@@ -89,7 +89,7 @@ struct PlaneOf {
   // transposed later.
   template <class T>
   void QuantizeStrip(const Elements<T>& strip, int64_t row, Panel* whole, Panel& panel) const {
-    float scale[kPieceBlocks];
+    float scale[kSpanBlocks];
     MakeScales(strip, scale);
     if (!out.data_t)
       Cast(strip, scale);
@@ -114,8 +114,8 @@ struct PlaneOf {
   void MakeScales(const Elements<T>& elements, float* scale) const {
     const Rectangle& strip = elements.where;
     const int64_t n = CeilDiv(strip.cols, blocks.block_cols);
-    float amax[kPieceBlocks];
-    Stored scale_inv[kPieceBlocks];
+    float amax[kSpanBlocks];
+    Stored scale_inv[kSpanBlocks];
     Simd().amax[kInputIndex<T>](elements.at, elements.stride, strip.rows, strip.cols,
                                 blocks.block_cols, amax);
     const int64_t row = strip.row / blocks.block_rows, col = strip.col / blocks.block_cols;
@@ -143,7 +143,7 @@ struct PlaneOf {
       uint8_t* to = out.data + (ElementAt(strip.where) + r * blocks.cols) / kCodesPerByte<Code>;
       if constexpr (std::is_same_v<Code, E2M1>) {
         if (options.places) {
-          uint8_t random[kPieceCols];
+          uint8_t random[kSpanCols];
           Random(strip.where, r, random);
           CastRowStochastic<Code>(from, strip.where.cols, of_row, random, to);
           continue;
@@ -204,22 +204,22 @@ struct PlaneOf {
   }
 };
 
-// Returns the height of pieces of a transposed plane: whole blocks, whole bytes of 4-bit codes, and
+// Returns the height of spans of a transposed plane: whole blocks, whole bytes of 4-bit codes, and
 // a panel if they fit.
 int64_t TransposedHeight(int64_t block_rows) {
   const int64_t unit = block_rows % 2 == 0 ? block_rows : 2 * block_rows;
   return std::max<int64_t>(1, kPanelRows / unit) * unit;
 }
 
-// Calls body(rectangle, panel) for pieces that cover all of `blocks`, like ParallelPieces. For a
-// transposed plane, pieces are as high as a panel.
+// Calls body(rectangle, panel) for spans that cover all of `blocks`, like ParallelSpans. For a
+// transposed plane, spans are as high as a panel.
 template <class Body>
 void ParallelRectangles(const Exec<Cpu>& exec, Blocks blocks, bool transposed, const Body& body) {
   if (transposed) blocks.block_rows = TransposedHeight(blocks.block_rows);
-  ParallelPieces(exec, blocks, [&](const Piece& piece) {
+  ParallelSpans(exec, blocks, [&](const BlockSpan& span) {
     Panel panel;
-    body({piece.batch, piece.grid_row * blocks.block_rows, piece.first_block * blocks.block_cols,
-          piece.rows, piece.cols},
+    body({span.batch, span.grid_row * blocks.block_rows, span.first_block * blocks.block_cols,
+          span.rows, span.cols},
          &panel);
   });
 }

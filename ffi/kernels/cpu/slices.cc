@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/stochastic.h"
-#include "kernels/cpu/block_pieces.h"
+#include "kernels/cpu/block_spans.h"
 #include "kernels/cpu/coded_rows.h"
 #include "kernels/cpu/raise_amax.h"
 
@@ -65,23 +65,23 @@ void ForEachRun(const SlicePart& part, const SliceBlocks& grid, const Body& body
     const int64_t row = i / grid.cols, col = i % grid.cols;
     const int64_t left = std::min(part.end - i, grid.cols - col);
     const int64_t into = col % grid.block_cols;
-    const int64_t blocks = into > 0 ? 0 : std::min(kPieceCols / grid.block_cols, kPieceBlocks);
+    const int64_t blocks = into > 0 ? 0 : std::min(kSpanCols / grid.block_cols, kSpanBlocks);
     const int64_t most =
-        blocks > 0 ? blocks * grid.block_cols : std::min(kPieceCols, grid.block_cols - into);
+        blocks > 0 ? blocks * grid.block_cols : std::min(kSpanCols, grid.block_cols - into);
     const int64_t n = std::min(left, most);
     body(i, n, row, row / grid.block_rows * grid.width + col / grid.block_cols);
     i += n;
   }
 }
 
-// Calls body(values) with elements [0, n) of x rounded to `to`, for n <= kPieceCols.
+// Calls body(values) with elements [0, n) of x rounded to `to`, for n <= kSpanCols.
 template <class In, class Body>
 void WithRounded(RoundedTo to, const In* x, int64_t n, const Body& body) {
   if (to == RoundedTo::kFloat32) {
     body(x);
     return;
   }
-  float values[kPieceCols];
+  float values[kSpanCols];
   if (to == RoundedTo::kBFloat16)
     for (int64_t i = 0; i < n; ++i) values[i] = Widen(Narrow<bfloat16>(Widen(x[i])));
   else
@@ -101,7 +101,7 @@ Status AmaxSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const u
     float* whole = amax + slice.whole;
     float largest = 0.0f;
     ForEachRun(part, grid, [&](int64_t i, int64_t count, int64_t row, int64_t block) {
-      float found[kPieceBlocks];
+      float found[kSpanBlocks];
       const int64_t blocks = CeilDiv(count, grid.block_cols);
       WithRounded(rule.rounded_to, x + i, count,
                   [&](const auto* values) { AmaxRow(values, count, grid.block_cols, found); });
@@ -168,7 +168,7 @@ Status CastSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const u
         const uint64_t seed = FromWords(seeds + 2 * part.index);
         cast(
             [&](const auto* x, int64_t i, int64_t count, const RowScales& scales, uint8_t* codes) {
-              uint8_t random[kPieceCols];
+              uint8_t random[kSpanCols];
               Simd().random(seed, i, 1, count, random);
               CastRowStochastic<E2M1>(x, count, scales, random, codes);
             },

@@ -27,7 +27,7 @@ STACK = 8  # matrices of a stack in a unit: part of the definition of bits, beca
 OWNED_ELEMENTS = 1 << 26  # elements of a bucket for each rank: 128 MiB in bfloat16, many matrices, and few buckets
 
 
-class Piece(NamedTuple):
+class UnitPart(NamedTuple):
     """The part of a unit in the shard of one rank.
 
     Attributes:
@@ -53,43 +53,43 @@ class Piece(NamedTuple):
         return math.prod(self.shape)
 
 
-class Bucket(NamedTuple):
+class MatrixBucket(NamedTuple):
     """Units that are sent together.
 
     Attributes:
       parameters: indices of the parameters.
       units: the units of these parameters, each with the index of its parameter.
       owners: the rank that orthogonalizes each unit.
-      pieces: the parts of all units, in order of units.
+      parts: the parts of all units, in order of units.
     """
 
     parameters: tuple[int, ...]
     units: tuple[tuple[int, Box], ...]
     owners: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    parts: tuple[UnitPart, ...]
 
-    def sent_to_owner(self, rank: int, ranks: int) -> list[list[Piece]]:
-        """Return the pieces that `rank` sends for orthogonalization, for each of the `ranks` that receive them."""
+    def sent_to_owner(self, rank: int, ranks: int) -> list[list[UnitPart]]:
+        """Return the parts that `rank` sends for orthogonalization, for each of the `ranks` that receive them."""
         return [
-            [p for p in self.pieces if p.sends and p.rank == rank and self.owners[p.unit] == r] for r in range(ranks)
+            [p for p in self.parts if p.sends and p.rank == rank and self.owners[p.unit] == r] for r in range(ranks)
         ]
 
-    def received_by_owner(self, rank: int, ranks: int) -> list[list[Piece]]:
-        """Return the pieces that `rank` orthogonalizes, for each rank that sends them."""
+    def received_by_owner(self, rank: int, ranks: int) -> list[list[UnitPart]]:
+        """Return the parts that `rank` orthogonalizes, for each rank that sends them."""
         return [
-            [p for p in self.pieces if p.sends and p.rank == r and self.owners[p.unit] == rank] for r in range(ranks)
+            [p for p in self.parts if p.sends and p.rank == r and self.owners[p.unit] == rank] for r in range(ranks)
         ]
 
-    def returned_by_owner(self, rank: int, ranks: int) -> list[list[Piece]]:
-        """Return the pieces of results that `rank` sends, for each rank."""
-        return [[p for p in self.pieces if p.rank == r and self.owners[p.unit] == rank] for r in range(ranks)]
+    def returned_by_owner(self, rank: int, ranks: int) -> list[list[UnitPart]]:
+        """Return the parts of results that `rank` sends, for each rank."""
+        return [[p for p in self.parts if p.rank == r and self.owners[p.unit] == rank] for r in range(ranks)]
 
-    def returned_to(self, rank: int, ranks: int) -> list[list[Piece]]:
-        """Return the pieces of results that `rank` receives, for each owner."""
-        return [[p for p in self.pieces if p.rank == rank and self.owners[p.unit] == r] for r in range(ranks)]
+    def returned_to(self, rank: int, ranks: int) -> list[list[UnitPart]]:
+        """Return the parts of results that `rank` receives, for each owner."""
+        return [[p for p in self.parts if p.rank == rank and self.owners[p.unit] == r] for r in range(ranks)]
 
 
-def plan_buckets(boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_ELEMENTS) -> list[Bucket]:
+def plan_buckets(boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_ELEMENTS) -> list[MatrixBucket]:
     """Divide the matrices of some parameters over ranks.
 
     Args:
@@ -104,7 +104,7 @@ def plan_buckets(boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_
 
     >>> whole = Box((4, 2), (0, 0), (4, 2))
     >>> [bucket] = plan_buckets([[whole._replace(start=(2 * rank, 0), size=(2, 2)) for rank in range(2)]] * 3)
-    >>> bucket.owners, [piece.whole[0] for piece in bucket.pieces[:2]]
+    >>> bucket.owners, [part.whole[0] for part in bucket.parts[:2]]
     ((0, 1, 0), [slice(0, 2, None), slice(2, 4, None)])
     """
     if not boxes:
@@ -122,20 +122,20 @@ def plan_buckets(boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_
     return [_bucket(group, boxes, ranks) for group in groups]
 
 
-def _bucket(parameters: Sequence[int], boxes: Sequence[Sequence[Box]], ranks: int) -> Bucket:
+def _bucket(parameters: Sequence[int], boxes: Sequence[Sequence[Box]], ranks: int) -> MatrixBucket:
     units = [(i, unit) for i in parameters for unit in units_of(boxes[i][0].global_shape)]
-    parts = [[unit.intersection(box) for box in boxes[i]] for i, unit in units]
-    sizes = [[math.prod(part.size) for part in of_unit] for of_unit in parts]
+    shared = [[unit.intersection(box) for box in boxes[i]] for i, unit in units]
+    sizes = [[math.prod(part.size) for part in of_unit] for of_unit in shared]
     owners = assign_owners([newton_schulz_cost(unit.size) for _, unit in units], sizes)
-    pieces: list[Piece] = []
-    for u, ((i, unit), of_unit) in enumerate(zip(units, parts, strict=True)):
+    parts: list[UnitPart] = []
+    for u, ((i, unit), of_unit) in enumerate(zip(units, shared, strict=True)):
         for rank, part in enumerate(of_unit):
             if not sizes[u][rank]:
                 continue
             copies = [other for other, its in enumerate(of_unit) if its == part]
             sender = owners[u] if owners[u] in copies else copies[owners[u] % len(copies)]
-            pieces.append(Piece(u, rank, rank == sender, part.within(boxes[i][rank]), part.within(unit)))
-    return Bucket(tuple(parameters), tuple(units), tuple(owners), tuple(pieces))
+            parts.append(UnitPart(u, rank, rank == sender, part.within(boxes[i][rank]), part.within(unit)))
+    return MatrixBucket(tuple(parameters), tuple(units), tuple(owners), tuple(parts))
 
 
 def newton_schulz_cost(shape: Shape) -> int:

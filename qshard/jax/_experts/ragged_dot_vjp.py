@@ -20,7 +20,8 @@ from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.second_derivatives import rules_of_product
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, WeightSharding
-from qshard.jax._quantized.quantize import WeightScales, quantize_shard
+from qshard.jax._quantized.quantize import quantize_shard
+from qshard.jax._quantized.weight_scales import WeightScales
 from qshard.layout import source
 from qshard.recipes import Recipe, Role
 

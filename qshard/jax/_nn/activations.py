@@ -25,7 +25,8 @@ from qshard.jax._ops.mesh import AxisName, Spec, mesh_of, vary_alike
 from qshard.jax._ops.second_derivatives import op_derivative_error, refuse_derivative
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.quantize import WeightScales, quantize
+from qshard.jax._quantized.quantize import quantize
+from qshard.jax._quantized.weight_scales import WeightScales
 from qshard.jax._sharding import partitionable_ops
 from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.op_table import table

@@ -19,7 +19,7 @@ from qshard.jax._nn.dimension_numbers import MatrixAxes, Terms, entries_of, repl
 from qshard.jax._nn.linear import linear
 from qshard.jax._ops.mesh import Spec, mesh_of
 from qshard.jax._ops.validation import Seed, as_names, check_array, check_dtype, check_spec, check_spec_fits
-from qshard.jax._quantized.quantize import WeightScales
+from qshard.jax._quantized.weight_scales import WeightScales
 from qshard.layout import source, whole_units
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 

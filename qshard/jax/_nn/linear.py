@@ -36,7 +36,7 @@ from qshard.jax._ops.validation import (
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, WeightLayout, as_layout
 from qshard.jax._quantized.primary import CODED, PrimaryWeight, open_weight
-from qshard.jax._quantized.quantize import WeightScales, as_scales
+from qshard.jax._quantized.weight_scales import WeightScales, as_scales
 from qshard.jax._sharding.shard_spec import matrix_of, unfold
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 

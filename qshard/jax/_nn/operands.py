@@ -27,7 +27,8 @@ from qshard.jax._ops.scheduling import name_residual
 from qshard.jax._ops.validation import check_dtype, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight, Shards, WeightLayout, WeightSharding, spec_of_codes
-from qshard.jax._quantized.quantize import WeightScales, quantize_shard
+from qshard.jax._quantized.quantize import quantize_shard
+from qshard.jax._quantized.weight_scales import WeightScales
 from qshard.jax._sharding.shard_spec import ShardSpec, may_shard_rows, whole_along
 from qshard.layout import multiplies_codes, source
 from qshard.recipes import NO_PRODUCTS, Product, Recipe, Role

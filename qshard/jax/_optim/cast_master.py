@@ -53,7 +53,7 @@ def cast_master(
         padding, so slices of one length serve all devices.
       axis_name: inside `shard_map`, the mesh axes that shard the weights. None: one slice is the whole weight, or
         slices share neither a block nor a scale (`_core.flat_shards.plan_shards`).
-      plan: `_core.flat_shards.plan_master` of the weights; static.
+      plan: `_core.flat_shards.plan_master` of a `FlatSlice` of each weight; static. `starts` replaces the starts in it.
       seeds: for stochastic rounding, a seed for each weight, as for `quantize`. Pass new ones each step.
 
     Returns:
@@ -69,8 +69,8 @@ def cast_master(
     any number of weights. Each step is one custom call for each format.
 
     >>> from qshard.formats import FP8_E4M3
-    >>> from qshard._core.flat_shards import plan_master
-    >>> plan = plan_master([(2, 2)], FP8_E4M3)
+    >>> from qshard._core.flat_shards import FlatSlice, plan_master
+    >>> plan = plan_master([FlatSlice((2, 2), FP8_E4M3)])
     >>> (piece,) = cast_master(None, [jnp.array([2.0, 3.0, 4.0])], [1], plan=plan)
     >>> piece.data, piece.scale_inv
     (Array([118, 122, 126], dtype=uint8), Array(0.00892857, dtype=float32))
@@ -79,7 +79,7 @@ def cast_master(
     """
     if not isinstance(plan, MasterPlan):
         raise TypeError(f"cast_master: plan ({quote(plan)}) is not a MasterPlan; pass the result of plan_master")
-    n = len(plan.shapes)
+    n = len(plan.slices)
     if len(masters) != n or (weights is not None and len(weights) != n):
         raise ValueError(
             f"cast_master: got {len(masters)} masters for {n} weights; pass one per weight, empty where this device "
@@ -90,24 +90,24 @@ def cast_master(
     for i, m in enumerate(masters):
         check_array("cast_master", f"masters[{i}]", m)
     flat = [jnp.reshape(m, -1) for m in masters]
-    for i, m in enumerate(flat):
-        if str(m.dtype) != plan.dtypes[i]:
+    for i, (m, planned) in enumerate(zip(flat, plan.slices, strict=True)):
+        if str(m.dtype) != planned.dtype:
             raise TypeError(
-                f"cast_master: masters[{i}] ({m.dtype}) is not {plan.dtypes[i]}, the dtype of the plan; cast it"
+                f"cast_master: masters[{i}] ({m.dtype}) is not {planned.dtype}, the dtype of the plan; cast it"
             )
         if weights is None:
             continue
         if not isinstance(weights[i], QuantizedArray):
             raise TypeError(f"cast_master: weights[{i}] ({quote(weights[i])}) is not a QuantizedArray; quantize it")
-        if weights[i].format != plan.formats[i] or weights[i].shape != plan.shapes[i]:
+        if (weights[i].format, weights[i].shape) != (planned.fmt, planned.shape):
             raise ValueError(
                 f"cast_master: weights[{i}] ({weights[i].format} {weights[i].shape}) does not match the plan, "
-                f"{plan.formats[i]} {plan.shapes[i]}; plan with its format and shape"
+                f"{planned.fmt} {planned.shape}; plan with its format and shape"
             )
     if weights is None:
-        data = [jnp.zeros(piece_bytes(fmt, m.size), jnp.uint8) for fmt, m in zip(plan.formats, flat, strict=True)]
+        data = [jnp.zeros(piece_bytes(s.fmt, m.size), jnp.uint8) for s, m in zip(plan.slices, flat, strict=True)]
     else:
-        data = [w.plane(usage).data.view(jnp.uint8) for w, usage in zip(weights, plan.usages, strict=True)]
+        data = [w.plane(s.usage).data.view(jnp.uint8) for w, s in zip(weights, plan.slices, strict=True)]
     made = flat_shards.cast_master(
         partitionable_ops,
         data,
@@ -121,8 +121,8 @@ def cast_master(
     if weights is None:
         return made
     return [  # The other plane is dropped, because its codes are stale.
-        weight.with_planes({usage: plane._replace(data=plane.data.view(weight.format.data_dtype))})
-        for weight, usage, plane in zip(weights, plan.usages, made, strict=True)
+        weight.with_planes({s.usage: plane._replace(data=plane.data.view(weight.format.data_dtype))})
+        for weight, s, plane in zip(weights, plan.slices, made, strict=True)
     ]
 
 

@@ -16,10 +16,11 @@ from qshard._core.optimizers import muon as core
 from qshard._core.optimizers.adam import check_setting, settings
 from qshard._core.validation import quote
 from qshard.jax._ops import bind as ops
-from qshard.jax._ops.mesh import AxisName, Spec, names_of, spec_of
-from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec
+from qshard.jax._ops.mesh import AxisName, Spec, spec_of
+from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax._optim.adam import AdamState, Transformation, adamw
 from qshard.jax._optim.orthogonalize import NewtonSchulz, orthogonalize, orthogonalize_shards
+from qshard.jax._sharding.shard_spec import ShardSpec
 
 _OP = "muon"
 _CANONICAL_NAN, _OTHER_NAN = np.uint32(0x7FC00000), np.uint32(0x7FC00001)
@@ -158,7 +159,7 @@ def muon(
         else:
             directions = orthogonalize_shards(inputs, specs, state.count, newton_schulz=newton_schulz)
         old = structure.flatten_up_to(values) if has_decay else [None] * len(given)
-        wholes = [_whole_shape(x.shape, s) for x, s in zip(inputs, specs or [None] * len(inputs), strict=True)]
+        wholes = [x.shape if specs is None else specs[i].whole(x.shape) for i, x in enumerate(inputs)]
         scales = [_scale(shape, output_axis, consistent_rms) for shape in wholes]
         steps = [_step(constants, *parts) for parts in zip(directions, scales, old, strict=True)]
         both = (structure.unflatten(steps), changes)
@@ -258,10 +259,12 @@ def _scale(shape: Sequence[int], output_axis: int, consistent_rms: float | None)
     return consistent_rms * math.sqrt(max(fan_out, fan_in))
 
 
-def _specs(names: Sequence[str], matrices: Sequence[jax.Array], spec: Any, axis_name: AxisName) -> list[Any] | None:
-    """Return the mesh axes of each axis of each matrix in `shard_map`, or None outside of it."""
-    axes = as_axes(_OP, axis_name)
-    if not jax.sharding.get_abstract_mesh().manual_axes:
+def _specs(
+    names: Sequence[str], matrices: Sequence[jax.Array], spec: Any, axis_name: AxisName
+) -> list[ShardSpec] | None:
+    """Return the sharding of each matrix in `shard_map`, or None outside of it."""
+    axes, mesh = as_axes(_OP, axis_name), jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
         return None
     made = []
     for name, x in zip(names, matrices, strict=True):
@@ -273,18 +276,10 @@ def _specs(names: Sequence[str], matrices: Sequence[jax.Array], spec: Any, axis_
                 f"{_OP}: the gradient of {name} {x.shape} may differ over mesh axes {tuple(sorted(varying))}; pass "
                 "axis_name or spec for shards, or spec=P() for equal gradients"
             )
-        whole = spec_of(given, axes)
-        if len(whole) > x.ndim:
-            raise ValueError(f"{_OP}: spec ({whole}) of {name} {x.shape} has more entries than axes; remove some")
-        made.append((*whole, *[None] * x.ndim)[: x.ndim])
+        given = spec_of(given, axes)
+        check_spec_fits(_OP, f"spec of {name}", given, mesh, x.ndim)
+        made.append(ShardSpec.of(x, tuple(mesh.manual_axes), given))
     return made
-
-
-def _whole_shape(shape: Sequence[int], spec: Any) -> tuple[int, ...]:
-    """Return the shape of a matrix, given the shape and the mesh axes of its shard."""
-    entries = (None,) * len(shape) if spec is None else spec
-    shards = [math.prod(lax.axis_size(name) for name in names_of(entry)) for entry in entries]
-    return tuple(size * count for size, count in zip(shape, shards, strict=True))
 
 
 def _check_gradient(name: str, grad: Any, mu: Any) -> None:

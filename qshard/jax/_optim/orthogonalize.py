@@ -26,10 +26,10 @@ from qshard._core.optimizers.muon_plan import STACK, assign_owners, newton_schul
 from qshard._core.placement import Box
 from qshard._core.validation import quote
 from qshard.jax._jax_internals import vmapped_mesh_axes
-from qshard.jax._ops.mesh import MeshKind, count_shards, mesh_of, names_of, vary_alike
+from qshard.jax._ops.mesh import MeshKind, Names, count_shards, mesh_of, names_of, vary_alike
+from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.layout import Shape
 
-Entries = tuple[Any, ...]  # mesh axes of each axis of an array, as in a PartitionSpec
 _Unit = tuple[int, Box]  # index of a matrix, and its part
 
 
@@ -112,7 +112,7 @@ def orthogonalize(matrices: Sequence[jax.Array], step: jax.Array, *, newton_schu
 
 
 def orthogonalize_shards(
-    matrices: Sequence[jax.Array], specs: Sequence[Entries], step: jax.Array, *, newton_schulz: NewtonSchulz
+    matrices: Sequence[jax.Array], specs: Sequence[ShardSpec], step: jax.Array, *, newton_schulz: NewtonSchulz
 ) -> list[jax.Array]:
     """Orthogonalize local shards in `shard_map`. Collective over the mesh axes in `specs`.
 
@@ -120,20 +120,20 @@ def orthogonalize_shards(
 
     Args:
       matrices: bfloat16, the local shard of each `[N, K]` or `[E, N, K]`.
-      specs: for each, the mesh axes of each of its axes.
+      specs: the sharding of each.
       step: as for `orthogonalize`.
       newton_schulz: the settings.
     """
     results: list[Any] = [None] * len(matrices)
-    groups: dict[Entries, list[int]] = {}
-    parts, inner = list(matrices), [tuple(map(names_of, spec)) for spec in specs]
-    for i, (x, spec) in enumerate(zip(matrices, inner, strict=True)):
-        if len(spec) == 3 and spec[0] and x.shape[0] % STACK:  # A unit of experts is on several devices.
-            parts[i] = lax.all_gather(x, spec[0], axis=0, tiled=True)
-        groups.setdefault(spec[-2:], []).append(i)
+    groups: dict[tuple[Names, ...], list[int]] = {}
+    parts = list(matrices)
+    for i, (x, spec) in enumerate(zip(matrices, specs, strict=True)):
+        if x.ndim == 3 and spec.entries[0] and x.shape[0] % STACK:  # A unit of experts is on several devices.
+            parts[i] = lax.all_gather(x, spec.entries[0], axis=0, tiled=True)
+        groups.setdefault(spec.entries[-2:], []).append(i)
     for (rows, columns), members in groups.items():
-        sizes = [math.prod(lax.axis_size(name) for name in names) for names in (rows, columns)]
-        whole = [(*parts[i].shape[:-2], parts[i].shape[-2] * sizes[0], parts[i].shape[-1] * sizes[1]) for i in members]
+        sizes = [specs[members[0]].count(names) for names in (rows, columns)]
+        whole = [(*parts[i].shape[:-2], *specs[i].whole(parts[i].shape)[-2:]) for i in members]
         units = [(i, unit) for i, shape in enumerate(whole) for unit in units_of(shape)]
         made: dict[int, jax.Array] = {}
         for slots in _plan(units, math.prod(sizes)):
@@ -144,9 +144,9 @@ def orthogonalize_shards(
             made.update({u: stack[i] for i, u in enumerate(slots.units) if u is not None})
         for i, y in zip(members, _join_units([parts[i] for i in members], units, made), strict=True):
             results[i] = y
-    for i, (x, y, spec) in enumerate(zip(matrices, results, inner, strict=True)):
+    for i, (x, y, spec) in enumerate(zip(matrices, results, specs, strict=True)):
         if y.shape != x.shape:
-            results[i] = lax.dynamic_slice_in_dim(y, lax.axis_index(spec[0]) * x.shape[0], x.shape[0], 0)
+            results[i] = lax.dynamic_slice_in_dim(y, lax.axis_index(spec.entries[0]) * x.shape[0], x.shape[0], 0)
     return results
 
 

@@ -22,7 +22,8 @@ from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_
 from qshard.jax._optim.updates import CodesUpdate
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.primary import PrimaryWeight, is_primary
-from qshard.jax._quantized.quantize import WeightScales, compute_scales, quantize, quantize_shard
+from qshard.jax._quantized.quantize import quantize, quantize_shard
+from qshard.jax._quantized.weight_scales import WeightScales, compute_scales
 from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.recipes import Recipe, RecipeLike, Role, as_recipe
 

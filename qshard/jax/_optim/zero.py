@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qshard._core.flat_shards import MasterPlan, check_world, plan_master, plan_shards
+from qshard._core.flat_shards import FlatSlice, MasterPlan, check_world, plan_master, plan_shards
 from qshard._core.layer_recipes import check_filter
 from qshard._core.optimizers.adam import BLOCK
 from qshard._core.quantize_steps import Plane
@@ -256,9 +256,8 @@ def plan_zero(
         if len(shape) > 1:
             length = -(-length // BLOCK) * BLOCK
         leaves.append(_FlatWeight(shape, str(jnp.dtype(p.dtype)), fmt, length, world, axis_name))
-    quantized = [(leaf.shape, leaf.fmt, leaf.dtype) for leaf in leaves if leaf.fmt is not None]
-    shapes, fmts, dtypes = zip(*quantized, strict=True) if quantized else ((), (), ())
-    master = plan_master(shapes, fmts, rounded_to=dtypes, op="plan_zero")
+    slices = [FlatSlice(leaf.shape, leaf.fmt, rounded_to=leaf.dtype) for leaf in leaves if leaf.fmt is not None]
+    master = plan_master(slices, op="plan_zero")
     return ZeroPlan(structure, tuple(leaves), master, shard_weights)
 
 

@@ -198,15 +198,15 @@ def _join_matrices(
         sizes[-1] *= fmt.element.codes_per_byte
     side = block[1] if turned else block[0]
     shards = count_shards(sharding.mesh.shape, names_of(sharding.spec[stop - 1]))
-    piece = math.gcd(sizes[-1] // shards, side)
+    part = math.gcd(sizes[-1] // shards, side)
     grid = plane.scale_inv
     entries = [None if i == start else entry for i, entry in enumerate(jax.typeof(grid).sharding.spec)]
     grid = jax.sharding.reshard(grid, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
-    sizes[-1] //= piece
-    grid = lax.slice_in_dim(repeat_axis(grid, start, side // piece), 0, math.prod(sizes), axis=start)
+    sizes[-1] //= part
+    grid = lax.slice_in_dim(repeat_axis(grid, start, side // part), 0, math.prod(sizes), axis=start)
     shape = (*grid.shape[:start], *sizes, *grid.shape[start + 1 :])
     grid = reshape(grid, shape, (*entries[:start], *[None] * len(sizes), *entries[start + 1 :]))
-    return plane._replace(scale_inv=grid), (block[0], piece) if turned else (piece, block[1])
+    return plane._replace(scale_inv=grid), (block[0], part) if turned else (part, block[1])
 
 
 def _divide_blocks(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane, tuple[int, int]]:
@@ -215,8 +215,8 @@ def _divide_blocks(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[P
     cut = ShardSpec.of(plane.data)
     if not cut.splits(shape, block):
         return plane, block
-    pieces, grid = PartialBlocks.of(cut, shape, block), plane.scale_inv
-    return plane._replace(scale_inv=pieces.spread(pin(grid, pieces.grid), pieces.count(shape))), pieces.size
+    partial, grid = PartialBlocks.of(cut, shape, block), plane.scale_inv
+    return plane._replace(scale_inv=partial.spread(pin(grid, partial.grid), partial.count(shape))), partial.size
 
 
 def _serialize(static: Sequence[Any]) -> bytes:

@@ -1,28 +1,26 @@
-"""`quantize`, and `compute_scales`: the scales of all weights of a model from one max-reduction."""
+"""`quantize`: casts a tensor, or a shard of it, to a quantized format."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.flatten_util import ravel_pytree
 
 from qshard import layout
 from qshard._core import quantize_steps
 from qshard._core.operands import OperandSpec, quantize_operand
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import FormatLike, as_format, as_usage, quote
+from qshard._core.validation import FormatLike, as_format, as_usage
 from qshard.formats import Format, Usage
 from qshard.jax._ops.amaxes import max_along, max_over
-from qshard.jax._ops.mesh import AxisName, Spec, may_be_sharded, mesh_of, vary_alike
+from qshard.jax._ops.mesh import AxisName, Spec, may_be_sharded, mesh_of
 from qshard.jax._ops.uint64 import xor_words
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits, seed_words
 from qshard.jax._quantized.array import QuantizedArray, axes_of_shape
+from qshard.jax._quantized.weight_scales import WeightScales, as_scales, check_scales
 from qshard.jax._sharding import partitionable_ops
 from qshard.jax._sharding.partial_blocks import PartialBlocks
 from qshard.jax._sharding.shard_spec import (
@@ -35,27 +33,6 @@ from qshard.jax._sharding.shard_spec import (
     scattered_rows_error,
     unfold,
 )
-from qshard.recipes import RecipeLike, Role, as_recipe
-
-
-class WeightScales(NamedTuple):
-    """Values that all shards of a tensor share, from `compute_scales`. A field that the format does not need is None.
-
-    All are float32. `WeightScales(scale, 1 / scale)` casts a per-tensor format under a scale of your own; infinite
-    elements saturate under it.
-
-    Attributes:
-      scale: `[]`, the encode scale of a per-tensor format: `x * scale`.
-      scale_inv: `[]`, the decode scale, which is stored.
-      amax: `[]`, the amax of the tensor, for block formats with a global scale.
-      block_amax: `[blocks along rows, blocks along columns]`, the amaxes of all blocks of the tensor, where shards
-        split blocks.
-    """
-
-    scale: jax.Array | None = None
-    scale_inv: jax.Array | None = None
-    amax: jax.Array | None = None
-    block_amax: jax.Array | None = None
 
 
 def quantize(
@@ -171,17 +148,19 @@ def quantize_shard(
         x = jnp.pad(matrix_of(x), ((0, operand.added_rows), (0, 0)))
     places = operand.layouts(cut.whole(x.shape))
     scales = WeightScales(*(scales or ()))
-    _check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
+    check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
     matrix, blocks_cut = matrices_of(x, places, cut, op, name, draws is not None)
     kept = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix
-    at = _steps_of(cut) if columns is None else partitionable_ops.ShardedOps(columns)
+    at = partitionable_ops.ops_for(cut) if columns is None else partitionable_ops.ShardedOps(columns)
     if operand.margin is not None:
         axes = cut.axes if cut.local else ()
         over_shards = max_over(axes) if axes or may_be_sharded(x) else None
         planes, amax = quantize_operand(at, kept, operand, scale=scales.scale, reduce_max=over_shards)
         return _array_of(x, places, planes, apart), amax
     given = None if scales.scale is None else quantize_steps.Scales(scales.scale, scales.scale_inv)
-    broken = [each for each, where in places.items() if _partial_blocks(where, blocks_cut, matrix.shape) is not None]
+    broken = [
+        each for each, where in places.items() if PartialBlocks.of_plane(where, blocks_cut, matrix.shape) is not None
+    ]
     planes = {
         each: _quantize_partial_blocks(matrix, places[each], blocks_cut, scales, draws, op, name) for each in broken
     }
@@ -239,23 +218,6 @@ def _array_of(
     )
 
 
-def _partial_blocks(where: layout.PlaneLayout, cut: ShardSpec, shape: layout.Shape) -> PartialBlocks | None:
-    """Return the partial blocks of a plane of `[*outer, M, K]`, or None if its blocks are whole or it has none.
-
-    A plane that is stored transposed is `[K, *outer, M]`. 2-D blocks are quantized first and transposed afterwards.
-    """
-    if where.format.per_tensor:
-        return None
-    assert where.block is not None
-    last, turned = len(shape) - 1, where.transposed and not where.format.transposes
-    goes_on = last > 1 and shape[-2] % where.block[turned] != 0
-    if turned:
-        cut = dataclasses.replace(cut, entries=(*cut.entries[-1:], *cut.entries[:-1]))
-        shape = (shape[-1], *shape[:-1])
-    rows = (int(turned), last + turned) if goes_on else None
-    return PartialBlocks.of(cut, shape, where.block, rows=rows) if cut.splits(shape, where.block, rows) else None
-
-
 def _quantize_partial_blocks(
     x: jax.Array,
     where: layout.PlaneLayout,
@@ -273,135 +235,31 @@ def _quantize_partial_blocks(
     if (other := layout.source(fmt, where.usage)) is not where.usage:
         rowwise = layout.plane(fmt, where.shape, other)
         made = _quantize_partial_blocks(x, rowwise, cut, scales, draws, op, name)
-        return quantize_steps.transpose_plane(_steps_of(cut), made, fmt)
-    pieces = _partial_blocks(where, cut, x.shape)
-    assert pieces is not None
+        return quantize_steps.transpose_plane(partitionable_ops.ops_for(cut), made, fmt)
+    partial = PartialBlocks.of_plane(where, cut, x.shape)
+    assert partial is not None
     if (refusal := "the rotation mixes all elements of a block" if where.rotated else fmt.slice_refusal) is not None:
         raise ValueError(
             f"{op}: {name} {x.shape} in {' x '.join(map(str, cut.shards))} shards splits blocks of {fmt}, and "
             f"{refusal}; shard it on block boundaries"
         )
     amax = scales.block_amax
-    if amax is not None and x.ndim > 2 and pieces.rows is None:
+    if amax is not None and x.ndim > 2 and partial.rows is None:
         amax = unfold(amax, (*x.shape[:-2], amax.shape[0] // math.prod(x.shape[:-2]), amax.shape[1]))
     if where.transposed:
         draws = None if draws is None else draws.transposed(x.shape[-1])
         amax = None if amax is None else partitionable_ops.swap_last_axes(amax)
         x = partitionable_ops.swap_last_axes(x)
     amax = (
-        pieces.merge(quantize_steps.block_amax(partitionable_ops, x, pieces.size)) if amax is None else pieces.own(amax)
+        partial.merge(quantize_steps.block_amax(partitionable_ops, x, partial.size))
+        if amax is None
+        else partial.own(amax)
     )
     whole = scales.amax
     if whole is None and where.global_scale_shape is not None:
-        axes = (pieces.grid.col_axes if fmt.row_scaled else pieces.grid.axes) if cut.local else ()
+        axes = (partial.grid.col_axes if fmt.row_scaled else partial.grid.axes) if cut.local else ()
         whole = max_over(axes)(max_along(amax, amax.ndim - 1 if fmt.row_scaled else 0))
     scale, scale_inv, global_scale_inv = quantize_steps.scales(partitionable_ops, fmt, amax, whole)
-    scale = pieces.spread(pin(scale, pieces.grid), pieces.count(x.shape))
-    data = quantize_steps.cast(partitionable_ops, x, fmt, scale, pieces.size, draws)
-    return Plane(data, pin(scale_inv, pieces.grid), global_scale_inv)
-
-
-def _steps_of(cut: ShardSpec) -> Any:
-    return partitionable_ops if cut.local else partitionable_ops.ShardedOps(cut.shards[1])
-
-
-def compute_scales(weights: Any, recipe: RecipeLike, *, axis_name: AxisName = None, spec: Spec = None) -> Any:
-    """Compute the scales of all weights of a model from one max-reduction, for `linear` or `quantize`.
-
-    Args:
-      weights: a pytree of float32, bfloat16 or float16 arrays. For layers stacked along a first axis, call under
-        `vmap`.
-      recipe: a recipe or its name. Its format for `Role.WEIGHT` is used.
-      axis_name: in `shard_map`, the mesh axes that shard the weights.
-      spec: the sharding of all of them, as for `quantize`.
-
-    Returns:
-      The pytree, with `WeightScales` in place of every array.
-
-    Raises:
-      TypeError: a weight is not of a float dtype.
-      ValueError: the format has a scale for each row of a weight, which shards do not share.
-
-    Sharded weights are not moved. Their amaxes are reduced together: in `shard_map` in one all-reduce of 4 bytes each;
-    elsewhere XLA combines the reductions that it can.
-
-    >>> from qshard.recipes import NVFP4, CurrentScaling
-    >>> scales = compute_scales({"a": jnp.full((2, 2), 224.0), "b": jnp.full(3, 7.0)}, CurrentScaling())
-    >>> float(scales["a"].scale), float(scales["b"].scale_inv)
-    (2.0, 0.015625)
-    >>> float(compute_scales([jnp.full((16, 16), 1.0)], NVFP4())[0].amax)
-    1.0
-
-    Sources: TorchTitan's `precompute_float8_dynamic_scale_for_fsdp` (the idea).
-    """
-    fmt = as_recipe(recipe, "compute_scales").format(Role.WEIGHT)
-    check_spec("compute_scales", "spec", spec)
-    leaves, structure = jax.tree.flatten(weights, is_leaf=lambda node: isinstance(node, QuantizedArray))
-    for leaf in leaves:
-        check_array("compute_scales", "weights", leaf)
-    axes = as_axes("compute_scales", axis_name)
-    made = _stacked_scales(leaves, fmt=fmt, axis_names=axes, spec=spec) if leaves else []
-    return jax.tree.unflatten(structure, made)
-
-
-@functools.partial(jax.jit, static_argnames=("fmt", "axis_names", "spec"), inline=True)
-def _stacked_scales(
-    weights: list[jax.Array], fmt: Format, axis_names: tuple[str, ...], spec: Spec
-) -> list[WeightScales]:
-    for weight in weights:
-        check_dtype("compute_scales", "weights", weight)
-        check_spec_fits("compute_scales", "spec", spec, mesh_of(weight, spec), weight.ndim)
-    cuts = [ShardSpec.of(weight, axis_names, spec) for weight in weights]
-    # Local amaxes. One reduction over shards follows for all weights.
-    own = [_own_amaxes(weight, fmt, cut) for weight, cut in zip(weights, cuts, strict=True)]
-    leaves, structure = jax.tree.flatten(own)
-    if not leaves:
-        return own
-    axes = tuple(dict.fromkeys(axis for cut in cuts if cut.local for axis in cut.axes))
-    flat, unravel = ravel_pytree(jax.tree.unflatten(structure, vary_alike(*leaves)))
-    amaxes = max_over(axes)(flat)
-    if fmt.per_tensor:  # One op computes the scales of all weights. Block scales are computed with the codes.
-        scale, scale_inv = quantize_steps.scales(partitionable_ops, fmt, amaxes)[:2]
-        return [WeightScales(scale[i], scale_inv[i]) for i in range(len(weights))]
-    scales: list[WeightScales] = unravel(amaxes)
-    return scales
-
-
-def _own_amaxes(x: jax.Array, fmt: Format, cut: ShardSpec) -> WeightScales:
-    where = layout.plane(fmt, cut.whole(x.shape), Usage.ROWWISE, op="compute_scales", name="weights")
-    if where.global_scale_shape:
-        raise ValueError(
-            f"compute_scales: recipe ({fmt}) has one scale per row, so shards share none; leave compute_scales out"
-        )
-    amax, block_amax = quantize_steps.global_amax(_steps_of(cut), x, fmt), None
-    matrix, cut = matrices_of(x, {Usage.ROWWISE: where}, cut, "compute_scales", "weights")
-    if (pieces := _partial_blocks(where, cut, matrix.shape)) is not None:
-        pieces = pieces.of_whole if cut.local else pieces
-        block_amax = matrix_of(
-            pieces.merge(quantize_steps.block_amax(partitionable_ops, matrix, pieces.size), reduce=False)
-        )
-    return WeightScales(amax=amax, block_amax=block_amax)
-
-
-def as_scales(op: str, name: str, scales: Any) -> WeightScales | None:
-    """Return the scales of one tensor that a caller passed, as `WeightScales`."""
-    if scales is None or isinstance(scales, WeightScales):
-        return scales
-    if isinstance(scales, tuple) and len(scales) == 2:
-        return WeightScales(*scales)
-    raise TypeError(
-        f"{op}: {name} ({quote(scales)}) is not a WeightScales or a pair (scale, scale_inv); pass the result of "
-        "compute_scales for this tensor"
-    )
-
-
-def _check_scales(op: str, name: str, scales: WeightScales, fmt: Format) -> None:
-    given = {field: part for field, part in scales._asdict().items() if part is not None}
-    if not fmt.per_tensor and "scale" in given:
-        raise ValueError(f"{op}: {name} is per tensor, but {fmt} has one scale per block; leave it out")
-    for field, part in given.items():
-        shape, dtype = jnp.shape(part), str(jnp.result_type(part))
-        if dtype != "float32" or (field != "block_amax" and shape != ()):
-            raise ValueError(
-                f"{op}: {name}.{field} ({dtype} {shape}) is not a float32 scalar; pass the scales of one tensor"
-            )
+    scale = partial.spread(pin(scale, partial.grid), partial.count(x.shape))
+    data = quantize_steps.cast(partitionable_ops, x, fmt, scale, partial.size, draws)
+    return Plane(data, pin(scale_inv, partial.grid), global_scale_inv)

@@ -1,11 +1,11 @@
 """Partial blocks: blocks that shard boundaries split.
 
-A device that has a whole block quantizes it alone. A block that a boundary splits is divided into equal pieces, as
-large as possible, such that no boundary splits a piece. Amaxes of pieces are merged into amaxes of blocks, on every
-device that has a part of the block, and each piece is cast with the scale of its block. This works for shards of rows
-and of columns, in `shard_map` and where XLA shards whole arrays. Flat slices, which ZeRO uses for masters, support
-neither columns nor XLA's sharding. The core instead pads shards to whole blocks (`_core.placement`), which needs shard
-starts that are known in Python.
+A device that has a whole block quantizes it alone. A block that a boundary splits is divided into equal subblocks, as
+large as possible, such that no boundary splits a subblock. Amaxes of subblocks are merged into amaxes of blocks, on
+every device that has a part of the block, and each subblock is cast with the scale of its block. This works for shards
+of rows and of columns, in `shard_map` and where XLA shards whole arrays. Flat slices, which ZeRO uses for masters,
+support neither columns nor XLA's sharding. The core instead pads shards to whole blocks (`_core.placement`), which
+needs shard starts that are known in Python.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from jax import lax
 from qshard.jax._ops.amaxes import as_bits, as_float, max_over
 from qshard.jax._ops.mesh import reshape, vary_alike
 from qshard.jax._sharding.shard_spec import Block, ShardSpec, fold_axes, pin, reshard
-from qshard.layout import Shape
+from qshard.layout import PlaneLayout, Shape
 
 
 @dataclass(frozen=True)
 class PartialBlocks:
-    """The pieces of the blocks of an array. The blocks tile its last two axes.
+    """The subblocks of the blocks of an array. The blocks tile its last two axes.
 
     Attributes:
       grid: the sharding of a grid with one value for each block. It equals `spec`, the sharding of the array, except
         along axes where shards split blocks: there the grid is unsharded.
-      size: rows and columns of a piece.
-      each: for each axis of the grid, the number of pieces in a block.
+      size: rows and columns of a subblock.
+      each: for each axis of the grid, the number of subblocks in a block.
       rows: None, unless blocks continue from one matrix of `[*outer, M, K]` or `[K, *outer, M]` to the next. Then the
         range `(start, stop)` of array axes that are rows. The grid has one axis for them.
     """
@@ -45,7 +45,7 @@ class PartialBlocks:
 
     @classmethod
     def of(cls, spec: ShardSpec, shape: Shape, block: Block, *, rows: tuple[int, int] | None = None) -> PartialBlocks:
-        """Divide the blocks of a local array of this shape into pieces."""
+        """Divide the blocks of a local array of this shape into subblocks."""
         size, ones = spec.unsplit(shape, block, rows), (1,) * (len(shape) - 2)
         each = (block[0] // size[0], block[1] // size[1])
         grid = spec.of_blocks(shape, (*ones, *block)) if spec.entries else spec
@@ -53,6 +53,23 @@ class PartialBlocks:
             return cls(spec, grid, size, (*ones, *each))
         folded_rows = (*grid.entries[: rows[0]], (), *grid.entries[rows[1] :])
         return cls(spec, dataclasses.replace(grid, entries=folded_rows), size, each, rows)
+
+    @classmethod
+    def of_plane(cls, where: PlaneLayout, spec: ShardSpec, shape: Shape) -> PartialBlocks | None:
+        """Return the partial blocks of a plane of `[*outer, M, K]`, or None if its blocks are whole or it has none.
+
+        A plane that is stored transposed is `[K, *outer, M]`. 2-D blocks are quantized first and transposed afterwards.
+        """
+        if where.format.per_tensor:
+            return None
+        assert where.block is not None
+        last, turned = len(shape) - 1, where.transposed and not where.format.transposes
+        goes_on = last > 1 and shape[-2] % where.block[turned] != 0
+        if turned:
+            spec = dataclasses.replace(spec, entries=(*spec.entries[-1:], *spec.entries[:-1]))
+            shape = (shape[-1], *shape[:-1])
+        rows = (int(turned), last + turned) if goes_on else None
+        return cls.of(spec, shape, where.block, rows=rows) if spec.splits(shape, where.block, rows) else None
 
     @property
     def of_whole(self) -> PartialBlocks:
@@ -68,11 +85,11 @@ class PartialBlocks:
         return [tuple(name for name in names if name not in kept) for names, kept in ends]
 
     def count(self, shape: Shape) -> Shape:
-        """Return the number of pieces along each axis of an array of this shape."""
-        return (*shape[:-2], *(-(-size // piece) for size, piece in zip(shape[-2:], self.size, strict=True)))
+        """Return the number of subblocks along each axis of an array of this shape."""
+        return (*shape[:-2], *(-(-size // side) for size, side in zip(shape[-2:], self.size, strict=True)))
 
     def merge(self, amax: jax.Array, *, reduce: bool = True) -> jax.Array:
-        """Merge the amaxes of pieces into the amaxes of blocks.
+        """Merge the amaxes of subblocks into the amaxes of blocks.
 
         Without `reduce`, the result in `shard_map` has this shard's amaxes only, and 0 for other blocks.
         """
@@ -99,9 +116,9 @@ class PartialBlocks:
         return reshard(grid, self.of_whole.grid, self.grid) if self.spec.local else pin(grid, self.grid)
 
     def spread(self, grid: jax.Array, shape: Shape) -> jax.Array:
-        """Repeat the value of each block for its pieces: the inverse of `merge`.
+        """Repeat the value of each block for its subblocks: the inverse of `merge`.
 
-        `shape` is the number of pieces along each axis of the array.
+        `shape` is the number of subblocks along each axis of the array.
         """
         full = shape
         if self.rows is not None:

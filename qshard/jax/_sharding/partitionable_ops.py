@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from qshard._core.flat_shards import Bucket
+from qshard._core.flat_shards import SliceBatch
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.amaxes import max_along
 from qshard.jax._ops.mesh import count_shards, may_be_sharded, mesh_of, names_of, reshape, vary_alike
@@ -28,6 +29,7 @@ from qshard.jax._ops.padded_rows import draws_of_rows, gather_rows, values_of_st
 from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.uint64 import Words, words_plus, words_times
 from qshard.jax._sharding import foreach
+from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.op_table import multi_table, table
 
 
@@ -50,6 +52,11 @@ class ShardedOps:
         op = globals().get(name) or __getattr__(name)
         takes_runs = op in (transposed_squares, amax_hadamard) or getattr(op, "func", None) is _by_runs
         return functools.partial(op, shards=self._shards) if takes_runs else op
+
+
+def ops_for(spec: ShardSpec) -> Any:
+    """Return the ops for arrays of this sharding: this module for local arrays, else `ShardedOps`."""
+    return sys.modules[__name__] if spec.local else ShardedOps(spec.shards[1])
 
 
 def _by_runs(op: str, x: jax.Array, *scale: jax.Array, shards: int = 1, **options: Any) -> Any:
@@ -260,11 +267,11 @@ def concatenate(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate(vary_alike(*arrays))
 
 
-def of_bucket(pairs: jax.Array, bucket: Bucket) -> jax.Array:
-    """Return the rows of `pairs` that belong to the weights of a bucket."""
-    return pairs if bucket.indices == tuple(range(pairs.shape[0])) else pairs[np.array(bucket.indices)]
+def of_batch(pairs: jax.Array, batch: SliceBatch) -> jax.Array:
+    """Return the rows of `pairs` that belong to the weights of a batch."""
+    return pairs if batch.indices == tuple(range(pairs.shape[0])) else pairs[np.array(batch.indices)]
 
 
-def repeat_values(values: jax.Array, bucket: Bucket) -> jax.Array:
-    """Repeat the amax of each tensor, or of each row, for its runs of blocks in a bucket."""
-    return jnp.repeat(values, np.array(bucket.runs), total_repeat_length=sum(bucket.runs))
+def repeat_values(values: jax.Array, batch: SliceBatch) -> jax.Array:
+    """Repeat the amax of each tensor, or of each row, for its runs of blocks in a batch."""
+    return jnp.repeat(values, np.array(batch.runs), total_repeat_length=sum(batch.runs))

@@ -333,7 +333,7 @@ def matrices_of(
     """Return the matrix `[M, K]` that the blocks of `x` tile, and its sharding.
 
     If a mesh may shard axes that would be folded, return `[*outer, M, K]` instead. It has the same blocks if M is a
-    whole number of blocks, and pieces of them otherwise. `places` are the layouts of the planes to compute, and `draws`
+    whole number of blocks, and parts of them otherwise. `places` are the layouts of the planes to compute, and `draws`
     says whether random bits are used. Raises ValueError in `shard_map` if shards split blocks such that the rows of a
     block are not contiguous.
     """
