@@ -251,7 +251,7 @@ def loses_second_derivatives(functions: Iterable[tuple[Any, int]]) -> bool:
     """
     if not _DTENSOR_LOSES_SECOND_DERIVATIVES:
         return False
-    to_local: Any = _ToTorchTensor._backward_cls  # type: ignore[attr-defined]
+    to_local: Any = _ToTorchTensor._backward_cls
     seen, pending = set(), [function for function, _ in functions]
     while pending:
         function = pending.pop()
