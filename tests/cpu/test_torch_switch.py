@@ -12,6 +12,7 @@ from torch import nn
 import qshard.torch_bridge as qt
 from qshard.recipes import MXFP8, NVFP4, CurrentScaling
 from support.conv1d import Conv1D
+from support.experts import GatedExperts, GroupedExperts, Mixture, OpenExperts, PlainExperts
 
 WIDTH = 128
 
@@ -202,3 +203,23 @@ def test_refusals_change_nothing(number):
     call, kind, text = [*refused()][number]
     with pytest.raises(kind, match=rf"switch_recipe: .*{text}"):
         call()
+
+
+@pytest.mark.parametrize("kind", [GatedExperts, OpenExperts, PlainExperts, GroupedExperts])
+@pytest.mark.parametrize("then", ["CurrentScaling", None])
+def test_experts_of_other_libraries(kind, then):
+    """Without a recipe they run the `forward`, or the product, of their own class."""
+    torch.manual_seed(0)
+    plain = Mixture(kind)
+    model, other = qt.convert(copy.deepcopy(plain), {"router": None, "*": "MXFP8"}), copy.deepcopy(plain)
+    other = other if then is None else qt.convert(other, {"router": None, "*": then})
+    x = torch.randn(32, 128)
+    model(x).sum().backward()
+    qt.switch_recipe(model, then)
+    model.zero_grad()
+    results = []
+    for each in (model, other):
+        y = each(x)
+        y.square().mean().backward()
+        results.append([y, *(p.grad for p in each.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
