@@ -80,6 +80,19 @@ class Rules:
             if _selects(filter, module, name, is_layer) and (pattern is None or recipe is not None):
                 yield name, recipe
 
+    def check_kept(self, converted: Mapping[str, tuple[Recipe, Sequence[str]]]) -> None:
+        """Raise ValueError if a pattern with None matches a converted layer, which would keep its recipe.
+
+        `converted` maps the name of each converted layer to its recipe and the names that patterns may match.
+        """
+        for name, (recipe, names) in converted.items():
+            pattern = self.pattern_of(*names)
+            if pattern is not None and self.recipes[pattern] is None:
+                raise ValueError(
+                    f"{self.op}: {name} has {recipe!r}, and {{{pattern!r}: None}} does not convert it back; call "
+                    f"switch_recipe(model, {{{pattern!r}: None}})"
+                )
+
     def check_used(self, layers: Iterable[Sequence[str]], others: Iterable[str] = ()) -> None:
         """Raise ValueError if a pattern applies to no layer.
 

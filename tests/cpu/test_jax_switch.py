@@ -173,3 +173,15 @@ def test_nnx_experts_streams_and_patterns():
     assert [layer.dot_general.recipe for layer in model.layers] == [CurrentScaling()] * 2
     with pytest.raises(TypeError, match=r"switch_recipe: model .* is not a Policy or an nnx.Module"):
         qj.switch_recipe(params_of(), "MXFP8")
+
+
+def test_convert_again_does_not_convert_back():
+    """None in a pattern would leave a converted layer in its recipe."""
+    nnx = pytest.importorskip("flax").nnx
+    model = nnx.Sequential(*(nnx.Linear(128, 128, rngs=nnx.Rngs(0)) for _ in range(2)))
+    recipe = {"layers.0": None, "*": "CurrentScaling"}
+    qj.convert(model, "MXFP8")
+    with pytest.raises(ValueError, match=r"^convert: layers.0 has MXFP8\(\), .* call switch_recipe\("):
+        qj.convert(model, recipe)
+    qj.convert(qj.switch_recipe(model, {"layers.0": None}), recipe)
+    assert [getattr(layer.dot_general, "recipe", None) for layer in model.layers] == [None, CurrentScaling()]

@@ -198,6 +198,18 @@ def refused():
     yield lambda: qt.switch_recipe(tied, {"1": "NVFP4"}), ValueError, "shares its weight with 0"
 
 
+def test_convert_again_does_not_convert_back():
+    """None in a pattern would leave a converted layer in its recipe."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    recipe = {"0": None, "*": "CurrentScaling"}
+    qt.convert(model, "MXFP8")
+    with pytest.raises(ValueError, match=r"^convert: 0 has MXFP8\(\), .* call switch_recipe\(model, {'0': None}\)$"):
+        qt.convert(model, recipe)
+    assert model[1].recipe == MXFP8()
+    qt.convert(qt.switch_recipe(model, {"0": None}), recipe)
+    assert [layer.recipe for layer in model] == [None, CurrentScaling()]
+
+
 @pytest.mark.parametrize("number", range(10))
 def test_refusals_change_nothing(number):
     call, kind, text = [*refused()][number]

@@ -81,7 +81,7 @@ def convert(
       TypeError: a weight is not float32, bfloat16 or float16, or an argument has the wrong type.
       ValueError: there is nothing to convert; a weight is already sharded, held by a wrapper or by an autograd graph,
         not whole blocks of the recipe's formats, or shared by layers with two recipes; or a pattern matches no layer,
-        or only layers that an earlier pattern matches. The model is then unchanged.
+        or only layers that an earlier pattern matches, or has None for a converted layer. The model is then unchanged.
 
     >>> from qshard.recipes import CurrentScaling
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -99,6 +99,8 @@ def convert(
     _check_not_wrapped(model)
     candidates = survey(model)
     rules.check_used([each.names for each in candidates.values()], every)
+    own = {name: (getattr(each.module, "recipe", None), each.names) for name, each in candidates.items()}
+    rules.check_kept({name: (now, names) for name, (now, names) in own.items() if isinstance(now, Recipe)})
     recipes: dict[str, Recipe] = {}  # Recipes of convertible layers.
     reasons: dict[str, str] = {}
     modules = {name: (each.module, each.names, _is_linear(each)) for name, each in candidates.items()}

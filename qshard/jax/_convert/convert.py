@@ -62,8 +62,8 @@ def convert(
       TypeError: a kernel is not float32, bfloat16 or float16, or an argument has the wrong type.
       ValueError: there is nothing to convert; a kernel is not whole blocks of the formats; it is sharded along a mesh
         axis that is neither `gather_axis` nor in `kept_axes`, or no kernel is sharded along `gather_axis`; `rngs` is
-        missing; a pattern matches no layer, or only layers that an earlier one matches; or a module computes another
-        equation than `einsums` gives, or more than it. The model is unchanged then.
+        missing; a pattern matches no layer, or only layers that an earlier one matches, or has None for a converted
+        layer; or a module computes another equation than `einsums` gives, or more than it. The model is unchanged then.
 
     >>> import jax
     >>> from flax import nnx
@@ -87,6 +87,8 @@ def convert(
     _check_einsums(einsums)
     candidates = nnx_model.survey(model, einsums or {})
     rules.check_used([each.names for each in candidates.values()], every)
+    now = {name: (each.layer.current, each.names) for name, each in candidates.items() if each.layer is not None}
+    rules.check_kept({name: (found.recipe, names) for name, (found, names) in now.items() if found is not None})
     chosen: dict[str, nnx_model.Layer] = {}
     recipes: dict[str, Recipe] = {}
     why: dict[str, str] = {}
