@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from step_profile import NAMES
 from tables import Rows, Tables, origin, table
@@ -136,8 +136,12 @@ def scaling_section(tables: Tables, name: str) -> str:
 
 
 def step_torch_lines(rows: Rows) -> list[list[str]]:
-    """Build lines of time per single step, time per step of many, and memory, each also in percent of eager bf16."""
-    base = next((row for row in rows if row["kind"] == "bf16"), None)
+    """Build lines of time per single step, time per step of many, and memory, each also in percent of eager bf16.
+
+    Without eager bf16, in percent of compiled bf16.
+    """
+    kinds = ("bf16", "bf16 compiled", "bf16 compiled whole")
+    base = next((row for kind in kinds for row in rows if row["kind"] == kind), None)
     lines = []
     for row in rows:
         cells = [row["kind"]]
@@ -147,20 +151,21 @@ def step_torch_lines(rows: Rows) -> list[list[str]]:
     return lines
 
 
-def step_torch_section(tables: Tables) -> str:
-    rows = tables["step_torch"]
+def step_torch_section(tables: Tables, name: str, title: str, model: str) -> str:
+    rows = tables[name]
+    ranks = int(rows[0]["ranks"])
+    where = f"{ranks} GPUs under FSDP2" if ranks > 1 else "one GPU"
     text = (
-        f"A step of a 2.0 B model on {rows[0]['ranks']} GPUs under FSDP2, that of `step_torch.py`; "
-        "`bench_step_torch.py` says what a kind is. A single step, and back-to-back steps. Percent are those of bf16, "
-        "eager. The first step compiles."
+        f"A step of {model} on {where}, that of `step_torch.py`; `bench_step_torch.py` "
+        "says what a kind is. A single step, and back-to-back steps, in percent of bf16. The first step compiles."
     )
     first = [[*line, row["first_s"]] for line, row in zip(step_torch_lines(rows), rows, strict=True)]
     header = ["kind", "ms", "% of bf16", "ms, back to back", "% of bf16", "peak GiB", "% of bf16", "first step, s"]
-    return f"## A step in PyTorch\n\n{origin(rows)} {text}\n\n{table(header, first)}\n"
+    return f"## {title}\n\n{origin(rows)} {text}\n\n{table(header, first)}\n"
 
 
-def step_profile_section(tables: Tables) -> str:
-    rows = tables["step_torch_profile"]
+def step_profile_section(tables: Tables, name: str, title: str) -> str:
+    rows = tables[name]
     text = (
         "Milliseconds a step of one of the GPUs, by what its kernels are for, as `step_profile.py` tells them apart. "
         "Parts run beside each other, so they add up to more. Where no kernel computes, either only collectives run "
@@ -168,7 +173,7 @@ def step_profile_section(tables: Tables) -> str:
     )
     columns = ["kind", "step", *NAMES]
     body = table(columns, [[row[column] for column in columns] for row in rows])
-    return f"## Where a step in PyTorch spends its time\n\n{origin(rows)} {text}\n\n{body}\n"
+    return f"## {title}\n\n{origin(rows)} {text}\n\n{body}\n"
 
 
 def step_flat_section(tables: Tables) -> str:
@@ -181,9 +186,26 @@ def step_flat_section(tables: Tables) -> str:
     return f"## 50 steps in PyTorch\n\n{origin(rows)} {text}\n\n{body}\n"
 
 
+_STEPS = {
+    "step_torch": ("A step in PyTorch", "a 2.0 B model"),
+    "step_whole": ("A step that is not sharded", "a 2.0 B model in bfloat16"),
+    "step_muon": ("A step with Muon", "a 2.0 B model"),
+    "step_moe_qwen": ("A step with 128 experts", "6 layers as in Qwen3-30B-A3B, 16 k tokens a GPU,"),
+    "step_moe_deepseek": ("A step with 64 large experts", "2 layers as in DeepSeek-V3, 4 k tokens a GPU,"),
+}
+
+
+def _step_sections() -> Iterator[tuple[str, Callable[[Tables], str]]]:
+    for name, (title, model) in _STEPS.items():
+        yield name, functools.partial(step_torch_section, name=name, title=title, model=model)
+        yield (
+            f"{name}_profile",
+            functools.partial(step_profile_section, name=f"{name}_profile", title=f"{title}: where its time goes"),
+        )
+
+
 STEP_SECTIONS: dict[str, Callable[[Tables], str]] = {
-    "step_torch": step_torch_section,
-    "step_torch_profile": step_profile_section,
+    **dict(_step_sections()),
     "step_torch_flat": step_flat_section,
     "fsdp2": functools.partial(sharded_section, name="fsdp2", title="FSDP2"),
     "zero1": functools.partial(sharded_section, name="zero1", title="Weights whole on every rank"),

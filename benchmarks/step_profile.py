@@ -25,6 +25,8 @@ PARTS = (
     # qshard's kernels match by full names, because these include the types of their arguments.
     ("optimizer", r"qshard::.*Adam"),
     ("norms and activations", r"qshard::.*(RmsNorm|SwiGlu|\bMapKernel|\bSumPartsKernel)"),
+    ("GEMM", r"qshard::.*\bContractKernel"),
+    ("other elementwise", r"qshard::.*\bCombineRows"),
     ("quantize", r"qshard::|transformer_engine::"),
     ("GEMM", r"nvjet|gemm|cutlass|cublas|sm90_xmma|splitK|^triton_tem"),
     # Mostly FSDP2's copies of shards into and out of gather buffers, and of gradients, with bfloat16 to float32 casts.

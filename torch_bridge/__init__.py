@@ -57,6 +57,7 @@ from qshard.torch_bridge._quantized.quantize import quantize
 from qshard.torch_bridge._quantized.serialization import from_plain, to_plain
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
+from qshard.torch_bridge._recipe_switch import switch_recipe
 from qshard.torch_bridge._weight_sync.stream import stream_weights
 from qshard.torch_bridge._zero.optimizer import ZeroOptimizer
 
@@ -111,6 +112,7 @@ __all__ = [
     "stream_weights",
     "swiglu",
     "swiglu_quantize",
+    "switch_recipe",
     "to_plain",
     "topk_routing",
     "update_columnwise",

@@ -390,8 +390,7 @@ def _begin_step(optimizer: Optimizer) -> None:
 
 def _stepped_by(parameter: Tensor) -> Sequence[tuple[str, DelayedScale]]:
     """Return names and states of the weights that a step on `parameter` changes: one, or all in a flat parameter."""
-    found = delayed_of(parameter)
-    if found is not None or parameter.grad is None:
-        return found or []
     state = getattr(local_of(parameter), "scale_state", None)
-    return [] if state is None or state.delayed is None else [(state.name, state.delayed)]
+    if state is None:
+        return delayed_of(parameter)
+    return [] if state.delayed is None or parameter.grad is None else [(state.name, state.delayed)]

@@ -20,7 +20,7 @@ from qshard.numerics import _kernels as kernels
 from qshard.numerics._arrays import ShardedArray, splits_blocks
 from qshard.numerics._rectangles import compare_shards
 from qshard.numerics._training_steps import COUNTS, LayerStats, StepStats, Totals, layer_stats
-from qshard.recipes import NO_PRODUCTS, Role
+from qshard.recipes import NO_PRODUCTS, Recipe, Role
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.scaling_state import plain_name
 from qshard.torch_bridge._experts.layer import GroupedLinear
@@ -87,8 +87,8 @@ def numerics_of(model: nn.Module, *, group: dist.ProcessGroup | None = None, wei
     check_model("numerics_of", model)
     check_group("numerics_of", group)
     modules = {".".join(plain_name(model, name)): module for name, module in model.named_modules()}
-    layers = {name: module for name, module in modules.items() if isinstance(module, WeightLayer)}
-    if unsupported := next((name for name, layer in layers.items() if layer.recipe.by_product), None):
+    layers = {name: module for name, module in modules.items() if isinstance(module, WeightLayer) and module.recipe}
+    if unsupported := next((name for name, layer in layers.items() if _recipe_of(layer).by_product), None):
         raise NotImplementedError(
             f"numerics_of: {unsupported} ({layers[unsupported].recipe}) {NO_PRODUCTS}; convert the model with a recipe "
             "without them"
@@ -183,7 +183,7 @@ class Watch:
     @torch.no_grad()
     def _measure_weight(self, name: str, layer: WeightLayer) -> None:
         """Measure local shards: on the host if a block is split, rounding is stochastic or scales are per row."""
-        weight, fmt = layer.weight, layer.recipe.weight
+        weight, fmt = layer.weight, _recipe_of(layer).weight
         if not isinstance(local_of(weight), ShardedWeight):  # Codes of a ZeroOptimizer, or a computed weight.
             return
         whole = as_sharded(weight, "numerics_of")
@@ -195,7 +195,7 @@ class Watch:
         local = memory_of(weight)
         matrix = local.reshape(-1, local.shape[-1]).contiguous()
         reduce_max = functools.partial(max_over_ranks, group=getattr(whole.others, "groups", ()))
-        spec = operand_spec(layer.recipe, Role.WEIGHT, Usage.ROWWISE)
+        spec = operand_spec(_recipe_of(layer), Role.WEIGHT, Usage.ROWWISE)
         scale = scales[ROLES.index(Role.WEIGHT)] if scales else None
         planes, _ = quantize_operand(ops, matrix, spec, scale=scale, reduce_max=reduce_max)
         if whole.rectangles:  # Only the first replica counts.
@@ -220,7 +220,7 @@ class Watch:
         rows: list[LayerStats] = []
         for (name, role), total in zip(keys, totals, strict=True):
             if total.calls:
-                rows.append(layer_stats(name, role, self._layers[name].recipe.format(role), total))
+                rows.append(layer_stats(name, role, _recipe_of(self._layers[name]).format(role), total))
         stats = StepStats(tuple(rows))
         if not self._handles:
             self._stats = stats
@@ -255,6 +255,11 @@ class Watch:
             for name, value in zip(SUMS, of_sums, strict=True):
                 setattr(total, name, value if name in SUMS[:2] else int(value))
             total.amax, total.scale_high, total.scale_low = of_most[0], of_most[1], -of_most[2]
+
+
+def _recipe_of(layer: WeightLayer) -> Recipe:
+    assert layer.recipe is not None
+    return layer.recipe
 
 
 def _on_the_host(whole: ShardedArray, fmt: Format) -> Totals:

@@ -190,6 +190,24 @@ def fsdp_groups(module: FSDPModule) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+# Without these two: `switch_recipe` raises for weights that `fully_shard` has sharded. An `FSDPParam` allocates the
+# result of its all-gather once, with the size and the type of the first one. Same names in torch 2.11 to 2.13.
+def has_unreduced_gradient(param: Any) -> bool:
+    """Return True if an `FSDPParam` has a gradient that was not reduced yet, as between micro-batches."""
+    unsharded = getattr(param, "_unsharded_param", None)
+    return param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
+
+
+def forget_gathered(param: Any) -> None:
+    """Make an `FSDPParam` that is resharded allocate the result of its next all-gather anew.
+
+    The memory of the old result is freed, so autograd raises in graphs that saved it.
+    """
+    torch.autograd.graph.increment_version([each for each in param.all_gather_outputs if not each.is_inference()])
+    param.all_gather_outputs, param._unsharded_inner_tensors = [], []
+    param.__dict__.pop("_unsharded_param", None)
+
+
 # Without it: return an empty list. Then no error tells that FSDP2 mixes different experts of expert parallelism.
 def fsdp_modules() -> list[FSDPModule]:
     """Return all modules of this process that `fully_shard` has wrapped."""
@@ -200,6 +218,12 @@ def fsdp_modules() -> list[FSDPModule]:
 def active_ddp() -> Any:
     """Return the DistributedDataParallel that is in its forward pass, or None."""
     return DistributedDataParallel._active_ddp_module
+
+
+# Without it: raise in `switch_recipe` for models in DistributedDataParallel, which fails if its last buffer is gone.
+def forget_buffers(ddp: DistributedDataParallel) -> None:
+    """Make DistributedDataParallel broadcast the buffers that its module has now."""
+    ddp._assign_modules_buffers()
 
 
 # FSDP1. Without it: do not detect weights in a flat parameter.

@@ -26,10 +26,11 @@ struct RowTokens {
   int64_t rows, count;  // of y, and of tokens
 };
 
-// dy[p, i] = Narrow<In>(weights[p] * grad[tokens[p], i]), and dweights[p] = sum of y[p, i] *
-// grad[tokens[p], i] over i, in the order of core/norm.h. Rows without a token give zeros.
+// dy[p, i] = Narrow<In>(weights[p] * grad[tokens[p], i]), dweights[p] = sum of y[p, i] *
+// grad[tokens[p], i] over i, in the order of core/norm.h, and amax[p] = max |dy[p, i]|. Rows
+// without a token give zeros.
 QSHARD_LAUNCHER_TEMPLATE((class In), CombineRowsGrad, const In* y, const RowTokens& of,
-                         const In* grad, int64_t cols, In* dy, float* dweights);
+                         const In* grad, int64_t cols, In* dy, float* dweights, float* amax);
 
 }  // namespace qshard::kernels
 

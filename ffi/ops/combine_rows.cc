@@ -17,7 +17,8 @@ QSHARD_DEFINE_OP(combine_rows) {
   });
 }
 
-// Gradients of y and of the weights, by row of y, for the gradient of the sums.
+// Gradients of y and of the weights, by row of y, for the gradient of the sums, and the amax of
+// each row of the first.
 QSHARD_DEFINE_OP(combine_rows_grad) {
   const Buffer &y = call.arg(0), &grad = call.arg(3);
   const kernels::RowTokens of{Data<int32_t>(call.arg(1)), Data<float>(call.arg(2)), y.dims[0],
@@ -25,8 +26,8 @@ QSHARD_DEFINE_OP(combine_rows_grad) {
   return DispatchFloat(y, [&](auto in) {
     using In = decltype(in);
     return call(kernels::CombineRowsGrad<In>(call.exec, Data<In>(y), of, Data<In>(grad), y.dims[1],
-                                             Mutable<In>(call.ret(0)),
-                                             Mutable<float>(call.ret(1))));
+                                             Mutable<In>(call.ret(0)), Mutable<float>(call.ret(1)),
+                                             Mutable<float>(call.ret(2))));
   });
 }
 

@@ -37,15 +37,18 @@ class Rules:
     patterns: NamePatterns
 
     @classmethod
-    def of(cls, value: Any, op: str, names: Iterable[str]) -> Rules:
+    def of(cls, value: Any, op: str, names: Iterable[str], *, may_be_none: bool = False) -> Rules:
         """Build the rules from the argument `recipe` of `op`, for a model with modules of these names.
+
+        `may_be_none`: None is a rule for all layers, and all patterns may have None.
 
         Raises:
           TypeError: a value is not a recipe, or a pattern is not a string.
           ValueError: a name is not the name of a recipe, or all values are None.
         """
         if not isinstance(value, Mapping):
-            return cls(op, {"*": as_recipe(value, op)}, NamePatterns("*", ()))
+            recipe = None if value is None and may_be_none else as_recipe(value, op)
+            return cls(op, {"*": recipe}, NamePatterns("*", ()))
         for pattern in value:
             if not isinstance(pattern, str):
                 raise TypeError(f"{op}: pattern ({quote(pattern)}) is not a string; write names such as 'layers.0.*'")
@@ -53,7 +56,7 @@ class Rules:
             pattern: None if recipe is None else as_recipe(recipe, op, f"recipe[{pattern!r}]")
             for pattern, recipe in value.items()
         }
-        if not any(recipe is not None for recipe in recipes.values()):
+        if not may_be_none and not any(recipe is not None for recipe in recipes.values()):
             raise ValueError(
                 f"{op}: recipe ({quote(value)}) gives no layer a recipe; pass at least one, such as {{'*': 'MXFP8'}}"
             )

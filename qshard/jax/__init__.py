@@ -16,6 +16,7 @@ from qshard._core.moe import MoEPermutation
 from qshard._core.quantize_steps import Plane
 from qshard.jax import ops, policies
 from qshard.jax._convert.convert import convert
+from qshard.jax._convert.switch import switch_recipe
 from qshard.jax._delayed_scaling import (
     LinearState,
     Observed,
@@ -110,6 +111,7 @@ __all__ = [
     "stream_weights",
     "swiglu",
     "swiglu_quantize",
+    "switch_recipe",
     "to_plain",
     "topk_routing",
     "update_delayed",

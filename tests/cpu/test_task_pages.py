@@ -4,7 +4,17 @@ import pytest
 
 from support.pages import Page, modules, run
 
-PAGES = ("coming_from", "cross_entropy", "experts", "lora", "muon", "optimizers", "troubleshooting", "weight_sync")
+PAGES = (
+    "coming_from",
+    "cross_entropy",
+    "experts",
+    "lora",
+    "muon",
+    "nvfp4",
+    "optimizers",
+    "troubleshooting",
+    "weight_sync",
+)
 PROGRAMS = [(name, index) for name in PAGES for index in range(len(Page(f"docs/{name}.md").scripts))]
 
 

@@ -32,8 +32,8 @@ WIDTH, HIDDEN, EXPERTS = 128, 128, 8
 
 def layer_of(recipe, stacked, ep_group=None):
     torch.manual_seed(0)
-    options = {"num_experts": EXPERTS, "top_k": 2, "stacked": stacked}
-    return MoE(WIDTH, HIDDEN, recipe=recipe, ep_group=ep_group, **options).to(torch_ranks.device)
+    options = {"num_experts": EXPERTS, "top_k": 2, "stacked": stacked, "device": torch_ranks.device}
+    return MoE(WIDTH, HIDDEN, recipe=recipe, ep_group=ep_group, **options)
 
 
 def tokens(step=0):

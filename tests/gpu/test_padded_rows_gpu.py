@@ -64,7 +64,7 @@ def test_amaxes_of_experts_from_amaxes_of_rows(experts, tokens, columns, unit):
 
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling"])
 def test_layers_with_passed_amaxes_keep_bits(name):
-    """Writes to h and to its gradient void their amaxes."""
+    """Writes to h, and to the gradients of both products, void their amaxes."""
     import qshard.torch_bridge as qt
 
     torch.manual_seed(0)

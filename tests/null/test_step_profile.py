@@ -51,6 +51,8 @@ NAMES = {
     f"{ATEN}vectorized_elementwise_kernel<8, at::native::FillFunctor<c10::BFloat16>, std::array": "other elementwise",
     "void qshard::kernels::ForEachKernel<qshard::kernels::(anonymous namespace)::MoveScales(qshard::Exec<qshard::Cuda> "
     "const&, qshard::kernels::GemmProblem const&": "quantize",
+    "void qshard::kernels::hopper::ContractKernel<qshard::E5M2, qshard::E4M3, qshard::bfloat16, ": "GEMM",
+    f"{QSHARD}CombineRowsGradKernel<qshard::bfloat16, true>(qshard::bfloat16 const*": "other elementwise",
 }
 
 

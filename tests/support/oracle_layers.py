@@ -43,7 +43,8 @@ def combine_rows(y, positions, weights):
 
 def combine_rows_grad(y, tokens, weights, grad):
     dy, dweights = rows_reference.combine_rows_grad(wide(y), tokens.view(np.int32), weights, wide(grad))
-    return rounded(dy, y.dtype), rounded(dweights, "float32")
+    dy = rounded(dy, y.dtype)
+    return dy, rounded(dweights, "float32"), amax_tensor(dy, lead=1)
 
 
 def rms_norm(x, weight, *, eps, lead):

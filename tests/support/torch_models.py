@@ -52,18 +52,19 @@ class Wire(TorchDispatchMode):
 
 
 def void_amaxes(moe):
-    """Write to h of a `MoE` in each call, and to its gradient, without changing them: cached amaxes are void."""
+    """Write to h of a `MoE` in each call, and to gradients of both products, without changing them: amaxes are void."""
 
     @torch.no_grad()
     def before(w2, given):
         given[0].mul_(1)
 
-    def after(w13, given, gate_up):
-        if gate_up.requires_grad:
-            gate_up.register_hook(lambda grad: grad.mul_(1))
+    def after(product, given, y):
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad.mul_(1))
 
     moe.w2.register_forward_pre_hook(before)
-    moe.w13.register_forward_hook(after)
+    for product in (moe.w13, moe.w2):
+        product.register_forward_hook(after)
 
 
 class SideBySide(nn.Sequential):

@@ -103,7 +103,7 @@ def convert(
     reasons: dict[str, str] = {}
     modules = {name: (each.module, each.names, _is_linear(each)) for name, each in candidates.items()}
     for name, own in rules.choose(modules, filter):
-        reason = candidates[name].why or (NO_PATTERN if own is None else _unfit(candidates[name].module, own))
+        reason = candidates[name].why or (NO_PATTERN if own is None else unfit_layer(candidates[name].module, own))
         if reason is not None:
             reasons[name] = reason
         elif own is not None:
@@ -172,7 +172,8 @@ def _kind_of(kind: type[nn.Module]) -> type[WeightLayer]:
     return QuantizedHead if issubclass(kind, LinearCrossEntropy) else Linear
 
 
-def _unfit(layer: nn.Module, recipe: Recipe) -> str | None:
+def unfit_layer(layer: nn.Module, recipe: Recipe) -> str | None:
+    """Return the reason why a linear layer, or known experts, cannot have a recipe, or None."""
     if is_experts(layer):
         return unfit_experts(layer, recipe)
     kind, weight = type(layer), layer._parameters.get("weight")

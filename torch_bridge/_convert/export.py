@@ -93,14 +93,17 @@ def quantized_weight(op: str, value: Tensor) -> Tensor:
     if isinstance(local, QuantizedTensor):  # Currently unsharded, or of a `ZeroOptimizer`.
         local.describe()  # Raises if there is no memory.
         return local.detach().clone()
-    if not isinstance(local, ShardedWeight) or local.ndim > 2:
+    fmt = local.scale_state.fmt if isinstance(local, ShardedWeight) and local.ndim == 2 else None
+    if fmt is None:
         value = plain(value)
         return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    assert isinstance(local, ShardedWeight)
     state, shape = local.scale_state, tuple(value.shape)
-    if state.fmt.slice_refusal is None and (plan := row_shard_plan(op, value, state.fmt)) is not None:
-        return QuantizedTensor(state.fmt, shape, value.dtype, rowwise=gather_codes(value, plan))
+    if fmt.slice_refusal is None and (plan := row_shard_plan(op, value, fmt)) is not None:
+        return QuantizedTensor(fmt, shape, value.dtype, rowwise=gather_codes(value, plan))
     high = plain(value)
     high = (high.full_tensor() if isinstance(high, DTensor) else high).contiguous()
     scale = None if state.delayed is None else state.delayed.scale
+    assert state.operand is not None
     planes, _ = quantize_operand(high, state.operand, scale=scale)
-    return QuantizedTensor(state.fmt, shape, value.dtype, rowwise=planes[Usage.ROWWISE])
+    return QuantizedTensor(fmt, shape, value.dtype, rowwise=planes[Usage.ROWWISE])

@@ -151,10 +151,11 @@ def _check_owner(model: nn.Module) -> None:
 
 
 def _layers(model: nn.Module) -> dict[str, WeightLayer]:
+    """Return the converted layers that have a recipe now."""
     return {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, WeightLayer) and "weight" in module._parameters
+        if isinstance(module, WeightLayer) and module.recipe is not None and "weight" in module._parameters
     }
 
 
@@ -178,6 +179,7 @@ def _takes_codes(name: str, reader: CheckpointReader, layers: dict[str, WeightLa
 
 def _codes(reader: CheckpointReader, name: str, layer: WeightLayer) -> QuantizedTensor:
     recipe, what = layer.recipe, reader.weights[name]
+    assert recipe is not None
     found = reader.read_codes(name, recipe.weight)
     if found is None:
         check_weight_format(OP, name, what.format, recipe, frozen=True)

@@ -46,16 +46,16 @@ def attach_delayed(parameter: nn.Parameter, name: str, delayed: nn.Module) -> No
     setattr(parameter, _STATE, (name, delayed))
 
 
-def delayed_of(parameter: Tensor) -> list[tuple[str, Any]] | None:
-    """Return names and `DelayedScale`s of the weights in a parameter of FSDP1 that a step changes; else None."""
+def delayed_of(parameter: Tensor) -> list[tuple[str, Any]]:
+    """Return names and `DelayedScale`s of the weights in a parameter of FSDP1 that a step changes."""
     found: tuple[str, Any] | None = parameter.__dict__.get(_STATE)
     if found is not None:
         # FSDP1 sets no gradient on a rank without elements, but that rank must take part in the update.
         is_empty = parameter.requires_grad and not parameter.numel()
         return [found] if is_empty or parameter.grad is not None else []
-    if not isinstance(parameter, FlatParameter):
-        return None
-    layers: list[tuple[str, Any]] = [] if parameter.grad is None else modules_of_flat(parameter)
+    if not isinstance(parameter, FlatParameter) or parameter.grad is None:
+        return []
+    layers: list[tuple[str, Any]] = modules_of_flat(parameter)
     return [
         (name, layer.delayed[Role.WEIGHT.value])
         for name, layer in layers

@@ -1,4 +1,7 @@
-"""Scaling state of a model: delayed scales, amax histories and seeds, saved in a checkpoint of their own."""
+"""Scaling state of a model: delayed scales, amax histories and seeds, saved in a checkpoint of their own.
+
+Layers that `switch_recipe` has changed also have an entry `recipe`, the text of their recipe as bytes.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 @torch.no_grad()
 def scaling_state(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
     """Return the scaling state of all layers of `model`: scales, amax histories and seeds, by qualified name.
+
+    Of layers that `switch_recipe` has changed it also contains the recipe.
 
     `model.state_dict()` does not contain it, so that models of any recipe, or of none, can load each other's
     checkpoints. Save it to resume a run with the same bits under `DelayedScaling` or with stochastic rounding.
@@ -56,7 +61,8 @@ def scaling_state(model: nn.Module, group: dist.ProcessGroup | None = None) -> d
     amaxes = [buffer for name, buffer in state.items() if name.endswith(".amax")]
     if amaxes and group is not None:
         torch._foreach_copy_(amaxes, list(max_over_ranks(torch.stack(amaxes), group).unbind()))
-    return state
+    recipes = {name: recipe for name, (recipe, is_switched) in _named_recipes(model).items() if is_switched}
+    return state | {name: torch.tensor([*recipe.encode()], dtype=torch.uint8) for name, recipe in recipes.items()}
 
 
 @torch.no_grad()
@@ -68,7 +74,8 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Raises:
       TypeError: `model` is not a module, or `state` is not a dict.
-      ValueError: names, shapes or dtypes differ from the state of `model`.
+      ValueError: names, shapes or dtypes differ from the state of `model`; or the state was saved after a
+        `switch_recipe` that `model` lacks.
 
     >>> import qshard.torch_bridge as qt
     >>> one, other = (qt.convert(nn.Sequential(nn.Linear(16, 32)), "DelayedScaling") for _ in range(2))
@@ -81,7 +88,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     if not isinstance(state, Mapping):
         raise TypeError(f"load_scaling_state: state ({quote(state)}) is not a dict; pass the result of scaling_state")
     own = dict(_named_state(model))
-    state = _in_form_of(own, state)
+    state = _in_form_of(own, _without_recipes(model, state))
     for what, names in (
         ("lacks", [name for name in own if name not in state]),
         ("also has", [name for name in state if name not in own]),
@@ -98,6 +105,28 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if isinstance(buffer, DTensor) and not isinstance(given, DTensor):
             given = wrapped_like(buffer, given[local_box(buffer).slices].to(buffer.device))
         buffer.copy_(given)
+
+
+def _named_recipes(model: nn.Module) -> dict[str, tuple[str, bool]]:
+    """Return the text of the recipe of each converted layer, and whether `switch_recipe` has changed it."""
+    return {
+        ".".join([*plain_name(model, name), "recipe"]): (repr(module.recipe), bool(switched))
+        for name, module in model.named_modules()
+        if (switched := getattr(module, "converted", None)) is not None
+    }
+
+
+def _without_recipes(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state without its recipes, and raise if the model has others."""
+    own = _named_recipes(model)
+    for name in own.keys() & state.keys():
+        saved, (recipe, _) = bytes(state[name].tolist()).decode(), own[name]
+        if saved != recipe:
+            raise ValueError(
+                f"load_scaling_state: state was saved after switch_recipe, with {name.removesuffix('.recipe')} in "
+                f"{saved}, but here it has {recipe}; call switch_recipe as in that run, then load"
+            )
+    return {name: value for name, value in state.items() if name.rpartition(".")[2] != "recipe"}
 
 
 _OF_EXPERT = re.compile(r"(?P<layer>(?:.*\.)?experts)\.(?P<index>\d+)\.(?P<rest>delayed\..*|seed)")

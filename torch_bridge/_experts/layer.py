@@ -109,6 +109,8 @@ class GroupedLinear(nn.Module):
             y: Tensor = self.experts(input, group_sizes)
             return y
         layers = cast(list[Linear], [*self.experts])
+        recipe = layers[0].recipe
+        assert recipe is not None
         first = layers[0].call_operands(input)
         seeds = delayed = None
         if first.seed is None and first.delayed is None:
@@ -120,7 +122,7 @@ class GroupedLinear(nn.Module):
             delayed = None if first.delayed is None else [one.delayed for one in called]
         bias = None if layers[0].bias is None else torch.stack([cast(Tensor, layer.bias) for layer in layers])
         how: dict[str, Any] = {"bias": bias, "seeds": seeds, "delayed": delayed, "dtype": first.dtype}
-        y = grouped_linear(first.input, weights, group_sizes, layers[0].recipe, **how)
+        y = grouped_linear(first.input, weights, group_sizes, recipe, **how)
         return y
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:

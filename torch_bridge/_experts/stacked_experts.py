@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from qshard.recipes import Recipe
-from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
+from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group, expert_mesh
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
@@ -48,15 +48,27 @@ class Experts(WeightModule):
         self._modules.pop("delayed", None)
         for own, name in names.items():
             self._wrap_own(own, name, root, primary)
-        weight = self._parameters[next(iter(names))]
-        assert weight is not None
-        seed: Tensor | None = None
-        if recipe.stochastic:
-            experts = local_of(weight).shape[0]
-            seed = torch.empty(experts, 2, dtype=torch.int32, device=weight.device)
-            if isinstance(weight, DTensor):
-                seed = wrapped_like(weight, seed, (weight.shape[0], 2))
-        self._begin_scaling(next(iter(self._states().values()), None), seed)
+        self._begin_scaling(
+            next(iter(self._states().values()), None), self._empty_seed() if recipe.stochastic else None
+        )
+
+    def _empty_seed(self) -> Tensor:
+        weight: Any = next(each for each in self._parameters.values() if each is not None and each.ndim == 3)
+        state = next(iter(self._states().values()), None)
+        part = None if state is None else state.part  # Under FSDP2 the weight is sharded, but the seeds are not.
+        if part is None and self.has_local_experts:
+            part = ShardSpec(tuple(weight.shape), weight.device_mesh, weight.placements)
+        experts = weight.shape[0] if part is None else part.box.size[0]
+        seed = torch.empty(experts, 2, dtype=torch.int32, device=weight.device)
+        if part is None:
+            return seed
+        size = torch.Size((part.shape[0], 2))
+        return DTensor.from_local(seed, part.mesh, part.placements, run_check=False, shape=size, stride=(2, 1))
+
+    def _gathered_recipe(self) -> Recipe | None:
+        """Return the recipe of gathered codes; None if values are gathered, as for formats without gathers."""
+        refused = self.recipe is not None and self.recipe.weight.gather_refusal is not None
+        return None if refused else self.recipe
 
     @property
     def has_local_experts(self) -> bool:
@@ -85,6 +97,7 @@ class Experts(WeightModule):
     def _wrap_own(self, own: str, name: str, root: nn.Module | None, primary: bool) -> None:
         weight = self._parameters[own]
         assert weight is not None
+        assert self.recipe is not None
         if self.recipe.weight.gather_refusal is None:
             replace_parameter(weight, self._wrap(weight, name, root, primary))
         elif isinstance(local_of(weight), ShardedWeight):  # Of an earlier recipe.
@@ -115,6 +128,7 @@ class Experts(WeightModule):
         bias: Tensor | None = None,
     ) -> Tensor:
         """Multiply rows by the weights of their experts, as `grouped_linear` does."""
+        assert self.recipe is not None
         x, _, seeds, delayed, dtype = self.operands_of_call(x, weights)
         given: dict[str, Any] = {
             "bias": bias,

@@ -99,7 +99,13 @@ def gathered_weight(
             f"gathered_weight: {local.scale_state.name} has two formats, because the recipe changes forward or dgrad; "
             "pass a recipe that changes wgrad alone"
         )
-    plan = row_shard_plan("gathered_weight", weight, local.scale_state.fmt)
+    fmt = local.scale_state.fmt
+    if fmt is None:
+        raise ValueError(
+            f"gathered_weight: {local.scale_state.name} has no recipe since switch_recipe(model, None); call "
+            "redistribute where is_converted is False"
+        )
+    plan = row_shard_plan("gathered_weight", weight, fmt)
     if plan is None or plan.part is not None:
         raise NotImplementedError(
             f"gathered_weight: {local.scale_state.name} {tuple(weight.shape)} (placements {weight.placements}) is not "
@@ -117,7 +123,7 @@ def gathered_weight(
 
 
 def is_converted(weight: Any) -> bool:
-    """Return True if `weight` is a quantized weight of a `Linear`: high precision at rest, gathered as codes.
+    """Return True if `weight` is a weight of a `Linear` with a recipe: high precision at rest, gathered as codes.
 
     Args:
       weight: any object; for a sharded parameter, the DTensor.
@@ -131,7 +137,10 @@ def is_converted(weight: Any) -> bool:
     >>> is_converted(layer.weight), is_converted(layer.bias)
     (True, False)
     """
-    return isinstance(weight, Tensor) and weight.ndim == 2 and isinstance(local_of(weight), ShardedWeight)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        return False
+    local = local_of(weight)
+    return isinstance(local, ShardedWeight) and local.scale_state.fmt is not None
 
 
 @torch.compiler.assume_constant_result

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from qshard._core.placement import chunk_range
 from qshard._core.quantize_steps import Plane, Scales
 from qshard.torch_bridge._delayed_scaling import delayed_scales, update_delayed
 from qshard.torch_bridge._distributed.dtensor import local_of
@@ -31,7 +32,7 @@ from qshard.torch_bridge._fsdp.scale_state import (
     WeightShard,
     state_of,
 )
-from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
+from qshard.torch_bridge._fsdp.shard_plan import ShardPlan, compute_device
 from qshard.torch_bridge._modules import parameters_of
 from qshard.torch_bridge._ops.bind import into
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
@@ -84,6 +85,24 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
     return padded, Gather(weight.plan, state.refresh, restore_shape)
 
 
+def padded_values(
+    state: ScaleState, shard: Tensor, shape: torch.Size, mesh: DeviceMesh, dtype: torch.dtype, sent: torch.dtype | None
+) -> Tensor:
+    """Return the values of a shard, rounded to `dtype` and then to the dtype that is sent, with padding for the gather.
+
+    Arguments as in `begin_gather`.
+    """
+    state.status = Status.GATHERING
+    values = shard.to(compute_device(mesh, shard), dtype).to(dtype if sent is None else sent)
+    _, longest = chunk_range(shape[0], mesh.size(), 0)
+    # An axis after the first is sharded evenly.
+    if values.shape[1:] != shape[1:] or len(values) == longest:
+        return values.contiguous()
+    padded = values.new_zeros(longest, *shape[1:])
+    padded[: len(values)] = values
+    return padded
+
+
 def update_scales(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Compute the scales of the next step under `DelayedScaling`. Call it once after each optimizer step.
 
@@ -133,7 +152,7 @@ def recast(parameters: Iterable[Tensor]) -> None:
         state = state_of(parameter)
         if state is None or state.primary is None or state.primary.master is None:
             continue
-        if state.delayed is not None or not state.gathers:
+        if state.delayed is not None or state.fmt is None or not state.gathers:
             state.primary.load(state.primary.master)
         elif (found := state.shard_of(parameter)) is not None:
             groups.setdefault(found.plan.group.group_name, []).append(found)
@@ -166,7 +185,7 @@ def sharded_weights(model: nn.Module | None) -> Iterator[WeightShard]:
     """Yield the sharded weights that need scales, in the order of the model, which is the same on all ranks."""
     for parameter in () if model is None else parameters_of(model):
         state = state_of(parameter)
-        if state is None or not state.gathers or state.status is Status.GATHERING:
+        if state is None or state.fmt is None or not state.gathers or state.status is Status.GATHERING:
             continue
         if state.primary is not None and state.primary.codes is not None:
             continue
@@ -306,7 +325,7 @@ def _next_in_group(weight: WeightShard) -> Iterator[WeightShard]:
 def _group_of(state: ScaleState) -> Any:
     """Return the `FSDPParamGroup` of a weight. One search finds the groups of all weights of a model."""
     if state.group is None:
-        for group, _, known in _fsdp_params(state.passes.root):
+        for group, _, known in sharded_params(state.passes.root):
             known.group = weakref.ref(group)
         if state.group is None:  # For example in an unpickled model before `update_scales(model)`.
             state.group = lambda: None
@@ -353,7 +372,7 @@ def _set_padded_shape(state: ScaleState, padded: Tensor) -> Callable[[], None]:
 
 
 def _fsdp_param(state: ScaleState) -> Any:
-    for _, param, known in _fsdp_params(state.passes.root):
+    for _, param, known in sharded_params(state.passes.root):
         if known is state:
             return param
     raise NotImplementedError(
@@ -368,7 +387,7 @@ def _check_reshards(model: nn.Module | None) -> None:
     FSDP2 then turns its part of the gathered memory into a parameter with a gradient, which codes cannot be, and
     gathers it without the hooks of the weight.
     """
-    for group, _, known in _fsdp_params(model):
+    for group, _, known in sharded_params(model):
         if group.post_forward_mesh_info not in (None, group.mesh_info):
             raise NotImplementedError(
                 f"fully_shard: {known.name} (reshard_after_forward="
@@ -377,7 +396,7 @@ def _check_reshards(model: nn.Module | None) -> None:
             )
 
 
-def _fsdp_params(model: nn.Module | None) -> Iterator[tuple[Any, Any, ScaleState]]:
+def sharded_params(model: nn.Module | None) -> Iterator[tuple[Any, Any, ScaleState]]:
     """Yield the `FSDPParamGroup`, the `FSDPParam` and the state of each quantized weight of a model."""
     for module in () if model is None else model.modules():
         if isinstance(module, FSDPModule):

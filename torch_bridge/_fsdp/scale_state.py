@@ -79,6 +79,7 @@ class ScaleState:
     and ranks that lost their scales would start collectives that the others never join.
 
     Attributes:
+      fmt: format of its codes; None if its layer has no recipe, so that values are gathered.
       refusal: why FSDP2 cannot gather it; None if it can.
       has_one_format: False if forward and dgrad use the weight in two formats.
       part: under tensor parallelism, the part of a larger weight that this weight is. One scale serves all parts.
@@ -94,38 +95,73 @@ class ScaleState:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: Recipe | None,
         name: str,
         root: nn.Module | None = None,
         device: Any = None,
         primary: bool = False,
         shape: tuple[int, ...] = (),
     ):
-        self.operand = OperandSpec.of(recipe, Role.WEIGHT, Usage.ROWWISE, op="quantize")
-        self.fmt = self.operand.format
-        self.name = name
-        self.refusal = self.fmt.gather_refusal
-        self.has_one_format = recipe.has_one_weight
-        experts = shape[0] if len(shape) > 2 else None
-        self.delayed = DelayedScale(recipe, Role.WEIGHT, device, experts) if recipe.stateful else None
+        self.name, self.shape = name, shape
         self.primary = Primary(name) if primary else None
-        self.shape = shape
         self.part: ShardSpec | None = None
         self.whole: tuple[int, ...] = ()
         self.first = self.fill_count = 0
         self.status = Status.PLAIN
+        self.group: Callable[[], object | None] | None = None
+        self.passes = Passes.of(root)
+        self._axis: tuple[Any, int] = (None, 0)
+        self._begin(recipe, device)
+
+    def _begin(self, recipe: Recipe | None, device: Any) -> None:
+        """Set everything that depends on the recipe. There are no scales yet."""
+        self._recipe = recipe
+        self.operand = None if recipe is None else OperandSpec.of(recipe, Role.WEIGHT, Usage.ROWWISE, op="quantize")
+        self.fmt = None if self.operand is None else self.operand.format
+        self.refusal = None if self.fmt is None else self.fmt.gather_refusal
+        self.has_one_format = recipe is None or recipe.has_one_weight
+        experts = self.shape[0] if len(self.shape) > 2 else None
+        is_delayed = recipe is not None and recipe.stateful
+        self.delayed = DelayedScale(recipe, Role.WEIGHT, device, experts) if recipe is not None and is_delayed else None
         self.staged: Scales | None = None
         self.stored: Scales | None = None
         self.refresh: Refresh | None = None
         self.prefetched: PrefetchedCodes | None = None
         self.whole_amax: Any = None
-        self.group: Callable[[], object | None] | None = None
-        self.passes = Passes.of(root)
         self.agreed = False
-        self._recipe = recipe
         self._plans: dict[Any, ShardPlan] = {}
         self._last: tuple[Any, ShardPlan] | None = None
-        self._axis: tuple[Any, int] = (None, 0)
+
+    def switch(self, recipe: Recipe | None, device: Any) -> None:
+        """Change the recipe. Gathered codes of the old one must be freed. Masters and the sharding stay."""
+        if self.stored is not None:  # Earlier graphs saved them, and their codes are gone: backward must raise.
+            old = [part for part in self.stored[1:] if part is not None and not part.is_inference()]
+            torch.autograd.graph.increment_version(old)
+        self._begin(recipe, device)
+        if self.primary is not None:
+            self.primary.codes = None
+
+    def check_recipe(self, recipe: Recipe | None, parameter: Tensor) -> None:
+        """Raise unless FSDP2 can gather the weight `parameter`, which it shards, under another recipe."""
+        other = copy.deepcopy(self)
+        other.primary = self.primary
+        other._begin(recipe, "meta")
+        if other.fmt is not None:
+            other.check_format()
+            other.shard_of(parameter)
+
+    def check_format(self) -> None:
+        """Raise NotImplementedError if FSDP2 cannot gather a weight of this format. All ranks raise."""
+        if not self.has_one_format:
+            raise NotImplementedError(
+                f"fully_shard: {self.name} has two formats, because the recipe changes forward or dgrad, but FSDP2 "
+                "gathers one; pass a recipe that changes wgrad alone, or use DistributedDataParallel"
+            )
+        if self.refusal is not None:
+            raise NotImplementedError(
+                f"fully_shard: {self.name} ({self.fmt}) is not a format that FSDP2 can gather: {self.refusal}; "
+                "choose a weight format with 2-D blocks, such as MXFP8_32x32, or with a tensor scale"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScaleState:
         """Copy the state with scales of its own. If the model is copied too, it refers to the passes of the copy."""
@@ -207,6 +243,7 @@ class ScaleState:
             return self._last[1]
         plan = self._plans.get(key)
         if plan is None:
+            assert self.fmt is not None
             delayed = self.delayed is not None
             plan = ShardPlan(op, self.name, self.fmt, shard, shape, mesh, mesh_dim, part, delayed)
             self._plans[key] = plan

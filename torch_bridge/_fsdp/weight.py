@@ -20,7 +20,7 @@ from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._fsdp.gather_hook import GatherHook, hook_signature
 from qshard.torch_bridge._fsdp.initial_values import RANDOM, box_of, exact_erfinv, fill
 from qshard.torch_bridge._fsdp.op_kinds import MAKES_PLAIN, STAYS_SHARDED, is_mutable, is_view
-from qshard.torch_bridge._fsdp.refresh import Gather, begin_gather
+from qshard.torch_bridge._fsdp.refresh import Gather, begin_gather, padded_values
 from qshard.torch_bridge._fsdp.scale_state import ScaleState, Status
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -240,19 +240,12 @@ class ShardedWeight(Tensor):
                 f"fully_shard: {state.name} {state.shape} has no elements, which the backward pass of FSDP2 does not "
                 "support, even for plain parameters; remove the layer"
             )
-        if not state.has_one_format:
-            raise NotImplementedError(
-                f"fully_shard: {state.name} has two formats, because the recipe changes forward or dgrad, but FSDP2 "
-                "gathers one; pass a recipe that changes wgrad alone, or use DistributedDataParallel"
-            )
-        if state.refusal is not None:  # Precomputed: FSDP2 looks the hook up three times a gather.
-            raise NotImplementedError(
-                f"fully_shard: {state.name} ({state.fmt}) is not a format that FSDP2 can gather: {state.refusal}; "
-                "choose a weight format with 2-D blocks, such as MXFP8_32x32, or with a tensor scale"
-            )
+        state.check_format()  # Cheap: FSDP2 looks the hook up three times a gather.
         if state.status is Status.PLAIN:
             state.status = Status.SHARDED
             state.passes.watch()
+        if state.fmt is None:
+            return GatherHook(self._pad_values, _PAD_VALUES)
         if state.fmt.element.packed and self.shape[-1] == state.whole[-1]:
             return GatherHook(self._cast_packed_rows, _CAST_PACKED_ROWS)
         return GatherHook(self._cast_shard, _CAST_SHARD)
@@ -277,15 +270,32 @@ class ShardedWeight(Tensor):
         padded, gather = begin_gather(self.scale_state, self.shard, outer_size, mesh)
         return (padded,), gather
 
+    def _pad_values(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """Return the padded values of the shard, in the dtype that FSDP2 gathers plain parameters in."""
+        state, values = self.scale_state, self.shard
+        if state.primary is not None:
+            values = state.primary.take_master(values if state.is_sealed else state.resident_shard(values))
+        return (padded_values(state, values, outer_size, mesh, self.dtype, mp_policy.param_dtype),), None
+
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: Gather,
+        metadata: Gather | None,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Wrap the gathered codes without a copy. FSDP2 then frees and refills their memory."""
+        """Wrap the gathered codes, or return the values, without a copy. FSDP2 then frees and refills their memory."""
+        if metadata is None:
+            self.scale_state.status = Status.SHARDED
+            return (all_gather_outputs[0], ()) if out is None else None
         plan, parts = metadata.plan, metadata.end(self.scale_state, *all_gather_outputs)
         if out is None:
             kind = QuantizedStack if plan.is_stack else QuantizedTensor
@@ -298,6 +308,7 @@ class ShardedWeight(Tensor):
 
 _CAST_SHARD = hook_signature(ShardedWeight._cast_shard)
 _CAST_PACKED_ROWS = hook_signature(ShardedWeight._cast_packed_rows)
+_PAD_VALUES = hook_signature(ShardedWeight._pad_values)
 
 
 def _note_split(whole: ShardedWeight, size: int, *others: Any) -> None:

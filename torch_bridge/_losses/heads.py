@@ -71,6 +71,8 @@ class QuantizedHead(Linear, LinearCrossEntropy):
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
         if labels is None:
             return super().forward(input)
+        if self.recipe is None:
+            return LinearCrossEntropy.forward(self, input, labels)
         operands = self.call_operands(input)
         x = operands.input if operands.dtype is None else operands.input.to(operands.dtype)
         given = {**self.loss, "recipe": self.recipe, "seed": operands.seed}

@@ -34,6 +34,8 @@ class SortedExperts(Experts):
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         """Compute `A @ B_t` for rows that end at `offs`, with `B_t` `[E, K, N]` as `torch._grouped_mm` takes it."""
+        if self.recipe is None:
+            return cast(Tensor, cast(Any, super())._grouped_mm(A=A, B_t=B_t, offs=offs))
         return self.multiply(A, B_t.transpose(-2, -1), torch.diff(offs, prepend=offs.new_zeros(1)))
 
 
@@ -56,6 +58,8 @@ class RoutedExperts(Experts):
         Returns:
           `[T, H]`, in the dtype of `hidden_states`.
         """
+        if self.recipe is None:
+            return cast(Tensor, cast(Any, super()).forward(hidden_states, top_k_index, top_k_weights))
         this: Any = self
         up = "gate_up_proj" if "gate_up_proj" in self._parameters else "up_proj"
 
@@ -141,6 +145,10 @@ def parallelize_experts(model: nn.Module, ep_group: ExpertGroup) -> nn.Module:
         if any(isinstance(weight, DTensor) for weight in weights):
             raise ValueError(
                 f"parallelize_experts: {name} (DTensor) is sharded already; call it once, before fully_shard"
+            )
+        if module.recipe is None:
+            raise ValueError(
+                f"parallelize_experts: {name} has no recipe since switch_recipe(model, None); call it before the switch"
             )
         local_experts("parallelize_experts", weights[0].shape[0], module.recipe, ep_group)
     for module in found.values():

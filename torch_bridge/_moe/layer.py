@@ -108,6 +108,8 @@ class MoE(nn.Module):
         options: dict[str, Any] = {"score_function": self.score_function, "normalize": self.normalize}
         indices, weights = topk_routing(logits, self.top_k, scale=self.scale, bias=self.expert_bias, **options)
         first, recipe = self.w13.layer_of_experts, self.w2.layer_of_experts.recipe
+        assert first.recipe is not None
+        assert recipe is not None
         facts = (tuple(first.weight.shape[-2:]), x.dtype, first.recipe, recipe)
         local: list[list[Tensor]] = []
         if self.ep_group is not None:  # Not `parameters()`: under FSDP1 weights are no parameters, but views of one.

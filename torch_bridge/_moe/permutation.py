@@ -16,6 +16,7 @@ from torch import Tensor
 from qshard._core.moe import MoEPermutation, check_choice, check_tokens, check_weights
 from qshard._core.validation import quote
 from qshard.torch_bridge._experts.tiles import GroupedRows, tiles_of
+from qshard.torch_bridge._nn.module_calls import pass_row_amaxes
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._quantized.validation import check_tensor
@@ -180,6 +181,7 @@ class _Unpermute(Node):
         of_rows, grad = weights.float().flatten().index_select(0, inside), grad.contiguous()
         if not y:
             return ops.combine_rows(grad, tokens[:, None], of_rows[:, None]), None, None
-        dy, dots = ops.combine_rows_grad(y[0], tokens, of_rows, grad)
+        dy, dots, amaxes = ops.combine_rows_grad(y[0], tokens, of_rows, grad)
+        pass_row_amaxes(dy, amaxes)
         dweights = dots.index_select(0, positions.flatten()).view(weights.shape)
         return dy, dweights.to(weights.dtype), None

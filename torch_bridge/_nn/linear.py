@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qshard._core.operands import check_weight_format, check_weight_shape
 from qshard._core.validation import quote
@@ -50,8 +50,10 @@ class WeightLayer(WeightModule):
 
     def begin(self, recipe: Recipe, weight: nn.Parameter) -> None:
         self.recipe, self.weight = recipe, weight
-        seed = torch.empty(2, dtype=torch.int32, device=weight.device) if recipe.stochastic else None
-        self._begin_scaling(self._states()["weight"], seed)
+        self._begin_scaling(self._states()["weight"], self._empty_seed() if recipe.stochastic else None)
+
+    def _empty_seed(self) -> Tensor:
+        return torch.empty(2, dtype=torch.int32, device=self.weight.device)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. Tensor parallelism replaces the weight by a shard through this method.
@@ -124,6 +126,8 @@ class WeightLayer(WeightModule):
             return f"{what} is quantized, but the layer has values; pass assign=True, or load codes.dequantize()"
         if codes.parts(Usage.ROWWISE) is None:
             return f"{what} has no rowwise plane, which a layer needs; quantize with usage=Usage.ROWWISE or Usage.BOTH"
+        if self.recipe is None:
+            return f"{what} is quantized, but the layer has no recipe now; load codes.dequantize()"
         try:
             check_weight_format("load_state_dict", name, codes.format, self.recipe, frozen=True)
         except ValueError as error:
@@ -141,7 +145,9 @@ class WeightLayer(WeightModule):
         return self.operands_of_call(input, weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute `linear` with the weight, bias and recipe of the layer."""
+        """Compute `linear` with the weight, bias and recipe of the layer, or without a recipe the product of values."""
+        if self.recipe is None:
+            return self._multiply_values(input)
         x, weight, seed, delayed, dtype = self.call_operands(input)
         return linear(
             x,
@@ -156,6 +162,22 @@ class WeightLayer(WeightModule):
             activation_group=self.activation_group,
             weight_layout=self.weight_layout,
         )
+
+    def _multiply_values(self, input: Tensor) -> Tensor:
+        """Compute `y = x @ w.T + bias` as the layer would without `convert`. x decides the dtype."""
+        weight, bias = self.weight, self.bias
+        if isinstance(input, DTensor) and isinstance(weight, DTensor):  # As PyTorch's `ColwiseParallel` gathers rows.
+            pairs = zip(input.placements, weight.placements, strict=True)
+            placements = tuple(Replicate() if w == Shard(0) else p for p, w in pairs)
+            # Even where it moves nothing, `redistribute` would sum a partial gradient of x for each layer.
+            input = input if input.placements == placements else input.redistribute(placements=placements)
+        if not torch.is_autocast_enabled(input.device.type):
+            weight, bias = (None if each is None else each.to(input.dtype) for each in (weight, bias))
+        if self.weight_layout == "NK":
+            return nn.functional.linear(input, weight, bias)
+        columns = input.reshape(-1, input.shape[-1])
+        y = columns @ weight if bias is None else torch.addmm(bias, columns, weight)
+        return y.view(*input.shape[:-1], -1)
 
 
 class Linear(WeightLayer, nn.Linear):

@@ -72,7 +72,7 @@ def _weights_beside(state: ScaleState, part: ShardSpec, values: Tensor) -> list[
         if not isinstance(parameter, DTensor) or not isinstance(local, ShardedWeight) or local.is_meta:
             continue
         other = local.scale_state
-        if other.part is None or other.gathers or not other.fmt.has_one_amax:
+        if other.part is None or other.gathers or other.fmt is None or not other.fmt.has_one_amax:
             continue
         if local.device != values.device or local.shard.is_inference():
             continue

@@ -53,7 +53,7 @@ def _(seed: Tensor, rank: int) -> Tensor:
 
 
 def wrap_weight(
-    weight: Tensor, recipe: Recipe, name: str, root: nn.Module | None, primary: bool = False
+    weight: Tensor, recipe: Recipe | None, name: str, root: nn.Module | None, primary: bool = False
 ) -> nn.Parameter:
     """Wrap a weight as a `ShardedWeight` in the same memory. Weights of one `root` share a refresh of scales.
 
@@ -147,9 +147,10 @@ def delayed_of_call(modules: nn.ModuleDict) -> dict[Role, DelayedScale]:
     return delayed
 
 
-def _draw(seed: Tensor) -> None:
-    """Draw seeds. Ranks draw the seeds of all experts, and keep their own."""
-    of_all = torch.empty(seed.shape, dtype=torch.int32, device=seed.device).random_(-(2**31), 2**31)
+def _draw(seed: Tensor, generator: torch.Generator | None = None) -> None:
+    """Draw seeds, on the device of `generator` if there is one. Ranks draw the seeds of all experts and keep theirs."""
+    device = seed.device if generator is None else generator.device
+    of_all = torch.empty(seed.shape, dtype=torch.int32, device=device).random_(-(2**31), 2**31, generator=generator)
     local_of(seed).copy_(of_all[local_box(seed).slices])
 
 
@@ -168,24 +169,61 @@ class WeightModule(Extends):
 
     It keeps the recipe, the seed and the scaling state consistent in state dicts, copies, pickles and moves.
     `scaling_state` saves the buffers named in `scaling_buffers`.
+
+    Attributes:
+      recipe: the format of each role; None after `switch_recipe(model, None)`, when the layer does not quantize.
+      converted: the recipe that `convert` set, if `switch_recipe` has changed it; otherwise empty.
     """
 
-    recipe: Recipe
+    recipe: Recipe | None
+    converted: tuple[Recipe | None, ...] = ()
     seed: Tensor | None
     delayed: nn.ModuleDict
     scaling_buffers = ("seed",)
 
     def _begin_scaling(self, state: ScaleState | None, seed: Tensor | None) -> None:
         """Register new delayed scales, of the weight those in its state, and a new seed, of the shape of `seed`."""
+        self._begin_delayed(state)
+        self.register_buffer("seed", seed, persistent=False)  # `scaling_state` saves it.
+        self._reset_state()
+
+    def _begin_delayed(self, state: ScaleState | None) -> None:
         self._modules.pop("delayed", None)
-        if self.recipe.stateful:
+        if self.recipe is not None and self.recipe.stateful:
             assert state is not None
             assert state.delayed is not None
             experts, device = state.shape[0] if len(state.shape) > 2 else None, state.delayed.scale.device
             own = {r.value: DelayedScale(self.recipe, r, device, experts) for r in ROLES if r is not Role.WEIGHT}
             self.delayed = nn.ModuleDict({Role.WEIGHT.value: state.delayed, **own})
-        self.register_buffer("seed", seed, persistent=False)  # `scaling_state` saves it.
-        self._reset_state()
+
+    def _empty_seed(self) -> Tensor:
+        """Return the buffer of a seed, without a value."""
+        raise NotImplementedError
+
+    def switch(self, recipe: Recipe | None, generator: torch.Generator | None) -> None:
+        """Change the recipe. The weights are not gathered now.
+
+        Seeds stay if both recipes need them; otherwise `generator` draws them.
+        """
+        first = self.converted or (self.recipe,)
+        self.recipe, self.converted = recipe, () if first == (recipe,) else first
+        groups = {own.group for own in self._delayed_scales()}
+        for name, state in self._states().items():
+            weight = self._parameters[name]
+            assert weight is not None
+            state.switch(self._gathered_recipe(), weight.device)
+        self._begin_delayed(next(iter(self._states().values()), None))
+        for delayed in self._delayed_scales():
+            delayed.group = next(iter(groups), None)
+        if recipe is None or not recipe.stochastic:
+            self.seed = None
+        elif self.seed is None:
+            self.seed = self._empty_seed()
+            _draw(self.seed, generator)
+
+    def _gathered_recipe(self) -> Recipe | None:
+        """Return the recipe of the codes of gathered weights; None if their values are gathered."""
+        return self.recipe
 
     def _reset_state(self) -> None:
         """Draw the seed, and reset delayed scales."""
@@ -245,6 +283,20 @@ class WeightModule(Extends):
             value = destination[prefix + name] = plain(destination[prefix + name])
             if state.primary is not None:
                 state.primary.watch(value)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if self.converted and metadata is not None:
+            metadata["recipes"] = [repr(self.converted[0]), repr(self.recipe)]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *others: Any) -> None:
+        """Load, unless the state dict was saved after a switch that would follow the recipe of this layer."""
+        before, after = metadata.get("recipes", (None, None))
+        start = "load_state_dict: the state dict was saved after switch_recipe"
+        if before == repr(self.recipe) != after and not any(each.startswith(start) for each in others[-1]):
+            others[-1].append(
+                f"{start}, which gave {prefix[:-1] or 'the model'} the recipe {after}, but here it has {before}; call "
+                f"switch_recipe(model, ...) as in that run, then load"
+            )
+        super()._load_from_state_dict(state_dict, prefix, metadata, *others)
 
     def _assigned(self, name: str, loaded: Tensor) -> Any:
         """Return the parameter for a loaded tensor that replaces the parameter `name`."""

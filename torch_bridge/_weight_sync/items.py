@@ -22,6 +22,7 @@ from qshard.torch_bridge._fsdp.code_gather import row_shard_plan
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._nn.linear import WeightLayer
+from qshard.torch_bridge._nn.weight_module import WeightModule
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._weight_sync.names import Names, engine_weights, expert_names
@@ -88,8 +89,8 @@ def items_of(model: nn.Module, fmt: Format | None) -> list[Item]:
         prefix, _, attribute = name.rpartition(".")
         module, layout, shape = modules[prefix], None, tuple(value.shape)
         own = _format_of(module, attribute, value, fmt)
-        if isinstance(module, Experts) and value.ndim == 3:
-            own, layout = own or fmt or module.recipe.weight, module.weight_layout
+        if isinstance(module, Experts) and value.ndim == 3 and (own or fmt or module.recipe is not None):
+            own, layout = own or fmt or _weight_format(module), module.weight_layout
             shape = shape[:0:-1] if layout == "KN" else shape[1:]
         size = value.numel() * value.itemsize
         if own is not None and layout is None:
@@ -110,7 +111,11 @@ def _format_of(module: nn.Module, attribute: str, value: Tensor, fmt: Format | N
         return None
     if getattr(module, "weight_layout", "NK") != "NK":
         return None
-    return fmt or (module.recipe.weight if isinstance(module, WeightLayer) else None)
+    return fmt or (_weight_format(module) if isinstance(module, WeightLayer) else None)
+
+
+def _weight_format(module: WeightModule) -> Format | None:
+    return None if module.recipe is None else module.recipe.weight
 
 
 def plan_of(item: Item, value: Tensor) -> ShardPlan | None:

@@ -147,12 +147,13 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
         # A weight that only quantized layers use is gathered as codes, if its rowwise plane determines the other.
         formats = {
             m.recipe.format(Role.WEIGHT)
-            if (isinstance(m, WeightLayer) and n == "weight") or (isinstance(m, Experts) and weight.is_stack)
+            if ((isinstance(m, WeightLayer) and n == "weight") or (isinstance(m, Experts) and weight.is_stack))
+            and m.recipe is not None
             else None
             for m, n in weight.owners
         }
         state = parameter.scale_state if isinstance(parameter, ShardedWeight) else None
-        if state is None or (weight.is_stack and splits_stack(state.fmt, weight.shape)):
+        if state is None or state.fmt is None or (weight.is_stack and splits_stack(state.fmt, weight.shape)):
             continue  # Flat slices of such a stack have no grid of blocks.
         if formats == {state.fmt} and state.refusal is None and state.has_one_format:
             weight.fmt, weight.delayed = state.fmt, state.delayed

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/cpu/parallel_for.h"
+#include "kernels/cpu/raise_amax.h"
 #include "kernels/cpu/simd.h"
 
 namespace qshard::kernels {
@@ -30,7 +31,7 @@ Status CombineRows(const Exec<Cpu>& exec, const In* y, const RowSums& sums, int6
 
 template <class In>
 Status CombineRowsGrad(const Exec<Cpu>& exec, const In* y, const RowTokens& of, const In* grad,
-                       int64_t cols, In* dy, float* dweights) {
+                       int64_t cols, In* dy, float* dweights, float* amax) {
   const SimdKernels& simd = Simd();
   ParallelRanges(
       exec, of.rows, 3 * cols * int64_t{sizeof(In)} + 1, [&](int64_t begin, int64_t end) {
@@ -38,12 +39,13 @@ Status CombineRowsGrad(const Exec<Cpu>& exec, const In* y, const RowTokens& of, 
           const int64_t token = of.tokens[p];
           if (token < 0 || token >= of.count) {
             std::fill_n(dy + p * cols, cols, Narrow<In>(0.0f));
-            dweights[p] = 0.0f;
+            dweights[p] = amax[p] = 0.0f;
             continue;
           }
           const In* from = grad + token * cols;
           simd.multiply[kInputIndex<In>](from, of.weights[p], cols, dy + p * cols);
           dweights[p] = CanonicalNan(simd.dot[kInputIndex<In>](y + p * cols, from, cols));
+          amax[p] = CanonicalNan(AmaxOf(dy + p * cols, cols));
         }
       });
   return {};

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +25,7 @@ from qshard.recipes import Recipe
 
 _KINDS = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 _TABLES_AND_NORMS = (nnx.Embed, nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm)
+_EXCLUDE = {"convert": "filter=", "switch_recipe": "a pattern"}
 _CALLS = {kind.__call__ for kind in (*_KINDS, nnx.LoRALinear)}
 
 
@@ -117,17 +118,17 @@ class Layer:
             f"{name}.{self.parameter}", NamedSharding(sharding.mesh, PartitionSpec(*entries[more:])), self.ndim
         )
 
-    def check(self, name: str, multiplier: dot_general.DotGeneral) -> None:
+    def check(self, name: str, multiplier: dot_general.DotGeneral, op: str = "convert") -> None:
         """Raise TypeError or ValueError unless the recipe can quantize the kernel."""
         array = self.kernel
-        check_float("convert", f"{name}.{self.parameter}", str(array.dtype))
+        check_float(op, f"{name}.{self.parameter}", str(array.dtype))
         shape = array.shape[len(self.stacked) :]
         k = math.prod(shape[axis] for axis in self.contracted)
         why = dot_general.broken_blocks(multiplier.recipe, k, math.prod(shape) // max(1, k))
         if why is not None and multiplier.otherwise == "raise":
             raise ValueError(
-                f"convert: {name}.{self.parameter} {shape} has {why}; exclude it with filter=, or pass "
-                "otherwise='plain'"
+                f"{op}: {name}.{self.parameter} {shape} has {why}; exclude it with {_EXCLUDE[op]}, or pass "
+                "otherwise='plain' to convert"
             )
 
     def multiplier(self, recipe: Recipe, rngs: Any, options: dict[str, Any]) -> Any:
@@ -137,6 +138,38 @@ class Layer:
             return dot_general.DotGeneral(recipe, **options)
         kind = modules.Einsum if isinstance(self.module, nnx.Einsum) else modules.DotGeneral
         return kind(recipe, rngs=rngs, layers=self.stacked, **options)
+
+    @property
+    def installed(self) -> Any:
+        """The module or function that multiplies now."""
+        return getattr(self.module, self._attribute)
+
+    @property
+    def current(self) -> dot_general.DotGeneral | None:
+        """The recipe and options of the layer now; None if it is not converted."""
+        now = self.installed
+        now = now.dot_general if isinstance(now, modules.DotGeneral) else now
+        return now if isinstance(now, dot_general.DotGeneral) else None
+
+    def switched(self, recipe: Recipe, rngs: Any) -> Any:
+        """The multiplier of a converted layer with another recipe. It goes on with its random stream."""
+        assert self.current is not None
+        options = {"otherwise": self.current.otherwise, **self.current.options}
+        return self._keep_stream(lambda source: self.multiplier(recipe, source, options), rngs)
+
+    def _keep_stream(self, make: Callable[[Any], Any], rngs: Any) -> Any:
+        own = getattr(self.installed, "rngs", None)
+        made = make(rngs if own is None else own)
+        if getattr(made, "rngs", None) is not None and own is not None:
+            made.rngs = nnx.data(own)
+        return made
+
+    def revert(self) -> None:
+        """Undo `install`."""
+        plain = jax.numpy.einsum if isinstance(self.module, nnx.Einsum) else lax.dot_general
+        setattr(self.module, self._attribute, nnx.static(plain))
+        if isinstance(self.module.promote_dtype, _KeepKernelDtype):
+            self.module.promote_dtype = self.module.promote_dtype.promote
 
     def install(self, multiplier: Any) -> None:
         """Make the layer multiply with `multiplier`, and quantize the kernel in its own dtype."""
@@ -186,11 +219,11 @@ class EinsumModule(Layer):
         terms = self._terms_of_layer
         return "its weight has batch axes" if {*terms.x} & {*terms.w} & {*terms.out} else None
 
-    def check(self, name: str, multiplier: dot_general.DotGeneral) -> None:
+    def check(self, name: str, multiplier: dot_general.DotGeneral, op: str = "convert") -> None:
         if not nnx_einsum.is_extended(type(self.module)):
             stacked = len(self.stacked)
             nnx_einsum.check_equation("convert", name, self.module, self.weight, self.equation, stacked)
-        super().check(name, multiplier)
+        super().check(name, multiplier, op)
 
     def multiplier(self, recipe: Recipe, rngs: Any, options: dict[str, Any]) -> Any:
         return modules.Einsum(recipe, rngs=rngs, layers=self.stacked, **options)
@@ -199,6 +232,14 @@ class EinsumModule(Layer):
         object.__setattr__(self.module, "__class__", nnx_einsum.extend_class(type(self.module)))
         self.module.einsum_op = nnx.data(multiplier)
         self.module.einsum_rule = nnx.static((self.equation, self.weight))
+
+    @property
+    def installed(self) -> Any:
+        return getattr(self.module, "einsum_op", None)
+
+    def revert(self) -> None:
+        object.__setattr__(self.module, "__class__", type(self.module)._extends)
+        del self.module.einsum_op, self.module.einsum_rule
 
 
 @dataclass(frozen=True)
@@ -238,13 +279,13 @@ class ExpertsLayer(Layer):
             )
         return each[0]
 
-    def check(self, name: str, multiplier: dot_general.DotGeneral) -> None:
+    def check(self, name: str, multiplier: dot_general.DotGeneral, op: str = "convert") -> None:
         for weight in self.weights:
             array = getattr(self.module, weight).get_value()
-            check_float("convert", f"{name}.{weight}", str(array.dtype))
+            check_float(op, f"{name}.{weight}", str(array.dtype))
             if (why := dot_general.broken_blocks(multiplier.recipe, *array.shape[1:])) is not None:
                 own = f"{name}.{weight}".removeprefix(".")
-                raise ValueError(f"convert: {own} {array.shape} has {why}; exclude it with filter=")
+                raise ValueError(f"{op}: {own} {array.shape} has {why}; exclude it with {_EXCLUDE[op]}")
 
     def multiplier(self, recipe: Recipe, rngs: Any, options: dict[str, Any]) -> Any:
         own = {name: each for name, each in options.items() if name in moe_layer.OPTIONS}
@@ -253,6 +294,22 @@ class ExpertsLayer(Layer):
 
     def install(self, multiplier: Any) -> None:
         self.module.experts = multiplier
+
+    @property
+    def installed(self) -> Any:
+        return self.module.experts
+
+    @property
+    def current(self) -> dot_general.DotGeneral | None:
+        recipe = self.module.experts.recipe
+        return None if recipe is None else dot_general.DotGeneral(recipe)
+
+    def switched(self, recipe: Recipe, rngs: Any) -> Any:
+        return self._keep_stream(lambda source: self.multiplier(recipe, source, {}), rngs)
+
+    def revert(self) -> None:
+        own = self.module.experts
+        self.module.experts = modules.GroupedMLP(None, self.module.w13.get_value().shape[0], **dict(own.options))
 
 
 class Candidate(NamedTuple):

@@ -82,7 +82,7 @@ def ragged_dot(
 
     Returns:
       `[M, N]` in the dtype of `x`. Where only the device knows that `group_sizes` are negative, or add up to more rows
-      than `x` has, all is NaN, or without a recipe the first row.
+      than `x` has, all is NaN, or without a recipe the first element.
 
     Raises:
       TypeError: an operand is not of a float dtype, or another argument has the wrong type.

@@ -28,7 +28,7 @@ class ValueConfig:
 def value_product(config: ValueConfig, x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Multiply the rows of each expert in x `[M, K]` by its weight in the dtype of x, with zeros in rows of no expert.
 
-    The first row is NaN if `group_sizes` are negative or add up to more rows than x has.
+    The first element is NaN if `group_sizes` are negative or add up to more rows than x has.
     """
     return _forward(config, x, w, group_sizes)[0]
 
@@ -61,12 +61,13 @@ def _row_product(rows: jax.Array, w: jax.Array, axis: int, group_sizes: jax.Arra
     """Multiply the rows of each expert. `axis` is the contracted axis of one weight."""
     ends, count = _ends(group_sizes), rows.shape[0]
     y = grouped_gemm.multiply_rows(rows, w, axis + 1, ends, rows.dtype)
-    if not count:  # JAX has no index of no rows.
+    if not y.size:  # JAX has no index of no elements.
         return y
     fits = (ends[-1] <= count) & (group_sizes >= 0).all()
-    # Writes one row. A `where` over y would read and write all of it. An index that drops the row if all is well would
-    # zero the last row of each shard, where y is sharded over rows: XLA of jax 0.11 partitions such a scatter wrongly.
-    return jax.lax.dynamic_update_slice(y, jnp.where(fits, y[:1], jnp.nan), (0, 0))
+    # Writes one element. A `where` over y would read and write all of it. An index that drops the write if all is well
+    # would zero the last row of each shard, where y is sharded over rows: XLA of jax 0.11 partitions such a scatter
+    # wrongly. And on GPUs it cannot compile a call whose result is updated by a slice of a multiple of 128 bytes.
+    return jax.lax.dynamic_update_slice(y, jnp.where(fits, y[:1, :1], jnp.nan), (0, 0))
 
 
 def _ends(group_sizes: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -272,8 +273,41 @@ class Policy:
         placed = {name: meaning.options(name, sharding, ndim) for name, (_, sharding, ndim) in given.items()}
         meaning.check_used(placed)
         self._products = {name: DotGeneral(recipes[name], **options, **placed[name]) for name in given}
+        self._placed = self._products  # The options of each weight, also when it has no recipe.
         # None, if the policy was made from specs: any shape that the sharding fits.
         self._shapes: dict[str, tuple[int, ...] | None] = {name: shape for name, (shape, _, _) in given.items()}
+
+    def with_recipe(self, recipe: RecipesLike | None) -> Policy:
+        """Create a policy with other recipes for the same weights, shardings and options.
+
+        `switch_recipe(policy, recipe)` calls it.
+
+        Args:
+          recipe: a recipe for all weights, or its name; None: `params` stay arrays. Or a mapping from patterns of names
+            to recipes or None; weights without a pattern keep their recipe.
+
+        Returns:
+          The policy.
+
+        Raises:
+          TypeError: a recipe has the wrong type.
+          ValueError: a pattern matches no weight.
+
+        >>> params = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}
+        >>> policy = Policy.of(params, "NVFP4").with_recipe({"up": "MXFP8"})
+        >>> [weight.dot_general.recipe for weight in policy(params).values()]
+        [MXFP8(), NVFP4()]
+        """
+        rules = Rules.of(recipe, "switch_recipe", self._placed, may_be_none=True)
+        rules.check_used([(name,) for name in self._placed])
+        policy = copy.copy(self)
+        policy._products = {}
+        for name, placed in self._placed.items():
+            old, pattern = self._products.get(name), rules.pattern_of(name)
+            own = (None if old is None else old.recipe) if pattern is None else rules.recipes[pattern]
+            if own is not None:
+                policy._products[name] = DotGeneral(own, otherwise=placed.otherwise, **placed.options)
+        return policy
 
     def __call__(self, params: Any) -> Any:
         """Replace each weight of `params` by a `Weight`.

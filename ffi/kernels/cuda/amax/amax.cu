@@ -5,7 +5,7 @@
 //
 // - Short runs, up to 32 loads: a group of 1 to 32 lanes takes a run, kRunsAtOnce at a time.
 // - Rows: a warp takes a run, or a thread block from 256 loads up.
-// - Long runs: many thread blocks share a run, each taking every n-th piece. They combine their
+// - Long runs: many thread blocks share a run, each taking every n-th chunk. They combine their
 //   maxima by an integer atomicMax on an amax of 0. A maximum is exact, so order does not matter.
 //
 // Loads have 16 bytes. Elements before a run's first 16-byte boundary and after its last whole load

@@ -29,7 +29,7 @@ constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 
 struct WarpTiles {
   int64_t rows, cols, grid_rows, grid_cols;
-  Divider down, across;             // rows of blocks in a matrix, pieces of kWarp loads in a row
+  Divider down, across;             // rows of blocks in a matrix, chunks of kWarp loads in a row
   int block_rows, block_cols_log2;  // at most the rows of the matrix
   int splits;                       // warps that share the rows of a block, a power of two
 };
@@ -51,10 +51,10 @@ __global__ void __launch_bounds__(kThreads)
   const int split = warp & (g.splits - 1);
   const int per_block = kWarps / g.splits;
   const uint32_t strip = g.across.Divide(blockIdx.x);  // row of blocks, over all matrices
-  const uint32_t piece = (blockIdx.x - strip * g.across.divisor()) * per_block + warp / g.splits;
+  const uint32_t chunk = (blockIdx.x - strip * g.across.divisor()) * per_block + warp / g.splits;
   const uint32_t matrix = g.down.Divide(strip);
   const int64_t top = int64_t{strip - matrix * g.down.divisor()} * g.block_rows;
-  const int64_t col = (int64_t{piece} * kWarp + lane) * kWidth;
+  const int64_t col = (int64_t{chunk} * kWarp + lane) * kWidth;
   const bool inside = col < g.cols;
   const int height = static_cast<int>(min(int64_t{g.block_rows}, g.rows - top));
   if (inside) {

@@ -11,13 +11,13 @@ namespace qshard::kernels {
 
 constexpr int kScanLoads = 8;  // in flight per thread
 
-// Returns the largest |x| that thread `thread` of kTeam finds in pieces `split`, `split` +
+// Returns the largest |x| that thread `thread` of kTeam finds in chunks `split`, `split` +
 // `splits`, and so on of the run.
 template <class In, int kTeam>
 __device__ __forceinline__ Magnitude<In> ScanRun(const In* run, int64_t length, int split,
                                                  int splits, int thread) {
   constexpr int kWidth = 16 / sizeof(In);
-  constexpr int kPiece = kTeam * kScanLoads;  // loads
+  constexpr int kChunk = kTeam * kScanLoads;  // loads
   static_assert(kTeam >= 2 * kWidth);
   const int to_boundary = -static_cast<int>(reinterpret_cast<uintptr_t>(run)) & 15;
   const int head = static_cast<int>(min(length, int64_t{to_boundary / int(sizeof(In))}));
@@ -28,18 +28,18 @@ __device__ __forceinline__ Magnitude<In> ScanRun(const In* run, int64_t length, 
     if (thread < head) m.Add(Load<sizeof(In)>(run + thread));
     if (thread < tail) m.Add(Load<sizeof(In)>(run + length - tail + thread));
   }
-  int64_t piece = int64_t{split} * kPiece;
-  const int64_t step = int64_t{splits} * kPiece;
-  const In* from = run + head + (piece + thread) * kWidth;
+  int64_t chunk = int64_t{split} * kChunk;
+  const int64_t step = int64_t{splits} * kChunk;
+  const In* from = run + head + (chunk + thread) * kWidth;
   Words<16> w[kScanLoads];
-  for (; piece + kPiece <= loads; piece += step, from += step * kWidth) {
+  for (; chunk + kChunk <= loads; chunk += step, from += step * kWidth) {
 #pragma unroll
     for (int k = 0; k < kScanLoads; ++k) w[k] = Load<16>(from + k * kTeam * kWidth);
 #pragma unroll
     for (int k = 0; k < kScanLoads; ++k) m.Add(w[k]);
   }
-  for (int64_t i = piece + thread; i < loads; i += kTeam, from += kTeam * kWidth)
-    m.Add(Load<16>(from));  // the partial last piece of the run
+  for (int64_t i = chunk + thread; i < loads; i += kTeam, from += kTeam * kWidth)
+    m.Add(Load<16>(from));  // the partial last chunk of the run
   return m;
 }
 

@@ -50,12 +50,13 @@ __global__ void __launch_bounds__(kSumThreads)
 template <class In, bool kVectors>
 __global__ void __launch_bounds__(kThreads)
     CombineRowsGradKernel(const In* y, const RowTokens of, const In* grad, int64_t cols, In* dy,
-                          float* dweights) {
+                          float* dweights, float* amax) {
   const int64_t row = blockIdx.x, token = __ldg(of.tokens + row);
   const bool there = token >= 0 && token < of.count;
   const float weight = there ? __ldg(of.weights + row) : 0.0f;
   const In *own = y + row * cols, *from = grad + token * cols;
   float lanes[kEach] = {};
+  Magnitude<In> m;
   for (int64_t i = threadIdx.x * kEach; i < cols; i += kSumLanes) {
     float g[kEach] = {}, v[kEach];
     if (there) {
@@ -67,11 +68,13 @@ __global__ void __launch_bounds__(kThreads)
         g[e] = weight * g[e];
       }
     }
-    StoreEight<In, kVectors>(dy + row * cols + i, cols - i, g,
-                             static_cast<Magnitude<In>*>(nullptr));
+    StoreEight<In, kVectors>(dy + row * cols + i, cols - i, g, &m);
   }
   const float sum = CanonicalNan(TeamSum<kThreads>(lanes));
-  if (threadIdx.x == 0) dweights[row] = sum;
+  const int32_t bits = TeamMax<kThreads>(m.AsFloatBits());
+  if (threadIdx.x != 0) return;
+  dweights[row] = sum;
+  amax[row] = FloatFromBits(bits);
 }
 
 }  // namespace
@@ -88,10 +91,10 @@ Status CombineRows(const Exec<Cuda>& exec, const In* y, const RowSums& sums, int
 
 template <class In>
 Status CombineRowsGrad(const Exec<Cuda>& exec, const In* y, const RowTokens& of, const In* grad,
-                       int64_t cols, In* dy, float* dweights) {
+                       int64_t cols, In* dy, float* dweights, float* amax) {
   const bool vectors = AreVectors(cols, {y, grad, dy});
   const auto kernel = vectors ? CombineRowsGradKernel<In, true> : CombineRowsGradKernel<In, false>;
-  return Launch(exec, kernel, of.rows, kThreads, y, of, grad, cols, dy, dweights);
+  return Launch(exec, kernel, of.rows, kThreads, y, of, grad, cols, dy, dweights, amax);
 }
 
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, CombineRows)

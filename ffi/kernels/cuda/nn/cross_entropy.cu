@@ -144,14 +144,14 @@ constexpr int kGradVectors = 4;  // per thread
 template <class In>
 constexpr int kGradEach = 16 / sizeof(In);
 
-// A thread block takes a piece of a row. One thread computes the row's values, with a division in
+// A thread block takes a chunk of a row. One thread computes the row's values, with a division in
 // fp64, while logits are loaded.
 template <class In, int kCount>
 __global__ void __launch_bounds__(kThreads)
     GradKernel(const In* logits, const int32_t* labels, const float* lse, const float* grad,
-               int64_t cols, uint32_t pieces, int64_t first, const CrossEntropyRule rule, In* d) {
-  const uint32_t row = blockIdx.x / pieces, piece = blockIdx.x - row * pieces;
-  const int64_t begin = (int64_t{piece} * kThreads * kGradVectors + threadIdx.x) * kCount;
+               int64_t cols, uint32_t chunks, int64_t first, const CrossEntropyRule rule, In* d) {
+  const uint32_t row = blockIdx.x / chunks, chunk = blockIdx.x - row * chunks;
+  const int64_t begin = (int64_t{chunk} * kThreads * kGradVectors + threadIdx.x) * kCount;
   constexpr int kStep = kThreads * kCount;
   logits += row * cols;
   d += row * cols;
@@ -212,10 +212,10 @@ Status CrossEntropyBackward(const Exec<Cuda>& exec, const In* logits, const int3
                             const float* lse, const float* grad, int64_t rows, int64_t cols,
                             int64_t first, const CrossEntropyRule& rule, In* d) {
   const bool vectors = cols % kGradEach<In> == 0 && IsAligned(logits, 16) && IsAligned(d, 16);
-  const auto pieces = static_cast<uint32_t>(
+  const auto chunks = static_cast<uint32_t>(
       CeilDiv(cols, int64_t{kThreads} * kGradVectors * (vectors ? kGradEach<In> : 1)));
   const auto kernel = vectors ? GradKernel<In, kGradEach<In>> : GradKernel<In, 1>;
-  return Launch(exec, kernel, rows * pieces, kThreads, logits, labels, lse, grad, cols, pieces,
+  return Launch(exec, kernel, rows * chunks, kThreads, logits, labels, lse, grad, cols, chunks,
                 first, rule, d);
 }
 

@@ -1,9 +1,10 @@
 // SwiGLU and its gradients, each in one read of its operands, with the amax of each result.
 //
-// A thread takes vectors of 8 elements, kUnroll at a time, tuned on an H200. Many thread blocks
-// share a run, as in amax/amax.cu, and walk it forwards, so that the end of their output is in L2
-// for a cast that walks backwards. Runs that are not whole aligned vectors move one element at a
-// time. Equals core/swiglu.h bit for bit.
+// A thread takes vectors of 8 elements, kUnroll at a time, tuned on an H200. A warp takes a run if
+// there are enough, and a thread block would not be busy: rows of narrow experts. Else a thread
+// block takes it, or several share it, as in amax/amax.cu. They walk it forwards, so that the end
+// of their output is in L2 for a cast that walks backwards. Runs that are not whole aligned vectors
+// move one element at a time. Equals core/swiglu.h bit for bit.
 #include "kernels/activation.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
@@ -112,34 +113,38 @@ __device__ __forceinline__ void MapAll(const Map& map, const Loaded<Map, In, kCo
     Store<Write::kCached>(map.result[k] + i.Of(k < Map::kPairedResults), made[k]);
 }
 
-// Grid: x is the run, y the split (LaunchRaising). `vectors`: runs are whole vectors.
-template <class Map, class In>
+// Grid: x is a thread block for kThreads / kTeam runs, y the split (LaunchRaising). `vectors`: runs
+// are whole vectors.
+template <int kTeam, class Map, class In>
 __global__ void __launch_bounds__(kThreads, Map::kBlocksPerSm)
-    MapKernel(const Map map, const In* type, int64_t length, bool vectors) {
+    MapKernel(const Map map, const In* type, int64_t runs, int64_t length, bool vectors) {
   constexpr int kUnroll = Map::kUnroll;
-  const int64_t begin = blockIdx.x * length;
+  const int thread = threadIdx.x % kTeam;
+  const int64_t run = int64_t{blockIdx.x} * (kThreads / kTeam) + threadIdx.x / kTeam;
+  if (run >= runs) return;  // all threads of a team
+  const int64_t begin = run * length;
   Magnitude<In> m[Map::kResults];
   if (vectors) {
-    constexpr int kPiece = kThreads * kUnroll;
+    constexpr int kPiece = kTeam * kUnroll;
     const int64_t count = length / kEight, step = int64_t{gridDim.y} * kPiece;
-    int64_t i = int64_t{blockIdx.y} * kPiece + threadIdx.x;
-    for (; i - threadIdx.x + kPiece <= count; i += step) {
+    int64_t i = int64_t{blockIdx.y} * kPiece + thread;
+    for (; i - thread + kPiece <= count; i += step) {
       Loaded<Map, In, kEight> x[kUnroll];
 #pragma unroll
       for (int k = 0; k < kUnroll; ++k)
-        x[k] = LoadAll<kEight>(map, type, At{begin, begin + (i + k * kThreads) * kEight});
+        x[k] = LoadAll<kEight>(map, type, At{begin, begin + (i + k * kTeam) * kEight});
 #pragma unroll
       for (int k = 0; k < kUnroll; ++k)
-        MapAll<kEight>(map, x[k], At{begin, begin + (i + k * kThreads) * kEight}, m);
+        MapAll<kEight>(map, x[k], At{begin, begin + (i + k * kTeam) * kEight}, m);
     }
     for (int k = 0; k < kUnroll; ++k) {  // the partial last piece of the run
-      const int64_t j = i + k * kThreads;
+      const int64_t j = i + k * kTeam;
       const At at{begin, begin + j * kEight};
       if (j < count) MapAll<kEight>(map, LoadAll<kEight>(map, type, at), at, m);
     }
   } else {
-    for (int64_t i = int64_t{blockIdx.y} * kThreads + threadIdx.x; i < length;
-         i += int64_t{gridDim.y} * kThreads) {
+    for (int64_t i = int64_t{blockIdx.y} * kTeam + thread; i < length;
+         i += int64_t{gridDim.y} * kTeam) {
       const At at{begin, begin + i};
       MapAll<1>(map, LoadAll<1>(map, type, at), at, m);
     }
@@ -147,16 +152,16 @@ __global__ void __launch_bounds__(kThreads, Map::kBlocksPerSm)
   int32_t bits[Map::kResults];
 #pragma unroll
   for (int k = 0; k < Map::kResults; ++k) {
-    __syncthreads();
-    bits[k] = TeamMax<kThreads>(m[k].AsFloatBits());
+    if constexpr (kTeam > kWarp) __syncthreads();
+    bits[k] = TeamMax<kTeam>(m[k].AsFloatBits());
   }
-  if (threadIdx.x != 0) return;
+  if (thread != 0) return;
   AwaitZeros();
   if constexpr (Map::kAmaxes < Map::kResults) {
-    StoreOrRaise(map.amax[0] + blockIdx.x, max(bits[0], bits[Map::kResults - 1]));
+    StoreOrRaise(map.amax[0] + run, max(bits[0], bits[Map::kResults - 1]));
   } else {
 #pragma unroll
-    for (int k = 0; k < Map::kResults; ++k) StoreOrRaise(map.amax[k] + blockIdx.x, bits[k]);
+    for (int k = 0; k < Map::kResults; ++k) StoreOrRaise(map.amax[k] + run, bits[k]);
   }
 }
 
@@ -166,13 +171,18 @@ Status LaunchMap(const Exec<Cuda>& exec, const Map& map, int64_t runs, int64_t l
   bool vectors = length % kEight == 0;
   for (const In* x : map.operand) vectors = vectors && IsAligned(x, 16);
   for (const In* x : map.result) vectors = vectors && IsAligned(x, 16);
-  const int64_t pieces = CeilDiv(length, kThreads * (vectors ? Map::kUnroll * kEight : 1));
   const int64_t room = int64_t{Multiprocessors()} * Map::kBlocksPerSm;
+  const int64_t pieces = CeilDiv(length, kThreads * (vectors ? Map::kUnroll * kEight : 1));
+  const In* type = nullptr;
+  constexpr int kTeams = kThreads / kWarp;
+  if (vectors && length < kThreads * Map::kUnroll * kEight && runs >= room * kTeams)
+    return Launch(exec, MapKernel<kWarp, Map, In>, CeilDiv(runs, kTeams), kThreads, map, type, runs,
+                  length, vectors);
   // One thread block per run if there are enough runs, else a full wave.
   const int64_t splits = std::max<int64_t>(1, std::min(pieces, room / runs));
-  return LaunchRaising(exec, MapKernel<Map, In>, runs, splits, kThreads, map.amax[0],
-                       Map::kAmaxes > 1 ? map.amax[Map::kAmaxes - 1] : nullptr, map,
-                       static_cast<const In*>(nullptr), length, vectors);
+  return LaunchRaising(exec, MapKernel<kThreads, Map, In>, runs, splits, kThreads, map.amax[0],
+                       Map::kAmaxes > 1 ? map.amax[Map::kAmaxes - 1] : nullptr, map, type, runs,
+                       length, vectors);
 }
 
 // --- transposed codes: tiles of 128 x 128 elements (transpose/tile.cuh) ---
