@@ -1,6 +1,7 @@
 """`switch_recipe` on ranks: a model that was converted with the new recipe has the same bits."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -87,8 +88,14 @@ def test_fsdp2(first, then):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("how", ["primary", "columns", "bfloat16", "policy", "primary bfloat16", "compiled"])
-@pytest.mark.parametrize("then", ["MXFP8", None])
+@pytest.mark.parametrize(
+    ("how", "then"),
+    [
+        *itertools.product(["primary", "columns", "bfloat16", "policy", "primary bfloat16"], ["MXFP8", None]),
+        ("compiled", "MXFP8"),
+        pytest.param("compiled", None, marks=pytest.mark.slow),
+    ],
+)
 def test_kinds_of_weights(how, then):
     warnings.simplefilter("ignore")  # Of Dynamo itself.
     torch._dynamo.reset()

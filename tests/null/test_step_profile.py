@@ -64,9 +64,10 @@ def test_kernels_that_were_seen(name):
 def test_every_kernel_of_qshard():
     """Kernels are classified by source file; those of unlisted files count as quantization."""
     parts = {"adam.cu": "optimizer", "rms_norm.cu": "norms and activations", "swiglu.cu": "norms and activations"}
+    parts |= {"contract_rows.cuh": "GEMM", "combine_rows.cu": "other elementwise"}
     found = set()
     for path in (REPOSITORY / "ffi" / "kernels" / "cuda").rglob("*.cu*"):
-        source = re.sub(r"__launch_bounds__\((\([^()]*\)|[^()])*\)", "", path.read_text())
+        source = re.sub(r"__(?:launch_bounds|cluster_dims)__\((\([^()]*\)|[^()])*\)", "", path.read_text())
         for name in re.findall(r"__global__ [^;{(]*?(\w+)\(", source):
             found.add(name)
             for shown in (f"{QSHARD}{name}<qshard::bfloat16>(long)", f"qshard::kernels::{name}(long)"):

@@ -175,6 +175,7 @@ NO_ROW = {
     "policies": "a module of names",
     "rebuild": "static data of a tree",
     "stream_weights": "yields names and arrays outside of transforms (test_jax_stream.py)",
+    "switch_recipe": "changes a policy or a model outside of transforms (test_jax_switch.py)",
 }
 
 

@@ -99,8 +99,8 @@ def convert(
     _check_not_wrapped(model)
     candidates = survey(model)
     rules.check_used([each.names for each in candidates.values()], every)
-    own = {name: (getattr(each.module, "recipe", None), each.names) for name, each in candidates.items()}
-    rules.check_kept({name: (now, names) for name, (now, names) in own.items() if isinstance(now, Recipe)})
+    converted = {name: each for name, each in candidates.items() if getattr(each.module, "recipe", None) is not None}
+    rules.check_kept({name: (cast(Any, each.module).recipe, each.names) for name, each in converted.items()})
     recipes: dict[str, Recipe] = {}  # Recipes of convertible layers.
     reasons: dict[str, str] = {}
     modules = {name: (each.module, each.names, _is_linear(each)) for name, each in candidates.items()}

@@ -295,8 +295,9 @@ class Policy:
 
         >>> params = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}
         >>> policy = Policy.of(params, "NVFP4").with_recipe({"up": "MXFP8"})
-        >>> [weight.dot_general.recipe for weight in policy(params).values()]
-        [MXFP8(), NVFP4()]
+        >>> weights = policy(params)
+        >>> weights["up"].dot_general.recipe, weights["down"].dot_general.recipe
+        (MXFP8(), NVFP4())
         """
         rules = Rules.of(recipe, "switch_recipe", self._placed, may_be_none=True)
         rules.check_used([(name,) for name in self._placed])
