@@ -66,7 +66,7 @@ def switch_recipe(model: nn.Module, recipe: RecipesLike | None) -> nn.Module:
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: there is no converted layer; a pattern matches none; a layer cannot have the recipe; or ranks differ.
+      ValueError: no layer is converted; a pattern matches none; a layer cannot have the recipe; or ranks differ.
         The model is then unchanged, on every rank.
       RuntimeError: a pass is running, gradients were not reduced yet, or a CUDA graph is being captured.
       NotImplementedError: a `ZeroOptimizer` trains the model, or FSDP1 shards it; or FSDP2 cannot gather the format.

@@ -102,7 +102,7 @@ def no_second_derivative(op: str, instead: str) -> str:
 
 
 def no_graph_of_gradients(op: str, version: str) -> str:
-    """Return the error text for gradients with a graph, in a version of PyTorch whose DTensors lose that graph."""
+    """Return the error text for gradients with a graph, where DTensors of this version of PyTorch lose the graph."""
     return (
         f"{op}: second derivatives would be incomplete, because DTensors of torch {version} lose them; "
         "leave out create_graph=True, or install torch 2.13 or newer"

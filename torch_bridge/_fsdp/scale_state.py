@@ -114,7 +114,7 @@ class ScaleState:
         self._begin(recipe, device)
 
     def _begin(self, recipe: Recipe | None, device: Any) -> None:
-        """Set everything that depends on the recipe. There are no scales yet."""
+        """Set everything that depends on the recipe. Scales come later."""
         self._recipe = recipe
         self.operand = None if recipe is None else OperandSpec.of(recipe, Role.WEIGHT, Usage.ROWWISE, op="quantize")
         self.fmt = None if self.operand is None else self.operand.format

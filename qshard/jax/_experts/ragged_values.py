@@ -66,7 +66,7 @@ def _row_product(rows: jax.Array, w: jax.Array, axis: int, group_sizes: jax.Arra
     fits = (ends[-1] <= count) & (group_sizes >= 0).all()
     # Writes one element. A `where` over y would read and write all of it. An index that drops the write if all is well
     # would zero the last row of each shard, where y is sharded over rows: XLA of jax 0.11 partitions such a scatter
-    # wrongly. And on GPUs it cannot compile a call whose result is updated by a slice of a multiple of 128 bytes.
+    # wrongly. On GPUs XLA cannot compile an update of 128 bytes, or a multiple, in the result of a call.
     return jax.lax.dynamic_update_slice(y, jnp.where(fits, y[:1, :1], jnp.nan), (0, 0))
 
 
