@@ -7,7 +7,7 @@ SwiGLU instead of qshard's ops. torchao's FP8 product is left out, because it ta
 issued back to back, as in training. Contenders take turns, and the median over rounds counts. `times_bf16` is the time
 of "bf16", divided by the row's time.
 
-    python benchmarks/bench_moe.py [--shapes mixtral,deepseek] [--rounds 5]
+    python benchmarks/bench_moe.py [--shapes mixtral,deepseek,qwen] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def rows_of(ms: dict[str, float], shape: str) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="mixtral,deepseek", help=f"some of {','.join(SHAPES)}")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"some of {','.join(SHAPES)}")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if not torch.cuda.is_available():
