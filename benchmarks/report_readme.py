@@ -1,4 +1,4 @@
-"""Blocks of README.md that are written from rows: three numbers, the table of recipes, the table of steps."""
+"""Blocks of README.md that are written from rows: four numbers, the table of recipes, the table of steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def change(row: Row | None, base: Row, column: str) -> str:
 
 
 def headline(tables: Tables) -> str:
-    """Write time, memory and bytes on the wire, one item each."""
+    """Write time, memory, time with experts and bytes on the wire, one item each."""
     steps = by_kind(tables["step_torch"])
     base, rival, ours = (steps[kind] for kind in (BASE, "torchao compiled", "fp8 fused"))
     training = {row["recipe"]: row for row in tables["training_torch"]}
@@ -62,6 +62,8 @@ def headline(tables: Tables) -> str:
     fewer = [change(row, training["bf16"], "gathered_bytes_a_step").lstrip("-") for row in recipes]
     loss = [f"{float(row['percent_to_bf16']):+.1f} %" for row in recipes]
     time, peak = "running_ms", "peak_GiB"
+    narrow, wide = (by_kind(tables[f"step_moe_{name}"]) for name in ("qwen", "deepseek"))
+    best = "fp8 fused compiled"
     return f"""\
 - **{percent(ours, base, time)} of the step time of compiled bf16:** {ours[time]} ms for a 2.0 B Llama under FSDP2 on \
 {base["ranks"]} GPUs ({base["machine"]}).
@@ -69,6 +71,9 @@ def headline(tables: Tables) -> str:
 {steps["fp8 compiled"][time]} ms.
 - **{percent(ours, base, peak)} of its peak memory:** {ours[peak]} GiB, where bf16 takes {base[peak]} and torchao \
 float8 {rival[peak]}.
+- **{percent(narrow[best], narrow[BASE], time)} of the step time with experts:** {narrow[best][time]} ms for 6 layers as in \
+Qwen3-30B-A3B, where compiled bf16 takes {narrow[BASE][time]};
+  {wide[best][time]} against {wide[BASE][time]} ms for 2 layers as in DeepSeek-V3.
 - **{fewer[0]} fewer bytes in all-gathers with FP8, {fewer[1]} with NVFP4:** the validation loss of a small GPT \
 changes by {loss[0]} and {loss[1]}."""
 
@@ -109,7 +114,7 @@ def step_torch(tables: Tables) -> str:
 
 
 README_BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[Tables], str]]] = {
-    "headline": (("step_torch", "training_torch"), headline),
+    "headline": (("step_torch", "training_torch", "step_moe_qwen", "step_moe_deepseek"), headline),
     "recipes": (("step_torch", "training_torch"), recipes),
     "step_torch": (("step_torch",), step_torch),
 }
