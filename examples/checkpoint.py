@@ -21,9 +21,12 @@ import options
 from report import Run
 
 WHOLE = "whole.safetensors"
+COMMON_SETTINGS = ("text", "steps", "batch", "experts", "optimizer")
+"""Settings that a run of the other framework must have, too."""
 Whole = dict[str, dict[str, np.ndarray]]
 """A training in a form that both frameworks read. Each weight's name maps to its float32 values (`weight`), the moments
-of Adam (`exp_avg`, `exp_avg_sq`) and the state of delayed scaling, if any (`scale.weight`, `history.weight`, ...)."""
+of Adam (`exp_avg`, `exp_avg_sq`) and the state of delayed scaling, if any (`scale.weight`, `history.weight`, ...).
+With Muon there are no moments, because its formulas differ between the frameworks."""
 
 
 def newest(directory: Path) -> Path | None:
@@ -67,13 +70,19 @@ def refusal(directory: Path | None, formats: list[str], resume: bool, settings: 
     if resume and not found:
         return f"--checkpoint {directory} has none of {', '.join(formats)}; leave --resume out"
     for path in found.values():
-        old = {"experts": 0, **json.loads((path / "run.json").read_text())["settings"]}
-        same = [*settings] if old["framework"] == settings["framework"] else ["text", "steps", "batch", "experts"]
+        old = {"experts": 0, "optimizer": "adamw", **json.loads((path / "run.json").read_text())["settings"]}
+        same = (
+            [*settings]
+            if old["framework"] == settings["framework"]
+            else ["text", "steps", "batch", "experts", "optimizer"]
+        )
         for name in same:
             if old[name] != settings[name]:
                 return (
                     f"--{name} {settings[name]} is not that of {path}, {old[name]}; resume with what it was made with"
                 )
+        if settings["optimizer"] == "muon" and old["framework"] != settings["framework"]:
+            return f"--optimizer muon goes on in the framework that made {path}, {old['framework']}; resume it there"
     return None
 
 

@@ -70,10 +70,10 @@ def _whole(training: dict[str, Any]) -> Whole:
         name: {"weight": np.asarray(weight if masters.get(name) is None else masters[name])}
         for name, weight in training["weights"].items()
     }
-    adam = _adam(training)
-    for part, moment in MOMENTS.items():
-        for name, array in getattr(adam, moment).items():
-            whole[name][part] = np.asarray(array)
+    if (adam := _adam(training)) is not None:
+        for part, moment in MOMENTS.items():
+            for name, array in getattr(adam, moment).items():
+                whole[name][part] = np.asarray(array)
     for name, state in training["states"].items():
         for role in ROLES:
             tensor = getattr(state, role)
@@ -96,9 +96,10 @@ def _each_expert(whole: Whole) -> Whole:
     return each
 
 
-def _adam(training: dict[str, Any]) -> optax.ScaleByAdamState:
+def _adam(training: dict[str, Any]) -> optax.ScaleByAdamState | None:
+    """Return the moments of AdamW, or None with Muon."""
     is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)  # noqa: E731
-    return next(node for node in jax.tree.leaves(training["optimizer"], is_leaf=is_adam) if is_adam(node))
+    return next((node for node in jax.tree.leaves(training["optimizer"], is_leaf=is_adam) if is_adam(node)), None)
 
 
 def _masters(training: dict[str, Any]) -> dict[str, jax.Array | None]:

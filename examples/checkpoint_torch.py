@@ -68,7 +68,7 @@ def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Whole:
     scaling = qshard.scaling_state(model, dist.group.WORLD)
     whole: Whole = {}
     for name, weight in weights.items():
-        parts = {"weight": weight, **{moment: states[name][moment] for moment in MOMENTS}}
+        parts = {"weight": weight, **{each: states[name][each] for each in MOMENTS if each in states[name]}}
         for key, buffer in scaling.items():
             layer, _, rest = key.partition(".delayed.")
             if f"{layer}.weight" == name and rest.endswith((".scale", ".amax_history")):

@@ -36,7 +36,7 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class Schedule:
-    """AdamW with a linear warm-up and a cosine decay to zero."""
+    """AdamW, or Muon, with a linear warm-up and a cosine decay to zero. Learning rates fit both."""
 
     steps: int = 120
     batch: int = 32

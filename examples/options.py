@@ -24,6 +24,7 @@ KINDS = ("shard", "primary", "zero")
 MESHES = {"fsdp": ("fsdp",), "hsdp": ("replicate", "fsdp"), "fsdp,tp": ("fsdp", "tp")}
 # The loss is computed from all logits by the framework, or from one chunk of them at a time by qshard.
 LOSSES = ("plain", "fused")
+OPTIMIZERS = ("adamw", "muon")
 MOST_EXPERTS = 256
 SHOWN = (
     "fused",
@@ -33,7 +34,8 @@ SHOWN = (
     "fsdp,tp",
     "auto",
     "explicit",
-)  # losses, kinds, meshes and modes that the report names
+    "muon",
+)  # losses, kinds, meshes, modes and optimizers that the report names
 
 
 class Parser(argparse.ArgumentParser):
@@ -136,6 +138,7 @@ def parse(
     parser.add_argument(
         "--experts", type=expert_count, metavar="N", default=0, help="MLPs of a block, of which each token passes one"
     )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="of the matrices of the blocks")
     parser.add_argument("--weights", choices=kinds, default="shard", help="what a rank keeps of a weight")
     parser.add_argument("--mesh", choices=MESHES, default="fsdp", help="which ranks have parts of it")
     if modes:
@@ -171,6 +174,8 @@ def refusal(options: argparse.Namespace) -> str | None:
         return f"--weights {kind} is not for bf16, which has no codes to keep; leave bf16 out, or --weights"
     if kind == "zero" and mesh != "fsdp":
         return f"--weights zero cuts weights over all ranks alike, not over --mesh {mesh}; leave --mesh out"
+    if kind == "zero" and options.optimizer == "muon":
+        return "--weights zero has an AdamW of its own, not --optimizer muon; leave one out"
     if options.experts and mesh == "fsdp,tp":
         return f"--experts {options.experts} is not for --mesh {mesh}, whose layers all tokens pass; leave --mesh out"
     if options.experts and options.log_numerics:
@@ -183,5 +188,6 @@ def refusal(options: argparse.Namespace) -> str | None:
 def shown_choices(options: argparse.Namespace, kind: str) -> list[str]:
     """Return the command-line choices that the report shows, for weights of `kind`."""
     given = {"loss": options.loss, "weights": kind, "mesh": options.mesh, "mode": getattr(options, "mode", None)}
+    given["optimizer"] = options.optimizer
     shown = [f"--{name} {value}" for name, value in given.items() if value in SHOWN]
     return [*shown, *([f"--experts {options.experts}"] if options.experts else [])]

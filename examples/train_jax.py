@@ -214,20 +214,29 @@ def resident_bytes(training: Training) -> int:
     return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(training))
 
 
-def make_optimizer(mesh: Mesh, kind: str, recipe: Recipe | None, schedule: Schedule) -> Any:
-    """Return AdamW, with weight decay for matrices only."""
+def make_optimizer(mesh: Mesh, kind: str, recipe: Recipe | None, schedule: Schedule, name: str) -> Any:
+    """Return AdamW, with weight decay for matrices only; or Muon, and AdamW for what is outside of the blocks."""
     rates = jnp.asarray([schedule.learning_rate(index) for index in range(schedule.steps)])
-    adamw = optax.adamw(
-        lambda index: rates[index],
-        *schedule.betas,
-        schedule.eps,
-        weight_decay=schedule.weight_decay,
-        mask=lambda weights: jax.tree.map(lambda weight: weight.ndim >= 2, weights),
-    )
+    if name == "muon":
+        made = qshard.muon(
+            lambda index: rates[index],
+            weight_decay=schedule.weight_decay,
+            consistent_rms=0.2,  # takes the learning rates of AdamW
+            adam_b1=schedule.betas[0],
+            adam_b2=schedule.betas[1],
+        )
+    else:
+        made = optax.adamw(
+            lambda index: rates[index],
+            *schedule.betas,
+            schedule.eps,
+            weight_decay=schedule.weight_decay,
+            mask=lambda weights: jax.tree.map(lambda weight: weight.ndim >= 2, weights),
+        )
     if kind != "primary" or recipe is None:
-        return adamw
+        return made
     return qshard.optimizer(
-        adamw,
+        made,
         recipe,
         filter=lambda path, weight: is_quantized(path[2:-2]),  # path is "['blocks.0.up.weight']"
         spec=lambda path, weight: modes.spec_of(mesh, path[2:-2]),
@@ -279,7 +288,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingPro
     run = report.Run("jax", name, ranks, corpus.name, schedule.steps, device=device, experts=config.experts)
     progress.start(f"jax {name}")
 
-    optimizer = make_optimizer(mesh, kind, recipe, schedule)
+    optimizer = make_optimizer(mesh, kind, recipe, schedule, arguments.optimizer)
     training = begin(mesh, recipe, optimizer, config)
     batches = P(modes.batch_axes(mesh))
     cut = {weight: modes.spec_of(mesh, weight) for weight in training["weights"]}
@@ -359,7 +368,7 @@ def settings(arguments: Namespace, corpus: Corpus) -> dict[str, Any]:
     return {
         "framework": "jax",
         "text": corpus.name,
-        **{name: getattr(arguments, name) for name in ("steps", "batch", "experts", "weights")},
+        **{name: getattr(arguments, name) for name in ("steps", "batch", "experts", "optimizer", "weights")},
     }
 
 

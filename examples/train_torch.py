@@ -169,7 +169,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
     torch.manual_seed(0)  # for NVFP4's stochastic rounding: the same on all ranks and in each run
     before = weights.resident_bytes()
     model = make_model(config, kind, recipe, mesh, device, arguments.loss)
-    optimizer = weights.make_optimizer(model, kind, recipe, schedule)
+    optimizer = weights.make_optimizer(model, kind, recipe, schedule, arguments.optimizer)
     if kind == "zero":
         weights.load_exactly(model, config)
 
@@ -239,7 +239,7 @@ def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device,
 
 def settings(arguments: Namespace, corpus: Corpus) -> dict[str, Any]:
     """Return the settings that a resumed run must match."""
-    names = ("steps", "batch", "experts", "weights", "mesh")
+    names = ("steps", "batch", "experts", "optimizer", "weights", "mesh")
     return {"framework": "torch", "text": corpus.name, **{name: getattr(arguments, name) for name in names}}
 
 

@@ -53,9 +53,18 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         fully_shard(module, mesh=mesh, mp_policy=precision)
 
 
-def make_optimizer(model: nn.Module, kind: str, recipe: Recipe | None, schedule: Schedule) -> torch.optim.Optimizer:
-    """Return AdamW, with weight decay for matrices only."""
+def make_optimizer(
+    model: nn.Module, kind: str, recipe: Recipe | None, schedule: Schedule, name: str
+) -> torch.optim.Optimizer:
+    """Return AdamW, with weight decay for matrices only; or Muon, and AdamW for what is outside of the blocks."""
     settings = {"betas": schedule.betas, "eps": schedule.eps}
+    if name == "muon":
+        return qshard.Muon(
+            model.named_parameters(),
+            weight_decay=schedule.weight_decay,
+            adjust_lr_fn="match_rms_adamw",  # takes the learning rates of AdamW
+            adamw={"weight_decay": 0.0, **settings},
+        )
 
     def decay(name: str, weight: torch.Tensor) -> dict[str, float]:
         return {"weight_decay": schedule.weight_decay if weight.ndim == 2 else 0.0}

@@ -275,3 +275,14 @@ def test_the_other_framework_goes_on(name, kind, experts, tmp_path):
         )
         weights = {key.removesuffix(":weight"): array for key, array in want.items() if key.endswith(".weight:weight")}
         assert run.gathered_sha256 == digest_of(weights, recipe)
+
+
+@saves
+@pytest.mark.parametrize("kind", ["shard", pytest.param("primary", marks=pytest.mark.slow)])
+def test_a_resumed_run_with_muon_has_the_same_losses(kind, tmp_path):
+    options = {"kind": kind, "steps": 3, "optimizer": "muon"}
+    whole = train_in_jax("fp8", *MESHES[0], **options)
+    with pytest.raises(Stopped):
+        train_in_jax("fp8", *MESHES[0], folder=tmp_path, stops=2, **options)
+    again = train_in_jax("fp8", *MESHES[0], folder=tmp_path, resume=True, stops=0, **options)
+    assert again.losses == whole.losses

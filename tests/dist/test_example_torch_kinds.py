@@ -21,12 +21,14 @@ class Events(list):
     put = list.append
 
 
-def trained(name, kind="shard", mesh="fsdp", steps=2, folder=None, resume=False, stops=None, loss="plain", experts=0):
+def trained(
+    name, kind="shard", mesh="fsdp", steps=2, folder=None, resume=False, stops=None, loss="plain", experts=0, **more
+):
     """Train and return rank 0's run, None on other ranks; it may stop before a step."""
     _clear_sharding_prop_cache()  # It holds meshes of process groups of earlier cases.
     script, events = small("train_torch"), Events()
     arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, loss=loss, formats=[name], experts=experts)
-    arguments.log_numerics = None
+    arguments.log_numerics, arguments.optimizer = None, more.get("optimizer", "adamw")
     arguments.checkpoint, arguments.every, arguments.resume = folder, 2, resume
     script.train(name, text(script, stops), arguments, torch.device(torch_ranks.device), events)
     return events[-1][1] if events else None
@@ -166,15 +168,15 @@ def test_all_meshes_gather_the_same_bytes(name, kinds):
             assert tp.losses == pytest.approx(fsdp.losses, rel=5e-2 if name == "nvfp4" else 1e-6)
 
 
-def resumes(name, kind, mesh, folder):
-    whole = trained(name, kind, mesh, steps=5)
+def resumes(name, kind, mesh, folder, **more):
+    whole = trained(name, kind, mesh, steps=5, **more)
     with pytest.raises(Stopped):
-        trained(name, kind, mesh, steps=5, folder=folder, stops=3)
+        trained(name, kind, mesh, steps=5, folder=folder, stops=3, **more)
     assert [path.name for path in (folder / name).iterdir()] == ["step-2"]
     dist.barrier()
     (folder / name / "step-4.partial").mkdir(exist_ok=True)  # Of a run that was killed while it saved.
     dist.barrier()
-    again = trained(name, kind, mesh, steps=5, folder=folder, resume=True, stops=0)
+    again = trained(name, kind, mesh, steps=5, folder=folder, resume=True, stops=0, **more)
     if dist.get_rank() == 0:
         assert len(again.losses) == 5
         assert again.losses == whole.losses
@@ -188,3 +190,8 @@ RARER = [("fp8", "zero"), ("fp8", "shard"), ("fp8", "primary"), ("nvfp4", "shard
 @pytest.mark.parametrize(("name", "kind"), [*RESUMED, *(pytest.param(*one, marks=pytest.mark.slow) for one in RARER)])
 def test_a_resumed_run_has_the_same_losses(name, kind, tmp_path):
     torch_ranks.run(2, resumes, name=name, kind=kind, mesh="fsdp", folder=tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["shard", pytest.param("primary", marks=pytest.mark.slow)])
+def test_a_resumed_run_with_muon_has_the_same_losses(kind, tmp_path):
+    torch_ranks.run(2, resumes, name="fp8", kind=kind, mesh="fsdp", folder=tmp_path, optimizer="muon")

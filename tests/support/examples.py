@@ -95,13 +95,14 @@ def train_in_jax(
     loss: str = "plain",
     experts: int = 0,
     log: Path | None = None,
+    optimizer: str = "adamw",
 ) -> Any:
     """Run the training of train_jax.py in this process, and return its run; it may stop before a step."""
     import jax
 
     script, modes = small("train_jax"), example("modes")
     arguments = Namespace(steps=steps, batch=BATCH, weights=kind, mesh=mesh, mode=mode, loss=loss, experts=experts)
-    arguments.log_numerics = log
+    arguments.log_numerics, arguments.optimizer = log, optimizer
     arguments.checkpoint, arguments.every, arguments.resume = folder, 2, resume
     with jax.set_mesh(modes.make_mesh(mesh, mode, jax.devices()[:ranks])):
         return script.train(name, text(script, stops), arguments, NoProgress())
