@@ -71,8 +71,8 @@ def headline(tables: Tables) -> str:
 {steps["fp8 compiled"][time]} ms.
 - **{percent(ours, base, peak)} of its peak memory:** {ours[peak]} GiB, where bf16 takes {base[peak]} and torchao \
 float8 {rival[peak]}.
-- **{percent(narrow[best], narrow[BASE], time)} of the step time with experts:** {narrow[best][time]} ms for 6 layers as in \
-Qwen3-30B-A3B, where compiled bf16 takes {narrow[BASE][time]};
+- **{percent(narrow[best], narrow[BASE], time)} of the step time with experts:** {narrow[best][time]} ms for 6 layers \
+as in Qwen3-30B-A3B, where compiled bf16 takes {narrow[BASE][time]};
   {wide[best][time]} against {wide[BASE][time]} ms for 2 layers as in DeepSeek-V3.
 - **{fewer[0]} fewer bytes in all-gathers with FP8, {fewer[1]} with NVFP4:** the validation loss of a small GPT \
 changes by {loss[0]} and {loss[1]}."""
