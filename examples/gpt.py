@@ -34,13 +34,17 @@ class GPTConfig:
     experts: int = 0  # MLPs per block, one per token; 0: one MLP for all tokens
 
 
+PEAKS = {"adamw": 3e-3, "muon": 1e-2}
+"""The highest learning rate with each optimizer."""
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """AdamW, or Muon, with a linear warm-up and a cosine decay to zero. Learning rates fit both."""
+    """AdamW, or Muon, with a linear warm-up and a cosine decay to zero."""
 
     steps: int = 120
     batch: int = 32
-    peak: float = 3e-3
+    peak: float = PEAKS["adamw"]
     betas: tuple[float, float] = (0.9, 0.98)
     eps: float = 1e-8
     weight_decay: float = 0.1  # for matrices; gains of norms do not decay

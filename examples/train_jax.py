@@ -37,7 +37,7 @@ import options
 import qshard.jax as qshard
 import report
 from corpus import Batch, Corpus, load
-from gpt import BALANCE, GPTConfig, Schedule, initial_weights, is_quantized, is_stacked, stacked
+from gpt import BALANCE, PEAKS, GPTConfig, Schedule, initial_weights, is_quantized, is_stacked, stacked
 from modes import Layout, bf16_linear, gather
 from progress import TrainingProgress
 from qshard.recipes import DelayedScaling, Recipe
@@ -221,7 +221,7 @@ def make_optimizer(mesh: Mesh, kind: str, recipe: Recipe | None, schedule: Sched
         made = qshard.muon(
             lambda index: rates[index],
             weight_decay=schedule.weight_decay,
-            consistent_rms=0.2,  # takes the learning rates of AdamW
+            consistent_rms=0.2,  # fits weight decay, and about the learning rates, of AdamW
             adam_b1=schedule.betas[0],
             adam_b2=schedule.betas[1],
         )
@@ -277,7 +277,7 @@ def begin(mesh: Mesh, recipe: Recipe | None, optimizer: Any, config: GPTConfig) 
 
 def train(name: str, corpus: Corpus, arguments: Namespace, progress: TrainingProgress) -> report.Run:
     """Train with one format."""
-    mesh, schedule = jax.sharding.get_mesh(), Schedule(steps=arguments.steps, batch=arguments.batch)
+    mesh, schedule = jax.sharding.get_mesh(), Schedule(arguments.steps, arguments.batch, PEAKS[arguments.optimizer])
     layout = modes.Device(mesh) if arguments.mode == "shard_map" else modes.Whole(mesh)
     recipe = options.RECIPES[name]
     kind = arguments.weights if recipe is not None else "shard"  # bf16 is trained for comparison

@@ -39,7 +39,7 @@ import report
 import weights
 from corpus import Batch, Corpus, load
 from gathered import GatheredBytes, record_gathered
-from gpt import GPTConfig, Schedule, initial_weights
+from gpt import PEAKS, GPTConfig, Schedule, initial_weights
 from progress import TrainingProgress
 from qshard.numerics import StepStats
 from qshard.recipes import DelayedScaling, Recipe
@@ -153,7 +153,7 @@ def make_model(
 
 def train(name: str, corpus: Corpus, arguments: Namespace, device: torch.device, events: mp.Queue) -> None:
     """Train with one format. Rank 0 reports progress, and finally the run, to `events`."""
-    schedule = Schedule(steps=arguments.steps, batch=arguments.batch)
+    schedule = Schedule(arguments.steps, arguments.batch, PEAKS[arguments.optimizer])
     rank, ranks, recipe = dist.get_rank(), dist.get_world_size(), options.RECIPES[name]
     kind = arguments.weights if recipe is not None else "shard"  # bf16 is trained for comparison
     mesh = weights.make_mesh(arguments.mesh, device, ranks)

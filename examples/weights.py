@@ -62,7 +62,7 @@ def make_optimizer(
         return qshard.Muon(
             model.named_parameters(),
             weight_decay=schedule.weight_decay,
-            adjust_lr_fn="match_rms_adamw",  # takes the learning rates of AdamW
+            adjust_lr_fn="match_rms_adamw",  # fits weight decay, and about the learning rates, of AdamW
             adamw={"weight_decay": 0.0, **settings},
         )
 
