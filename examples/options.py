@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from corpus import text_file
-from gpt import Schedule
+from gpt import PEAKS, Schedule
 from qshard.recipes import NAMED, Recipe
 
 # A recipe says which format weights, activations and gradients are cast to. None is the baseline: bfloat16 weights are
@@ -24,7 +24,6 @@ KINDS = ("shard", "primary", "zero")
 MESHES = {"fsdp": ("fsdp",), "hsdp": ("replicate", "fsdp"), "fsdp,tp": ("fsdp", "tp")}
 # The loss is computed from all logits by the framework, or from one chunk of them at a time by qshard.
 LOSSES = ("plain", "fused")
-OPTIMIZERS = ("adamw", "muon")
 MOST_EXPERTS = 256
 SHOWN = (
     "fused",
@@ -138,7 +137,7 @@ def parse(
     parser.add_argument(
         "--experts", type=expert_count, metavar="N", default=0, help="MLPs of a block, of which each token passes one"
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="of the matrices of the blocks")
+    parser.add_argument("--optimizer", choices=PEAKS, default="adamw", help="what updates matrices (default: adamw)")
     parser.add_argument("--weights", choices=kinds, default="shard", help="what a rank keeps of a weight")
     parser.add_argument("--mesh", choices=MESHES, default="fsdp", help="which ranks have parts of it")
     if modes:

@@ -215,7 +215,7 @@ def resident_bytes(training: Training) -> int:
 
 
 def make_optimizer(mesh: Mesh, kind: str, recipe: Recipe | None, schedule: Schedule, name: str) -> Any:
-    """Return AdamW, with weight decay for matrices only; or Muon, and AdamW for what is outside of the blocks."""
+    """Return AdamW, with weight decay for matrices only; or Muon, which updates embedding, head and norms by AdamW."""
     rates = jnp.asarray([schedule.learning_rate(index) for index in range(schedule.steps)])
     if name == "muon":
         made = qshard.muon(

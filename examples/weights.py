@@ -56,7 +56,7 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
 def make_optimizer(
     model: nn.Module, kind: str, recipe: Recipe | None, schedule: Schedule, name: str
 ) -> torch.optim.Optimizer:
-    """Return AdamW, with weight decay for matrices only; or Muon, and AdamW for what is outside of the blocks."""
+    """Return AdamW, with weight decay for matrices only; or Muon, which updates embedding, head and norms by AdamW."""
     settings = {"betas": schedule.betas, "eps": schedule.eps}
     if name == "muon":
         return qshard.Muon(
