@@ -75,7 +75,7 @@ tensor_parallel() { # RANKS [GROUPS]
 }
 
 jobs_of() { # PART
-    local n
+    local n name
     case $1 in
     torch | jax | collectives) "$1" "$gpus" ;;
     torch-few | jax-few) for n in "${fewer[@]}"; do "${1%-few}" "$n"; done ;;
@@ -88,8 +88,10 @@ jobs_of() { # PART
     experts) job "experts_$gpus" "$gpus" bench_expert_parallel.py --ranks "$gpus" --shapes $experts ;;
     experts-jax) job "experts_jax_$gpus" "$gpus" bench_expert_parallel_jax.py --shapes $experts ;;
     large)
-        job "torch_8b_$gpus" "$gpus" bench_step_torch.py --model $large --ranks "$gpus" \
-            --batch "${LARGE_BATCH:-1}" --kinds "$LARGE_KINDS" ;;
+        name=torch_8b_$gpus
+        [ "${LARGE_BATCH:-1}" = 1 ] || name=torch_8b_${LARGE_BATCH}x_$gpus
+        job "$name" "$gpus" bench_step_torch.py --model $large --ranks "$gpus" --batch "${LARGE_BATCH:-1}" \
+            --kinds "$LARGE_KINDS" ;;
     large-jax) job "jax_8b_$gpus" "$gpus" bench_step_jax.py --model $large --batch 1 --kinds "$LARGE_JAX_KINDS" ;;
     esac
 }

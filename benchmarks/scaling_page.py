@@ -24,7 +24,7 @@ HOST = Links(0).host
 LAYOUTS = {"FSDP2": 0, "HSDP": HOST}
 """Ranks that shard weights between them; 0: all."""
 MODELS = {"2b": "2.0 B", "8b": "8 B"}
-STEPS = re.compile(r"step_torch|scaling_torch_(?:(?P<model>8b)_)?\d+")
+STEPS = re.compile(r"step_torch|scaling_(?:torch|jax)_(?:(?P<model>8b)_(?:\dx_)?)?\d+")  # 2x: two sequences a GPU
 
 
 def tokens_of(row: dict[str, str], model: str) -> int:
@@ -54,7 +54,7 @@ def measured(tables: Tables) -> list[Measured]:
     found = []
     for file, rows in tables.items():
         match = STEPS.fullmatch(file)
-        if not match:
+        if not match or "_jax_" in file:
             continue
         profiles = {row["kind"]: row for row in tables[f"{file}_profile"]}
         model = match["model"] or "2b"
@@ -86,17 +86,19 @@ def scaling(tables: Tables) -> str:
     """List steps of kinds by number of GPUs: time, its part of the time on fewest GPUs, peak, exposed communication."""
     lines = []
     for front, column, time in (("torch", "ranks", "running_ms"), ("jax", "devices", "ms")):
-        files = [name for name in tables if re.fullmatch(rf"scaling_{front}_(8b_)?\d+", name)] or [f"step_{front}"]
-        first: dict[tuple[str, str], float] = {}
+        found = [name for name in tables if STEPS.fullmatch(name) and name.startswith(f"scaling_{front}_")]
+        files = found or [f"step_{front}"]
+        first: dict[tuple[str, int, str], float] = {}
         for name in sorted(files, key=lambda name: ("_8b_" in name, int(tables[name][0][column]))):
             model = "8b" if "_8b_" in name else "2b"
             exposed = {row["kind"]: row["exposed"] for row in tables.get(f"{name}_profile", [])}
             for row in tables[name]:
                 if front == "torch" and row["kind"] not in KINDS:
                     continue
-                of = float(row[time]) / first.setdefault((model, row["kind"]), float(row[time]))
+                tokens = tokens_of(row, model)
+                of = float(row[time]) / first.setdefault((model, tokens, row["kind"]), float(row[time]))
                 cells = [row[time], f"{of:.2f}", row["peak_GiB"], exposed.get(row["kind"], "-")]
-                lines.append([front, MODELS[model], f"{tokens_of(row, model)}", row[column], row["kind"], *cells])
+                lines.append([front, MODELS[model], f"{tokens}", row[column], row["kind"], *cells])
     header = ["front end", "model", "tokens", "GPUs", "kind", "ms", "of the fewest GPUs", "peak GiB", "exposed ms"]
     return table(header, lines)
 
