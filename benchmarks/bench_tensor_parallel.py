@@ -6,6 +6,7 @@ layers, activations are sharded along the sequence. A kind is a recipe and an op
     bf16, fp8, ...    PyTorch's styles, which gather values; in bfloat16, or with a recipe of `examples/options.py`
     codes             qshard's styles, which gather codes
     overlap           qshard's styles, with communication of codes and sums during multiplications
+    compiled          the same in torch.compile, a block at a time
     async             PyTorch's styles, compiled with torch.compile's async tensor parallelism
 
 With `--fsdp N`, each of N groups of ranks has its own sequence, and FSDP2 shards the blocks over the groups. Time and
@@ -48,9 +49,9 @@ import options
 
 KINDS = (
     *("bf16", "fp8", "fp8 codes", "fp8 overlap", "block", "block codes", "block overlap"),
-    *("mxfp8 codes", "nvfp4 codes", "bf16 async"),
+    *("mxfp8 codes", "nvfp4 codes", "bf16 async", "bf16 compiled", "fp8 compiled", "fp8 codes compiled"),
 )
-WORDS = ("codes", "overlap", "async")
+WORDS = ("codes", "overlap", "async", "compiled")
 WARM_UP = 3
 
 
@@ -91,18 +92,20 @@ def wrong_with(kind: str) -> str | None:
     recipe, *words = kind.split() or [""]
     if recipe not in options.RECIPES:
         return f"{recipe!r} is not one of {', '.join(options.RECIPES)}"
-    if len(words) > 1 or not set(words) <= set(WORDS):
+    if not set(words) <= set(WORDS):
         return f"{' '.join(words)!r} is not one of {', '.join(WORDS)}"
-    if (recipe == "bf16") != (words in ([], ["async"])) and words:
-        return f"{recipe} is not there in {words[0]!r}"
+    styles = words[:-1] if words[-1:] == ["compiled"] else words
+    if styles not in (([], ["async"]) if recipe == "bf16" else ([], ["codes"], ["overlap"])):
+        return f"{recipe} is not there in {' '.join(words)!r}"
     return None
 
 
-def parallelize_block(block: Block, word: str, mesh: DeviceMesh) -> None:
-    if word in ("codes", "overlap"):
+def parallelize_block(block: Block, words: list[str], mesh: DeviceMesh) -> None:
+    overlap = "overlap" in words
+    if overlap or "codes" in words:
         into = {"input_layouts": Shard(1), "desired_input_layouts": Shard(1)}
-        colwise = tensor_parallel.ColwiseParallel(input_layouts=Shard(1), overlap=word == "overlap")
-        rowwise = tensor_parallel.RowwiseParallel(output_layouts=Shard(1), overlap=word == "overlap")
+        colwise = tensor_parallel.ColwiseParallel(input_layouts=Shard(1), overlap=overlap)
+        rowwise = tensor_parallel.RowwiseParallel(output_layouts=Shard(1), overlap=overlap)
     else:
         into = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
         colwise, rowwise = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
@@ -117,7 +120,7 @@ def parallelize_block(block: Block, word: str, mesh: DeviceMesh) -> None:
 
 
 def build(kind: str, shape: Shape, fsdp: int = 1) -> Callable[[], Tensor]:
-    recipe, word = (*kind.split(), "")[:2]
+    recipe, *words = kind.split()
     ranks = dist.get_world_size() // fsdp
     mesh = init_device_mesh(step_torch.DEVICE, (fsdp, ranks), mesh_dim_names=("fsdp", "tp"))
     torch.manual_seed(0)
@@ -126,9 +129,9 @@ def build(kind: str, shape: Shape, fsdp: int = 1) -> Callable[[], Tensor]:
     if options.RECIPES[recipe] is not None:
         qshard.convert(model, options.RECIPES[recipe])
     for block in model:
-        parallelize_block(block, word, mesh["tp"])
-        if word == "async":
-            torch._inductor.config._micro_pipeline_tp = True
+        parallelize_block(block, words, mesh["tp"])
+        if "async" in words or "compiled" in words:
+            torch._inductor.config._micro_pipeline_tp = "async" in words
             block.compile()
         if fsdp > 1:
             fully_shard(block, mesh=mesh["fsdp"])

@@ -58,7 +58,7 @@ class Collectives(TorchDispatchMode):
 
 
 def collectives_of(step: Callable[[], Tensor]) -> Collectives:
-    with Collectives() as found:
+    with torch.compiler.set_stance("force_eager"), Collectives() as found:  # Dynamo would trace the mode.
         step()
     return found
 
@@ -85,6 +85,7 @@ def print_profile(step: Callable[[], Tensor], found: Collectives, functions: int
 def measure(kinds: list[str], rounds: int, functions: int) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
     for kind in kinds:
+        torch._dynamo.reset()
         step = bench_tensor_parallel.build(kind, SHAPE)
         took = host_ms(step, rounds)
         found = collectives_of(step)

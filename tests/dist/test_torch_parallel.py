@@ -193,9 +193,10 @@ def test_compiled_layers():
         model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), recipe)
         parallelize_module(model, mesh_of("tp"), {"0": ColwiseParallel(), "2": RowwiseParallel()})
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-        y = run(torch.randn(8, 64))
+        x = torch.randn(8, 64, requires_grad=True)
+        y = run(x)
         y.square().sum().backward()
-        results.append([y, *(p.grad.to_local() for p in model.parameters())])
+        results.append([y, x.grad, *(p.grad.to_local() for p in model.parameters())])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 

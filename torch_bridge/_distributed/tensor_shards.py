@@ -109,7 +109,8 @@ class LinearSharding(NamedTuple):
         # Even where it moves nothing, `redistribute` would sum a partial gradient of x over the ranks, for each layer.
         there = x if x.placements == part.placements else x.redistribute(placements=part.placements)
         local: Tensor = there.to_local(grad_placements=over)
-        if over != list(part.placements) and local.grad_fn is not None and not is_compiling():
+        # Dynamo does not trace `grad_fn`.
+        if not is_compiling() and over != list(part.placements) and local.grad_fn is not None:
             local.grad_fn.register_hook(_sum_with_graph(part.placements))
         return local
 
