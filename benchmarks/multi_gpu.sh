@@ -26,12 +26,12 @@ RESULTS=${RESULTS:-$PWD/results}
 CACHE=${CACHE:-$PWD/../build/multi_gpu}
 : "${TORCH_KINDS=bf16 compiled,torchao compiled,fp8 compiled,fp8 fused,fp8 fused ordered,fp8 fused zero,block fused,nvfp4 fused,mxfp8 fused}"
 : "${JAX_KINDS=bf16,fp8,block,nvfp4,mxfp8}"
-: "${TENSOR_KINDS=bf16,fp8,fp8 codes,fp8 overlap,nvfp4 codes}"
+: "${TENSOR_KINDS=bf16,fp8,fp8 codes,fp8 overlap,nvfp4 codes,bf16 compiled,fp8 compiled}"
 : "${TENSOR_JAX_KINDS=bf16,fp8,fp8 overlapped}"
 : "${LARGE_KINDS=bf16 compiled,torchao compiled,fp8 fused zero,fp8 compiled}"
 : "${LARGE_JAX_KINDS=bf16,fp8}"
-declare -A weight=([collectives]=30 [torch]=110 [jax]=160 [tensor-parallel]=50 [tensor-parallel-jax]=80 [mesh]=50 [experts]=50
-    [experts-jax]=120 [large]=150 [large-jax]=150 [torch-few]=110 [jax-few]=160 [tensor-parallel-few]=50 [collectives-few]=30)
+declare -A weight=([collectives]=30 [torch]=110 [jax]=160 [tensor-parallel]=80 [tensor-parallel-jax]=80 [mesh]=80 [experts]=50
+    [experts-jax]=120 [large]=150 [large-jax]=150 [torch-few]=110 [jax-few]=160 [tensor-parallel-few]=80 [collectives-few]=30)
 order=(collectives torch jax tensor-parallel tensor-parallel-jax mesh experts experts-jax large large-jax torch-few
     jax-few tensor-parallel-few collectives-few)
 experts=deepseek dense=2b large=8b wide=wide mib=0.0625,16,128,512
