@@ -71,7 +71,9 @@ def test_kinds_by_default_are_there(bench):
     assert not any(bench.wrong_with(kind) for kind in bench.KINDS)
 
 
-@pytest.mark.parametrize("kind", ["fp7", "fp8 fast", "fp8 async", "bf16 codes", "fp8 codes overlap", "fp8 compiled codes", ""])
+@pytest.mark.parametrize(
+    "kind", ["fp7", "fp8 fast", "fp8 async", "bf16 codes", "fp8 codes overlap", "fp8 compiled codes", ""]
+)
 def test_kinds_of_tensor_parallelism_that_are_not_there(kind):
     assert bench_tensor_parallel.wrong_with(kind)
 
