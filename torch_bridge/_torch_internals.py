@@ -7,7 +7,7 @@ Registries of `nn.Module` (`_parameters`, `_buffers`, `_modules`), methods meant
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -154,10 +154,12 @@ def put_hooks(parameter: Any, backward: Any, post_accumulate: Any) -> None:
         parameter._post_accumulate_grad_hooks = post_accumulate
 
 
-def has_module_hooks(module: nn.Module) -> bool:
-    """Return True if a call of a module runs hooks that were registered on it."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
+# Without it: return True. Then compiled experts read their rows once more, and MLPs are not fused.
+def has_module_hooks(module: nn.Module, own: Sequence[Any] = ()) -> bool:
+    """Return True if a call of a module runs hooks that were registered on it, other than `own`."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    others = [hook for hook in hooks if hook not in own]
+    return bool(others or module._backward_hooks or module._backward_pre_hooks)
 
 
 # DTensor. Without it: use `to_local()`, which returns a new object, and store attributes in a dict by id.

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import qshard.torch_bridge as qt
 from qshard.recipes import Role
 from support.formats import RECIPES
+from support.torch_graphs import calls_of, compile_and_keep
 from support.torch_models import Wire, void_amaxes
 
 H, WIDE, E, K = 64, 96, 5, 2
@@ -236,7 +237,7 @@ def test_wrong_shapes_are_refused(call, text):
     "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in (None, "MXFP8")), "CurrentScaling"]
 )
 def test_compiled_in_one_graph(name):
-    """The bits of eager calls."""
+    """The bits of eager calls. As there, only tokens are read for their amaxes."""
     torch._dynamo.reset()
     dtype = torch.float32 if name else torch.bfloat16  # PyTorch compiles its grouped product in bfloat16 only.
     leaves = [torch.randn(*shape).to(dtype) for shape in ((24, H), (24, E), (E, 2 * WIDE, H), (E, H, WIDE))]
@@ -244,20 +245,36 @@ def test_compiled_in_one_graph(name):
     def run(x, logits, w13, w2):
         return qt.grouped_mlp(x, *qt.topk_routing(logits, K), w13, w2, name)
 
-    found = []
-    for call in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+    found, (compiled, graphs) = [], compile_and_keep(run)
+    for call in (run, compiled):
         given = [leaf.clone().requires_grad_() for leaf in leaves]
         y = call(*given)
         found.append([y.detach(), *torch.autograd.grad(y, given, torch.ones_like(y))])
     assert_same(found[1], found[0])
+    assert [widths_in(graph) for graph in graphs] == ([[H, 1], [1, 1]] if name == "CurrentScaling" else [[], []])
+
+
+def widths_in(graph):
+    return [node.args[0].meta["val"].shape[1] for node in calls_of(graph, "amax_grouped")]
+
+
+def change_results(layer):
+    layer.w13.register_forward_hook(lambda module, given, y: y * 2)
+    layer.w2.experts.register_forward_pre_hook(lambda module, given: (given[0] * 2, *given[1:]))
 
 
 @DYNAMO
-def test_a_compiled_layer():
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_compiled_layer(hooked):
+    """Hooks see what they see in an eager layer, and amaxes are those of the values that they return."""
     torch._dynamo.reset()
-    layer, x = layer_of(shared_intermediate_size=32), tokens(24)
+    layer, x = qt.convert(layer_of(stacked=hooked, shared_intermediate_size=32), "CurrentScaling"), tokens(24)
+    if hooked:
+        change_results(layer)
     want = [a.clone() for a in step(layer, x)]
-    assert_same(step(layer, x, torch.compile(layer, backend="aot_eager", fullgraph=True)), want)
+    compiled, graphs = compile_and_keep(layer)
+    assert_same(step(layer, x, compiled), want)
+    assert [widths_in(graph) for graph in graphs] == ([[H, WIDE], [H, 2 * WIDE]] if hooked else [[H, 1], [1, 1]])
 
 
 def test_layers_pass_amaxes():

@@ -4,9 +4,6 @@ import math
 
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn import functional as F
 
 from qshard.formats import Usage
@@ -15,6 +12,7 @@ from qshard.torch_bridge import convert
 from support.formats import RECIPES
 from support.llama import HEADS, Held, Llama, turns_of
 from support.torch_fan import RECIPE, WIDTH, assert_equal, batch, casts, during_a_call, every_recipe, fan, gradients
+from support.torch_graphs import compile_and_keep
 
 SOURCES = {
     "relu": lambda h: F.relu(h),
@@ -108,17 +106,9 @@ def test_a_graph_can_be_gone_through_twice():
 def test_compilers_quantize_and_keep_x_once(name):
     """Compilers merge equal ops, so they do not need the eager cache."""
     torch._dynamo.reset()
-    graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph)
-        return make_boxed_func(graph)
-
-    backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
     sizes = []
     for count in (1, 3):
-        graphs.clear()
-        run = torch.compile(fan(RECIPES[name], count=count), fullgraph=True, backend=backend)
+        run, graphs = compile_and_keep(fan(RECIPES[name], count=count))
         sum(y.sum() for y in run(batch(96, requires_grad=True))).backward()
         forward = graphs[0].graph
         of_x = [node for node in forward.nodes if node.op == "call_function" and casts([str(node.target)])]

@@ -13,6 +13,7 @@ from qshard.formats import Usage
 from qshard.layout import source
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._experts.expert_parallel import quantize_dispatched
+from qshard.torch_bridge._experts.fusion import fused_gradients, fused_result
 from qshard.torch_bridge._experts.operands import GroupedOperand, OperandList
 from qshard.torch_bridge._experts.products import (
     expert_products,
@@ -70,7 +71,7 @@ class ProductOptions(NamedTuple):
 
 
 class GroupedProduct(Node):
-    """Autograd node of `grouped_linear`."""
+    """Autograd node of `grouped_linear`. `row_amaxes` and `token_weights` are tensors of a `Fusion`."""
 
     op, degree = "grouped_linear", 2
     instead = "multiply the rows of each expert with torch.nn.functional.linear"
@@ -82,9 +83,11 @@ class GroupedProduct(Node):
         groups: Tensor | GroupedRows,
         seeds: Tensor | None,
         bias: Tensor | None,
+        row_amaxes: Tensor | None,
+        token_weights: Tensor | None,
         how: ProductOptions,
         *weights: Tensor,
-    ) -> tuple[Tensor, list[Tensor | None]]:
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], list[Tensor | None]]:
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST_WEIGHT:])
         row, columns = Usage.ROWWISE, Usage.COLUMNWISE
         if isinstance(groups, Tensor):
@@ -93,7 +96,7 @@ class GroupedProduct(Node):
             if how.sizes is None:
                 torch._assert_async(fits, _UNFIT_SIZES)
         tiles = groups.x
-        sides = _quantize_rows(x, how, Usage.BOTH if need_w else row, Role.ACTIVATION, tiles, seeds)
+        sides = _quantize_rows(x, how, Usage.BOTH if need_w else row, Role.ACTIVATION, tiles, seeds, row_amaxes)
         # Codes gathered by FSDP2 are saved by reference: FSDP2 frees their memory and gathers them again.
         saved_w: list[Tensor | None] = [*weights] if need_x else []
         backward = how.backward_plane(x.device)
@@ -115,25 +118,32 @@ class GroupedProduct(Node):
         ctx.how, ctx.x_dtype, ctx.unit = how, x.dtype, tiles.unit
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.w_dtype, ctx.w_shape, ctx.w_count = weights[0].dtype, weights[0].shape, len(saved_w)
-        return how.combined(y, Role.GRADIENT), [*tiles[1:], *groups.y[2:], seeds, *saved_x, *saved_w]
+        result: Tensor | tuple[Tensor, Tensor] = how.combined(y, Role.GRADIENT)
+        of_result: list[Tensor] = []
+        if groups.fusion is not None:
+            result, of_result = fused_result(y, groups.fusion, token_weights, ctx.needs_input_grad[_TOKEN_WEIGHTS])
+        ctx.result_count = len(of_result)
+        return result, [*tiles[1:], *groups.y[2:], seeds, *saved_x, *saved_w, *of_result]
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
         how: ProductOptions = ctx.how
-        end = len(saved) - ctx.w_count
+        end_w = len(saved) - ctx.result_count
+        end = end_w - ctx.w_count
         tiles, of_y = Tiles(ctx.unit, *saved[:4]), Tiles(ctx.unit, saved[0], *saved[4:7])
-        seeds, saved_w = saved[7], saved[end:]
-        need_x, need_b = ctx.needs_input_grad[0], ctx.needs_input_grad[_FIRST_WEIGHT - 2]
+        seeds, saved_w = saved[7], saved[end:end_w]
+        need_x, need_b = ctx.needs_input_grad[0], ctx.needs_input_grad[_BIAS]
         need_w = any(ctx.needs_input_grad[_FIRST_WEIGHT:])
         grad_x = grad_b = None
         of_weights: Sequence[Tensor | None] = [None] * (len(ctx.needs_input_grad) - _FIRST_WEIGHT)
+        grad, row_amaxes, grad_token_weights = fused_gradients(saved[end_w:], grad)
         if need_b:
             grad_b = sums_by_expert(grad.detach(), of_y).to(ctx.bias_dtype)
         row, columns, stops = Usage.ROWWISE, Usage.COLUMNWISE, host_stops(how.sizes, tiles.unit)
         sides: dict[Usage, GroupedOperand] = {}
         if need_x or need_w:
             usage = Usage.BOTH if need_x and need_w else row if need_x else columns
-            sides = _quantize_rows(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, of_y, seeds)
+            sides = _quantize_rows(grad, how._replace(dtype=grad.dtype), usage, Role.GRADIENT, of_y, seeds, row_amaxes)
         if need_w:
             x = GroupedOperand(how.recipe.format(Role.ACTIVATION), columns, Plane(*saved[8:end]))
             shape = (tiles.stops.shape[0], *ctx.w_shape[-2:])
@@ -148,24 +158,32 @@ class GroupedProduct(Node):
                 w = GroupedOperand(how.recipe.weight, how.backward_plane(grad.device), Plane(*saved_w))
             dx = row_product(sides.pop(row), w, columns, tiles, stops, ctx.w_shape[-1], how.dtype, fast=False)
             grad_x = how.combined(dx.to(ctx.x_dtype), Role.ACTIVATION)
-        return grad_x, None, None, grad_b, None, *of_weights
+        return grad_x, None, None, grad_b, None, grad_token_weights, None, *of_weights
 
 
-_FIRST_WEIGHT = 5
-"""Position of the first weight among the inputs of `GroupedProduct`."""
+_BIAS, _TOKEN_WEIGHTS, _FIRST_WEIGHT = 3, 5, 7
+"""Positions among the inputs of `GroupedProduct`."""
 _UNFIT_SIZES = (
     "grouped_linear: group_sizes are negative or exceed the rows of x; pass the number of rows of each expert"
 )
 
 
 def _quantize_rows(
-    x: Tensor, how: ProductOptions, usage: Usage, role: Role, tiles: Tiles, seeds: Tensor | None
+    x: Tensor,
+    how: ProductOptions,
+    usage: Usage,
+    role: Role,
+    tiles: Tiles,
+    seeds: Tensor | None,
+    row_amaxes: Tensor | None,
 ) -> dict[Usage, GroupedOperand]:
     spec = operand_spec(how.recipe, role, usage)
     spec.layouts((tiles.rows.shape[0], x.shape[1]))
     if how.transfer is not None and how.transfer.role is role:
         return quantize_dispatched(x.detach().to(how.dtype), spec, tiles, how.transfer.exchange, seeds=seeds)
-    row_amaxes = take_row_amaxes(x) if x.dtype == how.dtype else None
+    row_amaxes = take_row_amaxes(x) if row_amaxes is None else row_amaxes
+    if x.dtype != how.dtype:
+        row_amaxes = None
     known: dict[str, Any] = {"seeds": seeds, "scale": how.scales(role), "row_amaxes": row_amaxes}
     sides, amaxes = quantize_experts(x.detach().to(how.dtype), spec, tiles, **known)
     how.observe(role, amaxes)

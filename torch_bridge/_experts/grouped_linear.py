@@ -108,15 +108,19 @@ def grouped_linear(
     fits = states in (None, experts)
     check_state("grouped_linear", "delayed", states, recipe, advice, layers=f"{experts} experts", fits=fits)
     groups, sizes, transfer = group_sizes, None, None
+    row_amaxes = token_weights = None
     if isinstance(group_sizes, GroupedRows):
         assert bias is None, "the gradient of a bias needs the rows of x"
-        transfer = group_sizes.transfer
+        transfer, fusion = group_sizes.transfer, group_sizes.fusion
+        if fusion is not None:  # Autograd and Dynamo look for these tensors among the inputs themselves.
+            row_amaxes, token_weights = fusion.amaxes_of(x), fusion.weights
+            groups = group_sizes._replace(fusion=fusion._replace(amaxes=None, weights=None))
     else:
         sizes = checked_sizes(x, experts, group_sizes)
         groups = group_sizes.to(x.device, torch.int32, non_blocking=True)
     is_gathered = isinstance(each[0], QuantizedTensor)
     how = ProductOptions(recipe, x.dtype if dtype is None else dtype, sizes, delayed, is_gathered, transfer)
-    y: Tensor = apply_node(GroupedProduct, x, groups, seeds, bias, how, *each)
+    y: Tensor = apply_node(GroupedProduct, x, groups, seeds, bias, row_amaxes, token_weights, how, *each)
     return y
 
 

@@ -23,6 +23,7 @@ from qshard.formats import Usage
 from qshard.layout import block_alignment
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._distributed.token_exchange import TokenExchange
+from qshard.torch_bridge._experts.fusion import Fusion
 from qshard.torch_bridge._experts.operands import GroupedOperand
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.padded_rows import experts_of_strips
@@ -98,12 +99,14 @@ class Transfer(NamedTuple):
 class GroupedRows(NamedTuple):
     """The padded rows of one grouped product: as rows of x, and as rows of the result.
 
-    With expert parallelism, `transfer` is the exchange of either with other ranks.
+    With expert parallelism, `transfer` is the exchange of either with other ranks. `fusion` are ops for the autograd
+    node of the product. With SwiGLU, `grouped_linear` then returns a pair: h, and the amax of each of its rows.
     """
 
     x: Tiles
     y: Tiles
     transfer: Transfer | None = None
+    fusion: Fusion | None = None
 
 
 def unit_of(*recipes: Recipe) -> int:

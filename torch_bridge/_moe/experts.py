@@ -19,7 +19,6 @@ from qshard.torch_bridge._experts.expert_parallel import local_experts
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._moe.expert_parallel import SumGradient
 from qshard.torch_bridge._moe.grouped_mlp import Groups, apply_experts
-from qshard.torch_bridge._nn.activations import swiglu_gate_up
 from qshard.torch_bridge._ops.autograd_node import apply_node
 from qshard.torch_bridge._quantized.validation import check_model
 
@@ -80,7 +79,7 @@ class RoutedExperts(Experts):
             None if has_norm or has_bias else (self.recipe, self.recipe),
             lambda rows, groups: self._project(rows, up, groups),
             down,
-            lambda h: self._activate(h, up),
+            None if self._has_swiglu(up) else lambda h: self._activate(h, up),
             group=self.ep_group,
             local=[[weight] for weight in weights],
             facts=facts,
@@ -100,14 +99,15 @@ class RoutedExperts(Experts):
         own = {name: apply_node(SumGradient, each, self.ep_group) for name, each in norm.named_parameters()}
         return cast(Tensor, torch.func.functional_call(norm, own, (y,)))
 
+    def _has_swiglu(self, up: str) -> bool:
+        """Return True if the activation is SwiGLU, which is computed in one pass, and rounded once."""
+        this: Any = self
+        is_default = up != "up_proj" and this._apply_gate.__name__ == "_default_apply_gate"
+        return is_default and type(this.act_fn).__name__ in _SILU
+
     def _activate(self, h: Tensor, up: str) -> Tensor:
         this: Any = self
-        if up == "up_proj":
-            activated: Tensor = this.act_fn(h)
-        elif this._apply_gate.__name__ == "_default_apply_gate" and type(this.act_fn).__name__ in _SILU:
-            activated = swiglu_gate_up(h)  # In one pass, and rounded once.
-        else:
-            activated = this._apply_gate(h)
+        activated: Tensor = this.act_fn(h) if up == "up_proj" else this._apply_gate(h)
         return activated
 
 

@@ -20,11 +20,13 @@ from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group
 from qshard.torch_bridge._experts.autograd import DelayedStates
 from qshard.torch_bridge._experts.expert_parallel import check_parallel_recipe
+from qshard.torch_bridge._experts.fusion import Fusion
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._experts.tiles import GroupedRows, unit_of
 from qshard.torch_bridge._moe.expert_parallel import parallel_experts
 from qshard.torch_bridge._moe.permutation import combine_experts, moe_permutation, moe_permute, padded_rows
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
+from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._quantized.validation import check_tensor
 
 Weights = Sequence[Tensor] | Tensor
@@ -33,8 +35,8 @@ Weights = Sequence[Tensor] | Tensor
 Groups = Tensor | GroupedRows
 """The number of rows of each expert, for rows sorted by expert; or padded rows."""
 
-Product = Callable[[Tensor, Groups], Tensor]
-"""A grouped product. Arguments: rows, and the rows of each expert."""
+Product = Callable[[Tensor, Groups], Any]
+"""A grouped product. Arguments: rows, and the rows of each expert. A `Fusion` with SwiGLU gives a pair."""
 
 
 def grouped_mlp(
@@ -156,16 +158,19 @@ def apply_experts(
     recipes: tuple[Recipe, Recipe] | None,
     w13: Product,
     w2: Product,
-    activation: Callable[[Tensor], Tensor] = swiglu_gate_up,
+    activation: Callable[[Tensor], Tensor] | None = None,
     *,
+    fuses: bool = True,
     group: dist.ProcessGroup | None = None,
     local: Sequence[Sequence[Tensor]] = (),
     facts: Hashable = None,
 ) -> Tensor:
     """Compute `grouped_mlp` with given products, the recipe of each, and a function of each row between them.
 
-    The function has no parameters, because it is also applied to padding. Without recipes there is no padding. The
-    ranks of `group` must agree on `facts`, and `local` are the weights of both products on this rank.
+    The function is SwiGLU if `activation` is None. It has no parameters, because it is also applied to padding. Only
+    recipes pad rows. The ranks of `group` must agree on `facts`, and `local` are the weights of both products on this
+    rank. `fuses` lets the products compute SwiGLU and the sum over experts under a compiler (`Fusion`). Pass False if
+    hooks see the results of the products.
 
     With recipes, tokens go straight to the padded rows of experts, and all between the products stays there: no pass
     over memory permutes, pads or gathers rows. Padding rows are not quantized, and nothing reads their results.
@@ -173,17 +178,25 @@ def apply_experts(
     k, tokens = indices.shape[-1], x.reshape(-1, x.shape[-1])
     permutation = moe_permutation(indices.reshape(-1, k), num_experts)
     first: Groups = permutation.group_sizes
-    second, rows = first, tokens
+    second, rows, of_tokens = first, tokens, weights.reshape(-1, k)
+    between = swiglu_gate_up if activation is None else activation
     if group is not None and group.size() > 1:
         rows = moe_permute(tokens, permutation)
-        y = parallel_experts(rows, permutation.group_sizes, recipes, w13, w2, activation, group, local, facts)
+        y = parallel_experts(rows, permutation.group_sizes, recipes, w13, w2, between, group, local, facts)
     else:
         if recipes is None or not tokens.shape[0]:
             rows = moe_permute(tokens, permutation)
         else:
             permutation, first, second = padded_rows(permutation, unit_of(*recipes))
-        y = w2(activation(w13(rows, first)), second)
-    y = combine_experts(y, permutation, weights.reshape(-1, k))
+            if fuses and activation is None and is_compiling():
+                h, amaxes = w13(rows, first._replace(fusion=Fusion(swiglu=True)))
+                fusion = Fusion((h, amaxes), permutation=permutation, weights=of_tokens)
+                return _in_shape_of(x, w2(h, second._replace(fusion=fusion)))
+        y = w2(between(w13(rows, first)), second)
+    return _in_shape_of(x, combine_experts(y, permutation, of_tokens))
+
+
+def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     # No view where none is needed: FSDP2 warns of modules that return one.
     return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 

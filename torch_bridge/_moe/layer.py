@@ -16,6 +16,8 @@ from qshard.torch_bridge._moe.grouped_mlp import apply_experts
 from qshard.torch_bridge._moe.router import Router, topk_routing
 from qshard.torch_bridge._nn.activations import swiglu_gate_up
 from qshard.torch_bridge._nn.linear import Linear
+from qshard.torch_bridge._nn.module_calls import has_hooks
+from qshard.torch_bridge._ops.eager import is_compiling
 
 
 class MoE(nn.Module):
@@ -114,7 +116,9 @@ class MoE(nn.Module):
         local: list[list[Tensor]] = []
         if self.ep_group is not None:  # Not `parameters()`: under FSDP1 weights are no parameters, but views of one.
             local = [product.weights for product in (self.w13, self.w2)]
-        how: dict[str, Any] = {"group": self.ep_group, "local": local, "facts": facts}
+        modules = (self.w13, self.w13.experts, self.w2, self.w2.experts) if is_compiling() else ()
+        fuses = not any([has_hooks(module) for module in modules])  # noqa: C419  # Dynamo traces no generator here.
+        how: dict[str, Any] = {"fuses": fuses, "group": self.ep_group, "local": local, "facts": facts}
         y = apply_experts(x, indices, weights, self.num_experts, (first.recipe, recipe), self.w13, self.w2, **how)
         if self.shared is not None:
             y = y + self.shared["w2"](swiglu_gate_up(self.shared["w13"](x)))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qshard._core.moe import MoEPermutation, check_choice, check_tokens, check_weights
 from qshard._core.validation import quote
+from qshard.torch_bridge._experts.fusion import combine, combine_grad
 from qshard.torch_bridge._experts.tiles import GroupedRows, tiles_of
 from qshard.torch_bridge._nn.module_calls import pass_row_amaxes
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
@@ -168,20 +169,11 @@ class _Unpermute(Node):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, permutation: MoEPermutation) -> tuple[Tensor, list[Tensor]]:
-        y = y.contiguous()
-        saved = [*permutation[:2], weights, *([y] if ctx.needs_input_grad[1] else [])]
-        return ops.combine_rows(y, permutation.positions, weights.float().contiguous()), saved
+        return combine(y, weights, permutation, ctx.needs_input_grad[1])
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
-        choices, positions, weights, *y = saved
-        tokens = MoEPermutation(choices, positions, choices).tokens
-        # Choices outside are padding, which has no token and so no weight.
-        inside = choices.clamp(max=max(0, weights.numel() - 1))
-        of_rows, grad = weights.float().flatten().index_select(0, inside), grad.contiguous()
-        if not y:
-            return ops.combine_rows(grad, tokens[:, None], of_rows[:, None]), None, None
-        dy, dots, amaxes = ops.combine_rows_grad(y[0], tokens, of_rows, grad)
-        pass_row_amaxes(dy, amaxes)
-        dweights = dots.index_select(0, positions.flatten()).view(weights.shape)
-        return dy, dweights.to(weights.dtype), None
+        dy, amaxes, dweights = combine_grad(saved, grad)
+        if amaxes is not None:
+            pass_row_amaxes(dy, amaxes)
+        return dy, dweights, None

@@ -250,23 +250,32 @@ def swiglu_gate_up(gate_up: Tensor) -> Tensor:
     return h
 
 
+def gate_up_and_amaxes(gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `swiglu_gate_up`, the amax of each row of the result, fp32, and the tensor to save for the gradient."""
+    halves = gate_up.contiguous().unflatten(-1, (2, -1))
+    h, amaxes = ops.swiglu_gate_up(halves, lead=halves.ndim - 2)
+    return h, amaxes, halves
+
+
+def gate_up_grad_and_amaxes(halves: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of `swiglu_gate_up`, and the amax of each of its rows, fp32."""
+    d_gate_up, amaxes = ops.swiglu_gate_up_grad(halves, grad.to(halves.dtype).contiguous(), lead=halves.ndim - 2)
+    return d_gate_up.flatten(-2), amaxes
+
+
 class _SwiGluGateUp(Node):
     op, instead = "swiglu", "use torch.nn.functional.silu(gate) * up"
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, amaxes: list[Tensor] | None) -> tuple[Tensor, list[Tensor]]:
-        halves = gate_up.contiguous().unflatten(-1, (2, -1))
-        h, of_rows = ops.swiglu_gate_up(halves, lead=halves.ndim - 2)
+        h, of_rows, halves = gate_up_and_amaxes(gate_up)
         if amaxes is not None:
             amaxes.append(of_rows)
         return h, [halves]
 
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
-        (halves,) = saved
-        grad = grad.to(halves.dtype).contiguous()
-        d_gate_up, of_rows = ops.swiglu_gate_up_grad(halves, grad, lead=halves.ndim - 2)
-        d_gate_up = d_gate_up.flatten(-2)
+        d_gate_up, of_rows = gate_up_grad_and_amaxes(saved[0], grad)
         pass_row_amaxes(d_gate_up, of_rows)
         return d_gate_up, None
 

@@ -9,6 +9,7 @@ every module above a converted layer or a fused norm. Outside such calls nothing
     amax of a kernel's result       valid in the innermost module that ran then; in a backward pass, in that pass
                                     (`cache_amax`)
     amaxes of rows between nodes    valid for the next node of the same layer, which takes them (`pass_row_amaxes`)
+                                    (compiled code passes them as operands: `_experts/fusion.py`)
     factors of a product            valid in the innermost running module that did not receive the product
 
 One case is not covered: the `forward` of a module, or a hook inside it, writes to a tensor without PyTorch's knowledge,
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
-from qshard.torch_bridge._torch_internals import backward_id, next_node_number, node_number
+from qshard.torch_bridge._torch_internals import backward_id, has_module_hooks, next_node_number, node_number
 
 
 class ModuleCall:
@@ -145,6 +146,11 @@ def follow_calls(module: nn.Module) -> None:
     if not any(hook is _open_call for hook in module._forward_pre_hooks.values()):
         module.register_forward_pre_hook(_open_call, with_kwargs=True)
         module.register_forward_hook(_close_call, always_call=True)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a module has hooks of others. They may read or change its arguments, results and gradients."""
+    return has_module_hooks(module, (_open_call, _close_call))
 
 
 def _open_call(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:

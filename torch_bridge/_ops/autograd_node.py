@@ -31,7 +31,8 @@ Gradients = Sequence[Tensor | None]
 class Node(torch.autograd.Function):
     """A `torch.autograd.Function` with one result and only a first derivative.
 
-    Subclasses define two static methods. `forward(ctx, *inputs)` returns the result and the tensors to save.
+    Subclasses define two static methods. `forward(ctx, *inputs)` returns the result and the tensors to save. Under a
+    compiler the result may be a tuple, and only its first tensor has a gradient.
     `gradients(ctx, saved, grad)` returns a gradient for each input. It may clear `saved` to free tensors.
 
     Attributes:
@@ -79,7 +80,12 @@ def _with_anchor(forward: Callable[..., Any]) -> Callable[..., Any]:
         ctx.has_anchor = not is_compiling() and any(ctx.needs_input_grad)
         if not ctx.has_anchor:
             ctx.save_for_backward(*saved)
-            return _unique_result(result) if is_compiling() else result
+            if not is_compiling():
+                return result
+            if type(result) is not tuple:
+                return _unique_result(result)
+            ctx.mark_non_differentiable(*result[1:])
+            return _unique_result(result[0]), *result[1:]
         anchor = torch.empty(0, device="cpu")
         ctx.save_for_backward(*saved, anchor)
         return result, anchor
