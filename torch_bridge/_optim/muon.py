@@ -18,7 +18,7 @@ from qshard._core.validation import join_names, quote
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._optim.adam import Adam
-from qshard.torch_bridge._optim.orthogonalize import Matrix, MatrixUpdates, plan_updates, ranks_of
+from qshard.torch_bridge._optim.orthogonalize import Matrix, MatrixPlan, plan_updates, ranks_of
 from qshard.torch_bridge._quantized.validation import check_group
 
 _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -197,7 +197,7 @@ class Muon(Adam):
             run.update(1.0 if inv_grad_scale is None else inv_grad_scale)
         super()._update_values(inv_grad_scale)
 
-    def _runs(self) -> Sequence[MatrixUpdates]:
+    def _runs(self) -> Sequence[MatrixPlan]:
         """Return the planned updates. Ranks compare parameters and gradients whenever this rank plans anew."""
         members = [
             (group, p, name)
@@ -209,10 +209,9 @@ class Muon(Adam):
         if self._plan is None or self._plan.facts != facts:
             found: dict[tuple[int, ...], list[Matrix]] = {}
             for group, p, name in members:
-                matrix = Matrix(name or f"parameter {tuple(p.shape)}", p, group, self.state)
-                found.setdefault(ranks_of(p, self._group), []).append(matrix)
+                found.setdefault(ranks_of(p, self._group), []).append(Matrix.of(name, p, group, self.state))
             each = ((self._group_of(ranks), matrices) for ranks, matrices in found.items())
-            self._plan = _Plan(facts, [run for of in each for run in plan_updates(self._op, *of, self.owned_elements)])
+            self._plan = _Plan(facts, [plan_updates(self._op, *of, self.owned_elements) for of in each])
         return self._plan.runs
 
     def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -228,7 +227,7 @@ class Muon(Adam):
 
 class _Plan(NamedTuple):
     facts: list[tuple[Any, ...]]
-    runs: list[MatrixUpdates]
+    runs: list[MatrixPlan]
 
 
 def _named_groups(op: str, params: Any) -> list[dict[str, Any]]:
