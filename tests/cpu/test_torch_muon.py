@@ -191,7 +191,8 @@ def boxes_of(shape, ranks, replicas=1):
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (3, 1), (4, 2)])
 def test_a_plan_sends_each_element_once_and_returns_it_to_all_replicas(ranks, replicas):
     shapes = [(64, 32)] * 5 + [(19, 4, 6), (2, 128), (0, 4)]
-    buckets = muon_plan.plan_buckets([boxes_of(shape, ranks, replicas) for shape in shapes], owned_elements=2048)
+    boxes = [boxes_of(shape, ranks, replicas) for shape in shapes]
+    buckets = muon_plan.plan_buckets(shapes, boxes, owned_elements=2048)
     assert [i for bucket in buckets for i in bucket.parameters] == [*range(len(shapes))]
     world = ranks * replicas
     for bucket in buckets:
@@ -209,7 +210,7 @@ def test_a_plan_sends_each_element_once_and_returns_it_to_all_replicas(ranks, re
 def test_owners_have_about_equal_work():
     """The greedy order gives at most 4/3 of the best division (Graham, 1969), here of 4 equal shares."""
     shapes = [(256, 64), (128, 128), (64, 64), (512, 64), (96, 300), (33, 7)] * 6
-    [bucket] = muon_plan.plan_buckets([boxes_of(shape, 4) for shape in shapes])
+    [bucket] = muon_plan.plan_buckets(shapes, [boxes_of(shape, 4) for shape in shapes])
     costs = [muon_plan.newton_schulz_cost(unit.size) for _, unit in bucket.units]
     work = [sum(cost for cost, owner in zip(costs, bucket.owners, strict=True) if owner == r) for r in range(4)]
     assert max(work) <= 4 / 3 * sum(work) / 4

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from qshard.torch_bridge import Adam, ZeroOptimizer, convert, update_scales
+from qshard.torch_bridge import Adam, Muon, ZeroOptimizer, convert, update_scales
 from qshard.torch_bridge._fsdp.weight import plain
 from support import torch_ranks
 from support.torch_models import linears
@@ -44,18 +44,23 @@ def loss_of(model, step, rank):
     return nn.functional.cross_entropy(logits, tokens[:, 1] % 5)
 
 
-def in_one_process(recipe, steps, dtype, clip=None, reduce_dtype=torch.float32, **options):
+def in_one_process(
+    recipe, steps, dtype, clip=None, reduce_dtype=torch.float32, *, build=model_of, muon=None, **options
+):
     """Train on all ranks' batches sequentially, with plain weights and float32 masters, without ZeRO code.
 
-    Gradients are rounded to `reduce_dtype`. With `clip`, they are clipped to that norm, and norms follow losses.
+    Gradients are rounded to `reduce_dtype`. With `clip`, they are clipped to that norm, and norms follow losses. The
+    optimizer is `Muon` with the options `muon`, or `Adam`.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
-    model = model_of(recipe, dtype)
+    model = build(recipe, dtype)
     seeds = [layer.seed.clone() for layer in linears(model) if layer.seed is not None]
-    # Flatten a weight to one row, along which states have scales.
-    flat = [p.float().clone().view(1, -1) if p.ndim > 1 else p.float().clone() for p in map(plain, model.parameters())]
-    masters = [nn.Parameter(values) for values in flat]
-    optimizer = Adam(masters, **OPTIONS, **options)
+    values = [p.float().clone() for p in map(plain, model.parameters())]
+    if muon is None:  # Flatten a weight to one row, along which states have scales.
+        values = [each.view(1, -1) if each.ndim > 1 else each for each in values]
+    masters = [nn.Parameter(each) for each in values]
+    named = [(name, master) for (name, _), master in zip(model.named_parameters(), masters, strict=True)]
+    optimizer = Adam(masters, **OPTIONS, **options) if muon is None else Muon(named, **muon)
     losses = [[] for _ in range(world)]
     for step in range(steps):
         total = [None] * len(masters)

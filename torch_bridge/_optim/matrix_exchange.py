@@ -1,7 +1,11 @@
-"""All-to-alls of `Muon`: parts of matrices go to the ranks that own them, and results come back."""
+"""All-to-alls of `Muon`: parts of matrices go to the ranks that own them, and results come back.
+
+Shards are boxes of a parameter, or flat slices of it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qshard._core.optimizers.muon_plan import MatrixBucket, UnitPart
+from qshard._core.placement import Index
 
 _Messages = Sequence[Sequence[UnitPart]]  # Parts for each rank.
 
@@ -48,7 +53,8 @@ class MatrixExchange:
         """Begin to send the local parts, one tensor for each parameter of the bucket, to the owners of its units."""
         position = {parameter: i for i, parameter in enumerate(self.bucket.parameters)}
         local = [
-            [parts[position[self.bucket.units[part.unit][0]]][part.local] for part in message] for message in self._sent
+            [_at(parts[position[self.bucket.units[part.unit][0]]], part.local) for part in message]
+            for message in self._sent
         ]
         return self._all_to_all(local, self._received, self._is_sent)
 
@@ -57,17 +63,18 @@ class MatrixExchange:
         units: dict[int, Tensor] = {}
         for part, values in _split(sending.wait(), self._received):
             shape = self.bucket.units[part.unit][1].size
-            if part.shape == shape:
-                units[part.unit] = values
+            if part.size == math.prod(shape):
+                units[part.unit] = values.view(shape)
                 continue
             if part.unit not in units:
                 units[part.unit] = values.new_empty(shape)
-            units[part.unit][part.whole] = values
+            _at(units[part.unit], part.whole).copy_(values)
         return units
 
     def send_back(self, results: dict[int, Tensor]) -> Sending:
         """Begin to send the results of this rank's units to all ranks that have a part."""
-        local = [[results[part.unit][part.whole] for part in message] for message in self._returned]
+        whole = {unit: result.contiguous() for unit, result in results.items()}  # Flat slices need it.
+        local = [[_at(whole[part.unit], part.whole) for part in message] for message in self._returned]
         return self._all_to_all(local, self._results, self._is_returned)
 
     def parts(self, sending: Sending, shapes: Sequence[torch.Size], devices: Sequence[torch.device]) -> list[Tensor]:
@@ -76,12 +83,12 @@ class MatrixExchange:
         found: list[Tensor | None] = [None] * len(shapes)
         for part, values in _split(sending.wait(), self._results):
             i = position[self.bucket.units[part.unit][0]]
-            if part.shape == shapes[i]:
-                found[i] = values.to(devices[i])
+            if part.size == shapes[i].numel():
+                found[i] = values.view(shapes[i]).to(devices[i])
                 continue
             if (result := found[i]) is None:
                 result = found[i] = torch.empty(shapes[i], dtype=values.dtype, device=devices[i])
-            result[part.local] = values.to(devices[i])
+            _at(result, part.local).copy_(values)
         empty = [torch.empty(shape, device=device) for shape, device in zip(shapes, devices, strict=True)]
         return [other if result is None else result for result, other in zip(found, empty, strict=True)]
 
@@ -105,6 +112,11 @@ class MatrixExchange:
             async_op=True,
         )
         return Sending(output, work)
+
+
+def _at(values: Tensor, index: Index) -> Tensor:
+    """Return a view of a shard or a unit. An index of one axis is of the flattened tensor."""
+    return values[index] if len(index) == values.ndim else values.view(-1)[index]
 
 
 def _split(buffer: Tensor, messages: _Messages) -> list[tuple[UnitPart, Tensor]]:

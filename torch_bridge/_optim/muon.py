@@ -18,7 +18,7 @@ from qshard._core.validation import join_names, quote
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._optim.adam import Adam
-from qshard.torch_bridge._optim.orthogonalize import Matrix, MatrixUpdates, plan_updates, ranks_of
+from qshard.torch_bridge._optim.orthogonalize import Matrix, MatrixPlan, plan_updates, ranks_of
 from qshard.torch_bridge._quantized.validation import check_group
 
 _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -61,7 +61,7 @@ class Muon(Adam):
       TypeError: parameters have no names, or a setting or a parameter has a wrong type.
       ValueError: a setting is out of range, a rule has no effect, or in `step`, ranks have different parameters or
         gradients.
-      NotImplementedError: the parameters belong to FSDP1 or a `ZeroOptimizer`.
+      NotImplementedError: the parameters belong to FSDP1, or to a `ZeroOptimizer`, which has `optimizer_class=Muon`.
 
     Each matrix has one owner among the ranks of its mesh. Ranks send it their parts of U in bfloat16, it runs
     Newton-Schulz once, and it returns to each rank its part of X: two all-to-alls for a bucket of matrices, while
@@ -179,12 +179,7 @@ class Muon(Adam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if own := self.__dict__.get("param_groups"):  # Not in a copy.
-            groups = [[group.get("algorithm") for group in each] for each in (state["param_groups"], own)]
-            if groups[0] != groups[1]:
-                raise ValueError(
-                    f"{self._op}: the state has groups of {groups[0]}, and this optimizer of {groups[1]}; load the "
-                    "state of a Muon with the same rules"
-                )
+            check_algorithms(self._op, state["param_groups"], own)
         super().__setstate__(state)
         self._plan, self._group = None, self.__dict__.get("_group")
         self._mesh_groups = self.__dict__.get("_mesh_groups", {})
@@ -197,7 +192,7 @@ class Muon(Adam):
             run.update(1.0 if inv_grad_scale is None else inv_grad_scale)
         super()._update_values(inv_grad_scale)
 
-    def _runs(self) -> Sequence[MatrixUpdates]:
+    def _runs(self) -> Sequence[MatrixPlan]:
         """Return the planned updates. Ranks compare parameters and gradients whenever this rank plans anew."""
         members = [
             (group, p, name)
@@ -209,10 +204,9 @@ class Muon(Adam):
         if self._plan is None or self._plan.facts != facts:
             found: dict[tuple[int, ...], list[Matrix]] = {}
             for group, p, name in members:
-                matrix = Matrix(name or f"parameter {tuple(p.shape)}", p, group, self.state)
-                found.setdefault(ranks_of(p, self._group), []).append(matrix)
+                found.setdefault(ranks_of(p, self._group), []).append(Matrix.of(name, p, group, self.state))
             each = ((self._group_of(ranks), matrices) for ranks, matrices in found.items())
-            self._plan = _Plan(facts, [run for of in each for run in plan_updates(self._op, *of, self.owned_elements)])
+            self._plan = _Plan(facts, [plan_updates(self._op, *of, self.owned_elements) for of in each])
         return self._plan.runs
 
     def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -228,7 +222,17 @@ class Muon(Adam):
 
 class _Plan(NamedTuple):
     facts: list[tuple[Any, ...]]
-    runs: list[MatrixUpdates]
+    runs: list[MatrixPlan]
+
+
+def check_algorithms(op: str, groups: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError unless the parameter groups of a state have the algorithms of the optimizer's own."""
+    algorithms, of_optimizer = [[group.get("algorithm") for group in each] for each in (groups, own)]
+    if algorithms != of_optimizer:
+        raise ValueError(
+            f"{op}: the state has groups of {algorithms}, and this optimizer of {of_optimizer}; load the state of an "
+            "optimizer with the same rules"
+        )
 
 
 def _named_groups(op: str, params: Any) -> list[dict[str, Any]]:
@@ -257,7 +261,7 @@ def _check_parameter(op: str, name: str | None, parameter: Any) -> None:
         kind = "FullyShardedDataParallel" if is_fsdp1 else type(local).__name__
         raise NotImplementedError(
             f"{op}: {name or 'a parameter'} ({kind}) is not a whole or sharded matrix of values; shard the model by "
-            "fully_shard, not by FullyShardedDataParallel or ZeroOptimizer"
+            "fully_shard, or pass optimizer_class=Muon to ZeroOptimizer"
         )
     if isinstance(parameter, DTensor) and any(placement.is_partial() for placement in parameter.placements):
         raise ValueError(f"{op}: {name or 'a parameter'} ({parameter.placements}) is a partial sum; redistribute it")

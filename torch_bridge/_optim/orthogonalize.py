@@ -1,6 +1,7 @@
 """Orthogonalized updates of sharded matrices, for Muon.
 
 Momentum of a matrix is sent to the rank that owns it, which runs Newton-Schulz; the result is sent back to the shards.
+Shards are those of DTensors, or flat slices of ZeRO.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from qshard._core.optimizers import muon as core
 from qshard._core.optimizers.muon_plan import plan_buckets
+from qshard._core.placement import Box
+from qshard.layout import Shape
 from qshard.torch_bridge._distributed.dtensor import local_box, wrapped_like
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.bind import dtype_name
@@ -22,19 +25,33 @@ from qshard.torch_bridge._optim.matrix_exchange import MatrixExchange, Sending
 
 
 class Matrix(NamedTuple):
-    """A matrix or a stack, its settings, and the states of the optimizer."""
+    """A matrix or a stack, its settings, and the states of the optimizer.
+
+    Attributes:
+      parameter: the tensor to update, with its gradient and the key of its state; for a flat slice, the slice.
+      shape: the whole shape.
+      box: the local shard, as a box of the whole shape or of the flattened parameter.
+    """
 
     name: str
     parameter: Tensor
     group: dict[str, Any]
     states: Mapping[Tensor, dict[str, Any]]
+    shape: Shape
+    box: Box
+
+    @classmethod
+    def of(cls, name: str | None, parameter: Tensor, group: dict[str, Any], states: Mapping[Tensor, Any]) -> Matrix:
+        """Return the local shard of a DTensor, or a plain tensor."""
+        shape = tuple(parameter.shape)
+        return cls(name or f"parameter {shape}", parameter, group, states, shape, local_box(parameter))
 
     @property
     def facts(self) -> tuple[Any, ...]:
         """The description and settings that ranks must agree on."""
         names = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "master_weights")
         given = "with" if self.parameter.grad is not None else "without"
-        what = f"{self.name} {tuple(self.parameter.shape)} ({dtype_name(self.parameter.dtype)}) {given} a gradient"
+        what = f"{self.name} {self.shape} ({dtype_name(self.parameter.dtype)}) {given} a gradient"
         return what, *(self.group[name] for name in names)
 
     def values(self) -> Tensor:
@@ -66,7 +83,7 @@ class Matrix(NamedTuple):
     def apply(self, update: Tensor) -> None:
         """Update the local shard by its part of the orthogonalized matrix."""
         group, memory, values = self.group, memory_of(self.parameter), self.values()
-        scale = core.update_scale("Muon", group["adjust_lr_fn"], *self.parameter.shape[-2:])
+        scale = core.update_scale("Muon", group["adjust_lr_fn"], *self.shape[-2:])
         lr = float(group["lr"])
         wide = values.float()
         wide.mul_(1 - lr * group["weight_decay"])
@@ -76,41 +93,52 @@ class Matrix(NamedTuple):
             memory.copy_(values)
 
 
-class MatrixUpdates(NamedTuple):
-    """The matrices of one set of ranks, and the exchanges of their buckets."""
-
-    matrices: list[Matrix]
-    exchanges: list[MatrixExchange]
-
-    def update(self, grad_scale: Tensor | float) -> None:
-        """Update all matrices. Messages of a bucket are on their way while another bucket is orthogonalized.
+class MatrixUpdates:
+    """A step of the matrices of one set of ranks. Messages of a bucket are sent while another is orthogonalized.
 
         send 0 | send 1, orthogonalize 0 | send 2, orthogonalize 1, apply 0 | send 3, orthogonalize 2, apply 1 | ...
-        """
-        count = len(self.exchanges)
-        there: dict[int, Sending] = {}
-        back: dict[int, Sending] = {}
-        for i in range(count + 2):
-            if i < count:
-                there[i] = self.exchanges[i].send([each.momentum(grad_scale) for each in self._of(i)])
-            if 0 < i <= count:
-                back[i - 1] = self._orthogonalize(self.exchanges[i - 1], there.pop(i - 1))
-            if i > 1:
-                matrices = self._of(i - 2)
-                local = [memory_of(each.parameter) for each in matrices]
-                shapes, devices = [each.shape for each in local], [each.device for each in local]
-                for each, part in zip(
-                    matrices, self.exchanges[i - 2].parts(back.pop(i - 2), shapes, devices), strict=True
-                ):
-                    each.apply(part)
 
-    def _of(self, bucket: int) -> list[Matrix]:
-        return [self.matrices[i] for i in self.exchanges[bucket].bucket.parameters]
+    Args:
+      matrices: the matrices of all buckets, in their order.
+      exchanges: the exchange of each bucket.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], exchanges: Sequence[MatrixExchange]):
+        self._matrices, self._exchanges = matrices, exchanges
+        self._inputs: list[Tensor] = []  # of Newton-Schulz, for the next bucket
+        self._there: dict[int, Sending] = {}
+        self._back: dict[int, Sending] = {}
+        self._next = 0  # bucket
+
+    def add(self, matrix: Tensor) -> None:
+        """Take the input of the next matrix for Newton-Schulz, its local part, and send a bucket that is complete."""
+        self._inputs.append(matrix)
+        if len(self._inputs) == len(self._exchanges[self._next].bucket.parameters):
+            self._there[self._next] = self._exchanges[self._next].send(self._inputs)
+            self._inputs = []
+            self._advance()
+
+    def finish(self) -> None:
+        """Update the matrices of the last buckets."""
+        for _ in range(2 if self._exchanges else 0):
+            self._advance()
+
+    def _advance(self) -> None:
+        done, self._next = self._next, self._next + 1
+        if (sending := self._there.pop(done - 1, None)) is not None:
+            self._back[done - 1] = self._orthogonalize(self._exchanges[done - 1], sending)
+        if (sending := self._back.pop(done - 2, None)) is not None:
+            exchange = self._exchanges[done - 2]
+            matrices = [self._matrices[i] for i in exchange.bucket.parameters]
+            local = [memory_of(each.parameter) for each in matrices]
+            parts = exchange.parts(sending, [each.shape for each in local], [each.device for each in local])
+            for matrix, part in zip(matrices, parts, strict=True):
+                matrix.apply(part)
 
     def _orthogonalize(self, exchange: MatrixExchange, sending: Sending) -> Sending:
         results = {}
         for unit, matrix in exchange.units(sending).items():
-            group = self.matrices[exchange.bucket.units[unit][0]].group
+            group = self._matrices[exchange.bucket.units[unit][0]].group
             results[unit] = newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
         return exchange.send_back(results)
 
@@ -129,11 +157,25 @@ def newton_schulz(x: Tensor, coefficients: Sequence[float], steps: int, eps: flo
     return x.mT if is_tall else x
 
 
+class MatrixPlan(NamedTuple):
+    """The matrices of one set of ranks, and the exchanges of their buckets."""
+
+    matrices: list[Matrix]
+    exchanges: list[MatrixExchange]
+
+    def update(self, grad_scale: Tensor | float) -> None:
+        """Update all matrices with their gradients. Collective."""
+        updates = MatrixUpdates(self.matrices, self.exchanges)
+        for matrix in self.matrices:
+            updates.add(matrix.momentum(grad_scale))
+        updates.finish()
+
+
 def plan_updates(
     op: str, group: dist.ProcessGroup | None, matrices: Sequence[Matrix], owned_elements: int
-) -> list[MatrixUpdates]:
-    """Plan the update of matrices of one set of ranks. Collective."""
-    boxes = [local_box(each.parameter) for each in matrices]
+) -> MatrixPlan:
+    """Plan the update of the matrices of one set of ranks that have a gradient. Collective."""
+    boxes = [each.box for each in matrices]
     facts: list[tuple[Any, ...]] = [each.facts for each in matrices]
     facts.append(("matrices in buckets", owned_elements))
     everyone: list[Any] = [(facts, boxes)]
@@ -142,11 +184,21 @@ def plan_updates(
         dist.all_gather_object(everyone, (facts, boxes), group=group)
         _check_agreement(op, [of_rank for of_rank, _ in everyone])
     chosen = [i for i, each in enumerate(matrices) if each.parameter.grad is not None]
-    if not chosen:
-        return []
-    device = _device_of(matrices[0].parameter)
-    buckets = plan_buckets([[of_rank[i] for _, of_rank in everyone] for i in chosen], owned_elements=owned_elements)
-    return [MatrixUpdates([matrices[i] for i in chosen], [MatrixExchange(bucket, group, device) for bucket in buckets])]
+    shapes, of_ranks = [matrices[i].shape for i in chosen], [[of_rank[i] for _, of_rank in everyone] for i in chosen]
+    exchanges = plan_exchanges(shapes, of_ranks, group, _device_of(matrices[0].parameter), owned_elements)
+    return MatrixPlan([matrices[i] for i in chosen], exchanges)
+
+
+def plan_exchanges(
+    shapes: Sequence[Shape],
+    boxes: Sequence[Sequence[Box]],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    owned_elements: int,
+) -> list[MatrixExchange]:
+    """Return the exchanges of the buckets of matrices, from their shapes and the shards of all ranks."""
+    buckets = plan_buckets(shapes, boxes, owned_elements=owned_elements)
+    return [MatrixExchange(bucket, group, device) for bucket in buckets]
 
 
 def _check_agreement(op: str, everyone: Sequence[Sequence[tuple[Any, ...]]]) -> None:

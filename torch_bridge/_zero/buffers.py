@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,6 @@ from qshard.formats import Usage
 from qshard.layout import slice_plane
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.collectives import all_gather
-from qshard.torch_bridge._optim.adam import Adam
-from qshard.torch_bridge._optim.adam_state import SCALED
 from qshard.torch_bridge._optim.slices import empty_scales, gather_parts
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -273,20 +271,3 @@ def update_batches(flats: Sequence[FlatBuffer], of_groups: Sequence[Sequence[Zer
         for weight in of_group:
             batch_of[id(weight)].of_groups[index].append(weight)
     return batches
-
-
-def state_alignment(settings: Sequence[dict[str, Any]], lr: float | Tensor, options: dict[str, Any]) -> int:
-    """Check the options of all parameters with an `Adam`, and return the alignment of slices that its states need."""
-    adam = _Trial([{"params": [nn.Parameter(torch.empty(0))], **given} for given in settings], lr, **options)
-    if unknown := {key for given in settings for key in given} - set(adam.defaults):
-        raise ValueError(
-            f"ZeroOptimizer: settings ({sorted(unknown)[0]!r}) is not an option of Adam; pass options of Adam only"
-        )
-    scaled = any({group["exp_avg_dtype"], group["exp_avg_sq_dtype"]} & set(SCALED) for group in adam.param_groups)
-    return BLOCK_ALIGNMENT if scaled else ALIGNMENT
-
-
-class _Trial(Adam):
-    """An `Adam` that only validates options."""
-
-    _op = "ZeroOptimizer"

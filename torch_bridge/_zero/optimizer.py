@@ -10,6 +10,8 @@ A step:
 
     reduce-scatter gradients -> Adam on the local slices -> ONE max-reduction -> cast the local slices -> ONE all-gather
 
+With `optimizer_class=Muon`, owners of matrices among the ranks also orthogonalize momentum (`sliced_muon.py`).
+
 Fully sharded, `shard_weights=True`: codes are sharded too. The codes of a unit, one or more layers, are gathered while
 the unit before it runs, in forward and in backward, and freed after it. Its gradients are reduced as soon as they are
 complete, while the next unit runs (`schedule.py`).
@@ -26,46 +28,34 @@ Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; TransformerEngi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
-from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
+from qshard.torch_bridge._delayed_scaling import update_delayed
 from qshard.torch_bridge._fsdp.weight import memory_of
-from qshard.torch_bridge._modules import modules_of
 from qshard.torch_bridge._ops.collectives import unlike_ranks
 from qshard.torch_bridge._optim.adam import Adam, initialize_state
 from qshard.torch_bridge._optim.cast_master import Parity, check_parity
+from qshard.torch_bridge._optim.muon import check_algorithms
 from qshard.torch_bridge._quantized.validation import check_dtype, check_group, check_model
-from qshard.torch_bridge._zero.buffers import ALIGNMENT, FlatBuffer, state_alignment, update_batches
+from qshard.torch_bridge._zero.buffers import ALIGNMENT, BLOCK_ALIGNMENT, FlatBuffer, update_batches
 from qshard.torch_bridge._zero.gradients import clip_by_norm, norm_over_ranks
 from qshard.torch_bridge._zero.meta_init import Init, MetaInit, check_init, default_device
 from qshard.torch_bridge._zero.placeholders import weakly
-from qshard.torch_bridge._zero.schedule import (
-    Schedule,
-    autograd_runs,
-    check_parameters,
-    watch_gradients,
-    watch_model,
-    watch_moves,
-    watch_uses,
-)
+from qshard.torch_bridge._zero.schedule import Schedule, autograd_runs, check_parameters, watch
+from qshard.torch_bridge._zero.settings import Settings, SettingsOf, settings_of
+from qshard.torch_bridge._zero.sliced_muon import SlicedMuon, is_muon
 from qshard.torch_bridge._zero.state_dict import StateDicts
-from qshard.torch_bridge._zero.weight import (
-    Ranks,
-    SliceCast,
-    by_setting,
-    copy_values,
-    units_of,
-    weights_of,
-)
+from qshard.torch_bridge._zero.weight import Ranks, SliceCast, copy_values, units_of, weights_of
 
 
 class ZeroOptimizer(Adam):
-    """Adam or AdamW with masters and states sharded over ranks, which also quantizes and gathers the weights.
+    """Adam, AdamW or Muon with masters and states sharded over ranks, which also quantizes and gathers the weights.
 
     Weights of `Linear` become `QuantizedTensor`s of the recipe's format. All other parameters are gathered in their
     dtype, among them weights in formats that cannot be gathered as codes: formats with 1-D blocks, where the two planes
@@ -82,8 +72,8 @@ class ZeroOptimizer(Adam):
       units: with `shard_weights`, the modules that gather their weights together. A parameter belongs to the innermost
         unit around it. By default each module with parameters of its own is a unit. A parameter of two modules needs a
         unit that contains both.
-      settings: a function of name and parameter that returns options of `Adam` for it, such as
-        `{"weight_decay": 0.0}`.
+      settings: a function of name and parameter that returns options of `optimizer_class` for it, such as
+        `{"weight_decay": 0.0}`, or with `Muon` `{"algorithm": "adamw"}`.
       parity: "model" casts the master after rounding it to the dtype of the parameter; "master" casts the master
         itself.
       reduce_dtype: dtype of gradients on the wire: float32, bfloat16 or float16. Sums are float32. If gradients already
@@ -93,8 +83,9 @@ class ZeroOptimizer(Adam):
         module at a time. Values depend on module names and on `torch.manual_seed` of the first rank, not on the number
         of ranks or the stage.
       device: for a model on meta, its device; by default the current accelerator.
-      options: options of `Adam` for all parameters. `decoupled_weight_decay=True` gives `AdamW`; pass its default
-        `weight_decay` of 0.01 too. Scaled states have one scale for every 128 elements of the flattened weight.
+      optimizer_class: `Adam`, `AdamW` or `Muon`, with its formulas, options, defaults and states.
+      options: options of `optimizer_class` for all parameters, such as `rules` and `adamw` of `Muon`. Scaled states
+        have one scale for every 128 elements of the flattened weight. Masters are float32 with any `master_weights`.
 
     Raises:
       ValueError: the model or an option is unsupported. All ranks raise, even if only one sees the reason.
@@ -104,6 +95,11 @@ class ZeroOptimizer(Adam):
     `zero_grad` of the optimizer or of the model clears the buffer; `step` does not. Reading the placeholder at `.grad`
     raises: clip with `clip_grad_norm_`. A parameter without a gradient counts as zeros, and a gradient that you assign
     to `.grad` counts. `step` also updates `DelayedScaling`; a further call of `update_scales` changes nothing.
+
+    **Muon** updates hidden matrices and stacks of experts, and AdamW the rest, as in `Muon` of named parameters, with
+    the same bits. The momentum is in slices too. Each matrix has an owner among the ranks; in `step`, two all-to-alls
+    for a bucket of matrices send slices of the momentum there in bfloat16, and results back. A parameter without a
+    gradient is updated by its momentum.
 
     **Sharded weights** have memory while their unit runs. In between, `model.parameters()` have shapes and dtypes, and
     reading values raises. Layers may be compiled: the hooks that gather and free stay outside of the graph. Moving the
@@ -151,11 +147,12 @@ class ZeroOptimizer(Adam):
         group: dist.ProcessGroup | None = None,
         shard_weights: bool = False,
         units: Sequence[nn.Module] | None = None,
-        settings: Callable[[str, nn.Parameter], dict[str, Any]] | None = None,
+        settings: SettingsOf | None = None,
         parity: Parity = "model",
         reduce_dtype: torch.dtype = torch.float32,
         init: Init | None = None,
         device: torch.device | str | None = None,
+        optimizer_class: type[Adam] = Adam,
         **options: Any,
     ):
         check_model("ZeroOptimizer", model)
@@ -163,23 +160,22 @@ class ZeroOptimizer(Adam):
         self._ranks, self._model = Ranks.of(group), model
         there = next((p.device for p in model.parameters() if not p.is_meta), None)
         self._device = there or (default_device() if device is None else torch.device(device))
-        problem, chosen, alignment = None, [], ALIGNMENT
-        try:
+        problem, chosen, resolved = None, [], Settings([], {})
+        try:  # Validate before any collective.
             weights = weights_of(model)
             check_init(model, init)
             chosen = units_of(model, weights, units) if shard_weights else [(model, weights)]
-            groups_of = by_setting(weights, settings)
-            # Validate before any collective.
             check_parity("ZeroOptimizer", parity)
             check_dtype("ZeroOptimizer", "reduce_dtype", reduce_dtype)
-            alignment = state_alignment([given for given, _ in groups_of], lr, options)
+            resolved = settings_of(optimizer_class, weights, settings, lr, options)
         except (ValueError, TypeError) as error:
-            problem, groups_of = error, []
+            problem = error
+        alignment = BLOCK_ALIGNMENT if resolved.has_scaled_states else ALIGNMENT
         kinds = [(w.name, w.shape, str(w.dtype), str(w.fmt)) for _, of_unit in chosen for w in of_unit]
-        self._layout = hashlib.sha256(
-            repr((self._ranks.size, shard_weights, parity, alignment, kinds)).encode()
-        ).hexdigest()
-        self._agree(problem, "has another model or other options; use the same on all ranks", also=reduce_dtype)
+        layout = repr((self._ranks.size, shard_weights, parity, alignment, kinds))
+        self._layout = hashlib.sha256(layout.encode()).hexdigest()
+        also = reduce_dtype, resolved.facts
+        self._agree(problem, "has another model or other options; use the same on all ranks", also)
         initial = MetaInit(model, weights, init, self._ranks, self._device)
         self._broadcast()
         self._stale = False  # True if masters were loaded and weights are not cast yet.
@@ -193,18 +189,19 @@ class ZeroOptimizer(Adam):
         }
         self._flats = [FlatBuffer(of_unit, self._ranks, shard_weights, alignment, **make) for _, of_unit in chosen]
         self._weights = [weight for flat in self._flats for weight in flat.weights]
-        super().__init__(
-            [{"params": [w.master for w in of_group], **given} for given, of_group in groups_of], lr, **options
-        )
-        self._of_groups = [of_group for _, of_group in groups_of]
+        self._hypers, self._steps = {}, {}
+        self._of_groups = [of_group for _, of_group in resolved.groups]
+        groups = [{"params": [w.master for w in of_group], **given} for given, of_group in resolved.groups]
+        Optimizer.__init__(self, groups, resolved.defaults)  # All settings are in the groups.
         for param_group, of_group in zip(self.param_groups, self._of_groups, strict=True):
             param_group["params"] = [w.visible for w in of_group]  # What users see, the same on every rank.
         self._batches = update_batches(self._flats, self._of_groups)
+        self._muon = SlicedMuon(self._batches, resolved, self._ranks, self._device)
         self._initialize_states()
         quantized = [w for w in self._weights if w.quantized]
         self._current = SliceCast([w for w in quantized if not w.delayed], parity, self._device)
         self._delayed = SliceCast([w for w in quantized if w.delayed], parity, self._device)
-        self._watch([module for module, _ in chosen] if shard_weights else [])
+        watch(model, [module for module, _ in chosen], self._flats, self._schedule, self._renew)
         ordered = [weight for of_group in self._of_groups for weight in of_group]
         self._states = StateDicts(self._ranks, self._device, self._layout, self._weights, ordered, self._note_write)
         self._states.watch(model, self._flats, self._renew)
@@ -224,24 +221,15 @@ class ZeroOptimizer(Adam):
                 if not tensor.is_meta:
                     dist.broadcast(memory_of(tensor), group=self._ranks.group, group_src=0)
 
-    def _watch(self, units: Sequence[nn.Module]) -> None:
-        """Register hooks for gradients, passes and moves of the model, and for uses of `units`, if they are sharded."""
-        for flat in self._flats:
-            watch_gradients(flat)
-        for unit, flat in zip(units, self._flats, strict=False):
-            watch_uses(unit, flat, self._schedule, self._renew)
-        watch_model(self._model, self._schedule, self._renew)
-        watch_moves(self._model, self._weights)
-        for module in modules_of(self._model):
-            if isinstance(module, DelayedScale):
-                module.group = self._ranks.group
-
     def _initialize_states(self) -> None:
         for group, of_group in zip(self.param_groups, self._of_groups, strict=True):
-            for weight in of_group:
+            for weight in () if is_muon(group) else of_group:
                 initialize_state(self.state[weight.visible], weight.master, group)
+        self._muon.initialize_states(self.param_groups, self.state)
 
     def _to_update(self, group: dict[str, Any]) -> Iterable[tuple[dict[str, Any], Tensor]]:
+        if is_muon(group):
+            return []
         index = next(i for i, one in enumerate(self.param_groups) if one is group)
         return [(self.state[weight.visible], weight.master) for weight in self._batch.of_groups[index]]
 
@@ -259,13 +247,17 @@ class ZeroOptimizer(Adam):
         # If the number of ranks is a power of two, Adam can multiply sums by its reciprocal without rounding.
         sums = inv_grad_scale is None and self._ranks.size.bit_count() == 1
         sums = sums and not any(flat.gradient.is_clipped for flat in self._flats)
+        scale = 1 / self._ranks.size if sums else inv_grad_scale
+        muon = self._muon.begin(self.param_groups, self.state)
         for batch in self._batches:
             self._batch = batch
             for flat in batch.flats:
                 flat.set_gradients(flat.gradient.total() if sums else flat.gradient.mean())
-            self._update_values(1 / self._ranks.size if sums else inv_grad_scale)
+            self._update_values(scale)
+            muon.add(batch, 1.0 if scale is None else scale)
             for flat in batch.flats:
                 flat.set_gradients(None)
+        muon.finish()
         if self._delayed.delayed:
             update_delayed(self._model, self._ranks.group)
         self._publish()
@@ -325,7 +317,7 @@ class ZeroOptimizer(Adam):
                 weight.parameter.grad = weight.visible.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of `Adam` in whole shapes and, under "zero", the masters. No communication.
+        """Return the states in whole shapes and, under "zero", the masters. No communication.
 
         With several ranks, tensors are slices that share memory with the optimizer. Save them with
         `torch.distributed.checkpoint`, or take a snapshot with `copy.deepcopy`. `get_optimizer_state_dict` drops
@@ -345,8 +337,8 @@ class ZeroOptimizer(Adam):
         from `get_optimizer_state_dict` or from torch's AdamW has no masters: load the model too.
 
         Raises:
-          ValueError: the state belongs to another model, or its masters to another stage, number of ranks or rank. All
-            ranks raise, and nothing has changed.
+          ValueError: the state belongs to another model or other algorithms, or its masters to another stage, number of
+            ranks or rank. All ranks raise, and nothing has changed.
 
         >>> optimizer = ZeroOptimizer(nn.Linear(2, 1, bias=False))
         >>> optimizer.load_state_dict(optimizer.state_dict())
@@ -355,6 +347,7 @@ class ZeroOptimizer(Adam):
         states: dict[Any, Any] = {}
         masters: list[Tensor] = []
         try:
+            check_algorithms("ZeroOptimizer", state_dict["param_groups"], self.param_groups)
             states, masters = self._states.local_slices(state_dict)
         except ValueError as error:
             problem = error

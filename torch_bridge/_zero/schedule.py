@@ -26,6 +26,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from qshard.torch_bridge._delayed_scaling import DelayedScale
+from qshard.torch_bridge._modules import modules_of
 from qshard.torch_bridge._ops.eager import is_capturing
 from qshard.torch_bridge._quantized.device_moves import Move, changes, guard_moves
 from qshard.torch_bridge._torch_internals import active_ddp, backward_id, call_after_backward, pytree
@@ -215,12 +217,27 @@ class Hook:
         return Hook, ()
 
 
-def watch_gradients(flat: FlatBuffer) -> None:
-    for index, weight in enumerate(flat.weights):
-        weight.parameter.register_post_accumulate_grad_hook(GradientHook(weakly(flat.collect_gradient, index)))
+def watch(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    flats: Sequence[FlatBuffer],
+    schedule: Schedule,
+    renew: Callable[[], None],
+) -> None:
+    """Register hooks for gradients, passes and moves of the model, and for uses of its units, if they are sharded."""
+    for unit, flat in zip(units, flats, strict=True):
+        for index, weight in enumerate(flat.weights):
+            weight.parameter.register_post_accumulate_grad_hook(GradientHook(weakly(flat.collect_gradient, index)))
+        if flat.sharded:
+            _watch_uses(unit, flat, schedule, renew)
+    _watch_model(model, schedule, renew)
+    _watch_moves(model, [weight for flat in flats for weight in flat.weights])
+    for module in modules_of(model):
+        if isinstance(module, DelayedScale):
+            module.group = flats[0].ranks.group
 
 
-def watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
+def _watch_moves(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
     """Make moves of the model, or of a module that owns weights, raise before anything is moved."""
     owned: dict[nn.Module, list[ZeroParameter]] = {model: [*weights]}
     for weight in weights:
@@ -260,7 +277,7 @@ class ZeroUnit(NamedTuple):
                 self.schedule.leave(self.flat)
 
 
-def watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: Callable[[], None]) -> None:
+def _watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: Callable[[], None]) -> None:
     """Register hooks that gather the sharded weights of a unit before each use, and free them after it."""
     schedule.flats.append(flat)
     module.zero_unit = ZeroUnit(flat, schedule, renew)  # type: ignore[assignment]
@@ -306,7 +323,7 @@ def watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: C
     module.__reduce_ex__ = refuse_copies  # type: ignore[method-assign]
 
 
-def watch_model(model: nn.Module, schedule: Schedule, renew: Callable[[], None]) -> None:
+def _watch_model(model: nn.Module, schedule: Schedule, renew: Callable[[], None]) -> None:
     """Register hooks that publish loaded masters before a forward, and refuse wrappers. Call it last."""
 
     def before_forward(*_: Any) -> None:

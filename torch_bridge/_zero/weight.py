@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -205,20 +205,6 @@ def units_of(
             )
         of_unit[homes.pop()].append(weight)
     return [(unit, of_unit[id(unit)]) for unit in chosen if of_unit[id(unit)]]
-
-
-def by_setting(
-    weights: Sequence[ZeroParameter], settings: Callable[[str, nn.Parameter], dict[str, Any]] | None
-) -> list[tuple[dict[str, Any], list[ZeroParameter]]]:
-    """Group weights with equal settings, in order of appearance: the same groups on every rank."""
-    groups: list[tuple[dict[str, Any], list[ZeroParameter]]] = []
-    for weight in weights:
-        given = settings(weight.name, weight.parameter) if settings else {}
-        members = next((members for known, members in groups if known == given), None)
-        if members is None:
-            groups.append((given, members := []))
-        members.append(weight)
-    return groups
 
 
 def copy_values(weights: Iterable[ZeroParameter]) -> None:

@@ -7,7 +7,7 @@ momentum, it orthogonalizes the matrix once, and sends each rank its part of the
 
 An owner orthogonalizes a unit with one call: a matrix, or some matrices of a stack `[E, N, K]`. A unit is a box of its
 parameter, and does not depend on the number of ranks. So it has the same products, and the same bits, wherever it is
-computed.
+computed. Shards are boxes of the parameter, or flat slices: boxes of the flattened parameter.
 
 Sources: Jordan et al., https://kellerjordan.github.io/posts/muon; Liu et al., arXiv:2502.16982; owners of matrices and
 all-to-alls: Canzona, arXiv:2602.06079, and microsoft/dion.
@@ -35,7 +35,7 @@ class UnitPart(NamedTuple):
       rank: the rank with the shard.
       sends: whether this rank sends the part to the owner. One of the ranks with equal parts does.
       local: the part in the shard.
-      whole: the part in the unit.
+      whole: the part in the unit; for flat slices, in the flattened unit.
     """
 
     unit: int
@@ -89,11 +89,15 @@ class MatrixBucket(NamedTuple):
         return [[p for p in self.parts if p.rank == rank and self.owners[p.unit] == r] for r in range(ranks)]
 
 
-def plan_buckets(boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_ELEMENTS) -> list[MatrixBucket]:
+def plan_buckets(
+    shapes: Sequence[Shape], boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_ELEMENTS
+) -> list[MatrixBucket]:
     """Divide the matrices of some parameters over ranks.
 
     Args:
-      boxes: for each parameter, the shard of every rank. Ranks with equal boxes are replicas; other boxes are disjoint.
+      shapes: the whole shape of each parameter.
+      boxes: for each parameter, the shard of every rank, as boxes of the whole shape or of the flattened parameter.
+        Ranks with equal boxes are replicas; other boxes are disjoint.
       owned_elements: elements of a bucket for each rank. One parameter always fits.
 
     Returns:
@@ -103,39 +107,49 @@ def plan_buckets(boxes: Sequence[Sequence[Box]], *, owned_elements: int = OWNED_
     Every rank computes the same plan from the same boxes.
 
     >>> whole = Box((4, 2), (0, 0), (4, 2))
-    >>> [bucket] = plan_buckets([[whole._replace(start=(2 * rank, 0), size=(2, 2)) for rank in range(2)]] * 3)
+    >>> rows = [whole._replace(start=(2 * rank, 0), size=(2, 2)) for rank in range(2)]
+    >>> [bucket] = plan_buckets([(4, 2)] * 3, [rows] * 3)
     >>> bucket.owners, [part.whole[0] for part in bucket.parts[:2]]
     ((0, 1, 0), [slice(0, 2, None), slice(2, 4, None)])
+    >>> [bucket] = plan_buckets([(4, 2)], [[Box((8,), (0,), (3,)), Box((8,), (3,), (5,))]])
+    >>> [part.whole for part in bucket.parts]
+    [(slice(0, 3, None),), (slice(3, 8, None),)]
     """
     if not boxes:
         return []
     ranks = len(boxes[0])
     groups: list[list[int]] = [[]]
     size = 0
-    for i, of_parameter in enumerate(boxes):
-        elements = math.prod(of_parameter[0].global_shape)
+    for i, shape in enumerate(shapes):
+        elements = math.prod(shape)
         if groups[-1] and size + elements > owned_elements * ranks:
             groups.append([])
             size = 0
         groups[-1].append(i)
         size += elements
-    return [_bucket(group, boxes, ranks) for group in groups]
+    return [_bucket(group, shapes, boxes) for group in groups]
 
 
-def _bucket(parameters: Sequence[int], boxes: Sequence[Sequence[Box]], ranks: int) -> MatrixBucket:
-    units = [(i, unit) for i in parameters for unit in units_of(boxes[i][0].global_shape)]
-    shared = [[unit.intersection(box) for box in boxes[i]] for i, unit in units]
+def _bucket(parameters: Sequence[int], shapes: Sequence[Shape], boxes: Sequence[Sequence[Box]]) -> MatrixBucket:
+    units = [(i, unit) for i in parameters for unit in units_of(shapes[i])]
+    places = [unit if boxes[i][0].global_shape == shapes[i] else _flattened(unit) for i, unit in units]
+    shared = [[place.intersection(box) for box in boxes[i]] for (i, _), place in zip(units, places, strict=True)]
     sizes = [[math.prod(part.size) for part in of_unit] for of_unit in shared]
     owners = assign_owners([newton_schulz_cost(unit.size) for _, unit in units], sizes)
     parts: list[UnitPart] = []
-    for u, ((i, unit), of_unit) in enumerate(zip(units, shared, strict=True)):
+    for u, ((i, _), of_unit) in enumerate(zip(units, shared, strict=True)):
         for rank, part in enumerate(of_unit):
             if not sizes[u][rank]:
                 continue
             copies = [other for other, its in enumerate(of_unit) if its == part]
             sender = owners[u] if owners[u] in copies else copies[owners[u] % len(copies)]
-            parts.append(UnitPart(u, rank, rank == sender, part.within(boxes[i][rank]), part.within(unit)))
+            parts.append(UnitPart(u, rank, rank == sender, part.within(boxes[i][rank]), part.within(places[u])))
     return MatrixBucket(tuple(parameters), tuple(units), tuple(owners), tuple(parts))
+
+
+def _flattened(unit: Box) -> Box:
+    """Return a unit, which has consecutive elements, as a box of the flattened parameter."""
+    return Box((math.prod(unit.global_shape),), (unit.philox_offset(),), (math.prod(unit.size),))
 
 
 def newton_schulz_cost(shape: Shape) -> int:
