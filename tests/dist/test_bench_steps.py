@@ -45,7 +45,7 @@ def test_a_case_that_fails_takes_no_other_with_it(tmp_path, capfd):
     "kind",
     [
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "fp8 fused bf16-states", "fp8 compiled")),
-        *("delayed primary", "nvfp4 zero"),
+        *("delayed primary", "nvfp4 zero", "fp8 muon-fp8"),
     ],
 )
 def test_kinds_of_steps(kind):
@@ -60,7 +60,10 @@ def test_kinds_of_steps(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["fp7", "fp8 fast", "bf16 primary", "torchao zero", "te-block compiled", "fp8 primary zero", "fp8 zero whole", ""],
+    [
+        *("fp7", "fp8 fast", "bf16 primary", "torchao zero", "te-block compiled", "fp8 primary zero", "fp8 zero whole"),
+        *("fp8 muon muon-fp8", "fp8 muon-fp8 whole", "fp8 muon-fp8 bf16-states", ""),
+    ],
 )
 def test_kinds_that_are_not_there(kind):
     assert bench_step_torch.wrong_with(kind)
@@ -71,7 +74,9 @@ def test_kinds_by_default_are_there(bench):
     assert not any(bench.wrong_with(kind) for kind in bench.KINDS)
 
 
-@pytest.mark.parametrize("kind", ["fp7", "fp8 fast", "fp8 async", "bf16 codes", "fp8 codes overlap", "fp8 compiled codes", ""])
+@pytest.mark.parametrize(
+    "kind", ["fp7", "fp8 fast", "fp8 async", "bf16 codes", "fp8 codes overlap", "fp8 compiled codes", ""]
+)
 def test_kinds_of_tensor_parallelism_that_are_not_there(kind):
     assert bench_tensor_parallel.wrong_with(kind)
 
