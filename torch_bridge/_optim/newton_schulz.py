@@ -18,17 +18,27 @@ from qshard.torch_bridge._experts.tiles import Tiles
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 
+NEWTON_SCHULZ_SETTINGS = ("ns_coefficients", "ns_steps", "eps", "ns_fp8_steps", "ns_fp8_min_side")
+"""Settings of a group of the optimizer that are arguments of `newton_schulz`, in its order."""
 
-def newton_schulz(x: Tensor, coefficients: Sequence[float], steps: int, eps: float, fp8_steps: int = 0) -> Tensor:
+
+def newton_schulz(
+    x: Tensor,
+    coefficients: Sequence[float],
+    steps: int,
+    eps: float,
+    fp8_steps: int = 0,
+    fp8_min_side: int = core.FP8_MIN_SIDE,
+) -> Tensor:
     """Return the orthogonalized bfloat16 matrix `[N, K]`, or matrices `[E, N, K]`, with the operations of torch's.
 
-    The first `fp8_steps` steps multiply in FP8 if the shape fits FP8 tensor cores: `core.fitting_fp8_steps`.
+    The first `fp8_steps` steps multiply in FP8 if the shape fits: `core.fitting_fp8_steps`.
     """
     a, b, c = coefficients
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
-    fp8_steps = core.fitting_fp8_steps(fp8_steps, tuple(x.shape))
+    fp8_steps = core.fitting_fp8_steps(fp8_steps, fp8_min_side, tuple(x.shape))
     stored = x.mT if is_tall else x
     for _ in range(fp8_steps):
         stored = _fp8_step(stored, coefficients)

@@ -19,18 +19,9 @@ from qshard.torch_bridge._distributed.dtensor import local_box, wrapped_like
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._optim.matrix_exchange import MatrixExchange, Sending
-from qshard.torch_bridge._optim.newton_schulz import newton_schulz
+from qshard.torch_bridge._optim.newton_schulz import NEWTON_SCHULZ_SETTINGS, newton_schulz
 
-SETTINGS = (
-    "momentum",
-    "nesterov",
-    "ns_coefficients",
-    "eps",
-    "ns_steps",
-    "ns_fp8_steps",
-    "adjust_lr_fn",
-    "master_weights",
-)
+_SETTINGS = ("momentum", "nesterov", *NEWTON_SCHULZ_SETTINGS, "adjust_lr_fn", "master_weights")
 """Settings of a group that change results, and so must be equal on all ranks."""
 
 
@@ -47,7 +38,7 @@ class Matrix(NamedTuple):
         """The description and settings that ranks must agree on."""
         given = "with" if self.parameter.grad is not None else "without"
         what = f"{self.name} {tuple(self.parameter.shape)} ({dtype_name(self.parameter.dtype)}) {given} a gradient"
-        return what, *(self.group[name] for name in SETTINGS)
+        return what, *(self.group[name] for name in _SETTINGS)
 
     def values(self) -> Tensor:
         """Return the local values to update: the shard, or its float32 master. Create missing states."""
@@ -123,9 +114,8 @@ class MatrixUpdates(NamedTuple):
         results = {}
         for unit, matrix in exchange.units(sending).items():
             group = self.matrices[exchange.bucket.units[unit][0]].group
-            results[unit] = newton_schulz(
-                matrix, group["ns_coefficients"], group["ns_steps"], group["eps"], group["ns_fp8_steps"]
-            )
+            settings = (group[name] for name in NEWTON_SCHULZ_SETTINGS)
+            results[unit] = newton_schulz(matrix, *settings)
         return exchange.send_back(results)
 
 

@@ -16,12 +16,16 @@ from qshard.jax._quantized.quantize import quantize
 
 
 class NewtonSchulz(NamedTuple):
-    """Settings of Newton-Schulz. The first `fp8_steps` of its steps multiply in FP8."""
+    """Settings of Newton-Schulz.
+
+    The first `fp8_steps` steps multiply in FP8 if the shape fits: `core.fitting_fp8_steps`.
+    """
 
     coefficients: tuple[float, float, float]
     steps: int
     eps: float
     fp8_steps: int = 0
+    fp8_min_side: int = core.FP8_MIN_SIDE
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the orthogonalized bfloat16 matrix `[N, K]`, or matrices `[E, N, K]`.
@@ -40,7 +44,7 @@ class NewtonSchulz(NamedTuple):
             polynomial = (b * gram.astype(jnp.float32) + c * _product(gram, gram)).astype(jnp.bfloat16)
             return (a * x.astype(jnp.float32) + _product(polynomial, x)).astype(jnp.bfloat16)
 
-        in_fp8 = core.fitting_fp8_steps(self.fp8_steps, x.shape)
+        in_fp8 = core.fitting_fp8_steps(self.fp8_steps, self.fp8_min_side, x.shape)
         if in_fp8:
             fp8_step = self._fp8_step if x.ndim == 2 else jax.vmap(self._fp8_step)
             x = lax.fori_loop(0, in_fp8, lambda _, x: fp8_step(x), x)
