@@ -13,7 +13,7 @@ options:
     fused             convert(fuse=True) for the norms, and qshard's swiglu and MoE
     loss              LinearCrossEntropy instead of the head and torch's cross_entropy
     bf16-states       bfloat16 states in qshard's AdamW
-    muon              qshard's Muon instead of AdamW
+    muon, muon-fp8    qshard's Muon instead of AdamW; with 3 of 5 steps of Newton-Schulz in FP8
     primary           codes as parameters, masters in the optimizer
     ordered         gradients summed in float32 by `reduce_gradients_in_order`, not in bfloat16 by NCCL
     zero              ZeroOptimizer(shard_weights=True) of a bfloat16 model, bfloat16 gradients on the wire
@@ -56,7 +56,8 @@ import options
 
 OF_TE = {"te-delayed": "DelayedScaling", "te-current": "Float8CurrentScaling", "te-block": "Float8BlockScaling"}
 LIBRARIES = {"torchao": "torchao", **dict.fromkeys(OF_TE, "transformer_engine")}
-WORDS = ("compiled", "fused", "loss", "bf16-states", "muon", "primary", "ordered", "zero", "whole")
+WORDS = ("compiled", "fused", "loss", "bf16-states", "muon", "muon-fp8", "primary", "ordered", "zero", "whole")
+FP8_STEPS = {"muon": 0, "muon-fp8": 3}
 KINDS = (
     *("bf16", "bf16 compiled", "torchao compiled", *OF_TE),
     *(
@@ -84,9 +85,11 @@ def wrong_with(kind: str) -> str | None:
         return f"{unknown[0]!r} is not one of {', '.join(WORDS)}"
     if "zero" in words and {"primary", "ordered"} & {*words}:
         return "zero goes with neither primary nor ordered"
-    if "whole" in words and {"primary", "ordered", "zero", "bf16-states", "muon"} & {*words}:
+    if "whole" in words and {"primary", "ordered", "zero", "bf16-states", *FP8_STEPS} & {*words}:
         return "whole is not sharded, and has torch's optimizer"
-    if "muon" in words and {"zero", "bf16-states"} & {*words}:
+    if {*FP8_STEPS} <= {*words}:
+        return "muon and muon-fp8 are two optimizers"
+    if {*FP8_STEPS} & {*words} and {"zero", "bf16-states"} & {*words}:
         return "muon goes with neither zero nor bf16-states"
     takes = {"compiled", "whole"} if recipe == "torchao" else set() if recipe in OF_TE else set(WORDS)
     if recipe == "bf16":
@@ -136,8 +139,8 @@ def build(kind: str, shape: Shape) -> Callable[[], torch.Tensor]:
         step_torch.shard(model)
         if "ordered" in words:
             qshard.reduce_gradients_in_order(model)
-        if "muon" in words:
-            optimizer = qshard.Muon(model.named_parameters(), lr=1e-4)
+        if muon := {*FP8_STEPS} & {*words}:
+            optimizer = qshard.Muon(model.named_parameters(), lr=1e-4, ns_fp8_steps=FP8_STEPS[muon.pop()])
         elif states or options.RECIPES.get(recipe) is not None:
             optimizer = qshard.AdamW(model.parameters(), lr=1e-4, **states)
         else:

@@ -11,20 +11,25 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import qshard.jax as qj  # noqa: E402
 from qshard.jax import muon  # noqa: E402
+from qshard.jax._optim.newton_schulz import NewtonSchulz  # noqa: E402
 from support.awkward import assert_bits_equal  # noqa: E402
+from support.newton_schulz import COEFFICIENTS, assert_near_float64, draw_matrices  # noqa: E402
 
 SHAPES = {"embed": (24, 16), "up": (48, 32), "odd": (33, 40), "experts": (16, 8, 24), "b": (24,)}
 SHAPES |= {f"layers.{i}.w": (16, 16) for i in range(5)}
 STEPS = 2
 OPTIONS = {"weight_decay": 0.1, "adam_learning_rate": 1e-3}
+FP8_SHAPES = {"up": (48, 32), "odd": (16, 40), "experts": (10, 16, 32)}
+FP8_OPTIONS = {"ns_fp8_steps": 3, "ns_fp8_min_side": 16}
 
 
-def draw(seed, dtype=np.float32):
-    rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+def draw(seed, dtype=np.float32, shapes=SHAPES):
+    rngs = {name: np.random.default_rng([seed, *name.encode()]) for name in shapes}  # JAX sorts names.
+    return {name: rngs[name].standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
 
 
 def train(transformation, params, place=lambda tree: tree, wrap=jax.jit):
+    shapes = {name: x.shape for name, x in params.items()}
     state = jax.jit(transformation.init)(params)
 
     @wrap
@@ -33,7 +38,7 @@ def train(transformation, params, place=lambda tree: tree, wrap=jax.jit):
         return optax.apply_updates(params, updates), state
 
     for seed in range(STEPS):
-        params, state = step(place(draw(seed)), state, params)
+        params, state = step(place(draw(seed, shapes=shapes)), state, params)
     return params, state
 
 
@@ -73,12 +78,11 @@ def test_bits_do_not_depend_on_the_mesh(on_one_device, sizes, sharding, kind):
         assert all(made[0][name].sharding.is_equivalent_to(x.sharding, x.ndim) for name, x in params.items())
 
 
-@pytest.mark.parametrize("sharding", ["rows", "mixed"])
-def test_shard_map_gives_the_same_bits(on_one_device, sharding):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    specs = {name: SHARDINGS[sharding](shape) for name, shape in SHAPES.items()}
-    optimizer = muon(0.02, **OPTIONS, spec=lambda name, _: specs[name])
-    params = jax.tree.map(jnp.asarray, draw(9))
+def train_in_shard_map(sizes, sharding, shapes=SHAPES, options=OPTIONS):
+    mesh = jax.make_mesh(sizes, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    specs = {name: SHARDINGS[sharding](shape) for name, shape in shapes.items()}
+    optimizer = muon(0.02, **options, spec=lambda name, _: specs[name])
+    params = jax.tree.map(jnp.asarray, draw(9, shapes=shapes))
     state = optimizer.init(params)
     of_state = jax.tree_util.tree_map_with_path(lambda path, x: specs[path[-1].key] if x.ndim else P(), state)
 
@@ -86,7 +90,61 @@ def test_shard_map_gives_the_same_bits(on_one_device, sharding):
         spec = (specs, of_state, specs)
         return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=(specs, of_state)))
 
-    assert_trees_equal(train(optimizer, params, wrap=wrap), on_one_device)
+    return train(optimizer, params, wrap=wrap)
+
+
+@pytest.mark.parametrize("sharding", ["rows", "mixed"])
+def test_shard_map_gives_the_same_bits(on_one_device, sharding):
+    assert_trees_equal(train_in_shard_map((4, 2), sharding), on_one_device)
+
+
+@pytest.fixture(scope="module")
+def in_fp8_on_one_device():
+    return train(muon(0.02, **FP8_OPTIONS), jax.tree.map(jnp.asarray, draw(9, shapes=FP8_SHAPES)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sharding", "kind"),
+    [((2, 1), "columns", AxisType.Explicit), ((4, 1), "rows", AxisType.Auto), ((4, 2), "mixed", AxisType.Auto)],
+    ids=str,
+)
+def test_bits_in_fp8_do_not_depend_on_the_mesh(in_fp8_on_one_device, sizes, sharding, kind):
+    mesh = jax.make_mesh(sizes, ("a", "b"), axis_types=(kind, kind))
+    with jax.sharding.set_mesh(mesh):
+        params = placed(draw(9, shapes=FP8_SHAPES), mesh, sharding)
+        made = train(muon(0.02, **FP8_OPTIONS), params, lambda tree: placed(tree, mesh, sharding))
+    assert_trees_equal(made, in_fp8_on_one_device)
+
+
+def test_shard_map_gives_the_same_bits_in_fp8(in_fp8_on_one_device):
+    made = train_in_shard_map((8, 1), "rows", FP8_SHAPES, FP8_OPTIONS)
+    assert_trees_equal(made, in_fp8_on_one_device)
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (3, 256, 128)], ids=str)
+def test_first_steps_in_fp8_are_near_float64(shape):
+    x, errors = draw_matrices(shape), []
+    for fp8_steps in (0, 1, 3, 5):
+        newton_schulz = NewtonSchulz(COEFFICIENTS, 5, 1e-8, fp8_steps, fp8_min_side=128)
+        found = newton_schulz(jnp.asarray(x, jnp.bfloat16))
+        errors.append(assert_near_float64(np.asarray(found, np.float32), x, fp8_steps))
+    assert errors[0] < errors[2] < errors[3]
+
+
+@pytest.mark.parametrize(("shape", "min_side"), [((32, 40), 0), ((2, 32, 48), 33)], ids=str)
+def test_other_shapes_stay_in_bfloat16(shape, min_side):
+    x = jnp.asarray(draw_matrices(shape), jnp.bfloat16)
+    found, expected = (NewtonSchulz(COEFFICIENTS, 5, 1e-8, steps, min_side)(x) for steps in (3, 0))
+    assert_bits_equal(np.asarray(found), np.asarray(expected), "bfloat16")
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (2, 48, 32)], ids=str)
+def test_zeros_and_nan_in_fp8(shape):
+    """Zeros have no direction. A NaN or an infinity reaches every element of its matrix, as in bfloat16."""
+    x, run = jnp.asarray(draw_matrices(shape), jnp.bfloat16), NewtonSchulz(COEFFICIENTS, 5, 1e-8, 3, 0)
+    assert not run(x * 0).any()
+    for bad in (jnp.nan, jnp.inf):
+        assert jnp.isnan(run(x.at[..., 3, 5].set(bad))).all()
 
 
 def test_shards_travel_in_bfloat16():

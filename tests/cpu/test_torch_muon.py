@@ -15,9 +15,9 @@ from torch.optim._muon import _zeropower_via_newtonschulz  # noqa: E402
 from qshard._core.optimizers import muon_plan  # noqa: E402
 from qshard._core.placement import Box  # noqa: E402
 from qshard.torch_bridge import AdamW, Muon  # noqa: E402
-from qshard.torch_bridge._optim.orthogonalize import newton_schulz  # noqa: E402
+from qshard.torch_bridge._optim.newton_schulz import newton_schulz  # noqa: E402
+from support.newton_schulz import COEFFICIENTS, assert_near_float64, draw_matrices  # noqa: E402
 
-COEFFICIENTS = (3.4445, -4.775, 2.0315)
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 9), (9, 1)]
 
 
@@ -76,6 +76,35 @@ def test_newton_schulz_is_torchs_and_a_stack_is_its_matrices(shape):
         )
         assert torch.allclose(of_stack, newton_schulz(matrix, COEFFICIENTS, 5, 1e-7), atol=15 * 2**-8)
     assert torch.equal(newton_schulz(x * 0, COEFFICIENTS, 5, 1e-7), x * 0)
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (256, 128), (3, 128, 128), (3, 256, 128)], ids=str)
+def test_first_steps_in_fp8_are_near_float64(shape):
+    x = draw_matrices(shape)
+    errors = []
+    for fp8_steps in range(6):
+        found = newton_schulz(torch.tensor(x).bfloat16(), COEFFICIENTS, 5, 1e-7, fp8_steps, fp8_min_side=128)
+        errors.append(assert_near_float64(found.float().numpy(), x, fp8_steps))
+    assert errors[0] < errors[3] < errors[5]
+
+
+@pytest.mark.parametrize(
+    ("shape", "min_side"), [((32, 40), 0), ((40, 32), 0), ((2, 32, 48), 33), ((0, 16), 0)], ids=str
+)
+def test_other_shapes_stay_in_bfloat16(shape, min_side):
+    x = torch.tensor(draw_matrices(shape)).bfloat16()
+    found = newton_schulz(x, COEFFICIENTS, 5, 1e-7, 3, min_side)
+    assert torch.equal(found, newton_schulz(x, COEFFICIENTS, 5, 1e-7))
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (2, 48, 32)], ids=str)
+def test_zeros_and_nan_in_fp8(shape):
+    """Zeros have no direction. A NaN or an infinity reaches every element of its matrix, as in bfloat16."""
+    x = torch.tensor(draw_matrices(shape)).bfloat16()
+    assert torch.equal(newton_schulz(x * 0, COEFFICIENTS, 5, 1e-7, 3, 0), x * 0)
+    for bad in (torch.nan, torch.inf):
+        x[..., 3, 5] = bad
+        assert newton_schulz(x, COEFFICIENTS, 5, 1e-7, 3, 0).isnan().all()
 
 
 def test_a_stack_has_the_states_and_scale_of_matrices():
@@ -166,6 +195,26 @@ def test_states_copy_and_load():
     copied = copy.deepcopy((model, optimizer))
     set_gradients(copied[0].parameters(), 2)
     copied[1].step()
+
+
+def test_a_state_has_the_steps_in_fp8():
+    """A loaded state decides, as for other settings; one that was saved without the settings leaves them."""
+    models = [nn.Linear(48, 32, bias=False) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    own, its = (
+        Muon(model.named_parameters(), lr=0.02, ns_fp8_steps=steps, ns_fp8_min_side=0)
+        for model, steps in zip(models, (3, 0), strict=True)
+    )
+    its.load_state_dict(copy.deepcopy(own.state_dict()))
+    for model, optimizer in zip(models, (own, its), strict=True):
+        set_gradients(model.parameters(), 0)
+        optimizer.step()
+    assert torch.equal(models[0].weight, models[1].weight)
+    old = copy.deepcopy(own.state_dict())
+    for group in old["param_groups"]:
+        del group["ns_fp8_steps"], group["ns_fp8_min_side"]
+    own.load_state_dict(old)
+    assert (own.param_groups[0]["ns_fp8_steps"], own.param_groups[0]["ns_fp8_min_side"]) == (3, 0)
 
 
 def test_a_step_scales_gradients_and_skips_parameters_without_one():

@@ -45,7 +45,7 @@ def test_a_case_that_fails_takes_no_other_with_it(tmp_path, capfd):
     "kind",
     [
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "fp8 fused bf16-states", "fp8 compiled")),
-        *("delayed primary", "nvfp4 zero"),
+        *("delayed primary", "nvfp4 zero", "fp8 muon-fp8"),
     ],
 )
 def test_kinds_of_steps(kind):
@@ -60,7 +60,10 @@ def test_kinds_of_steps(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["fp7", "fp8 fast", "bf16 primary", "torchao zero", "te-block compiled", "fp8 primary zero", "fp8 zero whole", ""],
+    [
+        *("fp7", "fp8 fast", "bf16 primary", "torchao zero", "te-block compiled", "fp8 primary zero", "fp8 zero whole"),
+        *("fp8 muon muon-fp8", "fp8 muon-fp8 whole", "fp8 muon-fp8 bf16-states", ""),
+    ],
 )
 def test_kinds_that_are_not_there(kind):
     assert bench_step_torch.wrong_with(kind)

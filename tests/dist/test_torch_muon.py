@@ -20,10 +20,10 @@ from support.torch_ranks import on_ranks, run
 
 OPTIONS = {"lr": 0.02, "adamw": {"lr": 1e-3}}
 SHAPES = {
-    "wide": (24, 40),
+    "wide": (32, 48),
     "tall": (37, 12),
     "few_rows": (3, 16),
-    "stack": (10, 12, 8),
+    "stack": (10, 48, 16),
     "lm_head": (20, 16),
     "bias": (7,),
 }
@@ -69,17 +69,22 @@ def assert_same_bits(model, optimizer, alone, its_optimizer):
             assert torch.equal(full(states[key]), its_states[key]), (name, key)
 
 
+IN_FP8 = {"ns_fp8_steps": 3, "ns_fp8_min_side": 16}
 KINDS = {
     "float32": (torch.float32, {}),
     "bfloat16": (torch.bfloat16, {"adjust_lr_fn": "match_rms_adamw"}),
     "masters": (torch.bfloat16, {"master_weights": "float32", "nesterov": False}),
+    "fp8": (torch.float32, IN_FP8),
 }
 
 
 @on_ranks(1, 2, 3, 4, (2, 2))
 @pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=KINDS)
 def test_bits_do_not_depend_on_ranks(dtype, options):
-    """Uneven and empty shards, stacks, and parameters of AdamW; a 2-D mesh has replicas."""
+    """Uneven and empty shards, stacks, and parameters of AdamW; a 2-D mesh has replicas.
+
+    In FP8, `wide` and the two batches of `stack` fit.
+    """
     model, alone = Parameters(dtype), Parameters(dtype)
     fully_shard(model, mesh=torch_ranks.mesh())
     optimizers = [Muon(each.named_parameters(), **OPTIONS, **options) for each in (model, alone)]
@@ -172,7 +177,7 @@ def test_a_converted_model(primary):
 
 def saves(folder):
     model = shard(convert(model_of(True), CurrentScaling()))
-    optimizer = Muon(model.named_parameters(), **OPTIONS, rules={"0.weight": "adamw"})
+    optimizer = Muon(model.named_parameters(), **OPTIONS, **IN_FP8, rules={"0.weight": "adamw"})
     train(model, optimizer, range(2))
     dcp.save(
         {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder
@@ -183,7 +188,8 @@ def loads(folder):
     model, alone = (convert(model_of(True), CurrentScaling()) for _ in range(2))
     shard(model)
     optimizer, its_optimizer = (
-        Muon(each.named_parameters(), **OPTIONS, rules={"0.weight": "adamw"}) for each in (model, alone)
+        Muon(each.named_parameters(), **OPTIONS, **options, rules={"0.weight": "adamw"})
+        for each, options in ((model, {}), (alone, IN_FP8))
     )
     train(alone, its_optimizer)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -217,8 +223,9 @@ def test_ranks_that_differ_raise_on_every_rank():
     with pytest.raises(ValueError, match=text):
         optimizer.step()
     model.tall.grad = torch.zeros_like(model.tall)
-    other = Muon(model.named_parameters(), **OPTIONS, momentum=0.9 + 0.05 * rank)
-    with pytest.raises(ValueError, match=r"rank 0 of 2 would update wide .* with settings .*, and rank 1 with"):
-        other.step()
+    for setting in ({"momentum": 0.9 + 0.05 * rank}, {"ns_fp8_steps": rank}, {"ns_fp8_min_side": rank}):
+        other = Muon(model.named_parameters(), **OPTIONS, **setting)
+        with pytest.raises(ValueError, match=r"rank 0 of 2 would update wide .* with settings .*, and rank 1 with"):
+            other.step()
     optimizer.step()
     assert torch.equal(full(model.wide), before * (1 - 0.02 * 0.1))

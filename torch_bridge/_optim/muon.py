@@ -18,6 +18,7 @@ from qshard._core.validation import join_names, quote
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._optim.adam import Adam
+from qshard.torch_bridge._optim.newton_schulz import NEWTON_SCHULZ_SETTINGS
 from qshard.torch_bridge._optim.orthogonalize import Matrix, MatrixPlan, plan_updates, ranks_of
 from qshard.torch_bridge._quantized.validation import check_group
 
@@ -34,8 +35,9 @@ class Muon(Adam):
 
     `|U|` is the Frobenius norm, and a matrix with more rows than columns is transposed before and after. `scale` is
     `sqrt(max(1, rows / columns))` for `adjust_lr_fn="original"`, and `0.2 sqrt(max(rows, columns))` for
-    "match_rms_adamw". Arguments up to `adjust_lr_fn`, and the bits of float32 parameters, are as in `torch.optim.Muon`.
-    Arithmetic outside Newton-Schulz is float32: values in 16 bits are rounded once a step.
+    "match_rms_adamw". Arguments up to `adjust_lr_fn` are as in `torch.optim.Muon`, and so are the bits of float32
+    parameters, without `ns_fp8_steps`. Arithmetic outside Newton-Schulz is float32: values in 16 bits are rounded once
+    a step.
 
     Args:
       params: named parameters, `model.named_parameters()`, or groups of them with settings of their own. A group may
@@ -53,6 +55,10 @@ class Muon(Adam):
         `convert`. Without a rule, Muon updates matrices and stacks of matrices, except for embeddings and heads.
       adamw: settings of `AdamW` that differ: `lr`, `weight_decay`, `betas`, `eps` (1e-8), `exp_avg_dtype`,
         `exp_avg_sq_dtype`.
+      ns_fp8_steps: the first steps of Newton-Schulz that multiply in FP8, at most `ns_steps`. 3 of 5 add little to the
+        error of bfloat16, and 4 or 5 are coarse: docs/muon.md has errors and times.
+      ns_fp8_min_side: the smallest side of a matrix that multiplies in FP8. Smaller matrices stay in bfloat16, which is
+        at least as fast for them on an H200, and so do matrices with a side that is no multiple of 16.
       master_weights: "float32" to keep float32 values of 16-bit parameters in the state; None rounds in every step.
       group: ranks with equal plain parameters and gradients, as under `DistributedDataParallel`, which divide the work.
         DTensors need none.
@@ -101,6 +107,8 @@ class Muon(Adam):
         *,
         rules: Mapping[str, str] | None = None,
         adamw: Mapping[str, Any] | None = None,
+        ns_fp8_steps: int = 0,
+        ns_fp8_min_side: int = core.FP8_MIN_SIDE,
         master_weights: str | None = None,
         group: dist.ProcessGroup | None = None,
     ):
@@ -128,6 +136,8 @@ class Muon(Adam):
             "ns_coefficients": ns_coefficients,
             "eps": eps,
             "ns_steps": ns_steps,
+            "ns_fp8_steps": ns_fp8_steps,
+            "ns_fp8_min_side": ns_fp8_min_side,
             "adjust_lr_fn": adjust_lr_fn,
             "betas": self._adamw["betas"],
             "decoupled_weight_decay": True,
@@ -268,8 +278,7 @@ def _check_parameter(op: str, name: str | None, parameter: Any) -> None:
 
 
 def _check_group(op: str, group: dict[str, Any], pairs: Sequence[tuple[str | None, Tensor]]) -> None:
-    names = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps")
-    core.check_settings(op, *(group[name] for name in names))
+    core.check_settings(op, group["momentum"], group["nesterov"], *(group[name] for name in NEWTON_SCHULZ_SETTINGS))
     core.update_scale(op, group["adjust_lr_fn"], 1, 1)
     if group["master_weights"] not in (None, "float32"):
         raise ValueError(

@@ -22,6 +22,10 @@ from qshard.torch_bridge._distributed.dtensor import local_box, wrapped_like
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._optim.matrix_exchange import MatrixExchange, Sending
+from qshard.torch_bridge._optim.newton_schulz import NEWTON_SCHULZ_SETTINGS, newton_schulz
+
+_SETTINGS = ("momentum", "nesterov", *NEWTON_SCHULZ_SETTINGS, "adjust_lr_fn", "master_weights")
+"""Settings of a group that change results, and so must be equal on all ranks."""
 
 
 class Matrix(NamedTuple):
@@ -49,10 +53,9 @@ class Matrix(NamedTuple):
     @property
     def facts(self) -> tuple[Any, ...]:
         """The description and settings that ranks must agree on."""
-        names = ("momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "master_weights")
         given = "with" if self.parameter.grad is not None else "without"
         what = f"{self.name} {self.shape} ({dtype_name(self.parameter.dtype)}) {given} a gradient"
-        return what, *(self.group[name] for name in names)
+        return what, *(self.group[name] for name in _SETTINGS)
 
     def values(self) -> Tensor:
         """Return the local values to update: the shard, or its float32 master. Create missing states."""
@@ -139,22 +142,8 @@ class MatrixUpdates:
         results = {}
         for unit, matrix in exchange.units(sending).items():
             group = self._matrices[exchange.bucket.units[unit][0]].group
-            results[unit] = newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            results[unit] = newton_schulz(matrix, *(group[name] for name in NEWTON_SCHULZ_SETTINGS))
         return exchange.send_back(results)
-
-
-def newton_schulz(x: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Return the orthogonalized bfloat16 matrix `[N, K]`, or matrices `[E, N, K]`, with the operations of torch's."""
-    a, b, c = coefficients
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if is_tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
-    add_product = torch.baddbmm if x.ndim == 3 else torch.addmm
-    for _ in range(steps):
-        gram = x @ x.mT
-        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
-        x = add_product(x, polynomial, x, beta=a)
-    return x.mT if is_tall else x
 
 
 class MatrixPlan(NamedTuple):

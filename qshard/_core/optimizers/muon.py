@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
+from qshard import gemm_dispatch
 from qshard._core.name_patterns import NamePatterns
 from qshard._core.optimizers.adam import check_setting
 from qshard._core.validation import join_names, quote
@@ -16,6 +17,9 @@ MUON, ADAMW = ALGORITHMS = ("muon", "adamw")
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of `torch.optim.Muon` and optax
 STEPS = 5
+
+FP8_MIN_SIDE = 4096
+"""Shorter side from which 3 steps in FP8 are as fast as in bfloat16, or faster, on an H200."""
 
 _WRAPPERS = ("model", "module", "transformer", "_orig_mod")
 """Parts of names that containers and wrappers add."""
@@ -76,7 +80,9 @@ def check_shape(op: str, name: str, shape: Shape) -> None:
         )
 
 
-def check_settings(op: str, momentum: Any, nesterov: Any, coefficients: Any, eps: Any, steps: Any) -> None:
+def check_settings(
+    op: str, momentum: Any, nesterov: Any, coefficients: Any, steps: Any, eps: Any, fp8_steps: Any, fp8_min_side: Any
+) -> None:
     """Raise if a setting of Newton-Schulz or of the momentum has a wrong type or is out of range."""
     check_setting(op, "momentum", momentum, is_beta=True)
     check_setting(op, "eps", eps)
@@ -89,6 +95,29 @@ def check_settings(op: str, momentum: Any, nesterov: Any, coefficients: Any, eps
         )
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps < 100:
         raise ValueError(f"{op}: ns_steps ({quote(steps)}) is not a whole number from 1 to 99; pass 5, as usual")
+    if isinstance(fp8_steps, bool) or not isinstance(fp8_steps, int) or not 0 <= fp8_steps <= steps:
+        raise ValueError(
+            f"{op}: ns_fp8_steps ({quote(fp8_steps)}) is not a whole number from 0 to ns_steps ({steps}); pass 0 for "
+            "bfloat16, or 3 of 5 steps"
+        )
+    if isinstance(fp8_min_side, bool) or not isinstance(fp8_min_side, int) or fp8_min_side < 0:
+        raise ValueError(
+            f"{op}: ns_fp8_min_side ({quote(fp8_min_side)}) is not a whole number of at least 0; pass {FP8_MIN_SIDE}, "
+            "as by default"
+        )
+
+
+def fitting_fp8_steps(fp8_steps: int, min_side: int, shape: Shape) -> int:
+    """Return how many of the first steps of a matrix, or of a stack, multiply in FP8: `fp8_steps` or 0.
+
+    FP8 tensor cores need sides that are multiples of 16, and do not pay for matrices with a side below `min_side`.
+    Other shapes stay in bfloat16 on every device, so that the formula depends on the shape alone.
+
+    >>> [fitting_fp8_steps(3, 32, shape) for shape in [(32, 48), (8, 48, 32), (32, 40), (16, 48)]]
+    [3, 3, 0, 0]
+    """
+    short, long = sorted(shape[-2:])
+    return fp8_steps if short >= min_side and gemm_dispatch.fits("tensors", (short, short, long)) else 0
 
 
 def update_scale(op: str, adjust: str | None, fan_out: int, fan_in: int) -> float:

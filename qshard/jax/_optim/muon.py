@@ -19,7 +19,8 @@ from qshard.jax._ops import bind as ops
 from qshard.jax._ops.mesh import AxisName, Spec, spec_of
 from qshard.jax._ops.validation import as_axes, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax._optim.adam import AdamState, Transformation, adamw
-from qshard.jax._optim.orthogonalize import NewtonSchulz, orthogonalize, orthogonalize_shards
+from qshard.jax._optim.newton_schulz import NewtonSchulz
+from qshard.jax._optim.orthogonalize import orthogonalize, orthogonalize_shards
 from qshard.jax._sharding.shard_spec import ShardSpec
 
 _OP = "muon"
@@ -49,6 +50,8 @@ def muon(
     weight_decay: Any = 0.0,
     *,
     nesterov: bool = True,
+    ns_fp8_steps: int = 0,
+    ns_fp8_min_side: int = core.FP8_MIN_SIDE,
     consistent_rms: float | None = None,
     output_axis: int = -2,
     adam_learning_rate: Any = None,
@@ -67,7 +70,7 @@ def muon(
         the update is -lr (scale X + weight_decay P)
 
     `|U|` is the Frobenius norm, and a matrix with more rows than columns is transposed before and after. Newton-Schulz
-    runs in bfloat16 with float32 sums, all other arithmetic is float32. Updates are float32.
+    runs in bfloat16, or in FP8, with float32 sums; all other arithmetic is float32. Updates are float32.
 
     Args:
       learning_rate: a number, an array `[]`, or a function of the number of earlier steps.
@@ -77,6 +80,10 @@ def muon(
       eps: the term that is added to the norm, and to the denominator of AdamW.
       weight_decay: decoupled weight decay of matrices: a number, or an array `[]`.
       nesterov: whether to use Nesterov momentum. AdamW has none.
+      ns_fp8_steps: the first steps of Newton-Schulz that multiply in FP8, at most `ns_steps`. 3 of 5 add little to the
+        error of bfloat16, and 4 or 5 are coarse: docs/muon.md has errors and times.
+      ns_fp8_min_side: the smallest side of a matrix that multiplies in FP8. Smaller matrices stay in bfloat16, which is
+        at least as fast for them on an H200, and so do matrices with a side that is no multiple of 16.
       consistent_rms: None: `scale` is `sqrt(max(1, outputs / inputs))`. A number: it is
         `consistent_rms sqrt(max(outputs, inputs))`; 0.2 fits learning rates of AdamW.
       output_axis: the axis of outputs: -2 for weights `[N, K]` of `linear`, -1 for kernels `[K, N]` of flax.
@@ -115,10 +122,12 @@ def muon(
     """
     if not callable(learning_rate):
         check_setting(_OP, "learning_rate", learning_rate)
-    _check_settings(ns_coeffs, ns_steps, beta, eps, weight_decay, nesterov, consistent_rms, output_axis)
+    core.check_settings(_OP, 0.0, nesterov, ns_coeffs, ns_steps, eps, ns_fp8_steps, ns_fp8_min_side)
+    _check_settings(beta, weight_decay, consistent_rms, output_axis)
     if not callable(spec):
         check_spec(_OP, "spec", spec)
-    newton_schulz = NewtonSchulz(tuple(map(float, ns_coeffs)), ns_steps, float(eps))  # type: ignore[arg-type]
+    a, b, c = map(float, ns_coeffs)
+    newton_schulz = NewtonSchulz((a, b, c), ns_steps, float(eps), ns_fp8_steps, ns_fp8_min_side)
     chosen = {} if rules is None else rules
     others = adamw(
         learning_rate if adam_learning_rate is None else adam_learning_rate, adam_b1, adam_b2, eps, adam_weight_decay
@@ -292,10 +301,7 @@ def _check_gradient(name: str, grad: Any, mu: Any) -> None:
         )
 
 
-def _check_settings(
-    ns_coeffs: Any, ns_steps: Any, beta: Any, eps: Any, decay: Any, nesterov: Any, rms: Any, output_axis: Any
-) -> None:
-    core.check_settings(_OP, 0.0, nesterov, ns_coeffs, eps, ns_steps)
+def _check_settings(beta: Any, decay: Any, rms: Any, output_axis: Any) -> None:
     check_setting(_OP, "beta", beta, is_beta=True)
     check_setting(_OP, "weight_decay", decay)
     if rms is not None:

@@ -27,37 +27,11 @@ from qshard._core.placement import Box
 from qshard._core.validation import quote
 from qshard.jax._jax_internals import vmapped_mesh_axes
 from qshard.jax._ops.mesh import MeshKind, Names, count_shards, mesh_of, names_of, vary_alike
+from qshard.jax._optim.newton_schulz import NewtonSchulz
 from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.layout import Shape
 
 _Unit = tuple[int, Box]  # index of a matrix, and its part
-
-
-class NewtonSchulz(NamedTuple):
-    """Settings of Newton-Schulz."""
-
-    coefficients: tuple[float, float, float]
-    steps: int
-    eps: float
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the orthogonalized bfloat16 matrix `[N, K]`, or matrices `[E, N, K]`.
-
-        Products are accumulated in float32, and each of the three results of a step is rounded once.
-        """
-        a, b, c = self.coefficients
-        is_tall = x.shape[-2] > x.shape[-1]
-        wide = (x.mT if is_tall else x).astype(jnp.float32)
-        norm = jnp.sqrt(jnp.sum(wide * wide, axis=(-2, -1), keepdims=True))
-        x = (wide / (norm + self.eps)).astype(jnp.bfloat16)
-
-        def step(_: Any, x: jax.Array) -> jax.Array:
-            gram = _product(x, x.mT).astype(jnp.bfloat16)
-            polynomial = (b * gram.astype(jnp.float32) + c * _product(gram, gram)).astype(jnp.bfloat16)
-            return (a * x.astype(jnp.float32) + _product(polynomial, x)).astype(jnp.bfloat16)
-
-        x = lax.fori_loop(0, self.steps, step, x)
-        return x.mT if is_tall else x
 
 
 class _Slots(NamedTuple):
@@ -148,10 +122,6 @@ def orthogonalize_shards(
         if y.shape != x.shape:
             results[i] = lax.dynamic_slice_in_dim(y, lax.axis_index(spec.entries[0]) * x.shape[0], x.shape[0], 0)
     return results
-
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 def _plan(units: Sequence[_Unit], devices: int) -> list[_Slots]:
