@@ -89,8 +89,8 @@ def wrong_with(kind: str) -> str | None:
         return "whole is not sharded, and has torch's optimizer"
     if {*FP8_STEPS} <= {*words}:
         return "muon and muon-fp8 are two optimizers"
-    if {*FP8_STEPS} & {*words} and {"zero", "bf16-states"} & {*words}:
-        return "muon goes with neither zero nor bf16-states"
+    if {*FP8_STEPS} & {*words} and "bf16-states" in words:
+        return "muon does not go with bf16-states"
     takes = {"compiled", "whole"} if recipe == "torchao" else set() if recipe in OF_TE else set(WORDS)
     if recipe == "bf16":
         takes -= {"fused", "primary"}
@@ -129,18 +129,19 @@ def build(kind: str, shape: Shape) -> Callable[[], torch.Tensor]:
     states = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.bfloat16) if "bf16-states" in words else {}
     if {"zero", "whole"} & {*words}:
         model.to(torch.bfloat16)
+    muon = [{"ns_fp8_steps": FP8_STEPS[word]} for word in words if word in FP8_STEPS]
     if "whole" in words:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     elif "zero" in words:
         given = {"shard_weights": True, "units": [*model.blocks], "reduce_dtype": torch.bfloat16, "parity": "master"}
-        given |= {"decoupled_weight_decay": True, "weight_decay": 0.01}
+        given |= {"optimizer_class": qshard.Muon, **muon[0]} if muon else {"optimizer_class": qshard.AdamW}
         optimizer = qshard.ZeroOptimizer(model, lr=1e-4, **given, **states)
     else:
         step_torch.shard(model)
         if "ordered" in words:
             qshard.reduce_gradients_in_order(model)
-        if muon := {*FP8_STEPS} & {*words}:
-            optimizer = qshard.Muon(model.named_parameters(), lr=1e-4, ns_fp8_steps=FP8_STEPS[muon.pop()])
+        if muon:
+            optimizer = qshard.Muon(model.named_parameters(), lr=1e-4, **muon[0])
         elif states or options.RECIPES.get(recipe) is not None:
             optimizer = qshard.AdamW(model.parameters(), lr=1e-4, **states)
         else:
