@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qshard.recipes import Role
 from support.formats import RECIPES
 
 T, K, E, H, WIDE = 48, 3, 5, 64, 96
@@ -217,9 +218,11 @@ def test_a_loop_over_experts(front, name):
     given = [X, weights, W13, W2]
     made, want = (front.gradients(function, given, DY, exact=False) for function in (run, looped))
     # Two of 10^4 codes of h may round to the other neighbour, which is off by 2^-3 of them (E4M3) to 2^-1 (E2M1). On a
-    # GPU h differs by up to 2^-9, from tensor cores or values in bfloat16, and up to two of 100 codes do.
+    # GPU h differs by up to 2^-9, from tensor cores or values in bfloat16. Noise of 2^-9 in h and its gradient, on a
+    # CPU, moves results by up to 0.04 with 8 bits, 0.052 with MXFP4, and 0.084 with NVFP4, which rounds stochastically.
+    far = 0.15 if recipe.format(Role.ACTIVATION).element.bits == 4 else 5e-2
     for got, expected in zip(made, want, strict=True):
-        assert distance(got, expected) < (5e-3 if front.device == "cpu" else 5e-2)
+        assert distance(got, expected) < (5e-3 if front.device == "cpu" else far)
     assert not made[3][EMPTY].any()
     assert not made[4][EMPTY].any()
 
