@@ -37,14 +37,16 @@ train: $(STAMP)run $(STAMP)package  ## train the JAX and the PyTorch example; ST
 	$(PY) examples/train_jax.py $(TRAIN_FLAGS)
 	$(PY) examples/train_torch.py $(TRAIN_FLAGS)
 
-test: $(STAMP)test $(STAMP)package  ## run the tests, or some: ARGS="tests/cpu -k cast"
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow$(if $(ARGS),, and not docs)" $(or $(ARGS),tests)
+# Tests of several ranks wait for processes of their own: with one worker more than cores, no core of two is idle.
+WORKERS := 3
+test: $(STAMP)test $(STAMP)package  ## run the tests, or some: ARGS="tests/cpu -k cast"; WORKERS=3
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow$(if $(ARGS),, and not docs)" $(or $(ARGS),tests)
 
 near: $(STAMP)test $(STAMP)package  ## run the tests nearest to a source; FILE=qshard/layout.py
 	tests=$$($(PY) -P tests/near.py $(FILE)) && echo $$tests && $(BIN)/pytest -n 2 --dist worksteal -m "not slow" $$tests
 
 slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `make test` skips
-	$(BIN)/pytest -n 2 --dist worksteal -m slow $(or $(ARGS),tests)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow $(or $(ARGS),tests)
 
 # The H100 plugin, torchtitan and transformers come first, because tests use them.
 nightly: build/jax_cuda build/titan build/transformers build/engines optimized slow titan transformers engines trainers fuzz sanitize notebooks bare  ## run everything that .ci/run skips; takes hours
