@@ -40,7 +40,7 @@ def save(
 ) -> None:
     """Write a checkpoint after `step` steps, then delete earlier ones. Collective."""
     partial = checkpoint.begin(directory, step)
-    dcp.save(_state(model, optimizer), checkpoint_id=partial)
+    dcp.save(_state(model, optimizer), checkpoint_id=partial, planner=qshard.RecipeSavePlanner(model))
     whole = _whole(model, optimizer)
     if dist.get_rank() == 0:
         checkpoint.finish(partial, whole, run, settings)
@@ -54,7 +54,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, started
         _load_whole(whole, model, optimizer, done)
         return done, run
     state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path, planner=qshard.RecipeLoadPlanner(model))  # refuses other recipes
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     qshard.load_scaling_state(model, state["scaling"])

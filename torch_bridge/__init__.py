@@ -28,6 +28,7 @@ from qshard.torch_bridge._convert.fsdp1 import prepare_modules_for_fsdp1
 from qshard.torch_bridge._convert.load_quantized import freeze, load_quantized
 from qshard.torch_bridge._convert.quantized_init import quantized_init
 from qshard.torch_bridge._delayed_scaling import DelayedScale, update_delayed
+from qshard.torch_bridge._distributed.recipe_planners import RecipeLoadPlanner, RecipeSavePlanner
 from qshard.torch_bridge._distributed.scaling_state import load_scaling_state, scaling_state
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._experts.layer import GroupedLinear
@@ -77,6 +78,8 @@ __all__ = [
     "QuantizedStack",
     "QuantizedTensor",
     "RMSNorm",
+    "RecipeLoadPlanner",
+    "RecipeSavePlanner",
     "ShardedWeight",
     "SwiGLU",
     "WithMasters",

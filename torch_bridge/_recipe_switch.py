@@ -78,7 +78,7 @@ def switch_recipe(model: nn.Module, recipe: RecipesLike | None) -> nn.Module:
     Seeds of stochastic rounding stay if both recipes use them; otherwise new ones are drawn, the same on all ranks of
     a mesh. Amax histories begin anew. A state dict that `torch.save` wrote after a switch, and `scaling_state`, know
     the recipe: loading them into a model with the first recipe raises, so a resumed run must call `switch_recipe`
-    first.
+    first. With `torch.distributed.checkpoint`, pass it `RecipeSavePlanner` and `RecipeLoadPlanner`.
 
     >>> from qshard.torch_bridge import convert
     >>> model = convert(nn.Sequential(nn.Linear(32, 32)), "NVFP4")

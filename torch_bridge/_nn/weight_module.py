@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from qshard._files.recipe_records import error_text, is_text_of, text_of
 from qshard.formats import FLOATS
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale, keep_amaxes
@@ -285,16 +286,17 @@ class WeightModule(Extends):
                 state.primary.watch(value)
         metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
         if self.converted and metadata is not None:
-            metadata["recipes"] = [repr(self.converted[0]), repr(self.recipe)]
+            metadata["recipes"] = [text_of(self.converted[0]), text_of(self.recipe)]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *others: Any) -> None:
         """Load, unless the state dict was saved after a switch that would follow the recipe of this layer."""
         before, after = metadata.get("recipes", (None, None))
         start = "load_state_dict: the state dict was saved after switch_recipe"
-        if before == repr(self.recipe) != after and not any(each.startswith(start) for each in others[-1]):
+        lacks_switch = before is not None and is_text_of(before, self.recipe) and not is_text_of(after, self.recipe)
+        if lacks_switch and not any(each.startswith(start) for each in others[-1]):
             others[-1].append(
-                f"{start}, which gave {prefix[:-1] or 'the model'} the recipe {after}, but here it has {before}; call "
-                f"switch_recipe(model, ...) as in that run, then load"
+                f"{start}, which gave {prefix[:-1] or 'the model'} the recipe {error_text(after)}, but here it has "
+                f"{self.recipe!r}; call switch_recipe(model, ...) as in that run, then load"
             )
         super()._load_from_state_dict(state_dict, prefix, metadata, *others)
 
