@@ -16,6 +16,7 @@ from qshard._core.moe import MoEPermutation
 from qshard._core.quantize_steps import Plane
 from qshard.jax import ops, policies
 from qshard.jax._convert.convert import convert
+from qshard.jax._convert.recipe_metadata import check_recipes, describe_recipes
 from qshard.jax._convert.switch import switch_recipe
 from qshard.jax._delayed_scaling import (
     LinearState,
@@ -75,11 +76,13 @@ __all__ = [
     "adam",
     "adamw",
     "cast_master",
+    "check_recipes",
     "compute_scales",
     "convert",
     "cross_entropy",
     "dequantize_tree",
     "describe",
+    "describe_recipes",
     "disabled_checks",
     "einsum",
     "from_plain",

@@ -22,6 +22,7 @@ from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight
 from qshard.jax._quantized.primary import PrimaryWeight
 from qshard.jax._sharding.inference import Axes, MeshAxisRoles, local_shape, sharding_of
+from qshard.recipes import Recipe
 
 _CODED = (QuantizedArray, CodedWeight, PrimaryWeight)
 
@@ -309,6 +310,16 @@ class Policy:
             if own is not None:
                 policy._products[name] = DotGeneral(own, otherwise=placed.otherwise, **placed.options)
         return policy
+
+    @property
+    def recipes(self) -> dict[str, Recipe | None]:
+        """The recipe of each weight, by name; None if `switch_recipe` has removed it.
+
+        >>> params = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}
+        >>> Policy.of(params, "NVFP4").with_recipe({"down": None}).recipes
+        {'down': None, 'up': NVFP4()}
+        """
+        return {name: None if (own := self._products.get(name)) is None else own.recipe for name in self._placed}
 
     def __call__(self, params: Any) -> Any:
         """Replace each weight of `params` by a `Weight`.
