@@ -247,6 +247,12 @@ def test_gathered_experts(compiled):
     assert len(moved(program, "reduce-scatter")) == 1
 
 
+def test_muon_multiplies_in_fp8(compiled):
+    """A loop of steps in FP8 and one in bfloat16, each of three products, for the matrix and for the stack."""
+    calls = collections.Counter(call for call in compiled["muon"]["calls"] if "cublas" in call)
+    assert calls == {"__cublas$lt$matmul$f8": 2 * 3, "__cublas$lt$matmul": 2 * 3}
+
+
 def test_scales_of_a_model_are_one_reduction(compiled):
     assert compiled["scales"]["collectives"] == [["all-reduce", ["s32[2]"]]]
 

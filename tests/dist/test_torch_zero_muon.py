@@ -92,10 +92,11 @@ def assert_same(got, want):
         assert torch.equal(got[name].view(torch.int32), value.detach().view(torch.int32)), name
 
 
+IN_FP8 = {"ns_fp8_steps": 3, "ns_fp8_min_side": 16}
 CASES = {
     "float32": ("CurrentScaling", torch.float32, {}, {}),
     "bfloat16": ("MXFP8", torch.bfloat16, {"adjust_lr_fn": "match_rms_adamw"}, {"reduce_dtype": torch.bfloat16}),
-    "clipped": ("DelayedScaling", torch.float32, {"nesterov": False, "weight_decay": 0.5}, {"clip": 0.1}),
+    "clipped": ("DelayedScaling", torch.float32, {"nesterov": False, "weight_decay": 0.5} | IN_FP8, {"clip": 0.1}),
 }
 
 

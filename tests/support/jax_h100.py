@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from qshard.formats import FP8_E4M3, MXFP8_32x32, Usage
 from qshard.gemm_dispatch import Gpu
-from qshard.jax import compute_scales, gather, init_delayed, linear, linear_cross_entropy, quantize, ragged_dot
+from qshard.jax import compute_scales, gather, init_delayed, linear, linear_cross_entropy, muon, quantize, ragged_dot
 from qshard.jax._gemm.target_gpu import Target, trace_for
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling
 from support.hlo import collectives
@@ -146,6 +146,16 @@ def experts(mesh):
     yield "experts, gathered", run, (given[0], w, *given[2:])
 
 
+def muon_step(mesh):
+    """Return an update by Muon with steps of Newton-Schulz in FP8, and its arguments: a matrix and a stack."""
+    shapes = {"w": (11008, 4096), "experts": (8, 4096, 4096)}
+    optimizer = muon(0.02, ns_fp8_steps=3)
+    grads = {name: argument(mesh, shape, jnp.float32, P("fsdp")) for name, shape in shapes.items()}
+    state = jax.eval_shape(optimizer.init, grads)
+    state = jax.tree.map(lambda x: argument(mesh, x.shape, x.dtype, P("fsdp") if x.ndim else P()), state)
+    return optimizer.update, (grads, state)
+
+
 def programs():
     """Yield (name, function, arguments)."""
     auto, explicit = mesh_of(AxisType.Auto), mesh_of(AxisType.Explicit)
@@ -193,6 +203,7 @@ def programs():
         yield f"head, {mesh.axis_types[0].name}", head, (rows, w, labels)
     stacked = argument(auto, (4, 2048, 2048), jnp.float32, P(None, "fsdp"))
     yield "step, scan and remat", scanned_step, (stacked, x)
+    yield "muon", *muon_step(auto)
     with trace_for(Target(Gpu((9, 0), 130800, 130800))):
         yield from experts(auto)
 
