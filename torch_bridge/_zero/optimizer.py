@@ -168,7 +168,7 @@ class ZeroOptimizer(Adam):
             check_parity("ZeroOptimizer", parity)
             check_dtype("ZeroOptimizer", "reduce_dtype", reduce_dtype)
             resolved = settings_of(optimizer_class, weights, settings, lr, options)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # Of `settings` too. All ranks raise.
             problem = error
         alignment = BLOCK_ALIGNMENT if resolved.has_scaled_states else ALIGNMENT
         kinds = [(w.name, w.shape, str(w.dtype), str(w.fmt)) for _, of_unit in chosen for w in of_unit]

@@ -14,7 +14,7 @@ from qshard.torch_bridge._optim.adam_state import SCALED
 from qshard.torch_bridge._optim.muon import Muon
 from qshard.torch_bridge._zero.weight import ZeroParameter
 
-SettingsOf = Callable[[str, nn.Parameter], dict[str, Any]]
+SettingsOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
 
 class Group(NamedTuple):
@@ -70,9 +70,14 @@ def settings_of(
             "of these classes"
         )
     weight_of = {nn.Parameter(torch.empty(w.shape, dtype=torch.float32, device="meta")): w for w in weights}
-    of_settings: list[tuple[dict[str, Any], list[Any]]] = []
+    of_settings: list[tuple[Mapping[str, Any], list[Any]]] = []
     for parameter, weight in weight_of.items():
         given = settings(weight.name, weight.parameter) if settings else {}
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"ZeroOptimizer: settings({weight.name!r}) ({quote(given)}) is not a dict; return options, such as "
+                "{'weight_decay': 0.0}"
+            )
         members = next((members for known, members in of_settings if known == given), None)
         if members is None:
             of_settings.append((given, members := []))

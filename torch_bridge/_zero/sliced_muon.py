@@ -30,7 +30,7 @@ class MuonStep(NamedTuple):
     updates: MatrixUpdates
 
     def add(self, batch: UpdateBatch, grad_scale: Tensor | float) -> None:
-        """Update the momentum of a batch, whose masters have gradients. Collective: complete buckets are sent."""
+        """Update the momentum of a batch from the gradients of its masters. Collective: complete buckets are sent."""
         for matrix in self.of_batches[batch.number]:
             self.updates.add(matrix.momentum(grad_scale))
 
@@ -71,7 +71,7 @@ class SlicedMuon:
         return MuonStep(of_batches, MatrixUpdates([each for of in of_batches for each in of], self._exchanges))
 
     def _matrices(self, groups: Groups, states: States) -> list[list[Matrix]]:
-        """Return the slices of this rank as shards of flattened matrices. The state is that of the visible weight."""
+        """Return the slices of this rank as shards of flattened matrices. A visible weight is the key of a state."""
         return [[self._matrix(weight, groups, states) for weight in of_batch] for of_batch in self._of_batches]
 
     def _matrix(self, w: ZeroParameter, groups: Groups, states: States) -> Matrix:
