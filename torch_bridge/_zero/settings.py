@@ -25,15 +25,10 @@ class Group(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Parameter groups and defaults.
-
-    Attributes:
-      owned_elements: elements of a bucket of Muon for each rank.
-    """
+    """Parameter groups and defaults."""
 
     groups: list[Group]
     defaults: dict[str, Any]
-    owned_elements: int = Muon.owned_elements
 
     @property
     def has_scaled_states(self) -> bool:
@@ -47,7 +42,7 @@ class Settings(NamedTuple):
             ([weight.name for weight in group.weights], {name: _plain(own) for name, own in group.settings.items()})
             for group in self.groups
         ]
-        return repr((groups, self.owned_elements))
+        return repr(groups)
 
 
 def settings_of(
@@ -94,7 +89,7 @@ def settings_of(
         Group({name: own for name, own in group.items() if name != "params"}, [weight_of[p] for p in group["params"]])
         for group in trial.param_groups
     ]
-    return Settings(groups, trial.defaults, Muon.owned_elements)
+    return Settings(groups, trial.defaults)
 
 
 def _plain(setting: Any) -> Any:
