@@ -173,8 +173,6 @@ def refusal(options: argparse.Namespace) -> str | None:
         return f"--weights {kind} is not for bf16, which has no codes to keep; leave bf16 out, or --weights"
     if kind == "zero" and mesh != "fsdp":
         return f"--weights zero cuts weights over all ranks alike, not over --mesh {mesh}; leave --mesh out"
-    if kind == "zero" and options.optimizer == "muon":
-        return "--weights zero has an AdamW of its own, not --optimizer muon; leave one out"
     if options.experts and mesh == "fsdp,tp":
         return f"--experts {options.experts} is not for --mesh {mesh}, whose layers all tokens pass; leave --mesh out"
     if options.experts and options.log_numerics:

@@ -58,22 +58,21 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay for matrices only; or Muon, which updates embedding, head and norms by AdamW."""
     settings = {"betas": schedule.betas, "eps": schedule.eps}
-    if name == "muon":
-        return qshard.Muon(
-            model.named_parameters(),
-            weight_decay=schedule.weight_decay,
-            adjust_lr_fn="match_rms_adamw",  # fits weight decay, and about the learning rates, of AdamW
-            adamw={"weight_decay": 0.0, **settings},
-        )
+    muon = {
+        "weight_decay": schedule.weight_decay,
+        "adjust_lr_fn": "match_rms_adamw",  # fits weight decay, and about the learning rates, of AdamW
+        "adamw": {"weight_decay": 0.0, **settings},
+    }
+    if name == "muon" and kind != "zero":
+        return qshard.Muon(model.named_parameters(), **muon)
 
     def decay(name: str, weight: torch.Tensor) -> dict[str, float]:
         return {"weight_decay": schedule.weight_decay if weight.ndim == 2 else 0.0}
 
     if kind == "zero":
-        units = [*model.blocks, model]
-        return qshard.ZeroOptimizer(
-            model, shard_weights=True, units=units, settings=decay, decoupled_weight_decay=True, **settings
-        )
+        given = {"optimizer_class": qshard.AdamW, "settings": decay, **settings}
+        given = {"optimizer_class": qshard.Muon, **muon} if name == "muon" else given
+        return qshard.ZeroOptimizer(model, shard_weights=True, units=[*model.blocks, model], **given)
     grouped: dict[tuple[int, int], list[nn.Parameter]] = {}  # AdamW needs one mesh per group of weights
     for weight in model.parameters():
         grouped.setdefault((weight.ndim, weight.device_mesh.ndim), []).append(weight)

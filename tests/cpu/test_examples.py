@@ -52,7 +52,6 @@ OF_TORCH = {
     "--mesh fsdp,tp": "--mesh fsdp,tp needs an even number of ranks, 4 or more, not 2; give --ranks 4",
     "--mesh fsdp,tp --experts 4": "--experts 4 is not for --mesh fsdp,tp, whose layers all tokens pass",
     "--mesh hsdp --weights zero": "--weights zero cuts weights over all ranks alike, not over --mesh hsdp; leave",
-    "--weights zero --formats fp8 --optimizer muon": "--weights zero has an AdamW of its own, not --optimizer muon",
     "--weights zero --formats fp8,bf16": "--weights zero is not for bf16, which has no codes to keep; leave bf16 out",
 }
 BY_SCRIPT = {"train_jax": REFUSED | OF_JAX, "train_torch": REFUSED | OF_TORCH}

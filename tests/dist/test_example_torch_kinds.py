@@ -192,6 +192,6 @@ def test_a_resumed_run_has_the_same_losses(name, kind, tmp_path):
     torch_ranks.run(2, resumes, name=name, kind=kind, mesh="fsdp", folder=tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["shard", pytest.param("primary", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["shard", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_a_resumed_run_with_muon_has_the_same_losses(kind, tmp_path):
     torch_ranks.run(2, resumes, name="fp8", kind=kind, mesh="fsdp", folder=tmp_path, optimizer="muon")

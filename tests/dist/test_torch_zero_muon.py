@@ -138,9 +138,8 @@ def test_collectives(stage):
     """
     weights = []
     for owned in (Muon.owned_elements, 1):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Muon, "owned_elements", owned)
-            model, optimizer = made(stage)
+        model, optimizer = made(stage)
+        optimizer.owned_elements = owned
         train(model, optimizer, range(1))
         optimizer.zero_grad()
         loss_of(model, 1, dist.get_rank()).backward()
@@ -301,3 +300,17 @@ def test_a_state_of_other_algorithms_raises_and_changes_nothing(stage):
     again, resumed = made(stage)
     resumed.load_state_dict(before)
     assert train(again, resumed, range(1, 3)) == losses
+
+
+@pytest.mark.timeout(60)
+@on_ranks(2)
+def test_other_buckets_on_a_rank_raise_on_all_and_change_nothing():
+    model, optimizer = made(True)
+    before = optimizer.full_weights()
+    loss_of(model, 0, dist.get_rank()).backward()
+    optimizer.owned_elements = 1 + dist.get_rank()
+    with pytest.raises(ValueError, match=r"owned_elements \([12]\) differs from rank [01]; set it alike on all ranks"):
+        optimizer.step()
+    assert_same(optimizer.full_weights(), before)
+    optimizer.owned_elements = 1
+    optimizer.step()

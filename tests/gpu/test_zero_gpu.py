@@ -14,6 +14,7 @@ CASES = [
     ("_clip", "test_bits_of_one_process", {"dtype": "bfloat16"}),
     ("_clip", "test_norms_that_are_not_finite", {"bad": float("nan"), "stage": True}),
     ("_clip", "test_zero_grad_of_the_model", {"stage": True}),
+    ("_muon", "test_bits_of_one_process", {"kind": "float32"}),
     ("_misuse", "test_freed_weights_raise", {}),
     ("_misuse", "test_changes_after_construction", {"stage": False}),
     ("_state", "test_resumed_runs", {"recipe": "DelayedScaling", "stage": True}),

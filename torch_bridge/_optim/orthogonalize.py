@@ -1,7 +1,7 @@
 """Orthogonalized updates of sharded matrices, for Muon.
 
 Momentum of a matrix is sent to the rank that owns it, which runs Newton-Schulz; the result is sent back to the shards.
-Shards are those of DTensors, or flat slices of ZeRO.
+A shard is the local tensor of a DTensor, or a flat slice of ZeRO.
 """
 
 from __future__ import annotations
@@ -111,31 +111,33 @@ class MatrixUpdates:
         self._inputs: list[Tensor] = []  # of Newton-Schulz, for the next bucket
         self._there: dict[int, Sending] = {}
         self._back: dict[int, Sending] = {}
-        self._next = 0  # bucket
+        self._bucket = 0  # the next to send
 
     def add(self, matrix: Tensor) -> None:
-        """Take the input of the next matrix for Newton-Schulz, its local part, and send a bucket that is complete."""
+        """Take the local part of what Newton-Schulz takes of the next matrix. Send the bucket if it is complete."""
         self._inputs.append(matrix)
-        if len(self._inputs) == len(self._exchanges[self._next].bucket.parameters):
-            self._there[self._next] = self._exchanges[self._next].send(self._inputs)
+        exchange = self._exchanges[self._bucket]
+        if len(self._inputs) == len(exchange.bucket.parameters):
+            self._there[self._bucket] = exchange.send(self._inputs)
             self._inputs = []
             self._advance()
 
     def finish(self) -> None:
-        """Update the matrices of the last buckets."""
-        for _ in range(2 if self._exchanges else 0):
-            self._advance()
+        """Update the matrices of the last two buckets."""
+        self._advance()
+        self._advance()
 
     def _advance(self) -> None:
-        done, self._next = self._next, self._next + 1
-        if (sending := self._there.pop(done - 1, None)) is not None:
-            self._back[done - 1] = self._orthogonalize(self._exchanges[done - 1], sending)
-        if (sending := self._back.pop(done - 2, None)) is not None:
-            exchange = self._exchanges[done - 2]
-            matrices = [self._matrices[i] for i in exchange.bucket.parameters]
+        """Orthogonalize the bucket that was sent before the last one, and update the matrices of the one before it."""
+        i, self._bucket = self._bucket, self._bucket + 1
+        if i - 1 in self._there:
+            self._back[i - 1] = self._orthogonalize(self._exchanges[i - 1], self._there.pop(i - 1))
+        if i - 2 in self._back:
+            exchange = self._exchanges[i - 2]
+            matrices = [self._matrices[index] for index in exchange.bucket.parameters]
             local = [memory_of(each.parameter) for each in matrices]
-            parts = exchange.parts(sending, [each.shape for each in local], [each.device for each in local])
-            for matrix, part in zip(matrices, parts, strict=True):
+            shapes, devices = [each.shape for each in local], [each.device for each in local]
+            for matrix, part in zip(matrices, exchange.parts(self._back.pop(i - 2), shapes, devices), strict=True):
                 matrix.apply(part)
 
     def _orthogonalize(self, exchange: MatrixExchange, sending: Sending) -> Sending:

@@ -37,11 +37,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from qshard.torch_bridge._delayed_scaling import update_delayed
-from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.collectives import unlike_ranks
 from qshard.torch_bridge._optim.adam import Adam, initialize_state
 from qshard.torch_bridge._optim.cast_master import Parity, check_parity
-from qshard.torch_bridge._optim.muon import check_algorithms
+from qshard.torch_bridge._optim.muon import Muon, check_algorithms
 from qshard.torch_bridge._quantized.validation import check_dtype, check_group, check_model
 from qshard.torch_bridge._zero.buffers import ALIGNMENT, BLOCK_ALIGNMENT, FlatBuffer, update_batches
 from qshard.torch_bridge._zero.gradients import clip_by_norm, norm_over_ranks
@@ -137,6 +136,8 @@ class ZeroOptimizer(Adam):
             [0.7500, 0.7500]])
     """
 
+    owned_elements = Muon.owned_elements
+    """Elements of a bucket of matrices for each rank, as of `Muon`. Set it on all ranks before the first step."""
     _op = "ZeroOptimizer"
 
     def __init__(
@@ -168,7 +169,7 @@ class ZeroOptimizer(Adam):
             check_parity("ZeroOptimizer", parity)
             check_dtype("ZeroOptimizer", "reduce_dtype", reduce_dtype)
             resolved = settings_of(optimizer_class, weights, settings, lr, options)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # Of `settings` too. All ranks raise.
             problem = error
         alignment = BLOCK_ALIGNMENT if resolved.has_scaled_states else ALIGNMENT
         kinds = [(w.name, w.shape, str(w.dtype), str(w.fmt)) for _, of_unit in chosen for w in of_unit]
@@ -177,7 +178,7 @@ class ZeroOptimizer(Adam):
         also = reduce_dtype, resolved.facts
         self._agree(problem, "has another model or other options; use the same on all ranks", also)
         initial = MetaInit(model, weights, init, self._ranks, self._device)
-        self._broadcast()
+        self._ranks.broadcast([*model.parameters(), *model.buffers()])
         self._stale = False  # True if masters were loaded and weights are not cast yet.
         self._schedule = Schedule(self._device)
         make: dict[str, Any] = {
@@ -214,13 +215,6 @@ class ZeroOptimizer(Adam):
             "state_dict(), and load it into the optimizer of the other model"
         )
 
-    def _broadcast(self) -> None:
-        """Copy the values and buffers of the first rank to all ranks. Collective."""
-        if self._ranks.size > 1:
-            for tensor in (*self._model.parameters(), *self._model.buffers()):
-                if not tensor.is_meta:
-                    dist.broadcast(memory_of(tensor), group=self._ranks.group, group_src=0)
-
     def _initialize_states(self) -> None:
         for group, of_group in zip(self.param_groups, self._of_groups, strict=True):
             for weight in () if is_muon(group) else of_group:
@@ -241,6 +235,7 @@ class ZeroOptimizer(Adam):
         """Update the local slices with the mean gradient of all ranks, then the weights of layers. Collective."""
         check_parameters(self._model, self._flats)
         self._schedule.abandon()
+        muon = self._muon.begin(self.param_groups, self.state, self.owned_elements)
         self._delayed.observe()  # The weights that this step's forward used.
         for flat in self._flats:
             flat.gradient.settle()
@@ -248,7 +243,6 @@ class ZeroOptimizer(Adam):
         sums = inv_grad_scale is None and self._ranks.size.bit_count() == 1
         sums = sums and not any(flat.gradient.is_clipped for flat in self._flats)
         scale = 1 / self._ranks.size if sums else inv_grad_scale
-        muon = self._muon.begin(self.param_groups, self.state)
         for batch in self._batches:
             self._batch = batch
             for flat in batch.flats:

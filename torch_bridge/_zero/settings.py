@@ -14,7 +14,7 @@ from qshard.torch_bridge._optim.adam_state import SCALED
 from qshard.torch_bridge._optim.muon import Muon
 from qshard.torch_bridge._zero.weight import ZeroParameter
 
-SettingsOf = Callable[[str, nn.Parameter], dict[str, Any]]
+SettingsOf = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
 
 class Group(NamedTuple):
@@ -25,15 +25,10 @@ class Group(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Parameter groups and defaults.
-
-    Attributes:
-      owned_elements: elements of a bucket of Muon for each rank.
-    """
+    """Parameter groups and defaults."""
 
     groups: list[Group]
     defaults: dict[str, Any]
-    owned_elements: int = Muon.owned_elements
 
     @property
     def has_scaled_states(self) -> bool:
@@ -47,7 +42,7 @@ class Settings(NamedTuple):
             ([weight.name for weight in group.weights], {name: _plain(own) for name, own in group.settings.items()})
             for group in self.groups
         ]
-        return repr((groups, self.owned_elements))
+        return repr(groups)
 
 
 def settings_of(
@@ -70,9 +65,14 @@ def settings_of(
             "of these classes"
         )
     weight_of = {nn.Parameter(torch.empty(w.shape, dtype=torch.float32, device="meta")): w for w in weights}
-    of_settings: list[tuple[dict[str, Any], list[Any]]] = []
+    of_settings: list[tuple[Mapping[str, Any], list[Any]]] = []
     for parameter, weight in weight_of.items():
         given = settings(weight.name, weight.parameter) if settings else {}
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"ZeroOptimizer: settings({weight.name!r}) ({quote(given)}) is not a dict; return options, such as "
+                "{'weight_decay': 0.0}"
+            )
         members = next((members for known, members in of_settings if known == given), None)
         if members is None:
             of_settings.append((given, members := []))
@@ -89,7 +89,7 @@ def settings_of(
         Group({name: own for name, own in group.items() if name != "params"}, [weight_of[p] for p in group["params"]])
         for group in trial.param_groups
     ]
-    return Settings(groups, trial.defaults, Muon.owned_elements)
+    return Settings(groups, trial.defaults)
 
 
 def _plain(setting: Any) -> Any:

@@ -21,7 +21,7 @@ from qshard.recipes import Role
 from qshard.torch_bridge._delayed_scaling import DelayedScale, delayed_scales
 from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._experts.stacked_experts import Experts
-from qshard.torch_bridge._fsdp.weight import ShardedWeight
+from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
 from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.collectives import max_over_ranks
@@ -48,6 +48,12 @@ class Ranks(NamedTuple):
             return cls(None, 1, 0)
         group = group or dist.group.WORLD
         return cls(group, dist.get_world_size(group), dist.get_rank(group))
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Copy tensors of the first rank to all ranks, except for tensors on meta. Collective."""
+        for tensor in tensors if self.size > 1 else ():
+            if not tensor.is_meta:
+                dist.broadcast(memory_of(tensor), group=self.group, group_src=0)
 
 
 @dataclass(eq=False)

@@ -132,7 +132,7 @@ def plan_buckets(
 
 def _bucket(parameters: Sequence[int], shapes: Sequence[Shape], boxes: Sequence[Sequence[Box]]) -> MatrixBucket:
     units = [(i, unit) for i in parameters for unit in units_of(shapes[i])]
-    places = [unit if boxes[i][0].global_shape == shapes[i] else _flattened(unit) for i, unit in units]
+    places = [unit if boxes[i][0].global_shape == shapes[i] else _flat_box(unit) for i, unit in units]
     shared = [[place.intersection(box) for box in boxes[i]] for (i, _), place in zip(units, places, strict=True)]
     sizes = [[math.prod(part.size) for part in of_unit] for of_unit in shared]
     owners = assign_owners([newton_schulz_cost(unit.size) for _, unit in units], sizes)
@@ -147,7 +147,7 @@ def _bucket(parameters: Sequence[int], shapes: Sequence[Shape], boxes: Sequence[
     return MatrixBucket(tuple(parameters), tuple(units), tuple(owners), tuple(parts))
 
 
-def _flattened(unit: Box) -> Box:
+def _flat_box(unit: Box) -> Box:
     """Return a unit, which has consecutive elements, as a box of the flattened parameter."""
     return Box((math.prod(unit.global_shape),), (unit.philox_offset(),), (math.prod(unit.size),))
 
