@@ -190,6 +190,7 @@ _STEPS = {
     "step_torch": ("A step in PyTorch", "a 2.0 B model"),
     "step_whole": ("A step that is not sharded", "a 2.0 B model in bfloat16"),
     "step_muon": ("A step with Muon", "a 2.0 B model"),
+    "step_muon_fp8": ("A step with Muon in FP8, and under ZeRO", "a 2.0 B model, beside other work on the host,"),
     "step_moe_qwen": ("A step with 128 experts", "6 layers as in Qwen3-30B-A3B, 16 k tokens a GPU,"),
     "step_moe_deepseek": ("A step with 64 large experts", "2 layers as in DeepSeek-V3, 4 k tokens a GPU,"),
 }
