@@ -58,7 +58,7 @@ class Muon(Adam):
       ns_fp8_steps: the first steps of Newton-Schulz that multiply in FP8, at most `ns_steps`. 3 of 5 add little to the
         error of bfloat16, and 4 or 5 are coarse: docs/muon.md has errors and times.
       ns_fp8_min_side: the smallest side of a matrix that multiplies in FP8. Smaller matrices stay in bfloat16, which is
-        at least as fast for them on an H200, and so do matrices with a side that is no multiple of 16.
+        at least as fast for them on an H200. So do matrices with a side that 16 does not divide.
       master_weights: "float32" to keep float32 values of 16-bit parameters in the state; None rounds in every step.
       group: ranks with equal plain parameters and gradients, as under `DistributedDataParallel`, which divide the work.
         DTensors need none.

@@ -83,7 +83,7 @@ def muon(
       ns_fp8_steps: the first steps of Newton-Schulz that multiply in FP8, at most `ns_steps`. 3 of 5 add little to the
         error of bfloat16, and 4 or 5 are coarse: docs/muon.md has errors and times.
       ns_fp8_min_side: the smallest side of a matrix that multiplies in FP8. Smaller matrices stay in bfloat16, which is
-        at least as fast for them on an H200, and so do matrices with a side that is no multiple of 16.
+        at least as fast for them on an H200. So do matrices with a side that 16 does not divide.
       consistent_rms: None: `scale` is `sqrt(max(1, outputs / inputs))`. A number: it is
         `consistent_rms sqrt(max(outputs, inputs))`; 0.2 fits learning rates of AdamW.
       output_axis: the axis of outputs: -2 for weights `[N, K]` of `linear`, -1 for kernels `[K, N]` of flax.
