@@ -107,6 +107,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.stem.endswith(OF_DOCS):
             item.add_marker(pytest.mark.docs)
     mark_repeated(items)
+    # Tests of ranks wait for other processes. At the beginning of the list one worker gets them all, and the others
+    # compute meanwhile.
+    items.sort(key=lambda item: item.path.parent.name != "dist")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
