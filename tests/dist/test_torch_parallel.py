@@ -216,7 +216,10 @@ def test_only_scales_of_whole_tensors_travel(name):
 
 @on_ranks(2)
 def test_amax_of_a_weight_that_forward_writes_to():
-    """A layer after a write within the pass reduces the new amax, and a write before backward raises."""
+    """A layer after a write within the pass reduces the new amax, and a write before backward raises.
+
+    Before torch 2.13 the local shard of a parameter is no parameter. Then codes are saved, and a write changes nothing.
+    """
     torch.manual_seed(0)
     model = convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), "CurrentScaling")
     parallelize_module(model, mesh_of("tp"), {"0": ColwiseParallel(output_layouts=Replicate()), "1": ColwiseParallel()})
@@ -231,7 +234,12 @@ def test_amax_of_a_weight_that_forward_writes_to():
     y = model(x)
     hook.remove()
     assert torch.equal(y, model(x))
+    gradient = lambda: torch.autograd.grad(y.sum(), first.bias, retain_graph=True)[0].to_local()  # noqa: E731
+    want = gradient()
     scale()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+    if isinstance(second.weight.to_local(), nn.Parameter):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradient()
+    else:
+        assert torch.equal(gradient(), want)
     assert torch.allclose(model(x) - bias, 8 * (y - bias), rtol=1e-4, atol=1e-4)
