@@ -52,6 +52,7 @@ KINDS = {
     "no_hadamard": Kind(NO_HADAMARD),
     "nearest": Kind(NEAREST),
     "all_layers": Kind(NVFP4(), kept=None),
+    "wgrad_bf16": Kind(NVFP4(wgrad="bf16")),
     "bf16_tail": Kind(NVFP4(), tail=True),
 }
 
