@@ -71,12 +71,7 @@ def refusal(directory: Path | None, formats: list[str], resume: bool, settings: 
         return f"--checkpoint {directory} has none of {', '.join(formats)}; leave --resume out"
     for path in found.values():
         old = {"experts": 0, "optimizer": "adamw", **json.loads((path / "run.json").read_text())["settings"]}
-        same = (
-            [*settings]
-            if old["framework"] == settings["framework"]
-            else ["text", "steps", "batch", "experts", "optimizer"]
-        )
-        for name in same:
+        for name in settings if old["framework"] == settings["framework"] else COMMON_SETTINGS:
             if old[name] != settings[name]:
                 return (
                     f"--{name} {settings[name]} is not that of {path}, {old[name]}; resume with what it was made with"

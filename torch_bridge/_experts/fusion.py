@@ -84,6 +84,6 @@ def fused_gradients(saved: list[Tensor], grad: Tensor) -> tuple[Tensor, Tensor |
     """
     if not saved:
         return grad, None, None
-    if len(saved) == 1:
+    if len(saved) == 1:  # Of SwiGLU. The sum saves three or four.
         return *gate_up_grad_and_amaxes(saved[0], grad), None
     return combine_grad(saved, grad)
