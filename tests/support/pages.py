@@ -51,6 +51,14 @@ def modules(code: str) -> set[str]:
     return set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE))
 
 
+# PyTorch keeps a process group past destroy_process_group once a functional collective used it. A thread of gloo that
+# still holds a tensor when Python ends then aborts the rank: "terminate called without an active exception" (2.13).
+LET_GLOO_FINISH = """
+import time
+time.sleep(0.2)
+"""
+
+
 def run(script: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
     """Runs `command`, of `python` or `torchrun`, beside the script."""
     programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
@@ -59,6 +67,9 @@ def run(script: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) < 2:  # Two ranks are two GPUs, or two processes without any.
         environment |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    if command[0] == "torchrun":
+        with script.open("a") as end:
+            end.write(LET_GLOO_FINISH)
     return subprocess.run(
         [*programs[command[0]], *command[1:]],
         cwd=script.parent,
