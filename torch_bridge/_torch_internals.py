@@ -1,6 +1,6 @@
 """Private APIs of PyTorch. No other module of this package uses a private name of torch.
 
-Each was checked with torch 2.11 and 2.13. The comment above it says what to do if a later version removes it.
+Each was checked with torch 2.11, 2.13 and 2.14. The comment above it says what to do if a later version removes it.
 Registries of `nn.Module` (`_parameters`, `_buffers`, `_modules`), methods meant for subclasses (`_apply`,
 `_load_from_state_dict`, ...) and operators (`aten._to_copy`, `torch._foreach_copy_`) are used directly elsewhere.
 """
@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
 from qshard.formats import Format
 
@@ -162,6 +163,17 @@ def has_module_hooks(module: nn.Module, own: Sequence[Any] = ()) -> bool:
     return bool(others or module._backward_hooks or module._backward_pre_hooks)
 
 
+# Without it: keep PyTorch's ids, which differ between modules. Dynamo of torch 2.14 guards on the ids of hooks that
+# have options, so alike modules would share no compiled code, and all but the first eight would run eagerly.
+def set_hook_id(handle: RemovableHandle, number: int) -> None:
+    """Give a registered hook a fixed id. PyTorch's ids are not negative."""
+    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        hooks: Any = reference()
+        if handle.id in hooks:
+            hooks[number] = hooks.pop(handle.id)
+    handle.id = number
+
+
 # DTensor. Without it: use `to_local()`, which returns a new object, and store attributes in a dict by id.
 def local_tensor(tensor: DTensor) -> Tensor:
     """Return the local shard of a DTensor, as the object that the DTensor holds."""
@@ -193,7 +205,7 @@ def fsdp_groups(module: FSDPModule) -> list[Any]:
 
 
 # Without these two: `switch_recipe` raises for weights that `fully_shard` has sharded. An `FSDPParam` allocates the
-# result of its all-gather once, with the size and the type of the first one. Same names in torch 2.11 to 2.13.
+# result of its all-gather once, with the size and the type of the first one. Same names in torch 2.11 to 2.14.
 def has_unreduced_gradient(param: Any) -> bool:
     """Return True if an `FSDPParam` has a gradient that was not reduced yet, as between micro-batches."""
     unsharded = getattr(param, "_unsharded_param", None)

@@ -134,7 +134,7 @@ def test_who_looks_on_sees_ops(who):
         made = torch.vmap(lambda x: steps((x,))[0])(torch.tensor([[1.0, 2.0], [4.0, 3.0]]))
         assert made.tolist() == [2, 4]
     elif who == "trace":
-        with pytest.warns(DeprecationWarning, match="jit.trace"):
+        with pytest.warns((DeprecationWarning, FutureWarning), match="jit.trace"):
             traced = torch.jit.trace(lambda x: steps((x,))[0], (x,), check_trace=False)
         assert traced(torch.tensor([5.0, 1.0])) == 5
     elif who == "subclass":

@@ -26,7 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
-from qshard.torch_bridge._torch_internals import backward_id, has_module_hooks, next_node_number, node_number
+from qshard.torch_bridge._torch_internals import (
+    backward_id,
+    has_module_hooks,
+    next_node_number,
+    node_number,
+    set_hook_id,
+)
 
 
 class ModuleCall:
@@ -142,10 +148,13 @@ def _stream_of(x: Tensor) -> tuple[int, bool] | None:
     return torch.cuda.current_stream(x.device).cuda_stream, is_capturing(x.device)
 
 
+_HOOK_ID = -1
+
+
 def follow_calls(module: nn.Module) -> None:
     if not any(hook is _open_call for hook in module._forward_pre_hooks.values()):
-        module.register_forward_pre_hook(_open_call, with_kwargs=True)
-        module.register_forward_hook(_close_call, always_call=True)
+        set_hook_id(module.register_forward_pre_hook(_open_call, with_kwargs=True), _HOOK_ID)
+        set_hook_id(module.register_forward_hook(_close_call, always_call=True), _HOOK_ID)
 
 
 def has_hooks(module: nn.Module) -> bool:
