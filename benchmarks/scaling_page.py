@@ -117,12 +117,17 @@ def check(tables: Tables) -> str:
         peak = model.peak_bytes(each.shape, each.ranks) / GIB
         pairs = ((float(each.row["running_ms"]), ms), (float(each.row["peak_GiB"]), peak))
         numbers = [f"{value:.1f}" for pair in pairs for value in pair]
-        errors = [f"{100 * (predicted / value - 1):+.1f}" for value, predicted in pairs]
+        errors = [_percent(predicted / value) for value, predicted in pairs]
         name = f"{MODELS[each.model]}, {each.row['machine'].split()[1]}"
         marked = each.row["kind"] + " (basis)" * (each is anchor)
         lines.append([name, f"{each.ranks}", marked, *numbers[:2], errors[0], *numbers[2:], errors[1]])
     header = ["model, GPU", "GPUs", "kind", "ms", "predicted", "error, %", "peak GiB", "predicted", "error, %"]
     return table(header, lines)
+
+
+def _percent(ratio: float) -> str:
+    """Return how far a ratio is from 1. Zero is +0.0: its sign depends on how Python sums, which 3.12 changed."""
+    return f"{round(100 * (ratio - 1), 1) + 0.0:+.1f}"
 
 
 def wire_check(tables: Tables) -> str:
@@ -133,7 +138,7 @@ def wire_check(tables: Tables) -> str:
             continue
         predicted = step_megabytes(f"{row['recipe']} {row['kind']}", SHAPES["2b"])
         pairs = [(float(row[f"{name}_MB"]), value) for name, value in predicted.items()]
-        errors = [f"{100 * (value / counted - 1):+.1f}" if counted else "-" for counted, value in pairs]
+        errors = [_percent(value / counted) if counted else "-" for counted, value in pairs]
         cells = [f"{counted:.1f} / {value:.1f} ({by})" for (counted, value), by in zip(pairs, errors, strict=True)]
         lines.append([row["recipe"], "FSDP2" if row["kind"] != "zero" else "ZeRO", *cells])
     return table(["recipe", "weights", *(f"{name} MB / predicted (%)" for name in predicted)], lines)
