@@ -1,6 +1,7 @@
 """Undocumented interfaces of JAX and flax. No other module of the front end uses one.
 
-Each was checked with JAX 0.10.2 and flax 0.12.8. `tests/null/test_jax_internals.py` finds uses elsewhere.
+Each was checked with JAX 0.10.2 and 0.12.0.1, and flax 0.12.8 and 0.12.12. `tests/null/test_jax_internals.py` finds
+uses elsewhere.
 """
 
 from __future__ import annotations
