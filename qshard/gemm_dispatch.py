@@ -36,7 +36,7 @@ _TILE = (128, 4)
 _VALUE_UNIT = 8
 """Elements of 16 bits in 16 bytes, the alignment of the matrices of a group."""
 _GROUP_BYTES = 128
-"""Upper bound on the workspace bytes of each group: pointers, extents and tensor scales."""
+"""Upper bound on the workspace bytes of each group: pointers, extents, and tensor scales or alphas."""
 
 
 class Gpu(NamedTuple):
@@ -198,15 +198,17 @@ def grouped_kind_of(a: Format, b: Format, *, by_k: bool = False) -> Kind | None:
       b: format of the experts' matrices, or of the second operand.
       by_k: whether the product is k-grouped. Then the blocks of both must be 1-D.
 
-    >>> from qshard.formats import FP8_1x128, FP8_128x128
+    >>> from qshard.formats import FP8_1x128, FP8_128x128, NVFP4
     >>> grouped_kind_of(FP8_1x128, FP8_128x128), grouped_kind_of(FP8_1x128, FP8_128x128, by_k=True)
     ('blocks', None)
+    >>> grouped_kind_of(NVFP4, NVFP4, by_k=True)
+    'nvfp4'
     """
     kind = kind_of(a, b)
     if kind in ("tensors", None):
         return kind
     one_dimensional = a.block_shape()[0] == 1 and (not by_k or b.block_shape()[0] == 1)
-    return kind if kind == "blocks" and one_dimensional else None
+    return kind if one_dimensional else None
 
 
 def grouped_runs_on(kind: Kind, gpu: Gpu) -> bool:
@@ -217,11 +219,16 @@ def grouped_runs_on(kind: Kind, gpu: Gpu) -> bool:
     | tensors | FP8 with one scale for each expert | 9.0 | 13.5 |
     | blocks | FP8 in 1x128 with fp32 scales; the experts' matrices may be in 128x128 | 9.0 | 13.4 |
     | values | bfloat16 and float16 | 9.0 | 13.4 |
+    | mxfp8 | FP8 in 1x32 with E8M0 scales; the experts' matrices may be in 32x32 | 10.x | 13.4 |
+    | nvfp4 | NVFP4 with a global scale for each expert; the experts' matrices may be in 16x16 | 10.x | 13.4 |
 
-    Sources: `cublasLtGroupedMatrixLayoutCreate` in cublasLt.h of cuBLAS 13.8; measured on an H100.
+    Products for 9.0 were measured on an H100. Those for 10.x have not run. cuBLAS has MXFP8 in groups since 13.3, and
+    NVFP4 since 13.4.
+
+    Sources: cuBLAS documentation, "cublasLtMatmul" (grouped matrices); release notes of CUDA 13.2 and 13.2 Update 1.
     """
-    needed = {"tensors": 130500, "blocks": 130400, "values": 130400}
-    return gpu.capability == (9, 0) and kind in needed and gpu.grouped_cublaslt >= needed[kind]
+    runs = gpu.capability[0] == 10 if kind in ("mxfp8", "nvfp4") else gpu.capability == (9, 0)
+    return runs and gpu.grouped_cublaslt >= (130500 if kind == "tensors" else 130400)
 
 
 def grouped_fits(kind: Kind, sizes: Sizes, unit: int = UNIT, *, by_k: bool = False) -> bool:
@@ -238,10 +245,19 @@ def grouped_fits(kind: Kind, sizes: Sizes, unit: int = UNIT, *, by_k: bool = Fal
     >>> grouped_fits("blocks", (512, 384, 256), 16, by_k=True), grouped_fits("values", (7, 512, 384), 1)
     (False, True)
     """
-    whole = _VALUE_UNIT if kind == "values" else UNIT
-    axes = sizes if kind != "values" else sizes[:2] if by_k else sizes[1:]
-    of_stops = {"values": 1, "blocks": 128 if by_k else UNIT}.get(kind, UNIT)
-    return all(size > 0 for size in sizes) and all(size % whole == 0 for size in axes) and unit % of_stops == 0
+    if kind != "values":
+        return fits(kind, sizes) and unit % (contracted_unit(kind) if by_k else UNIT) == 0
+    axes = sizes[:2] if by_k else sizes[1:]
+    return all(size > 0 for size in sizes) and all(size % _VALUE_UNIT == 0 for size in axes)
+
+
+def contracted_unit(kind: Kind | None) -> int:
+    """Return the number that stops must be multiples of for a k-grouped product of codes; 1 if there is none.
+
+    >>> [contracted_unit(kind) for kind in (None, "tensors", "blocks", "mxfp8", "nvfp4")]
+    [1, 16, 128, 32, 32]
+    """
+    return 1 if kind is None else {"blocks": 128, "mxfp8": 32, "nvfp4": 2 * UNIT}.get(kind, UNIT)
 
 
 def grouped_workspace_size(
@@ -263,7 +279,12 @@ def grouped_workspace_size(
         return size
     (m, n, k), (rows, cols) = sizes, b.block_shape()
     across = k // cols + _TILE[1]
-    return size + 4 * across * (m + (1 if by_k else experts) * (n // rows + _TILE[0]))
+    if (number := b.scale_bytes) == 4:
+        return size + number * across * (m + (1 if by_k else experts) * (n // rows + _TILE[0]))
+    # One-byte scales: each expert has whole tiles of its own, also of the axis that experts divide.
+    if by_k:
+        return size + number * (across + _TILE[1] * experts) * (m + n + 2 * _TILE[0])
+    return size + number * across * (m + experts * (n + 2 * _TILE[0]))
 
 
 def multiply_grouped(
@@ -288,7 +309,8 @@ def multiply_grouped(
       ops: the ops of a front end.
       a: plane `[M, K]`; formats with one scale have a `scale_inv` for each expert, `[E]`.
       a_format: format of `a`. Its blocks are 1-D.
-      b: planes of the experts' matrices, `[E, N, K]`, contracted along their last axis; likewise.
+      b: planes of the experts' matrices, `[E, N, K]`, contracted along their last axis; likewise. NVFP4 has a
+        `global_scale_inv` for each expert in both, `[E]`.
       b_format: format of `b`.
       stops: int32 `[E]`, where the rows of each expert end, starting from 0. Out-of-range numbers are clamped.
       ends: likewise in the result, which then has the first rows of each expert; None for `stops`. Only formats with
@@ -307,8 +329,10 @@ def multiply_grouped(
         raise ValueError(
             f"multiply_grouped: ends are not supported for blocks ({a_format}); pass None, and gather rows"
         )
-    how["b_rows"] = b_format.block_shape()[0]
-    return ops.gemm_grouped_block(a.data, a.scale_inv, b.data, b.scale_inv, stops, **how)[0]
+    b_rows = b_format.block_shape()[0]
+    if a.global_scale_inv is not None:
+        return ops.gemm_grouped_nvfp4(*a, *b, stops, b_rows=b_rows, dtype=dtype, workspace=workspace)[0]
+    return ops.gemm_grouped_block(a.data, a.scale_inv, b.data, b.scale_inv, stops, b_rows=b_rows, **how)[0]
 
 
 def multiply_grouped_k(
@@ -330,7 +354,8 @@ def multiply_grouped_k(
     Args:
       ops: the ops of a front end.
       a: plane `[M, P]`, with P padded rows of tokens last, such as the columnwise plane of the output's gradient;
-        formats with one scale have a `scale_inv` for each expert, `[E]`.
+        formats with one scale have a `scale_inv` for each expert, `[E]`, and NVFP4 a `global_scale_inv`. The columnwise
+        plane of MXFP8 is not transposed: `[P, M]`.
       a_format: format of `a`. Its blocks are 1-D.
       b: plane `[N, P]`, such as the columnwise plane of the tokens; likewise.
       b_format: format of `b`. Its blocks are 1-D.
@@ -339,9 +364,15 @@ def multiply_grouped_k(
       fast: as in `multiply`.
       workspace: `grouped_workspace_size` with `by_k` on a GPU, 0 on the CPU.
     """
-    how = grouped_options(a_format, b_format, fast) | {"dtype": dtype, "workspace": workspace}
+    how = {"dtype": dtype, "workspace": workspace}
+    if a.global_scale_inv is not None:
+        return ops.gemm_grouped_nvfp4_k(*a, *b, stops, **how)[0]
+    operands = a.data, a.scale_inv, b.data, b.scale_inv, stops
+    if not contracts_last(a_format, Usage.COLUMNWISE):
+        elements = {"a_element": a_format.element.name, "b_element": b_format.element.name}
+        return ops.gemm_grouped_mxfp8_tn(*operands, **elements, **how)[0]
     op = ops.gemm_grouped_k if multiplies_codes(a_format, b_format) else ops.gemm_grouped_block_k
-    return op(a.data, a.scale_inv, b.data, b.scale_inv, stops, **how)[0]
+    return op(*operands, **grouped_options(a_format, b_format, fast), **how)[0]
 
 
 def grouped_options(a: Format, b: Format, fast: bool) -> dict[str, Any]:

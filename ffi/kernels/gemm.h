@@ -27,7 +27,7 @@ struct GemmOperand {
   const void* scale_inv;  // for blocks of block_rows x `cols`, or null
   int64_t block_rows;
   const float* tensor_scale_inv;  // for the whole operand, or one per group, or null
-  bool k_first;                   // floats only: stored as [k, rows]
+  bool k_first;  // stored as [k, rows], with scales [blocks along k, rows]; not for 4-bit codes
 };
 
 struct GemmProblem {

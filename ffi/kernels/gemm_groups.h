@@ -6,6 +6,7 @@
 #include "core/ceil_div.h"
 #include "kernels/gemm.h"
 #include "kernels/gemm_scales.h"
+#include "kernels/group_tiles.h"
 
 namespace qshard::kernels {
 
@@ -29,20 +30,36 @@ struct GroupedWorkspace {
         pointers(kExtents * extent_stride * int64_t{sizeof(int32_t)}),
         scalars(pointers + kPointers * extent_stride * int64_t{sizeof(void*)}),
         a_scales(scalars + kScaleAlignment),
-        b_scales(a_scales + ScaleBytesOf(gemm, groups, gemm.a, 1)),
-        bytes(b_scales + ScaleBytesOf(gemm, groups, gemm.b, groups.by_k ? 1 : groups.number)) {}
+        b_scales(a_scales + ScaleBytesOf(gemm, groups, true)),
+        alphas(b_scales + ScaleBytesOf(gemm, groups, false)),
+        bytes(alphas + AlphaBytes(gemm, groups)) {}
+
+  // Offset from `alphas` of two arrays of pointers, to the alpha and beta of each group.
+  static int64_t AlphaPointers(int64_t groups) {
+    return RoundUp(groups * int64_t{sizeof(float)}, kScaleAlignment);
+  }
 
   int64_t extent_stride;  // entries from one array to the next
-  int64_t pointers, scalars, a_scales, b_scales, bytes;
+  int64_t pointers, scalars, a_scales, b_scales, alphas, bytes;
 
  private:
-  // fp32 block scales have as many as `matrices` grids. A tensor scale of each group takes 16
-  // bytes, the alignment that the library needs.
-  static int64_t ScaleBytesOf(const GemmProblem& gemm, const GemmGroups& groups,
-                              const GemmOperand& operand, int64_t matrices) {
+  // fp32 block scales have a grid for each matrix. A tensor scale of each group takes 16 bytes, the
+  // alignment that the library needs.
+  static int64_t ScaleBytesOf(const GemmProblem& gemm, const GemmGroups& groups, bool first) {
+    const GemmOperand& operand = first ? gemm.a : gemm.b;
     if (IsValue(operand.element)) return 0;
     if (gemm.scales == ScaleId::kNone) return RoundUp(groups.number * kGemmUnit, kScaleAlignment);
-    return matrices * ScaleBytes(gemm, operand);
+    if (HasTiles(gemm))
+      return RoundUp(TilesOf(gemm, groups, first, nullptr).Tiles() * GroupTiles::kBytes,
+                     kScaleAlignment);
+    return (first || groups.by_k ? 1 : groups.number) * ScaleBytes(gemm, operand);
+  }
+
+  // NVFP4: the product of the global scales of each group.
+  static int64_t AlphaBytes(const GemmProblem& gemm, const GemmGroups& groups) {
+    if (gemm.scales != ScaleId::kE4M3) return 0;
+    return AlphaPointers(groups.number) +
+           2 * RoundUp(groups.number, kEntries) * int64_t{sizeof(void*)};
   }
 };
 

@@ -11,6 +11,14 @@ namespace qshard::kernels {
 // documentation, "8-bit and 4-bit floating point data types usage".
 constexpr int64_t kGemmUnit = 16;
 
+// Multiple of the elements along k that are kGemmUnit bytes.
+constexpr int64_t KUnitOf(ElementId element) {
+  return element == ElementId::kE2M1 ? 2 * kGemmUnit : kGemmUnit;
+}
+
+// Elements along k that share an E8M0 scale in MXFP8.
+constexpr int64_t kE8M0Vector = 32;
+
 // Scales are read in tiles of these rows and columns. Each row of fp32 scales of 2-D blocks is
 // padded to whole tiles.
 constexpr int64_t kScaleTileRows = 128, kScaleTileCols = 4;

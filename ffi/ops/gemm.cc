@@ -55,7 +55,7 @@ Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspac
 [[maybe_unused]] Error CheckForCuda(const char* op, const GemmProblem& gemm,
                                     const Buffer& workspace, const Buffer& out) {
   const int64_t m = gemm.a.rows, n = gemm.b.rows, k = gemm.k, unit = kernels::kGemmUnit;
-  const int64_t k_unit = gemm.a.element == ElementId::kE2M1 ? 2 * unit : unit;  // also in bytes
+  const int64_t k_unit = kernels::KUnitOf(gemm.a.element);
   QSHARD_REQUIRE(m % unit == 0 && n % unit == 0 && k % k_unit == 0 && k > 0, op, ": a product of (",
                  m, ", ", k, ") and (", n, ", ", k,
                  ") has sizes that are not positive multiples of ", unit,
@@ -85,11 +85,13 @@ Error CheckValuesForCuda(const char* op, const Buffer& a, const Buffer& workspac
                  "bfloat16, or call a product for each expert");
   if (values) QSHARD_RETURN_IF_ERROR(CheckValuesForCuda(op, a, workspace, out));
   const int64_t unit = values ? kernels::kGroupedValueUnit : kernels::kGemmUnit;
+  const int64_t k_unit = values ? unit : kernels::KUnitOf(gemm.a.element);
   // Rows of a group need no unit if they are not contracted, nor if they come first in memory.
   const bool any_m = !groups.by_k, any_k = groups.by_k && gemm.a.k_first;
-  QSHARD_REQUIRE((any_m || m % unit == 0) && n % unit == 0 && (any_k || k % unit == 0), op,
+  QSHARD_REQUIRE((any_m || m % unit == 0) && n % unit == 0 && (any_k || k % k_unit == 0), op,
                  ": a product with M=", m, ", N=", n, ", K=", k,
                  " has sizes that are not multiples of ", unit,
+                 k_unit == unit ? "" : ", and K of 32",
                  ", which tensor cores need; pad the matrices, or call a product for each expert");
   const int64_t most = groups.matrices == nullptr ? kernels::kMostGroups : kernels::kMostListed;
   QSHARD_REQUIRE(groups.number <= most, op, ": stops has ", groups.number, " experts, more than ",
@@ -201,6 +203,24 @@ GemmProblem BlockProblem(const Call<Platform>& call, int64_t a_rows, int64_t b_r
   return gemm;
 }
 
+// E2M1 codes in blocks of a_rows x 16 and b_rows x 16 with E4M3 scales, and one global scale of
+// each operand or group.
+template <class Platform>
+GemmProblem Nvfp4Problem(const Call<Platform>& call, int64_t a_rows, int64_t b_rows) {
+  const auto operand = [&](int first, int64_t rows) {
+    return GemmOperand{nullptr, ElementId::kE2M1,
+                       0,       call.arg(first + 1).data,
+                       rows,    Data<float>(call.arg(first + 2)),
+                       false};
+  };
+  GemmProblem gemm{};
+  gemm.a = operand(0, a_rows);
+  gemm.b = operand(3, b_rows);
+  gemm.scales = ScaleId::kE4M3;
+  gemm.cols = kNvfp4Block;
+  return gemm;
+}
+
 }  // namespace
 
 // out = (a @ b.T) * a_scale_inv * b_scale_inv, for codes with one scale per operand.
@@ -215,21 +235,8 @@ QSHARD_DEFINE_OP(gemm_block) {
 // out = (a @ b.T) * a_global_scale_inv * b_global_scale_inv, for E2M1 codes in blocks of 1x16 or
 // 16x16 with E4M3 scales.
 QSHARD_DEFINE_OP(gemm_nvfp4) {
-  GemmProblem gemm{};
-  const auto operand = [&](int first, const char* rows) {
-    return GemmOperand{nullptr,
-                       ElementId::kE2M1,
-                       0,
-                       call.arg(first + 1).data,
-                       call.integer(rows),
-                       Data<float>(call.arg(first + 2)),
-                       false};
-  };
-  gemm.a = operand(0, "a_rows");
-  gemm.b = operand(3, "b_rows");
-  gemm.scales = ScaleId::kE4M3;
-  gemm.cols = kNvfp4Block;
-  return Run(call, gemm, call.arg(0), call.arg(3));
+  return Run(call, Nvfp4Problem(call, call.integer("a_rows"), call.integer("b_rows")), call.arg(0),
+             call.arg(3));
 }
 
 // out = a @ b.T of floats. The first letter tells how a is stored, `n` for [m, k] and `t` for [k,
@@ -271,6 +278,34 @@ QSHARD_DEFINE_OP(gemm_grouped_block) {
 // are rounded down to a multiple of cols.
 QSHARD_DEFINE_OP(gemm_grouped_block_k) {
   return RunGrouped(call, BlockProblem(call, 1, 1), call.arg(2), true, call.arg(4));
+}
+
+// out[e] = a[rows].T @ b[rows] for the rows of expert e, for FP8 codes in blocks of 32 rows of a
+// column with E8M0 scales. Stops are rounded down to a multiple of 32.
+QSHARD_DEFINE_OP(gemm_grouped_mxfp8_tn) {
+  const auto operand = [&](const char* element, int scale) {
+    return GemmOperand{nullptr, ElementOf(call, element), 0, call.arg(scale).data, 1, nullptr,
+                       true};
+  };
+  GemmProblem gemm{};
+  gemm.a = operand("a_element", 1);
+  gemm.b = operand("b_element", 3);
+  gemm.scales = ScaleId::kE8M0;
+  gemm.cols = kernels::kE8M0Vector;
+  return RunGrouped(call, gemm, call.arg(2), true, call.arg(4));
+}
+
+// out[r] = a[r] @ b[e].T * a_global_scale_inv[e] * b_global_scale_inv[e] as in gemm_grouped, for
+// E2M1 codes in blocks of 1x16, and in b of 1x16 or 16x16, with E4M3 scales.
+QSHARD_DEFINE_OP(gemm_grouped_nvfp4) {
+  return RunGrouped(call, Nvfp4Problem(call, 1, call.integer("b_rows")), call.arg(3), false,
+                    call.arg(6));
+}
+
+// out[e] = a[:, rows] @ b[:, rows].T * a_global_scale_inv[e] * b_global_scale_inv[e] as in
+// gemm_grouped_k, for E2M1 codes in blocks of 1x16. Stops are rounded down to a multiple of 16.
+QSHARD_DEFINE_OP(gemm_grouped_nvfp4_k) {
+  return RunGrouped(call, Nvfp4Problem(call, 1, 1), call.arg(3), true, call.arg(6));
 }
 
 // gemm_grouped and gemm_grouped_block with the matrix of each expert in its own memory, b[e].

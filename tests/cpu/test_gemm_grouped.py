@@ -18,10 +18,13 @@ from qshard.formats import (
     FP8_E5M2,
     MXFP4,
     MXFP8_E4M3,
+    MXFP8_E5M2,
     NVFP4,
     FP8_1x128,
     FP8_128x128,
     MXFP8_32x32,
+    NVFP4_16x16,
+    Usage,
 )
 from qshard.gemm_dispatch import Gpu, Plane
 from qshard.jax import ops as jax_ops
@@ -35,24 +38,32 @@ M_GROUPED = [
     (FP8_1x128, FP8_1x128),
     (MXFP8_E4M3, MXFP8_32x32),
     (MXFP4, MXFP4),
+    (NVFP4, NVFP4_16x16),
 ]
 K_GROUPED = [pair for pair in M_GROUPED if pair[1].block is None or pair[1].block[0] == 1]
+K_GROUPED += [(MXFP8_E5M2, MXFP8_E4M3), (NVFP4, NVFP4)]
 
 
 def codes(shape, fmt, seed, experts=EXPERTS):
-    """Random codes `[..., rows, cols]`, and scales: one for each expert, or of 1-D or 2-D blocks."""
+    """Random codes `[..., rows, cols]`, and scales: one for each expert, of 1-D or 2-D blocks, or both."""
     generator = torch.Generator().manual_seed(seed)
     *lead, rows, cols = shape
     data = torch.randint(0, 120, (*lead, rows, cols // fmt.element.codes_per_byte), generator=generator)
     grid = (experts,) if fmt.block is None else (*lead, -(-rows // fmt.block[0]), cols // fmt.block[1])
     if fmt.scale_dtype == "float32":
         return Plane(data.to(torch.uint8), 0.5 + torch.rand(grid, generator=generator))
-    return Plane(data.to(torch.uint8), torch.randint(120, 130, grid, generator=generator).to(torch.uint8))
+    range_ = (60, 127) if fmt.tensor_scaled else (120, 130)  # E4M3, without its NaN, and E8M0
+    scales = torch.randint(*range_, grid, generator=generator).to(torch.uint8)
+    if not fmt.tensor_scaled:
+        return Plane(data.to(torch.uint8), scales)
+    return Plane(data.to(torch.uint8), scales, 0.5 + torch.rand(experts, generator=generator))
 
 
 def rows_of(plane, fmt, rows):
     """Rows of a plane of 1-D blocks, or of one with a scale for each expert."""
-    return plane._replace(data=plane.data[rows]) if fmt.block is None else Plane(*(x[rows] for x in plane[:2]))
+    if fmt.block is None:
+        return plane._replace(data=plane.data[rows])
+    return plane._replace(data=plane.data[rows], scale_inv=plane.scale_inv[rows])
 
 
 def contracted(plane, fmt, part):
@@ -61,12 +72,20 @@ def contracted(plane, fmt, part):
     if fmt.block is None:
         return plane._replace(data=plane.data[:, packed].contiguous())
     own = slice(part.start // fmt.block[1], part.stop // fmt.block[1])
-    return Plane(plane.data[:, packed].contiguous(), plane.scale_inv[:, own].contiguous())
+    return plane._replace(data=plane.data[:, packed].contiguous(), scale_inv=plane.scale_inv[:, own].contiguous())
 
 
 def of_expert(plane, fmt, expert):
     """The plane of an expert, with its scale."""
-    return plane._replace(scale_inv=plane.scale_inv[expert]) if fmt.block is None else plane
+    if fmt.block is None:
+        return plane._replace(scale_inv=plane.scale_inv[expert])
+    return plane._replace(global_scale_inv=plane.global_scale_inv[expert]) if fmt.tensor_scaled else plane
+
+
+def stored_columns(plane, fmt):
+    """A plane `[rows, cols]` that contracts its columns, as the columnwise plane of `fmt` is stored."""
+    turned = gemm_dispatch.contracts_last(fmt, Usage.COLUMNWISE)
+    return plane if turned else Plane(*(x.t().contiguous() for x in plane[:2]))
 
 
 def ranges(stops):
@@ -83,7 +102,7 @@ def test_rows_are_those_of_a_product_for_each_expert(pair):
     got = gemm_dispatch.multiply_grouped(ops, a, pair[0], b, pair[1], torch.tensor(stops, dtype=torch.int32), **HOW)
     want = torch.zeros(m, n, dtype=torch.bfloat16)
     for e, rows in enumerate(ranges(stops)):
-        matrix = Plane(b.data[e], b.scale_inv[e])
+        matrix = of_expert(b, pair[1], e)._replace(data=b.data[e], scale_inv=b.scale_inv[e])
         row_codes = of_expert(rows_of(a, pair[0], rows), pair[0], e)
         want[rows] = gemm_dispatch.multiply(ops, row_codes, pair[0], matrix, pair[1], **HOW)
     assert want.any()
@@ -151,7 +170,8 @@ def test_contracted_rows_are_those_of_a_product_for_each_expert(pair):
     m, n, p, stops = 48, 64, 512, [128, 128, 256, 384]
     a, b = codes((m, p), pair[0], 0), codes((n, p), pair[1], 1)
     given = torch.tensor(stops, dtype=torch.int32)
-    got = gemm_dispatch.multiply_grouped_k(ops, a, pair[0], b, pair[1], given, **HOW)
+    stored = [stored_columns(x, fmt) for x, fmt in zip((a, b), pair, strict=True)]
+    got = gemm_dispatch.multiply_grouped_k(ops, stored[0], pair[0], stored[1], pair[1], given, **HOW)
     for e, part in enumerate(ranges(stops)):
         sides = [of_expert(contracted(x, fmt, part), fmt, e) for x, fmt in zip((a, b), pair, strict=True)]
         want = gemm_dispatch.multiply(ops, sides[0], pair[0], sides[1], pair[1], **HOW)
@@ -202,6 +222,14 @@ def test_an_expert_without_rows_gives_zeros_whatever_its_scales():
     b = codes((16, 64), FP8_E4M3, 1)
     stops = torch.tensor([32, 32, 32, 64], dtype=torch.int32)
     got = gemm_dispatch.multiply_grouped_k(ops, a, FP8_E4M3, b, FP8_E4M3, stops, **HOW)
+    assert not got[1:3].view(torch.int16).any()
+    assert got[[0, 3]].isfinite().all()
+
+
+def test_an_expert_without_rows_gives_zeros_whatever_its_global_scales():
+    a = codes((16, 64), NVFP4, 0)._replace(global_scale_inv=torch.tensor([1.0, torch.nan, torch.inf, 1.0]))
+    stops = torch.tensor([32, 32, 32, 64], dtype=torch.int32)
+    got = gemm_dispatch.multiply_grouped_k(ops, a, NVFP4, codes((16, 64), NVFP4, 1), NVFP4, stops, **HOW)
     assert not got[1:3].view(torch.int16).any()
     assert got[[0, 3]].isfinite().all()
 
@@ -261,6 +289,33 @@ def test_sharded_codes_give_the_whole_product():
     assert_bits_equal(got, np.asarray(product(*operands)))
 
 
+ONE_BYTE_CALLS = {
+    "gemm_grouped_mxfp8_tn": [(128, 16), (4, 16), (128, 32), (4, 32)],
+    "gemm_grouped_nvfp4": [(64, 64), (64, 8), (4,), (EXPERTS, 16, 64), (EXPERTS, 16, 8), (4,)],
+    "gemm_grouped_nvfp4_k": [(16, 64), (16, 8), (4,), (32, 64), (32, 8), (4,)],
+}
+
+
+@pytest.mark.parametrize("name", ONE_BYTE_CALLS)
+def test_sharded_codes_with_one_byte_scales_give_the_whole_product(name):
+    """Each operand is sharded over its first axis: rows, blocks along k, or experts."""
+    rng = np.random.default_rng(0)
+    shapes = [(shape, np.float32 if len(shape) == 1 else np.uint8) for shape in ONE_BYTE_CALLS[name]]
+    operands = [rng.integers(1, 120, shape).astype(kind) for shape, kind in shapes]
+    operands.append(np.int32([32, 32, 64, 64]))
+    options = {"a_element": "float8_e4m3fn", "b_element": "float8_e5m2"} if "mxfp8" in name else {}
+    options |= {"b_rows": 1} if name == "gemm_grouped_nvfp4" else {}
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    placed = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in operands]
+
+    def product(*operands):
+        return getattr(jax_ops, name)(*operands, dtype="float32", workspace=0, **options)[0]
+
+    want = np.asarray(product(*operands))
+    assert want.any()
+    assert_bits_equal(np.asarray(jax.jit(product)(*placed)), want)
+
+
 # --- dispatch ---
 
 
@@ -273,8 +328,11 @@ def test_sharded_codes_give_the_whole_product():
         ((FP8_1x128, FP8_128x128), ("blocks", None)),
         ((FP8_1x128, FP8_1x128), ("blocks", "blocks")),
         ((FP8_128x128, FP8_1x128), (None, None)),
-        ((MXFP8_E4M3, MXFP8_E4M3), (None, None)),
-        ((NVFP4, NVFP4), (None, None)),
+        ((MXFP8_E4M3, MXFP8_E4M3), ("mxfp8", "mxfp8")),
+        ((MXFP8_E4M3, MXFP8_32x32), ("mxfp8", None)),
+        ((NVFP4, NVFP4), ("nvfp4", "nvfp4")),
+        ((NVFP4, NVFP4_16x16), ("nvfp4", None)),
+        ((NVFP4_16x16, NVFP4), (None, None)),
         ((MXFP4, MXFP4), (None, None)),
     ],
     ids=str,
@@ -297,14 +355,40 @@ def test_where_grouped_products_run():
     runs = {kind: [gemm_dispatch.grouped_runs_on(kind, gpu) for gpu in gpus] for kind in ("tensors", "blocks")}
     assert runs == {"tensors": [True, True] + [False] * 5, "blocks": [True] * 3 + [False] * 4}
     assert [gemm_dispatch.grouped_runs_on("values", gpu) for gpu in gpus] == runs["blocks"]
-    assert not gemm_dispatch.grouped_runs_on("mxfp8", gpus[0])
+    blackwell = [Gpu((10, 0), 130802, 130400), Gpu((10, 3), 130100, 131000)]
+    others = [*gpus[:5], Gpu((10, 0), 130802, 130301), Gpu((11, 0), 131000, 131000), Gpu((12, 0), 131000, 131000)]
+    for kind in ("mxfp8", "nvfp4"):
+        assert all(gemm_dispatch.grouped_runs_on(kind, gpu) for gpu in blackwell)
+        assert not any(gemm_dispatch.grouped_runs_on(kind, gpu) for gpu in others)
+    assert not any(gemm_dispatch.grouped_runs_on(kind, gpu) for kind in ("tensors", "values") for gpu in blackwell)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "unit", "by_k", "want"),
+    [
+        ("mxfp8", (64, 48, 96), 16, False, True),
+        ("mxfp8", (64, 48, 96), 8, False, False),
+        ("mxfp8", (48, 80, 96), 32, True, True),
+        ("mxfp8", (48, 80, 96), 16, True, False),
+        ("nvfp4", (64, 48, 96), 16, False, True),
+        ("nvfp4", (64, 48, 80), 16, False, False),
+        ("nvfp4", (48, 80, 96), 32, True, True),
+        ("nvfp4", (48, 80, 96), 16, True, False),
+    ],
+)
+def test_sizes_of_products_with_one_byte_scales(kind, sizes, unit, by_k, want):
+    """Rows of 4-bit codes are whole 16 bytes for 32 elements; stops along k end where blocks and 16 bytes do."""
+    assert gemm_dispatch.grouped_fits(kind, sizes, unit, by_k=by_k) is want
 
 
 @pytest.mark.parametrize(
     ("pair", "by_k"),
     [
-        *itertools.product([None, (FP8_E4M3, FP8_E5M2), (FP8_1x128, FP8_1x128)], [False, True]),
-        ((FP8_1x128, FP8_128x128), False),
+        *itertools.product(
+            [None, (FP8_E4M3, FP8_E5M2), (FP8_1x128, FP8_1x128), (MXFP8_E4M3, MXFP8_E4M3), (NVFP4, NVFP4)],
+            [False, True],
+        ),
+        *[((FP8_1x128, FP8_128x128), False), ((MXFP8_E4M3, MXFP8_32x32), False), ((NVFP4, NVFP4_16x16), False)],
     ],
     ids=str,
 )
@@ -319,9 +403,16 @@ def test_workspaces_have_room_for_groups(pair, by_k):
             if fmt.block is None:
                 needed += -(-16 * e // 256) * 256
                 continue
-            across = -(-k // 128)
+            across = -(-k // fmt.block[1])
+            if fmt.scale_bytes == 1:  # Tiles of 512 bytes, some of them for each expert.
+                down, tiles = -(-rows // 128), -(-across // 4)
+                by_rows = (rows // 128 + e) * tiles if matrices == 1 else e * down * tiles
+                needed += 512 * ((across // 4 + e) * down if by_k else by_rows)
+                continue
             each = rows * across if fmt.block[0] == 1 else -(-rows // 128) * (-(-across // 4) * 4)
             needed += matrices * (-(-4 * each // 256) * 256)
+        if pair and pair[0].tensor_scaled and pair[0].block:  # Alphas, and two arrays of pointers.
+            needed += -(-4 * e // 256) * 256 + 2 * 8 * stride
         size = gemm_dispatch.grouped_workspace_size(e, (m, n, k), *(pair or ()), by_k=by_k)
         assert needed + 2**25 <= size
 

@@ -28,6 +28,7 @@ from support.formats import RECIPES
 from support.jax_experts import DY, ENDS, SIZES, E, K, M, N, W, X, exact, looped, mesh_of, step
 
 NEW, OLD = Gpu((9, 0), 130800, 130800), Gpu((9, 0), 130100)
+BLACKWELL = Gpu((10, 0), 130800, 130800)
 CODES = Recipe(weight="FP8_E4M3", activation="FP8_E4M3", gradient="FP8_E4M3")
 ALL = {**{name: RECIPES[name] for name in ("CurrentScaling", "DelayedScaling", "BlockScaling")}, "E4M3": CODES}
 
@@ -165,6 +166,40 @@ def test_formats_without_a_product_of_codes(name):
     for made, expected in zip(got[:2], want[:2], strict=True):
         assert_bits_equal(np.asarray(made), expected)
     assert "gemm_grouped_values_tn" in calls(step, X, W, DY, SIZES, RECIPES[name])
+
+
+@pytest.mark.parametrize("layout", ["NK", "KN"])
+@pytest.mark.parametrize("name", ["MXFP8", "NVFP4"])
+def test_codes_on_blackwell(name, layout, runs_on):
+    """Codes of MXFP8 and NVFP4 are multiplied, all three products, and each operand is quantized once."""
+    want = looped(X, W, DY, RECIPES[name])
+    runs_on(BLACKWELL)
+    w = W if layout == "NK" else W.swapaxes(1, 2)
+    y, dx, dw, _ = step(X, w, DY, SIZES, RECIPES[name], weight_layout=layout)
+    dw = np.asarray(dw) if layout == "NK" else np.asarray(dw).swapaxes(1, 2)
+    for made, expected in zip((np.asarray(y), np.asarray(dx), dw), want[:3], strict=True):
+        if name == "MXFP8":
+            assert_bits_equal(made, expected)
+        else:  # The loop rounds values to bfloat16, by 2^-8.
+            np.testing.assert_allclose(made, expected, rtol=0, atol=2**-8 * np.abs(expected).max())
+    found = calls(step, X, w, DY, SIZES, RECIPES[name], None, layout)
+    products = {"MXFP8": {"gemm_grouped_block": 2, "gemm_grouped_mxfp8_tn": 1}}
+    products["NVFP4"] = {"gemm_grouped_nvfp4": 2, "gemm_grouped_nvfp4_k": 1}
+    assert {op: n for op, n in found.items() if op.startswith("gemm")} == products[name]
+    assert not [op for op in found if op.startswith(("dequantize", "transpose"))]
+    assert tiles_of(RECIPES[name], M, SIZES).unit == 32
+    runs_on(NEW)
+    assert tiles_of(RECIPES[name], M, SIZES).unit == (32 if name == "MXFP8" else 16)
+
+
+def test_a_weight_in_blocks_along_one_axis_on_blackwell(runs_on):
+    """Backward has no plane of codes whose last axis it contracts, and multiplies values."""
+    runs_on(BLACKWELL)
+    recipe = Recipe(weight="MXFP8_E4M3", activation="MXFP8_E4M3", gradient="MXFP8_E4M3")
+    found = calls(step, X, W, DY, SIZES, recipe)
+    assert (found.get("gemm_grouped_block"), found.get("gemm_grouped_mxfp8_tn")) == (1, 1)
+    for made, expected in zip(step(X, W, DY, SIZES, recipe)[:3], looped(X, W, DY, RECIPES["MXFP8"])[:3], strict=True):
+        assert_bits_equal(np.asarray(made), expected)
 
 
 def test_float16(runs_on):

@@ -154,11 +154,11 @@ def codes_are_those_of_one_device(name, role, usage=Usage.BOTH):
 
     each = [tokens_of(other, "uneven") for other in range(world)]
     rows, sizes = sorted_rows(each)
-    whole_tiles, _ = tiles_of(unit_of(recipe), rows.shape[0], sizes)
+    whole_tiles, _ = tiles_of(unit_of(rows.device, recipe), rows.shape[0], sizes)
     whole, _ = quantize_experts(rows, spec, whole_tiles)
     rows, sizes = sorted_rows(each[rank : rank + 1])
     exchange = TokenExchange(sizes, rows.shape[0], group(), "facts")
-    tiles, _ = tiles_of(unit_of(recipe), exchange.received, exchange.group_sizes)
+    tiles, _ = tiles_of(unit_of(rows.device, recipe), exchange.received, exchange.group_sizes)
     tiles = place_received(tiles, exchange)
     found = quantize_dispatched(rows, spec, tiles, exchange, seeds=None)
     local = EXPERTS // world

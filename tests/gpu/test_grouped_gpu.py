@@ -29,7 +29,8 @@ FAST = ["CurrentScaling", "BlockScaling", "MXFP8"]
 def way(request):
     """Products by ops, where cuBLASLt is new enough, and by what there is without them."""
     target = target_of(torch.device("cuda", 0))
-    if request.param == "ops" and not gemm_dispatch.grouped_runs_on("values", target.gpu):
+    has_ops = any(gemm_dispatch.grouped_runs_on(kind, target.gpu) for kind in ("values", "mxfp8"))
+    if request.param == "ops" and not has_ops:
         pytest.skip("this GPU, or its cuBLASLt, has no grouped products")
     if request.param == "no ops":
         target = target._replace(gpu=target.gpu._replace(grouped_cublaslt=0))
@@ -95,13 +96,29 @@ def test_dtypes(name, dtype, way):
     close(got, looped(alone, x, dy))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 10, reason="of Blackwell")
+@pytest.mark.parametrize("name", ["MXFP8", "NVFP4"])
+def test_blackwell(name):
+    """Products of codes are those of the CPU's ops, which read the same codes: sums in fp32, in another order."""
+    torch.manual_seed(0)
+    layer = GroupedLinear(E, K, N, recipe=ALL[name])
+    x, dy, sizes = torch.randn(ROWS, K), torch.randn(ROWS, N), torch.tensor(SIZES)
+    on_gpu = copy.deepcopy(layer).cuda()
+    target = target_of(torch.device("cuda", 0))
+    assert gemm_dispatch.grouped_runs_on(name.lower(), target.gpu), target.gpu
+    with multiply_for(target):
+        want = step(layer, x, dy, sizes)
+    for a, b in zip(step(on_gpu, x.cuda(), dy.cuda(), sizes.cuda()), want, strict=True):
+        assert float((a.cpu().double() - b.double()).norm()) <= 2.0**-12 * float(b.double().norm())
+
+
 @pytest.mark.parametrize("role", [Role.ACTIVATION, Role.GRADIENT], ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_codes_are_those_of_each_expert_alone(name, role):
     recipe, (x, _) = ALL[name], operands()
     seeds = torch.arange(2 * E, dtype=torch.int32, device="cuda").view(E, 2)
     x *= torch.logspace(-3, 3, ROWS, device="cuda")[:, None]
-    where, fits = tiles.tiles_of(tiles.unit_of(recipe), ROWS, torch.tensor(SIZES, device="cuda"))
+    where, fits = tiles.tiles_of(tiles.unit_of(torch.device("cuda"), recipe), ROWS, torch.tensor(SIZES, device="cuda"))
     assert fits.item() == 1
     made, _ = tiles.quantize_experts(x, operand_spec(recipe, role, Usage.BOTH), where, seeds=seeds)
     of_experts = {usage: fallback._of_experts(side, where.stops.tolist()) for usage, side in made.items()}

@@ -31,6 +31,7 @@ def compile_program(folder, sources, *options):
 SOURCES = {
     "parallel_for": ["tests/parallel_for_test.cc", "host/thread_pool.cc"],
     "lru_cache": ["tests/lru_cache_test.cc"],
+    "group_tiles": ["tests/group_tiles_test.cc"],
 }
 
 

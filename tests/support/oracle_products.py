@@ -76,6 +76,19 @@ def gemm_grouped_block_k(a, a_scale_inv, b, b_scale_inv, stops, **how):
     return _grouped_blocks(reference.gemm_grouped_k, a, a_scale_inv, b, b_scale_inv, stops, b_rows=1, **how)
 
 
+def gemm_grouped_mxfp8_tn(a, a_scale_inv, b, b_scale_inv, stops, **how):
+    turned = [x.T for x in (a, a_scale_inv, b, b_scale_inv)]
+    return gemm_grouped_block_k(*turned, stops, cols=32, scale_dtype=E8M0.name, **how)
+
+
+def gemm_grouped_nvfp4(*operands, b_rows, **how):
+    return _grouped_nvfp4(reference.gemm_grouped, *operands, b_rows=b_rows, **how)
+
+
+def gemm_grouped_nvfp4_k(*operands, **how):
+    return _grouped_nvfp4(reference.gemm_grouped_k, *operands, b_rows=1, **how)
+
+
 def gemm_grouped_values_nt(a, b, stops, **how):
     return _grouped(reference.gemm_grouped, wide(a), wide(b), stops, **how)
 
@@ -95,6 +108,13 @@ def _grouped_blocks(
     blocks = [s if scale_dtype == "float32" else reference.decode(s, E8M0) for s in (a_scale_inv, b_scale_inv)]
     blocks[1] = np.repeat(blocks[1], b_rows, axis=-2)[..., : b.shape[-2], :]
     return _grouped(product, *values, stops, blocks=blocks, cols=cols, **how)
+
+
+def _grouped_nvfp4(product, a, a_scale_inv, a_global, b, b_scale_inv, b_global, stops, *, b_rows, **how):
+    values = [reference.decode(reference.unpack(x), E2M1) for x in (a, b)]
+    blocks = [reference.decode(scale, E4M3) for scale in (a_scale_inv, b_scale_inv)]
+    blocks[1] = np.repeat(blocks[1], b_rows, axis=-2)
+    return _grouped(product, *values, stops, blocks=blocks, cols=16, scales=(a_global, b_global), **how)
 
 
 def _grouped(product, a, b, stops, *, dtype, workspace, **scales):

@@ -91,7 +91,7 @@ class GroupedProduct(Node):
         need_x, need_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[_FIRST_WEIGHT:])
         row, columns = Usage.ROWWISE, Usage.COLUMNWISE
         if isinstance(groups, Tensor):
-            tiles, fits = tiles_of(unit_of(how.recipe), x.shape[0], groups)
+            tiles, fits = tiles_of(unit_of(x.device, how.recipe), x.shape[0], groups)
             groups = GroupedRows(tiles, tiles)
             if how.sizes is None:
                 torch._assert_async(fits, _UNFIT_SIZES)

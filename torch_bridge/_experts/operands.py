@@ -66,10 +66,17 @@ class OperandList(NamedTuple):
         return GroupedOperand(self.format, self.usage, Plane(*parts))
 
     def transposed(self) -> GroupedOperand:
-        """Transpose the rowwise planes into columnwise planes `[E, ...]`, in one launch each for codes and scales."""
+        """Transpose the rowwise planes into columnwise planes `[E, ...]`, in one launch each for codes and scales.
+
+        Codes of NVFP4, which share bytes, are stacked first.
+        """
         assert self.format.transposes
+        data, scales, global_scales = self.parts
+        if global_scales is not None:
+            whole = self.stacked()
+            parts = quantize_steps.transpose_plane(BatchedOps(), whole.parts, self.format)
+            return whole._replace(usage=Usage.COLUMNWISE, parts=parts)
         assert self.format.element.codes_per_byte == 1
-        data, scales, _ = self.parts
         scales_t = torch.stack(scales) if self.format.per_tensor else _stack_transposed(scales)
         return GroupedOperand(self.format, Usage.COLUMNWISE, Plane(_stack_transposed(data), scales_t))
 

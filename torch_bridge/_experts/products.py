@@ -1,8 +1,9 @@
 """Grouped products of experts: rows by the weights of their experts, and contracted rows by expert.
 
 `qshard.gemm_dispatch` has the rules, as for `linear`. One op multiplies all experts on a CPU, and on a GPU where
-cuBLASLt has grouped products: FP8 codes with one scale for each expert or in blocks of 128, otherwise dequantized
-values in bfloat16 (float32 on a CPU). Without such a cuBLASLt, `fallback.py` multiplies.
+cuBLASLt has grouped products: on Hopper FP8 codes with one scale for each expert or in blocks of 128, otherwise
+dequantized values in bfloat16 (float32 on a CPU); on Blackwell codes of MXFP8 and NVFP4. In all other cases
+`fallback.py` multiplies.
 """
 
 from __future__ import annotations
@@ -67,14 +68,16 @@ def row_product(
     device, sizes = x.parts.data.device, (rows, columns, x.parts.data.shape[1] * per_byte)
     kind = gemm_dispatch.grouped_kind_of(x.format, w.format)
     experts = tiles.stops.shape[0]
-    if kind is not None and _takes(kind, sizes, tiles.unit, device):
+    in_order = gemm_dispatch.contracts_last(w.format, contracted)
+    if kind is not None and in_order and _takes(kind, sizes, tiles.unit, device):
         how: dict[str, Any] = {"dtype": dtype, "fast": fast}
         how["workspace"] = _workspace(device, experts, sizes, x.format, w.format)
         # With one scale for each expert, the product writes sorted rows without padding, and no pass gathers them.
         is_sorted = tiles.ends is not None and tiles.place is not None and tiles.place.ndim == 1
         if unpads := kind == "tensors" and is_sorted:
             how |= {"ends": tiles.ends, "tokens": cast(Tensor, tiles.place).shape[0]}
-        if isinstance(w, OperandList) and w.usage is contracted and w.is_addressable():
+        # NVFP4 has no op on lists: its codes, half a byte for each weight, are copied next to each other.
+        if isinstance(w, OperandList) and w.usage is contracted and kind != "nvfp4" and w.is_addressable():
             y = _list_product(x, w, tiles.stops, columns, **how)
         else:
             stacked = _contracting(w, contracted)

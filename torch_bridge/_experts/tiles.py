@@ -1,8 +1,8 @@
 """Padded rows of experts, and quantization into them.
 
 The rows of each expert are padded to whole tiles. A tile has as many rows (`unit`) as the tallest block of the recipe,
-at least 16. So blocks end where the rows of an expert end, and codes are the same as if the rows of each expert were
-quantized alone. Per-tensor formats and NVFP4 have a scale for each expert.
+at least 16, and as the product that contracts rows needs. So blocks end where the rows of an expert end, and codes are
+the same as if the rows of each expert were quantized alone. Per-tensor formats and NVFP4 have a scale for each expert.
 
 Rows are quantized from x straight into padded rows (`_core/operands.py`).
 
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qshard import gemm_dispatch
 from qshard._core.operands import OperandSpec, quantize_rows
 from qshard.formats import Usage
 from qshard.layout import block_alignment
@@ -28,6 +29,7 @@ from qshard.torch_bridge._experts.operands import GroupedOperand
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.padded_rows import experts_of_strips
 from qshard.torch_bridge._ops.uint64 import xor_words
+from qshard.torch_bridge._quantized.gemm import grouped_runs_on
 
 _LEAST_UNIT = 16
 """Minimum row alignment. Grouped GEMMs require contracted rows in runs of 16 bytes."""
@@ -109,9 +111,15 @@ class GroupedRows(NamedTuple):
     fusion: Fusion | None = None
 
 
-def unit_of(*recipes: Recipe) -> int:
-    """Return the rows per tile for the blocks of activations and gradients of all recipes."""
-    return math.lcm(_LEAST_UNIT, *(block_alignment(recipe.activation, recipe.gradient) for recipe in recipes))
+def unit_of(device: torch.device, *recipes: Recipe) -> int:
+    """Return the rows per tile for the blocks of activations and gradients of all recipes, and for their products."""
+    unit = _LEAST_UNIT
+    for recipe in recipes:
+        kind = gemm_dispatch.grouped_kind_of(recipe.gradient, recipe.activation, by_k=True)
+        by_codes = kind is not None and grouped_runs_on(kind, device)
+        contracted = gemm_dispatch.contracted_unit(kind if by_codes else None)
+        unit = math.lcm(unit, block_alignment(recipe.activation, recipe.gradient), contracted)
+    return unit
 
 
 def tiles_of(unit: int, rows: int, group_sizes: Tensor) -> tuple[Tiles, Tensor]:

@@ -53,7 +53,7 @@ def parallel_experts(
         y = w2(activation(w13(apply_node(_Dispatch, rows, exchange), sizes)), sizes)
         combined: Tensor = apply_node(_Combine, y, exchange)
         return combined
-    first, second = exchanged_rows(exchange, unit_of(*recipes))
+    first, second = exchanged_rows(exchange, unit_of(rows.device, *recipes))
     return w2(activation(w13(rows, first)), second)
 
 

@@ -187,7 +187,7 @@ def apply_experts(
         if recipes is None or not tokens.shape[0]:
             rows = moe_permute(tokens, permutation)
         else:
-            permutation, first, second = padded_rows(permutation, unit_of(*recipes))
+            permutation, first, second = padded_rows(permutation, unit_of(tokens.device, *recipes))
             if fuses and activation is None and is_compiling():
                 h, amaxes = w13(rows, first._replace(fusion=Fusion(swiglu=True)))
                 fusion = Fusion((h, amaxes), permutation=permutation, weights=of_tokens)

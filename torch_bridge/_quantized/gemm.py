@@ -218,6 +218,10 @@ def _sizes(fmt: Format, usage: Usage, shape: tuple[int, int]) -> tuple[int, int]
 
 @torch.compiler.assume_constant_result
 def grouped_runs_on(kind: Kind, device: torch.device) -> bool:
-    """Return whether an op computes grouped products of a kind on a device: always on a CPU."""
-    target = target_of(device)
-    return device.type == "cpu" if target is None else gemm_dispatch.grouped_runs_on(kind, target.gpu)
+    """Return whether an op computes grouped products of a kind on a device.
+
+    On a CPU values of MXFP8 and NVFP4 are multiplied, as on GPUs that lack the products of codes.
+    """
+    if (target := target_of(device)) is not None:
+        return gemm_dispatch.grouped_runs_on(kind, target.gpu)
+    return device.type == "cpu" and kind not in ("mxfp8", "nvfp4")

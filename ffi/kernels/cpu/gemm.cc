@@ -39,7 +39,7 @@ const ElementTraits kTraits[] = {QSHARD_FOR_EACH_ELEMENT(QSHARD_TRAITS, )};
 // A matrix within an operand. The rest of an operand's fields describe the whole.
 struct Part {
   int64_t first, stride;              // element (0, 0), and elements between rows, or along k
-  int64_t first_scale, scale_stride;  // likewise for block scales
+  int64_t first_scale, scale_stride;  // likewise for block scales, in rows or along k
   const float* tensor_scale_inv;      // or null
 };
 
@@ -70,7 +70,9 @@ class Reader {
   }
 
   float Scale(ScaleId kind, int64_t row, int64_t block) const {
-    const int64_t i = part_.first_scale + row / operand_.block_rows * part_.scale_stride + block;
+    const int64_t along = operand_.k_first ? block : row / operand_.block_rows;
+    const int64_t i =
+        part_.first_scale + along * part_.scale_stride + (operand_.k_first ? row : block);
     const auto byte = [&] { return static_cast<const uint8_t*>(operand_.scale_inv)[i]; };
     switch (kind) {
       case ScaleId::kFloat:
@@ -108,8 +110,8 @@ int64_t BlocksAlongK(const GemmProblem& gemm) {
 
 // Returns all of an operand.
 Part Whole(const GemmProblem& gemm, const GemmOperand& operand) {
-  return {0, operand.k_first ? operand.rows : gemm.k, 0, BlocksAlongK(gemm),
-          operand.tensor_scale_inv};
+  return {0, operand.k_first ? operand.rows : gemm.k, 0,
+          operand.k_first ? operand.rows : BlocksAlongK(gemm), operand.tensor_scale_inv};
 }
 
 // Computes out [rows, cols], a product of parts of the operands.
@@ -186,7 +188,8 @@ void ContractRows(const Exec<Cpu>& exec, const GemmProblem& gemm, int64_t group,
   const auto part = [&](const GemmOperand& operand) {
     Part whole = Whole(gemm, operand);
     whole.first = operand.k_first ? start * operand.rows : start;
-    if (gemm.scales != ScaleId::kNone) whole.first_scale = start / gemm.cols;
+    if (gemm.scales != ScaleId::kNone)
+      whole.first_scale = start / gemm.cols * (operand.k_first ? operand.rows : 1);
     if (whole.tensor_scale_inv != nullptr) whole.tensor_scale_inv += group;
     return whole;
   };

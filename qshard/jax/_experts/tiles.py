@@ -1,8 +1,9 @@
 """Tiles of rows that are sorted by expert: their quantization and their products.
 
-Each tile has rows of one expert, and as many rows as the tallest block of the recipe, at least 16, so blocks end where
-the rows of an expert end. Zeros pad the last tile of an expert. Codes are therefore the same as if each expert's rows
-were quantized alone. Shapes are static, so there are as many tiles as any `group_sizes` could need.
+Each tile has rows of one expert, and as many rows as the tallest block of the recipe, at least 16, and as the product
+that contracts rows needs. So blocks end where the rows of an expert end. Zeros pad the last tile of an expert. Codes
+are therefore the same as if each expert's rows were quantized alone. Shapes are static, so there are as many tiles as
+any `group_sizes` could need.
 
 Rows are quantized straight into the matrix of all padded rows (`quantize_rows`).
 """
@@ -72,10 +73,13 @@ class Tiles:
 def tiles_of(recipe: Recipe, rows: int, group_sizes: jax.Array) -> Tiles:
     """Assign the M rows of x to `M // unit + E + 1` tiles, enough for any group sizes.
 
-    `unit` follows from the blocks of activations and gradients.
+    `unit` follows from the blocks of activations and gradients, and from the product that contracts rows.
     """
-    unit = max(gemm_dispatch.UNIT, block_alignment(recipe.activation, recipe.gradient))
-    sizes, count = jnp.asarray(group_sizes, jnp.int32), rows // unit + group_sizes.shape[0] + 1
+    sizes = jnp.asarray(group_sizes, jnp.int32)
+    kind = grouped_gemm.takes_codes(recipe.gradient, recipe.activation, sizes, by_k=True)
+    blocks = block_alignment(recipe.activation, recipe.gradient)
+    unit = math.lcm(gemm_dispatch.UNIT, blocks, gemm_dispatch.contracted_unit(kind))
+    count = rows // unit + sizes.shape[0] + 1
     made = partitionable_ops.group_rows(sizes, tiles=count, tokens=rows, unit=unit)
     stops, ends, source_rows, place, fits = made
     return Tiles(unit, stops, ends, source_rows, place, fits[0] != 0)

@@ -150,7 +150,8 @@ def multiply_row_codes(
     def plain(a: QuantizedArray, w: QuantizedArray, _: jax.Array, __: Any, place: jax.Array | None) -> jax.Array:
         return _gather(multiply_values(a, w), place)
 
-    has_op = kind is not None and gemm_dispatch.grouped_fits(kind, sizes)
+    in_order = gemm_dispatch.contracts_last(w.format, contracted)
+    has_op = kind is not None and in_order and gemm_dispatch.grouped_fits(kind, sizes)
     return _choose(has_op, by_op, plain, a, w, stops, ends, place)
 
 
@@ -163,8 +164,8 @@ def contract_row_codes(
 ) -> jax.Array:
     """Contract the rows of each expert, from codes where a GPU has an op for them: `[E, M, N]` in `dtype`.
 
-    `a` and `b` have rows `[P, M]` and `[P, N]`, and store their columnwise planes `[M, P]` and `[N, P]` for the op.
-    Stops are multiples of `unit`. Other arguments as in `multiply_row_codes`.
+    `a` and `b` have rows `[P, M]` and `[P, N]`, and store their columnwise planes `[M, P]` and `[N, P]` for the op, or
+    as rows in MXFP8. Stops are multiples of `unit`. Other arguments as in `multiply_row_codes`.
     """
     sizes = a.shape[-1], b.shape[-1], a.shape[-2]
     options: dict[str, Any] = {"dtype": jnp.dtype(dtype).name, "fast": False}

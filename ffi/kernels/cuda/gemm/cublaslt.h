@@ -41,6 +41,8 @@ enum DescAttribute : int {  // cublasLtMatmulDescAttributes_t
   kFastAccumulation = 25,
   kScaleModeA = 31,
   kScaleModeB = 32,
+  kAlphaBatchStride = 39,  // int64_t, since cuBLAS 13.1; likewise the next. Groups on 10.x only:
+  kBetaBatchStride = 40,   // 1 for a device array of pointers to a number for each group
 };
 
 constexpr int32_t kAsItIs = 0;         // CUBLAS_OP_N
@@ -56,7 +58,8 @@ enum ScaleMode : int32_t {  // cublasLtMatmulMatrixScale_t
   kScalarPerGroup = 6,  // since cuBLAS 13.5
 };
 
-// Versions from which grouped products run on Hopper: of values and blocks, and of tensor scales.
+// Versions from which grouped products run: of values and blocks on Hopper, and of NVFP4 on
+// Blackwell, where MXFP8 needs 13.3; and of tensor scales on Hopper.
 constexpr size_t kGroupedSince = 130400, kGroupedScalarsSince = 130500;
 
 enum LayoutAttribute : int {  // cublasLtMatrixLayoutAttribute_t

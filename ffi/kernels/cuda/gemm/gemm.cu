@@ -16,8 +16,6 @@ namespace {
 
 using cublaslt::ScaleMode;
 
-constexpr int64_t kE8M0Vector = 32;
-
 // Sets the scale mode of an operand. Returns false for block sizes that the library does not
 // support.
 bool ModeOf(const GemmProblem& gemm, const GemmOperand& operand, ScaleMode* mode) {

@@ -17,6 +17,8 @@ using cublaslt::kAsItIs;
 using cublaslt::kSuccess;
 using cublaslt::kTransposed;
 
+constexpr int64_t kOfEachGroup = 1;  // batch stride
+
 constexpr int kNotAsked = -1;  // status of the heuristic, if a descriptor failed before
 constexpr int kMostAlgorithms = 8;
 constexpr size_t kMostPlans = 1024;
@@ -46,6 +48,8 @@ bool Describe(const cublaslt::Library& lt, const GroupedKey& key, const GroupedA
            Set(lt, plan->desc, cublaslt::kScaleModeB, key.a_mode) &&
            Set(lt, plan->desc, cublaslt::kScalePointerA, arrays.b_scales) &&
            Set(lt, plan->desc, cublaslt::kScalePointerB, arrays.a_scales))) &&
+         (!key.HasAlphas() || (Set(lt, plan->desc, cublaslt::kAlphaBatchStride, kOfEachGroup) &&
+                               Set(lt, plan->desc, cublaslt::kBetaBatchStride, kOfEachGroup))) &&
          lay_out(&plan->b, key.b, arrays.b) && lay_out(&plan->a, key.a, arrays.a) &&
          lay_out(&plan->out, key.out, arrays.out);
 }

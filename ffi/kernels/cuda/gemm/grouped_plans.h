@@ -34,6 +34,9 @@ struct GroupedKey {
   int64_t alignment;        // in bytes, of all matrices of operands and result
   int64_t workspace_bytes;  // left for the library, rounded down
 
+  // Whether each group has an alpha and a beta: the product of its global scales, and 0.
+  bool HasAlphas() const { return a_mode == cublaslt::kVectors16E4M3; }
+
   std::array<int64_t, 16> Values() const {
     return {device, groups, m,      n,         k,         by_k, a,         b,
             out,    a_mode, b_mode, a_k_first, b_k_first, fast, alignment, workspace_bytes};
