@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from qshard import reference
 from qshard.formats import FP8_E4M3, Usage
-from qshard.jax import Plane, QuantizedArray, ops, quantize
+from qshard.jax import Plane, QuantizedArray, linear, ops, quantize
 from support.awkward import TAME, assert_bits_equal, awkward_values
 from support.hlo import collectives
 
@@ -163,6 +163,16 @@ def test_vmap_of_vmap_with_one_scale():
     want = reference.quantize(x[1, 2], FP8_E4M3, Usage.BOTH, scale=scales[0])
     assert_bits_equal(q.rowwise.data[1, 2], want.rowwise.data)
     assert_bits_equal(q.columnwise.data[1, 2], want.columnwise.data)
+
+
+def test_vmaps_over_different_axes_of_one_x():
+    """`linear` quantizes x once for calls that do it alike; calls with other batch axes do it otherwise."""
+    x = jax.random.normal(jax.random.key(0), (4, 4, 32)) * jnp.arange(1, 5)[:, None, None]
+    calls = [lambda x: linear(x, jnp.eye(32), "CurrentScaling")]
+    calls += [jax.vmap(calls[0], axis) for axis in (0, 1)]
+    together = jax.jit(lambda x: [call(x) for call in (*calls, *calls)])(x)
+    for y, call in zip(together, (*calls, *calls), strict=True):
+        np.testing.assert_array_equal(y, jax.jit(call)(x))
 
 
 def test_vmap_of_sharded():

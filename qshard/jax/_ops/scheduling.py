@@ -72,7 +72,8 @@ _cse_p.def_abstract_eval(lambda *types, count, how: list(types[:count]))
 
 
 def _batch(arrays: Any, axes: Any, *, count: int, how: Hashable) -> Any:
-    return _cse_p.bind(*arrays, count=count, how=how), axes[:count]
+    # Calls with other batch axes compute other values from the same arrays.
+    return _cse_p.bind(*arrays, count=count, how=(how, tuple(axes))), axes[:count]
 
 
 def _lower(ctx: Any, *values: Any, count: int, how: Hashable) -> Any:
