@@ -19,7 +19,9 @@ from qshard._core.placement import Index
 from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import KEY, Description, key_of, parse_metadata
 from qshard._files.checkpoint import FLOATS, CheckpointError, open_checkpoint
+from qshard._files.names import quote
 from qshard._files.regrid import regrid
+from qshard._files.unknown_codes import unscaled
 from qshard.formats import ELEMENTS, Format, Usage
 from qshard.layout import matrix_shape, plane
 
@@ -58,12 +60,9 @@ class CheckpointReader:
         taken = {tensor.name for weight in self._engine.values() for tensor in weight.tensors}
         self.weights = described | {name: weight.description for name, weight in self._engine.items()}
         self.arrays = {name: entry for name, entry in others.items() if name not in taken}
-        for name, entry in self.arrays.items():
-            if entry.dtype.startswith(("F8_E4", "F8_E5", "F4", "F6")) and len(entry.shape) > 1:
-                raise ValueError(
-                    f"{op}: {name} ({entry.dtype}) in {path} has no scale that qshard recognizes; qshard report says "
-                    "what it found"
-                )
+        if unknown := unscaled(dataclasses.replace(found, entries=self.arrays)):
+            name, why = unknown
+            raise ValueError(f"{op}: {quote(name)} ({self.arrays[name].dtype}) in {path} {why}; qshard report says more")
 
     def read(self, name: str, part: Index = ()) -> NDArray[Any]:
         """Read a tensor, or a part of it, in its own dtype; E8M0 as bytes."""

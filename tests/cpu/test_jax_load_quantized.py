@@ -109,6 +109,18 @@ def test_a_part_of_a_tensor_reads_that_part(tmp_path, mesh):
     assert {call.result.size for call in calls} == {256 * 128 // 4}
 
 
+def test_other_tensors_of_64_bits(tmp_path):
+    """Matrices of float64 are no codes, and integers that JAX cannot hold raise."""
+    path = write(tmp_path / "model.safetensors", W | {"table": np.full((3, 5), 1 / 3), "step": np.array(2**40)})
+    ok("convert", path, tmp_path / "codes.safetensors", "--format", "MXFP8_32x32")
+    with pytest.raises(ValueError, match=r"step \(int64\) has numbers that int32 cannot hold; set jax_enable_x64"):
+        qj.load_quantized(tmp_path / "codes.safetensors")
+    with jax.enable_x64(True):
+        found = qj.load_quantized(tmp_path / "codes.safetensors")
+    assert int(found["step"]) == 2**40
+    np.testing.assert_array_equal(found["table"], np.full((3, 5), 1 / 3))
+
+
 def test_errors(tmp_path):
     path = file_of(tmp_path, "qshard", "NVFP4")
     with pytest.raises(ValueError, match=r"0.weight \(NVFP4\) does not have one scale for each block of NVFP4_16x16"):

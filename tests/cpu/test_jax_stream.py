@@ -112,5 +112,7 @@ def test_mistakes():
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
             qj.stream_weights(params, **given)
+    with pytest.raises(ValueError, match=r"params have two arrays with the name 'a\.w'; rename one of them"):
+        qj.stream_weights({"a": params, "a.w": params["w"]}, weight_format="FP8_E4M3")
     with pytest.raises(TypeError, match=r"w .*is not an array"):
         qj.stream_weights({"w": "text"}, weight_format="NVFP4")

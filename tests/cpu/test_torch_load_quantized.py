@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -158,12 +160,23 @@ def test_names_and_shapes(tmp_path):
         qt.load_quantized(meta, path)
 
 
-def test_unknown_codes_are_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "scales", "error"),
+    [
+        (torch.float8_e4m3fn, [], "has no scale that qshard recognizes"),
+        (torch.int8, ["0.weight_scale"], "has its scale in 0.weight_scale, which qshard does not apply"),
+        (torch.int8, ["0.SCB"], "has its scale in 0.SCB, which qshard does not apply"),
+        (torch.bfloat16, ["0.weight_scale"], "may have its scale in 0.weight_scale, which qshard does not apply"),
+    ],
+)
+def test_unknown_codes_are_an_error(dtype, scales, error, tmp_path):
+    """They would be read as plain numbers."""
     state = model_of().state_dict()
-    state["0.weight"] = state["0.weight"].to(torch.float8_e4m3fn)
+    state["0.weight"] = state["0.weight"].to(dtype)
+    state |= dict.fromkeys(scales, torch.ones(len(state["0.weight"])))
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"0.weight \(F8_E4M3\) .* has no scale that qshard recognizes"):
-        qt.load_quantized(model_of(), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"0.weight \(\w+\) .* {re.escape(error)}"):
+        qt.load_quantized(model_of(), tmp_path / "model.safetensors", strict=False)
 
 
 def test_load_state_dict_of_codes_says_this_call(tmp_path):

@@ -47,3 +47,12 @@ def test_a_start_of_numpy():
 def test_seeds(draw):
     with pytest.raises(ValueError, match=r"quantize: seed \(-1\) is not in \[0, 2\*\*64\); pass an integer"):
         draw(-1)
+
+
+@pytest.mark.parametrize("number", [np.int64, np.array], ids=["scalar", "array"])
+def test_seeds_of_numpy_keep_64_bits(number):
+    """JAX has 32-bit integers by default, to which it would cut arrays of NumPy."""
+    x = jnp.linspace(-1, 1, 256).reshape(16, 16)
+    codes = [jax_front.quantize(x, RANDOM, seed=seed).rowwise.data for seed in (2**40, number(2**40), 0)]
+    assert jnp.array_equal(codes[0], codes[1])
+    assert not jnp.array_equal(codes[1], codes[2])

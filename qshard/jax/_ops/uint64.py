@@ -15,11 +15,12 @@ Words = tuple[jax.Array, jax.Array]
 
 
 def words_of(number: Any, what: str = "number") -> Any:
-    """Return an integer as uint32 `[2]`, low half first: a NumPy array for an int, else a JAX array.
+    """Return an integer as uint32 `[2]`, low half first: a NumPy array for an int or a NumPy integer, else a JAX array.
 
     An int outside of [0, 2**64) raises, and `what` names it in the error. A JAX integer is taken modulo 2**64.
     """
-    if isinstance(number, int | np.integer):
+    is_numpy = isinstance(number, np.ndarray) and number.ndim == 0 and np.issubdtype(number.dtype, np.integer)
+    if isinstance(number, int | np.integer) or is_numpy:  # JAX would cut 64-bit integers of NumPy to 32 bits.
         return np.array(word_pair(what, int(number)), np.uint32)
     if not jnp.issubdtype(jnp.result_type(number), jnp.integer):
         raise TypeError(f"{what} ({quote(number)}) is not an integer; pass one in [0, 2**64)")

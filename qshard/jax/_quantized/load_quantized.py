@@ -52,7 +52,8 @@ def load_quantized(
 
     Raises:
       FileNotFoundError: the checkpoint or one of its files does not exist.
-      ValueError: the checkpoint has quantized weights that are unknown, or codes are not codes of `fmt`.
+      ValueError: the checkpoint has quantized weights that are unknown, codes are not codes of `fmt`, or an integer does
+        not fit 32 bits, and JAX has no wider ones (`jax_enable_x64`).
 
     A sharded tensor is read by the process of each device: its slice of the codes, and all scales.
 
@@ -98,8 +99,17 @@ def load_quantized(
     for name, spec in reader.arrays.items():
         there = reader.read(name, (slice(0, 0),) * len(spec.shape)).dtype
         sharding = _sharding_of(shardings, name, spec.shape)
-        planes[name] = _array(spec.shape, there, sharding, functools.partial(reader.read, name))
+        planes[name] = _array(spec.shape, there, sharding, functools.partial(_read_numbers, reader, name))
     return planes
+
+
+def _read_numbers(reader: CheckpointReader, name: str, part: Any) -> Any:
+    """Read a part of an array that is not quantized. Raise ValueError if JAX would change its integers."""
+    array = reader.read(name, part)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype != array.dtype and array.dtype.kind == "i" and np.any(array.astype(dtype) != array):
+        raise ValueError(f"{OP}: {name} ({array.dtype}) has numbers that {dtype} cannot hold; set jax_enable_x64")
+    return array
 
 
 def _sharding_of(shardings: Shardings | None, name: str, shape: Shape) -> Sharding | None:

@@ -121,10 +121,12 @@ def _items(params: Any, formats: Formats | None, layout: WeightLayout) -> list[_
     for fmt in parsed.values():
         if fmt is not None and fmt.stochastic:
             raise ValueError(f"{OP}: weight_format ({fmt}) rounds stochastically; pass one with rounding='nearest'")
-    leaves = {
-        jax.tree_util.keystr(path, simple=True, separator="."): value
-        for path, value in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_quantized)
-    }
+    leaves: dict[str, Any] = {}
+    for path, value in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_quantized):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name in leaves:
+            raise ValueError(f"{OP}: params have two arrays with the name {name!r}; rename one of them")
+        leaves[name] = value
     patterns = NamePatterns(parsed, leaves)
     patterns.check_used(OP, [(name,) for name in leaves], "array")
     found = []
