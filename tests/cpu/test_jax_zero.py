@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -54,6 +56,23 @@ def test_collectives(shard_weights):
     assert [c for c in found if c[0] == "all-reduce"] == [("all-reduce", (f"s32[{plan.master.amaxes}]",))]
     gathers = [arrays for kind, arrays in found if kind == "all-gather"]
     assert all(array.startswith("u8[") for arrays in gathers for array in arrays), gathers
+
+
+def test_slices_of_large_weights():
+    """Slices begin past 2**31 in weights such as stacks of experts."""
+    params = {"w": jax.ShapeDtypeStruct((2**20, 2**13), jnp.float32)}
+    (leaf,) = plan_zero(params, lambda path, w: "FP8_E4M3", 4, AXIS).leaves
+    mesh = jax.make_mesh((4,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    words = jax.jit(jax.shard_map(lambda: leaf.start[None], mesh=mesh, in_specs=(), out_specs=P(AXIS)))()
+    assert [int(low) + (int(high) << 32) for low, high in words] == [device * leaf.length for device in range(4)]
+
+
+def test_a_plan_for_another_number_of_devices():
+    plan = plan_zero({"w": jnp.ones((128, 128))}, lambda path, w: "FP8_E4M3", 4, AXIS)
+    mesh = jax.make_mesh((2,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    step = functools.partial(plan.value_and_grad, lambda weights: linear(jnp.ones((2, 128)), weights["w"], "MXFP8").sum())
+    with pytest.raises(ValueError, match=rf"plan_zero: world \(4\) is not the size of the mesh axis '{AXIS}' \(2\)"):
+        jax.shard_map(step, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))(plan.cut({"w": jnp.ones((128, 128))}))
 
 
 @pytest.mark.parametrize("shard_weights", [False, True])

@@ -26,6 +26,7 @@ from qshard._core.optimizers.adam import BLOCK
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, quote
 from qshard.formats import Format, Usage
+from qshard.jax._ops.uint64 import words_times
 from qshard.jax._ops.validation import check_dtype
 from qshard.jax._optim.cast_master import cast_master
 from qshard.jax._quantized.array import QuantizedArray
@@ -51,6 +52,12 @@ class _FlatWeight:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def start(self) -> jax.Array:
+        """The index of this device's first element: a uint64 as two uint32, as int32 would wrap in large weights."""
+        here = lax.axis_index(self.axis_name).astype(jnp.uint32)
+        return jnp.stack(words_times(here, self.length))
 
     def slices(self, count: int) -> Shape:
         return (count, self.length) if len(self.shape) > 1 else (count * self.length,)
@@ -147,7 +154,13 @@ class ZeroPlan:
         all-gather of bytes (codes, and parameters that are not quantized), and a float32 all-to-all for each gradient.
         With `shard_weights`, the all-gather leaves out codes: they are gathered where `linear` uses them, gathered
         again in backward, and freed in between.
+
+        Raises:
+          ValueError: the mesh axis does not have the size of the plan.
         """
+        axis, world = self.leaves[0].axis_name, self.leaves[0].world
+        if (size := lax.axis_size(axis)) != world:
+            raise ValueError(f"plan_zero: world ({world}) is not the size of the mesh axis {axis!r} ({size}); plan for it")
         flat = self.structure.flatten_up_to(masters)
         weights = self._weights(flat)
 
@@ -168,8 +181,7 @@ class ZeroPlan:
         """Return the weights from the masters: codes if the plan has a format, else the whole parameter."""
         axis = self.leaves[0].axis_name
         chosen = [(leaf, m) for leaf, m in zip(self.leaves, masters, strict=True) if leaf.fmt is not None]
-        here = lax.axis_index(axis)
-        starts = [here * leaf.length for leaf, _ in chosen]
+        starts = jnp.stack([leaf.start for leaf, _ in chosen]) if chosen else []
         pieces = iter(cast_master(None, [m.reshape(-1) for _, m in chosen], starts, axis, plan=self.master))
         own: list[Any] = []  # For each weight its piece, without codes of padding, or its elements as bytes.
         for leaf, m in zip(self.leaves, masters, strict=True):
