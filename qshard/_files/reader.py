@@ -62,7 +62,9 @@ class CheckpointReader:
         self.arrays = {name: entry for name, entry in others.items() if name not in taken}
         if unknown := unscaled(dataclasses.replace(found, entries=self.arrays)):
             name, why = unknown
-            raise ValueError(f"{op}: {quote(name)} ({self.arrays[name].dtype}) in {path} {why}; qshard report says more")
+            raise ValueError(
+                f"{op}: {quote(name)} ({self.arrays[name].dtype}) in {path} {why}; qshard report says more"
+            )
 
     def read(self, name: str, part: Index = ()) -> NDArray[Any]:
         """Read a tensor, or a part of it, in its own dtype; E8M0 as bytes."""

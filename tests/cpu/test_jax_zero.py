@@ -70,7 +70,9 @@ def test_slices_of_large_weights():
 def test_a_plan_for_another_number_of_devices():
     plan = plan_zero({"w": jnp.ones((128, 128))}, lambda path, w: "FP8_E4M3", 4, AXIS)
     mesh = jax.make_mesh((2,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    step = functools.partial(plan.value_and_grad, lambda weights: linear(jnp.ones((2, 128)), weights["w"], "MXFP8").sum())
+    step = functools.partial(
+        plan.value_and_grad, lambda weights: linear(jnp.ones((2, 128)), weights["w"], "MXFP8").sum()
+    )
     with pytest.raises(ValueError, match=rf"plan_zero: world \(4\) is not the size of the mesh axis '{AXIS}' \(2\)"):
         jax.shard_map(step, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))(plan.cut({"w": jnp.ones((128, 128))}))
 

@@ -23,7 +23,8 @@ def switch_recipe(model: Any, recipe: RecipesLike | None, *, rngs: Any = None) -
 
     Parameters, masters and optimizer states stay as they are, and so do shardings and options of layers. A model that
     was converted with the new recipe and has the same parameters computes the same codes, losses and gradients from
-    then on, bit for bit. `jit` traces once more.
+    then on, bit for bit. `jit` traces once more. Create functions of `nnx.cached_partial` again: they have a copy of
+    the model with the old recipe.
 
     Args:
       model: a `Policy`, or an `nnx.Module` after `convert`.

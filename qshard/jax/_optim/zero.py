@@ -160,7 +160,9 @@ class ZeroPlan:
         """
         axis, world = self.leaves[0].axis_name, self.leaves[0].world
         if (size := lax.axis_size(axis)) != world:
-            raise ValueError(f"plan_zero: world ({world}) is not the size of the mesh axis {axis!r} ({size}); plan for it")
+            raise ValueError(
+                f"plan_zero: world ({world}) is not the size of the mesh axis {axis!r} ({size}); plan for it"
+            )
         flat = self.structure.flatten_up_to(masters)
         weights = self._weights(flat)
 
@@ -181,7 +183,7 @@ class ZeroPlan:
         """Return the weights from the masters: codes if the plan has a format, else the whole parameter."""
         axis = self.leaves[0].axis_name
         chosen = [(leaf, m) for leaf, m in zip(self.leaves, masters, strict=True) if leaf.fmt is not None]
-        starts = jnp.stack([leaf.start for leaf, _ in chosen]) if chosen else []
+        starts: Any = jnp.stack([leaf.start for leaf, _ in chosen]) if chosen else []
         pieces = iter(cast_master(None, [m.reshape(-1) for _, m in chosen], starts, axis, plan=self.master))
         own: list[Any] = []  # For each weight its piece, without codes of padding, or its elements as bytes.
         for leaf, m in zip(self.leaves, masters, strict=True):

@@ -52,8 +52,8 @@ def load_quantized(
 
     Raises:
       FileNotFoundError: the checkpoint or one of its files does not exist.
-      ValueError: the checkpoint has quantized weights that are unknown, codes are not codes of `fmt`, or an integer does
-        not fit 32 bits, and JAX has no wider ones (`jax_enable_x64`).
+      ValueError: the checkpoint has quantized weights that are unknown, codes are not codes of `fmt`, or an integer
+        does not fit 32 bits, and JAX has no wider ones (`jax_enable_x64`).
 
     A sharded tensor is read by the process of each device: its slice of the codes, and all scales.
 
