@@ -21,7 +21,7 @@ from qshard._core.serialization import KEY, Description, key_of, parse_metadata
 from qshard._files.checkpoint import FLOATS, CheckpointError, open_checkpoint
 from qshard._files.names import quote
 from qshard._files.regrid import regrid
-from qshard._files.unknown_codes import unscaled
+from qshard._files.unknown_codes import find_unscaled
 from qshard.formats import ELEMENTS, Format, Usage
 from qshard.layout import matrix_shape, plane
 
@@ -60,7 +60,7 @@ class CheckpointReader:
         taken = {tensor.name for weight in self._engine.values() for tensor in weight.tensors}
         self.weights = described | {name: weight.description for name, weight in self._engine.items()}
         self.arrays = {name: entry for name, entry in others.items() if name not in taken}
-        if unknown := unscaled(dataclasses.replace(found, entries=self.arrays)):
+        if unknown := find_unscaled(dataclasses.replace(found, entries=self.arrays)):
             name, why = unknown
             raise ValueError(
                 f"{op}: {quote(name)} ({self.arrays[name].dtype}) in {path} {why}; qshard report says more"

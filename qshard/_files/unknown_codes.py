@@ -197,7 +197,7 @@ def _grids(shape: Shape) -> tuple[Shape, ...]:
     return (), *((*lead, *grid) for grid in itertools.product(parts[0] | {rows}, parts[1] - {columns}))
 
 
-def unscaled(checkpoint: Checkpoint) -> tuple[str, str] | None:
+def find_unscaled(checkpoint: Checkpoint) -> tuple[str, str] | None:
     """Return the name of a tensor that is surely no plain numbers, and why as a predicate; None if there is none.
 
     Stricter than `doubts`, because a loader cannot leave a tensor out: of integers and numbers of high precision only a
