@@ -169,6 +169,12 @@ class ShardedWeight(Tensor):
         """Return the address of the values: accelerate, among other tools, tells parameters apart by it."""
         return memory_of(self).data_ptr()
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Export the values: the tensor itself has no memory, and importers would read address 0."""
+        if self.requires_grad:
+            raise BufferError(f"ShardedWeight: {self.scale_state.name} requires grad; export weight.detach()")
+        return memory_of(self).__dlpack__(**options)
+
     def share_memory_(self) -> ShardedWeight:
         self.shard.share_memory_()
         return self
