@@ -313,6 +313,24 @@ class Half(nn.Module):
         return w * 0.5
 
 
+def test_only_forward_computes_a_weight():
+    """Some parametrizations change their state each time, such as `spectral_norm`, so other calls leave them alone."""
+    layer, uses = convert(nn.Linear(32, 32), RECIPE), []
+
+    class Counted(nn.Module):
+        def forward(self, w):
+            uses.append(w)
+            return w
+
+    parametrize.register_parametrization(layer, "weight", Counted())
+    uses.clear()
+    torch.optim.SGD(layer.parameters())
+    layer.load_state_dict(layer.state_dict())
+    assert not uses
+    layer(x_of())
+    assert len(uses) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "undo"),
     [

@@ -160,6 +160,16 @@ def test_what_belongs_to_a_parameter_moves_along(primary, future):
     assert weight.is_meta
 
 
+def test_weights_are_exported_through_dlpack():
+    """The tensor of a weight has no memory of its own: importers read address 0, and Python ended."""
+    (layer,) = convert(nn.Sequential(nn.Linear(WIDTH, 32)), CurrentScaling())
+    exported = torch.from_dlpack(layer.weight.detach())
+    assert torch.equal(exported, layer.weight)
+    assert exported.data_ptr() == layer.weight.data_ptr()
+    with pytest.raises(BufferError, match=r"0\.weight requires grad; export weight\.detach\(\)"):
+        torch.from_dlpack(layer.weight)
+
+
 def test_a_dtype_that_no_cast_takes():
     """It raises at the next use, and moving back makes all as it was."""
     model, same = (KINDS["values"](lambda model: model) for _ in range(2))

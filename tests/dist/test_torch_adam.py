@@ -6,11 +6,11 @@ Checkpoints of it are in test_torch_checkpoint.py.
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from qshard.formats import FP8_E4M3
 from qshard.recipes import CurrentScaling
-from qshard.torch_bridge import Adam, convert
+from qshard.torch_bridge import Adam, Muon, convert
 from support import torch_ranks
 from support.awkward import awkward_values
 from support.torch_models import assert_gathers_the_whole, shard, side_by_side
@@ -108,3 +108,18 @@ def test_columns_are_cut_at_blocks():
     for key in ("exp_avg_scale_inv", "exp_avg_sq"):
         assert torch.equal(a.state[p][key].full_tensor(), b.state[whole][key])
     assert torch.equal(p.full_tensor(), whole)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [Adam, Muon])
+def test_partial_sums_of_gradients_are_added(kind):
+    """Replicated parameters under sequence parallelism, such as norms, have partial sums as gradients."""
+    mesh, rank = torch_ranks.mesh(), torch.distributed.get_rank()
+    parts = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0)).to(torch_ranks.device)
+    whole = nn.Parameter(torch.ones_like(parts[0]))
+    weight = nn.Parameter(distribute_tensor(whole.detach().clone(), mesh, [Replicate()]))
+    whole.grad = parts.sum(0)
+    weight.grad = DTensor.from_local(parts[rank], mesh, [Partial()])
+    for parameter in (weight, whole):
+        kind([("weight", parameter)], lr=1e-2).step()
+    assert torch.equal(weight.to_local(), whole)

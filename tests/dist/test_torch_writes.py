@@ -136,6 +136,26 @@ def test_a_write_between_passes_and_update_scales():
     assert_forward_takes_the_weights_as_they_are(model)
 
 
+@on_ranks(2)
+def test_a_write_after_a_forward_pass_that_raised():
+    """A gather after it takes the weights as they are, not the scales of that pass."""
+    model = current()
+    first, last = linears(model)[0], linears(model)[-1]
+
+    def stop(layer, inputs, y):
+        raise ValueError("stop")
+
+    hook = first.register_forward_hook(stop)
+    with pytest.raises(ValueError, match="stop"):
+        model(batch())
+    hook.remove()
+    with torch.no_grad():
+        last.weight.mul_(64)
+    want = quantize(last.weight.full_tensor().detach(), last.recipe.weight).dequantize()
+    last.unshard()
+    assert torch.equal(last.weight.dequantize(), want)
+
+
 @pytest.mark.parametrize(
     ("world", "compiled"),
     [(1, False), (2, False), (3, False), (2, True), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 3))],

@@ -107,3 +107,18 @@ def test_hidden_state_is_listed():
     attributes = {each for each in strings if isinstance(each, str) and re.fullmatch(r"_qshard_\w+", each)}
     found = {state for file, tree in TREES.items() for state in states(file, tree)}
     assert rows == attributes | found
+
+
+FACTORIES = {"empty", "zeros", "ones", "full", "rand", "randn", "empty_strided"}
+
+
+def test_new_float_tensors_have_a_dtype():
+    """Programs may set another default dtype, such as bfloat16. Tensors on meta are read for their strides only."""
+    found = {
+        f"{file}:{node.lineno}"
+        for file, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}
+        if not any(each.arg == "dtype" for each in node.keywords) and "device='meta'" not in ast.unparse(node)
+    }
+    assert not found

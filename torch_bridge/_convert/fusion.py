@@ -96,7 +96,7 @@ def _computes(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
-    x = random(len(_SPREAD), 2, width) * torch.tensor(_SPREAD, device="cpu").reshape(-1, 1, 1)
+    x = random(len(_SPREAD), 2, width) * torch.tensor(_SPREAD, dtype=torch.float32, device="cpu").reshape(-1, 1, 1)
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         weights = {name: random(*shape) for name, shape in shapes.items()}
         for dtype, unit in _UNITS.items():

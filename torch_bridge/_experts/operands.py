@@ -41,7 +41,7 @@ class GroupedOperand(NamedTuple):
         """Dequantize without the per-tensor scales of experts, which is exact in bfloat16."""
         parts = self.parts
         if self.format.tensor_scaled:
-            one = torch.ones((), device=parts.data.device)
+            one = torch.ones((), dtype=torch.float32, device=parts.data.device)
             parts = parts._replace(**{"scale_inv" if self.format.per_tensor else "global_scale_inv": one})
         values: Tensor = quantize_steps.dequantize(ops, parts, self.format, self.usage, dtype)
         return values

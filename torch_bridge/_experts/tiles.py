@@ -66,7 +66,7 @@ class Tiles(NamedTuple):
             return rows
         place = self.place[:, None] if self.place.ndim == 1 else self.place
         # Also for one row each: the kernel loads vectors.
-        sums: Tensor = ops.combine_rows(rows, place, torch.ones(place.shape, device=rows.device))
+        sums: Tensor = ops.combine_rows(rows, place, torch.ones(place.shape, dtype=torch.float32, device=rows.device))
         return sums
 
     def experts(self) -> Tensor:

@@ -374,7 +374,7 @@ class Passes:
                 hooks.move_to_end(key, last=False)  # type: ignore[attr-defined]
                 return
         root.register_forward_pre_hook(_begin_forward, prepend=True)
-        root.register_forward_hook(_end_forward)
+        root.register_forward_hook(_end_forward, always_call=True)  # Else a forward that raises would never end.
 
 
 _OF: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Passes]] = weakref.WeakKeyDictionary()

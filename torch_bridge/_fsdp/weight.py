@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import warn_if_has_hooks
 
 from qshard._core.placement import Box
@@ -167,6 +168,12 @@ class ShardedWeight(Tensor):
     def data_ptr(self) -> int:
         """Return the address of the values: accelerate, among other tools, tells parameters apart by it."""
         return memory_of(self).data_ptr()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Export the values: the tensor itself has no memory, and importers would read address 0."""
+        if self.requires_grad:
+            raise BufferError(f"ShardedWeight: {self.scale_state.name} requires grad; export weight.detach()")
+        return memory_of(self).__dlpack__(**options)
 
     def share_memory_(self) -> ShardedWeight:
         self.shard.share_memory_()
@@ -395,6 +402,17 @@ def memory_of(tensor: Tensor) -> Tensor:
         primary = local.scale_state.primary
         local = local.shard if primary is None or primary.master is None else primary.master
     return local.detach() if local.requires_grad else local
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Return the local gradient of a parameter that has one. Collective if it is sharded unlike the parameter.
+
+    Under sequence parallelism the gradients of replicated parameters, as of norms and biases, are partial sums.
+    """
+    grad: Any = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)
+    return memory_of(grad)
 
 
 def plain(weight: Tensor) -> Tensor:

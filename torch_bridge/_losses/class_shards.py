@@ -114,7 +114,7 @@ def _assume_shard(op: str, name: str, columns: int, num_classes: int | None, wid
         right = (firsts.clamp(max=classes) == (ends - widths).clamp(max=classes)).all() & (ends[-1] >= classes)
         assumed = [columns] * world if columns > chunk else _chunks(classes, world)
     first = min(each * rank, classes)
-    is_right = torch.where(right, 1.0, float("nan"))
+    is_right = torch.where(right, 1.0, float("nan")).float()
     widest = columns if num_classes is None else -(-num_classes // world)
     return ClassShard(classes, first, max(0, min(columns, classes - first)), widest, tuple(assumed), is_right)
 

@@ -117,7 +117,8 @@ def linear_cross_entropy(
     if not (torch.is_grad_enabled() and makes_gradients_early(reduction, dtype_name(x.dtype))):
         losses: Tensor = apply_node(_LateLosses, flat, w, flat_labels, rule, rows, how)
         return reduce_losses(losses.view(labels.shape), labels, reduction, ignore_index)
-    count = count_labels(labels, ignore_index) if reduction == "mean" else torch.ones((), device=x.device)
+    one = torch.ones((), dtype=torch.float32, device=x.device)
+    count = count_labels(labels, ignore_index) if reduction == "mean" else one
     loss: Tensor = apply_node(_EarlyLoss, flat, w, flat_labels, count, rule, rows, how)
     return loss
 

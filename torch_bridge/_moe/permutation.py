@@ -117,7 +117,7 @@ def moe_unpermute(y: Tensor, permutation: MoEPermutation, weights: Tensor | None
     positions = permutation.positions
     check_tokens("moe_unpermute", "y", tuple(y.shape), positions.numel(), "one row for each of the T k choices")
     if weights is None:
-        weights = torch.ones(positions.shape, device=y.device)
+        weights = torch.ones(positions.shape, dtype=torch.float32, device=y.device)
     check_tensor("moe_unpermute", "weights", weights)
     check_weights("moe_unpermute", tuple(weights.shape), tuple(positions.shape))
     return combine_experts(y, permutation, weights)
@@ -160,7 +160,7 @@ class _Permute(Node):
     @staticmethod
     def gradients(ctx: Any, saved: list[Tensor], grad: Tensor) -> tuple[Tensor | None, ...]:
         (positions,) = saved
-        ones = torch.ones(positions.shape, device=grad.device)
+        ones = torch.ones(positions.shape, dtype=torch.float32, device=grad.device)
         return ops.combine_rows(grad.contiguous(), positions, ones), None
 
 

@@ -52,8 +52,14 @@ class WeightLayer(WeightModule):
         self.recipe, self.weight = recipe, weight
         self._begin_scaling(self._states()["weight"], self._empty_seed() if recipe.stochastic else None)
 
+    @property
+    def _stored_weight(self) -> Tensor:
+        """The parameter itself: a parametrization computes `weight` on each access, and may change its state then."""
+        own = self._parameters.get("weight")
+        return next(self.parameters()) if own is None else own
+
     def _empty_seed(self) -> Tensor:
-        return torch.empty(2, dtype=torch.int32, device=self.weight.device)
+        return torch.empty(2, dtype=torch.int32, device=self._stored_weight.device)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. Tensor parallelism replaces the weight by a shard through this method.
@@ -84,7 +90,7 @@ class WeightLayer(WeightModule):
         modules = super().named_modules(memo, prefix, remove_duplicate)
         for name, module in modules:
             yield name, module
-            if module is self and not was_sharded and isinstance(self.weight, DTensor):
+            if module is self and not was_sharded and isinstance(self._parameters.get("weight"), DTensor):
                 if self.seed is not None:
                     self.seed = local_of(self.seed)
                 return
@@ -92,7 +98,7 @@ class WeightLayer(WeightModule):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *others: Any) -> None:
         """Load values or codes. Scaling state in old state dicts is ignored if the recipe does not use it."""
         key, seed = prefix + "weight", prefix + "seed"
-        assign, was_meta = metadata.get("assign_to_params_buffers", False), self.weight.is_meta
+        assign, was_meta = metadata.get("assign_to_params_buffers", False), self._stored_weight.is_meta
         loaded, held = state_dict.get(key), cast(Any, self._parameters.get("weight"))
         if isinstance(loaded, Tensor) and isinstance(local_of(loaded), QuantizedTensor):
             if (problem := self._unfit(local_of(loaded), key, assign)) is not None:
@@ -113,8 +119,8 @@ class WeightLayer(WeightModule):
         state_dict = {name: value for name, value in state_dict.items() if not name.startswith(tuple(foreign))}
         with load_state_if_present(self, state_dict, prefix):
             super()._load_from_state_dict(state_dict, prefix, metadata, strict, *others)
-        if was_meta and not self.weight.is_meta:
-            self._make_state(self.weight.device)
+        if was_meta and not self._stored_weight.is_meta:
+            self._make_state(self._stored_weight.device)
 
     def _unfit(self, codes: Tensor, name: str, assign: bool) -> str | None:
         """Return an error message if codes in a state dict cannot become the weight, else None."""

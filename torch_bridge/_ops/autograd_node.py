@@ -86,7 +86,7 @@ def _with_anchor(forward: Callable[..., Any]) -> Callable[..., Any]:
                 return _unique_result(result)
             ctx.mark_non_differentiable(*result[1:])
             return _unique_result(result[0]), *result[1:]
-        anchor = torch.empty(0, device="cpu")
+        anchor = torch.empty(0, dtype=torch.float32, device="cpu")
         ctx.save_for_backward(*saved, anchor)
         return result, anchor
 

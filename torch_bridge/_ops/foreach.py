@@ -37,7 +37,7 @@ class SliceOps:
         return torch.tensor(numbers, dtype=torch.int64).to(self._device)
 
     def zeros(self, count: int) -> Tensor:
-        return torch.zeros(count, device=self._device)
+        return torch.zeros(count, dtype=torch.float32, device=self._device)
 
     def concatenate(self, arrays: Sequence[Tensor]) -> Tensor:
         return torch.cat([*arrays])

@@ -16,7 +16,7 @@ from qshard._core.validation import join_names, quote
 from qshard.op_table import multi_table
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._fsdp.refresh import recast
-from qshard.torch_bridge._fsdp.weight import memory_of
+from qshard.torch_bridge._fsdp.weight import gradient_of, memory_of
 from qshard.torch_bridge._ops.bind import dtype_name, ops
 from qshard.torch_bridge._optim.adam_state import SCALED, Uncast, from_plain, to_plain
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -166,8 +166,8 @@ class Adam(Optimizer):
         Returns:
           The loss of `closure`; None without one.
 
-        Shards are updated locally. The step communicates only to recast primary weights: one max-reduction for each
-        process group.
+        Shards are updated locally. The step communicates only to recast primary weights, with one max-reduction for
+        each process group, and to add gradients that are partial sums, as of norms under sequence parallelism.
         """
         loss = None
         if closure is not None:
@@ -202,7 +202,7 @@ class Adam(Optimizer):
                 raise NotImplementedError(f"{self._op}: grad (sparse) is not dense; call .to_dense() on it")
             initialize_state(state, parameter, group)
             low = state.get("remainder", state.get("master"))
-            given = {"grad": parameter.grad, "param": parameter, "low": low, **state}
+            given = {"grad": gradient_of(parameter), "param": parameter, "low": low, **state}
             tensors = {name: memory_of(t) for name in _LISTS if (t := given.get(name)) is not None}
             if not tensors["grad"].is_contiguous():
                 tensors["grad"] = tensors["grad"].contiguous()

@@ -89,7 +89,8 @@ class MatrixExchange:
             if (result := found[i]) is None:
                 result = found[i] = torch.empty(shapes[i], dtype=values.dtype, device=devices[i])
             _at(result, part.local).copy_(values)
-        empty = [torch.empty(shape, device=device) for shape, device in zip(shapes, devices, strict=True)]
+        pairs = zip(shapes, devices, strict=True)
+        empty = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape, device in pairs]
         return [other if result is None else result for result, other in zip(found, empty, strict=True)]
 
     def _all_to_all(self, local: Sequence[Sequence[Tensor]], received: _Messages, moves: bool) -> Sending:

@@ -19,7 +19,7 @@ from qshard._core.optimizers.muon_plan import plan_buckets
 from qshard._core.placement import Box
 from qshard.layout import Shape
 from qshard.torch_bridge._distributed.dtensor import local_box, wrapped_like
-from qshard.torch_bridge._fsdp.weight import memory_of
+from qshard.torch_bridge._fsdp.weight import gradient_of, memory_of
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._optim.matrix_exchange import MatrixExchange, Sending
 from qshard.torch_bridge._optim.newton_schulz import NEWTON_SCHULZ_SETTINGS, newton_schulz
@@ -73,7 +73,7 @@ class Matrix(NamedTuple):
         assert grad is not None
         if grad.is_sparse:
             raise NotImplementedError(f"Muon: grad (sparse) of {self.name} is not dense; call .to_dense() on it")
-        local = memory_of(grad).float()
+        local = gradient_of(self.parameter).float()
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
             local = local * grad_scale
         self.values()  # Creates the state.

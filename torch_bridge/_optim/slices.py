@@ -79,7 +79,7 @@ def empty_scales(fmt: Format, where: PlaneLayout, device: torch.device | str | N
     """Allocate the scales of a plane as bytes: `scale_inv` and `global_scale_inv`, zeros."""
     scale_inv = torch.zeros(where.scale_shape, dtype=getattr(torch, fmt.stored_scale_dtype), device=device)
     whole = where.global_scale_shape
-    return scale_inv, None if whole is None else torch.zeros(whole, device=device)
+    return scale_inv, None if whole is None else torch.zeros(whole, dtype=torch.float32, device=device)
 
 
 def gather_slices(

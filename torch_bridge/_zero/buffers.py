@@ -81,7 +81,7 @@ class FlatBuffer:
         self.shard = own.clone() if sharded and not self.values_alone else own
         bounds = [[weight.first_elements(r * self.part) for weight in self.weights] for r in range(ranks.size + 1)]
         self.lengths = [sum(stops) - sum(starts) for starts, stops in itertools.pairwise(bounds)]
-        self.masters = torch.empty(self.lengths[ranks.rank], device=self.device)
+        self.masters = torch.empty(self.lengths[ranks.rank], dtype=torch.float32, device=self.device)
         at = 0
         with torch.no_grad():
             for weight, start, stop in zip(self.weights, *bounds[ranks.rank : ranks.rank + 2], strict=True):

@@ -136,7 +136,7 @@ class Gradient:
         if self._unreduced:
             fresh = self._reduced is None
             if self._reduced is None:
-                self._reduced = torch.empty(self._own, device=self._device)
+                self._reduced = torch.empty(self._own, dtype=torch.float32, device=self._device)
             self._sent, self._unreduced, self._added = self._unreduced, {}, set()
             self._pending = self._channel.begin(self._sum(self._sent, self._reduced, fresh))
 
@@ -177,8 +177,10 @@ class Gradient:
     def total(self) -> Tensor:
         """Return the sum over ranks, for callers that divide themselves. Call `settle` first."""
         if self._sharded:
-            return torch.zeros(self._own, device=self._device) if self._reduced is None else self._reduced
-        total = torch.empty(self._own, device=self._device)
+            if self._reduced is not None:
+                return self._reduced
+            return torch.zeros(self._own, dtype=torch.float32, device=self._device)
+        total = torch.empty(self._own, dtype=torch.float32, device=self._device)
         self._channel.begin(self._sum(self._unreduced, total, True)).wait()
         return total
 
