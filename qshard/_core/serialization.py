@@ -24,7 +24,7 @@ the format and the shape of its tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,6 +155,20 @@ def parse_metadata(text: str, *, op: str = "from_plain") -> dict[str, Descriptio
     if not isinstance(tensors, dict) or len(read) != 2:
         raise ValueError(f"{op}: description ({', '.join(read)}) is not a version and a dict of tensors; it is damaged")
     return {name: Description.of(terms, op=op, name=name or "tensor") for name, terms in tensors.items()}
+
+
+def merge_texts(texts: Iterable[str], *, op: str = "from_plain") -> str:
+    """Merge the JSON strings of files that are the shards of one checkpoint.
+
+    Raises:
+      ValueError: a string cannot be parsed, or two describe one tensor differently.
+    """
+    merged: dict[str, Description] = {}
+    for text in texts:
+        for name, each in parse_metadata(text, op=op).items():
+            if merged.setdefault(name, each) != each:
+                raise ValueError(f"{op}: two shards describe {quote(name)} differently; save them again")
+    return text_of(merged)
 
 
 def flat(planes: Planes) -> dict[str, Array]:

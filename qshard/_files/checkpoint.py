@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from qshard._core.serialization import KEY, merge_texts
 from qshard._files.engine_configs import CONFIGS
 from qshard._files.names import count_of, quote
 from qshard._files.recognition import RecognizedWeight, TensorSpec, block_of_config, recognize
@@ -294,6 +295,12 @@ def _from_index(path: Path) -> Checkpoint:
         [f"not in the index, and ignored: {count_of(len(extra), 'tensor')}, such as {quote(extra[0])}"] if extra else []
     )
     metadata = {key: value for file in read.values() for key, value in file.metadata.items()}
+    described = {file.metadata[KEY] for file in read.values() if KEY in file.metadata}
+    if len(described) > 1:  # Each shard may describe its own tensors.
+        try:
+            metadata[KEY] = merge_texts(sorted(described), op=quote(path))
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
     return Checkpoint(path, list(files.values()), entries, metadata, notes, frozenset(extra))
 
 

@@ -7,9 +7,12 @@ import pickle
 import numpy as np
 import pytest
 
+from qshard import reference
 from qshard._core.quantize_steps import Plane
-from qshard._core.serialization import KEY, Description, flat, parse_metadata, plain, restore, text_of
+from qshard._core.serialization import KEY, Description, flat, key_of, parse_metadata, plain, restore, text_of
+from qshard._files.reader import CheckpointReader
 from qshard.formats import MXFP8_E4M3, NVFP4, Format, Usage
+from support.checkpoints import numbers, sharded, write
 from support.formats import COMBINED, MIXES, RECIPES
 
 OF_W = Description(format=NVFP4, shape=(4, 32), dtype="bfloat16", planes=(Usage.ROWWISE,))
@@ -25,6 +28,30 @@ def test_formats_and_recipes_come_back_equal(travel):
 def test_descriptions_of_formats_are_json():
     for fmt in COMBINED:
         assert Format.of(json.loads(json.dumps(fmt.description))) == fmt
+
+
+def test_each_shard_of_a_checkpoint_may_describe_its_tensors(tmp_path):
+    """The reader kept the description of the last shard, and read the codes of the others as plain arrays."""
+    shards, texts = [], []
+    for i, fmt in enumerate((MXFP8_E4M3, NVFP4)):
+        found = reference.quantize(numbers((32, 64), i), fmt).rowwise
+        planes = {Usage.ROWWISE: Plane(found.data, found.scale_inv, found.global_scale_inv)}
+        shards.append({key_of(f"w{i}", part): np.asarray(array) for part, array in flat(planes).items()})
+        description = Description(format=fmt, shape=(32, 64), dtype="float32", planes=(Usage.ROWWISE,))
+        texts.append(text_of({f"w{i}": description}))
+
+    def save(texts):
+        folder = sharded(tmp_path, shards)
+        for i, text in enumerate(texts):
+            write(folder / f"model-{i + 1:05}-of-00002.safetensors", shards[i], {KEY: text})
+        return folder
+
+    read = CheckpointReader(save(texts), "load")
+    assert {name: each.format for name, each in read.weights.items()} == {"w0": MXFP8_E4M3, "w1": NVFP4}
+    assert read.arrays == {}
+    other = texts[1].replace("w1", "w0")
+    with pytest.raises(ValueError, match=r"load: .*index.json: two shards describe 'w0' differently; save them again"):
+        CheckpointReader(save([texts[0], other]), "load")
 
 
 def test_what_arrives_is_checked():
