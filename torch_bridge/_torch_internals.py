@@ -68,6 +68,12 @@ def in_functorch() -> bool:
     return _functorch_level() is not None
 
 
+# Without it: return False. Then batches of gradients fail in the bridge, which finds no memory.
+def is_batch(grad: Tensor) -> bool:
+    """Return True for a batch of gradients: of `is_grads_batched`, or in a `vmap`."""
+    return in_functorch() or bool(torch._C._functorch.is_legacy_batchedtensor(grad))
+
+
 # Autograd.
 
 

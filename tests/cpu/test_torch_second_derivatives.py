@@ -223,6 +223,16 @@ def test_transforms_of_torch_func(name, transform):
 
 
 @every_node
+def test_batches_of_gradients(name):
+    x = drawn(8, WIDTH)
+    y = NODES[name]()(x)
+    with pytest.raises(
+        NotImplementedError, match=rf"^{name.split()[0]}: batches of gradients .*; compute one gradient at"
+    ):
+        torch.autograd.grad(y, x, torch.stack([torch.ones_like(y)] * 2), is_grads_batched=True)
+
+
+@every_node
 def test_forward_mode(name):
     """Dual tensors raise, as inputs and as incoming gradients."""
     x = drawn(8, WIDTH)

@@ -23,7 +23,12 @@ from torch.autograd import forward_ad
 
 from qshard._core.validation import no_graph_of_gradients, no_second_derivative
 from qshard.torch_bridge._ops.eager import is_compiling
-from qshard.torch_bridge._torch_internals import has_forward_ad_level, in_functorch, loses_second_derivatives
+from qshard.torch_bridge._torch_internals import (
+    has_forward_ad_level,
+    in_functorch,
+    is_batch,
+    loses_second_derivatives,
+)
 
 Gradients = Sequence[Tensor | None]
 
@@ -111,6 +116,11 @@ def _backward_of(gradients: Callable[..., Gradients], op: str, instead: str, deg
         anchor = saved.pop() if ctx.has_anchor else None
         if is_compiling():  # AOTAutograd itself raises for second derivatives.
             return gradients(ctx, saved, grad)
+        if is_batch(grad):
+            raise NotImplementedError(
+                f"{op}: batches of gradients (is_grads_batched, vectorize, torch.func) are not supported; compute one "
+                f"gradient at a time; or {instead}"
+            )
         _check_no_tangent((grad,), op, instead)
         if not torch.is_grad_enabled():
             return gradients(ctx, saved, grad)
