@@ -1,7 +1,8 @@
 """Cross entropy on one GPU, forward and backward, compared with PyTorch, torch.compile and optax in the same run.
 
 "cross entropy" rows compute the mean loss of bfloat16 logits and its gradient. "linear cross entropy" rows compute the
-loss of a head without bias, and the gradients of x and w. Peers named "float32" widen logits first, as is usual.
+loss of a head without bias, and the gradients of x and w, also for the vocabulary of Llama 3. Peers named "float32"
+widen logits first, as is usual.
 `gpu_timing.py` explains how PyTorch calls are timed. JAX offers no graph to replay, so its rows are wall-clock times of
 a queue of calls. `percent_of_copy` refers to the minimum bytes: logits read twice, their gradient written once.
 `peak_GiB` is the memory of a call in addition to its operands, including gradients: measured by PyTorch's allocator, or
@@ -33,6 +34,7 @@ JAX_CALLS = 20  # calls in a queue; each takes at least a millisecond
 MOVED = 6  # bytes per logit: two reads and a write
 BASE = "linear cross entropy float32 torch"
 """Row that peaks of heads are compared with."""
+LARGE = 128256  # classes of Llama 3
 
 Loss = Callable[..., Any]
 
@@ -68,13 +70,15 @@ def heads() -> dict[str, Loss]:
     }
 
 
-def draw_inputs(count: int, classes: int, width: int) -> tuple[list[Any], list[Any]]:
+def draw_inputs(count: int, classes: int, width: int, *, with_logits: bool = True) -> tuple[list[Any], list[Any]]:
     """Draw copies of (logits, labels) and of (x, w, labels)."""
     labels = [torch.randint(classes, (count,), device=DEVICE) for _ in range(COPIES)]
-    logits = [torch.randn(count, classes, device=DEVICE, dtype=BF16).requires_grad_() for _ in range(COPIES)]
+    logits = [
+        torch.randn(count, classes, device=DEVICE, dtype=BF16).requires_grad_() for _ in range(COPIES * with_logits)
+    ]
     x = [torch.randn(count, width, device=DEVICE, dtype=BF16).requires_grad_() for _ in range(COPIES)]
     w = [(torch.randn(classes, width, device=DEVICE) * width**-0.5).to(BF16).requires_grad_() for _ in range(COPIES)]
-    return list(zip(logits, labels, strict=True)), list(zip(x, w, labels, strict=True))
+    return list(zip(logits, labels, strict=False)), list(zip(x, w, labels, strict=True))
 
 
 def both_ways(loss: Loss, copies: list[Any]) -> Callable[[int], Any]:
@@ -98,6 +102,22 @@ def torch_rows(options: argparse.Namespace) -> list[dict[str, object]]:
     contenders["copy"] = (4, lambda i: out[i].copy_(of_losses[i][0].detach()))
     peaks["copy"] = 0.0
     return rows_of(microseconds(contenders, options.rounds), peaks, options, "copy")
+
+
+def large_rows(options: argparse.Namespace) -> list[dict[str, object]]:
+    """Measure heads of `LARGE` classes, but for the one that stores all logits in float32."""
+    large = argparse.Namespace(**vars(options) | {"classes": LARGE})
+    _, copies = draw_inputs(large.rows, LARGE, large.width, with_logits=False)
+    contenders: Contenders = {
+        f"linear cross entropy of {LARGE} classes{name.removeprefix('linear cross entropy')}": (
+            MOVED,
+            both_ways(loss, copies),
+        )
+        for name, loss in heads().items()
+        if name != BASE
+    }
+    peaks = {name: peak(call) for name, (_, call) in contenders.items()}
+    return rows_of(microseconds(contenders, options.rounds), peaks, large, "copy")
 
 
 def peak(call: Callable[[int], Any]) -> float:
@@ -187,6 +207,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(message="bench_cross_entropy: no CUDA device, nothing to measure\n")
     table = torch_rows(options)
+    torch.cuda.empty_cache()
+    table += large_rows(options)
     torch.cuda.empty_cache()
     rows.write("cross_entropy", torch.cuda.get_device_name(), table + jax_rows(options))
 

@@ -265,6 +265,14 @@ TARGETS = (
     ),
     Target(
         "cross_entropy",
+        "linear cross entropy of 128256 classes qshard",
+        "a head of Llama 3 in at most the time of torch.compile",
+        1,
+        "it stores logits",
+        of="linear cross entropy of 128256 classes float32 torch.compile",
+    ),
+    Target(
+        "cross_entropy",
         "cross entropy qshard",
         "cross entropy in at most the time of torch, of bfloat16 logits",
         1,

@@ -21,6 +21,13 @@ QSHARD_LAUNCHER_TEMPLATE((class In), CrossEntropyBackward, const In* logits, con
                          const float* lse, const float* grad, int64_t rows, int64_t cols,
                          int64_t first, const CrossEntropyRule& rule, In* d);
 
+// Computes the loss of each row and the gradient d of its logits, which are all classes, for the
+// gradient `grad` of each row's loss. `d` may alias `logits`. Equals the three launchers above, bit
+// for bit.
+QSHARD_LAUNCHER_TEMPLATE((class In), CrossEntropyWithGrad, const In* logits, const int32_t* labels,
+                         const float* grad, int64_t rows, int64_t cols,
+                         const CrossEntropyRule& rule, float* loss, In* d);
+
 }  // namespace qshard::kernels
 
 #endif  // QSHARD_KERNELS_CROSS_ENTROPY_H_

@@ -1,4 +1,4 @@
-// Cross entropy of logits, in three steps so that classes may be sharded.
+// Cross entropy of logits: in three steps so that classes may be sharded, and in one.
 #include "kernels/cross_entropy.h"
 
 #include "schema/handler.h"
@@ -44,6 +44,19 @@ QSHARD_DEFINE_OP(cross_entropy_grad) {
         call.exec, Data<In>(logits), Data<int32_t>(call.arg(1)), Data<float>(call.arg(2)),
         Data<float>(call.arg(3)), Elements(call.arg(1)), LastOf(logits), call.integer("first"),
         RuleOf(call), Mutable<In>(call.ret(0))));
+  });
+}
+
+// Loss of each row and gradient of its logits, which are all classes. The gradient may overwrite
+// logits.
+QSHARD_DEFINE_OP(cross_entropy_with_grad) {
+  const Buffer& logits = call.arg(0);
+  return DispatchFloat(logits, [&](auto in) {
+    using In = decltype(in);
+    return call(kernels::CrossEntropyWithGrad<In>(
+        call.exec, Data<In>(logits), Data<int32_t>(call.arg(1)), Data<float>(call.arg(2)),
+        Elements(call.arg(1)), LastOf(logits), RuleOf(call), Mutable<float>(call.ret(0)),
+        Mutable<In>(call.ret(1))));
   });
 }
 

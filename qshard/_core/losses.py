@@ -11,10 +11,11 @@ from typing import Any
 from qshard._core.validation import join_names, quote, seed_missing
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 
-CHUNK_BYTES = 1 << 28  # maximum bytes of logits that `linear_cross_entropy` computes at a time
+CHUNK_BYTES = 1 << 28  # bytes of logits that `linear_cross_entropy` may compute at a time, however small w is
 LABELS = ("int64", "int32")
 WORD = (-(1 << 31), (1 << 31) - 1)  # range of labels in ops: int32
 _REDUCTIONS = ("mean", "sum", "none")
+_SUM_BYTES = 4  # of an element of the sum of gradients of w: float32
 _ROWS = 128  # default row alignment of chunks: whole blocks, and efficient sizes for GEMMs
 CHUNK_SEED_BIT = 48  # chunk `i` rounds with `seed ^ (i << CHUNK_SEED_BIT)`, in bits that layers and ranks do not use
 
@@ -134,15 +135,26 @@ def check_head(op: str, x: Sequence[int], x_dtype: str, w: Sequence[int], w_dtyp
         raise ValueError(f"{op}: chunk ({quote(chunk)}) is not a positive integer; pass a number of rows, or None")
 
 
-def rows_at_a_time(chunk: int | None, rows: int, classes: int, itemsize: int) -> int:
-    """Return the number of rows per chunk: `chunk`, or at most 256 MiB of logits in chunks of similar size.
+def rows_at_a_time(
+    chunk: int | None, x: Sequence[int], classes: int, itemsize: int, *, always_sums: bool = False
+) -> int:
+    """Return the number of rows per chunk of x `[rows, K]`: `chunk`, or a number by the memory of a call.
 
-    >>> rows_at_a_time(None, 8192, 32000, 2), rows_at_a_time(None, 100, 32000, 2), rows_at_a_time(7, 8192, 32000, 2)
-    (4096, 128, 7)
+    The gradient of w, `[classes, K]`, is summed over chunks in float32 and then cast, beside the sum. So logits of a
+    chunk may be as large as w, or 256 MiB. A single chunk may have logits of the size of that sum, which it does not
+    need, unless `always_sums`: devices have other rows.
+
+    >>> rows_at_a_time(None, (8192, 4096), 32000, 2), rows_at_a_time(None, (8192, 512), 32000, 2)
+    (8192, 4096)
+    >>> rows_at_a_time(None, (100, 64), 32000, 2), rows_at_a_time(7, (8192, 4096), 32000, 2)
+    (128, 7)
     """
     if chunk is not None:
         return chunk
-    most = max(1, CHUNK_BYTES // (classes * itemsize))
+    rows, k = x
+    most = max(1, CHUNK_BYTES // (classes * itemsize), k)
+    if not always_sums and rows * itemsize <= k * _SUM_BYTES:
+        most = max(most, rows)
     each = -(-rows // max(1, -(-rows // most)))
     return max(1, min(most, -(-each // _ROWS) * _ROWS))
 

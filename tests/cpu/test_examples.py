@@ -106,7 +106,7 @@ COMPILES = "to MLIR module conversion jit(step)"  # XLA comes next, and takes at
     ("script", "moment"),
     [
         pytest.param("train_jax", "", id="jax-importing"),
-        pytest.param("train_jax", COMPILES, id="jax-compiling"),
+        pytest.param("train_jax", COMPILES, id="jax-compiling", marks=pytest.mark.slow),
         pytest.param("train_torch", "", id="torch-importing"),
         pytest.param("train_torch", "compiling", id="torch-starting", marks=pytest.mark.slow),
     ],

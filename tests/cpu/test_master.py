@@ -153,7 +153,7 @@ def test_gathered_slices_are_the_whole(front, world, rounded_to):
 def test_any_split(front):
     """Any planes, any cuts."""
 
-    @settings(max_examples=2 if front.name == "jax" else 40)
+    @settings(max_examples=2 if front.name == "jax" else 15)
     @given(
         where=st.lists(st.sampled_from(PLANES), min_size=1, max_size=4),
         world=st.integers(1, min(4, front.devices())),

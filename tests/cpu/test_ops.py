@@ -78,11 +78,11 @@ def test_torch(spec):
 
 @every_op
 def test_torch_finds_nothing_wrong_with_the_op(spec):
-    for made in draws(spec, 1, lengths=FEW):
+    # NaN compares unequal. It comes from NaN codes, invalid labels, and the loss without logits.
+    is_loss = spec.name in ("cross_entropy", "cross_entropy_with_grad")
+    calls = [made for made in draws(spec, 4, lengths=FEW) if not is_loss or math.prod(made.tensors[0][0][0])]
+    for made in calls[:1]:
         op, operands, keywords = torch_call(made)
-        # NaN compares unequal. It comes from NaN codes, invalid labels, and the loss without logits.
-        if spec.name == "cross_entropy" and not math.prod(made.tensors[0][0][0]):
-            continue
         least, bits = (0.1, 0) if "classes" in made.options else (0.0, 0x33)
         with torch.no_grad():
             for x in (x for o in operands for x in (o if isinstance(o, list) else [o])):

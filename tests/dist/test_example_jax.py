@@ -83,7 +83,8 @@ def loss_in_bf16():
 @pytest.mark.parametrize(
     ("name", "mode", "mesh"),
     [
-        ("block", "shard_map", "fsdp"),  # its shards end within blocks
+        # Its shards end within blocks. test_the_other_framework_goes_on and test_example_experts.py train experts too.
+        pytest.param("block", "shard_map", "fsdp", marks=pytest.mark.slow),
         pytest.param("fp8", "auto", "hsdp", marks=pytest.mark.slow),
         pytest.param("bf16", "shard_map", "hsdp", marks=pytest.mark.slow),
         *(
@@ -278,7 +279,8 @@ def test_the_other_framework_goes_on(name, kind, experts, tmp_path):
 
 
 @saves
-@pytest.mark.parametrize("kind", ["shard", pytest.param("primary", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/cpu/test_jax_muon.py loads checkpoints, and PyTorch's example resumes with Muon.
+@pytest.mark.parametrize("kind", ["shard", "primary"])
 def test_a_resumed_run_with_muon_has_the_same_losses(kind, tmp_path):
     options = {"kind": kind, "steps": 3, "optimizer": "muon"}
     whole = train_in_jax("fp8", *MESHES[0], **options)

@@ -39,6 +39,33 @@ def test_recipes_are_the_two_calls(recipe, reduction):
         assert error < 0.05, error
 
 
+@pytest.mark.parametrize("columns", [32000, 32003, 129])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_one_op_is_the_three(dtype, columns):
+    """Also in place, with rows that are ignored, that have no class, and that hold infinities and NaN."""
+    torch = pytest.importorskip("torch")
+    from qshard.torch_bridge._ops.bind import into, ops
+
+    rows, generator = 600, torch.Generator().manual_seed(0)
+    logits = (torch.randn(rows, columns, generator=generator) * 8).to("cuda", getattr(torch, dtype))
+    labels = torch.randint(columns, (rows,), generator=generator, dtype=torch.int32).cuda()
+    labels[::7], labels[5] = -100, columns
+    logits[1, 3], logits[2, 4], logits[3], logits[4, 100] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    grad = torch.rand(rows, generator=generator).cuda()
+    rule = {"classes": columns, "ignore_index": -100, "smoothing": 0.1, "z_loss": 1e-3}
+    stats = ops.cross_entropy_stats(logits, labels, first=0, total=True)
+    loss, lse = ops.cross_entropy(stats.unsqueeze(-2), labels, **rule)
+    want = loss, ops.cross_entropy_grad(logits, labels, lse, grad, first=0, **rule)
+    assert want[0].isnan().any()
+    assert want[0].isfinite().sum() > rows / 2
+    made = ops.cross_entropy_with_grad(logits, labels, grad, **rule)
+    overwritten = torch.empty_like(loss), logits
+    into(*overwritten).cross_entropy_with_grad(logits, labels, grad, **rule)
+    for each in (made, overwritten):
+        for mine, other in zip(each, want, strict=True):
+            assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+
+
 def test_torch_holds_a_chunk():
     torch = pytest.importorskip("torch")
     import qshard.torch_bridge as qt

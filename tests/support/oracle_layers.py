@@ -99,3 +99,9 @@ def cross_entropy_grad(logits, labels, lse, grad, **rule):
     x = wide(logits).reshape(labels.size, logits.shape[-1])
     rows = (labels.reshape(-1).view(np.int32), lse.reshape(-1), grad.reshape(-1))
     return rounded(cross_entropy_reference.gradients(x, *rows, **rule).reshape(logits.shape), logits.dtype)
+
+
+def cross_entropy_with_grad(logits, labels, grad, **rule):
+    stats = cross_entropy_stats(logits, labels, first=0, total=rule["smoothing"] > 0)
+    loss, lse = cross_entropy(stats[..., None, :], labels, **rule)
+    return loss, cross_entropy_grad(logits, labels, lse, grad, first=0, **rule)

@@ -104,6 +104,20 @@ class RowLoss:
         loss, lse = ops.cross_entropy(parts, labels, classes=shard.classes, **self.rule.options)
         return (loss, lse) if shard.is_right is None else (loss * shard.is_right, lse * shard.is_right)
 
+    def losses_and_gradient(self, logits: Tensor, labels: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the loss of each row and, for the gradient `grad` of it, the gradient of the local logits.
+
+        The gradient overwrites the logits unless they have padding columns. Collective over `group`.
+        """
+        if self.group is not None:
+            losses, lse = self.losses(logits, labels)
+            return losses, self.gradient(logits, labels, lse, grad, in_place=True)
+        loss, padding = torch.empty_like(grad), logits.shape[-1] - self.shard.columns
+        logits = self._unpadded(logits)
+        options = {"classes": self.shard.classes, **self.rule.options}
+        into(loss, logits).cross_entropy_with_grad(logits, labels, grad, **options)
+        return loss, torch.nn.functional.pad(logits, (0, padding)) if padding else logits
+
     def gradient(self, logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, *, in_place: bool) -> Tensor:
         """Compute the gradient of the local logits; `in_place` overwrites them unless they have padding columns."""
         options = {"classes": self.shard.classes, "first": self.shard.first, **self.rule.options}

@@ -67,7 +67,8 @@ def linear_cross_entropy(
       z_loss: as for `cross_entropy`.
       num_classes: as for `cross_entropy`; columns of the logits are rows of w.
       group: as for `cross_entropy`. x is the same on all ranks. Its gradient is summed over the ranks.
-      chunk: rows of a chunk. The default is as many as have 256 MiB of logits, in chunks of equal size.
+      chunk: rows of a chunk. The default is as many as have 256 MiB of logits, or the bytes of w, in chunks of equal
+        size; all rows where that takes no more memory.
       recipe: quantize the operands of all three GEMMs of each chunk, as `linear` does. w is quantized once; x and the
         gradient of the logits are quantized by chunk. A per-tensor scale is computed for each chunk, and for the
         classes of each rank, so results depend on `chunk`, as results of `linear` depend on the batch. `DelayedScaling`
@@ -113,7 +114,7 @@ def linear_cross_entropy(
         for width in sorted(set(rule.shard.widths)):  # Check the widths of all ranks, so that all raise.
             check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
     flat, flat_labels = x.reshape(-1, x.shape[-1]), as_int32(labels).reshape(-1)
-    rows = rows_at_a_time(chunk, len(flat), rule.shard.widest, x.dtype.itemsize)
+    rows = rows_at_a_time(chunk, flat.shape, rule.shard.widest, x.dtype.itemsize)
     if not (torch.is_grad_enabled() and makes_gradients_early(reduction, dtype_name(x.dtype))):
         losses: Tensor = apply_node(_LateLosses, flat, w, flat_labels, rule, rows, how)
         return reduce_losses(losses.view(labels.shape), labels, reduction, ignore_index)
@@ -323,10 +324,13 @@ class _EarlyLoss(Node):
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for chunk in _chunks(len(x), rows):
             logits = products.logits(chunk)
-            losses[chunk], lse = rule.losses(logits, labels[chunk])
             if any(needed):
-                grad = share[: len(logits)]
-                products.add(chunk, rule.gradient(logits, labels[chunk], lse, grad, in_place=True))
+                losses[chunk], d = rule.losses_and_gradient(logits, labels[chunk], share[: len(logits)])
+                products.add(chunk, d)
+                del d
+            else:
+                losses[chunk], _ = rule.losses(logits, labels[chunk])
+            del logits  # The next chunk takes the memory of this one.
         ctx.dtype = w.dtype
         return losses.sum() / count, products.reduce(rule.group)
 
@@ -365,6 +369,7 @@ class _LateLosses(Node):
         for chunk in _chunks(len(x), rows):
             logits = products.logits(chunk)
             products.add(chunk, rule.gradient(logits, labels[chunk], lses[chunk], grad[chunk], in_place=True))
+            del logits  # The next chunk takes the memory of this one.
         dx, dw = products.reduce(rule.group)
         return dx, None if dw is None else dw.to(weight.dtype), None, None, None, None
 

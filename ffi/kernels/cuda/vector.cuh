@@ -27,8 +27,8 @@ struct Words<2> {
 
 // Cache hints without effect on results. kOnce: data is read once and needs no place in L1.
 // kStream: nothing reads the data soon, so it should leave L2 first and not evict an input that is
-// read again.
-enum class Read { kCached, kOnce, kStream };
+// read again. kWritten: the kernel reads the data again, and then writes there.
+enum class Read { kCached, kOnce, kStream, kWritten };
 enum class Write { kCached, kStream };
 
 // The type that load and store instructions use for 4, 8 and 16 bytes.
@@ -37,7 +37,7 @@ using MovedAs =
     std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, uint32_t>>;
 
 // Loads kBytes from p, which must be aligned to kBytes or to 16 if that is less. Nothing may write
-// there while the kernel runs. `volatile` keeps loads in program order and ahead of the first use,
+// there while the kernel runs, unless kRead is kStream or kWritten. `volatile` keeps loads in program order and ahead of the first use,
 // which determines how many are in flight.
 template <int kBytes, Read kRead = Read::kOnce>
 __device__ __forceinline__ Words<kBytes> Load(const void* p) {
@@ -54,7 +54,9 @@ __device__ __forceinline__ Words<kBytes> Load(const void* p) {
     for (int i = 0; i < kHalf / 4; ++i) v.w[i] = a.w[i], v.w[kHalf / 4 + i] = b.w[i];
   } else if constexpr (kRead != Read::kOnce) {
     const auto* from = static_cast<const MovedAs<kBytes>*>(p);
-    const MovedAs<kBytes> u = kRead == Read::kStream ? __ldcs(from) : __ldg(from);
+    const MovedAs<kBytes> u = kRead == Read::kStream    ? __ldcs(from)
+                              : kRead == Read::kWritten ? *from
+                                                        : __ldg(from);
     memcpy(&v, &u, kBytes);
   } else if constexpr (kBytes == 4) {
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v.w[0]) : "l"(p));

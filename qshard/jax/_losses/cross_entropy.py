@@ -6,7 +6,7 @@ Each row reduces to four numbers (`ffi/ops.def`). If classes are sharded, device
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,11 @@ import numpy as np
 from jax import lax
 
 from qshard._core.losses import WORD, LossRule, check_num_classes, check_rows, count_classes, wrong_label
+from qshard.jax._ops import bind as ops
 from qshard.jax._ops.mesh import AxisName, types_tell
 from qshard.jax._ops.validation import as_axes, check_array, check_dtype
 from qshard.jax._sharding.row_partitioning import Names, RowFunction, RowSharding, on_devices
+from qshard.op_table import table
 
 _IGNORED, _NO_CLASS = -1, -2
 """Labels of ignored rows and of invalid labels, once `RowLoss._local_labels` has renumbered classes."""
@@ -125,19 +127,32 @@ class RowLoss:
         labels: jax.Array,
         lse: jax.Array,
         grad: jax.Array,
-        op: Any = None,
+        *,
+        in_place: bool = False,
     ) -> jax.Array:
         """Compute the gradient of the local logits, `[*rows, classes]`.
 
-        `lse` is a result of `losses`, and `grad` the gradient of each loss, both float32 `[*rows]`. `op` replaces the
-        primitive `cross_entropy_grad`.
+        `lse` is a result of `losses`, and `grad` the gradient of each loss, both float32 `[*rows]`. `in_place` reuses
+        the memory of the logits.
         """
         of_own, options = self._local_labels(sharding, logits, labels)
         options |= {"classes": self.classes, "first": 0}
         valid = self._class_mask(sharding, logits)
         logits = logits if valid is None else _mask(logits, valid)
-        d: jax.Array = (op or sharding.ops.cross_entropy_grad)(logits, of_own, lse, grad, **options)
+        op = _in_place(sharding, "cross_entropy_grad", 0) if in_place else sharding.ops.cross_entropy_grad
+        d: jax.Array = op(logits, of_own, lse, grad, **options)
         return d if valid is None else jnp.where(valid, d, 0)
+
+    def losses_and_gradient(
+        self, sharding: RowSharding, logits: jax.Array, labels: jax.Array, grad: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Compute the loss of each row and, in the memory of the logits, their gradient as `gradient` does."""
+        if sharding.classes or self.classes != self.columns:
+            losses, lse = self.losses(sharding, logits, labels)
+            return losses, self.gradient(sharding, logits, labels, lse, grad, in_place=True)
+        op = _in_place(sharding, "cross_entropy_with_grad", 1)
+        losses, d = op(logits, labels, grad, classes=self.classes, **self.rule.options)
+        return losses, d
 
     def _class_mask(self, sharding: RowSharding, logits: jax.Array) -> jax.Array | None:
         """A mask of the local columns that are classes; None without padding."""
@@ -164,6 +179,16 @@ class RowLoss:
         turned = jnp.where((labels >= 0) & (labels < self.classes), turned, _NO_CLASS)
         turned = jnp.where(labels == self.rule.ignore_index, _IGNORED, turned)
         return turned.astype(jnp.int32), self.rule.options | {"ignore_index": _IGNORED}
+
+
+@functools.cache
+def _op_in_place(name: str, result: int) -> ops.Op:
+    return ops.Op(table()[name], {0: result})
+
+
+def _in_place(sharding: RowSharding, name: str, result: int) -> Callable[..., Any]:
+    """Return the op `name` with a result in the buffer of its first operand."""
+    return functools.partial(_op_in_place(name, result), **({"cuttable": False} if sharding.own else {}))
 
 
 def _losses_of(of: RowLoss, *operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -31,11 +31,9 @@ from qshard.jax._losses.cross_entropy import (
     shard_as,
 )
 from qshard.jax._losses.quantized_head import QuantizedHead, check_recipe
-from qshard.jax._ops import bind as ops
 from qshard.jax._ops.mesh import AxisName
 from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, seed_words
 from qshard.jax._sharding.row_partitioning import RowFunction, RowSharding, on_devices
-from qshard.op_table import table
 from qshard.recipes import Recipe, RecipeLike
 
 
@@ -66,7 +64,8 @@ def linear_cross_entropy(
       label_smoothing: from 0 to 1.
       z_loss: weight of the penalty on lse, 0 or more.
       num_classes: the number of classes over all devices; further rows of w are padding. None: every row is a class.
-      chunk: rows per chunk on each device. None: as many as have 256 MiB of logits, in chunks of equal size.
+      chunk: rows per chunk on each device. None: as many as have 256 MiB of logits, or the bytes of w, in chunks of
+        equal size; all rows where that takes no more memory.
       axis_name: in `shard_map`, the mesh axis, or axes, that shard classes. x is the same on all of their devices, and
         its gradient is summed over them.
       recipe: the recipe of the three products of each chunk, or its name: w is quantized once, x and the gradient of
@@ -157,7 +156,8 @@ class Head:
             return put(made[0], loss), put(made[1], lse)
 
         flat, x, labels = labels.shape, *_flat(x, labels)
-        made = self._over_chunks(x, w, step, (_zeros(labels.shape, labels), _zeros(labels.shape, labels)))
+        begin = _zeros(labels.shape, labels), _zeros(labels.shape, labels)
+        made = _over_chunks(len(x), self._rows_at_a_time(sharding, x, w), step, begin)
         return tuple(each.reshape(flat) for each in made)
 
     def gradients(
@@ -171,55 +171,54 @@ class Head:
         *,
         lse: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
-        """Compute losses and the gradients of x and w, the latter in float32.
+        """Compute losses and the gradients of x and w, the latter in float32 if it is a sum of chunks or over devices.
 
         `lse` is float32 `[*rows]`, from `losses`. If it is passed, losses are not computed, and are zeros; None
         computes both.
         """
-        in_place = functools.partial(_grad_in_place(), **({"cuttable": False} if sharding.own else {}))
         flat, shape = labels.shape, x.shape
         x, labels, grad = _flat(x, labels, grad)
         lses, products = None if lse is None else lse.reshape(-1), self.products(w, seed, backward=True)
+        rows_of_chunk = self._rows_at_a_time(sharding, x, w)
+        is_sum = len(x) > rows_of_chunk or any(sharding.rows)
 
         def step(made: Any, chunk: Any, part: Any, put: Any) -> Any:
             losses, dx, dw = made
             rows, own = part(x), part(labels)
             logits, saved = products.logits(rows, chunk)
             if lses is None:
-                loss, lse = self.of.losses(sharding, logits, own)
+                loss, d = self.of.losses_and_gradient(sharding, logits, own, part(grad))
                 losses = put(losses, loss)
             else:
-                lse = part(lses)
-            d = self.of.gradient(sharding, logits, own, lse, part(grad), in_place)
-            of_rows, of_w = products.gradients(d, saved, chunk, x.dtype)
+                d = self.of.gradient(sharding, logits, own, part(lses), part(grad), in_place=True)
+            of_rows, of_w = products.gradients(d, saved, chunk, x.dtype, dw.dtype)
             return losses, put(dx, of_rows), dw + of_w
 
-        begin = _zeros(labels.shape, labels), _zeros(x.shape, x, x.dtype), _zeros(w.shape, w)
-        losses, dx, dw = self._over_chunks(x, w, step, begin)
+        of_w = _zeros(w.shape, w, jnp.float32 if is_sum else self.w_dtype)
+        begin = _zeros(labels.shape, labels), _zeros(x.shape, x, x.dtype), of_w
+        losses, dx, dw = _over_chunks(len(x), rows_of_chunk, step, begin)
         return losses.reshape(flat), sharding.of_x(dx.reshape(shape)), sharding.of_w(dw)
 
-    def _over_chunks(self, x: jax.Array, w: jax.Array, step: Callable[..., Any], made: Any) -> Any:
-        """Fold `step(made, chunk, part, put)` over chunks. `part` slices rows of an array, `put` writes them."""
-        rows = rows_at_a_time(self.chunk, len(x), w.shape[0], x.dtype.itemsize)
-        whole, rest = divmod(len(x), rows)
-
-        def of(made: Any, chunk: Any, size: int) -> Any:
-            start = chunk * rows
-            part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
-            put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
-            return step(made, chunk, part, put)
-
-        if whole > 1:
-            made, _ = lax.scan(lambda made, i: (of(made, i, rows), None), made, jnp.arange(whole))
-        elif whole:
-            made = of(made, 0, rows)
-        return of(made, whole, rest) if rest else made
+    def _rows_at_a_time(self, sharding: RowSharding, x: jax.Array, w: jax.Array) -> int:
+        sums = any(sharding.rows)
+        return rows_at_a_time(self.chunk, x.shape, w.shape[0], x.dtype.itemsize, always_sums=sums)
 
 
-@functools.cache
-def _grad_in_place() -> ops.Op:
-    """`cross_entropy_grad` with its result in the buffer of the logits."""
-    return ops.Op(table()["cross_entropy_grad"], {0: 0})
+def _over_chunks(count: int, rows: int, step: Callable[..., Any], made: Any) -> Any:
+    """Fold `step(made, chunk, part, put)` over chunks. `part` slices rows of an array, `put` writes them."""
+    whole, rest = divmod(count, rows)
+
+    def of(made: Any, chunk: Any, size: int) -> Any:
+        start = chunk * rows
+        part = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+        put = functools.partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return step(made, chunk, part, put)
+
+    if whole > 1:
+        made, _ = lax.scan(lambda made, i: (of(made, i, rows), None), made, jnp.arange(whole))
+    elif whole:
+        made = of(made, 0, rows)
+    return of(made, whole, rest) if rest else made
 
 
 class _Values:
@@ -232,10 +231,12 @@ class _Values:
         """Compute logits. Also return the operand that `gradients` takes for these rows."""
         return lax.dot_general(x, self.w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype), x
 
-    def gradients(self, d: jax.Array, x: jax.Array, chunk: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Compute the gradient of the rows of a chunk, and its float32 addend to the gradient of w."""
+    def gradients(
+        self, d: jax.Array, x: jax.Array, chunk: Any, dtype: Any, dw_dtype: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Compute the gradient of the rows of a chunk, and its addend to the gradient of w."""
         dx = lax.dot_general(d, self.w, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
-        return dx, lax.dot_general(d, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return dx, lax.dot_general(d, x, (((0,), (0,)), ((), ())), preferred_element_type=dw_dtype)
 
 
 class _Codes:
@@ -248,8 +249,8 @@ class _Codes:
         xq = self.codes.rows(x, chunk, backward=self.backward)
         return self.codes.logits(xq, self.w, len(x), x.dtype), xq
 
-    def gradients(self, d: jax.Array, xq: Any, chunk: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        return self.codes.gradients(d, xq, self.w, chunk, dtype)
+    def gradients(self, d: jax.Array, xq: Any, chunk: Any, dtype: Any, dw_dtype: Any) -> tuple[jax.Array, jax.Array]:
+        return self.codes.gradients(d, xq, self.w, chunk, dtype, dw_dtype)
 
 
 def _flat(x: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:

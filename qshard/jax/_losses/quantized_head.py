@@ -64,15 +64,15 @@ class QuantizedHead:
         return apply_scale(*made, dtype)
 
     def gradients(
-        self, d: jax.Array, xq: QuantizedArray, wq: QuantizedArray, chunk: Any, dtype: Any
+        self, d: jax.Array, xq: QuantizedArray, wq: QuantizedArray, chunk: Any, dtype: Any, dw_dtype: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Compute the gradient of the rows of a chunk, and its float32 addend to the gradient of w."""
+        """Compute the gradient of the rows of a chunk, and its addend to the gradient of w."""
         recipe, columns = self.recipe, Usage.COLUMNWISE
         usage = stored_for(recipe.gradient, recipe.weight, Usage.ROWWISE)
         usage |= stored_for(recipe.gradient, recipe.activation, columns)
         dq = self._quantized(d, Role.GRADIENT, usage, chunk)
         dx = apply_scale(*row_product(dq, wq, columns, (len(d),), 1, precise=True, out_sharding=None), dtype)
-        dw = apply_scale(*gemm(dq, columns, xq, columns, jnp.float32, precise=True), jnp.float32)
+        dw = apply_scale(*gemm(dq, columns, xq, columns, dw_dtype, precise=True), dw_dtype)
         return dx, dw
 
     def _quantized(self, x: jax.Array, role: Role, usage: Usage, chunk: Any) -> QuantizedArray:

@@ -1,4 +1,5 @@
 // Cross entropy of rows of logits. Forward reads them once. Backward reads and writes them once.
+// Both together read them from memory once, and again from a cache.
 //
 // Forward, a thread block takes a row, and each warp a part at a time: a lane has four vectors of
 // eight logits, and loads the vectors of its next part. The teams of core/cross_entropy.h are
@@ -22,9 +23,9 @@ template <class In>
 using Eight = Words<kEach * sizeof(In)>;
 
 // Loads eight logits from `at` on, with -inf past the end of the row.
-template <class In, bool kAligned>
+template <class In, bool kAligned, Read kRead>
 __device__ __forceinline__ Eight<In> LoadEight(const In* row, int64_t at, int64_t cols) {
-  if (kAligned && at < cols) return Load<kEach * sizeof(In), Read::kStream>(row + at);
+  if (kAligned && at < cols) return Load<kEach * sizeof(In), kRead>(row + at);
   In logits[kEach];
 #pragma unroll
   for (int e = 0; e < kEach; ++e)
@@ -61,13 +62,13 @@ struct Part {
   Eight<In> words[kVectors];
 };
 
-template <class In, bool kAligned>
+template <class In, bool kAligned, Read kRead>
 __device__ __forceinline__ Part<In> LoadPart(const In* row, int64_t at, int64_t cols) {
   Part<In> part;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j)
-    part.words[j] =
-        LoadEight<In, kAligned>(row, at + threadIdx.x % kWarp * kEach + j * kPartLanes, cols);
+    part.words[j] = LoadEight<In, kAligned, kRead>(
+        row, at + threadIdx.x % kWarp * kEach + j * kPartLanes, cols);
   return part;
 }
 
@@ -113,20 +114,18 @@ __device__ __forceinline__ RowStats PartStats(const Part<In>& part, int64_t at, 
 template <class In>
 constexpr int kStatsBlocks = sizeof(In) == 2 ? 3 : 2;
 
-template <class In, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kStatsBlocks<In>)
-    StatsKernel(const In* logits, const int32_t* labels, int64_t cols, int64_t first, bool total,
-                float* stats) {
-  const int64_t row = blockIdx.x;
-  const In* x = logits + row * cols;
+// Computes the stats of a row, four numbers, in the first thread of a block. All threads of it call.
+template <class In, bool kAligned, Read kRead>
+__device__ __forceinline__ void StatsOfRow(const In* x, int32_t label, int64_t cols, int64_t first,
+                                           bool total, float (&stats)[4]) {
   const int team = threadIdx.x / kWarp;
   constexpr int64_t kStep = int64_t{kTeams} * kSoftmaxPart;
   RowStats found = NoLogits();
   int64_t at = int64_t{team} * kSoftmaxPart;
-  Part<In> next = LoadPart<In, kAligned>(x, at, cols);
+  Part<In> next = LoadPart<In, kAligned, kRead>(x, at, cols);
   for (; at < cols; at += kStep) {
     const Part<In> part = next;
-    next = LoadPart<In, kAligned>(x, at + kStep, cols);
+    next = LoadPart<In, kAligned, kRead>(x, at + kStep, cols);
     found = Merge(found, PartStats<In>(part, at, cols, total));
   }
   __shared__ RowStats teams[kTeams];
@@ -134,15 +133,44 @@ __global__ void __launch_bounds__(kThreads, kStatsBlocks<In>)
   __syncthreads();
   if (threadIdx.x != 0) return;
   for (int i = 1; i < kTeams; ++i) found = Merge(found, teams[i]);
-  const int64_t column = labels[row] - first;
-  float* to = stats + 4 * row;
-  to[0] = found.max, to[1] = CanonicalNan(found.sum), to[3] = CanonicalNan(found.total);
-  to[2] = column >= 0 && column < cols ? CanonicalNan(Widen(x[column])) : 0.0f;
+  const int64_t column = label - first;
+  stats[0] = found.max, stats[1] = CanonicalNan(found.sum), stats[3] = CanonicalNan(found.total);
+  stats[2] = column >= 0 && column < cols ? CanonicalNan(Widen(x[column])) : 0.0f;
+}
+
+template <class In, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kStatsBlocks<In>)
+    StatsKernel(const In* logits, const int32_t* labels, int64_t cols, int64_t first, bool total,
+                float* stats) {
+  const int64_t row = blockIdx.x;
+  float found[4];
+  StatsOfRow<In, kAligned, Read::kStream>(logits + row * cols, labels[row], cols, first, total,
+                                          found);
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) stats[4 * row + i] = found[i];
 }
 
 constexpr int kGradVectors = 4;  // per thread
 template <class In>
 constexpr int kGradEach = 16 / sizeof(In);
+
+// Stores the gradients of kCount logits. `column` is the place of the label after the first.
+template <class In, int kCount>
+__device__ __forceinline__ void StoreGrad(const Words<kCount * sizeof(In)>& words, int64_t column,
+                                          const CrossEntropyGrad& of, In* d) {
+  const int own = column >= 0 && column < kCount ? static_cast<int>(column) : -1;
+  float v[kCount];
+  WidenWords<In>(words, v);
+  bool nan = false;
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    v[e] = of.Of(v[e]);
+    if (e == own) v[e] = v[e] - of.own;
+    nan |= isnan(v[e]);
+  }
+  Store<Write::kCached>(d, NarrowExactly<In>(v, nan));
+}
 
 // A thread block takes a chunk of a row. One thread computes the row's values, with a division in
 // fp64, while logits are loaded.
@@ -174,19 +202,50 @@ __global__ void __launch_bounds__(kThreads)
   const CrossEntropyGrad of = shared;
 #pragma unroll
   for (int j = 0; j < kGradVectors; ++j) {
-    const int64_t at = begin + j * kStep, column = label - first - at;
+    const int64_t at = begin + j * kStep;
     if (at >= cols) return;
-    const int own = column >= 0 && column < kCount ? static_cast<int>(column) : -1;
-    float v[kCount];
-    WidenWords<In>(words[j], v);
-    bool nan = false;
+    StoreGrad<In, kCount>(words[j], label - first - at, of, d + at);
+  }
+}
+
+// A thread block takes a row. Its logits are read again from a cache, and then overwritten.
+template <class In, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kStatsBlocks<In>)
+    WithGradKernel(const In* logits, const int32_t* labels, const float* grad, int64_t cols,
+                   const CrossEntropyRule rule, float* loss, In* d) {
+  const int64_t row = blockIdx.x;
+  const int32_t label = labels[row];
+  logits += row * cols;
+  d += row * cols;
+  constexpr int kCount = kAligned ? kGradEach<In> : 1, kStep = kThreads * kCount;
+  if (rule.IsIgnored(label)) {
+    for (int64_t at = threadIdx.x * kCount; at < cols; at += kStep)
+      Store<Write::kCached>(d + at, Words<kCount * sizeof(In)>{});
+    if (threadIdx.x == 0) loss[row] = 0.0f;
+    return;
+  }
+  float stats[4];
+  StatsOfRow<In, kAligned, Read::kWritten>(logits, label, cols, 0, rule.smoothing > 0, stats);
+  __shared__ CrossEntropyGrad shared;
+  if (threadIdx.x == 0) {
+    float lse;
+    CrossEntropyOfParts(rule, stats, 1, label, loss[row], lse);
+    shared = CrossEntropyGradOf(rule, label, lse, grad[row]);
+  }
+  __syncthreads();
+  const CrossEntropyGrad of = shared;
+  for (int64_t begin = threadIdx.x * kCount; begin < cols; begin += kGradVectors * kStep) {
+    Words<kCount * sizeof(In)> words[kGradVectors];
 #pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-      v[e] = of.Of(v[e]);
-      if (e == own) v[e] = v[e] - of.own;
-      nan |= isnan(v[e]);
+    for (int j = 0; j < kGradVectors; ++j)
+      if (const int64_t at = begin + j * kStep; at < cols)
+        words[j] = Load<kCount * sizeof(In), Read::kWritten>(logits + at);
+#pragma unroll
+    for (int j = 0; j < kGradVectors; ++j) {
+      const int64_t at = begin + j * kStep;
+      if (at >= cols) return;
+      StoreGrad<In, kCount>(words[j], label - at, of, d + at);
     }
-    Store<Write::kCached>(d + at, NarrowExactly<In>(v, nan));
   }
 }
 
@@ -219,7 +278,18 @@ Status CrossEntropyBackward(const Exec<Cuda>& exec, const In* logits, const int3
                 first, rule, d);
 }
 
+template <class In>
+Status CrossEntropyWithGrad(const Exec<Cuda>& exec, const In* logits, const int32_t* labels,
+                            const float* grad, int64_t rows, int64_t cols,
+                            const CrossEntropyRule& rule, float* loss, In* d) {
+  const auto kernel = cols % kEach == 0 && IsAligned(logits, 16) && IsAligned(d, 16)
+                          ? WithGradKernel<In, true>
+                          : WithGradKernel<In, false>;
+  return Launch(exec, kernel, rows, kThreads, logits, labels, grad, cols, rule, loss, d);
+}
+
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, CrossEntropyStats)
 QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, CrossEntropyBackward)
+QSHARD_FOR_EACH_INPUT(QSHARD_INSTANTIATE_FOR, Cuda, CrossEntropyWithGrad)
 
 }  // namespace qshard::kernels
