@@ -140,9 +140,9 @@ def rows_at_a_time(
 ) -> int:
     """Return the number of rows per chunk of x `[rows, K]`: `chunk`, or a number by the memory of a call.
 
-    The gradient of w, `[classes, K]`, is summed over chunks in float32 and then cast, beside the sum. So logits of a
-    chunk may be as large as w, or 256 MiB. A single chunk may have logits of the size of that sum, which it does not
-    need, unless `always_sums`: devices have other rows.
+    The gradient of w, `[classes, K]`, is summed over chunks in float32, and then cast to new memory. So the logits of a
+    chunk may be as large as w, or 256 MiB. A single chunk needs no sum, so its logits may be as large as the sum would
+    be. `always_sums`: the gradient is summed over devices too, also of a single chunk.
 
     >>> rows_at_a_time(None, (8192, 4096), 32000, 2), rows_at_a_time(None, (8192, 512), 32000, 2)
     (8192, 4096)

@@ -87,6 +87,30 @@ def test_torch_holds_a_chunk():
     assert many < 0.5 * whole < whole < one
 
 
+@pytest.mark.parametrize("recipe", [None, "CurrentScaling"])
+def test_larger_chunks_take_no_more_memory(recipe):
+    """The default is all rows here, whose logits are larger than 256 MiB; then chunks sum gradients in float32."""
+    torch = pytest.importorskip("torch")
+    import qshard.torch_bridge as qt
+    from qshard._core.losses import CHUNK_BYTES, rows_at_a_time
+
+    rows, k, classes = 8192, 4096, 32768
+    x, w = (torch.randn(n, k, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (rows, classes))
+    labels = torch.randint(classes, (rows,), device="cuda")
+    assert 2 * rows * classes > CHUNK_BYTES
+    assert rows_at_a_time(None, x.shape, classes, 2) == rows
+
+    def peak(**options):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(qt.linear_cross_entropy(x, w, labels, recipe=recipe, **options), (x, w))
+        return torch.cuda.max_memory_allocated() - before
+
+    peak()
+    assert peak() <= 1.02 * peak(chunk=CHUNK_BYTES // (2 * classes))
+
+
 def test_torch_captures_it():
     torch = pytest.importorskip("torch")
     import qshard.torch_bridge as qt

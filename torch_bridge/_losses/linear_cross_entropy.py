@@ -67,8 +67,8 @@ def linear_cross_entropy(
       z_loss: as for `cross_entropy`.
       num_classes: as for `cross_entropy`; columns of the logits are rows of w.
       group: as for `cross_entropy`. x is the same on all ranks. Its gradient is summed over the ranks.
-      chunk: rows of a chunk. The default is as many as have 256 MiB of logits, or the bytes of w, in chunks of equal
-        size; all rows where that takes no more memory.
+      chunk: rows of a chunk. The default is as many as have 256 MiB of logits, or the bytes of w if w is larger, in
+        chunks of equal size; all rows if that takes no more memory.
       recipe: quantize the operands of all three GEMMs of each chunk, as `linear` does. w is quantized once; x and the
         gradient of the logits are quantized by chunk. A per-tensor scale is computed for each chunk, and for the
         classes of each rank, so results depend on `chunk`, as results of `linear` depend on the batch. `DelayedScaling`
@@ -183,10 +183,14 @@ class _How(NamedTuple):
 
 
 class _Values:
-    """The three GEMMs of each chunk, on values. `dx` is filled by chunk, `dw` summed over chunks; None: not needed."""
+    """The three GEMMs of each chunk, on values. `dx` is filled by chunk, `dw` summed over chunks; None: not needed.
+
+    The caller keeps no reference to the gradient of the logits after `take`: they are the largest tensor.
+    """
 
     def __init__(self, x: Tensor, w: Tensor, needed: tuple[bool, bool], rows: int):
         self.x, self._w, self.rows, self._begun = x, w, rows, False
+        self._d: Tensor | None = None
         self.dx = torch.empty_like(x) if needed[0] else None
         # With a single chunk the product is the gradient, so no fp32 sum is needed.
         dtype = torch.float32 if len(x) > rows else w.dtype
@@ -195,18 +199,25 @@ class _Values:
     def logits(self, chunk: slice) -> Tensor:
         return torch.mm(self.x[chunk], self._w.t())
 
-    def add(self, chunk: slice, d: Tensor) -> None:
-        """Add the gradients of a chunk, from `d`, the gradient of the logits computed last."""
+    def take(self, d: Tensor) -> None:
+        """Take the gradient of the logits computed last."""
+        self._d = d
+
+    def add(self, chunk: slice) -> None:
+        """Add the gradients of the chunk of the logits computed last."""
         if self.dx is not None:
-            self._put_dx(d, self.dx[chunk])
+            self._put_dx(self.dx[chunk])
         if self.dw is not None:
-            self._add_dw(d, self.x[chunk], self.dw)
-        self._begun = True
+            self._add_dw(self.x[chunk], self.dw)
+        self._begun, self._d = True, None
 
-    def _put_dx(self, d: Tensor, dx: Tensor) -> None:
-        torch.mm(d, self._w, out=dx)
+    def _put_dx(self, dx: Tensor) -> None:
+        assert self._d is not None
+        torch.mm(self._d, self._w, out=dx)
 
-    def _add_dw(self, d: Tensor, x: Tensor, dw: Tensor) -> None:
+    def _add_dw(self, x: Tensor, dw: Tensor) -> None:
+        d = self._d
+        assert d is not None
         if dw.dtype == d.dtype:
             torch.addmm(dw, d.t(), x, beta=float(self._begun), out=dw)
         elif d.is_cuda and self._begun:
@@ -243,15 +254,14 @@ class _Codes(_Values):
         self._xs = self._quantize(self.x[chunk], usage, Role.ACTIVATION)
         return matmul(self._xs.pop(Usage.ROWWISE), self._planes[Usage.ROWWISE], self.x.dtype, fast=True)
 
-    def add(self, chunk: slice, d: Tensor) -> None:
+    def take(self, d: Tensor) -> None:
         usages = [one for one, grad in ((Usage.ROWWISE, self.dx), (Usage.COLUMNWISE, self.dw)) if grad is not None]
         self._ds = self._quantize(d, Usage.BOTH if len(usages) > 1 else usages[0], Role.GRADIENT)
-        super().add(chunk, d)
 
-    def _put_dx(self, d: Tensor, dx: Tensor) -> None:
+    def _put_dx(self, dx: Tensor) -> None:
         dx.copy_(matmul(self._ds.pop(Usage.ROWWISE), self._planes[Usage.COLUMNWISE], dx.dtype))
 
-    def _add_dw(self, d: Tensor, x: Tensor, dw: Tensor) -> None:
+    def _add_dw(self, x: Tensor, dw: Tensor) -> None:
         self._plus(matmul(self._ds.pop(Usage.COLUMNWISE), self._xs.pop(Usage.COLUMNWISE), dw.dtype), dw)
 
     def _quantize(self, x: Tensor, usage: Usage, role: Role) -> dict[Usage, Operand]:
@@ -326,11 +336,12 @@ class _EarlyLoss(Node):
             logits = products.logits(chunk)
             if any(needed):
                 losses[chunk], d = rule.losses_and_gradient(logits, labels[chunk], share[: len(logits)])
-                products.add(chunk, d)
-                del d
+                products.take(d)
+                del logits, d
+                products.add(chunk)
             else:
                 losses[chunk], _ = rule.losses(logits, labels[chunk])
-            del logits  # The next chunk takes the memory of this one.
+                del logits  # The next chunk takes its memory.
         ctx.dtype = w.dtype
         return losses.sum() / count, products.reduce(rule.group)
 
@@ -368,8 +379,9 @@ class _LateLosses(Node):
         grad = grad.contiguous()
         for chunk in _chunks(len(x), rows):
             logits = products.logits(chunk)
-            products.add(chunk, rule.gradient(logits, labels[chunk], lses[chunk], grad[chunk], in_place=True))
-            del logits  # The next chunk takes the memory of this one.
+            products.take(rule.gradient(logits, labels[chunk], lses[chunk], grad[chunk], in_place=True))
+            del logits
+            products.add(chunk)
         dx, dw = products.reduce(rule.group)
         return dx, None if dw is None else dw.to(weight.dtype), None, None, None, None
 

@@ -64,8 +64,8 @@ def linear_cross_entropy(
       label_smoothing: from 0 to 1.
       z_loss: weight of the penalty on lse, 0 or more.
       num_classes: the number of classes over all devices; further rows of w are padding. None: every row is a class.
-      chunk: rows per chunk on each device. None: as many as have 256 MiB of logits, or the bytes of w, in chunks of
-        equal size; all rows where that takes no more memory.
+      chunk: rows per chunk on each device. None: as many as have 256 MiB of logits, or the bytes of w if w is larger,
+        in chunks of equal size; all rows if that takes no more memory.
       axis_name: in `shard_map`, the mesh axis, or axes, that shard classes. x is the same on all of their devices, and
         its gradient is summed over them.
       recipe: the recipe of the three products of each chunk, or its name: w is quantized once, x and the gradient of
