@@ -24,7 +24,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(1)/qshard/
 endef
 
-.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan transformers engines trainers notebooks docs cu gpu bench report lint format tree cross wheel bare smoke matrix clean
+.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan transformers engines trainers notebooks docs cu gpu cudacheck bench report lint format tree cross wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write to one environment at the same time. The compiler still runs in parallel.
 .NOTPARALLEL:
@@ -138,6 +138,14 @@ gpu:  ## on a machine with CUDA: build into the CURRENT environment, run the GPU
 	QSHARD_CUDA=ON $(PYTHON) -m pip install $(PIP_FLAGS) --no-build-isolation --no-deps .
 	$(PYTHON) -P -m pytest --gpu -m gpu $(or $(ARGS),tests)
 	$(MAKE) bench PY=$(PYTHON) BENCH_NEEDS=
+
+# Only kernels of qshard are instrumented. Each tensor is an allocation of its own, so that a read beside it is found.
+cudacheck: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1
+cudacheck:  ## on a machine with CUDA and this package: call every op under compute-sanitizer; TOOLS="memcheck racecheck"
+	for tool in $(or $(TOOLS),memcheck racecheck synccheck initcheck); do \
+	    compute-sanitizer --tool $$tool --kernel-name kernel_substring=qshard --error-exitcode 1 \
+	        $(PYTHON) -P tests/cpu/kernel_bits.py cuda --few || exit 1; \
+	done
 
 BENCH_NEEDS := $(STAMP)run $(STAMP)package
 bench: $(BENCH_NEEDS)  ## run every benchmarks/bench_*.py, then make report

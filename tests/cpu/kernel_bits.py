@@ -3,6 +3,7 @@
     QSHARD_SIMD=scalar python tests/cpu/kernel_bits.py
     python tests/cpu/kernel_bits.py cuda [op ...]
     python tests/cpu/kernel_bits.py --part 1 3  # The second third of the calls.
+    compute-sanitizer python tests/cpu/kernel_bits.py cuda --few  # Up to three calls of each op; `make cudacheck`.
 
 Calls are drawn from the rows of `ffi/ops.def` (support/draws.py). Each is made in every way that support/op_calls.py
 knows, and all give the bytes of the reference (support/oracle_tensors.py).
@@ -11,6 +12,8 @@ knows, and all give the bytes of the reference (support/oracle_tensors.py).
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import math
 import os
 import sys
@@ -48,6 +51,15 @@ def check_op(spec: OpSpec, part: int, parts: int) -> None:
             op_calls.check(filled(draw(spec, number, lengths=WIDE), number), ("plain", "odd"))
         for number in range(min(count, 9))[part::parts]:
             op_calls.check(filled(draw(spec, number, lengths=(256,)), number), ("plain",))
+
+
+def check_few(spec: OpSpec) -> None:
+    """Check one call of an op for each kind of length, without empty tensors."""
+    for lengths in ({},) if spec.many else ({}, {"lengths": WIDE}, {"lengths": (256,)}):
+        calls = (draw(spec, number, **lengths) for number in range(LEAST))
+        full = (made for made in calls if all(math.prod(shape) for each in made.tensors for shape, _ in each))
+        for number, made in enumerate(itertools.islice(full, 1)):
+            op_calls.check(filled(made, number), ("plain", "in place"))
 
 
 def check_streaming() -> None:
@@ -151,17 +163,20 @@ def check_made(name: str, options: dict[str, object], *operands: np.ndarray) -> 
     op_calls.check(Call(SPECS[name], options, tensors, list(operands)))
 
 
-def main(device: str = "cpu", *ops: str, part: int = 0, parts: int = 1) -> None:
+def main(device: str = "cpu", *ops: str, part: int = 0, parts: int = 1, few: bool = False) -> None:
     np.seterr(all="ignore")
     torch.set_num_threads(1)
     op_calls.device = device
     print(f"{device}, SIMD target", _ffi.simd())
     there = [spec for name, spec in SPECS.items() if device == "cpu" or name not in IN_ANY_ORDER]
-    checks = {spec.name: (lambda spec=spec: check_op(spec, part, parts)) for spec in there}
-    checks |= {"turned": check_turned, "thresholds": check_thresholds}
-    if part == parts - 1:  # It takes as long as a third of all calls.
-        checks["streaming"] = check_streaming
-    checks["midpoints"] = check_midpoints
+    if few:
+        checks = {spec.name: functools.partial(check_few, spec) for spec in there}
+    else:
+        checks = {spec.name: functools.partial(check_op, spec, part, parts) for spec in there}
+        checks |= {"turned": check_turned, "thresholds": check_thresholds}
+        if part == parts - 1:  # It takes as long as a third of all calls.
+            checks["streaming"] = check_streaming
+        checks["midpoints"] = check_midpoints
     for name in ops or checks:
         start = time.perf_counter()
         checks[name]()
@@ -173,5 +188,6 @@ if __name__ == "__main__":
     parser.add_argument("device", nargs="?", default="cpu")
     parser.add_argument("ops", nargs="*")
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="calls I, I + N, .. of each op")
+    parser.add_argument("--few", action="store_true", help="up to three calls of each op")
     given = parser.parse_args()
-    main(given.device, *given.ops, part=given.part[0], parts=given.part[1])
+    main(given.device, *given.ops, part=given.part[0], parts=given.part[1], few=given.few)
