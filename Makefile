@@ -143,8 +143,10 @@ gpu:  ## on a machine with CUDA: build into the CURRENT environment, run the GPU
 cudacheck: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1
 cudacheck:  ## on a machine with CUDA and this package: call every op under compute-sanitizer; TOOLS="memcheck racecheck"
 	for tool in $(or $(TOOLS),memcheck racecheck synccheck initcheck); do \
-	    compute-sanitizer --tool $$tool --kernel-name kernel_substring=qshard --error-exitcode 1 \
-	        $(PYTHON) -P tests/cpu/kernel_bits.py cuda --few || exit 1; \
+	    check="compute-sanitizer --tool $$tool --kernel-name kernel_substring=qshard --error-exitcode 1 $(PYTHON) -P"; \
+	    $$check tests/cpu/kernel_bits.py cuda --few || exit 1; \
+	    $$check -m pytest --gpu -m gpu -k "every_combination or loop_over_experts" tests/gpu/test_gemm_gpu.py \
+	        tests/gpu/test_grouped_gpu.py || exit 1; \
 	done
 
 BENCH_NEEDS := $(STAMP)run $(STAMP)package

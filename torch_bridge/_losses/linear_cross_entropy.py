@@ -185,16 +185,17 @@ class _How(NamedTuple):
 class _Values:
     """The three GEMMs of each chunk, on values. `dx` is filled by chunk, `dw` summed over chunks; None: not needed.
 
-    The caller keeps no reference to the gradient of the logits after `take`: they are the largest tensor.
+    The logits and their gradient are the largest tensors. So the caller drops them after `take`, and `dw` is allocated
+    after that.
     """
 
     def __init__(self, x: Tensor, w: Tensor, needed: tuple[bool, bool], rows: int):
         self.x, self._w, self.rows, self._begun = x, w, rows, False
-        self._d: Tensor | None = None
         self.dx = torch.empty_like(x) if needed[0] else None
+        self.dw: Tensor | None = None
+        self._d: Tensor | None = None
         # With a single chunk the product is the gradient, so no fp32 sum is needed.
-        dtype = torch.float32 if len(x) > rows else w.dtype
-        self.dw = torch.empty(w.shape, dtype=dtype, device=w.device) if needed[1] else None
+        self._dw_dtype = None if not needed[1] else torch.float32 if len(x) > rows else w.dtype
 
     def logits(self, chunk: slice) -> Tensor:
         return torch.mm(self.x[chunk], self._w.t())
@@ -207,33 +208,30 @@ class _Values:
         """Add the gradients of the chunk of the logits computed last."""
         if self.dx is not None:
             self._put_dx(self.dx[chunk])
-        if self.dw is not None:
-            self._add_dw(self.x[chunk], self.dw)
+        if self._dw_dtype is not None:
+            self.dw = self._plus_dw(self.dw, self.x[chunk], self._dw_dtype)
         self._begun, self._d = True, None
 
     def _put_dx(self, dx: Tensor) -> None:
         assert self._d is not None
         torch.mm(self._d, self._w, out=dx)
 
-    def _add_dw(self, x: Tensor, dw: Tensor) -> None:
-        d = self._d
-        assert d is not None
-        if dw.dtype == d.dtype:
-            torch.addmm(dw, d.t(), x, beta=float(self._begun), out=dw)
-        elif d.is_cuda and self._begun:
-            torch.addmm(dw, d.t(), x, out_dtype=torch.float32, out=dw)
-        elif d.is_cuda:
-            torch.mm(d.t(), x, out_dtype=torch.float32, out=dw)
-        else:
-            self._plus(torch.mm(d.t(), x), dw)
-
-    def _plus(self, part: Tensor, dw: Tensor) -> None:
-        dw.add_(part) if self._begun else dw.copy_(part)
+    def _plus_dw(self, dw: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the gradient of w with this chunk, in the memory of `dw` if it is there."""
+        assert self._d is not None
+        d = self._d.t()
+        if dtype == d.dtype:
+            return torch.mm(d, x) if dw is None else dw.addmm_(d, x)
+        if d.is_cuda:
+            as_sum = {"out_dtype": dtype}
+            return torch.mm(d, x, **as_sum) if dw is None else torch.addmm(dw, d, x, **as_sum, out=dw)
+        return torch.mm(d, x).to(dtype) if dw is None else dw.add_(torch.mm(d, x))
 
     def reduce(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:
-        for grad in (self.dx, self.dw):
-            if grad is not None and not self._begun:
-                grad.zero_()
+        if not self._begun:
+            self.dx = None if self.dx is None else self.dx.zero_()
+            if self._dw_dtype is not None:
+                self.dw = torch.zeros(self._w.shape, dtype=self._dw_dtype, device=self.x.device)
         if group is not None and self.dx is not None:
             dist.all_reduce(self.dx, group=group)
         return self.dx, self.dw
@@ -249,20 +247,22 @@ class _Codes(_Values):
         self._xs: dict[Usage, Operand] = {}
 
     def logits(self, chunk: slice) -> Tensor:
-        usage = Usage.ROWWISE if self.dw is None else Usage.BOTH
+        usage = Usage.ROWWISE if self._dw_dtype is None else Usage.BOTH
         self._seed = self._how.of_chunk(chunk.start // self.rows, self.x.device)
         self._xs = self._quantize(self.x[chunk], usage, Role.ACTIVATION)
         return matmul(self._xs.pop(Usage.ROWWISE), self._planes[Usage.ROWWISE], self.x.dtype, fast=True)
 
     def take(self, d: Tensor) -> None:
-        usages = [one for one, grad in ((Usage.ROWWISE, self.dx), (Usage.COLUMNWISE, self.dw)) if grad is not None]
+        needed = (Usage.ROWWISE, self.dx), (Usage.COLUMNWISE, self._dw_dtype)
+        usages = [usage for usage, there in needed if there is not None]
         self._ds = self._quantize(d, Usage.BOTH if len(usages) > 1 else usages[0], Role.GRADIENT)
 
     def _put_dx(self, dx: Tensor) -> None:
         dx.copy_(matmul(self._ds.pop(Usage.ROWWISE), self._planes[Usage.COLUMNWISE], dx.dtype))
 
-    def _add_dw(self, x: Tensor, dw: Tensor) -> None:
-        self._plus(matmul(self._ds.pop(Usage.COLUMNWISE), self._xs.pop(Usage.COLUMNWISE), dw.dtype), dw)
+    def _plus_dw(self, dw: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
+        part = matmul(self._ds.pop(Usage.COLUMNWISE), self._xs.pop(Usage.COLUMNWISE), dtype)
+        return part if dw is None else dw.add_(part)
 
     def _quantize(self, x: Tensor, usage: Usage, role: Role) -> dict[Usage, Operand]:
         if self._how.observer is not None:
