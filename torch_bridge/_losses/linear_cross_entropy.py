@@ -223,8 +223,9 @@ class _Values:
         if dtype == d.dtype:
             return torch.mm(d, x) if dw is None else dw.addmm_(d, x)
         if d.is_cuda:
-            as_sum = {"out_dtype": dtype}
-            return torch.mm(d, x, **as_sum) if dw is None else torch.addmm(dw, d, x, **as_sum, out=dw)
+            if dw is None:
+                return torch.mm(d, x, out_dtype=dtype)
+            return torch.addmm(dw, d, x, out_dtype=dtype, out=dw)
         return torch.mm(d, x).to(dtype) if dw is None else dw.add_(torch.mm(d, x))
 
     def reduce(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:

@@ -37,8 +37,8 @@ using MovedAs =
     std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, uint32_t>>;
 
 // Loads kBytes from p, which must be aligned to kBytes or to 16 if that is less. Nothing may write
-// there while the kernel runs, unless kRead is kStream or kWritten. `volatile` keeps loads in program order and ahead of the first use,
-// which determines how many are in flight.
+// there while the kernel runs, unless kRead is kStream or kWritten. `volatile` keeps loads in
+// program order and ahead of the first use, which determines how many are in flight.
 template <int kBytes, Read kRead = Read::kOnce>
 __device__ __forceinline__ Words<kBytes> Load(const void* p) {
   Words<kBytes> v;

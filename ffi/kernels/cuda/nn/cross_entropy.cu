@@ -114,7 +114,8 @@ __device__ __forceinline__ RowStats PartStats(const Part<In>& part, int64_t at, 
 template <class In>
 constexpr int kStatsBlocks = sizeof(In) == 2 ? 3 : 2;
 
-// Computes the stats of a row, four numbers, in the first thread of a block. All threads of it call.
+// Computes the stats of a row, four numbers, in the first thread of a block. All threads of it
+// call.
 template <class In, bool kAligned, Read kRead>
 __device__ __forceinline__ void StatsOfRow(const In* x, int32_t label, int64_t cols, int64_t first,
                                            bool total, float (&stats)[4]) {
