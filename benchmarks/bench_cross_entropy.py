@@ -105,7 +105,7 @@ def torch_rows(options: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def large_rows(options: argparse.Namespace) -> list[dict[str, object]]:
-    """Measure heads of `LARGE` classes, but for the one that stores all logits in float32."""
+    """Measure heads of `LARGE` classes, without the one that stores all logits in float32."""
     large = argparse.Namespace(**vars(options) | {"classes": LARGE})
     _, copies = draw_inputs(large.rows, LARGE, large.width, with_logits=False)
     contenders: Contenders = {
