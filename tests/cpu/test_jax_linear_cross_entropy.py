@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,19 @@ def test_vmap_over_arrays_that_are_cut(mode, cut, reduction):
             )
             actual = compiled(*there, of_w)
         assert_near(actual, want)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_gradients_of_w_are_summed_over_devices_in_float32(devices):
+    """Under `vmap` on an Auto mesh XLA may shard the rows of the only chunk. One device needs no sum."""
+    shapes = (2, 16, 32), (2, 24, 32)
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    labels = jax.ShapeDtypeStruct(shapes[0][:2], jnp.int32)
+    mesh = jax.make_mesh((devices,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.vmap(jax.grad(qj.linear_cross_entropy, argnums=1))).lower(x, w, labels).as_text()
+    products = re.findall(r"dot_general.*-> tensor<2x24x32x(\w+)>", text)
+    assert products == ["bf16" if devices == 1 else "f32"]
 
 
 def test_vmap_of_vmap_on_an_explicit_mesh():

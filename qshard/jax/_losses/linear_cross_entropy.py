@@ -180,7 +180,7 @@ class Head:
         x, labels, grad = _flat(x, labels, grad)
         lses, products = None if lse is None else lse.reshape(-1), self.products(w, seed, backward=True)
         rows_of_chunk = self._rows_at_a_time(sharding, x, w)
-        is_sum = len(x) > rows_of_chunk or any(sharding.rows)
+        is_sum = len(x) > rows_of_chunk or sharding.may_sum_over_devices(x)
 
         def step(made: Any, chunk: Any, part: Any, put: Any) -> Any:
             losses, dx, dw = made
@@ -200,8 +200,8 @@ class Head:
         return losses.reshape(flat), sharding.of_x(dx.reshape(shape)), sharding.of_w(dw)
 
     def _rows_at_a_time(self, sharding: RowSharding, x: jax.Array, w: jax.Array) -> int:
-        sums = any(sharding.rows)
-        return rows_at_a_time(self.chunk, x.shape, w.shape[0], x.dtype.itemsize, always_sums=sums)
+        always_sums = sharding.may_sum_over_devices(x)
+        return rows_at_a_time(self.chunk, x.shape, w.shape[0], x.dtype.itemsize, always_sums=always_sums)
 
 
 def _over_chunks(count: int, rows: int, step: Callable[..., Any], made: Any) -> Any:

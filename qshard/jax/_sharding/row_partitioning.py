@@ -61,6 +61,10 @@ class RowSharding:
         """The ops for local arrays, or the ops that XLA partitions."""
         return local if self.own else ops
 
+    def may_sum_over_devices(self, x: jax.Array) -> bool:
+        """Return whether a sum over the rows of `x` may be one over devices, computed here or by XLA."""
+        return any(self.rows) or not (self.own or MeshKind.of(x) is MeshKind.LOCAL)
+
     def first(self, columns: int) -> Any:
         """Return the index of the first class on this device, if each device has `columns` classes."""
         return lax.axis_index(self.classes) * columns if self.classes else 0
