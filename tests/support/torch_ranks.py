@@ -133,7 +133,7 @@ class _Pool:
         multiprocessing.set_forkserver_preload(["qshard.torch_bridge", "torch._inductor.compile_fx"])
         context = multiprocessing.get_context("spawn" if any(Path("/dev").glob("nvidia[0-9]*")) else "forkserver")
         self.folder = tempfile.TemporaryDirectory(prefix="ranks")
-        self.cases = 0
+        self.cases: list[str] = []  # All that these processes ran: one may have spoiled the memory of a later one.
         self.world, self.left, self.store = 0, 0, ""  # Of the process group that exists.
         self.ranks = []
         for rank in range(RANKS):
@@ -145,10 +145,10 @@ class _Pool:
 
     def run(self, case: _Case) -> None:
         __tracebackhide__ = True
-        self.cases += 1
         world = math.prod(case.shape)
+        self.cases.append(f"{Path(case.file).name}::{case.name} {case.shape} {case.arguments}")
         if world != self.world or not self.left:
-            self.world, self.left, self.store = world, SHARED, f"file://{self.folder.name}/store{self.cases}"
+            self.world, self.left, self.store = world, SHARED, f"file://{self.folder.name}/store{len(self.cases)}"
         self.left = self.left - 1 if case.on == "cpu" else 0
         case = case._replace(store=self.store)
         for _, connection in self.ranks[:world]:
@@ -170,9 +170,9 @@ class _Pool:
                     deadline = min(deadline, time.monotonic() + GRACE)
         if waiting:
             where = "\n".join(f"rank {rank} stood at:\n{self._stack(rank)}" for rank in waiting.values())
-            raise _Broken("\n".join([*failures, f"ranks {sorted(waiting.values())} did not finish", where]))
-        if any(failure.endswith("died") for failure in failures):
-            raise _Broken("\n".join(failures))
+            failures += [f"ranks {sorted(waiting.values())} did not finish", where]
+        if waiting or any(failure.endswith("died") for failure in failures):
+            raise _Broken("\n".join([*failures, "the last cases of these processes:", *self.cases[-20:]]))
         if failures:
             self.left = 0
             raise AssertionError("\n".join(failures))
