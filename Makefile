@@ -139,8 +139,8 @@ gpu:  ## on a machine with CUDA: build into the CURRENT environment, run the GPU
 	$(PYTHON) -P -m pytest --gpu -m gpu $(or $(ARGS),tests)
 	$(MAKE) bench PY=$(PYTHON) BENCH_NEEDS=
 
-# Only kernels of qshard are instrumented. Each tensor is an allocation of its own, so that a read beside it is found. initcheck does
-# not see what other kernels write, and racecheck 2025.3 breaks down in kernels with wgmma, so products run under two tools.
+# Only kernels of qshard are instrumented. Each tensor is an allocation of its own, so that a read beside it is found. Products run
+# under two tools: initcheck does not see what kernels of others write, and racecheck 2025.3 itself fails in them.
 CUDACHECK = compute-sanitizer --kernel-name kernel_substring=qshard --error-exitcode 1
 cudacheck: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1
 cudacheck:  ## on a machine with CUDA and this package: call every op under compute-sanitizer

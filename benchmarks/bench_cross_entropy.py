@@ -2,11 +2,11 @@
 
 "cross entropy" rows compute the mean loss of bfloat16 logits and its gradient. "linear cross entropy" rows compute the
 loss of a head without bias, and the gradients of x and w, also for the vocabulary of Llama 3. Peers named "float32"
-widen logits first, as is usual.
-`gpu_timing.py` explains how PyTorch calls are timed. JAX offers no graph to replay, so its rows are wall-clock times of
-a queue of calls. `percent_of_copy` refers to the minimum bytes: logits read twice, their gradient written once.
-`peak_GiB` is the memory of a call in addition to its operands, including gradients: measured by PyTorch's allocator, or
-planned by XLA.
+widen logits first, as is usual. `gpu_timing.py` explains how PyTorch calls are timed. JAX offers no graph to replay, so
+its rows are wall-clock times of a queue of calls.
+
+`percent_of_copy` refers to the minimum bytes: logits read twice, their gradient written once. `peak_GiB` is the
+memory of a call in addition to its operands, including gradients: measured by PyTorch's allocator, or planned by XLA.
 
     python benchmarks/bench_cross_entropy.py [--rows 8192] [--classes 32000] [--width 4096] [--rounds 10]
 """
@@ -70,15 +70,18 @@ def heads() -> dict[str, Loss]:
     }
 
 
-def draw_inputs(count: int, classes: int, width: int, *, with_logits: bool = True) -> tuple[list[Any], list[Any]]:
-    """Draw copies of (logits, labels) and of (x, w, labels)."""
-    labels = [torch.randint(classes, (count,), device=DEVICE) for _ in range(COPIES)]
-    logits = [
-        torch.randn(count, classes, device=DEVICE, dtype=BF16).requires_grad_() for _ in range(COPIES * with_logits)
-    ]
+def draw_logits(count: int, classes: int) -> list[Any]:
+    """Draw copies of (logits, labels)."""
+    logits = [torch.randn(count, classes, device=DEVICE, dtype=BF16).requires_grad_() for _ in range(COPIES)]
+    return [(each, torch.randint(classes, (count,), device=DEVICE)) for each in logits]
+
+
+def draw_heads(count: int, classes: int, width: int) -> list[Any]:
+    """Draw copies of (x, w, labels)."""
     x = [torch.randn(count, width, device=DEVICE, dtype=BF16).requires_grad_() for _ in range(COPIES)]
     w = [(torch.randn(classes, width, device=DEVICE) * width**-0.5).to(BF16).requires_grad_() for _ in range(COPIES)]
-    return list(zip(logits, labels, strict=False)), list(zip(x, w, labels, strict=True))
+    labels = [torch.randint(classes, (count,), device=DEVICE) for _ in range(COPIES)]
+    return list(zip(x, w, labels, strict=True))
 
 
 def both_ways(loss: Loss, copies: list[Any]) -> Callable[[int], Any]:
@@ -93,7 +96,8 @@ def both_ways(loss: Loss, copies: list[Any]) -> Callable[[int], Any]:
 
 
 def torch_rows(options: argparse.Namespace) -> list[dict[str, object]]:
-    of_losses, of_heads = draw_inputs(options.rows, options.classes, options.width)
+    of_losses = draw_logits(options.rows, options.classes)
+    of_heads = draw_heads(options.rows, options.classes, options.width)
     contenders: Contenders = {}
     for found, copies in ((losses(), of_losses), (heads(), of_heads)):
         contenders |= {name: (MOVED, both_ways(loss, copies)) for name, loss in found.items()}
@@ -107,12 +111,9 @@ def torch_rows(options: argparse.Namespace) -> list[dict[str, object]]:
 def large_rows(options: argparse.Namespace) -> list[dict[str, object]]:
     """Measure heads of `LARGE` classes, without the one that stores all logits in float32."""
     large = argparse.Namespace(**vars(options) | {"classes": LARGE})
-    _, copies = draw_inputs(large.rows, LARGE, large.width, with_logits=False)
+    copies = draw_heads(large.rows, LARGE, large.width)
     contenders: Contenders = {
-        f"linear cross entropy of {LARGE} classes{name.removeprefix('linear cross entropy')}": (
-            MOVED,
-            both_ways(loss, copies),
-        )
+        name.replace("entropy", f"entropy of {LARGE} classes"): (MOVED, both_ways(loss, copies))
         for name, loss in heads().items()
         if name != BASE
     }

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import math
 import os
 import sys
@@ -58,8 +57,7 @@ def check_few(spec: OpSpec) -> None:
     for lengths in ({},) if spec.many else ({}, {"lengths": WIDE}, {"lengths": (256,)}):
         calls = (draw(spec, number, **lengths) for number in range(LEAST))
         full = (made for made in calls if all(math.prod(shape) for each in made.tensors for shape, _ in each))
-        for number, made in enumerate(itertools.islice(full, 1)):
-            op_calls.check(filled(made, number), ("plain", "in place"))
+        op_calls.check(filled(next(full), 0), ("plain", "in place"))
 
 
 def check_streaming() -> None:

@@ -108,6 +108,7 @@ def test_larger_chunks_take_no_more_memory(recipe):
         return torch.cuda.max_memory_allocated() - before
 
     peak()
+    # 2 %: tensors of one number per row, and what the allocator rounds up.
     assert peak() <= 1.02 * peak(chunk=CHUNK_BYTES // (2 * classes))
 
 

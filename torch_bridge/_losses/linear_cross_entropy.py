@@ -190,7 +190,7 @@ class _Values:
     """
 
     def __init__(self, x: Tensor, w: Tensor, needed: tuple[bool, bool], rows: int):
-        self.x, self._w, self.rows, self._begun = x, w, rows, False
+        self.x, self._w, self.rows = x, w, rows
         self.dx = torch.empty_like(x) if needed[0] else None
         self.dw: Tensor | None = None
         self._d: Tensor | None = None
@@ -210,7 +210,7 @@ class _Values:
             self._put_dx(self.dx[chunk])
         if self._dw_dtype is not None:
             self.dw = self._plus_dw(self.dw, self.x[chunk], self._dw_dtype)
-        self._begun, self._d = True, None
+        self._d = None
 
     def _put_dx(self, dx: Tensor) -> None:
         assert self._d is not None
@@ -229,10 +229,8 @@ class _Values:
         return torch.mm(d, x).to(dtype) if dw is None else dw.add_(torch.mm(d, x))
 
     def reduce(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None]:
-        if not self._begun:
-            self.dx = None if self.dx is None else self.dx.zero_()
-            if self._dw_dtype is not None:
-                self.dw = torch.zeros(self._w.shape, dtype=self._dw_dtype, device=self.x.device)
+        if self.dw is None and self._dw_dtype is not None:  # There are no rows.
+            self.dw = torch.zeros(self._w.shape, dtype=self._dw_dtype, device=self.x.device)
         if group is not None and self.dx is not None:
             dist.all_reduce(self.dx, group=group)
         return self.dx, self.dw
