@@ -1,6 +1,6 @@
-// Exponentials and logarithms with the same bits on host and device, because their library
-// functions differ. Exponentials are fp32 with one rounding per operation, fused where written.
-// Logarithms are fp64.
+// Exponentials and logarithms. All but ExpOfNegative have the same bits on host and device, whose
+// library functions differ. Exponentials are fp32 with one rounding per operation, fused where
+// written. Logarithms are fp64.
 #ifndef QSHARD_CORE_EXP_LOG_H_
 #define QSHARD_CORE_EXP_LOG_H_
 
@@ -16,14 +16,15 @@ namespace qshard {
 //
 // kLog2E is off by about 2^-26, so for large |y| e^y is off by up to 20 ulp. kWithRest adds the
 // remainder of y * log2(e) to f.
+constexpr float kLog2E = 0x1.715476p+0f;
 struct ExpParts {
   float fraction;
   uint32_t power;
 };
 template <bool kWithRest>
 QSHARD_INLINE ExpParts ExpInParts(float y) {
-  constexpr float kLog2E = 0x1.715476p+0f, kInteger = 12582912.0f;  // 3 * 2^22
-  constexpr float kRest = 0x1.4ae0cp-26f;                           // log2(e) - kLog2E
+  constexpr float kInteger = 12582912.0f;  // 3 * 2^22
+  constexpr float kRest = 0x1.4ae0cp-26f;  // log2(e) - kLog2E
   // Minimax coefficients of (2^f - 1) / f: least relative error in 2^f for |f| <= 1/2.
   constexpr float k1 = 0x1.62e42ap-1f, k2 = 0x1.ebf9bcp-3f, k3 = 0x1.c6b752p-5f,
                   k4 = 0x1.3cea88p-7f, k5 = 0x1.5bba14p-10f;
@@ -40,12 +41,21 @@ QSHARD_INLINE ExpParts ExpInParts(float y) {
 
 // Returns e^x for x <= 0. Returns 0 below kLeastExp, where 2^n would be subnormal, and NaN for NaN.
 // Uses no remainder of log2(e): the error grows with |x|, where terms of a softmax are small.
+//
+// A device has other bits: its instruction for 2^x, which gives 0 for subnormals. The polynomial
+// would take longer than the loads and stores of cross entropy.
 constexpr float kLeastExp = -87.0f;
 QSHARD_INLINE float ExpOfNegative(float x) {
+#if defined(__CUDA_ARCH__)
+  float power_of_two;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power_of_two) : "f"(x * kLog2E));
+  return power_of_two;
+#else
   constexpr uint32_t kOneBits = 0x3F800000;
   const ExpParts e = ExpInParts<false>(x);
   const float power = FloatFromBits(static_cast<int32_t>(e.power + kOneBits));
   return FloatFromBits(Select(x < kLeastExp, 0, FloatBits(e.fraction * power)));
+#endif
 }
 
 // Returns the natural logarithm in fp64, with an error below half an fp32 ulp. Subnormals count as

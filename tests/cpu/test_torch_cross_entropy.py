@@ -64,6 +64,16 @@ def test_is_that_of_fp64(dtype, reduction, rule, device):
         assert_near(logits.grad, wide.grad, dtype)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("below", [9.5, 11.0, 12.2, 16.0])
+def test_many_small_terms(device, below):
+    """The errors of equal terms add up: 200,000 classes that are together as likely as the largest."""
+    logits = torch.full((1, 200_000), -below, device=device)
+    logits[0, 7] = 0
+    loss = qt.cross_entropy(logits, torch.tensor([7], device=device))
+    assert abs(loss.item() - logits.double().logsumexp(-1).item()) < 1e-6
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_gradients_take_that_of_the_loss(reduction):
     """Twice, and each time by itself: nothing is scaled in place."""

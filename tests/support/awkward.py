@@ -139,6 +139,19 @@ def assert_bits_equal(actual: object, expected: object, what: str = "array") -> 
         )
 
 
+def assert_near(actual: object, expected: object, what: str = "array", *, atol: float, rtol: float = 0.0) -> None:
+    """Two arrays have one shape, one dtype, NaN in the same places, and elements that differ by no more.
+
+    `rtol` is added to two units in the last place of the dtype.
+    """
+    __tracebackhide__ = True
+    a, b = np.asarray(actual), np.asarray(expected)
+    assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{what}: {a.shape} {a.dtype}, expected {b.shape} {b.dtype}"
+    unit = 2 * float(ml_dtypes.finfo(a.dtype).eps)
+    got, want = a.astype(np.float64), b.astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=rtol + unit, atol=atol, equal_nan=True, err_msg=what)
+
+
 def _value(x: np.generic) -> str:
     return "NaN" if x != x else str(x)
 

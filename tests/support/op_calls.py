@@ -18,6 +18,8 @@ from support.oracle import oracle
 
 device = "cpu"
 """Device of the kernels. `tests/cpu/kernel_bits.py` sets it."""
+OWN_EXPONENTIALS = tuple(name for name in SPECS if name.startswith("cross_entropy"))
+"""Ops whose exponentials are an instruction of a GPU there."""
 WAYS = ("plain", "flushed", "odd", "in place")
 """How: "flushed", with subnormals flushed to zero in this thread; "odd", from and to the middle of a cache line, and
 nothing beside the results may be written; "in place", with each result that has the name of an operand in its memory.
@@ -25,8 +27,11 @@ nothing beside the results may be written; "in place", with each result that has
 
 
 def check(made: Call, ways: tuple[str, ...] = WAYS) -> None:
-    """Assert the bits of the reference for all ways to call an op, and for both forms of a matrix in blocks."""
-    want = oracle(made)
+    """Assert the bits of the reference for all ways to call an op, and for both forms of a matrix in blocks.
+
+    Ops with a GPU's own exponentials have the bits of the first way; tests/cpu/test_cross_entropy.py has their errors.
+    """
+    want = run(made) if device != "cpu" and made.spec.name in OWN_EXPONENTIALS else oracle(made)
     splits = [False]
     if made.spec.splits and bind(made).split:
         splits.append(True)

@@ -213,8 +213,10 @@ class CodeGather:
         wheres = [self._plans[i].layout for i in batch.indices]
 
         def split(counts: Sequence[int], shapes: Sequence[Any]) -> list[Tensor]:
-            parts = next(gathered).view(-1, sum(counts)).split([*counts], 1)
-            return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+            of_ranks = next(gathered).view(-1, sum(counts))
+            parts = of_ranks.new_empty(of_ranks.numel()).split([of_ranks.shape[0] * count for count in counts])
+            torch.split_with_sizes_copy(of_ranks, counts, 1, out=[part.view(len(of_ranks), count) for part, count in zip(parts, counts, strict=True)])
+            return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
         of_blocks: Sequence[Tensor]
         if batch.fmt.per_tensor:

@@ -28,7 +28,12 @@ class SliceOps:
         self._plan, self._device = plan, device
         # Keyed by the first weight of a batch: each weight is in one batch.
         self._rows = {b.indices[0]: self._tensor(b.indices) for b in plan.batches if len(plan.batches) > 1}
-        self._runs = {b.indices[0]: self._tensor(b.runs) for b in plan.batches if any(each != 1 for each in b.runs)}
+        # Which value serves each run: an index, because `repeat_interleave` computes one in each call.
+        self._of_runs = {
+            b.indices[0]: self._tensor([i for i, count in enumerate(b.runs) for _ in range(count)])
+            for b in plan.batches
+            if any(each != 1 for each in b.runs)
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SliceOps, (self._plan, self._device)
@@ -48,8 +53,8 @@ class SliceOps:
         return pairs if rows is None else pairs.view(torch.int32)[rows].view(pairs.dtype)
 
     def repeat_values(self, values: Tensor, batch: SliceBatch) -> Tensor:
-        runs = self._runs.get(batch.indices[0])
-        return values if runs is None else torch.repeat_interleave(values, runs, output_size=sum(batch.runs))
+        index = self._of_runs.get(batch.indices[0])
+        return values if index is None else values.view(-1).index_select(0, index)
 
 
 class FlatPlan:

@@ -74,11 +74,6 @@ def stream_weights(
     check_stream(format, bucket_bytes, OP)
     if dtype is not None:
         check_dtype(OP, "dtype", dtype)
-    if is_flattened_model(model):
-        raise ValueError(
-            f"{OP}: model ({type(model).__name__}) is sharded by FullyShardedDataParallel, which flattens its "
-            "weights; shard it with fully_shard, ZeroOptimizer or parallelize_module"
-        )
     fmt = None if weight_format is None else as_format(weight_format, OP, "weight_format")
     if fmt is not None and fmt.stochastic:
         raise ValueError(f"{OP}: weight_format ({fmt}) rounds stochastically; pass a format with rounding='nearest'")
@@ -113,6 +108,11 @@ def _plan_of(model: nn.Module, options: _Options) -> _Plan:
     known = plans_of_models.get(model, {}).get(options)
     if known is not None and known.facts.holds(facts):
         return known
+    if is_flattened_model(model):
+        raise ValueError(
+            f"{OP}: model ({type(model).__name__}) is sharded by FullyShardedDataParallel, which flattens its "
+            "weights; shard it with fully_shard, ZeroOptimizer or parallelize_module"
+        )
     format, fmt, dtype, bucket_bytes = options
     items = items_of(model, fmt)
     if not any(item.fmt is not None for item in items):

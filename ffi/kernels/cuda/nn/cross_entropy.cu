@@ -4,8 +4,8 @@
 // Forward, a thread block takes a row, and each warp a part at a time: a lane has four vectors of
 // eight logits, and loads the vectors of its next part. The teams of core/cross_entropy.h are
 // warps, so they need no communication until the end of the row. Backward, a thread takes vectors.
-// Rows that are not aligned vectors are read one logit at a time. Equals core/cross_entropy.h bit
-// for bit.
+// Rows that are not aligned vectors are read one logit at a time. All that is specified in
+// core/cross_entropy.h has its bits, but exponentials, which are the device's own.
 #include "core/norm.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/convert.cuh"
@@ -160,16 +160,18 @@ constexpr int kGradEach = 16 / sizeof(In);
 template <class In, int kCount>
 __device__ __forceinline__ void StoreGrad(const Words<kCount * sizeof(In)>& words, int64_t column,
                                           const CrossEntropyGrad& of, In* d) {
-  const int own = column >= 0 && column < kCount ? static_cast<int>(column) : -1;
   float v[kCount];
   WidenWords<In>(words, v);
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) v[e] = of.Of(v[e]);
+  if (column >= 0 && column < kCount) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e)
+      if (e == column) v[e] = v[e] - of.own;
+  }
   bool nan = false;
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) {
-    v[e] = of.Of(v[e]);
-    if (e == own) v[e] = v[e] - of.own;
-    nan |= isnan(v[e]);
-  }
+  for (int e = 0; e < kCount; ++e) nan |= isnan(v[e]);
   Store<Write::kCached>(d, NarrowExactly<In>(v, nan));
 }
 
