@@ -34,6 +34,8 @@ BLOCKS = {
     "scale_dtype": "float32",
 }
 EXPERTS = 64
+RANKS = 4
+WIDTH, NORM_ROWS, NORM = 4096, 16, {"eps": 1e-5, "lead": 0}
 JAX_CALLS = 100  # calls in a queue, so that dispatch and the final wait matter little
 
 
@@ -51,6 +53,17 @@ def torch_contenders(size: int) -> Contenders:
     scales, amaxes = torch.full((EXPERTS,), 64.0, device="cuda"), torch.zeros(EXPERTS, device="cuda")
     blocks, blocks_t = (torch.empty(shape, device="cuda") for shape in ((size, size // 128),) * 2)
 
+    # Sums of ranks: four gradients in bfloat16, as ZeRO receives them.
+    parts = [t.view(RANKS, -1) for t in x]
+    totals = [torch.empty(size * size // RANKS, device="cuda") for _ in x]
+    # A norm has rows as wide as a model. SwiGLU takes whole matrices.
+    weight = torch.ones(WIDTH, device="cuda", dtype=torch.bfloat16)
+    rstd = torch.ones(size**2 // WIDTH, device="cuda")
+    dweight = torch.empty(WIDTH, device="cuda")
+    sums = torch.empty(len(rstd) // NORM_ROWS, WIDTH, device="cuda")
+    y, dy, dx, d_up = ([torch.randn_like(t) for t in x] for _ in range(4))
+    amax_up = torch.zeros((), device="cuda")
+
     def run(op: str, inputs: tuple, outputs: tuple, attributes: dict) -> None:
         _ffi.call(op, inputs, outputs, attributes)
 
@@ -66,6 +79,31 @@ def torch_contenders(size: int) -> Contenders:
     @torch.compile
     def compiled_dequantize(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return (q.view(torch.float8_e4m3fn).float() * s).bfloat16()
+
+    def wide(t: torch.Tensor) -> torch.Tensor:
+        return t.view(-1, WIDTH)
+
+    @torch.compile
+    def compiled_norm(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(t, (WIDTH,), w, 1e-5)
+
+    @torch.compile
+    def compiled_norm_grad(t: torch.Tensor, w: torch.Tensor, r: torch.Tensor, g: torch.Tensor) -> tuple:
+        v, gw = t.float() * r[:, None], g.float() * w
+        return (r[:, None] * (gw - v * (gw * v).mean(-1, keepdim=True))).bfloat16(), (g.float() * v).sum(0)
+
+    @torch.compile
+    def compiled_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(gate) * up
+
+    @torch.compile
+    def compiled_swiglu_grad(gate: torch.Tensor, up: torch.Tensor, g: torch.Tensor) -> tuple:
+        a, s, gf = gate.float(), torch.sigmoid(gate.float()), g.float()
+        return (gf * up * s * (1 + a * (1 - s))).bfloat16(), (gf * a * s).bfloat16()
+
+    @torch.compile
+    def compiled_sum(t: torch.Tensor) -> torch.Tensor:
+        return t.float().sum(0)
 
     return {
         "copy": (4, lambda i: out16[i].copy_(x[i])),
@@ -101,6 +139,30 @@ def torch_contenders(size: int) -> Contenders:
                 {**BLOCKS, "block_rows": 128},
             ),
         ),
+        "rms_norm qshard": (4, lambda i: run("rms_norm", (wide(x[i]), weight), (wide(y[i]), rstd, amax), NORM)),
+        "rms_norm torch.compile": (4, lambda i: compiled_norm(wide(x[i]), weight)),
+        "rms_norm_grad qshard": (
+            6,
+            lambda i: run(
+                "rms_norm_grad",
+                (wide(x[i]), weight, rstd, wide(dy[i])),
+                (wide(dx[i]), dweight, sums),
+                {"lead": 0, "rows": NORM_ROWS},
+            ),
+        ),
+        "rms_norm_grad torch.compile": (6, lambda i: compiled_norm_grad(wide(x[i]), weight, rstd, wide(dy[i]))),
+        "swiglu qshard": (6, lambda i: run("swiglu", (x[i], y[i]), (dx[i], amax), {"lead": 0})),
+        "swiglu torch.compile": (6, lambda i: compiled_swiglu(x[i], y[i])),
+        "swiglu_grad qshard": (
+            10,
+            lambda i: run("swiglu_grad", (x[i], y[i], dy[i]), (dx[i], d_up[i], amax, amax_up), {"lead": 0}),
+        ),
+        "swiglu_grad torch.compile": (10, lambda i: compiled_swiglu_grad(x[i], y[i], dy[i])),
+        "add_ranks qshard": (
+            2 + 4 / RANKS,
+            lambda i: run("add_ranks", (parts[i], totals[i]), (totals[i],), {"fresh": True}),
+        ),
+        "add_ranks torch.compile": (2 + 4 / RANKS, lambda i: compiled_sum(parts[i])),
     }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import os
 import sys
@@ -27,7 +28,7 @@ from qshard import _ffi, reference
 from qshard.formats import E4M3
 from qshard.op_table import OpSpec
 from support import op_calls
-from support.awkward import assert_bits_equal, awkward_values
+from support.awkward import TAME, assert_bits_equal, awkward_values
 from support.draw_values import filled
 from support.draws import IN_ANY_ORDER, SPECS, WIDE, Call, choices, draw
 from support.op_calls import call
@@ -96,6 +97,18 @@ def check_turned() -> None:
             words = [((*grid[:prefix], 2), "uint32")]
             made = Call(spec, options, [[((k, *outer, m), dtype)], [(grid, "float32")], words, words])
             op_calls.check(filled(made, number))
+
+
+def check_wide_norms() -> None:
+    """Normalize rows of every width for which a GPU keeps them elsewhere: registers, shared memory, nowhere."""
+    for number, (cols, dtype) in enumerate(
+        itertools.product((4104, 8192, 8200, 16384, 16392), ("bfloat16", "float16", "float32"))
+    ):
+        x, grad = (awkward_values((17, cols), seed, dtype, kinds=TAME) for seed in (number, number + 99))
+        weight = awkward_values((1, cols), number, dtype, kinds=("normal",))[0]
+        check_made("rms_norm", {"eps": 1e-5, "lead": 0}, x, weight)
+        rstd = np.linspace(0.5, 2, 17, dtype=np.float32)
+        check_made("rms_norm_grad", {"lead": 0, "rows": 16}, x, weight, rstd, grad)
 
 
 def check_thresholds() -> None:
@@ -171,7 +184,7 @@ def main(device: str = "cpu", *ops: str, part: int = 0, parts: int = 1, few: boo
         checks = {spec.name: functools.partial(check_few, spec) for spec in there}
     else:
         checks = {spec.name: functools.partial(check_op, spec, part, parts) for spec in there}
-        checks |= {"turned": check_turned, "thresholds": check_thresholds}
+        checks |= {"turned": check_turned, "thresholds": check_thresholds, "wide norms": check_wide_norms}
         if part == parts - 1:  # It takes as long as a third of all calls.
             checks["streaming"] = check_streaming
         checks["midpoints"] = check_midpoints

@@ -49,20 +49,31 @@ inline bool FitsGrid(int64_t blocks) { return blocks <= INT32_MAX; }
 constexpr Status kTooManyBlocks{
     "the work is more blocks of threads than one launch takes (2^31 - 1); divide the rows"};
 
-// Launches `blocks` blocks of `threads` threads, or nothing for 0 blocks.
+// Allows a thread block of a kernel `bytes` of dynamic shared memory.
+template <class Kernel>
+Status AllowSharedMemory(Kernel kernel, int bytes) {
+  constexpr int kWithoutAsking = 48 << 10;
+  if (bytes <= kWithoutAsking) return {};
+  return ToStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+}
+
+// Launches `blocks` blocks of `threads` threads with `bytes` of dynamic shared memory, or nothing
+// for 0 blocks.
 template <class... Params, class... Args>
-Status Launch(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t blocks, int threads,
-              const Args&... args) {
+Status LaunchShared(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t blocks, int threads,
+                    int bytes, const Args&... args) {
   if (blocks == 0) return {};
   if (!FitsGrid(blocks)) return kTooManyBlocks;
-  kernel<<<static_cast<unsigned>(blocks), threads, 0, exec.stream>>>(args...);
+  QSHARD_RETURN_IF_ERROR(AllowSharedMemory(kernel, bytes));
+  kernel<<<static_cast<unsigned>(blocks), threads, bytes, exec.stream>>>(args...);
   return LaunchStatus();
 }
 
-// Allows a thread block of a kernel more than 48 KB of dynamic shared memory.
-template <class Kernel>
-Status AllowSharedMemory(Kernel kernel, int bytes) {
-  return ToStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+// The same without shared memory.
+template <class... Params, class... Args>
+Status Launch(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t blocks, int threads,
+              const Args&... args) {
+  return LaunchShared(exec, kernel, blocks, threads, 0, args...);
 }
 
 constexpr int kForEachThreads = 256;

@@ -3,11 +3,13 @@
 // A team of threads, a warp or a thread block of four warps, takes a row at a time and keeps it in
 // registers. In every kSumLanes elements a thread has eight neighbours, which core/norm.h sums as
 // one thread's lanes. Rows that are too long are read again, from L2. The gradient of the weight
-// stays in registers over the kSumRows rows of a part. Rows that are not aligned vectors are read
-// one element at a time. Equals core/norm.h bit for bit.
+// stays in registers over the kSumRows rows of a part, and long rows stay in shared memory beside
+// it. Rows that are not aligned vectors are read one element at a time. Equals core/norm.h bit for
+// bit.
 #include <type_traits>
 
 #include "kernels/activation.h"
+#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
 #include "kernels/cuda/nn/row_sum.cuh"
@@ -130,12 +132,74 @@ __global__ void __launch_bounds__(kThreads)
   StoreOrRaise(amax + blockIdx.x, bits);
 }
 
+// The vectors that a thread has of a row of x and of the gradient: in registers; in shared memory
+// if they are many, where a thread reads what it has copied itself, without synchronization; or
+// nowhere.
+template <class In, class Shape>
+struct RowAndGrad {
+  static constexpr int kMostInRegisters = 4, kVector = kEach * sizeof(In), kCopy = 16;
+  static constexpr bool kShared = Shape::kHeld > kMostInRegisters;
+  static constexpr bool kRegisters = Shape::kHeld > 0 && !kShared;
+  static constexpr int kSharedBytes = kShared ? 2 * Shape::kHeld * kThreads * kVector : 0;
+
+  const In *x, *grad;
+  int64_t cols;
+  uint4* shared;
+  Eight<In> held[kRegisters ? Shape::kHeld : 1], held_grad[kRegisters ? Shape::kHeld : 1];
+
+  __device__ __forceinline__ void Load() {
+    if constexpr (kRegisters) {
+      Hold<Shape>(x, cols, held);
+      Hold<Shape>(grad, cols, held_grad);
+    } else if constexpr (kShared) {
+      ForVectors<Shape>(cols, [&](int j, int64_t i) {
+#pragma unroll
+        for (int part = 0; part < kVector / kCopy; ++part) {
+          CopyAsync(SharedAddress(Place(0, j, part)), reinterpret_cast<const uint4*>(x + i) + part);
+          CopyAsync(SharedAddress(Place(1, j, part)),
+                    reinterpret_cast<const uint4*>(grad + i) + part);
+        }
+      });
+      EndCopies();
+      WaitForCopies<0>();
+    }
+  }
+
+  // Returns vector j, which starts at element i.
+  __device__ __forceinline__ void Get(int j, int64_t i, float (&v)[kEach], float (&g)[kEach]) {
+    if constexpr (kShared) {
+      WidenWords<In>(FromShared(0, j), v);
+      WidenWords<In>(FromShared(1, j), g);
+    } else {
+      ValuesOf<Shape>(held[kRegisters ? j : 0], x, i, cols, v);
+      ValuesOf<Shape>(held_grad[kRegisters ? j : 0], grad, i, cols, g);
+    }
+  }
+
+ private:
+  // Copies of 16 bytes of neighbouring threads are neighbours.
+  __device__ __forceinline__ uint4* Place(int array, int j, int part) const {
+    const int vector = array * Shape::kHeld + j;
+    return shared + (vector * (kVector / kCopy) + part) * kThreads + threadIdx.x;
+  }
+
+  __device__ __forceinline__ Eight<In> FromShared(int array, int j) const {
+    uint4 words[kVector / kCopy];
+#pragma unroll
+    for (int part = 0; part < kVector / kCopy; ++part) words[part] = *Place(array, j, part);
+    Eight<In> v;
+    memcpy(&v, words, kVector);
+    return v;
+  }
+};
+
 // A team takes the rows of a part.
 template <class In, class Shape>
 __global__ void __launch_bounds__(kThreads)
     RmsNormGradKernel(const In* x, const Weights weights, const float* rstd, const In* grad,
                       int64_t runs, int64_t rows, int64_t cols, In* dx, float* parts) {
   constexpr bool kVectors = Shape::kVectors;
+  extern __shared__ uint4 shared[];
   const int64_t part = int64_t{blockIdx.x} * Shape::kTeams + threadIdx.x / Shape::kTeam;
   const int64_t count = CeilDiv(rows, kSumRows), run = runs == 1 ? 0 : part / count;
   if (part >= runs * count) return;  // the whole team, which is a warp if a block has several
@@ -146,16 +210,13 @@ __global__ void __launch_bounds__(kThreads)
   float sums[kHeldOrOne<Shape>][kEach] = {};
 #pragma unroll 1
   for (int64_t row = begin; row < end; ++row) {
-    const In *from = x + row * cols, *dy = grad + row * cols;
-    Eight<In> held[kHeldOrOne<Shape>], held_dy[kHeldOrOne<Shape>];
-    Hold<Shape>(from, cols, held);
-    Hold<Shape>(dy, cols, held_dy);
+    RowAndGrad<In, Shape> of{x + row * cols, grad + row * cols, cols, shared};
+    of.Load();
     const float scale = rstd[row];
     float lanes[kEach] = {};
     ForVectors<Shape>(cols, [&](int j, int64_t i) {
       float v[kEach], g[kEach], w[kEach];
-      ValuesOf<Shape>(held[j], from, i, cols, v);
-      ValuesOf<Shape>(held_dy[j], dy, i, cols, g);
+      of.Get(j, i, v, g);
       EightWeights<kVectors>(weight, i, cols - i, w);
 #pragma unroll
       for (int e = 0; e < kEach; ++e)
@@ -165,8 +226,7 @@ __global__ void __launch_bounds__(kThreads)
     const float along = Divide(TeamSum<Shape::kTeam>(lanes), static_cast<float>(cols));
     ForVectors<Shape>(cols, [&](int j, int64_t i) {
       float v[kEach], g[kEach], w[kEach];
-      ValuesOf<Shape>(held[j], from, i, cols, v);
-      ValuesOf<Shape>(held_dy[j], dy, i, cols, g);
+      of.Get(j, i, v, g);
       EightWeights<kVectors>(weight, i, cols - i, w);
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
@@ -218,8 +278,9 @@ Status ForShape(bool vectors, int64_t cols, const Fn& launch) {
   if (cols <= kLanesOfWarp) return launch(RowShape<kWarp, 1, true>{});
   if (cols <= kSumLanes) return launch(RowShape<kThreads, 1, true>{});
   if (cols <= 4 * kSumLanes) return launch(RowShape<kThreads, 4, true>{});
+  if (cols <= 8 * kSumLanes) return launch(RowShape<kThreads, 8, true>{});
   if constexpr (sizeof(In) == 2)
-    if (cols <= 8 * kSumLanes) return launch(RowShape<kThreads, 8, true>{});
+    if (cols <= 16 * kSumLanes) return launch(RowShape<kThreads, 16, true>{});
   return launch(RowShape<kThreads, 0, true>{});
 }
 
@@ -250,8 +311,10 @@ Status RmsNormBackward(const Exec<Cuda>& exec, const In* x, const Weight* weight
       ForShape<In>(AreVectors(cols, {x, weight, grad, dx}), cols, [&](auto shape) {
         using Shape = decltype(shape);
         const Weights weights{weight, kWeightType<Weight>};
-        return Launch(exec, RmsNormGradKernel<In, Shape>, CeilDiv(runs * count, Shape::kTeams),
-                      kThreads, x, weights, rstd, grad, runs, rows, cols, dx, parts);
+        return LaunchShared(exec, RmsNormGradKernel<In, Shape>,
+                            CeilDiv(runs * count, Shape::kTeams), kThreads,
+                            RowAndGrad<In, Shape>::kSharedBytes, x, weights, rstd, grad, runs, rows,
+                            cols, dx, parts);
       });
   if (status) return status;
   return Launch(exec, SumPartsKernel, runs * CeilDiv(cols, kWarp), kWarp * kRowLanes, parts, count,

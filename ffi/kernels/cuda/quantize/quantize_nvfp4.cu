@@ -22,11 +22,8 @@ bool TakesNvfp4Tiles(const Nvfp4TileArguments<In, OwnNvfp4Rows>& a, const Blocks
 template <class In, bool kRandom, class Rows>
 Status LaunchNvfp4Tiles(const Exec<Cuda>& exec, const Nvfp4TileArguments<In, Rows>& a) {
   constexpr int kBytes = sizeof(Nvfp4Memory<In, kRandom, Rows::kGathered>);
-  const auto kernel = QuantizeNvfp4Tiles<In, kRandom, Rows>;
-  constexpr int kWithoutAsking = 48 << 10;
-  if (kBytes > kWithoutAsking) QSHARD_RETURN_IF_ERROR(AllowSharedMemory(kernel, kBytes));
-  kernel<<<static_cast<unsigned>(a.grid.tiles), kTileThreads, kBytes, exec.stream>>>(a);
-  return LaunchStatus();
+  return LaunchShared(exec, QuantizeNvfp4Tiles<In, kRandom, Rows>, a.grid.tiles, kTileThreads,
+                      kBytes, a);
 }
 
 // Quantizes one plane or both, in the order of x and transposed. Blocks are 1 x 16 and 16 x 1.

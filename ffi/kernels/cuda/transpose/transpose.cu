@@ -8,6 +8,7 @@
 // elements move one by one.
 #include <type_traits>
 
+#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/divider.cuh"
 #include "kernels/cuda/tensor_table.cuh"
 #include "kernels/cuda/vector.cuh"
@@ -73,20 +74,6 @@ __device__ __forceinline__ ByteTile ByteTileAt(const Matrix& m, int index) {
 }
 
 // --- shared memory ---
-
-__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void CopyAsync(uint32_t to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void EndCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last kLeft groups of copies have arrived.
-template <int kLeft>
-__device__ __forceinline__ void WaitForCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
 
 // Loads four matrices of 8 rows of 8 pairs of bytes, transposed. Lane l passes the address of row l
 // % 8 of matrix l / 8. For each matrix it gets column l / 4, rows l % 4 * 2 (low) and l % 4 * 2 + 1
