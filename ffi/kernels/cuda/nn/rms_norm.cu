@@ -292,7 +292,7 @@ Status RmsNormForward(const Exec<Cuda>& exec, const In* x, const Weight* weight,
   if (runs == 0) return {};
   return ForShape<In>(AreVectors(cols, {x, weight, y}), cols, [&](auto shape) {
     using Shape = decltype(shape);
-    constexpr int kBlocksPerSm = 12;
+    constexpr int kBlocksPerSm = 64;  // so many that it does not matter which is last
     const int64_t room = int64_t{Multiprocessors()} * kBlocksPerSm;
     const int64_t splits =
         std::max<int64_t>(1, std::min(CeilDiv(rows, Shape::kTeams), room / runs));
