@@ -32,7 +32,7 @@ from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 from qshard.torch_bridge._quantized.validation import check_group, check_model
-from qshard.torch_bridge._torch_internals import active_ddp
+from qshard.torch_bridge._torch_internals import active_ddp, in_functorch
 
 
 class DelayedScale(Float32Buffers):
@@ -171,8 +171,16 @@ def merge_amax(buffer: Tensor, amax: Tensor) -> None:
     """Set `buffer` to the maximum of itself and `amax`, in place."""
     if is_compiling():  # Dynamo does not support every `out=`.
         buffer.copy_(torch.maximum(buffer, amax))
-    else:
+        return
+    try:
         torch.maximum(buffer, amax, out=buffer)
+    except RuntimeError:
+        if not in_functorch():
+            raise
+        raise NotImplementedError(
+            "DelayedScaling: torch.func.vmap is not supported, because each call records an amax; use a recipe without a "
+            "state, or exclude the layer with convert(filter=)"
+        ) from None
 
 
 @torch.no_grad()

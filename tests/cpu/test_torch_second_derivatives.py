@@ -222,6 +222,12 @@ def test_transforms_of_torch_func(name, transform):
             TRANSFORMS[transform](NODES[name](), x)
 
 
+def test_delayed_scaling_in_a_vmap():
+    layer = qt.Linear(32, 32, recipe="DelayedScaling")
+    with pytest.raises(NotImplementedError, match=r"DelayedScaling: torch.func.vmap .*; use a recipe without a state"):
+        torch.func.vmap(layer)(torch.randn(2, 32, 32))
+
+
 @every_node
 def test_batches_of_gradients(name):
     x = drawn(8, WIDTH)
