@@ -131,16 +131,16 @@ Error Run(const Call<Platform>& call, GemmProblem gemm, const Buffer& a, const B
   });
 }
 
-// Runs a grouped product. `b` has the matrices of all groups, or `listed` has the address of each.
-// `ends` is null if the result has the rows of `a`.
+// Runs a grouped product. `b` has the matrices of all groups, or is null and `listed` has
+// addresses. `ends` is null if the result has the rows of `a`.
 template <class Platform>
-Error RunGrouped(const Call<Platform>& call, GemmProblem gemm, const Buffer& b, bool by_k,
+Error RunGrouped(const Call<Platform>& call, GemmProblem gemm, const void* b, bool by_k,
                  const Buffer& stops, const Buffer* ends = nullptr,
                  const std::vector<const void*>* listed = nullptr) {
   const Buffer &a = call.arg(0), &out = call.ret(0), &workspace = call.ret(1);
   if (Elements(out) == 0) return {};
   gemm.a.data = a.data;
-  gemm.b.data = listed == nullptr ? b.data : nullptr;
+  gemm.b.data = b;
   gemm.a.rows = a.dims[gemm.a.k_first ? 1 : 0];
   gemm.b.rows = out.dims[out.rank - 1];
   gemm.k = call.binding.Length(gemm.a.k_first ? 0 : 1);
@@ -259,25 +259,25 @@ QSHARD_DEFINE_OP(gemm_values_tt) {
 // result is written without padding: the first rows of expert e are rows ends[e - 1] to ends[e] of
 // out, and ends are clamped likewise to 0..tokens. Other rows of out are zeros.
 QSHARD_DEFINE_OP(gemm_grouped) {
-  return RunGrouped(call, TensorProblem(call), call.arg(2), false, call.arg(4), &call.arg(5));
+  return RunGrouped(call, TensorProblem(call), call.arg(2).data, false, call.arg(4), &call.arg(5));
 }
 
 // out[e] = (a[:, rows] @ b[:, rows].T) * a_scale_inv[e] * b_scale_inv[e], with the rows of expert
 // e. An expert without rows gives zeros.
 QSHARD_DEFINE_OP(gemm_grouped_k) {
-  return RunGrouped(call, TensorProblem(call), call.arg(2), true, call.arg(4));
+  return RunGrouped(call, TensorProblem(call), call.arg(2).data, true, call.arg(4));
 }
 
 // out[r] = a[r] @ b[e].T as in gemm_grouped, for codes in blocks of 1 x cols and b_rows x cols.
 QSHARD_DEFINE_OP(gemm_grouped_block) {
-  return RunGrouped(call, BlockProblem(call, 1, call.integer("b_rows")), call.arg(2), false,
+  return RunGrouped(call, BlockProblem(call, 1, call.integer("b_rows")), call.arg(2).data, false,
                     call.arg(4));
 }
 
 // out[e] = a[:, rows] @ b[:, rows].T as in gemm_grouped_k, for codes in blocks of 1 x cols. Stops
 // are rounded down to a multiple of cols.
 QSHARD_DEFINE_OP(gemm_grouped_block_k) {
-  return RunGrouped(call, BlockProblem(call, 1, 1), call.arg(2), true, call.arg(4));
+  return RunGrouped(call, BlockProblem(call, 1, 1), call.arg(2).data, true, call.arg(4));
 }
 
 // out[e] = a[rows].T @ b[rows] for the rows of expert e, for FP8 codes in blocks of 32 rows of a
@@ -292,44 +292,44 @@ QSHARD_DEFINE_OP(gemm_grouped_mxfp8_tn) {
   gemm.b = operand("b_element", 3);
   gemm.scales = ScaleId::kE8M0;
   gemm.cols = kernels::kE8M0Vector;
-  return RunGrouped(call, gemm, call.arg(2), true, call.arg(4));
+  return RunGrouped(call, gemm, call.arg(2).data, true, call.arg(4));
 }
 
 // out[r] = a[r] @ b[e].T * a_global_scale_inv[e] * b_global_scale_inv[e] as in gemm_grouped, for
 // E2M1 codes in blocks of 1x16, and in b of 1x16 or 16x16, with E4M3 scales.
 QSHARD_DEFINE_OP(gemm_grouped_nvfp4) {
-  return RunGrouped(call, Nvfp4Problem(call, 1, call.integer("b_rows")), call.arg(3), false,
+  return RunGrouped(call, Nvfp4Problem(call, 1, call.integer("b_rows")), call.arg(3).data, false,
                     call.arg(6));
 }
 
 // out[e] = a[:, rows] @ b[:, rows].T * a_global_scale_inv[e] * b_global_scale_inv[e] as in
 // gemm_grouped_k, for E2M1 codes in blocks of 1x16. Stops are rounded down to a multiple of 16.
 QSHARD_DEFINE_OP(gemm_grouped_nvfp4_k) {
-  return RunGrouped(call, Nvfp4Problem(call, 1, 1), call.arg(3), true, call.arg(6));
+  return RunGrouped(call, Nvfp4Problem(call, 1, 1), call.arg(3).data, true, call.arg(6));
 }
 
 // gemm_grouped and gemm_grouped_block with the matrix of each expert in its own memory, b[e].
 QSHARD_DEFINE_OP(gemm_grouped_list) {
   const std::vector<const void*> matrices = AddressesOf(call, 7);
-  return RunGrouped(call, TensorProblem(call, 2), call.arg(7), false, call.arg(3), &call.arg(4),
+  return RunGrouped(call, TensorProblem(call, 2), nullptr, false, call.arg(3), &call.arg(4),
                     &matrices);
 }
 QSHARD_DEFINE_OP(gemm_grouped_block_list) {
   const std::vector<const void*> matrices = AddressesOf(call, 6);
-  return RunGrouped(call, BlockProblem(call, 1, call.integer("b_rows"), 2), call.arg(6), false,
+  return RunGrouped(call, BlockProblem(call, 1, call.integer("b_rows"), 2), nullptr, false,
                     call.arg(3), nullptr, &matrices);
 }
 
 // Grouped products of floats: out[r] = a[r] @ b[e].T, out[r] = a[r] @ b[e], and out[e] = a[rows].T
 // @ b[rows]. The letters are as in gemm_values_nt.
 QSHARD_DEFINE_OP(gemm_grouped_values_nt) {
-  return RunGrouped(call, ValueProblem(call, false, false), call.arg(1), false, call.arg(2));
+  return RunGrouped(call, ValueProblem(call, false, false), call.arg(1).data, false, call.arg(2));
 }
 QSHARD_DEFINE_OP(gemm_grouped_values_nn) {
-  return RunGrouped(call, ValueProblem(call, false, true), call.arg(1), false, call.arg(2));
+  return RunGrouped(call, ValueProblem(call, false, true), call.arg(1).data, false, call.arg(2));
 }
 QSHARD_DEFINE_OP(gemm_grouped_values_tn) {
-  return RunGrouped(call, ValueProblem(call, true, true), call.arg(1), true, call.arg(2));
+  return RunGrouped(call, ValueProblem(call, true, true), call.arg(1).data, true, call.arg(2));
 }
 
 // Rearranges one-byte scales [*batch, rows, cols] into the tiles that block-scaled GEMMs read,
