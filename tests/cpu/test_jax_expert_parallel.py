@@ -247,10 +247,11 @@ def test_states_without_types():
     given = x, weights, dy, indices, W13, W2, states_of("DelayedScaling")
     run = functools.partial(step, name="DelayedScaling", ep_axis="ep")
 
-    def trace(**sizes):
+    def trace(given=given, **sizes):
         jax.eval_shape(jax.shard_map(run, mesh=mesh_of(**sizes), in_specs=EP, out_specs=EP, check_vma=False), *given)
 
     trace(one=1, ep=R)
+    trace([each[:0] for each in given[:4]] + [*given[4:]], ep=R)  # Without tokens nothing is exchanged.
     with pytest.raises(ValueError, match=r"hides which devices share state; pass as axis_name the axes of \('dp',\)"):
         trace(dp=2, ep=R)
 

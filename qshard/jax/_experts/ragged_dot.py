@@ -130,6 +130,7 @@ def product_and_amaxes(
     *,
     swiglu: bool = False,
     row_amaxes: jax.Array | None = None,
+    known_axes: tuple[str, ...] = (),
 ) -> Result:
     """Compute `ragged_dot`, and optionally SwiGLU of its result. The amaxes of its rows save a read of the result.
 
@@ -137,6 +138,7 @@ def product_and_amaxes(
       options: the other arguments of `ragged_dot`.
       swiglu: apply `swiglu_gate_up` to the product.
       row_amaxes: fp32 `[M]`, the amax of each row of `x`, if known.
+      known_axes: manual mesh axes with a state for each device: those of experts.
 
     Returns:
       The result; and with `swiglu` and a recipe the amax of each of its rows, otherwise None.
@@ -157,8 +159,7 @@ def product_and_amaxes(
         check_array("ragged_dot", "group_sizes", group_sizes)
     seed_pair = check_arguments("ragged_dot", w, options.weight_spec, None, seed, state).seed
     if state is not None:
-        exchange = group_sizes.exchange if isinstance(group_sizes, GroupedRows) else None
-        check_shared("ragged_dot", options.axis_name, known=() if exchange is None else exchange.axes)
+        check_shared("ragged_dot", options.axis_name, known=known_axes)
     if not isinstance(group_sizes, GroupedRows):
         _check_rows(x, group_sizes)
     made: Result = _checked_ragged_dot(

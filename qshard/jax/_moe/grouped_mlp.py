@@ -118,7 +118,7 @@ def grouped_mlp(
         def product(number: int, rows: jax.Array, w: Any, groups: Any, **passed: Any) -> Result:
             seed = None if seeds is None else seeds[number]
             state = None if states is None else states[number]
-            return product_and_amaxes(options, rows, w, groups, seed, state, **passed)
+            return product_and_amaxes(options, rows, w, groups, seed, state, known_axes=axes, **passed)
 
         h, amaxes = product(0, rows, v13, of_w13, swiglu=True)
         return product(1, h, v2, of_w2, row_amaxes=amaxes)[0]
