@@ -178,8 +178,8 @@ def merge_amax(buffer: Tensor, amax: Tensor) -> None:
         if not in_functorch():
             raise
         raise NotImplementedError(
-            "DelayedScaling: torch.func.vmap is not supported, because each call records an amax; use a recipe without a "
-            "state, or exclude the layer with convert(filter=)"
+            "DelayedScaling: torch.func.vmap is not supported, because each call records an amax; use a recipe without "
+            "a state, or exclude the layer with convert(filter=)"
         ) from None
 
 

@@ -214,8 +214,10 @@ class CodeGather:
 
         def split(counts: Sequence[int], shapes: Sequence[Any]) -> list[Tensor]:
             of_ranks = next(gathered).view(-1, sum(counts))
-            parts = of_ranks.new_empty(of_ranks.numel()).split([of_ranks.shape[0] * count for count in counts])
-            torch.split_with_sizes_copy(of_ranks, counts, 1, out=[part.view(len(of_ranks), count) for part, count in zip(parts, counts, strict=True)])
+            ranks = of_ranks.shape[0]
+            parts = of_ranks.new_empty(of_ranks.numel()).split([ranks * count for count in counts])
+            out = [part.view(ranks, count) for part, count in zip(parts, counts, strict=True)]
+            torch.split_with_sizes_copy(of_ranks, counts, 1, out=out)
             return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
         of_blocks: Sequence[Tensor]
