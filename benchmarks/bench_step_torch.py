@@ -10,6 +10,7 @@ options:
     te-delayed, te-current, te-block    TransformerEngine's Linear, which gathers bfloat16; torch's fused AdamW
 
     compiled          torch.compile for each block
+    budget            beside compiled: PyTorch's activation_memory_budget is 0.9, so backward repeats casts and norms
     fused             convert(fuse=True) for the norms, and qshard's swiglu and MoE
     loss              LinearCrossEntropy instead of the head and torch's cross_entropy
     bf16-states       bfloat16 states in qshard's AdamW
@@ -56,8 +57,9 @@ import options
 
 OF_TE = {"te-delayed": "DelayedScaling", "te-current": "Float8CurrentScaling", "te-block": "Float8BlockScaling"}
 LIBRARIES = {"torchao": "torchao", **dict.fromkeys(OF_TE, "transformer_engine")}
-WORDS = ("compiled", "fused", "loss", "bf16-states", "muon", "muon-fp8", "primary", "ordered", "zero", "whole")
+WORDS = ("compiled", "budget", "fused", "loss", "bf16-states", "muon", "muon-fp8", "primary", "ordered", "zero", "whole")
 FP8_STEPS = {"muon": 0, "muon-fp8": 3}
+BUDGET = 0.9
 KINDS = (
     *("bf16", "bf16 compiled", "torchao compiled", *OF_TE),
     *(
@@ -87,11 +89,13 @@ def wrong_with(kind: str) -> str | None:
         return "zero goes with neither primary nor ordered"
     if "whole" in words and {"primary", "ordered", "zero", "bf16-states", *FP8_STEPS} & {*words}:
         return "whole is not sharded, and has torch's optimizer"
+    if "budget" in words and "compiled" not in words:
+        return "budget goes with compiled"
     if {*FP8_STEPS} <= {*words}:
         return "muon and muon-fp8 are two optimizers"
     if {*FP8_STEPS} & {*words} and "bf16-states" in words:
         return "muon does not go with bf16-states"
-    takes = {"compiled", "whole"} if recipe == "torchao" else set() if recipe in OF_TE else set(WORDS)
+    takes = {"compiled", "budget", "whole"} if recipe == "torchao" else set() if recipe in OF_TE else set(WORDS)
     if recipe == "bf16":
         takes -= {"fused", "primary"}
     if misplaced := [word for word in words if word not in takes]:
@@ -181,6 +185,7 @@ def convert_to_te(model: step_torch.Model, recipe: str) -> Callable[[], Any]:
 def measure(kind: str, arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
     torch._dynamo.reset()  # kinds compile the same functions, and the number of versions is limited
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of silently running eagerly
+    torch._functorch.config.activation_memory_budget = BUDGET if "budget" in kind.split() else 1.0
     gc.collect()
     torch.cuda.empty_cache()
     shape = shape_of(arguments)
