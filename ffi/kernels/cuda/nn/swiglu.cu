@@ -1,10 +1,10 @@
 // SwiGLU and its gradients, each in one read of its operands, with the amax of each result.
 //
-// A thread takes vectors of 8 elements, kUnroll at a time, tuned on an H200. A warp takes a run if
-// there are enough, and a thread block would not be busy: rows of narrow experts. Else a thread
-// block takes it, or several share it, as in amax/amax.cu. They walk it forwards, so that the end
-// of their output is in L2 for a cast that walks backwards. Runs that are not whole aligned vectors
-// move one element at a time. Equals core/swiglu.h bit for bit.
+// A thread takes vectors of 8 elements. A warp takes a run if there are enough, and a thread block
+// would not be busy: rows of narrow experts. Else a thread block takes it, or many share it: on an
+// H100 one vector a thread is faster than a wave of thread blocks that loop. They walk it forwards,
+// so that the end of their output is in L2 for a cast that walks backwards. Runs that are not whole
+// aligned vectors move one element at a time. Equals core/swiglu.h bit for bit.
 #include "kernels/activation.h"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/magnitude.cuh"
@@ -37,7 +37,7 @@ __device__ __forceinline__ Vector<In, kCount> NarrowAndAdd(const float (&v)[kCou
 // one row, in operands and in results, and all results of a row have one amax.
 template <class In, bool kPairs = false>
 struct Forward {
-  static constexpr int kOperands = 2, kResults = 1, kUnroll = sizeof(In) == 4 ? 1 : 2;
+  static constexpr int kOperands = 2, kResults = 1;
   static constexpr int kBlocksPerSm = 6, kAmaxes = 1;
   static constexpr int kPairedOperands = kPairs ? 2 : 0, kPairedResults = 0;
   const In* operand[kOperands];
@@ -57,7 +57,7 @@ struct Forward {
 
 template <class In, bool kPairs = false>
 struct Backward {
-  static constexpr int kOperands = 3, kResults = 2, kUnroll = 1;
+  static constexpr int kOperands = 3, kResults = 2;
   static constexpr int kBlocksPerSm = 4, kAmaxes = kPairs ? 1 : 2;
   static constexpr int kPairedOperands = kPairs ? 2 : 0, kPairedResults = kPairs ? 2 : 0;
   const In* operand[kOperands];  // gate, up, gradient of h
@@ -118,29 +118,16 @@ __device__ __forceinline__ void MapAll(const Map& map, const Loaded<Map, In, kCo
 template <int kTeam, class Map, class In>
 __global__ void __launch_bounds__(kThreads, Map::kBlocksPerSm)
     MapKernel(const Map map, const In* type, int64_t runs, int64_t length, bool vectors) {
-  constexpr int kUnroll = Map::kUnroll;
   const int thread = threadIdx.x % kTeam;
   const int64_t run = int64_t{blockIdx.x} * (kThreads / kTeam) + threadIdx.x / kTeam;
   if (run >= runs) return;  // all threads of a team
   const int64_t begin = run * length;
   Magnitude<In> m[Map::kResults];
   if (vectors) {
-    constexpr int kPiece = kTeam * kUnroll;
-    const int64_t count = length / kEight, step = int64_t{gridDim.y} * kPiece;
-    int64_t i = int64_t{blockIdx.y} * kPiece + thread;
-    for (; i - thread + kPiece <= count; i += step) {
-      Loaded<Map, In, kEight> x[kUnroll];
-#pragma unroll
-      for (int k = 0; k < kUnroll; ++k)
-        x[k] = LoadAll<kEight>(map, type, At{begin, begin + (i + k * kTeam) * kEight});
-#pragma unroll
-      for (int k = 0; k < kUnroll; ++k)
-        MapAll<kEight>(map, x[k], At{begin, begin + (i + k * kTeam) * kEight}, m);
-    }
-    for (int k = 0; k < kUnroll; ++k) {  // the partial last piece of the run
-      const int64_t j = i + k * kTeam;
-      const At at{begin, begin + j * kEight};
-      if (j < count) MapAll<kEight>(map, LoadAll<kEight>(map, type, at), at, m);
+    const int64_t count = length / kEight, step = int64_t{gridDim.y} * kTeam;
+    for (int64_t i = int64_t{blockIdx.y} * kTeam + thread; i < count; i += step) {
+      const At at{begin, begin + i * kEight};
+      MapAll<kEight>(map, LoadAll<kEight>(map, type, at), at, m);
     }
   } else {
     for (int64_t i = int64_t{blockIdx.y} * kTeam + thread; i < length;
@@ -171,15 +158,17 @@ Status LaunchMap(const Exec<Cuda>& exec, const Map& map, int64_t runs, int64_t l
   bool vectors = length % kEight == 0;
   for (const In* x : map.operand) vectors = vectors && IsAligned(x, 16);
   for (const In* x : map.result) vectors = vectors && IsAligned(x, 16);
-  const int64_t room = int64_t{Multiprocessors()} * Map::kBlocksPerSm;
-  const int64_t pieces = CeilDiv(length, kThreads * (vectors ? Map::kUnroll * kEight : 1));
+  const int64_t wave = int64_t{Multiprocessors()} * Map::kBlocksPerSm;
+  const int64_t pieces = CeilDiv(length, kThreads * (vectors ? kEight : 1));
   const In* type = nullptr;
   constexpr int kTeams = kThreads / kWarp;
-  if (vectors && length < kThreads * Map::kUnroll * kEight && runs >= room * kTeams)
+  if (vectors && length < kThreads * kEight && runs >= wave * kTeams)
     return Launch(exec, MapKernel<kWarp, Map, In>, CeilDiv(runs, kTeams), kThreads, map, type, runs,
                   length, vectors);
-  // One thread block per run if there are enough runs, else a full wave.
-  const int64_t splits = std::max<int64_t>(1, std::min(pieces, room / runs));
+  // One thread block per run if there are enough runs, else a few waves.
+  constexpr int64_t kWaves = 64, kMostSplits = 65535;  // the limit of gridDim.y
+  const int64_t splits =
+      std::clamp<int64_t>(std::min(pieces, kWaves * wave / runs), 1, kMostSplits);
   return LaunchRaising(exec, MapKernel<kThreads, Map, In>, runs, splits, kThreads, map.amax[0],
                        Map::kAmaxes > 1 ? map.amax[Map::kAmaxes - 1] : nullptr, map, type, runs,
                        length, vectors);
