@@ -241,6 +241,8 @@ def test_refusals():
         ({"units": [nn.Linear(1, 1)], "shard_weights": True}, ValueError, r"units \(Linear\) is not a module"),
         ({"betas": (1.0, 0.9)}, ValueError, r"betas\[0\] \(1.0\) must be a number"),
         ({"exp_avg_dtype": torch.int8}, TypeError, r"exp_avg_dtype"),
+        ({"settings": 3}, TypeError, r"settings \(3\) is not a function"),
+        ({"settings": lambda name, p: {"params": [p]}}, ValueError, r"settings \('params'\) is not an option of Adam"),
     ]:
         with pytest.raises(error, match=message):
             ZeroOptimizer(model_of(recipe), **bad)

@@ -97,6 +97,11 @@ def test_norms_that_are_not_finite(bad, stage):
     for wrong in (0, -1.0, "2", True):
         with pytest.raises(ValueError, match=r"norm_type \(.*\) is not a number above 0"):
             optimizer.clip_grad_norm_(1.0, wrong)
+    optimizer.zero_grad()
+    for wrong, error in ((-1.0, ValueError), (math.nan, ValueError), ("1", TypeError)):
+        model(x).sum().backward()  # Gradients were not clipped, so another pass adds to them.
+        with pytest.raises(error, match=r"max_norm \(.*\) must be a number of at least 0"):
+            optimizer.clip_grad_norm_(wrong)
 
 
 @on_ranks(2)

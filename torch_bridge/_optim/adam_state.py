@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qshard._core.optimizers import adam
+from qshard._core.validation import join_names
 from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._ops.bind import dtype_name
 
 SCALED = tuple(getattr(torch, name) for name in adam.SCALED)
 _AS_BYTES = (torch.int16, *(dtype for dtype in SCALED if dtype.itemsize == 1))
 """Dtypes that gloo, and partly pickle, rejects. A plain state has them as bytes: `{"int16": <uint8 [*shape, 2]>}`."""
+_OF_STATES = (*(getattr(torch, name) for name in adam.STATES), torch.int16)
 _DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
 """Settings that are dtypes, stored by name in a state dict."""
 
@@ -32,8 +34,12 @@ class Uncast:
         torch shards a full state only if the optimizer has a tensor of the same name, and so of the same dtype.
 
         Raises:
+          TypeError: no state has the dtype of the tensor.
           ValueError: the tensor is whole and the parameter is sharded.
         """
+        if name != "step" and self.tensor.dtype not in _OF_STATES:
+            known = join_names(map(dtype_name, _OF_STATES))
+            raise TypeError(f"{op}: state {name} ({dtype_name(self.tensor.dtype)}) is not {known}; cast it first")
         if isinstance(parameter, DTensor) and self.tensor.ndim and not isinstance(self.tensor, DTensor):
             given = dtype_name(self.tensor.dtype)
             raise ValueError(

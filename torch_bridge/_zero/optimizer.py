@@ -28,6 +28,7 @@ Sources: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277; TransformerEngi
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from qshard._core.optimizers.adam import check_setting
 from qshard.torch_bridge._delayed_scaling import update_delayed
 from qshard.torch_bridge._ops.collectives import unlike_ranks
 from qshard.torch_bridge._optim.adam import Adam, initialize_state
@@ -49,7 +51,7 @@ from qshard.torch_bridge._zero.placeholders import weakly
 from qshard.torch_bridge._zero.schedule import Schedule, autograd_runs, check_parameters, watch
 from qshard.torch_bridge._zero.settings import Settings, SettingsOf, settings_of
 from qshard.torch_bridge._zero.sliced_muon import SlicedMuon, is_muon
-from qshard.torch_bridge._zero.state_dict import StateDicts
+from qshard.torch_bridge._zero.state_dict import StateDicts, check_is_state
 from qshard.torch_bridge._zero.weight import Ranks, SliceCast, copy_values, units_of, weights_of
 
 
@@ -204,7 +206,8 @@ class ZeroOptimizer(Adam):
         self._delayed = SliceCast([w for w in quantized if w.delayed], parity, self._device)
         watch(model, [module for module, _ in chosen], self._flats, self._schedule, self._renew)
         ordered = [weight for of_group in self._of_groups for weight in of_group]
-        self._states = StateDicts(self._ranks, self._device, self._layout, self._weights, ordered, self._note_write)
+        written = weakly(self._note_write)
+        self._states = StateDicts(self._ranks, self._device, self._layout, self._weights, ordered, written)
         self._states.watch(model, self._flats, self._renew)
         self._publish()
 
@@ -214,6 +217,15 @@ class ZeroOptimizer(Adam):
             "ZeroOptimizer: it owns memory and hooks of its model, so it cannot be pickled or copied; save "
             "state_dict(), and load it into the optimizer of the other model"
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise NotImplementedError: masters and buffers of all parameters are made with the optimizer."""
+        if "_states" in vars(self):  # Else the constructor of `Optimizer` calls it.
+            raise NotImplementedError(
+                "ZeroOptimizer: add_param_group is not supported, because buffers have the parameters of the model; "
+                "add the parameters to the model first, and pass settings="
+            )
+        super().add_param_group(param_group)
 
     def _initialize_states(self) -> None:
         for group, of_group in zip(self.param_groups, self._of_groups, strict=True):
@@ -274,7 +286,7 @@ class ZeroOptimizer(Adam):
           The norm before clipping, float32 `[]`, the same bits on every rank.
 
         Raises:
-          ValueError: `norm_type` is not a number above 0.
+          TypeError, ValueError: `norm_type` is not a number above 0, or `max_norm` is not a number of at least 0.
           RuntimeError: the norm is infinite or NaN, and `error_if_nonfinite` is True.
 
         Collective: the reduction of gradients, which `step` then skips, and two all-reduces of at most 16 bytes.
@@ -289,6 +301,8 @@ class ZeroOptimizer(Adam):
             raise ValueError(
                 f"clip_grad_norm_: norm_type ({norm_type!r}) is not a number above 0; pass 2.0, or math.inf"
             )
+        if isinstance(max_norm, Tensor) or max_norm != math.inf:
+            check_setting("clip_grad_norm_", "max_norm", max_norm)
         for flat in self._flats:
             flat.gradient.settle()
         means = [flat.gradient.freeze_mean() for flat in self._flats]
@@ -341,11 +355,12 @@ class ZeroOptimizer(Adam):
         states: dict[Any, Any] = {}
         masters: list[Tensor] = []
         try:
+            check_is_state(state_dict)
             check_algorithms("ZeroOptimizer", state_dict["param_groups"], self.param_groups)
-            states, masters = self._states.local_slices(state_dict)
-        except ValueError as error:
+            states, masters = self._states.local_slices(state_dict, [len(g["params"]) for g in self.param_groups])
+        except Exception as error:  # Of whatever the state dict has in it. All ranks raise.
             problem = error
-        self._agree(problem, "cannot load its state; see its message")
+        self._agree(problem, "cannot load its state; see its message", bool(masters))
         super().load_state_dict({**state_dict, "state": states})
         self._initialize_states()
         for weight, master in zip(self._weights, masters, strict=False):

@@ -10,7 +10,6 @@ None would be taken for no gradient.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
@@ -164,7 +163,7 @@ def own_part(value: Any, shape: Sequence[int], start: int, length: int, name: st
     if isinstance(value, DTensor):
         value = value.full_tensor()
     value = local_of(value)
-    if value.numel() != math.prod(shape):
+    if tuple(value.shape) != tuple(shape):
         raise ValueError(
             f"ZeroOptimizer: {name} {tuple(value.shape)} does not have the shape {tuple(shape)}; load the state of the "
             "same model"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qshard._core.layer_recipes import check_filter
 from qshard._core.validation import quote
 from qshard.torch_bridge._optim.adam import Adam, AdamW
 from qshard.torch_bridge._optim.adam_state import SCALED
@@ -64,6 +65,8 @@ def settings_of(
             f"ZeroOptimizer: optimizer_class ({quote(optimizer_class)}) is not Adam, AdamW or Muon of qshard; pass one "
             "of these classes"
         )
+    if settings is not None:
+        check_filter("ZeroOptimizer", settings, "a name and its parameter", "lambda name, p: {'lr': 1e-3}", "settings")
     weight_of = {nn.Parameter(torch.empty(w.shape, dtype=torch.float32, device="meta")): w for w in weights}
     of_settings: list[tuple[Mapping[str, Any], list[Any]]] = []
     for parameter, weight in weight_of.items():
@@ -73,6 +76,8 @@ def settings_of(
                 f"ZeroOptimizer: settings({weight.name!r}) ({quote(given)}) is not a dict; return options, such as "
                 "{'weight_decay': 0.0}"
             )
+        if "params" in given:
+            raise _unknown("params", optimizer_class)
         members = next((members for known, members in of_settings if known == given), None)
         if members is None:
             of_settings.append((given, members := []))
@@ -81,15 +86,17 @@ def settings_of(
     trial = named([{**given, "params": members} for given, members in of_settings], lr, **options)
     known = {*trial.defaults, "algorithm"} if optimizer_class is Muon else {*trial.defaults}
     if unknown := {key for given, _ in of_settings for key in given} - known:
-        name = optimizer_class.__name__
-        raise ValueError(
-            f"ZeroOptimizer: settings ({sorted(unknown)[0]!r}) is not an option of {name}; pass options of {name} only"
-        )
+        raise _unknown(sorted(unknown)[0], optimizer_class)
     groups = [
         Group({name: own for name, own in group.items() if name != "params"}, [weight_of[p] for p in group["params"]])
         for group in trial.param_groups
     ]
     return Settings(groups, trial.defaults)
+
+
+def _unknown(option: str, optimizer_class: type[Adam]) -> ValueError:
+    name = optimizer_class.__name__
+    return ValueError(f"ZeroOptimizer: settings ({option!r}) is not an option of {name}; pass options of {name} only")
 
 
 def _plain(setting: Any) -> Any:

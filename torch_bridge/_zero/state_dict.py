@@ -7,7 +7,7 @@ slice on each rank. `torch.distributed.checkpoint` saves it as boxes and loads i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from qshard._core.optimizers.adam import BLOCK
 from qshard._core.placement import Box, slice_boxes
+from qshard._core.validation import quote
 from qshard.torch_bridge._optim.slices import gather_parts
 from qshard.torch_bridge._torch_internals import DTensorSpec, TensorMeta, pytree
 from qshard.torch_bridge._zero.buffers import FlatBuffer
@@ -34,7 +35,7 @@ class SlicedState(DTensor):
     """A tensor that is sharded into flat slices, in the form of a DTensor. This rank's slice begins at element `start`.
 
     A real DTensor is sharded along its axes. This one can be saved, loaded, gathered and copied to the CPU; other ops
-    raise. A load calls `on_write` before it writes to the slice.
+    raise. A load calls `on_write` before it writes to the slice. It is no bound method: copies would copy its object.
     """
 
     local: Tensor
@@ -56,7 +57,9 @@ class SlicedState(DTensor):
         size = torch.Size(shape)
         meta = TensorMeta(size, torch.empty(size, device="meta").stride(), local.dtype)
         spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=meta)
-        self: Any = super().__new__(cls, local, spec, requires_grad=False)
+        # A view would give the wrapper its offset, and `data_ptr` other than 0, which copies would read.
+        self: Any = super().__new__(cls, local.new_empty(0), spec, requires_grad=False)
+        self._local_tensor = local
         self.local, self.slices, self.label, self.on_write = local, slices, name, on_write
         self.start = slices[mesh.get_local_rank()][0]
         return self
@@ -83,6 +86,8 @@ class SlicedState(DTensor):
                 return SlicedState(self.local, self.shape, self.slices, self.device_mesh, self.label, self.on_write)
             if func is aten.clone.default:
                 return self._like(self.local.clone())
+            if func is aten.new_empty.default and tuple(args[1]) == tuple(self.shape):  # From `dcp.async_save`.
+                return self._like(self.local.new_empty(self.local.shape, device=(kwargs or {}).get("device")))
             if func is aten._to_copy.default and (kwargs or {}).get("dtype", self.dtype) == self.dtype:
                 return self._like(self.local.to((kwargs or {}).get("device", self.device)))
         leaves = pytree.tree_leaves((args, kwargs))
@@ -192,8 +197,10 @@ class StateDicts:
         }
         return {**given, "state": state, "zero": own}
 
-    def local_slices(self, state_dict: dict[str, Any]) -> tuple[dict[Any, Any], list[Tensor]]:
+    def local_slices(self, state_dict: dict[str, Any], sizes: list[int]) -> tuple[dict[Any, Any], list[Tensor]]:
         """Return this rank's slices of the states, and of the masters if there are any: inverts `of_optimizer`.
+
+        `sizes` are the numbers of parameters of the optimizer's groups.
 
         Raises:
           ValueError: the states belong to another model, or the masters to another layout or rank.
@@ -206,12 +213,15 @@ class StateDicts:
                 "ranks, or save with get_optimizer_state_dict"
             )
         names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        if len(names) != len(self._ordered):
+        weights = dict(zip(names, self._ordered, strict=False))
+        given = [len(group["params"]) for group in state_dict["param_groups"]]
+        strays = [key for key in state_dict["state"] if key not in weights]
+        if given != sizes or strays:
+            has = f"a parameter {strays[0]!r} that no group has" if given == sizes else f"groups of {given} parameters"
             raise ValueError(
-                f"ZeroOptimizer: state (of {len(names)} parameters) does not match the {len(self._ordered)} of this "
-                "model; load a state of the same model"
+                f"ZeroOptimizer: state (of {has}) does not match the groups of {sizes} of this optimizer; load a state "
+                "of the same model, with the same settings"
             )
-        weights = dict(zip(names, self._ordered, strict=True))
         states = {
             key: {name: _each(self.local_slice, weights[key], name, value) for name, value in values.items()}
             for key, values in state_dict["state"].items()
@@ -235,6 +245,8 @@ class StateDicts:
     def local_slice(self, weight: ZeroParameter, name: str, value: Tensor) -> Tensor:
         """Return this rank's slice of a state dict entry, in the optimizer's shape: `[1, n]`, or `[n]`."""
         shape, slices = _layout(weight, name)
+        if name.endswith("_scale_inv") and tuple(value.shape) == _blocks_of_rows(weight):
+            shape = tuple(value.shape)  # Of `Adam`: the same blocks, row by row.
         start, stop = slices[self._ranks.rank]
         part = own_part(value, shape, start, stop - start, f"{weight.name} ({name})")
         return part.view(1, -1) if weight.master.ndim > 1 else part
@@ -291,6 +303,15 @@ class StateDicts:
         model.register_load_state_dict_post_hook(Hook(end))
 
 
+def check_is_state(state_dict: Any) -> None:
+    """Raise ValueError if an object is not a state dict of an optimizer."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"ZeroOptimizer: state_dict ({quote(state_dict)}) is not the state of an optimizer; pass the result of "
+            "state_dict(), which has 'state' and 'param_groups'"
+        )
+
+
 def _each(change: Callable[[ZeroParameter, str, Tensor], Tensor], weight: ZeroParameter, name: str, value: Any) -> Any:
     """Apply `change` to elementwise states, but not to step numbers. A nested dict has the bytes of FP8 states."""
     if isinstance(value, dict):
@@ -304,6 +325,12 @@ def _layout(weight: ZeroParameter, name: str) -> tuple[tuple[int, ...], list[tup
         return weight.shape, weight.slices
     shape = (1, -(-weight.size // BLOCK))
     return shape, [(-(-start // BLOCK), -(-stop // BLOCK)) for start, stop in weight.slices]
+
+
+def _blocks_of_rows(weight: ZeroParameter) -> tuple[int, int] | None:
+    """Return the shape of scales in a state of `Adam`; None if a block of the flattened weight joins two rows."""
+    columns = math.prod(weight.shape[1:])
+    return None if columns % BLOCK else (weight.shape[0], columns // BLOCK)
 
 
 def _nothing() -> None:
