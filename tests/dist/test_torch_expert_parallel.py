@@ -443,5 +443,17 @@ def test_checkpoints_have_all_experts():
     dcp.load(state, checkpoint_id=folder[0])
     one.load_state_dict(state)
     assert all(torch.equal(value, expected[name]) for name, value in one.state_dict().items())
+
+
+@on_ranks(2)
+def test_zero():
+    """One group cannot average the router over all ranks and the experts over those that have the same ones."""
+    shared, alone = layer_of("CurrentScaling", group()), dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for ranks in (None, alone):
+        with pytest.raises(ValueError, match=r"router.weight would differ between the 2 ranks that share the experts"):
+            ZeroOptimizer(shared, lr=1e-3, group=ranks)
+    experts = torch.nn.ModuleList([shared.w13, shared.w2])
     with pytest.raises(ValueError, match="has another model"):
-        ZeroOptimizer(shared, lr=1e-3)
+        ZeroOptimizer(experts, lr=1e-3)
+    ZeroOptimizer(experts, lr=1e-3, group=alone)
+    ZeroOptimizer(layer_of("CurrentScaling", alone), lr=1e-3)

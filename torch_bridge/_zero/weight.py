@@ -22,6 +22,7 @@ from qshard.torch_bridge._delayed_scaling import DelayedScale, delayed_scales
 from qshard.torch_bridge._experts.layer import GroupedLinear
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, memory_of
+from qshard.torch_bridge._moe.layer import MoE
 from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.collectives import max_over_ranks
@@ -169,11 +170,33 @@ def weights_of(model: nn.Module) -> list[ZeroParameter]:
             f"ZeroOptimizer: model ({type(model).__name__}) has no parameter that requires grad; pass a model that has "
             "one"
         )
+    _check_experts(model, weights)
     devices = {weight.parameter.device for weight in weights if not weight.parameter.is_meta}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"ZeroOptimizer: model (on {names}) is not on one device; move it to one")
     return weights
+
+
+def _check_experts(model: nn.Module, weights: Sequence[ZeroParameter]) -> None:
+    """Raise ValueError if other parameters are trained beside experts that ranks share.
+
+    Ranks of an `ep_group` have other experts, so they are in different groups of an optimizer. Such a group would
+    update the other parameters from the tokens of its own ranks alone, and they would diverge.
+    """
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, MoE) and module.ep_group is not None and module.ep_group.size() > 1
+    }
+    experts = {id(p) for layer in layers.values() for product in (layer.w13, layer.w2) for p in product.parameters()}
+    others = [weight.name for weight in weights if id(weight.parameter) not in experts]
+    if layers and others:
+        name, size = next((name, layer.ep_group.size()) for name, layer in layers.items() if layer.ep_group is not None)
+        raise ValueError(
+            f"ZeroOptimizer: {others[0]} would differ between the {size} ranks that share the experts of "
+            f"{name or 'the model'} (ep_group); train the model with fully_shard, or give this optimizer experts alone"
+        )
 
 
 def units_of(
