@@ -187,7 +187,12 @@ def test_states_copy_and_load():
     optimizer.step()
     other = copy.deepcopy(model)
     its = Muon(other.named_parameters(), lr=0.5)
-    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    state = copy.deepcopy(optimizer.state_dict())
+    for group in state["param_groups"]:  # As saved by a rank with other experts.
+        group["param_names"] = ["another"]
+    its.load_state_dict(state)
+    names = [group["param_names"] for group in optimizer.param_groups]
+    assert [group["param_names"] for group in its.param_groups] == names
     for params, each in ((model.parameters(), optimizer), (other.parameters(), its)):
         set_gradients(params, 1)
         each.step()

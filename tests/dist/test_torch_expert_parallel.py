@@ -448,7 +448,10 @@ def test_checkpoints_have_all_experts():
 @on_ranks(2)
 def test_zero():
     """One group cannot average the router over all ranks and the experts over those that have the same ones."""
-    shared, alone = layer_of("CurrentScaling", group()), dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    shared, alone = (
+        layer_of("CurrentScaling", group()),
+        dist.new_group([dist.get_rank()], use_local_synchronization=True),
+    )
     for ranks in (None, alone):
         with pytest.raises(ValueError, match=r"router.weight would differ between the 2 ranks that share the experts"):
             ZeroOptimizer(shared, lr=1e-3, group=ranks)

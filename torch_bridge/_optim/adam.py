@@ -130,10 +130,16 @@ class Adam(Optimizer):
             for name, value in of_parameter.items():
                 if isinstance(value, Uncast):
                     of_parameter[name] = value.on(self._op, name, parameter)
+        own = self.__dict__.get("param_groups", [])  # A copy has none.
         super().__setstate__(state)
         self._hypers, self._steps = {}, {}
         for group in self.param_groups:  # A state of torch.optim.AdamW lacks some settings.
             group.update({**self.defaults, **group, "capturable": True})
+        for group, before in zip(self.param_groups, own, strict=False):
+            # Names stay: a checkpoint has those of the rank that saved it, which may have other experts.
+            group.pop("param_names", None)
+            if "param_names" in before:
+                group["param_names"] = before["param_names"]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values that share memory with the optimizer, as in torch.
