@@ -223,6 +223,11 @@ def test_settings(stage):
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.0]
     for name, weight in optimizer.full_weights().items():
         assert torch.equal(weight, before[name]) == (weight.ndim < 2), name
+    rates = [torch.tensor(0.0) for _ in range(2)]  # They are equal now, and a warm-up may change each in its own way.
+    optimizer = ZeroOptimizer(
+        model_of(RECIPES["CurrentScaling"]), shard_weights=stage, settings=lambda name, p: {"lr": rates[p.ndim < 2]}
+    )
+    assert [group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True)] == [True] * 2
 
 
 @pytest.mark.timeout(60)

@@ -78,7 +78,7 @@ def settings_of(
             )
         if "params" in given:
             raise _unknown("params", optimizer_class)
-        members = next((members for known, members in of_settings if known == given), None)
+        members = next((members for known, members in of_settings if _are_one(known, given)), None)
         if members is None:
             of_settings.append((given, members := []))
         members.append((weight.name, parameter) if optimizer_class is Muon else parameter)
@@ -92,6 +92,15 @@ def settings_of(
         for group in trial.param_groups
     ]
     return Settings(groups, trial.defaults)
+
+
+def _are_one(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Return whether settings are those of one group. Tensors, such as learning rates, may change, each by itself."""
+
+    def is_same(x: Any, y: Any) -> bool:
+        return x is y or not (isinstance(x, Tensor) or isinstance(y, Tensor) or x != y)
+
+    return a.keys() == b.keys() and all(is_same(a[name], b[name]) for name in a)
 
 
 def _unknown(option: str, optimizer_class: type[Adam]) -> ValueError:
