@@ -86,8 +86,6 @@ class SlicedState(DTensor):
                 return SlicedState(self.local, self.shape, self.slices, self.device_mesh, self.label, self.on_write)
             if func is aten.clone.default:
                 return self._like(self.local.clone())
-            if func is aten.new_empty.default and tuple(args[1]) == tuple(self.shape):  # From `dcp.async_save`.
-                return self._like(self.local.new_empty(self.local.shape, device=(kwargs or {}).get("device")))
             if func is aten._to_copy.default and (kwargs or {}).get("dtype", self.dtype) == self.dtype:
                 return self._like(self.local.to((kwargs or {}).get("device", self.device)))
         leaves = pytree.tree_leaves((args, kwargs))
@@ -119,6 +117,14 @@ class SlicedState(DTensor):
             self.local, self.start, self.shape, self.dtype, self.label, self.on_write
         )
         return placeholder
+
+    def new_empty(self, size: Any, *, device: Any = None, **_: Any) -> SlicedState:  # type: ignore[override]
+        """Return a slice for a copy on another device. `dcp.async_save` calls it, and then copies all attributes.
+
+        It is a method because torch 2.11 does not call `__torch_dispatch__` of a subclass of DTensor.
+        """
+        assert tuple(size) == tuple(self.shape)
+        return self._like(self.local.new_empty(self.local.shape, device=device))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedState:
         return memo.setdefault(id(self), self._like(self.local.clone()))  # type: ignore[no-any-return]
