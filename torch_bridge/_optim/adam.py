@@ -136,7 +136,7 @@ class Adam(Optimizer):
         for group in self.param_groups:  # A state of torch.optim.AdamW lacks some settings.
             group.update({**self.defaults, **group, "capturable": True})
         for group, before in zip(self.param_groups, own, strict=False):
-            # Names stay: a checkpoint has those of the rank that saved it, which may have other experts.
+            # Names stay: a checkpoint has the names of one rank, and another rank may have other experts.
             group.pop("param_names", None)
             if "param_names" in before:
                 group["param_names"] = before["param_names"]

@@ -18,6 +18,7 @@ SCALED = tuple(getattr(torch, name) for name in adam.SCALED)
 _AS_BYTES = (torch.int16, *(dtype for dtype in SCALED if dtype.itemsize == 1))
 """Dtypes that gloo, and partly pickle, rejects. A plain state has them as bytes: `{"int16": <uint8 [*shape, 2]>}`."""
 _OF_STATES = (*(getattr(torch, name) for name in adam.STATES), torch.int16)
+"""Dtypes of states; int16 is the dtype of "remainder"."""
 _DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
 """Settings that are dtypes, stored by name in a state dict."""
 

@@ -95,7 +95,8 @@ class ZeroOptimizer(Adam):
     **Gradients.** Each gradient is moved from `.grad` to a flat float32 buffer as soon as autograd has computed it.
     `zero_grad` of the optimizer or of the model clears the buffer; `step` does not. Reading the placeholder at `.grad`
     raises: clip with `clip_grad_norm_`. A parameter without a gradient counts as zeros, and a gradient that you assign
-    to `.grad` counts. `step` also updates `DelayedScaling`; a further call of `update_scales` changes nothing.
+    to `.grad` counts. `step` also updates `DelayedScaling`; a further call of `update_scales` changes nothing. The
+    histories get the amaxes of all weights, also of layers that did not run in the step.
 
     **Muon** updates hidden matrices and stacks of experts, and AdamW the rest, as in `Muon` of named parameters, with
     the same bits. The momentum is in slices too. Each matrix has an owner among the ranks; in `step`, two all-to-alls

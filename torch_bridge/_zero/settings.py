@@ -95,7 +95,7 @@ def settings_of(
 
 
 def _are_one(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return whether settings are those of one group. Tensors, such as learning rates, may change, each by itself."""
+    """Return whether two settings make one group. Two tensors make two: a schedule may change each by itself."""
 
     def is_same(x: Any, y: Any) -> bool:
         return x is y or not (isinstance(x, Tensor) or isinstance(y, Tensor) or x != y)

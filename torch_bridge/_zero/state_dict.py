@@ -35,7 +35,7 @@ class SlicedState(DTensor):
     """A tensor that is sharded into flat slices, in the form of a DTensor. This rank's slice begins at element `start`.
 
     A real DTensor is sharded along its axes. This one can be saved, loaded, gathered and copied to the CPU; other ops
-    raise. A load calls `on_write` before it writes to the slice. It is no bound method: copies would copy its object.
+    raise. A load calls the function `on_write` before it writes to the slice. A copy would copy the object of a method.
     """
 
     local: Tensor
