@@ -27,13 +27,14 @@ CONFIGS = CONFIG, HF_QUANT_CONFIG = "config.json", "hf_quant_config.json"
 KEY = "quantization_config"
 END = ".weight"
 VERSION = "1"  # of these entries; engines do not read it
+HEAD = "lm_head"  # the output layer's name in vLLM
 
 _DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 _MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 _NV = {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
 _COMPRESSED: dict[Scheme, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
-    Scheme.FP8_TENSOR: ("float-quantized", _FP8 | {"strategy": "tensor"}, _DYNAMIC | {"strategy": "token"}),
+    Scheme.FP8_TENSOR: ("float-quantized", _FP8 | {"strategy": "channel"}, _DYNAMIC | {"strategy": "token"}),
     Scheme.FP8_CHANNEL: ("float-quantized", _FP8 | {"strategy": "channel"}, _DYNAMIC | {"strategy": "token"}),
     Scheme.FP8_BLOCK: (
         "float-quantized",
@@ -120,6 +121,9 @@ def _modelopt(by_scheme: dict[Scheme, list[str]], ignore: list[str]) -> dict[str
         terms, group = _MODELOPT[scheme]
         groups[f"group_{i}"] = group | {"targets": ["Linear"] if len(by_scheme) == 1 else modules}
         layers |= dict.fromkeys(modules, terms)
+    if not any(module.rpartition(".")[2] == HEAD for module in [*layers, *ignore]):
+        # With tied embeddings the file has no head. vLLM would expect codes of it, and not miss them in every format.
+        ignore = [HEAD, *ignore]
     algorithm: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     if len(by_scheme) == 1:
         algorithm = terms

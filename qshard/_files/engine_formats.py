@@ -6,7 +6,7 @@ rowwise plane, so codes are never computed again: they change names, and scales 
 | format | quantized as | tensors |
 | --- | --- | --- |
 | deepseek | FP8, 128 x 128 | `NAME` F8_E4M3; `NAME_scale_inv` F32 `[N / 128, K / 128]` |
-| compressed-tensors | FP8 | `NAME` F8_E4M3; `NAME_scale` F32 `[1]`, `[N, 1]` or `[N / 128, K / 128]` |
+| compressed-tensors | FP8 | `NAME` F8_E4M3; `NAME_scale` F32 `[N, 1]` or `[N / 128, K / 128]` |
 | | MXFP8 | `NAME` F8_E4M3; `NAME_scale` U8 `[N, K / 32]` |
 | | MXFP4 | `NAME_packed` U8 `[N, K / 2]`; `NAME_scale` U8 `[N, K / 32]` |
 | | NVFP4 | `NAME_packed` U8 `[N, K / 2]`; `NAME_scale` F8_E4M3 `[N, K / 16]`; `NAME_global_scale` F32 `[1]` |
@@ -17,8 +17,9 @@ rowwise plane, so codes are never computed again: they change names, and scales 
 All scales decode, `value = code * scale`, except `NAME_global_scale`, which encodes: `value = code * scale /
 global_scale`. All formats pack the even element of two 4-bit codes in the low nibble, as qshard does. E8M0 scales are
 stored as their bytes. 2-D blocks of MX and NVFP4 weights have one scale for 32 or 16 rows; the formats have one scale a
-row, so it is repeated. In modelopt the scale of a whole FP8 weight is repeated for each row: its format with one scale
-needs calibrated scales of activations, and the one with a scale a row does not.
+row, so it is repeated. The scale of a whole FP8 weight is repeated for each row, too: vLLM multiplies q, k and v as one
+weight, and would quantize them again for one scale. In modelopt the format with one scale also needs calibrated scales
+of activations.
 
 Sources: DeepSeek-V3, inference/kernel.py `weight_dequant` and inference/fp8_cast_bf16.py; compressed-tensors 0.20,
 compressors/{naive_quantized,mxfp8,mxfp4,nvfp4}/base.py; nvidia-modelopt 0.47, torch/export/quant_utils.py and
@@ -82,6 +83,7 @@ def _spread_blocks(shape: Shape) -> Shape:
 
 
 _FP8 = _Field("", "data", "F8_E4M3", lambda shape: shape)
+_ROW_SCALE = _Field("_scale", "scale_inv", "F32", lambda shape: (*shape[:-1], 1))
 _MX_SCALE = _Field("_scale", "scale_inv", "U8", _blocks(1, 32))
 _NV_SCALE = _Field("_scale", "scale_inv", "F8_E4M3", _blocks(1, 16))
 _PACKED = _Field("_packed", "data", "U8", _blocks(1, 2))
@@ -91,8 +93,8 @@ _FIELDS: dict[str, dict[Scheme, tuple[_Field, ...]]] = {
         Scheme.FP8_BLOCK: (_FP8, _Field("_scale_inv", "scale_inv", "F32", _blocks(128, 128))),
     },
     "compressed-tensors": {
-        Scheme.FP8_TENSOR: (_FP8, _Field("_scale", "scale_inv", "F32", lambda _: (1,))),
-        Scheme.FP8_CHANNEL: (_FP8, _Field("_scale", "scale_inv", "F32", lambda shape: (*shape[:-1], 1))),
+        Scheme.FP8_TENSOR: (_FP8, _ROW_SCALE),
+        Scheme.FP8_CHANNEL: (_FP8, _ROW_SCALE),
         Scheme.FP8_BLOCK: (_FP8, _Field("_scale", "scale_inv", "F32", _blocks(128, 128))),
         Scheme.MXFP8: (_FP8, _MX_SCALE),
         Scheme.MXFP4: (_PACKED, _MX_SCALE),

@@ -164,3 +164,28 @@ def test_configs_say_how_weights_are_stored():
     assert configs["config.json"]["quantization_config"]["quant_algo"] == "MIXED_PRECISION"
     layers = configs["hf_quant_config.json"]["quantization"]["quantized_layers"]
     assert layers["c"] == {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+
+
+@pytest.mark.parametrize("engine", ["compressed-tensors", "modelopt"])
+def test_a_whole_fp8_weight_has_its_scale_for_each_row(engine):
+    """vLLM merges q, k and v. With one scale for each of them it would quantize them again, for one scale of all."""
+    x = weight(0)
+    q, what, tensors, stored = files_of(engine, FP8_E4M3, x)
+    assert [each.dtype for each in tensors] == ["F8_E4M3", "F32"]
+    assert stored["up.weight_scale"].tobytes() == np.full(len(x), q.rowwise.scale_inv).tobytes()
+    entry = engine_configs(engine, {"up.weight": what})["config.json"]["quantization_config"]
+    assert entry["config_groups"]["group_0"]["weights"]["strategy"] == "channel"
+
+
+@pytest.mark.parametrize("others", [(), ("lm_head.weight",), ("head.weight",)])
+def test_modelopt_ignores_a_head_that_is_not_quantized(others):
+    """Without it, vLLM would read codes of the head of a model with tied embeddings, whose file has no head."""
+    what = Description(format=FP8_E4M3, shape=(128, 128), dtype="float32", planes=(Usage.ROWWISE,))
+    configs = engine_configs("modelopt", {"up.weight": what}, others)
+    lists = (
+        configs["config.json"]["quantization_config"]["ignore"],
+        configs["hf_quant_config.json"]["quantization"]["exclude_modules"],
+    )
+    assert all(names.count("lm_head") == 1 for names in lists)
+    quantized = engine_configs("modelopt", {"up.weight": what, "model.lm_head.weight": what}, others[1:])
+    assert quantized["config.json"]["quantization_config"]["ignore"] == []
