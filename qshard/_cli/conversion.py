@@ -38,6 +38,7 @@ from qshard.numerics._display import progress_bar
 from qshard.numerics._reductions import as_float
 
 OP = "qshard convert"
+UNQUANTIZED = "an embedding or the output layer, which engines read as values; --format with its full name quantizes it"
 
 
 @dataclass
@@ -122,23 +123,36 @@ def write_file(out: Path, checkpoint: Checkpoint, done: Conversion, seed: int) -
     done.nbytes = before, sum(each.nbytes for each in writer.entries.values())
 
 
-def arrays_of(entry: Entry, what: Description, seed: int, done: Conversion) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a weight: its codes if it has codes of this format, else quantized from its values."""
+def arrays_of(
+    entry: Entry, what: Description, seed: int, done: Conversion, amax: NDArray[Any] | None = None
+) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a weight: its codes if it has codes of this format, else quantized from its values.
+
+    `amax` is the amax of a tensor that contains the weight, for the global scale.
+    """
     if isinstance(entry, QuantizedEntry):
         planes = entry.planes_as(what.format, what.planes)
         if planes is not None:
             return _in_shapes(planes, what)
         done.requantized.append(entry.name)
-    return quantize_entry(entry, what, seed, done.remarks)
+    return quantize_entry(entry, what, seed, done.remarks, amax)
 
 
-def quantize_entry(entry: Entry, what: Description, seed: int, remarks: list[str]) -> dict[str, NDArray[Any]]:
+def amax_of(entry: Entry) -> NDArray[Any]:
+    """Return the amax of a weight, as it is quantized."""
+    amax: NDArray[Any] = kernels.ops.amax_tensor(np.ascontiguousarray(as_float(entry.read(), OP).array))
+    return amax
+
+
+def quantize_entry(
+    entry: Entry, what: Description, seed: int, remarks: list[str], amax: NDArray[Any] | None = None
+) -> dict[str, NDArray[Any]]:
     """Quantize a weight and return its arrays, by their names without the name of the weight."""
     fmt, x = what.format, as_float(entry.read(), OP)
     matrix = np.ascontiguousarray(x.array).reshape(matrix_shape(what.shape))
     draws = kernels.draws(OP, seed_of(entry.name, seed)) if fmt.stochastic else None
     usage = Usage.BOTH if len(what.planes) > 1 else what.planes[0]
-    planes = quantize_steps.quantize(kernels.ops, matrix, fmt, usage, draws=draws)
+    planes = quantize_steps.quantize(kernels.ops, matrix, fmt, usage, draws=draws, amax=amax)
     if not np.isfinite(kernels.ops.amax_tensor(matrix)):
         remarks.append(
             f"{quote(entry.name)} has infinities or NaN, stored by the rule nonfinite={fmt.nonfinite} of {fmt}"
@@ -182,6 +196,9 @@ def _fitting(
         why = refusal(fmt, shape, usage)
         if for_engine and shape != entry.shape:
             why = "a convolution, which engines do not store quantized"
+        elif for_engine and _is_unquantized(entry) and not (plan.origin == "--format" and entry.name in plan.rules):
+            unfit[entry.name] = UNQUANTIZED
+            continue
         if why is not None:
             unfit[entry.name] = f"{fmt}: {why}"
             continue
@@ -190,9 +207,15 @@ def _fitting(
         weights[entry.name] = Description(format=own or fmt, shape=shape, dtype=entry.kernel_dtype, planes=usage.planes)
     reasons = selection.left_out | unfit
     for name, fmt in plan.rules.items():
-        if (why := reasons.get(name)) is not None and why != KEPT:
+        if (why := reasons.get(name)) is not None and why not in (KEPT, UNQUANTIZED):
             raise Misuse(f"{plan.origin} {quote(name)}={fmt}: {why}; choose another format, or leave it out")
     return weights, unfit
+
+
+def _is_unquantized(entry: Entry) -> bool:
+    """Return whether engines expect values of a weight, by its name in Hugging Face checkpoints."""
+    module = entry.name.removesuffix(".weight").rpartition(".")[2]
+    return not isinstance(entry, QuantizedEntry) and ("embed" in module or module in ("lm_head", "wte", "wpe"))
 
 
 def _explain_nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:

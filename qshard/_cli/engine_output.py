@@ -5,11 +5,15 @@
     OUT/tokenizer.json, ...                other small files of the checkpoint's folder
 
 The folder is written under another name beside OUT and renamed when it is complete.
+
+vLLM multiplies some layers as one weight, such as q, k and v, and takes one of their global scales for all. So they are
+quantized with the global scale of the merged weight: their codes are its rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -22,14 +26,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qshard._cli.conversion import Conversion, Writer, arrays_of, make_beside, permissions_of
+from qshard._cli.conversion import Conversion, Writer, amax_of, arrays_of, make_beside, permissions_of
 from qshard._cli.errors import Misuse
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._core.serialization import Description, key_of
 from qshard._files.checkpoint import FILE, INDEX, Checkpoint, Entry, read_config
-from qshard._files.engine_configs import CONFIG, CONFIGS, engine_configs
+from qshard._files.engine_configs import CONFIG, CONFIGS, END, engine_configs
 from qshard._files.engine_configs import KEY as QUANTIZATION
-from qshard._files.engine_formats import EngineTensor, engine_tensors
+from qshard._files.engine_formats import EngineTensor, Scheme, engine_tensors, scheme_of
 from qshard._files.names import quote
 from qshard.layout import Shape
 from qshard.numerics._display import progress_bar
@@ -37,6 +41,7 @@ from qshard.numerics._display import progress_bar
 OP = "qshard convert"
 COPIES = (".json", ".txt", ".model", ".jinja", ".md", "LICENSE")  # ends of the names of small files to copy
 LARGEST_COPY = 2**28  # bytes
+MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # names of layers of one module
 MOST_BYTES = 5 * 10**9  # of a shard, as Hugging Face splits files
 
 
@@ -67,6 +72,7 @@ def write_engine(
     """
     items = [_item(entry, done.quantized.get(name), engine) for name, entry in checkpoint.entries.items()]
     configs = _configs(checkpoint, engine, done.quantized, items)
+    amaxes = _shared_amaxes(checkpoint, done.quantized)
     shards, total = _shards(items, most_bytes), sum(_nbytes(item) for item in items)
     names = [f"model-{i + 1:05}-of-{len(shards):05}{FILE}" for i in range(len(shards))]
     names = [f"model{FILE}"] if len(shards) == 1 else names
@@ -79,7 +85,7 @@ def write_engine(
                 writer = Writer(file, folder / name, tensors, checkpoint.metadata | {"format": "pt"})
                 for item in shard:
                     update(f"{name}: {quote(item.entry.name)}", read)
-                    for key, parts in _contents(item, done, seed):
+                    for key, parts in _contents(item, done, seed, amaxes):
                         writer.write(key, parts)
                     read += item.entry.nbytes
                 writer.check()
@@ -109,13 +115,39 @@ def _item(entry: Entry, what: Description | None, engine: str) -> _Item:
     return _Item(entry, {each.name: (each.dtype, each.shape) for each in weight}, weight)
 
 
-def _contents(item: _Item, done: Conversion, seed: int) -> Iterator[tuple[str, Any]]:
+def _shared_amaxes(checkpoint: Checkpoint, weights: Mapping[str, Description]) -> dict[str, NDArray[Any]]:
+    """Return the amax of the merged weight for each NVFP4 weight that engines merge, by its name.
+
+    Weights that keep their codes keep their global scales. Weights that are merged with them get their own, as alone.
+    """
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, what in weights.items():
+        prefix, _, layer = name.removesuffix(END).rpartition(".")
+        merged = next((layers for layers in MERGED if layer in layers), None)
+        if merged is not None and scheme_of(what) is Scheme.NVFP4:
+            groups.setdefault((prefix, merged, what.format), []).append(name)
+    found: dict[str, NDArray[Any]] = {}
+    for names in groups.values():
+        entries = [checkpoint.entries[name] for name in names]
+        keeps_codes = (
+            isinstance(each, QuantizedEntry) and each.format_as(weights[each.name].format, weights[each.name].planes)
+            for each in entries
+        )
+        if len(entries) > 1 and not any(keeps_codes):
+            found |= dict.fromkeys(names, functools.reduce(np.maximum, map(amax_of, entries)))
+    return found
+
+
+def _contents(
+    item: _Item, done: Conversion, seed: int, amaxes: Mapping[str, NDArray[Any]]
+) -> Iterator[tuple[str, Any]]:
     """Yield the name and the parts of each tensor."""
     if item.weight is None:
         for each in item.entry.tensors:
             yield each.name, each.bytes()
         return
-    arrays = arrays_of(item.entry, done.quantized[item.entry.name], seed, done)
+    name = item.entry.name
+    arrays = arrays_of(item.entry, done.quantized[name], seed, done, amaxes.get(name))
     for tensor in item.weight:
         array: NDArray[Any] = tensor.encode(arrays[key_of("rowwise", tensor.part)], np)
         yield tensor.name, [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data]

@@ -140,3 +140,69 @@ def test_arguments(tmp_path):
     text = refused("convert", source, tmp_path / "o.safetensors")
     assert "has nothing to quantize: model.layers.0.up.weight: no format was given for it; give one by" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+@pytest.mark.parametrize("engine", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("fmt", ["NVFP4", "NVFP4_16x16"])
+def test_merged_weights_share_a_global_scale(engine, fmt, tmp_path):
+    """vLLM takes one global scale for q, k and v, and one for gate and up: their codes are the rows of the whole."""
+    at = "model.layers.0."
+    groups = {
+        at + "self_attn": ("q_proj", "k_proj", "v_proj"),
+        at + "mlp": ("gate_proj", "up_proj"),
+        at + "e.0": ("w1",),
+    }
+    arrays = {
+        f"{prefix}.{name}.weight": (numbers((64 + 32 * i, 128), i) * 3**i).astype(BF16)
+        for prefix, names in groups.items()
+        for i, name in enumerate(names)
+    }
+    ok("convert", write(tmp_path / "in.safetensors", arrays), tmp_path / "out", "--format", fmt, "--to", engine)
+    ok("convert", tmp_path / "out", tmp_path / "back.safetensors", "--format", fmt)
+    found, metadata = read(tmp_path / "back.safetensors")
+    weights = parse_metadata(metadata[KEY])
+    for prefix, names in groups.items():
+        whole = reference.quantize(np.concatenate([arrays[f"{prefix}.{name}.weight"] for name in names]), FORMATS[fmt])
+        planes = [weights[f"{prefix}.{name}.weight"].take(found, f"{prefix}.{name}.weight") for name in names]
+        planes = [plane[Usage.ROWWISE] for plane in planes]
+        assert b"".join(plane.data.tobytes() for plane in planes) == whole.rowwise.data.tobytes()
+        assert b"".join(plane.scale_inv.tobytes() for plane in planes) == whole.rowwise.scale_inv.tobytes()
+        inverse = np.float32(1) / whole.rowwise.global_scale_inv
+        stored = {whole.rowwise.global_scale_inv.item(), (np.float32(1) / inverse).item()}
+        assert {plane.global_scale_inv.item() for plane in planes} <= stored
+
+
+def test_codes_of_merged_weights_are_copied(tmp_path):
+    """Weights with codes keep their own global scales, and a weight that is merged with them gets its own."""
+    names = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+    arrays = {name: (numbers((64, 128), i) * 3**i).astype(BF16) for i, name in enumerate(names)}
+    alone = write(tmp_path / "one.safetensors", {names[0]: arrays[names[0]]})
+    ok("convert", alone, tmp_path / "one", "--format", "NVFP4", "--to", "modelopt")
+    codes = tensors_of(tmp_path / "one")
+    both = write(tmp_path / "both.safetensors", codes | {names[1]: arrays[names[1]]})
+    ok("convert", both, tmp_path / "out", "--format", "NVFP4", "--to", "modelopt")
+    found = tensors_of(tmp_path / "out")
+    assert all(found[name].tobytes() == array.tobytes() for name, array in codes.items())
+    own = reference.quantize(arrays[names[1]], FORMATS["NVFP4"]).rowwise
+    assert found[names[1] + "_scale_2"].tobytes() == own.global_scale_inv.tobytes()
+
+
+def test_embeddings_and_heads_stay_values(tmp_path):
+    """Engines do not load their codes. A --format that names one in full quantizes it, and a plan does not."""
+    kept = ["model.embed_tokens.weight", "transformer.wte.weight", "lm_head.weight"]
+    arrays = {name: numbers((64, 128), i).astype(BF16) for i, name in enumerate([*kept, "up.weight"])}
+    source = write(tmp_path / "in.safetensors", arrays)
+    text = ok("convert", source, tmp_path / "out", "--format", "NVFP4", "--to", "modelopt")
+    assert "1 tensor in NVFP4, 3 unchanged" in text
+    assert "an embedding or the output layer, which engines read as values" in text
+    found = tensors_of(tmp_path / "out")
+    assert all(found[name].tobytes() == arrays[name].tobytes() for name in kept)
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"version": 1, "usage": "rowwise", "formats": dict.fromkeys(arrays, "NVFP4")}))
+    ok("convert", source, tmp_path / "planned", "--plan", plan, "--to", "modelopt")
+    assert {*tensors_of(tmp_path / "planned")} == {*found}
+    named = ["--format", "lm_head.weight=NVFP4", "--format", "NVFP4"]
+    ok("convert", source, tmp_path / "named", *named, "--to", "modelopt")
+    assert "lm_head.weight_scale" in tensors_of(tmp_path / "named")
+    ok("convert", source, tmp_path / "own.safetensors", "--format", "NVFP4")
+    assert "lm_head.weight.rowwise.data" in read(tmp_path / "own.safetensors")[0]
