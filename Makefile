@@ -24,7 +24,7 @@ rm -rf $(1) && mkdir -p $(1)/qshard
 ln -s $(CURDIR)/qshard/* $(1)/qshard/
 endef
 
-.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan transformers engines trainers notebooks docs cu gpu cudacheck bench report lint format tree cross wheel bare smoke matrix clean
+.PHONY: help train test near slow nightly optimized fuzz sanitize h100 titan transformers engines vllm trainers notebooks docs cu gpu cudacheck bench report lint format tree cross wheel bare smoke matrix clean
 .DELETE_ON_ERROR:
 # Two pips must not write to one environment at the same time. The compiler still runs in parallel.
 .NOTPARALLEL:
@@ -49,7 +49,7 @@ slow: $(STAMP)test $(STAMP)package  ## run the tests that take minutes, which `m
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m slow $(or $(ARGS),tests)
 
 # The H100 plugin, torchtitan and transformers come first, because tests use them.
-nightly: build/jax_cuda build/titan build/transformers build/engines optimized slow titan transformers engines trainers fuzz sanitize notebooks bare  ## run everything that .ci/run skips; takes hours
+nightly: build/jax_cuda build/titan build/transformers build/engines build/vllm optimized slow titan transformers engines vllm trainers fuzz sanitize notebooks bare  ## run everything that .ci/run skips; takes hours
 
 optimized: export JAX_DISABLE_MOST_OPTIMIZATIONS := 0
 optimized: test
@@ -105,6 +105,13 @@ engines: $(STAMP)test $(STAMP)package build/engines  ## check files of serving e
 	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/cpu/test_engine_loaders.py)
 
 build/engines: requirements/engines.txt | $(PY)
+	$(INSTALL) --no-deps --upgrade --target $@ -r $<
+	touch $@
+
+vllm: $(STAMP)test $(STAMP)package build/vllm  ## load files and streams of weights into vLLM's models, on CPUs; downloads 0.4 GB
+	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/cpu/test_vllm_loader.py)
+
+build/vllm: requirements/vllm.txt | $(PY)
 	$(INSTALL) --no-deps --upgrade --target $@ -r $<
 	touch $@
 
