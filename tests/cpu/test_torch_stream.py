@@ -95,6 +95,21 @@ def test_plans_follow_the_model():
     assert all(torch.equal(frozen[name], each) for name, each in qt.stream_weights(model, "qshard"))
 
 
+def test_formats_by_pattern():
+    """Patterns match names of weights or of layers; None keeps values, also of a layer with a recipe."""
+    model = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("up", "down", "lm_head")})
+
+    def formats(**given):
+        names = {name for name, _ in qt.stream_weights(model, "modelopt", **given)}
+        scales = {"weight_scale_2": "NVFP4", "weight_scale": "MXFP8", "weight": None}
+        return [next(fmt for key, fmt in scales.items() if f"{layer}.{key}" in names) for layer in model]
+
+    assert formats(weight_format={"lm_head": None, "up.weight": "NVFP4", "*": "MXFP8_E4M3"}) == ["NVFP4", "MXFP8", None]
+    qt.convert(model, "MXFP8")
+    assert formats(weight_format={"lm_head": None}) == ["MXFP8", "MXFP8", None]
+    assert formats() == ["MXFP8", "MXFP8", "MXFP8"]
+
+
 def test_plans_keep_no_model():
     model = nn.Linear(128, 128)
     weight = weakref.ref(model.weight)
@@ -114,6 +129,11 @@ def test_mistakes():
         (model, {"bucket_bytes": 0.5}, "bucket_bytes (0.5) is not a positive integer"),
         (model, {"weight_format": "NVFP4", "format": "deepseek"}, "0.weight (NVFP4) has no form in deepseek"),
         (model, {"weight_format": "NVFP4[rounding=stochastic]"}, "rounds stochastically"),
+        (model, {"weight_format": {"*": "NVFP4[rounding=stochastic]"}}, "rounds stochastically"),
+        (model, {"weight_format": {"lm_head": None, "*": "NVFP4"}}, "pattern 'lm_head' matches no weight; the closest"),
+        (model, {"weight_format": {"*": "NVFP4", "0": None}}, "pattern '0' has no effect: '*' before it"),
+        (model, {"weight_format": {"*": None}}, "has no quantized weight"),
+        (model, {"weight_format": ""}, "weight_format"),
         (small, {}, "experts.0.gate_proj.weight is rows 0 to 64 of a weight (128, 32) whose blocks have 128 rows"),
     ):
         with pytest.raises(ValueError, match=re.escape(text)):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from qshard._core.name_patterns import NamePatterns
 from qshard._core.serialization import Description
 from qshard._files.engine_formats import EngineTensor
 from qshard._files.engine_stream import EngineWeight, stream_tensors
@@ -77,20 +79,33 @@ class Item(NamedTuple):
                 self.tensors(format, weight)
 
 
-def items_of(model: nn.Module, fmt: Format | None) -> list[Item]:
-    """Return the parameters and buffers of a model, each once, in the order of its state dict."""
+Formats = tuple[tuple[str, Format | None], ...]
+"""Pattern of names -> format, in order of precedence. None: values. Other weights have the format of their recipe."""
+
+
+def items_of(model: nn.Module, formats: Formats) -> list[Item]:
+    """Return the parameters and buffers of a model, each once, in the order of its state dict.
+
+    Raises ValueError if a pattern of `formats` has no effect.
+    """
     names, modules = engine_weights(model), dict(model.named_modules(remove_duplicate=False))
+    entries, rules = entries_of(model), dict(formats)
+    patterns = NamePatterns(rules, [*modules, *(name for name, _ in entries)])
+    patterns.check_used(OP, [_names_of(name) for name, value in entries if _is_weight(modules, name, value)], "weight")
     units: dict[int, ZeroUnit] = {}
     for module in model.modules():
         if isinstance(unit := getattr(module, "zero_unit", None), ZeroUnit):
             units |= {id(weight.visible): unit for weight in unit.flat.weights}
     found: dict[int, Item] = {}
-    for name, value in entries_of(model):
-        prefix, _, attribute = name.rpartition(".")
-        module, layout, shape = modules[prefix], None, tuple(value.shape)
-        own = _format_of(module, attribute, value, fmt)
-        if isinstance(module, Experts) and value.ndim == 3 and (own or fmt or module.recipe is not None):
-            own, layout = own or fmt or _weight_format(module), module.weight_layout
+    for name, value in entries:
+        module, layout, shape, own = modules[name.rpartition(".")[0]], None, tuple(value.shape), None
+        if isinstance(local := local_of(value), QuantizedTensor):
+            own = local.format
+        elif _is_weight(modules, name, value):
+            pattern = patterns.first(*_names_of(name))
+            own = _weight_format(module) if pattern is None else rules[pattern]
+        if own is not None and isinstance(module, Experts) and value.ndim == 3:
+            layout = module.weight_layout
             shape = shape[:0:-1] if layout == "KN" else shape[1:]
         size = value.numel() * value.itemsize
         if own is not None and layout is None:
@@ -102,20 +117,24 @@ def items_of(model: nn.Module, fmt: Format | None) -> list[Item]:
     return [*found.values()]
 
 
-def _format_of(module: nn.Module, attribute: str, value: Tensor, fmt: Format | None) -> Format | None:
-    """Return the format of the codes of a parameter; of a linear layer also `fmt`, or the format of its recipe."""
-    local = local_of(value)
-    if isinstance(local, QuantizedTensor):
-        return local.format
-    if not isinstance(module, nn.Linear | WeightLayer) or attribute != "weight":
-        return None
-    if getattr(module, "weight_layout", "NK") != "NK":
-        return None
-    return fmt or (_weight_format(module) if isinstance(module, WeightLayer) else None)
+def _names_of(name: str) -> tuple[str, str]:
+    """Return the names that a pattern may match for a parameter: of the parameter, and of its module."""
+    return name, name.rpartition(".")[0]
 
 
-def _weight_format(module: WeightModule) -> Format | None:
-    return None if module.recipe is None else module.recipe.weight
+def _is_weight(modules: Mapping[str, nn.Module], name: str, value: Tensor) -> bool:
+    """Return whether a parameter can be quantized: the weight of a linear layer, or of all experts."""
+    prefix, _, attribute = name.rpartition(".")
+    module = modules[prefix]
+    if isinstance(module, Experts):
+        return value.ndim == 3
+    is_linear = isinstance(module, nn.Linear | WeightLayer) and attribute == "weight"
+    return is_linear and getattr(module, "weight_layout", "NK") == "NK"
+
+
+def _weight_format(module: nn.Module) -> Format | None:
+    """Return the weight format of the recipe of a layer."""
+    return None if not isinstance(module, WeightModule) or module.recipe is None else module.recipe.weight
 
 
 def plan_of(item: Item, value: Tensor) -> ShardPlan | None:

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from qshard._core.validation import FormatLike, as_format
 from qshard._files.engine_stream import DEFAULT_BUCKET, buckets, check_stream
-from qshard.formats import Format
 from qshard.torch_bridge._convert.export import entries_of
 from qshard.torch_bridge._distributed.fsdp1 import is_flattened_model
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
 from qshard.torch_bridge._weight_sync.bucket import BucketPass, StreamBucket
-from qshard.torch_bridge._weight_sync.items import OP, Facts, Item, items_of
+from qshard.torch_bridge._weight_sync.items import OP, Facts, Formats, Item, items_of
 from qshard.torch_bridge._zero.schedule import ZeroUnit
 
 
@@ -26,7 +25,7 @@ def stream_weights(
     model: nn.Module,
     format: str = "compressed-tensors",
     *,
-    weight_format: FormatLike | None = None,
+    weight_format: FormatLike | Mapping[str, FormatLike | None] | None = None,
     dtype: torch.dtype | None = None,
     bucket_bytes: int = DEFAULT_BUCKET,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -38,8 +37,9 @@ def stream_weights(
       model: after `convert`, or with `weight_format` any model: sharded by FSDP2 or HSDP, `parallelize_module`, both, a
         `ZeroOptimizer`, or not at all.
       format: "compressed-tensors", "deepseek" or "modelopt", for engines; "qshard" for `from_plain`.
-      weight_format: format of all `nn.Linear` weights; by default the weight format of the recipe of each
-        converted layer; other layers are then not quantized.
+      weight_format: format of all `nn.Linear` weights, or formats by pattern of names of weights or layers, as recipes
+        in `convert`; None keeps values: `{"lm_head": None, "*": "FP8_128x128"}`. Without a pattern, a converted layer
+        has the weight format of its recipe, and other layers are not quantized.
       dtype: dtype of the other tensors; by default their own.
       bucket_bytes: most bytes of codes in a bucket. A larger weight is gathered alone. Two buckets have memory at a
         time.
@@ -50,8 +50,8 @@ def stream_weights(
       modules share is yielded once, under its first name.
 
     Raises:
-      TypeError, ValueError: an argument is wrong, no weight is quantized, `format` cannot hold a weight, or FSDP1 has
-        sharded the model. All ranks raise before the first collective.
+      TypeError, ValueError: an argument is wrong, a pattern has no effect, no weight is quantized, `format` cannot hold
+        a weight, or FSDP1 has sharded the model. All ranks raise before the first collective.
 
     Collective: every rank of the model iterates to the end, and every rank gets all tensors. A rank that does not feed
     an engine drops them. Weights are gathered as codes, 1 or 1/2 byte an element, after a max-reduction of the amaxes
@@ -74,10 +74,16 @@ def stream_weights(
     check_stream(format, bucket_bytes, OP)
     if dtype is not None:
         check_dtype(OP, "dtype", dtype)
-    fmt = None if weight_format is None else as_format(weight_format, OP, "weight_format")
-    if fmt is not None and fmt.stochastic:
-        raise ValueError(f"{OP}: weight_format ({fmt}) rounds stochastically; pass a format with rounding='nearest'")
-    return _stream(model, _plan_of(model, (format, fmt, dtype, bucket_bytes)))
+    rules = weight_format if isinstance(weight_format, Mapping) else {"*": weight_format}
+    if weight_format is None:
+        rules = {}
+    formats = {key: None if each is None else as_format(each, OP, "weight_format") for key, each in rules.items()}
+    for fmt in formats.values():
+        if fmt is not None and fmt.stochastic:
+            raise ValueError(
+                f"{OP}: weight_format ({fmt}) rounds stochastically; pass a format with rounding='nearest'"
+            )
+    return _stream(model, _plan_of(model, (format, tuple(formats.items()), dtype, bucket_bytes)))
 
 
 class _Run(NamedTuple):
@@ -97,7 +103,7 @@ class _Plan(NamedTuple):
     runs: list[_Run]
 
 
-_Options = tuple[str, Format | None, torch.dtype | None, int]
+_Options = tuple[str, Formats, torch.dtype | None, int]
 plans_of_models: weakref.WeakKeyDictionary[nn.Module, dict[_Options, _Plan]] = weakref.WeakKeyDictionary()
 
 
@@ -113,8 +119,8 @@ def _plan_of(model: nn.Module, options: _Options) -> _Plan:
             f"{OP}: model ({type(model).__name__}) is sharded by FullyShardedDataParallel, which flattens its "
             "weights; shard it with fully_shard, ZeroOptimizer or parallelize_module"
         )
-    format, fmt, dtype, bucket_bytes = options
-    items = items_of(model, fmt)
+    format, formats, dtype, bucket_bytes = options
+    items = items_of(model, formats)
     if not any(item.fmt is not None for item in items):
         raise ValueError(
             f"{OP}: model ({type(model).__name__}) has no quantized weight; call convert first, or pass weight_format="
