@@ -63,7 +63,6 @@ CONFIG = {
     "head_dim": 64,
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
     "dtype": "bfloat16",
     "hidden_act": "silu",
 }
@@ -92,11 +91,18 @@ REPEATS = {"MXFP8_32x32": 32, "NVFP4_16x16": 16}
 MIXED = {"self_attn": "FP8_E4M3", "mlp": "NVFP4"}
 
 
-def weights():
+def is_tied(engine):
+    """Whether the output layer of the model of a case is its embedding. Otherwise it has weights, which stay values."""
+    return engine == "modelopt"
+
+
+def weights(tied=True):
     """The values of a model. Those of each layer and of each row have other magnitudes, so that all scales differ."""
     rng = np.random.default_rng(0)
     shapes = {LAYER + name + ".weight": shape for name, shape in SHAPES.items()}
     shapes |= {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    if not tied:
+        shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
     found = {}
     for i, (name, shape) in enumerate(shapes.items()):
         rows = np.exp(rng.normal(0, 1, (shape[0], *(1 for _ in shape[1:]))))
@@ -108,17 +114,19 @@ def weights():
 def loaded(tmp_path_factory):
     """What the ranks report for each case, and the folder with their parameters."""
     folder = tmp_path_factory.mktemp("vllm")
-    model = folder / "model"
-    model.mkdir()
-    write(model / "model.safetensors", weights())
-    (model / "config.json").write_text(json.dumps(CONFIG))
+    for tied in (False, True):
+        (folder / f"tied={tied}").mkdir()
+        write(folder / f"tied={tied}" / "model.safetensors", weights(tied))
+        (folder / f"tied={tied}" / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": tied}))
     jobs = []
-    mixed = {(engine, "mixed"): [f"*{part}*={fmt}" for part, fmt in MIXED.items()] for engine in list(FILES)[1:]}
-    for (engine, fmt), formats in ({case: [case[1]] for case in SCHEMES} | mixed).items():
-        out = folder / f"{engine}-{fmt}"
-        options = [word for each in formats for word in ("--format", each)]
+    cases = {case: {"*": case[1]} for case in SCHEMES}
+    cases |= {(engine, "mixed"): {f"*{part}*": fmt for part, fmt in MIXED.items()} for engine in [*FILES][1:]}
+    for (engine, fmt), formats in cases.items():
+        model, out = folder / f"tied={is_tied(engine)}", folder / f"{engine}-{fmt}"
+        options = [word for pair in formats.items() for word in ("--format", "=".join(pair))]
         ok("convert", model, out, *options, "--to", engine)
-        jobs.append({"engine": engine, "format": fmt, "folder": str(out), "values": str(model)})
+        stream = formats if is_tied(engine) else {"lm_head": None, **formats}
+        jobs.append({"engine": engine, "formats": stream, "folder": str(out), "values": str(model)})
     list_of_jobs = folder / "jobs.json"
     list_of_jobs.write_text(json.dumps(jobs))
     command = [sys.executable, "-P", TESTS / "support" / "vllm_engine.py", list_of_jobs]
@@ -249,20 +257,21 @@ def test_a_stream_of_nvfp4_loses_global_scales(loaded, engine):
             assert found[f"{LAYER}{layer}.weight_global_scale"].item() == one
 
 
+@pytest.mark.parametrize("source", ["file", "stream"])
 @pytest.mark.parametrize("engine", [*FILES][1:])
-def test_layers_in_two_formats(loaded, engine):
+def test_layers_in_two_formats(loaded, engine, source):
     for rank in range(RANKS):
-        found = parameters(loaded, engine, "mixed", "file", rank)
+        found = parameters(loaded, engine, "mixed", source, rank)
         for layer in PARTS:
-            assert_layer(found, engine, MIXED[layer.partition(".")[0]], layer, rank, "file")
+            assert_layer(found, engine, MIXED[layer.partition(".")[0]], layer, rank, source)
 
 
 @pytest.mark.parametrize("source", ["file", "stream"])
 def test_other_parameters_are_values(loaded, source):
-    values = weights()
+    values = weights(tied=False)
     for rank in range(RANKS):
         found = parameters(loaded, "deepseek", "FP8_128x128", source, rank)
         for name in (LAYER + "input_layernorm.weight", LAYER + "post_attention_layernorm.weight", "model.norm.weight"):
             assert bytes_of(found[name]) == values[name].tobytes()
-        embedding = np.split(values["model.embed_tokens.weight"], RANKS)[rank]
-        assert bytes_of(found["model.embed_tokens.weight"]) == embedding.tobytes()
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert bytes_of(found[name]) == np.split(values[name], RANKS)[rank].tobytes()

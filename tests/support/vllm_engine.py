@@ -89,7 +89,7 @@ def save(model: nn.Module, path: str) -> None:
     save_file({name: each.detach().clone().contiguous() for name, each in model.named_parameters()}, path)
 
 
-def run(job: dict[str, str], rank: int, ranks: int) -> dict[str, Any]:
+def run(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     """Load the weights both ways, save the parameters, and return the classes that vLLM chose for the layers."""
     arguments = EngineArgs(
         model=job["folder"],
@@ -101,7 +101,7 @@ def run(job: dict[str, str], rank: int, ranks: int) -> dict[str, Any]:
         tensor_parallel_size=ranks,
         distributed_executor_backend="mp",
     )
-    for source in ("file", "stream") if job["format"] != "mixed" else ("file",):
+    for source in ("file", "stream"):
         config = arguments.create_engine_config()
         with set_current_vllm_config(config):
             if not torch.distributed.is_initialized():
@@ -114,7 +114,7 @@ def run(job: dict[str, str], rank: int, ranks: int) -> dict[str, Any]:
                 get_model_loader(config.load_config).load_weights(model, config.model_config)
             else:
                 values = load_file(Path(job["values"]) / "model.safetensors")
-                model.load_weights(qt.stream_weights(trainer(values), job["engine"], weight_format=job["format"]))
+                model.load_weights(qt.stream_weights(trainer(values), job["engine"], weight_format=job["formats"]))
             save(model, f"{job['folder']}.{source}.{rank}.safetensors")
             process_weights_after_loading(model, config.model_config, torch.device("cpu"))
             save(model, f"{job['folder']}.{source}.after.{rank}.safetensors")
