@@ -57,7 +57,19 @@ import options
 
 OF_TE = {"te-delayed": "DelayedScaling", "te-current": "Float8CurrentScaling", "te-block": "Float8BlockScaling"}
 LIBRARIES = {"torchao": "torchao", **dict.fromkeys(OF_TE, "transformer_engine")}
-WORDS = ("compiled", "budget", "fused", "loss", "bf16-states", "muon", "muon-fp8", "primary", "ordered", "zero", "whole")
+WORDS = (
+    "compiled",
+    "budget",
+    "fused",
+    "loss",
+    "bf16-states",
+    "muon",
+    "muon-fp8",
+    "primary",
+    "ordered",
+    "zero",
+    "whole",
+)
 FP8_STEPS = {"muon": 0, "muon-fp8": 3}
 BUDGET = 0.9
 KINDS = (

@@ -38,7 +38,11 @@ from qshard.numerics._display import progress_bar
 from qshard.numerics._reductions import as_float
 
 OP = "qshard convert"
-UNQUANTIZED = "an embedding or the output layer, which engines read as values; --format with its full name quantizes it"
+UNQUANTIZED = (
+    "an embedding, router or output layer, which engines read as values; --format with its full name quantizes it"
+)
+_VALUES = ("lm_head", "wte", "wpe", "gate", "router", "shared_expert_gate")
+"""Modules, other than embeddings, that engines do not quantize, by their names in Hugging Face checkpoints."""
 
 
 @dataclass
@@ -215,7 +219,7 @@ def _fitting(
 def _is_unquantized(entry: Entry) -> bool:
     """Return whether engines expect values of a weight, by its name in Hugging Face checkpoints."""
     module = entry.name.removesuffix(".weight").rpartition(".")[2]
-    return not isinstance(entry, QuantizedEntry) and ("embed" in module or module in ("lm_head", "wte", "wpe"))
+    return not isinstance(entry, QuantizedEntry) and ("embed" in module or module in _VALUES)
 
 
 def _explain_nothing(kept: dict[str, str], unfit: dict[str, str]) -> str:

@@ -189,12 +189,12 @@ def test_codes_of_merged_weights_are_copied(tmp_path):
 
 def test_embeddings_and_heads_stay_values(tmp_path):
     """Engines do not load their codes. A --format that names one in full quantizes it, and a plan does not."""
-    kept = ["model.embed_tokens.weight", "transformer.wte.weight", "lm_head.weight"]
+    kept = ["model.embed_tokens.weight", "transformer.wte.weight", "lm_head.weight", "model.layers.0.mlp.gate.weight"]
     arrays = {name: numbers((64, 128), i).astype(BF16) for i, name in enumerate([*kept, "up.weight"])}
     source = write(tmp_path / "in.safetensors", arrays)
     text = ok("convert", source, tmp_path / "out", "--format", "NVFP4", "--to", "modelopt")
-    assert "1 tensor in NVFP4, 3 unchanged" in text
-    assert "an embedding or the output layer, which engines read as values" in text
+    assert "1 tensor in NVFP4, 4 unchanged" in text
+    assert "an embedding, router or output layer, which engines read as values" in text
     found = tensors_of(tmp_path / "out")
     assert all(found[name].tobytes() == arrays[name].tobytes() for name in kept)
     plan = tmp_path / "plan.json"
