@@ -1,5 +1,5 @@
-// Cross entropy of a row of logits, the same on host and device but for ExpOfNegative. Work per
-// logit is fp32 with one rounding per operation. Values computed once per row are fp64.
+// Cross entropy of a row of logits. Host and device differ in ExpOfNegative alone. Work per logit
+// is fp32 with one rounding per operation. Values computed once per row are fp64.
 //
 // A row is split into parts of kSoftmaxPart logits. Each part gives its largest logit m and the sum
 // of e^(x - m). That sum has kPartLanes partial sums: element i is added to partial sum i %

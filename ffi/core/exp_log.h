@@ -1,6 +1,6 @@
-// Exponentials and logarithms. All but ExpOfNegative have the same bits on host and device, whose
-// library functions differ. Exponentials are fp32 with one rounding per operation, fused where
-// written. Logarithms are fp64.
+// Exponentials and logarithms, because the library functions of host and device differ. Results are
+// the same bits on both, except in ExpOfNegative. Exponentials are fp32 with one rounding per
+// operation, fused where written. Logarithms are fp64.
 #ifndef QSHARD_CORE_EXP_LOG_H_
 #define QSHARD_CORE_EXP_LOG_H_
 
@@ -42,7 +42,7 @@ QSHARD_INLINE ExpParts ExpInParts(float y) {
 // Returns e^x for x <= 0. Returns 0 below kLeastExp, where 2^n would be subnormal, and NaN for NaN.
 // Uses no remainder of log2(e): the error grows with |x|, where terms of a softmax are small.
 //
-// A device has other bits: its instruction for 2^x, which gives 0 for subnormals. The polynomial
+// A device uses its instruction for 2^x, with other bits, and 0 for subnormals. The polynomial
 // would take longer than the loads and stores of cross entropy.
 constexpr float kLeastExp = -87.0f;
 QSHARD_INLINE float ExpOfNegative(float x) {

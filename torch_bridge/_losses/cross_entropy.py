@@ -60,8 +60,8 @@ def cross_entropy(
       ValueError: shapes do not fit, an option is out of range, or, on the CPU, a label is not a class. All ranks of
         `group` raise, whichever has the label. On a GPU such a row has loss NaN and gradients NaN instead.
 
-    The error of each loss is at most 1e-6 and 4 units in the last place of lse, compared with fp64. The bits of a GPU
-    are not those of a CPU, because it has an instruction for exponentials. Second derivatives raise.
+    The error of each loss is at most 1e-6 and 4 units in the last place of lse, compared with fp64. A GPU
+    uses an instruction for exponentials, so its bits differ from a CPU's. Second derivatives raise.
     With rows sharded over ranks, each rank computes the loss of its rows: to average the losses, weight them by the
     number of labels.
 

@@ -138,7 +138,7 @@ def product_and_amaxes(
       options: the other arguments of `ragged_dot`.
       swiglu: apply `swiglu_gate_up` to the product.
       row_amaxes: fp32 `[M]`, the amax of each row of `x`, if known.
-      known_axes: manual mesh axes with a state for each device: those of experts.
+      known_axes: manual mesh axes of experts, along which each device has its own state.
 
     Returns:
       The result; and with `swiglu` and a recipe the amax of each of its rows, otherwise None.

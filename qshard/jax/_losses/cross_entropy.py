@@ -62,8 +62,8 @@ def cross_entropy(
       ValueError: shapes do not match, an option is out of range, or a label that the host knows (a NumPy array, or an
         array on a CPU outside of `jit`) is not a class. Otherwise such a row has NaN as its loss and gradients.
 
-    The error of each loss is at most 1e-6 and 4 units in the last place of lse, compared with fp64. The bits of a GPU
-    are not those of a CPU, because it has an instruction for exponentials. Second derivatives raise.
+    The error of each loss is at most 1e-6 and 4 units in the last place of lse, compared with fp64. A GPU
+    uses an instruction for exponentials, so its bits differ from a CPU's. Second derivatives raise.
     Options are static.
 
     On Auto and Explicit meshes rows stay in place, whatever axes are sharded, with the same bits, and the mean is over

@@ -132,9 +132,9 @@ __global__ void __launch_bounds__(kThreads)
   StoreOrRaise(amax + blockIdx.x, bits);
 }
 
-// The vectors that a thread has of a row of x and of the gradient: in registers; in shared memory
-// if they are many, where a thread reads what it has copied itself, without synchronization; or
-// nowhere.
+// A thread's vectors of a row of x and of the gradient. A few are in registers, more are in shared
+// memory, and the vectors of the longest rows are read again. In shared memory a thread reads what
+// it has copied itself, so threads do not synchronize.
 template <class In, class Shape>
 struct RowAndGrad {
   static constexpr int kMostInRegisters = 4, kVector = kEach * sizeof(In), kCopy = 16;
@@ -292,7 +292,7 @@ Status RmsNormForward(const Exec<Cuda>& exec, const In* x, const Weight* weight,
   if (runs == 0) return {};
   return ForShape<In>(AreVectors(cols, {x, weight, y}), cols, [&](auto shape) {
     using Shape = decltype(shape);
-    constexpr int kBlocksPerSm = 64;  // so many that it does not matter which is last
+    constexpr int kBlocksPerSm = 64;  // the last of few blocks would run alone
     const int64_t room = int64_t{Multiprocessors()} * kBlocksPerSm;
     const int64_t splits =
         std::max<int64_t>(1, std::min(CeilDiv(rows, Shape::kTeams), room / runs));
