@@ -31,9 +31,10 @@ from qshard._cli.errors import Misuse
 from qshard._cli.quantized_entry import QuantizedEntry
 from qshard._core.serialization import Description, key_of
 from qshard._files.checkpoint import FILE, INDEX, Checkpoint, Entry, read_config
-from qshard._files.engine_configs import CONFIG, CONFIGS, END, engine_configs
+from qshard._files.engine_configs import CONFIG, CONFIGS, engine_configs
 from qshard._files.engine_configs import KEY as QUANTIZATION
-from qshard._files.engine_formats import EngineTensor, Scheme, engine_tensors, scheme_of
+from qshard._files.engine_formats import EngineTensor, engine_tensors
+from qshard._files.engine_stream import merged_weights
 from qshard._files.names import quote
 from qshard.layout import Shape
 from qshard.numerics._display import progress_bar
@@ -41,7 +42,6 @@ from qshard.numerics._display import progress_bar
 OP = "qshard convert"
 COPIES = (".json", ".txt", ".model", ".jinja", ".md", "LICENSE")  # ends of the names of small files to copy
 LARGEST_COPY = 2**28  # bytes
-MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))  # names of layers of one module
 MOST_BYTES = 5 * 10**9  # of a shard, as Hugging Face splits files
 
 
@@ -120,20 +120,14 @@ def _shared_amaxes(checkpoint: Checkpoint, weights: Mapping[str, Description]) -
 
     Weights that keep their codes keep their global scales. Weights that are merged with them get their own, as alone.
     """
-    groups: dict[tuple[object, ...], list[str]] = {}
-    for name, what in weights.items():
-        prefix, _, layer = name.removesuffix(END).rpartition(".")
-        merged = next((layers for layers in MERGED if layer in layers), None)
-        if merged is not None and scheme_of(what) is Scheme.NVFP4:
-            groups.setdefault((prefix, merged, what.format), []).append(name)
     found: dict[str, NDArray[Any]] = {}
-    for names in groups.values():
+    for names in merged_weights({name: what.format for name, what in weights.items()}):
         entries = [checkpoint.entries[name] for name in names]
         keeps_codes = (
             isinstance(each, QuantizedEntry) and each.format_as(weights[each.name].format, weights[each.name].planes)
             for each in entries
         )
-        if len(entries) > 1 and not any(keeps_codes):
+        if not any(keeps_codes):
             found |= dict.fromkeys(names, functools.reduce(np.maximum, map(amax_of, entries)))
     return found
 

@@ -7,18 +7,21 @@ and up, are rows of one weight here and two weights there. Codes are never compu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qshard._core.serialization import Description
 from qshard._core.validation import closest, quote
 from qshard._files.engine_formats import ENGINE_FORMATS, STORED, EngineTensor, engine_tensors
-from qshard.formats import Usage
+from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, plane
 
 QSHARD = "qshard"
 STREAM_FORMATS = (*ENGINE_FORMATS, QSHARD)
 DEFAULT_BUCKET = 2**28  # bytes of codes that are gathered at a time
+MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Layers of one module that vLLM multiplies as one weight, by their names in checkpoints."""
 
 
 class EngineWeight(NamedTuple):
@@ -76,6 +79,33 @@ def stream_tensors(format: str, weight: EngineWeight, what: Description, op: str
         dataclasses.replace(each, name=each.name.removeprefix(weight.name), rows=rows.get(each.part))
         for each in tensors
     )
+
+
+def merged_weights(formats: Mapping[str, Format]) -> list[list[str]]:
+    """Return the weights, by name, that engines merge although each has a global scale: they take one of the scales.
+
+    >>> from qshard.formats import NVFP4
+    >>> merged_weights(dict.fromkeys(["mlp.up_proj.weight", "mlp.down_proj.weight", "mlp.gate_proj.weight"], NVFP4))
+    [['mlp.up_proj.weight', 'mlp.gate_proj.weight']]
+    """
+    found: dict[tuple[object, ...], list[str]] = {}
+    for name, fmt in formats.items():
+        prefix, _, layer = name.removesuffix(".weight").rpartition(".")
+        layers = next((layers for layers in MERGED if layer in layers), None)
+        if layers is not None and fmt.tensor_scaled and not fmt.per_tensor:
+            found.setdefault((prefix, layers, fmt), []).append(name)
+    return [names for names in found.values() if len(names) > 1]
+
+
+def warn_of_merged(format: str, formats: Mapping[str, Format], op: str, stacklevel: int = 3) -> None:
+    """Warn of weights of a stream that an engine reads with a wrong global scale. `formats` has them by name."""
+    if format != QSHARD and (merged := merged_weights(formats)):
+        warnings.warn(
+            f"{op}: {' and '.join(merged[0])} ({formats[merged[0][0]]}) have a global scale each, but vLLM takes one "
+            "for all, so its values are wrong; stream a format without a global scale, such as MXFP8, or write files "
+            "with qshard convert --to",
+            stacklevel=stacklevel,
+        )
 
 
 def _rows_of(

@@ -1,9 +1,11 @@
 """Weight sync from one process: names, other tensors, and mistakes. tests/dist/test_torch_stream.py has shardings."""
 
+import functools
 import gc
 import re
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -140,3 +142,23 @@ def test_mistakes():
             qt.stream_weights(target, **given)
     with pytest.raises(TypeError, match="model"):
         qt.stream_weights("model")
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_engines_would_merge_weights_that_have_a_global_scale_each(framework):
+    """vLLM takes one scale for q, k and v, so values of the others are wrong; rows of one weight share it."""
+    names = [f"attn.{each}_proj.weight" for each in "qkv"]
+    if framework == "jax":
+        qj = pytest.importorskip("qshard.jax")
+        weights = {name: np.ones((32, 64), np.float32) for name in names}
+        stream = functools.partial(qj.stream_weights, weights)
+    else:
+        layers = {name.split(".")[1]: torch.nn.Linear(64, 32, bias=False) for name in names}
+        stream = functools.partial(qt.stream_weights, torch.nn.ModuleDict({"attn": torch.nn.ModuleDict(layers)}))
+    message = r"attn.._proj.weight and attn.._proj.weight and .* \(NVFP4\) have a global scale each"
+    with pytest.warns(UserWarning, match=message):
+        list(stream("modelopt", weight_format="NVFP4"))
+    for format, fmt in (("qshard", "NVFP4"), ("compressed-tensors", "MXFP8_E4M3")):
+        list(stream(format, weight_format=fmt))
+    shared = qt.MoE(64, 64, num_experts=2, top_k=1, recipe="NVFP4")
+    list(qt.stream_weights(shared, "modelopt"))

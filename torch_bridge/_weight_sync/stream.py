@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qshard._core.validation import FormatLike, as_format
-from qshard._files.engine_stream import DEFAULT_BUCKET, buckets, check_stream
+from qshard._files.engine_stream import DEFAULT_BUCKET, buckets, check_stream, warn_of_merged
 from qshard.torch_bridge._convert.export import entries_of
 from qshard.torch_bridge._distributed.fsdp1 import is_flattened_model
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
@@ -127,6 +127,9 @@ def _plan_of(model: nn.Module, options: _Options) -> _Plan:
         )
     for item in items:
         item.check(format)
+    # Rows of one weight have one scale.
+    whole = {each.name: i.fmt for i in items if i.fmt for names in i.names.of_ranks for each in names if not each.rows}
+    warn_of_merged(format, whole, OP, stacklevel=4)
     values, runs = dict(entries), []
     units: set[int] = set()
     for unit, group in itertools.groupby(items, key=lambda item: item.unit):

@@ -23,6 +23,7 @@ from qshard._files.engine_stream import (
     buckets,
     check_stream,
     stream_tensors,
+    warn_of_merged,
 )
 from qshard.formats import FLOATS, Format, Usage
 from qshard.jax._quantized.array import QuantizedArray
@@ -82,6 +83,7 @@ def stream_weights(
     for item in items:
         if item.fmt is not None:
             _plan_tensors(format, item.name, item.what)
+    warn_of_merged(format, {item.name: item.fmt for item in items if item.fmt is not None}, OP)
     return _tensors(items, format, dtype, bucket_bytes)
 
 
