@@ -69,7 +69,7 @@ Status LaunchShared(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t b
   return LaunchStatus();
 }
 
-// The same without shared memory.
+// Launches a kernel without dynamic shared memory.
 template <class... Params, class... Args>
 Status Launch(const Exec<Cuda>& exec, void (*kernel)(Params...), int64_t blocks, int threads,
               const Args&... args) {

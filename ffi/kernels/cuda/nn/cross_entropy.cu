@@ -4,8 +4,8 @@
 // Forward, a thread block takes a row, and each warp a part at a time: a lane has four vectors of
 // eight logits, and loads the vectors of its next part. The teams of core/cross_entropy.h are
 // warps, so they need no communication until the end of the row. Backward, a thread takes vectors.
-// Rows that are not aligned vectors are read one logit at a time. All that is specified in
-// core/cross_entropy.h has its bits, but exponentials, which are the device's own.
+// Rows that are not aligned vectors are read one logit at a time. Equals core/cross_entropy.h, as
+// it is compiled for a device, bit for bit.
 #include "core/norm.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/convert.cuh"
