@@ -17,6 +17,7 @@ options:
     muon, muon-fp8    qshard's Muon instead of AdamW; with 3 of 5 steps of Newton-Schulz in FP8
     primary           codes as parameters, masters in the optimizer
     ordered         gradients summed in float32 by `reduce_gradients_in_order`, not in bfloat16 by NCCL
+    codes           beside ordered or zero: gradients are sent as MXFP8, not in bfloat16
     zero              ZeroOptimizer(shard_weights=True) of a bfloat16 model, bfloat16 gradients on the wire
     whole             a bfloat16 model on one rank, not sharded, and torch's fused AdamW with bfloat16 states
 
@@ -67,6 +68,7 @@ WORDS = (
     "muon-fp8",
     "primary",
     "ordered",
+    "codes",
     "zero",
     "whole",
 )
@@ -145,17 +147,18 @@ def build(kind: str, shape: Shape) -> Callable[[], torch.Tensor]:
     states = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), torch.bfloat16) if "bf16-states" in words else {}
     if {"zero", "whole"} & {*words}:
         model.to(torch.bfloat16)
+    wire: Any = "MXFP8_E4M3" if "codes" in words else torch.bfloat16
     muon = [{"ns_fp8_steps": FP8_STEPS[word]} for word in words if word in FP8_STEPS]
     if "whole" in words:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     elif "zero" in words:
-        given = {"shard_weights": True, "units": [*model.blocks], "reduce_dtype": torch.bfloat16, "parity": "master"}
+        given = {"shard_weights": True, "units": [*model.blocks], "reduce_dtype": wire, "parity": "master"}
         given |= {"optimizer_class": qshard.Muon, **muon[0]} if muon else {"optimizer_class": qshard.AdamW}
         optimizer = qshard.ZeroOptimizer(model, lr=1e-4, **given, **states)
     else:
         step_torch.shard(model)
         if "ordered" in words:
-            qshard.reduce_gradients_in_order(model)
+            qshard.reduce_gradients_in_order(model, wire)
         if muon:
             optimizer = qshard.Muon(model.named_parameters(), lr=1e-4, **muon[0])
         elif states or options.RECIPES.get(recipe) is not None:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any, SupportsIndex
 
-from qshard.formats import ELEMENTS, FLOATS, FORMATS, Format, Usage
+from qshard.formats import ELEMENTS, FLOATS, FORMATS, MXFP8_E4M3, MXFP8_E5M2, Format, Usage
 
 FormatLike = Format | str  # a format, or its string as `str` prints it
 
@@ -59,6 +59,23 @@ def as_formats(values: Any, op: str) -> list[Format]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         return [as_format(values, op, "formats")]
     return [as_format(value, op, f"formats[{i}]") for i, value in enumerate(values)]
+
+
+def as_wire_format(value: Any, op: str, name: str) -> Format:
+    """Return the format of gradients on the wire that a caller of `op` passed as its argument `name`.
+
+    These formats need no communication of scales, have blocks of consecutive elements, and keep infinities and NaN.
+
+    >>> as_wire_format("NVFP4", "linear", "grad_dtype")
+    Traceback (most recent call last):
+    ValueError: linear: grad_dtype (NVFP4) is not a format of gradients; pass MXFP8_E4M3, MXFP8_E5M2 or a float dtype
+    """
+    fmt = as_format(value, op, name)
+    if fmt not in (MXFP8_E4M3, MXFP8_E5M2):
+        raise ValueError(
+            f"{op}: {name} ({fmt}) is not a format of gradients; pass {MXFP8_E4M3}, {MXFP8_E5M2} or a float dtype"
+        )
+    return fmt
 
 
 def as_usage(value: Any, op: str) -> Usage:

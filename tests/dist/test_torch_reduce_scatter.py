@@ -136,6 +136,83 @@ def test_zero_sums_alike():
         assert torch.equal(p, whole(model)[name]), name
 
 
+def is_near(sums, want, sent, fraction):
+    """Check sums of codes: `sent` are the absolute values that ranks sent, added, and their largest element."""
+    absolute, largest = sent
+    return ((sums - want).abs() <= absolute * fraction + largest * 2.0**-17 * dist.get_world_size()).all()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(("fmt", "fraction"), [("MXFP8_E4M3", 1 / 16), ("MXFP8_E5M2", 1 / 8)])
+@on_ranks(1, 3, 4)
+def test_codes_on_the_wire(fmt, fraction):
+    """FSDP2, and ZeRO in both stages, are as near to the sums of values as the format promises."""
+    model = made("CurrentScaling")
+    ranks, world = range(dist.get_world_size()), dist.get_world_size()
+    want = sums_in_order(model, ranks, FP32)
+    each = [sums_in_order(model, [rank], FP32) for rank in ranks]
+    absolute = [sum(g.abs() for g in grads) for grads in zip(*each, strict=True)]
+    largest = max(g.abs().max() for grads in each for g in grads)
+    zeros = [copy.deepcopy(model) for _ in range(2)]
+    shard(model)
+    reduce_gradients_in_order(model, fmt)
+    model(batch(0, dist.get_rank())).square().sum().backward()
+    for p, total, sent in zip(model.parameters(), want, absolute, strict=True):
+        assert is_near(p.grad.full_tensor() * world, total, (sent, largest), fraction)
+        assert world == 1 or not torch.equal(p.grad.full_tensor() * world, total)  # One rank sends nothing.
+    stages = []
+    for zero, sharded in zip(zeros, (False, True), strict=True):
+        optimizer = ZeroOptimizer(zero, reduce_dtype=fmt, shard_weights=sharded, units=[zero] if sharded else None)
+        zero(batch(0, dist.get_rank())).square().sum().backward()
+        optimizer.step()
+        stages.append(optimizer.full_weights())
+    assert all(torch.equal(a, b) for a, b in zip(*(stage.values() for stage in stages), strict=True))
+
+
+class Scale(nn.Module):
+    """A layer whose gradient is its input."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+@on_ranks(3)
+def test_codes_are_of_what_a_rank_receives():
+    """Zeros arrive as zeros; infinities and NaN as such, in blocks of 32 elements of what rank 0 receives."""
+    model = nn.Sequential(Scale(6, 64)).to(torch_ranks.device)
+    shard(model)
+    reduce_gradients_in_order(model, "MXFP8_E4M3")
+    sent = torch.zeros(6, 64, device=torch_ranks.device)
+    if dist.get_rank() == 1:
+        sent[0, 3], sent[1, 5], sent[2] = float("inf"), float("nan"), 3.0
+    model(sent).sum().backward()
+    grad = model[0].weight.grad.full_tensor().cpu()
+    want = torch.zeros(6, 64)
+    want[0, 3], want[1, :32], want[2] = float("inf"), float("nan"), 1.0
+    assert torch.equal(grad.nan_to_num(nan=5.0), want.nan_to_num(nan=5.0))
+
+
+@on_ranks(3)
+def test_zero_sends_codes_in_any_number_of_messages():
+    """A block never spans two messages, and weights without a gradient send zeros."""
+    done = []
+    for sent_at_once in (1 << 27, 3 * 4 * 64):
+        model = made("MXFP8").to(torch.bfloat16)
+        unused = nn.Linear(7, 3).to(torch_ranks.device)
+        optimizer = ZeroOptimizer(nn.ModuleList([model, unused]), lr=1e-2, reduce_dtype="MXFP8_E4M3")
+        for flat in optimizer._flats:
+            flat.gradient.sent_at_once = sent_at_once
+        for microbatch in range(2):
+            model(batch(microbatch, dist.get_rank()).to(torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+        done.append(optimizer.full_weights())
+    assert all(torch.equal(a, b) for a, b in zip(*(weights.values() for weights in done), strict=True))
+
+
 @on_ranks(2)
 def test_mistakes():
     with pytest.raises(ValueError, match="no module of the model is an FSDP2 module; call fully_shard before"):
@@ -143,6 +220,11 @@ def test_mistakes():
     model = shard(made())
     with pytest.raises(TypeError, match="reduce_gradients_in_order: dtype"):
         reduce_gradients_in_order(model, torch.float8_e4m3fn)
+    for fmt in ("NVFP4", "MXFP8_32x32", "MXFP8_E4M3[scale_rounding=floor]"):
+        with pytest.raises(ValueError, match="is not a format of gradients; pass MXFP8_E4M3, MXFP8_E5M2 or a float"):
+            reduce_gradients_in_order(model, fmt)
+    with pytest.raises(ValueError, match="ZeroOptimizer: reduce_dtype"):
+        ZeroOptimizer(made(), reduce_dtype="FP8_E4M3")
     with pytest.raises(TypeError, match=r"is not a torch\.nn\.Module"):
         reduce_gradients_in_order([model])
     reduce_gradients_in_order(model)

@@ -25,6 +25,7 @@ from qshard._core.optimizers.adam import BLOCK
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
 from qshard.layout import slice_plane
+from qshard.torch_bridge._distributed.ordered_sum import Wire
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._optim.slices import empty_scales, gather_parts
@@ -63,7 +64,7 @@ class FlatBuffer:
         device: torch.device,
         on_write: Callable[[], None],
         make: Callable[[ZeroParameter], None],
-        reduce_dtype: torch.dtype,
+        wire: Wire,
         reductions: Channel,
     ):
         self.weights, self.ranks, self.sharded, self.device = list(weights), ranks, sharded, device
@@ -92,7 +93,7 @@ class FlatBuffer:
         for weight, *starts in zip(self.weights, *bounds, strict=True):
             weight.slices = list(itertools.pairwise(starts))
         self.gradient = Gradient(
-            self.weights, self.lengths, ranks, sharded=sharded, device=device, dtype=reduce_dtype, channel=reductions
+            self.weights, self.lengths, ranks, sharded=sharded, device=device, wire=wire, channel=reductions
         )
         for index, weight in enumerate(self.weights):
             self._make_placeholders(weight, index, on_write)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard.torch_bridge._ops.bind import into
+from qshard.torch_bridge._distributed.ordered_sum import Wire
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._zero.streams import Channel, Pending, Steps
 from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
@@ -52,11 +52,11 @@ class Gradient:
         *,
         sharded: bool,
         device: torch.device,
-        dtype: torch.dtype,
+        wire: Wire,
         channel: Channel,
     ):
         self._weights, self._lengths, self._ranks, self._sharded = weights, lengths, ranks, sharded
-        self._device, self._dtype, self._channel = device, dtype, channel
+        self._device, self._wire, self._channel = device, wire, channel
         self._firsts = list(itertools.accumulate((weight.size for weight in weights), initial=0))
         self._starts = list(itertools.accumulate(lengths, initial=0))
         self._own = lengths[ranks.rank]
@@ -195,46 +195,54 @@ class Gradient:
         It sends as much as a ring does, (ranks - 1) / ranks of the elements. It is split into all-to-alls that send and
         receive at most `sent_at_once` bytes each. Their number follows from lengths that all ranks know.
         """
-        size = self._ranks.size
-        most = max(self.sent_at_once // (size * self._dtype.itemsize), 1)  # Elements of one rank.
+        # Elements of one rank, whole blocks of the wire.
+        at_once = self.sent_at_once // (self._ranks.size * (self._wire.dtype or torch.float32).itemsize)
+        most = max(at_once // self._wire.unit, 1) * self._wire.unit
+        dtype = self._dtype_of(unreduced)
         for at in range(0, max(self._lengths), most):
             stops = [min(at + most, length) for length in self._lengths]
             ranges = [(start + min(at, stop), start + stop) for start, stop in zip(self._starts, stops, strict=False)]
-            sent, own = self._packed(unreduced, ranges), max(stops[self._ranks.rank] - at, 0)
-            received = sent
-            if size > 1:
-                received = sent.new_empty(size * own)
-                asynchronous = self._channel.asynchronous
-                yield dist.all_to_all_single(
-                    received,
-                    sent,
-                    [own] * size,
-                    [stop - start for start, stop in ranges],
-                    group=self._ranks.group,
-                    async_op=asynchronous,
-                )
-            there = total[at : at + own]
-            into(there).add_ranks(received.view(size, own), there, fresh=fresh)
+            padded = [self._wire.padded(stop - start) for start, stop in ranges]
+            values = self._packed(unreduced, ranges, padded, dtype)
+            start, stop = ranges[self._ranks.rank]
+            there = total[at : at + stop - start]
+            yield from self._wire.sum_in_order(
+                values, padded, there, self._ranks.group, fresh=fresh, asynchronous=self._channel.asynchronous
+            )
 
-    def _packed(self, unreduced: Mapping[int, Tensor], ranges: Sequence[tuple[int, int]]) -> Tensor:
-        """Concatenate ranges of the unreduced gradients in the wire dtype; zeros for weights without a gradient.
+    def _dtype_of(self, unreduced: Mapping[int, Tensor]) -> torch.dtype:
+        """Return the dtype of values to send, or to quantize: gradients of one dtype are not converted."""
+        found = {grad.dtype for grad in unreduced.values()}
+        return self._wire.dtype or (found.pop() if len(found) == 1 else torch.float32)
+
+    def _packed(
+        self,
+        unreduced: Mapping[int, Tensor],
+        ranges: Sequence[tuple[int, int]],
+        padded: Sequence[int],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Concatenate ranges of the unreduced gradients; zeros for weights without one, and up to a padded length.
 
         `cat` copies vectors of 16 bytes where `_foreach_copy_` copies 4 elements, but it would need more memory to
         convert.
         """
         parts: list[Tensor] = []
-        for start, stop in ranges:
+        for (start, stop), length in zip(ranges, padded, strict=True):
+            padding = length - (stop - start)
             index = bisect_right(self._firsts, start) - 1
             while start < stop:
                 first, end = self._firsts[index], min(stop, self._firsts[index + 1])
                 if index in unreduced:
                     parts.append(unreduced[index][start - first : end - first])
                 else:
-                    parts.append(torch.zeros(end - start, dtype=self._dtype, device=self._device))
+                    parts.append(torch.zeros(end - start, dtype=dtype, device=self._device))
                 start, index = end, index + 1
-        if all(part.dtype == self._dtype for part in parts):
+            if padding:
+                parts.append(torch.zeros(padding, dtype=dtype, device=self._device))
+        if all(part.dtype == dtype for part in parts):
             return torch.cat(parts)
-        packed = torch.empty(sum(map(torch.numel, parts)), dtype=self._dtype, device=self._device)
+        packed = torch.empty(sum(padded), dtype=dtype, device=self._device)
         torch._foreach_copy_(packed.split([*map(torch.numel, parts)]), parts)
         return packed
 

@@ -39,11 +39,12 @@ from torch.optim.optimizer import Optimizer
 
 from qshard._core.optimizers.adam import check_setting
 from qshard.torch_bridge._delayed_scaling import update_delayed
+from qshard.torch_bridge._distributed.ordered_sum import Wire, WireType
 from qshard.torch_bridge._ops.collectives import unlike_ranks
 from qshard.torch_bridge._optim.adam import Adam, initialize_state
 from qshard.torch_bridge._optim.cast_master import Parity, check_parity
 from qshard.torch_bridge._optim.muon import Muon, check_algorithms
-from qshard.torch_bridge._quantized.validation import check_dtype, check_group, check_model
+from qshard.torch_bridge._quantized.validation import check_group, check_model
 from qshard.torch_bridge._zero.buffers import ALIGNMENT, BLOCK_ALIGNMENT, FlatBuffer, update_batches
 from qshard.torch_bridge._zero.gradients import clip_by_norm, norm_over_ranks
 from qshard.torch_bridge._zero.meta_init import Init, MetaInit, check_init, default_device
@@ -78,7 +79,8 @@ class ZeroOptimizer(Adam):
       parity: "model" casts the master after rounding it to the dtype of the parameter; "master" casts the master
         itself.
       reduce_dtype: dtype of gradients on the wire: float32, bfloat16 or float16. Sums are float32. If gradients already
-        have this dtype and a step has one backward pass, the bits equal a float32 reduction at half the traffic.
+        have this dtype and a step has one backward pass, the bits equal a float32 reduction at half the traffic. Or
+        "MXFP8_E4M3" or "MXFP8_E5M2", a quarter of the traffic: `reduce_gradients_in_order` states the error.
       init: for a model on meta, a function that initializes a module. It is called with each module that has parameters
         or buffers of its own; by default its `reset_parameters` or `init_weights` is called. A rank materializes one
         module at a time. Values depend on module names and on `torch.manual_seed` of the first rank, not on the number
@@ -153,7 +155,7 @@ class ZeroOptimizer(Adam):
         units: Sequence[nn.Module] | None = None,
         settings: SettingsOf | None = None,
         parity: Parity = "model",
-        reduce_dtype: torch.dtype = torch.float32,
+        reduce_dtype: WireType = torch.float32,
         init: Init | None = None,
         device: torch.device | str | None = None,
         optimizer_class: type[Adam] = Adam,
@@ -164,13 +166,13 @@ class ZeroOptimizer(Adam):
         self._ranks, self._model = Ranks.of(group), model
         there = next((p.device for p in model.parameters() if not p.is_meta), None)
         self._device = there or (default_device() if device is None else torch.device(device))
-        problem, chosen, resolved = None, [], Settings([], {})
+        problem, chosen, resolved, wire = None, [], Settings([], {}), Wire(None)
         try:  # Validate before any collective.
             weights = weights_of(model)
             check_init(model, init)
             chosen = units_of(model, weights, units) if shard_weights else [(model, weights)]
             check_parity("ZeroOptimizer", parity)
-            check_dtype("ZeroOptimizer", "reduce_dtype", reduce_dtype)
+            wire = Wire.of("ZeroOptimizer", "reduce_dtype", reduce_dtype)
             resolved = settings_of(optimizer_class, weights, settings, lr, options)
         except Exception as error:  # Of `settings` too. All ranks raise.
             problem = error
@@ -178,7 +180,7 @@ class ZeroOptimizer(Adam):
         kinds = [(w.name, w.shape, str(w.dtype), str(w.fmt)) for _, of_unit in chosen for w in of_unit]
         layout = repr((self._ranks.size, shard_weights, parity, alignment, kinds))
         self._layout = hashlib.sha256(layout.encode()).hexdigest()
-        also = reduce_dtype, resolved.facts
+        also = wire, resolved.facts
         self._agree(problem, "has another model or other options; use the same on all ranks", also)
         initial = MetaInit(model, weights, init, self._ranks, self._device)
         self._ranks.broadcast([*model.parameters(), *model.buffers()])
@@ -188,7 +190,7 @@ class ZeroOptimizer(Adam):
             "device": self._device,
             "on_write": weakly(self._note_write),
             "make": initial.make,
-            "reduce_dtype": reduce_dtype,
+            "wire": wire,
             "reductions": self._schedule.reductions,
         }
         self._flats = [FlatBuffer(of_unit, self._ranks, shard_weights, alignment, **make) for _, of_unit in chosen]

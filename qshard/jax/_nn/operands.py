@@ -17,7 +17,7 @@ from qshard import layout
 from qshard._core.operands import OperandSpec, check_state, check_weight_format
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import seed_missing
-from qshard.formats import Usage
+from qshard.formats import Format, Usage
 from qshard.jax import policies
 from qshard.jax._delayed_scaling import LinearState, TensorState
 from qshard.jax._gemm.gemm import Operand, stored_for
@@ -81,11 +81,13 @@ class Config:
         weight_spec: Spec,
         gather_axes: tuple[str, ...],
         layout: WeightLayout,
+        grad_format: Format | None = None,
         **options: Any,
     ) -> tuple[Config, CodedWeight]:
         """Find how the weight is sharded, and build the static options of the call.
 
-        An array becomes a `CodedWeight` without codes, which is its own gradient sink.
+        An array becomes a `CodedWeight` without codes, which is its own gradient sink. `grad_format` is the format of
+        its gradient on the wire, for weights that are gathered in `shard_map`.
         """
         _check_given(op, recipe, given)
         names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
@@ -100,6 +102,7 @@ class Config:
             elif sink is not None:
                 spec = ShardSpec.along(sink, (), weight_spec, **names)
             sharding = WeightSharding(spec, gather_axes, layout)
+            sharding = replace(sharding, grad_format=grad_format)
             weight = CodedWeight(codes, sink, sharding)
             w_type = None if sink is None else explicit_sharding(sink)
         else:
@@ -108,7 +111,13 @@ class Config:
             check_dtype(op, "w", w)
             check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
             sharding = WeightSharding(ShardSpec.along(w, gather_axes, weight_spec, **names), gather_axes, layout)
+            sharding = replace(sharding, grad_format=grad_format)
             weight, w_type = CodedWeight(None, w, sharding), explicit_sharding(w)
+        if grad_format is not None and not (gathers and sharding.spec.local and not sharding.spec.mesh.explicit_axes):
+            raise ValueError(
+                f"{op}: grad_dtype ({grad_format}) needs a shard of w in shard_map, whose gradient this call scatters; "
+                "pass gather_axis there, or a float dtype"
+            )
         config = cls(
             op=op,
             recipe=recipe,

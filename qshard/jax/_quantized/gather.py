@@ -1,25 +1,29 @@
-"""All-gather of quantized weights as codes, and the weight types that `linear` accepts."""
+"""All-gather of weights and reduce-scatter of gradients as codes, and the weight types that `linear` accepts."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, get_args
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import join_names, quote
 from qshard.formats import Format, Usage
 from qshard.jax._ops.mesh import Names, Spec, is_auto, sum_over
 from qshard.jax._ops.validation import as_names, check_spec
 from qshard.jax._quantized.array import QuantizedArray
+from qshard.jax._sharding import partitionable_ops
 from qshard.jax._sharding.shard_spec import ShardSpec, reshard
-from qshard.layout import Shape, is_transposed, matrix_shape, stored_block
+from qshard.layout import Shape, is_transposed, matrix_shape, stored_block, whole_units
 
 
 def gather(q: QuantizedArray, axis_name: str | Sequence[str], *, spec: Spec = None) -> QuantizedArray:
@@ -95,11 +99,13 @@ class WeightSharding:
     """`Shards` of a weight that FSDP shards along `gather_axes`, or of an unsharded weight if these are empty.
 
     `spec` is in the axis order of `layout`, like the gradient and the codes, and is empty if the sharding is unknown.
+    With `grad_format`, the gradient is sent as codes of that format, in `shard_map`.
     """
 
     spec: ShardSpec = ShardSpec()
     gather_axes: Names = ()
     layout: WeightLayout = "NK"
+    grad_format: Format | None = None
 
     @property
     def contracted(self) -> Usage:
@@ -176,10 +182,38 @@ class WeightSharding:
         spec = self.spec
         if spec.local and not spec.mesh.explicit_axes:
             shared = (tuple(name for name in names if name in self.gather_axes) for names in spec.entries)
-            return sum_over(gradient, ((axis, names) for axis, names in enumerate(shared) if names))
+            scattered = [(axis, names) for axis, names in enumerate(shared) if names]
+            if self.grad_format is None:
+                return sum_over(gradient, scattered)
+            for axis, names in scattered:
+                gradient = scatter_codes(gradient, axis, names, self.grad_format)
+            return gradient
         if spec.entries and not spec.mesh.explicit_axes:
             gradient = lax.with_sharding_constraint(gradient, NamedSharding(spec.mesh, spec.spec))
         return gradient
+
+
+def scatter_codes(x: jax.Array, axis: int, names: Names, fmt: Format) -> jax.Array:
+    """Reduce-scatter `x` along `axis` over manual mesh axes: each device sends codes, and adds in order in float32.
+
+    Blocks are consecutive elements of the part for a device, which is padded with zeros to whole blocks. bfloat16 has
+    every value of an 8-bit code from 2^-126 up.
+    """
+    parts = jnp.stack(jnp.split(x, lax.axis_size(names), axis))
+    shape, block = parts.shape[1:], whole_units(fmt, Usage.ROWWISE)[1]
+    flat = parts.reshape(len(parts), -1)
+    flat = jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % block)))
+    plane = quantize_steps.quantize(partitionable_ops, flat.reshape(-1, block), fmt, Usage.ROWWISE)[Usage.ROWWISE]
+    assert plane.scale_inv is not None
+    arrays = []
+    for array in (plane.data, plane.scale_inv):
+        sent = lax.bitcast_convert_type(array, jnp.uint8).reshape(len(parts), -1)
+        received = lax.all_to_all(sent, names, 0, 0, tiled=True).reshape(array.shape)
+        arrays.append(lax.bitcast_convert_type(received, array.dtype))
+    values = quantize_steps.dequantize(partitionable_ops, Plane(*arrays), fmt, Usage.ROWWISE, "bfloat16")
+    values = values.reshape(flat.shape)[:, : math.prod(shape)].astype(jnp.float32)
+    total: jax.Array = functools.reduce(jnp.add, list(values))
+    return total.reshape(shape).astype(x.dtype)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "sink"], meta_fields=["shards"])
