@@ -25,6 +25,7 @@ def test_swiglu(front, shape, dtype):
         assert_bits_equal(got, expected, name)
 
 
+@pytest.mark.each_value
 @each_value(
     shape=[(3, 5, 40), (2, 9, 40), (0, 8), (129,), (1, 1, 33), (37, 256), (17, 1100), (300, 3)],
     dtype=DTYPES,

@@ -52,6 +52,7 @@ def train(policy, params, state, x, steps=2):
     return params, state, losses
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
 @pytest.mark.parametrize("then", ["MXFP8", VALUES], ids=str)
 def test_policies_on_eight_devices(kind, then):

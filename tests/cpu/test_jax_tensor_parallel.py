@@ -101,6 +101,7 @@ def test_bits_of_one_device(name, side, devices):
         (assert_close if name == "NVFP4" else assert_same)(made, want)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "side", "devices"),
     [pytest.param(*turn, marks=[] if turn[0] in OFTEN else pytest.mark.slow) for turn in TURNS],
@@ -183,6 +184,7 @@ def test_one_device_on_the_axis():
 # --- with other features ---
 
 
+@pytest.mark.each_value
 @pairs(name=["CurrentScaling", "DelayedScaling", "MXFP8", "NVFP4"], layout=["NK", "KN"], side=SIDES)
 def test_with_fsdp(name, layout, side):
     """x `[B, S, K]` is sharded along B by FSDP, which shards the rows of w too."""
@@ -217,6 +219,7 @@ def test_axis_that_is_cut(lead, side):
     assert_close(made, jax.jit(functools.partial(step, recipe=recipe))(x, w, dy))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["CurrentScaling", "DelayedScaling", "NVFP4"])
 @pytest.mark.parametrize("side", SIDES)
 def test_without_types(name, side):

@@ -16,15 +16,15 @@ def python(*args: str, simd: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-P", *args], env=env, text=True, capture_output=True, check=False)
 
 
-# All targets are compiled from one source. `make test` gives each another part of the calls, half of them in all, and
-# `make slow` gives all to each.
+# All targets are compiled from one source. `make test` gives each another part of the calls, a quarter of them in
+# all, and `make slow` gives all to each.
 @pytest.mark.parametrize("target", ["scalar", "avx2", "avx512"])
 @pytest.mark.parametrize("calls", ["a part", pytest.param("all", marks=pytest.mark.slow)])
 def test_bits_are_those_of_the_reference(target, calls):
     targets = _ffi.simd_targets()
     if target not in targets:
         pytest.skip(f"this machine has {targets}")
-    part, parts = (2 * targets.index(target), 2 * len(targets)) if calls == "a part" else (0, 1)
+    part, parts = (4 * targets.index(target), 4 * len(targets)) if calls == "a part" else (0, 1)
     run = python(str(Path(__file__).with_name("kernel_bits.py")), "--part", str(part), str(parts), simd=target)
     assert run.returncode == 0, run.stdout + run.stderr
     assert f"SIMD target {target}" in run.stdout

@@ -61,6 +61,7 @@ def assert_products(front, got, x, w, dy, recipe):
     assert_is_product(dw, values[gradient, COLUMNS].T, values[activation, COLUMNS].T, **rounding)
 
 
+@pytest.mark.each_value
 @every_stateless_recipe
 def test_three_products(front, recipe):
     """Each operand is quantized in blocks along the contracted axis."""
@@ -105,6 +106,7 @@ def test_seeds_of_roles(front):
         np.testing.assert_array_equal(y, shown(x, fmt, Role.WEIGHT).T)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", sorted(set(RECIPES) & set(STATELESS)))
 def test_products_are_near_those_without_quantization(front, name):
     """Rotations cancel, and stochastic rounding is unbiased.
@@ -119,6 +121,7 @@ def test_products_are_near_those_without_quantization(front, name):
         assert (got * want).sum() > least * np.linalg.norm(got) * np.linalg.norm(want)
 
 
+@pytest.mark.each_value
 @every_recipe
 def test_a_linear_map_is_fitted(front, recipe):
     """Gradient descent reaches 1% of the first loss in 12 steps; stateful recipes update their scales meanwhile."""

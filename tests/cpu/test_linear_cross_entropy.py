@@ -18,6 +18,7 @@ def drawn(dtype):
     return x, w, labels
 
 
+@pytest.mark.each_value
 @pairs(dtype=DTYPES, reduction=["mean", "sum", "none"], chunk=[None, 1, 5, 8, 100])
 def test_is_the_two_calls(front, dtype, reduction, chunk):
     x, w, labels = drawn(dtype)

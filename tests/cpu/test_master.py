@@ -82,6 +82,7 @@ def assert_slices(front, planes, weights, bounds, rounded_to=None):
         assert not data[there.size :].any()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kinds", [TAME, KINDS], ids=["tame", "all"])
 def test_slices_are_those_of_the_reference(front, kinds):
     """Odd starts, cut rows, blocks and bytes, in the order of the weights, whatever calls they share."""
@@ -139,6 +140,7 @@ def uneven(size, world, seed):
     return [0, *sorted([*inner, *([inner[0] if inner else size] if world > 1 else [])]), size]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("world", "rounded_to"), [(1, None), (2, "bfloat16"), (3, None), (4, "bfloat16"), (8, None)])
 def test_gathered_slices_are_the_whole(front, world, rounded_to):
     """One reduction for all weights; what spoils a scale may be with one rank alone."""
@@ -171,6 +173,7 @@ def test_any_split(front):
     check()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("where", PLANES, ids=lambda where: f"{where[0]}-{where[1].name}")
 def test_planned_cuts_need_no_reduction(where, world):

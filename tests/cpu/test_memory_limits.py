@@ -29,6 +29,7 @@ def run(*arguments, **environment):
     return run.stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_torch(draws):
     """Every op, with 1, 2 and 4 threads."""

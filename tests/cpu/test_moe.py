@@ -191,6 +191,7 @@ def seeds_of(front, recipe):
     return {"seeds": (np.array([0, 0], np.uint32), np.array([1, 0], np.uint32))}, of
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.stateful])
 def test_a_loop_over_experts(front, name):
     """Results and gradients of the loop of `linear`; products are summed in another order, so some codes differ."""

@@ -53,6 +53,7 @@ def in_bfloat16(layout):
     return x @ w.T, dy @ w, dw if layout == "NK" else dw.T
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", ["NK", "KN"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_each_product_has_its_own_formats(front, recipe, layout):

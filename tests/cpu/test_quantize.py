@@ -28,6 +28,7 @@ def assert_both_ways(front, x, fmt, usage, dtypes=(None,), seed=SEED):
             assert_bits_equal(values, expected.dequantize(dtype, usage=each), f"values, {each}")
 
 
+@pytest.mark.each_value
 @every_plane
 def test_shapes_dtypes_and_values(front, fmt, usage):
     cases = [(shape, dtype, kinds) for shape in shapes_of(fmt, usage) for dtype in DTYPES for kinds in (TAME, KINDS)]
@@ -86,6 +87,7 @@ def test_any_shape_of_any_format(front, factor):
     check()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fmt", NAMED, ids=str)
 def test_any_bits(front, fmt):
     """fp32 of random bits: NaNs with payloads, infinities and subnormals with them."""

@@ -106,6 +106,7 @@ def test_a_converted_conv1d_travels(way):
     assert torch.equal(other(x_of(8, 64)), model(x_of(8, 64)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 def test_compiled_checkpointed_and_under_autocast():
     model, x = convert(gpt2_mlp(), "CurrentScaling"), x_of(16, 64)

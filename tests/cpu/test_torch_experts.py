@@ -232,6 +232,7 @@ def test_recomputation():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 def test_compiled():
     """The bits of eager calls, with the seeds of eager calls."""

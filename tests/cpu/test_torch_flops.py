@@ -111,6 +111,7 @@ def gradients_within(budget, model, x):
     return [p.grad for p in compiled.parameters()], saved[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # From dynamo itself.
 def test_a_memory_budget_keeps_the_bits_of_gradients():
     torch.manual_seed(0)

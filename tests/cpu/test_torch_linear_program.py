@@ -84,6 +84,7 @@ def _with_codes(x, weight, recipe):
     return linear(x, quantize(weight, recipe.weight, usage=Usage.BOTH), None, recipe, seed=5)
 
 
+@pytest.mark.each_value
 @every_gpu
 @every_kind
 @pytest.mark.parametrize("name", ["current", "delayed", "block", "mxfp8"])
@@ -100,6 +101,7 @@ def test_results_are_those_of_products_by_pytorch(name, kind, gpu):
         torch.testing.assert_close(got[key], value, rtol=2e-3, atol=2e-4, msg=lambda m, key=key: f"{key}: {m}")
 
 
+@pytest.mark.each_value
 @every_gpu
 @every_kind
 @pytest.mark.parametrize("name", RECIPES)
@@ -123,6 +125,7 @@ COMPILED = [("current", HOPPER), ("block", HOPPER), ("mxfp8", HOPPER), ("mxfp8",
 
 
 # Dynamo of torch 2.13 does what torch.autograd 2.13 has deprecated.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("name", "gpu"), [("nvfp4", BLACKWELL), *(pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED)]

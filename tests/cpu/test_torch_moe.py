@@ -263,6 +263,7 @@ def change_results(layer):
     layer.w2.experts.register_forward_pre_hook(lambda module, given: (given[0] * 2, *given[1:]))
 
 
+@pytest.mark.slow
 @DYNAMO
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_compiled_layer(hooked):

@@ -123,6 +123,7 @@ OTHERS = {
 every_future = pytest.mark.parametrize("future", [None, "swap", "overwrite"])
 
 
+@pytest.mark.each_value
 @every_future
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_move_gives_the_bits_of_a_model_that_was_moved_first(kind, future):

@@ -57,6 +57,7 @@ def equal(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("recipe", [TAIL, NVFP4(forward="MXFP8", dgrad="bf16")], ids=str)
 def test_compiled_layers_have_the_same_bits(recipe):

@@ -56,6 +56,7 @@ def test_meta_tensors_give_the_layout():
     assert (q.rowwise.data.shape, q.columnwise.data.shape, q.columnwise.scale_inv.shape) == ((16, 16), (32, 8), (32, 1))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fmt", [FP8_E5M2, MXFP8_E4M3, STOCHASTIC.with_options(hadamard=True)], ids=str)
 @every_usage

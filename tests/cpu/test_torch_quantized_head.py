@@ -146,6 +146,7 @@ def test_under_autocast():
     torch.testing.assert_close(loss, want)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own.
 def test_compiled_it_is_the_same():

@@ -26,6 +26,7 @@ SOURCES = {
 HAD_AGAIN = ("relu", "a view of softmax", "product", "a view of a product")
 
 
+@pytest.mark.each_value
 @every_recipe
 @pytest.mark.parametrize("source", SOURCES)
 def test_what_autograd_keeps_anyway_is_not_kept_again(recipe, source):
@@ -101,6 +102,7 @@ def test_a_graph_can_be_gone_through_twice():
     assert_equal(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["CurrentScaling", pytest.param("NVFP4", marks=pytest.mark.slow)])
 def test_compilers_quantize_and_keep_x_once(name):

@@ -263,6 +263,7 @@ def test_autograd_functional():
     assert torch.equal(jacobian, torch.autograd.grad(critic(convert=True)(x).sum(), x)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_compiled(frozen):
     """AOTAutograd raises for all that it has compiled. Torch 2.11 has nothing to differentiate with frozen weights."""

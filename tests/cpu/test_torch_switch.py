@@ -75,6 +75,7 @@ def test_goes_on_alike(first, then):
     assert_goes_on_alike(model, optimizer, converted(then))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["MXFP8", None, pytest.param("DelayedScaling", marks=pytest.mark.slow)])
 def test_compiled(then):
     """One more compilation, and none after it."""

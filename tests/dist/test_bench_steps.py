@@ -28,6 +28,7 @@ from cases import measure_cases
 from model_shapes import SHAPES
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_takes_no_other_with_it(tmp_path, capfd):
     arguments = argparse.Namespace(ranks=2, out=str(tmp_path))
     assert measure_cases(measure_or_fail, ["a", "raises", "b", "dies"], arguments, device="cpu") == 1

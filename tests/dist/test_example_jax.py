@@ -48,10 +48,12 @@ def assert_same_bytes(runs):
 MESHES = [("shard_map", "fsdp"), ("auto", "fsdp,tp"), ("explicit", "hsdp")]
 
 
+@pytest.mark.slow
 def test_all_modes_and_meshes_gather_the_same_bytes():
     assert_same_bytes([trained("fp8", mode, mesh, 4) for mode, mesh in MESHES])
 
 
+@pytest.mark.slow
 def test_primary_weights_have_the_same_losses():
     """Codes quantized once a step are those that each gather would quantize."""
     shard, primary = trained("fp8", *MESHES[2], 4), trained("fp8", *MESHES[2], 4, kind="primary")
@@ -155,6 +157,7 @@ def reported(folder, *options):
     return run
 
 
+@pytest.mark.slow
 @saves
 @pytest.mark.parametrize(
     ("name", "mode", "kind"),

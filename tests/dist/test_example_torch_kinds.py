@@ -69,6 +69,7 @@ def test_a_fused_loss_is_the_loss(kind):
         assert "--loss fused" in fused.ranks
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @often("nvfp4")
 def test_experts_of_all_kinds(name):
@@ -124,6 +125,7 @@ def test_experts_compute_as_in_bf16(name):
     assert (got - want).norm() <= 2 * u * want.norm()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("name", [pytest.param("bf16", marks=pytest.mark.slow), "mxfp8"])
 def test_experts_learn(name):

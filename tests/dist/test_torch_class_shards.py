@@ -169,6 +169,7 @@ def test_padding_is_no_class(reduction):
         qt.cross_entropy(logits, labels, **given | {"num_classes": 13})
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_compiled_shards_are_what_num_classes_says():
     """A graph cannot read the widths: without `num_classes` they are equal, and other widths give NaN."""

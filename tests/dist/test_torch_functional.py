@@ -240,6 +240,7 @@ def test_errors_of_a_plan_name_the_call_that_needs_it():
         shard(model)[0].unshard()
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_models_are_compiled_around_it():
     torch._dynamo.reset()

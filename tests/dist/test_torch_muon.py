@@ -78,6 +78,7 @@ KINDS = {
 }
 
 
+@pytest.mark.each_value
 @on_ranks(1, 2, 3, 4, (2, 2))
 @pytest.mark.parametrize(("dtype", "options"), KINDS.values(), ids=KINDS)
 def test_bits_do_not_depend_on_ranks(dtype, options):

@@ -67,6 +67,7 @@ def codes_of(name, style):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
 
 
+@pytest.mark.each_value
 @turns(
     1,
     [(2, name) for name in RECIPES],
@@ -182,6 +183,7 @@ def test_operands_that_do_not_belong_together():
         layer.forward(whole)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_compiled_layers():
     # What dynamo of torch 2.13 does against torch 2.13's own advice.

@@ -124,6 +124,7 @@ def test_zero():
         assert losses[0][-1] < losses[0][0]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("recipe", ["CurrentScaling", *rarely("BlockScaling", "MXFP8", "NVFP4")])
 def test_compiled_without_a_break(recipe):

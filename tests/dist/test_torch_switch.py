@@ -73,6 +73,7 @@ def assert_goes_on_alike(model, optimizer, other, training=train):
         assert torch.equal(*(each.to_local() if isinstance(each, DTensor) else each for each in (mine, theirs))), name
 
 
+@pytest.mark.each_value
 @on_ranks(1, 3, *rarely((2, 2)))
 @pytest.mark.parametrize(("first", "then"), PAIRS)
 def test_fsdp2(first, then):
@@ -124,6 +125,7 @@ def test_kinds_of_weights(how, then):
             train(model, optimizer, 50)
 
 
+@pytest.mark.each_value
 @on_ranks(2, *rarely((2, 2)))
 @pytest.mark.parametrize(
     ("then", "overlap"),
@@ -187,6 +189,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.each_value
 @on_ranks(2)
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize("then", ["MXFP8", VECTORS, None])

@@ -202,6 +202,7 @@ def random_program(model, optimizer, seed):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "world"),
     [

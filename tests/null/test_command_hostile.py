@@ -117,6 +117,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOMBS)
 def test_no_index(name, tmp_path):
     path = tmp_path / "model.safetensors.index.json"
@@ -261,6 +262,7 @@ def large(tmp_path_factory):
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
+@pytest.mark.slow
 @each_value(command=["convert", "report"], number=list(STATUS))
 def test_interrupts(command, number, large, tmp_path):
     """Interrupted early or late, the command leaves no new files."""

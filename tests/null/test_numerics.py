@@ -168,6 +168,7 @@ def assert_as_expected(x, fmt, usage, seed=0):
         assert getattr(measured, name) == pytest.approx(value, rel=1e-12, abs=least, nan_ok=True), name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("usage", PLANES)
 @pytest.mark.parametrize("fmt", VARIANTS, ids=str)
 def test_formulas_on_awkward_values(fmt, usage):
@@ -184,6 +185,7 @@ SHAPES_OF_TILES = [(1, 2 * SIZE + 32), (2 * SIZE + 32, 1), (288, 544), (130, 440
 ODD = Format(name="odd", element=formats.E4M3, block=(3, 700))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", SHAPES_OF_TILES, ids=str)
 @pytest.mark.parametrize("fmt", [formats.FP8_E4M3, formats.FP8_1x128, formats.FP8_128x128, ODD], ids=str)
 def test_formulas_where_tiles_end(fmt, shape):

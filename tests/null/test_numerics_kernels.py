@@ -15,6 +15,7 @@ from support.formats import every_plane
 SEED = 2**63 + 5
 
 
+@pytest.mark.each_value
 @every_plane
 def test_planes_are_those_of_the_reference(fmt, usage):
     for i, shape in enumerate(shapes_of(fmt, usage)):
@@ -33,6 +34,7 @@ def test_planes_are_those_of_the_reference(fmt, usage):
                     assert_bits_equal(got.reshape(value.shape), value, f"{one} {name} of {shape}")
 
 
+@pytest.mark.each_value
 @every_plane
 def test_values_are_those_of_the_reference(fmt, usage):
     for one in usage.planes:

@@ -34,6 +34,7 @@ def parts_of(x, boxes):
     return [(x[box.within(Box(x.shape, (0,) * x.ndim, x.shape))], box) for box in boxes]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize(("fmt", "usage"), PLANES, ids=str)
 def test_of_rectangles_are_of_the_whole(fmt, usage, cut):

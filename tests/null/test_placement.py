@@ -117,6 +117,7 @@ def test_overlaps():
     assert not Box((6, 8), (0, 0), (0, 8)).overlaps(Box((6, 8), (0, 0), (6, 8)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("edges", EDGES, ids=str)
 @pytest.mark.parametrize(("fmt", "usage"), BLOCKED, ids=str)
 def test_codes_of_boxes_are_those_of_the_whole(fmt, usage, edges):

@@ -50,6 +50,7 @@ def test_every_shape_has_the_layout_of_its_planes(fmt):
 
 # Not where there is no columnwise plane, nor where a square block sums its errors by rows: its transpose may choose
 # another scale.
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "fmt",
     [fmt for fmt in ALL if fmt.scaling.global_scale != "row" and not (fmt.scaling.four_over_six and fmt.transposes)],
