@@ -4,11 +4,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import bench_grouped_jax as bench
 
 
+@pytest.mark.slow
 def test_contenders():
     """Each gives y and the gradients of x and w, near the product of bfloat16 values."""
     calls = bench.contenders(bench.Shape(experts=4, tokens=64, width=128, hidden=256))

@@ -21,6 +21,7 @@ def assert_near(made, base, name):
         assert np.linalg.norm(a - b) < 0.12 * np.linalg.norm(b), name
 
 
+@pytest.mark.slow
 def test_contenders():
     calls = bench.contenders(SHAPE)
     base = calls[bench.BASE]()
@@ -34,6 +35,7 @@ def test_rows():
     assert bench.rows_of({"fp8": 2.0, bench.BASE: 3.0}, "qwen")[0] == row
 
 
+@pytest.mark.slow
 def test_contenders_of_expert_parallelism():
     """On two devices; and what GPUs send: codes of x and dy, and values of y and dx."""
     calls = parallel.contenders(SHAPE, parallel.mesh_of(jax.devices()[:2]), capacity=2.0)

@@ -69,6 +69,7 @@ def test_sums_of_codes_are_in_the_order_of_devices(case, fmt):
     np.testing.assert_array_equal(made, total)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["CurrentScaling", "MXFP8", "NVFP4"])
 @pytest.mark.parametrize(
     ("sizes", "spec", "axes"),

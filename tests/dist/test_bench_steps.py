@@ -47,9 +47,9 @@ def test_a_case_that_fails_takes_no_other_with_it(tmp_path, capfd):
     [
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("bf16", "fp8 fused bf16-states", "fp8 compiled", "fp8 zero")
+            for kind in ("bf16", "fp8 fused bf16-states", "fp8 compiled", "fp8 zero", "nvfp4 zero muon")
         ),
-        *("delayed primary", "nvfp4 zero muon", "fp8 muon-fp8"),
+        *("delayed primary", "fp8 zero codes", "fp8 muon-fp8"),
     ],
 )
 def test_kinds_of_steps(kind):

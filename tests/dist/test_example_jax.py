@@ -62,6 +62,7 @@ def test_primary_weights_have_the_same_losses():
     assert shard.resident_bytes < primary.resident_bytes < 1.1 * shard.resident_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "mesh"), [pytest.param(*each, marks=[pytest.mark.slow] * (each != MESHES[0])) for each in MESHES]
 )
@@ -248,6 +249,7 @@ def resume_in_torch(name, folder, want, kind, experts):
         assert_same(seen[0], want)
 
 
+@pytest.mark.slow
 @saves
 @pytest.mark.parametrize(
     ("name", "kind", "experts"),

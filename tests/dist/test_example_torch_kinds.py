@@ -144,6 +144,7 @@ def test_experts_over_replicas():
         assert {run.gathered_sha256 for run in runs} == {digest_of(initial_weights(2), recipe)}
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("name", "kinds"),
@@ -194,6 +195,7 @@ def test_a_resumed_run_has_the_same_losses(name, kind, tmp_path):
     torch_ranks.run(2, resumes, name=name, kind=kind, mesh="fsdp", folder=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shard", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
 def test_a_resumed_run_with_muon_has_the_same_losses(kind, tmp_path):
     torch_ranks.run(2, resumes, name="fp8", kind=kind, mesh="fsdp", folder=tmp_path, optimizer="muon")

@@ -351,6 +351,7 @@ def trains(name, overlap):
     assert b[-1] < b[0]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("name", [pytest.param("CurrentScaling", marks=pytest.mark.slow), "NVFP4"])
 def test_compiled_layers(name):

@@ -93,8 +93,7 @@ def test_fsdp2(first, then):
     ("how", "then"),
     [
         *itertools.product(["primary", "columns", "bfloat16", "policy", "primary bfloat16"], ["MXFP8", None]),
-        ("compiled", "MXFP8"),
-        pytest.param("compiled", None, marks=pytest.mark.slow),
+        *(pytest.param("compiled", then, marks=pytest.mark.slow) for then in ("MXFP8", None)),
     ],
 )
 def test_kinds_of_weights(how, then):
