@@ -72,7 +72,7 @@ def write_engine(
     """
     items = [_item(entry, done.quantized.get(name), engine) for name, entry in checkpoint.entries.items()]
     configs = _configs(checkpoint, engine, done.quantized, items)
-    amaxes = _shared_amaxes(checkpoint, done.quantized)
+    amaxes = _shared_amaxes(checkpoint, done)
     shards, total = _shards(items, most_bytes), sum(_nbytes(item) for item in items)
     names = [f"model-{i + 1:05}-of-{len(shards):05}{FILE}" for i in range(len(shards))]
     names = [f"model{FILE}"] if len(shards) == 1 else names
@@ -115,20 +115,31 @@ def _item(entry: Entry, what: Description | None, engine: str) -> _Item:
     return _Item(entry, {each.name: (each.dtype, each.shape) for each in weight}, weight)
 
 
-def _shared_amaxes(checkpoint: Checkpoint, weights: Mapping[str, Description]) -> dict[str, NDArray[Any]]:
+def _shared_amaxes(checkpoint: Checkpoint, done: Conversion) -> dict[str, NDArray[Any]]:
     """Return the amax of the merged weight for each NVFP4 weight that engines merge, by its name.
 
-    Weights that keep their codes keep their global scales. Weights that are merged with them get their own, as alone.
+    Weights that keep their codes keep their global scales. Weights that are merged with them get their own, as alone,
+    and a remark says that engines take one of them for all.
     """
     found: dict[str, NDArray[Any]] = {}
+    weights = done.quantized
     for names in merged_weights({name: what.format for name, what in weights.items()}):
         entries = [checkpoint.entries[name] for name in names]
-        keeps_codes = (
-            isinstance(each, QuantizedEntry) and each.format_as(weights[each.name].format, weights[each.name].planes)
+        coded = [
+            each
             for each in entries
-        )
-        if not any(keeps_codes):
+            if isinstance(each, QuantizedEntry)
+            and each.format_as(weights[each.name].format, weights[each.name].planes) is not None
+        ]
+        if not coded:
             found |= dict.fromkeys(names, functools.reduce(np.maximum, map(amax_of, entries)))
+            continue
+        scales = [each.read_plane(scales_only=True).global_scale_inv for each in coded]
+        if len(coded) < len(entries) or any(not np.array_equal(scale, scales[0]) for scale in scales):
+            done.remarks.append(
+                f"{', '.join(map(quote, names))} have codes with global scales of their own, but vLLM takes one for all, "
+                "so its values are wrong; convert the checkpoint that they were made from"
+            )
     return found
 
 

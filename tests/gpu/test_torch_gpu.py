@@ -293,6 +293,11 @@ NCCL_CASES = {
         {"recipe": "CurrentScaling", "dtype": torch.bfloat16},
         1,
     ),
+    "gradients-codes": (
+        "dist/test_torch_reduce_scatter.py::test_codes_on_the_wire",
+        {"fmt": "MXFP8_E4M3", "fraction": 1 / 16},
+        1,
+    ),
     "gradients-microbatches": ("dist/test_torch_reduce_scatter.py::test_microbatches", {}, 3),
     "compiled": (
         "dist/test_torch_fsdp.py::compiles_each_layer",

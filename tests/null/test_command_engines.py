@@ -180,11 +180,28 @@ def test_codes_of_merged_weights_are_copied(tmp_path):
     ok("convert", alone, tmp_path / "one", "--format", "NVFP4", "--to", "modelopt")
     codes = tensors_of(tmp_path / "one")
     both = write(tmp_path / "both.safetensors", codes | {names[1]: arrays[names[1]]})
-    ok("convert", both, tmp_path / "out", "--format", "NVFP4", "--to", "modelopt")
+    text = ok("convert", both, tmp_path / "out", "--format", "NVFP4", "--to", "modelopt")
+    assert "mlp.gate_proj.weight, mlp.up_proj.weight have codes with global scales of their own" in text
     found = tensors_of(tmp_path / "out")
     assert all(found[name].tobytes() == array.tobytes() for name, array in codes.items())
     own = reference.quantize(arrays[names[1]], FORMATS["NVFP4"]).rowwise
     assert found[names[1] + "_scale_2"].tobytes() == own.global_scale_inv.tobytes()
+
+
+def test_merged_weights_with_codes_of_one_global_scale_need_no_remark(tmp_path):
+    """Two copies of codes with different scales do: vLLM would take one of the scales."""
+    names = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+    arrays = {name: (numbers((64, 128), i) * 3**i).astype(BF16) for i, name in enumerate(names)}
+    ok("convert", write(tmp_path / "in.safetensors", arrays), tmp_path / "a", "--format", "NVFP4", "--to", "modelopt")
+    shared = tensors_of(tmp_path / "a")
+    text = ok("convert", tmp_path / "a", tmp_path / "b", "--format", "NVFP4", "--to", "modelopt")
+    assert "global scales of their own" not in text
+    assert all(array.tobytes() == shared[name].tobytes() for name, array in tensors_of(tmp_path / "b").items())
+    shared[names[0] + "_scale_2"] = shared[names[0] + "_scale_2"] * np.float32(2)
+    text = ok(
+        "convert", write(tmp_path / "c.safetensors", shared), tmp_path / "d", "--format", "NVFP4", "--to", "modelopt"
+    )
+    assert "have codes with global scales of their own, but vLLM takes one for all" in text
 
 
 def test_embeddings_and_heads_stay_values(tmp_path):
