@@ -137,8 +137,8 @@ def _shared_amaxes(checkpoint: Checkpoint, done: Conversion) -> dict[str, NDArra
         scales = [each.read_plane(scales_only=True).global_scale_inv for each in coded]
         if len(coded) < len(entries) or any(not np.array_equal(scale, scales[0]) for scale in scales):
             done.remarks.append(
-                f"{', '.join(map(quote, names))} have codes with global scales of their own, but vLLM takes one for all, "
-                "so its values are wrong; convert the checkpoint that they were made from"
+                f"{', '.join(map(quote, names))} have codes with global scales of their own, but vLLM takes one for "
+                "all, so its values are wrong; convert the checkpoint that they were made from"
             )
     return found
 
