@@ -134,8 +134,8 @@ def _shared_amaxes(checkpoint: Checkpoint, done: Conversion) -> dict[str, NDArra
         if not coded:
             found |= dict.fromkeys(names, functools.reduce(np.maximum, map(amax_of, entries)))
             continue
-        scales = [each.read_plane(scales_only=True).global_scale_inv for each in coded]
-        if len(coded) < len(entries) or any(not np.array_equal(scale, scales[0]) for scale in scales):
+        scales = {np.asarray(each.read_plane(scales_only=True).global_scale_inv).tobytes() for each in coded}
+        if len(coded) < len(entries) or len(scales) > 1:
             done.remarks.append(
                 f"{', '.join(map(quote, names))} have codes with global scales of their own, but vLLM takes one for "
                 "all, so its values are wrong; convert the checkpoint that they were made from"

@@ -325,7 +325,7 @@ def _in_shard_map(
 
 
 def _as_wire(dtype: Any) -> tuple[str | None, Format | None]:
-    """Return the dtype or the format that the argument `grad_dtype` asks for."""
+    """Return the dtype or the format that the argument `grad_dtype` names; the other is None."""
     if isinstance(dtype, Format) or (isinstance(dtype, str) and dtype in FORMATS):
         return None, as_wire_format(dtype, "linear", "grad_dtype")
     name = None if dtype is None else as_float_name("linear", dtype, "grad_dtype")
