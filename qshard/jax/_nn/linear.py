@@ -129,8 +129,8 @@ def linear(
         gradient is returned in the dtype of `w`. float32 sends 4 bytes an element. bfloat16 sends 2, and rounds each
         device's gradient and the sums to 8 bits. "MXFP8_E4M3" and "MXFP8_E5M2" send 8.25 bits an element and add in
         float32, in the order of devices, for a `w` with `gather_axis` in `shard_map`. Each device's gradient g is then
-        off by at most `max(|g| / 16, amax / 229376)` (E4M3; E5M2: `|g| / 8`), amax of 32 elements. Infinities and NaN
-        arrive.
+        off by at most `max(|g| / 16, amax / 229376)` (E4M3; E5M2: `|g| / 8`), amax of 32 elements, once for each array
+        axis that is sharded. Infinities and NaN arrive.
       vmap_as_rows: treat the examples of a `vmap` over `x` alone as rows of one matrix, bit for bit. Use it for models
         written for one example, as in equinox. False: each example is a tensor with its own scales and blocks, and `dw`
         is a sum of as many products.
