@@ -264,6 +264,13 @@ def test_gradients_may_travel_in_bfloat16(compiled):
     assert moved(compiled["step, bfloat16 gradients"], "reduce-scatter") == ["bf16[256,2048]"] * 2
 
 
+def test_gradients_may_travel_as_codes(compiled):
+    """Codes and their scales by all-to-all, and no reduce-scatter or all-reduce of gradients."""
+    program = compiled["step, codes of gradients"]
+    assert sorted(moved(program, "all-to-all")) == ["u8[8,16384]"] * 2 + ["u8[8,524288]"] * 2
+    assert moved(program, "reduce-scatter") == []
+
+
 RECIPES = ["CurrentScaling", "DelayedScaling", "BlockScaling", "MXFP8", "NVFP4"]
 MODES = ["auto", "explicit", "shard_map"]
 # Each recipe runs with one mode and option; `make slow` runs all combinations.

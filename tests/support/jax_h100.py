@@ -114,8 +114,8 @@ def scanned_step(ws, x):
     return jax.value_and_grad(loss)(ws)
 
 
-def local_step(ws, x, recipe=RECIPE):
-    loss, grads = step(ws, x, recipe, axis_name="fsdp")
+def local_step(ws, x, recipe=RECIPE, **options):
+    loss, grads = step(ws, x, recipe, axis_name="fsdp", **options)
     return jax.lax.pmean(loss, "fsdp"), grads
 
 
@@ -171,6 +171,9 @@ def programs():
     ws, x = [argument(auto, (2048, 2048), jnp.float32, P("fsdp"))] * 2, argument(auto, x.shape, x.dtype, P("fsdp"))
     yield "step, bfloat16 gradients", partial(step, grad_dtype="bfloat16"), (ws, x)
     yield "step, shard_map", jax.shard_map(local_step, mesh=auto, in_specs=specs, out_specs=(P(), P("fsdp"))), (ws, x)
+    inside = partial(local_step, grad_dtype="MXFP8_E4M3")
+    inside = jax.shard_map(inside, mesh=auto, in_specs=specs, out_specs=(P(), P("fsdp")))
+    yield "step, codes of gradients", inside, (ws, x)
     for recipe in (BlockScaling(), MXFP8(), NVFP4()):
         name, inside = type(recipe).__name__, partial(local_step, recipe=recipe)
         x = argument(auto, x.shape, jnp.bfloat16, P("fsdp"))
