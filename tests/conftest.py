@@ -28,10 +28,11 @@ OF_DOCS = ("_page", "_pages", "_site", "_readme")
 """Name suffixes of modules that test documentation."""
 HIDDEN = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 HAS_NVIDIA = not HIDDEN and any(Path("/dev").glob("nvidia[0-9]*"))
-# Workers share GPUs. Each sees all of them, and its first is another: tests of one device take the first.
-if HAS_NVIDIA and "CUDA_VISIBLE_DEVICES" not in os.environ:
+# Workers share GPUs. Each sees all of them, and its first is another: tests of one device take the first. The process
+# that starts workers sets nothing, because they would inherit it.
+if HAS_NVIDIA and "CUDA_VISIBLE_DEVICES" not in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
     GPUS = len([*Path("/dev").glob("nvidia[0-9]*")])
-    FIRST = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    FIRST = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((FIRST + i) % GPUS) for i in range(GPUS))
 JAX_HAS_CUDA = HAS_NVIDIA and any("cuda" in plugin.name for plugin in entry_points(group="jax_plugins"))
 
