@@ -24,14 +24,14 @@ WireType = torch.dtype | Format | str
 
 
 @dataclass(frozen=True)
-class Wire:
+class GradientWire:
     """The encoding of gradients on the wire: values of `dtype`, or codes of `format` if that is not None."""
 
     dtype: torch.dtype | None
     format: Format | None = None
 
     @classmethod
-    def of(cls, op: str, name: str, given: WireType) -> Wire:
+    def of(cls, op: str, name: str, given: WireType) -> GradientWire:
         """Check the argument `name` of `op`. Raises TypeError, or ValueError for a format that is not sent."""
         if isinstance(given, str | Format):
             return cls(None, as_wire_format(given, op, name))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from qshard.torch_bridge._distributed.ordered_sum import Wire, WireType
+from qshard.torch_bridge._distributed.ordered_sum import GradientWire, WireType
 from qshard.torch_bridge._quantized.validation import check_model
 
 _NAME = "reduce_gradients_in_order"
@@ -54,7 +54,7 @@ def reduce_gradients_in_order(model: nn.Module, dtype: WireType = torch.bfloat16
     >>> dist.destroy_process_group()
     """
     check_model(_NAME, model)
-    wire = Wire.of(_NAME, "dtype", dtype)
+    wire = GradientWire.of(_NAME, "dtype", dtype)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ValueError(f"{_NAME}: no module of the model is an FSDP2 module; call fully_shard before")
@@ -65,7 +65,7 @@ def reduce_gradients_in_order(model: nn.Module, dtype: WireType = torch.bfloat16
 class _OrderedReduceScatter:
     """A custom `ReduceScatter` of one FSDP2 module."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: GradientWire) -> None:
         self._wire = wire
         self._input_size: int | None = None
 

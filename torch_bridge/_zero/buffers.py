@@ -25,7 +25,7 @@ from qshard._core.optimizers.adam import BLOCK
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Usage
 from qshard.layout import slice_plane
-from qshard.torch_bridge._distributed.ordered_sum import Wire
+from qshard.torch_bridge._distributed.ordered_sum import GradientWire
 from qshard.torch_bridge._fsdp.weight import memory_of
 from qshard.torch_bridge._ops.collectives import all_gather
 from qshard.torch_bridge._optim.slices import empty_scales, gather_parts
@@ -64,7 +64,7 @@ class FlatBuffer:
         device: torch.device,
         on_write: Callable[[], None],
         make: Callable[[ZeroParameter], None],
-        wire: Wire,
+        wire: GradientWire,
         reductions: Channel,
     ):
         self.weights, self.ranks, self.sharded, self.device = list(weights), ranks, sharded, device

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard.torch_bridge._distributed.ordered_sum import Wire
+from qshard.torch_bridge._distributed.ordered_sum import GradientWire
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._zero.streams import Channel, Pending, Steps
 from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
@@ -52,7 +52,7 @@ class Gradient:
         *,
         sharded: bool,
         device: torch.device,
-        wire: Wire,
+        wire: GradientWire,
         channel: Channel,
     ):
         self._weights, self._lengths, self._ranks, self._sharded = weights, lengths, ranks, sharded

@@ -39,7 +39,7 @@ from torch.optim.optimizer import Optimizer
 
 from qshard._core.optimizers.adam import check_setting
 from qshard.torch_bridge._delayed_scaling import update_delayed
-from qshard.torch_bridge._distributed.ordered_sum import Wire, WireType
+from qshard.torch_bridge._distributed.ordered_sum import GradientWire, WireType
 from qshard.torch_bridge._ops.collectives import unlike_ranks
 from qshard.torch_bridge._optim.adam import Adam, initialize_state
 from qshard.torch_bridge._optim.cast_master import Parity, check_parity
@@ -166,13 +166,13 @@ class ZeroOptimizer(Adam):
         self._ranks, self._model = Ranks.of(group), model
         there = next((p.device for p in model.parameters() if not p.is_meta), None)
         self._device = there or (default_device() if device is None else torch.device(device))
-        problem, chosen, resolved, wire = None, [], Settings([], {}), Wire(None)
+        problem, chosen, resolved, wire = None, [], Settings([], {}), GradientWire(None)
         try:  # Validate before any collective.
             weights = weights_of(model)
             check_init(model, init)
             chosen = units_of(model, weights, units) if shard_weights else [(model, weights)]
             check_parity("ZeroOptimizer", parity)
-            wire = Wire.of("ZeroOptimizer", "reduce_dtype", reduce_dtype)
+            wire = GradientWire.of("ZeroOptimizer", "reduce_dtype", reduce_dtype)
             resolved = settings_of(optimizer_class, weights, settings, lr, options)
         except Exception as error:  # Of `settings` too. All ranks raise.
             problem = error

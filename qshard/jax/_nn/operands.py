@@ -101,8 +101,7 @@ class Config:
                 spec = spec_of_codes(codes, gather_axes, weight_spec, **names)
             elif sink is not None:
                 spec = ShardSpec.along(sink, (), weight_spec, **names)
-            sharding = WeightSharding(spec, gather_axes, layout)
-            sharding = replace(sharding, grad_format=grad_format)
+            sharding = WeightSharding(spec, gather_axes, layout, grad_format)
             weight = CodedWeight(codes, sink, sharding)
             w_type = None if sink is None else explicit_sharding(sink)
         else:
@@ -110,8 +109,8 @@ class Config:
                 raise ValueError(f"{op}: w {jnp.shape(w)} does not have two axes; pass w as [N, K]")
             check_dtype(op, "w", w)
             check_spec_fits(op, "weight_spec", weight_spec, mesh_of(w, weight_spec), w.ndim)
-            sharding = WeightSharding(ShardSpec.along(w, gather_axes, weight_spec, **names), gather_axes, layout)
-            sharding = replace(sharding, grad_format=grad_format)
+            spec = ShardSpec.along(w, gather_axes, weight_spec, **names)
+            sharding = WeightSharding(spec, gather_axes, layout, grad_format)
             weight, w_type = CodedWeight(None, w, sharding), explicit_sharding(w)
         if grad_format is not None and not (gathers and sharding.spec.local and not sharding.spec.mesh.explicit_axes):
             raise ValueError(
