@@ -92,7 +92,8 @@ def test_error_is_bounded(sizes, spec, axes, recipe):
     terms = zip(*(np.split(array, mesh.size) for array in (x, dy)), strict=True)
     absolute = sum(np.abs(own(x=x_i, dy=dy_i)[1]) for x_i, dy_i in terms)
     times = sum(entry is not None for entry in spec)
-    assert (np.abs(made - plain) <= absolute * ((1 + 1 / 16) ** times - 1) + 1e-3).all()
+    small = 2 * mesh.size * absolute.max() / 229376  # For small elements, and for fp32 sums in another order.
+    assert (np.abs(made - plain) <= absolute * ((1 + 1 / 16) ** times - 1) + small).all()
     assert not np.array_equal(made, plain)
     if mesh.size > 1:
         found = collectives(program.lower(w, x, dy).compile())
