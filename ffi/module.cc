@@ -95,6 +95,8 @@ NB_MODULE(_ffi_of_main, m) {
   m.def("call", qshard::host::Call, nb::arg("op"), nb::arg("inputs"), nb::arg("outputs"),
         nb::arg("attributes"), nb::arg("refuse_negated") = false,
         "Run an op on DLPack tensors and write the outputs in place.");
+  m.def("define_torch_kernels", qshard::host::DefineTorchKernels, nb::arg("library"),
+        nb::arg("tensor"), "Register the ops of torch.ops.qshard with PyTorch's dispatcher.");
   m.def(
       "simd", [] { return std::string(qshard::kernels::Simd().target); },
       "SIMD target of the CPU kernels: scalar, avx2 or avx512.");

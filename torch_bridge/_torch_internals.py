@@ -50,6 +50,10 @@ __all__ = [
 # bytes.
 
 
+# A library through which the C functions of PyTorch's stable ABI are found. If it moves: any loaded library that
+# depends on libtorch_cpu.
+LIBRARY: str = torch._C.__file__
+
 # Observers of ops. Without one of them: return True. Then every op goes through the dispatcher, which is slower.
 
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack

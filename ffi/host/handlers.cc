@@ -33,6 +33,31 @@ nb::dict Handlers(const std::string& platform) {
   return handlers;
 }
 
+XLA_FFI_Handler* HandlerOf(Op op, const DLDevice& device) {
+#define QSHARD_OP(name, ...) qshard_##name##_cpu,
+  static constexpr XLA_FFI_Handler* kCpu[] = {
+#include "ops.def"
+  };
+#undef QSHARD_OP
+#if defined(QSHARD_WITH_CUDA)
+#define QSHARD_OP(name, ...) qshard_##name##_cuda,
+  static constexpr XLA_FFI_Handler* kCuda[] = {
+#include "ops.def"
+  };
+#undef QSHARD_OP
+  if (device.device_type == kDLCUDA) return kCuda[static_cast<size_t>(op)];
+#else
+  if (device.device_type == kDLCUDA) return nullptr;
+#endif
+  return kCpu[static_cast<size_t>(op)];
+}
+
+std::string NoKernels(const std::string& op, const DLDevice& device) {
+  return op + ": this build of qshard has no kernels for device (cuda:" +
+         std::to_string(device.device_id) +
+         "); install a build with CUDA, or move the tensors to the CPU";
+}
+
 XLA_FFI_Handler* HandlerOf(nb::str op, const DLDevice& device) {
   static const nb::dict& cpu = *new nb::dict(Handlers("cpu"));
   static const nb::dict& cuda = *new nb::dict(Handlers("cuda"));
@@ -43,10 +68,7 @@ XLA_FFI_Handler* HandlerOf(nb::str op, const DLDevice& device) {
   if (PyErr_Occurred()) nb::raise_python_error();
   if (handlers.size() > 0)
     throw nb::value_error(("call: no op " + std::string(op.c_str())).c_str());
-  PyErr_Format(PyExc_NotImplementedError,
-               "%U: this build of qshard has no kernels for device (cuda:%d); "
-               "install a build with CUDA, or move the tensors to the CPU",
-               op.ptr(), device.device_id);
+  PyErr_SetString(PyExc_NotImplementedError, NoKernels(op.c_str(), device).c_str());
   nb::raise_python_error();
 }
 

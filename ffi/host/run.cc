@@ -105,15 +105,14 @@ class ScopedDevice {
 #endif
 };
 
-[[noreturn]] void Raise(XLA_FFI_Error* error) {
-  const std::unique_ptr<XLA_FFI_Error, void (*)(XLA_FFI_Error*)> owned(error, Destroy);
-  if (error->code == XLA_FFI_Error_Code_INVALID_ARGUMENT)
-    throw nb::value_error(error->message.c_str());
-  if (error->code == XLA_FFI_Error_Code_RESOURCE_EXHAUSTED) {
-    PyErr_SetString(PyExc_MemoryError, error->message.c_str());
+[[noreturn]] void Raise(const Failure& failure) {
+  if (failure.code == XLA_FFI_Error_Code_INVALID_ARGUMENT)
+    throw nb::value_error(failure.message.c_str());
+  if (failure.code == XLA_FFI_Error_Code_RESOURCE_EXHAUSTED) {
+    PyErr_SetString(PyExc_MemoryError, failure.message.c_str());
     nb::raise_python_error();
   }
-  throw std::runtime_error(error->message);
+  throw std::runtime_error(failure.message);
 }
 
 constexpr double kSmall = 1024;    // below: a call takes microseconds
@@ -155,32 +154,42 @@ void FollowThreadsOf(nb::callable framework) {
   get_num_threads = framework.release().ptr();
 }
 
+std::optional<Failure> RunOn(const DLDevice& device, void* stream, const Step* steps,
+                             size_t count) {
+  const ScopedDevice current(device);
+  if (current.error() != nullptr)
+    return Failure{XLA_FFI_Error_Code_INTERNAL,
+                   "call: cuda:" + std::to_string(device.device_id) +
+                       " cannot be made the current device: " + current.error()};
+  XLA_FFI_ExecutionContext context{stream};
+  XLA_FFI_Error* const error = RunAll(&context, steps, count);
+  if (error == nullptr) return std::nullopt;
+  const std::unique_ptr<XLA_FFI_Error, void (*)(XLA_FFI_Error*)> owned(error, Destroy);
+  return Failure{error->code, error->message};
+}
+
+bool MayUseThreads(double numbers) { return numbers > kShared; }
+
 void Run(const Common& common, const Step* steps, size_t count) {
   const DLDevice device = common.device;
-  XLA_FFI_ExecutionContext context;
+  void* stream = nullptr;
   if (device.device_type == kDLCUDA) {
     const DLPackExchangeAPI* api = FrameworkOf(Py_TYPE(common.any.ptr())).api;
     if (api == nullptr || api->current_work_stream == nullptr)
       throw nb::type_error("call: CUDA tensors of this framework do not give their stream");
-    if (api->current_work_stream(device.device_type, device.device_id, &context.stream) != 0)
+    if (api->current_work_stream(device.device_type, device.device_id, &stream) != 0)
       nb::raise_python_error();
-  } else if (common.numbers > kShared && get_num_threads != nullptr) {
+  } else if (MayUseThreads(common.numbers) && get_num_threads != nullptr) {
     FollowNumThreads(nb::cast<int64_t>(nb::handle(get_num_threads)()));
   }
-  XLA_FFI_Error* error = nullptr;
-  const char* no_device = nullptr;
+  std::optional<Failure> failure;
   if (device.device_type == kDLCPU && common.numbers < kSmall) {
-    error = RunAll(&context, steps, count);  // releasing the GIL would take longer
+    failure = RunOn(device, stream, steps, count);  // releasing the GIL would take longer
   } else {
     nb::gil_scoped_release unlocked;
-    const ScopedDevice current(device);
-    no_device = current.error();
-    if (no_device == nullptr) error = RunAll(&context, steps, count);
+    failure = RunOn(device, stream, steps, count);
   }
-  if (no_device != nullptr)
-    throw std::runtime_error("call: cuda:" + std::to_string(device.device_id) +
-                             " cannot be made the current device: " + no_device);
-  if (error != nullptr) Raise(error);
+  if (failure) Raise(*failure);
 }
 
 }  // namespace qshard::host

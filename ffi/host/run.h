@@ -5,8 +5,11 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <optional>
+#include <string>
 
 #include "host/tensor.h"
+#include "schema/pattern.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace qshard::host {
@@ -31,6 +34,24 @@ struct Step {
 
 // Returns the handler of an op for `device`. Raises ValueError or NotImplementedError.
 XLA_FFI_Handler* HandlerOf(nanobind::str op, const DLDevice& device);
+
+// Returns the handler of an op for `device`, or null if this build has none.
+XLA_FFI_Handler* HandlerOf(Op op, const DLDevice& device);
+
+// Error of a call on a device for which this build has no kernels.
+std::string NoKernels(const std::string& op, const DLDevice& device);
+
+// The error of a handler, or of its device.
+struct Failure {
+  XLA_FFI_Error_Code code;
+  std::string message;
+};
+
+// Calls `steps` in order, on CUDA on `stream`. Stops at the first failure. Needs no GIL.
+std::optional<Failure> RunOn(const DLDevice& device, void* stream, const Step* steps, size_t count);
+
+// Whether a call on the CPU with this many elements in its tensors may use several threads.
+bool MayUseThreads(double numbers);
 
 // Calls `steps` in order. On CUDA they are enqueued on the framework's current stream. Stops and
 // raises at the first failure.

@@ -1,8 +1,10 @@
 """`torch.ops.qshard.<op>` under the compiler, and tensors that no row can speak of. Every op is in `test_ops.py`."""
 
+import contextlib
 import ctypes
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,8 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 
 from qshard import _ffi
 from qshard.formats import E4M3
+from qshard.op_table import table
+from qshard.torch_bridge._ops import bind
 from qshard.torch_bridge._ops.bind import into
 from support.awkward import awkward_values
 
@@ -46,51 +50,51 @@ X = torch.ones(4, 6)
 LEAF = X.clone().requires_grad_()
 BAD = {
     "dtype": (
-        lambda: ops.cast_tensor(X.double(), SCALE, **E4M3_CODES),
+        lambda ops: ops.cast_tensor(X.double(), SCALE, **E4M3_CODES),
         TypeError,
         "x .float64. is not float32, bfloat16 or",
     ),
     "scale_dtype": (
-        lambda: ops.cast_tensor(X, SCALE.half(), **E4M3_CODES),
+        lambda ops: ops.cast_tensor(X, SCALE.half(), **E4M3_CODES),
         TypeError,
         "scale .float16. is not float32",
     ),
     "shape": (
-        lambda: ops.cast_tensor(X, torch.ones(6), **E4M3_CODES),
+        lambda ops: ops.cast_tensor(X, torch.ones(6), **E4M3_CODES),
         ValueError,
         r"scale \(6,\) does not match the leading axes",
     ),
     "strided": (
-        lambda: ops.cast_tensor(X.t(), SCALE, **E4M3_CODES),
+        lambda ops: ops.cast_tensor(X.t(), SCALE, **E4M3_CODES),
         ValueError,
         r"x \(strides \(1, 6\)\) is not contig",
     ),
     "codes_dtype": (
-        lambda: ops.dequantize(X.to(torch.float8_e5m2), SCALE, **E4M3_CODES, dtype=torch.float32),
+        lambda ops: ops.dequantize(X.to(torch.float8_e5m2), SCALE, **E4M3_CODES, dtype=torch.float32),
         TypeError,
         "data .float8_e5m2. is not uint8 or float8_e4m3fn",
     ),
     "result_dtype": (
-        lambda: ops.dequantize(X.to(torch.uint8), SCALE, **E4M3_CODES, dtype=torch.float64),
+        lambda ops: ops.dequantize(X.to(torch.uint8), SCALE, **E4M3_CODES, dtype=torch.float64),
         TypeError,
         "dtype .float64. is not float32, bfloat16 or",
     ),
-    "lead": (lambda: ops.amax_tensor(X, lead=3), ValueError, "does not have the axes"),
-    "expanded": (lambda: ops.amax_tensor(X[:1].expand(3, 6)), ValueError, "is not contiguous; call .contiguous"),
+    "lead": (lambda ops: ops.amax_tensor(X, lead=3), ValueError, "does not have the axes"),
+    "expanded": (lambda ops: ops.amax_tensor(X[:1].expand(3, 6)), ValueError, "is not contiguous; call .contiguous"),
     "requires_grad": (
-        lambda: ops.amax_tensor(LEAF),
+        lambda ops: ops.amax_tensor(LEAF),
         ValueError,
         "amax_tensor: x requires grad, but the op has no derivative; pass",
     ),
-    "element": (lambda: ops.cast_tensor(X, SCALE, element="float8"), ValueError, "element .float8. is not one of"),
-    "no_attribute": (lambda: ops.cast_tensor(X, SCALE), RuntimeError, "missing value for argument 'element'"),
+    "element": (lambda ops: ops.cast_tensor(X, SCALE, element="float8"), ValueError, "element .float8. is not one of"),
+    "no_attribute": (lambda ops: ops.cast_tensor(X, SCALE), RuntimeError, "missing value for argument 'element'"),
     "other_attribute": (
-        lambda: ops.cast_tensor(X, SCALE, elements=E4M3.name),
+        lambda ops: ops.cast_tensor(X, SCALE, elements=E4M3.name),
         RuntimeError,
         "missing value for argument 'element'|Unknown keyword",
     ),
     "device": (
-        lambda: ops.cast_tensor(X, SCALE.to("meta"), **E4M3_CODES),
+        lambda ops: ops.cast_tensor(X, SCALE.to("meta"), **E4M3_CODES),
         ValueError,
         "operands .x on cpu, scale on meta. are not on one device",
     ),
@@ -99,9 +103,29 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_an_op_refuses(case):
+    """`torch.ops` knows no TypeError: PyTorch turns an error of a kernel in C++ into a ValueError or a RuntimeError."""
     call, error, text = BAD[case]
-    with pytest.raises(error, match=text):
-        call()
+    if error is not RuntimeError:  # that of PyTorch's own check of the schema
+        with pytest.raises(error, match=text):
+            call(bind.ops)
+    with pytest.raises(ValueError if error is TypeError else error, match=text):
+        call(ops)
+
+
+def test_ops_on_single_tensors_have_kernels_in_cpp():
+    for name in table():
+        assert torch._C._dispatch_dump(f"qshard::{name}").count("torch_kernels.cc") == 2, name
+
+
+def test_a_kernel_keeps_nothing():
+    """Kernels own their arguments: a call, right or wrong, leaves no reference behind."""
+    for scale in (SCALE, torch.ones(3)):
+        x = torch.ones(4, 6)
+        gone = weakref.ref(x)  # alive as long as C++ has a reference
+        with contextlib.suppress(ValueError):
+            ops.cast_transpose(x, scale, **E4M3_CODES)
+        del x
+        assert gone() is None
 
 
 def refused_while_tracing(*cases):
@@ -109,7 +133,7 @@ def refused_while_tracing(*cases):
         call, _, text = BAD[case]
         torch._dynamo.reset()
         with pytest.raises(Exception, match=text):
-            torch.compile(call, fullgraph=True, backend="eager")()
+            torch.compile(call, fullgraph=True, backend="eager")(ops)
 
 
 def test_tracing_refuses_the_same():

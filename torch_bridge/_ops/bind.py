@@ -2,13 +2,14 @@
 
 Code runs an op in one of three ways:
 
-    ops.<op>(...)               allocates the results. Eager calls skip torch's dispatcher (`may_skip_dispatcher`)
+    ops.<op>(...)               allocates the results, in a C++ kernel of torch's dispatcher
     into(*outputs).<op>(...)    writes to the given tensors, bypassing the dispatcher, for code that owns its buffers
     Steps (`programs.py`)       runs several ops in one host call, planned once
 
 All of them fill the results with the XLA FFI handler, the same as for JAX.
 
-An op on lists of tensors is one call, with a constant number of launches, for a whole model. It writes in place to the
+An op on lists of tensors is one call, with a constant number of launches, for a whole model. Eager calls bypass the
+dispatcher. It writes in place to the
 operands that `ops.def` names as results. Its schema declares the writes, so `torch.compile` and graph capture see them.
 Optional lists may be empty, as the attributes of the op specify; all others have one length.
 
@@ -35,11 +36,15 @@ from qshard.op_table import OpSpec, multi_table, table
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._ops.flops import register_flops
 from qshard.torch_bridge._ops.padded_rows import draws_of_rows, gather_rows, values_of_strips
+from qshard.torch_bridge._torch_internals import LIBRARY
 
 __all__ = ["bind", "dtype_name", "into", "ops", "traced_size"]
 
 _LIBRARY = torch.library.Library("qshard", "DEF")
 _ffi.follow_num_threads(torch.get_num_threads)
+_ffi.define_torch_kernels(LIBRARY, Tensor)
+_LIBRARY.define("_requires_grad(Tensor x) -> bool")
+_LIBRARY.impl("_requires_grad", lambda x: x.requires_grad, "CompositeExplicitAutograd")
 
 
 def by_lists(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -117,64 +122,65 @@ def bind(spec: OpSpec) -> Callable[..., Any]:
     Traceback (most recent call last):
     ValueError: cast_tensor: scale (2,) does not match the leading axes of x (3,); pass one element for each run of x
     """
-    run = (_run_on_lists if spec.many else _run_on_tensors)(spec)
+    _LIBRARY.define(_schema(spec), tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag])
+    torch.library.register_fake(f"qshard::{spec.name}", functools.partial(_run_fake, spec), lib=_LIBRARY)
+    register_flops(spec)
+    return (_bind_lists if spec.many else _bind_tensors)(spec, getattr(torch.ops.qshard, spec.name).default)
 
-    def run_lists(*operands: Any, **attributes: Any) -> None:
+
+def _bind_tensors(spec: OpSpec, op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that calls an op on single tensors. Its kernels are in C++ (`host/torch_kernels.cc`)."""
+
+    def call(*operands: Any, **keywords: Any) -> Any:
+        if is_compiling():
+            return op(*operands, **keywords)
+        try:
+            if not torch.is_grad_enabled():
+                return op(*operands, **keywords)
+            _check_no_grad(spec, operands)
+            with torch.no_grad():
+                return op(*operands, **keywords)
+        except (AttributeError, RuntimeError, ValueError):
+            _raise_in_python(spec, operands, keywords)
+            raise
+
+    return call
+
+
+def _raise_in_python(spec: OpSpec, operands: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Raise the error of a call that a kernel in C++ refused, which knows fewer types of errors and names less."""
+    _check_tensors(spec, operands)
+    _check_no_grad(spec, operands)
+    shapes, dtypes = tuple(x.shape for x in operands), tuple(x.dtype for x in operands)
+    outputs = plan_call(spec, shapes, dtypes, tuple(keywords.items())).outputs
+    _check_memory(spec, operands)
+    for shape, dtype in outputs:
+        operands[0].new_empty(shape, dtype=dtype)  # torch.OutOfMemoryError
+
+
+def _bind_lists(spec: OpSpec, op: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that calls an op on lists of tensors. Its kernels are in Python: it runs once for a model."""
+    run = _run_on_lists(spec)
+
+    def kernel(*operands: Any, **attributes: Any) -> None:
         _check_tensors(spec, operands)
         run(*by_lists(spec, operands), operands, attributes)
 
-    _LIBRARY.define(_schema(spec), tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag])
     for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(spec.name, run_lists if spec.many else run, device)
-    torch.library.register_fake(f"qshard::{spec.name}", functools.partial(_run_fake, spec), lib=_LIBRARY)
-    register_flops(spec)
-    op: Callable[..., Any] = getattr(torch.ops.qshard, spec.name).default
+        _LIBRARY.impl(spec.name, kernel, device)
 
-    def dispatch(*operands: Any, **keywords: Any) -> Any:
-        if not is_compiling():
-            _check_tensors(spec, operands)
-        return op(*operands, **keywords)
-
-    def call(*operands: Any, **keywords: Any) -> Any:
-        if may_skip_dispatcher(operands):
-            return run(*operands, **keywords)
-        return dispatch(*operands, **keywords)
-
-    def call_on_lists(*operands: Any, **attributes: Any) -> Any:
+    def call(*operands: Any, **attributes: Any) -> Any:
         inputs, outputs = by_lists(spec, operands)
         if may_skip_dispatcher(inputs):
             run(inputs, outputs, operands, attributes)
         else:
-            dispatch(*operands, **attributes)
+            if not is_compiling():
+                _check_tensors(spec, operands)
+            op(*operands, **attributes)
         written = [x for x, operand in zip(operands, spec.inputs, strict=True) if operand.name in spec.written]
         return written[0] if len(written) == 1 else tuple(written)
 
-    return call_on_lists if spec.many else call
-
-
-def _run_on_tensors(spec: OpSpec) -> Callable[..., Any]:
-    """Return the function that runs an op on single tensors, `run(*operands, **keywords)`."""
-    plan, single = functools.lru_cache(maxsize=4096)(functools.partial(plan_call, spec)), len(spec.outputs) == 1
-
-    def run(*inputs: Tensor, **keywords: Any) -> Any:
-        x = inputs[0]
-        try:
-            if torch.is_grad_enabled():
-                _check_no_grad(spec, inputs)
-            shapes, dtypes = tuple([t.shape for t in inputs]), tuple([t.dtype for t in inputs])
-        except AttributeError:
-            _check_tensors(spec, inputs)  # Checked only after a failure, to keep good calls short.
-            raise
-        outputs, attributes = plan(shapes, dtypes, tuple(keywords.items()))
-        results = [x.new_empty(shape, dtype=dtype) for shape, dtype in outputs]
-        try:
-            _ffi.call(spec.name, inputs, results, attributes, True)
-        except (ValueError, RuntimeError):
-            _check_memory(spec, inputs)  # The error of the host names no operands.
-            raise
-        return results[0] if single else tuple(results)
-
-    return run
+    return call
 
 
 def _run_on_lists(spec: OpSpec) -> Callable[..., Any]:
