@@ -167,6 +167,21 @@ Error Binding::CheckBlocks() const {
   return {};
 }
 
+// Checks a block that must be square or cover each matrix, once the first operand is bound.
+Error Binding::CheckWholeBlock() const {
+  const int64_t rows = values_[row_.block_rows].integer, cols = values_[row_.block_cols].integer;
+  if (rows == cols) return {};
+  const auto& terms = row_.inputs[0].terms;
+  bool whole = true;
+  for (size_t i = 0; i < terms.size(); ++i) {
+    const Term& t = terms[i];
+    if (t.minor >= 0) whole &= sizes_[t.major] <= 1;
+    if (t.kind == Term::kStar && t.major == row_.outer) whole &= Length(static_cast<int>(i)) <= 1;
+  }
+  QSHARD_REQUIRE(whole, row_.name, ": block (", rows, "x", cols, ") is not ", row_.blocks.legal);
+  return {};
+}
+
 // --- counts ---
 
 bool Binding::MeetsCondition(const Operand& operand) const {
@@ -376,6 +391,8 @@ Error Binding::BindBuffers(bool many, int64_t index, Buffers args, const Buffers
     if (operand.many != many || arg_begins_[o] < 0) continue;
     QSHARD_RETURN_IF_ERROR(check(operand, arg_begins_[o], args));
     QSHARD_RETURN_IF_ERROR(BindBuffer(static_cast<int>(o), index, args[arg_begins_[o] + index]));
+    if (o == 0 && row_.blocks.kind == BlockRule::kSquareOrWhole)
+      QSHARD_RETURN_IF_ERROR(CheckWholeBlock());
   }
   for (size_t r = 0; rets != nullptr && r < row_.outputs.size(); ++r) {
     const Operand& output = row_.outputs[r];

@@ -127,6 +127,7 @@ class Binding {
   Error ReadAttributes(const XLA_FFI_Attrs& attributes);
   Error ReadAttribute(int i, XLA_FFI_AttrType type, const void* value);
   Error CheckBlocks() const;
+  Error CheckWholeBlock() const;
   Error CountBuffers(Buffers args, const Buffers* rets);
   bool IsThere(const Operand& operand) const {
     return operand.conditions.empty() || MeetsCondition(operand);

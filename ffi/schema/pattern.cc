@@ -90,6 +90,9 @@ class Parser {
     } else if (type == "square") {
       rule.kind = BlockRule::kSquare;
       rule.legal = "square, and of positive size";
+    } else if (type == "square or whole") {
+      rule.kind = BlockRule::kSquareOrWhole;
+      rule.legal = "square or the whole matrix, and of positive size";
     } else if (type == "any or whole") {
       rule.kind = BlockRule::kAnyOrWhole;
       rule.legal = "of positive size, or 0x0 for the whole weight";

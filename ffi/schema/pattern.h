@@ -52,7 +52,7 @@ struct Attribute {
 
 // Legal blocks of an op.
 struct BlockRule {
-  enum Kind { kNone, kAny, kSquare, kListed, kAnyOrWhole };
+  enum Kind { kNone, kAny, kSquare, kSquareOrWhole, kListed, kAnyOrWhole };
   Kind kind = kNone;
   std::vector<std::pair<int64_t, int64_t>> listed;
   std::string legal;

@@ -71,6 +71,22 @@ def test_explicit_mesh_that_cuts_blocks():
         ops.amax_block(x, **SQUARE)
 
 
+@pytest.mark.parametrize("op", ["quantize_block", "quantize_square_both"])
+@pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b")], ids=str)
+def test_a_block_of_the_matrix_spans_its_shards(spec, op):
+    """One scale of the whole, in automatic meshes; an explicit mesh raises instead of a gather."""
+    x = np.random.default_rng(0).normal(size=(64, 48)).astype(np.float32)
+    x[-1, -1] = 1000.0  # The amax, on one device.
+    options = {"element": "float8_e4m3fn", "eps": 0.0, "pow2": False, "rounding": "up", "scale_dtype": "float32"}
+    options |= {"block_rows": 64, "block_cols": 48}
+    call = jax.jit(lambda x: getattr(ops, op)(x, **options))
+    want = call(x)
+    got = call(jax.device_put(x, NamedSharding(mesh_of(AxisType.Auto), spec)))
+    assert_all_bits_equal([*map(np.asarray, got)], [*map(np.asarray, want)], op)
+    with pytest.raises(ValueError, match=r"x \(64, 48\) has an axis of .* in \d shards"):
+        call(jax.device_put(x, NamedSharding(mesh_of(AxisType.Explicit), spec)))
+
+
 def test_layouts_keep_the_memory():
     """Logical order is blocks first; the layouts say that memory is the row-major matrix."""
     text = jax.jit(lambda x: ops.amax_block(x, **SQUARE)).lower(X).as_text()

@@ -89,7 +89,7 @@ class Draw:
             self.attributes["block_rows"], self.attributes["block_cols"] = rng.choice(row.blocks)
         elif "block_rows" in self.attributes:
             rows = rng.choice([1, 2, 3, 16, 32])
-            square = row.name.startswith("quantize_square_both")
+            square = row.name.startswith("quantize_square_both") and rng.random() < 0.7
             self.attributes |= {"block_rows": rows, "block_cols": rows if square else rng.choice([1, 2, 16, 32])}
             if row.many and rng.random() < 0.3:
                 self.attributes |= {"block_rows": 0, "block_cols": 0}

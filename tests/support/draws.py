@@ -117,7 +117,7 @@ def legal(options: dict[str, Any], row: Any) -> bool:
         return False
     if row.name == "amax_hadamard" and block[0] is not None and block[0] % 16:
         return False
-    return not row.name.startswith("quantize_square_both") or block[0] == block[1]
+    return row.name != "quantize_square_both_rows" or block[0] == block[1]
 
 
 @functools.cache

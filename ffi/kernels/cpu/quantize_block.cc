@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/hadamard.h"
+#include "kernels/cast.h"
 #include "kernels/cpu/block_spans.h"
 #include "kernels/cpu/coded_rows.h"
 #include "kernels/cpu/panel.h"
@@ -244,6 +245,21 @@ std::pair<Plane, Plane> PlanesOfBoth(const Blocks& blocks, Plane rows, Plane col
   return {rows, columns};
 }
 
+// Quantizes one block that covers the matrix. All threads share it, while a span has whole blocks.
+template <class Code, class In>
+Status QuantizeWhole(const Exec<Cpu>& exec, const In* x, const FloatScales& scales,
+                     const Blocks& blocks, const BlockPlane<float>& out) {
+  const int64_t n = blocks.rows * blocks.cols;
+  float amax, scale, scale_inv;
+  QSHARD_RETURN_IF_ERROR(Amax(exec, x, 1, n, &amax));
+  QSHARD_RETURN_IF_ERROR(BlockScales<Code>(exec, &amax, 1, scales, &scale, &scale_inv));
+  if (out.scale_inv) *out.scale_inv = scale_inv;
+  if (out.scale_inv_t) *out.scale_inv_t = scale_inv;
+  const Scaled<In> scaled{x, &scale, n};
+  if (!out.data_t) return Cast<In, Code>(exec, scaled, n, out.data);
+  return CastTranspose<In, Code>(exec, scaled, 1, blocks.rows, blocks.cols, out.data, out.data_t);
+}
+
 template <class Plane, class Stored>
 Status QuantizeTwo(const Exec<Cpu>& exec, const Blocks& blocks, const Plane& first,
                    const Plane& second, const BothPlanes<Stored>& out) {
@@ -284,6 +300,10 @@ void ParallelGathered(const Exec<Cpu>& exec, const In* x, const Blocks& blocks, 
 template <class In, class Code, class Scales>
 Status QuantizeBlock(const Exec<Cpu>& exec, const In* x, const Scales& scales, const Blocks& blocks,
                      const BlockPlane<typename Scales::Stored>& out) {
+  if constexpr (std::is_same_v<Scales, FloatScales>) {
+    if (blocks.GridSize() == 1 && out.data)
+      return QuantizeWhole<Code>(exec, x, scales, blocks, out);
+  }
   return QuantizeOne(exec, PlaneOf<In, Code, Scales>{x, scales, blocks, out});
 }
 

@@ -14,6 +14,7 @@
 #include "kernels/cuda/quantize/square.cuh"
 #include "kernels/cuda/quantize/strips.cuh"
 #include "kernels/cuda/quantize/tiles.cuh"
+#include "kernels/cuda/quantize/whole.cuh"
 #include "kernels/quantize_block.h"
 
 namespace qshard::kernels {
@@ -83,7 +84,12 @@ Status QuantizeBlock(const Exec<Cuda>& exec, const In* x, const Scales& scales,
   if (blocks.GridSize() == 0) return {};
   const bool in_order = out.data != nullptr && out.data_t == nullptr && out.scale_inv_t == nullptr;
   const bool transposed = out.data == nullptr && out.data_t != nullptr && out.scale_inv == nullptr;
-  const bool tall = blocks.block_rows == kBlock, wide = blocks.block_cols == kBlock;
+  // A side that covers the matrix is as good as any longer side.
+  const auto is_fast = [](int64_t side, int64_t size) {
+    return side == kBlock || (side >= size && size <= kBlock);
+  };
+  const bool tall = is_fast(blocks.block_rows, blocks.rows);
+  const bool wide = is_fast(blocks.block_cols, blocks.cols);
   const bool row = blocks.block_rows == 1, column = blocks.block_cols == 1;
 
   if (row && wide && in_order && blocks.cols % kBlock == 0 && IsAligned(x, 16) &&
@@ -95,6 +101,14 @@ Status QuantizeBlock(const Exec<Cuda>& exec, const In* x, const Scales& scales,
   }
   TileArguments<In, Scales> a = ArgumentsOfTiles<Code>(x, scales, blocks, out.data, out.scale_inv,
                                                        out.data_t, out.scale_inv_t);
+  if constexpr (std::is_same_v<Scales, FloatScales>) {
+    if (blocks.GridSize() == 1 && !(tall && wide) && out.data != nullptr) {
+      Status status;
+      if (TakesTiles<Code>(a) && LaunchWholeTiles<Code>(exec, a, &status)) return status;
+      if (blocks.rows * blocks.cols > kTile * kTile)  // any.cuh is one thread block for a block
+        return QuantizeWholeInSteps<Code>(exec, x, scales, blocks, out);
+    }
+  }
   if (TakesTiles<Code>(a)) {
     if (tall && wide && out.data_t != nullptr)
       return out.data == nullptr ? LaunchTiles<In, Code, Scales, Work::kSquareTransposed>(exec, a)

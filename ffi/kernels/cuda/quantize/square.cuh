@@ -35,6 +35,36 @@ __device__ __forceinline__ void ShowInfinite(EightOf<In> (&rows)[kPatch]) {
   }
 }
 
+// Encodes this thread's patch under its scale, and stores the codes of the tile: in the order of x
+// if requested, and with kTransposed also transposed, through the shared memory `tile`. `common`:
+// the patch is whole, and products are plain (IsPlainE2M1).
+template <class In, class Code, bool kTransposed, Write kWrite, class Arguments>
+__device__ __forceinline__ void StoreSquareTile(const Arguments& a, const Tile& t,
+                                                const PatchPlace& p, int height,
+                                                const EightOf<In> (&rows)[kPatch], float scale,
+                                                bool common, uint8_t* tile) {
+  EightCodes<Code> codes[kPatch];
+  const auto encode = [&](auto is_common) {
+    constexpr bool kCommon = decltype(is_common)::value;
+#pragma unroll
+    for (int k = 0; k < kPatch; ++k) codes[k] = EncodeRow<In, Code, kCommon>(rows[k], scale);
+    if (!kTransposed || a.data != nullptr)
+      StoreRows<Code, kWrite, kCommon>(a.data, a.grid, t, p, height,
+                                       [&](int k) { return codes[k]; });
+  };
+  if (__all_sync(0xFFFFFFFFu, common))
+    encode(std::true_type{});
+  else
+    encode(std::false_type{});
+  if constexpr (kTransposed) {
+    EightCodes<Code> columns[kPatch];
+    TransposeCodes<Code>(codes, columns);
+    TransposedTile<Code>::Put(tile, p.down, p.across, columns);
+    __syncthreads();
+    TransposedTile<Code>::template WriteOut<kWrite>(tile, t, a.grid, a.wide, a.second_data);
+  }
+}
+
 template <class In, class Code, class Scales, Work kWork, class Rows>
 __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::kBlocksPerSm)
     QuantizeSquareTiles(const TileArguments<In, Scales, Rows> a) {
@@ -123,28 +153,10 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
       ShowInfinite<In>(rows);
   }
 
-  EightCodes<Code> codes[kPatch];
-  const auto encode = [&](auto is_common) {
-    constexpr bool kCommon = decltype(is_common)::value;
-#pragma unroll
-    for (int k = 0; k < kPatch; ++k) codes[k] = EncodeRow<In, Code, kCommon>(rows[k], scale);
-    if (!kTransposed || a.data != nullptr)
-      StoreRows<Code, Tuning::kWrite, kCommon>(a.data, a.grid, t, p, height,
-                                               [&](int k) { return codes[k]; });
-  };
   bool common = height >= kPatch;
   if constexpr (kPacked<Code>) common = common && IsPlainE2M1(Abs::Value(m), scale);
-  if (__all_sync(0xFFFFFFFFu, common))
-    encode(std::true_type{});
-  else
-    encode(std::false_type{});
-  if constexpr (kTransposed) {
-    EightCodes<Code> columns[kPatch];
-    TransposeCodes<Code>(codes, columns);
-    TransposedTile<Code>::Put(tile, p.down, p.across, columns);
-    __syncthreads();
-    TransposedTile<Code>::template WriteOut<Tuning::kWrite>(tile, t, a.grid, a.wide, a.second_data);
-  }
+  StoreSquareTile<In, Code, kTransposed, Tuning::kWrite>(a, t, p, height, rows, scale, common,
+                                                         tile);
 }
 
 }  // namespace qshard::kernels
