@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._api import _ToTorchTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.fx.experimental.symbolic_shapes import has_static_value
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 from torch.nn.parallel import DistributedDataParallel
@@ -312,6 +313,14 @@ def as_constant(fmt: Format) -> Format:
         return fmt
     eps, scale_max = _numbers(fmt)
     return cast(Format, _Constant(fmt, scaling=_Constant(fmt.scaling, eps=eps, scale_max=scale_max)))
+
+
+def has_static_shape(x: Any) -> bool:
+    """Return whether no size of a matrix is symbolic. Dynamo shows symbolic sizes as ints, except to this function.
+
+    Without `has_static_value`: return `not torch.compiler.is_compiling()`. Then compiled code takes separate ops.
+    """
+    return bool(has_static_value(x.shape[0]) and has_static_value(x.shape[1]))
 
 
 @torch.compiler.assume_constant_result

@@ -77,6 +77,7 @@ def quantize_operand(
     draws: Draws | None = None,
     amax: Array | None = None,
     reduce_max: Reduce | None = None,
+    is_whole: bool = False,
 ) -> tuple[dict[Usage, Plane], Array | None]:
     """Quantize an operand. Return its planes, and under delayed scaling the amax of `x`, otherwise None.
 
@@ -88,10 +89,14 @@ def quantize_operand(
     - `scale`: delayed scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor `reduce_max` is passed.
     - `amax`: amax of `x`, if known.
     - `reduce_max`: max-reduction of the amax of `x` over the shards of its tensor.
+    - `is_whole`: `x` is a whole matrix on one device, as in `quantize_steps.quantize`.
     """
     fmt, usage = spec.format, spec.usage
     if spec.margin is None:
-        return quantize_steps.quantize(ops, x, fmt, usage, reduce_max=reduce_max, draws=draws, amax=amax), None
+        planes = quantize_steps.quantize(
+            ops, x, fmt, usage, reduce_max=reduce_max, draws=draws, amax=amax, is_whole=is_whole
+        )
+        return planes, None
     element, rowwise = {"element": fmt.element.name}, usage is Usage.ROWWISE
     options: dict[str, Any] = {**element, "nonfinite": fmt.nonfinite}
     if reduce_max is not None:

@@ -27,6 +27,11 @@ Array = Any
 Reduce = Callable[[Array], Array]
 
 
+TILE, MOST_TILES = 128, 256
+"""Side of a tile, and most tiles of a matrix with one scale that one op quantizes: on a GPU, in one launch. `kTile` and
+`kMostWholeTiles` in `ffi/kernels/cuda` are the same numbers."""
+
+
 class Plane(NamedTuple):
     """Codes and scales for one usage of a quantized tensor. `qshard.layout` has the shapes.
 
@@ -83,6 +88,7 @@ def quantize(
     given: Scales | None = None,
     amax: Array | None = None,
     wholes: Sequence[Array] | None = None,
+    is_whole: bool = False,
 ) -> dict[Usage, Plane]:
     """Compute the planes of `x` with as few reads of `x` as the format allows.
 
@@ -93,11 +99,15 @@ def quantize(
     - `given`: for formats with one scale per tensor: scales to use instead of computing them from the amax.
     - `amax`: amax of `x`, if already computed. Used by formats that need no other amax.
     - `wholes`: `global_amaxes` of `x` after the max-reduction, in place of `reduce_max`.
+    - `is_whole`: `x` is a whole matrix on one device, so that one op may compute its only scale (`fits_one_op`).
 
     Raises ValueError if `fmt` rounds stochastically and `draws` is None.
     """
     if fmt.stochastic and draws is None:  # check before the amax, which may be a collective
         raise ValueError(seed_missing("quantize", fmt))
+    has_no_amax = reduce_max is None and given is None and amax is None and wholes is None
+    if is_whole and has_no_amax and fmt.block is None and fits_one_op(x.shape):
+        return _quantize_whole(ops, x, fmt, usage)
     if wholes is None and given is None:
         wholes = global_amaxes(ops, x, fmt, usage, amax)
         wholes = wholes if reduce_max is None else [reduce_max(each) for each in wholes]
@@ -119,6 +129,30 @@ def quantize(
     else:
         planes = _quantize_at_once(ops, x, fmt, usage, amaxes, draws)
     return {each: planes.get(each) or transpose_plane(ops, planes[source(fmt, each)], fmt) for each in usage.planes}
+
+
+def fits_one_op(shape: Sequence[int]) -> bool:
+    """Return whether one op may compute amax, scale and codes of `x`: a small matrix with elements.
+
+    >>> fits_one_op((2048, 2048)), fits_one_op((2049, 2048)), fits_one_op((0, 8)), fits_one_op((2, 8, 8))
+    (True, False, False, False)
+    """
+    if len(shape) != 2:
+        return False
+    rows, columns = shape
+    return rows > 0 and columns > 0 and -(-rows // TILE) * -(-columns // TILE) <= MOST_TILES
+
+
+def _quantize_whole(ops: Any, x: Array, fmt: Format, usage: Usage) -> dict[Usage, Plane]:
+    """Compute the planes of a format with one scale in one op: its block is the matrix."""
+    options = {"block_rows": x.shape[0], "block_cols": x.shape[1], **block_options(fmt)}
+    if usage is Usage.ROWWISE:
+        data, scale_inv = ops.quantize_block(x, **options)
+        codes = [data]
+    else:
+        data, scale_inv, data_t, _ = ops.quantize_square_both(x, **options)
+        codes = [data, data_t]
+    return planes_of_one_scale(codes, usage, scale_inv.reshape(()))
 
 
 def makes_planes_apart(fmt: Format) -> bool:

@@ -6,7 +6,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 
-def compile_and_keep(call):
+def compile_and_keep(call, dynamic=None):
     """Compile a call as one graph. Also return the list of its graphs of ops, forward and then backward."""
     graphs = []
 
@@ -15,7 +15,7 @@ def compile_and_keep(call):
         return make_boxed_func(graph)
 
     backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
-    return torch.compile(call, backend=backend, fullgraph=True), graphs
+    return torch.compile(call, backend=backend, fullgraph=True, dynamic=dynamic), graphs
 
 
 def calls_of(graph, op):

@@ -27,6 +27,7 @@ from qshard.torch_bridge._nn.operands import ROLES, draws_of, operand_spec
 from qshard.torch_bridge._ops.programs import Memo, Steps
 from qshard.torch_bridge._quantized.gemm import Operand, way_of
 from qshard.torch_bridge._quantized.target_gpu import Target, target_of
+from qshard.torch_bridge._torch_internals import has_static_shape
 
 Product = Callable[..., Any]
 """GEMM `a @ b.T` of two planes, with a fixed result dtype: `Way.product`."""
@@ -198,4 +199,5 @@ def _gradients(ops: Any, *args: Any) -> tuple[Any, ...]:
 def _planes(
     ops: Any, x: Any, recipe: Recipe, role: Role, usage: Usage, scale: Any, draws: Draws | None
 ) -> tuple[dict[Usage, Plane], Any]:
-    return quantize_operand(ops, x, operand_spec(recipe, role, usage), scale=scale, draws=draws)
+    spec, is_whole = operand_spec(recipe, role, usage), has_static_shape(x)
+    return quantize_operand(ops, x, spec, scale=scale, draws=draws, is_whole=is_whole)

@@ -22,7 +22,7 @@ from qshard.gemm_dispatch import Way
 from qshard.layout import PlaneLayout, matrix_shape, plane
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.programs import Steps
-from qshard.torch_bridge._torch_internals import as_constant
+from qshard.torch_bridge._torch_internals import as_constant, has_static_shape
 
 Parts = tuple[Any, ...]
 
@@ -129,7 +129,11 @@ def _parts(
     wholes: Sequence[Any] | None = None,
 ) -> Parts:
     layouts = {one: plane(fmt, tuple(x.shape), one) for one in usage.planes}
-    planes = quantize_steps.quantize(ops, _matrix(x), as_constant(fmt), usage, draws=draws, amax=amax, wholes=wholes)
+    matrix = _matrix(x)
+    is_whole = has_static_shape(matrix)
+    planes = quantize_steps.quantize(
+        ops, matrix, as_constant(fmt), usage, draws=draws, amax=amax, wholes=wholes, is_whole=is_whole
+    )
     if x.ndim != 2:
         planes = {one: view_plane(parts, layouts[one]) for one, parts in planes.items()}
     return _flat(planes)
