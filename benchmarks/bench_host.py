@@ -2,7 +2,8 @@
 
 On tensors so small that the device keeps up with the queue, a call costs the time of Python, the bridge and launches.
 Rows have the median over rounds of microseconds per call, and its ratio to a base call: an addition into an existing
-tensor (`torch.add`, or `jnp.add` for JAX), `nn.Linear`, or a bf16 step of the examples' GPT on one device.
+tensor (`torch.add`, or `jnp.add` for JAX), `nn.Linear`, or a bf16 step of the examples' GPT on one device. Its compiled
+and captured steps (`torch.compile` with mode "reduce-overhead") are of width 512, 6 layers and 8 x 256 tokens.
 
 Some rows are lower bounds and have no target. A layer written as a Python `autograd.Function` costs at least as much as
 such a function of three `torch.mm`, plus its launches. The bound adds as many launches as qshard's layer has, by
@@ -15,6 +16,7 @@ returned as a tuple or a dataclass.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -41,7 +43,7 @@ from step_profile import kernels_of
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import options
 import train_torch
-from gpt import initial_weights
+from gpt import GPTConfig, initial_weights
 
 SIZE = 512
 FORMATS = ("FP8_E4M3", "FP8_1x128", "FP8_128x128", "MXFP8_E4M3", "MXFP8_32x32", "NVFP4", "NVFP4_16x16")
@@ -146,27 +148,38 @@ def layer_calls() -> Calls:
     return {name: (10, lambda layer=layer: layer(x).backward(gradient)) for name, layer in made.items()}
 
 
+def gpt_step(config: GPTConfig, recipe: str, batch: int, mode: str | None = None) -> Callable[[], None]:
+    """Return a training step of the examples' GPT, with torch's fused AdamW. `mode` is that of `torch.compile`."""
+    tokens = torch.randint(0, 255, (batch, config.context + 1), device="cuda")
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    model = train_torch.GPT(config, torch.bfloat16).to("cuda", torch.bfloat16)
+    model.load_state_dict({key: torch.from_numpy(value) for key, value in initial_weights(config).items()})
+    if options.RECIPES[recipe] is not None:
+        qshard.convert(model, options.RECIPES[recipe], filter=lambda _, name: "blocks" in name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=mode is not None)
+    forward = model if mode is None else torch.compile(model, mode=mode)
+
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        forward(inputs, targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if recipe == "delayed":
+            qshard.update_scales(model)
+
+    return step
+
+
 def gpt_calls() -> Calls:
-    """Return training steps of the examples' GPT, with torch's fused AdamW."""
-    calls: Calls = {}
-    tokens = torch.randint(0, 255, (16, train_torch.CONFIG.context + 1), device="cuda")
-    for name, recipe in options.RECIPES.items():
-        model = train_torch.GPT(train_torch.CONFIG, torch.bfloat16).to("cuda", torch.bfloat16)
-        values = {key: torch.from_numpy(value) for key, value in initial_weights(train_torch.CONFIG).items()}
-        model.load_state_dict(values)
-        if recipe is not None:
-            qshard.convert(model, recipe, filter=lambda _, name: "blocks" in name)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return {f"GPT {recipe}": (1, gpt_step(train_torch.CONFIG, recipe, batch=16)) for recipe in options.RECIPES}
 
-        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, name: str = name) -> None:
-            model(tokens[:, :-1], tokens[:, 1:]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if name == "delayed":
-                qshard.update_scales(model)
 
-        calls["GPT bf16" if recipe is None else f"GPT {name}"] = (1, step)
-    return calls
+def compiled_gpt_calls(mode: str) -> Calls:
+    """Return compiled steps of a GPT of width 512, in the recipes without state."""
+    torch._dynamo.reset()
+    config = dataclasses.replace(train_torch.CONFIG, layers=6, width=512, context=256)
+    what = {"default": "compiled GPT", "reduce-overhead": "captured GPT"}[mode]
+    return {f"{what} {recipe}": (1, gpt_step(config, recipe, 8, mode)) for recipe in ("bf16", "fp8", "block", "mxfp8")}
 
 
 @dataclass
@@ -229,7 +242,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(message="bench_host: no CUDA device, nothing to measure\n")
     made: list[dict[str, object]] = []
-    for calls in (small_calls, layer_calls, gpt_calls):
+    compiled = (functools.partial(compiled_gpt_calls, mode) for mode in ("default", "reduce-overhead"))
+    for calls in (small_calls, layer_calls, gpt_calls, *compiled):
         made += table(microseconds(calls(), parsed.rounds, lambda _: torch.cuda.synchronize()))
     import jax
 

@@ -20,7 +20,7 @@ from qshard.formats import (  # noqa: E402
 )
 from qshard.recipes import MXFP8, CurrentScaling  # noqa: E402
 from qshard.torch_bridge import Linear, linear, quantize, update_delayed  # noqa: E402
-from qshard.torch_bridge._ops.bind import into  # noqa: E402
+from qshard.torch_bridge._ops.bind import into, ops  # noqa: E402
 from qshard.torch_bridge._quantized.gemm import Operand, matmul  # noqa: E402
 from support.awkward import KINDS, TAME, assert_bits_equal, awkward_values  # noqa: E402
 from support.cuda_graphs import capture  # noqa: E402
@@ -244,6 +244,8 @@ def test_compiled_forward_and_backward(dtype):
 
 def test_operands_on_two_devices_are_refused():
     with pytest.raises(ValueError, match=r"cast_tensor: operands .x on cuda:\d, scale on cpu. are not on one device"):
+        ops.cast_tensor(torch.ones(4, device="cuda"), torch.ones(()), element="float8_e4m3fn")
+    with pytest.raises(ValueError, match=r"cast_tensor: operands .x, scale. are not on one device"):
         torch.ops.qshard.cast_tensor(torch.ones(4, device="cuda"), torch.ones(()), element="float8_e4m3fn")
 
 
