@@ -149,7 +149,7 @@ def layer_calls() -> Calls:
 
 
 def gpt_step(config: GPTConfig, recipe: str, batch: int, mode: str | None = None) -> Callable[[], None]:
-    """Return a training step of the examples' GPT, with torch's fused AdamW. `mode` is that of `torch.compile`."""
+    """Return a training step of the examples' GPT, with torch's fused AdamW. `torch.compile` takes `mode`."""
     tokens = torch.randint(0, 255, (batch, config.context + 1), device="cuda")
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     model = train_torch.GPT(config, torch.bfloat16).to("cuda", torch.bfloat16)

@@ -141,8 +141,8 @@ TARGETS = (
             (r"Linear (?!nvfp4).*", "a layer, forward and backward", 2, "nn.Linear", "three GEMMs, and four casts"),
             (r"Linear nvfp4", "a layer in NVFP4", 3, "nn.Linear", "rotations, and two scales"),
             (r"GPT (?!bf16).*", "a step of a small GPT", 1.3, "bf16", "a third of it is Adam and attention"),
-            (r"compiled GPT (?!bf16).*", "its compiled step", 1.4, "bf16", "casts are calls that bf16 has not"),
-            (r"captured GPT (?!bf16).*", "its captured step", 1.25, "bf16", "a replay has no calls"),
+            (r"compiled GPT (?!bf16).*", "a compiled step of a small GPT", 1.4, "bf16", "casts are more calls"),
+            (r"captured GPT (?!bf16).*", "a captured step of a small GPT", 1.25, "bf16", "a replay is one call"),
             (r"qshard\.jax\.quantize .*", "an eager quantize in JAX", 1.5, "jnp.add", "up to four results, not one"),
         )
     ),

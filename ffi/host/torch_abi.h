@@ -22,7 +22,7 @@ using TorchKernel = void (*)(TorchValue* stack, uint64_t arguments, uint64_t res
 
 using TorchStatus = int32_t;  // 0: success
 
-// Version of the ABI that the declarations below follow: that of PyTorch 2.11.
+// Version of the ABI that the declarations below follow, from PyTorch 2.11.
 inline constexpr uint64_t kTorchAbi = uint64_t{2} << 56 | uint64_t{11} << 48;
 
 // name, result, parameters
