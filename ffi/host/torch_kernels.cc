@@ -133,7 +133,8 @@ void OwnedTensor::Allocate(const Row& row, const Dims& dims, DataType dtype, DLD
   int64_t strides[kMaxRank], *sizes, step = 1;
   for (int64_t axis = dims.rank - 1; axis >= 0; --axis) {
     strides[axis] = step;
-    step *= std::max<int64_t>(dims.sizes[axis], 1);
+    if (!Multiply(step, std::max<int64_t>(dims.sizes[axis], 1), &step))
+      Refuse(row.name, ": a result ", Shape(dims.sizes, dims.rank), " has more than 2^63 elements");
   }
   const int32_t type = on.device_type == kDLCUDA ? torch.aoti_torch_device_type_cuda()
                                                  : torch.aoti_torch_device_type_cpu();
@@ -145,8 +146,10 @@ void OwnedTensor::Allocate(const Row& row, const Dims& dims, DataType dtype, DLD
       torch.aoti_torch_get_data_ptr(handle_, &data) != 0;
   if (failed)
     // Trainers look for this text.
-    throw std::runtime_error(row.name + ": " + (on.device_type == kDLCUDA ? "CUDA " : "") +
-                             "out of memory: no room for a result");
+    throw std::runtime_error(MakeError(ErrorKind::kInternal, row.name, ": no room for a result ",
+                                       Shape(dims.sizes, dims.rank), "; ",
+                                       on.device_type == kDLCUDA ? "CUDA " : "", "out of memory")
+                                 .text());
   device = on;
   buffer = {XLA_FFI_Buffer_STRUCT_SIZE, nullptr, dtype, data, dims.rank, sizes};
 }
