@@ -41,6 +41,15 @@ class Torch:
 
         self.torch, self.qshard = torch, qshard.torch_bridge
         self.array = torch.from_numpy
+        self.check_errors()
+
+    def check_errors(self) -> None:
+        """Check an error of a kernel, which passes through PyTorch. A wheel has a C++ runtime of its own."""
+        try:
+            self.torch.ops.qshard.amax_tensor(self.torch.ones(2), lead=2)
+        except ValueError:
+            return
+        raise SystemExit("smoke: a wrong call of torch.ops.qshard raised no ValueError")
 
     def numpy(self, tensor: Any) -> np.ndarray:
         return (tensor.view(self.torch.uint8) if tensor.itemsize == 1 else tensor).numpy()
