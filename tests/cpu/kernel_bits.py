@@ -156,6 +156,16 @@ def check_midpoints() -> None:
         check_made("cast_block", options, x, np.float32([[1]]))
 
 
+def check_whole_blocks() -> None:
+    """Quantize blocks that cover a matrix of several tiles: on a GPU, thread blocks wait for one another."""
+    rule = {"element": E4M3.name, "eps": 0.0, "pow2": False, "rounding": "up", "scale_dtype": "float32"}
+    for number, shape in enumerate([(300, 264), (40, 1096), (2056, 16)]):
+        options = {"block_rows": shape[0], "block_cols": shape[1], "nonfinite": "nan", **rule}
+        x = awkward_values(shape, number, "bfloat16", kinds=("normal",))
+        check_made("quantize_block", options, x)
+        check_made("quantize_square_both", {"outer": 0, **options}, x)
+
+
 def check_unscaled(
     name: str, x: np.ndarray, block: tuple[int, int], amaxes: int, options: dict[str, object], *more: np.ndarray
 ) -> None:
@@ -182,9 +192,11 @@ def main(device: str = "cpu", *ops: str, part: int = 0, parts: int = 1, few: boo
     there = [spec for name, spec in SPECS.items() if device == "cpu" or name not in IN_ANY_ORDER]
     if few:
         checks = {spec.name: functools.partial(check_few, spec) for spec in there}
+        checks["whole blocks"] = check_whole_blocks
     else:
         checks = {spec.name: functools.partial(check_op, spec, part, parts) for spec in there}
         checks |= {"turned": check_turned, "thresholds": check_thresholds, "wide norms": check_wide_norms}
+        checks["whole blocks"] = check_whole_blocks
         if part == parts - 1:  # It takes as long as a third of all calls.
             checks["streaming"] = check_streaming
         checks["midpoints"] = check_midpoints
