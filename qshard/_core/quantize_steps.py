@@ -27,9 +27,9 @@ Array = Any
 Reduce = Callable[[Array], Array]
 
 
-TILE, MOST_TILES = 128, 256
-"""Side of a tile, and most tiles of a matrix with one scale that one op quantizes: on a GPU, in one launch. `kTile` and
-`kMostWholeTiles` in `ffi/kernels/cuda` are the same numbers."""
+PATCH, TILE, MOST_TILES = 8, 128, 256
+"""Elements of a vector, side of a tile, and most tiles of a matrix with one scale that one op quantizes: on a GPU, in
+one launch. `kEight`, `kTile` and `kMostWholeTiles` in `ffi/kernels/cuda` are the same numbers."""
 
 
 class Plane(NamedTuple):
@@ -132,15 +132,15 @@ def quantize(
 
 
 def fits_one_op(shape: Sequence[int]) -> bool:
-    """Return whether one op may compute amax, scale and codes of `x`: a small matrix with elements.
+    """Return whether one op computes amax, scale and codes of `x` fastest: a small matrix of whole vectors.
 
-    >>> fits_one_op((2048, 2048)), fits_one_op((2049, 2048)), fits_one_op((0, 8)), fits_one_op((2, 8, 8))
+    >>> fits_one_op((2048, 2048)), fits_one_op((2049, 2048)), fits_one_op((8, 9)), fits_one_op((2, 8, 8))
     (True, False, False, False)
     """
     if len(shape) != 2:
         return False
     rows, columns = shape
-    return rows > 0 and columns > 0 and -(-rows // TILE) * -(-columns // TILE) <= MOST_TILES
+    return 0 < -(-rows // TILE) * -(-columns // TILE) <= MOST_TILES and columns % PATCH == 0
 
 
 def _quantize_whole(ops: Any, x: Array, fmt: Format, usage: Usage) -> dict[Usage, Plane]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qshard._core import quantize_steps
-from qshard._core.quantize_steps import MOST_TILES, TILE
+from qshard._core.quantize_steps import MOST_TILES, PATCH, TILE
 from qshard.formats import FP8_E4M3, FP8_E5M2, Usage
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import Linear, quantize
@@ -99,6 +99,7 @@ def test_scales_from_elsewhere_take_separate_ops():
         "wholes": (x, {"wholes": [amax]}),
         "stack": (torch.ones(2, 8, 8), {}),
         "empty": (torch.ones(0, 8), {}),
+        "odd": (torch.ones(8, 9), {}),
         "large": (torch.ones(1, (MOST_TILES + 1) * TILE), {}),
     }
     for name, (values, options) in cases.items():
@@ -170,7 +171,8 @@ def test_a_compiled_layer_takes_one_op(dynamic, whole):
     torch._dynamo.reset()
 
 
-def test_the_number_of_tiles_is_that_of_the_kernel():
+def test_sizes_are_those_of_the_kernel():
     folder = Path(__file__).parents[2] / "ffi" / "kernels" / "cuda"
     assert f"kMostWholeTiles = {MOST_TILES};" in (folder / "quantize" / "whole.cuh").read_text()
+    assert f"kEight = {PATCH};" in (folder / "quantize" / "codes.cuh").read_text()
     assert f"kTile = {TILE};" in (folder / "transpose" / "tile.cuh").read_text()
