@@ -1,4 +1,4 @@
-"""Host time of eager calls on small tensors, compared with the framework's own calls.
+"""Host time of calls on small tensors, eager and compiled, compared with the framework's own calls.
 
 On tensors so small that the device keeps up with the queue, a call costs the time of Python, the bridge and launches.
 Rows have the median over rounds of microseconds per call, and its ratio to a base call: an addition into an existing

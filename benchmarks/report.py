@@ -93,7 +93,7 @@ def host_section(tables: Tables) -> str:
     lines = [
         [row["operation"], row["us"], row["times"], row["beside"], verdicts.get(row["operation"], "")] for row in rows
     ]
-    text = "Small tensors, eager: what a call costs on the host. `bench_host.py` says what is in a row."
+    text = "Small tensors: the time of a call on the host. `bench_host.py` says what is in a row."
     return (
         f"## Host time\n\n{origin(rows)} {text}\n\n{table(['operation', 'us', 'times', 'that of', 'target'], lines)}\n"
     )

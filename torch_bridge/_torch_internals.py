@@ -53,7 +53,7 @@ __all__ = [
 
 # A library through which the C functions of PyTorch's stable ABI are found. If it moves: any loaded library that
 # depends on libtorch_cpu.
-LIBRARY: str = torch._C.__file__
+TORCH_LIBRARY: str = torch._C.__file__
 
 # Observers of ops. Without one of them: return True. Then every op goes through the dispatcher, which is slower.
 

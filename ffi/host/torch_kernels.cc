@@ -1,9 +1,8 @@
-// Kernels of torch.ops.qshard in C++, so that an op costs a compiled graph as much as one of
-// PyTorch's own. They run with and without the GIL, and call no Python.
+// Kernels of torch.ops.qshard in C++, so that a compiled graph runs no Python for an op. They run
+// with and without the GIL, and call Python in grad mode alone (OwnedTensor::RequiresGrad).
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <stdexcept>
 #include <string>

@@ -9,9 +9,9 @@ Code runs an op in one of three ways:
 All of them fill the results with the XLA FFI handler, the same as for JAX.
 
 An op on lists of tensors is one call, with a constant number of launches, for a whole model. Eager calls bypass the
-dispatcher. It writes in place to the
-operands that `ops.def` names as results. Its schema declares the writes, so `torch.compile` and graph capture see them.
-Optional lists may be empty, as the attributes of the op specify; all others have one length.
+dispatcher. The op writes in place to the operands that `ops.def` names as results. Its schema declares the writes, so
+`torch.compile` and graph capture see them. Optional lists may be empty, as the attributes of the op specify; all others
+have one length.
 
 Codes and one-byte scales are uint8 here, because Inductor and gloo do not support every 8-bit float; `Plane` views them
 in their own dtype. Ops have no derivatives: gradients go through `Linear`.
@@ -36,13 +36,14 @@ from qshard.op_table import OpSpec, multi_table, table
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._ops.flops import register_flops
 from qshard.torch_bridge._ops.padded_rows import draws_of_rows, gather_rows, values_of_strips
-from qshard.torch_bridge._torch_internals import LIBRARY
+from qshard.torch_bridge._torch_internals import TORCH_LIBRARY
 
 __all__ = ["bind", "dtype_name", "into", "ops", "traced_size"]
 
 _LIBRARY = torch.library.Library("qshard", "DEF")
 _ffi.follow_num_threads(torch.get_num_threads)
-_ffi.define_torch_kernels(LIBRARY, Tensor)
+_ffi.define_torch_kernels(TORCH_LIBRARY, Tensor)
+# For kernels in C++: PyTorch's C functions do not tell whether a tensor requires grad.
 _LIBRARY.define("_requires_grad(Tensor x) -> bool")
 _LIBRARY.impl("_requires_grad", lambda x: x.requires_grad, "CompositeExplicitAutograd")
 
@@ -141,14 +142,14 @@ def _bind_tensors(spec: OpSpec, op: Callable[..., Any]) -> Callable[..., Any]:
             with torch.no_grad():
                 return op(*operands, **keywords)
         except (AttributeError, RuntimeError, ValueError):
-            _raise_in_python(spec, operands, keywords)
+            _raise_precise_error(spec, operands, keywords)
             raise
 
     return call
 
 
-def _raise_in_python(spec: OpSpec, operands: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-    """Raise the error of a call that a kernel in C++ refused, which knows fewer types of errors and names less."""
+def _raise_precise_error(spec: OpSpec, operands: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Raise the precise error of a call that a C++ kernel refused: kernels know few types of errors, and name less."""
     _check_tensors(spec, operands)
     _check_no_grad(spec, operands)
     shapes, dtypes = tuple(x.shape for x in operands), tuple(x.dtype for x in operands)
