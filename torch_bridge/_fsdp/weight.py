@@ -364,7 +364,10 @@ def _unwrap(value: Any, states: list[ScaleState]) -> Any:
     if isinstance(value, ShardedWeight):
         states.append(value.scale_state)
         return value.shard
-    return [_unwrap(each, states) for each in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        # An optimizer passes all gradients and states of a model: plain tensors need no call.
+        return [each if type(each) is Tensor else _unwrap(each, states) for each in value]
+    return value
 
 
 def _wrap(out: Any, state: ScaleState) -> Any:
@@ -378,9 +381,11 @@ def _count_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
-            weights = [x for x in (given if isinstance(given, list) else [given]) if isinstance(x, ShardedWeight)]
-            shards = [x.shard for x in weights if type(x.shard) is Tensor and not x.shard.is_inference()]
-            torch.autograd.graph.increment_version(shards)
+            values = given if isinstance(given, list) else [given]
+            shards = [x.shard for x in values if isinstance(x, ShardedWeight)]
+            torch.autograd.graph.increment_version(
+                [x for x in shards if type(x) is Tensor and not x.is_inference()]
+            )
 
 
 def _is_whole(view: Any, tensor: Any) -> bool:
