@@ -383,9 +383,7 @@ def _count_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             given = args[i] if i < len(args) else kwargs.get(argument.name)
             values = given if isinstance(given, list) else [given]
             shards = [x.shard for x in values if isinstance(x, ShardedWeight)]
-            torch.autograd.graph.increment_version(
-                [x for x in shards if type(x) is Tensor and not x.is_inference()]
-            )
+            torch.autograd.graph.increment_version([x for x in shards if type(x) is Tensor and not x.is_inference()])
 
 
 def _is_whole(view: Any, tensor: Any) -> bool:
