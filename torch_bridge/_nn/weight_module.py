@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
@@ -27,7 +28,7 @@ from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._quantized.device_moves import Move, changes
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
-from qshard.torch_bridge._torch_internals import has_other_owners, hooks_of, is_flattened, put_hooks
+from qshard.torch_bridge._torch_internals import has_other_owners, hooks_of, infers_metadata, is_flattened, put_hooks
 
 
 def take_seed(seed: Tensor, rank: int) -> Tensor:
@@ -145,6 +146,8 @@ def delayed_of_call(modules: nn.ModuleDict) -> dict[Role, DelayedScale]:
         keep_amaxes()
         for state in delayed.values():
             state.restore_buffers()
+        if infers_metadata():
+            return copy.deepcopy(delayed)  # The copies take the amaxes, which no history may have.
     return delayed
 
 
