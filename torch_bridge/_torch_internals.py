@@ -91,8 +91,8 @@ def backward_id() -> int | None:
     return None if number == -1 else number
 
 
-# Without it: return False, as from torch 2.14 on, where PyTorch itself restores the buffers of a stage. Before that, the
-# first step of a pipeline would leave its amaxes in the histories of delayed scaling.
+# Without it: return False. That is right from torch 2.14 on, where PyTorch restores the buffers of a stage; before, the
+# amaxes of the run would stay in the histories of delayed scaling.
 def infers_metadata() -> bool:
     """Return True while a `PipelineStage` learns shapes: it runs its module once on memory without values."""
     stage = sys.modules.get("torch.distributed.pipelining.stage")
