@@ -3,6 +3,7 @@
 All other modules use these checks instead of torch's.
 
     is_compiling               the graph gets ops of `torch.ops.qshard` and functional collectives
+    is_exporting               the graph runs without autograd nodes of Python
     is_capturing               no host synchronization, and no reads of memory from before the capture
     may_skip_dispatcher        an op calls its handler directly (`bind.py`), recorded steps are one call (`programs.py`)
     are_plain                  layers may use qshard's kernels instead of PyTorch's
@@ -16,13 +17,26 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from qshard.torch_bridge._torch_internals import in_functorch, is_observed
 
-__all__ = ["are_plain", "autocast_dtype", "is_capturing", "is_compiling", "may_reuse", "may_skip_dispatcher"]
+__all__ = [
+    "are_plain",
+    "autocast_dtype",
+    "is_capturing",
+    "is_compiling",
+    "is_exporting",
+    "may_reuse",
+    "may_skip_dispatcher",
+]
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def is_exporting() -> bool:
+    """Return True while `torch.export` traces. False under Dynamo, which could not trace the check."""
+    return is_compiling() and not is_dynamo_compiling() and torch.compiler.is_exporting()
 
 
 def is_capturing(device: torch.device) -> bool:
