@@ -25,6 +25,7 @@ from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of
 from qshard.torch_bridge._nn.weight_module import next_seed, rank_of
 from qshard.torch_bridge._ops.bind import ops
+from qshard.torch_bridge._ops.eager import autocast_dtype
 from qshard.torch_bridge._torch_internals import backward_id
 
 PART = 1 << 22
@@ -124,8 +125,7 @@ def _is_in_backward() -> bool:
 
 
 def _dtype_of(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return autocast_dtype(x.device) or x.dtype
 
 
 def measure_operand(role: Role, layer: WeightLayer, x: Tensor, dtype: torch.dtype, seed: Tensor | None) -> Measured:

@@ -7,7 +7,9 @@ Registries of `nn.Module` (`_parameters`, `_buffers`, `_modules`), methods meant
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -87,6 +89,26 @@ def backward_id() -> int | None:
     """Return the number of the backward pass that this thread runs, or None."""
     number: int = torch._C._current_graph_task_id()
     return None if number == -1 else number
+
+
+# Without it: return False. That is right from torch 2.14 on, where PyTorch restores the buffers of a stage; before, the
+# amaxes of the run would stay in the histories of delayed scaling.
+def infers_metadata() -> bool:
+    """Return True while a `PipelineStage` learns shapes: it runs its module once on memory without values."""
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    if stage is None:
+        return False
+    methods = ("_shape_inference", "_forward_metadata_inference", "_backward_metadata_inference")
+    codes = [getattr(stage.PipelineStage, name).__code__ for name in methods if hasattr(stage.PipelineStage, name)]
+    # Autograd runs a backward pass on a GPU, and recomputation in it, in a thread of its own.
+    frames = [sys._getframe()] if backward_id() is None else sys._current_frames().values()
+    return any(each.f_code in codes for frame in frames for each in _callers(frame))
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 # Without it: return True. Then layers always save codes of x.

@@ -12,7 +12,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.flop_counter import FlopCounterMode
 
 from qshard.op_table import multi_table, table
-from qshard.torch_bridge import convert
+from qshard.recipes import NAMED
+from qshard.torch_bridge import LinearCrossEntropy, convert
 from support.draws import draw
 
 PRODUCTS = [spec for spec in (*table().values(), *multi_table().values()) if spec.name.startswith("gemm")]
@@ -54,6 +55,22 @@ CALLS = {
         **{**FP8, "fast": True},
     ),
 }
+
+
+@pytest.mark.parametrize("recipe", NAMED)
+def test_models_on_meta_run_and_have_flops(recipe):
+    """Forward and backward, with fused norms and a head, as to plan a step without its memory."""
+    with torch.device("meta"):
+        body = nn.Sequential(nn.RMSNorm(K), nn.Linear(K, N), nn.GELU(), nn.Linear(N, K))
+        head, x = LinearCrossEntropy(K, N), torch.empty(M, K, requires_grad=True)
+        labels = torch.empty(M, dtype=torch.int64)
+    convert(body, recipe, fuse=True)
+
+    def step(_):
+        head(body(x), labels).backward()
+        assert {each.grad.device.type for each in (x, *body.parameters(), *head.parameters())} == {"meta"}
+
+    assert counted(step) == 3 * 3 * 2 * M * N * K
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

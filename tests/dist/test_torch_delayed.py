@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.checkpoint import checkpoint
 
 from qshard import reference
 from qshard.formats import E4M3
@@ -101,6 +103,42 @@ def test_stages_of_a_pipeline_have_scales_of_their_own(way):
     model(x).sum().backward()
     update_scales(model, pair.get_group() if way == "group" else None)
     assert model[0].delayed["activation"].amax_history[-1] == 2.0 ** (2 * stage + 1)
+
+
+class Recomputed(nn.Module):
+    """A stage under activation checkpointing."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+@on_ranks(2)
+def test_a_pipeline_that_infers_shapes_has_the_scales_of_one_process():
+    """Before its first step, `PipelineStage` runs a stage forward and backward on uninitialized memory."""
+    rank, device = dist.get_rank(), torch.device(torch_ranks.device)
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    torch.manual_seed(0)
+    layers = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), DelayedScaling()).to(device)
+    whole = copy.deepcopy(layers)
+    stage = PipelineStage(Recomputed(layers[rank]), rank, 2, device)
+    schedule = Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss, scale_grads=False)
+    x = torch.randn(8, 16, device=device) / 16
+    torch.use_deterministic_algorithms(True)  # Fills uninitialized memory with NaN.
+    try:
+        schedule.step(*[x] * (rank == 0), target=x if rank == 1 else None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for part in x.chunk(2):
+        nn.functional.mse_loss(whole(part), part).backward()
+    for model in (layers[rank], whole):
+        update_scales(model, group=alone)
+    found, expected = scaling_state(layers[rank], alone), scaling_state(whole[rank], alone)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 @on_ranks(4)

@@ -26,7 +26,7 @@ from qshard.torch_bridge._losses.cross_entropy import RowLoss, as_int32, count_l
 from qshard.torch_bridge._nn.operands import LayerQuantizer, check_gathered, matrix_of, planes_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.eager import autocast_dtype, is_compiling
 from qshard.torch_bridge._ops.uint64 import constant_words, words
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
 from qshard.torch_bridge._quantized.plane_programs import transpose
@@ -101,8 +101,7 @@ def linear_cross_entropy(
         total = w.shape[0]
         x, w, labels, group = _local_operands(op, x, w, labels, group)
     check_tensor(op, "x", x)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if (dtype := autocast_dtype(x.device)) is not None:
         x, w = x.to(dtype), w.to(dtype) if recipe is None else w
     how = None if recipe is None else _How.of(op, w, recipe, seed, x.device)
     if how is None:

@@ -112,7 +112,7 @@ def linear(
     Layers that receive the same x in one module call, such as q, k and v, quantize it once, if `convert` was called on
     that module or on a parent. Codes of x are saved for backward, unless autograd already saves x or its factors
     (`saved_input.py`). A weight that is a parameter is saved by reference, as in `nn.Linear`: do not write to it before
-    the backward pass. Second derivatives and transforms of `torch.func` raise.
+    the backward pass. Second derivatives, transforms of `torch.func`, and `torch.export` with gradients raise.
 
     >>> from qshard.recipes import CurrentScaling
     >>> x, w = torch.eye(2, requires_grad=True), torch.tensor([[1.0, 2.0], [4.0, 8.0]], requires_grad=True)

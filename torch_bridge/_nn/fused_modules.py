@@ -15,7 +15,7 @@ from qshard.formats import FLOATS
 from qshard.torch_bridge._modules import Extends
 from qshard.torch_bridge._nn.activations import rms_norm, swiglu
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._ops.eager import are_plain
+from qshard.torch_bridge._ops.eager import are_plain, autocast_dtype
 from qshard.torch_bridge._torch_internals import has_module_hooks
 
 
@@ -52,7 +52,7 @@ class RMSNorm(Extends, nn.RMSNorm):
         axes = len(self.normalized_shape)
         if weight is None or not isinstance(given, Tensor) or not are_plain(input, weight):
             return nn.RMSNorm.forward(self, input)
-        if torch.is_autocast_enabled(input.device.type) or dtype_name(input.dtype) not in FLOATS:
+        if autocast_dtype(input.device) is not None or dtype_name(input.dtype) not in FLOATS:
             return nn.RMSNorm.forward(self, input)
         if input.shape[-axes:] != self.normalized_shape or weight.device != input.device:
             return nn.RMSNorm.forward(self, input)  # PyTorch raises its own errors.
@@ -115,4 +115,4 @@ def _is_served(x: Any) -> bool:
     """Return True for a tensor of a dtype that the kernels take, outside autocast."""
     if not isinstance(x, Tensor) or x.ndim < 1 or dtype_name(x.dtype) not in FLOATS:
         return False
-    return not torch.is_autocast_enabled(x.device.type)
+    return autocast_dtype(x.device) is None

@@ -21,6 +21,7 @@ from qshard.torch_bridge._fsdp.functional import is_converted, warn_of_late_quan
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, wrap
 from qshard.torch_bridge._nn.functional import WeightLayout, linear
 from qshard.torch_bridge._nn.weight_module import LinearOperands, WeightModule, wrap_weight
+from qshard.torch_bridge._ops.eager import autocast_dtype
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
 
@@ -177,7 +178,7 @@ class WeightLayer(WeightModule):
             placements = tuple(Replicate() if w == Shard(0) else p for p, w in pairs)
             # Even where it moves nothing, `redistribute` would sum a partial gradient of x for each layer.
             input = input if input.placements == placements else input.redistribute(placements=placements)
-        if not torch.is_autocast_enabled(input.device.type):
+        if autocast_dtype(input.device) is None:
             weight, bias = (None if each is None else each.to(input.dtype) for each in (weight, bias))
         if self.weight_layout == "NK":
             return nn.functional.linear(input, weight, bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
@@ -24,10 +25,10 @@ from qshard.torch_bridge._fsdp.weight import ShardedWeight, attributes_of, plain
 from qshard.torch_bridge._modules import Extends, modules_of, parameters_of
 from qshard.torch_bridge._nn.operands import ROLES
 from qshard.torch_bridge._ops.bind import dtype_name
-from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
+from qshard.torch_bridge._ops.eager import autocast_dtype, is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._quantized.device_moves import Move, changes
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
-from qshard.torch_bridge._torch_internals import has_other_owners, hooks_of, is_flattened, put_hooks
+from qshard.torch_bridge._torch_internals import has_other_owners, hooks_of, infers_metadata, is_flattened, put_hooks
 
 
 def take_seed(seed: Tensor, rank: int) -> Tensor:
@@ -145,6 +146,8 @@ def delayed_of_call(modules: nn.ModuleDict) -> dict[Role, DelayedScale]:
         keep_amaxes()
         for state in delayed.values():
             state.restore_buffers()
+        if infers_metadata():
+            return copy.deepcopy(delayed)  # The copies take the amaxes, which no history may have.
     return delayed
 
 
@@ -252,11 +255,10 @@ class WeightModule(Extends):
 
     def operands_of_call(self, x: Tensor, weight: Tensor) -> LinearOperands:
         """Return the operands of one call, and take a seed for it."""
-        seed = delayed = dtype = None
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)  # Passed on, so that layers that share x round it once.
-            if dtype_name(x.dtype) not in FLOATS:
-                x = x.to(dtype)
+        seed = delayed = None
+        dtype = autocast_dtype(x.device)  # Passed on, so that layers that share x round it once.
+        if dtype is not None and dtype_name(x.dtype) not in FLOATS:
+            x = x.to(dtype)
         if self.seed is not None:
             seed = take_seed(local_of(self.seed), rank_of(weight))
         if "delayed" in self._modules:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from qshard._core.validation import no_graph_of_gradients, no_second_derivative
-from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.eager import is_compiling, is_exporting
 from qshard.torch_bridge._torch_internals import (
     has_forward_ad_level,
     in_functorch,
@@ -63,9 +63,12 @@ def apply_node(node: type[Node], *inputs: Any) -> Any:
     """Apply a node to its inputs. Call this instead of `node.apply`.
 
     Raises:
-      NotImplementedError: a transform of `torch.func` is active, or an input has a forward-mode tangent.
+      NotImplementedError: a transform of `torch.func` is active, an input has a forward-mode tangent, or `torch.export`
+        traces and an input requires grad.
     """
     if is_compiling():
+        if is_exporting() and torch.is_grad_enabled():
+            _check_no_grad(inputs, node.op)
         return node.apply(*inputs)
     if in_functorch():
         raise NotImplementedError(
@@ -148,6 +151,14 @@ def _depends(i: int, needed: Sequence[bool], degree: int | None, grad: Tensor) -
     if grad.requires_grad or degree is None:
         return True
     return degree == 2 and (any(needed[1:]) if i == 0 else needed[0])
+
+
+def _check_no_grad(tensors: Sequence[Any], op: str) -> None:
+    if any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            f"{op}: torch.export keeps no backward pass of it, so the graph would not train; export and run it under "
+            "torch.no_grad(), or give PipelineStage the modules instead of calling pipeline()"
+        )
 
 
 def _check_no_tangent(tensors: Sequence[Any], op: str, instead: str) -> None:

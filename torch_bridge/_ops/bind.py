@@ -65,8 +65,8 @@ def by_lists(spec: OpSpec, operands: Sequence[Any]) -> tuple[list[Any], list[Any
 class into:
     """Replacement for `ops` that writes the results of an op into given tensors, on the current stream.
 
-    The call bypasses autograd and tracing, and takes about 1 us on the host. Steps of `_core.quantize_steps` accept it
-    as `ops`.
+    The call bypasses autograd and tracing, and takes about 1 us on the host. On meta it does nothing. Steps of
+    `_core.quantize_steps` accept it as `ops`.
 
     Args:
       outputs: plain, contiguous tensors on the device of the operands, with the shapes and dtypes of the results; codes
@@ -75,7 +75,7 @@ class into:
     Raises:
       ValueError: a shape, the memory of a tensor or the value of an attribute does not fit; nothing was written.
       TypeError: a dtype, or the name or type of an attribute, does not fit; nothing was written.
-      RuntimeError: PyTorch cannot export a tensor, such as one on meta.
+      RuntimeError: PyTorch cannot export a tensor.
 
     >>> codes = torch.empty(3, dtype=torch.uint8)
     >>> into(codes).cast_tensor(torch.ones(3), torch.tensor(2.0), element="float8_e4m3fn") is codes
@@ -90,7 +90,8 @@ class into:
     def __getattr__(self, op: str) -> Callable[..., Any]:
         def run(*inputs: Tensor, dtype: torch.dtype | None = None, **attributes: Any) -> Any:
             # `dtype` is not used: the outputs have the dtypes of the results.
-            _ffi.call(op, inputs, self._outputs, attributes, True)
+            if not self._outputs[0].is_meta:
+                _ffi.call(op, inputs, self._outputs, attributes, True)
             return self._outputs[0] if len(self._outputs) == 1 else self._outputs
 
         return run

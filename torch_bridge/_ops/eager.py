@@ -3,10 +3,12 @@
 All other modules use these checks instead of torch's.
 
     is_compiling               the graph gets ops of `torch.ops.qshard` and functional collectives
+    is_exporting               the graph runs without autograd nodes of Python
     is_capturing               no host synchronization, and no reads of memory from before the capture
     may_skip_dispatcher        an op calls its handler directly (`bind.py`), recorded steps are one call (`programs.py`)
     are_plain                  layers may use qshard's kernels instead of PyTorch's
     may_reuse                  a later call may use the results of this one
+    autocast_dtype             the dtype that torch.autocast gives to products, if it is on
 """
 
 from __future__ import annotations
@@ -15,13 +17,26 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from qshard.torch_bridge._torch_internals import in_functorch, is_observed
 
-__all__ = ["are_plain", "is_capturing", "is_compiling", "may_reuse", "may_skip_dispatcher"]
+__all__ = [
+    "are_plain",
+    "autocast_dtype",
+    "is_capturing",
+    "is_compiling",
+    "is_exporting",
+    "may_reuse",
+    "may_skip_dispatcher",
+]
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def is_exporting() -> bool:
+    """Return True while `torch.export` traces. False under Dynamo, which could not trace the check."""
+    return is_compiling() and not is_dynamo_compiling() and torch.compiler.is_exporting()
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -50,6 +65,13 @@ def are_plain(*tensors: Tensor) -> bool:
     if is_compiling() or in_functorch():
         return False
     return all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype that autocast gives to products on a device; None if it is off, as always on meta."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # PyTorch raises for meta.
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def may_reuse(tensor: Tensor) -> bool:

@@ -27,7 +27,7 @@ from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Gpu, Kind, Sizes, Way
 from qshard.layout import block_alignment, multiplies_codes
 from qshard.torch_bridge._ops.bind import into, ops
-from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
+from qshard.torch_bridge._ops.eager import autocast_dtype, is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._ops.programs import Memo
 from qshard.torch_bridge._quantized.plane_programs import dequantize, multiply
 from qshard.torch_bridge._quantized.target_gpu import Target, target_of
@@ -113,7 +113,7 @@ def matmul(a: Operand | Values, b: Operand | Values, dtype: torch.dtype, *, fast
         return result
     x, y = x if in_order[0] else x.t(), y.t() if in_order[1] else y
     # Autocast would round the operands again.
-    with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
+    with torch.autocast(device.type, enabled=False) if autocast_dtype(device) is not None else nullcontext():
         if not exact and dtype == torch.float32 and x.numel() and y.numel():
             return torch.mm(x, y, out_dtype=dtype)
         product = torch.mm(x, y)
@@ -123,12 +123,12 @@ def matmul(a: Operand | Values, b: Operand | Values, dtype: torch.dtype, *, fast
 
 def _multiply_bfloat16(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `a @ b` of bfloat16 matrices, with sums in float32, rounded once to `dtype`."""
-    kind = a.device.type
+    device = a.device
     # Autocast would change the dtype of the result.
-    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+    with torch.autocast(device.type, enabled=False) if autocast_dtype(device) is not None else nullcontext():
         if dtype == torch.bfloat16:
             return torch.mm(a, b)
-        if kind == "cuda" and a.numel() and b.numel():
+        if device.type == "cuda" and a.numel() and b.numel():
             return torch.mm(a, b, out_dtype=torch.float32).to(dtype)
         return torch.mm(a.float(), b.float()).to(dtype)
 
