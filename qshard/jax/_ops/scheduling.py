@@ -94,9 +94,11 @@ def residuals_as_bits(tree: Any) -> Any:
 
 def residuals_from_bits(tree: Any) -> Any:
     """Return the tree that `residuals_as_bits` was called with."""
-    is_bits = lambda node: isinstance(node, _Bits)
-    as_floats = lambda leaf: lax.bitcast_convert_type(leaf.bits, leaf.dtype) if is_bits(leaf) else leaf
-    return jax.tree.map(as_floats, tree, is_leaf=is_bits)
+
+    def as_floats(leaf: Any) -> Any:
+        return lax.bitcast_convert_type(leaf.bits, leaf.dtype) if isinstance(leaf, _Bits) else leaf
+
+    return jax.tree.map(as_floats, tree, is_leaf=lambda node: isinstance(node, _Bits))
 
 
 _cse_p = Primitive("qshard_cse")
