@@ -323,11 +323,11 @@ def read_log(path: str | Path | Iterable[str]) -> Log:
                 f"read_log: line {i + 1} ({line[:40]!r}) is not a record: {error}; pass a file written with "
                 "--log-numerics"
             ) from None
-        found.append({name: _parsed(name, value) for name, value in record.items()})
+        found.append({name: _parse_field(name, value) for name, value in record.items()})
     return Log(tuple(found))
 
 
-def _parsed(name: str, value: Any) -> Any:
+def _parse_field(name: str, value: Any) -> Any:
     is_number = name in NUMBERS or (name not in TEXTS and isinstance(value, str) and value in NONFINITE)
     return float(value) if is_number else value
 
