@@ -100,11 +100,14 @@ def report(
     from qshard._cli import report as reports
     from qshard._cli.conversion import replacing
     from qshard._cli.layers import Question
+    from qshard._cli.plan import check_replaceable
     from qshard._cli.quantized_entry import with_quantized
     from qshard._cli.render import console, page, print_report
     from qshard._files.checkpoint import open_checkpoint
     from qshard.numerics._display import load
 
+    if plan is not None:
+        check_replaceable(plan)
     if html is not None:
         load("matplotlib", "qshard report --html", "'qshard[cli]'")
     opened = with_quantized(open_checkpoint(checkpoint))

@@ -81,6 +81,16 @@ def text_of(formats: Mapping[str, str], usage: Usage) -> str:
     return json.dumps({"version": VERSION, "usage": str(usage.name).lower(), "formats": formats}, indent=1) + "\n"
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise Misuse if `path` is another file than a plan, such as `config.json` or the index of a checkpoint."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        read_plan(path)
+    except Misuse:
+        raise Misuse(f"--plan {quote(path)} exists and is not a plan; write to another name") from None
+
+
 def read_plan(path: Path) -> tuple[Plan, Usage]:
     """Read a plan file.
 

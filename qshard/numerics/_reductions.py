@@ -54,9 +54,8 @@ def as_float(x: Any, op: str) -> Floats:
         x = _torch_to_numpy(x.detach().cpu())
     array = np.from_dlpack(x) if hasattr(x, "__dlpack__") and not hasattr(x, "__array__") else np.asarray(x)
     if array.dtype.kind in "cOSUMm" or array.dtype.names:
-        raise TypeError(
-            f"{op}: x ({array.dtype}) is not an array of real numbers; pass its real and imaginary parts separately"
-        )
+        advice = "its real and imaginary parts separately" if array.dtype.kind == "c" else "an array of a float dtype"
+        raise TypeError(f"{op}: x ({array.dtype}) is not an array of real numbers; pass {advice}")
     if array.dtype.name in ("float32", "bfloat16", "float16") and array.dtype.isnative:
         return Floats(array)
     narrow = array.astype(np.float32)

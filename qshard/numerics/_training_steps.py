@@ -130,7 +130,9 @@ class LayerStats:
     scale_high: float
 
 
-NUMBERS = tuple(field.name for field in fields(LayerStats))[3:]
+RECORD = tuple(field.name for field in fields(LayerStats))
+TEXTS, NUMBERS = RECORD[:3], RECORD[3:]
+NONFINITE = ("nan", "inf", "-inf")
 
 
 def layer_stats(layer: str, role: Role, fmt: Format, total: Totals) -> LayerStats:
@@ -224,14 +226,28 @@ class Log(Frame):
           role: role of the tensor.
           **where: values that other fields must have, such as `run="fp8"` to select a run.
 
+        Returns:
+          One value for each step. If a resumed run has logged a step again, the last one.
+
         Raises:
           KeyError: no record matches, or the records do not have that statistic.
+          ValueError: several runs match: two records of a step differ in a field of text.
         """
         wanted = {"layer": layer, "role": Role(role).value, **where}
         found = [record for record in self.given if all(record.get(key) == value for key, value in wanted.items())]
         if not found or name not in found[0]:
             raise KeyError(f"no {name!r} of {wanted} among {len(self.given)} records")
-        return {record["step"]: record[name] for record in found}
+        steps: dict[int, Mapping[str, Any]] = {}
+        for record in found:
+            before = steps.setdefault(record["step"], record)
+            for key in before.keys() & record.keys():
+                if isinstance(record[key], str) and before[key] != record[key]:
+                    raise ValueError(
+                        f"series: step {record['step']} has records of {key}={before[key]!r} and {record[key]!r}; pass "
+                        f"{key}= to select one"
+                    )
+            steps[record["step"]] = record
+        return {step: record[name] for step, record in steps.items()}
 
     def plot(self, name: str = "amax", role: Role | str = Role.GRADIENT, **where: Any) -> Figure:
         """Plot one statistic of one role over steps, with a line per layer.
@@ -243,7 +259,7 @@ class Log(Frame):
 
         Raises:
           ImportError: matplotlib is not installed.
-          KeyError: as in `series`.
+          KeyError, ValueError: as in `series`.
         """
         lines = {layer: self.series(name, layer, role, **where) for layer in self.layers}
         return line_chart(lines, f"{name}, {Role(role).value}", "step")
@@ -258,7 +274,11 @@ def write_log(file: IO[str], step: int, seen: StepStats, **more: Any) -> None:
       seen: statistics from `numerics_of` of a front end.
       **more: additional fields of each line, such as `loss=` and `run=`.
 
-    JSON has no non-finite numbers, so they are written as the strings "nan", "inf" and "-inf".
+    Raises:
+      TypeError: an additional field has the name of a statistic.
+
+    JSON has no non-finite numbers, so they are written as the strings "nan", "inf" and "-inf". `read_log` reads these
+    strings as numbers, except as names of layers.
 
     >>> import io
     >>> from qshard.formats import FP8_E4M3
@@ -268,6 +288,8 @@ def write_log(file: IO[str], step: int, seen: StepStats, **more: Any) -> None:
     >>> file.getvalue()[:60]
     '{"step": 7, "loss": 0.5, "layer": "up", "role": "weight", "f'
     """
+    if taken := more.keys() & RECORD:
+        raise TypeError(f"write_log: {min(taken)} is a field of each record already; give it another name")
     for record in seen.records():
         values = {"step": step, **more, **record}
         file.write(json.dumps({name: _plain(value) for name, value in values.items()}, allow_nan=False) + "\n")
@@ -301,8 +323,13 @@ def read_log(path: str | Path | Iterable[str]) -> Log:
                 f"read_log: line {i + 1} ({line[:40]!r}) is not a record: {error}; pass a file written with "
                 "--log-numerics"
             ) from None
-        found.append({name: float(value) if name in NUMBERS else value for name, value in record.items()})
+        found.append({name: _parse_field(name, value) for name, value in record.items()})
     return Log(tuple(found))
+
+
+def _parse_field(name: str, value: Any) -> Any:
+    is_number = name in NUMBERS or (name not in TEXTS and isinstance(value, str) and value in NONFINITE)
+    return float(value) if is_number else value
 
 
 def _plain(value: Any) -> Any:

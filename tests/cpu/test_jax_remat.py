@@ -131,6 +131,23 @@ def test_policies_keep_no_more():
     assert kept("products") == sorted([x, w, y])
 
 
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "MXFP8"])
+def test_a_policy_that_saves_everything_keeps_codes(recipe):
+    """JAX rounds the floats that a policy saves, and E4M3 above 240 would become NaN."""
+
+    def loss_of(policy, x, w):
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(linear(x, w, recipe)), policy=policy)
+        return jnp.sum(layer(x, w) ** 2)
+
+    policies_of_jax = jax.checkpoint_policies
+    made = [
+        jax.jit(jax.value_and_grad(functools.partial(loss_of, policy), argnums=(0, 1)))(X, WS[0])
+        for policy in (policies_of_jax.nothing_saveable, policies_of_jax.everything_saveable)
+    ]
+    for want, got in zip(*map(jax.tree.leaves, made), strict=True):
+        assert_bits_equal(got, np.asarray(want))
+
+
 def test_gradient_in_bfloat16():
     """With `grad_dtype`, an fp32 weight with bfloat16 values has the gradient of that weight in bfloat16, in fp32."""
     w = WS[0].astype(jnp.bfloat16)

@@ -203,3 +203,15 @@ def test_mistakes(model, tmp_path):
     alone = ("--layers", "odd", "--formats", "NVFP4", "--budget", "4")
     assert "--plan: no layer would get a format" in refused("report", model, *alone, "--plan", plan)
     assert list(tmp_path.iterdir()) == [model]
+
+
+def test_a_plan_replaces_a_plan_and_no_other_file(model, tmp_path):
+    """`config.json` and the index of a checkpoint end in .json too."""
+    arguments = ("--formats", "FP8_E4M3", "--budget", "1.1", "--layers", "odd", "--plan")
+    config, plan = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text('{"model_type": "llama"}')
+    assert "config.json exists and is not a plan; write to another name" in refused("report", model, *arguments, config)
+    assert config.read_text() == '{"model_type": "llama"}'
+    plan.touch()
+    for _ in range(2):
+        ok("report", model, *arguments, plan)

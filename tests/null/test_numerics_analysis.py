@@ -1,6 +1,7 @@
 """histogram, gemm_error and sensitivity of functions, beside numbers made by hand or by the reference; logs; frames."""
 
 import importlib.util
+import io
 import itertools
 import math
 import sys
@@ -139,6 +140,22 @@ def test_a_log_is_read_as_it_was_written(tmp_path):
     path.write_text('{"step": 3, "layer"\n{}')
     with pytest.raises(ValueError, match=r"read_log: line 1 .* is not a record"):
         read_log(path)
+
+
+def test_a_log_of_runs_that_diverge():
+    """A loss that is not finite is a number again. Two runs do not become one series, and no field is lost."""
+    file = io.StringIO()
+    for run, losses in {"fp8": (3.0, math.inf, math.nan), "bf16": (2.0, 1.0)}.items():
+        for step, loss in enumerate(losses):
+            write_log(file, step, rows(amax=loss), run=run, loss=loss)
+    write_log(file, 1, rows(), run="bf16", loss=0.5)  # as a resumed run logs a step again
+    with pytest.raises(TypeError, match="write_log: amax is a field of each record already"):
+        write_log(file, 3, rows(), amax=1.0)
+    log = read_log(file.getvalue().splitlines(keepends=True))
+    assert str(log.series("loss", "up", "weight", run="fp8")) == "{0: 3.0, 1: inf, 2: nan}"
+    assert log.series("loss", "up", "weight", run="bf16") == {0: 2.0, 1: 0.5}
+    with pytest.raises(ValueError, match="step 0 has records of run='fp8' and 'bf16'; pass run= to select one"):
+        log.series("amax", "up", "weight")
 
 
 def results():

@@ -12,7 +12,9 @@ means "at the same time as":
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -63,6 +65,40 @@ def name_residual(x: jax.Array, name: str) -> jax.Array:
     """
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return lax.bitcast_convert_type(checkpoint_name(bits, name), x.dtype)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["bits"], meta_fields=["dtype"])
+@dataclass(frozen=True)
+class _Bits:
+    """An array of 8-bit floats as uint8."""
+
+    bits: jax.Array
+    dtype: Any
+
+
+def residuals_as_bits(tree: Any) -> Any:
+    """Replace arrays of 8-bit floats in a tree of residuals by their bits, which every policy of checkpoints keeps.
+
+    A policy that saves all results, such as `everything_saveable`, saves the floats that `name_residual` returns, and
+    JAX would round them. See `name_residual`.
+    """
+
+    def as_bits(leaf: Any) -> Any:
+        dtype = leaf.dtype
+        if dtype.itemsize > 1 or not jnp.issubdtype(dtype, jnp.floating):
+            return leaf
+        return _Bits(lax.bitcast_convert_type(leaf, jnp.uint8), dtype)
+
+    return jax.tree.map(as_bits, tree)
+
+
+def residuals_from_bits(tree: Any) -> Any:
+    """Return the tree that `residuals_as_bits` was called with."""
+
+    def as_floats(leaf: Any) -> Any:
+        return lax.bitcast_convert_type(leaf.bits, leaf.dtype) if isinstance(leaf, _Bits) else leaf
+
+    return jax.tree.map(as_floats, tree, is_leaf=lambda node: isinstance(node, _Bits))
 
 
 _cse_p = Primitive("qshard_cse")

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from qshard._core.validation import no_second_derivative
+from qshard.jax._ops.scheduling import residuals_as_bits, residuals_from_bits
 
 _INSTEAD = {
     "ragged_dot": "multiply with jax.lax.ragged_dot",
@@ -53,14 +54,17 @@ def rules_of_product(op: str | None, fwd: Callable[..., Any], bwd: Callable[...,
     """Return the rules `fwd(config, x, ..)` and `bwd(config, kept, dy)`, wrapped to raise at second derivatives.
 
     `op` is for errors; None: `config.op`. `fwd` saves codes for `bwd` but no operand, or the program would hold a
-    second copy of it.
+    second copy of it. Codes are saved as bits, which `jax.checkpoint` does not round.
     """
 
     def checked_fwd(config: Any, x: jax.Array, *rest: Any) -> Any:
-        return fwd(config, refuse_derivative(second_derivative_error, op or config.op, x, *_floats(rest)), *rest)
+        x = refuse_derivative(second_derivative_error, op or config.op, x, *_floats(rest))
+        y, kept = fwd(config, x, *rest)
+        return y, residuals_as_bits(kept)
 
     def checked_bwd(config: Any, kept: Any, dy: jax.Array) -> Any:
-        return bwd(config, kept, refuse_derivative(second_derivative_error, op or config.op, dy, *_floats(kept)))
+        dy = refuse_derivative(second_derivative_error, op or config.op, dy, *_floats(kept))
+        return bwd(config, residuals_from_bits(kept), dy)
 
     return checked_fwd, checked_bwd
 

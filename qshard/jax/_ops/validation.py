@@ -42,13 +42,20 @@ def is_staged(tree: Any) -> bool:
 
 
 def check_array(op: str, name: str, x: Any) -> None:
-    """Raise TypeError unless `x` is an array or a number.
+    """Raise TypeError unless `x` is an array or a number, in the byte order of the machine.
+
+    A compiled program that has run with float32 reads the bytes of `>f4` as float32: JAX compares only kinds and sizes.
 
     >>> check_array("quantize", "x", [1.0])
     Traceback (most recent call last):
     TypeError: quantize: x ([1.0]) is not a JAX or NumPy array; pass jnp.asarray(x)
     """
     if isinstance(x, _ARRAYS) or hasattr(x, "__jax_array__"):
+        if isinstance(x, np.ndarray) and not x.dtype.isnative:
+            raise TypeError(
+                f"{op}: {name} ({x.dtype.str}) is not in the byte order of this machine; pass "
+                f"{name}.astype({x.dtype.name!r})"
+            )
         return
     if isinstance(getattr(x, "format", None), Format):
         raise TypeError(already_quantized(op, name, x))
