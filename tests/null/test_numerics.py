@@ -311,6 +311,13 @@ def test_what_is_no_number_is_refused(x, advice):
         stats(np.array([x]), formats.FP8_E4M3)
 
 
+def test_masked_elements_are_refused():
+    x = np.ma.masked_greater(np.arange(64.0), 40)
+    with pytest.raises(TypeError, match=r"^stats: x \(masked array\) has masked elements, which would count; pass x\."):
+        stats(x, formats.NVFP4)
+    assert stats(x.filled(0), formats.NVFP4) == stats(np.ma.asarray(x.filled(0)), formats.NVFP4)
+
+
 def test_usage_is_one_plane():
     for measure in (stats, lambda x, fmt, usage: compare(x, usage=usage)):
         with pytest.raises(ValueError, match=r": usage \(Usage\.BOTH\) selects both planes; pass Usage\.ROWWISE or"):
