@@ -53,7 +53,9 @@ def as_float(x: Any, op: str) -> Floats:
     if hasattr(x, "detach"):  # torch
         x = _torch_to_numpy(x.detach().cpu())
     if np.ma.is_masked(x):
-        raise TypeError(f"{op}: x (masked array) has masked elements, which would count; pass x.filled(0) or x.compressed()")
+        raise TypeError(
+            f"{op}: x (masked array) has masked elements, which would count; pass x.filled(0) or x.compressed()"
+        )
     array = np.from_dlpack(x) if hasattr(x, "__dlpack__") and not hasattr(x, "__array__") else np.asarray(x)
     if array.dtype.kind in "cOSUMm" or array.dtype.names:
         advice = "its real and imaginary parts separately" if array.dtype.kind == "c" else "an array of a float dtype"
