@@ -45,21 +45,24 @@ def test_codes_of_the_forward_pass():
     assert torch.equal(found["2.weight"], model[2].weight)
 
 
+class Stacks(nn.Module):
+    """Experts in 3-D parameters, as torchtitan has them."""
+
+    def __init__(self, *names):
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.randn(3, 64, 32)))
+
+    def _grouped_mm(self, *, A, B_t, offs):
+        return torch._grouped_mm(A, B_t, offs=offs)
+
+    def forward(self, x, offs):
+        return sum(self._grouped_mm(A=x, B_t=w.transpose(-2, -1), offs=offs) for w in self.parameters())
+
+
 def test_experts_of_other_layers():
     """`GroupedLinear` by its own name, and 3-D parameters as torchtitan has them."""
-
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w1 = nn.Parameter(torch.randn(3, 64, 32))
-
-        def _grouped_mm(self, *, A, B_t, offs):
-            return torch._grouped_mm(A, B_t, offs=offs)
-
-        def forward(self, x, offs):
-            return self._grouped_mm(A=x, B_t=self.w1.transpose(-2, -1), offs=offs)
-
-    model = nn.ModuleDict({"up": qt.GroupedLinear(2, 32, 64, bias=True, recipe="MXFP8"), "experts": Experts()})
+    model = nn.ModuleDict({"up": qt.GroupedLinear(2, 32, 64, bias=True, recipe="MXFP8"), "experts": Stacks("w1")})
     qt.convert(model, "MXFP8")
     found = dict(qt.stream_weights(model))
     each = [f"experts.{e}.up.{kind}" for e in range(2) for kind in ("weight", "weight_scale", "bias")]
@@ -162,3 +165,12 @@ def test_engines_would_merge_weights_that_have_a_global_scale_each(framework):
         list(stream(format, weight_format=fmt))
     shared = qt.MoE(64, 64, num_experts=2, top_k=1, recipe="NVFP4")
     list(qt.stream_weights(shared, "modelopt"))
+
+
+def test_engines_would_merge_stacks_that_have_a_global_scale_each():
+    model = qt.convert(nn.ModuleDict({"experts": Stacks("w1", "w3")}), "NVFP4")
+    with pytest.warns(
+        UserWarning, match=r"experts\.0\.w1\.weight and experts\.0\.w3\.weight .* have a global scale each"
+    ):
+        list(qt.stream_weights(model, "modelopt"))
+    list(qt.stream_weights(model, "qshard"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -72,10 +72,15 @@ class Item(NamedTuple):
         """Return the weights of the engine for one expert of a stack."""
         return expert_names(self.name, expert, self.shape[0])
 
+    @property
+    def first_weights(self) -> Sequence[EngineWeight]:
+        """The weights of the engine on the first rank of expert parallelism, or of the first expert of a stack."""
+        return self.names.of_ranks[0] if self.layout is None else self.of_expert(0)
+
     def check(self, format: str) -> None:
         """Raise ValueError if the engine's format cannot hold the weights."""
         if self.fmt is not None:
-            for weight in self.names.of_ranks[0] if self.layout is None else self.of_expert(0):
+            for weight in self.first_weights:
                 self.tensors(format, weight)
 
 

@@ -128,7 +128,7 @@ def _plan_of(model: nn.Module, options: _Options) -> _Plan:
     for item in items:
         item.check(format)
     # Rows of one weight have one scale.
-    whole = {each.name: i.fmt for i in items if i.fmt for names in i.names.of_ranks for each in names if not each.rows}
+    whole = {each.name: item.fmt for item in items if item.fmt for each in item.first_weights if not each.rows}
     warn_of_merged(format, whole, OP, stacklevel=4)
     values, runs = dict(entries), []
     units: set[int] = set()
