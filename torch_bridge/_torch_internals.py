@@ -8,7 +8,7 @@ Registries of `nn.Module` (`_parameters`, `_buffers`, `_modules`), methods meant
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import FrameType
 from typing import Any, cast
 
@@ -99,16 +99,21 @@ def infers_metadata() -> bool:
     if stage is None:
         return False
     methods = ("_shape_inference", "_forward_metadata_inference", "_backward_metadata_inference")
-    codes = [getattr(stage.PipelineStage, name).__code__ for name in methods if hasattr(stage.PipelineStage, name)]
+    found = (getattr(stage.PipelineStage, name, None) for name in methods)
+    codes = {id(method.__code__) for method in found if method is not None}
+    # A variable that refers to the frame of this function would keep the frames, and all that they hold, alive.
+    if _is_called_by(sys._getframe(1), codes):
+        return True
     # Autograd runs a backward pass on a GPU, and recomputation in it, in a thread of its own.
-    frames = [sys._getframe()] if backward_id() is None else sys._current_frames().values()
-    return any(each.f_code in codes for frame in frames for each in _callers(frame))
+    return backward_id() is not None and any(_is_called_by(each, codes) for each in sys._current_frames().values())
 
 
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+def _is_called_by(frame: FrameType | None, codes: Collection[int]) -> bool:
     while frame is not None:
-        yield frame
+        if id(frame.f_code) in codes:
+            return True
         frame = frame.f_back
+    return False
 
 
 # Without it: return True. Then layers always save codes of x.

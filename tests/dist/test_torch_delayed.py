@@ -1,6 +1,8 @@
 """Delayed scaling over ranks: the first step, calibration, stages of a pipeline, and updates that are forgotten."""
 
 import copy
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -114,6 +116,24 @@ class Recomputed(nn.Module):
 
     def forward(self, x):
         return checkpoint(self.layer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_call_keeps_no_frames_of_its_callers(checkpointed):
+    """Layers look for `PipelineStage` among their callers, whose variables must not outlive them."""
+    layer = convert(nn.Sequential(nn.Linear(32, 32)), DelayedScaling())
+
+    def step():
+        variable, x = nn.Identity(), torch.randn(4, 32, requires_grad=True)
+        y = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        y.sum().backward()
+        return weakref.ref(variable)
+
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()
 
 
 @on_ranks(2)
