@@ -131,6 +131,7 @@ def test_policies_keep_no_more():
     assert kept("products") == sorted([x, w, y])
 
 
+@pytest.mark.usefixtures("optimized")  # As above.
 @pytest.mark.parametrize("recipe", ["CurrentScaling", "MXFP8"])
 def test_a_policy_that_saves_everything_keeps_codes(recipe):
     """JAX rounds the floats that a policy saves, and E4M3 above 240 would become NaN."""
