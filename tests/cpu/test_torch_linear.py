@@ -16,6 +16,7 @@ from qshard.torch_bridge import (
     QuantizedTensor,
     ShardedWeight,
     convert,
+    freeze,
     linear,
     load_scaling_state,
     quantize,
@@ -145,6 +146,20 @@ def test_compiled_steps_give_the_same_bits(recipe, backend):
         for got, want in zip(*made, strict=True):
             assert torch.equal(got, want)
     assert count.frame_count <= (2 if dynamic else 3)
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")  # From `load` of torch 2.11.
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "NVFP4"])
+@torch.no_grad()
+def test_exported_for_inference_the_bits_are_the_same(recipe):
+    """Frozen weights are in the file as codes."""
+    layers, x, file = model(recipe), torch.randn(8, 32), io.BytesIO()
+    want = layers(x)
+    assert torch.equal(torch.export.export(layers, (x,)).module()(x), want)
+    freeze(layers)
+    torch.export.save(torch.export.export(layers, (x,)), file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(x), want)
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
