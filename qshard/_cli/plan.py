@@ -82,7 +82,7 @@ def text_of(formats: Mapping[str, str], usage: Usage) -> str:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise Misuse if `path` is another file than a plan, such as `config.json` or the index of a checkpoint."""
+    """Raise Misuse if the file at `path` is not a plan, such as `config.json` or the index of a checkpoint."""
     if not path.is_file() or not path.stat().st_size:
         return
     try:

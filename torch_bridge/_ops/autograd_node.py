@@ -68,7 +68,7 @@ def apply_node(node: type[Node], *inputs: Any) -> Any:
     """
     if is_compiling():
         if is_exporting() and torch.is_grad_enabled():
-            _check_no_grad(inputs, node.op)
+            _check_keeps_gradients(inputs, node.op)
         return node.apply(*inputs)
     if in_functorch():
         raise NotImplementedError(
@@ -153,7 +153,7 @@ def _depends(i: int, needed: Sequence[bool], degree: int | None, grad: Tensor) -
     return degree == 2 and (any(needed[1:]) if i == 0 else needed[0])
 
 
-def _check_no_grad(tensors: Sequence[Any], op: str) -> None:
+def _check_keeps_gradients(tensors: Sequence[Any], op: str) -> None:
     if any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         raise NotImplementedError(
             f"{op}: torch.export keeps no backward pass of it, so the graph would not train; export and run it under "
