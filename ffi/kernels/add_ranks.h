@@ -6,9 +6,10 @@
 namespace qshard::kernels {
 
 // total[i] = before[i] + (parts[0, i] + parts[1, i] + ...), added in this order, for parts [ranks,
-// length]. `before` may be `total`, or null for 0. Any NaN gives the canonical NaN.
+// length]. With `mean` the sum in parentheses is divided by `ranks`. `before` may be `total`, or
+// null for 0. Any NaN gives the canonical NaN.
 QSHARD_LAUNCHER_TEMPLATE((class In), AddRanks, const In* parts, int64_t ranks, int64_t length,
-                         const float* before, float* total);
+                         bool mean, const float* before, float* total);
 
 }  // namespace qshard::kernels
 

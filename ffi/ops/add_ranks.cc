@@ -4,15 +4,16 @@
 
 namespace qshard {
 
-// Sums the ranks' parts of a slice in fp32, in rank order: parts[0] + parts[1] + ... With `fresh`
-// the sum overwrites total, otherwise it is added to total.
+// Sums the ranks' parts of a slice in fp32, in rank order: parts[0] + parts[1] + ... With `mean`
+// the sum is divided by the number of ranks. With `fresh` it overwrites total, otherwise it is
+// added.
 QSHARD_DEFINE_OP(add_ranks) {
   const Buffer& parts = call.arg(0);
   return DispatchFloat(parts, [&](auto in) {
     using In = decltype(in);
-    return call(kernels::AddRanks<In>(call.exec, Data<In>(parts), parts.dims[0], parts.dims[1],
-                                      call.flag("fresh") ? nullptr : Data<float>(call.arg(1)),
-                                      Mutable<float>(call.ret(0))));
+    return call(kernels::AddRanks<In>(
+        call.exec, Data<In>(parts), parts.dims[0], parts.dims[1], call.flag("mean"),
+        call.flag("fresh") ? nullptr : Data<float>(call.arg(1)), Mutable<float>(call.ret(0))));
   });
 }
 

@@ -83,10 +83,12 @@ def gemm_grouped_block_list(a, a_scale_inv, b_scale_inv, stops, out, workspace, 
     return [gemm_grouped_block(a, a_scale_inv, np.stack(b), b_scale_inv, stops, **how)[0], workspace]
 
 
-def add_ranks(parts, total, *, fresh):
+def add_ranks(parts, total, *, fresh, mean):
     made = np.zeros(total.shape, np.float32)
     for rank, part in enumerate(wide(parts)):
         made = part if rank == 0 else made + part
+    if mean:
+        made = made / np.float32(max(len(parts), 1))
     return rounded(made if fresh else total + made, "float32")
 
 

@@ -54,11 +54,12 @@ class GradientWire:
         group: dist.ProcessGroup | None,
         *,
         fresh: bool,
+        mean: bool = False,
         asynchronous: bool = False,
     ) -> Iterator[dist.Work | None]:
         """Send each rank its part of `values`, and add what all ranks send to this one. Yields each collective.
 
-            total = (0 or total) + (decode(sent_0) + decode(sent_1) + ...)
+            total = (0 or total) + (decode(sent_0) + decode(sent_1) + ...) / (1 or ranks)
 
         Args:
           values: float dtype, flat: the parts for the ranks of `group`, one after another.
@@ -66,6 +67,7 @@ class GradientWire:
           total: float32 `[n]`; this rank's part without its padding, n at most its length.
           group: the ranks; None: this one alone.
           fresh: True overwrites `total`.
+          mean: True divides the sum of the ranks by their number.
           asynchronous: True yields running collectives, False waits for each.
         """
         size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
@@ -81,10 +83,10 @@ class GradientWire:
             received.append(there)
         added = self._decode(received, size, own)
         if own == total.numel():
-            into(total).add_ranks(added, total, fresh=fresh)
+            into(total).add_ranks(added, total, fresh=fresh, mean=mean)
         else:
             padded = F.pad(total, (0, own - total.numel()))
-            into(padded).add_ranks(added, padded, fresh=fresh)
+            into(padded).add_ranks(added, padded, fresh=fresh, mean=mean)
             total.copy_(padded[: total.numel()])
 
     def _encode(self, values: Tensor) -> Sequence[tuple[Tensor, int]]:

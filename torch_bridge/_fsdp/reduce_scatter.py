@@ -95,9 +95,8 @@ class _OrderedReduceScatter:
         values, own = input_tensor, total.numel()
         if padding := self._wire.padded(own) - own:
             values = F.pad(values.view(ranks, own), (0, padding)).view(-1)
-        for _ in self._wire.sum_in_order(values, [own + padding] * ranks, total, group, fresh=True):
+        lengths, mean = [own + padding] * ranks, op == dist.ReduceOp.AVG
+        for _ in self._wire.sum_in_order(values, lengths, total, group, fresh=True, mean=mean):
             pass
-        if op == dist.ReduceOp.AVG:
-            total.div_(torch.full((), ranks, dtype=torch.float32, device=total.device))  # Not by a reciprocal.
         if total is not output_tensor:
             output_tensor.copy_(total)

@@ -10,8 +10,9 @@
 namespace qshard::kernels {
 
 template <class In>
-Status AddRanks(const Exec<Cpu>& exec, const In* parts, int64_t ranks, int64_t length,
+Status AddRanks(const Exec<Cpu>& exec, const In* parts, int64_t ranks, int64_t length, bool mean,
                 const float* before, float* total) {
+  const float divisor = mean && ranks > 0 ? static_cast<float>(ranks) : 1.0f;
   const auto add = Simd().add[kInputIndex<In>];
   const int64_t bytes = ranks * int64_t{sizeof(In)} + 2 * int64_t{sizeof(float)};
   ParallelRanges(exec, length, bytes, [&](int64_t begin, int64_t end) {
@@ -20,8 +21,10 @@ Status AddRanks(const Exec<Cpu>& exec, const In* parts, int64_t ranks, int64_t l
       float sums[kChunk] = {};
       for (int64_t rank = 0; rank < ranks; ++rank)
         add(parts + rank * length + begin, n, rank == 0, sums);
-      for (int64_t i = 0; i < n; ++i)
-        total[begin + i] = CanonicalNan(before == nullptr ? sums[i] : before[begin + i] + sums[i]);
+      for (int64_t i = 0; i < n; ++i) {
+        const float sum = sums[i] / divisor;
+        total[begin + i] = CanonicalNan(before == nullptr ? sum : before[begin + i] + sum);
+      }
     }
   });
   return {};
