@@ -4,9 +4,8 @@
 
 namespace qshard {
 
-// Sums the ranks' parts of a slice in fp32, in rank order: parts[0] + parts[1] + ... With `mean`
-// the sum is divided by the number of ranks. With `fresh` it overwrites total, otherwise it is
-// added.
+// Sums the ranks' parts of a slice in fp32, in rank order: parts[0] + parts[1] + ... `mean` divides
+// the sum by the number of ranks. `fresh` overwrites total with it; otherwise it is added to total.
 QSHARD_DEFINE_OP(add_ranks) {
   const Buffer& parts = call.arg(0);
   return DispatchFloat(parts, [&](auto in) {
