@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qshard._core.serialization import Description
@@ -20,7 +20,14 @@ from qshard.layout import PlaneLayout, plane
 QSHARD = "qshard"
 STREAM_FORMATS = (*ENGINE_FORMATS, QSHARD)
 DEFAULT_BUCKET = 2**28  # bytes of codes that are gathered at a time
-MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+MERGED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
 """Layers of one module that vLLM multiplies as one weight, by their names in checkpoints."""
 
 
@@ -97,15 +104,23 @@ def merged_weights(formats: Mapping[str, Format]) -> list[list[str]]:
     return [names for names in found.values() if len(names) > 1]
 
 
-def warn_of_merged(format: str, formats: Mapping[str, Format], op: str, stacklevel: int = 3) -> None:
-    """Warn of weights of a stream that an engine reads with a wrong global scale. `formats` has them by name."""
-    if format != QSHARD and (merged := merged_weights(formats)):
+def shared_weights(
+    format: str, formats: Mapping[str, Format], may_share: Callable[[list[str]], bool], op: str, stacklevel: int = 3
+) -> list[list[str]]:
+    """Return the weights of a stream that get one global scale, of the largest amax, because engines merge them.
+
+    `formats` has the weights by name. `may_share` tells whether merged weights can be quantized with one scale. If they
+    cannot, as codes, the engine reads them with a wrong global scale, and a warning says so.
+    """
+    groups = [] if format == QSHARD else merged_weights(formats)
+    found = [names for names in groups if may_share(names)]
+    if apart := [names for names in groups if names not in found]:
         warnings.warn(
-            f"{op}: {' and '.join(merged[0])} ({formats[merged[0][0]]}) have a global scale each, but vLLM takes one "
-            "for all, so its values are wrong; stream a format without a global scale, such as MXFP8, or write files "
-            "with qshard convert --to",
+            f"{op}: {' and '.join(apart[0])} ({formats[apart[0][0]]}) have a global scale each, but vLLM takes one "
+            "for all, so its values are wrong; stream values instead of codes, and layers of one unit",
             stacklevel=stacklevel,
         )
+    return found
 
 
 def _rows_of(

@@ -74,6 +74,24 @@ def test_sharded_weights(case, spec):
     assert got(qj.stream_weights(params, engine, weight_format=rules, bucket_bytes=1)) == wanted
 
 
+@pytest.mark.parametrize("spec", SPECS[1:4], ids=str)
+def test_weights_that_engines_merge_share_a_global_scale(spec):
+    """Rows of the merged weight from shards that split blocks, one of which has the amax; also as flax has them."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    one = weights()["a.weight"]
+    plain = {"gate_proj.weight": one[:256], "up_proj.weight": 3 * one[256:]}
+    merged = expected("qshard", "w", np.concatenate([*plain.values()]), "NVFP4_16x16")
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    for layout in ("NK", "KN"):
+        params = {name: jax.device_put(x if layout == "NK" else x.T, sharding) for name, x in plain.items()}
+        stream = qj.stream_weights(
+            params, "modelopt", weight_format="NVFP4_16x16", weight_layout=layout, bucket_bytes=1
+        )
+        found = got(stream)
+        assert b"".join(found[name][1] for name in plain) == merged["w.rowwise.data"][1]
+        assert {found[f"{name}_scale_2"][1] for name in plain} == {merged["w.rowwise.global_scale_inv"][1]}
+
+
 def test_layouts_codes_and_primary_weights():
     """Flax's axis order; weights that are codes already, whole or sharded, keep them."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))

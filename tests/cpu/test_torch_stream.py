@@ -147,30 +147,71 @@ def test_mistakes():
         qt.stream_weights("model")
 
 
+QKV = {"q_proj": 64, "k_proj": 32, "v_proj": 16}  # rows
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_engines_would_merge_weights_that_have_a_global_scale_each(framework):
-    """vLLM takes one scale for q, k and v, so values of the others are wrong; rows of one weight share it."""
-    names = [f"attn.{each}_proj.weight" for each in "qkv"]
+def test_weights_that_engines_merge_share_a_global_scale(framework):
+    """vLLM takes one scale for q, k and v: their codes are rows of `quantize` of the merged weight."""
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({name: nn.Linear(64, rows, bias=False) for name, rows in QKV.items()})
+    with torch.no_grad():
+        layers["k_proj"].weight.mul_(9)
+    weights = {name: layer.weight.detach() for name, layer in layers.items()}
     if framework == "jax":
         qj = pytest.importorskip("qshard.jax")
-        weights = {name: np.ones((32, 64), np.float32) for name in names}
-        stream = functools.partial(qj.stream_weights, weights)
+        params = {"attn": {name: {"weight": each.numpy()} for name, each in weights.items()}}
+        stream = functools.partial(qj.stream_weights, params)
     else:
-        layers = {name.split(".")[1]: torch.nn.Linear(64, 32, bias=False) for name in names}
-        stream = functools.partial(qt.stream_weights, torch.nn.ModuleDict({"attn": torch.nn.ModuleDict(layers)}))
-    message = r"attn.._proj.weight and attn.._proj.weight and .* \(NVFP4\) have a global scale each"
+        stream = functools.partial(qt.stream_weights, nn.ModuleDict({"attn": layers}))
+
+    def streamed(format, fmt, **others):
+        found = {}
+        for name, x in stream(format, weight_format=fmt, **others):
+            x = np.asarray(x) if framework == "jax" else x.contiguous().reshape(-1).view(torch.uint8).numpy()
+            found[name.removeprefix("attn.")] = x.tobytes()
+        return found
+
+    merged = qt.quantize(torch.cat([*weights.values()]), "NVFP4_16x16").rowwise
+    codes, scale = merged.data.split([*QKV.values()]), merged.global_scale_inv.numpy().tobytes()
+    for size in (1, 2**28):
+        found = streamed("modelopt", "NVFP4_16x16", bucket_bytes=size)
+        for name, rows in zip(QKV, codes, strict=True):
+            assert found[f"{name}.weight"] == rows.numpy().tobytes()
+            assert found[f"{name}.weight_scale_2"] == scale
+    own = qt.quantize(weights["v_proj"], "NVFP4_16x16").rowwise.data
+    assert streamed("qshard", "NVFP4_16x16")["v_proj.weight.rowwise.data"] == own.numpy().tobytes()
+    assert not torch.equal(own, codes[2])
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_codes_that_engines_merge_keep_their_global_scales(framework):
+    """A warning names them. Formats without a global scale, and rows of one weight, need none."""
+    layers = nn.ModuleDict({name: nn.Linear(64, 32, bias=False) for name in ("gate_proj", "up_proj")})
+    if framework == "jax":
+        qj = pytest.importorskip("qshard.jax")
+        weights = {f"mlp.{name}.weight": layer.weight.detach().numpy() for name, layer in layers.items()}
+        weights["mlp.up_proj.weight"] = qj.quantize(weights["mlp.up_proj.weight"], "NVFP4")
+        stream = functools.partial(qj.stream_weights, weights, weight_format="NVFP4")
+    else:
+        qt.freeze(qt.convert(layers["up_proj"], "NVFP4"))
+        qt.convert(layers["gate_proj"], "NVFP4")
+        stream = functools.partial(qt.stream_weights, nn.ModuleDict({"mlp": layers}))
+    message = r"mlp.gate_proj.weight and mlp.up_proj.weight \(NVFP4\S*\) have a global scale each"
     with pytest.warns(UserWarning, match=message):
-        list(stream("modelopt", weight_format="NVFP4"))
-    for format, fmt in (("qshard", "NVFP4"), ("compressed-tensors", "MXFP8_E4M3")):
-        list(stream(format, weight_format=fmt))
+        list(stream("modelopt"))
+    list(stream("qshard"))
     shared = qt.MoE(64, 64, num_experts=2, top_k=1, recipe="NVFP4")
     list(qt.stream_weights(shared, "modelopt"))
 
 
-def test_engines_would_merge_stacks_that_have_a_global_scale_each():
+def test_stacks_that_engines_merge_share_the_global_scales_of_experts():
+    torch.manual_seed(0)
     model = qt.convert(nn.ModuleDict({"experts": Stacks("w1", "w3")}), "NVFP4")
-    with pytest.warns(
-        UserWarning, match=r"experts\.0\.w1\.weight and experts\.0\.w3\.weight .* have a global scale each"
-    ):
-        list(qt.stream_weights(model, "modelopt"))
-    list(qt.stream_weights(model, "qshard"))
+    found = dict(qt.stream_weights(model, "modelopt"))
+    for expert in range(3):
+        halves = [model["experts"].get_parameter(name)[expert].detach() * 1 for name in ("w1", "w3")]
+        merged = qt.quantize(torch.cat(halves), model["experts"].recipe.weight).rowwise
+        codes = [found[f"experts.{expert}.{name}.weight"] for name in ("w1", "w3")]
+        assert torch.equal(torch.cat(codes), merged.data)
+        assert found[f"experts.{expert}.w1.weight_scale_2"] == found[f"experts.{expert}.w3.weight_scale_2"]

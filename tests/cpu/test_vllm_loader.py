@@ -147,11 +147,10 @@ def loaded(tmp_path_factory):
     return [json.loads((folder / f"jobs.json.{rank}").read_text()) for rank in range(RANKS)], folder
 
 
-def planes(engine, fmt, layer, source):
+def planes(fmt, layer):
     """Yield codes, scales and global scale of each weight of a layer."""
     parts = [weights()[f"{LAYER}{part}.weight"] for part in PARTS[layer]]
-    # A file has the global scale of the merged weight; a stream has the codes of the trainer, which does not merge.
-    together = "NVFP4" in fmt and source != "stream"
+    together = "NVFP4" in fmt  # Merged weights have one global scale.
     for whole in [np.concatenate(parts)] if together else parts:
         q = reference.quantize(whole, FORMATS[fmt]).rowwise
         scale = np.atleast_1d(q.scale_inv)
@@ -164,14 +163,14 @@ def planes(engine, fmt, layer, source):
             yield codes, scales, q.global_scale_inv
 
 
-def expected(engine, fmt, layer, rank, source):
+def expected(engine, fmt, layer, rank):
     """The parameters of a layer of a rank, from whole weights: names, dtypes and bytes."""
     names = list(FILES[engine])
     if engine == "compressed-tensors" and "FP4" in fmt:
         names[0] = "weight_packed"
     axis = 1 if layer in SPLIT_COLUMNS else 0
     parts = []
-    for codes, scale, whole in planes(engine, fmt, layer, source):
+    for codes, scale, whole in planes(fmt, layer):
         if scale.ndim == 2 or axis == 0:
             scale = np.split(scale, RANKS, axis)[rank]
         arrays = [np.split(codes, RANKS, axis)[rank], scale]
@@ -199,10 +198,10 @@ def parameters(loaded, engine, fmt, source, rank):
     return load_file(folder / f"{engine}-{fmt}.{source}.{rank}.safetensors")
 
 
-def assert_layer(found, engine, fmt, layer, rank, source):
+def assert_layer(found, engine, fmt, layer, rank):
     prefix = f"{LAYER}{layer}."
     own = {name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
-    want = expected(engine, fmt, layer, rank, source)
+    want = expected(engine, fmt, layer, rank)
     if engine == "modelopt" and "NVFP4" in fmt:
         del own["input_scale"]  # for files of older versions; vLLM deletes it after loading
     assert own.keys() == want.keys()
@@ -217,7 +216,7 @@ def test_parameters_are_the_bits_of_quantize(loaded, engine, fmt, source):
     for rank in range(RANKS):
         found = parameters(loaded, engine, fmt, source, rank)
         for layer in PARTS:
-            assert_layer(found, engine, fmt, layer, rank, source)
+            assert_layer(found, engine, fmt, layer, rank)
 
 
 @pytest.mark.parametrize(("engine", "fmt"), SCHEMES)
@@ -227,13 +226,14 @@ def test_config_selects_the_scheme(loaded, engine, fmt):
         assert (result["config"], {*result["schemes"].values()}) == (SCHEMES[engine, fmt][0], {SCHEMES[engine, fmt][1]})
 
 
+@pytest.mark.parametrize("source", ["file", "stream"])
 @pytest.mark.parametrize(("engine", "fmt"), SCHEMES)
-def test_codes_and_scales_stay_after_loading(loaded, engine, fmt):
+def test_codes_and_scales_stay_after_loading(loaded, engine, fmt, source):
     """vLLM does not quantize merged weights again. Kernels, which may change the layout of weights, are left out."""
     for rank in range(RANKS):
-        found = parameters(loaded, engine, fmt, "file.after", rank)
+        found = parameters(loaded, engine, fmt, f"{source}.after", rank)
         for layer in PARTS:
-            want = expected(engine, fmt, layer, rank, "file")
+            want = expected(engine, fmt, layer, rank)
             for name, (dtype, data) in want.items():
                 own = found[f"{LAYER}{layer}.{AFTER.get(name, name)}"]
                 assert own.dtype == dtype
@@ -244,26 +244,13 @@ def test_codes_and_scales_stay_after_loading(loaded, engine, fmt):
                     assert data in (bytes_of(own), bytes_of(own.t()))
 
 
-@pytest.mark.parametrize("engine", [*FILES][1:])
-def test_a_stream_of_nvfp4_loses_global_scales(loaded, engine):
-    """The limit that docs/weight_sync.md states: vLLM takes one of the global scales of merged weights."""
-    name = FILES[engine][2]
-    for rank in range(RANKS):
-        found = parameters(loaded, engine, "NVFP4", "stream.after", rank)
-        for layer in PARTS:
-            scales = np.frombuffer(expected(engine, "NVFP4", layer, rank, "stream")[name][1], np.float32)
-            assert len({*scales}) == len(PARTS[layer])
-            one = 1 / scales.max() if engine == "compressed-tensors" else scales.max()
-            assert found[f"{LAYER}{layer}.weight_global_scale"].item() == one
-
-
 @pytest.mark.parametrize("source", ["file", "stream"])
 @pytest.mark.parametrize("engine", [*FILES][1:])
 def test_layers_in_two_formats(loaded, engine, source):
     for rank in range(RANKS):
         found = parameters(loaded, engine, "mixed", source, rank)
         for layer in PARTS:
-            assert_layer(found, engine, MIXED[layer.partition(".")[0]], layer, rank, source)
+            assert_layer(found, engine, MIXED[layer.partition(".")[0]], layer, rank)
 
 
 @pytest.mark.parametrize("source", ["file", "stream"])

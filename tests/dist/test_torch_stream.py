@@ -36,6 +36,20 @@ CASES = [
 DTYPES = {"F8_E4M3": "float8_e4m3fn", "U8": "uint8", "F32": "float32"}
 
 
+class Stacks(nn.Module):
+    """Experts in 3-D parameters, as torchtitan has them."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.w1, self.w3 = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(shape))
+
+    def _grouped_mm(self, *, A, B_t, offs):
+        return torch._grouped_mm(A, B_t, offs=offs)
+
+    def forward(self, x, offs):
+        return sum(self._grouped_mm(A=x, B_t=w.transpose(-2, -1), offs=offs) for w in (self.w1, self.w3))
+
+
 def model_of(dtype=torch.float32):
     """The same on all ranks; values of different sizes, so that scales differ."""
     torch.manual_seed(0)
@@ -174,6 +188,55 @@ def test_shardings_that_are_gathered_as_values():
     wanted = expected(small, engine, fmt)
     parallelize_module(small, torch_ranks.mesh(), {"0": ColwiseParallel()})
     assert got(qt.stream_weights(small, engine, weight_format=fmt)) == wanted
+
+
+QKV = {"q_proj": 64, "k_proj": 48, "v_proj": 16}  # rows
+SHARED = ["rows", "columns", "tp", "zero", "zero codes", "stacks"]
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("way", SHARED)
+def test_weights_that_engines_merge_share_a_global_scale(way):
+    """The rows of the merged weight, whose amax one rank has; shards split blocks, and are empty."""
+    torch.manual_seed(0)
+    mesh, fmt = torch_ranks.mesh(), as_format("NVFP4_16x16", "test")
+    layers = {name: nn.Linear(96, rows, bias=False) for name, rows in QKV.items()}
+    model = nn.ModuleDict({"attn": nn.ModuleDict(layers), "mlp": nn.Linear(96, 96)})
+    if way == "stacks":
+        model = nn.ModuleDict({"experts": Stacks(4, 48, 96)})
+    model.to(torch_ranks.device)
+    with torch.no_grad():
+        for i, weight in enumerate(model.parameters()):
+            weight.view(-1)[-1].fill_(i + 1.0)
+    groups = [[model.state_dict()[f"attn.{name}.weight"].clone() for name in QKV]] if way != "stacks" else []
+    names = [[f"attn.{name}.weight" for name in QKV]] if way != "stacks" else []
+    for expert in range(4) if way == "stacks" else ():
+        groups.append([model["experts"].get_parameter(name)[expert].detach().clone() for name in ("w1", "w3")])
+        names.append([f"experts.{expert}.{name}.weight" for name in ("w1", "w3")])
+    given = {"weight_format": fmt} if way == "zero" else {}
+    model = model if given else qt.convert(model, "NVFP4")
+    if way in ("rows", "columns"):
+        axis = 1 if way == "columns" else 0
+        for layer in (*model["attn"].values(), model["mlp"]):
+            fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(axis if p.ndim > axis else 0))
+    elif way == "tp":
+        parallelize_module(model, mesh, {"attn.q_proj": ColwiseParallel(), "attn.k_proj": RowwiseParallel()})
+    elif way == "stacks":
+        fully_shard(model["experts"], mesh=mesh)
+    else:
+        qt.ZeroOptimizer(model.bfloat16(), lr=1e-2, shard_weights=True)  # Each layer is a unit.
+        groups = [[weight.bfloat16() for weight in weights] for weights in groups]
+    if way == "zero codes":
+        with pytest.warns(UserWarning, match=r"attn\..*have a global scale each"):
+            list(qt.stream_weights(model, "modelopt"))
+        return
+    found = got(qt.stream_weights(model, "modelopt", **given))
+    for weights, own in zip(groups, names, strict=True):
+        merged = reference.quantize(numpy_of(torch.cat(weights)), fmt).rowwise
+        codes = np.split(np.asarray(merged.data), np.cumsum([len(weight) for weight in weights])[:-1])
+        for name, rows in zip(own, codes, strict=True):
+            assert found[name][2] == rows.tobytes()
+            assert found[f"{name}_scale_2"][2] == np.asarray(merged.global_scale_inv).tobytes()
 
 
 @on_ranks(2)

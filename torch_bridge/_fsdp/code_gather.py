@@ -145,12 +145,18 @@ class CodeGather:
         works = [work for each in reduced if (work := begin_max(each, self._group)) is not None]
         return Amaxes(values, amaxes, works, delayed)
 
-    def send(self, step: Amaxes) -> Codes:
-        """Cast the shards, and begin the all-gather of their codes."""
+    def send(self, step: Amaxes, wholes: Sequence[Tensor | None] = ()) -> Codes:
+        """Cast the shards, and begin the all-gather of their codes.
+
+        `wholes` may give a weight, by its index, another amax for its global scale: of more than the weight.
+        """
         for work in step.reductions:
             work.wait()
         if step.amaxes is not None:
             merge_plan([plan.part for plan in self._plans], self._flat.plan, step.amaxes)
+            for given, (_, own) in zip(wholes, self._flat.plan.split_amaxes(step.amaxes), strict=False):
+                if given is not None and own is not None:
+                    own.copy_(given)
         scales = self._scales(step)
         sizes = [plan.buffer_size for plan in self._plans] if self._splits_blocks else self._sizes
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]

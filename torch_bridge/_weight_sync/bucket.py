@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Plane
 from qshard._files.engine_formats import EngineTensor
 from qshard._files.engine_stream import EngineWeight
@@ -19,8 +20,7 @@ from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.code_gather import Amaxes, CodeGather, Codes, device_of, gather_ranks
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
 from qshard.torch_bridge._ops.collectives import Gathering
-from qshard.torch_bridge._quantized.plane_programs import transpose
-from qshard.torch_bridge._quantized.quantize import quantize
+from qshard.torch_bridge._quantized.plane_programs import quantize_operand, transpose
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._weight_sync.items import OP, Item, plan_of, rows_group_of
@@ -68,20 +68,25 @@ class StreamBucket:
             found.append(named)
         return found
 
-    def begin(self, values: Sequence[Tensor]) -> BucketPass:
-        """Begin to gather the items: compute amaxes, and begin their reduction. Collective."""
-        return BucketPass(self, values)
+    def begin(self, values: Sequence[Tensor], amaxes: Mapping[str, Tensor]) -> BucketPass:
+        """Begin to gather the items: compute amaxes, and begin their reduction. Collective.
 
-    def pairs_of(self, i: int, value: Tensor, plane: Plane | None, rows: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+        `amaxes` has the result of `shared_amaxes` for items that share a global scale, by name.
+        """
+        return BucketPass(self, values, [amaxes.get(item.name) for item in self.items])
+
+    def pairs_of(
+        self, i: int, value: Tensor, amax: Tensor | None, plane: Plane | None, rows: Tensor | None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of an item from its gathered plane or values; None: gather them here. Collective."""
         item = self.items[i]
         if item.fmt is None:
             yield from _values(item, _whole(self.cast(value)) if rows is None else rows)
         elif item.layout is not None:
-            for tensors, whole in zip(self._tensors[i], _planes_of_stack(item, value), strict=True):
+            for tensors, whole in zip(self._tensors[i], _planes_of_stack(item, value, amax), strict=True):
                 yield from (_contents(each, whole) for each in tensors)
         else:
-            own, group = plane or _whole_plane(item, value), item.names.ep_group
+            own, group = plane or _whole_plane(item, value, amax), item.names.ep_group
             planes = [own] if group is None else gather_ranks(own, group)
             for tensors, whole in zip(self._tensors[i], planes, strict=True):
                 yield from (_contents(each, whole) for each in tensors)
@@ -96,8 +101,8 @@ class BucketPass:
     """One pass over a bucket, in steps that other work may come between. Each step is collective."""
 
     @torch.no_grad()
-    def __init__(self, bucket: StreamBucket, values: Sequence[Tensor]):
-        self._bucket, self._values = bucket, values
+    def __init__(self, bucket: StreamBucket, values: Sequence[Tensor], shared: Sequence[Tensor | None]):
+        self._bucket, self._values, self._shared = bucket, values, shared
         self._amaxes: list[Amaxes] = [gather.reduce([values[i] for i in members]) for members, gather in bucket.gathers]
         self._codes: list[Codes] = []
         self._rows: list[Gathering] = []
@@ -106,7 +111,10 @@ class BucketPass:
     def send(self) -> None:
         """Cast the shards, and begin all all-gathers."""
         bucket = self._bucket
-        self._codes = [gather.send(step) for (_, gather), step in zip(bucket.gathers, self._amaxes, strict=True)]
+        self._codes = [
+            gather.send(step, [self._shared[i] for i in members])
+            for (members, gather), step in zip(bucket.gathers, self._amaxes, strict=True)
+        ]
         self._amaxes = []
         for (group, device), members in bucket.row_gathers.items():
             arrays = [bucket.cast(local_of(self._values[i]).to(device)) for i in members]
@@ -125,7 +133,7 @@ class BucketPass:
         self._codes, self._rows = [], []
         found: list[tuple[str, Tensor]] = []
         for i, value in enumerate(self._values):
-            found += bucket.pairs_of(i, value, planes.get(i), rows.get(i))
+            found += bucket.pairs_of(i, value, self._shared[i], planes.get(i), rows.get(i))
         return found
 
     def abandon(self) -> None:
@@ -153,18 +161,27 @@ def _values(item: Item, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield weight.name, own if weight.rows is None else own[slice(*weight.rows)]
 
 
-def _whole_plane(item: Item, value: Tensor) -> Plane:
-    """Return the rowwise plane of a weight that is not gathered as codes. Collective."""
-    assert item.fmt is not None
+def _whole_plane(item: Item, value: Tensor, amax: Tensor | None) -> Plane:
+    """Return the rowwise plane of a weight that is not gathered as codes. Collective.
+
+    `amax` is the amax of all weights that share its global scale; None: it has a scale of its own.
+    """
     local = local_of(value)
-    if isinstance(local, QuantizedTensor) or (isinstance(local, ShardedWeight) and local.scale_state.fmt == item.fmt):
+    is_own = isinstance(local, ShardedWeight) and local.scale_state.fmt == item.fmt and amax is None
+    if isinstance(local, QuantizedTensor) or is_own:
         codes = quantized_weight(OP, value)
         assert isinstance(codes, QuantizedTensor)
         return _rowwise(codes, item)
-    return _rowwise(quantize(_whole(plain(value)), item.fmt), item)
+    return _cast(item, _whole(plain(value)), amax)
 
 
-def _planes_of_stack(item: Item, value: Tensor) -> Iterator[Plane]:
+def _cast(item: Item, values: Tensor, amax: Tensor | None) -> Plane:
+    assert item.fmt is not None
+    spec = OperandSpec(item.fmt, Usage.ROWWISE)
+    return quantize_operand(values.contiguous(), spec, wholes=() if amax is None else (amax,))[0][Usage.ROWWISE]
+
+
+def _planes_of_stack(item: Item, value: Tensor, amaxes: Tensor | None) -> Iterator[Plane]:
     """Yield the rowwise plane of each expert of a 3-D parameter, from its codes or its values. Collective."""
     stack, is_turned = local_of(value), item.layout == "KN"
     if isinstance(stack, QuantizedStack):
@@ -173,10 +190,9 @@ def _planes_of_stack(item: Item, value: Tensor) -> Iterator[Plane]:
             whole = _rowwise(codes, item)
             yield transpose(whole, codes.format) if is_turned else whole
         return
-    assert item.fmt is not None
     values = _whole(plain(value))
-    for expert in (values.transpose(-2, -1) if is_turned else values).unbind():
-        yield _rowwise(quantize(expert.contiguous(), item.fmt), item)
+    for i, expert in enumerate((values.transpose(-2, -1) if is_turned else values).unbind()):
+        yield _cast(item, expert, None if amaxes is None else amaxes[i])
 
 
 def _rowwise(codes: QuantizedTensor, item: Item) -> Plane:

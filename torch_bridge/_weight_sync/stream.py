@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from qshard._core.validation import FormatLike, as_format
-from qshard._files.engine_stream import DEFAULT_BUCKET, buckets, check_stream, warn_of_merged
+from qshard._files.engine_stream import DEFAULT_BUCKET, buckets, check_stream
 from qshard.torch_bridge._convert.export import entries_of
 from qshard.torch_bridge._distributed.fsdp1 import is_flattened_model
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
 from qshard.torch_bridge._weight_sync.bucket import BucketPass, StreamBucket
 from qshard.torch_bridge._weight_sync.items import OP, Facts, Formats, Item, items_of
+from qshard.torch_bridge._weight_sync.shared_amaxes import items_that_share, shared_amaxes
 from qshard.torch_bridge._zero.schedule import ZeroUnit
 
 
@@ -59,6 +60,8 @@ def stream_weights(
     tensors of one, so no weight may change before the end. The plan is kept for the next call.
 
     Codes and scales are, bit for bit, the result of `quantize` of the whole weight, which the forward pass multiplies.
+    Engines multiply q, k and v, and gate and up, as one weight. In NVFP4 such weights are rows of `quantize` of that
+    weight: their amaxes are reduced together first, and all have its global scale. Codes keep theirs, with a warning.
     Weights that are sharded in another way, and experts in 3-D parameters, are gathered one at a time in their own
     dtype first, with the same bits. Under a `ZeroOptimizer` with sharded weights, its units take the place of buckets.
 
@@ -95,12 +98,13 @@ class _Run(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The plan of a stream, valid while `facts` hold."""
+    """The plan of a stream, valid while `facts` hold. Each of the groups in `shared` gets one global scale."""
 
     facts: Facts
     format: str
     dtype: torch.dtype | None
     runs: list[_Run]
+    shared: list[list[Item]]
 
 
 _Options = tuple[str, Formats, torch.dtype | None, int]
@@ -127,10 +131,8 @@ def _plan_of(model: nn.Module, options: _Options) -> _Plan:
         )
     for item in items:
         item.check(format)
-    # Rows of one weight have one scale.
-    whole = {each.name: item.fmt for item in items if item.fmt for each in item.first_weights if not each.rows}
-    warn_of_merged(format, whole, OP, stacklevel=4)
     values, runs = dict(entries), []
+    shared = items_that_share(items, values, format, stacklevel=4)
     units: set[int] = set()
     for unit, group in itertools.groupby(items, key=lambda item: item.unit):
         run = [*group]
@@ -141,7 +143,7 @@ def _plan_of(model: nn.Module, options: _Options) -> _Plan:
         elif id(unit) not in units:
             units.add(id(unit))
             runs.append(_Run([], unit, [item for item in items if item.unit is unit]))
-    plan = _Plan(facts, format, dtype, runs)
+    plan = _Plan(facts, format, dtype, runs, shared)
     if not units:  # Units have references to the model.
         plans_of_models.setdefault(model, {})[options] = plan
     return plan
@@ -150,14 +152,17 @@ def _plan_of(model: nn.Module, options: _Options) -> _Plan:
 def _stream(model: nn.Module, plan: _Plan) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a plan. Memory of a tensor is freed when it is dropped."""
     values = dict(entries_of(model))
+    amaxes = shared_amaxes(plan.shared, values)
     for run in plan.runs:
         if run.unit is None:
-            yield from _gathered_ahead(run.buckets, values)
+            yield from _gathered_ahead(run.buckets, values, amaxes)
         else:
-            yield from _of_unit(model, run, plan)
+            yield from _of_unit(model, run, plan, amaxes)
 
 
-def _gathered_ahead(buckets: Sequence[StreamBucket], values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _gathered_ahead(
+    buckets: Sequence[StreamBucket], values: Mapping[str, Tensor], amaxes: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of buckets. One bucket is gathered while the caller has the tensors of the one before.
 
         reduce 0 | reduce 1, send 0 | reduce 2, send 1, yield 0 | reduce 3, send 2, yield 1 | ...
@@ -168,7 +173,7 @@ def _gathered_ahead(buckets: Sequence[StreamBucket], values: Mapping[str, Tensor
     try:
         for i in range(len(buckets) + 2):
             if i < len(buckets):
-                running.append(buckets[i].begin([values[item.name] for item in buckets[i].items]))
+                running.append(buckets[i].begin([values[item.name] for item in buckets[i].items], amaxes))
             if 0 < i <= len(buckets):
                 running[-1 if i == len(buckets) else -2].send()
             if i > 1:
@@ -179,12 +184,12 @@ def _gathered_ahead(buckets: Sequence[StreamBucket], values: Mapping[str, Tensor
 
 
 @torch.no_grad()
-def _of_unit(model: nn.Module, run: _Run, plan: _Plan) -> list[tuple[str, Tensor]]:
+def _of_unit(model: nn.Module, run: _Run, plan: _Plan, amaxes: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     """Return the tensors of a unit of ZeRO, in memory of their own: the unit frees its weights."""
     assert run.unit is not None
     with run.unit.gathered():
         values = dict(entries_of(model))
         members = [values[item.name] for item in run.items]
-        gathered = StreamBucket(run.items, members, plan.format, plan.dtype).begin(members)
+        gathered = StreamBucket(run.items, members, plan.format, plan.dtype).begin(members, amaxes)
         gathered.send()
         return [(name, tensor.clone()) for name, tensor in gathered.pairs()]

@@ -22,14 +22,18 @@ from qshard._files.engine_stream import (
     EngineWeight,
     buckets,
     check_stream,
+    shared_weights,
     stream_tensors,
-    warn_of_merged,
 )
 from qshard.formats import FLOATS, Format, Usage
+from qshard.jax._ops.amaxes import max_along
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import WeightLayout, as_layout, gather
 from qshard.jax._quantized.primary import PrimaryWeight
 from qshard.jax._quantized.quantize import quantize
+from qshard.jax._quantized.weight_scales import WeightScales
+from qshard.jax._sharding import partitionable_ops
+from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.layout import plane
 
 OP = "stream_weights"
@@ -66,7 +70,9 @@ def stream_weights(
 
     Each bucket is one program, compiled once for its shapes and shardings: shards are quantized where they are, and
     codes are gathered, never values. Codes and scales are, bit for bit, the result of `quantize` of the whole weight.
-    With several processes, every process iterates to the end.
+    Engines multiply q, k and v, and gate and up, as one weight: in NVFP4 such weights are rows of `quantize` of that
+    weight, with its global scale. Codes keep theirs, with a warning. With several processes, every process iterates to
+    the end.
 
     >>> w = {"up_proj.weight": jnp.ones((128, 256)), "norm.weight": jnp.ones(256)}
     >>> for name, x in stream_weights(w, "deepseek", weight_format="FP8_128x128"):
@@ -83,8 +89,7 @@ def stream_weights(
     for item in items:
         if item.fmt is not None:
             _plan_tensors(format, item.name, item.what)
-    warn_of_merged(format, {item.name: item.fmt for item in items if item.fmt is not None}, OP)
-    return _tensors(items, format, dtype, bucket_bytes)
+    return _tensors(items, _items_that_share(items, format), format, dtype, bucket_bytes)
 
 
 class _Item(NamedTuple):
@@ -145,6 +150,18 @@ def _items(params: Any, formats: Formats | None, layout: WeightLayout) -> list[_
     return found
 
 
+def _items_that_share(items: Sequence[_Item], format: str) -> list[list[_Item]]:
+    """Return the items that get one global scale. Warns of merged weights that cannot, because they are codes."""
+    named = {item.name: item for item in items if item.fmt is not None}
+    formats = {name: item.fmt for name, item in named.items() if item.fmt is not None}
+
+    def may_share(names: list[str]) -> bool:
+        return not any(_is_quantized(named[name].value) for name in names)
+
+    groups = shared_weights(format, formats, may_share, OP, stacklevel=4)
+    return [[named[name] for name in names] for names in groups]
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan_tensors(format: str, name: str, what: Description) -> tuple[EngineTensor, ...]:
     """Return the tensors of a weight; the name is for errors."""
@@ -163,16 +180,26 @@ class _LeafPlan(NamedTuple):
     tensors: tuple[EngineTensor, ...] | None
 
 
-def _tensors(items: Sequence[_Item], format: str, dtype: Any, bucket_bytes: int) -> Iterator[tuple[str, jax.Array]]:
-    """Yield the tensors. Each bucket is dispatched before the caller gets the tensors of the one before."""
+def _tensors(
+    items: Sequence[_Item], shared: Sequence[Sequence[_Item]], format: str, dtype: Any, bucket_bytes: int
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yield the tensors. Each bucket is dispatched before the caller gets the tensors of the one before.
+
+    Each group of `shared` gets one global scale.
+    """
     dtype = None if dtype is None else np.dtype(dtype)
+    amaxes: dict[str, jax.Array] = {}
+    for group in shared:
+        amax = _amax_program(tuple(_sharding_of(item.value) for item in group))([item.value for item in group])
+        amaxes |= dict.fromkeys([item.name for item in group], amax)
     pending: list[tuple[str, jax.Array]] = []
     for bucket in buckets([item.nbytes for item in items], bucket_bytes):
         members = [items[i] for i in bucket]
         planned = [None if item.fmt is None else _plan_tensors(format, item.name, item.what) for item in members]
         pairs = zip(members, planned, strict=True)
-        how = tuple(_LeafPlan(item.fmt, item.layout, _sharding_of(item.value), tensors) for item, tensors in pairs)
-        whole = _program(how, dtype)([item.value for item in members])
+        plans = tuple(_LeafPlan(item.fmt, item.layout, _sharding_of(item.value), tensors) for item, tensors in pairs)
+        of_members = [amaxes.get(item.name) for item in members]
+        whole = _program(plans, dtype)([item.value for item in members], of_members)
         yield from pending
         pending = []
         for item, tensors, arrays in zip(members, planned, whole, strict=True):
@@ -190,16 +217,31 @@ def _sharding_of(value: Any) -> NamedSharding | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _program(how: tuple[_LeafPlan, ...], dtype: Any) -> Callable[[list[Any]], list[list[Any]]]:
-    """Return the jitted cast, gather and encoding of a bucket: the tensors of each leaf."""
+def _amax_program(shardings: tuple[NamedSharding | None, ...]) -> Callable[[list[Any]], jax.Array]:
+    """Return the jitted amax of all weights that share a global scale."""
 
-    def run(values: list[Any]) -> list[list[Any]]:
-        return [_whole(value, each, dtype) for value, each in zip(values, how, strict=True)]
+    def run(values: list[Any]) -> jax.Array:
+        cuts = [ShardSpec.of(value, (), sharding) for value, sharding in zip(values, shardings, strict=True)]
+        pairs = zip(values, cuts, strict=True)
+        return max_along(jnp.stack([partitionable_ops.ops_for(cut).amax_tensor(value, lead=0) for value, cut in pairs]))
 
     return jax.jit(run)
 
 
-def _whole(value: Any, how: _LeafPlan, dtype: Any) -> list[Any]:
+@functools.lru_cache(maxsize=256)
+def _program(how: tuple[_LeafPlan, ...], dtype: Any) -> Callable[[list[Any], list[Any]], list[list[Any]]]:
+    """Return the jitted cast, gather and encoding of a bucket: the tensors of each leaf.
+
+    Its second argument has the amaxes of leaves that share a global scale, and None for others.
+    """
+
+    def run(values: list[Any], amaxes: list[Any]) -> list[list[Any]]:
+        return [_whole(value, each, dtype, amax) for value, each, amax in zip(values, how, amaxes, strict=True)]
+
+    return jax.jit(run)
+
+
+def _whole(value: Any, how: _LeafPlan, dtype: Any, amax: Any) -> list[Any]:
     """Return the tensors of a whole leaf on every device."""
     sharding = how.sharding
     if how.fmt is None or how.tensors is None:
@@ -211,7 +253,7 @@ def _whole(value: Any, how: _LeafPlan, dtype: Any) -> list[Any]:
     if not isinstance(value, QuantizedArray):
         if how.layout == "KN":
             value, sharding = value.T, None if sharding is None else _transpose_sharding(sharding)
-        value = quantize(value, how.fmt, spec=sharding)
+        value = quantize(value, how.fmt, spec=sharding, scales=None if amax is None else WeightScales(amax=amax))
     if sharding is not None:
         axes = [name for entry in sharding.spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
         value = gather(value, axes, spec=sharding) if axes else value
