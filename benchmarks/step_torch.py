@@ -184,8 +184,6 @@ def time_steps(step: Callable[[], Tensor], steps: int) -> Timed:
         found.ms.append(milliseconds(begin, mark()))
         found.peak.append(torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0)
         found.live.append(torch.cuda.memory_allocated() if DEVICE == "cuda" else 0)
-    for _ in range(steps):  # Steps that overlap need more memory, which takes some of them to allocate.
-        step()
     begin = mark()
     for _ in range(steps):
         loss = step()
