@@ -10,6 +10,7 @@ KINDS = {
     "bf16 compiled": "bf16, compiled",
     "torchao compiled": "torchao float8, compiled",
     "fp8 compiled": "`CurrentScaling`, compiled",
+    "fp8 fused ordered": "`CurrentScaling`, `fuse=True`, `reduce_gradients_in_order`, eager",
     "fp8 fused zero": "`CurrentScaling`, `fuse=True`, `ZeroOptimizer`, eager",
 }
 """Kinds of `bench_step_torch.py` in README's table of steps, and their labels there."""
