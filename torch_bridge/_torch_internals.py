@@ -38,6 +38,7 @@ from qshard.formats import Format
 __all__ = [
     "BatchNormBase",
     "ConvolutionBase",
+    "SKIPS_DISPATCH_OF_DTENSORS",
     "DTensorSpec",
     "TensorMeta",
     "compute_local_shape_and_global_offset",
@@ -293,6 +294,8 @@ def modules_of_flat(flat: FlatParameter) -> list[tuple[str, nn.Module]]:
 # DTensor. Before torch 2.13 the backward pass of `to_local` builds its result without autograd, so a second derivative
 # ends there without a word. Without the class: drop the check, because no supported version needs it then.
 _DTENSOR_LOSES_SECOND_DERIVATIVES = torch.__version__ < "2.13"
+# Its ops then do not call `__torch_dispatch__` of a subclass, but compute with the local tensors.
+SKIPS_DISPATCH_OF_DTENSORS = torch.__version__ < "2.13"
 
 
 def loses_second_derivatives(functions: Iterable[tuple[Any, int]]) -> bool:

@@ -66,14 +66,14 @@ def shared_amaxes(groups: Sequence[Sequence[Item]], values: Mapping[str, Tensor]
         own |= {name: part.view(each.shape) for name, part, each in zip(names, parts, found, strict=True)}
     shared: dict[str, Tensor] = {}
     for group in groups:
-        # As integers, in whose order NaN is the largest.
+        # As integers: NaN is the largest.
         bits = torch.stack([own[item.name].view(torch.int32) for item in group])
         shared |= dict.fromkeys([item.name for item in group], bits.amax(0).view(torch.float32))
     return shared
 
 
 def _amax_of_shard(item: Item, value: Tensor) -> Tensor:
-    """Return the amax of the local shard; of a stack those of its experts, 0 for experts that are not here."""
+    """Return the amax of the local shard; of a stack the amax of each expert, 0 for experts that are not here."""
     weight = _zero_parameter(item, value)
     if weight is not None:
         local = weight.master.detach().to(weight.dtype)

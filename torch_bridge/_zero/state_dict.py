@@ -22,13 +22,16 @@ from qshard._core.optimizers.adam import BLOCK
 from qshard._core.placement import Box, slice_boxes
 from qshard._core.validation import quote
 from qshard.torch_bridge._optim.slices import gather_parts
-from qshard.torch_bridge._torch_internals import DTensorSpec, TensorMeta, pytree
+from qshard.torch_bridge._torch_internals import SKIPS_DISPATCH_OF_DTENSORS, DTensorSpec, TensorMeta, pytree
 from qshard.torch_bridge._zero.buffers import FlatBuffer
 from qshard.torch_bridge._zero.placeholders import WeightPlaceholder, own_part
 from qshard.torch_bridge._zero.schedule import Hook
 from qshard.torch_bridge._zero.weight import Ranks, ZeroParameter
 
 aten = torch.ops.aten
+_OPS: dict[Any, Any] = {Tensor.detach: aten.detach.default, Tensor.clone: aten.clone.default}
+_OF_METADATA = (Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.data_ptr, Tensor.is_floating_point)
+_MOVES = (Tensor.to, Tensor.cpu, Tensor.cuda)
 
 
 class SlicedState(DTensor):
@@ -75,6 +78,20 @@ class SlicedState(DTensor):
         return (
             f"SlicedState({self.label}, shape={tuple(self.shape)}, dtype={self.dtype}, elements {self.start} to {stop})"
         )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `__torch_dispatch__` where torch would compute with the local slices, as if they were whole tensors."""
+        self, run = args[0] if args else None, super().__torch_function__
+        is_attribute = func in _OF_METADATA or getattr(func, "__name__", "") == "__get__"
+        is_load = func is Tensor.copy_ and isinstance(self, WeightPlaceholder)
+        if not SKIPS_DISPATCH_OF_DTENSORS or is_attribute or is_load:
+            return run(func, types, args, kwargs or {})
+        if func in _MOVES and isinstance(self, SlicedState):
+            moved: Any = run(func, types, args, kwargs or {})
+            if moved.dtype == self.dtype:
+                return moved if isinstance(moved, SlicedState) else self._like(moved.to_local())
+        return cls.__torch_dispatch__(_OPS.get(func, func), types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
