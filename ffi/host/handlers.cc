@@ -1,4 +1,6 @@
 // Handlers of all ops, by platform.
+#include <iterator>
+
 #include "host/call.h"
 #include "host/run.h"
 
@@ -11,27 +13,6 @@ constexpr char kHandlerCapsule[] = "xla._CUSTOM_CALL_TARGET";  // the name jax.f
 #define QSHARD_OP(name, ...) extern "C" XLA_FFI_Handler qshard_##name##_cpu, qshard_##name##_cuda;
 #include "ops.def"
 #undef QSHARD_OP
-
-nb::dict Handlers(const std::string& platform) {
-  nb::dict handlers;
-  const auto add = [&](const char* name, XLA_FFI_Handler* handler) {
-    handlers[name] = nb::capsule(reinterpret_cast<void*>(handler), kHandlerCapsule);
-  };
-  if (platform == "cpu") {
-#define QSHARD_OP(name, ...) add(#name, qshard_##name##_cpu);
-#include "ops.def"
-#undef QSHARD_OP
-  } else if (platform == "cuda") {
-#if defined(QSHARD_WITH_CUDA)
-#define QSHARD_OP(name, ...) add(#name, qshard_##name##_cuda);
-#include "ops.def"
-#undef QSHARD_OP
-#endif
-  } else {
-    throw nb::value_error("handlers: platform is not cpu or cuda");
-  }
-  return handlers;
-}
 
 XLA_FFI_Handler* HandlerOf(Op op, const DLDevice& device) {
 #define QSHARD_OP(name, ...) qshard_##name##_cpu,
@@ -50,6 +31,22 @@ XLA_FFI_Handler* HandlerOf(Op op, const DLDevice& device) {
   if (device.device_type == kDLCUDA) return nullptr;
 #endif
   return kCpu[static_cast<size_t>(op)];
+}
+
+nb::dict Handlers(const std::string& platform) {
+#define QSHARD_OP(name, ...) #name,
+  static constexpr const char* kNames[] = {
+#include "ops.def"
+  };
+#undef QSHARD_OP
+  if (platform != "cpu" && platform != "cuda")
+    throw nb::value_error("handlers: platform is not cpu or cuda");
+  const DLDevice device{platform == "cuda" ? kDLCUDA : kDLCPU, 0};
+  nb::dict handlers;
+  for (size_t op = 0; op < std::size(kNames); ++op)
+    if (XLA_FFI_Handler* const handler = HandlerOf(static_cast<Op>(op), device))
+      handlers[kNames[op]] = nb::capsule(reinterpret_cast<void*>(handler), kHandlerCapsule);
+  return handlers;
 }
 
 std::string NoKernels(const std::string& op, const DLDevice& device) {
