@@ -109,15 +109,16 @@ def shared_weights(
 ) -> list[list[str]]:
     """Return the weights of a stream that get one global scale, of the largest amax, because engines merge them.
 
-    `formats` has the weights by name. `may_share` tells whether merged weights can be quantized with one scale. If they
-    cannot, as codes, the engine reads them with a wrong global scale, and a warning says so.
+    `formats` has the weights by name. `may_share` tells whether merged weights can be quantized with one scale. Codes
+    cannot: the engine reads them with a wrong global scale, and a warning says so.
     """
     groups = [] if format == QSHARD else merged_weights(formats)
     found = [names for names in groups if may_share(names)]
     if apart := [names for names in groups if names not in found]:
         warnings.warn(
             f"{op}: {' and '.join(apart[0])} ({formats[apart[0][0]]}) have a global scale each, but vLLM takes one "
-            "for all, so its values are wrong; stream values instead of codes, and layers of one unit",
+            "for all, so its values are wrong; stream values instead of codes, or a format without a global scale, such "
+            "as MXFP8",
             stacklevel=stacklevel,
         )
     return found
