@@ -117,8 +117,8 @@ def shared_weights(
     if apart := [names for names in groups if names not in found]:
         warnings.warn(
             f"{op}: {' and '.join(apart[0])} ({formats[apart[0][0]]}) have a global scale each, but vLLM takes one "
-            "for all, so its values are wrong; stream values instead of codes, or a format without a global scale, such "
-            "as MXFP8",
+            "for all, so its values are wrong; stream values instead of codes, or a format without a global scale "
+            "(MXFP8)",
             stacklevel=stacklevel,
         )
     return found

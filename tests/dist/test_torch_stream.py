@@ -223,13 +223,14 @@ def test_weights_that_engines_merge_share_a_global_scale(way):
         parallelize_module(model, mesh, {"attn.q_proj": ColwiseParallel(), "attn.k_proj": RowwiseParallel()})
     elif way == "stacks":
         fully_shard(model["experts"], mesh=mesh)
-    else:
-        qt.ZeroOptimizer(model.bfloat16(), lr=1e-2, shard_weights=True)  # Each layer is a unit.
-        groups = [[weight.bfloat16() for weight in weights] for weights in groups]
-    if way == "zero codes":
-        with pytest.warns(UserWarning, match=r"attn\..*have a global scale each"):
-            list(qt.stream_weights(model, "modelopt"))
-        return
+    else:  # Each layer is a unit.
+        parity = "master" if way == "zero codes" else "model"
+        optimizer = qt.ZeroOptimizer(model.bfloat16(), lr=1e-2, shard_weights=True, parity=parity)
+        for layer in (*model["attn"].values(), model["mlp"]):
+            layer(torch.ones(16, 96, dtype=torch.bfloat16, device=torch_ranks.device)).square().mean().backward()
+        optimizer.step()
+        dtype = torch.float32 if way == "zero codes" else torch.bfloat16
+        groups = [[optimizer.full_weights()[name].to(dtype) for name in names[0]]]
     found = got(qt.stream_weights(model, "modelopt", **given))
     for weights, own in zip(groups, names, strict=True):
         merged = reference.quantize(numpy_of(torch.cat(weights)), fmt).rowwise

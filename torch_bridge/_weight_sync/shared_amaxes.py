@@ -28,7 +28,7 @@ def items_that_share(
 ) -> list[list[Item]]:
     """Return the items of a stream that get one global scale. Warns of merged weights that cannot: codes keep theirs.
 
-    So do the weights that a `ZeroOptimizer` gathers as codes, and experts in 3-D parameters of one.
+    So do experts in 3-D parameters of a `ZeroOptimizer`.
     """
     # Rows of one weight have one scale.
     whole = {each.name: item for item in items if item.fmt for each in item.first_weights if not each.rows}
@@ -40,7 +40,7 @@ def items_that_share(
             weight = _zero_parameter(item, values[item.name])
             if weight is None and isinstance(local_of(values[item.name]), QuantizedTensor):
                 return False
-            if weight is not None and (weight.fmt is not None or weight.is_stack):
+            if weight is not None and weight.is_stack:
                 return False
         return len({item.experts for item in members}) == 1
 
@@ -75,8 +75,8 @@ def shared_amaxes(groups: Sequence[Sequence[Item]], values: Mapping[str, Tensor]
 def _amax_of_shard(item: Item, value: Tensor) -> Tensor:
     """Return the amax of the local shard; of a stack the amax of each expert, 0 for experts that are not here."""
     weight = _zero_parameter(item, value)
-    if weight is not None:
-        local = weight.master.detach().to(weight.dtype)
+    if item.unit is not None and weight is not None:
+        local = weight.master.detach().to(item.unit.cast_dtype(weight))
     else:
         local = memory_of(value).to(device_of(value)).contiguous()
     if item.layout is None:

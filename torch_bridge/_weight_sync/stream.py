@@ -15,6 +15,7 @@ from qshard._core.validation import FormatLike, as_format
 from qshard._files.engine_stream import DEFAULT_BUCKET, buckets, check_stream
 from qshard.torch_bridge._convert.export import entries_of
 from qshard.torch_bridge._distributed.fsdp1 import is_flattened_model
+from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_model
 from qshard.torch_bridge._weight_sync.bucket import BucketPass, StreamBucket
 from qshard.torch_bridge._weight_sync.items import OP, Facts, Formats, Item, items_of
@@ -190,6 +191,11 @@ def _of_unit(model: nn.Module, run: _Run, plan: _Plan, amaxes: Mapping[str, Tens
     with run.unit.gathered():
         values = dict(entries_of(model))
         members = [values[item.name] for item in run.items]
+        if any(item.name in amaxes and isinstance(values[item.name], QuantizedTensor) for item in run.items):
+            # Its codes have a global scale of their own.
+            masters = run.unit.quantized_values()
+            pairs = zip(run.items, members, strict=True)
+            members = [masters[id(value)] if item.name in amaxes else value for item, value in pairs]
         gathered = StreamBucket(run.items, members, plan.format, plan.dtype).begin(members, amaxes)
         gathered.send()
         return [(name, tensor.clone()) for name, tensor in gathered.pairs()]

@@ -207,7 +207,7 @@ class ZeroOptimizer(Adam):
         quantized = [w for w in self._weights if w.quantized]
         self._current = SliceCast([w for w in quantized if not w.delayed], parity, self._device)
         self._delayed = SliceCast([w for w in quantized if w.delayed], parity, self._device)
-        watch(model, [module for module, _ in chosen], self._flats, self._schedule, self._renew)
+        watch(model, [module for module, _ in chosen], self._flats, self._schedule, parity, self._renew)
         ordered = [weight for of_group in self._of_groups for weight in of_group]
         written = weakly(self._note_write)
         self._states = StateDicts(self._ranks, self._device, self._layout, self._weights, ordered, written)

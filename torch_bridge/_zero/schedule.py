@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from qshard.torch_bridge._delayed_scaling import DelayedScale
 from qshard.torch_bridge._modules import modules_of
 from qshard.torch_bridge._ops.eager import is_capturing
+from qshard.torch_bridge._optim.cast_master import Parity
 from qshard.torch_bridge._quantized.device_moves import Move, changes, guard_moves
 from qshard.torch_bridge._torch_internals import active_ddp, backward_id, call_after_backward, pytree
 from qshard.torch_bridge._zero.buffers import FlatBuffer
@@ -222,6 +223,7 @@ def watch(
     units: Sequence[nn.Module],
     flats: Sequence[FlatBuffer],
     schedule: Schedule,
+    parity: Parity,
     renew: Callable[[], None],
 ) -> None:
     """Register hooks for gradients, passes and moves of the model, and for uses of its units, if they are sharded."""
@@ -229,7 +231,7 @@ def watch(
         for index, weight in enumerate(flat.weights):
             weight.parameter.register_post_accumulate_grad_hook(GradientHook(weakly(flat.collect_gradient, index)))
         if flat.sharded:
-            _watch_uses(unit, flat, schedule, renew)
+            _watch_uses(unit, flat, schedule, parity, renew)
     _watch_model(model, schedule, renew)
     _watch_moves(model, [weight for flat in flats for weight in flat.weights])
     for module in modules_of(model):
@@ -262,7 +264,17 @@ class ZeroUnit(NamedTuple):
 
     flat: FlatBuffer
     schedule: Schedule
+    parity: Parity
     renew: Callable[[], None]
+
+    def cast_dtype(self, weight: ZeroParameter) -> torch.dtype:
+        """Return the dtype of the values of a weight that are gathered, or quantized and gathered."""
+        return torch.float32 if weight.fmt is not None and self.parity == "master" else weight.dtype
+
+    def quantized_values(self) -> dict[int, Tensor]:
+        """Return the whole values of the weights, also of codes, by the `id` of their parameters. Collective."""
+        masters = self.flat.gather_masters()
+        return {id(w.parameter): masters[w.name].to(self.cast_dtype(w)) for w in self.flat.weights}
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -277,10 +289,12 @@ class ZeroUnit(NamedTuple):
                 self.schedule.leave(self.flat)
 
 
-def _watch_uses(module: nn.Module, flat: FlatBuffer, schedule: Schedule, renew: Callable[[], None]) -> None:
+def _watch_uses(
+    module: nn.Module, flat: FlatBuffer, schedule: Schedule, parity: Parity, renew: Callable[[], None]
+) -> None:
     """Register hooks that gather the sharded weights of a unit before each use, and free them after it."""
     schedule.flats.append(flat)
-    module.zero_unit = ZeroUnit(flat, schedule, renew)  # type: ignore[assignment]
+    module.zero_unit = ZeroUnit(flat, schedule, parity, renew)  # type: ignore[assignment]
     flat.gradient_is_whole = schedule.end_unit_backward
 
     def before_backward(_: Tensor) -> None:
