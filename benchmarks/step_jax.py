@@ -9,11 +9,14 @@ A kind is a recipe and options:
     kept     gathered codes are saved for backward; of the others only bf16 does that
     local    one scale per device for activations and their gradients, without reducing amaxes
     fused    qshard's norms and SwiGLU instead of jnp's, which XLA fuses with their neighbours
+    loss     `linear_cross_entropy` instead of the head and optax's loss
+    again    `jax.checkpoint` for each product with its operand: backward repeats norms, SwiGLU and casts
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,14 +137,24 @@ def block(
         seed = jax.random.fold_in(key, list(shape.linears).index(name))
         return product(x, weights[name], kind, None if states is None else states[name], seed)
 
-    h = norm(x, weights["attention_norm"], kind)
+    def layers(names: Sequence[str], operand: Callable[..., jax.Array]) -> Callable[..., list[jax.Array]]:
+        """Return a function that multiplies the result of `operand` by these weights."""
+
+        def products(*of: jax.Array) -> list[jax.Array]:
+            h = operand(*of)
+            return [layer(name, h) for name in names]
+
+        return jax.checkpoint(products) if "again" in kind.split() else products
+
     heads = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
-    q, k, v = (layer(name, h).reshape(*h.shape[:-1], count, -1) for name, count in heads.items())
+    qkv = layers([*heads], lambda x: norm(x, weights["attention_norm"], kind))(x)
+    pairs = zip(qkv, heads.values(), strict=True)
+    q, k, v = (y.reshape(*y.shape[:-1], count, -1) for y, count in pairs)
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=attention)
-    x = x + layer("o", mixed.reshape(h.shape))
-    h = norm(x, weights["ffn_norm"], kind)
-    gate, up = layer("gate", h), layer("up", h)
-    return x + layer("down", qshard.swiglu(gate, up) if "fused" in kind.split() else jax.nn.silu(gate) * up)
+    x = x + layers(["o"], lambda mixed: mixed)(mixed.reshape(x.shape))[0]
+    gate, up = layers(["gate", "up"], lambda x: norm(x, weights["ffn_norm"], kind))(x)
+    swiglu = qshard.swiglu if "fused" in kind.split() else lambda gate, up: jax.nn.silu(gate) * up
+    return x + layers(["down"], swiglu)(gate, up)[0]
 
 
 def loss_of(
@@ -153,8 +166,11 @@ def loss_of(
     for i, of_block in enumerate(weights["blocks"]):
         own = None if states is None else states[i]
         x = block(x, of_block, own, jax.random.fold_in(key, i), kind, shape, attention)
-    logits = bf16_product(norm(x, weights["norm"], kind), weights["head"])
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]))
+    x, labels = norm(x, weights["norm"], kind), tokens[:, 1:]
+    if "loss" in kind.split():
+        return qshard.linear_cross_entropy(x, weights["head"].astype(x.dtype), labels)
+    logits = bf16_product(x, weights["head"])
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels))
 
 
 def step(
