@@ -91,16 +91,17 @@ def test_microbatches():
         assert torch.equal(p.grad.full_tensor(), total / dist.get_world_size())
 
 
-@on_ranks((2, 2))
+@on_ranks((2, 2), (2, 1))
 def test_replicas():
-    """Each replica sums its two ranks; the sum of two replicas is the same in any order."""
-    model = made("CurrentScaling")
-    first, second = (sums_in_order(model, ranks, torch.bfloat16) for ranks in ((0, 1), (2, 3)))
+    """Each replica sums its ranks; the sum of two replicas is the same in any order, and in float32."""
+    model, shards = made("CurrentScaling"), dist.get_world_size() // 2
+    replicas = range(shards), range(shards, 2 * shards)
+    first, second = (sums_in_order(model, ranks, torch.bfloat16) for ranks in replicas)
     shard(model)
     reduce_gradients_in_order(model)
     model(batch(0, dist.get_rank())).square().sum().backward()
     for p, a, b in zip(model.parameters(), first, second, strict=True):
-        assert torch.equal(p.grad.full_tensor(), (a / 2 + b / 2) / 2)
+        assert torch.equal(p.grad.full_tensor(), (a / shards + b / shards) / 2)
 
 
 @on_ranks(3)

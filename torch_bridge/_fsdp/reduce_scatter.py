@@ -75,7 +75,7 @@ class _OrderedReduceScatter:
         FSDP2 copies gradients into the input and shards out of the output, and both convert. It allocates the output
         after the input. Should that change, `__call__` converts.
         """
-        is_output = self._input_size is not None and size[0] < self._input_size
+        is_output = self._input_size is not None and size[0] <= self._input_size  # Equal: a shard on one rank.
         self._input_size = None if is_output else size[0]
         return torch.empty(*size, dtype=torch.float32 if is_output else self._wire.dtype or dtype, device=device)
 
@@ -86,7 +86,7 @@ class _OrderedReduceScatter:
         ranks = group.size()
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(
-                f"{_NAME}: gradients are reduced by {op}, not by a sum or a mean; "
+                f"{_NAME}: set_gradient_divide_factor makes FSDP2 reduce by neither a sum nor a mean; "
                 "call set_force_sum_reduction_for_comms(True) on each FSDP2 module"
             )
         total = output_tensor
