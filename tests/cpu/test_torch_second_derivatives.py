@@ -248,9 +248,20 @@ def test_forward_mode(name):
         if "checkpointing" not in name:
             with pytest.raises(NotImplementedError, match=match):
                 NODES[name]()(forward_ad.make_dual(x, torch.ones_like(x)))
+        with torch.no_grad(), pytest.raises(NotImplementedError, match=match):
+            NODES[name]()(forward_ad.make_dual(x.detach(), torch.ones_like(x)))
         grad = forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y))
         with pytest.raises(NotImplementedError, match=match):
             torch.autograd.grad(y, x, grad)
+
+
+def test_forward_mode_of_frozen_weights():
+    """No gradient is needed, so `linear` has no node that could raise: the Jacobian was zeros."""
+    frozen, x = layer().requires_grad_(False), drawn(2, WIDTH).detach()
+    with pytest.raises(NotImplementedError, match=r"^linear: forward-mode differentiation"):
+        torch.func.jacfwd(frozen)(x)
+    vector = torch.func.jvp(lambda x: x * frozen(torch.ones(2, WIDTH)), (x,), (torch.ones_like(x),))[1]
+    assert torch.equal(vector, frozen(torch.ones(2, WIDTH)))
 
 
 def test_autograd_functional():
@@ -269,7 +280,7 @@ def test_compiled(frozen):
     """AOTAutograd raises for all that it has compiled. Torch 2.11 has nothing to differentiate with frozen weights."""
     model, x = critic(convert=True), drawn(8, WIDTH)
     model.requires_grad_(not frozen)
-    with pytest.raises(RuntimeError, match=r"double backward|does not require grad"):
+    with pytest.raises(RuntimeError, match=r"double backward|does not require grad|create_graph=False"):
         penalty(torch.compile(model, backend="aot_eager", fullgraph=True), x).backward()
 
 

@@ -34,7 +34,7 @@ from qshard.torch_bridge._nn.operands import (
     values_of,
 )
 from qshard.torch_bridge._nn.weight_amax import whole_amax
-from qshard.torch_bridge._ops.autograd_node import apply_node
+from qshard.torch_bridge._ops.autograd_node import apply_node, check_no_tangent
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.uint64 import words
 from qshard.torch_bridge._quantized.gemm import Operand
@@ -263,6 +263,8 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
         if one_node or not (call.need_x or call.need_w):
             y = multiply(x_row, ws[call.w_usages[0]], call.dtype, shape, *call.rows)
     if y is not None and not (call.need_x or call.need_w):
+        if eager:
+            check_no_tangent((x, weight), Gradients.op, Gradients.instead)
         return y
     how, saved = _saved_operands(call, xs, source, weight, ws, w_amax if w_again else None, w_again, shape)
     result: Tensor = apply_node(Gradients, x, weight, how, call.seed, None if y is None else (y,), *saved)

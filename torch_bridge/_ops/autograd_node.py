@@ -75,7 +75,7 @@ def apply_node(node: type[Node], *inputs: Any) -> Any:
             f"{node.op}: transforms of torch.func (grad, jvp, vmap) are not supported; use torch.autograd.grad; or "
             f"{node.instead}"
         )
-    _check_no_tangent(inputs, node.op, node.instead)
+    check_no_tangent(inputs, node.op, node.instead)
     # Skips `Function.apply`, which would check for transforms again. That saves as much time as the anchor costs.
     result = super(torch.autograd.Function, node).apply(*inputs)  # type: ignore[misc]
     return result[0] if type(result) is tuple else result
@@ -124,7 +124,7 @@ def _backward_of(gradients: Callable[..., Gradients], op: str, instead: str, deg
                 f"{op}: batches of gradients (is_grads_batched, vectorize, torch.func) are not supported; compute one "
                 f"gradient at a time; or {instead}"
             )
-        _check_no_tangent((grad,), op, instead)
+        check_no_tangent((grad,), op, instead)
         if not torch.is_grad_enabled():
             return gradients(ctx, saved, grad)
         with torch.no_grad():
@@ -161,7 +161,8 @@ def _check_keeps_gradients(tensors: Sequence[Any], op: str) -> None:
         )
 
 
-def _check_no_tangent(tensors: Sequence[Any], op: str, instead: str) -> None:
+def check_no_tangent(tensors: Sequence[Any], op: str, instead: str) -> None:
+    """Raise NotImplementedError if a tensor has a forward-mode tangent, which ops drop: derivatives would be zeros."""
     if not has_forward_ad_level():
         return
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
