@@ -20,7 +20,9 @@ from qshard.torch_bridge import (
     Linear,
     ShardedWeight,
     convert,
+    grouped_linear,
     linear,
+    linear_cross_entropy,
     update_scales,
 )
 from support.formats import RECIPES
@@ -306,6 +308,28 @@ def test_helpers_of_torch_nn_utils_on_weights():
     made = nn.utils.skip_init(Linear, 32, 32, recipe=RECIPE)
     assert made.weight.shape == (32, 32)
     assert type(made.weight) is ShardedWeight
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda w: w.t(), lambda w: w.repeat(1, 2)[:, :32], lambda w: w[:1].expand(32, 32)],
+    ids=["transposed", "columns", "expanded"],
+)
+def test_weights_that_are_not_contiguous(change):
+    """As `nn.Linear` takes them: parts of others, tied to a transpose, or what `orthogonal` computes."""
+    w, x, sizes = change(x_of(seed=1)), x_of(), torch.tensor([20, 12])
+    layers = [nn.Linear(32, 32, bias=False) for _ in range(2)]
+    for layer, values in zip(layers, (w, w.contiguous()), strict=True):
+        layer.weight = nn.Parameter(values)
+        convert(layer, RECIPE)(x).square().sum().backward()
+    assert torch.equal(*(layer(x) for layer in layers))
+    assert torch.equal(*(layer.weight.grad for layer in layers))
+    assert torch.equal(*(grouped_linear(x, [each, each], sizes, RECIPE) for each in (w, w.contiguous())))
+    labels = torch.arange(32)
+    assert torch.equal(*(linear_cross_entropy(x, each, labels, recipe=RECIPE) for each in (w, w.contiguous())))
+    wide = convert(nn.Linear(64, 32), RECIPE)
+    nn.utils.parametrizations.orthogonal(wide)
+    assert torch.equal(wide(x_of(columns=64)), linear(x_of(columns=64), wide.weight.contiguous(), wide.bias, RECIPE))
 
 
 class Half(nn.Module):

@@ -97,6 +97,7 @@ def grouped_linear(
     weights = _in_rows(weights, weight_layout)
     each = [weights] if isinstance(weights, Tensor) else [*weights]
     _check_weights(each, recipe)
+    each = [weight if weight.is_contiguous() else weight.contiguous() for weight in each]
     if dtype is not None:
         check_dtype("grouped_linear", "dtype", dtype)
     experts, shape = _check_shapes(x, weights, each)

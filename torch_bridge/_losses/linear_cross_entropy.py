@@ -112,6 +112,7 @@ def linear_cross_entropy(
     if how is not None:
         for width in sorted(set(rule.shard.widths)):  # Check the widths of all ranks, so that all raise.
             check_weight_shape(op, "w", how.recipe, (width, w.shape[1]))
+        w = w if w.is_contiguous() else w.contiguous()
     flat, flat_labels = x.reshape(-1, x.shape[-1]), as_int32(labels).reshape(-1)
     rows = rows_at_a_time(chunk, flat.shape, rule.shard.widest, x.dtype.itemsize)
     if not (torch.is_grad_enabled() and makes_gradients_early(reduction, dtype_name(x.dtype))):

@@ -161,6 +161,8 @@ def linear(
         what = "a DTensor" if activation_group is None else "with activation_group="
         raise NotImplementedError(f"linear: x is {what}, but recipe ({recipe}) {NO_PRODUCTS}; pass one without")
     check_operand("linear", weight, recipe, frozen=weight_layout == "NK")
+    if not weight.is_contiguous():
+        weight = weight.contiguous()
     if sharding is None:
         check_shapes(x, weight, bias, is_kn)
     if not (parts and is_compiling()):  # Dynamo loses the scale state of a shard that it created.

@@ -23,7 +23,7 @@ from qshard.torch_bridge._ops.uint64 import constant_words, xor_words
 from qshard.torch_bridge._quantized.gemm import Operand, Values
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor, format_of
-from qshard.torch_bridge._quantized.validation import check_contiguous, check_tensor
+from qshard.torch_bridge._quantized.validation import check_tensor
 
 # Dynamo of torch 2.11 cannot iterate over an enum on Python 3.12.
 ROLES = tuple(Role)
@@ -118,14 +118,16 @@ def draws_of(spec: OperandSpec, seed: Tensor | None, device: torch.device) -> Dr
 
 
 def check_operand(op: str, weight: Tensor, recipe: Recipe, *, frozen: bool = False) -> None:
-    """Raise unless `weight` is a gathered tensor, or codes in the recipe's weight format, if `frozen` also in 1-D."""
+    """Raise unless `weight` is a gathered tensor, or codes in the recipe's weight format, if `frozen` also in 1-D.
+
+    Callers make values contiguous: transposed, expanded and computed weights are not.
+    """
     if isinstance(weight, QuantizedTensor):
         fmt = format_of(weight)
         if not recipe.has_one_weight or (not is_compiling() and fmt is not recipe.weight):
             check_weight_format(op, "weight", fmt, recipe, frozen=frozen)
     else:
         check_tensor(op, "weight", weight, sharded=_NOT_GATHERED)
-        check_contiguous(op, "weight", weight)
 
 
 def check_gathered(weight: Tensor, op: str = "linear") -> None:
