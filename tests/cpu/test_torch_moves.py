@@ -242,6 +242,23 @@ def test_codes_as_weights(recipe, future):
     results(model)
 
 
+def test_data_of_codes():
+    """Adapters are merged into `weight.data`: PyTorch kept the old codes without a word."""
+    model, _ = codes_of("MXFP8")
+    model.load_state_dict(codes_of("MXFP8")[1], assign=True)
+    weight, want = model[1].weight, results(model)
+    values, fmt = weight.dequantize(), weight.format
+    for data in (values, quantize(values, "FP8_E4M3"), quantize(values[:32], fmt), None):
+        with pytest.raises(ValueError, match=r"data \(.*\) is not codes of MXFP8_32x32.*; pass quantize\(values, "):
+            weight.data = data
+    weight.data = weight.data
+    assert all(torch.equal(*pair) for pair in zip(results(model), want, strict=True))
+    weight.data = quantize(4 * values, fmt)
+    assert torch.equal(weight.dequantize(), 4 * values)
+    assert model[1].weight is weight
+    assert not torch.equal(results(model)[0], want[0])
+
+
 def test_codes_that_a_layer_cannot_take():
     """One error that names the key. The layer has what it had."""
     model, state = codes_of("CurrentScaling")

@@ -248,6 +248,25 @@ class QuantizedTensor(Tensor):
         text = text_of({"": description})
         return _rebuild, (text, parts, self.columnwise_is_stale, self.requires_grad, self._foreign_attributes())
 
+    @property
+    def data(self) -> Tensor:
+        return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Take the planes of `value`, codes of the same format and shape. Raise for values: PyTorch ignores them."""
+        given: Any = value
+        is_codes = isinstance(given, QuantizedTensor)
+        if not is_codes or (given.format, given.shape, given.device) != (self.format, self.shape, self.device):
+            what = f"{given.format}, {tuple(given.shape)}, on {given.device}" if is_codes else type(given).__name__
+            raise ValueError(
+                f"QuantizedTensor: data ({what}) is not codes of {self.format}, {tuple(self.shape)}, on {self.device}; "
+                "pass quantize(values, tensor.format), or replace the parameter"
+            )
+        for usage in Usage.BOTH.planes:
+            self.set(usage, given.parts(usage, stale=True))
+        self.columnwise_is_stale = given.columnwise_is_stale
+
     def __copy__(self) -> QuantizedTensor:
         copied = self._of_planes(lambda part: part)
         copied.requires_grad_(self.requires_grad)
