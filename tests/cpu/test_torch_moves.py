@@ -10,6 +10,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -169,6 +170,20 @@ def test_weights_are_exported_through_dlpack():
     assert exported.data_ptr() == layer.weight.data_ptr()
     with pytest.raises(BufferError, match=r"0\.weight requires grad; export weight\.detach\(\)"):
         torch.from_dlpack(layer.weight)
+
+
+def test_weights_are_read_as_arrays():
+    """As loggers of histograms read them."""
+    (layer,) = convert(nn.Sequential(nn.Linear(WIDTH, 32)), CurrentScaling())
+    values = layer.weight.detach() + 0
+    array = np.asarray(layer.weight.detach())
+    assert np.array_equal(array, values.numpy())
+    assert np.array_equal(layer.weight.numpy(force=True), array)
+    assert layer.weight.tolist() == values.tolist()
+    layer.weight.data.zero_()
+    assert not array.any()
+    with pytest.raises(RuntimeError, match=r"0\.weight requires grad; call weight\.detach\(\)\.numpy"):
+        layer.weight.numpy()
 
 
 def test_a_dtype_that_no_cast_takes():

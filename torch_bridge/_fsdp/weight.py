@@ -169,6 +169,15 @@ class ShardedWeight(Tensor):
         """Return the address of the values: accelerate, among other tools, tells parameters apart by it."""
         return memory_of(self).data_ptr()
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array in the same memory, for histograms and logs."""
+        if self.requires_grad and not force:
+            raise RuntimeError(f"ShardedWeight: {self.scale_state.name} requires grad; call weight.detach().numpy()")
+        return memory_of(self).numpy(force=force)
+
+    def tolist(self) -> Any:
+        return memory_of(self).tolist()
+
     def __dlpack__(self, **options: Any) -> Any:
         """Export the values: the tensor itself has no memory, and importers would read address 0."""
         if self.requires_grad:
