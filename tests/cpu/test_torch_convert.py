@@ -305,6 +305,8 @@ def test_helpers_of_torch_nn_utils_on_weights():
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
         assert torch.equal(p.detach(), value(q))
+    with torch.no_grad():  # Weights are parts of one memory now.
+        assert torch.equal(torch.compile(model, backend="eager")(x_of()), model(x_of()))
     made = nn.utils.skip_init(Linear, 32, 32, recipe=RECIPE)
     assert made.weight.shape == (32, 32)
     assert type(made.weight) is ShardedWeight

@@ -144,6 +144,8 @@ class ShardedWeight(Tensor):
                     f"ShardedWeight: data ({what} {got}) does not have the {what} of {self.scale_state.name}, {want}; "
                     "pass such data, or convert the layer after changing it"
                 )
+        if memory.storage_offset() != self.storage_offset():  # Dynamo compares both, and fails if they differ.
+            Tensor.data.__set__(self, ShardedWeight(memory, self.scale_state))  # type: ignore[attr-defined]
         self.shard = memory
 
     def __copy__(self) -> ShardedWeight:
