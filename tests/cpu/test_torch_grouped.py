@@ -231,6 +231,14 @@ def test_what_may_not_change_bits(name, way):
     assert torch.equal(mine.grad, dx)
 
 
+def test_biases_under_autocast_to_another_dtype_of_16_bits():
+    """Under it `torch.stack` rejects float16."""
+    layer, x, groups = layer_of("CurrentScaling", bias=True), exact(M, K), torch.tensor(SIZES)
+    want = copy.deepcopy(layer).bfloat16()(x.bfloat16(), groups)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer.half()(x.half(), groups), want)
+
+
 @pytest.mark.parametrize("as_list", [False, True], ids=["one tensor", "list"])
 @pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling", "MXFP8", "MXFP4", "NVFP4"])
 def test_launches_do_not_grow_with_experts(name, as_list):

@@ -120,7 +120,7 @@ class GroupedLinear(nn.Module):
             weights = [one.weight for one in called]
             seeds = None if first.seed is None else torch.stack([cast(Tensor, one.seed) for one in called])
             delayed = None if first.delayed is None else [one.delayed for one in called]
-        bias = None if layers[0].bias is None else torch.stack([cast(Tensor, layer.bias) for layer in layers])
+        bias = None if layers[0].bias is None else _stacked_biases(layers, first.dtype)
         how: dict[str, Any] = {"bias": bias, "seeds": seeds, "delayed": delayed, "dtype": first.dtype}
         y = grouped_linear(first.input, weights, group_sizes, recipe, **how)
         return y
@@ -148,3 +148,12 @@ class GroupedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_experts={len(self.experts)}"
+
+
+def _stacked_biases(layers: Iterable[Linear], dtype: torch.dtype | None) -> Tensor:
+    """Return the biases of all experts, `[E, N]`, in `dtype`, the dtype of autocast if it is on.
+
+    The result has this dtype anyway, and under autocast `torch.stack` rejects other 16-bit dtypes.
+    """
+    each = [cast(Tensor, layer.bias) for layer in layers]
+    return torch.stack(each if dtype is None else [bias.to(dtype) for bias in each])
