@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from qshard import formats
-from qshard._core.validation import as_format, closest, quote
+from qshard._core.validation import as_format, closest, join_names, quote
 from qshard.formats import Format, Usage, constructor_call
 from qshard.layout import source, whole_units
 
@@ -420,7 +420,11 @@ def as_recipe(value: Any, op: str, name: str = "recipe", *, by_product: bool = T
         )
     what = f"{op}: {name} ({quote(value)})"
     if isinstance(value, str):
-        raise ValueError(f"{what} is not a recipe name; {closest(value, NAMED, 'qshard.recipes.NAMED')}")
+        # "FP8" is the beginning of format names, and "MXFP8" would be the closest recipe name.
+        alike = [known for known, own in NAMED.items() if str(own.weight).startswith(f"{value.upper()}_")]
+        similar = closest(value, NAMED, "qshard.recipes.NAMED")
+        hint = f"did you mean {join_names(map(repr, alike))}?" if alike else similar
+        raise ValueError(f"{what} is not a recipe name; {hint}")
     if isinstance(value, type) and issubclass(value, Recipe):
         call = f"{value.__name__}()" if value is not Recipe else "Recipe(weight=, activation=, gradient=)"
         raise TypeError(f"{what} is not an instance; pass {call}")

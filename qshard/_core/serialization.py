@@ -191,12 +191,19 @@ def plain(
       parts_of: returns for a name and a value its description and its planes as bytes, or None if the value is an
         array.
 
-    Raises ValueError if two arrays would get the same name.
+    Raises TypeError if `values` or one of them is not flat, and ValueError if two arrays would get the same name.
     """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"to_plain: values ({quote(values)}) is not a dict; pass quantized arrays by name")
     arrays: dict[str, Array] = {}
     descriptions: dict[str, Description] = {}
     for name, value in values.items():
         found = parts_of(name, value)
+        if found is None and any(parts_of(name, leaf) is not None for leaf in _leaves(value)):
+            raise TypeError(
+                f"to_plain: {name} (of type {type(value).__name__}) has quantized arrays in it; pass one flat "
+                f"dict, with names such as {f'{name}.weight'!r}"
+            )
         made = {name: value}
         if found is not None:
             descriptions[name], planes = found
@@ -207,6 +214,13 @@ def plain(
             )
         arrays.update(made)
     return arrays, {KEY: text_of(descriptions)}
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what dicts and sequences contain, at any depth; nothing for another value."""
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        yield each
+        yield from _leaves(each)
 
 
 def restore(

@@ -27,6 +27,7 @@ def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
       safetensors requires. A stale columnwise plane counts as absent and is left out.
 
     Raises:
+      TypeError: `values` is not a dict, or a value is a dict or list of quantized tensors.
       ValueError: two results have the same name.
 
     Each rank converts its own tensors.

@@ -27,6 +27,7 @@ def to_plain(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
       `qshard/_core/serialization.py` defines the names.
 
     Raises:
+      TypeError: `values` is not a dict, or a value is a dict or list of quantized arrays.
       ValueError: two results have the same name; or an array has no plane, has axes that `vmap` or `scan` added, or is
         a shard.
 
