@@ -99,6 +99,18 @@ def test_equinox_attention_and_perceptron():
         Policy.of(table, "MXFP8")(table)(jnp.asarray(3))
 
 
+def test_a_weight_is_no_array():
+    """Uses other than products raise with a remedy; NumPy would wrap a `Weight` as an object."""
+    policy = Policy.of({"w": values(32, 64)}, "MXFP8")
+    assert str(policy) == "Policy({'w': MXFP8()})"
+    weight = policy({"w": values(32, 64)})["w"]
+    for use in (np.asarray, lambda w: 2 * w, lambda w: w < 0):
+        with pytest.raises(TypeError, match=r"Weight: w \(32, 64\) is used other than as the weight of a product"):
+            use(weight)
+    with pytest.raises(AttributeError, match=r"Weight: w \(32, 64\) has no T; for x @ w.T write weight.linear\(x\)"):
+        weight.T  # noqa: B018
+
+
 def test_scan_over_layers():
     """Stacked weights keep their spec in `scan`, without the scanned axis."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))

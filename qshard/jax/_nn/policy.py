@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from qshard.jax._ops.mesh import spec_of
 from qshard.jax._ops.validation import check_spec, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight
+from qshard.jax._quantized.operators import NoArithmetic
 from qshard.jax._quantized.primary import PrimaryWeight
 from qshard.jax._sharding.inference import Axes, MeshAxisRoles, local_shape, sharding_of
 from qshard.recipes import Recipe
@@ -29,7 +30,7 @@ _CODED = (QuantizedArray, CodedWeight, PrimaryWeight)
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["name", "dot_general"])
 @dataclass(frozen=True, eq=False)
-class Weight:
+class Weight(NoArithmetic):
     """A weight with its recipe and sharding, which a `Policy` puts in place of an array.
 
     `x @ weight` multiplies by a weight `[K, N]`, `weight.linear(x)` by one of `[N, K]`, and `weight.einsum` by any.
@@ -47,7 +48,9 @@ class Weight:
     name: str
     dot_general: DotGeneral
 
-    __array_ufunc__ = None  # NumPy then calls `__rmatmul__` for `x @ weight`.
+    @property
+    def T(self) -> Any:
+        raise AttributeError(f"Weight: {self.name} {self.shape} has no T; for x @ w.T write weight.linear(x)")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -129,7 +132,7 @@ class Weight:
             )
         return self.dot_general.with_options(weight_spec=NamedSharding(spec.mesh, PartitionSpec(*spec.spec[taken:])))
 
-    def __getitem__(self, _: Any) -> Any:
+    def _refuse(self, what: str) -> NoReturn:
         raise TypeError(
             f"Weight: {self.name} {self.shape} is used other than as the weight of a product; leave it out of the "
             "policy"
@@ -310,6 +313,9 @@ class Policy:
             if own is not None:
                 policy._products[name] = DotGeneral(own, otherwise=placed.otherwise, **placed.options)
         return policy
+
+    def __repr__(self) -> str:
+        return f"Policy({self.recipes})"
 
     @property
     def recipes(self) -> dict[str, Recipe | None]:
