@@ -107,7 +107,8 @@ def recipes_of(model):
 def test_einsums_of_their_own_are_named():
     assert warned(Llama()) == (
         "convert: 9 of 13 layers were not converted: layers.0.kv_einsum, layers.0.o_proj, layers.0.q_einsum, "
-        "layers.0.q_proj, lm_head (Einsum has its own w; pass its equation in einsums=; 4 more like these); "
+        "layers.0.q_proj, lm_head (Einsum has its own w; for the weight of a product pass its "
+        "equation in einsums=; 4 more like these); "
         "exclude them with filter= to silence this"
     )
 
@@ -242,7 +243,8 @@ def test_more_weights_or_a_bias_are_no_einsum():
         ValueError, match=r"layers\.1 \(Two\) has weights gate, down, and einsums\['\*'\] is an equation of one"
     ):
         convert(model, "CurrentScaling", einsums={"*": "btd,edf->btef"})
-    assert "layers.1 (Two has its own gate, down; call qshard.jax.einsum or ragged_dot in it)" in warned(model)
+    left = "layers.1 (Two has its own gate, down; for weights of products call qshard.jax.einsum or ragged_dot)"
+    assert left in warned(model)
     model = nnx.Sequential(nnx.Linear(D, D, rngs=rngs), Biased("BTD,DF->BTF", (D, F), rngs=rngs))
     with pytest.raises(ValueError, match=r"1 \(Biased\) does more than einsum 'BTD,DF->BTF': add"):
         convert(model, "CurrentScaling", einsums=RULES)

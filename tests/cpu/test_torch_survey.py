@@ -82,10 +82,10 @@ def kinds(model):
 
 def test_weights_of_three_axes_are_named_once():
     assert warned(Mixture()) == (
-        "convert: 16 of 33 layers were not converted: layers.0.router (Router has its own weight; use "
-        "nn.Linear instead; 7 more like these), layers.0.experts (w1, w2 with 3 axes, a weight per expert; use "
-        "grouped_linear, or a GroupedLinear of nn.Linear layers; 7 more like these); exclude them with filter= "
-        "to silence this"
+        "convert: 16 of 33 layers were not converted: layers.0.router (Router has its own weight; for "
+        "the weight of a product use nn.Linear; 7 more like these), layers.0.experts (w1, w2 with 3 axes, a weight per "
+        "expert; use grouped_linear, or a GroupedLinear of nn.Linear layers; 7 more like these); exclude them with "
+        "filter= to silence this"
     )
     assert "layers.0.experts (gate_up_proj with 3 axes, a weight per expert; use" in warned(Mixture(kind=OpenExperts))
 
@@ -107,7 +107,7 @@ def test_weights_of_three_axes_are_named_once():
             nn.MultiheadAttention(32, 2, kdim=16),
             r"it multiplies q_proj_weight, k_proj_weight, v_proj_weight \(q, k, v\) and",
         ),
-        (nn.ParameterList([torch.ones(4, 4)]), r"1 \(ParameterList has its own 0; use nn.Linear instead\)"),
+        (nn.ParameterList([torch.ones(4, 4)]), r"1 \(ParameterList has its own 0; for the weight of a product use"),
     ],
     ids=["conv", "lazy conv", "parametrized conv", "lstm", "gru cell", "bilinear", "attention", "kdim", "list"],
 )

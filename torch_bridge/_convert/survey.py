@@ -130,4 +130,4 @@ def _why(module: nn.Module, weights: Mapping[str, Tensor]) -> str:
     names = ", ".join(weights)
     if any(not isinstance(w, UninitializedParameter) and w.ndim > 2 for w in weights.values()):
         return f"{names} with 3 axes, a weight per expert; use grouped_linear, or a GroupedLinear of nn.Linear layers"
-    return f"{type(module).__name__} has its own {names}; use nn.Linear instead"
+    return f"{type(module).__name__} has its own {names}; for the weight of a product use nn.Linear"

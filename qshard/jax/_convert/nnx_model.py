@@ -412,8 +412,8 @@ def _why(module: nnx.Module, weights: list[str]) -> str:
         return "convolutions are not supported"
     kind, names = type(module).__name__, ", ".join(weights)
     if len(weights) > 1:
-        return f"{kind} has its own {names}; call qshard.jax.einsum or ragged_dot in it"
-    return f"{kind} has its own {names}; pass its equation in einsums="
+        return f"{kind} has its own {names}; for weights of products call qshard.jax.einsum or ragged_dot"
+    return f"{kind} has its own {names}; for the weight of a product pass its equation in einsums="
 
 
 def _annotate(kernel: Any) -> NamedSharding | None:
