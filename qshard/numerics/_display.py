@@ -120,7 +120,7 @@ def figure_as_html(figure: Figure, alt: str) -> str:
 
 
 class Frame:
-    """Base class of results with rows: conversion to pandas, and an HTML table in notebooks."""
+    """Base class of results with rows: conversion to pandas, and a table in notebooks and in `print`."""
 
     def records(self) -> list[dict[str, Any]]:
         """Return one dict per row, with column names as keys."""
@@ -134,10 +134,20 @@ class Frame:
         """
         return load("pandas", f"{type(self).__name__}.to_pandas", "pandas").DataFrame(self.records())
 
-    def _repr_html_(self) -> str:
+    def _cells(self) -> list[list[str]]:
+        """Return the names of columns, and then the cells of each row."""
         records = self.records()
         names = list(dict.fromkeys(name for record in records for name in record))
-        rows = [("th", names), *(("td", [_cell(record.get(name, "")) for name in names]) for record in records)]
+        return [names, *([_cell(record.get(name, "")) for name in names] for record in records)]
+
+    def __str__(self) -> str:
+        rows = self._cells()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in rows)
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = zip(("th", *("td",) * len(self.records())), self._cells(), strict=True)
         lines = ["".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in rows]
         return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 

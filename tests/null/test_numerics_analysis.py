@@ -176,6 +176,7 @@ def test_results_have_records_html_and_plots():
         page = result._repr_html_()
         assert page.count("<tr>") == len(result.records()) + 1
         assert "<up>" not in page
+        assert len(str(result).split("\n")) == len(result.records()) + 1
         if importlib.util.find_spec("matplotlib"):
             assert result.plot().get_axes()
 
