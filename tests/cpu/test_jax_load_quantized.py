@@ -127,5 +127,7 @@ def test_errors(tmp_path):
         qj.load_quantized(path, "NVFP4_16x16")
     with pytest.raises(TypeError, match=r"shardings \(3\) is not a dict or a function"):
         qj.load_quantized(path, shardings=3)
+    with pytest.raises(TypeError, match=r"shardings of 0.weight \(P\('fsdp',\)\) is not a Sharding; pass"):
+        qj.load_quantized(path, shardings=lambda name, shape: P("fsdp"))
     with pytest.raises(FileNotFoundError, match="nothing does not exist"):
         qj.load_quantized(tmp_path / "nothing")

@@ -52,6 +52,7 @@ def load_quantized(
 
     Raises:
       FileNotFoundError: the checkpoint or one of its files does not exist.
+      TypeError: `shardings` is not a dict or a function, or gives something other than a Sharding.
       ValueError: the checkpoint has quantized weights that are unknown, codes are not codes of `fmt`, or an integer
         does not fit 32 bits, and JAX has no wider ones (`jax_enable_x64`).
 
@@ -115,7 +116,10 @@ def _read_numbers(reader: CheckpointReader, name: str, part: Any) -> Any:
 def _sharding_of(shardings: Shardings | None, name: str, shape: Shape) -> Sharding | None:
     if shardings is None:
         return None
-    return shardings.get(name) if isinstance(shardings, Mapping) else shardings(name, shape)
+    found = shardings.get(name) if isinstance(shardings, Mapping) else shardings(name, shape)
+    if found is not None and not isinstance(found, Sharding):
+        raise TypeError(f"{OP}: shardings of {name} ({quote(found)}) is not a Sharding; pass NamedSharding(mesh, spec)")
+    return found
 
 
 def _plane(plane: Plane, data_dtype: str, scale_dtype: str, sharding: Sharding | None) -> Plane:
