@@ -59,6 +59,17 @@ def test_one_device(fmt):
         assert_bits_equal(found, expected.dequantize(usage=each), f"values, {each}")
 
 
+@pytest.mark.parametrize("fmt", ["FP8_E4M3", "FP8_1x128", "FP8_128x128"])
+def test_a_scalar(fmt):
+    x = np.float32(3.3)
+    expected = reference.quantize(x, fmt, usage=Usage.BOTH)
+    for usage in Usage.BOTH:
+        found = quantized(x, fmt, Usage.BOTH)[0].dequantize(usage=usage)
+        assert_bits_equal(found, expected.dequantize(usage=usage), f"values, {usage}")
+    _, (values,) = quantized(np.full(3, x), fmt, Usage.ROWWISE, batch_axes=1)
+    assert_bits_equal(values, np.full(3, expected.dequantize()), "values under vmap")
+
+
 def primitives(jaxpr) -> set[str]:
     """Names of primitives, also inside `jit`: from JAX 0.11 on, a trace shows a function that is inlined later."""
     inner = [equation.params["jaxpr"].jaxpr for equation in jaxpr.eqns if equation.primitive.name == "jit"]

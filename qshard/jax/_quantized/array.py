@@ -164,6 +164,8 @@ def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int 
 
     If `data` has one axis more, `vmap` added it.
     """
+    if ndim == 0 and not is_transposed(fmt, usage):
+        return plane_values(plane._replace(data=plane.data[..., None]), fmt, usage, dtype, 1)[..., 0]
     data, block = plane.data, stored_block(fmt, usage)
     if fmt.per_tensor:  # One scale: neither sharding nor `vmap` can split a block.
         values: jax.Array = quantize_steps.dequantize(partitionable_ops, plane, fmt, usage, dtype)
