@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qshard.jax import DotGeneral, convert, einsum, init_delayed, linear, update_delayed
+from qshard.jax import DotGeneral, adamw, convert, einsum, init_delayed, linear, update_delayed
 from qshard.recipes import MXFP8, NVFP4, BlockScaling, CurrentScaling, DelayedScaling
 from support.awkward import assert_bits_equal
 from support.hlo import collectives
@@ -294,6 +294,25 @@ def test_random_numbers_of_nnx():
     grad = nnx.jit(nnx.grad(lambda model: jnp.sum(model(X) ** 2)))
     first, second = grad(model), grad(model)
     assert (first["layers"][0]["kernel"][...] != second["layers"][0]["kernel"][...]).any()
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_scaled_states_of_an_nnx_optimizer(jitted):
+    """`nnx.Optimizer` replaces named tuples in the state by mappings in its first update."""
+    model = nnx.Linear(128, 32, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    transformation = adamw(0.1, mu_dtype="float8_e4m3fn", nu_dtype="float16", masters=True)
+    params = nnx.to_pure_dict(nnx.state(model))
+    state = transformation.init(params)
+    optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
+
+    def train(model, optimizer):
+        optimizer.update(model, nnx.state(model, nnx.Param))  # The gradients of half of the sum of squares.
+
+    for _ in range(3):
+        updates, state = transformation.update(params, state, params)
+        params = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+        (nnx.jit(train) if jitted else train)(model, optimizer)
+    assert_alike(nnx.to_pure_dict(nnx.state(model)), params)
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -78,7 +78,8 @@ def adam(
 
     With masters, an update moves a parameter to its rounded master: `optax.apply_updates` gives the rounded master
     exactly, unless that is smaller than 2^-15 of the old parameter. The next update corrects the difference, because
-    only masters carry over.
+    only masters carry over. It also undoes the changes of later transformations in a chain, such as weight decay or a
+    schedule: put those before this one, or in `learning_rate`.
 
     Args:
       learning_rate: a number, an array `[]`, or a function of the number of earlier steps.
@@ -201,7 +202,8 @@ def _transformation(
         constants = ops.adam_constants(count.astype(jnp.float32), hyper)
         tree: Any
         leaves, tree = jax.tree.flatten(updates)
-        trees = [tree.flatten_up_to(part) for part in (state.mu, state.nu, state.master)]
+        trees = [[_moment(each) for each in tree.flatten_up_to(part)] for part in (state.mu, state.nu)]
+        trees.append(tree.flatten_up_to(state.master))
         old = [None] * len(leaves) if params is None else tree.flatten_up_to(params)
         steps = [_step(op, constants, decay, *parts) for parts in zip(leaves, old, *trees, strict=True)]
         made = [tree.unflatten([step[i] for step in steps]) for i in range(4)]
@@ -226,6 +228,11 @@ def _zeros(p: jax.Array, dtype: str) -> Any:
         return jnp.zeros_like(p, dtype=jnp.float32)
     # A slice of the parameter, so that the scales have its sharding.
     return ScaledState(jnp.zeros_like(p, dtype=dtype), jnp.ones_like(p[..., ::BLOCK], dtype=jnp.float32))
+
+
+def _moment(moment: Any) -> Any:
+    """Return a moment of the state. `nnx.Optimizer` turns a `ScaledState` into a mapping in its first update."""
+    return ScaledState(**moment) if isinstance(moment, Mapping) and set(moment) == set(ScaledState._fields) else moment
 
 
 def _step(
