@@ -193,7 +193,7 @@ def _of_unit(model: nn.Module, run: _Run, plan: _Plan, amaxes: Mapping[str, Tens
         members = [values[item.name] for item in run.items]
         if any(item.name in amaxes and isinstance(values[item.name], QuantizedTensor) for item in run.items):
             # Its codes have a global scale of their own.
-            masters = run.unit.quantized_values()
+            masters = run.unit.gather_values()
             pairs = zip(run.items, members, strict=True)
             members = [masters[id(value)] if item.name in amaxes else value for item, value in pairs]
         gathered = StreamBucket(run.items, members, plan.format, plan.dtype).begin(members, amaxes)

@@ -271,8 +271,8 @@ class ZeroUnit(NamedTuple):
         """Return the dtype of the values of a weight that are gathered, or quantized and gathered."""
         return torch.float32 if weight.fmt is not None and self.parity == "master" else weight.dtype
 
-    def quantized_values(self) -> dict[int, Tensor]:
-        """Return the whole values of the weights, also of codes, by the `id` of their parameters. Collective."""
+    def gather_values(self) -> dict[int, Tensor]:
+        """Return the whole weights as values, before a cast to codes, by the `id` of their parameters. Collective."""
         masters = self.flat.gather_masters()
         return {id(w.parameter): masters[w.name].to(self.cast_dtype(w)) for w in self.flat.weights}
 
