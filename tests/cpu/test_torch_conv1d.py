@@ -156,7 +156,8 @@ def test_what_is_no_conv1d_of_gpt2():
             return x * self.weight
 
     Conv1D_.__name__ = "Conv1D"
-    with pytest.warns(UserWarning, match=r"1 \(Conv1D has its own weight; for the weight of a product use nn\.Linear\); exclude"):
+    reason = r"1 \(Conv1D has its own weight; for the weight of a product use nn\.Linear\); exclude"
+    with pytest.warns(UserWarning, match=reason):
         convert(nn.Sequential(nn.Linear(64, 64), Conv1D_()), "CurrentScaling")
 
 
