@@ -16,6 +16,7 @@ import torch
 import torch.distributed._composable_state as _composable_state
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._symmetric_memory as _symmetric_memory
+from torch._functorch import config as functorch_config
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
@@ -80,6 +81,13 @@ def in_functorch() -> bool:
 def is_batch(grad: Tensor) -> bool:
     """Return True for a batch of gradients: of `is_grads_batched`, or in a `vmap`."""
     return in_functorch() or bool(torch._C._functorch.is_legacy_batchedtensor(grad))
+
+
+# Without it: return False. Compiled layers then save codes under any budget.
+@torch.compiler.assume_constant_result
+def has_memory_budget() -> bool:
+    """Return True if PyTorch's partitioner may repeat cheap ops in the backward pass to save memory."""
+    return bool(functorch_config.activation_memory_budget < 1)
 
 
 # Autograd.

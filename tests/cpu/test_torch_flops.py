@@ -1,6 +1,7 @@
 """FLOPs of products for `torch.utils.flop_counter`, and what a memory budget of `torch.compile` does with them."""
 
 import copy
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -106,26 +107,36 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
-def gradients_within(budget, model, x):
-    """Return the gradients of a compiled copy of a model, and the bytes that it saves for its backward pass."""
-    saved = []
+class Compiled(NamedTuple):
+    """Gradients of a compiled model, bytes that it saves for its backward pass, and products in that pass."""
 
-    def count(graph, _):
+    gradients: list
+    saved: int
+    products: int
+
+
+def compile_within(budget, model, x):
+    """Run a compiled copy of a model under an `activation_memory_budget`."""
+    saved, products = [], []
+
+    def count_saved(graph, _):
         (results,) = next(node for node in graph.graph.nodes if node.op == "output").args
         kept = [node.meta["val"] for node in results[1:] if isinstance(node, torch.fx.Node)]
         saved.append(sum(x.numel() * x.element_size() for x in kept if isinstance(x, torch.Tensor)))
         return make_boxed_func(graph)
 
+    def count_products(graph, _):
+        products.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
     backend = aot_autograd(
-        fw_compiler=count,
-        bw_compiler=lambda graph, _: make_boxed_func(graph),
-        partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=count_saved, bw_compiler=count_products, partition_fn=min_cut_rematerialization_partition
     )
     torch._dynamo.reset()
     compiled = torch.compile(copy.deepcopy(model), backend=backend)
     with torch._functorch.config.patch(activation_memory_budget=budget):
         compiled(x).square().sum().backward()
-    return [p.grad for p in compiled.parameters()], saved[0]
+    return Compiled([p.grad for p in compiled.parameters()], saved[0], products[0])
 
 
 @pytest.mark.slow
@@ -133,13 +144,26 @@ def gradients_within(budget, model, x):
 def test_a_memory_budget_keeps_the_bits_of_gradients():
     torch.manual_seed(0)
     model, x = convert(Block(64), "CurrentScaling"), torch.randn(256, 64)
-    (whole, most), (again, least) = (gradients_within(budget, model, x) for budget in (1.0, 0.4))
-    assert least < 0.6 * most
-    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+    whole, least = (compile_within(budget, model, x) for budget in (1.0, 0.4))
+    assert least.saved < 0.6 * whole.saved
+    assert all(torch.equal(a, b) for a, b in zip(whole.gradients, least.gradients, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "MXFP8"])
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+def test_a_budget_just_below_one_repeats_no_product(recipe):
+    """Layers save x in place of its codes, and the partitioner computes the activation again instead of storing it."""
+    torch.manual_seed(0)
+    model, x = convert(Block(128).bfloat16(), recipe), torch.randn(256, 128, dtype=torch.bfloat16)
+    whole, less = (compile_within(budget, model, x) for budget in (1.0, 0.9))
+    activation = 256 * 3 * 128  # Bytes of its codes.
+    assert less.saved <= whole.saved - activation
+    assert less.products == whole.products
+    assert all(torch.equal(a, b) for a, b in zip(whole.gradients, less.gradients, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 def test_seeds_are_not_drawn_again():
     """The forward pass advances the seeds of stochastic rounding."""
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        gradients_within(0.4, convert(Block(64), "NVFP4"), torch.randn(256, 64))
+        compile_within(0.4, convert(Block(64), "NVFP4"), torch.randn(256, 64))

@@ -242,8 +242,9 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     """Compute `linear` of plain tensors, without bias."""
     eager, (forward, dgrad, wgrad) = not is_compiling(), call.recipe.products
     stochastic = wgrad is not None and wgrad.format(Role.ACTIVATION).stochastic
-    may_recompute = call.need_w and eager and not stochastic and not call.parts
-    source = saved_input.source_of(x) if may_recompute else None
+    # Delayed scales are not inputs of compiled nodes, which save codes therefore.
+    may_recompute = call.need_w and not stochastic and not call.parts and (eager or not call.scales)
+    source = saved_input.source_of(x, lambda: matrix_of(x, call.dtype)) if may_recompute else None
     saves_x, is_shared = call.need_w and source is None, forward is wgrad
     xs = _quantize_x(call, x, forward, Usage.BOTH if saves_x and is_shared else Usage.ROWWISE)
     if saves_x and not is_shared:
@@ -252,7 +253,7 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     # With saved-tensor hooks, checkpointing may recompute this, so the product is a separate node.
     one_node = eager and not has_saved_tensors_hooks()
     # A tensor that is not a parameter may be temporary, and is larger than its codes: save the codes. Compiled layers
-    # also save them under tensor parallelism, and under delayed scaling, where scales are not inputs of their node.
+    # also save them under tensor parallelism and under delayed scaling.
     w_again = call.need_x and not isinstance(weight, QuantizedTensor) and _stays_in_memory(weight)
     w_again = w_again and (eager or not (call.parts or call.scales))
     ws: dict[Usage, Any] = {}

@@ -24,6 +24,10 @@ them with the same bits.
 Factors are read only if no `saved_tensors_hooks` are active, as they are under activation checkpointing, because the
 saved tensors of a node may be unpacked only once. Otherwise codes are saved. Codes are also saved if x was computed
 before the running module call began, because something may have written to its factors since.
+
+Compiled layers save codes too, unless `activation_memory_budget` of PyTorch is below 1. They then save x itself, which
+PyTorch's partitioner does not store if other saved tensors give it: it repeats norms and activations, and no products.
+Compiled kernels may round intermediate results of that repetition in other places.
 """
 
 from __future__ import annotations
@@ -39,11 +43,12 @@ from torch import Tensor
 from qshard.formats import Usage
 from qshard.torch_bridge._nn import activations, module_calls
 from qshard.torch_bridge._nn.module_calls import cached_amax
-from qshard.torch_bridge._ops.eager import may_reuse
+from qshard.torch_bridge._ops.eager import is_compiling, may_reuse
 from qshard.torch_bridge._quantized.gemm import Operand, Values
 from qshard.torch_bridge._torch_internals import (
     base_of,
     current_dispatch_mode,
+    has_memory_budget,
     has_saved_tensors_hooks,
     saved_factors,
     saves_its_result,
@@ -124,8 +129,13 @@ class Source(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-def source_of(x: Tensor) -> Source | None:
-    """Return the source to recompute x from: x itself or its two factors; None if autograd saves neither."""
+def source_of(x: Tensor, matrix: Callable[[], Tensor]) -> Source | None:
+    """Return the source to recompute x from: x itself or its two factors; None if autograd saves neither.
+
+    `matrix` returns x as the layer multiplies it, for compiled layers.
+    """
+    if is_compiling():
+        return Source(_itself, (matrix(),)) if has_memory_budget() else None
     if type(x) is not Tensor:
         return None
     base = base_of(x)
