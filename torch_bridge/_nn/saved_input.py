@@ -135,7 +135,8 @@ def source_of(x: Tensor, matrix: Callable[[], Tensor]) -> Source | None:
     `matrix` returns x as the layer multiplies it, for compiled layers.
     """
     if is_compiling():
-        return Source(_itself, (matrix(),)) if has_memory_budget() else None
+        # `detach` makes another tensor even of x, which Dynamo does not accept twice.
+        return Source(_itself, (matrix().detach(),)) if has_memory_budget() else None
     if type(x) is not Tensor:
         return None
     base = base_of(x)
