@@ -10,7 +10,7 @@ options:
     te-delayed, te-current, te-block    TransformerEngine's Linear, which gathers bfloat16; torch's fused AdamW
 
     compiled          torch.compile for each block
-    budget            beside compiled: PyTorch's activation_memory_budget is 0.9, so backward repeats casts and norms
+    budget            beside compiled: PyTorch's activation_memory_budget is 0.9, so backward repeats norms and casts
     fused             convert(fuse=True) for the norms, and qshard's swiglu and MoE
     loss              LinearCrossEntropy instead of the head and torch's cross_entropy
     bf16-states       bfloat16 states in qshard's AdamW
@@ -79,6 +79,8 @@ KINDS = (
     *(
         "fp8",
         "fp8 compiled",
+        "fp8 compiled budget",
+        "fp8 compiled loss budget",
         "fp8 fused",
         "fp8 fused ordered",
         "fp8 fused bf16-states",
