@@ -16,8 +16,8 @@ import torch
 import torch.distributed._composable_state as _composable_state
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._symmetric_memory as _symmetric_memory
-from torch._functorch import config as functorch_config
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.distributed.fsdp import FlatParameter, FSDPModule

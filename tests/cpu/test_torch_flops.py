@@ -162,7 +162,8 @@ def test_a_budget_just_below_one_repeats_no_product(recipe):
     torch.manual_seed(0)
     rows = 2048  # PyTorch ignores the budget of a graph that saves less than its inputs, such as weights.
     model, x = convert(Block(128).bfloat16(), recipe), torch.randn(rows, 128, dtype=torch.bfloat16)
-    with multiply_for(Target(Gpu((9, 0), cublaslt=130800))):  # Whose products are ops that PyTorch does not know, unlike `mm`.
+    hopper = Target(Gpu((9, 0), cublaslt=130800))  # Its products are ops that PyTorch does not know, unlike `mm`.
+    with multiply_for(hopper):
         whole, less = (compile_within(budget, model, x) for budget in (1.0, 0.9))
     activation = rows * 3 * 128  # Bytes of its codes.
     assert less.saved <= whole.saved - activation
