@@ -155,7 +155,9 @@ def test_a_memory_budget_keeps_the_bits_of_gradients():
     assert all(torch.equal(a, b) for a, b in zip(whole.gradients, least.gradients, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "MXFP8"])
+@pytest.mark.parametrize(
+    "recipe", ["CurrentScaling", *(pytest.param(name, marks=pytest.mark.slow) for name in ("BlockScaling", "MXFP8"))]
+)
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 def test_a_budget_just_below_one_repeats_no_product(recipe):
     """Layers save x in place of its codes, and the partitioner computes the activation again instead of storing it."""

@@ -242,7 +242,7 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     """Compute `linear` of plain tensors, without bias."""
     eager, (forward, dgrad, wgrad) = not is_compiling(), call.recipe.products
     stochastic = wgrad is not None and wgrad.format(Role.ACTIVATION).stochastic
-    # Delayed scales are not inputs of compiled nodes, which save codes therefore.
+    # Delayed scales are not inputs of compiled nodes, so these save codes.
     may_recompute = call.need_w and not stochastic and not call.parts and (eager or not call.scales)
     source = saved_input.source_of(x, lambda: matrix_of(x, call.dtype)) if may_recompute else None
     saves_x, is_shared = call.need_w and source is None, forward is wgrad

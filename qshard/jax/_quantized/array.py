@@ -45,8 +45,8 @@ class QuantizedArray(NoArithmetic):
     that these change, and `shape` is computed from the arrays.
 
     It is a container. Arithmetic and array functions raise, because each would have to choose between values and codes.
-    The leaves are codes and scales, so arithmetic inside `jax.tree.map` is that of codes. Before sums, averages and
-    norms pass the tree through `qshard.jax.dequantize_tree`.
+    The leaves are codes and scales, and `jax.tree.map` passes them to its function. Before sums, averages and norms
+    pass the tree through `qshard.jax.dequantize_tree`.
 
     Attributes:
       format: the storage format.
