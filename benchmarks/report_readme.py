@@ -10,7 +10,6 @@ KINDS = {
     "bf16 compiled": "bf16, compiled",
     "torchao compiled": "torchao float8, compiled",
     "fp8 compiled": "`CurrentScaling`, compiled",
-    "fp8 compiled budget": "`CurrentScaling`, compiled, [memory budget](docs/fsdp2.md#torchcompile) 0.9",
     "fp8 fused ordered": "`CurrentScaling`, `fuse=True`, `reduce_gradients_in_order`, eager",
     "fp8 fused zero": "`CurrentScaling`, `fuse=True`, `ZeroOptimizer`, eager",
 }

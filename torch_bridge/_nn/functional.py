@@ -244,7 +244,7 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     stochastic = wgrad is not None and wgrad.format(Role.ACTIVATION).stochastic
     # Delayed scales are not inputs of compiled nodes, so these save codes.
     may_recompute = call.need_w and not stochastic and not call.parts and (eager or not call.scales)
-    source = saved_input.source_of(x, lambda: matrix_of(x, call.dtype)) if may_recompute else None
+    source = saved_input.source_of(x, call.dtype) if may_recompute else None
     saves_x, is_shared = call.need_w and source is None, forward is wgrad
     xs = _quantize_x(call, x, forward, Usage.BOTH if saves_x and is_shared else Usage.ROWWISE)
     if saves_x and not is_shared:

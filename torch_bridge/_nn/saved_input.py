@@ -43,6 +43,7 @@ from torch import Tensor
 from qshard.formats import Usage
 from qshard.torch_bridge._nn import activations, module_calls
 from qshard.torch_bridge._nn.module_calls import cached_amax
+from qshard.torch_bridge._nn.operands import matrix_of
 from qshard.torch_bridge._ops.eager import is_compiling, may_reuse
 from qshard.torch_bridge._quantized.gemm import Operand, Values
 from qshard.torch_bridge._torch_internals import (
@@ -129,14 +130,14 @@ class Source(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-def source_of(x: Tensor, matrix: Callable[[], Tensor]) -> Source | None:
+def source_of(x: Tensor, dtype: torch.dtype) -> Source | None:
     """Return the source to recompute x from: x itself or its two factors; None if autograd saves neither.
 
-    `matrix` returns x as the layer multiplies it, for compiled layers.
+    Compiled layers save x rounded to `dtype`, in which they multiply it.
     """
     if is_compiling():
         # `detach` makes another tensor even of x, which Dynamo does not accept twice.
-        return Source(_itself, (matrix().detach(),)) if has_memory_budget() else None
+        return Source(_itself, (matrix_of(x, dtype).detach(),)) if has_memory_budget() else None
     if type(x) is not Tensor:
         return None
     base = base_of(x)
