@@ -133,7 +133,7 @@ class Source(NamedTuple):
 def source_of(x: Tensor, dtype: torch.dtype) -> Source | None:
     """Return the source to recompute x from: x itself or its two factors; None if autograd saves neither.
 
-    Compiled layers save x rounded to `dtype`, in which they multiply it.
+    Compiled layers save x in `dtype`, the dtype of its product.
     """
     if is_compiling():
         # `detach` makes another tensor even of x, which Dynamo does not accept twice.
