@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from qshard.gemm_dispatch import Gpu
 from qshard.op_table import multi_table, table
 from qshard.recipes import NAMED
-from qshard.torch_bridge import LinearCrossEntropy, convert
+from qshard.torch_bridge import LinearCrossEntropy, MoE, convert
 from qshard.torch_bridge._quantized.target_gpu import Target, multiply_for
 from support.draws import draw
 
@@ -171,6 +171,22 @@ def test_a_budget_just_below_one_repeats_no_product(recipe):
     assert less.saved <= whole.saved - activation
     assert less.products == whole.products == 4
     assert all(torch.equal(a, b) for a, b in zip(whole.gradients, less.gradients, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "MXFP8"])
+def test_a_budget_keeps_the_bits_of_experts(recipe):
+    """They save codes under any budget, so the partitioner may repeat their products."""
+    torch.manual_seed(0)
+    model = MoE(128, 128, num_experts=8, top_k=2, recipe=recipe).bfloat16()
+    x = torch.randn(2048, 128, dtype=torch.bfloat16)
+    with multiply_for(Target(Gpu((9, 0), 130800, 130800))):
+        whole, *others = (compile_within(budget, model, x) for budget in (1.0, 0.9, 0.5))
+    assert whole.products < others[-1].products
+    for other in others:
+        assert other.saved < whole.saved
+        assert all(torch.equal(a, b) for a, b in zip(whole.gradients, other.gradients, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")

@@ -272,13 +272,18 @@ def test_nothing_is_allocated_but_results():
     a, b = plane(1024, 4096, pair[0], 0), plane(4096, 4096, pair[1], 1)
     product(a, b, pair, torch.bfloat16)
     gc.collect()
-    torch.cuda.synchronize()
-    free, held = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
-    for _ in range(20):
-        out = product(a, b, pair, torch.bfloat16)
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == held + out.numel() * 2
-    assert torch.cuda.mem_get_info()[0] >= free - 2**26  # A segment of torch's own, at most.
+
+    def lost():
+        torch.cuda.synchronize()
+        free, held = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
+        for _ in range(20):
+            out = product(a, b, pair, torch.bfloat16)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == held + out.numel() * 2
+        return free - torch.cuda.mem_get_info()[0]
+
+    # A segment of torch's own, at most. Other test processes take memory of the GPU too, but not all the time.
+    assert min(lost() for _ in range(5)) <= 2**26
 
 
 @pytest.mark.parametrize("at", [(1, 0), (0, 1), (2, 3), (4, 4), (3, 3)])
