@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -11,11 +11,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
 from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
-from qshard._core.operands import check_weight_shape
 from qshard.recipes import NO_PRODUCTS, Recipe
-from qshard.torch_bridge._convert.experts import check_experts, convert_experts, is_experts, unfit_experts
+from qshard.torch_bridge._convert.experts import convert_experts, is_experts, unfit_experts, weights_of_experts
 from qshard.torch_bridge._convert.fusion import fuse_module
 from qshard.torch_bridge._convert.survey import Candidate, Conv1D, conv1d_class, survey
+from qshard.torch_bridge._convert.weight_checks import ChosenWeight, check_weights
 from qshard.torch_bridge._distributed.fsdp1 import wrapper_of
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.heads import LinearCrossEntropy, QuantizedHead
@@ -23,9 +23,9 @@ from qshard.torch_bridge._modules import extend_class
 from qshard.torch_bridge._nn.fused_modules import FusedRMSNorm, RMSNorm
 from qshard.torch_bridge._nn.linear import Linear, WeightLayer
 from qshard.torch_bridge._nn.module_calls import follow_calls
-from qshard.torch_bridge._nn.weight_module import check_alone, check_not_sealed, replace_parameter, wrap_weight
+from qshard.torch_bridge._nn.weight_module import check_not_sealed, replace_parameter, wrap_weight
 from qshard.torch_bridge._quantized.device_moves import guard_moves
-from qshard.torch_bridge._quantized.validation import check_dtype, check_model
+from qshard.torch_bridge._quantized.validation import check_model
 
 
 def convert(
@@ -116,10 +116,7 @@ def convert(
     reasons = {name: reason for name in candidates if (reason := tied.get(name, reasons.get(name))) is not None}
     chosen = {name: cast(nn.Linear, layer) for name, layer in linears.items() if name not in tied}
     check_chosen("convert", model, {*chosen, *experts}, reasons, "nn.Linear")
-    for name, module in chosen.items():
-        _check(_weight(name), module, recipes[name])
-    for name, other in experts.items():
-        check_experts(name, other, recipes[name])
+    check_weights(_weights_of(chosen, experts, recipes))
     _check_shared(chosen, recipes)
     weights: dict[Tensor, nn.Parameter] = {}
     for name, module in chosen.items():
@@ -216,6 +213,18 @@ def _find_tied(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, str]
     return {name: f"tied to {others[id(layer.weight)]}" for name, layer in chosen.items() if id(layer.weight) in others}
 
 
+def _weights_of(
+    linears: Mapping[str, nn.Linear], experts: Mapping[str, nn.Module], recipes: Mapping[str, Recipe]
+) -> Iterator[ChosenWeight]:
+    for name, layer in linears.items():
+        is_kn, shape = _layout(layer) == "KN", tuple(layer.weight.shape)
+        yield ChosenWeight(
+            _weight(name), layer.weight, shape[::-1] if is_kn else shape, recipes[name], is_transposed=is_kn
+        )
+    for name, module in experts.items():
+        yield from weights_of_experts(name, module, recipes[name])
+
+
 def _check_shared(chosen: dict[str, nn.Linear], recipes: dict[str, Recipe]) -> None:
     first: dict[Tensor, str] = {}
     for name, layer in chosen.items():
@@ -229,18 +238,3 @@ def _check_shared(chosen: dict[str, nn.Linear], recipes: dict[str, Recipe]) -> N
 
 def _layout(layer: nn.Module) -> str:
     return _kind_of(type(layer)).weight_layout
-
-
-def _check(name: str, layer: nn.Linear, recipe: Recipe) -> None:
-    weight = layer.weight
-    if isinstance(weight, DTensor):
-        raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
-    check_alone(name, weight)
-    try:
-        check_dtype("convert", name, weight.dtype)
-        if _layout(layer) == "NK":
-            check_weight_shape("convert", name, recipe, tuple(weight.shape))
-        else:
-            check_weight_shape("convert", f"{name}.T", recipe, tuple(weight.shape)[::-1])
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{error}, or exclude the layer with filter=") from None

@@ -9,20 +9,18 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from qshard._core.operands import check_weight_shape
 from qshard.recipes import NO_PRODUCTS, Recipe
+from qshard.torch_bridge._convert.weight_checks import ChosenWeight
 from qshard.torch_bridge._experts.stacked_experts import Experts
 from qshard.torch_bridge._experts.stacked_layer import StackedExperts
 from qshard.torch_bridge._modules import extend_class
 from qshard.torch_bridge._moe.experts import RoutedExperts, SortedExperts
-from qshard.torch_bridge._nn.weight_module import check_alone
-from qshard.torch_bridge._quantized.validation import check_dtype
 
 _OPTIONS = {"has_bias", "has_gate", "has_post_expert_norm", "is_concatenated", "is_transposed"}
 """Options of transformers' decorator that `RoutedExperts` implements. `is_concatenated` only affects `_apply_gate`."""
@@ -97,21 +95,15 @@ def unfit_experts(module: nn.Module, recipe: Recipe) -> str | None:
     return None
 
 
-def check_experts(prefix: str, module: nn.Module, recipe: Recipe) -> None:
-    """Raise if a weight is sharded already, or does not fit the formats of the recipe."""
+def weights_of_experts(prefix: str, module: nn.Module, recipe: Recipe) -> Iterator[ChosenWeight]:
+    """Yield the weights of a module of experts, for `check_weights`."""
+    is_local = isinstance(module, Experts) and module.has_local_experts
     for each in weight_names(module):
         weight, name = module._parameters[each], f"{prefix}.{each}" if prefix else each
         assert weight is not None
-        if isinstance(weight, DTensor) and not (isinstance(module, Experts) and module.has_local_experts):
-            raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
-        check_alone(name, weight)
         transposed = kind_of(module) is RoutedExperts and getattr(module, "is_transposed", False)
         shape = tuple(weight.shape[:0:-1] if transposed else weight.shape[1:])
-        try:
-            check_dtype("convert", name, weight.dtype)
-            check_weight_shape("convert", name, recipe, shape)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error}, or exclude the layer with filter=") from None
+        yield ChosenWeight(name, weight, shape, recipe, is_local)
 
 
 def convert_experts(prefix: str, module: nn.Module, recipe: Recipe, root: nn.Module, primary: bool) -> None:

@@ -1,0 +1,55 @@
+"""Checks of the weights that `convert` replaces. One error names all weights that do not fit their recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from qshard._core.name_patterns import without_numbers
+from qshard._core.operands import check_weight_shape
+from qshard.recipes import Recipe
+from qshard.torch_bridge._nn.weight_module import check_alone
+from qshard.torch_bridge._quantized.validation import check_dtype
+
+_NAMED = 4  # names in an error
+
+
+class ChosenWeight(NamedTuple):
+    """A weight to replace.
+
+    Attributes:
+      shape: `[N, K]`, of one expert if `weight` has those of several.
+      is_local: the weight has the experts of this rank, so it may be a DTensor.
+      is_transposed: `weight` is `[K, N]`; the error says so.
+    """
+
+    name: str
+    weight: Tensor
+    shape: tuple[int, ...]
+    recipe: Recipe
+    is_local: bool = False
+    is_transposed: bool = False
+
+
+def check_weights(weights: Iterable[ChosenWeight]) -> None:
+    """Raise unless all weights are plain tensors that nothing else holds, and have whole blocks of their recipes."""
+    misfits: dict[str, TypeError | ValueError] = {}
+    for name, weight, shape, recipe, is_local, is_transposed in weights:
+        if isinstance(weight, DTensor) and not is_local:
+            raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
+        check_alone(name, weight)
+        try:
+            check_dtype("convert", name, weight.dtype)
+            check_weight_shape("convert", f"{name}.T" if is_transposed else name, recipe, shape)
+        except (TypeError, ValueError) as error:
+            misfits[name] = error
+    if misfits:
+        alike: dict[str, str] = {}
+        for name in misfits:
+            alike.setdefault(without_numbers(name), name)
+        first = next(iter(misfits.values()))
+        every = f"; {len(misfits)} weights do not fit: {', '.join([*alike.values()][:_NAMED])} and alike"
+        raise type(first)(f"{first}, or exclude the layer with filter={every if len(misfits) > 1 else ''}")
