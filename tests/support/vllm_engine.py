@@ -33,6 +33,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.kernels import linear as kernels
+from vllm.model_executor.layers import utils
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.platforms import PlatformEnum
@@ -63,6 +64,8 @@ def register_kernels() -> None:
     # For NVFP4 weights with bfloat16 activations vLLM always takes this kernel.
     for name in ("is_supported", "process_weights_after_loading"):
         setattr(kernels.MarlinNvFp4LinearKernel, name, stand_in[name])
+    # On a CPU with AMX, layers that are not quantized would be packed by the extension.
+    utils.check_cpu_sgl_kernel = lambda *_: False
 
 
 def trainer(values: dict[str, torch.Tensor]) -> nn.Module:

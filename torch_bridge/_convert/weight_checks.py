@@ -21,8 +21,8 @@ class ChosenWeight(NamedTuple):
     """A weight to replace.
 
     Attributes:
-      shape: `[N, K]`, of one expert if `weight` has those of several.
-      is_local: the weight has the experts of this rank, so it may be a DTensor.
+      shape: the shape `[N, K]` of the weight, or of one expert in it.
+      is_local: True for the experts of this rank, whose weight may be a DTensor.
       is_transposed: `weight` is `[K, N]`; the error says so.
     """
 
