@@ -94,8 +94,8 @@ build/titan: requirements/titan.txt | $(PY)
 	$(INSTALL) --no-deps --upgrade --target $@ -r $<
 	touch $@
 
-transformers: $(STAMP)test $(STAMP)package build/transformers  ## train mixtures of experts of transformers; downloads 30 MB
-	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/cpu/test_transformers.py)
+transformers: $(STAMP)test $(STAMP)package build/transformers  ## train models of transformers; downloads 30 MB
+	$(BIN)/pytest -m "not slow" $(or $(ARGS),tests/cpu/test_transformers.py tests/cpu/test_transformers_families.py)
 
 build/transformers: requirements/transformers.txt | $(PY)
 	$(INSTALL) --no-deps --upgrade --target $@ -r $<
