@@ -47,9 +47,19 @@ def check_weights(weights: Iterable[ChosenWeight]) -> None:
         except (TypeError, ValueError) as error:
             misfits[name] = error
     if misfits:
-        alike: dict[str, str] = {}
-        for name in misfits:
-            alike.setdefault(without_numbers(name), name)
-        first = next(iter(misfits.values()))
-        every = f"; {len(misfits)} weights do not fit: {', '.join([*alike.values()][:_NAMED])} and alike"
-        raise type(first)(f"{first}, or exclude the layer with filter={every if len(misfits) > 1 else ''}")
+        raise _error_of(misfits)
+
+
+def _error_of(misfits: dict[str, TypeError | ValueError]) -> TypeError | ValueError:
+    """Return the error of the first weight, with the names of all; of many, one of those that differ in numbers."""
+    alike: dict[str, str] = {}
+    for name in misfits:
+        alike.setdefault(without_numbers(name), name)
+    names = [*misfits] if len(misfits) <= _NAMED else [*alike.values()][:_NAMED]
+    first = next(iter(misfits.values()))
+    text = f"{first}, or exclude the layer with filter="
+    if len(misfits) > 1:
+        text += f"; {len(misfits)} weights do not fit: {', '.join(names)}"
+    if len(names) < len(misfits):
+        text += " and alike"
+    return type(first)(text)
