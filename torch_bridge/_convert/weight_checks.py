@@ -22,7 +22,7 @@ class ChosenWeight(NamedTuple):
 
     Attributes:
       shape: the shape `[N, K]` of the weight, or of one expert in it.
-      is_local: True for the experts of this rank, whose weight may be a DTensor.
+      is_local: True for the experts of this rank; the weight may then be a DTensor.
       is_transposed: `weight` is `[K, N]`; the error says so.
     """
 
