@@ -1,4 +1,4 @@
-"""Checks of the weights that `convert` replaces. One error names all weights that do not fit their recipe."""
+"""Checks of the weights that `convert` replaces, with one error for all weights that do not fit their recipe."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from qshard._core.name_patterns import without_numbers
+from qshard._core.layer_recipes import list_layers
 from qshard._core.operands import check_weight_shape
 from qshard.recipes import Recipe
 from qshard.torch_bridge._nn.weight_module import check_alone
 from qshard.torch_bridge._quantized.validation import check_dtype
-
-_NAMED = 4  # names in an error
 
 
 class ChosenWeight(NamedTuple):
@@ -47,19 +45,6 @@ def check_weights(weights: Iterable[ChosenWeight]) -> None:
         except (TypeError, ValueError) as error:
             misfits[name] = error
     if misfits:
-        raise _error_of(misfits)
-
-
-def _error_of(misfits: dict[str, TypeError | ValueError]) -> TypeError | ValueError:
-    """Return the error of the first weight, with the names of all; of many, one of those that differ in numbers."""
-    alike: dict[str, str] = {}
-    for name in misfits:
-        alike.setdefault(without_numbers(name), name)
-    names = [*misfits] if len(misfits) <= _NAMED else [*alike.values()][:_NAMED]
-    first = next(iter(misfits.values()))
-    text = f"{first}, or exclude the layer with filter="
-    if len(misfits) > 1:
-        text += f"; {len(misfits)} weights do not fit: {', '.join(names)}"
-    if len(names) < len(misfits):
-        text += " and alike"
-    return type(first)(text)
+        first = next(iter(misfits.values()))
+        every = f"; {list_layers(dict.fromkeys(misfits, 'do not fit'))}" if len(misfits) > 1 else ""
+        raise type(first)(f"{first}, or exclude the layer with filter={every}")
