@@ -177,7 +177,7 @@ def test_a_budget_just_below_one_repeats_no_product(recipe):
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("recipe", ["CurrentScaling", "BlockScaling", "MXFP8"])
 def test_a_budget_keeps_the_bits_of_experts(recipe):
-    """They save codes under any budget, so the partitioner may repeat their products."""
+    """Experts save codes under any budget, so the partitioner may repeat their products."""
     torch.manual_seed(0)
     model = MoE(128, 128, num_experts=8, top_k=2, recipe=recipe).bfloat16()
     x = torch.randn(2048, 128, dtype=torch.bfloat16)

@@ -30,27 +30,28 @@ ENCODER_DECODER = {
     "decoder_attention_heads": 4,
     "vocab_size": 256,
 }
-FAMILIES = {
-    "Bert": ("ForMaskedLM", {**SMALL, "vocab_size": 256}),
-    "GPT2": ("LMHeadModel", {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 256}),
+TEXT = {**SMALL, "vocab_size": 256}
+TOKENS = {"pad_token_id": 0, "decoder_start_token_id": 0}
+FAMILIES = {  # Model, sizes.
+    "Bert": ("BertForMaskedLM", TEXT),
+    "GPT2": ("GPT2LMHeadModel", {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 256}),
     "T5": (
-        "ForConditionalGeneration",
-        {"d_model": 128, "d_ff": 256, "num_layers": 2, "num_heads": 4, "d_kv": 32, "vocab_size": 256},
+        "T5ForConditionalGeneration",
+        {"d_model": 128, "d_ff": 256, "num_layers": 2, "num_heads": 4, "d_kv": 32, "vocab_size": 256, **TOKENS},
     ),
     "Whisper": (
-        "ForConditionalGeneration",
-        {**ENCODER_DECODER, "max_source_positions": 64, "max_target_positions": 64, "num_mel_bins": 32},
+        "WhisperForConditionalGeneration",
+        {**ENCODER_DECODER, "max_source_positions": 64, "max_target_positions": 64, "num_mel_bins": 32, **TOKENS},
     ),
-    "ViT": ("ForImageClassification", {**SMALL, "image_size": 64, "num_labels": 32}),
-    "Phi3": ("ForCausalLM", {**SMALL, "vocab_size": 256}),
-    "Gemma3Text": ("ForCausalLM", {**SMALL, "vocab_size": 256, "num_key_value_heads": 2, "head_dim": 32}),
-    "Mamba2": ("ForCausalLM", {**SMALL, "vocab_size": 256, "num_heads": 8, "head_dim": 32, "n_groups": 1}),
-    "GraniteMoe": ("ForCausalLM", {**SMALL, "vocab_size": 256, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "ViT": ("ViTForImageClassification", {**SMALL, "image_size": 64, "num_labels": 32}),
+    "Phi3": ("Phi3ForCausalLM", {**TEXT, "pad_token_id": 0}),
+    "Gemma3Text": ("Gemma3ForCausalLM", {**TEXT, "num_key_value_heads": 2, "head_dim": 32}),
+    "Mamba2": ("Mamba2ForCausalLM", {**TEXT, "num_heads": 8, "head_dim": 32, "n_groups": 1}),
+    "GraniteMoe": ("GraniteMoeForCausalLM", {**TEXT, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "DeepseekV3": (
-        "ForCausalLM",
+        "DeepseekV3ForCausalLM",
         {
-            **SMALL,
-            "vocab_size": 256,
+            **TEXT,
             "moe_intermediate_size": 64,
             "n_routed_experts": 8,
             "n_group": 2,
@@ -77,32 +78,33 @@ def inputs_of(family):
     return {"input_ids": tokens, "labels": tokens}
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_a_family(family):
-    """Every parameter has a gradient near that of the plain model."""
-    import transformers
-
-    head, sizes = FAMILIES[family]
-    special = {"pad_token_id": 0, "decoder_start_token_id": 0} if family in ("T5", "Whisper", "Phi3") else {}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**sizes, **special)
-    plain = getattr(transformers, f"{family.removesuffix('Text')}{head}")(config)
-    for module in plain.modules():
+def without_dropout(model):
+    for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name in ("dropout", "attention_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # `convert` names tied heads, and transformers has warnings of its own.
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_a_family(family):
+    """Every parameter has a gradient near that of the plain model."""
+    import transformers
+
+    name, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    plain = without_dropout(getattr(transformers, name)(getattr(transformers, f"{family}Config")(**sizes)))
     converted = convert(copy.deepcopy(plain), "CurrentScaling")
     losses = [model(**inputs_of(family)).loss for model in (plain, converted)]
     for loss in losses:
         loss.backward()
-    torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0)
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.01, atol=0)  # Measured: up to 0.003.
     for (name, own), other in zip(converted.named_parameters(), plain.parameters(), strict=True):
         assert (own.grad is None) == (other.grad is None), name
         # The gradient of a bias of keys is 0, up to rounding.
         if own.grad is not None and other.grad.any() and "bias" not in name:
-            # E4M3 has 3 bits after the first, E5M2 two.
-            cosine = nn.functional.cosine_similarity(own.grad.flatten(), other.grad.flatten(), dim=0)
-            assert cosine > 0.9, name
+            # Measured: up to 0.43, of `A_log` in Mamba 2. A gradient that is lost, or doubled, has an error of 1.
+            assert (own.grad - other.grad).norm() < 0.6 * other.grad.norm(), name

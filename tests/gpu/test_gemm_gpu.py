@@ -1,6 +1,7 @@
 """GEMMs of codes on a GPU, all combinations that `gemm_dispatch` lets through, and what uses them; against fp64."""
 
 import gc
+import statistics
 import subprocess
 import sys
 import threading
@@ -282,8 +283,8 @@ def test_nothing_is_allocated_but_results():
         assert torch.cuda.memory_allocated() == held + out.numel() * 2
         return free - torch.cuda.mem_get_info()[0]
 
-    # A segment of torch's own, at most. Other test processes take memory of the GPU too, but not all the time.
-    assert min(lost() for _ in range(5)) <= 2**26
+    # A segment of torch's own, at most. Other test processes take and free memory of the GPU too, but not all the time.
+    assert statistics.median(lost() for _ in range(5)) <= 2**26
 
 
 @pytest.mark.parametrize("at", [(1, 0), (0, 1), (2, 3), (4, 4), (3, 3)])
