@@ -7,7 +7,7 @@
 
 #include "core/format.h"
 #include "host/call.h"
-#include "host/program.h"
+#include "host/run.h"
 #include "host/thread_pool.h"
 #include "kernels/cpu/simd.h"
 #include "schema/pattern.h"
@@ -88,7 +88,6 @@ NB_MODULE(_ffi_of_main, m) {
   // Rows live as long as the process, and Python does not collect their owners at exit.
   nb::set_leak_warnings(false);
   qshard::host::DefineRows(m);
-  qshard::host::DefineProgram(m);
   m.def("handlers", qshard::host::Handlers, nb::arg("platform"),
         "{op name: capsule} for \"cpu\" or \"cuda\"; empty for a platform this build lacks.");
   m.def("formats", Formats, "{name: traits} of the formats in core/format.h.");

@@ -33,20 +33,6 @@ class Row:
         dtype: str | None = None,
     ) -> tuple[list[tuple[tuple[int, ...], str]], list[list[list[tuple[str, int, int]]]], bool]: ...
 
-class Program:
-    """Ops that follow one another, as one call."""
-
-    def __init__(
-        self,
-        platform: str,
-        inputs: int,
-        makers: Sequence[Callable[[], Any]],
-        slots: Sequence[tuple[str, Sequence[int], int, int]],
-        steps: Sequence[tuple[str, Sequence[int], Sequence[int], Mapping[str, Any]]],
-        results: Sequence[int | None],
-    ) -> None: ...
-    def __call__(self, *inputs: Any) -> tuple[Any, ...]: ...
-
 def ops() -> list[tuple[str, str, str]]: ...
 def formats() -> dict[str, dict[str, Any]]: ...
 def handlers(platform: str) -> dict[str, Any]: ...

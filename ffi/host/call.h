@@ -21,9 +21,9 @@ void Call(nanobind::str op, nanobind::sequence inputs, nanobind::sequence output
 // Returns {op name: capsule} for "cpu" or "cuda".
 nanobind::dict Handlers(const std::string& platform);
 
-// Registers C++ kernels for the ops on single tensors of torch.ops.qshard, which are defined, on
-// CPU and CUDA. `library` is a file through which PyTorch's C functions are found, and `tensor` the
-// type of its tensors. Does nothing if it was called before.
+// Registers C++ kernels for the ops on single tensors of torch.ops.qshard and for its op
+// run_program, which are defined, on CPU and CUDA. `library` is a file through which PyTorch's C
+// functions are found, and `tensor` the type of its tensors. Does nothing if it was called before.
 void DefineTorchKernels(const std::string& library, nanobind::handle tensor);
 
 // Adds class Row and function `ops` to the module.

@@ -3,9 +3,13 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
 
 #include "host/small_array.h"
-#include "host/tensor.h"
 #include "schema/bind.h"
 
 namespace nb = nanobind;
@@ -13,76 +17,121 @@ namespace nb = nanobind;
 namespace qshard::host {
 namespace {
 
+constexpr int64_t kAny = INT64_MAX;
+
 // Computes the size of a buffer in bytes. Returns false if it overflows int64 or a dimension is
 // negative.
-bool Bytes(XLA_FFI_DataType dtype, const int64_t* dims, size_t rank, int64_t* bytes) {
+bool Bytes(DataType dtype, const int64_t* dims, size_t rank, int64_t* bytes) {
   *bytes = SizeOf(dtype);
   for (size_t axis = 0; axis < rank; ++axis)
     if (dims[axis] < 0 || !Multiply(*bytes, dims[axis], bytes)) return false;
   return true;
 }
 
-[[noreturn]] void Refuse(const char* what) {
-  throw nb::value_error((std::string("Program: ") + what).c_str());
+[[noreturn]] void Refuse(const std::string& what) {
+  throw std::invalid_argument("program: " + what);
 }
 
-// Copies a sequence, because converting its items may run code that changes the original.
-nb::tuple ToTuple(nb::handle given) {
-  nb::object copy = nb::steal(PySequence_Tuple(given.ptr()));
-  if (!copy.is_valid()) nb::raise_python_error();
-  return nb::borrow<nb::tuple>(copy);
+// Returns a list of a JSON object.
+nb::list ListOf(nb::handle given, const char* what) {
+  if (!PyList_Check(given.ptr())) Refuse(std::string(what) + " is not a list");
+  return nb::borrow<nb::list>(given);
 }
 
-nb::tuple ToTuple(nb::handle given, size_t size, const char* what) {
-  nb::tuple copy = ToTuple(given);
-  if (copy.size() != size) Refuse(what);
-  return copy;
+nb::list ListOf(nb::handle given, size_t size, const char* what) {
+  nb::list list = ListOf(given, what);
+  if (list.size() != size) Refuse(std::string(what) + " does not have its items");
+  return list;
 }
 
 // Converts to an int in [0, end).
-int64_t Number(nb::handle given, int64_t end, const char* what) {
-  if (!PyLong_Check(given.ptr())) Refuse(what);
+int64_t NumberOf(nb::handle given, int64_t end, const char* what) {
   int overflow = 0;
-  const int64_t number = PyLong_AsLongLongAndOverflow(given.ptr(), &overflow);
-  if (overflow != 0 || number < 0 || number >= end) Refuse(what);
+  const int64_t number =
+      PyLong_Check(given.ptr()) ? PyLong_AsLongLongAndOverflow(given.ptr(), &overflow) : -1;
+  if (overflow != 0 || number < 0 || number >= end) Refuse(std::string(what) + " is out of range");
   return number;
 }
 
-std::vector<int64_t> Numbers(nb::handle given, int64_t end, const char* what) {
+std::vector<int64_t> NumbersOf(nb::handle given, int64_t end, const char* what) {
   std::vector<int64_t> numbers;
-  for (nb::handle number : ToTuple(given)) numbers.push_back(Number(number, end, what));
+  for (nb::handle number : ListOf(given, what)) numbers.push_back(NumberOf(number, end, what));
   return numbers;
+}
+
+DataType DtypeNamed(nb::handle given) {
+  const DataType dtype = PyUnicode_Check(given.ptr()) ? DataTypeOf(nb::cast<std::string>(given))
+                                                      : XLA_FFI_DataType_INVALID;
+  if (dtype == XLA_FFI_DataType_INVALID) Refuse("a dtype is none of qshard's");
+  return dtype;
+}
+
+std::shared_ptr<const Program> Parse(std::string_view text) {
+  try {
+    const nb::object json =
+        nb::module_::import_("json").attr("loads")(nb::str(text.data(), text.size()));
+    if (!PyDict_Check(json.ptr())) Refuse("the text is not a JSON object");
+    // The last owner may be a kernel that does not hold the GIL, which attributes need.
+    return {new Program(nb::borrow<nb::dict>(json)), [](const Program* program) {
+              nb::gil_scoped_acquire gil;
+              delete program;
+            }};
+  } catch (nb::python_error& error) {
+    Refuse(error.what());
+  } catch (const nb::builtin_exception& error) {
+    Refuse(error.what());
+  } catch (const nb::cast_error& error) {
+    Refuse(error.what());
+  }
 }
 
 }  // namespace
 
-Program::Program(const std::string& platform, size_t inputs, nb::list makers, nb::list slots,
-                 nb::list steps, nb::list results)
-    : device_(platform == "cuda" ? kDLCUDA : kDLCPU), inputs_(inputs) {
-  constexpr size_t kMostInputs = 1 << 16;
-  constexpr int64_t kAny = INT64_MAX;
+std::shared_ptr<const Program> Program::Of(std::string_view text) {
+  constexpr size_t kMost = 4096;
+  using Programs = std::map<std::string, std::shared_ptr<const Program>, std::less<>>;
+  static std::mutex mutex;
+  static Programs& programs = *new Programs;  // never deleted: other threads may call at exit
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto found = programs.find(text); found != programs.end()) return found->second;
+  }
+  nb::gil_scoped_acquire gil;
+  std::shared_ptr<const Program> made = Parse(text);
+  Programs dropped;  // deleted after the lock is released, because that may run Python
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (programs.size() >= kMost) dropped.swap(programs);
+  return programs.emplace(text, std::move(made)).first->second;
+}
+
+Program::Program(nb::dict description) {
+  const auto platform = nb::cast<std::string>(description["platform"]);
   if (platform != "cpu" && platform != "cuda") Refuse("platform is not cpu or cuda");
-  if (inputs > kMostInputs) Refuse("there are more inputs than a call has");
-  for (nb::handle maker : ToTuple(makers)) makers_.push_back(nb::borrow(maker));
-  const auto sources = static_cast<int64_t>(inputs_ + makers_.size());
-  for (nb::handle given : ToTuple(slots)) {
-    const nb::tuple slot = ToTuple(given, 4, "a slot is not (dtype, shape, source, first byte)");
-    Slot made{DataTypeOf(nb::cast<std::string>(slot[0])),
-              Numbers(slot[1], kAny, "a shape is not of sizes"),
-              Number(slot[2], sources, "a slot has no such source"),
-              Number(slot[3], kAny, "the first byte of a slot is not one"), 0};
-    if (made.dtype == XLA_FFI_DataType_INVALID) Refuse("a slot has no such dtype");
+  device_type_ = platform == "cuda" ? kDLCUDA : kDLCPU;
+  constexpr int64_t kMostInputs = 1 << 16;
+  inputs_ = static_cast<size_t>(NumberOf(description["inputs"], kMostInputs, "inputs"));
+  scratch_ = NumberOf(description["scratch"], kAny, "scratch");
+  for (nb::handle given : ListOf(description["outputs"], "outputs")) {
+    const nb::list output = ListOf(given, 2, "an output");
+    outputs_.push_back(
+        {DtypeNamed(output[0]), NumbersOf(output[1], kAny, "the shape of an output")});
+    if (outputs_.back().dims.size() > kMaxRank) Refuse("an output has too many axes");
+  }
+  for (nb::handle given : ListOf(description["slots"], "slots")) {
+    const nb::list slot = ListOf(given, 4, "a slot");
+    Slot made{DtypeNamed(slot[0]), NumbersOf(slot[1], kAny, "the shape of a slot"),
+              NumberOf(slot[2], static_cast<int64_t>(sources()), "the source of a slot"),
+              NumberOf(slot[3], kAny, "the first byte of a slot"), 0};
     if (!Bytes(made.dtype, made.dims.data(), made.dims.size(), &made.bytes))
-      Refuse("a slot is more than memory has");
+      Refuse("a slot is larger than memory");
     slots_.push_back(std::move(made));
   }
   size_t most = 0;
-  for (nb::handle given : ToTuple(steps)) {
-    const nb::tuple step = ToTuple(given, 4, "a step is not (op, slots, slots, attributes)");
+  for (nb::handle given : ListOf(description["steps"], "steps")) {
+    const nb::list step = ListOf(given, 4, "a step");
     const auto end = static_cast<int64_t>(slots_.size());
-    Op op{HandlerOf(nb::cast<nb::str>(step[0]), {device_, 0}),
-          Numbers(step[1], end, "there is no such slot"),
-          Numbers(step[2], end, "there is no such slot"),
+    Op op{HandlerOf(nb::cast<nb::str>(step[0]), {device_type_, 0}),
+          NumbersOf(step[1], end, "an operand"), NumbersOf(step[2], end, "a result"),
           std::make_unique<Attributes>(nb::cast<nb::dict>(step[3]))};
     for (int64_t slot : op.results)
       if (slots_[slot].source < static_cast<int64_t>(inputs_)) Refuse("a step writes to an input");
@@ -90,41 +139,23 @@ Program::Program(const std::string& platform, size_t inputs, nb::list makers, nb
     most = std::max({most, op.operands.size(), op.results.size()});
     ops_.push_back(std::move(op));
   }
-  for (nb::handle source : ToTuple(results))
-    results_.push_back(source.is_none() ? -1 : Number(source, sources, "there is no such source"));
   arg_types_.assign(most, XLA_FFI_ArgType_BUFFER);
   ret_types_.assign(most, XLA_FFI_RetType_BUFFER);
 }
 
-nb::object Program::Run(nb::args inputs) const {
-  if (inputs.size() != inputs_) throw nb::value_error("Program: the number of inputs differs");
-  const size_t count = inputs_ + makers_.size();
-  Common common;
-  SmallArray<nb::object> objects(count), owners(count);  // keep tensors alive for the call
-  SmallArray<Tensor> sources(count);
-  // Call makers first: they may change the memory of an input.
-  for (size_t i = 0; i < count; ++i)
-    objects[i] = i < inputs_ ? nb::borrow(inputs[i]) : makers_[i - inputs_]();
-  for (size_t i = 0; i < count; ++i) {
-    const bool is_input = i < inputs_;
-    const Use use{is_input ? "input" : "output", !is_input, is_input};
-    owners[i] = Import(objects[i], use, i, sources[i]);
-    common.Add(objects[i], sources[i]);
-  }
-  if (common.device.device_type != device_)
-    throw nb::value_error("Program: the tensors are not on its platform");
-
+std::optional<Failure> Program::Run(DLDevice device, void* stream,
+                                    const XLA_FFI_Buffer* const* sources) const {
   SmallArray<XLA_FFI_Buffer> slots(slots_.size());
   for (size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
-    const XLA_FFI_Buffer& source = sources[slot.source].buffer;
+    const XLA_FFI_Buffer& source = *sources[slot.source];
     int64_t there;
     bool fits = Bytes(source.dtype, source.dims, source.rank, &there) && slot.bytes <= there;
     fits = fits &&
            (slot.source < static_cast<int64_t>(inputs_) ? slot.offset == 0 && slot.bytes == there
                                                         : slot.offset <= there - slot.bytes);
     if (!fits || (source.dtype != slot.dtype && source.dtype != XLA_FFI_DataType_U8))
-      throw nb::value_error("Program: a tensor does not match the program");
+      Refuse("a tensor does not have the shape or dtype that the program was recorded for");
     slots[i] = {XLA_FFI_Buffer_STRUCT_SIZE,
                 nullptr,
                 slot.dtype,
@@ -150,22 +181,7 @@ nb::object Program::Run(nb::args inputs) const {
                  const_cast<XLA_FFI_RetType*>(ret_types_.data()), pointers(op.results)},
                 op.attributes->Get()};
   }
-  host::Run(common, steps.data(), ops_.size());
-
-  nb::object made = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(results_.size())));
-  for (size_t i = 0; i < results_.size(); ++i) {
-    nb::object result = results_[i] < 0 ? nb::none() : objects[results_[i]];
-    NB_TUPLE_SET_ITEM(made.ptr(), i, result.release().ptr());
-  }
-  return made;
-}
-
-void DefineProgram(nb::module_& m) {
-  nb::class_<Program>(m, "Program", "Back-to-back ops as one call.")
-      .def(nb::init<const std::string&, size_t, nb::list, nb::list, nb::list, nb::list>(),
-           nb::arg("platform"), nb::arg("inputs"), nb::arg("makers"), nb::arg("slots"),
-           nb::arg("steps"), nb::arg("results"))
-      .def("__call__", &Program::Run);
+  return RunOn(device, stream, steps.data(), ops_.size());
 }
 
 }  // namespace qshard::host

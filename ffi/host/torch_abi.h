@@ -11,9 +11,10 @@ namespace qshard::host {
 struct TorchTensor;
 struct TorchLibrary;
 struct TorchString;
+struct TorchList;
 
 // An argument or result of an op: an int64, double, bool, dtype number, or owning pointer to a
-// tensor or string, in the lowest bytes.
+// tensor, string or list, in the lowest bytes. A list does not own its items.
 using TorchValue = uint64_t;
 
 // A kernel reads its arguments from `stack`, in the order of the schema, and replaces them by its
@@ -50,6 +51,11 @@ inline constexpr uint64_t kTorchAbi = uint64_t{2} << 56 | uint64_t{11} << 48;
   F(torch_string_length, TorchStatus, TorchString* text, size_t* length)                         \
   F(torch_string_c_str, TorchStatus, TorchString* text, const char** data)                       \
   F(torch_delete_string, TorchStatus, TorchString* text)                                         \
+  F(torch_new_list_reserve_size, TorchStatus, size_t size, TorchList** list)                     \
+  F(torch_list_size, TorchStatus, TorchList* list, size_t* size)                                 \
+  F(torch_list_get_item, TorchStatus, TorchList* list, size_t i, TorchValue* item)               \
+  F(torch_list_push_back, TorchStatus, TorchList* list, TorchValue item)                         \
+  F(torch_delete_list, TorchStatus, TorchList* list)                                             \
   F(torch_get_num_threads, TorchStatus, uint32_t* count)                                         \
   F(aoti_torch_device_type_cpu, int32_t)                                                         \
   F(aoti_torch_device_type_cuda, int32_t)                                                        \

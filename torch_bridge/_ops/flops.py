@@ -7,6 +7,7 @@ pass before a cast.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from qshard.formats import ELEMENTS
 from qshard.op_table import OpSpec
 
-__all__ = ["register_flops"]
+__all__ = ["flops_of", "register_flops"]
 
 
 def register_flops(spec: OpSpec) -> None:
@@ -31,17 +32,28 @@ def register_flops(spec: OpSpec) -> None:
     >>> counter.get_total_flops() == 2 * 3 * 5 * 16
     True
     """
-    if not spec.name.startswith("gemm"):
-        return
 
     def flops(*operands: Any, out_val: object = None, **attributes: Any) -> int:
-        extents: dict[str, int] = {}  # Of m, n and k, by the name of the axis in the row.
-        for operand, given in zip(spec.inputs, operands, strict=True):
-            if operand.name in ("a", "b"):
-                *_, rows, columns = (given[0] if operand.many else given).shape
-                element = ELEMENTS.get(attributes.get(f"{operand.name}_element", ""))
-                per_byte = 2 if operand.dtype == "packed" else element.codes_per_byte if element else 1
-                extents |= {operand.terms[-2][0]: rows, operand.terms[-1][0]: columns * per_byte}
-        return 2 * math.prod(extents.values())
+        given = zip(spec.inputs, operands, strict=True)
+        return flops_of(spec, [(x[0] if operand.many else x).shape for operand, x in given], attributes)
 
-    register_flop_formula(getattr(torch.ops.qshard, spec.name), get_raw=True)(flops)
+    if _is_product(spec):
+        register_flop_formula(getattr(torch.ops.qshard, spec.name), get_raw=True)(flops)
+
+
+def flops_of(spec: OpSpec, shapes: Sequence[Sequence[int]], attributes: Mapping[str, Any]) -> int:
+    """Return the FLOPs of an op on operands with these shapes; 0 unless it is a product."""
+    if not _is_product(spec):
+        return 0
+    extents: dict[str, int] = {}  # Of m, n and k, by the name of the axis in the row.
+    for operand, shape in zip(spec.inputs, shapes, strict=True):
+        if operand.name in ("a", "b"):
+            *_, rows, columns = shape
+            element = ELEMENTS.get(attributes.get(f"{operand.name}_element", ""))
+            per_byte = 2 if operand.dtype == "packed" else element.codes_per_byte if element else 1
+            extents |= {operand.terms[-2][0]: rows, operand.terms[-1][0]: columns * per_byte}
+    return 2 * math.prod(extents.values())
+
+
+def _is_product(spec: OpSpec) -> bool:
+    return spec.name.startswith("gemm")

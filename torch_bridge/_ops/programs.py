@@ -2,8 +2,9 @@
 
 `Steps` wraps a function over `ops`, such as the functions of `_core.quantize_steps`, on values without gradients. To
 record it, the function runs once on `_Slot`s, which have shapes and dtypes but no memory, with an `ops` that records
-each op. The result is a `_ffi.Program`. It allocates the results and the intermediate tensors, and runs the handlers
-one after another. So each rule of the pipeline is written once, and a call does not pay for evaluating it.
+each op. The result is a text, which the op `run_program` runs (`host/program.h`). It allocates the
+results and the intermediate tensors, and runs the handlers one after another. So each rule of the pipeline is written
+once, and a call does not pay for evaluating it.
 
 If a call may not skip the dispatcher (`eager.py`), or if the program fails, the function runs on real tensors, one op
 of `torch.ops.qshard` after another, each with its checks.
@@ -14,17 +15,20 @@ Programs hold no tensors. They are cached by shapes, dtypes, device and constant
 from __future__ import annotations
 
 import functools
+import json
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from qshard import _ffi
 from qshard.op_table import multi_table, table
 from qshard.torch_bridge._ops.bind import by_lists, dtype_name, ops, plan_call, transposed_squares
 from qshard.torch_bridge._ops.eager import may_skip_dispatcher
+from qshard.torch_bridge._ops.flops import flops_of
 
 T = TypeVar("T")
 
@@ -88,25 +92,32 @@ class Steps:
         if may_skip_dispatcher(tensors):
             try:
                 shapes, dtypes = tuple([x.shape for x in tensors]), tuple([x.dtype for x in tensors])
-                program = self.programs(shapes, dtypes, tensors[0].device, *constants)
+                program = self.programs(shapes, dtypes, tensors[0].device.type, *constants)
                 if program is not None:
-                    return program(*tensors)
+                    return program(tensors)
             except (ValueError, TypeError, RuntimeError):
                 pass  # The steps below raise an error that names the operand.
         if check is not None:
             check()
         return self._function(ops, *[x.detach() if x.requires_grad else x for x in tensors], *constants)
 
+    def text(
+        self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], platform: str, *constants: Any
+    ) -> str | None:
+        """Return the program for `run_program`, which returns the results that are neither None nor inputs."""
+        program = self.programs(shapes, dtypes, platform, *constants)
+        return None if program is None else program.text
+
     def _record(
-        self, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...], device: torch.device, *constants: Any
-    ) -> _ffi.Program | None:
+        self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], platform: str, *constants: Any
+    ) -> Program | None:
         recorder = _Recorder()
         inputs = [recorder.slot(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
         try:
             results = self._function(recorder, *inputs, *constants)
         except _NoSuchOpError:
             return None
-        return recorder.program(results, len(inputs), device)
+        return recorder.program(results, len(inputs), platform)
 
 
 class _NoSuchOpError(Exception):
@@ -203,7 +214,7 @@ class _Recorder:
             placed.append((at, at + size, steps[0], steps[-1]))
         return offsets, max((end for _, end, *_ in placed), default=0)
 
-    def program(self, results: Sequence[_Slot | None], inputs: int, device: torch.device) -> _ffi.Program:
+    def program(self, results: Sequence[_Slot | None], inputs: int, platform: str) -> Program:
         """Build the program. Each result has its own memory; intermediate tensors share one buffer."""
         distinct: dict[int, _Slot] = {}
         for x in results:
@@ -213,20 +224,66 @@ class _Recorder:
                 )
         distinct = {number: x for number, x in distinct.items() if number >= inputs}
         sources = {number: inputs + i for i, number in enumerate(distinct)} | {i: i for i in range(inputs)}
-        offsets, end = self._buffer_offsets([number for number in range(len(self._slots)) if number not in sources])
-        makers = [_maker(x.shape, x.dtype, device) for x in distinct.values()]
-        if offsets:
-            makers.append(_maker((end,), torch.uint8, device))
-        buffer_index = inputs + len(distinct)
+        offsets, size = self._buffer_offsets([number for number in range(len(self._slots)) if number not in sources])
+        end = inputs + len(distinct)
         slots = [
-            (dtype_name(dtype), shape, sources.get(number, buffer_index), offsets.get(number, 0))
+            (dtype_name(dtype), shape, sources.get(number, end), offsets.get(number, 0))
             for shape, dtype, number in self._rows
         ]
-        found = [None if x is None else sources[x.number] for x in results]
-        return _ffi.Program(device.type, inputs, makers, slots, self._steps, found)
+        outputs = [(dtype_name(x.dtype), x.shape) for x in distinct.values()]
+        description = {
+            "platform": platform,
+            "inputs": inputs,
+            "outputs": outputs,
+            "scratch": max(size, bool(offsets)),  # Tensors without elements are in it, too.
+            "slots": slots,
+            "steps": self._steps,
+        }
+        # A call looks up the number of a result among its inputs, its outputs and None.
+        return Program(json.dumps(description), tuple(end if x is None else sources[x.number] for x in results))
 
 
-def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """Return a function that allocates a tensor in half the time of `torch.empty`."""
-    strides = torch.empty(shape, device="meta").stride()
-    return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+class Program:
+    """A recorded function: the text for `run_program`, and which of the inputs and outputs it returns."""
+
+    def __init__(self, text: str, results: tuple[int, ...]):
+        self.text = text
+        first, *others = results
+        self._pick = operator.itemgetter(*results) if others else operator.itemgetter(slice(first, first + 1))
+
+    def __call__(self, inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        picked: tuple[Any, ...] = self._pick((*inputs, *run_program(inputs, self.text), None))
+        return picked
+
+
+@functools.cache
+def _description_of(text: str) -> dict[str, Any]:
+    description: dict[str, Any] = json.loads(text)
+    return description
+
+
+def _run_fake(inputs: Sequence[Tensor], program: str) -> list[Tensor]:
+    outputs = _description_of(program)["outputs"]
+    return [inputs[0].new_empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in outputs]
+
+
+def _flops_of_program(inputs: Sequence[Any], program: str, out_val: object = None) -> int:
+    description = _description_of(program)
+    shapes = [shape for _, shape, *_ in description["slots"]]
+    steps = ((op, [shapes[slot] for slot in slots], attributes) for op, slots, _, attributes in description["steps"])
+    # Ops on lists are not in `table`. Programs contain none that is a product.
+    return sum(flops_of(table()[op], *of_step) for op, *of_step in steps if op in table())
+
+
+_LIBRARY = torch.library.Library("qshard", "FRAGMENT")
+_LIBRARY.define(
+    "run_program(Tensor[] inputs, str program) -> Tensor[]",
+    tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag],
+)
+torch.library.register_fake("qshard::run_program", _run_fake, lib=_LIBRARY)
+# Programs run on values without gradients, also in grad mode.
+_LIBRARY.impl("run_program", torch.library.fallthrough_kernel, "Autograd")
+register_flop_formula(torch.ops.qshard.run_program, get_raw=True)(_flops_of_program)
+
+run_program = torch.ops.qshard.run_program.default
+"""The op that runs a program: `run_program(inputs, text)` returns its outputs. The kernel is in C++."""
