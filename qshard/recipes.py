@@ -8,6 +8,7 @@ arXiv:2506.08027 (E4M3 for every tensor in MXFP8); OCP Microscaling Formats v1.0
 from __future__ import annotations
 
 import enum
+import json
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -136,6 +137,7 @@ class Recipe:
     _has_one_weight: ClassVar[bool]
     _distinct: ClassVar[tuple[Recipe, ...]]
     _products: ClassVar[ProductRecipes]
+    _text: ClassVar[str | None]
 
     def __post_init__(self) -> None:
         for role in Role:
@@ -167,6 +169,8 @@ class Recipe:
         object.__setattr__(self, "_has_one_weight", has_one)
         used = ((own, role) for each in Product if (own := self.of(each)) is not None for role in each.roles)
         object.__setattr__(self, "_stochastic", any(own.format(role).stochastic for own, role in used))
+        is_own = type(self).__module__ == __name__
+        object.__setattr__(self, "_text", json.dumps(self.description) if is_own else None)
 
     def _as_product(self, product: Product) -> Recipe | None:
         """Replace a name in the field of a product by its recipe, and check it. Return None for "bf16"."""
@@ -195,6 +199,23 @@ class Recipe:
 
     def __repr__(self) -> str:
         return constructor_call(self)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The class and the fields as JSON types, for files; formats are `Format.description`."""
+
+        def plain(value: Any) -> Any:
+            return value.description if isinstance(value, Format | Recipe) else value
+
+        return {"recipe": type(self).__name__} | {each.name: plain(getattr(self, each.name)) for each in fields(self)}
+
+    @property
+    def text(self) -> str | None:
+        """`description` as JSON, for constants of compiled graphs; None for a class of the user's.
+
+        The text does not hold the code of such a class.
+        """
+        return self._text
 
     def format(self, role: Role) -> Format:
         """Return the format of the tensor in `role`."""

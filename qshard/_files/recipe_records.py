@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 from qshard._core.validation import quote
@@ -30,20 +29,7 @@ def text_of(recipe: Recipe | None) -> str:
     >>> recipe_of(text_of(NVFP4(wgrad="bf16"))), recipe_of(text_of(None))
     (NVFP4(wgrad='bf16'), None)
     """
-    return json.dumps(None if recipe is None else _terms(recipe))
-
-
-def _terms(recipe: Recipe) -> dict[str, Any]:
-    return {
-        "recipe": type(recipe).__name__,
-        **{f.name: _json_of(getattr(recipe, f.name)) for f in fields(recipe)},
-    }
-
-
-def _json_of(value: Any) -> Any:
-    if isinstance(value, Format):
-        return value.description
-    return _terms(value) if isinstance(value, Recipe) else value
+    return json.dumps(None if recipe is None else recipe.description)
 
 
 @functools.cache
@@ -63,7 +49,8 @@ def _recipe(terms: Any) -> Recipe | None:
     if terms is None:
         return None
     given = dict(terms)
-    kind = {kind.__name__: kind for kind in _kinds(Recipe)}[given.pop("recipe")]
+    # A class of the user's may have the name of one of qshard's, which comes first.
+    kind = {kind.__name__: kind for kind in reversed([*_kinds(Recipe)])}[given.pop("recipe")]
     for name, value in given.items():
         if isinstance(value, dict):
             given[name] = _recipe(value) if "recipe" in value else Format.of(value)
@@ -107,7 +94,7 @@ def encode(recipes: Mapping[str, Recipe | None]) -> str:
     """
     index = {own: number for number, own in enumerate(dict.fromkeys(own for own in recipes.values() if own))}
     layers = {name: None if own is None else index[own] for name, own in recipes.items()}
-    return json.dumps({"version": VERSION, "recipes": [_terms(own) for own in index], "layers": layers})
+    return json.dumps({"version": VERSION, "recipes": [own.description for own in index], "layers": layers})
 
 
 def decode(text: Any, op: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from qshard.torch_bridge._ops.programs import Steps
 from qshard.torch_bridge._quantized.target_gpu import Target, multiply_for
 from support.formats import every_recipe
 from support.observe import calls_of
+from support.torch_graphs import compile_and_keep
 
 STOCHASTIC = {"rounding": "stochastic"}
 RECIPES = {
@@ -147,6 +148,67 @@ def test_compiled_layers_have_the_same_bits(name, gpu):
             for got, want in zip(*found, strict=True):
                 assert torch.equal(got, want)
     torch._dynamo.reset()
+
+
+def run_compiled(layer, x, target):
+    """Return y, all gradients, and the ops of qshard in the forward and in the backward graph."""
+    torch._dynamo.reset()
+    with multiply_for(target):
+        compiled, graphs = compile_and_keep(layer, dynamic=False)
+        y = compiled(x)
+        y.square().mean().backward()
+    found = [y.detach(), *(p.grad for p in (*layer.parameters(), x) if p.grad is not None)]
+    layer.zero_grad()
+    x.grad = None
+    names = ([str(node.target) for node in graph.graph.nodes] for graph in graphs)
+    return found, [[name.split(".")[1] for name in each if name.startswith("qshard.")] for each in names]
+
+
+STATIC = {
+    **{name: (RECIPES[name], {}) for name in ("current", "block", "mxfp8", "nvfp4", "mix", "random")},
+    "frozen": (CurrentScaling(), {"frozen": True}),
+    "input": (CurrentScaling(), {"needs_x": False}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("current", "random") else pytest.mark.slow) for name in STATIC]
+)
+def test_a_compiled_small_layer_takes_one_op_for_its_product_and_one_for_its_gradients(name):
+    recipe, options = STATIC[name]
+
+    def made(target):
+        torch.manual_seed(0)
+        layer = Linear(256, 128, recipe=recipe, dtype=torch.bfloat16)
+        layer.weight.requires_grad_(not options.get("frozen"))
+        x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=options.get("needs_x", True))
+        return run_compiled(layer, x, target)
+
+    (got, (forward, backward)), (want, op_by_op) = made(Target(HOPPER)), made(Target(HOPPER, large=0))
+    assert forward.count("run_program") == backward.count("run_program") == 1
+    # The forward pass quantizes x by ops of its own: the compiler merges those of layers with the same x.
+    assert not any(op.startswith(("gemm", "transpose")) for op in (*forward, *backward))
+    assert not any("run_program" in ops for ops in op_by_op)
+    assert sum(map(len, op_by_op)) > len(forward) + len(backward)
+    assert len(got) == len(want) >= 3
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+class OwnRecipe(CurrentScaling):
+    """A recipe class of the user's: a text cannot stand for it."""
+
+
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("recipe", [OwnRecipe(), DelayedScaling()], ids=["own class", "delayed"])
+def test_compiled_layers_that_no_text_describes_run_op_by_op(recipe):
+    layer = Linear(64, 32, bias=False, recipe=recipe, dtype=torch.bfloat16)
+    x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    (_, dw, _), ops = run_compiled(layer, x, Target(HOPPER))
+    assert not any("run_program" in each for each in ops)
+    with multiply_for(Target(HOPPER)):
+        layer(x).square().mean().backward()
+    assert torch.equal(dw, layer.weight.grad)
 
 
 @every_recipe

@@ -1,6 +1,7 @@
 """Programs that run several steps in one call: bits of separate steps; modes and hooks see each op."""
 
 import gc
+import json
 import threading
 import weakref
 
@@ -9,12 +10,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from qshard import _ffi
 from qshard.formats import FP8_E4M3, MXFP8_E4M3, Usage
+from qshard.gemm_dispatch import Gpu
+from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import quantize
-from qshard.torch_bridge._ops.programs import Memo, Steps
+from qshard.torch_bridge._nn import linear_program
+from qshard.torch_bridge._ops.programs import Memo, Steps, run_program
 from qshard.torch_bridge._quantized import plane_programs
+from qshard.torch_bridge._quantized.gemm import Operand
+from qshard.torch_bridge._quantized.target_gpu import Target, multiply_for
 from support.awkward import awkward_values
 from support.formats import VARIANTS
 
@@ -230,33 +236,52 @@ def test_threads_share_programs():
     assert all(abs(scale_inv * 448 - amax) < 1e-3 for amax, scale_inv in results)
 
 
-def program(shape=(4,), dtype="float32", source=0, offset=0, make=lambda: torch.empty(()), result=(1,)):
-    slots = [(dtype, shape, source, offset), ("float32", (), 1, 0)]
-    return _ffi.Program("cpu", 1, [make], slots, [("amax_tensor", [0], [1], {"lead": 0})], list(result))
+def text_of(shape=(4,), dtype="float32", source=0, offset=0, **others):
+    """A program that computes the amax of its input into its output."""
+    described = {
+        "platform": "cpu",
+        "inputs": 1,
+        "outputs": [["float32", []]],
+        "scratch": 0,
+        "slots": [[dtype, shape, source, offset], ["float32", [], 1, 0]],
+        "steps": [["amax_tensor", [0], [1], {"lead": 0}]],
+    }
+    return json.dumps(described | others)
 
 
 def test_a_program_takes_only_what_it_was_made_for():
     x = torch.tensor([1.0, -3.0, 2.0, 0.0])
-    assert program()(x)[0] == 3
-    assert program(result=(None, 1))(x)[0] is None
+    assert run_program([x], text_of()) == [torch.tensor(3.0)]
     wrong = [x.half(), x[:3], torch.ones(5), torch.empty(0), x.to(torch.float64)]
     for other in wrong:
-        with pytest.raises(ValueError, match="does not match the program"):
-            program()(other)
-    with pytest.raises(ValueError, match="the number of inputs differs"):
-        program()(x, x)
-    with pytest.raises(ValueError, match="is strided"):
-        program()(torch.ones(4, 2)[:, 0])
-    with pytest.raises(ValueError, match="does not match the program"):
-        program(make=lambda: torch.empty(1, dtype=torch.uint8))(x)  # Room for less than the op writes.
-    with pytest.raises(ValueError, match="does not match the program"):
-        program(source=1, offset=1 << 40)(x)
-    with pytest.raises(ZeroDivisionError):
-        program(make=lambda: 1 // 0)(x)
-    for bad in ({"dtype": "float99"}, {"source": 7}, {"result": (9,)}):
-        with pytest.raises(ValueError, match="Program"):
-            program(**bad)
-    with pytest.raises(ValueError, match="no op nothing"):
-        _ffi.Program("cpu", 1, [], [("float32", (4,), 0, 0)], [("nothing", [0], [0], {})], [])
-    with pytest.raises(ValueError, match="there is no such slot"):
-        _ffi.Program("cpu", 1, [], [("float32", (4,), 0, 0)], [("amax_tensor", [3], [0], {})], [])
+        with pytest.raises(ValueError, match="a tensor does not have the shape or dtype"):
+            run_program([other], text_of())
+    with pytest.raises(ValueError, match=r"the number of inputs \(2\) is not that of the program \(1\)"):
+        run_program([x, x], text_of())
+    with pytest.raises(ValueError, match=r"an input \(strides \(2,\)\) is not contiguous"):
+        run_program([torch.ones(4, 2)[:, 0]], text_of())
+    with pytest.raises(ValueError, match="a tensor does not have the shape or dtype"):
+        run_program([x], text_of(outputs=[["uint8", [1]]]))  # Room for less than the op writes.
+    with pytest.raises(ValueError, match="a tensor does not have the shape or dtype"):
+        run_program([x], text_of(source=1, offset=1 << 40))
+    with pytest.raises(ValueError, match="not on the platform of the program"):
+        run_program([x], text_of(platform="cuda", steps=[]))
+
+
+def test_a_program_in_a_graph_has_the_shapes_and_flops_of_its_ops():
+    """A fake call allocates the outputs, and products in a program count."""
+    recipe = CurrentScaling()
+    with multiply_for(Target(Gpu((9, 0), cublaslt=130800))):
+        x, w = (torch.randn(size, dtype=torch.bfloat16) for size in ((32, 64), (48, 64)))
+        operand = Operand(recipe.activation, quantize(x, recipe.activation).rowwise)
+        made = linear_program.compiled_product(operand, w, recipe, None, torch.bfloat16)
+        text, tensors = made
+        (y,) = run_program(tensors, text)
+        want, _ = linear_program.product(operand, w, recipe, None, None, torch.bfloat16)
+    assert torch.equal(y, want)
+    with FakeTensorMode() as mode:
+        (fake,) = run_program([mode.from_tensor(one) for one in tensors], text)
+    assert (fake.shape, fake.dtype, fake.stride()) == (y.shape, y.dtype, y.stride())
+    with FlopCounterMode(display=False) as counter:
+        run_program(tensors, text)
+    assert counter.get_total_flops() == 2 * 32 * 48 * 64

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from qshard import formats, recipes
+from qshard._files.recipe_records import recipe_of, text_of
 from qshard.formats import Usage
 from qshard.recipes import Role
 from support.pages import REPOSITORY
@@ -138,3 +139,12 @@ def test_delayed_scaling_state():
         recipes.DelayedScaling(history=0)
     with pytest.raises(ValueError, match="most_recent"):
         recipes.DelayedScaling(algorithm="mean")
+
+
+def test_a_class_of_the_users_does_not_take_the_name_of_one_of_qshards():
+    class MXFP8(recipes.MXFP8):
+        """It exists until it is collected, so texts must not find it."""
+
+    assert type(recipe_of(text_of(recipes.MXFP8(gradient="MXFP8_E5M2")))) is recipes.MXFP8
+    assert MXFP8().text is None
+    assert recipe_of(recipes.NVFP4(wgrad="bf16").text) == recipes.NVFP4(wgrad="bf16")

@@ -27,6 +27,7 @@ from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node
 from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.programs import run_program
 from qshard.torch_bridge._quantized.gemm import Operand, Values, matmul
 from qshard.torch_bridge._quantized.plane_programs import recompute_swiglu_plane, transpose
 from qshard.torch_bridge._quantized.target_gpu import target_of
@@ -110,7 +111,7 @@ class Gradients(Node):
         if how.join is not None:
             of_x[0] = how.join(of_x[0])
         dy, results = matrix_of(grad, grad.dtype), None
-        if not (how.parts or how.is_kn or how.recipe.by_product or is_compiling()):
+        if not (how.parts or how.is_kn or how.recipe.by_product):
             results = _gradients_in_one_call(ctx, dy, of_x, of_w, seed)
         if results is None:
             results = _gradients_op_by_op(ctx, dy, cached_amax(grad), of_x, of_w, seed)
@@ -136,7 +137,14 @@ def _gradients_in_one_call(
     x, w = ([part for part in parts if part is not None] for parts in (of_x, of_w))
     dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
     counts = 1 if how.x_again else len(x), 1 if how.w_again else len(w), how.w_usage
-    plan = linear_program.plan_backward(how.recipe, (*dy.shape, ctx.x_shape[-1]), target_of(dy.device), dtypes, counts)
+    sizes = (*dy.shape, ctx.x_shape[-1])
+    if is_compiling():
+        if ctx.scale_args or how.x_again:
+            return None
+        w = [values_of(w[-1])] if how.w_again else w
+        grads = linear_program.compiled_gradients(how.recipe, sizes, dtypes, counts, dy, x, w, seed)
+        return None if grads is None else (grads[0] if need_x else None, grads[-1] if need_w else None, None)
+    plan = linear_program.plan_backward(how.recipe, sizes, target_of(dy.device), dtypes, counts)
     if plan is None:
         return None
     if how.x_again:
@@ -237,6 +245,12 @@ def _take_w(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -
     return Operand(how.w_format, codes, usage)
 
 
+def multiply_at_once(program: str, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Compute y in its final shape by `compiled_product`."""
+    y: Tensor = aten._unsafe_view.default(run_program(tensors, program)[0], shape)
+    return y
+
+
 def multiply(
     x: Any, w: Any, dtype: torch.dtype, shape: Sequence[int], x_rows: Rows | None, y_rows: Rows | None
 ) -> Tensor:
@@ -271,10 +285,13 @@ class ProductNode(torch.autograd.Function):
         w_format: Format | None,
         is_kn: bool,
         rows: tuple[Rows | None, Rows | None],
-        *parts: Tensor | None,
+        program: str | None,
+        *parts: Any,
     ) -> Tensor:
-        """Multiply the planes of x and of the weight in `parts`."""
+        """Multiply the planes of x and of the weight in `parts`; or run `program` on `parts`."""
         ctx.count = len(parts)
+        if program is not None:
+            return multiply_at_once(program, parts, y.shape)
         half = ctx.count // 2
         x = _operand(x_format, parts[:half], Usage.ROWWISE)
         w = _operand(w_format, parts[half:], Usage.COLUMNWISE if is_kn else Usage.ROWWISE)
@@ -282,4 +299,4 @@ class ProductNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None, None, None, *(None for _ in range(ctx.count))
+        return grad, None, None, None, None, None, None, *(None for _ in range(ctx.count))

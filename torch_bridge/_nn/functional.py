@@ -21,7 +21,7 @@ from qshard.torch_bridge._distributed.sequence_parallel import Rows
 from qshard.torch_bridge._distributed.tensor_shards import LinearSharding, ShardSpec, linear_sharding
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
-from qshard.torch_bridge._nn.autograd import Gradients, ProductNode, SavedLayout, multiply
+from qshard.torch_bridge._nn.autograd import Gradients, ProductNode, SavedLayout, multiply, multiply_at_once
 from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._nn.operands import (
     ROLES,
@@ -259,8 +259,12 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     ws: dict[Usage, Any] = {}
     w_amax: Tensor | None = None
     y = _multiply_program(call, forward, x_row, weight, w_again) if one_node else None
+    program = None if eager else _compiled_product(call, x_row, weight, w_again)
     if y is not None:
         y = aten._unsafe_view.default(y, shape)
+    elif program is not None:
+        if not (call.need_x or call.need_w):
+            return multiply_at_once(*program, shape)
     else:
         ws, w_amax = _planes_of_weight(call, forward, dgrad, weight, w_again)
         if one_node or not (call.need_x or call.need_w):
@@ -272,9 +276,13 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     how, saved = _saved_operands(call, xs, source, weight, ws, w_amax if w_again else None, w_again, shape)
     result: Tensor = apply_node(Gradients, x, weight, how, call.seed, None if y is None else (y,), *saved)
     if y is None:
-        w = ws[call.w_usages[0]]
-        parts = *x_row.parts, *w.parts
-        result = ProductNode.apply(result, call.dtype, x_row.format, w.format, call.is_kn, call.rows, *parts)
+        if program is not None:
+            (text, parts), w_format = program, None
+        else:
+            w, text = ws[call.w_usages[0]], None
+            parts, w_format = (*x_row.parts, *w.parts), w.format
+        options = call.dtype, x_row.format, w_format, call.is_kn, call.rows, text
+        result = ProductNode.apply(result, *options, *parts)
     return result
 
 
@@ -313,6 +321,15 @@ def _multiply_program(call: _Call, recipe: Recipe | None, x: Operand, weight: Te
     if y is not None and call.delayed is not None:
         call.delayed[Role.WEIGHT].observe(cast(Tensor, amax))
     return y
+
+
+def _compiled_product(call: _Call, x: Operand, weight: Tensor, w_again: bool) -> tuple[str, tuple[Tensor, ...]] | None:
+    """Return the program that quantizes the weight and computes y in a compiled graph, and its inputs; or None."""
+    if isinstance(weight, QuantizedTensor) or call.parts or call.is_kn or call.scales or call.recipe.by_product:
+        return None
+    if call.need_x and not w_again:
+        return None
+    return linear_program.compiled_product(x, values_of(weight), call.recipe, call.seed, call.dtype)
 
 
 def _planes_of_weight(

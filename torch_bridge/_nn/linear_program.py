@@ -1,4 +1,4 @@
-"""Forward and backward passes of small linear layers in one host call each.
+"""Forward and backward passes of small linear layers in one host call each, eager and compiled.
 
 One program (`programs.py`) quantizes and multiplies the weight, and another computes both gradients. Each runs the ops
 of `functional.py` in the same order, so the bits are the same. Intermediate tensors stay allocated until the call ends.
@@ -7,6 +7,9 @@ Large layers are not limited by the host, so they run op by op instead.
 Programs need GEMMs that are qshard ops (`gemm.way_of`), so they run on GPUs only. Otherwise the caller uses PyTorch's
 matmul. Without programs, training steps on an H100 took 8 to 28 % longer (the examples' GPT, 256 to 1024 wide) and 21
 to 30 % longer (one Llama block).
+
+In a compiled graph a program is one op in place of two or four. Dynamo does not trace plans and recorders, so
+`_product_text` and `_gradients_text` are constants of the graph, and take recipes as `Recipe.text`.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ from torch import Tensor
 from qshard._core import quantize_steps
 from qshard._core.operands import quantize_operand
 from qshard._core.quantize_steps import Draws, Plane
+from qshard._files.recipe_records import recipe_of
 from qshard.formats import Format, Usage
+from qshard.gemm_dispatch import Sizes
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._nn.operands import ROLES, draws_of, operand_spec
-from qshard.torch_bridge._ops.programs import Memo, Steps
+from qshard.torch_bridge._ops.programs import Memo, Steps, run_program
 from qshard.torch_bridge._quantized.gemm import Operand, way_of
 from qshard.torch_bridge._quantized.target_gpu import Target, target_of
-from qshard.torch_bridge._torch_internals import has_static_shape
+from qshard.torch_bridge._torch_internals import has_memory_budget, has_static_shape
 
 Product = Callable[..., Any]
 """GEMM `a @ b.T` of two planes, with a fixed result dtype: `Way.product`."""
@@ -89,10 +94,92 @@ def gradients(
     return dx, dw, amax
 
 
+def compiled_product(
+    x: Operand, weight: Tensor, recipe: Recipe, seed: Tensor | None, dtype: torch.dtype
+) -> tuple[str, tuple[Tensor, ...]] | None:
+    """Return the program of `product` for a compiled graph, and its inputs; None if no program can compute it.
+
+    `run_program` of both returns y.
+    """
+    if not (has_static_shape(x.parts.data) and has_static_shape(weight)):
+        return None
+    of_x = [part for part in x.parts if part is not None]
+    draws = _draws(recipe, (Role.WEIGHT,) if recipe.weight.stochastic else (), seed, weight.device)
+    tensors = (*of_x, weight, *draws)
+    text = _product_text(recipe.text, len(of_x), *_signature(tensors), weight.device, dtype)
+    return None if text is None else (text, tensors)
+
+
+def compiled_gradients(
+    recipe: Recipe,
+    sizes: Sizes,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    saved: tuple[int, int, Usage | None],
+    grad: Tensor,
+    x: Sequence[Tensor],
+    w: Sequence[Tensor],
+    seed: Tensor | None,
+) -> list[Tensor] | None:
+    """Compute the needed gradients by one op of a compiled graph; None if no program can.
+
+    `plan_backward` explains `sizes`, `dtypes` and `saved`, and `gradients` the tensors.
+    """
+    if not all(map(has_static_shape, (grad, *x[:1], *w[:1]))):
+        return None
+    # Dynamo does not take the plan: it names the roles of the tensors that are quantized here.
+    quantizes = ((Role.GRADIENT, True), (Role.ACTIVATION, saved[0] == 1 and dtypes[1]), (Role.WEIGHT, saved[1] == 1))
+    roles = [role for role, is_needed in quantizes if is_needed and recipe.format(role).stochastic]
+    tensors = (grad, *x, *w, *_draws(recipe, roles, seed, grad.device))
+    text = _gradients_text(recipe.text, sizes, dtypes, saved, *_signature(tensors), grad.device)
+    return None if text is None else run_program(tensors, text)
+
+
+def _signature(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]:
+    return tuple([tuple(x.shape) for x in tensors]), tuple([x.dtype for x in tensors])
+
+
+@torch.compiler.assume_constant_result
+def _product_text(
+    recipe_text: str | None,
+    of_x: int,
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str | None:
+    recipe, target = _recipe_of(recipe_text), target_of(device)
+    if recipe is None:
+        return None
+    multiply = _forward(recipe.activation, recipe, (shapes[0][0], *shapes[of_x]), target, dtype)
+    if multiply is None:
+        return None
+    return _multiply_weight.text(shapes, dtypes, device.type, of_x, multiply, recipe)
+
+
+@torch.compiler.assume_constant_result
+def _gradients_text(
+    recipe_text: str | None,
+    sizes: Sizes,
+    dtypes_of_results: tuple[torch.dtype | None, torch.dtype | None],
+    saved: tuple[int, int, Usage | None],
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> str | None:
+    recipe, target = _recipe_of(recipe_text), target_of(device)
+    how = None if recipe is None else plan_backward(recipe, sizes, target, dtypes_of_results, saved)
+    return None if how is None else _gradients.text(shapes, dtypes, device.type, how, recipe)
+
+
+def _recipe_of(text: str | None) -> Recipe | None:
+    # Under a budget PyTorch would repeat a product in order to quantize its weight again.
+    return None if text is None or has_memory_budget() else recipe_of(text)
+
+
 @Memo
 def plan_backward(
     recipe: Recipe,
-    sizes: tuple[int, int, int],
+    sizes: Sizes,
     target: Target | None,
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
     saved: tuple[int, int, Usage | None],
@@ -125,9 +212,7 @@ def plan_backward(
 
 
 @Memo
-def _forward(
-    x: Format, recipe: Recipe, sizes: tuple[int, int, int], target: Target | None, dtype: torch.dtype
-) -> Product | None:
+def _forward(x: Format, recipe: Recipe, sizes: Sizes, target: Target | None, dtype: torch.dtype) -> Product | None:
     multiply = _product_of(x, Usage.ROWWISE, recipe.weight, Usage.ROWWISE, sizes, target, dtype)
     if multiply is not None:
         operand_spec(recipe, Role.WEIGHT, Usage.ROWWISE).layouts(sizes[1:])
@@ -139,7 +224,7 @@ def _product_of(
     a_usage: Usage,
     b: Format,
     b_usage: Usage,
-    sizes: tuple[int, int, int],
+    sizes: Sizes,
     target: Target | None,
     dtype: torch.dtype,
 ) -> Product | None:
