@@ -178,6 +178,12 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base if tensor._is_view() else None
 
 
+# Without it: `torch.cuda.current_stream(x.device).cuda_stream`, which creates an object, in each call of a layer.
+def stream_of(x: Tensor) -> int | None:
+    """Return the number of the current stream on the GPU of a tensor; None on a CPU."""
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else None
+
+
 # Without it: compare the addresses of storages, which freed storages do not have.
 def have_one_storage(a: Tensor, b: Tensor) -> bool:
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

@@ -274,10 +274,9 @@ def test_a_program_in_a_graph_has_the_shapes_and_flops_of_its_ops():
     with multiply_for(Target(Gpu((9, 0), cublaslt=130800))):
         x, w = (torch.randn(size, dtype=torch.bfloat16) for size in ((32, 64), (48, 64)))
         operand = Operand(recipe.activation, quantize(x, recipe.activation).rowwise)
-        made = linear_program.compiled_product(operand, w, recipe, None, torch.bfloat16)
-        text, tensors = made
+        tensors, text = linear_program.compiled_product(operand, w, recipe, None, torch.bfloat16, (4, 8, 48))
         (y,) = run_program(tensors, text)
-        want, _ = linear_program.product(operand, w, recipe, None, None, torch.bfloat16)
+        want, _ = linear_program.product(operand, w, recipe, None, None, torch.bfloat16, (4, 8, 48))
     assert torch.equal(y, want)
     with FakeTensorMode() as mode:
         (fake,) = run_program([mode.from_tensor(one) for one in tensors], text)

@@ -95,7 +95,7 @@ class Gradients(Node):
         x and for the weight follow. `how` has their layout.
         """
         scale_args, saved = tensors[: how.scale_count], tensors[how.scale_count :]
-        ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, x.shape, x.dtype, weight.dtype
+        ctx.how, ctx.x_shape, ctx.x_dtype, ctx.w_dtype = how, tuple(x.shape), x.dtype, weight.dtype
         ctx.scale_args = (
             scale_args  # Not saved: the backward pass writes an amax into one of them, and autograd would raise.
         )
@@ -119,7 +119,8 @@ class Gradients(Node):
         if amax is not None:
             merge_amax(ctx.scale_args[-1], amax)
         if grad_x is not None:
-            grad_x = grad_x.view(ctx.x_shape).to(ctx.x_dtype)
+            # A program gives it its shape.
+            grad_x = (grad_x if grad_x.shape == ctx.x_shape else grad_x.view(ctx.x_shape)).to(ctx.x_dtype)
         return grad_x, grad_w, *(None,) * (3 + how.scale_count + count - how.w_again)
 
 
@@ -142,7 +143,7 @@ def _gradients_in_one_call(
         if ctx.scale_args or how.x_again:
             return None
         w = [values_of(w[-1])] if how.w_again else w
-        grads = linear_program.compiled_gradients(how.recipe, sizes, dtypes, counts, dy, x, w, seed)
+        grads = linear_program.compiled_gradients(how.recipe, sizes, dtypes, counts, dy, x, w, seed, ctx.x_shape)
         return None if grads is None else (grads[0] if need_x else None, grads[-1] if need_w else None, None)
     plan = linear_program.plan_backward(how.recipe, sizes, target_of(dy.device), dtypes, counts)
     if plan is None:
@@ -151,7 +152,7 @@ def _gradients_in_one_call(
         x = [_recompute_x(how, of_x, ctx)[0]]
     if how.w_again:
         w = [values_of(of_w[-1])]
-    return linear_program.gradients(plan, how.recipe, dy, x, w, ctx.scale_args[: len(ROLES)], seed)
+    return linear_program.gradients(plan, how.recipe, dy, x, w, ctx.scale_args[: len(ROLES)], seed, ctx.x_shape)
 
 
 def _gradients_op_by_op(
@@ -245,12 +246,6 @@ def _take_w(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -
     return Operand(how.w_format, codes, usage)
 
 
-def multiply_at_once(program: str, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """Compute y in its final shape by `compiled_product`."""
-    y: Tensor = aten._unsafe_view.default(run_program(tensors, program)[0], shape)
-    return y
-
-
 def multiply(
     x: Any, w: Any, dtype: torch.dtype, shape: Sequence[int], x_rows: Rows | None, y_rows: Rows | None
 ) -> Tensor:
@@ -291,7 +286,7 @@ class ProductNode(torch.autograd.Function):
         """Multiply the planes of x and of the weight in `parts`; or run `program` on `parts`."""
         ctx.count = len(parts)
         if program is not None:
-            return multiply_at_once(program, parts, y.shape)
+            return run_program(parts, program)[0]
         half = ctx.count // 2
         x = _operand(x_format, parts[:half], Usage.ROWWISE)
         w = _operand(w_format, parts[half:], Usage.COLUMNWISE if is_kn else Usage.ROWWISE)

@@ -21,7 +21,7 @@ from qshard.torch_bridge._distributed.sequence_parallel import Rows
 from qshard.torch_bridge._distributed.tensor_shards import LinearSharding, ShardSpec, linear_sharding
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
-from qshard.torch_bridge._nn.autograd import Gradients, ProductNode, SavedLayout, multiply, multiply_at_once
+from qshard.torch_bridge._nn.autograd import Gradients, ProductNode, SavedLayout, multiply
 from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._nn.operands import (
     ROLES,
@@ -36,6 +36,7 @@ from qshard.torch_bridge._nn.operands import (
 from qshard.torch_bridge._nn.weight_amax import whole_amax
 from qshard.torch_bridge._ops.autograd_node import apply_node, check_no_tangent
 from qshard.torch_bridge._ops.eager import is_compiling
+from qshard.torch_bridge._ops.programs import run_program
 from qshard.torch_bridge._ops.uint64 import words
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.plane_programs import transpose
@@ -45,8 +46,6 @@ from qshard.torch_bridge._torch_internals import has_saved_tensors_hooks
 
 WeightLayout = Literal["NK", "KN"]
 """Memory layout of a weight: "NK" for `[N, K]`, as in `nn.Linear`; "KN" for `[K, N]`, as in GPT-2's `Conv1D`."""
-
-aten = torch.ops.aten
 
 
 _W_SCALE = ROLES.index(Role.WEIGHT)
@@ -258,14 +257,12 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     w_again = w_again and (eager or not (call.parts or call.scales))
     ws: dict[Usage, Any] = {}
     w_amax: Tensor | None = None
-    y = _multiply_program(call, forward, x_row, weight, w_again) if one_node else None
-    program = None if eager else _compiled_product(call, x_row, weight, w_again)
-    if y is not None:
-        y = aten._unsafe_view.default(y, shape)
-    elif program is not None:
+    y = _multiply_program(call, forward, x_row, weight, w_again, shape) if one_node else None
+    program = None if eager else _compiled_product(call, x_row, weight, w_again, shape)
+    if program is not None:
         if not (call.need_x or call.need_w):
-            return multiply_at_once(*program, shape)
-    else:
+            return run_program(*program)[0]
+    elif y is None:
         ws, w_amax = _planes_of_weight(call, forward, dgrad, weight, w_again)
         if one_node or not (call.need_x or call.need_w):
             y = multiply(x_row, ws[call.w_usages[0]], call.dtype, shape, *call.rows)
@@ -277,7 +274,7 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     result: Tensor = apply_node(Gradients, x, weight, how, call.seed, None if y is None else (y,), *saved)
     if y is None:
         if program is not None:
-            (text, parts), w_format = program, None
+            (parts, text), w_format = program, None
         else:
             w, text = ws[call.w_usages[0]], None
             parts, w_format = (*x_row.parts, *w.parts), w.format
@@ -310,26 +307,30 @@ def _stays_in_memory(weight: Tensor) -> bool:
     return isinstance(weight, torch.nn.Parameter) or (not is_compiling() and flat_of(weight) is not None)
 
 
-def _multiply_program(call: _Call, recipe: Recipe | None, x: Operand, weight: Tensor, w_again: bool) -> Tensor | None:
+def _multiply_program(
+    call: _Call, recipe: Recipe | None, x: Operand, weight: Tensor, w_again: bool, shape: tuple[int, ...]
+) -> Tensor | None:
     """Quantize the weight and compute y in one call; None if the weight is quantized or no program can do it."""
     if recipe is None or isinstance(weight, QuantizedTensor) or call.parts or call.is_kn:
         return None
     if call.need_x and not w_again:
         return None
     scale = call.scales[_W_SCALE] if call.scales else None
-    y, amax = linear_program.product(x, values_of(weight), recipe, scale, call.seed, call.dtype)
+    y, amax = linear_program.product(x, values_of(weight), recipe, scale, call.seed, call.dtype, shape)
     if y is not None and call.delayed is not None:
         call.delayed[Role.WEIGHT].observe(cast(Tensor, amax))
     return y
 
 
-def _compiled_product(call: _Call, x: Operand, weight: Tensor, w_again: bool) -> tuple[str, tuple[Tensor, ...]] | None:
-    """Return the program that quantizes the weight and computes y in a compiled graph, and its inputs; or None."""
+def _compiled_product(
+    call: _Call, x: Operand, weight: Tensor, w_again: bool, shape: tuple[int, ...]
+) -> tuple[tuple[Tensor, ...], str] | None:
+    """Return the arguments of `run_program` that quantizes the weight and computes y in a compiled graph; or None."""
     if isinstance(weight, QuantizedTensor) or call.parts or call.is_kn or call.scales or call.recipe.by_product:
         return None
     if call.need_x and not w_again:
         return None
-    return linear_program.compiled_product(x, values_of(weight), call.recipe, call.seed, call.dtype)
+    return linear_program.compiled_product(x, values_of(weight), call.recipe, call.seed, call.dtype, shape)
 
 
 def _planes_of_weight(

@@ -32,7 +32,9 @@ from qshard.torch_bridge._nn.operands import ROLES, draws_of, operand_spec
 from qshard.torch_bridge._ops.programs import Memo, Steps, run_program
 from qshard.torch_bridge._quantized.gemm import Operand, way_of
 from qshard.torch_bridge._quantized.target_gpu import Target, target_of
-from qshard.torch_bridge._torch_internals import has_memory_budget, has_static_shape
+from qshard.torch_bridge._torch_internals import base_of, has_memory_budget, has_static_shape
+
+aten = torch.ops.aten
 
 Product = Callable[..., Any]
 """GEMM `a @ b.T` of two planes, with a fixed result dtype: `Way.product`."""
@@ -59,9 +61,15 @@ class BackwardPlan(NamedTuple):
 
 
 def product(
-    x: Operand, weight: Tensor, recipe: Recipe, scale: Tensor | None, seed: Tensor | None, dtype: torch.dtype
+    x: Operand,
+    weight: Tensor,
+    recipe: Recipe,
+    scale: Tensor | None,
+    seed: Tensor | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute `y = x @ w.T` from codes of x and values of a weight `[N, K]`, in one call.
+    """Compute `y = x @ w.T` of this shape from codes of x and values of a weight `[N, K]`, in one call.
 
     Returns y, or None if no program can compute it; and the amax of the weight if its delayed `scale` is passed.
     """
@@ -71,8 +79,9 @@ def product(
     of_x = [part for part in x.parts if part is not None]
     given = () if scale is None else (scale,)
     draws = _draws(recipe, (Role.WEIGHT,) if recipe.weight.stochastic else (), seed, weight.device)
-    y, amax = _multiply_weight((*of_x, weight, *given, *draws), len(of_x), multiply, recipe)
-    return y, amax
+    y, amax = _multiply_weight((*of_x, weight, *given, *draws), len(of_x), multiply, recipe, shape)
+    # Op by op y is a view, and FSDP2 cannot attach its hooks to one.
+    return y if base_of(y) is None else aten._unsafe_view.default(y, shape), amax
 
 
 def gradients(
@@ -83,31 +92,34 @@ def gradients(
     w: Sequence[Tensor],
     scales: Sequence[Tensor],
     seed: Tensor | None,
+    x_shape: tuple[int, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute both gradients of `linear` in one call, by a plan of `plan_backward`.
 
     `x` and `w` are the saved tensors that the plan describes. Under delayed scaling `scales` has the scales in the
-    order of `ROLES`, and the third result is the amax of the gradient of y.
+    order of `ROLES`, and the third result is the amax of the gradient of y. `x_shape` is the shape of the first result.
     """
     draws = _draws(recipe, how.stochastic, seed, grad.device)
-    dx, dw, amax = _gradients((grad, *x, *w, *scales, *draws), how, recipe)
+    dx, dw, amax = _gradients((grad, *x, *w, *scales, *draws), how, recipe, x_shape)
     return dx, dw, amax
 
 
 def compiled_product(
-    x: Operand, weight: Tensor, recipe: Recipe, seed: Tensor | None, dtype: torch.dtype
-) -> tuple[str, tuple[Tensor, ...]] | None:
-    """Return the program of `product` for a compiled graph, and its inputs; None if no program can compute it.
-
-    `run_program` of both returns y.
-    """
+    x: Operand,
+    weight: Tensor,
+    recipe: Recipe,
+    seed: Tensor | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> tuple[tuple[Tensor, ...], str] | None:
+    """Return the arguments of `run_program` that computes `product` in a compiled graph; None if no program can."""
     if not (has_static_shape(x.parts.data) and has_static_shape(weight)):
         return None
     of_x = [part for part in x.parts if part is not None]
     draws = _draws(recipe, (Role.WEIGHT,) if recipe.weight.stochastic else (), seed, weight.device)
     tensors = (*of_x, weight, *draws)
-    text = _product_text(recipe.text, len(of_x), *_signature(tensors), weight.device, dtype)
-    return None if text is None else (text, tensors)
+    text = _product_text(recipe.text, len(of_x), *_signature(tensors), weight.device, dtype, shape)
+    return None if text is None else (tensors, text)
 
 
 def compiled_gradients(
@@ -119,10 +131,11 @@ def compiled_gradients(
     x: Sequence[Tensor],
     w: Sequence[Tensor],
     seed: Tensor | None,
+    x_shape: tuple[int, ...],
 ) -> list[Tensor] | None:
     """Compute the needed gradients by one op of a compiled graph; None if no program can.
 
-    `plan_backward` explains `sizes`, `dtypes` and `saved`, and `gradients` the tensors.
+    `plan_backward` explains `sizes`, `dtypes` and `saved`, and `gradients` the others.
     """
     if not all(map(has_static_shape, (grad, *x[:1], *w[:1]))):
         return None
@@ -130,7 +143,7 @@ def compiled_gradients(
     quantizes = ((Role.GRADIENT, True), (Role.ACTIVATION, saved[0] == 1 and dtypes[1]), (Role.WEIGHT, saved[1] == 1))
     roles = [role for role, is_needed in quantizes if is_needed and recipe.format(role).stochastic]
     tensors = (grad, *x, *w, *_draws(recipe, roles, seed, grad.device))
-    text = _gradients_text(recipe.text, sizes, dtypes, saved, *_signature(tensors), grad.device)
+    text = _gradients_text(recipe.text, sizes, dtypes, saved, *_signature(tensors), grad.device, x_shape)
     return None if text is None else run_program(tensors, text)
 
 
@@ -146,6 +159,7 @@ def _product_text(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
     dtype: torch.dtype,
+    shape: tuple[int, ...],
 ) -> str | None:
     recipe, target = _recipe_of(recipe_text), target_of(device)
     if recipe is None:
@@ -153,7 +167,7 @@ def _product_text(
     multiply = _forward(recipe.activation, recipe, (shapes[0][0], *shapes[of_x]), target, dtype)
     if multiply is None:
         return None
-    return _multiply_weight.text(shapes, dtypes, device.type, of_x, multiply, recipe)
+    return _multiply_weight.text(shapes, dtypes, device.type, of_x, multiply, recipe, shape)
 
 
 @torch.compiler.assume_constant_result
@@ -165,10 +179,11 @@ def _gradients_text(
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
+    x_shape: tuple[int, ...],
 ) -> str | None:
     recipe, target = _recipe_of(recipe_text), target_of(device)
     how = None if recipe is None else plan_backward(recipe, sizes, target, dtypes_of_results, saved)
-    return None if how is None else _gradients.text(shapes, dtypes, device.type, how, recipe)
+    return None if how is None else _gradients.text(shapes, dtypes, device.type, how, recipe, x_shape)
 
 
 def _recipe_of(text: str | None) -> Recipe | None:
@@ -245,16 +260,16 @@ def _draws(recipe: Recipe, roles: Iterable[Role], seed: Tensor | None, device: t
 
 @Steps
 def _multiply_weight(ops: Any, *args: Any) -> tuple[Any, ...]:
-    *tensors, of_x, multiply, recipe = args
+    *tensors, of_x, multiply, recipe, shape = args
     x, weight, rest = tensors[:of_x], tensors[of_x], tensors[of_x + 1 :]
     scale, draws = (None, Draws(*rest)) if recipe.weight.stochastic else (rest[0] if rest else None, None)
     w, amax = _planes(ops, weight, recipe, Role.WEIGHT, Usage.ROWWISE, scale, draws)
-    return multiply(ops, Plane(*x), w[Usage.ROWWISE], fast=True), amax
+    return multiply(ops, Plane(*x), w[Usage.ROWWISE], fast=True).view(shape), amax
 
 
 @Steps
 def _gradients(ops: Any, *args: Any) -> tuple[Any, ...]:
-    grad, *tensors, how, recipe = args
+    grad, *tensors, how, recipe, x_shape = args
     x, w = tensors[: how.x_parts], tensors[how.x_parts : how.x_parts + how.w_parts]
     rest = tensors[how.x_parts + how.w_parts :]
     pairs = [Draws(*pair) for pair in zip(rest[::2], rest[1::2], strict=True)] if how.stochastic else []
@@ -277,7 +292,7 @@ def _gradients(ops: Any, *args: Any) -> tuple[Any, ...]:
     if how.dw is not None:
         dw = how.dw(ops, dy[Usage.COLUMNWISE], columnwise(x, Role.ACTIVATION, Usage.COLUMNWISE))
     if how.dx is not None:
-        dx = how.dx(ops, dy[Usage.ROWWISE], columnwise(w, Role.WEIGHT, how.w_usage))
+        dx = how.dx(ops, dy[Usage.ROWWISE], columnwise(w, Role.WEIGHT, how.w_usage)).view(x_shape)
     return dx, dw, amax
 
 

@@ -22,7 +22,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
@@ -32,6 +31,7 @@ from qshard.torch_bridge._torch_internals import (
     next_node_number,
     node_number,
     set_hook_id,
+    stream_of,
 )
 
 
@@ -143,9 +143,8 @@ def take_row_amaxes(x: Tensor) -> Tensor | None:
 
 
 def _stream_of(x: Tensor) -> tuple[int, bool] | None:
-    if not x.is_cuda:
-        return None
-    return torch.cuda.current_stream(x.device).cuda_stream, is_capturing(x.device)
+    stream = stream_of(x)
+    return None if stream is None else (stream, is_capturing(x.device))
 
 
 _HOOK_ID = -1

@@ -53,6 +53,7 @@ from qshard.torch_bridge._torch_internals import (
     has_saved_tensors_hooks,
     saved_factors,
     saves_its_result,
+    stream_of,
 )
 
 Planes = tuple[dict[Usage, Operand | Values], list[Tensor]]
@@ -115,9 +116,8 @@ def _surroundings(x: Tensor) -> tuple[Any, ...]:
 
     Other streams do not wait for this one, and a mode that records ops must see the ops that compute the codes.
     """
-    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
     mode = current_dispatch_mode()
-    return stream, None if mode is None else weakref.ref(mode)
+    return stream_of(x), None if mode is None else weakref.ref(mode)
 
 
 class Source(NamedTuple):

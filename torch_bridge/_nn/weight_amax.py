@@ -30,13 +30,14 @@ from qshard.torch_bridge._modules import parameters_of
 from qshard.torch_bridge._ops.bind import dtype_name, ops
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 from qshard.torch_bridge._ops.foreach import flat_plan
+from qshard.torch_bridge._torch_internals import stream_of
 
 
 class WholeAmax(NamedTuple):
     """The amax of a whole weight, computed in the pass `when` on a stream from one version of the local shard."""
 
     when: object
-    stream: int
+    stream: int | None
     shard: weakref.ref[Tensor]
     version: int
     amax: Tensor
@@ -55,7 +56,7 @@ def whole_amax(weight: Tensor, values: Tensor, part: ShardSpec | None, fmt: Form
     if state is None or now is None:
         amax: Tensor = ops.amax_tensor(values, lead=0)
         return part.merge_amax(amax)
-    stream = torch.cuda.current_stream(values.device).cuda_stream if values.is_cuda else 0
+    stream = stream_of(values)
     found: WholeAmax | None = state.whole_amax
     is_refreshed = found is not None and found.when == now and found.stream == stream
     if found is None or not is_refreshed or found.shard() is not values or found.version != values._version:
@@ -82,7 +83,9 @@ def _weights_beside(state: ScaleState, part: ShardSpec, values: Tensor) -> list[
 
 
 @torch.no_grad()
-def _refresh(weights: Sequence[tuple[ScaleState, Tensor]], part: ShardSpec, now: object, stream: int) -> WholeAmax:
+def _refresh(
+    weights: Sequence[tuple[ScaleState, Tensor]], part: ShardSpec, now: object, stream: int | None
+) -> WholeAmax:
     """Compute and reduce the amaxes of these weights, and return the first."""
     shards = [shard for _, shard in weights]
     slices = tuple(FlatSlice(tuple(shard.shape), FP8_E4M3, dtype_name(shard.dtype)) for shard in shards)

@@ -285,5 +285,5 @@ torch.library.register_fake("qshard::run_program", _run_fake, lib=_LIBRARY)
 _LIBRARY.impl("run_program", torch.library.fallthrough_kernel, "Autograd")
 register_flop_formula(torch.ops.qshard.run_program, get_raw=True)(_flops_of_program)
 
-run_program = torch.ops.qshard.run_program.default
+run_program: Callable[[Sequence[Tensor], str], list[Tensor]] = torch.ops.qshard.run_program.default
 """The op that runs a program: `run_program(inputs, text)` returns its outputs. The kernel is in C++."""
