@@ -1,6 +1,7 @@
 #include "host/program.h"
 
 #include <nanobind/stl/string.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <functional>
@@ -18,6 +19,16 @@ namespace qshard::host {
 namespace {
 
 constexpr int64_t kAny = INT64_MAX;
+
+using Programs = std::map<std::string, std::shared_ptr<const Program>, std::less<>>;
+
+std::mutex mutex;                    // of the programs
+Programs& programs = *new Programs;  // never deleted: other threads may call at exit
+
+// Without this, a forked child could wait forever for a mutex that another thread of its parent had
+// locked.
+const bool registered [[maybe_unused]] =
+    pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); }) == 0;
 
 // Computes the size of a buffer in bytes. Returns false if it overflows int64 or a dimension is
 // negative.
@@ -89,9 +100,6 @@ std::shared_ptr<const Program> Parse(std::string_view text) {
 
 std::shared_ptr<const Program> Program::Of(std::string_view text) {
   constexpr size_t kMost = 4096;
-  using Programs = std::map<std::string, std::shared_ptr<const Program>, std::less<>>;
-  static std::mutex mutex;
-  static Programs& programs = *new Programs;  // never deleted: other threads may call at exit
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (const auto found = programs.find(text); found != programs.end()) return found->second;

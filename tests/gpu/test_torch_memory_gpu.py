@@ -6,7 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch._functorch.config  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._inductor import config as inductor  # noqa: E402
 
 from qshard.recipes import CurrentScaling  # noqa: E402
 from qshard.torch_bridge import convert, rms_norm, swiglu  # noqa: E402
@@ -53,6 +55,50 @@ def test_the_peak_of_a_llama_is_lower_than_that_of_bf16(name, recompute, bf16):
     peak = most(RECIPES[name], recompute)
     print(f"{name}, recompute={recompute}: {peak:.1f} bytes a token and width; bf16: {bf16[recompute]:.1f}")
     assert peak < bf16[recompute]
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up = (nn.Linear(width, 4 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def step_within(budget, recipe):
+    """Peak bytes of a compiled step for each element of x, beyond what it begins with, and all gradients."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    width, rows = 1024, 16384
+    model = nn.Sequential(*(Block(width) for _ in range(3))).to("cuda", torch.bfloat16)
+    compiled = torch.compile(convert(model, recipe))
+    x = torch.randn(rows, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    # Compiled code may round otherwise where it computes an activation again.
+    with torch._functorch.config.patch(activation_memory_budget=budget), inductor.patch(emulate_precision_casts=True):
+        for _ in range(2):  # The first compiles.
+            model.zero_grad()
+            x.grad = None
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            compiled(x).sum().backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak / x.numel(), [x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling"])
+def test_a_memory_budget_lowers_the_peak_and_keeps_the_bits(name, much_memory):
+    (whole, want), (less, got) = (step_within(budget, RECIPES[name]) for budget in (1.0, 0.9))
+    print(f"{name}: {whole:.1f} and {less:.1f} bytes a token and width")
+    # Of each block, the codes of its SwiGLU are not saved: 4 bytes. The first block to be freed is at the peak.
+    assert less <= whole - 8
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def fan():
