@@ -79,8 +79,10 @@ DataType DtypeNamed(nb::handle given) {
 
 std::shared_ptr<const Program> Parse(std::string_view text) {
   try {
+    std::string quoted(text);
+    std::replace(quoted.begin(), quoted.end(), '\'', '"');
     const nb::object json =
-        nb::module_::import_("json").attr("loads")(nb::str(text.data(), text.size()));
+        nb::module_::import_("json").attr("loads")(nb::str(quoted.data(), quoted.size()));
     if (!PyDict_Check(json.ptr())) Refuse("the text is not a JSON object");
     // The last owner may be a kernel that does not hold the GIL, which attributes need.
     return {new Program(nb::borrow<nb::dict>(json)), [](const Program* program) {

@@ -31,7 +31,7 @@ class Program {
   // Returns the program of a text, from a cache of the last texts. Raises ValueError if the text is
   // not a program. Needs no GIL.
   //
-  // The text is a JSON object:
+  // The text is a JSON object, with apostrophes in place of quotes:
   //   platform: "cpu" or "cuda".
   //   inputs: number of inputs.
   //   outputs: [dtype name, shape] each.

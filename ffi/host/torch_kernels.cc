@@ -224,8 +224,10 @@ class TakenText {
   TorchString* text_;
 };
 
-// Runs `run_program(Tensor[] inputs, str program) -> Tensor[]` (torch_bridge/_ops/programs.py).
-void RunProgram(TorchValue* stack, uint64_t /*arguments*/, uint64_t /*results*/) {
+// Runs `run_program(Tensor[] inputs, str program)` (torch_bridge/_ops/programs.py), which returns a
+// list of tensors, or as many tensors as its overload has.
+template <bool kReturnsList>
+void RunProgram(TorchValue* stack, uint64_t /*arguments*/, uint64_t expected) {
   static const std::string kOp = "run_program", kInput = "an input";
   const TakenText text(stack[1]);
   TakenList list(stack[0]);
@@ -237,6 +239,9 @@ void RunProgram(TorchValue* stack, uint64_t /*arguments*/, uint64_t /*results*/)
            program->inputs(), "); pass the tensors that it was recorded for");
 
   const size_t outputs = program->outputs().size(), made = program->sources() - list.size();
+  if (!kReturnsList && outputs != expected)
+    Refuse(kOp, ": the number of results (", outputs, ") is not that of the overload (", expected,
+           "); call another overload");
   SmallArray<OwnedTensor> results(made);  // and the scratch memory
   SmallArray<const Buffer*> sources(program->sources());
   double elements = 0;
@@ -264,10 +269,14 @@ void RunProgram(TorchValue* stack, uint64_t /*arguments*/, uint64_t /*results*/)
   }
   Require(program->Run(device, BeginCall(device, elements), sources.data()));
 
-  TorchList* given;
-  Check(torch.torch_new_list_reserve_size(outputs, &given), "make a list");
-  for (size_t i = 0; i < outputs; ++i) torch.torch_list_push_back(given, results[i].Release());
-  stack[0] = reinterpret_cast<TorchValue>(given);
+  if constexpr (kReturnsList) {
+    TorchList* given;
+    Check(torch.torch_new_list_reserve_size(outputs, &given), "make a list");
+    for (size_t i = 0; i < outputs; ++i) torch.torch_list_push_back(given, results[i].Release());
+    stack[0] = reinterpret_cast<TorchValue>(given);
+  } else {
+    for (size_t i = 0; i < outputs; ++i) stack[i] = results[i].Release();
+  }
 }
 
 }  // namespace
@@ -284,8 +293,13 @@ void DefineTorchKernels(const std::string& library, nb::handle tensor) {
           "take the kernel of " #name);
 #include "ops.def"
 #undef QSHARD_OP
-    Check(torch.torch_library_impl(kernels, "qshard::run_program", RunProgram, kTorchAbi),
-          "take the kernel of programs");
+    const auto take = [&](const char* op, TorchKernel kernel) {
+      Check(torch.torch_library_impl(kernels, op, kernel, kTorchAbi),
+            "take the kernels of programs");
+    };
+    take("qshard::run_program", RunProgram<true>);
+    take("qshard::run_program.one", RunProgram<false>);
+    take("qshard::run_program.two", RunProgram<false>);
   }
 }
 

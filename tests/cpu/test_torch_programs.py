@@ -17,7 +17,7 @@ from qshard.gemm_dispatch import Gpu
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import quantize
 from qshard.torch_bridge._nn import linear_program
-from qshard.torch_bridge._ops.programs import Memo, Steps, run_program
+from qshard.torch_bridge._ops.programs import Memo, Steps, run_in_graph, run_program
 from qshard.torch_bridge._quantized import plane_programs
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.target_gpu import Target, multiply_for
@@ -277,10 +277,16 @@ def test_a_program_in_a_graph_has_the_shapes_and_flops_of_its_ops():
         tensors, text = linear_program.compiled_product(operand, w, recipe, None, torch.bfloat16, (4, 8, 48))
         (y,) = run_program(tensors, text)
         want, _ = linear_program.product(operand, w, recipe, None, None, torch.bfloat16, (4, 8, 48))
+    (in_graph,) = run_in_graph(tensors, text, 1)
     assert torch.equal(y, want)
+    assert torch.equal(in_graph, want)
+    with pytest.raises(ValueError, match=r"the number of results \(1\) is not that of the overload \(2\)"):
+        run_in_graph(tensors, text, 2)
+    assert not set(text) & {'"', "\\"}  # Inductor writes it into C++ as it is.
     with FakeTensorMode() as mode:
-        (fake,) = run_program([mode.from_tensor(one) for one in tensors], text)
-    assert (fake.shape, fake.dtype, fake.stride()) == (y.shape, y.dtype, y.stride())
+        fakes = [mode.from_tensor(one) for one in tensors]
+        for (fake,) in (run_program(fakes, text), run_in_graph(fakes, text, 1)):
+            assert (fake.shape, fake.dtype, fake.stride()) == (y.shape, y.dtype, y.stride())
     with FlopCounterMode(display=False) as counter:
         run_program(tensors, text)
     assert counter.get_total_flops() == 2 * 32 * 48 * 64

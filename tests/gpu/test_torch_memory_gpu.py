@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch._functorch.config  # noqa: E402
 from torch import nn  # noqa: E402
+from torch._functorch import config as functorch  # noqa: E402
 from torch._inductor import config as inductor  # noqa: E402
 
 from qshard.recipes import CurrentScaling  # noqa: E402
@@ -78,7 +78,7 @@ def step_within(budget, recipe):
     compiled = torch.compile(convert(model, recipe))
     x = torch.randn(rows, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     # Compiled code may round otherwise where it computes an activation again.
-    with torch._functorch.config.patch(activation_memory_budget=budget), inductor.patch(emulate_precision_casts=True):
+    with functorch.patch(activation_memory_budget=budget), inductor.patch(emulate_precision_casts=True):
         for _ in range(2):  # The first compiles.
             model.zero_grad()
             x.grad = None

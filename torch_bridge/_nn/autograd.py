@@ -27,7 +27,7 @@ from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._nn.operands import ROLES, LayerQuantizer, matrix_of, values_of
 from qshard.torch_bridge._ops.autograd_node import Node
 from qshard.torch_bridge._ops.eager import is_compiling
-from qshard.torch_bridge._ops.programs import run_program
+from qshard.torch_bridge._ops.programs import run_in_graph
 from qshard.torch_bridge._quantized.gemm import Operand, Values, matmul
 from qshard.torch_bridge._quantized.plane_programs import recompute_swiglu_plane, transpose
 from qshard.torch_bridge._quantized.target_gpu import target_of
@@ -286,7 +286,7 @@ class ProductNode(torch.autograd.Function):
         """Multiply the planes of x and of the weight in `parts`; or run `program` on `parts`."""
         ctx.count = len(parts)
         if program is not None:
-            return run_program(parts, program)[0]
+            return run_in_graph(parts, program, 1)[0]
         half = ctx.count // 2
         x = _operand(x_format, parts[:half], Usage.ROWWISE)
         w = _operand(w_format, parts[half:], Usage.COLUMNWISE if is_kn else Usage.ROWWISE)

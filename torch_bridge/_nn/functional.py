@@ -36,7 +36,7 @@ from qshard.torch_bridge._nn.operands import (
 from qshard.torch_bridge._nn.weight_amax import whole_amax
 from qshard.torch_bridge._ops.autograd_node import apply_node, check_no_tangent
 from qshard.torch_bridge._ops.eager import is_compiling
-from qshard.torch_bridge._ops.programs import run_program
+from qshard.torch_bridge._ops.programs import run_in_graph
 from qshard.torch_bridge._ops.uint64 import words
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.plane_programs import transpose
@@ -261,7 +261,7 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     program = None if eager else _compiled_product(call, x_row, weight, w_again, shape)
     if program is not None:
         if not (call.need_x or call.need_w):
-            return run_program(*program)[0]
+            return run_in_graph(*program, 1)[0]
     elif y is None:
         ws, w_amax = _planes_of_weight(call, forward, dgrad, weight, w_again)
         if one_node or not (call.need_x or call.need_w):
@@ -325,7 +325,7 @@ def _multiply_program(
 def _compiled_product(
     call: _Call, x: Operand, weight: Tensor, w_again: bool, shape: tuple[int, ...]
 ) -> tuple[tuple[Tensor, ...], str] | None:
-    """Return the arguments of `run_program` that quantizes the weight and computes y in a compiled graph; or None."""
+    """Return the inputs and the program that quantizes the weight and computes y in a compiled graph; or None."""
     if isinstance(weight, QuantizedTensor) or call.parts or call.is_kn or call.scales or call.recipe.by_product:
         return None
     if call.need_x and not w_again:

@@ -29,7 +29,7 @@ from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Sizes
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._nn.operands import ROLES, draws_of, operand_spec
-from qshard.torch_bridge._ops.programs import Memo, Steps, run_program
+from qshard.torch_bridge._ops.programs import Memo, Steps, run_in_graph
 from qshard.torch_bridge._quantized.gemm import Operand, way_of
 from qshard.torch_bridge._quantized.target_gpu import Target, target_of
 from qshard.torch_bridge._torch_internals import base_of, has_memory_budget, has_static_shape
@@ -112,7 +112,7 @@ def compiled_product(
     dtype: torch.dtype,
     shape: tuple[int, ...],
 ) -> tuple[tuple[Tensor, ...], str] | None:
-    """Return the arguments of `run_program` that computes `product` in a compiled graph; None if no program can."""
+    """Return the inputs and the program that computes `product` in a compiled graph; None if no program can."""
     if not (has_static_shape(x.parts.data) and has_static_shape(weight)):
         return None
     of_x = [part for part in x.parts if part is not None]
@@ -132,7 +132,7 @@ def compiled_gradients(
     w: Sequence[Tensor],
     seed: Tensor | None,
     x_shape: tuple[int, ...],
-) -> list[Tensor] | None:
+) -> Sequence[Tensor] | None:
     """Compute the needed gradients by one op of a compiled graph; None if no program can.
 
     `plan_backward` explains `sizes`, `dtypes` and `saved`, and `gradients` the others.
@@ -144,7 +144,7 @@ def compiled_gradients(
     roles = [role for role, is_needed in quantizes if is_needed and recipe.format(role).stochastic]
     tensors = (grad, *x, *w, *_draws(recipe, roles, seed, grad.device))
     text = _gradients_text(recipe.text, sizes, dtypes, saved, *_signature(tensors), grad.device, x_shape)
-    return None if text is None else run_program(tensors, text)
+    return None if text is None else run_in_graph(tensors, text, 2 if all(dtypes) else 1)
 
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]:

@@ -240,7 +240,7 @@ class _Recorder:
             "steps": self._steps,
         }
         # A call looks up the number of a result among its inputs, its outputs and None.
-        return Program(json.dumps(description), tuple(end if x is None else sources[x.number] for x in results))
+        return Program(_text_of(description), tuple(end if x is None else sources[x.number] for x in results))
 
 
 class Program:
@@ -256,9 +256,17 @@ class Program:
         return picked
 
 
+def _text_of(description: dict[str, Any]) -> str:
+    """Encode a program as JSON with apostrophes.
+
+    With `cpp_wrapper` inductor writes the text into C++, and escapes no quotes.
+    """
+    return json.dumps(description, separators=(",", ":")).replace('"', "'")
+
+
 @functools.cache
 def _description_of(text: str) -> dict[str, Any]:
-    description: dict[str, Any] = json.loads(text)
+    description: dict[str, Any] = json.loads(text.replace("'", '"'))
     return description
 
 
@@ -276,14 +284,29 @@ def _flops_of_program(inputs: Sequence[Any], program: str, out_val: object = Non
 
 
 _LIBRARY = torch.library.Library("qshard", "FRAGMENT")
-_LIBRARY.define(
-    "run_program(Tensor[] inputs, str program) -> Tensor[]",
-    tags=[torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag],
-)
-torch.library.register_fake("qshard::run_program", _run_fake, lib=_LIBRARY)
-# Programs run on values without gradients, also in grad mode.
-_LIBRARY.impl("run_program", torch.library.fallthrough_kernel, "Autograd")
+
+
+def _define(overload: str, returns: str, run_fake: Callable[..., Any]) -> Any:
+    name = f"run_program{overload}"
+    tags = [torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag]
+    _LIBRARY.define(f"{name}(Tensor[] inputs, str program) -> {returns}", tags=tags)
+    torch.library.register_fake(f"qshard::{name}", run_fake, lib=_LIBRARY)
+    # Programs run on values without gradients, also in grad mode.
+    _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    return getattr(torch.ops.qshard.run_program, overload.removeprefix(".") or "default")
+
+
+run_program: Callable[[Sequence[Tensor], str], list[Tensor]] = _define("", "Tensor[]", _run_fake)
+"""The op that runs a program: `run_program(inputs, text)` returns its outputs. The kernel is in C++."""
+
+# PyTorch's `cpp_wrapper` calls ops that return a list through Python, and fails for a list of one tensor.
+_run_one = _define(".one", "Tensor", lambda inputs, program: _run_fake(inputs, program)[0])
+_run_two = _define(".two", "(Tensor, Tensor)", lambda inputs, program: tuple(_run_fake(inputs, program)))
+
 register_flop_formula(torch.ops.qshard.run_program, get_raw=True)(_flops_of_program)
 
-run_program: Callable[[Sequence[Tensor], str], list[Tensor]] = torch.ops.qshard.run_program.default
-"""The op that runs a program: `run_program(inputs, text)` returns its outputs. The kernel is in C++."""
+
+def run_in_graph(inputs: Sequence[Tensor], text: str, outputs: int) -> Sequence[Tensor]:
+    """Run a program with one or two outputs in a compiled graph."""
+    results: Sequence[Tensor] = _run_two(inputs, text) if outputs == 2 else (_run_one(inputs, text),)
+    return results
