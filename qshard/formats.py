@@ -117,8 +117,6 @@ class Usage(enum.Flag):
     COLUMNWISE = 2
     BOTH = ROWWISE | COLUMNWISE
 
-    __hash__ = object.__hash__  # That of `Enum` is Python, and eager layers look up planes by usage in every call.
-
     def __repr__(self) -> str:
         return str(self)
 

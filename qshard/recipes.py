@@ -44,8 +44,6 @@ class Role(enum.Enum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
 
-    __hash__ = object.__hash__  # As `Usage`.
-
 
 class Product(enum.Enum):
     """A matrix product of a linear layer: `y = x @ w.T`, `dx = dy @ w` or `dw = dy.T @ x`."""
