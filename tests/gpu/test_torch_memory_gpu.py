@@ -73,8 +73,8 @@ def step_within(budget, recipe):
     """Peak bytes of a compiled step for each element of x, beyond what it begins with, and all gradients."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    width, rows = 1024, 16384
-    model = nn.Sequential(*(Block(width) for _ in range(3))).to("cuda", torch.bfloat16)
+    width, rows = 512, 16384
+    model = nn.Sequential(*(Block(width) for _ in range(8))).to("cuda", torch.bfloat16)
     compiled = torch.compile(convert(model, recipe))
     x = torch.randn(rows, width, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     # Compiled code may round otherwise where it computes an activation again.
@@ -92,11 +92,11 @@ def step_within(budget, recipe):
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
-@pytest.mark.parametrize("name", ["CurrentScaling", "BlockScaling"])
+@pytest.mark.parametrize("name", ["CurrentScaling", pytest.param("BlockScaling", marks=pytest.mark.slow)])
 def test_a_memory_budget_lowers_the_peak_and_keeps_the_bits(name, much_memory):
     (whole, want), (less, got) = (step_within(budget, RECIPES[name]) for budget in (1.0, 0.9))
     print(f"{name}: {whole:.1f} and {less:.1f} bytes a token and width")
-    # Of each block, the codes of its SwiGLU are not saved: 4 bytes. The first block to be freed is at the peak.
+    # Each of 8 blocks saves no codes of its SwiGLU, 4 bytes. The backward pass of the last block computes it again.
     assert less <= whole - 8
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
