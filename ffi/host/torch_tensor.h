@@ -53,7 +53,7 @@ class OwnedTensor {
   void Take(TorchValue value) { handle_ = reinterpret_cast<TorchTensor*>(value); }
   TorchValue Release() { return reinterpret_cast<TorchValue>(std::exchange(handle_, nullptr)); }
 
-  // Fills buffer and device from operand `name` of `op`, for whose kernel it must be contiguous.
+  // Fills buffer and device from operand `name` of `op`. Refuses strided tensors.
   void Read(const std::string& op, const std::string& name);
 
   bool RequiresGrad() const;

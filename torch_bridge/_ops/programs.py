@@ -2,9 +2,9 @@
 
 `Steps` wraps a function over `ops`, such as the functions of `_core.quantize_steps`, on values without gradients. To
 record it, the function runs once on `_Slot`s, which have shapes and dtypes but no memory, with an `ops` that records
-each op. The result is a text, which the op `run_program` runs (`host/program.h`). It allocates the
-results and the intermediate tensors, and runs the handlers one after another. So each rule of the pipeline is written
-once, and a call does not pay for evaluating it.
+each op. The result is a text, which the op `run_program` runs (`host/program.h`). It allocates the results and the
+intermediate tensors, and runs the handlers one after another. So each rule of the pipeline is written once, and a call
+does not pay for evaluating it.
 
 If a call may not skip the dispatcher (`eager.py`), or if the program fails, the function runs on real tensors, one op
 of `torch.ops.qshard` after another, each with its checks.
