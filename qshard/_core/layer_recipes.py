@@ -166,6 +166,25 @@ def list_layers(reasons: Mapping[str, str]) -> str:
     return ", ".join(listed) + (f" and {left} more" if left else "")
 
 
+def check_each(checks: Mapping[str, Callable[[], object]], advice: str = "") -> None:
+    """Call the check of each layer or weight. Raise the first error, with the names of all that have one.
+
+    - `advice`: what to do besides, for the end of the first error.
+
+    >>> check_each({"up": lambda: None})
+    """
+    misfits: dict[str, TypeError | ValueError] = {}
+    for name, check in checks.items():
+        try:
+            check()
+        except (TypeError, ValueError) as error:
+            misfits[name] = error
+    if misfits:
+        first = next(iter(misfits.values()))
+        every = f"; {list_layers(dict.fromkeys(misfits, 'do not fit'))}" if len(misfits) > 1 else ""
+        raise type(first)(f"{first}{advice}{every}")
+
+
 def check_chosen(op: str, model: Any, chosen: Collection[str], rest: Mapping[str, str], kind: str) -> None:
     """Raise ValueError if no layer of a model is left to convert.
 

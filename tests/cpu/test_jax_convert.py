@@ -392,3 +392,17 @@ def test_filters_that_are_none(filter, text):
         convert(Llama(1), "CurrentScaling", filter=filter)
     with pytest.raises(TypeError, match=f"^Policy: {text.replace('a layer and', 'an array and')}"):
         Policy.of({"q": jnp.ones((D, D))}, "CurrentScaling", filter=filter)
+
+
+def test_one_error_for_all_kernels_that_do_not_fit():
+    """Names that differ only in numbers are listed once, and nothing is converted."""
+    rngs = nnx.Rngs(0)
+    sizes = {"a": (64, 40), "b": (48, 64), "c": (64, 64)}
+    blocks = [nnx.Dict({name: nnx.Linear(*size, rngs=rngs) for name, size in sizes.items()}) for _ in range(3)]
+    model = nnx.Sequential(*blocks)
+    with pytest.raises(ValueError, match=r"^convert: layers\.0\.a\.kernel \(64, 40\) ") as raised:
+        convert(model, "MXFP8")
+    assert str(raised.value).endswith("; layers.0.a, layers.0.b (do not fit; 4 more like these)")
+    assert all(block[name].dot_general is jax.lax.dot_general for block in blocks for name in sizes)
+    with pytest.raises(ValueError, match=r"otherwise='plain' to convert$"):
+        convert(model, "MXFP8", filter=lambda _, name: name in ("layers.0.a", "layers.0.c"))

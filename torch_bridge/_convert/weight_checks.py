@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from qshard._core.layer_recipes import list_layers
+from qshard._core.layer_recipes import check_each
 from qshard._core.operands import check_weight_shape
 from qshard.recipes import Recipe
 from qshard.torch_bridge._nn.weight_module import check_alone
@@ -34,17 +35,15 @@ class ChosenWeight(NamedTuple):
 
 def check_weights(weights: Iterable[ChosenWeight]) -> None:
     """Raise unless all weights are plain tensors that nothing else holds, and have whole blocks of their recipes."""
-    misfits: dict[str, TypeError | ValueError] = {}
-    for name, weight, shape, recipe, is_local, is_transposed in weights:
+    chosen = [*weights]
+    for name, weight, _, _, is_local, _ in chosen:
         if isinstance(weight, DTensor) and not is_local:
             raise ValueError(f"convert: {name} (DTensor) is not a plain tensor; convert before sharding the model")
         check_alone(name, weight)
-        try:
-            check_dtype("convert", name, weight.dtype)
-            check_weight_shape("convert", f"{name}.T" if is_transposed else name, recipe, shape)
-        except (TypeError, ValueError) as error:
-            misfits[name] = error
-    if misfits:
-        first = next(iter(misfits.values()))
-        every = f"; {list_layers(dict.fromkeys(misfits, 'do not fit'))}" if len(misfits) > 1 else ""
-        raise type(first)(f"{first}, or exclude the layer with filter={every}")
+
+    def check(each: ChosenWeight) -> None:
+        check_dtype("convert", each.name, each.weight.dtype)
+        check_weight_shape("convert", each.name + ".T" * each.is_transposed, each.recipe, each.shape)
+
+    checks = {each.name: functools.partial(check, each) for each in chosen}
+    check_each(checks, ", or exclude the layer with filter=")

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
+from qshard._core.layer_recipes import (
+    NO_PATTERN,
+    RecipesLike,
+    Rules,
+    check_chosen,
+    check_each,
+    check_filter,
+    warn_of_rest,
+)
 from qshard._core.validation import quote
 from qshard.jax._nn.dot_general import DotGeneral
 from qshard.jax._sharding.inference import Axes, MeshAxisRoles
@@ -105,8 +114,9 @@ def convert(
     sharding_options = {name: layer.sharding_options(meaning, name) for name, layer in chosen.items()}
     meaning.check_used(sharding_options)
     multipliers = {each: DotGeneral(each, **options) for each in recipes.values()}
-    for name, layer in chosen.items():
-        layer.check(name, multipliers[recipes[name]])
+    check_each(
+        {name: functools.partial(layer.check, name, multipliers[recipes[name]]) for name, layer in chosen.items()}
+    )
     made = {
         name: layer.multiplier(recipes[name], rngs, options | sharding_options[name]) for name, layer in chosen.items()
     }
