@@ -63,7 +63,7 @@ fuzz: $(STAMP)test $(STAMP)package  ## call every op, and expert parallelism in 
 # A separate build in a separate environment: the hook of the editable install would find the plain extension. Python itself has no
 # sanitizers, so their runtime is preloaded, and leak detection is off because it would report Python's.
 SANITIZED       := build/sanitize
-SANITIZED_TESTS := $(addprefix tests/cpu/test_,calls.py kernels_simd.py adam.py ops.py program_arguments.py master.py master_torch.py torch_ops.py)
+SANITIZED_TESTS := $(addprefix tests/cpu/test_,calls.py kernels_simd.py adam.py ops.py program_arguments.py master.py master_torch.py torch_ops.py torch_programs.py)
 SANITIZED_PYTHON = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(SANITIZED)/venv/bin/python -P
 sanitize: $(STAMP)test $(STAMP)package  ## run fuzz and the tests of the CPU kernels under AddressSanitizer and UBSan
