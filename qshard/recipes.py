@@ -211,9 +211,9 @@ class Recipe:
 
     @property
     def text(self) -> str | None:
-        """`description` as JSON, for constants of compiled graphs; None for a class of the user's.
+        """`description` as JSON, from which compiled layers find the recipe; None for a class of the user's.
 
-        The text does not hold the code of such a class.
+        Classes of the user's may share a name, as after a notebook cell ran twice.
         """
         return self._text
 

@@ -40,7 +40,7 @@ bool Bytes(DataType dtype, const int64_t* dims, size_t rank, int64_t* bytes) {
 }
 
 [[noreturn]] void Refuse(const std::string& what) {
-  throw std::invalid_argument("program: " + what);
+  throw std::invalid_argument("run_program: " + what);
 }
 
 // Returns a list of a JSON object.

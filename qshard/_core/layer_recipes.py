@@ -171,7 +171,9 @@ def check_each(checks: Mapping[str, Callable[[], object]], advice: str = "") -> 
 
     - `advice`: what to do besides, for the end of the first error.
 
-    >>> check_each({"up": lambda: None})
+    >>> check_each({"up": lambda: int("a"), "down": lambda: 1, "head": lambda: int("b")}, "; pass numbers")
+    Traceback (most recent call last):
+    ValueError: invalid literal for int() with base 10: 'a'; pass numbers; up, head (do not fit)
     """
     misfits: dict[str, TypeError | ValueError] = {}
     for name, check in checks.items():

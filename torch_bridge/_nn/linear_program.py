@@ -76,10 +76,8 @@ def product(
     multiply = _forward(x.format, recipe, (x.parts.data.shape[0], *weight.shape), target_of(weight.device), dtype)
     if multiply is None:
         return None, None
-    of_x = [part for part in x.parts if part is not None]
-    given = () if scale is None else (scale,)
-    draws = _draws(recipe, (Role.WEIGHT,) if recipe.weight.stochastic else (), seed, weight.device)
-    y, amax = _multiply_weight((*of_x, weight, *given, *draws), len(of_x), multiply, recipe, shape)
+    tensors, of_x = _product_inputs(x, weight, recipe, scale, seed)
+    y, amax = _multiply_weight(tensors, of_x, multiply, recipe, shape)
     # Op by op y is a view, and FSDP2 cannot attach its hooks to one.
     return y if base_of(y) is None else aten._unsafe_view.default(y, shape), amax
 
@@ -115,10 +113,8 @@ def compiled_product(
     """Return the inputs and the program that computes `product` in a compiled graph; None if no program can."""
     if not (has_static_shape(x.parts.data) and has_static_shape(weight)):
         return None
-    of_x = [part for part in x.parts if part is not None]
-    draws = _draws(recipe, (Role.WEIGHT,) if recipe.weight.stochastic else (), seed, weight.device)
-    tensors = (*of_x, weight, *draws)
-    text = _product_text(recipe.text, len(of_x), *_signature(tensors), weight.device, dtype, shape)
+    tensors, of_x = _product_inputs(x, weight, recipe, None, seed)
+    text = _product_text(recipe.text, of_x, *_signature(tensors), weight.device, dtype, shape)
     return None if text is None else (tensors, text)
 
 
@@ -139,12 +135,30 @@ def compiled_gradients(
     """
     if not all(map(has_static_shape, (grad, *x[:1], *w[:1]))):
         return None
-    # Dynamo does not take the plan: it names the roles of the tensors that are quantized here.
-    quantizes = ((Role.GRADIENT, True), (Role.ACTIVATION, saved[0] == 1 and dtypes[1]), (Role.WEIGHT, saved[1] == 1))
-    roles = [role for role, is_needed in quantizes if is_needed and recipe.format(role).stochastic]
+    roles = [role for role in _roles_to_quantize(dtypes, saved) if recipe.format(role).stochastic]
     tensors = (grad, *x, *w, *_draws(recipe, roles, seed, grad.device))
     text = _gradients_text(recipe.text, sizes, dtypes, saved, *_signature(tensors), grad.device, x_shape)
     return None if text is None else run_in_graph(tensors, text, 2 if all(dtypes) else 1)
+
+
+def _product_inputs(
+    x: Operand, weight: Tensor, recipe: Recipe, scale: Tensor | None, seed: Tensor | None
+) -> tuple[tuple[Tensor, ...], int]:
+    """Return the inputs of `_multiply_weight`, and the number of them that belong to x."""
+    of_x = [part for part in x.parts if part is not None]
+    given = () if scale is None else (scale,)
+    draws = _draws(recipe, (Role.WEIGHT,) if recipe.weight.stochastic else (), seed, weight.device)
+    return (*of_x, weight, *given, *draws), len(of_x)
+
+
+def _roles_to_quantize(
+    dtypes: tuple[torch.dtype | None, torch.dtype | None], saved: tuple[int, int, Usage | None]
+) -> list[Role]:
+    """Return the roles of the operands that the backward pass quantizes, from arguments of `plan_backward`."""
+    (x_dtype, w_dtype), (x_parts, w_parts, _) = dtypes, saved
+    again = [Role.ACTIVATION] if w_dtype is not None and x_parts == 1 else []
+    again += [Role.WEIGHT] if x_dtype is not None and w_parts == 1 else []
+    return [Role.GRADIENT, *again]
 
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], ...], tuple[torch.dtype, ...]]:
@@ -204,7 +218,7 @@ def plan_backward(
     `sizes` are M, N and K. `dtypes` are the dtypes of the gradient of x and of the weight gradient; None for a gradient
     that is not needed. `saved` has `x_parts`, `w_parts` and `w_usage` of the result.
     """
-    (m, n, k), (x_dtype, w_dtype), (x_parts, w_parts, _) = sizes, dtypes, saved
+    (m, n, k), (x_dtype, w_dtype) = sizes, dtypes
     usage = Usage.BOTH if x_dtype and w_dtype else Usage.ROWWISE if x_dtype else Usage.COLUMNWISE
     dy, x, w = recipe.gradient, recipe.activation, recipe.weight
     if recipe.added_rows(Role.GRADIENT, usage, m):
@@ -218,12 +232,11 @@ def plan_backward(
         dx = _product_of(dy, Usage.ROWWISE, w, Usage.COLUMNWISE, (m, k, n), target, x_dtype)
         if dx is None:
             return None
-    shapes = {Role.GRADIENT: (m, n)}
-    shapes |= {Role.ACTIVATION: (m, k)} if dw and x_parts == 1 else {}
-    shapes |= {Role.WEIGHT: (n, k)} if dx and w_parts == 1 else {}
-    for role, shape in shapes.items():  # Recipes may require whole blocks where ops do not.
-        operand_spec(recipe, role, usage if role is Role.GRADIENT else Usage.COLUMNWISE).layouts(shape)
-    return BackwardPlan(dw, dx, usage, *saved, tuple(role for role in shapes if recipe.format(role).stochastic))
+    shapes = {Role.GRADIENT: (m, n), Role.ACTIVATION: (m, k), Role.WEIGHT: (n, k)}
+    roles = _roles_to_quantize(dtypes, saved)
+    for role in roles:  # Recipes may require whole blocks where ops do not.
+        operand_spec(recipe, role, usage if role is Role.GRADIENT else Usage.COLUMNWISE).layouts(shapes[role])
+    return BackwardPlan(dw, dx, usage, *saved, tuple(role for role in roles if recipe.format(role).stochastic))
 
 
 @Memo
