@@ -340,5 +340,6 @@ def test_a_weight_enters_few_modules():
             sharded(torch.ones(16, 320, device=device)).sum().backward()
             optimizer.step()
 
-    path = path_of({320 * 192, 160 * 192}, run)
-    assert len(path) <= 22, sorted(path)  # One is of the hook of delayed scaling on all optimizers, once registered.
+    # Once another test has registered the hook of delayed scaling on all optimizers, the weights enter it too.
+    path = path_of({320 * 192, 160 * 192}, run) - {"torch_bridge/_delayed_scaling.py"}
+    assert len(path) <= 22, sorted(path)
