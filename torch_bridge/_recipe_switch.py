@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from qshard._core.layer_recipes import RecipesLike, Rules, list_layers
+from qshard._core.layer_recipes import RecipesLike, Rules, check_each, list_layers
 from qshard._core.operands import check_weight_format, check_weight_shape
 from qshard.recipes import Recipe
 from qshard.torch_bridge._convert.convert import unfit_layer
@@ -93,8 +93,7 @@ def switch_recipe(model: nn.Module, recipe: RecipesLike | None) -> nn.Module:
     try:
         changes = _changes(model, recipe)
         _check_idle(model, changes)
-        for change in changes:
-            change.check()
+        check_each({change.name: change.check for change in changes})
     except (TypeError, ValueError, RuntimeError) as error:  # NotImplementedError is a RuntimeError.
         problem = error
     _agree(model, changes, problem)

@@ -171,6 +171,9 @@ def test_nnx_experts_streams_and_patterns():
             qj.switch_recipe(model, recipe)
     with pytest.raises(ValueError, match="needs `rngs`"):
         qj.switch_recipe(model, {"layers.0": "NVFP4"})
+    wide = qj.convert(nnx.Sequential(*(nnx.Linear(20, 20, rngs=nnx.Rngs(0)) for _ in range(3))), "CurrentScaling")
+    with pytest.raises(ValueError, match=r"layers.0.kernel .*; layers.0 \(do not fit; 2 more like these\)$"):
+        qj.switch_recipe(wide, "MXFP8")
     assert [layer.dot_general.recipe for layer in model.layers] == [CurrentScaling()] * 2
     with pytest.raises(TypeError, match=r"switch_recipe: model .* is not a Policy or an nnx.Module"):
         qj.switch_recipe(params_of(), "MXFP8")

@@ -211,6 +211,13 @@ def test_convert_again_does_not_convert_back():
     assert [layer.recipe for layer in model] == [None, CurrentScaling()]
 
 
+def test_one_error_for_all_layers_that_do_not_fit():
+    model = qt.convert(nn.Sequential(*(nn.Linear(48, 48) for _ in range(3))), "CurrentScaling")
+    with pytest.raises(ValueError, match=r"switch_recipe: 0.weight .*; 0 \(do not fit; 2 more like these\)$"):
+        qt.switch_recipe(model, "MXFP8")
+    assert [layer.recipe for layer in model] == [CurrentScaling()] * 3
+
+
 @pytest.mark.parametrize("number", range(10))
 def test_refusals_change_nothing(number):
     call, kind, text = [*refused()][number]

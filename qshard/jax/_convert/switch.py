@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from qshard._core.layer_recipes import RecipesLike, Rules, list_layers
+from qshard._core.layer_recipes import RecipesLike, Rules, check_each, list_layers
 from qshard._core.validation import quote
 from qshard.jax._nn.dot_general import DotGeneral
 from qshard.jax._nn.policy import Policy
+from qshard.recipes import Recipe
 
 OP = "switch_recipe"
 
@@ -74,15 +77,18 @@ def switch_recipe(model: Any, recipe: RecipesLike | None, *, rngs: Any = None) -
     reasons = {name: why for name, own in new.items() if own is not None and (why := layers[name].unfit) is not None}
     if reasons:
         raise ValueError(f"{OP}: layers cannot have the recipe: {list_layers(reasons)}; leave them out by patterns")
-    made: dict[str, Any] = {}
+    changed: dict[str, Recipe] = {}
+    checks: dict[str, Callable[[], None]] = {}
     for name, own in new.items():
-        layer, current = layers[name], layers[name].current
+        current = layers[name].current
         assert current is not None
-        if own is None:
-            made[name] = None
-        elif own != current.recipe:
-            layer.check(name, DotGeneral(own, otherwise=current.otherwise), OP)
-            made[name] = layer.switched(own, rngs)
+        if own is not None and own != current.recipe:
+            changed[name] = own
+            multiplier = DotGeneral(own, otherwise=current.otherwise)
+            checks[name] = functools.partial(layers[name].check, name, multiplier, OP)
+    check_each(checks)
+    made = {name: layers[name].switched(own, rngs) for name, own in changed.items()}
+    made |= {name: None for name, own in new.items() if own is None}
     for name, multiplier in made.items():
         if multiplier is None:
             layers[name].revert()
