@@ -212,14 +212,25 @@ def test_what_is_kept_is_bounded_and_told_apart():
 
     kept = Memo(count, most=3)
     formats = [FP8_E4M3.with_options(pow2=True) for _ in range(2)]  # Equal, and two objects.
-    assert [kept(fmt, 1) for fmt in formats] == [1, 2] == [kept(fmt, 1) for fmt in formats]
-    assert kept(formats[0], 2) == 3
-    assert kept((1, torch.bfloat16)) == 4  # A fourth: the others are forgotten.
+    assert [kept(fmt, 1) for fmt in formats * 2] == [1, 1, 1, 1]
+    assert kept(FP8_E4M3.with_options(pow2=True, eps=0.5), 1) == 2
+    assert kept((1, torch.bfloat16)) == 3  # A fourth key: the others are forgotten.
     assert len(kept) == 1
-    assert kept((1, torch.bfloat16)) == 4
-    seen = {kept(FP8_E4M3.with_options(pow2=True)) for _ in range(9)}  # None gets what was made of another.
+    assert kept((1, torch.bfloat16)) == 3
+    assert kept(formats[1], 1) == 4
+    seen = {kept(object()) for _ in range(9)}  # None gets what was made of another.
     assert len(seen) == 9
     assert len(kept) <= 3
+
+
+def test_equal_formats_share_programs():
+    """Also in tensors, which know their format by a number."""
+    formats = [FP8_E4M3.with_options(eps=0.25) for _ in range(3)]
+    recorded = {
+        id(plane_programs._quantize.programs(((4, 4),), (torch.float32,), "cpu", fmt, Usage.BOTH)) for fmt in formats
+    }
+    assert len(recorded) == 1
+    assert len({quantize(torch.ones(4, 4), fmt).format_id for fmt in formats}) == 1
 
 
 def test_threads_share_programs():

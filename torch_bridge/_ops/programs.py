@@ -36,11 +36,30 @@ _ALIGNMENT = 256  # Alignment of intermediate tensors, the same as of GPU alloca
 _BY_VALUE = frozenset((type(None), bool, int, float, str, tuple, torch.Size, torch.dtype, torch.device))
 
 
+_EQUALS: dict[Any, Any] = {}
+"""Formats, recipes and plans by themselves: the first of all that are equal."""
+
+
+def first_equal(value: T) -> T:
+    """Return the first value that was equal to this one, so that identity compares formats, recipes and plans.
+
+    Objects that are equal to none but themselves, such as functions and process groups, are not kept.
+
+    >>> first_equal((1, 2)) is first_equal((1, 2))
+    True
+    """
+    if type(value).__hash__ in (None, object.__hash__):
+        return value
+    first: T = _EQUALS.setdefault(value, value)
+    return first
+
+
 class Memo(Generic[T]):
     """A function with a cache of at most `most` results. When it is full, the whole cache is cleared.
 
-    Unlike `functools.lru_cache`, it compares formats, recipes and all other objects that are not plain values by
-    identity, because hashing them takes longer than the call. A result keeps its arguments alive, so no id is reused.
+    Unlike `functools.lru_cache`, it finds formats, recipes and all other objects that are not plain values by identity,
+    because hashing them takes longer than the call. If it does not find them, it compares them with earlier arguments
+    by value, which takes less time than the function. A result keeps its arguments alive, so no id is reused.
 
     >>> double = Memo(lambda text: text * 2)
     >>> double("ab"), double("ab"), len(double)
@@ -55,7 +74,9 @@ class Memo(Generic[T]):
         key = tuple([arg if type(arg) in _BY_VALUE else id(arg) for arg in args])
         found = self._results.get(key)
         if found is None:
-            result = self._function(*args)
+            first = tuple([arg if type(arg) in _BY_VALUE else first_equal(arg) for arg in args])
+            is_first = all(map(operator.is_, first, args))
+            result = self._function(*args) if is_first else self(*first)
             if len(self._results) >= self._most:
                 self._results.clear()
             found = self._results[key] = (args, result)

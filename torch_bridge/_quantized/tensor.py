@@ -16,6 +16,7 @@ from qshard._core.serialization import Description, flat, parse_metadata, text_o
 from qshard._core.validation import as_plane, join_names, quote
 from qshard.formats import FLOATS, Format, Usage
 from qshard.torch_bridge._ops.bind import dtype_name
+from qshard.torch_bridge._ops.programs import first_equal
 from qshard.torch_bridge._quantized.plane_programs import NO_PLANE, dequantize
 from qshard.torch_bridge._torch_internals import is_traceable_wrapper_subclass, make_wrapper
 
@@ -108,10 +109,10 @@ class QuantizedTensor(Tensor):
                 "QuantizedTensor: rowwise and columnwise are both None; use quantize, or pass at least one plane"
             )
         self: QuantizedTensor = make_wrapper(cls, shape, dtype=dtype, device=either.data.device)
-        self.format, self.columnwise_is_stale = fmt, columnwise_is_stale
-        self.format_id = id(fmt)
-        if self.format_id not in _FORMATS:
-            _FORMATS[self.format_id] = fmt
+        if id(fmt) not in _FORMATS:
+            fmt = first_equal(fmt)
+            _FORMATS[id(fmt)] = fmt
+        self.format, self.format_id, self.columnwise_is_stale = fmt, id(fmt), columnwise_is_stale
         # Written out: a loop over _NAMES takes three times as long, in each call of `quantize`.
         self._rowwise_data, self._rowwise_scale_inv, self._rowwise_global_scale_inv = rowwise or NO_PLANE
         self._columnwise_data, self._columnwise_scale_inv, self._columnwise_global_scale_inv = columnwise or NO_PLANE
