@@ -13,7 +13,7 @@ from qshard._core.quantize_steps import Draws, Plane, Reduce
 from qshard._core.validation import seed_missing
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, Shape, has_row_blocks_of, is_transposed, plane, source, takes_rows, whole_units
-from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
+from qshard.recipes import ROLE_SEEDS, DelayedScaling, Product, Recipe, Role
 
 Array = Any
 
@@ -322,15 +322,38 @@ def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe, *, froz
     raise ValueError(f"{op}: {name} ({fmt}) {what}; {remedy}")
 
 
+def operand_planes(recipe: Recipe) -> list[tuple[Role, Format, Usage]]:
+    """Return the planes that the three products of a layer contract, those of the weight first.
+
+    >>> from qshard.recipes import NVFP4
+    >>> [(role.value, usage.name) for role, _, usage in operand_planes(NVFP4(dgrad="bf16", wgrad="bf16"))]
+    [('weight', 'ROWWISE'), ('activation', 'ROWWISE')]
+    """
+    of_products = {
+        Product.FORWARD: ((Role.WEIGHT, Usage.ROWWISE), (Role.ACTIVATION, Usage.ROWWISE)),
+        Product.DGRAD: ((Role.WEIGHT, Usage.COLUMNWISE), (Role.GRADIENT, Usage.ROWWISE)),
+        Product.WGRAD: ((Role.ACTIVATION, Usage.COLUMNWISE), (Role.GRADIENT, Usage.COLUMNWISE)),
+    }
+    planes = [
+        (role, own.format(role), usage)
+        for product, pairs in of_products.items()
+        if (own := recipe.of(product)) is not None
+        for role, usage in pairs
+    ]
+    return sorted(planes, key=lambda each: each[0] is not Role.WEIGHT)
+
+
 def check_weight_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless a weight `[N, K]` and the tensors that multiply it have whole blocks in all products."""
-    for own in recipe.distinct:
-        for one in Usage.BOTH.planes:
-            plane(own.weight, shape, one, op=op, name=name)
-        for role, axis, size in ((Role.ACTIVATION, "columns", shape[1]), (Role.GRADIENT, "rows", shape[0])):
-            unit = whole_units(own.format(role), Usage.ROWWISE)[1]
-            if size % unit:
-                raise ValueError(
-                    f"{op}: {name} {shape} does not fit the {role.value}s, which have blocks of {unit} "
-                    f"({own.format(role)}); pad the {axis} to {size + -size % unit}"
-                )
+    for role, fmt, usage in operand_planes(recipe):
+        if role is Role.WEIGHT:
+            plane(fmt, shape, usage, op=op, name=name)
+            continue
+        # Rows are padded.
+        axis, size = ("columns", shape[1]) if role is Role.ACTIVATION else ("rows", shape[0])
+        unit = whole_units(fmt, source(fmt, usage))[1]
+        if size % unit:
+            raise ValueError(
+                f"{op}: {name} {shape} does not fit the {role.value}s, which have blocks of {unit} ({fmt}); pad the "
+                f"{axis} to {size + -size % unit}"
+            )

@@ -184,3 +184,11 @@ def test_contracted_axes_that_are_cut_in_two_ways_are_refused():
             ValueError, match=r"axis 2 of x \(32, 2, 32\) has 4 shards, but axis 1 of w \(2, 32, 32\), contracted"
         ):
             DotGeneral("CurrentScaling").einsum("tnh,nhd->td", x, w, out_sharding=P())
+
+
+def test_operands_are_arrays_and_options_may_be_lists():
+    with pytest.raises(TypeError, match=r"einsum: x \(\[\[1.0\]\]\) is not a JAX or NumPy array"):
+        einsum("td,df->tf", [[1.0]], jnp.ones((1, 1)), "CurrentScaling")
+    one, other = (DotGeneral("MXFP8", gather_axis=kind(["a", "b"])) for kind in (list, tuple))
+    assert one == other
+    assert hash(one) == hash(other)

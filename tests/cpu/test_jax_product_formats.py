@@ -1,5 +1,6 @@
 """Formats of single products in JAX: what FSDP gathers for each product, and what is not supported."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qshard.jax import Policy, gathered_weight, linear, policies, quantize, ragged_dot
+from qshard.jax import DotGeneral, Policy, gathered_weight, linear, policies, quantize, ragged_dot
 from qshard.recipes import NVFP4, CurrentScaling
 from support.hlo import collectives
 from support.pairs import each_value
@@ -175,3 +176,16 @@ def test_what_is_not_supported():
         gathered_weight(x, recipe, seed=1)
     with pytest.raises(NotImplementedError, match=r"ragged_dot: recipe .* has formats of single products"):
         ragged_dot(x, jnp.ones((2, 64, 64)), jnp.array([32, 32]), recipe)
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(48, False), (40, True)])
+def test_only_the_planes_of_products_need_whole_blocks(rows, kept):
+    """`otherwise="plain"` multiplies values where `linear` raises, and only there: wgrad reads no weight."""
+    x, w, recipe = jnp.ones((32, 48)), jnp.ones((48, rows)), NVFP4(wgrad="MXFP8")
+    product = functools.partial(
+        DotGeneral(recipe, otherwise="plain"), dimension_numbers=(((1,), (0,)), ((), ())), seed=1
+    )
+    assert ("quantize_nvfp4" not in str(jax.make_jaxpr(product)(x, w))) == kept
+    raises = pytest.raises(ValueError, match="16x16 blocks") if kept else contextlib.nullcontext()
+    with raises:
+        jax.grad(lambda w: linear(x, w, recipe, seed=1, weight_layout="KN").sum())(w)

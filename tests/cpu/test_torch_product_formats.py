@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qshard.recipes import MXFP8, NVFP4
-from qshard.torch_bridge import ZeroOptimizer, convert, linear, numerics_of, swiglu
+from qshard.recipes import MXFP8, NVFP4, Recipe
+from qshard.torch_bridge import Linear, ZeroOptimizer, convert, linear, numerics_of, swiglu
 
 TAIL = NVFP4(wgrad="bf16")
 
@@ -122,3 +122,39 @@ def test_layers_that_do_not_support_them_are_left_out():
 
     with pytest.warns(UserWarning, match="head .*has formats of single products"):
         convert(Head(), TAIL)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "text"),
+    [
+        (NVFP4(wgrad="MXFP8"), (48, 48), None),
+        (NVFP4(wgrad="MXFP8"), (40, 48), "16x16 blocks of NVFP4"),
+        (NVFP4(dgrad="MXFP8"), (48, 48), "32x32 blocks of MXFP8"),
+        (
+            NVFP4(wgrad=Recipe(weight="FP8_E4M3", activation="MXFP8_32x32", gradient="MXFP8_E5M2")),
+            (64, 48),
+            "activations",
+        ),
+        (NVFP4(forward="MXFP8", dgrad="bf16"), (32, 48), "32x32 blocks of MXFP8"),
+        (
+            Recipe(weight="MXFP8_E4M3", activation="MXFP8_E4M3", gradient="FP8_E5M2", dgrad="bf16", wgrad="bf16"),
+            (5, 32),
+            None,
+        ),
+    ],
+    ids=str,
+)
+def test_only_the_planes_of_products_need_whole_blocks(recipe, shape, text):
+    """A layer takes the weights that its products take: wgrad reads no weight."""
+
+    def train():
+        layer = Linear(shape[1], shape[0], bias=False, recipe=recipe)
+        x = torch.randn(32, shape[1], requires_grad=True)
+        layer(x).sum().backward()
+        return x.grad, layer.weight.grad
+
+    if text is None:
+        assert all(each.isfinite().all() for each in train())
+    else:
+        with pytest.raises(ValueError, match=text):
+            train()

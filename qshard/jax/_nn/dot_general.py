@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -12,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from qshard._core.operands import operand_planes
 from qshard._core.validation import closest, quote
-from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState
 from qshard.jax._nn.dimension_numbers import MatrixAxes, Terms, entries_of, replace_entries
 from qshard.jax._nn.linear import linear
@@ -81,7 +80,8 @@ class DotGeneral:
                 )
         check_spec("DotGeneral", "weight_spec", options.get("weight_spec"))
         self.otherwise: Otherwise = otherwise
-        self.options: dict[str, Any] = options
+        # Lists of mesh axes have no hash.
+        self.options = {name: tuple(given) if isinstance(given, list) else given for name, given in options.items()}
 
     def with_options(self, **options: Any) -> DotGeneral:
         """Copy this object with some options replaced.
@@ -178,6 +178,7 @@ class DotGeneral:
         >>> DotGeneral("CurrentScaling").einsum("btd,dhk->bthk", jnp.ones((2, 3, 16)), jnp.ones((16, 4, 8))).shape
         (2, 3, 4, 8)
         """
+        _check_operands("einsum", x, w)
         terms = Terms.of(subscripts, x, w)
         shared = [label for label in terms.w if label in terms.x]
         batch, contracted = ([each for each in shared if (each in terms.out) == left] for left in (True, False))
@@ -203,9 +204,7 @@ class DotGeneral:
         out_sharding: Spec,
         per_call: dict[str, Any],
     ) -> jax.Array:
-        for name, operand in (("x", x), ("w", w)):
-            check_array(op, name, operand)
-            check_dtype(op, name, operand)
+        _check_operands(op, x, w)
         if precision is not None and precision not in DEFAULT_PRECISIONS:
             raise ValueError(
                 f"{op}: precision ({quote(precision)}) does not apply to {type(self.recipe).__name__}; leave precision "
@@ -259,14 +258,18 @@ class DotGeneral:
         return None if why is None else f"{what} has {why}"
 
 
+def _check_operands(op: str, x: Any, w: Any) -> None:
+    for name, operand in (("x", x), ("w", w)):
+        check_array(op, name, operand)
+        check_dtype(op, name, operand)
+
+
 def broken_blocks(recipe: Recipe, k: int, n: int) -> str | None:
     """Describe the blocks that a weight of this K and N breaks in any of the three products; None if all are whole."""
-    many = 128  # Whole blocks of every format: rows are padded, so only K and N can break blocks.
-    planes = [(Role.WEIGHT, (n, k), usage) for usage in Usage.BOTH.planes]
-    planes += [(Role.ACTIVATION, (many, k), Usage.ROWWISE), (Role.GRADIENT, (many, n), Usage.ROWWISE)]
-    for own, (role, shape, usage) in itertools.product(recipe.distinct, planes):
-        fmt = own.format(role)
-        if any(size % unit for size, unit in zip(shape, whole_units(fmt, source(fmt, usage)), strict=True)):
+    # Rows are padded, so only K and N can break blocks.
+    shapes = {Role.WEIGHT: (n, k), Role.ACTIVATION: (0, k), Role.GRADIENT: (0, n)}
+    for role, fmt, usage in operand_planes(recipe):
+        if any(size % unit for size, unit in zip(shapes[role], whole_units(fmt, source(fmt, usage)), strict=True)):
             return f"K = {k} and N = {n}, which are no whole number of blocks of {fmt}"
     return None
 
