@@ -294,6 +294,5 @@ def _agree(model: nn.Module, changes: list[_Change], problem: Exception | None) 
         raise problem
     if others:
         raise ValueError(
-            f"{OP}: rank {others[0]} of the group passes another recipe than this rank, or raises; call it alike on "
-            "every rank"
+            f"{OP}: rank {others[0]} passes another recipe than this rank, or raises; call it alike on every rank"
         )

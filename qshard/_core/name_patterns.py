@@ -17,8 +17,8 @@ class NamePatterns:
 
     A pattern is a shell pattern for a whole name, as in `fnmatch`. `*` also matches dots, so "*.experts.*" matches
     "layers.0.experts.3.up". A slice selects numbered blocks: "layers[-2:].*" matches every name in the last two blocks,
-    and "layers[-15%:].*" every name in the last 15 % of blocks, rounded up. A pattern that is itself a name matches
-    only this name.
+    "layers[-15%:].*" every name in the last 15 % of blocks, rounded up, and "layers[0:1].experts[:2].*" two experts of
+    the first block. A pattern that is itself a name matches only this name.
 
     >>> patterns = NamePatterns(["*.experts.*", "head", "*"], [])
     >>> [patterns.first(name) for name in ("layers.0.experts.3.up", "head", "layers.0.q")]
@@ -26,6 +26,9 @@ class NamePatterns:
     >>> patterns = NamePatterns(["layers[-15%:].*"], [f"layers.{i}.q" for i in range(12)])
     >>> [i for i in range(12) if patterns.matches("layers[-15%:].*", f"layers.{i}.q")]
     [10, 11]
+    >>> names = [f"layers.{i}.experts.{j}" for i in range(2) for j in range(3)]
+    >>> [name for name in names if NamePatterns(["*[1:].experts[:2]"], names).first(name)]
+    ['layers.1.experts.0', 'layers.1.experts.1']
     """
 
     def __init__(self, patterns: Iterable[str], names: Iterable[str]):
@@ -106,7 +109,7 @@ def _blocks_of(names: Iterable[str]) -> dict[str, set[int]]:
 
 
 def _shells_of(pattern: str, blocks: Mapping[str, Collection[int]]) -> tuple[str, ...]:
-    """Return a pattern as shell patterns, one for each block that its slice selects."""
+    """Return a pattern as shell patterns, one for each block that its slices select."""
     found = _SLICE.search(pattern)
     if found is None:
         return (pattern,)
@@ -116,7 +119,9 @@ def _shells_of(pattern: str, blocks: Mapping[str, Collection[int]]) -> tuple[str
         if fnmatch.fnmatchcase(name, lists):
             count, prefix = max(numbers) + 1, glob.escape(name and f"{name}.")
             selected = range(count)[slice(*(_bound(text, count) for text in found.groups()))]
-            shells += [f"{prefix}{i}{rest}" for i in sorted(numbers) if i in selected]
+            for i in sorted(numbers):
+                if i in selected:
+                    shells += _shells_of(f"{prefix}{i}{rest}", blocks)
     return tuple(shells)
 
 

@@ -17,12 +17,13 @@ class Casts(TorchDispatchMode):
     """Records the names of ops that quantize."""
 
     def __init__(self):
-        self.names = []
+        self.names, self.shapes = [], []
         super().__init__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "qshard" and "quantize" in func.__name__ and "dequantize" not in func.__name__:
             self.names.append(func.__name__.removesuffix(".default"))
+            self.shapes.append(tuple(args[0].shape))
         return func(*args, **(kwargs or {}))
 
 
@@ -36,6 +37,32 @@ def test_planes_that_no_product_reads_are_not_cast():
     with Casts() as casts:
         linear(x, w, None, NVFP4(forward="bf16", dgrad="bf16", wgrad="bf16")).sum().backward()
     assert casts.names == []
+
+
+class Branches(nn.Module):
+    """Layers that receive one x, whose norm autograd does not save."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layers = nn.LayerNorm(64), nn.ModuleList(nn.Linear(64, 32) for _ in range(3))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return sum(layer(x) for layer in self.layers)
+
+
+@pytest.mark.parametrize("wgrad", ["MXFP8", "BlockScaling"])
+def test_layers_share_the_codes_of_x_in_each_format(wgrad):
+    recipe = MXFP8(wgrad=wgrad, activation="MXFP8_E4M3", gradient="MXFP8_E4M3")
+    model, x = convert(Branches(), recipe), torch.randn(96, 64)
+    with Casts() as casts:
+        model(x).sum().backward()
+    assert casts.shapes.count((96, 64)) == 2
+    mine = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    y = model.norm(x)  # Outside of the module, nothing is shared.
+    sum(layer(y) for layer in model.layers).sum().backward()
+    assert equal(mine, [p.grad for p in model.parameters()])
 
 
 def model_of(recipe):

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import qshard.torch_bridge as qt
 from qshard.recipes import NVFP4, Recipe
+from qshard.torch_bridge._ops.collectives import unlike_ranks
 from support import torch_ranks
 from support.torch_models import model_of, shard
 from support.torch_parallel import Llama, mesh_of, parallelized
@@ -226,12 +227,23 @@ def test_ddp():
     assert_goes_on_alike(model, optimizer, wrapped("DelayedScaling"))
 
 
+@on_ranks((2, 2))
+def test_errors_name_the_global_rank_that_differs():
+    mesh, rank = torch_ranks.mesh(), dist.get_rank()
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    facts = b"other" if rank == 2 else b"alike"
+    assert unlike_ranks(facts, groups, torch_ranks.device) == ([0, 1, 3] if rank == 2 else [2])
+    assert unlike_ranks(facts, groups, torch_ranks.device, to_first=True) == [2]
+    pair = dist.get_process_group_ranks(groups[1])
+    assert unlike_ranks(facts, groups[1], torch_ranks.device, to_first=True) == ([3] if 2 in pair else [])
+
+
 @on_ranks(2)
 def test_ranks_that_differ_raise_on_all():
     model = made("NVFP4")
     optimizer = adam(model)
     before = train(model, optimizer)
-    with pytest.raises(ValueError, match=r"rank . of the group passes another recipe"):
+    with pytest.raises(ValueError, match=r"rank . passes another recipe"):
         qt.switch_recipe(model, ("MXFP8", "CurrentScaling")[dist.get_rank()])
     with pytest.raises(ValueError, match=r"switch_recipe: (rank|pattern 'none')"):
         qt.switch_recipe(model, ("MXFP8", {"none": "MXFP8"})[dist.get_rank()])

@@ -71,11 +71,11 @@ class ActivationGroup:
     def _check(self, codes: Tensor) -> None:
         text = repr((tuple(codes.shape), codes.dtype)).encode()
         facts = text + codes.contiguous().view(torch.uint8).cpu().numpy().tobytes()
-        others = unlike_ranks(facts, self.group, codes.device, than=0)
+        others = unlike_ranks(facts, self.group, codes.device, to_first=True)
         if others:
             raise ValueError(
-                f"Linear: rank {others[0]} of activation_group has another x (codes of {tuple(codes.shape)}) than its "
-                "first rank; pass the tensor-parallel ranks, which share x, not the data-parallel ones"
+                f"Linear: rank {others[0]} has another x (codes of {tuple(codes.shape)}) than the first rank of "
+                "activation_group; pass the tensor-parallel ranks, which share x, not the data-parallel ones"
             )
         self._agreed = True
 

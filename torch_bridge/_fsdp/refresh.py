@@ -263,7 +263,7 @@ def check_ranks_agree(weights: Sequence[WeightShard]) -> None:
     facts = [(state.name, *plan.facts) for state, _, plan in weights]
     if others := unlike_ranks(repr(facts).encode(), group, device):
         raise ValueError(
-            f"fully_shard: rank {others[0]} of the group has other weights than this rank ({len(weights)}, the first "
+            f"fully_shard: rank {others[0]} has other weights than this rank ({len(weights)}, the first "
             f"{weights[0].state.name} {weights[0].plan.shape} in {weights[0].state.fmt}); convert and shard the model "
             "alike on every rank"
         )

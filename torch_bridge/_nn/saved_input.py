@@ -60,18 +60,36 @@ Planes = tuple[dict[Usage, Operand | Values], list[Tensor]]
 """Planes of one tensor by usage; and under delayed scaling its amax, to be recorded, and its scale."""
 
 
-class _Codes:
-    """Cached planes of one x."""
+class _CachedPlanes:
+    """Planes of one x in one format, and the layers that have used them."""
 
-    def __init__(self, x: weakref.ref[Tensor], version: int, key: Any):
-        self.x, self.version, self.key = x, version, key
+    def __init__(self, key: Any):
+        self.key = key
         self.layers: set[Hashable] = set()
         self.planes: dict[Usage, Operand | Values] = {}
         self.others: list[Tensor] = []
 
-    def serves(self, x: Tensor, key: Any, layer: Hashable) -> bool:
-        """Return True if these are planes of this x and key, and `layer` has not used them."""
-        return self.x() is x and self.version == x._version and bool(self.key == key) and layer not in self.layers
+
+class _Codes:
+    """All cached planes of one x: products of one layer may have other formats."""
+
+    def __init__(self, x: weakref.ref[Tensor], version: int):
+        self.x, self.version = x, version
+        self.planes: list[_CachedPlanes] = []
+
+    def are_of(self, x: Tensor) -> bool:
+        return self.x() is x and self.version == x._version
+
+    def take(self, key: Any, layer: Hashable) -> _CachedPlanes:
+        """Return the planes with this key. If `layer` has used them, free them and return new ones, without planes."""
+        for i, cached in enumerate(self.planes):
+            if cached.key == key:
+                if layer not in cached.layers:
+                    return cached
+                del self.planes[i]
+                break
+        self.planes.append(_CachedPlanes(key))
+        return self.planes[-1]
 
 
 def planes_of(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable[[Usage], Planes]) -> Planes:
@@ -83,18 +101,18 @@ def planes_of(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable
     call = module_calls.call_that_shares(x) if _is_remembered(x) else None
     if call is None:
         return make(usage)
-    key = (key, *_surroundings(x))
     codes: _Codes | None = call.codes
-    if codes is None or not codes.serves(x, key, layer):
+    if codes is None or not codes.are_of(x):
         call.codes = None  # Frees the old codes before new ones are allocated.
-        codes = _Codes(weakref.ref(x, functools.partial(_forget, call)), x._version, key)
-    missing = [one for one in usage.planes if one not in codes.planes]
+        codes = _Codes(weakref.ref(x, functools.partial(_forget, call)), x._version)
+    cached = codes.take((key, *_surroundings(x)), layer)
+    missing = [one for one in usage.planes if one not in cached.planes]
     if missing:
-        planes, codes.others = make(missing[0] if len(missing) == 1 else usage)
-        codes.planes |= planes
+        planes, cached.others = make(missing[0] if len(missing) == 1 else usage)
+        cached.planes |= planes
         call.codes = codes
-    codes.layers.add(layer)
-    return {one: codes.planes[one] for one in usage.planes}, codes.others
+    cached.layers.add(layer)
+    return {one: cached.planes[one] for one in usage.planes}, cached.others
 
 
 def _forget(call: module_calls.ModuleCall, x: weakref.ref[Tensor]) -> None:

@@ -79,17 +79,23 @@ def _is_flat(array: Tensor) -> bool:
     return array.ndim == 1 and array.dtype == torch.uint8
 
 
-def unlike_ranks(facts: bytes, group: Groups, device: torch.device, *, than: int | None = None) -> list[int]:
-    """Return the ranks with other facts than this rank or rank `than`. Collective; the host waits for the device."""
+def unlike_ranks(facts: bytes, group: Groups, device: torch.device, *, to_first: bool = False) -> list[int]:
+    """Return the global ranks whose facts differ from those of this rank, or of the first rank of the group.
+
+    Collective. The host waits for the device.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
     mine = hashlib.sha256(facts).digest()
-    digests = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    messages = torch.frombuffer(bytearray(mine + rank.to_bytes(8, "little")), dtype=torch.uint8).to(device)
+    size = messages.numel()
     for each in _others(group):
-        everyone = [torch.empty_like(digests) for _ in range(dist.get_world_size(each))]
-        dist.all_gather(everyone, digests, group=each)
-        digests = torch.cat(everyone)
-    found = [bytes(each) for each in digests.view(-1, len(mine)).tolist()]
-    own = mine if than is None else found[than]
-    return [rank for rank, other in enumerate(found) if other != own]
+        everyone = [torch.empty_like(messages) for _ in range(dist.get_world_size(each))]
+        dist.all_gather(everyone, messages, group=each)
+        messages = torch.cat(everyone)
+    received = [bytes(each) for each in messages.view(-1, size).tolist()]
+    digests = {int.from_bytes(each[len(mine) :], "little"): each[: len(mine)] for each in received}
+    own = next(iter(digests.values())) if to_first else mine
+    return [rank for rank, digest in digests.items() if digest != own]
 
 
 def _others(group: Groups) -> list[dist.ProcessGroup]:

@@ -409,4 +409,4 @@ class ZeroOptimizer(Adam):
         if problem is not None:
             raise problem
         if others:
-            raise ValueError(f"ZeroOptimizer: rank {others[0]} differs from rank {self._ranks.rank}: it {otherwise}")
+            raise ValueError(f"ZeroOptimizer: rank {others[0]} differs from rank {dist.get_rank()}: it {otherwise}")
