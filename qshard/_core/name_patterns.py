@@ -114,7 +114,7 @@ def _shells_of(pattern: str, blocks: Mapping[str, Collection[int]]) -> tuple[str
     if found is None:
         return (pattern,)
     lists, rest = pattern[: found.start()], pattern[found.end() :]
-    shells = []
+    shells: list[str] = []
     for name, numbers in blocks.items():
         if fnmatch.fnmatchcase(name, lists):
             count, prefix = max(numbers) + 1, glob.escape(name and f"{name}.")

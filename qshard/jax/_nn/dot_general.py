@@ -81,7 +81,9 @@ class DotGeneral:
         check_spec("DotGeneral", "weight_spec", options.get("weight_spec"))
         self.otherwise: Otherwise = otherwise
         # Lists of mesh axes have no hash.
-        self.options = {name: tuple(given) if isinstance(given, list) else given for name, given in options.items()}
+        self.options: dict[str, Any] = {
+            name: tuple(given) if isinstance(given, list) else given for name, given in options.items()
+        }
 
     def with_options(self, **options: Any) -> DotGeneral:
         """Copy this object with some options replaced.
