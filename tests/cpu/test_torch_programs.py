@@ -17,7 +17,7 @@ from qshard.gemm_dispatch import Gpu
 from qshard.recipes import CurrentScaling
 from qshard.torch_bridge import quantize
 from qshard.torch_bridge._nn import linear_program
-from qshard.torch_bridge._ops.programs import Memo, Steps, run_in_graph, run_program
+from qshard.torch_bridge._ops.programs import Memo, Steps, first_equal, run_in_graph, run_program
 from qshard.torch_bridge._quantized import plane_programs
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.target_gpu import Target, multiply_for
@@ -211,9 +211,9 @@ def test_what_is_kept_is_bounded_and_told_apart():
         return len(made)
 
     kept = Memo(count, most=3)
-    formats = [FP8_E4M3.with_options(pow2=True) for _ in range(2)]  # Equal, and two objects.
+    formats = [first_equal(FP8_E4M3.with_options(pow2=True)), FP8_E4M3.with_options(pow2=True)]
     assert [kept(fmt, 1) for fmt in formats * 2] == [1, 1, 1, 1]
-    assert kept(FP8_E4M3.with_options(pow2=True, eps=0.5), 1) == 2
+    assert kept(first_equal(FP8_E4M3.with_options(pow2=True, eps=0.5)), 1) == 2
     assert kept((1, torch.bfloat16)) == 3  # A fourth key: the others are forgotten.
     assert len(kept) == 1
     assert kept((1, torch.bfloat16)) == 3
@@ -285,9 +285,9 @@ def test_a_program_in_a_graph_has_the_shapes_and_flops_of_its_ops():
     with multiply_for(Target(Gpu((9, 0), cublaslt=130800))):
         x, w = (torch.randn(size, dtype=torch.bfloat16) for size in ((32, 64), (48, 64)))
         operand = Operand(recipe.activation, quantize(x, recipe.activation).rowwise)
-        tensors, text = linear_program.compiled_product(operand, w, recipe, None, torch.bfloat16, (4, 8, 48))
+        tensors, text = linear_program.compiled_forward(operand, w, recipe, None, torch.bfloat16, (4, 8, 48))
         (y,) = run_program(tensors, text)
-        want, _ = linear_program.product(operand, w, recipe, None, None, torch.bfloat16, (4, 8, 48))
+        want, _ = linear_program.run_forward(operand, w, recipe, None, None, torch.bfloat16, (4, 8, 48))
     (in_graph,) = run_in_graph(tensors, text, 1)
     assert torch.equal(y, want)
     assert torch.equal(in_graph, want)

@@ -21,7 +21,7 @@ from qshard.formats import Format, Usage
 from qshard.layout import source
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._experts.operands import BatchedOps, GroupedOperand, OperandList, stack_tensors
-from qshard.torch_bridge._nn.operands import operand_spec, planes_of, values_of
+from qshard.torch_bridge._nn.operands import operand_spec, planes_of_weight, values_of
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.foreach import flat_plan
@@ -40,7 +40,7 @@ def gathered_weights(weights: Sequence[Tensor], usage: Usage) -> GroupedOperand 
     rowwise = QuantizedTensor.lists_of_parts(codes, Usage.ROWWISE)
     if rowwise is None or (usage is Usage.COLUMNWISE and source(format_of(codes[0]), usage) is not Usage.ROWWISE):
         for weight in codes:
-            planes_of(weight, usage is Usage.COLUMNWISE)  # Raises for the first without the plane.
+            planes_of_weight(weight, usage is Usage.COLUMNWISE)  # Raises for the first without the plane.
     assert rowwise is not None
     return OperandList(format_of(codes[0]), Usage.ROWWISE, rowwise)
 

@@ -23,7 +23,7 @@ from qshard.formats import Format, Usage
 from qshard.recipes import Recipe, RecipeLike, Role
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._losses.cross_entropy import RowLoss, as_int32, count_labels, reduce_losses, row_loss
-from qshard.torch_bridge._nn.operands import LayerQuantizer, check_gathered, matrix_of, planes_of, values_of
+from qshard.torch_bridge._nn.operands import LayerQuantizer, check_gathered, matrix_of, planes_of_weight, values_of
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import autocast_dtype, is_compiling
@@ -282,7 +282,7 @@ class _Weight(NamedTuple):
     def of(cls, w: Tensor, columnwise: bool) -> _Weight:
         if not isinstance(w, QuantizedTensor):
             return cls((w.shard if isinstance(w, ShardedWeight) else w,), w.dtype, w.shape, None)
-        there = planes_of(w, columnwise)
+        there = planes_of_weight(w, columnwise)
         parts = tuple(part for operand in there.values() for part in operand.parts)
         return cls(parts, w.dtype, w.shape, w.format, tuple(there))
 

@@ -1,6 +1,6 @@
 """Autograd nodes of `linear`: tensors saved for backward, and the backward pass.
 
-`Gradients` saves the operands and computes both gradients. `ProductNode` computes y in a node of its own when
+`LinearNode` saves the operands and computes both gradients. `ProductNode` computes y in a node of its own when
 `saved_tensors_hooks` are active. `SavedLayout` describes the layout of the saved tensors.
 
 The products of a recipe may have operands of their own (`Recipe.products`). Two products share an operand if they have
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 class SavedLayout(NamedTuple):
-    """Layout of the tensors that `Gradients` saves for the backward pass.
+    """Layout of the tensors that `LinearNode` saves for the backward pass.
 
     Attributes:
       x_again: recomputes x from the tensors that `saved_input.source_of` found; None: the codes of x are saved.
@@ -68,7 +68,7 @@ class SavedLayout(NamedTuple):
     is_kn: bool
 
 
-class Gradients(Node):
+class LinearNode(Node):
     """Autograd node that saves the operands of `linear` and computes both gradients.
 
     Under `saved_tensors_hooks` it runs before `ProductNode`. Activation checkpointing stops recomputing once the last
@@ -124,13 +124,13 @@ class Gradients(Node):
         return grad_x, grad_w, *(None,) * (3 + how.scale_count + count - how.w_again)
 
 
-_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+LinearGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Gradients of x and of the weight, and under delayed scaling the amax of the gradient of y."""
 
 
 def _gradients_in_one_call(
     ctx: Any, dy: Tensor, of_x: list[Any], of_w: list[Any], seed: Tensor | None
-) -> _Gradients | None:
+) -> LinearGradients | None:
     how: SavedLayout = ctx.how
     need_x, need_w = ctx.needs_input_grad[:2]
     if how.w_usage is Usage.ROWWISE and how.w_format is not None and not how.w_format.transposes:
@@ -143,7 +143,7 @@ def _gradients_in_one_call(
         if ctx.scale_args or how.x_again:
             return None
         w = [values_of(w[-1])] if how.w_again else w
-        grads = linear_program.compiled_gradients(how.recipe, sizes, dtypes, counts, dy, x, w, seed, ctx.x_shape)
+        grads = linear_program.compiled_backward(how.recipe, sizes, dtypes, counts, dy, x, w, seed, ctx.x_shape)
         return None if grads is None else (grads[0] if need_x else None, grads[-1] if need_w else None, None)
     plan = linear_program.plan_backward(how.recipe, sizes, target_of(dy.device), dtypes, counts)
     if plan is None:
@@ -152,12 +152,12 @@ def _gradients_in_one_call(
         x = [_recompute_x(how, of_x, ctx)[0]]
     if how.w_again:
         w = [values_of(of_w[-1])]
-    return linear_program.gradients(plan, how.recipe, dy, x, w, ctx.scale_args[: len(ROLES)], seed, ctx.x_shape)
+    return linear_program.run_backward(plan, how.recipe, dy, x, w, ctx.scale_args[: len(ROLES)], seed, ctx.x_shape)
 
 
 def _gradients_op_by_op(
     ctx: Any, dy: Tensor, known: Tensor | None, of_x: list[Any], of_w: list[Any], seed: Tensor | None
-) -> _Gradients:
+) -> LinearGradients:
     how: SavedLayout = ctx.how
     need_x, need_w = ctx.needs_input_grad[:2]
     dys, amax = _quantize_gradient(ctx, dy, known, seed)
@@ -173,7 +173,7 @@ def _gradients_op_by_op(
         grad_w = matmul(pair.pop(0), pair.pop(), ctx.w_dtype)
     if need_x:
         dy_row, w_back = dys.pop(Usage.ROWWISE), _take_w(how, of_w, seed, ctx)
-        grad_x = _product_of(dy_row, w_back, how.dtype, how.y_rows, how.x_rows)
+        grad_x = _multiply_operands(dy_row, w_back, how.dtype, how.y_rows, how.x_rows)
     if waits is not None:
         dy_column, x_column = (wait() for wait in waits)
         grad_w = matmul(dy_column, x_column, ctx.w_dtype)
@@ -246,15 +246,15 @@ def _take_w(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -
     return Operand(how.w_format, codes, usage)
 
 
-def multiply(
+def compute_y(
     x: Any, w: Any, dtype: torch.dtype, shape: Sequence[int], x_rows: Rows | None, y_rows: Rows | None
 ) -> Tensor:
     """Compute y in its final shape. It is not a view, because FSDP2 cannot attach its hooks to one."""
-    y: Tensor = aten._unsafe_view.default(_product_of(x, w, dtype, x_rows, y_rows, fast=True), shape)
+    y: Tensor = aten._unsafe_view.default(_multiply_operands(x, w, dtype, x_rows, y_rows, fast=True), shape)
     return y
 
 
-def _product_of(
+def _multiply_operands(
     x: Any, w: Any, dtype: torch.dtype, x_rows: Rows | None, y_rows: Rows | None, *, fast: bool = False
 ) -> Tensor:
     """Compute `x @ w.T`, with the rows of x or of the result sharded over ranks if `x_rows` or `y_rows` is given."""
@@ -268,7 +268,7 @@ def _product_of(
 class ProductNode(torch.autograd.Function):
     """Autograd node of `y = x @ w.T`, with the identity as its backward pass.
 
-    `Gradients` runs next in the backward pass and computes the gradients. It also rejects second derivatives.
+    `LinearNode` runs next in the backward pass and computes the gradients. It also rejects second derivatives.
     """
 
     @staticmethod
@@ -290,7 +290,7 @@ class ProductNode(torch.autograd.Function):
         half = ctx.count // 2
         x = _operand(x_format, parts[:half], Usage.ROWWISE)
         w = _operand(w_format, parts[half:], Usage.COLUMNWISE if is_kn else Usage.ROWWISE)
-        return multiply(x, w, dtype, y.shape, *rows)
+        return compute_y(x, w, dtype, y.shape, *rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -21,7 +21,7 @@ from qshard.torch_bridge._distributed.sequence_parallel import Rows
 from qshard.torch_bridge._distributed.tensor_shards import LinearSharding, ShardSpec, linear_sharding
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._nn import linear_program, saved_input
-from qshard.torch_bridge._nn.autograd import Gradients, ProductNode, SavedLayout, multiply
+from qshard.torch_bridge._nn.autograd import LinearNode, ProductNode, SavedLayout, compute_y
 from qshard.torch_bridge._nn.module_calls import cached_amax
 from qshard.torch_bridge._nn.operands import (
     ROLES,
@@ -30,7 +30,7 @@ from qshard.torch_bridge._nn.operands import (
     check_operand,
     check_shapes,
     matrix_of,
-    planes_of,
+    planes_of_weight,
     values_of,
 )
 from qshard.torch_bridge._nn.weight_amax import whole_amax
@@ -186,7 +186,7 @@ def linear(
     has_grad = torch.is_grad_enabled()
     needs = has_grad and x.requires_grad, has_grad and weight.requires_grad
     call = _Call(recipe, seed, scale_args, delayed, dtype, sharding, shared, layer, activation_group, is_kn, *needs)
-    y = _product(call, x, weight)
+    y = _linear_of_plain(call, x, weight)
     y = y if sharding is None else sharding.y(y)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -237,7 +237,7 @@ class _Call(NamedTuple):
         return (*x.shape[:-1], weight.shape[1 if self.is_kn else 0])
 
 
-def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
+def _linear_of_plain(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     """Compute `linear` of plain tensors, without bias."""
     eager, (forward, dgrad, wgrad) = not is_compiling(), call.recipe.products
     stochastic = wgrad is not None and wgrad.format(Role.ACTIVATION).stochastic
@@ -258,20 +258,20 @@ def _product(call: _Call, x: Tensor, weight: Tensor) -> Tensor:
     ws: dict[Usage, Any] = {}
     w_amax: Tensor | None = None
     y = _multiply_program(call, forward, x_row, weight, w_again, shape) if one_node else None
-    program = None if eager else _compiled_product(call, x_row, weight, w_again, shape)
+    program = None if eager else _compiled_forward(call, x_row, weight, w_again, shape)
     if program is not None:
         if not (call.need_x or call.need_w):
             return run_in_graph(*program, 1)[0]
     elif y is None:
         ws, w_amax = _planes_of_weight(call, forward, dgrad, weight, w_again)
         if one_node or not (call.need_x or call.need_w):
-            y = multiply(x_row, ws[call.w_usages[0]], call.dtype, shape, *call.rows)
+            y = compute_y(x_row, ws[call.w_usages[0]], call.dtype, shape, *call.rows)
     if y is not None and not (call.need_x or call.need_w):
         if eager:
-            check_no_tangent((x, weight), Gradients.op, Gradients.instead)
+            check_no_tangent((x, weight), LinearNode.op, LinearNode.instead)
         return y
     how, saved = _saved_operands(call, xs, source, weight, ws, w_amax if w_again else None, w_again, shape)
-    result: Tensor = apply_node(Gradients, x, weight, how, call.seed, None if y is None else (y,), *saved)
+    result: Tensor = apply_node(LinearNode, x, weight, how, call.seed, None if y is None else (y,), *saved)
     if y is None:
         if program is not None:
             (parts, text), w_format = program, None
@@ -296,7 +296,7 @@ def _quantize_x(call: _Call, x: Tensor, recipe: Recipe | None, usage: Usage) -> 
         planes, others = make(usage)
     else:
         key = (*_key(recipe, call.dtype), call.parts.get(Role.ACTIVATION))
-        planes, others = saved_input.planes_of(call.shared, usage, key, call.layer, make)
+        planes, others = saved_input.shared_planes(call.shared, usage, key, call.layer, make)
     if call.delayed is not None:
         amax, *scales[_X_SCALES] = others  # Another layer that shares x may have chosen the scale.
         call.delayed[Role.ACTIVATION].observe(amax)
@@ -316,13 +316,13 @@ def _multiply_program(
     if call.need_x and not w_again:
         return None
     scale = call.scales[_W_SCALE] if call.scales else None
-    y, amax = linear_program.product(x, values_of(weight), recipe, scale, call.seed, call.dtype, shape)
+    y, amax = linear_program.run_forward(x, values_of(weight), recipe, scale, call.seed, call.dtype, shape)
     if y is not None and call.delayed is not None:
         call.delayed[Role.WEIGHT].observe(cast(Tensor, amax))
     return y
 
 
-def _compiled_product(
+def _compiled_forward(
     call: _Call, x: Operand, weight: Tensor, w_again: bool, shape: tuple[int, ...]
 ) -> tuple[tuple[Tensor, ...], str] | None:
     """Return the inputs and the program that quantizes the weight and computes y in a compiled graph; or None."""
@@ -330,7 +330,7 @@ def _compiled_product(
         return None
     if call.need_x and not w_again:
         return None
-    return linear_program.compiled_product(x, values_of(weight), call.recipe, call.seed, call.dtype, shape)
+    return linear_program.compiled_forward(x, values_of(weight), call.recipe, call.seed, call.dtype, shape)
 
 
 def _planes_of_weight(
@@ -342,7 +342,7 @@ def _planes_of_weight(
     """
     forward, backward = call.w_usages
     if isinstance(weight, QuantizedTensor):  # Gathered by FSDP2, for example. FSDP2's hook has recorded its amax.
-        there = planes_of(weight, call.need_x or call.is_kn, call.recipe)
+        there = planes_of_weight(weight, call.need_x or call.is_kn, call.recipe)
         if call.is_kn and forward not in there:
             there[forward] = Operand(weight.format, transpose(there[backward].parts, weight.format), forward)
         return there, None
@@ -368,7 +368,7 @@ def _saved_operands(
     w_again: bool,
     y_shape: tuple[int, ...],
 ) -> tuple[SavedLayout, list[Tensor | None]]:
-    """Return what `Gradients` saves: scales, tensors of x, tensors of the weight, and their layout."""
+    """Return what `LinearNode` saves: scales, tensors of x, tensors of the weight, and their layout."""
     eager, (forward, backward) = not is_compiling(), call.w_usages
     of_x: Sequence[Tensor | None] = ()
     join: Join | None = None

@@ -60,7 +60,7 @@ class BackwardPlan(NamedTuple):
     stochastic: tuple[Role, ...]
 
 
-def product(
+def run_forward(
     x: Operand,
     weight: Tensor,
     recipe: Recipe,
@@ -82,7 +82,7 @@ def product(
     return y if base_of(y) is None else aten._unsafe_view.default(y, shape), amax
 
 
-def gradients(
+def run_backward(
     how: BackwardPlan,
     recipe: Recipe,
     grad: Tensor,
@@ -102,7 +102,7 @@ def gradients(
     return dx, dw, amax
 
 
-def compiled_product(
+def compiled_forward(
     x: Operand,
     weight: Tensor,
     recipe: Recipe,
@@ -110,7 +110,7 @@ def compiled_product(
     dtype: torch.dtype,
     shape: tuple[int, ...],
 ) -> tuple[tuple[Tensor, ...], str] | None:
-    """Return the inputs and the program that computes `product` in a compiled graph; None if no program can."""
+    """Return the inputs and the program that computes `run_forward` in a compiled graph; None if no program can."""
     if not (has_static_shape(x.parts.data) and has_static_shape(weight)):
         return None
     tensors, of_x = _product_inputs(x, weight, recipe, None, seed)
@@ -118,7 +118,7 @@ def compiled_product(
     return None if text is None else (tensors, text)
 
 
-def compiled_gradients(
+def compiled_backward(
     recipe: Recipe,
     sizes: Sizes,
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
@@ -131,7 +131,7 @@ def compiled_gradients(
 ) -> Sequence[Tensor] | None:
     """Compute the needed gradients by one op of a compiled graph; None if no program can.
 
-    `plan_backward` explains `sizes`, `dtypes` and `saved`, and `gradients` the others.
+    `plan_backward` explains `sizes`, `dtypes` and `saved`, and `run_backward` the others.
     """
     if not all(map(has_static_shape, (grad, *x[:1], *w[:1]))):
         return None
@@ -213,7 +213,7 @@ def plan_backward(
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
     saved: tuple[int, int, Usage | None],
 ) -> BackwardPlan | None:
-    """Plan the backward pass of `x @ w.T`; None if `gradients` cannot compute it.
+    """Plan the backward pass of `x @ w.T`; None if `run_backward` cannot compute it.
 
     `sizes` are M, N and K. `dtypes` are the dtypes of the gradient of x and of the weight gradient; None for a gradient
     that is not needed. `saved` has `x_parts`, `w_parts` and `w_usage` of the result.
@@ -225,11 +225,11 @@ def plan_backward(
         return None
     dw = dx = None
     if w_dtype is not None:
-        dw = _product_of(dy, Usage.COLUMNWISE, x, Usage.COLUMNWISE, (n, k, m), target, w_dtype)
+        dw = _gemm_op(dy, Usage.COLUMNWISE, x, Usage.COLUMNWISE, (n, k, m), target, w_dtype)
         if dw is None:
             return None
     if x_dtype is not None:
-        dx = _product_of(dy, Usage.ROWWISE, w, Usage.COLUMNWISE, (m, k, n), target, x_dtype)
+        dx = _gemm_op(dy, Usage.ROWWISE, w, Usage.COLUMNWISE, (m, k, n), target, x_dtype)
         if dx is None:
             return None
     shapes = {Role.GRADIENT: (m, n), Role.ACTIVATION: (m, k), Role.WEIGHT: (n, k)}
@@ -241,13 +241,13 @@ def plan_backward(
 
 @Memo
 def _forward(x: Format, recipe: Recipe, sizes: Sizes, target: Target | None, dtype: torch.dtype) -> Product | None:
-    multiply = _product_of(x, Usage.ROWWISE, recipe.weight, Usage.ROWWISE, sizes, target, dtype)
+    multiply = _gemm_op(x, Usage.ROWWISE, recipe.weight, Usage.ROWWISE, sizes, target, dtype)
     if multiply is not None:
         operand_spec(recipe, Role.WEIGHT, Usage.ROWWISE).layouts(sizes[1:])
     return multiply
 
 
-def _product_of(
+def _gemm_op(
     a: Format,
     a_usage: Usage,
     b: Format,

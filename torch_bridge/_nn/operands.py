@@ -44,7 +44,7 @@ def values_of(weight: Tensor) -> Tensor:
     return weight.shard if isinstance(weight, ShardedWeight) else weight.detach()
 
 
-def planes_of(weight: QuantizedTensor, columnwise: bool, recipe: Recipe | None = None) -> dict[Usage, Operand]:
+def planes_of_weight(weight: QuantizedTensor, columnwise: bool, recipe: Recipe | None = None) -> dict[Usage, Operand]:
     """Return the planes of a quantized weight.
 
     Raise if the rowwise plane, or a required `columnwise` one, is missing. A frozen weight with 1-D blocks has none.

@@ -92,7 +92,7 @@ class _Codes:
         return self.planes[-1]
 
 
-def planes_of(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable[[Usage], Planes]) -> Planes:
+def shared_planes(x: Tensor, usage: Usage, key: Any, layer: Hashable, make: Callable[[Usage], Planes]) -> Planes:
     """Return planes of x, and compute those that are not cached with `make`.
 
     Equal keys give equal planes: `key` is everything besides x that the planes depend on. A layer that requests the
@@ -187,12 +187,12 @@ def _itself(x: Tensor) -> tuple[Tensor, None]:
     return x, None
 
 
-def _product(a: Tensor, b: Tensor) -> tuple[Tensor, None]:
+def _multiply_factors(a: Tensor, b: Tensor) -> tuple[Tensor, None]:
     return torch.mul(a, b), None
 
 
 _FACTOR_NODES: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
-    "MulBackward0": _product,
+    "MulBackward0": _multiply_factors,
     activations.SWIGLU_NODE: activations.recompute_swiglu,
 }
 """Functions that recompute x from two factors, by the name of the autograd node."""

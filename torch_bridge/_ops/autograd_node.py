@@ -30,7 +30,7 @@ from qshard.torch_bridge._torch_internals import (
     loses_second_derivatives,
 )
 
-Gradients = Sequence[Tensor | None]
+GradientsOfInputs = Sequence[Tensor | None]
 
 
 class Node(torch.autograd.Function):
@@ -112,7 +112,9 @@ def _unique_result(result: Tensor) -> Tensor:
     return alias
 
 
-def _backward_of(gradients: Callable[..., Gradients], op: str, instead: str, degree: int | None) -> Callable[..., Any]:
+def _backward_of(
+    gradients: Callable[..., GradientsOfInputs], op: str, instead: str, degree: int | None
+) -> Callable[..., Any]:
     @functools.wraps(gradients)
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
         saved = [*ctx.saved_tensors]  # Read once: checkpointing unpacks only once.
