@@ -92,7 +92,7 @@ class Binding:
         otherwise the whole axis.
 
     >>> options = {"block_rows": 32, "block_cols": 32}
-    >>> amax = table()["amax_block"].bind([(64, 96)], ["float32"], options, cuttable=True)
+    >>> amax = table()["amax_block"].bind([(64, 96)], ["float32"], options, may_shard=True)
     >>> amax.results, amax.lead
     ((((2, 3), 'float32'),), 2)
     >>> [factor.name for factor in amax.inputs[0].factors], amax.inputs[0].order
@@ -112,7 +112,7 @@ class Binding:
         If such a factor is sharded, that result is partial: amaxes must be max-reduced over the shards, and scales
         computed from the amax of one shard are invalid. Other results are not affected.
 
-        >>> amax = table()["amax_tensor"].bind([(4, 64)], ["float32"], {"lead": 1}, cuttable=True)
+        >>> amax = table()["amax_tensor"].bind([(4, 64)], ["float32"], {"lead": 1}, may_shard=True)
         >>> [factor.name for factor in amax.reduced]
         ['run0']
         """
@@ -165,17 +165,17 @@ class OpSpec(_ffi.Row):
         attributes: Mapping[str, Any],
         dtype: str | None = None,
         *,
-        cuttable: bool,
+        may_shard: bool,
     ) -> Binding:
         """Bind a call of an op on single tensors. Bindings are cached; other arguments as in `results`.
 
-        If not `cuttable`, the call may not be sharded: no composite axis is split and buffers keep their memory order.
+        If not `may_shard`, the call may not be sharded: no composite axis is split and buffers keep their memory order.
 
         Raises:
           ValueError: shapes or attributes do not fit the row.
           TypeError: dtypes do not fit the row.
         """
-        return _bind(self, tuple(map(tuple, shapes)), tuple(dtypes), tuple(attributes.items()), dtype, cuttable)
+        return _bind(self, tuple(map(tuple, shapes)), tuple(dtypes), tuple(attributes.items()), dtype, may_shard)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -185,20 +185,20 @@ def _bind(
     dtypes: tuple[str, ...],
     attributes: tuple[tuple[str, Any], ...],
     dtype: str | None,
-    cuttable: bool,
+    may_shard: bool,
 ) -> Binding:
     results, buffers, whole = spec.match(shapes, dtypes, dict(attributes), dtype)
-    split = cuttable and whole
+    split = may_shard and whole
     sizes = [*shapes, *(shape for shape, _ in results)]
     every = [_axes(raw, shape, split) for raw, shape in zip(buffers, sizes, strict=True)]
     majors = [{axis[0] for axis in axes} for axes in every]
-    places = {axis[0][0]: i for i, axis in enumerate(buffers[0])} if cuttable else {}
+    places = {axis[0][0]: i for i, axis in enumerate(buffers[0])} if may_shard else {}
     views = tuple(
         # Operands lie in the order of their pattern; only results may have a different logical order.
         _view(axes, [places.get(axis[0][0], len(places)) if i >= len(shapes) else 0 for axis in raw])
         for i, (axes, raw) in enumerate(zip(every, buffers, strict=True))
     )
-    first = [axis[0] for axis in every[0]] if cuttable else []
+    first = [axis[0] for axis in every[0]] if may_shard else []
     shared = itertools.takewhile(lambda factor: all(factor in others for others in majors), first)
     return Binding(tuple(results), views[: len(shapes)], views[len(shapes) :], len(list(shared)), split)
 

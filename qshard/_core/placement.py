@@ -131,8 +131,8 @@ class Box(NamedTuple):
         Box(global_shape=(40, 64), start=(16, 32), size=(24, 16))
         """
         blocks = list(zip(self.blocks(block), block, self.global_shape, strict=True))
-        start = tuple(cut.start * length for cut, length, _ in blocks)
-        stop = (min(cut.stop * length, end) for cut, length, end in blocks)
+        start = tuple(part.start * length for part, length, _ in blocks)
+        stop = (min(part.stop * length, end) for part, length, end in blocks)
         return Box(self.global_shape, start, tuple(end - first for first, end in zip(start, stop, strict=True)))
 
     def splits_blocks(self, block: Shape) -> bool:

@@ -75,8 +75,8 @@ def parse_name(name: str) -> TensorName:
     >>> parse_name("mlp.up_blocks").stem
     'mlp.up'
     """
-    cut = max(name.rfind("."), name.rfind("/"))
-    module, last, front = name[: max(cut, 0)], name[cut + 1 :], name[: cut + 1]
+    end = max(name.rfind("."), name.rfind("/"))
+    module, last, front = name[: max(end, 0)], name[end + 1 :], name[: end + 1]
     if len(last) > LONGEST:
         return TensorName(module, last, None, name)
     scale = WEIGHT_SCALE.fullmatch(last) or SCALE.fullmatch(last)

@@ -57,7 +57,7 @@ def as_sharded(x: Any, op: str) -> ShardedArray:
     shards = []
     for shard in x.addressable_shards:
         if shard.replica_id == 0:
-            start = tuple(cut.indices(size)[0] for cut, size in zip(shard.index, x.shape, strict=True))
+            start = tuple(part.indices(size)[0] for part, size in zip(shard.index, x.shape, strict=True))
             shards.append((shard.data, Box(x.shape, start, shard.data.shape)))
     others = None if x.is_fully_addressable else ProcessReductions()
     return of_shards(x.shape, dtype, shards, others, op)

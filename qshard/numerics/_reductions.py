@@ -172,7 +172,7 @@ class Comparison:
         """Compute the sums over all elements. Calls `advance` on the calling thread with the number of new elements."""
         shape, block = self._stored_shape, self.where.scaled_shape
         steps = [SIZE // max(min(other, size), 1) for other, size in zip(shape[::-1], TILE[::-1], strict=True)]
-        tiles = list(itertools.product(*map(cuts, shape, block, steps)))
+        tiles = list(itertools.product(*map(split_axis, shape, block, steps)))
         jobs = [tiles[i : i + TILES_OF_A_JOB] for i in range(0, len(tiles), TILES_OF_A_JOB)]
         total = Sums()
         for part in _map_in_order(self._job, jobs):
@@ -223,8 +223,8 @@ class Comparison:
         if self.own is None:
             return slice(None), slice(None)
         rows, columns = (
-            slice(max(own.start - cut.start, 0), max(min(own.stop, cut.stop) - cut.start, 0))
-            for own, cut in zip(self.own, tile, strict=True)
+            slice(max(own.start - run.start, 0), max(min(own.stop, run.stop) - run.start, 0))
+            for own, run in zip(self.own, tile, strict=True)
         )
         return rows, columns
 
@@ -232,7 +232,7 @@ class Comparison:
         """Return whether blocks of a tile have elements in other rectangles."""
         if self.own is None:
             return self.shared
-        return any(cut.start < own.start or cut.stop > own.stop for own, cut in zip(self.own, tile, strict=True))
+        return any(run.start < own.start or run.stop > own.stop for own, run in zip(self.own, tile, strict=True))
 
     def part(self, tile: Tile) -> Plane:
         """Return the part of the plane that covers a tile."""
@@ -240,7 +240,7 @@ class Comparison:
         per, block = self.format.element.codes_per_byte, self.where.scaled_shape
         if scale_inv.ndim:
             blocks = tuple(
-                slice(cut.start // size, -(-cut.stop // size)) for cut, size in zip(tile, block, strict=True)
+                slice(run.start // size, -(-run.stop // size)) for run, size in zip(tile, block, strict=True)
             )
             scale_inv = np.ascontiguousarray(scale_inv[blocks])
         if whole is not None and self.format.row_scaled:
@@ -262,13 +262,13 @@ class Comparison:
             size[~counted] = error[~counted] = 0
         block = self.where.scaled_shape
         row, col = (
-            first + cut.start // length
-            for first, cut, length in zip((0, 0) if self.format.per_tensor else self.first, tile, block, strict=True)
+            first + run.start // length
+            for first, run, length in zip((0, 0) if self.format.per_tensor else self.first, tile, block, strict=True)
         )
         signal, noise = (_block_sums(np.square(part, out=part), block) for part in (size, error))
         ends = zip(tile, block, self._stored_shape, strict=True)
-        cuts_blocks = any(cut.start % length or (cut.stop % length and cut.stop != end) for cut, length, end in ends)
-        if cuts_blocks or self._has_others(tile):
+        splits_blocks = any(run.start % length or (run.stop % length and run.stop != end) for run, length, end in ends)
+        if splits_blocks or self._has_others(tile):
             for i, j in np.ndindex(signal.shape):
                 total.parts[row + i, col + j] = float(signal[i, j]), float(noise[i, j])
             return
@@ -308,10 +308,10 @@ def _block_sums(x: NDArray[np.float64], block: tuple[int, int]) -> NDArray[np.fl
     return x
 
 
-def cuts(size: int, block: int, step: int) -> list[slice]:
+def split_axis(size: int, block: int, step: int) -> list[slice]:
     """Split an axis into runs of about `step` elements. A run has whole blocks, or is part of one longer block.
 
-    >>> cuts(70, 16, 40), cuts(70, 50, 40)
+    >>> split_axis(70, 16, 40), split_axis(70, 50, 40)
     ([slice(0, 32, None), slice(32, 64, None), slice(64, 70, None)], \
 [slice(0, 40, None), slice(40, 50, None), slice(50, 70, None)])
     """

@@ -10,7 +10,7 @@ import qshard
 from qshard import formats
 from qshard.formats import FORMATS, Format, Usage
 from qshard.numerics import Note, compare, stats
-from qshard.numerics._reductions import SIZE, TILES_OF_A_JOB, cuts
+from qshard.numerics._reductions import SIZE, TILES_OF_A_JOB, split_axis
 from support.awkward import DTYPES, awkward_values, shapes_of
 from support.formats import VARIANTS
 from support.stats import expected_stats
@@ -195,8 +195,8 @@ def test_formulas_where_tiles_end(fmt, shape):
 
 
 @pytest.mark.parametrize(("size", "block", "step"), [(0, 1, 4), (70, 16, 40), (70, 50, 40), (5, 128, 128), (9, 1, 4)])
-def test_cuts_leave_blocks_whole_or_stay_inside_of_one(size, block, step):
-    found = cuts(size, block, step)
+def test_split_axes_leave_blocks_whole_or_stay_inside_of_one(size, block, step):
+    found = split_axis(size, block, step)
     assert [i for cut in found for i in range(cut.start, cut.stop)] == list(range(size))
     for cut in found:
         inside = cut.start // block == (cut.stop - 1) // block

@@ -111,7 +111,7 @@ def attributes_of(made: Call, *, split: bool = False) -> dict[str, Any]:
 def bind(made: Call) -> Binding:
     """Bind an op on single tensors."""
     shapes, dtypes = zip(*(one for (one,) in made.tensors), strict=True)
-    return made.spec.bind(shapes, dtypes, attributes_of(made), made.options.get("dtype"), cuttable=True)
+    return made.spec.bind(shapes, dtypes, attributes_of(made), made.options.get("dtype"), may_shard=True)
 
 
 def _placed(x: np.ndarray, beside: int) -> Placed:

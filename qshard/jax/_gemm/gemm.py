@@ -145,8 +145,8 @@ def row_product(
     padded = a.shape[:-1] != lead
     if padded and out_sharding is not None:
         last = (*spec_of(out_sharding, None), *[None] * len(lead))[len(lead)]
-        cut = PartitionSpec(None, last)
-        out_sharding = NamedSharding(out_sharding.mesh, cut) if isinstance(out_sharding, NamedSharding) else cut
+        spec = PartitionSpec(None, last)
+        out_sharding = NamedSharding(out_sharding.mesh, spec) if isinstance(out_sharding, NamedSharding) else spec
     options: dict[str, Any] = {"precise": precise, "out_sharding": out_sharding, "by_rows": by_rows}
     product, scale = gemm(a, Usage.ROWWISE, w, contracted, a.dtype, **options)
     return unfold(product[: math.prod(lead)], (*lead, product.shape[-1])) if padded else product, scale

@@ -189,7 +189,7 @@ def _op_in_place(name: str, result: int) -> ops.Op:
 
 def _in_place(sharding: RowSharding, name: str, result: int) -> Callable[..., Any]:
     """Return the op `name` with a result in the buffer of its first operand."""
-    return functools.partial(_op_in_place(name, result), **({"cuttable": False} if sharding.own else {}))
+    return functools.partial(_op_in_place(name, result), **({"may_shard": False} if sharding.own else {}))
 
 
 def _losses_of(of: RowLoss, *operands: jax.Array) -> tuple[jax.Array, ...]:

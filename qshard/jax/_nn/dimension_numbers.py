@@ -81,13 +81,13 @@ class MatrixAxes(NamedTuple):
                         f"with it, has {total[own]}; shard both alike, or replicate x"
                     )
         for group, role in ((self.group("N"), Role.GRADIENT), (k, Role.ACTIVATION)):
-            cut = [axis for axis in group[1:] if total[axis] > 1]
-            if not cut:  # If only the first axis is sharded, the folded axis has the same shards.
+            sharded = [axis for axis in group[1:] if total[axis] > 1]
+            if not sharded:  # If only the first axis is sharded, the folded axis has the same shards.
                 for axis in group:
                     outside[axis] = 1
                 continue
             used = [own.format(each) for own in recipe.distinct for each in (Role.WEIGHT, role)]
-            last, unit = cut[-1], max((max(fmt.block_shape()) for fmt in used), default=1)
+            last, unit = sharded[-1], max((max(fmt.block_shape()) for fmt in used), default=1)
             size = w.shape[last] * count(manual.intersection(names[last]))
             run = size // total[last] * math.prod(w.shape[axis] for axis in group[group.index(last) + 1 :])
             if any(w.shape[axis] % outside[axis] for axis in group) or run % unit:
@@ -113,7 +113,7 @@ class MatrixAxes(NamedTuple):
         moves between devices.
         """
         entries = jax.typeof(x).sharding.spec
-        cut = self.spec(entries, groups)
+        spec = self.spec(entries, groups)
         sizes = [math.prod(x.shape[axis] for axis in group) for group in groups]
         order = [axis for group in groups for axis in group]
         if any(count > 1 for count in parts):
@@ -123,7 +123,7 @@ class MatrixAxes(NamedTuple):
             order = [2 * axis + minor for group in groups for minor in (0, 1) for axis in group]
         if order != list(range(x.ndim)):
             x = lax.transpose(x, order)
-        return reshape(x, sizes, tuple(cut))
+        return reshape(x, sizes, tuple(spec))
 
     def unfold(self, y: jax.Array, sizes: tuple[int, ...], parts: AxisSplits) -> jax.Array:
         """Unfold the result `[*lead, N]` to the free axes of w."""

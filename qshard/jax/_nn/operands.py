@@ -232,13 +232,13 @@ def quantize_role(
     if given.state is not None:
         state: TensorState = getattr(given.state, role.value)
         scales = WeightScales(state.scale)
-    cut = config.sharding.spec if weight else config.shard_spec(x, role)
+    shard_spec = config.sharding.spec if weight else config.shard_spec(x, role)
     operand = OperandSpec.of(config.recipe, role, usage, math.prod(x.shape[:-1]), op=config.op, name=name)
     if operand.added_rows and may_shard_rows(x, config.out_sharding):
         operand = operand._replace(added_rows=0)
-    columns = None if weight or cut.local else config.sharding.count("K" if role is Role.ACTIVATION else "N")
+    columns = None if weight or shard_spec.local else config.sharding.count("K" if role is Role.ACTIVATION else "N")
     turned = weight and config.sharding.layout == "KN"
-    return quantize_shard(x, operand, cut, scales, given.seed, apart=not weight, turned=turned, columns=columns)
+    return quantize_shard(x, operand, shard_spec, scales, given.seed, apart=not weight, turned=turned, columns=columns)
 
 
 def local_codes(config: Config, w: CodedWeight, given: NonDifferentiable, usage: Usage) -> tuple[Any, jax.Array | None]:

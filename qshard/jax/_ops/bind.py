@@ -104,7 +104,7 @@ class Op:
     """An op of the table as a JAX primitive and a function of arrays.
 
     All options are static: the attributes of the op; `dtype`, if the result may have any float dtype; `split`, which is
-    derived from the shapes; and `cuttable`, whether XLA may shard operands, which is derived from the mesh.
+    derived from the shapes; and `may_shard`, whether XLA may shard operands, which is derived from the mesh.
 
     The primitive takes and returns arrays in the logical order of their factors (`qshard.op_table.Binding`): axes that
     XLA may shard come first. Layouts keep the memory in the order of the op's pattern, so on GPUs the reshapes and
@@ -151,7 +151,7 @@ class Op:
         arrays = [jnp.asarray(operand) for operand in operands]
         for operand, array in zip(self.spec.inputs, arrays, strict=False):
             check_sizes(self.spec.name, operand.name, array.shape)
-        options.setdefault("cuttable", may_be_sharded(arrays[0]))
+        options.setdefault("may_shard", may_be_sharded(arrays[0]))
         if not self._elementwise or not 0 < arrays[0].ndim == self._bind(arrays, options).lead:
             return self._call_views(arrays, options)
         # XLA does not shard the last axis of an op, even if all axes are leading ones. So append an axis of size 1.
@@ -195,9 +195,9 @@ class Op:
         `shapes` gives the shapes in the order of the pattern, if `arrays` are the primitive's view.
         """
         shapes = [a.shape for a in arrays] if shapes is None else shapes
-        given = {name: value for name, value in options.items() if name not in ("cuttable", "dtype", "split")}
+        given = {name: value for name, value in options.items() if name not in ("may_shard", "dtype", "split")}
         dtypes = [str(a.dtype) for a in arrays]
-        return self.spec.bind(shapes, dtypes, given, options.get("dtype"), cuttable=options["cuttable"])
+        return self.spec.bind(shapes, dtypes, given, options.get("dtype"), may_shard=options["may_shard"])
 
     def _type(self, *avals: Any, shapes: tuple[tuple[int, ...], ...], **options: Any) -> tuple[Any, ...]:
         binding = self._bind(avals, options, shapes)
@@ -222,7 +222,7 @@ class Op:
             )
         devices = device_count(ctx)
         meshes = (ctx.avals_in[0].sharding.mesh, jax.sharding.get_abstract_mesh())
-        if devices > 1 and not options["cuttable"] and all(mesh.empty for mesh in meshes):
+        if devices > 1 and not options["may_shard"] and all(mesh.empty for mesh in meshes):
             raise ValueError(
                 f"{self.spec.name}: operands are compiled for {devices} without a mesh, and XLA would gather all of "
                 "them; trace within jax.set_mesh(mesh)"
@@ -237,7 +237,7 @@ class Op:
             operand_output_aliases=self._in_place,
             extra_attributes=partitioning_attributes(batch_dims, shardy_rule(binding)),
         )
-        attributes = {name: encode_attribute(v) for name, v in options.items() if name not in ("cuttable", "dtype")}
+        attributes = {name: encode_attribute(v) for name, v in options.items() if name not in ("may_shard", "dtype")}
         return rule(ctx, *operands, **attributes)
 
     def _batch(
@@ -363,8 +363,8 @@ def _alike(arrays: Sequence[jax.Array], binding: Binding) -> list[jax.Array]:
         own = jax.typeof(array)
         if missing := tuple(sorted(varying - own.manual_axis_type.varying)):
             array = lax.pcast(array, missing, to="varying")
-        cut = _sharding_of(first, entries, view)
-        alike.append(array if own.sharding.spec == cut.spec else jax.sharding.reshard(array, cut))
+        sharding = _sharding_of(first, entries, view)
+        alike.append(array if own.sharding.spec == sharding.spec else jax.sharding.reshard(array, sharding))
     return alike
 
 

@@ -37,7 +37,7 @@ class _Local:
     """The ops on local arrays, which XLA does not partition."""
 
     def __getattr__(self, name: str) -> Any:
-        return functools.partial(getattr(ops, name), cuttable=False)
+        return functools.partial(getattr(ops, name), may_shard=False)
 
 
 local = _Local()

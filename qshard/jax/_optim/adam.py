@@ -325,9 +325,9 @@ def _views(given: dict[str, jax.Array], constants: jax.Array) -> tuple[dict[str,
 
     views = {name: view(name, array) for name, array in given.items()}
     sharding, lead = jax.typeof(views["grad"]).sharding, max(0, views["grad"].ndim - 1)
-    cut = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:lead], None))
+    by_row = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:lead], None))
     shape = (*views["grad"].shape[:lead], constants.shape[-1])
-    explicit = cut if sharding.mesh.explicit_axes else None
+    explicit = by_row if sharding.mesh.explicit_axes else None
     return views, lax.broadcast_in_dim(constants, shape, (lead,), out_sharding=explicit)
 
 

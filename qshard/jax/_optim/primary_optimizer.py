@@ -355,9 +355,9 @@ def _cast_all(
     for (lead, spec), chosen in kinds.items():
 
         def cast(*some: jax.Array, spec: Spec = spec) -> list[PrimaryWeight]:
-            cut: dict[str, Any] = {"axis_name": axes or None, "spec": spec}
-            shared = compute_scales(list(some), recipe, **cut)
-            codes = [quantize(m, fmt, scales=own, **cut) for m, own in zip(some, shared, strict=True)]
+            options: dict[str, Any] = {"axis_name": axes or None, "spec": spec}
+            shared = compute_scales(list(some), recipe, **options)
+            codes = [quantize(m, fmt, scales=own, **options) for m, own in zip(some, shared, strict=True)]
             return [PrimaryWeight.of(q) for q in codes]
 
         for i, weight in zip(chosen, _stack(cast, len(lead))(*(masters[i] for i in chosen)), strict=True):
@@ -376,9 +376,12 @@ def _specs_of(shape: layout.Shape, recipe: Recipe, entries: tuple[Any, ...], mes
     where = layout.plane(fmt, shape[-2:], Usage.ROWWISE, op="optimizer", name="params")
     scale = PartitionSpec(*lead)
     if not fmt.per_tensor:
-        cut = ShardSpec(tuple(names_of(entry) for entry in own), mesh)
-        shard = tuple(size // n for size, n in zip(shape[-2:], cut.shards, strict=True))
-        if all(n == 1 or size % unit == 0 for n, size, unit in zip(cut.shards, shard, fmt.block_shape(), strict=True)):
+        shard_spec = ShardSpec(tuple(names_of(entry) for entry in own), mesh)
+        shard = tuple(size // n for size, n in zip(shape[-2:], shard_spec.shards, strict=True))
+        if all(
+            n == 1 or size % unit == 0
+            for n, size, unit in zip(shard_spec.shards, shard, fmt.block_shape(), strict=True)
+        ):
             scale = PartitionSpec(*entries)
     whole = PartitionSpec(*lead)
     parts: dict[str, Any] = {

@@ -216,10 +216,10 @@ def _join_matrices(
 def _divide_blocks(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane, tuple[int, int]]:
     """Divide blocks that shards of an Explicit mesh split, so that none is split. Parts keep the scale of the block."""
     shape = (*plane.data.shape[:-1], plane.data.shape[-1] * fmt.element.codes_per_byte)
-    cut = ShardSpec.of(plane.data)
-    if not cut.splits(shape, block):
+    shard_spec = ShardSpec.of(plane.data)
+    if not shard_spec.splits(shape, block):
         return plane, block
-    partial, grid = PartialBlocks.of(cut, shape, block), plane.scale_inv
+    partial, grid = PartialBlocks.of(shard_spec, shape, block), plane.scale_inv
     return plane._replace(scale_inv=partial.spread(pin(grid, partial.grid), partial.count(shape))), partial.size
 
 

@@ -248,19 +248,19 @@ def spec_of_codes(
     return ShardSpec.along(data, axes, spec, op=op, name=name, spec_name=spec_name, transposed_of=turned_axes)
 
 
-def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...], cut: ShardSpec) -> Plane:
+def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...], shard_spec: ShardSpec) -> Plane:
     (data, grid, global_scale_inv), block = plane, stored_block(fmt, usage)
-    after = cut.without(axes)
-    gathered = reshard(data, cut, after)
+    after = shard_spec.without(axes)
+    gathered = reshard(data, shard_spec, after)
     if fmt.per_tensor:  # All shards have the one scale already.
         _check_shared(grid, axes)
     else:
         assert block is not None
-        of_grid, shape = _of_grid(data, fmt, grid.ndim, block, cut, axes)
+        of_grid, shape = _of_grid(data, fmt, grid.ndim, block, shard_spec, axes)
         _check_shared(grid, axes, of_grid.axes, grid.shape == shape)
         grid = reshard(grid, of_grid, _of_grid(gathered, fmt, grid.ndim, block, after, axes)[0])
     if global_scale_inv is not None and fmt.row_scaled:
-        by_row = dataclasses.replace(cut, entries=cut.entries[:-1])
+        by_row = dataclasses.replace(shard_spec, entries=shard_spec.entries[:-1])
         _check_shared(global_scale_inv, axes, by_row.axes)
         global_scale_inv = reshard(global_scale_inv, by_row, by_row.without(axes))
     elif global_scale_inv is not None:
@@ -269,28 +269,30 @@ def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...]
 
 
 def _of_grid(
-    data: jax.Array, fmt: Format, ndim: int, block: tuple[int, int], cut: ShardSpec, axes: tuple[str, ...]
+    data: jax.Array, fmt: Format, ndim: int, block: tuple[int, int], shard_spec: ShardSpec, axes: tuple[str, ...]
 ) -> tuple[ShardSpec, Shape]:
     """Return the sharding of a grid of scales with `ndim` axes, and the local shape that it should have."""
     shape = (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte)
     if ndim != data.ndim:
-        if cut.local:
-            _check_rows_follow(cut, axes, "scales of rows")
-        shape, cut = matrix_shape(shape), cut.matrix
+        if shard_spec.local:
+            _check_rows_follow(shard_spec, axes, "scales of rows")
+        shape, shard_spec = matrix_shape(shape), shard_spec.matrix
     units = (*(1,) * (ndim - 2), *block[-ndim:])
-    of_grid = cut.of_blocks(shape, units)
-    whole = cut.without(of_grid.axes).whole(shape)
+    of_grid = shard_spec.of_blocks(shape, units)
+    whole = shard_spec.without(of_grid.axes).whole(shape)
     return of_grid, tuple(-(-size // unit) for size, unit in zip(whole, units, strict=True))
 
 
-def _check_shared(scale: jax.Array, axes: tuple[str, ...], cut: tuple[str, ...] = (), fits: bool = True) -> None:
+def _check_shared(scale: jax.Array, axes: tuple[str, ...], sharded_by: tuple[str, ...] = (), fits: bool = True) -> None:
     """Raise ValueError if a scale has the wrong shape, or if its type shows different values on the devices of `axes`.
 
-    The mesh axes in `cut` shard the scale, so values may differ along them.
+    The mesh axes in `sharded_by` shard the scale, so values may differ along them.
     """
     own = jax.typeof(scale)
     varying = own.manual_axis_type.varying
-    differs = [name for name in axes if name in varying and name not in cut and own.sharding.mesh.shape[name] > 1]
+    differs = [
+        name for name in axes if name in varying and name not in sharded_by and own.sharding.mesh.shape[name] > 1
+    ]
     if differs or not fits:
         what = f"of shape {scale.shape}" if not fits else f"varying over {', '.join(map(repr, differs))}"
         raise ValueError(
@@ -299,10 +301,10 @@ def _check_shared(scale: jax.Array, axes: tuple[str, ...], cut: tuple[str, ...] 
         )
 
 
-def _check_adjacent(cut: ShardSpec, axes: tuple[str, ...]) -> None:
+def _check_adjacent(shard_spec: ShardSpec, axes: tuple[str, ...]) -> None:
     """Raise ValueError if the shards that `shard_map` would gather are not contiguous in the tensor."""
-    for axis, names in enumerate(cut.entries if cut.local else ()):
-        sizeable = [name for name in names if cut.count((name,)) > 1]
+    for axis, names in enumerate(shard_spec.entries if shard_spec.local else ()):
+        sizeable = [name for name in names if shard_spec.count((name,)) > 1]
         kept = [name for name in sizeable if name not in axes]
         if sizeable[: len(kept)] != kept:
             raise ValueError(
@@ -311,16 +313,17 @@ def _check_adjacent(cut: ShardSpec, axes: tuple[str, ...]) -> None:
             )
 
 
-def _transpose_spec(cut: ShardSpec, axes: tuple[str, ...]) -> ShardSpec:
+def _transpose_spec(shard_spec: ShardSpec, axes: tuple[str, ...]) -> ShardSpec:
     """Return the sharding of the transposed plane: its first axis is the tensor's last, its last all the others."""
-    _check_rows_follow(cut, axes, "a transposed plane")
-    return cut.transposed
+    _check_rows_follow(shard_spec, axes, "a transposed plane")
+    return shard_spec.transposed
 
 
-def _check_rows_follow(cut: ShardSpec, axes: tuple[str, ...], what: str) -> None:
+def _check_rows_follow(shard_spec: ShardSpec, axes: tuple[str, ...], what: str) -> None:
     """Raise ValueError if the gathered rows are not contiguous in an array that has all rows in one axis."""
-    if inner := [name for name in axes if name in cut.inner_axes]:
+    if inner := [name for name in axes if name in shard_spec.inner_axes]:
         raise ValueError(
-            f"gather: spec ({cut.spec}) does not shard the first or last axis over {join_names(map(repr, inner))}, so "
-            f"shards of {what} are not adjacent; gather the rowwise plane, in a format with 1-D blocks"
+            f"gather: spec ({shard_spec.spec}) does not shard the first or last axis over "
+            f"{join_names(map(repr, inner))}, so shards of {what} are not adjacent; gather the rowwise plane, in a "
+            "format with 1-D blocks"
         )

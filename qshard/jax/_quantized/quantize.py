@@ -114,7 +114,7 @@ def _program(fmt: Format, usage: Usage, axis_names: tuple[str, ...], spec: Spec)
 def quantize_shard(
     x: jax.Array,
     operand: OperandSpec,
-    cut: ShardSpec,
+    shard_spec: ShardSpec,
     scales: WeightScales | None = None,
     seed: jax.Array | None = None,
     *,
@@ -122,38 +122,38 @@ def quantize_shard(
     turned: bool = False,
     columns: int | None = None,
 ) -> tuple[QuantizedArray, jax.Array | None]:
-    """Quantize a tensor, or the shard of it that `cut` describes.
+    """Quantize a tensor, or the shard of it that `shard_spec` describes.
 
     Args:
       x: float32, bfloat16 or float16, `[*lead, K]`.
       operand: the format, the usage and, in a layer, the role. Its `added_rows` rows of zeros are appended to the
         matrix.
-      cut: the sharding of `x`.
+      shard_spec: the sharding of `x`.
       scales: as for `quantize`. Under delayed scaling, `scale` comes from earlier steps, or is 0 if there were none.
       seed: uint64 as uint32 `[2]`, or None. In a layer, the seed of the layer.
       apart: keep leading axes separate, because a mesh may shard any of them. Transposed planes are then `[K, *lead]`,
         and grids of scales have these axes too. Only `gemm` reads this form.
       turned: `x` is a transpose: use the random bits of the original matrix.
-      columns: the number of shards of the last axis on an Auto mesh, if `cut` does not give it.
+      columns: the number of shards of the last axis on an Auto mesh, if `shard_spec` does not give it.
 
     Returns:
       The quantized tensor. Under delayed scaling also the amax of `x`, in `shard_map` of all its shards; else None.
     """
     fmt, usage, op, name = operand.format, operand.usage, operand.op, operand.name
     check_dtype(op, name, x)
-    draws = draws_of(operand.seed_of(seed, xor_words), fmt, cut, x.shape, turned)
+    draws = draws_of(operand.seed_of(seed, xor_words), fmt, shard_spec, x.shape, turned)
     if operand.added_rows:
         if draws is not None and draws.first.ndim > 1:
-            raise scattered_rows_error(x, fmt, max(fmt.block_shape()), cut, op, name)
+            raise scattered_rows_error(x, fmt, max(fmt.block_shape()), shard_spec, op, name)
         x = jnp.pad(matrix_of(x), ((0, operand.added_rows), (0, 0)))
-    places = operand.layouts(cut.whole(x.shape))
+    places = operand.layouts(shard_spec.whole(x.shape))
     scales = WeightScales(*(scales or ()))
     check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
-    matrix, blocks_cut = matrices_of(x, places, cut, op, name, draws is not None)
+    matrix, blocks_cut = matrices_of(x, places, shard_spec, op, name, draws is not None)
     kept = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix
-    at = partitionable_ops.ops_for(cut) if columns is None else partitionable_ops.ShardedOps(columns)
+    at = partitionable_ops.ops_for(shard_spec) if columns is None else partitionable_ops.ShardedOps(columns)
     if operand.margin is not None:
-        axes = cut.axes if cut.local else ()
+        axes = shard_spec.axes if shard_spec.local else ()
         over_shards = max_over(axes) if axes or may_be_sharded(x) else None
         planes, amax = quantize_operand(at, kept, operand, scale=scales.scale, reduce_max=over_shards)
         return _array_of(x, places, planes, apart), amax
@@ -174,7 +174,7 @@ def quantize_shard(
         """Reduce the amax of a tensor, or of its rows, over its shards."""
         if scales.amax is not None:
             return scales.amax
-        return max_over((cut.col_axes if fmt.row_scaled else cut.axes) if cut.local else ())(amax)
+        return max_over((shard_spec.col_axes if fmt.row_scaled else shard_spec.axes) if shard_spec.local else ())(amax)
 
     for some in whole:
         planes |= quantize_steps.quantize(
@@ -221,7 +221,7 @@ def _array_of(
 def _quantize_partial_blocks(
     x: jax.Array,
     where: layout.PlaneLayout,
-    cut: ShardSpec,
+    shard_spec: ShardSpec,
     scales: WeightScales,
     draws: quantize_steps.Draws | None,
     op: str,
@@ -234,13 +234,13 @@ def _quantize_partial_blocks(
     fmt = where.format
     if (other := layout.source(fmt, where.usage)) is not where.usage:
         rowwise = layout.plane(fmt, where.shape, other)
-        made = _quantize_partial_blocks(x, rowwise, cut, scales, draws, op, name)
-        return quantize_steps.transpose_plane(partitionable_ops.ops_for(cut), made, fmt)
-    partial = PartialBlocks.of_plane(where, cut, x.shape)
+        made = _quantize_partial_blocks(x, rowwise, shard_spec, scales, draws, op, name)
+        return quantize_steps.transpose_plane(partitionable_ops.ops_for(shard_spec), made, fmt)
+    partial = PartialBlocks.of_plane(where, shard_spec, x.shape)
     assert partial is not None
     if (refusal := "the rotation mixes all elements of a block" if where.rotated else fmt.slice_refusal) is not None:
         raise ValueError(
-            f"{op}: {name} {x.shape} in {' x '.join(map(str, cut.shards))} shards splits blocks of {fmt}, and "
+            f"{op}: {name} {x.shape} in {' x '.join(map(str, shard_spec.shards))} shards splits blocks of {fmt}, and "
             f"{refusal}; shard it on block boundaries"
         )
     amax = scales.block_amax
@@ -257,7 +257,7 @@ def _quantize_partial_blocks(
     )
     whole = scales.amax
     if whole is None and where.global_scale_shape is not None:
-        axes = (partial.grid.col_axes if fmt.row_scaled else partial.grid.axes) if cut.local else ()
+        axes = (partial.grid.col_axes if fmt.row_scaled else partial.grid.axes) if shard_spec.local else ()
         whole = max_over(axes)(max_along(amax, amax.ndim - 1 if fmt.row_scaled else 0))
     scale, scale_inv, global_scale_inv = quantize_steps.scales(partitionable_ops, fmt, amax, whole)
     scale = partial.spread(pin(scale, partial.grid), partial.count(x.shape))

@@ -221,9 +221,11 @@ def _amax_program(shardings: tuple[NamedSharding | None, ...]) -> Callable[[list
     """Return the jitted amax of all weights that share a global scale."""
 
     def run(values: list[Any]) -> jax.Array:
-        cuts = [ShardSpec.of(value, (), sharding) for value, sharding in zip(values, shardings, strict=True)]
-        pairs = zip(values, cuts, strict=True)
-        return max_along(jnp.stack([partitionable_ops.ops_for(cut).amax_tensor(value, lead=0) for value, cut in pairs]))
+        shard_specs = [ShardSpec.of(value, (), sharding) for value, sharding in zip(values, shardings, strict=True)]
+        pairs = zip(values, shard_specs, strict=True)
+        return max_along(
+            jnp.stack([partitionable_ops.ops_for(shard_spec).amax_tensor(value, lead=0) for value, shard_spec in pairs])
+        )
 
     return jax.jit(run)
 

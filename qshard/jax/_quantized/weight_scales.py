@@ -89,13 +89,13 @@ def _stacked_scales(
     for weight in weights:
         check_dtype("compute_scales", "weights", weight)
         check_spec_fits("compute_scales", "spec", spec, mesh_of(weight, spec), weight.ndim)
-    cuts = [ShardSpec.of(weight, axis_names, spec) for weight in weights]
+    shard_specs = [ShardSpec.of(weight, axis_names, spec) for weight in weights]
     # Local amaxes. One reduction over shards follows for all weights.
-    own = [_own_amaxes(weight, fmt, cut) for weight, cut in zip(weights, cuts, strict=True)]
+    own = [_own_amaxes(weight, fmt, shard_spec) for weight, shard_spec in zip(weights, shard_specs, strict=True)]
     leaves, structure = jax.tree.flatten(own)
     if not leaves:
         return own
-    axes = tuple(dict.fromkeys(axis for cut in cuts if cut.local for axis in cut.axes))
+    axes = tuple(dict.fromkeys(axis for shard_spec in shard_specs if shard_spec.local for axis in shard_spec.axes))
     flat, unravel = ravel_pytree(jax.tree.unflatten(structure, vary_alike(*leaves)))
     amaxes = max_over(axes)(flat)
     if fmt.per_tensor:  # One op computes the scales of all weights. Block scales are computed with the codes.
@@ -105,16 +105,16 @@ def _stacked_scales(
     return scales
 
 
-def _own_amaxes(x: jax.Array, fmt: Format, cut: ShardSpec) -> WeightScales:
-    where = layout.plane(fmt, cut.whole(x.shape), Usage.ROWWISE, op="compute_scales", name="weights")
+def _own_amaxes(x: jax.Array, fmt: Format, shard_spec: ShardSpec) -> WeightScales:
+    where = layout.plane(fmt, shard_spec.whole(x.shape), Usage.ROWWISE, op="compute_scales", name="weights")
     if where.global_scale_shape:
         raise ValueError(
             f"compute_scales: recipe ({fmt}) has one scale per row, so shards share none; leave compute_scales out"
         )
-    amax, block_amax = quantize_steps.global_amax(partitionable_ops.ops_for(cut), x, fmt), None
-    matrix, cut = matrices_of(x, {Usage.ROWWISE: where}, cut, "compute_scales", "weights")
-    if (partial := PartialBlocks.of_plane(where, cut, matrix.shape)) is not None:
-        partial = partial.of_whole if cut.local else partial
+    amax, block_amax = quantize_steps.global_amax(partitionable_ops.ops_for(shard_spec), x, fmt), None
+    matrix, shard_spec = matrices_of(x, {Usage.ROWWISE: where}, shard_spec, "compute_scales", "weights")
+    if (partial := PartialBlocks.of_plane(where, shard_spec, matrix.shape)) is not None:
+        partial = partial.of_whole if shard_spec.local else partial
         block_amax = matrix_of(
             partial.merge(quantize_steps.block_amax(partitionable_ops, matrix, partial.size), reduce=False)
         )

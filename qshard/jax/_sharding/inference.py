@@ -64,10 +64,10 @@ class MeshAxisRoles:
     def check_used(self, weights: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise ValueError if `gather_axis` shards none of the weights."""
         if self.gathered and not any("gather_axis" in options for options in weights.values()):
-            cuts = {str(options["weight_spec"].spec) if options else "not sharded" for options in weights.values()}
+            shardings = {str(options["weight_spec"].spec) if options else "not sharded" for options in weights.values()}
             raise ValueError(
                 f"{self.op}: gather_axis ({self.gather_axis!r}) shards none of the {len(weights)} weights "
-                f"({', '.join(sorted(cuts)[:3])}); shard them first, or pass the axis that shards them"
+                f"({', '.join(sorted(shardings)[:3])}); shard them first, or pass the axis that shards them"
             )
 
 

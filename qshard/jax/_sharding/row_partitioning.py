@@ -245,8 +245,8 @@ def _explicit(function: RowFunction, levels: Levels, *operands: jax.Array) -> tu
         local = jax.vmap(local, [0 if flag else None for flag in level])
     # Nothing is differentiated, so varying types are not needed.
     run = jax.shard_map(local, mesh=mesh, in_specs=tuple(takes), out_specs=gives, check_vma=False)
-    cut = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, takes, strict=True)]
-    made: tuple[jax.Array, ...] = run(*cut)
+    resharded = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, takes, strict=True)]
+    made: tuple[jax.Array, ...] = run(*resharded)
     return made
 
 

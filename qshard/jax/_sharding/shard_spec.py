@@ -64,12 +64,12 @@ class ShardSpec:
         mesh, local, ndim = mesh_of(x, spec), bool(axis_names), x.ndim if ndim is None else ndim
         named = {name for entry in spec_of(spec, None) for name in names_of(entry)}
         if mesh.explicit_axes and not local and named.isdisjoint(mesh.auto_axes):
-            cut = jax.typeof(x).sharding.spec
+            partition = jax.typeof(x).sharding.spec
         elif local or spec is not None:
-            cut = spec_of(spec, axis_names)
+            partition = spec_of(spec, axis_names)
         else:
             return cls()
-        entries = [names_of(entry) for entry in (*cut, *[None] * ndim)[:ndim]]
+        entries = [names_of(entry) for entry in (*partition, *[None] * ndim)[:ndim]]
         if local:
             entries = [tuple(name for name in names if name in axis_names) for names in entries]
         return cls(tuple(entries), mesh, local, own_blocks and local)
@@ -104,21 +104,21 @@ class ShardSpec:
         check_spec_fits(op, spec_name, spec, mesh, ndim)
         told = {name for entry in spec_of(spec, None) for name in names_of(entry)}
         if transposed_of is not None and not set(axes).isdisjoint(mesh.explicit_axes):
-            cut = cls.of(x).transposed
+            shard_spec = cls.of(x).transposed
         else:
             spec = PartitionSpec(axes) if spec is None and axes else spec
             named = told.union(axes)
             local = () if named.isdisjoint(mesh.manual_axes) else tuple(mesh.manual_axes)
-            cut = cls.of(x, local, spec, ndim=ndim)
+            shard_spec = cls.of(x, local, spec, ndim=ndim)
         for axis in axes:
             # Types omit mesh axes of size 1, and mesh axes of inner axes, which cannot shard a transposed plane.
             whole = axis in mesh.explicit_axes and (mesh.shape[axis] == 1 or axis in told)
-            if not whole and axis not in cut.axes:
+            if not whole and axis not in shard_spec.axes:
                 raise ValueError(
-                    f"{op}: {spec_name} ({cut.spec}) does not shard over {name} ({axis!r}); pass the spec that the "
-                    "tensor has"
+                    f"{op}: {spec_name} ({shard_spec.spec}) does not shard over {name} ({axis!r}); pass the spec that "
+                    "the tensor has"
                 )
-        return cut
+        return shard_spec
 
     @property
     def row_axes(self) -> tuple[str, ...]:
@@ -253,18 +253,21 @@ def _reshard_local(bits: jax.Array, before: ShardSpec, after: ShardSpec) -> jax.
     return bits
 
 
-def pin(x: jax.Array, cut: ShardSpec) -> jax.Array:
+def pin(x: jax.Array, shard_spec: ShardSpec) -> jax.Array:
     """Constrain `x` to a sharding, as integers. In `shard_map` this has no effect."""
-    if cut.local:
+    if shard_spec.local:
         return x
-    return _pin(x, cut) if jnp.issubdtype(x.dtype, jnp.integer) else reshard(x, cut, cut)
+    return _pin(x, shard_spec) if jnp.issubdtype(x.dtype, jnp.integer) else reshard(x, shard_spec, shard_spec)
 
 
-def _pin(bits: jax.Array, cut: ShardSpec) -> jax.Array:
+def _pin(bits: jax.Array, shard_spec: ShardSpec) -> jax.Array:
     # Outside of `jit`, JAX accepts even shardings only.
-    even = [names if size % cut.count(names) == 0 else () for size, names in zip(bits.shape, cut.entries, strict=True)]
-    sharding = NamedSharding(cut.mesh, PartitionSpec(*(names or None for names in even)))
-    held: jax.Array = (jax.sharding.reshard if _explicit(cut) else lax.with_sharding_constraint)(bits, sharding)
+    even = [
+        names if size % shard_spec.count(names) == 0 else ()
+        for size, names in zip(bits.shape, shard_spec.entries, strict=True)
+    ]
+    sharding = NamedSharding(shard_spec.mesh, PartitionSpec(*(names or None for names in even)))
+    held: jax.Array = (jax.sharding.reshard if _explicit(shard_spec) else lax.with_sharding_constraint)(bits, sharding)
     return held
 
 
@@ -276,8 +279,8 @@ def whole_along(x: jax.Array, axis: int, mesh: Any) -> jax.Array:
     return lax.bitcast_convert_type(lax.with_sharding_constraint(bits, NamedSharding(mesh, spec)), x.dtype)
 
 
-def _explicit(cut: ShardSpec) -> bool:
-    return bool(cut.mesh.explicit_axes) and set(cut.axes).isdisjoint(cut.mesh.auto_axes)
+def _explicit(shard_spec: ShardSpec) -> bool:
+    return bool(shard_spec.mesh.explicit_axes) and set(shard_spec.axes).isdisjoint(shard_spec.mesh.auto_axes)
 
 
 def matrix_of(x: jax.Array, added: int = 0) -> jax.Array:
@@ -320,7 +323,7 @@ def may_shard_rows(x: jax.Array, spec: Spec = None) -> bool:
         return False
     if sharding.mesh.auto_axes:
         return True  # Types do not show what XLA shards.
-    return any(entry is not None for cut in (sharding.spec, spec_of(spec, None)) for entry in cut[: x.ndim - 1])
+    return any(entry is not None for each in (sharding.spec, spec_of(spec, None)) for entry in each[: x.ndim - 1])
 
 
 def _ends(first: Any, last: Any, ndim: int) -> tuple[Any, ...]:
@@ -328,7 +331,12 @@ def _ends(first: Any, last: Any, ndim: int) -> tuple[Any, ...]:
 
 
 def matrices_of(
-    x: jax.Array, places: dict[Usage, layout.PlaneLayout], cut: ShardSpec, op: str, name: str, draws: bool = False
+    x: jax.Array,
+    places: dict[Usage, layout.PlaneLayout],
+    shard_spec: ShardSpec,
+    op: str,
+    name: str,
+    draws: bool = False,
 ) -> tuple[jax.Array, ShardSpec]:
     """Return the matrix `[M, K]` that the blocks of `x` tile, and its sharding.
 
@@ -337,27 +345,27 @@ def matrices_of(
     says whether random bits are used. Raises ValueError in `shard_map` if shards split blocks such that the rows of a
     block are not contiguous.
     """
-    scattered = bool(cut.inner_axes)
+    scattered = bool(shard_spec.inner_axes)
     if x.ndim < 3 or not (scattered or may_be_sharded(x)):
-        return matrix_of(x), cut.matrix
+        return matrix_of(x), shard_spec.matrix
     sides = {where.format.block_shape(where.usage)[0] for where in places.values()}
-    if all(x.shape[-2] % side == 0 for side in sides) or (scattered and not cut.local):
-        return x, cut
-    if scattered and (draws or not cut.own_blocks):
-        raise scattered_rows_error(x, next(iter(places.values())).format, max(sides), cut, op, name)
-    return matrix_of(x), cut.matrix
+    if all(x.shape[-2] % side == 0 for side in sides) or (scattered and not shard_spec.local):
+        return x, shard_spec
+    if scattered and (draws or not shard_spec.own_blocks):
+        raise scattered_rows_error(x, next(iter(places.values())).format, max(sides), shard_spec, op, name)
+    return matrix_of(x), shard_spec.matrix
 
 
-def scattered_rows_error(x: jax.Array, fmt: Format, unit: int, cut: ShardSpec, op: str, name: str) -> ValueError:
+def scattered_rows_error(x: jax.Array, fmt: Format, unit: int, shard_spec: ShardSpec, op: str, name: str) -> ValueError:
     """Return the error for a shard with scattered rows, where blocks or random bits need contiguous rows."""
     return ValueError(
-        f"{op}: {name} {x.shape} is a shard ({cut.spec}) whose rows are not adjacent in the whole, and its axis of "
-        f"{x.shape[-2]} splits the {unit}-row blocks of {fmt}; shard it on block boundaries"
+        f"{op}: {name} {x.shape} is a shard ({shard_spec.spec}) whose rows are not adjacent in the whole, and its axis "
+        f"of {x.shape[-2]} splits the {unit}-row blocks of {fmt}; shard it on block boundaries"
     )
 
 
 def draws_of(
-    seed: jax.Array | None, fmt: Format, cut: ShardSpec, shape: layout.Shape, turned: bool = False
+    seed: jax.Array | None, fmt: Format, shard_spec: ShardSpec, shape: layout.Shape, turned: bool = False
 ) -> quantize_steps.Draws | None:
     """Return the Philox key and offset of a tensor, in `shard_map` of its shard; None if it needs no random bits.
 
@@ -367,14 +375,14 @@ def draws_of(
         return None
     rows, columns = layout.matrix_shape(shape)
     if turned:
-        of_transpose = draws_of(seed, fmt, cut.transposed if cut.entries else cut, (columns, rows))
+        of_transpose = draws_of(seed, fmt, shard_spec.transposed if shard_spec.entries else shard_spec, (columns, rows))
         return of_transpose and of_transpose.transposed(rows)
-    if not cut.local:
+    if not shard_spec.local:
         return quantize_steps.Draws(seed, jnp.asarray(words_of(0)), columns)
-    if not cut.inner_axes:
-        cut, shape = cut.matrix, (rows, columns)
+    if not shard_spec.inner_axes:
+        shard_spec, shape = shard_spec.matrix, (rows, columns)
 
     def multiply_add(row: jax.Array, step: int, column: jax.Array) -> Words:
         return words_plus(words_times(row, step), (column, jnp.zeros_like(column)))
 
-    return cut.box(shape).draws(seed, lambda words: jnp.stack(vary_alike(*words), axis=-1), multiply_add)
+    return shard_spec.box(shape).draws(seed, lambda words: jnp.stack(vary_alike(*words), axis=-1), multiply_add)
