@@ -1,5 +1,5 @@
 // Block scales, the same on host and device: E8M0, and NVFP4's E4M3 scales under a global fp32
-// scale. The `amax` of a block is ShownAmax, which keeps NaN.
+// scale. The `amax` of a block is AmaxOrNan, which keeps NaN.
 //
 // Formulas are sequences of single fp32 operations, with no contraction and no approximate
 // division. A NaN scale is always the canonical NaN.
@@ -71,13 +71,13 @@ QSHARD_INLINE float GlobalScaleNvfp4(float amax, float scale_max) {
 
 // Stores a block scale as d = E4M3(min(v, 448)), and returns the multiplier that belongs to the
 // rounded d. The encoder's saturation gives the minimum.
-QSHARD_INLINE BlockScale<uint8_t> StoreScaleNvfp4(float v, float global_scale) {
+QSHARD_INLINE BlockScale<uint8_t> RoundScaleNvfp4(float v, float global_scale) {
   const uint8_t code = Encode<E4M3>(v);
   return {FiniteInverse(Decode<E4M3>(code) * ScaleInverse(global_scale)), code};
 }
 
 QSHARD_INLINE BlockScale<uint8_t> ScaleNvfp4(float amax, float global_scale) {
-  return StoreScaleNvfp4(amax * (global_scale * Divide(1.0f, E2M1::kMax)), global_scale);
+  return RoundScaleNvfp4(amax * (global_scale * Divide(1.0f, E2M1::kMax)), global_scale);
 }
 
 // The two candidates of four over six, which map the block's amax to 4 and to 6. The order of
@@ -88,7 +88,7 @@ struct FourAndSix {
 
 QSHARD_INLINE FourAndSix FourOverSixCandidates(float amax, float global_scale) {
   const float base = Divide(amax, E2M1::kMax) * global_scale;
-  return {StoreScaleNvfp4(base * 1.5f, global_scale), StoreScaleNvfp4(base, global_scale)};
+  return {RoundScaleNvfp4(base * 1.5f, global_scale), RoundScaleNvfp4(base, global_scale)};
 }
 
 // Returns the error of one element under a candidate, before the absolute value or square:

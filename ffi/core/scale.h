@@ -59,15 +59,15 @@ enum class Nonfinite { kSaturate, kNan };
 
 // Returns the amax that a block's scale is computed from: `amax`, or NaN if it is infinite and
 // `nonfinite` is kNan.
-QSHARD_INLINE float ShownAmax(float amax, Nonfinite nonfinite) {
-  const bool hidden = nonfinite == Nonfinite::kSaturate || FloatBits(amax) != kFloatInfinityBits;
-  return FloatFromBits(Select(hidden, FloatBits(amax), kNanBits));
+QSHARD_INLINE float AmaxOrNan(float amax, Nonfinite nonfinite) {
+  const bool keeps = nonfinite == Nonfinite::kSaturate || FloatBits(amax) != kFloatInfinityBits;
+  return FloatFromBits(Select(keeps, FloatBits(amax), kNanBits));
 }
 
 // Returns fl(x * scale), or NaN for an infinite x: the value to encode under a passed scale with
 // Nonfinite::kNan. For finite x, x * 0 is a zero with the sign of the product, so adding it changes
 // nothing.
-QSHARD_INLINE float ShownProduct(float x, float scale) {
+QSHARD_INLINE float ScaledOrNan(float x, float scale) {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(x, 0.0f, __fmul_rn(x, scale));
 #else

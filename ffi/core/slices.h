@@ -33,7 +33,7 @@ struct SliceRule {
   WholeAmax whole;                 // amaxes stored after the amaxes of blocks
   RoundedTo rounded_to;
   bool pieces;          // data starts at the byte of the slice's first element, not of the weight's
-  Nonfinite nonfinite;  // result of infinite elements if no scale shows them
+  Nonfinite nonfinite;  // result of infinite elements if no scale is NaN for them
 };
 
 QSHARD_INLINE float RoundTo(RoundedTo to, float v) {

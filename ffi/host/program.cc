@@ -140,9 +140,9 @@ Program::Program(nb::dict description) {
   for (nb::handle given : ListOf(description["steps"], "steps")) {
     const nb::list step = ListOf(given, 4, "a step");
     const auto end = static_cast<int64_t>(slots_.size());
-    Op op{HandlerOf(nb::cast<nb::str>(step[0]), {device_type_, 0}),
-          NumbersOf(step[1], end, "an operand"), NumbersOf(step[2], end, "a result"),
-          std::make_unique<Attributes>(nb::cast<nb::dict>(step[3]))};
+    RecordedOp op{HandlerOf(nb::cast<nb::str>(step[0]), {device_type_, 0}),
+                  NumbersOf(step[1], end, "an operand"), NumbersOf(step[2], end, "a result"),
+                  std::make_unique<Attributes>(nb::cast<nb::dict>(step[3]))};
     for (int64_t slot : op.results)
       if (slots_[slot].source < static_cast<int64_t>(inputs_)) Refuse("a step writes to an input");
     buffers_ += op.operands.size() + op.results.size();
@@ -183,7 +183,7 @@ std::optional<Failure> Program::Run(DLDevice device, void* stream,
     return first;
   };
   for (size_t i = 0; i < ops_.size(); ++i) {
-    const Op& op = ops_[i];
+    const RecordedOp& op = ops_[i];
     steps[i] = {op.handler,
                 {XLA_FFI_Args_STRUCT_SIZE, nullptr, static_cast<int64_t>(op.operands.size()),
                  const_cast<XLA_FFI_ArgType*>(arg_types_.data()), pointers(op.operands)},

@@ -61,7 +61,7 @@ class Program {
     std::vector<int64_t> dims;
     int64_t source, offset, bytes;
   };
-  struct Op {
+  struct RecordedOp {
     XLA_FFI_Handler* handler;
     std::vector<int64_t> operands, results;
     std::unique_ptr<Attributes> attributes;
@@ -72,7 +72,7 @@ class Program {
   int64_t scratch_;
   std::vector<Output> outputs_;
   std::vector<Slot> slots_;
-  std::vector<Op> ops_;
+  std::vector<RecordedOp> ops_;
   size_t buffers_ = 0;  // operands and results of all ops
   std::vector<XLA_FFI_ArgType> arg_types_;
   std::vector<XLA_FFI_RetType> ret_types_;

@@ -138,7 +138,7 @@ XLA_FFI_Error* RunAll(XLA_FFI_ExecutionContext* context, const Step* steps, size
 
 }  // namespace
 
-void Common::Add(nb::handle object, const Tensor& tensor) {
+void SharedProperties::Add(nb::handle object, const Tensor& tensor) {
   if (!any.is_valid()) device = tensor.device;
   any = object;
   if (tensor.device.device_type != device.device_type ||
@@ -170,20 +170,20 @@ std::optional<Failure> RunOn(const DLDevice& device, void* stream, const Step* s
 
 bool MayUseThreads(double numbers) { return numbers > kShared; }
 
-void Run(const Common& common, const Step* steps, size_t count) {
-  const DLDevice device = common.device;
+void Run(const SharedProperties& shared, const Step* steps, size_t count) {
+  const DLDevice device = shared.device;
   void* stream = nullptr;
   if (device.device_type == kDLCUDA) {
-    const DLPackExchangeAPI* api = FrameworkOf(Py_TYPE(common.any.ptr())).api;
+    const DLPackExchangeAPI* api = FrameworkOf(Py_TYPE(shared.any.ptr())).api;
     if (api == nullptr || api->current_work_stream == nullptr)
       throw nb::type_error("call: CUDA tensors of this framework do not give their stream");
     if (api->current_work_stream(device.device_type, device.device_id, &stream) != 0)
       nb::raise_python_error();
-  } else if (MayUseThreads(common.numbers) && get_num_threads != nullptr) {
+  } else if (MayUseThreads(shared.numbers) && get_num_threads != nullptr) {
     FollowNumThreads(nb::cast<int64_t>(nb::handle(get_num_threads)()));
   }
   std::optional<Failure> failure;
-  if (device.device_type == kDLCPU && common.numbers < kSmall) {
+  if (device.device_type == kDLCPU && shared.numbers < kSmall) {
     failure = RunOn(device, stream, steps, count);  // releasing the GIL would take longer
   } else {
     nb::gil_scoped_release unlocked;

@@ -15,7 +15,7 @@
 namespace qshard::host {
 
 // Properties shared by the tensors of a call.
-struct Common {
+struct SharedProperties {
   DLDevice device{kDLCPU, 0};
   nanobind::handle any;  // one of the tensors
   double numbers = 0;    // elements of all tensors
@@ -55,7 +55,7 @@ bool MayUseThreads(double numbers);
 
 // Calls `steps` in order. On CUDA they are enqueued on the framework's current stream. Stops and
 // raises at the first failure.
-void Run(const Common& common, const Step* steps, size_t count);
+void Run(const SharedProperties& shared, const Step* steps, size_t count);
 
 // Before each large CPU call, passes the result of `framework` to FollowNumThreads.
 void FollowThreadsOf(nanobind::callable framework);

@@ -46,8 +46,8 @@ XLA_FFI_DataType ToXla(DLDataType t) {
   return XLA_FFI_DataType_INVALID;
 }
 
-std::string Name(nb::handle object, const Use& use, size_t index) {
-  return std::string("call: ") + use.role + " " + std::to_string(index) + " (" +
+std::string Name(nb::handle object, const Access& access, size_t index) {
+  return std::string("call: ") + access.role + " " + std::to_string(index) + " (" +
          nb::type_name(object.type()).c_str() + ")";
 }
 
@@ -63,20 +63,21 @@ bool IsContiguous(const DLTensor& t) {
   return true;
 }
 
-void Fill(const DLTensor& t, nb::handle object, const Use& use, size_t index, Tensor& tensor) {
+void Fill(const DLTensor& t, nb::handle object, const Access& access, size_t index,
+          Tensor& tensor) {
   const XLA_FFI_DataType dtype = ToXla(t.dtype);
   if (dtype == XLA_FFI_DataType_INVALID)
-    throw nb::type_error((Name(object, use, index) +
+    throw nb::type_error((Name(object, access, index) +
                           " has a dtype that no kernel takes; view packed or 4-bit data as uint8")
                              .c_str());
   if (!IsContiguous(t))
     throw nb::value_error(
-        (Name(object, use, index) + " is strided; call .contiguous() on it").c_str());
+        (Name(object, access, index) + " is strided; call .contiguous() on it").c_str());
   bool empty = false;
   for (int i = 0; i < t.ndim; ++i) empty |= t.shape[i] == 0;
   if (t.data == nullptr && !empty)
     throw nb::value_error(
-        (Name(object, use, index) +
+        (Name(object, access, index) +
          " has no memory (fake, meta or wrapper tensor); pass the plain tensor inside it")
             .c_str());
   tensor.buffer = {XLA_FFI_Buffer_STRUCT_SIZE,
@@ -90,9 +91,9 @@ void Fill(const DLTensor& t, nb::handle object, const Use& use, size_t index, Te
 
 // Imports through nanobind: numpy arrays and any object with __dlpack__. Returns the owner, which
 // must outlive the buffer.
-template <class... Access>
-nb::object ImportSlow(nb::handle object, const Use& use, size_t index, Tensor& tensor) {
-  using Array = nb::ndarray<Access...>;
+template <class... Options>
+nb::object ImportSlow(nb::handle object, const Access& access, size_t index, Tensor& tensor) {
+  using Array = nb::ndarray<Options...>;
   auto owner = std::make_unique<Array>(nb::cast<Array>(object, /*convert=*/false));
   Array& array = *owner;
   const DLTensor t{const_cast<void*>(static_cast<const void*>(array.data())),
@@ -102,7 +103,7 @@ nb::object ImportSlow(nb::handle object, const Use& use, size_t index, Tensor& t
                    const_cast<int64_t*>(array.shape_ptr()),
                    const_cast<int64_t*>(array.stride_ptr()),
                    /*byte_offset=*/0};
-  Fill(t, object, use, index, tensor);
+  Fill(t, object, access, index, tensor);
   return nb::capsule(owner.release(), [](void* p) noexcept { delete static_cast<Array*>(p); });
 }
 
@@ -113,13 +114,13 @@ PyObject* MethodOf(PyTypeObject* type, const char* name) {
   return PyObject_TypeCheck(method.ptr(), &PyMethodDescr_Type) ? method.ptr() : nullptr;
 }
 
-void CheckNotNegated(PyObject* is_neg, nb::handle object, const Use& use, size_t index) {
+void CheckNotNegated(PyObject* is_neg, nb::handle object, const Access& access, size_t index) {
   PyObject* const self = object.ptr();
   const nb::object negated = nb::steal(PyObject_Vectorcall(is_neg, &self, 1, nullptr));
   if (!negated.is_valid()) nb::raise_python_error();
   if (negated.ptr() == Py_True)
     throw nb::value_error(
-        (Name(object, use, index) +
+        (Name(object, access, index) +
          " is a negated view, whose memory has the opposite signs; call .resolve_neg() on it")
             .c_str());
 }
@@ -173,25 +174,25 @@ Framework FrameworkOf(PyTypeObject* type) {
   return framework;
 }
 
-nb::object Import(nb::handle object, const Use& use, size_t index, Tensor& tensor) {
+nb::object Import(nb::handle object, const Access& access, size_t index, Tensor& tensor) {
   const Framework framework = FrameworkOf(Py_TYPE(object.ptr()));
   if (framework.api != nullptr) {
     DLTensor t;
     if (framework.api->dltensor_from_py_object_no_sync(object.ptr(), &t) != 0)
       nb::raise_python_error();
-    Fill(t, object, use, index, tensor);
-    if (use.refuse_negated && t.dtype.code == kDLFloat && framework.is_neg != nullptr)
-      CheckNotNegated(framework.is_neg, object, use, index);
+    Fill(t, object, access, index, tensor);
+    if (access.refuse_negated && t.dtype.code == kDLFloat && framework.is_neg != nullptr)
+      CheckNotNegated(framework.is_neg, object, access, index);
     return {};
   }
   // JAX arrays are immutable and may share memory.
-  if (use.writable && IsOf("jax", object))
-    throw nb::type_error((Name(object, use, index) +
+  if (access.writable && IsOf("jax", object))
+    throw nb::type_error((Name(object, access, index) +
                           " is a JAX array, which cannot be written; call the op in qshard.jax.ops")
                              .c_str());
   const auto import = [&](nb::handle array) {
-    return use.writable ? ImportSlow<>(array, use, index, tensor)
-                        : ImportSlow<nb::ro>(array, use, index, tensor);
+    return access.writable ? ImportSlow<>(array, access, index, tensor)
+                           : ImportSlow<nb::ro>(array, access, index, tensor);
   };
   try {
     return import(object);
@@ -207,7 +208,7 @@ nb::object Import(nb::handle object, const Use& use, size_t index, Tensor& tenso
   } catch (const nb::cast_error&) {
   }
   throw nb::type_error(
-      (Name(object, use, index) + " is not an array that DLPack can share").c_str());
+      (Name(object, access, index) + " is not an array that DLPack can share").c_str());
 }
 
 }  // namespace qshard::host

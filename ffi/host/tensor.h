@@ -23,7 +23,7 @@ struct Tensor {
 };
 
 // How a call uses its tensors.
-struct Use {
+struct Access {
   const char* role;  // name in errors, such as "input"
   bool writable;
   bool refuse_negated;  // for floats only: torch negates no other dtype lazily
@@ -31,7 +31,8 @@ struct Use {
 
 // Fills `tensor` from a Python object, which is number `index` of its role. Returns the owner of
 // the memory if the slow path imported it, else an invalid object.
-nanobind::object Import(nanobind::handle object, const Use& use, size_t index, Tensor& tensor);
+nanobind::object Import(nanobind::handle object, const Access& access, size_t index,
+                        Tensor& tensor);
 
 }  // namespace qshard::host
 

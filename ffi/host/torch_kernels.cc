@@ -183,13 +183,13 @@ void Kernel(TorchValue* stack, uint64_t arguments, uint64_t /*results*/) {
 }
 
 // Takes the tensors of a list, and deletes the list.
-class TakenList {
+class OwnedList {
  public:
-  explicit TakenList(TorchValue value) : list_(reinterpret_cast<TorchList*>(value)) {
+  explicit OwnedList(TorchValue value) : list_(reinterpret_cast<TorchList*>(value)) {
     Check(torch.torch_list_size(list_, &size_), "count the tensors of a list");
   }
-  TakenList(const TakenList&) = delete;
-  ~TakenList() { torch.torch_delete_list(list_); }
+  OwnedList(const OwnedList&) = delete;
+  ~OwnedList() { torch.torch_delete_list(list_); }
 
   size_t size() const { return size_; }
   void Take(OwnedTensor* tensors) {
@@ -206,11 +206,11 @@ class TakenList {
 };
 
 // A text that the kernel owns.
-class TakenText {
+class OwnedText {
  public:
-  explicit TakenText(TorchValue value) : text_(reinterpret_cast<TorchString*>(value)) {}
-  TakenText(const TakenText&) = delete;
-  ~TakenText() { torch.torch_delete_string(text_); }
+  explicit OwnedText(TorchValue value) : text_(reinterpret_cast<TorchString*>(value)) {}
+  OwnedText(const OwnedText&) = delete;
+  ~OwnedText() { torch.torch_delete_string(text_); }
 
   std::string_view Get() const {
     const char* data;
@@ -229,8 +229,8 @@ class TakenText {
 template <bool kReturnsList>
 void RunProgram(TorchValue* stack, uint64_t /*arguments*/, uint64_t expected) {
   static const std::string kOp = "run_program", kInput = "an input";
-  const TakenText text(stack[1]);
-  TakenList list(stack[0]);
+  const OwnedText text(stack[1]);
+  OwnedList list(stack[0]);
   SmallArray<OwnedTensor> inputs(list.size());
   list.Take(inputs.data());
   const std::shared_ptr<const Program> program = Program::Of(text.Get());

@@ -40,7 +40,7 @@ struct E8M0Scales {
     return Code::kMax;
   }
   QSHARD_INLINE BlockScale<uint8_t> Of(float amax, float max) const {
-    const uint8_t code = E8M0FromAmax(ShownAmax(amax, nonfinite), max, rounding);
+    const uint8_t code = E8M0FromAmax(AmaxOrNan(amax, nonfinite), max, rounding);
     return {MultiplierE8M0(code), code};
   }
 
@@ -56,7 +56,7 @@ struct Nvfp4Scales {
     return qshard::GlobalScaleNvfp4(global_amax[i < run ? 0 : i / run * step], scale_max);
   }
   QSHARD_INLINE BlockScale<uint8_t> Of(float amax, float global_scale) const {
-    return ScaleNvfp4(ShownAmax(amax, nonfinite), global_scale);
+    return ScaleNvfp4(AmaxOrNan(amax, nonfinite), global_scale);
   }
 
   const float* global_amax;
@@ -101,7 +101,7 @@ struct FourOverSixRule {
   Nonfinite nonfinite;
 };
 
-// Picks the one of FourOverSixCandidates(ShownAmax(amax[i]), S of global_amax[i / run]) that stores
+// Picks the one of FourOverSixCandidates(AmaxOrNan(amax[i]), S of global_amax[i / run]) that stores
 // block i of x with the smaller error, and six if they are equal or NaN. `blocks` must be whole,
 // with 1 or 16 rows and 16 columns.
 QSHARD_LAUNCHER_TEMPLATE((class In), ScaleFourOverSix, const In* x, const float* amax,

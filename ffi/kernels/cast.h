@@ -11,7 +11,7 @@ namespace qshard::kernels {
 // propagates as kNanBits. The result does not depend on the order. An empty run has amax 0.
 QSHARD_LAUNCHER_TEMPLATE((class In), Amax, const In* x, int64_t runs, int64_t length, float* amax);
 
-// A tensor with scales: element i is x[i] * scale[i / length], or a ShownProduct with
+// A tensor with scales: element i is x[i] * scale[i / length], or a ScaledOrNan with
 // Nonfinite::kNan. Delayed scaling (runs > 0) also records the amax of each run in the same read,
 // replaces scale by ScaleOrFirst of scale and amax, and stores the inverse scales.
 template <class In>

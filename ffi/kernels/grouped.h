@@ -22,7 +22,7 @@ struct ExpertScales {
   Nonfinite nonfinite;
 };
 
-// data[p, j] = Encode<Code>(x[row of p, j] * scale of the expert of p), or of ShownProduct with
+// data[p, j] = Encode<Code>(x[row of p, j] * scale of the expert of p), or of ScaledOrNan with
 // Nonfinite::kNan. Code 0 in rows of no expert. data_t, unless null, is the transpose.
 QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastGrouped, const In* x, int64_t cols,
                          const RowMap& map, const ExpertScales& scales, uint8_t* data,

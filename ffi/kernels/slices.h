@@ -15,7 +15,7 @@ namespace qshard::kernels {
 QSHARD_LAUNCHER_TEMPLATE((class In), AmaxSlices, const Slice* slices, int64_t n,
                          const uint32_t* starts, const SliceRule& rule, float* amax);
 
-// data[i] = Encode<Code>(x[i - start] * scale[block of i]), or of ShownProduct with
+// data[i] = Encode<Code>(x[i - start] * scale[block of i]), or of ScaledOrNan with
 // Nonfinite::kNan, for the elements i of each slice. Nothing more is written: if the slice has half
 // of a byte, the other half stays. Code is any element. With `seeds`, for E2M1 only, it is
 // EncodeStochastic with key seeds[w] and Philox index i in weight w.

@@ -75,7 +75,7 @@ Status ScaleFourOverSix(const Exec<Cpu>& exec, const In* x, const float* amax,
     for (int64_t b = 0; b < span.num_blocks; ++b) {
       const int64_t i = span.grid + b;
       FourOverSixBlock block = shared;
-      block.amax = ShownAmax(amax[i], rule.nonfinite);
+      block.amax = AmaxOrNan(amax[i], rule.nonfinite);
       block.global_amax = global_amax[i / run];
       block.global_scale = qshard::GlobalScaleNvfp4(block.global_amax, rule.scale_max);
       const FourAndSix candidates = FourOverSixCandidates(block.amax, block.global_scale);

@@ -78,7 +78,7 @@ Status Cast(const Exec<Cpu>& exec, const Scaled<In>& x, int64_t n, uint8_t* data
       const bool finite = delayed.Raise(begin, stop);
       cast(x.x + begin, stop - begin, {delayed.scale(), x.length, begin}, /*ahead=*/0,
            data + begin);
-      if (!finite) ShowInfinite<Code>(x.nonfinite, x.x + begin, stop - begin, data + begin);
+      if (!finite) ReplaceInfinityByNan<Code>(x.nonfinite, x.x + begin, stop - begin, data + begin);
     }
   });
   delayed.Finish();

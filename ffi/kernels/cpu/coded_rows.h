@@ -58,7 +58,7 @@ void StoreCode(uint8_t* data, int64_t i, uint8_t code) {
 
 // With Nonfinite::kNan, replaces the codes of infinite elements by NaN.
 template <class Code, class In>
-void ShowInfinite(Nonfinite nonfinite, const In* x, int64_t n, uint8_t* data) {
+void ReplaceInfinityByNan(Nonfinite nonfinite, const In* x, int64_t n, uint8_t* data) {
   if (nonfinite == Nonfinite::kSaturate) return;
   for (int64_t i = 0; i < n; ++i)
     if ((FloatBits(Widen(x[i])) & kFloatMagnitudeMask) == kFloatInfinityBits)

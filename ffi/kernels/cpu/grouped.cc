@@ -29,7 +29,7 @@ void CastPart(const In* x, int64_t cols, const RowMap& map, const ExpertScales& 
   }
   const In* from = x + own * cols + col;
   cast(from, n, of_row, /*ahead=*/0, codes);
-  ShowInfinite<Code>(scales.nonfinite, from, n, codes);
+  ReplaceInfinityByNan<Code>(scales.nonfinite, from, n, codes);
 }
 
 }  // namespace

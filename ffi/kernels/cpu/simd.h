@@ -41,7 +41,7 @@ struct RowScales {
 
 struct FourOverSixBlock {
   int64_t stride, rows;  // of x; the block has 16 columns
-  // ShownAmax of the block, and amax and scale of its tensor or row.
+  // AmaxOrNan of the block, and amax and scale of its tensor or row.
   float amax, global_amax, global_scale;
   float max;  // 6 * scale_max
   bool squared;

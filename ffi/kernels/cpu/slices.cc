@@ -131,8 +131,8 @@ void CastPart(const SlicePart& part, const Slice& slice, const SliceRule& rule, 
   uint8_t* data = slice.data - (rule.pieces ? part.start / kCodesPerByte<Code> : 0);
   const auto cast_one = [&](int64_t i, float s) {
     const float v = RoundTo(rule.rounded_to, Widen(x[i]));
-    const bool shows = rule.nonfinite == Nonfinite::kNan;
-    StoreCode<Code>(data, i, encode(shows ? ShownProduct(v, s) : v * s, i));
+    const bool to_nan = rule.nonfinite == Nonfinite::kNan;
+    StoreCode<Code>(data, i, encode(to_nan ? ScaledOrNan(v, s) : v * s, i));
   };
   ForEachRun(part, grid, [&](int64_t i, int64_t n, int64_t, int64_t block) {
     const float* s = scale + slice.grid + block;
@@ -183,7 +183,7 @@ Status CastSlices(const Exec<Cpu>& exec, const Slice* slices, int64_t n, const u
           CastRow<Code>(x, count, scales, codes);
           if (rule.nonfinite == Nonfinite::kNan &&
               FloatBits(AmaxOf(x, count)) >= kFloatInfinityBits)
-            ShowInfinite<Code>(rule.nonfinite, x, count, codes);
+            ReplaceInfinityByNan<Code>(rule.nonfinite, x, count, codes);
         },
         [](float v, int64_t) { return Encode<Code>(v); });
   });

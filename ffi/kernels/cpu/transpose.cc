@@ -65,7 +65,7 @@ Status CastTranspose(const Exec<Cpu>& exec, const Scaled<In>& x, int64_t batch, 
                     cast(from, end - start, {delayed.scale(), x.length, start}, kRowsAhead * cols,
                          row);
                     if (!delayed.Raise(start, end))
-                      ShowInfinite<Code>(x.nonfinite, from, end - start, row);
+                      ReplaceInfinityByNan<Code>(x.nonfinite, from, end - start, row);
                     CopyRow<kPanelCols>(data + start, row, end - start, stream);
                   });
   delayed.Finish();

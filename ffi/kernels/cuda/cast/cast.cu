@@ -93,7 +93,7 @@ __device__ __forceinline__ Words<kCount> EncodeScaled(const CastArguments<In>& a
   WidenWords<In>(x, v);
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
-    v[i] = a.nonfinite == Nonfinite::kNan ? ShownProduct(v[i], scale) : __fmul_rn(v[i], scale);
+    v[i] = a.nonfinite == Nonfinite::kNan ? ScaledOrNan(v[i], scale) : __fmul_rn(v[i], scale);
   return EncodeWords<Code>(v);
 }
 

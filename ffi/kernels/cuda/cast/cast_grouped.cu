@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kTileThreads, CastGroupedTuning<In>::kBlocksPe
   const float scale = ScaleOfRow(a.scales, expert, own);
   EightOf<In> rows[kPatch];
   GatherPatch<Read::kCached>(a.x, a.grid, t, p, height, own, rows);
-  if (a.scales.nonfinite == Nonfinite::kNan) ShowInfinite<In>(rows);
+  if (a.scales.nonfinite == Nonfinite::kNan) ReplaceInfinityByNan<In>(rows);
 
   EightCodes<Code> codes[kPatch];
 #pragma unroll
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int64_t col = threadIdx.x % kWarp; col < cols; col += kWarp) {
     const float v = own < 0 ? 0.0f : Widen(x[own * cols + col]);
     const float scaled =
-        scales.nonfinite == Nonfinite::kNan ? ShownProduct(v, scale) : __fmul_rn(v, scale);
+        scales.nonfinite == Nonfinite::kNan ? ScaledOrNan(v, scale) : __fmul_rn(v, scale);
     data[row * cols + col] = static_cast<uint8_t>(EncodeOne<Code>(scaled));
   }
 }

@@ -124,7 +124,7 @@ __device__ __forceinline__ BlockScale<uint8_t> ScaleOf(const E8M0Scales& scales,
     if (bits <= uint32_t{kTwoToMinus127Bits}) e = 0;
     if (!(amax <= LargestAmax(scales.nonfinite))) e = E8M0::kNan;
   } else {
-    e = E8M0FromAmax(ShownAmax(amax, scales.nonfinite), Code::kMax, PowerRounding::kFloor);
+    e = E8M0FromAmax(AmaxOrNan(amax, scales.nonfinite), Code::kMax, PowerRounding::kFloor);
   }
   return {MultiplierE8M0(static_cast<uint8_t>(e)), static_cast<uint8_t>(e)};
 }
@@ -159,13 +159,13 @@ __device__ __forceinline__ void FillMultipliers(GlobalNvfp4 global, float (&tabl
     table[threadIdx.x] = MultiplierOf(static_cast<uint16_t>(threadIdx.x), global);
 }
 
-// Returns the codes of four blocks' scales. Without kShows no amax may be above `largest`.
-template <bool kShows>
+// Returns the codes of four blocks' scales. Without kMayExceed no amax may be above `largest`.
+template <bool kMayExceed>
 __device__ __forceinline__ uint32_t FourScalesNvfp4(const float (&amax)[4], GlobalNvfp4 global) {
   float v[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    v[i] = kShows ? UnderSixth(amax[i], global) : __fmul_rn(amax[i], global.sixth);
+    v[i] = kMayExceed ? UnderSixth(amax[i], global) : __fmul_rn(amax[i], global.sixth);
   return EncodePair<E4M3>(v[0], v[1]) | EncodePair<E4M3>(v[2], v[3]) << 16;
 }
 

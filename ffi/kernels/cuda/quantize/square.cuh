@@ -19,7 +19,7 @@ __device__ __forceinline__ int64_t RunOf(int64_t matrix, int64_t matrices) {
 
 // Replaces infinite elements by NaN.
 template <class In>
-__device__ __forceinline__ void ShowInfinite(EightOf<In> (&rows)[kPatch]) {
+__device__ __forceinline__ void ReplaceInfinityByNan(EightOf<In> (&rows)[kPatch]) {
   using Abs = Magnitudes<In>;
 #pragma unroll
   for (int k = 0; k < kPatch; ++k) {
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kTileThreads, TileTuning<In, Scales, kWork>::k
 
   if constexpr (kGiven && kAmax) {
     if (a.scales.nonfinite == Nonfinite::kNan && !(Abs::Value(m) <= kFloatMax))
-      ShowInfinite<In>(rows);
+      ReplaceInfinityByNan<In>(rows);
   }
 
   bool common = height >= kPatch;

@@ -34,14 +34,14 @@ __device__ __forceinline__ bool EightScales(const uint32_t (&amax)[kPatch / 2], 
   using Abs = Magnitudes<In>;
   const uint32_t top = Abs::Max(Abs::Max(amax[0], amax[1]), Abs::Max(amax[2], amax[3]));
   const float largest = Abs::Value(max(top & 0xFFFFu, top >> 16));
-  const bool shows = !(largest <= global.largest);
+  const bool may_exceed = !(largest <= global.largest);
   uint32_t below = 0;
 #pragma unroll
   for (int i = 0; i < kPatch; i += 4) {
     const float v[4] = {Abs::Value(amax[i / 2] & 0xFFFFu), Abs::Value(amax[i / 2] >> 16),
                         Abs::Value(amax[i / 2 + 1] & 0xFFFFu), Abs::Value(amax[i / 2 + 1] >> 16)};
     const uint32_t four =
-        shows ? FourScalesNvfp4<true>(v, global) : FourScalesNvfp4<false>(v, global);
+        may_exceed ? FourScalesNvfp4<true>(v, global) : FourScalesNvfp4<false>(v, global);
     constexpr uint32_t kLeastNormal = (1u << E4M3::kMantissaBits) * 0x01010101u;
     below |= four - kLeastNormal;  // a smaller code sets the highest bit of its byte
 #pragma unroll

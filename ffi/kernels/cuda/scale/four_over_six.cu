@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   const float global = __ldg(global_amax + (run >= blocks ? 0 : block / run));
   const float global_scale = qshard::GlobalScaleNvfp4(global, rule.scale_max);
   const FourAndSix candidates =
-      FourOverSixCandidates(ShownAmax(__ldg(amax + block), rule.nonfinite), global_scale);
+      FourOverSixCandidates(AmaxOrNan(__ldg(amax + block), rule.nonfinite), global_scale);
   const float max = __fmul_rn(E2M1::kMax, rule.scale_max);
   const auto error = [&](BlockScale<uint8_t> candidate) {
     const float d = Decode<E4M3>(candidate.scale_inv);

@@ -106,8 +106,8 @@ __device__ __forceinline__ void CastTile(const SliceTable& table, const SliceTil
           for (int j = 0; j < kSliceLane; ++j) {
             float s = in_rows ? fetched[k] : of_tile[j];
             if (!kWhole && !in_rows && !in_columns && part.Has(j)) s = scale_of(r, j);
-            v[j] = table.rule.nonfinite == Nonfinite::kNan ? ShownProduct(v[j], s)
-                                                           : __fmul_rn(v[j], s);
+            v[j] =
+                table.rule.nonfinite == Nonfinite::kNan ? ScaledOrNan(v[j], s) : __fmul_rn(v[j], s);
           }
           const uint32_t codes = encode(v, i);
           uint8_t* out = codes_at + r * (tile.cols / kPerByte);
