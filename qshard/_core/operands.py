@@ -12,7 +12,7 @@ from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Draws, Plane, Reduce
 from qshard._core.validation import seed_missing
 from qshard.formats import Format, Usage
-from qshard.layout import PlaneLayout, Shape, has_row_blocks_of, is_transposed, plane, source, takes_rows, whole_units
+from qshard.layout import PlaneLayout, Shape, has_row_blocks_of, plane, source, takes_rows, whole_units
 from qshard.recipes import ROLE_SEEDS, DelayedScaling, Product, Recipe, Role
 
 Array = Any
@@ -153,13 +153,9 @@ def quantize_rows(
         return _gathered_rows(ops, x, spec, rows, stops, seeds, reduce_max, measured), None
     if fmt.tensor_scaled:
         return _nvfp4_rows(ops, x, spec, rows, stops, seeds, reduce_max, measured), None
-    block, options = fmt.block_shape(), quantize_steps.block_options(fmt)
-    op = "quantize_block_rows"
-    if spec.usage is Usage.BOTH:
-        turned = is_transposed(fmt, Usage.COLUMNWISE)
-        op = f"quantize_{'square_both' if fmt.transposes else 'block_both_t' if turned else 'block_both'}_rows"
-        block = (max(block), max(block))
-    made = getattr(ops, op)(x, rows, block_rows=block[0], block_cols=block[1], **options)
+    op, block = quantize_steps.op_and_block(fmt, spec.usage)
+    options = quantize_steps.block_options(fmt)
+    made = getattr(ops, f"{op}_rows")(x, rows, block_rows=block[0], block_cols=block[1], **options)
     return {each: Plane(*made[2 * i : 2 * i + 2]) for i, each in enumerate(spec.usage.planes)}, None
 
 
@@ -211,15 +207,15 @@ def _nvfp4_rows(
     rotates, two_sets = fmt.rotates(usage), usage is Usage.BOTH and not fmt.transposes
     amaxes = _amaxes_of_experts(ops, x if rotates else measured, rows, stops, reduce_max, rotated=rotates)
     options: dict[str, Any] = {"scale_max": fmt.scaling.scale_max, "nonfinite": fmt.nonfinite}
-    operands, height, width = [x, rows, stops, amaxes[0]], *fmt.block_shape()
+    operands = [x, rows, stops, amaxes[0]]
     if two_sets:
         operands.append(amaxes[-1])
-        height, options["hadamard"] = width, rotates
+        options["hadamard"] = rotates
     if fmt.stochastic:
         operands.append(seeds)
-    op = f"quantize_nvfp4{'_stochastic' * fmt.stochastic}{'_both' * two_sets}_rows"
-    made = getattr(ops, op)(*operands, block_rows=height, block_cols=width, **options)
-    scales = [ops.global_scale_nvfp4(amax, scale_max=fmt.scaling.scale_max)[1] for amax in amaxes]
+    op, block = quantize_steps.op_and_block(fmt, usage if two_sets else Usage.ROWWISE)
+    made = getattr(ops, f"{op}_rows")(*operands, block_rows=block[0], block_cols=block[1], **options)
+    scales = [quantize_steps.global_scale_inv(ops, fmt, amax) for amax in amaxes]
     planes = {Usage.ROWWISE: Plane(made[0], made[1], scales[0])}
     if two_sets:
         planes[Usage.COLUMNWISE] = Plane(made[2], made[3], scales[-1])
@@ -255,7 +251,7 @@ def _gathered_rows(
     for each in dict.fromkeys(source(fmt, each) for each in usage.planes):
         whole = ops.values_of_strips(amax, stops, *grids[each])
         planes |= quantize_steps.quantize(ops, padded, fmt, each, amax=whole)
-    global_scale_inv = ops.global_scale_nvfp4(amax, scale_max=fmt.scaling.scale_max)[1]
+    global_scale_inv = quantize_steps.global_scale_inv(ops, fmt, amax)
     planes = {each: plane._replace(global_scale_inv=global_scale_inv) for each, plane in planes.items()}
     if usage is Usage.BOTH and fmt.transposes:
         planes[Usage.COLUMNWISE] = quantize_steps.transpose_plane(ops, planes[Usage.ROWWISE], fmt)

@@ -72,9 +72,13 @@ class Draws(NamedTuple):
     row_step: int | None = None
     col_step: int = 1
 
+    def steps(self, columns: int) -> dict[str, int]:
+        """Return the attributes `row_step` and `col_step` of ops; `columns` is the number of columns of `x`."""
+        return {"row_step": columns if self.row_step is None else self.row_step, "col_step": self.col_step}
+
     def transposed(self, columns: int) -> Draws:
         """Return the draws of `x.T`; `columns` is the number of columns of `x`."""
-        return self._replace(row_step=self.col_step, col_step=columns if self.row_step is None else self.row_step)
+        return self._replace(row_step=self.col_step, col_step=self.steps(columns)["row_step"])
 
 
 def quantize(
@@ -215,7 +219,7 @@ def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, re
     if fmt.scaling.global_scale is not None:
         wholes = whole if repeated is None else repeated(whole)
         scale, scale_inv = ops.scale_nvfp4(amax, wholes, scale_max=fmt.scaling.scale_max, nonfinite=fmt.nonfinite)
-        return Scales(scale, scale_inv, _global_scale_inv(ops, fmt, whole))
+        return Scales(scale, scale_inv, global_scale_inv(ops, fmt, whole))
     if fmt.scale_dtype == E8M0.name:
         rule = {"rounding": fmt.scaling.scale_rounding, "nonfinite": fmt.nonfinite}
         return Scales(*ops.scale_e8m0(amax, element=fmt.element.name, **rule))
@@ -233,10 +237,7 @@ def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: Sequence[int], dr
         return ops.cast_block(x, scale, element=fmt.element.name, **size)
     if draws is None:
         raise ValueError(seed_missing("quantize", fmt))
-    row_step = x.shape[-1] if draws.row_step is None else draws.row_step
-    return ops.cast_block_stochastic(
-        x, scale, draws.seed, draws.first, row_step=row_step, col_step=draws.col_step, **size
-    )
+    return ops.cast_block_stochastic(x, scale, draws.seed, draws.first, **draws.steps(x.shape[-1]), **size)
 
 
 def quantize_swiglu_again(ops: Any, gate: Array, up: Array, fmt: Format, amax: Array) -> Plane:
@@ -300,7 +301,8 @@ def outer_axes(x: Array) -> dict[str, int]:
     return {"outer": x.ndim - 2} if x.ndim > 2 else {}
 
 
-def _global_scale_inv(ops: Any, fmt: Format, whole: Array | None) -> Array | None:
+def global_scale_inv(ops: Any, fmt: Format, whole: Array | None) -> Array | None:
+    """Compute the global scale that decodes, from amaxes of the tensor or its rows; None if the format has none."""
     if fmt.scaling.global_scale is None:
         return None
     return ops.global_scale_nvfp4(whole, scale_max=fmt.scaling.scale_max)[1]
@@ -322,7 +324,7 @@ def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None
         block_rows=block[0],
         block_cols=block[1],
     )
-    return Plane(cast(ops, x, fmt, scale, block), scale_inv, _global_scale_inv(ops, fmt, whole))
+    return Plane(cast(ops, x, fmt, scale, block), scale_inv, global_scale_inv(ops, fmt, whole))
 
 
 def _quantize_at_once(
@@ -330,37 +332,47 @@ def _quantize_at_once(
 ) -> dict[Usage, Plane]:
     """Compute planes with one read of `x`, after the read for `amaxes`."""
     operands, planes = [x], usage.planes
-    if fmt.scaling.global_scale is not None:
-        family = "quantize_nvfp4_stochastic" if fmt.stochastic else "quantize_nvfp4"
-        options: dict[str, Any] = {"scale_max": fmt.scaling.scale_max, "nonfinite": fmt.nonfinite}
-    else:
-        family, options = "quantize_block", block_options(fmt)
-    block = fmt.block_of(usage)
-    assert block is not None
-    if usage is not Usage.BOTH:
-        op = f"{family}_t" if is_transposed(fmt, usage) else family
-    else:
-        turned = is_transposed(fmt, Usage.COLUMNWISE)
-        op = _BOTH[family, "square_both" if fmt.transposes else "both_t" if turned else "both"]
-        block = (max(block), max(block))
+    op, block = op_and_block(fmt, usage)
     if fmt.scaling.global_scale is not None:
         apart = usage is Usage.BOTH and not fmt.transposes  # one global amax per plane
         operands += [amaxes[each] for each in (planes if apart else planes[:1])]
+        options: dict[str, Any] = {"scale_max": fmt.scaling.scale_max, "nonfinite": fmt.nonfinite}
+    else:
+        options = block_options(fmt)
     if fmt.rotates(usage):
         options["hadamard"] = True
     if fmt.stochastic:
         assert draws is not None
         operands += [draws.seed, draws.first]
-        options |= {"row_step": x.shape[-1] if draws.row_step is None else draws.row_step, "col_step": draws.col_step}
+        options |= draws.steps(x.shape[-1])
     if op.endswith("_t") or fmt.turns_columns and usage is Usage.BOTH:  # a plane is transposed
         options |= outer_axes(x)
     made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)
-    global_scale_inv, found = _global_scale_inv(ops, fmt, amaxes[planes[0]]), {}
+    global_inv, found = global_scale_inv(ops, fmt, amaxes[planes[0]]), {}
     for each, data, scale_inv in zip(planes, made[::2], made[1::2], strict=True):
         if amaxes[each] is not amaxes[planes[0]]:
-            global_scale_inv = _global_scale_inv(ops, fmt, amaxes[each])
-        found[each] = Plane(data, scale_inv, global_scale_inv)
+            global_inv = global_scale_inv(ops, fmt, amaxes[each])
+        found[each] = Plane(data, scale_inv, global_inv)
     return found
+
+
+def op_and_block(fmt: Format, usage: Usage) -> tuple[str, tuple[int, int]]:
+    """Return the op that quantizes blocks into the planes of `usage` with one read of `x`, and its block.
+
+    The op that does so for padded rows has the same name with `_rows`.
+
+    >>> from qshard.formats import MXFP8_E4M3, NVFP4
+    >>> op_and_block(MXFP8_E4M3, Usage.COLUMNWISE), op_and_block(NVFP4, Usage.BOTH)
+    (('quantize_block', (32, 1)), ('quantize_nvfp4_both', (16, 16)))
+    """
+    family = "quantize_block" if fmt.scaling.global_scale is None else "quantize_nvfp4"
+    if fmt.stochastic:
+        family += "_stochastic"
+    block = fmt.block_shape(usage)
+    if usage is not Usage.BOTH:
+        return f"{family}_t" if is_transposed(fmt, usage) else family, block
+    planes = "square_both" if fmt.transposes else "both_t" if fmt.turns_columns else "both"
+    return _BOTH[family, planes], (max(block), max(block))
 
 
 def block_options(fmt: Format) -> dict[str, Any]:
