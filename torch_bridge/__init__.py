@@ -20,7 +20,7 @@ from qshard._core.environment import missing
 if _lack := missing("torch", __name__):
     raise ImportError(_lack)
 
-from qshard._core.moe import MoEPermutation
+from qshard._core.layers import MoEPermutation
 from qshard._core.quantize_steps import Plane
 from qshard.torch_bridge._convert.convert import convert
 from qshard.torch_bridge._convert.export import quantized_state_dict

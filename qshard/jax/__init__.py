@@ -12,7 +12,7 @@ from qshard._core.environment import missing
 if _lack := missing("jax", __name__):
     raise ImportError(_lack)
 
-from qshard._core.moe import MoEPermutation
+from qshard._core.layers import MoEPermutation
 from qshard._core.quantize_steps import Plane
 from qshard.jax import ops, policies
 from qshard.jax._convert.convert import convert

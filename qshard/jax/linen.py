@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from qshard._core.moe import ScoreFunction
+from qshard._core.layers import ScoreFunction
 from qshard.jax._delayed_scaling import init_delayed
 from qshard.jax._experts.token_exchange import device_count
 from qshard.jax._moe import layer

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qshard._core.moe import ScoreFunction, check_scores
+from qshard._core.layers import ScoreFunction, check_scores
 from qshard._core.validation import quote
 from qshard.jax._delayed_scaling import LinearState, init_delayed
 from qshard.jax._moe import layer

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from qshard._core.moe import MoEPermutation
+from qshard._core.layers import MoEPermutation
 from qshard.torch_bridge._nn.activations import gate_up_and_amaxes, gate_up_grad_and_amaxes
 from qshard.torch_bridge._ops.bind import ops
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard._core.moe import check_mlp
+from qshard._core.layers import check_mlp
 from qshard._core.validation import quote
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from qshard._core.moe import ScoreFunction, check_scores
+from qshard._core.layers import ScoreFunction, check_scores
 from qshard.recipes import RecipeLike
 from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_group
 from qshard.torch_bridge._experts.expert_parallel import local_experts

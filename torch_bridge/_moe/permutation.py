@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qshard._core.moe import MoEPermutation, check_choice, check_tokens, check_weights
+from qshard._core.layers import MoEPermutation, check_choice, check_tokens, check_weights
 from qshard._core.validation import quote
 from qshard.torch_bridge._experts.fusion import combine, combine_grad
 from qshard.torch_bridge._experts.tiles import GroupedRows, tiles_of

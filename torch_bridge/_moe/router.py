@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qshard._core.moe import ScoreFunction, check_scores
+from qshard._core.layers import ScoreFunction, check_scores
 from qshard.torch_bridge._quantized.validation import check_tensor
 
 

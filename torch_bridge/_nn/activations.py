@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from qshard._core.layers import SUM_ROWS, check_norm, check_pair
 from qshard._core.operands import OperandSpec
-from qshard._core.validation import FormatLike, as_format, as_usage, quote
+from qshard._core.validation import FormatLike, as_format, as_usage
 from qshard.formats import Usage
-from qshard.op_table import table
 from qshard.torch_bridge._nn.module_calls import cache_amax, pass_row_amaxes
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name, ops
@@ -33,9 +33,6 @@ from qshard.torch_bridge._ops.eager import are_plain, is_compiling
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_tensor
-
-_SUM_ROWS = int(table()["rms_norm_grad"].attributes["rows"][1][0])
-"""Rows of x that share one partial sum of the weight gradient. The op accepts only this value."""
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -62,7 +59,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
     Source: arXiv:2002.05202.
     """
-    h, amax = _swiglu(gate, up)
+    if isinstance(gate, DTensor) and isinstance(up, DTensor):
+        return F.silu(gate) * up
+    h, amax = _swiglu("swiglu", gate, up)
     if amax is not None:
         cache_amax(h, amax)
     return h
@@ -91,7 +90,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Source: arXiv:1910.07467.
     """
-    y, amax = _rms_norm(x, weight, eps)
+    if isinstance(x, DTensor) and isinstance(weight, DTensor):
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+    y, amax = _rms_norm("rms_norm", x, weight, eps)
     if amax is not None:
         cache_amax(y, amax)
     return y
@@ -124,10 +125,9 @@ def swiglu_quantize(gate: Tensor, up: Tensor, fmt: FormatLike, *, usage: Usage =
 
     Source: arXiv:2002.05202.
     """
-    check_tensor("swiglu_quantize", "gate", gate)
-    check_tensor("swiglu_quantize", "up", up)
+    op = "swiglu_quantize"
     with torch.no_grad():
-        return _quantize("swiglu_quantize", *_swiglu(gate, up), fmt, usage)
+        return _quantize(op, *_swiglu(op, gate, up), fmt, usage)
 
 
 def rms_norm_quantize(
@@ -159,22 +159,15 @@ def rms_norm_quantize(
 
     Source: arXiv:1910.07467.
     """
-    check_tensor("rms_norm_quantize", "x", x)
-    check_tensor("rms_norm_quantize", "weight", weight)
+    op = "rms_norm_quantize"
     with torch.no_grad():
-        return _quantize("rms_norm_quantize", *_rms_norm(x, weight, eps), fmt, usage)
+        return _quantize(op, *_rms_norm(op, x, weight, eps), fmt, usage)
 
 
-def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
-    if isinstance(gate, DTensor) and isinstance(up, DTensor):
-        return F.silu(gate) * up, None
+def _swiglu(op: str, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
     for name, x in (("gate", gate), ("up", up)):
-        check_tensor("swiglu", name, x)
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            f"swiglu: up ({dtype_name(up.dtype)} {tuple(up.shape)}) does not match gate ({dtype_name(gate.dtype)} "
-            f"{tuple(gate.shape)}); pass two tensors of one shape and dtype"
-        )
+        check_tensor(op, name, x)
+    check_pair(op, gate.shape, dtype_name(gate.dtype), up.shape, dtype_name(up.dtype))
     if not are_plain(gate, up):
         return F.silu(gate) * up, None
     amaxes: list[Tensor] = []
@@ -182,18 +175,10 @@ def _swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
     return h, amaxes[0]
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
-    if isinstance(x, DTensor) and isinstance(weight, DTensor):
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), None
+def _rms_norm(op: str, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
     for name, tensor in (("x", x), ("weight", weight)):
-        check_tensor("rms_norm", name, tensor)
-    if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
-        raise ValueError(
-            f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; pass weight as [K] and x as "
-            "[*lead, K]"
-        )
-    if not eps >= 0:
-        raise ValueError(f"rms_norm: eps ({quote(eps)}) must be a small number of at least 0, such as 1e-5")
+        check_tensor(op, name, tensor)
+    check_norm(op, x.shape, weight.shape, eps)
     if not are_plain(x, weight):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps), None
     amaxes: list[Tensor] = []
@@ -297,5 +282,5 @@ class _RmsNorm(Node):
         x, weight, rstd = saved
         rows = (rstd.numel(), weight.shape[0])
         grad = grad.to(x.dtype).contiguous().view(rows)
-        dx, dweight, _ = ops.rms_norm_grad(x.view(rows), weight, rstd.view(-1), grad, lead=0, rows=_SUM_ROWS)
+        dx, dweight, _ = ops.rms_norm_grad(x.view(rows), weight, rstd.view(-1), grad, lead=0, rows=SUM_ROWS)
         return dx.view(x.shape), dweight.to(weight.dtype), None, None

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qshard._core.moe import check_mlp
+from qshard._core.layers import check_mlp
 from qshard.jax._delayed_scaling import LinearState
 from qshard.jax._experts.ragged_dot import LayerOptions, product_and_amaxes
 from qshard.jax._experts.ragged_dot_vjp import Result

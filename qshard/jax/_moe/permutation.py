@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from qshard._core.moe import MoEPermutation, check_choice, check_tokens, check_weights
+from qshard._core.layers import MoEPermutation, check_choice, check_tokens, check_weights
 from qshard._core.validation import quote
 from qshard.jax._ops.mesh import vary_alike
 from qshard.jax._ops.validation import check_array, check_dtype

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from qshard._core.moe import ScoreFunction, check_scores
+from qshard._core.layers import ScoreFunction, check_scores
 from qshard.jax._ops.validation import check_array, check_dtype
 
 

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core import quantize_steps
+from qshard._core.layers import SUM_ROWS, check_norm, check_pair
 from qshard._core.validation import FormatLike, as_format, as_usage, quote
 from qshard.formats import Format, Usage
 from qshard.jax._ops import bind as ops
@@ -29,13 +30,9 @@ from qshard.jax._quantized.quantize import quantize
 from qshard.jax._quantized.weight_scales import WeightScales
 from qshard.jax._sharding import partitionable_ops
 from qshard.jax._sharding.shard_spec import ShardSpec
-from qshard.op_table import table
 
 _PARTS = 8
 """XLA may shard K of SwiGLU into this many parts. Each part has its own amax, and kernels are slow on shorter ones."""
-
-_SUM_ROWS = int(table()["rms_norm_grad"].attributes["rows"][1][0])
-"""Rows of x per partial sum of the weight gradient of RMSNorm: the only value that the op accepts."""
 
 
 def swiglu(gate: jax.typing.ArrayLike, up: jax.typing.ArrayLike) -> jax.Array:
@@ -284,11 +281,7 @@ def _check_pair(op: str, gate: Any, up: Any) -> tuple[jax.Array, jax.Array]:
         check_array(op, name, x)
         check_dtype(op, name, x)
     gate, up = jnp.asarray(gate), jnp.asarray(up)
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            f"{op}: up ({up.dtype} {up.shape}) does not match gate ({gate.dtype} {gate.shape}); pass two arrays of one "
-            "shape and dtype"
-        )
+    check_pair(op, gate.shape, str(gate.dtype), up.shape, str(up.dtype))
     gate, up = vary_alike(gate, up)
     cut = jax.typeof(gate).sharding
     # Outside of the custom_vjp, so that the gradient of `up` is sharded as `up`.
@@ -324,7 +317,7 @@ def _rms_norm_backward(_: float, saved: tuple[jax.Array, ...], grad: jax.Array) 
     rows, lead = partitionable_ops.split_lead(x)
     grad_rows, _ = partitionable_ops.split_lead(grad)
     dx, dweight, _ = ops.rms_norm_grad(
-        rows, _broadcast_weight(weight, rows, lead), rstd, grad_rows, lead=lead, rows=_SUM_ROWS
+        rows, _broadcast_weight(weight, rows, lead), rstd, grad_rows, lead=lead, rows=SUM_ROWS
     )
     return partitionable_ops.reshape_as(dx, x), jnp.sum(dweight, axis=tuple(range(lead))).astype(weight.dtype)
 
@@ -358,14 +351,9 @@ def _check_norm(op: str, x: Any, weight: Any, eps: Any) -> tuple[jax.Array, jax.
         check_array(op, name, array)
         check_dtype(op, name, array)
     x, weight = jnp.asarray(x), jnp.asarray(weight)
-    if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
-        raise ValueError(
-            f"{op}: weight {weight.shape} does not fit x {x.shape}; pass weight as [K] and x as [*lead, K]"
-        )
     if isinstance(eps, jax.core.Tracer):
         raise TypeError(f"{op}: eps ({quote(eps)}) is traced; pass a Python number")
-    if not eps >= 0:
-        raise ValueError(f"{op}: eps ({quote(eps)}) must be a small number of at least 0, such as 1e-5")
+    check_norm(op, x.shape, weight.shape, eps)
     x, weight = vary_alike(x, weight)
     mesh, cut = mesh_of(x), jax.typeof(x).sharding
     # Outside of the custom_vjp, so that gradients are sharded as the inputs.

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: the permutation of their rows, and checks of arguments with one error text."""
+"""SwiGLU, RMSNorm and mixture-of-experts layers: argument checks of both front ends, and the permutation of rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from qshard._core.validation import quote
+from qshard.op_table import table
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 """The function that maps the logits of a router to scores."""
 
 Array = Any
 Shape = Sequence[int]
+
+SUM_ROWS = int(table()["rms_norm_grad"].attributes["rows"][1][0])
+"""Rows of x per partial sum of the weight gradient of RMSNorm: the only value that the op accepts."""
 
 
 class MoEPermutation(NamedTuple):
@@ -31,6 +35,25 @@ class MoEPermutation(NamedTuple):
     def tokens(self) -> Array:
         """The token of each permuted row, int32 `[T k]`."""
         return self.choices // self.positions.shape[1]
+
+
+def check_pair(op: str, gate: Shape, gate_dtype: str, up: Shape, up_dtype: str) -> None:
+    """Raise ValueError unless the two inputs of SwiGLU have one shape and dtype."""
+    if tuple(gate) != tuple(up) or gate_dtype != up_dtype:
+        raise ValueError(
+            f"{op}: up ({up_dtype} {tuple(up)}) does not match gate ({gate_dtype} {tuple(gate)}); pass both in one "
+            "shape and dtype"
+        )
+
+
+def check_norm(op: str, x: Shape, weight: Shape, eps: Any) -> None:
+    """Raise ValueError unless RMSNorm of these shapes is defined."""
+    if len(weight) != 1 or len(x) < 1 or x[-1] != weight[0]:
+        raise ValueError(
+            f"{op}: weight {tuple(weight)} does not fit x {tuple(x)}; pass weight as [K] and x as [*lead, K]"
+        )
+    if not eps >= 0:
+        raise ValueError(f"{op}: eps ({quote(eps)}) must be a small number of at least 0, such as 1e-5")
 
 
 def check_scores(logits: Shape, top_k: Any, score_function: Any, bias: Shape | None) -> None:
