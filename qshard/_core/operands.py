@@ -294,16 +294,29 @@ def takes_frozen(fmt: Format, recipe: Recipe) -> bool:
     return recipe.weight.transposes and has_row_blocks_of(fmt, recipe.weight)
 
 
+def two_formats_error(op: str, name: str, advice: str = "") -> NotImplementedError:
+    """Return the error for a weight that forward and dgrad use in two formats. `advice`: another way out."""
+    return NotImplementedError(
+        f"{op}: {name} has two formats, because the recipe changes forward or dgrad, but codes are gathered in one; "
+        f"pass a recipe that changes wgrad alone{advice}"
+    )
+
+
+def check_takes_codes(op: str, name: str, recipe: Recipe) -> None:
+    """Raise ValueError if no codes can be the weight `name` of a layer, whatever their format."""
+    if not recipe.has_one_weight:
+        raise ValueError(
+            f"{op}: {name} is codes, but forward and dgrad of {recipe} need its values, for other formats; pass a "
+            "weight in high precision, or a recipe that changes wgrad alone"
+        )
+
+
 def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe, *, frozen: bool = False) -> None:
     """Raise ValueError unless codes of `fmt` can be the weight of a layer with this recipe.
 
     `frozen` also accepts 1-D blocks (`takes_frozen`).
     """
-    if not recipe.has_one_weight:
-        raise ValueError(
-            f"{op}: {name} ({fmt}) is codes, but forward and dgrad of {recipe} need its values, for other formats; "
-            "pass a weight in high precision, or a recipe that changes wgrad alone"
-        )
+    check_takes_codes(op, f"{name} ({fmt})", recipe)
     if frozen and takes_frozen(fmt, recipe):
         return
     own, wanted = fmt.options, recipe.weight.options

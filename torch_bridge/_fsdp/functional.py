@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from qshard._core.operands import two_formats_error
 from qshard._core.validation import quote
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._fsdp.code_gather import gather_codes, row_shard_plan
@@ -95,10 +96,7 @@ def gathered_weight(
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"gathered_weight: reduce_op ({quote(reduce_op)}) is not 'sum' or 'avg'; pass one of these")
     if not local.scale_state.has_one_format:
-        raise NotImplementedError(
-            f"gathered_weight: {local.scale_state.name} has two formats, because the recipe changes forward or dgrad; "
-            "pass a recipe that changes wgrad alone"
-        )
+        raise two_formats_error("gathered_weight", local.scale_state.name)
     fmt = local.scale_state.fmt
     if fmt is None:
         raise ValueError(

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from qshard._core.operands import OperandSpec
+from qshard._core.operands import OperandSpec, two_formats_error
 from qshard._core.quantize_steps import Scales
 from qshard.formats import Usage
 from qshard.recipes import Recipe, Role
@@ -153,10 +153,7 @@ class ScaleState:
     def check_format(self) -> None:
         """Raise NotImplementedError if FSDP2 cannot gather a weight of this format. All ranks raise."""
         if not self.has_one_format:
-            raise NotImplementedError(
-                f"fully_shard: {self.name} has two formats, because the recipe changes forward or dgrad, but FSDP2 "
-                "gathers one; pass a recipe that changes wgrad alone, or use DistributedDataParallel"
-            )
+            raise two_formats_error("fully_shard", self.name, ", or use DistributedDataParallel")
         if self.refusal is not None:
             raise NotImplementedError(
                 f"fully_shard: {self.name} ({self.fmt}) is not a format that FSDP2 can gather: {self.refusal}; "

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from qshard._core.operands import two_formats_error
 from qshard._core.validation import as_wire_format, quote
 from qshard.formats import FORMATS, Format
 from qshard.jax import _probes as probes
@@ -265,10 +266,7 @@ def gathered_weight(
     """
     recipe = as_recipe(recipe, "gathered_weight")
     if not recipe.has_one_weight:
-        raise NotImplementedError(
-            f"gathered_weight: forward and dgrad of {recipe} use two formats of w; pass a recipe that changes wgrad "
-            "alone"
-        )
+        raise two_formats_error("gathered_weight", "w")
     w, given = lax.stop_gradient((w, check_arguments("gathered_weight", w, weight_spec, weight_scales, seed, state)))
     axes = as_names("gathered_weight", "gather_axis", gather_axis)
     options = {"recipe": recipe, "weight_spec": weight_spec, "gather_axes": axes}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
-from qshard._core.operands import OperandSpec, check_state, check_weight_format
+from qshard._core.operands import OperandSpec, check_state, check_takes_codes, check_weight_format
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import seed_missing
 from qshard.formats import Format, Usage
@@ -212,10 +212,7 @@ def _check_products(config: Config, w: CodedWeight, given: NonDifferentiable) ->
             f"{op}: weight_scales is for one weight format, but forward and dgrad of {recipe} have two; leave it out"
         )
     if w.codes is not None or w.sink is None:
-        raise ValueError(
-            f"{op}: w is codes, but forward and dgrad of {recipe} need its values, for other formats; pass a "
-            "weight in high precision, or a recipe that changes wgrad alone"
-        )
+        check_takes_codes(op, "w", recipe)
 
 
 def quantize_role(

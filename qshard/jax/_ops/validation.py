@@ -125,11 +125,16 @@ def check_spec_fits(op: str, name: str, spec: Any, mesh: Any, ndim: int) -> None
     if len(entries) > ndim:
         raise ValueError(f"{op}: {name} ({entries}) has more entries than the {ndim} axes of the array; remove some")
     for axis in (axis for entry in entries for axis in names_of(entry)):
-        if axis not in mesh.axis_names:
-            raise ValueError(
-                f"{op}: {name} ({entries}) names {axis!r}, which is not an axis of the mesh {mesh.axis_names}; "
-                f"enter the mesh with jax.set_mesh, or pass {name} as a NamedSharding"
-            )
+        check_mesh_axis(op, f"{name} ({entries}) names {axis!r}, which", axis, mesh, name)
+
+
+def check_mesh_axis(op: str, subject: str, axis: str, mesh: Any, spec_name: str) -> None:
+    """Raise ValueError unless `axis` is an axis of the mesh. `subject` begins the sentence of the error."""
+    if axis not in mesh.axis_names:
+        raise ValueError(
+            f"{op}: {subject} is not an axis of the mesh {mesh.axis_names}; enter the mesh with jax.set_mesh, or pass "
+            f"{spec_name} as a NamedSharding"
+        )
 
 
 def seed_words(op: str, seed: Any) -> Any:

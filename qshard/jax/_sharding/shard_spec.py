@@ -24,7 +24,7 @@ from qshard._core.placement import Box
 from qshard.formats import Format, Usage
 from qshard.jax._ops.mesh import Spec, may_be_sharded, mesh_of, names_of, reshape, spec_of, vary_alike
 from qshard.jax._ops.uint64 import Words, words_of, words_plus, words_times
-from qshard.jax._ops.validation import check_spec_fits
+from qshard.jax._ops.validation import check_mesh_axis, check_spec_fits
 from qshard.layout import Shape
 
 Block = tuple[int, int]
@@ -95,11 +95,7 @@ class ShardSpec:
         """
         mesh = mesh_of(x, spec)
         for axis in axes:
-            if axis not in mesh.axis_names:
-                raise ValueError(
-                    f"{op}: {name} ({axis!r}) is not an axis of the mesh {mesh.axis_names}; "
-                    f"enter the mesh with jax.set_mesh, or pass {spec_name} as a NamedSharding"
-                )
+            check_mesh_axis(op, f"{name} ({axis!r})", axis, mesh, spec_name)
         ndim = x.ndim if transposed_of is None else transposed_of
         check_spec_fits(op, spec_name, spec, mesh, ndim)
         told = {name for entry in spec_of(spec, None) for name in names_of(entry)}
