@@ -11,11 +11,14 @@ import difflib
 import operator
 import re
 from collections.abc import Collection, Iterable
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 from qshard.formats import ELEMENTS, FLOATS, FORMATS, MXFP8_E4M3, MXFP8_E5M2, Format, Usage
 
 FormatLike = Format | str  # a format, or its string as `str` prints it
+
+WeightLayout = Literal["NK", "KN"]
+"""The axis order of a weight. "NK": `[N, K]`, as in `nn.Linear` and equinox; "KN": `[K, N]`, as in flax."""
 
 
 def as_format(value: Any, op: str, name: str = "fmt") -> Format:
@@ -95,6 +98,17 @@ def as_plane(value: Any, op: str, there: Collection[Usage]) -> Usage:
     raise ValueError(
         f"{op}: usage ({usage}) is not a plane of this tensor; quantize with that usage, or with Usage.BOTH"
     )
+
+
+def as_layout(op: str, value: Any, name: str = "w") -> WeightLayout:
+    """Return the layout of the weight `name` that a caller of `op` passed."""
+    if value not in ("NK", "KN"):
+        raise ValueError(
+            f"{op}: weight_layout ({quote(value)}) is not a layout; pass 'NK' for {name} [N, K] or 'KN' for {name} "
+            "[K, N]"
+        )
+    layout: WeightLayout = value
+    return layout
 
 
 def check_float(op: str, name: str, dtype: str) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from qshard._core.validation import WeightLayout
 from qshard.recipes import Recipe
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
@@ -16,7 +17,6 @@ from qshard.torch_bridge._distributed.token_exchange import ExpertGroup, expert_
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._experts.tiles import GroupedRows
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain, wrap
-from qshard.torch_bridge._nn.functional import WeightLayout
 from qshard.torch_bridge._nn.weight_module import WeightModule, replace_parameter
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qshard._core.operands import check_state
-from qshard._core.validation import quote, seed_missing
+from qshard._core.validation import WeightLayout, as_layout, quote, seed_missing
 from qshard.formats import Usage
 from qshard.recipes import NO_PRODUCTS, Recipe, RecipeLike, Role, as_recipe
 from qshard.torch_bridge._delayed_scaling import DelayedScale
@@ -43,10 +43,6 @@ from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_dtype, check_tensor
 from qshard.torch_bridge._torch_internals import has_saved_tensors_hooks
-
-WeightLayout = Literal["NK", "KN"]
-"""Memory layout of a weight: "NK" for `[N, K]`, as in `nn.Linear`; "KN" for `[K, N]`, as in GPT-2's `Conv1D`."""
-
 
 _W_SCALE = ROLES.index(Role.WEIGHT)
 _X_SCALES = slice(ROLES.index(Role.ACTIVATION), ROLES.index(Role.ACTIVATION) + 1)
@@ -131,12 +127,7 @@ def linear(
             "weight, None, recipe), or recipe="
         )
     recipe = as_recipe(recipe, "linear")
-    if weight_layout not in ("NK", "KN"):
-        raise ValueError(
-            f"linear: weight_layout ({quote(weight_layout)}) is not a layout; pass 'NK' for weight [N, K] or 'KN' for "
-            "weight [K, N]"
-        )
-    is_kn = weight_layout == "KN"
+    is_kn = as_layout("linear", weight_layout, "weight") == "KN"
     if is_kn and (isinstance(x, DTensor) or isinstance(weight, DTensor)):
         raise TypeError("linear: weight (DTensor) does not support weight_layout='KN'; pass it as [N, K]")
     # Dynamo would guard on the id and compile equal layers one by one, until its recompilation limit.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from qshard._core.operands import check_weight_format, check_weight_shape
-from qshard._core.validation import quote
+from qshard._core.validation import WeightLayout, quote
 from qshard.formats import Usage
 from qshard.recipes import Recipe, RecipeLike, as_recipe
 from qshard.torch_bridge._distributed.activation_group import ActivationGroup
@@ -19,7 +19,7 @@ from qshard.torch_bridge._distributed.scaling_state import load_state_if_present
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.functional import is_converted, warn_of_late_quantization
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, wrap
-from qshard.torch_bridge._nn.functional import WeightLayout, linear
+from qshard.torch_bridge._nn.functional import linear
 from qshard.torch_bridge._nn.operands import check_shapes
 from qshard.torch_bridge._nn.weight_module import LinearOperands, WeightModule, wrap_weight
 from qshard.torch_bridge._ops.eager import autocast_dtype

@@ -9,11 +9,13 @@ All other modules use these checks instead of torch's.
     are_plain                  layers may use qshard's kernels instead of PyTorch's
     may_reuse                  a later call may use the results of this one
     autocast_dtype             the dtype that torch.autocast gives to products, if it is on
+    without_autocast           a context that turns autocast off
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ __all__ = [
     "is_exporting",
     "may_reuse",
     "may_skip_dispatcher",
+    "without_autocast",
 ]
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -72,6 +75,11 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # PyTorch raises for meta.
         return None
     return torch.get_autocast_dtype(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context that turns autocast off on a device, so that products keep the dtype of their operands."""
+    return nullcontext() if autocast_dtype(device) is None else torch.autocast(device.type, enabled=False)
 
 
 def may_reuse(tensor: Tensor) -> bool:

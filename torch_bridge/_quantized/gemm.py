@@ -14,7 +14,6 @@ A product without formats (`NVFP4(wgrad="bf16")`) multiplies `Values`.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Gpu, Kind, Sizes, Way
 from qshard.layout import block_alignment, multiplies_codes
 from qshard.torch_bridge._ops.bind import into, ops
-from qshard.torch_bridge._ops.eager import autocast_dtype, is_compiling, may_skip_dispatcher
+from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher, without_autocast
 from qshard.torch_bridge._ops.programs import Memo
 from qshard.torch_bridge._quantized.plane_programs import dequantize, multiply
 from qshard.torch_bridge._quantized.target_gpu import Target, target_of
@@ -89,13 +88,9 @@ def matmul(a: Operand | Values, b: Operand | Values, dtype: torch.dtype, *, fast
     if isinstance(a, Values) or isinstance(b, Values):
         x, y = (one.parts[0] if one.usage is Usage.ROWWISE else one.parts[0].t() for one in (a, b))
         return _multiply_bfloat16(x, y.t(), dtype)
-    device, way = a.parts.data.device, None
-    target = None if b.is_transposed else target_of(device)
-    if target is not None:
-        sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
-        way, at_once = (_way_of_shapes if is_compiling() else _ways)(*sides, target, dtype)
-        if way is not None and at_once:
-            return multiply(a.parts, b.parts, dtype, fast, way)
+    device, (way, at_once) = a.parts.data.device, _plan(a, b, dtype)
+    if way is not None and at_once:
+        return multiply(a.parts, b.parts, dtype, fast, way)
     exact = device.type != "cuda" or multiplies_codes(a.format, b.format)
     # Values take several times the bytes of codes. If the caller passed its last reference, `del` frees the codes here.
     kind = way.values if way is not None else torch.float32 if exact else torch.bfloat16
@@ -113,7 +108,7 @@ def matmul(a: Operand | Values, b: Operand | Values, dtype: torch.dtype, *, fast
         return result
     x, y = x if in_order[0] else x.t(), y.t() if in_order[1] else y
     # Autocast would round the operands again.
-    with torch.autocast(device.type, enabled=False) if autocast_dtype(device) is not None else nullcontext():
+    with without_autocast(device):
         if not exact and dtype == torch.float32 and x.numel() and y.numel():
             return torch.mm(x, y, out_dtype=dtype)
         product = torch.mm(x, y)
@@ -125,7 +120,7 @@ def _multiply_bfloat16(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `a @ b` of bfloat16 matrices, with sums in float32, rounded once to `dtype`."""
     device = a.device
     # Autocast would change the dtype of the result.
-    with torch.autocast(device.type, enabled=False) if autocast_dtype(device) is not None else nullcontext():
+    with without_autocast(device):
         if dtype == torch.bfloat16:
             return torch.mm(a, b)
         if device.type == "cuda" and a.numel() and b.numel():
@@ -149,8 +144,7 @@ def _multiply_by_panels(x: Tensor, b: Operand, dtype: torch.dtype) -> Tensor:
     (m, k), n = x.shape, b.rows
     step = max(unit, PANEL // k // unit * unit)
     values, result = x.new_empty(min(step, n), k), x.new_empty(m, n)
-    is_autocast = torch.is_autocast_enabled("cpu")
-    with torch.no_grad(), torch.autocast("cpu", enabled=False) if is_autocast else nullcontext():
+    with torch.no_grad(), without_autocast(x.device):
         for start in range(0, n, step):
             stop = min(start + step, n)
             panel = values[: stop - start]
@@ -161,15 +155,21 @@ def _multiply_by_panels(x: Tensor, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def matmul_into(a: Operand, b: Operand, out: Tensor, *, fast: bool = False) -> None:
-    target = target_of(out.device)
-    if target is not None:
-        sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
-        way, _ = _ways(*sides, target, out.dtype)
-        if way is not None and way.values is None:
-            workspace = torch.empty(way.workspace, dtype=torch.uint8, device=out.device)
-            way.product(into(out, workspace), a.parts, b.parts, dtype=out.dtype, fast=fast)
-            return
-    out.copy_(matmul(a, b, out.dtype, fast=fast))
+    way, _ = _plan(a, b, out.dtype)
+    if way is not None and way.values is None:
+        workspace = torch.empty(way.workspace, dtype=torch.uint8, device=out.device)
+        way.product(into(out, workspace), a.parts, b.parts, dtype=out.dtype, fast=fast)
+    else:
+        out.copy_(matmul(a, b, out.dtype, fast=fast))
+
+
+def _plan(a: Operand, b: Operand, dtype: torch.dtype) -> tuple[Way | None, bool]:
+    """Return the op that multiplies two operands, or None, and whether one call dequantizes and multiplies."""
+    target = None if b.is_transposed else target_of(a.parts.data.device)
+    if target is None:
+        return None, False
+    sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
+    return (_way_of_shapes if is_compiling() else _ways)(*sides, target, dtype)
 
 
 def way_of(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import join_names, quote
+from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.layout import is_transposed
 from qshard.torch_bridge._ops.bind import ops
@@ -72,16 +72,13 @@ class QuantizedStack(QuantizedTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None, *, usage: Usage | None = None) -> Tensor:
         """Compute the values, `fl(code * scale_inv)`, rounded once to `dtype`. Arguments as in `QuantizedTensor`."""
-        if dtype is not None and dtype not in FLOAT_DTYPES:
-            raise TypeError(
-                f"dequantize: dtype ({quote(dtype)}) is not {join_names(map(str, FLOAT_DTYPES))}; pass one of these"
-            )
+        dtype = self._dequantized_dtype(dtype)
         there = [each for each in Usage.BOTH.planes if self.parts(each) is not None and usage in (None, each)]
         if not there:
             raise ValueError(f"dequantize: usage ({quote(usage)}) is not a plane of {self!r}; leave it out")
         parts = self.parts(there[0])
         assert parts is not None
-        values: Tensor = quantize_steps.dequantize(ops, parts, self.format, there[0], dtype or self.dtype)
+        values: Tensor = quantize_steps.dequantize(ops, parts, self.format, there[0], dtype)
         return values.mT.contiguous() if is_transposed(self.format, there[0]) else values
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

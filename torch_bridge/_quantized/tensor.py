@@ -191,11 +191,15 @@ class QuantizedTensor(Tensor):
         planes = [(one, self.parts(one)) for one in Usage.BOTH.planes]
         there = {one: parts for one, parts in planes if parts is not None}
         usage = as_plane(next(iter(there), Usage.ROWWISE) if usage is None else usage, "dequantize", there)
+        return dequantize(there[usage], self.format, usage, self._dequantized_dtype(dtype), tuple(self.shape))
+
+    def _dequantized_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype of `dequantize`, or raise TypeError."""
         if dtype is not None and dtype not in FLOAT_DTYPES:
             raise TypeError(
                 f"dequantize: dtype ({quote(dtype)}) is not {join_names(map(str, FLOAT_DTYPES))}; pass one of these"
             )
-        return dequantize(there[usage], self.format, usage, dtype or self.dtype, tuple(self.shape))
+        return dtype or self.dtype
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedTensor({self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"

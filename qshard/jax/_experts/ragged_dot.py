@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard._core.operands import check_state
-from qshard._core.validation import quote, seed_missing
+from qshard._core.validation import WeightLayout, as_layout, quote, seed_missing
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._experts.expert_parallel import GroupedRows
@@ -34,7 +34,7 @@ from qshard.jax._ops.validation import (
     check_spec_fits,
 )
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.gather import CodedWeight, WeightLayout, WeightSharding, as_layout, spec_of_codes
+from qshard.jax._quantized.gather import CodedWeight, WeightSharding, spec_of_codes
 from qshard.jax._quantized.primary import CODED, PrimaryWeight, open_weight
 from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.layout import plane

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from qshard._core.layers import check_mlp
+from qshard._core.validation import WeightLayout
 from qshard.jax._delayed_scaling import LinearState
 from qshard.jax._experts.ragged_dot import LayerOptions, product_and_amaxes
 from qshard.jax._experts.ragged_dot_vjp import Result
@@ -23,7 +24,7 @@ from qshard.jax._moe.permutation import moe_permutation, moe_permute, moe_unperm
 from qshard.jax._ops.mesh import AxisName, Spec
 from qshard.jax._ops.validation import Seed, check_array, check_dtype
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.gather import CodedWeight, WeightLayout
+from qshard.jax._quantized.gather import CodedWeight
 from qshard.jax._quantized.primary import PrimaryWeight
 from qshard.recipes import RecipeLike, as_recipe
 

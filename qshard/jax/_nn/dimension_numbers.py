@@ -10,8 +10,8 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from qshard._core.validation import WeightLayout
 from qshard.jax._ops.mesh import Spec, mesh_of, names_of, reshape, spec_of
-from qshard.jax._quantized.gather import WeightLayout
 from qshard.recipes import Recipe, Role
 
 Axes = tuple[int, ...]

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from qshard._core.operands import two_formats_error
-from qshard._core.validation import as_wire_format, quote
+from qshard._core.validation import WeightLayout, as_layout, as_wire_format, quote
 from qshard.formats import FORMATS, Format
 from qshard.jax import _probes as probes
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
@@ -36,7 +36,7 @@ from qshard.jax._ops.validation import (
     seed_words,
 )
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.gather import CodedWeight, WeightLayout, as_layout
+from qshard.jax._quantized.gather import CodedWeight
 from qshard.jax._quantized.primary import CODED, PrimaryWeight, open_weight
 from qshard.jax._quantized.weight_scales import WeightScales, as_scales
 from qshard.jax._sharding.shard_spec import matrix_of, unfold

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard import layout
 from qshard._core.operands import OperandSpec, check_state, check_takes_codes, check_weight_format
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import seed_missing
+from qshard._core.validation import WeightLayout, seed_missing
 from qshard.formats import Format, Usage
 from qshard.jax import policies
 from qshard.jax._delayed_scaling import LinearState, TensorState
@@ -26,7 +26,7 @@ from qshard.jax._ops.mesh import Spec, explicit_sharding, mesh_of
 from qshard.jax._ops.scheduling import name_residual
 from qshard.jax._ops.validation import check_dtype, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.gather import CodedWeight, Shards, WeightLayout, WeightSharding, spec_of_codes
+from qshard.jax._quantized.gather import CodedWeight, Shards, WeightSharding, spec_of_codes
 from qshard.jax._quantized.quantize import quantize_shard
 from qshard.jax._quantized.weight_scales import WeightScales
 from qshard.jax._sharding.shard_spec import ShardSpec, may_shard_rows, whole_along

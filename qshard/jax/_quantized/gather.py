@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
-from qshard._core.validation import join_names, quote
+from qshard._core.validation import WeightLayout, join_names, quote
 from qshard.formats import Format, Usage
 from qshard.jax._ops.mesh import Names, Spec, is_auto, sum_over
 from qshard.jax._ops.validation import as_names, check_spec
@@ -79,19 +79,6 @@ class Shards(Protocol):
         Args:
           gradient: the gradient that this device computed, in the shape of the whole weight.
         """
-
-
-WeightLayout = Literal["NK", "KN"]
-"""The axis order of a weight. "NK": `[N, K]`, as in PyTorch and equinox; "KN": `[K, N]`, as in flax."""
-
-
-def as_layout(op: str, layout: Any) -> WeightLayout:
-    """Return the weight layout that a caller passed, or raise ValueError."""
-    if layout not in get_args(WeightLayout):
-        raise ValueError(
-            f"{op}: weight_layout ({quote(layout)}) is not a layout; pass 'NK' for w [N, K] or 'KN' for w [K, N]"
-        )
-    return cast(WeightLayout, layout)
 
 
 @dataclass(frozen=True)

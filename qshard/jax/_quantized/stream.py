@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qshard._core.name_patterns import NamePatterns
 from qshard._core.quantize_steps import Plane
 from qshard._core.serialization import Description
-from qshard._core.validation import FormatLike, as_format, quote
+from qshard._core.validation import FormatLike, WeightLayout, as_format, as_layout, quote
 from qshard._files.engine_formats import EngineTensor
 from qshard._files.engine_stream import (
     DEFAULT_BUCKET,
@@ -28,7 +28,7 @@ from qshard._files.engine_stream import (
 from qshard.formats import FLOATS, Format, Usage
 from qshard.jax._ops.amaxes import max_along
 from qshard.jax._quantized.array import QuantizedArray
-from qshard.jax._quantized.gather import WeightLayout, as_layout, gather
+from qshard.jax._quantized.gather import gather
 from qshard.jax._quantized.primary import PrimaryWeight
 from qshard.jax._quantized.quantize import quantize
 from qshard.jax._quantized.weight_scales import WeightScales
