@@ -240,12 +240,6 @@ def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: Sequence[int], dr
     return ops.cast_block_stochastic(x, scale, draws.seed, draws.first, **draws.steps(x.shape[-1]), **size)
 
 
-def quantize_swiglu_again(ops: Any, gate: Array, up: Array, fmt: Format, amax: Array) -> Plane:
-    """Compute the columnwise plane of `swiglu(gate, up)` from a known amax, without storing the activation."""
-    made = scales(ops, fmt, amax)
-    return Plane(ops.swiglu_cast_t(gate, up, made.scale, element=fmt.element.name), made.scale_inv)
-
-
 def dequantize(
     ops: Any, parts: Plane, fmt: Format, usage: Usage, dtype: Any, *, block: tuple[int, int] | None = None
 ) -> Array:

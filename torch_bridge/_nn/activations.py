@@ -195,7 +195,8 @@ def _quantize(op: str, x: Tensor, amax: Tensor | None, fmt: FormatLike, usage: U
     return QuantizedTensor(fmt, tuple(x.shape), x.dtype, rowwise=rowwise, columnwise=columnwise)
 
 
-def recompute_swiglu(gate: Tensor, up: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+# `Source.again` of `saved_input.py` receives all saved tensors. The last one may be the amax.
+def recompute_swiglu(gate: Tensor, up: Tensor, _amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return ops.swiglu(gate, up, lead=0)  # type: ignore[no-any-return]
 
 

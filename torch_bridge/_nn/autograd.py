@@ -29,7 +29,7 @@ from qshard.torch_bridge._ops.autograd_node import Node
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.programs import run_in_graph
 from qshard.torch_bridge._quantized.gemm import Operand, Values, matmul
-from qshard.torch_bridge._quantized.plane_programs import recompute_swiglu_plane, transpose
+from qshard.torch_bridge._quantized.plane_programs import swiglu_columns, transpose
 from qshard.torch_bridge._quantized.target_gpu import target_of
 
 aten = torch.ops.aten
@@ -217,7 +217,7 @@ def _take_x(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -
     if is_swiglu and fmt is not None and fmt.per_tensor and not ctx.scale_args and not how.parts:
         gate, up = (matrix_of(part, part.dtype, ctx.x_shape[-1]) for part in parts[:2])
         if len(parts) > 2 and gate.dtype == how.dtype:
-            return Operand(fmt, recompute_swiglu_plane(gate, up, fmt, parts[2]), columns)
+            return Operand(fmt, Plane(*swiglu_columns((gate, up, parts[2]), fmt)), columns)
     x, amax = _recompute_x(how, parts, ctx)
     return _quantizer(ctx, recipe, seed).quantize(x, role, columns, amax)[0][columns]
 

@@ -95,11 +95,6 @@ def _reduced_amaxes(x: Tensor, fmt: Format, usage: Usage, amax: Tensor | None, r
     return [reduce_max(each) for each in found] if len(found) < 2 else reduce_max(torch.stack([*found])).unbind()
 
 
-def recompute_swiglu_plane(gate: Tensor, up: Tensor, fmt: Format, amax: Tensor) -> Plane:
-    """Recompute `swiglu(gate, up)` of two matrices as a columnwise plane: `quantize_steps.quantize_swiglu_again`."""
-    return Plane(*_quantize_swiglu_again((gate, up, amax), fmt))
-
-
 def dequantize(
     parts: Plane, fmt: Format, usage: Usage, dtype: torch.dtype, shape: tuple[int, ...] | None = None
 ) -> Tensor:
@@ -170,8 +165,10 @@ def _quantize_delayed(ops: Any, x: Any, scale: Any, *args: Any) -> Parts:
 
 
 @Steps
-def _quantize_swiglu_again(ops: Any, gate: Any, up: Any, amax: Any, fmt: Format) -> Parts:
-    return quantize_steps.quantize_swiglu_again(ops, gate, up, fmt, amax)[:2]
+def swiglu_columns(ops: Any, gate: Any, up: Any, amax: Any, fmt: Format) -> Parts:
+    """Compute the columnwise plane of `swiglu(gate, up)` of two matrices from its amax, without storing the values."""
+    scale, scale_inv, _ = quantize_steps.scales(ops, fmt, amax)
+    return ops.swiglu_cast_t(gate, up, scale, element=fmt.element.name), scale_inv
 
 
 @Steps
