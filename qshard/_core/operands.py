@@ -77,6 +77,7 @@ def quantize_operand(
     draws: Draws | None = None,
     amax: Array | None = None,
     reduce_max: Reduce | None = None,
+    global_amax: Array | None = None,
     is_whole: bool = False,
 ) -> tuple[dict[Usage, Plane], Array | None]:
     """Quantize an operand. Return its planes, and under delayed scaling the amax of `x`, otherwise None.
@@ -89,6 +90,7 @@ def quantize_operand(
     - `scale`: delayed scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor `reduce_max` is passed.
     - `amax`: amax of `x`, if known.
     - `reduce_max`: max-reduction of the amax of `x` over the shards of its tensor.
+    - `global_amax`: under delayed scaling, amax of the whole tensor, after any reduction, in place of `reduce_max`.
     - `is_whole`: `x` is a whole matrix on one device, as in `quantize_steps.quantize`.
     """
     fmt, usage = spec.format, spec.usage
@@ -100,7 +102,9 @@ def quantize_operand(
     element, rowwise = {"element": fmt.element.name}, usage is Usage.ROWWISE
     options: dict[str, Any] = {**element, "nonfinite": fmt.nonfinite}
     if reduce_max is not None:
-        amax = reduce_max(ops.amax_tensor(x, lead=0) if amax is None else amax)
+        global_amax = reduce_max(ops.amax_tensor(x, lead=0) if amax is None else amax)
+    if global_amax is not None:
+        amax = global_amax
         scale, scale_inv = ops.delayed_scale(amax, scale, margin=spec.margin, **element)
         if rowwise:
             codes = [ops.cast_tensor(x, scale, **options)]

@@ -159,8 +159,8 @@ def _quantize_from(ops: Any, x: Any, *args: Any) -> Parts:
 @Steps
 def _quantize_delayed(ops: Any, x: Any, scale: Any, *args: Any) -> Parts:
     *wholes, fmt, usage, margin = args
-    whole = {"amax": wholes[0], "reduce_max": lambda amax: amax} if wholes else {}
-    planes, amax = operands.quantize_operand(ops, x, OperandSpec(fmt, usage, margin=margin), scale=scale, **whole)
+    spec, global_amax = OperandSpec(fmt, usage, margin=margin), wholes[0] if wholes else None
+    planes, amax = operands.quantize_operand(ops, x, spec, scale=scale, global_amax=global_amax)
     return (*_flat(planes), amax)
 
 
