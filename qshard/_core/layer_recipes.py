@@ -103,30 +103,28 @@ class Rules:
         self.patterns.check_used(self.op, layers, used=of_others)
 
 
-def check_filter(
+def check_function(
     op: str,
-    filter: Any,
+    name: str,
+    function: Any,
     takes: str = "a layer and its name",
     example: str = "lambda _, name: 'head' not in name",
-    argument: str = "filter",
 ) -> None:
-    """Raise TypeError unless `filter` is None or can be called with two arguments."""
-    if filter is None and argument == "filter":
-        return
-    if not callable(filter):
+    """Raise TypeError unless `function` can be called with two arguments. `name` is the argument of `op`."""
+    if not callable(function):
         raise TypeError(
-            f"{op}: {argument} ({quote(filter)}) is not a function; pass a function of {takes}, such as {example}"
+            f"{op}: {name} ({quote(function)}) is not a function; pass a function of {takes}, such as {example}"
         )
     try:
-        signature = inspect.signature(filter)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # C functions may have no signature
         return
     try:
         signature.bind(None, "")
     except TypeError:
-        name = getattr(filter, "__name__", type(filter).__name__)
+        own = getattr(function, "__name__", type(function).__name__)
         raise TypeError(
-            f"{op}: {argument} ({name}{signature}) does not take two arguments; pass a function of {takes}, such as "
+            f"{op}: {name} ({own}{signature}) does not take two arguments; pass a function of {takes}, such as "
             f"{example}"
         ) from None
 

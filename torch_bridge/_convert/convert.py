@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_filter, warn_of_rest
+from qshard._core.layer_recipes import NO_PATTERN, RecipesLike, Rules, check_chosen, check_function, warn_of_rest
 from qshard.recipes import NO_PRODUCTS, Recipe
 from qshard.torch_bridge._convert.experts import convert_experts, is_experts, unfit_experts, weights_of_experts
 from qshard.torch_bridge._convert.fusion import fuse_module
@@ -95,7 +95,8 @@ def convert(
     check_model("convert", model)
     every = [name for name, _ in model.named_modules()]
     rules = Rules.of(recipe, "convert", every)
-    check_filter("convert", filter)
+    if filter is not None:
+        check_function("convert", "filter", filter)
     _check_not_wrapped(model)
     candidates = survey(model)
     rules.check_used([each.names for each in candidates.values()], every)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from qshard._core.layer_recipes import RecipesLike, Rules, check_filter
+from qshard._core.layer_recipes import RecipesLike, Rules, check_function
 from qshard.torch_bridge._convert.convert import convert
 from qshard.torch_bridge._convert.experts import is_experts
 from qshard.torch_bridge._convert.survey import is_conv1d
@@ -43,7 +43,8 @@ def quantized_init(
     'qshard.torch_bridge._nn.linear'
     """
     Rules.of(recipe, "quantized_init", [])
-    check_filter("quantized_init", filter)
+    if filter is not None:
+        check_function("quantized_init", "filter", filter)
     parents: dict[int, nn.Module] = {}
     children: set[int] = set()
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qshard._core.layer_recipes import check_filter
+from qshard._core.layer_recipes import check_function
 from qshard._core.validation import quote
 from qshard.torch_bridge._optim.adam import Adam, AdamW
 from qshard.torch_bridge._optim.adam_state import SCALED
@@ -66,7 +66,9 @@ def settings_of(
             "of these classes"
         )
     if settings is not None:
-        check_filter("ZeroOptimizer", settings, "a name and its parameter", "lambda name, p: {'lr': 1e-3}", "settings")
+        check_function(
+            "ZeroOptimizer", "settings", settings, "a name and its parameter", "lambda name, p: {'lr': 1e-3}"
+        )
     weight_of = {nn.Parameter(torch.empty(w.shape, dtype=torch.float32, device="meta")): w for w in weights}
     of_settings: list[tuple[Mapping[str, Any], list[Any]]] = []
     for parameter, weight in weight_of.items():

@@ -12,7 +12,7 @@ from qshard._core.layer_recipes import (
     Rules,
     check_chosen,
     check_each,
-    check_filter,
+    check_function,
     warn_of_rest,
 )
 from qshard._core.validation import quote
@@ -92,7 +92,8 @@ def convert(
         )
     every = nnx_model.names_of(model)
     rules = Rules.of(recipe, "convert", every)
-    check_filter("convert", filter)
+    if filter is not None:
+        check_function("convert", "filter", filter)
     _check_einsums(einsums)
     candidates = nnx_model.survey(model, einsums or {})
     rules.check_used([each.names for each in candidates.values()], every)

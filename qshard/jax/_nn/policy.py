@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from qshard._core.layer_recipes import RecipesLike, Rules, check_filter, list_layers
+from qshard._core.layer_recipes import RecipesLike, Rules, check_function, list_layers
 from qshard.formats import FLOATS
 from qshard.jax._nn.dot_general import DotGeneral
 from qshard.jax._nn.linear import linear
@@ -230,7 +230,8 @@ class Policy:
         Raises:
           TypeError, ValueError: as for `Policy`; or an array is traced, so that its sharding is unknown.
         """
-        check_filter("Policy", filter, "an array and its name")
+        if filter is not None:
+            check_function("Policy", "filter", filter, "an array and its name")
         given = {}
         leaves = _leaves_by_name(params)[0]
         for name, leaf in leaves.items():

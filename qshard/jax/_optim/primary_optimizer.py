@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from qshard import layout
-from qshard._core.layer_recipes import check_filter
+from qshard._core.layer_recipes import check_function
 from qshard._core.operands import OperandSpec
 from qshard._core.validation import quote
 from qshard.formats import Usage
@@ -298,7 +298,8 @@ def optimizer(
     recipe = as_recipe(recipe, "optimizer")
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
         raise TypeError(f"optimizer: inner ({quote(inner)}) has no init and update; pass an optax optimizer")
-    check_filter("optimizer", filter, "a path and a parameter", "lambda path, p: p.ndim > 1")
+    if filter is not None:
+        check_function("optimizer", "filter", filter, "a path and a parameter", "lambda path, p: p.ndim > 1")
     if (refusal := recipe.weight.gather_refusal) is not None:
         raise ValueError(
             f"optimizer: weights cannot be codes of {recipe.weight}: {refusal}; pass a recipe whose weight format has "

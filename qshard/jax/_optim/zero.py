@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from qshard._core.flat_shards import FlatSlice, MasterPlan, check_world, plan_master, plan_shards
-from qshard._core.layer_recipes import check_filter
+from qshard._core.layer_recipes import check_function
 from qshard._core.optimizers.adam import BLOCK
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, quote
@@ -247,7 +247,7 @@ def plan_zero(
     """
     check_world("plan_zero", world)
     takes, example = "a path and a parameter", "lambda path, p: 'MXFP8_32x32' if p.ndim > 1 else None"
-    check_filter("plan_zero", formats, takes, example, argument="formats")
+    check_function("plan_zero", "formats", formats, takes, example)
     if not isinstance(axis_name, str):
         raise TypeError(f"plan_zero: axis_name ({quote(axis_name)}) is not one mesh axis name; pass one")
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
