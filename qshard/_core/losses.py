@@ -62,28 +62,24 @@ def check_rows(
     op: str,
     name: str,
     shape: Sequence[int],
-    labels: Sequence[int],
-    dtype: str,
+    labels_shape: Sequence[int],
+    labels_dtype: str,
     reduction: Any,
     *,
-    where: tuple[object, object] = ("", ""),
+    devices: tuple[object, object] = ("", ""),
 ) -> None:
-    """Raise unless there is one label per row and `reduction` is known.
-
-    `name` and `shape`, `[*rows, ...]`, belong to the logits or their input; `labels` and `dtype` are shape and dtype of
-    the labels. `where` has the devices of both, which must be equal.
-    """
+    """Raise unless `name`, `[*rows, ...]`, has one label per row, on one device, and `reduction` is known."""
     if reduction not in _REDUCTIONS:
         raise ValueError(
             f"{op}: reduction ({quote(reduction)}) is not {join_names(map(repr, _REDUCTIONS))}; pass one of these"
         )
-    if dtype not in LABELS:
-        raise TypeError(f"{op}: labels ({dtype}) are not {join_names(LABELS)}; cast them first")
-    if not shape or tuple(labels) != tuple(shape[:-1]) or where[0] != where[1]:
-        there, own = (f" on {device}" if device else "" for device in where)
+    if labels_dtype not in LABELS:
+        raise TypeError(f"{op}: labels ({labels_dtype}) are not {join_names(LABELS)}; cast them first")
+    if not shape or tuple(labels_shape) != tuple(shape[:-1]) or devices[0] != devices[1]:
+        there, own = (f" on {device}" if device else "" for device in devices)
         raise ValueError(
-            f"{op}: labels {tuple(labels)}{own} do not match the rows of {name} {tuple(shape)}{there}; pass one label "
-            f"per row, with classes on the last axis of {name}"
+            f"{op}: labels {tuple(labels_shape)}{own} do not match the rows of {name} {tuple(shape)}{there}; pass one "
+            f"label per row, with classes on the last axis of {name}"
         )
 
 

@@ -188,7 +188,7 @@ def row_loss(
     check_num_classes(op, num_classes)
     if not isinstance(labels, Tensor):
         raise TypeError(f"{op}: labels ({quote(labels)}) is not a torch.Tensor; pass torch.tensor(labels)")
-    shapes, where = (x.shape, labels.shape), (x.device, labels.device)
-    check_rows(op, name, *shapes, dtype_name(labels.dtype), reduction, where=where)
+    devices = x.device, labels.device
+    check_rows(op, name, x.shape, labels.shape, dtype_name(labels.dtype), reduction, devices=devices)
     shard = class_shard(op, name, columns, labels, rule.ignore_index, num_classes, group, total)
     return RowLoss(shard, rule, group)
