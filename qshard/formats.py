@@ -380,7 +380,7 @@ class Format:
 
     @property
     def row_scaled(self) -> bool:
-        """True if each row has an fp32 global scale, computed from the whole row, so rows are never sharded."""
+        """True if each row has an fp32 global scale. Ranks that shard the columns reduce one amax for each row."""
         return self.scaling.global_scale == "row"
 
     @property

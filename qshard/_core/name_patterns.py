@@ -44,7 +44,7 @@ class NamePatterns:
         }
 
     def matches(self, pattern: str, name: str) -> bool:
-        """Return whether one of the patterns matches a name."""
+        """Return whether `pattern`, which is one of these patterns, matches `name`."""
         return name == pattern if pattern in self._exact else self._compiled[pattern].match(name) is not None
 
     def first(self, *names: str) -> str | None:

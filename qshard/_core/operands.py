@@ -28,6 +28,7 @@ class OperandSpec(NamedTuple):
       role: role in a layer, which gives the operand its own random bits; None outside a layer.
       margin: delayed scaling: headroom in powers of two; None: scales come from the operand's own amaxes.
       added_rows: zero rows appended to the matrix `[M, K]` so that blocks along its rows are whole.
+      op, name: the caller and its argument, for errors.
     """
 
     format: Format
@@ -87,8 +88,8 @@ def quantize_operand(
 
     - `ops`: ops of a front end, as in `quantize_steps.quantize`.
     - `x`: the operand, with `spec.added_rows` already appended.
-    - `scale`: delayed scale from earlier steps, `[]`, or `[*lead]` if neither `amax` nor `reduce_max` is passed.
-    - `amax`: amax of `x`, if known.
+    - `scale`: delayed scale from earlier steps, `[]`.
+    - `amax`: amax of `x`, if known. Under delayed scaling it is used with `reduce_max` only.
     - `reduce_max`: max-reduction of the amax of `x` over the shards of its tensor.
     - `global_amax`: under delayed scaling, amax of the whole tensor, after any reduction, in place of `reduce_max`.
     - `is_whole`: `x` is a whole matrix on one device, as in `quantize_steps.quantize`.

@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Draws, Plane, Reduce
 from qshard.formats import Format
@@ -231,7 +233,6 @@ def raise_to(xp: Any, amaxes: Array, others: Array) -> None:
 
 def quantize_boxes(
     ops: Any,
-    xp: Any,
     shards: Callable[[], Iterator[tuple[Array, Box]]],
     fmt: Format,
     block: tuple[int, int],
@@ -241,9 +242,9 @@ def quantize_boxes(
     whole: Array | None = None,
     draws: Callable[[Box], Draws | None] = lambda box: None,
 ) -> Iterator[tuple[Array, Box, Plane]]:
-    """Quantize the local boxes of one matrix. Their edges may split blocks.
+    """Quantize the local boxes of one matrix, as NumPy arrays. Their edges may split blocks.
 
-    `ops`, `xp` and `block` as in `box_amax`.
+    `ops` and `block` as in `box_amax`.
 
     - `shards`: returns an iterator over values and boxes. Called twice, so that not all values need memory at once.
     - `amaxes`: fp32 zeros for all blocks of the whole matrix.
@@ -256,12 +257,12 @@ def quantize_boxes(
       whole matrix.
     """
     for x, box in shards():
-        box_amax(ops, xp, x, box, block, amaxes)
+        box_amax(ops, np, x, box, block, amaxes)
     amaxes = reduce_max(amaxes)
     for x, box in shards():
-        outer, values = box.aligned(block), pad_box(xp, x, box, block)
+        outer, values = box.aligned(block), pad_box(np, x, box, block)
         of_rows = whole if whole is None or not whole.ndim else whole[outer.start[0] : outer.stop[0]]
-        found = xp.ascontiguousarray(amaxes[box.blocks(block)])
+        found = np.ascontiguousarray(amaxes[box.blocks(block)])
         scales = quantize_steps.scales(ops, fmt, found, of_rows)
-        codes = cast_box(ops, xp, values, outer, fmt, block, scales.scale, draws(outer))
+        codes = cast_box(ops, np, values, outer, fmt, block, scales.scale, draws(outer))
         yield values, outer, Plane(codes, scales.scale_inv, scales.global_scale_inv)

@@ -4,7 +4,8 @@ Each function takes `ops`, a front end's namespace of `ops.def`: every op as a f
 keywords; `ops.swap_last_axes(array)`, a row-major copy of a matrix transposed, or of `[*outer, M, K]` as
 `[K, *outer, M]`; and `ops.transposed_squares(data, scale_inv, packed=)`, such copies of the codes and scales of a plane
 with 2-D blocks. The structure of a format decides which ops compute a plane: one scale or blocks, 1-D or 2-D blocks,
-global scale or not, options. Only `gemm_dispatch` also branches on this structure, to choose the ops of products.
+global scale or not, options. `operands` also branches on this structure, for padded rows, and `gemm_dispatch` does to
+choose the ops of products.
 
 `x` is a matrix `[M, K]`. In JAX it may be `[*outer, M, K]` if no block spans two matrices; transposed planes are then
 `[K, *outer, M]`. If the format does not distinguish rows, `x` may be any `[*lead, K]`. Planes of a matrix have the

@@ -87,7 +87,7 @@ def _compare_partial_blocks(
         return _draws(key, outer.transposed if turned else outer, turned)
 
     amaxes = np.zeros(layout.scale_shape, np.float32)
-    planes = quantize_boxes(kernels.ops, np, shards, fmt, block, amaxes, x.maximum, whole=whole, draws=draws)
+    planes = quantize_boxes(kernels.ops, shards, fmt, block, amaxes, x.maximum, whole=whole, draws=draws)
     for box, (values, outer, parts) in zip(boxes, planes, strict=True):
         given = values.T if turned else values
         of_rectangle = plane(fmt, given.shape, layout.usage)

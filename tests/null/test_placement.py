@@ -135,7 +135,6 @@ def test_codes_of_boxes_are_those_of_the_whole(fmt, usage, edges):
 
     found = quantize_boxes(
         ops,
-        np,
         lambda: ((values_in(stored, box), box) for box in boxes),
         fmt,
         block,

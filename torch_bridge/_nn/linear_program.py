@@ -46,9 +46,11 @@ class BackwardPlan(NamedTuple):
     Attributes:
       dw: the GEMM of the weight gradient; None if it is not needed.
       dx: the GEMM of the gradient of x; None if it is not needed.
+      usage: the planes of dy to compute.
       x_parts: number of tensors saved for x: the parts of a plane, or 1 for values, which are quantized again.
       w_parts: number of tensors saved for the weight, likewise.
       w_usage: the saved plane of the weight. The saved plane of x is columnwise.
+      stochastic: the roles that need a Philox key and offset, in the order of the inputs.
     """
 
     dw: Product | None

@@ -220,9 +220,9 @@ def plan_call(
     dtypes: tuple[torch.dtype, ...],
     keywords: tuple[tuple[str, Any], ...],
 ) -> _Plan:
-    """Match a call of an op on single tensors with its row, and return the results to allocate.
+    """Match a call with its row, and return the results to allocate. Raises if it does not fit.
 
-    Raises if it does not fit.
+    `shapes` lists the tensors of list operands one after another. Ops on lists have no results to allocate.
     """
     given = dict(keywords)
     dtype = given.pop("dtype", None)
