@@ -13,7 +13,7 @@ from qshard._core.quantize_steps import Draws, Plane, Reduce
 from qshard._core.validation import seed_missing
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, Shape, has_row_blocks_of, plane, source, takes_rows, whole_units
-from qshard.recipes import ROLE_SEEDS, DelayedScaling, Product, Recipe, Role
+from qshard.recipes import ROLE_SEEDS, DelayedScaling, Recipe, Role
 
 Array = Any
 
@@ -343,18 +343,19 @@ def operand_planes(recipe: Recipe) -> list[tuple[Role, Format, Usage]]:
     >>> [(role.value, usage.name) for role, _, usage in operand_planes(NVFP4(dgrad="bf16", wgrad="bf16"))]
     [('weight', 'ROWWISE'), ('activation', 'ROWWISE')]
     """
-    of_products = {
-        Product.FORWARD: ((Role.WEIGHT, Usage.ROWWISE), (Role.ACTIVATION, Usage.ROWWISE)),
-        Product.DGRAD: ((Role.WEIGHT, Usage.COLUMNWISE), (Role.GRADIENT, Usage.ROWWISE)),
-        Product.WGRAD: ((Role.ACTIVATION, Usage.COLUMNWISE), (Role.GRADIENT, Usage.COLUMNWISE)),
-    }
-    planes = [
-        (role, own.format(role), usage)
-        for product, pairs in of_products.items()
-        if (own := recipe.of(product)) is not None
-        for role, usage in pairs
-    ]
-    return sorted(planes, key=lambda each: each[0] is not Role.WEIGHT)
+    forward, dgrad, wgrad = recipe.products
+    row, column, planes = Usage.ROWWISE, Usage.COLUMNWISE, []
+    if forward is not None:
+        planes.append((Role.WEIGHT, forward.weight, row))
+    if dgrad is not None:
+        planes.append((Role.WEIGHT, dgrad.weight, column))
+    if forward is not None:
+        planes.append((Role.ACTIVATION, forward.activation, row))
+    if dgrad is not None:
+        planes.append((Role.GRADIENT, dgrad.gradient, row))
+    if wgrad is not None:
+        planes += [(Role.ACTIVATION, wgrad.activation, column), (Role.GRADIENT, wgrad.gradient, column)]
+    return planes
 
 
 def check_weight_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:

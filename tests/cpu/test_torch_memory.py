@@ -263,7 +263,7 @@ def test_nothing_is_kept_alive():
     def body():
         x = batch()
         first(x)
-        codes = weakref.ref(remembered().planes[Usage.ROWWISE].parts.data)
+        codes = weakref.ref(remembered().planes[0].planes[Usage.ROWWISE].parts.data)
         gone.append(weakref.ref(x))
         del x
         assert gone[0]() is None
@@ -271,11 +271,11 @@ def test_nothing_is_kept_alive():
         assert remembered() is None
         x = batch()
         first(x)
-        codes = weakref.ref(remembered().planes[Usage.ROWWISE].parts.data)
+        codes = weakref.ref(remembered().planes[0].planes[Usage.ROWWISE].parts.data)
         second(batch())
         assert codes() is None
         first(x)
-        gone.append(weakref.ref(remembered().planes[Usage.ROWWISE].parts.data))
+        gone.append(weakref.ref(remembered().planes[0].planes[Usage.ROWWISE].parts.data))
 
     with torch.no_grad():
         during_a_call(body)
