@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from qshard.formats import FP8_E4M3, FP8_E5M2, FP8_128x128, Usage
 from qshard.recipes import Recipe
-from qshard.torch_bridge import MoE, QuantizedStack, ShardedWeight, ZeroOptimizer, convert, quantize
+from qshard.torch_bridge import MoE, QuantizedStack, ShardedWeight, ZeroOptimizer, convert, quantize, scaling_state
 from support import torch_ranks
 from support.awkward import awkward_values
 from support.formats import SCALINGS, SQUARES
@@ -226,3 +226,18 @@ def test_expert_parallelism(axis):
     grad = model.w.grad.to_local()
     assert grad.shape == model.w.to_local().shape
     assert grad.isfinite().all()
+
+
+@on_ranks(2)
+def test_amaxes_of_experts_and_of_layers_are_merged_together():
+    experts = MoE(64, 32, num_experts=4, top_k=2, recipe="DelayedScaling", stacked=True, shared_intermediate_size=32)
+    model = experts.to(torch_ranks.device)
+    own = {name: each for name, each in scaling_state(model).items() if name.endswith(".amax")}
+    assert {tuple(each.shape) for each in own.values()} == {(), (4,)}
+    for i, each in enumerate(own.values()):
+        each.copy_(torch.arange(each.numel()).view(each.shape) + (i if dist.get_rank() == i % 2 else -1))
+    merged = scaling_state(model, dist.group.WORLD)
+    for i, (name, each) in enumerate(own.items()):
+        want = (torch.arange(each.numel()).view(each.shape) + i).to(each)
+        assert torch.equal(merged[name], want)
+        assert torch.equal(each, want)

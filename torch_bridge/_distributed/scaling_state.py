@@ -60,7 +60,10 @@ def scaling_state(model: nn.Module, group: dist.ProcessGroup | None = None) -> d
     state = {name: buffer.detach() for name, buffer in _named_state(model)}
     amaxes = [buffer for name, buffer in state.items() if name.endswith(".amax")]
     if amaxes and group is not None:
-        torch._foreach_copy_(amaxes, list(max_over_ranks(torch.stack(amaxes), group).unbind()))
+        # Experts in one parameter have an amax each.
+        joined = max_over_ranks(torch.cat([each.reshape(-1) for each in amaxes]), group)
+        parts = joined.split([each.numel() for each in amaxes])
+        torch._foreach_copy_(amaxes, [part.view(own.shape) for part, own in zip(parts, amaxes, strict=True)])
     recipes = {name: recipe for name, (recipe, is_switched) in _named_recipes(model).items() if is_switched}
     return state | {name: torch.tensor([*recipe.encode()], dtype=torch.uint8) for name, recipe in recipes.items()}
 
