@@ -335,6 +335,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     if path.is_dir():
         raise Misuse(f"{quote(path)} is a folder; name a file in it")
+    _check_folder(path.parent)  # before `resolve`, which takes "missing/../name" for "name"
     path = path.resolve()  # writes to the target of a link
     handle, temporary = make_beside(path, tempfile.mkstemp)
     os.close(handle)
@@ -353,8 +354,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def make_beside(path: Path, make: Callable[..., Any]) -> Any:
     """Make a temporary file or folder beside `path` by a function of tempfile, or raise `Misuse`."""
-    if not path.parent.is_dir():
-        raise Misuse(f"{quote(path.parent)} is not a folder; create it first")
+    _check_folder(path.parent)
     try:
         return make(prefix=".qshard.", suffix=".part", dir=path.parent)
     except OSError as error:
@@ -366,3 +366,8 @@ def permissions_of(mode: int) -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mode & ~mask
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise Misuse(f"{quote(folder)} is not a folder; create it first")

@@ -238,6 +238,10 @@ def test_wrong_arguments(tmp_path):
     }
     for arguments, text in said.items():
         assert text in refused(*arguments), arguments
+    before = path.read_bytes()
+    aside = tmp_path / "missing" / ".." / path.name
+    assert "missing/.. is not a folder; create it first" in refused("convert", path, aside, "--format", "MXFP4")
+    assert path.read_bytes() == before
     assert sorted(tmp_path.iterdir()) == [path, bias, odd]
     out.touch()
     assert "already exists" in refused("convert", path, out, "--format", "MXFP4")
