@@ -337,7 +337,7 @@ def check_weight_format(op: str, name: str, fmt: Format, recipe: Recipe, *, froz
 
 
 def operand_planes(recipe: Recipe) -> list[tuple[Role, Format, Usage]]:
-    """Return the planes that the three products of a layer contract, those of the weight first.
+    """Return the planes that the three products of a layer contract, first the planes of the weight.
 
     >>> from qshard.recipes import NVFP4
     >>> [(role.value, usage.name) for role, _, usage in operand_planes(NVFP4(dgrad="bf16", wgrad="bf16"))]

@@ -80,7 +80,7 @@ def _is_flat(array: Tensor) -> bool:
 
 
 def unlike_ranks(facts: bytes, group: Groups, device: torch.device, *, to_first: bool = False) -> list[int]:
-    """Return the global ranks whose facts differ from those of this rank, or of the first rank of the group.
+    """Return the global ranks whose facts differ from this rank's facts, or from the facts of the first rank.
 
     Collective. The host waits for the device.
     """
