@@ -10,7 +10,6 @@ and the device uses them only where no scale exists.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from qshard.torch_bridge._distributed.process_groups import groups_of
 from qshard.torch_bridge._distributed.scaling_state import load_state_if_present
 from qshard.torch_bridge._modules import modules_of
 from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
+from qshard.torch_bridge._ops.collectives import join_scalars, max_over_ranks, split_scalars, unlike_ranks
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 from qshard.torch_bridge._torch_internals import active_ddp, in_functorch
@@ -273,21 +272,6 @@ def delayed_scales(
         for i, amax in zip(new, whole_amaxes(new), strict=True):
             scales[i] = Scales(*states[i].scales_under(amax.view(states[i].scale.shape)))
     return scales
-
-
-def join_scalars(tensors: Sequence[Tensor], axes: int = 0) -> Tensor:
-    """Concatenate numbers of tensors `[]` and of experts `[E]` to `[n]`. Each number may be an array of `axes` axes."""
-    if all([tensor.ndim == axes for tensor in tensors]):  # noqa: C419, called in every step.
-        return torch.stack([*tensors])
-    return torch.cat([tensor if tensor.ndim > axes else tensor[None] for tensor in tensors])
-
-
-def split_scalars(joined: Tensor, like: Sequence[Tensor], axes: int = 0) -> Sequence[Tensor]:
-    """Split the result of `join_scalars` into parts of the shapes of `like`."""
-    if all([tensor.ndim == axes for tensor in like]):  # noqa: C419
-        return joined.unbind()
-    parts = joined.split([math.prod(tensor.shape[: tensor.ndim - axes]) for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 class _ScaleReadback:

@@ -344,18 +344,15 @@ def operand_planes(recipe: Recipe) -> list[tuple[Role, Format, Usage]]:
     [('weight', 'ROWWISE'), ('activation', 'ROWWISE')]
     """
     forward, dgrad, wgrad = recipe.products
-    row, column, planes = Usage.ROWWISE, Usage.COLUMNWISE, []
-    if forward is not None:
-        planes.append((Role.WEIGHT, forward.weight, row))
-    if dgrad is not None:
-        planes.append((Role.WEIGHT, dgrad.weight, column))
-    if forward is not None:
-        planes.append((Role.ACTIVATION, forward.activation, row))
-    if dgrad is not None:
-        planes.append((Role.GRADIENT, dgrad.gradient, row))
-    if wgrad is not None:
-        planes += [(Role.ACTIVATION, wgrad.activation, column), (Role.GRADIENT, wgrad.gradient, column)]
-    return planes
+    contracted = [
+        (Role.WEIGHT, forward, Usage.ROWWISE),
+        (Role.WEIGHT, dgrad, Usage.COLUMNWISE),
+        (Role.ACTIVATION, forward, Usage.ROWWISE),
+        (Role.GRADIENT, dgrad, Usage.ROWWISE),
+        (Role.ACTIVATION, wgrad, Usage.COLUMNWISE),
+        (Role.GRADIENT, wgrad, Usage.COLUMNWISE),
+    ]
+    return [(role, own.format(role), usage) for role, own, usage in contracted if own is not None]
 
 
 def check_weight_shape(op: str, name: str, recipe: Recipe, shape: tuple[int, ...]) -> None:

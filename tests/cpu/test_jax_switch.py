@@ -181,7 +181,7 @@ def test_nnx_experts_streams_and_patterns():
 
 def test_convert_again_does_not_convert_back():
     """None in a pattern would leave a converted layer in its recipe."""
-    nnx = pytest.importorskip("flax").nnx
+    nnx = pytest.importorskip("flax.nnx")
     model = nnx.Sequential(*(nnx.Linear(128, 128, rngs=nnx.Rngs(0)) for _ in range(2)))
     recipe = {"layers.0": None, "*": "CurrentScaling"}
     qj.convert(model, "MXFP8")

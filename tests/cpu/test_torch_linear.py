@@ -200,10 +200,6 @@ def test_seeds_of_stochastic_rounding():
     torch.manual_seed(0)
     assert torch.equal(Linear(32, 32, recipe=NVFP4()).seed, seed)
     torch.library.opcheck(torch.ops.qshard.take_seed.default, (seed.clone(), 3))
-    before = layer.seed.clone()
-    with pytest.raises(ValueError, match=r"does not fit x \(2, 31\)"):
-        layer(torch.ones(2, 31))
-    assert torch.equal(layer.seed, before)
     with pytest.raises(ValueError, match="linear: NVFP4 uses stochastic rounding and needs `seed`; pass a new seed on"):
         linear(x, layer.weight, None, NVFP4())
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from qshard._core.validation import quote
 from qshard.torch_bridge._distributed.dtensor import local_box, wrapped_like
-from qshard.torch_bridge._ops.collectives import max_over_ranks
+from qshard.torch_bridge._ops.collectives import join_scalars, max_over_ranks, split_scalars
 from qshard.torch_bridge._quantized.validation import check_group, check_model
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -60,10 +60,8 @@ def scaling_state(model: nn.Module, group: dist.ProcessGroup | None = None) -> d
     state = {name: buffer.detach() for name, buffer in _named_state(model)}
     amaxes = [buffer for name, buffer in state.items() if name.endswith(".amax")]
     if amaxes and group is not None:
-        # Experts in one parameter have an amax each.
-        joined = max_over_ranks(torch.cat([each.reshape(-1) for each in amaxes]), group)
-        parts = joined.split([each.numel() for each in amaxes])
-        torch._foreach_copy_(amaxes, [part.view(own.shape) for part, own in zip(parts, amaxes, strict=True)])
+        merged = max_over_ranks(join_scalars(amaxes), group)
+        torch._foreach_copy_(amaxes, list(split_scalars(merged, amaxes)))
     recipes = {name: recipe for name, (recipe, is_switched) in _named_recipes(model).items() if is_switched}
     return state | {name: torch.tensor([*recipe.encode()], dtype=torch.uint8) for name, recipe in recipes.items()}
 

@@ -28,13 +28,13 @@ from qshard._core.flat_shards import SliceBatch
 from qshard._core.quantize_steps import Plane, Scales
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, plane
-from qshard.torch_bridge._delayed_scaling import DelayedScale, delayed_scales, join_scalars
+from qshard.torch_bridge._delayed_scaling import DelayedScale, delayed_scales
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, merge_plan
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan, compute_device
 from qshard.torch_bridge._fsdp.weight import memory_of
-from qshard.torch_bridge._ops.collectives import Gathering, begin_max
+from qshard.torch_bridge._ops.collectives import Gathering, begin_max, join_scalars
 from qshard.torch_bridge._ops.foreach import flat_plan
 
 

@@ -20,7 +20,6 @@ from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.functional import is_converted, warn_of_late_quantization
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, wrap
 from qshard.torch_bridge._nn.functional import linear
-from qshard.torch_bridge._nn.operands import check_shapes
 from qshard.torch_bridge._nn.weight_module import LinearOperands, WeightModule, wrap_weight
 from qshard.torch_bridge._ops.eager import autocast_dtype
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -150,8 +149,6 @@ class WeightLayer(WeightModule):
         weight: Tensor = self.weight  # Read once: a parametrization may compute or gather it on each access.
         if type(weight) is Tensor and is_converted(self._parameters.get("weight")):
             warn_of_late_quantization(weight)
-        if self.seed is not None:  # Before the call takes it: ranks that fail must not have another seed than others.
-            check_shapes(input, weight, self.bias, self.weight_layout == "KN")
         return self.operands_of_call(input, weight)
 
     def forward(self, input: Tensor) -> Tensor:

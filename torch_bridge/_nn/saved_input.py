@@ -3,9 +3,9 @@
 **Shared codes.** Layers that receive the same tensor, such as q, k and v, or gate and up, use the same codes: the first
 layer quantizes x, the others find the codes, and autograd saves them once. Codes are shared only during one call of a
 converted module (`module_calls.py`): its `forward` passes x to the layers, and nothing else writes to x meanwhile. The
-cache holds one x, identified by object, version and everything its codes depend on. It is dropped when the call ends,
-when x dies, when another x replaces it, or when a layer requests the same x a second time. A write in place between two
-layers changes the version of x, so it is detected.
+cache holds one x, identified by object and version, in each format that its layers use. It is dropped when the call
+ends, when x dies or when another x replaces it. If a layer requests the same x again, the codes in that format are
+computed again. A write in place between two layers changes the version of x, so it is detected.
 
 Nothing is cached under `torch.compile` or CUDA graph capture: compilers merge equal ops themselves, and a captured
 graph must not read tensors from outside. Stochastically rounded codes are not cached either.
@@ -81,7 +81,7 @@ class _Codes:
         return self.x() is x and self.version == x._version
 
     def take(self, key: Any, layer: Hashable) -> _CachedPlanes:
-        """Return the planes with this key. If `layer` has used them, free them and return new ones, without planes."""
+        """Return the entry of this key: an empty one if there is none yet, or if `layer` has used it."""
         for i, cached in enumerate(self.planes):
             if cached.key == key:
                 if layer not in cached.layers:

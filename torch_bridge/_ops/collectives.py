@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,8 +80,23 @@ def _is_flat(array: Tensor) -> bool:
     return array.ndim == 1 and array.dtype == torch.uint8
 
 
+def join_scalars(tensors: Sequence[Tensor], axes: int = 0) -> Tensor:
+    """Concatenate numbers of tensors `[]` and of experts `[E]` to `[n]`. Each number may be an array of `axes` axes."""
+    if all([tensor.ndim == axes for tensor in tensors]):  # noqa: C419, called in every step.
+        return torch.stack([*tensors])
+    return torch.cat([tensor if tensor.ndim > axes else tensor[None] for tensor in tensors])
+
+
+def split_scalars(joined: Tensor, like: Sequence[Tensor], axes: int = 0) -> Sequence[Tensor]:
+    """Split the result of `join_scalars` into parts of the shapes of `like`."""
+    if all([tensor.ndim == axes for tensor in like]):  # noqa: C419
+        return joined.unbind()
+    parts = joined.split([math.prod(tensor.shape[: tensor.ndim - axes]) for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
 def unlike_ranks(facts: bytes, group: Groups, device: torch.device, *, to_first: bool = False) -> list[int]:
-    """Return the global ranks whose facts differ from this rank's facts, or from the facts of the first rank.
+    """Compare facts over ranks. Return the global ranks that differ from this rank, or from the first if `to_first`.
 
     Collective. The host waits for the device.
     """

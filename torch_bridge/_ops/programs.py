@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from qshard.formats import Format
 from qshard.op_table import multi_table, table
+from qshard.recipes import Recipe
 from qshard.torch_bridge._ops.bind import by_lists, dtype_name, ops, plan_call, transposed_squares
 from qshard.torch_bridge._ops.eager import may_skip_dispatcher
 from qshard.torch_bridge._ops.flops import flops_of
@@ -37,18 +39,17 @@ _BY_VALUE = frozenset((type(None), bool, int, float, str, tuple, torch.Size, tor
 
 
 _EQUALS: dict[Any, Any] = {}
-"""Formats, recipes and plans by themselves: the first of all that are equal."""
+"""Formats and recipes by themselves: the first of all that are equal."""
 
 
 def first_equal(value: T) -> T:
-    """Return the first value that was equal to this one, so that identity compares formats, recipes and plans.
+    """Return the first format or recipe that was equal to this one, so that identity compares them; else the value.
 
-    Objects that are equal to none but themselves, such as functions and process groups, are not kept.
-
-    >>> first_equal((1, 2)) is first_equal((1, 2))
+    >>> from qshard.recipes import CurrentScaling
+    >>> first_equal(CurrentScaling()) is first_equal(CurrentScaling())
     True
     """
-    if type(value).__hash__ in (None, object.__hash__):
+    if not isinstance(value, Format | Recipe):
         return value
     first: T = _EQUALS.setdefault(value, value)
     return first
@@ -58,8 +59,8 @@ class Memo(Generic[T]):
     """A function with a cache of at most `most` results. When it is full, the whole cache is cleared.
 
     Unlike `functools.lru_cache`, it finds formats, recipes and all other objects that are not plain values by identity,
-    because hashing them takes longer than the call. If it does not find them, it compares them with earlier arguments
-    by value, which takes less time than the function. A result keeps its arguments alive, so no id is reused.
+    because hashing them takes longer than the call. If it does not find them, it looks for equal formats and recipes,
+    which takes less time than the function. A result keeps its arguments alive, so no id is reused.
 
     >>> double = Memo(lambda text: text * 2)
     >>> double("ab"), double("ab"), len(double)
@@ -74,7 +75,7 @@ class Memo(Generic[T]):
         key = tuple([arg if type(arg) in _BY_VALUE else id(arg) for arg in args])
         found = self._results.get(key)
         if found is None:
-            first = tuple([arg if type(arg) in _BY_VALUE else first_equal(arg) for arg in args])
+            first = tuple(map(first_equal, args))
             is_first = all(map(operator.is_, first, args))
             result = self._function(*args) if is_first else self(*first)
             if len(self._results) >= self._most:

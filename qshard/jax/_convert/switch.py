@@ -88,10 +88,9 @@ def switch_recipe(model: Any, recipe: RecipesLike | None, *, rngs: Any = None) -
             checks[name] = functools.partial(layers[name].check, name, multiplier, OP)
     check_each(checks)
     made = {name: layers[name].switched(own, rngs) for name, own in changed.items()}
-    made |= {name: None for name, own in new.items() if own is None}
-    for name, multiplier in made.items():
-        if multiplier is None:
+    for name, own in new.items():
+        if own is None:
             layers[name].revert()
-        else:
-            layers[name].install(multiplier)
+    for name, multiplier in made.items():
+        layers[name].install(multiplier)
     return model
