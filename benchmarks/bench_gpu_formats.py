@@ -56,13 +56,13 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
                 ops, parts[i], fmt, each, torch.bfloat16
             ),
         )
-        if fmt.transposes and each is Usage.ROWWISE:
+        if fmt.shares_codes and each is Usage.ROWWISE:
             found[f"transpose {fmt} qshard"] = (
                 2 * (count - 2),
                 lambda i, parts=parts, fmt=fmt: quantize_steps.transpose_plane(ops, parts[i], fmt),
             )
     pair = torch.tensor([1, 0], dtype=torch.int32, device="cuda")
-    draws = quantize_steps.Draws(pair, torch.zeros_like(pair))
+    philox = quantize_steps.Philox(pair, torch.zeros_like(pair))
     found["hadamard qshard"] = (4, lambda i: ops.hadamard(x[i], block_rows=16, block_cols=1))
     found["amax_hadamard qshard"] = (
         2,
@@ -82,7 +82,7 @@ def blocks(x: list[torch.Tensor]) -> Contenders:
             for given_name, of, more in (("", ops, 2), (", amax given", given, 0)):
                 found[f"quantize NVFP4 {usage}, {what}{given_name}, qshard"] = (
                     count + more,
-                    lambda i, of=of, fmt=fmt, each=each: quantize_steps.quantize(of, x[i], fmt, each, draws=draws),
+                    lambda i, of=of, fmt=fmt, each=each: quantize_steps.quantize(of, x[i], fmt, each, philox=philox),
                 )
     return found
 

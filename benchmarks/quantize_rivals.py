@@ -30,7 +30,7 @@ def cases() -> list[tuple[str, Format, str, float]]:
         scale = (4 if fmt.scale_dtype == "float32" else 1) / (fmt.block[0] * fmt.block[1])
         plane = 1 / fmt.element.codes_per_byte + scale
         for usage in USAGES:
-            planes = 2 * plane - (scale if fmt.transposes else 0) if usage == "both" else plane
+            planes = 2 * plane - (scale if fmt.shares_codes else 0) if usage == "both" else plane
             found.append((f"quantize {fmt.name} {usage}", fmt, usage, 2 + planes))
     return found
 
@@ -92,22 +92,22 @@ def qshard_quantize(x: Any) -> Contenders:
     return contenders
 
 
-def _planes(x: Any, fmt: Format, usage: str, plane: Callable[..., Any], turned: Callable[..., Any]) -> list[Any]:
+def _planes(x: Any, fmt: Format, usage: str, plane: Callable[..., Any], transposed: Callable[..., Any]) -> list[Any]:
     """Compute codes and scales of one plane or both in a rival, stored as qshard does."""
 
     def packed(data: Any) -> Any:
         return data[:, ::2] | (data[:, 1::2] << 4) if fmt.element.bits == 4 else data
 
     results = []
-    if usage != "columnwise" or fmt.transposes:
+    if usage != "columnwise" or fmt.shares_codes:
         data, scale_inv = plane(x, fmt, fmt.block)
         if usage != "columnwise":
             results += [packed(data), scale_inv]
     if usage != "rowwise":
-        if not fmt.transposes:
+        if not fmt.shares_codes:
             data, scale_inv = plane(x, fmt, fmt.block[::-1])
-        if fmt.turns_columns:
-            data, scale_inv = turned(data, scale_inv)
+        if fmt.transposes_columns:
+            data, scale_inv = transposed(data, scale_inv)
         results += [packed(data), scale_inv]
     return results
 
@@ -147,11 +147,11 @@ def torch_quantize(x: Any) -> Contenders:
         scale, scale_inv = scales(blocks.abs().amax((1, 3), keepdim=True).float(), fmt)
         return codes(blocks, fmt, scale).view(m, k), scale_inv.view(m // rows, k // cols)
 
-    def turned(data: Any, scale_inv: Any) -> tuple[Any, Any]:
+    def transposed(data: Any, scale_inv: Any) -> tuple[Any, Any]:
         return data.t().contiguous(), scale_inv.t().contiguous()
 
     return {
-        f"{name} torch": (count, lambda f=fmt, u=usage: _planes(x, f, u, plane, turned))
+        f"{name} torch": (count, lambda f=fmt, u=usage: _planes(x, f, u, plane, transposed))
         for name, fmt, usage, count in cases()
     }
 
@@ -194,10 +194,10 @@ def jnp_quantize(x: Any, wait: Callable[..., Callable[[], object]]) -> Contender
         scale, scale_inv = scales(jnp.max(jnp.abs(blocks), (1, 3), keepdims=True), fmt)
         return codes(blocks * scale, fmt).reshape(m, k), scale_inv.reshape(m // rows, k // cols)
 
-    def turned(data: Any, scale_inv: Any) -> tuple[Any, Any]:
+    def transposed(data: Any, scale_inv: Any) -> tuple[Any, Any]:
         return jax.lax.optimization_barrier(data).T, scale_inv.T
 
     return {
-        f"{name} jnp": (count, wait(lambda x, f=fmt, u=usage: _planes(x, f, u, plane, turned), x))
+        f"{name} jnp": (count, wait(lambda x, f=fmt, u=usage: _planes(x, f, u, plane, transposed), x))
         for name, fmt, usage, count in cases()
     }

@@ -138,14 +138,14 @@ class Scaling:
       dtype: dtype of `scale_inv`: "float32" or the name of an `ElementFormat`.
       elements: formats of `data` that the method accepts.
       whole_blocks: whether the axes of a tensor must be multiples of the block.
-      turns_columns: whether the columnwise plane of 1-D blocks is stored transposed, as the rowwise plane of `x.T`.
+      transposes_columns: whether the columnwise plane of 1-D blocks is stored as the rowwise plane of `x.T`.
       legal: legal values of `block` and of options that have few.
     """
 
     dtype: ClassVar[str]
     elements: ClassVar[tuple[ElementFormat, ...]]
     whole_blocks: ClassVar[bool] = True
-    turns_columns: ClassVar[bool] = True
+    transposes_columns: ClassVar[bool] = True
     legal: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     # Subclasses override these with fields.
@@ -187,7 +187,7 @@ class PowerScaling(Scaling):
 
     dtype: ClassVar[str] = E8M0.name
     elements: ClassVar[tuple[ElementFormat, ...]] = (E4M3, E5M2, E2M3, E3M2, E2M1)
-    turns_columns: ClassVar[bool] = False
+    transposes_columns: ClassVar[bool] = False
     legal: ClassVar[dict[str, tuple[Any, ...]]] = {"block": ((1, 32), (32, 32)), "scale_rounding": ("up", "floor")}
     scale_rounding: Literal["up", "floor"] = "up"
 
@@ -225,7 +225,7 @@ def _either(values: tuple[Any, ...]) -> str:
 class Format:
     """Storage format of a tensor: its element format, the blocks that share a scale, and the scaling method.
 
-    The constructor rejects illegal combinations. Other modules use derived properties (`transposes`, `kind`,
+    The constructor rejects illegal combinations. Other modules use derived properties (`shares_codes`, `kind`,
     `gather_refusal`) and `layout.plane` for shapes, instead of reading the structure of a format.
 
     Attributes:
@@ -389,7 +389,7 @@ class Format:
         return self.scaling.pow2 or self.scale_dtype == E8M0.name
 
     @property
-    def transposes(self) -> bool:
+    def shares_codes(self) -> bool:
         """True if both planes hold the same numbers: the columnwise plane is the transpose of the rowwise plane."""
         return self.block is None or self.block[0] == self.block[1]
 
@@ -398,13 +398,13 @@ class Format:
         return self.hadamard and usage is not Usage.ROWWISE
 
     @property
-    def turns_columns(self) -> bool:
+    def transposes_columns(self) -> bool:
         """True if the columnwise plane is stored as the rowwise plane of `x.T`.
 
         False only for MXFP8 and MXFP6 with 1-D blocks. Packed 4-bit codes are always transposed, because they must be
         packed along the axis that a GEMM contracts.
         """
-        return self.transposes or self.scaling.turns_columns or self.element.codes_per_byte > 1
+        return self.shares_codes or self.scaling.transposes_columns or self.element.codes_per_byte > 1
 
     @property
     def stochastic(self) -> bool:
@@ -421,7 +421,7 @@ class Format:
     @property
     def gather_refusal(self) -> str | None:
         """Why codes of a weight cannot be gathered once for forward and backward, or None if they can."""
-        if not self.transposes:
+        if not self.shares_codes:
             return "its rowwise and columnwise planes have different codes, and a gather sends one of them"
         if self.stochastic:
             return "it uses stochastic rounding, so each gather would draw different codes"

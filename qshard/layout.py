@@ -103,7 +103,7 @@ def is_transposed(fmt: Format, usage: Usage) -> bool:
     >>> [is_transposed(fmt, Usage.COLUMNWISE) for fmt in (FP8_1x128, MXFP8_32x32, MXFP8_E4M3, MXFP4)]
     [True, True, False, True]
     """
-    return usage is Usage.COLUMNWISE and fmt.turns_columns
+    return usage is Usage.COLUMNWISE and fmt.transposes_columns
 
 
 def stored_block(fmt: Format, usage: Usage) -> tuple[int, int] | None:
@@ -168,7 +168,7 @@ def source(fmt: Format, usage: Usage) -> Usage:
     >>> [source(fmt, Usage.COLUMNWISE).name for fmt in (FP8_E4M3, MXFP8_32x32, MXFP8_E4M3)]
     ['ROWWISE', 'ROWWISE', 'COLUMNWISE']
     """
-    return Usage.ROWWISE if fmt.transposes else usage
+    return Usage.ROWWISE if fmt.shares_codes else usage
 
 
 def multiplies_codes(a: Format, b: Format) -> bool:

@@ -146,9 +146,9 @@ class _Change(NamedTuple):
 
     def _check_shape(self, name: str, weight: nn.Parameter) -> None:
         assert self.recipe is not None
-        turned = getattr(self.module, "weight_layout", "NK") == "KN"
+        transposed = getattr(self.module, "weight_layout", "NK") == "KN"
         shape = tuple(weight.shape[-2:])
-        check_weight_shape(OP, f"{name}.T" if turned else name, self.recipe, shape[::-1] if turned else shape)
+        check_weight_shape(OP, f"{name}.T" if transposed else name, self.recipe, shape[::-1] if transposed else shape)
         part = getattr(getattr(local_of(weight), "scale_state", None), "part", None)
         if part is not None and len(part.shape) == 2:
             check_sharding(OP, name, self.recipe, part.shape, part.mesh, part.placements)

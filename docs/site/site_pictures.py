@@ -178,7 +178,7 @@ def panel(x: float, fmt: Format, where: PlaneLayout) -> list[str]:
     scales = where.scale_shape if where.scale_shape else (1, 1)
     assert len(scales) == 2
     title = str(where.usage.name).lower()
-    if fmt.transposes and where.usage is Usage.COLUMNWISE:
+    if fmt.shares_codes and where.usage is Usage.COLUMNWISE:
         title += ", the same numbers"
     parts = [text(x, 14, title + (", stored as x.T" if where.transposed else ""), "name")]
     top, left, height, width = 42, x + 28, rows * side, cols * side

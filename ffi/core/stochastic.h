@@ -65,7 +65,7 @@ QSHARD_INLINE uint8_t EncodeStochastic(float v, uint8_t random) {
       Select(magnitude > kFloatInfinityBits, static_cast<int32_t>(E2M1::kNan), code));
 }
 
-// Strides of the Philox index in a part of the tensor. The index of an element is first + row *
+// Strides of the Philox index in a part of the tensor. The index of an element is offset + row *
 // row_step + col * col_step.
 struct IndexSteps {
   int64_t row, col;

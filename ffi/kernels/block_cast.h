@@ -22,13 +22,13 @@ QSHARD_LAUNCHER_TEMPLATE((class In, class Code), CastBlock, const In* x, const f
 // Philox keys and offsets for regions of x. A region has `run` consecutive blocks of the row-major
 // grid: one block, one row of blocks, one matrix, or several matrices. Element (row, col) of region
 // r, counted from its first block over all its matrices, has key seed[r] and the index
-//   first[r] + row * steps.row + col * steps.col
-// `seed` and `first` are uint64 as two uint32, low first. `in_step`: regions are parts of a row of
+//   offset[r] + row * steps.row + col * steps.col
+// `seed` and `offset` are uint64 as two uint32, low first. `in_step`: regions are parts of a row of
 // blocks with one row of elements, and the region below has the same seed and starts steps.row
 // later.
-struct Places {
+struct Philox {
   const uint32_t* seed;
-  const uint32_t* first;
+  const uint32_t* offset;
   int64_t run;
   IndexSteps steps;
   bool in_step = false;
@@ -38,7 +38,7 @@ constexpr int64_t kMaxStochasticBlockCols = 2048;  // so that random bytes fit o
 
 // data[i] = EncodeStochastic(x[i] * scale[block of i], random byte of i), as packed E2M1.
 QSHARD_LAUNCHER_TEMPLATE((class In), CastBlockStochastic, const In* x, const float* scale,
-                         const Places& places, const Blocks& blocks, uint8_t* data);
+                         const Philox& philox, const Blocks& blocks, uint8_t* data);
 
 // x[i] = Narrow<Out>(Decode<Code>(data[i]) * value of scale_inv[block of i]). Code is E4M3 or E5M2
 // with float scales, or any element with E8M0 scales. NaN is canonical.

@@ -57,7 +57,7 @@ QSHARD_LAUNCHER_TEMPLATE((class In, class Code, class Scales), QuantizeBlockBoth
 
 struct Nvfp4Options {
   bool hadamard = false;           // transform blocks along columns first (hadamard.h)
-  const Places* places = nullptr;  // if set, round as in CastBlockStochastic
+  const Philox* philox = nullptr;  // if set, round as in CastBlockStochastic
 };
 
 // QuantizeBlock to E2M1, in whole blocks of 1 x 16, 16 x 1 or 16 x 16. With `hadamard` they must be
@@ -66,7 +66,7 @@ QSHARD_LAUNCHER_TEMPLATE((class In), QuantizeNvfp4, const In* x, const Nvfp4Scal
                          const Nvfp4Options& options, const Blocks& blocks,
                          const BlockPlane<uint8_t>& out);
 
-// QuantizeBlockBoth to E2M1, in whole blocks of 16 x 16, which `places` also refers to. The
+// QuantizeBlockBoth to E2M1, in whole blocks of 16 x 16, which `philox` also refers to. The
 // transposed plane has its own scales.
 QSHARD_LAUNCHER_TEMPLATE((class In), QuantizeNvfp4Both, const In* x, const Nvfp4Scales& scales,
                          const Nvfp4Scales& second_scales, const Nvfp4Options& options,

@@ -1,7 +1,7 @@
 // The separate steps of block quantization, and dequantization. 4-bit codes are packed two to a
 // byte along the last axis.
 #include "kernels/block_cast.h"
-#include "ops/places.h"
+#include "ops/philox.h"
 #include "schema/handler.h"
 
 namespace qshard {
@@ -29,26 +29,26 @@ QSHARD_DEFINE_OP(cast_block) {
 //
 // The random bits of an element depend on the seed and on its index in the whole tensor
 // (core/stochastic.h), so a shard gives the bytes of the whole tensor. The shard's position is an
-// operand, because SPMD runs one program on all shards (ops/places.h). `turned` is a hint for a
+// operand, because SPMD runs one program on all shards (ops/philox.h). `transposed` is a hint for a
 // transpose [k, *outer, m]: all k slices have the same seed, and the index grows by row_step from
 // one to the next.
 QSHARD_DEFINE_OP(cast_block_stochastic) {
   Blocks blocks = BlocksOf(call.binding);
-  kernels::Places places;
-  QSHARD_RETURN_IF_ERROR(PlacesOf(call, 2, blocks, &places));
+  kernels::Philox philox;
+  QSHARD_RETURN_IF_ERROR(ReadPhilox(call, 2, blocks, &philox));
   QSHARD_REQUIRE(blocks.block_cols <= kernels::kMaxStochasticBlockCols, call.op(), ": block_cols (",
                  blocks.block_cols, ") is more than ", kernels::kMaxStochasticBlockCols,
                  "; use smaller blocks");
   const bool in_rows = blocks.block_rows == 1 && blocks.cols % blocks.block_cols == 0 &&
-                       places.run > 0 && blocks.GridCols() % places.run == 0;
+                       philox.run > 0 && blocks.GridCols() % philox.run == 0;
   const int64_t k = call.arg(0).dims[0];
-  if (call.flag("turned") && in_rows && k > 0) {
+  if (call.flag("transposed") && in_rows && k > 0) {
     blocks = {1, k, blocks.batch * blocks.rows / k * blocks.cols, 1, blocks.block_cols};
-    places.in_step = true;
+    philox.in_step = true;
   }
   return DispatchFloat(call.arg(0), [&](auto in) {
     return call(kernels::CastBlockStochastic(call.exec, Data<decltype(in)>(call.arg(0)),
-                                             Data<float>(call.arg(1)), places, blocks,
+                                             Data<float>(call.arg(1)), philox, blocks,
                                              Mutable<uint8_t>(call.ret(0))));
   });
 }

@@ -2,7 +2,7 @@
 // ops.
 #include "kernels/grouped.h"
 #include "kernels/quantize_block.h"
-#include "ops/places.h"
+#include "ops/philox.h"
 #include "ops/row_map.h"
 #include "schema/handler.h"
 
@@ -124,10 +124,10 @@ Error QuantizeNvfp4(const Call<Platform>& call) {
   QSHARD_REQUIRE(!options.hadamard || kTwoSets<kPlanes> || blocks.block_cols == 1, call.op(),
                  ": block (", blocks.block_rows, "x", blocks.block_cols, ") with hadamard must be ",
                  kNvfp4Block, "x1; rotated are blocks along columns");
-  kernels::Places places;
+  kernels::Philox philox;
   if constexpr (kStochastic) {
-    QSHARD_RETURN_IF_ERROR(PlacesOf(call, 1 + kAmaxes, blocks, &places));
-    options.places = &places;
+    QSHARD_RETURN_IF_ERROR(ReadPhilox(call, 1 + kAmaxes, blocks, &philox));
+    options.philox = &philox;
   }
   const kernels::Nvfp4Scales scales = ScalesOf<kPlanes>(call, 1, blocks);
   const auto out = PlanesOf<kPlanes, uint8_t>(call);

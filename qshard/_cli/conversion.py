@@ -154,9 +154,9 @@ def quantize_entry(
     """Quantize a weight and return its arrays, by their names without the name of the weight."""
     fmt, x = what.format, as_float(entry.read(), OP)
     matrix = np.ascontiguousarray(x.array).reshape(matrix_shape(what.shape))
-    draws = kernels.draws(OP, seed_of(entry.name, seed)) if fmt.stochastic else None
+    philox = kernels.philox(OP, seed_of(entry.name, seed)) if fmt.stochastic else None
     usage = Usage.BOTH if len(what.planes) > 1 else what.planes[0]
-    planes = quantize_steps.quantize(kernels.ops, matrix, fmt, usage, draws=draws, amax=amax)
+    planes = quantize_steps.quantize(kernels.ops, matrix, fmt, usage, philox=philox, amax=amax)
     if not np.isfinite(kernels.ops.amax_tensor(matrix)):
         remarks.append(
             f"{quote(entry.name)} has infinities or NaN, stored by the rule nonfinite={fmt.nonfinite} of {fmt}"

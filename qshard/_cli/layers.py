@@ -133,7 +133,7 @@ class Question:
         """Return the format and usage pairs to measure for a shape, and name -> reason for the other formats."""
         found, left_out = [], {}
         for fmt in self.formats:
-            usages = self.usage.planes[:1] if fmt.transposes else self.usage.planes
+            usages = self.usage.planes[:1] if fmt.shares_codes else self.usage.planes
             if fmt.rotates(Usage.BOTH) and self.usage is Usage.ROWWISE:
                 usages = (Usage.COLUMNWISE,)
             whys = [why for why in (refusal(fmt, shape, usage) for usage in usages) if why is not None]
@@ -196,7 +196,7 @@ def _row(x: Floats, fmt: Format, usage: Usage, question: Question, given: Any, a
     seeds = range(question.seed, question.seed + (question.draws if fmt.stochastic else 1))
     drawn = [stats_of(x, fmt, usage, seed, OP, advance) for seed in seeds]
     output = None
-    if given is not None and (fmt.transposes or usage is Usage.ROWWISE):  # other planes are for gradients
+    if given is not None and (fmt.shares_codes or usage is Usage.ROWWISE):  # other planes are for gradients
         output = float(np.mean([output_noise(given, x.array, fmt, seed=seed) for seed in seeds]))
     if not fmt.stochastic:
         return Row(drawn[0], output=output)

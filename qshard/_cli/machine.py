@@ -104,10 +104,10 @@ def contenders(size: int, formats: list[Format]) -> Contenders:
     found["transpose uint8"] = 2.0 * count, kernels.call_into("transpose", (codes,), {"batch": 0}, None)
     x16 = arrays["bfloat16"]
     for fmt in formats:
-        draws = kernels.draws("qshard bench", SEED) if fmt.stochastic else None
+        philox = kernels.philox("qshard bench", SEED) if fmt.stochastic else None
 
-        def quantize(fmt: Format = fmt, draws: Any = draws) -> Any:
-            return quantize_steps.quantize(kernels.ops, x16, fmt, Usage.ROWWISE, draws=draws)
+        def quantize(fmt: Format = fmt, philox: Any = philox) -> Any:
+            return quantize_steps.quantize(kernels.ops, x16, fmt, Usage.ROWWISE, philox=philox)
 
         parts = quantize()[Usage.ROWWISE]
         stored = sum(part.nbytes for part in parts if part is not None)

@@ -74,14 +74,14 @@ class QuantizedEntry(Entry):
 
         Also None if `usages` has a plane that cannot be derived from the rowwise plane.
         """
-        if usages != (Usage.ROWWISE,) and not fmt.transposes:
+        if usages != (Usage.ROWWISE,) and not fmt.shares_codes:
             return None
         found = regrid(self.read_plane(scales_only=True), self.weight.description, fmt)
         return None if found is None else found[1]
 
     def planes_as(self, fmt: Format, usages: tuple[Usage, ...]) -> dict[Usage, Plane] | None:
         """Return the codes as planes of `fmt`, or None as in `format_as`."""
-        if usages != (Usage.ROWWISE,) and not fmt.transposes:
+        if usages != (Usage.ROWWISE,) and not fmt.shares_codes:
             return None
         found = regrid(self.read_plane(), self.weight.description, fmt)
         if found is None:

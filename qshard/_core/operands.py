@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from qshard._core import quantize_steps
-from qshard._core.quantize_steps import Draws, Plane, Reduce
+from qshard._core.quantize_steps import Philox, Plane, Reduce
 from qshard._core.validation import seed_missing
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, Shape, has_row_blocks_of, plane, source, takes_rows, whole_units
@@ -75,7 +75,7 @@ def quantize_operand(
     spec: OperandSpec,
     *,
     scale: Array | None = None,
-    draws: Draws | None = None,
+    philox: Philox | None = None,
     amax: Array | None = None,
     reduce_max: Reduce | None = None,
     global_amax: Array | None = None,
@@ -97,7 +97,7 @@ def quantize_operand(
     fmt, usage = spec.format, spec.usage
     if spec.margin is None:
         planes = quantize_steps.quantize(
-            ops, x, fmt, usage, reduce_max=reduce_max, draws=draws, amax=amax, is_whole=is_whole
+            ops, x, fmt, usage, reduce_max=reduce_max, philox=philox, amax=amax, is_whole=is_whole
         )
         return planes, None
     element, rowwise = {"element": fmt.element.name}, usage is Usage.ROWWISE
@@ -209,7 +209,7 @@ def _nvfp4_rows(
 ) -> dict[Usage, Plane]:
     """Quantize padded rows with a global scale for each expert. 2-D blocks are quantized once, and transposed."""
     fmt, usage = spec.format, spec.usage
-    rotates, two_sets = fmt.rotates(usage), usage is Usage.BOTH and not fmt.transposes
+    rotates, two_sets = fmt.rotates(usage), usage is Usage.BOTH and not fmt.shares_codes
     amaxes = _amaxes_of_experts(ops, x if rotates else measured, rows, stops, reduce_max, rotated=rotates)
     options: dict[str, Any] = {"scale_max": fmt.scaling.scale_max, "nonfinite": fmt.nonfinite}
     operands = [x, rows, stops, amaxes[0]]
@@ -247,8 +247,8 @@ def _gathered_rows(
     fmt, padded = spec.format, ops.gather_rows(x, rows)
     (count, columns), usage = padded.shape, spec.usage
     if fmt.row_scaled:
-        draws = None if seeds is None else Draws(*ops.draws_of_rows(seeds, stops, count, columns))
-        return quantize_steps.quantize(ops, padded, fmt, usage, draws=draws)
+        philox = None if seeds is None else Philox(*ops.philox_of_rows(seeds, stops, count, columns))
+        return quantize_steps.quantize(ops, padded, fmt, usage, philox=philox)
     (amax,) = _amaxes_of_experts(ops, measured, rows, stops, reduce_max)
     height, strip = fmt.block_shape()
     grids = {Usage.ROWWISE: (height, (count // height,)), Usage.COLUMNWISE: (strip, (columns, count // strip))}
@@ -258,7 +258,7 @@ def _gathered_rows(
         planes |= quantize_steps.quantize(ops, padded, fmt, each, amax=whole)
     global_scale_inv = quantize_steps.global_scale_inv(ops, fmt, amax)
     planes = {each: plane._replace(global_scale_inv=global_scale_inv) for each, plane in planes.items()}
-    if usage is Usage.BOTH and fmt.transposes:
+    if usage is Usage.BOTH and fmt.shares_codes:
         planes[Usage.COLUMNWISE] = quantize_steps.transpose_plane(ops, planes[Usage.ROWWISE], fmt)
     return planes
 
@@ -296,7 +296,7 @@ def takes_frozen(fmt: Format, recipe: Recipe) -> bool:
     >>> [takes_frozen(MXFP8_E4M3, MXFP8()), takes_frozen(NVFP4, MXFP8())]
     [True, False]
     """
-    return recipe.weight.transposes and has_row_blocks_of(fmt, recipe.weight)
+    return recipe.weight.shares_codes and has_row_blocks_of(fmt, recipe.weight)
 
 
 def two_formats_error(op: str, name: str, advice: str = "") -> NotImplementedError:

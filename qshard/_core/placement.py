@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qshard._core import quantize_steps
-from qshard._core.quantize_steps import Draws, Plane, Reduce
+from qshard._core.quantize_steps import Philox, Plane, Reduce
 from qshard.formats import Format
 from qshard.layout import Shape, matrix_shape
 
@@ -73,9 +73,9 @@ class Box(NamedTuple):
         offset = self.row * columns
         return offset if isinstance(column, int) and column == 0 else offset + column
 
-    def draws(
+    def philox(
         self, seed: Array, words: Callable[[Any], Array], multiply_add: Callable[[Any, int, Any], Any] | None = None
-    ) -> Draws:
+    ) -> Philox:
         """Return the Philox key and offset of the box for ops. Its rows must be consecutive rows of the matrix.
 
         Args:
@@ -83,7 +83,7 @@ class Box(NamedTuple):
           words: converts the offset to an operand, uint64 as two uint32, low first.
           multiply_add: as in `philox_offset`.
         """
-        return Draws(seed, words(self.philox_offset(multiply_add)), self.global_shape[-1])
+        return Philox(seed, words(self.philox_offset(multiply_add)), self.global_shape[-1])
 
     @property
     def transposed(self) -> Box:
@@ -206,14 +206,14 @@ def box_amax(ops: Any, xp: Any, x: Array, box: Box, block: Shape, amaxes: Array)
 
 
 def cast_box(
-    ops: Any, xp: Any, x: Array, box: Box, fmt: Format, block: Shape, scale: Array, draws: Draws | None = None
+    ops: Any, xp: Any, x: Array, box: Box, fmt: Format, block: Shape, scale: Array, philox: Philox | None = None
 ) -> Array:
     """Cast `x`, padded with zeros to `box.aligned(block)`, and return the codes. `box.within` crops them.
 
-    `scale` has the scales of the box's blocks, contiguous, and `draws` belongs to the aligned box. Other arguments as
+    `scale` has the scales of the box's blocks, contiguous, and `philox` belongs to the aligned box. Other arguments as
     in `box_amax`.
     """
-    return quantize_steps.cast(ops, pad_box(xp, x, box, block), fmt, scale, block[-2:], draws)
+    return quantize_steps.cast(ops, pad_box(xp, x, box, block), fmt, scale, block[-2:], philox)
 
 
 def pad_box(xp: Any, x: Array, box: Box, block: Shape) -> Array:
@@ -240,7 +240,7 @@ def quantize_boxes(
     reduce_max: Reduce,
     *,
     whole: Array | None = None,
-    draws: Callable[[Box], Draws | None] = lambda box: None,
+    philox: Callable[[Box], Philox | None] = lambda box: None,
 ) -> Iterator[tuple[Array, Box, Plane]]:
     """Quantize the local boxes of one matrix, as NumPy arrays. Their edges may split blocks.
 
@@ -250,7 +250,7 @@ def quantize_boxes(
     - `amaxes`: fp32 zeros for all blocks of the whole matrix.
     - `reduce_max`: max-reduction of `amaxes` over processes, called once.
     - `whole`: amax of the whole matrix, `[]`, or of each of its rows, if `fmt` has a global scale.
-    - `draws`: returns the Philox key and offset of a box.
+    - `philox`: returns the Philox key and offset of a box.
 
     Yields:
       The values of each box padded with zeros, the aligned box that they fill, and its plane with the scales of the
@@ -264,5 +264,5 @@ def quantize_boxes(
         of_rows = whole if whole is None or not whole.ndim else whole[outer.start[0] : outer.stop[0]]
         found = np.ascontiguousarray(amaxes[box.blocks(block)])
         scales = quantize_steps.scales(ops, fmt, found, of_rows)
-        codes = cast_box(ops, np, values, outer, fmt, block, scales.scale, draws(outer))
+        codes = cast_box(ops, np, values, outer, fmt, block, scales.scale, philox(outer))
         yield values, outer, Plane(codes, scales.scale_inv, scales.global_scale_inv)

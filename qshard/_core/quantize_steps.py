@@ -57,19 +57,19 @@ class Scales(NamedTuple):
     global_scale_inv: Array | None = None
 
 
-class Draws(NamedTuple):
+class Philox(NamedTuple):
     """Philox key and offset for stochastic rounding: a seed, and the position of `x` in the whole tensor.
 
     Attributes:
       seed: Philox key, uint32 or int32 `[2]`: uint64 as two uint32, low first.
-      first: Philox offset: index in the whole tensor of the first element of `x`, as two uint32. In JAX it may have one
-        offset for each matrix of `x` `[*outer, M, K]`, if the matrices are not consecutive.
+      offset: index in the whole tensor of the first element of `x`, as two uint32. In JAX it may have one offset for
+        each matrix of `x` `[*outer, M, K]`, if the matrices are not consecutive.
       row_step: distance between rows in the whole tensor, which is its number of columns; None: the columns of `x`.
       col_step: distance between columns in the whole tensor.
     """
 
     seed: Array
-    first: Array
+    offset: Array
     row_step: int | None = None
     col_step: int = 1
 
@@ -77,8 +77,8 @@ class Draws(NamedTuple):
         """Return the attributes `row_step` and `col_step` of ops; `columns` is the number of columns of `x`."""
         return {"row_step": columns if self.row_step is None else self.row_step, "col_step": self.col_step}
 
-    def transposed(self, columns: int) -> Draws:
-        """Return the draws of `x.T`; `columns` is the number of columns of `x`."""
+    def transposed(self, columns: int) -> Philox:
+        """Return the state of `x.T`; `columns` is the number of columns of `x`."""
         return self._replace(row_step=self.col_step, col_step=self.steps(columns)["row_step"])
 
 
@@ -89,7 +89,7 @@ def quantize(
     usage: Usage,
     *,
     reduce_max: Reduce | None = None,
-    draws: Draws | None = None,
+    philox: Philox | None = None,
     given: Scales | None = None,
     amax: Array | None = None,
     wholes: Sequence[Array] | None = None,
@@ -100,15 +100,15 @@ def quantize(
     - `x`: float32, bfloat16 or float16 `[*outer, M, K]`; for `ROWWISE` alone, and blocks of one row, also `[*lead, K]`.
     - `reduce_max`: max-reduction of the amax of `x` over the shards of a tensor, for formats with one fp32 scale or one
       global scale per tensor. Blocks must be whole in `x`; see `block_amax` for partial blocks.
-    - `draws`: Philox key and offset, required for stochastic rounding and unused otherwise.
+    - `philox`: Philox key and offset, required for stochastic rounding and unused otherwise.
     - `given`: for formats with one scale per tensor: scales to use instead of computing them from the amax.
     - `amax`: amax of `x`, if already computed. Used by formats that need no other amax.
     - `wholes`: `global_amaxes` of `x` after the max-reduction, in place of `reduce_max`.
     - `is_whole`: `x` is a whole matrix on one device, so that one op may compute its only scale (`fits_one_op`).
 
-    Raises ValueError if `fmt` rounds stochastically and `draws` is None.
+    Raises ValueError if `fmt` rounds stochastically and `philox` is None.
     """
-    if fmt.stochastic and draws is None:  # check before the amax, which may be a collective
+    if fmt.stochastic and philox is None:  # check before the amax, which may be a collective
         raise ValueError(seed_missing("quantize", fmt))
     has_no_amax = reduce_max is None and given is None and amax is None and wholes is None
     if is_whole and has_no_amax and fmt.block is None and fits_one_op(x.shape):
@@ -129,10 +129,10 @@ def quantize(
     if fmt.scaling.four_over_six is not None:
         sources = {source(fmt, each): None for each in usage.planes}
         planes = {each: _in_steps(ops, x, fmt, each, amaxes[each]) for each in sources}
-    elif fmt.stochastic and fmt.transposes:  # 2-D blocks are rounded once, and their codes transposed
-        planes = _quantize_at_once(ops, x, fmt, Usage.ROWWISE, amaxes, draws)
+    elif fmt.stochastic and fmt.shares_codes:  # 2-D blocks are rounded once, and their codes transposed
+        planes = _quantize_at_once(ops, x, fmt, Usage.ROWWISE, amaxes, philox)
     else:
-        planes = _quantize_at_once(ops, x, fmt, usage, amaxes, draws)
+        planes = _quantize_at_once(ops, x, fmt, usage, amaxes, philox)
     return {each: planes.get(each) or transpose_plane(ops, planes[source(fmt, each)], fmt) for each in usage.planes}
 
 
@@ -228,17 +228,17 @@ def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, re
     return Scales(*ops.scale_from_amax(amax, element=fmt.element.name, **options))
 
 
-def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: Sequence[int], draws: Draws | None = None) -> Array:
+def cast(ops: Any, x: Array, fmt: Format, scale: Array, block: Sequence[int], philox: Philox | None = None) -> Array:
     """Cast `x` with one encode scale per `block` of (rows, cols). Codes are in the order of `x`.
 
-    Raises ValueError if `fmt` rounds stochastically and `draws` is None.
+    Raises ValueError if `fmt` rounds stochastically and `philox` is None.
     """
     size = {"block_rows": block[0], "block_cols": block[1]}
     if not fmt.stochastic:
         return ops.cast_block(x, scale, element=fmt.element.name, **size)
-    if draws is None:
+    if philox is None:
         raise ValueError(seed_missing("quantize", fmt))
-    return ops.cast_block_stochastic(x, scale, draws.seed, draws.first, **draws.steps(x.shape[-1]), **size)
+    return ops.cast_block_stochastic(x, scale, philox.seed, philox.offset, **philox.steps(x.shape[-1]), **size)
 
 
 def dequantize(
@@ -271,18 +271,18 @@ def transpose_plane(ops: Any, parts: Plane, fmt: Format) -> Plane:
 def plane_rows(parts: Plane, fmt: Format, usage: Usage, start: int, stop: int) -> Plane:
     """Return views of the rows `[start, stop)` of a plane. `start` must be on a block boundary."""
     data, scale_inv, global_scale_inv = parts
-    turned, block = is_transposed(fmt, usage), fmt.block_of(usage)
-    unit = fmt.element.codes_per_byte if turned else 1  # packed along the last axis
-    data = _slice(data, turned, start // unit, -(-stop // unit))
+    transposed, block = is_transposed(fmt, usage), fmt.block_of(usage)
+    unit = fmt.element.codes_per_byte if transposed else 1  # packed along the last axis
+    data = _slice(data, transposed, start // unit, -(-stop // unit))
     if block is not None:
-        scale_inv = _slice(scale_inv, turned, start // block[0], -(-stop // block[0]))
+        scale_inv = _slice(scale_inv, transposed, start // block[0], -(-stop // block[0]))
     if global_scale_inv is not None and fmt.row_scaled:
         global_scale_inv = global_scale_inv[start:stop]
     return Plane(data, scale_inv, global_scale_inv)
 
 
-def _slice(array: Array, turned: bool, start: int, stop: int) -> Array:
-    return array[:, start:stop] if turned else array[start:stop]
+def _slice(array: Array, transposed: bool, start: int, stop: int) -> Array:
+    return array[:, start:stop] if transposed else array[start:stop]
 
 
 def planes_of_one_scale(codes: Sequence[Array], usage: Usage, scale_inv: Array) -> dict[Usage, Plane]:
@@ -323,13 +323,13 @@ def _in_steps(ops: Any, x: Array, fmt: Format, usage: Usage, whole: Array | None
 
 
 def _quantize_at_once(
-    ops: Any, x: Array, fmt: Format, usage: Usage, amaxes: dict[Usage, Array | None], draws: Draws | None
+    ops: Any, x: Array, fmt: Format, usage: Usage, amaxes: dict[Usage, Array | None], philox: Philox | None
 ) -> dict[Usage, Plane]:
     """Compute planes with one read of `x`, after the read for `amaxes`."""
     operands, planes = [x], usage.planes
     op, block = op_and_block(fmt, usage)
     if fmt.scaling.global_scale is not None:
-        apart = usage is Usage.BOTH and not fmt.transposes  # one global amax per plane
+        apart = usage is Usage.BOTH and not fmt.shares_codes  # one global amax per plane
         operands += [amaxes[each] for each in (planes if apart else planes[:1])]
         options: dict[str, Any] = {"scale_max": fmt.scaling.scale_max, "nonfinite": fmt.nonfinite}
     else:
@@ -337,10 +337,10 @@ def _quantize_at_once(
     if fmt.rotates(usage):
         options["hadamard"] = True
     if fmt.stochastic:
-        assert draws is not None
-        operands += [draws.seed, draws.first]
-        options |= draws.steps(x.shape[-1])
-    if op.endswith("_t") or fmt.turns_columns and usage is Usage.BOTH:  # a plane is transposed
+        assert philox is not None
+        operands += [philox.seed, philox.offset]
+        options |= philox.steps(x.shape[-1])
+    if op.endswith("_t") or fmt.transposes_columns and usage is Usage.BOTH:  # a plane is transposed
         options |= outer_axes(x)
     made = getattr(ops, op)(*operands, block_rows=block[0], block_cols=block[1], **options)
     global_inv, found = global_scale_inv(ops, fmt, amaxes[planes[0]]), {}
@@ -366,7 +366,7 @@ def op_and_block(fmt: Format, usage: Usage) -> tuple[str, tuple[int, int]]:
     block = fmt.block_shape(usage)
     if usage is not Usage.BOTH:
         return f"{family}_t" if is_transposed(fmt, usage) else family, block
-    planes = "square_both" if fmt.transposes else "both_t" if fmt.turns_columns else "both"
+    planes = "square_both" if fmt.shares_codes else "both_t" if fmt.transposes_columns else "both"
     return _BOTH[family, planes], (max(block), max(block))
 
 

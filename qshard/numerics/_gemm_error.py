@@ -142,8 +142,8 @@ def stored_values(whole: ShardedArray, fmt: Format, seed: int, name: str) -> NDA
 
     matrix = np.ascontiguousarray(whole.rectangles[0][0])
     plane(fmt, matrix_shape(whole.shape), Usage.ROWWISE, op="gemm_error", name=name)
-    draws = kernels.draws("gemm_error", seed) if fmt.stochastic else None
-    parts = quantize_steps.quantize(kernels.ops, matrix, fmt, Usage.ROWWISE, draws=draws)[Usage.ROWWISE]
+    philox = kernels.philox("gemm_error", seed) if fmt.stochastic else None
+    parts = quantize_steps.quantize(kernels.ops, matrix, fmt, Usage.ROWWISE, philox=philox)[Usage.ROWWISE]
     value: NDArray[np.float32] = quantize_steps.dequantize(kernels.ops, parts, fmt, Usage.ROWWISE, "float32")
     return value.astype(np.float64)
 
@@ -175,8 +175,8 @@ def output_noise(x: Any, w: Any, fmt: FormatLike, *, seed: int = 0) -> float:
     plane(fmt, weight.shape, Usage.ROWWISE, op="output_noise", name="w")
     matrix = np.ascontiguousarray(weight).reshape(matrix_shape(weight.shape))
     inputs = given.reshape(matrix_shape(given.shape)).astype(np.float32)
-    draws = kernels.draws("output_noise", seed) if fmt.stochastic else None
-    parts = quantize_steps.quantize(kernels.ops, matrix, fmt, Usage.ROWWISE, draws=draws)[Usage.ROWWISE]
+    philox = kernels.philox("output_noise", seed) if fmt.stochastic else None
+    parts = quantize_steps.quantize(kernels.ops, matrix, fmt, Usage.ROWWISE, philox=philox)[Usage.ROWWISE]
     where = plane(fmt, matrix.shape, Usage.ROWWISE)
     compared = Comparison(kernels.ops, matrix, parts, fmt, where, kernels.block_scales(parts, fmt))
     block = fmt.block_shape()[0]

@@ -100,7 +100,7 @@ def line_styles(formats: Sequence[Format]) -> list[dict[str, Any]]:
         color = _COLORS[type(fmt.scaling), fmt.element.bits]
         if fmt.element in (E5M2, E3M2):
             color = _lighten(color)
-        look = {"color": color, "linestyle": "-" if fmt.per_tensor else ":" if fmt.transposes else "--"}
+        look = {"color": color, "linestyle": "-" if fmt.per_tensor else ":" if fmt.shares_codes else "--"}
         alike = sum(look.items() <= style.items() for style in styles)
         part = i / max(len(formats) - 1, 1)
         marker = _MARKERS[alike % len(_MARKERS)]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from qshard._core import quantize_steps
 from qshard._core.placement import Box, quantize_boxes, raise_to
-from qshard._core.quantize_steps import Draws
+from qshard._core.quantize_steps import Philox
 from qshard._core.validation import word_pair
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, matrix_shape, plane, source
@@ -30,7 +30,7 @@ def compare_shards(x: ShardedArray, fmt: Format, usage: Usage, seed: int, op: st
     """Yield each local rectangle with its plane. Amaxes are reduced before the first rectangle is yielded."""
     where = plane(fmt, x.shape, usage, op=op)
     check_shards(where, x, op)
-    key = kernels.draws(op, seed).seed if fmt.stochastic else None
+    key = kernels.philox(op, seed).seed if fmt.stochastic else None
     is_one, stored, matrix = x.is_one, source(fmt, usage), matrix_shape(x.shape)  # rowwise if both planes are alike
     rectangles = [(np.ascontiguousarray(array), box) for array, box in x.rectangles]
     if where.rotated:
@@ -48,8 +48,8 @@ def compare_shards(x: ShardedArray, fmt: Format, usage: Usage, seed: int, op: st
         first_row, first_column = box.start
         own = whole if whole is None or not whole.ndim else whole[first_row : first_row + len(array)]
         merged = None if own is None else functools.partial(lambda reduced, amax: reduced, own)  # reduced already
-        draws = _draws(key, box)
-        parts = quantize_steps.quantize(kernels.ops, array, plain, stored, reduce_max=merged, draws=draws)[stored]
+        philox = _philox(key, box)
+        parts = quantize_steps.quantize(kernels.ops, array, plain, stored, reduce_max=merged, philox=philox)[stored]
         scales, of_rectangle = kernels.block_scales(parts, plain), plane(plain, array.shape, stored)
         row, column = first_row // block[0], first_column // block[1]
         first = (column, row) if layout.transposed else (row, column)
@@ -75,30 +75,30 @@ def _compare_partial_blocks(
     key: Array | None,
 ) -> Iterator[Comparison]:
     """Implement `compare_shards` for shards that split blocks. Matrices are in plane order: `x` or `x.T`."""
-    fmt, block, turned = layout.format, layout.block, layout.transposed
+    fmt, block, transposed = layout.format, layout.block, layout.transposed
     assert block is not None
-    boxes = [box.transposed if turned else box for _, box in rectangles]
+    boxes = [box.transposed if transposed else box for _, box in rectangles]
 
     def shards() -> Iterator[tuple[Array, Box]]:
         for (array, _), box in zip(rectangles, boxes, strict=True):
-            yield np.ascontiguousarray(array.T if turned else array), box
+            yield np.ascontiguousarray(array.T if transposed else array), box
 
-    def draws(outer: Box) -> Draws | None:
-        return _draws(key, outer.transposed if turned else outer, turned)
+    def philox(outer: Box) -> Philox | None:
+        return _philox(key, outer.transposed if transposed else outer, transposed)
 
     amaxes = np.zeros(layout.scale_shape, np.float32)
-    planes = quantize_boxes(kernels.ops, shards, fmt, block, amaxes, x.maximum, whole=whole, draws=draws)
+    planes = quantize_boxes(kernels.ops, shards, fmt, block, amaxes, x.maximum, whole=whole, philox=philox)
     for box, (values, outer, parts) in zip(boxes, planes, strict=True):
-        given = values.T if turned else values
+        given = values.T if transposed else values
         of_rectangle = plane(fmt, given.shape, layout.usage)
         first, own = [blocks.start for blocks in outer.blocks(block)], box.within(outer)
         scales = kernels.block_scales(parts, fmt)
         yield Comparison(kernels.ops, given, parts, fmt, of_rectangle, scales, (first[0], first[1]), (own[0], own[1]))
 
 
-def _draws(key: Array | None, box: Box, of_transpose: bool = False) -> Draws | None:
+def _philox(key: Array | None, box: Box, of_transpose: bool = False) -> Philox | None:
     """Return the Philox key and offset of a box of the matrix, or of its transpose."""
     if key is None:
         return None
-    draws = box.draws(key, lambda offset: np.array(word_pair("stats: first", offset), np.uint32))
-    return draws.transposed(box.size[0]) if of_transpose else draws
+    philox = box.philox(key, lambda offset: np.array(word_pair("stats: offset", offset), np.uint32))
+    return philox.transposed(box.size[0]) if of_transpose else philox

@@ -125,8 +125,8 @@ def quantize(
     amax: ArrayLike | None = None,
     scale: ArrayLike | None = None,
     seed: int = 0,
-    start: int = 0,
-    row_stride: int | None = None,
+    offset: int = 0,
+    row_step: int | None = None,
 ) -> Quantized:
     """Quantize `x` to any format.
 
@@ -138,15 +138,15 @@ def quantize(
         columnwise plane, the amax of the rotated tensor; request one plane at a time.
       scale: float32 `[]`, for delayed scaling: used instead of the scale computed from the amax.
       seed: seed of stochastic rounding, 64 bits.
-      start: index of the first element of `x` in the whole tensor.
-      row_stride: columns of the whole tensor, if different from the columns of `x`.
+      offset: index of the first element of `x` in the whole tensor.
+      row_step: columns of the whole tensor, if different from the columns of `x`.
 
     Raises:
       TypeError: `x` has another dtype, or another argument is not of its type.
       ValueError: `fmt` does not support the shape of `x`, or does not use `amax` or `scale`.
 
     A shard of whole blocks gives the bytes that the whole tensor has there, given the amax of the whole tensor and, for
-    stochastic rounding, the position of the shard (`start`, `row_stride`).
+    stochastic rounding, the position of the shard (`offset`, `row_step`).
 
     >>> from qshard.formats import MXFP8_E4M3
     >>> q = quantize(np.ones((2, 64), np.float32), MXFP8_E4M3)
@@ -167,17 +167,17 @@ def quantize(
         )
 
     rows, cols = matrix_shape(x.shape)
-    index = start + np.arange(rows)[:, None] * (cols if row_stride is None else row_stride) + np.arange(cols)
+    index = offset + np.arange(rows)[:, None] * (cols if row_step is None else row_step) + np.arange(cols)
     planes = {}
     for each in usage:
         where = plane(fmt, x.shape, each)
         matrix, place = tensor_of_plane(x, fmt, each).astype(np.float32).reshape(rows, cols), index
-        turned = each is Usage.COLUMNWISE and not fmt.transposes
-        if turned:
+        transposed = each is Usage.COLUMNWISE and not fmt.shares_codes
+        if transposed:
             matrix, place = matrix.T, index.T
         scales = _scales(matrix, fmt, amax, scale)
         codes, scale_inv = cast(matrix, fmt, scales.multiplier, seed=seed, index=place), scales.scale_inv
-        if where.transposed != turned:
+        if where.transposed != transposed:
             codes, scale_inv = codes.T, scale_inv.T
         planes[each] = Plane(
             data=_as_stored(pack(codes) if fmt.element.codes_per_byte > 1 else codes, where.data_shape),

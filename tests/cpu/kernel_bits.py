@@ -88,7 +88,7 @@ def check_streaming() -> None:
             assert_bits_equal(values[rows], some_values)
 
 
-def check_turned() -> None:
+def check_transposed() -> None:
     """Transpose `[k, *outer, m]` with an offset per block, since XLA may shard any axis."""
     spec = SPECS["cast_block_stochastic"]
     for number, (k, outer, m, cols) in enumerate(
@@ -96,7 +96,7 @@ def check_turned() -> None:
     ):
         grid = (k, *outer, m // cols)
         for prefix, dtype in ((len(grid), "bfloat16"), (1, "float32"), (len(grid) - 1, "float16")):
-            options = {"block_rows": 1, "block_cols": cols, "row_step": 1, "col_step": 4099, "turned": True}
+            options = {"block_rows": 1, "block_cols": cols, "row_step": 1, "col_step": 4099, "transposed": True}
             words = [((*grid[:prefix], 2), "uint32")]
             made = Call(spec, options, [[((k, *outer, m), dtype)], [(grid, "float32")], words, words])
             op_calls.check(filled(made, number))
@@ -117,7 +117,7 @@ def check_wide_norms() -> None:
 def check_thresholds() -> None:
     """Check elements that random rounding decides by their last bit, or by the last bit of the rounded sum."""
     rng, shape = np.random.default_rng(0), (256, 512)
-    words = {"seed": np.uint32([7, 9]), "first": np.uint32([16, 0])}
+    words = {"seed": np.uint32([7, 9]), "offset": np.uint32([16, 0])}
     random = reference.random_bytes(7 | 9 << 32, 16 + np.arange(math.prod(shape), dtype=np.uint64)).astype(np.float64)
     values = np.float64([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     code = rng.integers(0, 7, random.size)
@@ -200,7 +200,7 @@ def main(device: str = "cpu", *ops: str, part: int = 0, parts: int = 1, few: boo
         checks["whole blocks"] = functools.partial(check_whole_blocks, FEW_WAYS)
     else:
         checks = {spec.name: functools.partial(check_op, spec, part, parts) for spec in there}
-        checks |= {"turned": check_turned, "thresholds": check_thresholds, "wide norms": check_wide_norms}
+        checks |= {"transposed": check_transposed, "thresholds": check_thresholds, "wide norms": check_wide_norms}
         checks["whole blocks"] = check_whole_blocks
         if part == parts - 1:  # It takes as long as a third of all calls.
             checks["streaming"] = check_streaming

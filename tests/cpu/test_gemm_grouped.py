@@ -84,8 +84,8 @@ def of_expert(plane, fmt, expert):
 
 def stored_columns(plane, fmt):
     """A plane `[rows, cols]` that contracts its columns, as the columnwise plane of `fmt` is stored."""
-    turned = gemm_dispatch.contracts_last(fmt, Usage.COLUMNWISE)
-    return plane if turned else Plane(*(x.t().contiguous() for x in plane[:2]))
+    transposed = gemm_dispatch.contracts_last(fmt, Usage.COLUMNWISE)
+    return plane if transposed else Plane(*(x.t().contiguous() for x in plane[:2]))
 
 
 def ranges(stops):

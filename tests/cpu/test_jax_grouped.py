@@ -192,9 +192,9 @@ def test_weights_of_the_layout_of_jax(name):
     """`[E, K, N]` gives the bits of `[E, N, K]`, with gradients in the layout of the weights; codes too."""
     recipe = RECIPES[name]
     state = init_delayed(recipe, (E,)) if recipe.stateful else None
-    turned = W.swapaxes(1, 2)
+    transposed = W.swapaxes(1, 2)
     y, dx, dw, seen = step(X, W, DY, SIZES, recipe, state)
-    got = step(X, turned, DY, SIZES, recipe, state, weight_layout="KN")
+    got = step(X, transposed, DY, SIZES, recipe, state, weight_layout="KN")
     for made, want in zip(got[:2], (y, dx), strict=True):
         assert_bits_equal(np.asarray(made), np.asarray(want))
     if recipe.gradient.hadamard:  # Rotated values have rounded sums, in another order.
@@ -202,8 +202,8 @@ def test_weights_of_the_layout_of_jax(name):
     else:
         assert_bits_equal(np.asarray(got[2]).swapaxes(1, 2), np.asarray(dw))
     jax.tree.map(lambda a, b: assert_bits_equal(np.asarray(a), np.asarray(b)), got[3], seen)
-    if not recipe.stateful and recipe.weight.transposes:
-        codes = jax.jit(jax.vmap(lambda w: quantize(w, recipe.weight)))(turned)
+    if not recipe.stateful and recipe.weight.shares_codes:
+        codes = jax.jit(jax.vmap(lambda w: quantize(w, recipe.weight)))(transposed)
         made = ragged_dot(X, codes, SIZES, recipe, weight_layout="KN", seed=SEED)
         assert_bits_equal(np.asarray(made), np.asarray(y))
 

@@ -408,7 +408,7 @@ def test_adapters_of_a_frozen_base(name, mode):
     batch = P(tuple(mesh.axis_names))
     gathers = {} if mode == "one device" else {"weight_spec": P("fsdp"), "gather_axis": "fsdp"}
     w, whole = values(64, 32), {"a": values(4, 32, seed=3) / 8, "b": np.zeros((64, 4), np.float32)}
-    usage = Usage.ROWWISE if recipe.weight.transposes else Usage.BOTH
+    usage = Usage.ROWWISE if recipe.weight.shares_codes else Usage.BOTH
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, batch))
         base = jax.device_put(w, NamedSharding(mesh, P("fsdp")))

@@ -48,7 +48,7 @@ def put(tree, mesh):
 def tree():
     """Return a tree of all named formats, in both planes where supported, at various depths, and a state."""
     x = jnp.asarray(awkward_values(SHAPE, seed=1))
-    coded = {str(fmt): quantize(x, fmt, usage=Usage.BOTH if fmt.transposes else Usage.ROWWISE) for fmt in NAMED}
+    coded = {str(fmt): quantize(x, fmt, usage=Usage.BOTH if fmt.shares_codes else Usage.ROWWISE) for fmt in NAMED}
     deep = quantize(x.astype(jnp.bfloat16).reshape(8, 32, 512), formats.MXFP8_E4M3, usage=Usage.COLUMNWISE)
     primary = PrimaryWeight.of(quantize(x, formats.NVFP4_16x16), jnp.float32(3))
     made = {

@@ -143,14 +143,14 @@ def mlp_of_values(x, weights, w13, w2, indices):
 @pytest.mark.parametrize("layout", ["NK", "KN"])
 def test_without_quantization(front, layout):
     indices, weights = choice()
-    turned = (lambda w: w) if layout == "NK" else (lambda w: np.ascontiguousarray(w.swapaxes(1, 2)))
+    transposed = (lambda w: w) if layout == "NK" else (lambda w: np.ascontiguousarray(w.swapaxes(1, 2)))
 
     def run(x, weights, w13, w2):
         given = front.array(indices)
         return front.qshard.grouped_mlp(x, given, weights, w13, w2, None, weight_layout=layout)
 
-    made = front.gradients(run, [X, weights, turned(W13), turned(W2)], DY, exact=False)
-    made[3:] = map(turned, made[3:])
+    made = front.gradients(run, [X, weights, transposed(W13), transposed(W2)], DY, exact=False)
+    made[3:] = map(transposed, made[3:])
     for got, want in zip(made, mlp_of_values(X, weights, W13, W2, indices), strict=True):
         assert distance(got, want) < bound(front)
     assert not made[3][EMPTY].any()

@@ -37,10 +37,10 @@ class Reads:
 def test_nvfp4_reads_twice(hadamard, rounding, usage):
     """Once for amaxes, once for codes, whatever the options; and nothing rotated or transposed is made in between."""
     x = FRONT.array(awkward_values((64, 96), 1))
-    draws = quantize_steps.Draws(FRONT.array(np.int32([1, 2])), FRONT.array(np.int32([0, 0])))
+    philox = quantize_steps.Philox(FRONT.array(np.int32([1, 2])), FRONT.array(np.int32([0, 0])))
     reads = Reads(x)
     fmt = NVFP4.with_options(hadamard=hadamard, rounding=rounding)
-    quantize_steps.quantize(reads, x, fmt, usage, draws=draws)
+    quantize_steps.quantize(reads, x, fmt, usage, philox=philox)
     amaxes = "amax_hadamard" if hadamard and usage is not Usage.ROWWISE else "amax_tensor"
     assert reads.names[0] == amaxes
     assert len(reads.names) == 2, reads.names

@@ -7,7 +7,7 @@ import torch
 
 from qshard._core import quantize_steps
 from qshard._core.operands import OperandSpec
-from qshard._core.quantize_steps import Draws
+from qshard._core.quantize_steps import Philox
 from qshard.formats import NVFP4, Usage
 from qshard.jax._experts import tiles as jax_tiles
 from qshard.layout import block_alignment
@@ -21,7 +21,7 @@ SIZES, TOKENS, COLUMNS = np.int32([40, 0, 3, 70, 17]), 140, 96
 SEEDS = np.arange(2 * len(SIZES), dtype=np.uint32).reshape(-1, 2) * np.uint32(0x9E3779B9)
 X = (np.random.default_rng(0).standard_normal((TOKENS, COLUMNS)) ** 3).astype(np.float32)
 X[5, 7], X[50, 0] = np.inf, np.nan
-BLOCKS = [fmt for fmt in VARIANTS if fmt.block and not (fmt.transposes and fmt.scaling.eps)]
+BLOCKS = [fmt for fmt in VARIANTS if fmt.block and not (fmt.shares_codes and fmt.scaling.eps)]
 IN_JAX = [fmt for fmt in BLOCKS if fmt in NAMED or (fmt.hadamard and fmt.stochastic)]
 IN_JAX += [NVFP4.with_options(global_scale="row"), NVFP4.with_options(four_over_six="mae")]
 
@@ -36,8 +36,8 @@ def alone(fmt, expert, rows):
     own = np.zeros((rows, COLUMNS), np.float32)
     own[: SIZES[expert]] = X[end - SIZES[expert] : end]
     key = torch.from_numpy(SEEDS[expert].view(np.int32))
-    draws = Draws(key, torch.zeros(2, dtype=torch.int32)) if fmt.stochastic else None
-    return quantize_steps.quantize(ops, torch.from_numpy(own), fmt, usage_of(fmt), draws=draws)
+    philox = Philox(key, torch.zeros(2, dtype=torch.int32)) if fmt.stochastic else None
+    return quantize_steps.quantize(ops, torch.from_numpy(own), fmt, usage_of(fmt), philox=philox)
 
 
 def assert_planes_of_each_expert(fmt, operands, stops):

@@ -217,11 +217,11 @@ def test_what_may_not_change_bits(name, way):
     made.backward(dy)
     assert torch.equal(made, y)
     assert torch.equal(stacked.grad, torch.stack(dws))
-    turned = stacked.detach().transpose(1, 2).contiguous().requires_grad_()
-    made = grouped_linear(x, turned, groups, RECIPES[name], weight_layout="KN")
+    transposed = stacked.detach().transpose(1, 2).contiguous().requires_grad_()
+    made = grouped_linear(x, transposed, groups, RECIPES[name], weight_layout="KN")
     made.backward(dy)
     assert torch.equal(made, y)
-    assert torch.equal(turned.grad.transpose(1, 2), stacked.grad)
+    assert torch.equal(transposed.grad.transpose(1, 2), stacked.grad)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x, groups).dtype == torch.bfloat16
     for expert in layer.experts:

@@ -95,7 +95,7 @@ def test_a_weight_that_is_codes_already(recipe):
     """As FSDP2 hands it over, with the gradient going to the parameter that it stands for."""
     x, w, dy = (FRONT.array(a) for a in operands((32, 64), 32))
     rowwise, both = (quantize(w, recipe.weight, usage=usage) for usage in (Usage.ROWWISE, Usage.BOTH))
-    whole, codes = w.clone().requires_grad_(), nn.Parameter(rowwise if recipe.weight.transposes else both)
+    whole, codes = w.clone().requires_grad_(), nn.Parameter(rowwise if recipe.weight.shares_codes else both)
     xs = [x.clone().requires_grad_() for _ in range(2)]
     for a, b in zip(xs, (whole, codes), strict=True):
         linear(a, b, None, recipe).backward(dy)
@@ -104,7 +104,7 @@ def test_a_weight_that_is_codes_already(recipe):
     assert type(codes.grad) is torch.Tensor
     with pytest.raises(ValueError, match=r"weight .columnwise. has no rowwise plane"):
         linear(x, quantize(w, recipe.weight, usage=Usage.COLUMNWISE), None, recipe)
-    if not recipe.weight.transposes:
+    if not recipe.weight.shares_codes:
         with pytest.raises(ValueError, match=r"linear: weight .MXFP8_E4M3, rowwise. has no columnwise plane"):
             linear(xs[0], rowwise, None, recipe)
 

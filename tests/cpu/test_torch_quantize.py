@@ -33,12 +33,12 @@ def test_shards_draw_the_bits_of_the_whole(fmt, usage):
     for rows in (slice(0, 16), slice(16, 64)):
         first = rows.start * 96
         place = torch.tensor([first, 0], dtype=torch.int32)
-        for options in ({"seed": SEED, "first": first}, {"seed": words, "first": place}):
+        for options in ({"seed": SEED, "offset": first}, {"seed": words, "offset": place}):
             q = FRONT.quantize(x[rows], fmt, usage=usage, **options)
-            assert_quantized(FRONT, q, reference.quantize(x[rows], fmt, usage, seed=SEED, start=first))
+            assert_quantized(FRONT, q, reference.quantize(x[rows], fmt, usage, seed=SEED, offset=first))
     columns = np.ascontiguousarray(x[:, 32:64])
-    q = FRONT.quantize(columns, fmt, usage=usage, seed=SEED, first=32, row_step=96)
-    assert_quantized(FRONT, q, reference.quantize(columns, fmt, usage, seed=SEED, start=32, row_stride=96))
+    q = FRONT.quantize(columns, fmt, usage=usage, seed=SEED, offset=32, row_step=96)
+    assert_quantized(FRONT, q, reference.quantize(columns, fmt, usage, seed=SEED, offset=32, row_step=96))
 
 
 def test_quantize_is_not_differentiable():

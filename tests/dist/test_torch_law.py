@@ -190,7 +190,7 @@ def quantize_over_a_group(fmt, rows, kinds):
     usage = usages_of(fmt)[-1] if rows % 128 == 0 else Usage.ROWWISE
     seed = {"seed": 5} if stochastic(fmt) else {}
     mine = FRONT.array(x[part]).to(torch_ranks.device)
-    q = quantize(mine, fmt, usage=usage, group=dist.group.WORLD, **seed, first=part.start * 128)
+    q = quantize(mine, fmt, usage=usage, group=dist.group.WORLD, **seed, offset=part.start * 128)
     expected = reference.quantize(x, fmt, usage, **seed)
     for one in usage:
         got, want = (getattr(each, one.name.lower()) for each in (q, expected))

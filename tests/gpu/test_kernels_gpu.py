@@ -116,7 +116,7 @@ def test_blocks_of_more_elements_than_32_bits_count(fmt, much_memory):
     alone, q = quantize(band, fmt, usage=Usage.BOTH), quantize(band.repeat(bands, 1), fmt, usage=Usage.BOTH)
     assert q.shape[0] * q.shape[1] > 2**32
     planes = [(q.parts(usage), alone.parts(usage)) for usage in Usage.BOTH.planes]
-    if fmt.transposes:  # As after a gather: the other plane of the first.
+    if fmt.shares_codes:  # As after a gather: the other plane of the first.
         planes.append((quantize_steps.transpose_plane(ops, planes[0][0], fmt), planes[1][1]))
     for many, one in planes:
         for got, want in ((many.data, one.data), (many.scale_inv, one.scale_inv)):

@@ -171,10 +171,10 @@ def test_nvfp4_is_that_of_each_expert(experts, tokens, columns, unit, stochastic
             own, amaxes[0][e], amaxes[-1][e], *given, outer=0, **squares, **both, **drawn
         )
         all_same((of_both[0][where], of_both[1][where]), want[:2])
-        turned = slice(ends[e] // 2, ends[e + 1] // 2), slice(ends[e] // 16, ends[e + 1] // 16)
-        all_same([part[:, cut].contiguous() for part, cut in zip(of_both[2:], turned, strict=True)], want[2:])
+        transposed = slice(ends[e] // 2, ends[e + 1] // 2), slice(ends[e] // 16, ends[e + 1] // 16)
+        all_same([part[:, cut].contiguous() for part, cut in zip(of_both[2:], transposed, strict=True)], want[2:])
         want = getattr(OPS, f"quantize_nvfp4{kind}")(own, amaxes[0][e], *given, **squares, **NVFP4, **drawn)
-        all_same((of_squares[0][where], of_squares[1][turned[1]]), want)
+        all_same((of_squares[0][where], of_squares[1][transposed[1]]), want)
     assert not of_both[0][ends[-1] :].any()
     assert not of_both[2][:, ends[-1] // 2 :].any()
 

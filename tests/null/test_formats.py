@@ -99,7 +99,7 @@ def test_repr_is_one_short_line_that_evaluates(fmt, text):
     ids=str,
 )
 def test_properties(fmt, data, square, cuts, rowwise, columnwise):
-    assert (fmt.data_dtype, fmt.transposes, not fmt.scaling.whole_blocks) == (data, square, cuts)
+    assert (fmt.data_dtype, fmt.shares_codes, not fmt.scaling.whole_blocks) == (data, square, cuts)
     assert (fmt.block_of(Usage.ROWWISE), fmt.block_of(Usage.COLUMNWISE)) == (rowwise, columnwise)
 
 

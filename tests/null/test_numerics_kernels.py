@@ -8,7 +8,7 @@ from qshard import _ffi, reference
 from qshard._core import quantize_steps
 from qshard.formats import Usage
 from qshard.layout import matrix_shape, plane
-from qshard.numerics._kernels import draws, ops
+from qshard.numerics._kernels import ops, philox
 from support.awkward import DTYPES, assert_bits_equal, awkward_values, shapes_of
 from support.formats import every_plane
 
@@ -20,8 +20,8 @@ SEED = 2**63 + 5
 def test_planes_are_those_of_the_reference(fmt, usage):
     for i, shape in enumerate(shapes_of(fmt, usage)):
         x = awkward_values(shape, seed=i, dtype=DTYPES[i % 3])
-        random = draws("quantize", SEED) if fmt.stochastic else None
-        made = quantize_steps.quantize(ops, x.reshape(matrix_shape(shape)), fmt, usage, draws=random)
+        random = philox("quantize", SEED) if fmt.stochastic else None
+        made = quantize_steps.quantize(ops, x.reshape(matrix_shape(shape)), fmt, usage, philox=random)
         expected = reference.quantize(x, fmt, usage, seed=SEED)
         assert set(made) == set(usage.planes)
         for one, parts in made.items():
@@ -39,8 +39,8 @@ def test_planes_are_those_of_the_reference(fmt, usage):
 def test_values_are_those_of_the_reference(fmt, usage):
     for one in usage.planes:
         x = awkward_values((128, 256), seed=3)
-        random = draws("quantize", SEED) if fmt.stochastic else None
-        parts = quantize_steps.quantize(ops, x, fmt, one, draws=random)[one]
+        random = philox("quantize", SEED) if fmt.stochastic else None
+        parts = quantize_steps.quantize(ops, x, fmt, one, philox=random)[one]
         value = quantize_steps.dequantize(ops, parts, fmt, one, "float32")
         expected = reference.quantize(x, fmt, one, seed=SEED).dequantize(np.float32, usage=one)
         stored = expected.T if plane(fmt, x.shape, one).transposed else expected

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qshard._core.placement import Box, box_amax, cast_box, quantize_boxes, slice_boxes
-from qshard._core.quantize_steps import Draws, global_amax, quantize
+from qshard._core.quantize_steps import Philox, global_amax, quantize
 from qshard._core.validation import word_pair
 from qshard.formats import Usage
 from qshard.layout import is_transposed, matrix_shape, source, stored_block
@@ -121,17 +121,17 @@ def test_overlaps():
 @pytest.mark.parametrize("edges", EDGES, ids=str)
 @pytest.mark.parametrize(("fmt", "usage"), BLOCKED, ids=str)
 def test_codes_of_boxes_are_those_of_the_whole(fmt, usage, edges):
-    x, block, turned = awkward_values(SHAPE, 3, kinds=TAME), stored_block(fmt, usage), is_transposed(fmt, usage)
-    key = Draws(words(SEED), words(0))
-    want = quantize(ops, x, fmt, usage, draws=key if fmt.stochastic else None)[usage]
-    stored = np.ascontiguousarray(x.T) if turned else x
-    boxes = [box.transposed if turned else box for box in boxes_of(SHAPE, *edges)]
+    x, block, transposed = awkward_values(SHAPE, 3, kinds=TAME), stored_block(fmt, usage), is_transposed(fmt, usage)
+    key = Philox(words(SEED), words(0))
+    want = quantize(ops, x, fmt, usage, philox=key if fmt.stochastic else None)[usage]
+    stored = np.ascontiguousarray(x.T) if transposed else x
+    boxes = [box.transposed if transposed else box for box in boxes_of(SHAPE, *edges)]
     reductions = []
 
-    def draws(box):
-        if not turned:
-            return box.draws(key.seed, words)
-        return box.transposed.draws(key.seed, words).transposed(box.global_shape[1])
+    def philox(box):
+        if not transposed:
+            return box.philox(key.seed, words)
+        return box.transposed.philox(key.seed, words).transposed(box.global_shape[1])
 
     found = quantize_boxes(
         ops,
@@ -141,7 +141,7 @@ def test_codes_of_boxes_are_those_of_the_whole(fmt, usage, edges):
         np.zeros(tuple(-(-size // length) for size, length in zip(stored.shape, block, strict=True)), np.float32),
         lambda amaxes: reductions.append(1) or amaxes,
         whole=global_amax(ops, x, fmt),
-        draws=draws if fmt.stochastic else lambda box: None,
+        philox=philox if fmt.stochastic else lambda box: None,
     )
     for box, (values, outer, part) in zip(boxes, found, strict=True):
         assert outer == box.aligned(block)

@@ -67,7 +67,7 @@ def test_shard_draws_what_the_whole_draws(usage):
     whole = reference.quantize(x, STOCHASTIC, usage, seed=7)
     part = x[16:48, 32:80]
     shard = reference.quantize(
-        part, STOCHASTIC, usage, amax=reference.amax(x), seed=7, start=16 * 96 + 32, row_stride=96
+        part, STOCHASTIC, usage, amax=reference.amax(x), seed=7, offset=16 * 96 + 32, row_step=96
     )
     if usage is Usage.ROWWISE:
         assert_bits_equal(shard.rowwise.data, whole.rowwise.data[16:48, 16:40])

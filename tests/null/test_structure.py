@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 # What a format is made of. Other properties of `Format` and `PlaneLayout` say what follows from it.
 STRUCTURE = {"block", "codes_per_byte", "hadamard", "scale_dtype", "stored_scale_dtype", "scaling"}
-STRUCTURE |= {"four_over_six", "global_scale", "pow2", "scale_rounding", "turns_columns", "whole_blocks"}
+STRUCTURE |= {"four_over_six", "global_scale", "pow2", "scale_rounding", "transposes_columns", "whole_blocks"}
 METHODS = {"Scaling", "FloatScaling", "PowerScaling", "TwoLevelScaling"}
 CALLS = {"block_of", "block_shape", "stored_block"}
 # The reference states the formats a second time, on purpose.

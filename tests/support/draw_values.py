@@ -45,7 +45,7 @@ def _shuffled() -> np.ndarray:
 
 def _values(call: Call, operand: Operand, shape: Shape, dtype: str, rng: np.random.Generator, i: int) -> np.ndarray:
     name, count, seed = operand.name, math.prod(shape), int(rng.integers(2**31))
-    if name in ("starts", "seeds", "seed", "first"):
+    if name in ("starts", "seeds", "seed", "offset"):
         return _words(call, name, shape, rng).view(dtype)
     if name in ("rows", "stops") and call.spec.inputs[1].name == "rows":
         return _padded_rows(call, name, shape, rng).view(dtype)
@@ -125,10 +125,10 @@ def _words(call: Call, name: str, shape: Shape, rng: np.random.Generator) -> np.
         numbers = np.array(
             [rng.choice([0, r // 3, r, s, s + 2**40]) if s else 0 for r, s in zip(room, sizes, strict=True)], np.uint64
         )
-    elif name == "first":
+    elif name == "offset":
         numbers = rng.choice(np.array([0, 1, 15, 2**32 - 5, 2**36 + 7, 2**63], np.uint64), shape[:-1])
-    if call.options.get("turned") and numbers.ndim and numbers.size:
-        down = np.arange(len(numbers), dtype=np.uint64) * np.uint64(call.options["row_step"] if name == "first" else 0)
+    if call.options.get("transposed") and numbers.ndim and numbers.size:
+        down = np.arange(len(numbers), dtype=np.uint64) * np.uint64(call.options["row_step"] if name == "offset" else 0)
         numbers = numbers[:1] + down.reshape(-1, *(1,) * (numbers.ndim - 1))
     return np.ascontiguousarray(numbers[..., None]).view(np.uint32).reshape(shape)
 

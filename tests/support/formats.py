@@ -84,14 +84,14 @@ COMBINED = _distinct(
 
 
 def _layout_of(fmt: Format) -> tuple[Any, ...]:
-    return fmt.block, fmt.transposes, fmt.scale_dtype, fmt.scaling.global_scale, fmt.element.codes_per_byte
+    return fmt.block, fmt.shares_codes, fmt.scale_dtype, fmt.scaling.global_scale, fmt.element.codes_per_byte
 
 
 ALIKE = {fmt.name for i, fmt in enumerate(NAMED) if _layout_of(fmt) in map(_layout_of, NAMED[:i])}
 """Names of formats that differ from another in their elements alone. Their rounding is tested with the kernels, so they
 are slow in tests that compile JAX programs or start ranks."""
 
-SQUARES = [fmt for fmt in NAMED if fmt.transposes]
+SQUARES = [fmt for fmt in NAMED if fmt.shares_codes]
 """Formats whose planes hold the same numbers: one serves both passes, and shards may cut its blocks."""
 SCALINGS = list({fmt.scale_dtype: fmt for fmt in reversed(SQUARES)}.values())
 """One of SQUARES for each way to scale."""
@@ -133,7 +133,7 @@ GATHERED = {name: recipe for name, recipe in RECIPES.items() if recipe.weight.ga
 """Recipes whose weights FSDP2 gathers as codes."""
 _VECTORS = {
     f"vectors of {fmt}": Recipe(weight=fmt, activation=fmt, gradient=fmt)
-    for fmt in [next(fmt for fmt in NAMED if fmt.block and not fmt.transposes and fmt.scaling.whole_blocks)]
+    for fmt in [next(fmt for fmt in NAMED if fmt.block and not fmt.shares_codes and fmt.scaling.whole_blocks)]
 }
 ZEROED = {**GATHERED, **_VECTORS}
 """Recipes under ZeRO. Weights whose two planes are different numbers are gathered as values."""

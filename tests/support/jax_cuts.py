@@ -156,8 +156,8 @@ def refusal(case: Case) -> str | None:
             kept = [name for name in several if name not in names]
             if several[: len(kept)] != kept:
                 return "alone are not adjacent"
-        turned = any(where.transposed for where in planes) and case.kind != "Explicit"
-        if inner.intersection(names) and (turned or (case.local and folded)):
+        transposed = any(where.transposed for where in planes) and case.kind != "Explicit"
+        if inner.intersection(names) and (transposed or (case.local and folded)):
             return "does not shard the first or last axis"
         entries = _without(entries, names)
     return None

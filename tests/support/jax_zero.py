@@ -29,7 +29,7 @@ def params_of(dtype="float32"):
 
 
 def formats_of(recipe):
-    fits = recipe.weight.transposes and not isinstance(recipe, DelayedScaling)
+    fits = recipe.weight.shares_codes and not isinstance(recipe, DelayedScaling)
     return lambda path, p: recipe.weight if fits and "'w'" in path else None
 
 

@@ -17,6 +17,6 @@ def oracle(call: Call) -> list[np.ndarray]:
     """Return the results in order, with lists flattened. Operands are not modified."""
     with np.errstate(all="ignore"):
         # Attributes that only describe the operands do not change results.
-        options = {name: value for name, value in call.options.items() if name not in ("shared", "turned")}
+        options = {name: value for name, value in call.options.items() if name not in ("shared", "transposed")}
         made = FUNCTIONS[call.spec.name](*call.operands, **options)
     return list(made) if isinstance(made, tuple | list) else [made]

@@ -9,7 +9,7 @@ import numpy as np
 from qshard.reference import _activation as activation
 from qshard.reference import _cross_entropy as cross_entropy_reference
 from qshard.reference import _rows as rows_reference
-from support.oracle_parts import rounded, turned, wide
+from support.oracle_parts import rounded, transposed, wide
 from support.oracle_tensors import amax_tensor, cast_tensor
 
 
@@ -19,7 +19,7 @@ def swiglu(gate, up, *, lead):
 
 
 def swiglu_cast_t(gate, up, scale, *, element):
-    return turned(cast_tensor(swiglu(gate, up, lead=0)[0], scale, element=element))
+    return transposed(cast_tensor(swiglu(gate, up, lead=0)[0], scale, element=element))
 
 
 def swiglu_grad(gate, up, grad, *, lead):

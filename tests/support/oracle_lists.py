@@ -10,7 +10,7 @@ import numpy as np
 from qshard import reference
 from qshard.formats import E2M1, ELEMENTS
 from qshard.reference import _adam as adam_reference
-from support.oracle_parts import codes_of, over, rounded, scaled, stored, turned, wide
+from support.oracle_parts import codes_of, over, rounded, scaled, stored, transposed, wide
 from support.oracle_products import gemm_grouped, gemm_grouped_block
 from support.oracle_tensors import transpose_packed
 
@@ -66,11 +66,14 @@ def cast_slices_stochastic(starts, seeds, scale, x, data, **options):
 
 
 def transpose_each(data, data_t):
-    return [turned(a) if a.shape == turned(b).shape else transpose_packed(a) for a, b in zip(data, data_t, strict=True)]
+    return [
+        transposed(a) if a.shape == transposed(b).shape else transpose_packed(a)
+        for a, b in zip(data, data_t, strict=True)
+    ]
 
 
 def transpose_stack(data_t, data):
-    return [np.stack([turned(matrix) for matrix in data])]
+    return [np.stack([transposed(matrix) for matrix in data])]
 
 
 def gemm_grouped_list(a, a_scale_inv, b_scale_inv, stops, ends, out, workspace, b, **how):

@@ -48,7 +48,7 @@ def rounded(values, dtype):
     return np.where(np.isnan(values), np.array(np.nan, dtype), values.astype(dtype))
 
 
-def turned(x, outer=0):
+def transposed(x, outer=0):
     """Matrices transposed, whose rows have `outer` more axes."""
     return np.ascontiguousarray(np.moveaxis(x, -1, -2 - outer))
 

@@ -77,8 +77,8 @@ def gemm_grouped_block_k(a, a_scale_inv, b, b_scale_inv, stops, **how):
 
 
 def gemm_grouped_mxfp8_tn(a, a_scale_inv, b, b_scale_inv, stops, **how):
-    turned = [x.T for x in (a, a_scale_inv, b, b_scale_inv)]
-    return gemm_grouped_block_k(*turned, stops, cols=32, scale_dtype=E8M0.name, **how)
+    transposed = [x.T for x in (a, a_scale_inv, b, b_scale_inv)]
+    return gemm_grouped_block_k(*transposed, stops, cols=32, scale_dtype=E8M0.name, **how)
 
 
 def gemm_grouped_nvfp4(*operands, b_rows, **how):

@@ -10,7 +10,7 @@ import numpy as np
 from qshard import formats, reference
 from qshard.formats import E2M1, E4M3, E8M0, ELEMENTS, NVFP4
 from qshard.reference._planes import four_over_six
-from support.oracle_parts import codes_of, each_matrix, over, rounded, runs, scaled, stored, turned, wide
+from support.oracle_parts import codes_of, each_matrix, over, rounded, runs, scaled, stored, transposed, wide
 
 ONE = np.float32(1)
 
@@ -100,21 +100,21 @@ def dequantize_nvfp4(data, scale_inv, global_scale_inv, *, dtype, **block):
     return dequantize_block(data, scale, element=E2M1.name, scale_dtype="float32", dtype=dtype, **block)
 
 
-def drawn(shape, grid, seed, first, *, row_step, col_step, block_rows, block_cols):
+def drawn(shape, grid, seed, offset, *, row_step, col_step, block_rows, block_cols):
     """Return random bytes; each region of blocks has a seed and the index of its first element in the whole tensor."""
     rows, cols = np.indices((math.prod(shape[:-1]), shape[-1]), np.int64)
     matrix = shape[-2]
     grid_rows, grid_cols = grid[-2:]
     grid_row = rows // max(matrix, 1) * grid_rows + rows % max(matrix, 1) // block_rows
     block = grid_row * grid_cols + cols // block_cols
-    regions = first.size // 2
+    regions = offset.size // 2
     run = math.prod(grid) // regions if regions else 1
     begin = block // max(run, 1) * run  # The first block of the region of each element.
     begin_row = begin // max(grid_cols, 1)
     begin_row = begin_row // max(grid_rows, 1) * matrix + begin_row % max(grid_rows, 1) * block_rows
     down = (rows - begin_row).astype(np.uint64) * np.uint64(row_step)
     right = (cols - begin % max(grid_cols, 1) * block_cols).astype(np.uint64) * np.uint64(col_step)
-    numbers = [np.ascontiguousarray(words).view(np.uint64).reshape(-1) for words in (seed, first)]
+    numbers = [np.ascontiguousarray(words).view(np.uint64).reshape(-1) for words in (seed, offset)]
     made = np.zeros(rows.shape, np.uint8)
     seeds, firsts = (each[block // max(run, 1)] if made.size else made for each in numbers)
     for own in np.unique(seeds):
@@ -127,8 +127,8 @@ def cast_under(x, scale, random, block_rows, block_cols):
     return reference.pack(reference.encode_stochastic(wide(x) * over(scale, block_rows, block_cols, x.shape), random))
 
 
-def cast_block_stochastic(x, scale, seed, first, *, row_step, col_step, **block):
-    random = drawn(x.shape, scale.shape, seed, first, row_step=row_step, col_step=col_step, **block)
+def cast_block_stochastic(x, scale, seed, offset, *, row_step, col_step, **block):
+    random = drawn(x.shape, scale.shape, seed, offset, row_step=row_step, col_step=col_step, **block)
     return cast_under(x, scale, random, **block)
 
 
@@ -142,12 +142,12 @@ def amax_hadamard(x, **block):
 
 def hadamard(x, *, block_rows, block_cols):
     if block_rows > 1:
-        return turned(hadamard(turned(x), block_rows=block_cols, block_cols=block_rows))
+        return transposed(hadamard(transposed(x), block_rows=block_cols, block_cols=block_rows))
     return reference.hadamard_transform(x).astype(ml_dtypes.bfloat16)
 
 
 def transpose_packed(data, *, outer=0):
-    return reference.pack(turned(reference.unpack(data), outer))
+    return reference.pack(transposed(reference.unpack(data), outer))
 
 
 def swizzle_scale(scale_inv, *, rows):
@@ -219,8 +219,8 @@ def quantize_nvfp4(x, global_amax, *, nonfinite, scale_max, random=None, **block
     return cast_block(x, scale, element=E2M1.name, **block), scale_inv
 
 
-def _turned_planes(data, scale_inv, element, outer=0):
-    return stored(turned(codes_of(data, element), outer), element), turned(scale_inv, outer)
+def _transposed_planes(data, scale_inv, element, outer=0):
+    return stored(transposed(codes_of(data, element), outer), element), transposed(scale_inv, outer)
 
 
 def _in_rows_and_columns(one, x, *others, block_rows, block_cols, **options):
@@ -229,7 +229,7 @@ def _in_rows_and_columns(one, x, *others, block_rows, block_cols, **options):
 
 
 def quantize_block_t(x, *, element, outer, **options):
-    return _turned_planes(*quantize_block(x, element=element, **options), element, outer)
+    return _transposed_planes(*quantize_block(x, element=element, **options), element, outer)
 
 
 def quantize_block_both(x, **options):
@@ -239,17 +239,17 @@ def quantize_block_both(x, **options):
 
 def quantize_block_both_t(x, *, element, outer, **options):
     first, second = _in_rows_and_columns(quantize_block, x, element=element, **options)
-    return *first, *_turned_planes(*second, element, outer)
+    return *first, *_transposed_planes(*second, element, outer)
 
 
 def quantize_square_both(x, *, element, outer, **options):
     plane = quantize_block(x, element=element, **options)
-    return *plane, *_turned_planes(*plane, element, outer)
+    return *plane, *_transposed_planes(*plane, element, outer)
 
 
 def quantize_nvfp4_t(x, global_amax, *, outer, hadamard=False, **options):
     x = rotated(x) if hadamard else x
-    return _turned_planes(*quantize_nvfp4(x, global_amax, **options), E2M1.name, outer)
+    return _transposed_planes(*quantize_nvfp4(x, global_amax, **options), E2M1.name, outer)
 
 
 def quantize_nvfp4_both(x, *amaxes, outer, hadamard=False, block_rows, block_cols, random=None, **options):
@@ -261,19 +261,19 @@ def quantize_nvfp4_both(x, *amaxes, outer, hadamard=False, block_rows, block_col
     rowwise = quantize_nvfp4(x, first, block_rows=1, block_cols=block_cols, random=random, **options)
     x = rotated(x) if hadamard else x
     columnwise = quantize_nvfp4(x, second, block_rows=block_rows, block_cols=1, random=random, **options)
-    return *rowwise, *_turned_planes(*columnwise, E2M1.name, outer)
+    return *rowwise, *_transposed_planes(*columnwise, E2M1.name, outer)
 
 
 def quantize_nvfp4_square_both(x, global_amax, *, outer, **options):
     plane = quantize_nvfp4(x, global_amax, **options)
-    return *plane, *_turned_planes(*plane, E2M1.name, outer)
+    return *plane, *_transposed_planes(*plane, E2M1.name, outer)
 
 
 def _at_random(nearest, x, operands, *, row_step, col_step, block_rows, block_cols, **options):
-    *amaxes, seed, first = operands
+    *amaxes, seed, offset = operands
     block = {"block_rows": block_rows, "block_cols": block_cols}
     grid = (*x.shape[:-2], x.shape[-2] // block_rows, x.shape[-1] // block_cols)
-    random = drawn(x.shape, grid, seed, first, row_step=row_step, col_step=col_step, **block)
+    random = drawn(x.shape, grid, seed, offset, row_step=row_step, col_step=col_step, **block)
     return nearest(x, *amaxes, random=random, **block, **options)
 
 
@@ -307,7 +307,7 @@ def cast_grouped(x, rows, stops, scale, **options):
 
 def cast_transpose_grouped(*operands, **options):
     data = cast_grouped(*operands, **options)
-    return data, turned(data)
+    return data, transposed(data)
 
 
 def amax_hadamard_grouped(x, rows, stops):

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from qshard._core.flat_shards import MasterPlan
 from qshard._core.placement import Box, chunk_range
-from qshard._core.quantize_steps import Draws
+from qshard._core.quantize_steps import Philox
 from qshard.layout import block_alignment
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._distributed.sequence_parallel import Rows, rows_of
@@ -77,7 +77,7 @@ class ShardSpec(NamedTuple):
         """Return the amax of the whole tensor, or of its rows, in place. Collective over ranks with other shards."""
         return max_over_ranks(amax, self.groups(by_row=by_row))
 
-    def draws(self, seed: Tensor) -> Draws:
+    def philox(self, seed: Tensor) -> Philox:
         """Return the Philox key and offset of the shard: each element gets its random number in the whole tensor.
 
         If an axis is sharded that has axes before it, the rows of a shard are not adjacent. Then ranks still use
@@ -87,7 +87,7 @@ class ShardSpec(NamedTuple):
         axes = {placement.dim for placement in self.placements if isinstance(placement, Shard)}
         if any(math.prod(self.shape[:axis]) > 1 for axis in axes - {len(self.shape) - 1}):
             shift = (1 + self.mesh.get_rank()) * math.prod(self.shape)
-        return self.box.draws(seed, lambda first: words("linear", "first", first + shift, seed.device))
+        return self.box.philox(seed, lambda offset: words("linear", "offset", offset + shift, seed.device))
 
 
 class LinearSharding(NamedTuple):

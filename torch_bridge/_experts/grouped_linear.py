@@ -141,8 +141,8 @@ def _in_rows(weights: Sequence[Tensor] | Tensor, layout: Any) -> Sequence[Tensor
         )
     if layout == "NK" or weights.ndim != 3:
         return weights
-    turned = weights.transpose(1, 2)
-    return turned if isinstance(turned, QuantizedStack) else turned.contiguous()
+    transposed = weights.transpose(1, 2)
+    return transposed if isinstance(transposed, QuantizedStack) else transposed.contiguous()
 
 
 def _check_weights(each: Sequence[Any], recipe: Recipe) -> None:

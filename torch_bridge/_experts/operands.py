@@ -70,7 +70,7 @@ class OperandList(NamedTuple):
 
         Codes of NVFP4, which share bytes, are stacked first.
         """
-        assert self.format.transposes
+        assert self.format.shares_codes
         data, scales, global_scales = self.parts
         if global_scales is not None:
             whole = self.stacked()

@@ -16,7 +16,7 @@ from torch import Tensor
 from qshard._core import quantize_steps
 from qshard._core.flat_shards import FlatSlice
 from qshard._core.operands import quantize_operand
-from qshard._core.quantize_steps import Draws, Plane
+from qshard._core.quantize_steps import Philox, Plane
 from qshard.formats import Format, Usage
 from qshard.layout import source
 from qshard.recipes import Recipe, Role
@@ -48,7 +48,7 @@ def gathered_weights(weights: Sequence[Tensor], usage: Usage) -> GroupedOperand 
 def _of_stack(stack: QuantizedStack, usage: Usage) -> GroupedOperand:
     fmt, planes = format_of(stack), [(each, stack.parts(each)) for each in Usage.BOTH.planes]
     there = {each: parts for each, parts in planes if parts is not None}
-    either = usage if usage in there or not fmt.transposes else next(iter(there))
+    either = usage if usage in there or not fmt.shares_codes else next(iter(there))
     if either not in there:
         raise ValueError(f"grouped_linear: weights ({fmt}) have no plane {usage}, which the product reads; pass values")
     return GroupedOperand(fmt, either, there[either])
@@ -72,8 +72,8 @@ def quantize_weights(
     values = each[0] if each[0].ndim == 3 else stack_tensors(each)
     spec = operand_spec(recipe, Role.WEIGHT, usage)
     seeds = spec.seed_of(seeds, xor_words)
-    draws = None if seeds is None else Draws(seeds, torch.zeros_like(seeds))
-    planes, amax = quantize_operand(BatchedOps(), values.contiguous(), spec, scale=scale, draws=draws)
+    philox = None if seeds is None else Philox(seeds, torch.zeros_like(seeds))
+    planes, amax = quantize_operand(BatchedOps(), values.contiguous(), spec, scale=scale, philox=philox)
     return {each: GroupedOperand(fmt, each, planes[each]) for each in usage.planes}, amax
 
 

@@ -133,7 +133,7 @@ def _gradients_in_one_call(
 ) -> LinearGradients | None:
     how: SavedLayout = ctx.how
     need_x, need_w = ctx.needs_input_grad[:2]
-    if how.w_usage is Usage.ROWWISE and how.w_format is not None and not how.w_format.transposes:
+    if how.w_usage is Usage.ROWWISE and how.w_format is not None and not how.w_format.shares_codes:
         return None
     x, w = ([part for part in parts if part is not None] for parts in (of_x, of_w))
     dtypes = how.dtype if need_x else None, ctx.w_dtype if need_w else None
@@ -240,7 +240,7 @@ def _take_w(how: SavedLayout, saved: list[Any], seed: Tensor | None, ctx: Any) -
         return Values(parts[0], usage)
     codes = Plane(*parts)
     if how.w_usage is not usage:
-        if not how.w_format.transposes:
+        if not how.w_format.shares_codes:
             return Operand(how.w_format, codes, is_transposed=True)
         codes = transpose(codes, how.w_format)
     return Operand(how.w_format, codes, usage)

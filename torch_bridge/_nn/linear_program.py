@@ -23,12 +23,12 @@ from torch import Tensor
 
 from qshard._core import quantize_steps
 from qshard._core.operands import quantize_operand
-from qshard._core.quantize_steps import Draws, Plane
+from qshard._core.quantize_steps import Philox, Plane
 from qshard._files.recipe_records import recipe_of
 from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Sizes
 from qshard.recipes import Recipe, Role
-from qshard.torch_bridge._nn.operands import ROLES, draws_of, operand_spec
+from qshard.torch_bridge._nn.operands import ROLES, operand_spec, philox_of
 from qshard.torch_bridge._ops.programs import Memo, Steps, run_in_graph
 from qshard.torch_bridge._quantized.gemm import Operand, way_of
 from qshard.torch_bridge._quantized.target_gpu import Target, target_of
@@ -99,8 +99,8 @@ def run_backward(
     `x` and `w` are the saved tensors that the plan describes. Under delayed scaling `scales` has the scales in the
     order of `ROLES`, and the third result is the amax of the gradient of y. `x_shape` is the shape of the first result.
     """
-    draws = _draws(recipe, how.stochastic, seed, grad.device)
-    dx, dw, amax = _gradients((grad, *x, *w, *scales, *draws), how, recipe, x_shape)
+    philox = _philox(recipe, how.stochastic, seed, grad.device)
+    dx, dw, amax = _gradients((grad, *x, *w, *scales, *philox), how, recipe, x_shape)
     return dx, dw, amax
 
 
@@ -138,7 +138,7 @@ def compiled_backward(
     if not all(map(has_static_shape, (grad, *x[:1], *w[:1]))):
         return None
     roles = [role for role in _roles_to_quantize(dtypes, saved) if recipe.format(role).stochastic]
-    tensors = (grad, *x, *w, *_draws(recipe, roles, seed, grad.device))
+    tensors = (grad, *x, *w, *_philox(recipe, roles, seed, grad.device))
     text = _gradients_text(recipe.text, sizes, dtypes, saved, *_signature(tensors), grad.device, x_shape)
     return None if text is None else run_in_graph(tensors, text, 2 if all(dtypes) else 1)
 
@@ -149,8 +149,8 @@ def _product_inputs(
     """Return the inputs of `_multiply_weight`, and the number of them that belong to x."""
     of_x = [part for part in x.parts if part is not None]
     given = () if scale is None else (scale,)
-    draws = _draws(recipe, (Role.WEIGHT,) if recipe.weight.stochastic else (), seed, weight.device)
-    return (*of_x, weight, *given, *draws), len(of_x)
+    philox = _philox(recipe, (Role.WEIGHT,) if recipe.weight.stochastic else (), seed, weight.device)
+    return (*of_x, weight, *given, *philox), len(of_x)
 
 
 def _roles_to_quantize(
@@ -266,19 +266,19 @@ def _gemm_op(
     return None if way is None else functools.partial(way.product, dtype=dtype)
 
 
-def _draws(recipe: Recipe, roles: Iterable[Role], seed: Tensor | None, device: torch.device) -> Iterator[Tensor]:
+def _philox(recipe: Recipe, roles: Iterable[Role], seed: Tensor | None, device: torch.device) -> Iterator[Tensor]:
     for role in roles:
-        draws = draws_of(operand_spec(recipe, role, Usage.ROWWISE), seed, device)
-        assert draws is not None
-        yield from (draws.seed, draws.first)
+        philox = philox_of(operand_spec(recipe, role, Usage.ROWWISE), seed, device)
+        assert philox is not None
+        yield from (philox.seed, philox.offset)
 
 
 @Steps
 def _multiply_weight(ops: Any, *args: Any) -> tuple[Any, ...]:
     *tensors, of_x, multiply, recipe, shape = args
     x, weight, rest = tensors[:of_x], tensors[of_x], tensors[of_x + 1 :]
-    scale, draws = (None, Draws(*rest)) if recipe.weight.stochastic else (rest[0] if rest else None, None)
-    w, amax = _planes(ops, weight, recipe, Role.WEIGHT, Usage.ROWWISE, scale, draws)
+    scale, philox = (None, Philox(*rest)) if recipe.weight.stochastic else (rest[0] if rest else None, None)
+    w, amax = _planes(ops, weight, recipe, Role.WEIGHT, Usage.ROWWISE, scale, philox)
     return multiply(ops, Plane(*x), w[Usage.ROWWISE], fast=True).view(shape), amax
 
 
@@ -287,13 +287,13 @@ def _gradients(ops: Any, *args: Any) -> tuple[Any, ...]:
     grad, *tensors, how, recipe, x_shape = args
     x, w = tensors[: how.x_parts], tensors[how.x_parts : how.x_parts + how.w_parts]
     rest = tensors[how.x_parts + how.w_parts :]
-    pairs = [Draws(*pair) for pair in zip(rest[::2], rest[1::2], strict=True)] if how.stochastic else []
-    draws = dict(zip(how.stochastic, pairs, strict=True))
+    pairs = [Philox(*pair) for pair in zip(rest[::2], rest[1::2], strict=True)] if how.stochastic else []
+    philox = dict(zip(how.stochastic, pairs, strict=True))
     # No recipe has both delayed scales and stochastic rounding.
     scales: dict[Role, Any] = {} if how.stochastic else dict(zip(ROLES, rest, strict=False))
 
     def planes(x: Any, role: Role, usage: Usage) -> tuple[dict[Usage, Plane], Any]:
-        return _planes(ops, x, recipe, role, usage, scales.get(role), draws.get(role))
+        return _planes(ops, x, recipe, role, usage, scales.get(role), philox.get(role))
 
     def columnwise(parts: Sequence[Any], role: Role, saved: Usage | None) -> Plane:
         """Return the columnwise plane of an operand from its saved tensors."""
@@ -312,7 +312,7 @@ def _gradients(ops: Any, *args: Any) -> tuple[Any, ...]:
 
 
 def _planes(
-    ops: Any, x: Any, recipe: Recipe, role: Role, usage: Usage, scale: Any, draws: Draws | None
+    ops: Any, x: Any, recipe: Recipe, role: Role, usage: Usage, scale: Any, philox: Philox | None
 ) -> tuple[dict[Usage, Plane], Any]:
     spec, is_whole = operand_spec(recipe, role, usage), has_static_shape(x)
-    return quantize_operand(ops, x, spec, scale=scale, draws=draws, is_whole=is_whole)
+    return quantize_operand(ops, x, spec, scale=scale, philox=philox, is_whole=is_whole)

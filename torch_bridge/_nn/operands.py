@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qshard._core.operands import OperandSpec, check_weight_format, takes_frozen
-from qshard._core.quantize_steps import Draws, plane_rows
+from qshard._core.quantize_steps import Philox, plane_rows
 from qshard._core.validation import quote
 from qshard.formats import Usage
 from qshard.recipes import Recipe, Role
@@ -55,7 +55,7 @@ def planes_of_weight(weight: QuantizedTensor, columnwise: bool, recipe: Recipe |
     there = {Usage.ROWWISE: Operand(fmt, parts)}
     if others is not None:
         there[Usage.COLUMNWISE] = Operand(fmt, others, Usage.COLUMNWISE)
-    elif columnwise and not fmt.transposes and (recipe is None or not takes_frozen(fmt, recipe)):
+    elif columnwise and not fmt.shares_codes and (recipe is None or not takes_frozen(fmt, recipe)):
         raise ValueError(
             f"linear: weight ({fmt}, rowwise) has no columnwise plane, which cannot be derived from the rowwise one; "
             "quantize it with usage=Usage.BOTH"
@@ -96,25 +96,25 @@ class LayerQuantizer(NamedTuple):
         if spec.added_rows:
             x = torch.nn.functional.pad(x, (0, 0, 0, spec.added_rows))
         scale = self.scales[ROLES.index(role)] if self.scales else None
-        draws, reduce_max = draws_of(spec, self.seed, x.device), None
+        philox, reduce_max = philox_of(spec, self.seed, x.device), None
         if part is not None:
-            draws = None if draws is None else part.draws(draws.seed)
+            philox = None if philox is None else part.philox(philox.seed)
             by_row = spec.format.row_scaled
             if whole is None and part.axes(by_row=by_row):
                 reduce_max = functools.partial(part.merge_amax, by_row=by_row)
         wholes = () if whole is None else (whole,)
         planes, observed = quantize_operand(
-            x, spec, scale=scale, draws=draws, amax=amax, wholes=wholes, reduce_max=reduce_max
+            x, spec, scale=scale, philox=philox, amax=amax, wholes=wholes, reduce_max=reduce_max
         )
         if spec.added_rows and Usage.ROWWISE in planes:
             planes[Usage.ROWWISE] = plane_rows(planes[Usage.ROWWISE], spec.format, Usage.ROWWISE, 0, rows)
         return {one: Operand(spec.format, plane, one) for one, plane in planes.items()}, observed
 
 
-def draws_of(spec: OperandSpec, seed: Tensor | None, device: torch.device) -> Draws | None:
+def philox_of(spec: OperandSpec, seed: Tensor | None, device: torch.device) -> Philox | None:
     """Return the Philox key and offset of a matrix, from the seed of its layer; None without stochastic rounding."""
     seed = spec.seed_of(seed, xor_words)
-    return None if seed is None else Draws(seed, constant_words(0, device))
+    return None if seed is None else Philox(seed, constant_words(0, device))
 
 
 def check_operand(op: str, weight: Tensor, recipe: Recipe, *, frozen: bool = False) -> None:

@@ -35,7 +35,7 @@ from qshard.formats import ELEMENTS
 from qshard.op_table import OpSpec, multi_table, table
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher
 from qshard.torch_bridge._ops.flops import register_flops
-from qshard.torch_bridge._ops.padded_rows import draws_of_rows, gather_rows, values_of_strips
+from qshard.torch_bridge._ops.padded_rows import gather_rows, philox_of_rows, values_of_strips
 from qshard.torch_bridge._torch_internals import TORCH_LIBRARY
 
 __all__ = ["bind", "dtype_name", "into", "ops", "traced_size"]
@@ -346,7 +346,7 @@ def transposed_squares(ops: Any, data: Any, scale_inv: Any, *, packed: bool) -> 
 # The argument `ops` of `quantize_steps`, `flat_shards` and `operands`: every op, transposing copies, and padded rows.
 ops: Any = SimpleNamespace(
     **{_spec.name: bind(_spec) for _spec in (*table().values(), *multi_table().values())},
-    draws_of_rows=draws_of_rows,
+    philox_of_rows=philox_of_rows,
     gather_rows=gather_rows,
     swap_last_axes=_transpose,
     transposed_squares=lambda data, scale_inv, *, packed: transposed_squares(ops, data, scale_inv, packed=packed),

@@ -29,7 +29,7 @@ def values_of_strips(values: Tensor, stops: Tensor, strip: int, shape: tuple[int
     return own.expand(shape).contiguous()
 
 
-def draws_of_rows(seeds: Tensor, stops: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+def philox_of_rows(seeds: Tensor, stops: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Return the Philox key and offset of each padded row, int32 `[rows, 2]`: each expert counts its own elements."""
     expert = experts_of_strips(stops, 1, rows)
     begin = torch.nn.functional.pad(stops, (1, 0)).index_select(0, expert)

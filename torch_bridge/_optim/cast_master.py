@@ -220,7 +220,7 @@ def update_columnwise(weights: Sequence[QuantizedTensor]) -> None:
         if isinstance(weight, QuantizedStack):
             raise TypeError(f"update_columnwise: weights[{i}] (QuantizedStack) is not transposed here; leave it out")
         fmt, rows = weight.format, weight.parts(Usage.ROWWISE)
-        if not fmt.transposes or rows is None:  # With 1-D blocks the planes differ.
+        if not fmt.shares_codes or rows is None:  # With 1-D blocks the planes differ.
             raise ValueError(
                 f"update_columnwise: weights[{i}] ({fmt}) has no columnwise plane that is the transpose of the rowwise "
                 "one; use a format with 2-D blocks, quantized with usage=Usage.BOTH"

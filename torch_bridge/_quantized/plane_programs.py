@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qshard._core import operands, quantize_steps
 from qshard._core.operands import OperandSpec
-from qshard._core.quantize_steps import Draws, Plane, Reduce
+from qshard._core.quantize_steps import Philox, Plane, Reduce
 from qshard._core.validation import seed_missing
 from qshard.formats import Format, Usage
 from qshard.gemm_dispatch import Way
@@ -51,7 +51,7 @@ def quantize_operand(
     spec: OperandSpec,
     *,
     scale: Tensor | None = None,
-    draws: Draws | None = None,
+    philox: Philox | None = None,
     amax: Tensor | None = None,
     wholes: Sequence[Tensor] = (),
     reduce_max: Reduce | None = None,
@@ -66,21 +66,21 @@ def quantize_operand(
     fmt, usage = spec.format, spec.usage
     if check is None:  # Dynamo of torch 2.11 cannot ask a `partial` for its truth, as `or` does.
         check = functools.partial(spec.layouts, tuple(x.shape))
-    if draws is not None and draws.col_step != 1:
+    if philox is not None and philox.col_step != 1:
         raise ValueError(
-            f"quantize_operand: draws (col_step={draws.col_step}) are not in the order of x; pass draws of the "
+            f"quantize_operand: philox (col_step={philox.col_step}) is not in the order of x; pass that of the "
             "untransposed x"
         )
     if reduce_max is not None:
         check()  # Before the collective, so that all ranks raise.
-        if fmt.stochastic and draws is None:
+        if fmt.stochastic and philox is None:
             raise ValueError(seed_missing("quantize", fmt))
         wholes = _reduced_amaxes(x, fmt, usage, amax, reduce_max)
     if scale is not None:
         *delayed_parts, amax = _quantize_delayed((x, scale, *wholes), fmt, usage, spec.margin)
         return planes_of(tuple(delayed_parts)), amax
-    if wholes or draws is not None:
-        drawn, row_step = ((), None) if draws is None else ((draws.seed, draws.first), draws.row_step)
+    if wholes or philox is not None:
+        drawn, row_step = ((), None) if philox is None else ((philox.seed, philox.offset), philox.row_step)
         parts = _quantize_from((x, *wholes, *drawn), len(wholes), fmt, usage, row_step, check=check)
     elif amax is not None:
         parts = _quantize_known((x, amax), fmt, usage, check=check)
@@ -123,7 +123,7 @@ def _parts(
     x: Any,
     fmt: Format,
     usage: Usage,
-    draws: Draws | None = None,
+    philox: Philox | None = None,
     amax: Any = None,
     wholes: Sequence[Any] | None = None,
 ) -> Parts:
@@ -131,7 +131,7 @@ def _parts(
     matrix = _matrix(x)
     is_whole = has_static_shape(matrix)
     planes = quantize_steps.quantize(
-        ops, matrix, as_constant(fmt), usage, draws=draws, amax=amax, wholes=wholes, is_whole=is_whole
+        ops, matrix, as_constant(fmt), usage, philox=philox, amax=amax, wholes=wholes, is_whole=is_whole
     )
     if x.ndim != 2:
         planes = {one: view_plane(parts, layouts[one]) for one, parts in planes.items()}
@@ -152,8 +152,8 @@ def _quantize_known(ops: Any, x: Any, amax: Any, fmt: Format, usage: Usage) -> P
 def _quantize_from(ops: Any, x: Any, *args: Any) -> Parts:
     *tensors, count, fmt, usage, row_step = args
     wholes, drawn = tensors[:count], tensors[count:]
-    draws = Draws(drawn[0], drawn[1], row_step) if drawn else None
-    return _parts(ops, x, fmt, usage, draws, wholes=wholes or None)
+    philox = Philox(drawn[0], drawn[1], row_step) if drawn else None
+    return _parts(ops, x, fmt, usage, philox, wholes=wholes or None)
 
 
 @Steps

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qshard._core.operands import OperandSpec
-from qshard._core.quantize_steps import Draws
+from qshard._core.quantize_steps import Philox
 from qshard._core.validation import FormatLike, as_format, as_usage
 from qshard.formats import Format, Usage
 from qshard.layout import plane
@@ -26,7 +26,7 @@ def quantize(
     usage: Usage = Usage.ROWWISE,
     group: dist.ProcessGroup | None = None,
     seed: int | Tensor | None = None,
-    first: int | Tensor = 0,
+    offset: int | Tensor = 0,
     row_step: int | None = None,
 ) -> QuantizedTensor:
     """Quantize `x` to `fmt`.
@@ -42,7 +42,7 @@ def quantize(
         computed from the whole tensor, so the call is collective. Scales of rows and blocks depend on `x` alone, so
         each rank must have whole blocks. A rank that does not raises alone.
       seed: for stochastic rounding, an int or a uint64 as int32 or uint32 `[2]` on the device of `x`, low word first.
-      first: index of the first element of `x` in the whole tensor, an int or a tensor like `seed`. It is the Philox
+      offset: index of the first element of `x` in the whole tensor, an int or a tensor like `seed`. It is the Philox
         offset, so each element gets the same random bits on every sharding.
       row_step: number of columns of the whole tensor, if `x` has fewer.
 
@@ -70,16 +70,18 @@ def quantize(
     arXiv:2506.08027 (MXFP8); arXiv:2509.25149 (NVFP4).
     """
     fmt, usage = as_format(fmt, "quantize"), as_usage(usage, "quantize")
-    draws = reduce_max = None
+    philox = reduce_max = None
     if group is not None:
         check_group("quantize", group)
         if not fmt.row_scaled:  # The scale of a row depends on that row only, which is local.
             reduce_max = functools.partial(max_over_ranks, group=group)
     if fmt.stochastic and seed is not None:
         _check(x, fmt, usage)
-        draws = Draws(words("quantize", "seed", seed, x.device), words("quantize", "first", first, x.device), row_step)
+        philox = Philox(
+            words("quantize", "seed", seed, x.device), words("quantize", "offset", offset, x.device), row_step
+        )
     check = functools.partial(_check, x, fmt, usage)
-    planes, _ = quantize_operand(x, OperandSpec(fmt, usage), draws=draws, reduce_max=reduce_max, check=check)
+    planes, _ = quantize_operand(x, OperandSpec(fmt, usage), philox=philox, reduce_max=reduce_max, check=check)
     rowwise, columnwise = planes.get(Usage.ROWWISE), planes.get(Usage.COLUMNWISE)
     return QuantizedTensor(fmt, tuple(x.shape), x.dtype, rowwise=rowwise, columnwise=columnwise)
 

@@ -100,7 +100,7 @@ class QuantizedStack(QuantizedTensor):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten.transpose.int:
             axes = {axis % self.ndim for axis in args[1:]}
-            if axes == {1, 2} and self.format.transposes:
+            if axes == {1, 2} and self.format.shares_codes:
                 rows, columns = (self.parts(each, stale=True) for each in Usage.BOTH.planes)
                 shape = (self.shape[0], self.shape[2], self.shape[1])
                 with torch.inference_mode(False):  # In inference mode the result could not be a view.

@@ -183,15 +183,15 @@ def _cast(item: Item, values: Tensor, amax: Tensor | None) -> Plane:
 
 def _planes_of_stack(item: Item, value: Tensor, amaxes: Tensor | None) -> Iterator[Plane]:
     """Yield the rowwise plane of each expert of a 3-D parameter, from its codes or its values. Collective."""
-    stack, is_turned = local_of(value), item.layout == "KN"
+    stack, is_kn = local_of(value), item.layout == "KN"
     if isinstance(stack, QuantizedStack):
         for codes in stack.unbind():
             assert isinstance(codes, QuantizedTensor)
             whole = _rowwise(codes, item)
-            yield transpose(whole, codes.format) if is_turned else whole
+            yield transpose(whole, codes.format) if is_kn else whole
         return
     values = _whole(plain(value))
-    for i, expert in enumerate((values.transpose(-2, -1) if is_turned else values).unbind()):
+    for i, expert in enumerate((values.transpose(-2, -1) if is_kn else values).unbind()):
         yield _cast(item, expert, None if amaxes is None else amaxes[i])
 
 

@@ -33,11 +33,11 @@ Status CastBlock(const Exec<Cpu>& exec, const In* x, const float* scale, const B
 
 template <class In>
 Status CastBlockStochastic(const Exec<Cpu>& exec, const In* x, const float* scale,
-                           const Places& places, const Blocks& blocks, uint8_t* data) {
+                           const Philox& philox, const Blocks& blocks, uint8_t* data) {
   ParallelSpans(exec, blocks, [&](const BlockSpan& span) {
     uint8_t random[kSpanCols];
     for (int64_t r = 0; r < span.rows; ++r) {
-      RandomRow(places, blocks, span.batch, span.grid_row * blocks.block_rows + r,
+      RandomRow(philox, blocks, span.batch, span.grid_row * blocks.block_rows + r,
                 span.first_block * blocks.block_cols, span.cols, random);
       const int64_t start = span.start + r * blocks.cols;
       CastRowStochastic<E2M1>(x + start, span.cols, {scale + span.grid, blocks.block_cols}, random,

@@ -42,7 +42,7 @@ struct PlaneOf {
   Blocks blocks;
   BlockPlane<Stored> out;
   Nvfp4Options options = {};
-  Blocks places_blocks = {};
+  Blocks philox_blocks = {};
   int64_t first_row = 0;  // that x has
 
   // Returns the plane for an x that begins with a row of the matrix.
@@ -132,7 +132,7 @@ struct PlaneOf {
 
   // Fills the random bytes of row r of a rectangle.
   void Random(const Rectangle& part, int64_t r, uint8_t* random) const {
-    RandomRow(*options.places, places_blocks, part.batch, part.row + r, part.col, part.cols,
+    RandomRow(*options.philox, philox_blocks, part.batch, part.row + r, part.col, part.cols,
               random);
   }
 
@@ -143,7 +143,7 @@ struct PlaneOf {
       const T* from = strip.at + r * strip.stride;
       uint8_t* to = out.data + (ElementAt(strip.where) + r * blocks.cols) / kCodesPerByte<Code>;
       if constexpr (std::is_same_v<Code, E2M1>) {
-        if (options.places) {
+        if (options.philox) {
           uint8_t random[kSpanCols];
           Random(strip.where, r, random);
           CastRowStochastic<Code>(from, strip.where.cols, of_row, random, to);
@@ -163,7 +163,7 @@ struct PlaneOf {
     for (int64_t r = 0; r < part.where.rows; ++r) {
       const T* from = part.at + r * part.stride;
       uint8_t* codes = panel.codes[row + r];
-      if (options.places) {
+      if (options.philox) {
         uint8_t random[kPanelCols];
         Random(part.where, r, random);
         Simd().cast_stochastic[kInputIndex<T>](from, cols, scales, random, codes);
@@ -355,7 +355,7 @@ Status QuantizeNvfp4Both(const Exec<Cpu>& exec, const In* x, const Nvfp4Scales& 
                          const Nvfp4Scales& second_scales, const Nvfp4Options& options,
                          const Blocks& blocks, const BothPlanes<uint8_t>& out) {
   using Plane = PlaneOf<In, E2M1, Nvfp4Scales>;
-  const Plane rows{x, scales, blocks, {}, {false, options.places}, blocks};
+  const Plane rows{x, scales, blocks, {}, {false, options.philox}, blocks};
   const Plane columns{x, second_scales, blocks, {}, options, blocks};
   return QuantizeTwo(exec, blocks, rows, columns, out);
 }
@@ -391,7 +391,7 @@ Status QuantizeNvfp4Rows(const Exec<Cpu>& exec, const In* x, int64_t cols, const
                              : uint64_t{0} - static_cast<uint64_t>(experts.stops.FirstRow(expert)) *
                                                  static_cast<uint64_t>(cols);
       const uint32_t first[2] = {static_cast<uint32_t>(begin), static_cast<uint32_t>(begin >> 32)};
-      const Places places{none || !experts.seeds ? no_seed : experts.seeds + 2 * expert,
+      const Philox philox{none || !experts.seeds ? no_seed : experts.seeds + 2 * expert,
                           first,
                           INT64_MAX,
                           {cols, 1}};
@@ -399,7 +399,7 @@ Status QuantizeNvfp4Rows(const Exec<Cpu>& exec, const In* x, int64_t cols, const
                                 const BlockPlane<uint8_t>& plane) {
         const Nvfp4Scales scales{none ? &zero : amaxes + expert, INT64_MAX, 1, experts.scale_max,
                                  experts.nonfinite};
-        Plane{gathered, scales, own, plane, {hadamard, experts.seeds ? &places : nullptr},
+        Plane{gathered, scales, own, plane, {hadamard, experts.seeds ? &philox : nullptr},
               blocks,   all.row}
             .Quantize(part, panel);
       };

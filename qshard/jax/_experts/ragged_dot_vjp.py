@@ -183,7 +183,7 @@ def _weight(
 
     def cast(own: jax.Array, seed: Any, scale: Any) -> tuple[QuantizedArray, jax.Array | None]:
         made = None if scale is None else WeightScales(scale)
-        return quantize_shard(own, operand, config.sharding.spec, made, seed, turned=config.sharding.layout == "KN")
+        return quantize_shard(own, operand, config.sharding.spec, made, seed, transposed=config.sharding.layout == "KN")
 
     scales = _scales(given, Role.WEIGHT)
     made: tuple[QuantizedArray, jax.Array | None] = jax.vmap(cast)(w.sink, given.seeds, scales)

@@ -45,7 +45,7 @@ Usages = tuple[Usage, Usage]
 def _axes_of(q: QuantizedArray, stored: Usage, contracted: Usage) -> PlaneAxes | None:
     """The axes of a plane of blocks; None if the op cannot take the plane in this layout."""
     axes = PlaneAxes.of(q, stored, contracted)
-    if axes is None or ((axes.last > 1) if q.format.transposes else (axes.contracted[-1] != axes.last)):
+    if axes is None or ((axes.last > 1) if q.format.shares_codes else (axes.contracted[-1] != axes.last)):
         return None
     return axes
 

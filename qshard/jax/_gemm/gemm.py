@@ -79,7 +79,7 @@ def gemm(
         product = lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=narrow, out_sharding=out_sharding)
         return product.astype(dtype), None
     a_stored, b_stored = stored_for(a.format, b.format, a_contracted), stored_for(b.format, a.format, b_contracted)
-    if b_stored not in b.planes and not b.format.transposes:
+    if b_stored not in b.planes and not b.format.shares_codes:
         b_stored = Usage.ROWWISE  # A frozen weight with blocks along K alone: its values are contracted along N.
     if not multiplies_codes(a.format, b.format):
 
@@ -139,7 +139,7 @@ def row_product(
     `gemm`.
     """
     read = stored_for(w.format, a.format, contracted)
-    if read not in w.planes and w.format.transposes:
+    if read not in w.planes and w.format.shares_codes:
         at = partitionable_ops.ShardedOps(columns)
         w = w.with_planes({read: quantize_steps.transpose_plane(at, w.plane(Usage.ROWWISE), w.format)})
     padded = a.shape[:-1] != lead

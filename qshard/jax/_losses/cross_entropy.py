@@ -174,12 +174,12 @@ class RowLoss:
         if not sharding.classes:
             return labels, self.rule.options
         own = logits.shape[-1]
-        turned = labels - sharding.first(own)
+        local = labels - sharding.first(own)
         # Local column `classes - 1` does not exist on this device, or is padding.
-        turned = jnp.where((turned >= 0) & (turned < own), turned, self.classes - 1)
-        turned = jnp.where((labels >= 0) & (labels < self.classes), turned, _NO_CLASS)
-        turned = jnp.where(labels == self.rule.ignore_index, _IGNORED, turned)
-        return turned.astype(jnp.int32), self.rule.options | {"ignore_index": _IGNORED}
+        local = jnp.where((local >= 0) & (local < own), local, self.classes - 1)
+        local = jnp.where((labels >= 0) & (labels < self.classes), local, _NO_CLASS)
+        local = jnp.where(labels == self.rule.ignore_index, _IGNORED, local)
+        return local.astype(jnp.int32), self.rule.options | {"ignore_index": _IGNORED}
 
 
 @functools.cache

@@ -234,8 +234,10 @@ def quantize_role(
     if operand.added_rows and may_shard_rows(x, config.out_sharding):
         operand = operand._replace(added_rows=0)
     columns = None if weight or shard_spec.local else config.sharding.count("K" if role is Role.ACTIVATION else "N")
-    turned = weight and config.sharding.layout == "KN"
-    return quantize_shard(x, operand, shard_spec, scales, given.seed, apart=not weight, turned=turned, columns=columns)
+    transposed = weight and config.sharding.layout == "KN"
+    return quantize_shard(
+        x, operand, shard_spec, scales, given.seed, apart=not weight, transposed=transposed, columns=columns
+    )
 
 
 def local_codes(config: Config, w: CodedWeight, given: NonDifferentiable, usage: Usage) -> tuple[Any, jax.Array | None]:

@@ -261,7 +261,7 @@ class Op:
         ]
         options |= {name: options.get(name, 0) + 1 for name in ("batch", "lead") if name in self.spec.attributes}
         # These attributes describe the operands of one example.
-        options = {name: value for name, value in options.items() if name not in ("shared", "turned")}
+        options = {name: value for name, value in options.items() if name not in ("shared", "transposed")}
         shapes = tuple((size, *shape) if grows else shape for shape, grows in zip(shapes, grow, strict=True))
         results = self._primitive.bind(*_alike(moved, self._bind(moved, options, shapes)), shapes=shapes, **options)
         return results, (0,) * len(results)

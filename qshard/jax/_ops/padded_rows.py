@@ -33,7 +33,7 @@ def values_of_strips(values: jax.Array, stops: jax.Array, strip: int, shape: tup
     return jnp.broadcast_to(own, shape)
 
 
-def draws_of_rows(seeds: jax.Array, stops: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
+def philox_of_rows(seeds: jax.Array, stops: jax.Array, rows: int, columns: int) -> tuple[jax.Array, jax.Array]:
     """Return the Philox key and offset of each padded row, uint32 `[rows, 2]`: each expert counts its own elements."""
     expert = experts_of_strips(stops, 1, rows)
     begin = jnp.concatenate([jnp.zeros(1, jnp.int32), stops])[expert]

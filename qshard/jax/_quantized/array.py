@@ -173,14 +173,16 @@ def plane_values(plane: Plane, fmt: Format, usage: Usage, dtype: str, ndim: int 
         values: jax.Array = quantize_steps.dequantize(partitionable_ops, plane, fmt, usage, dtype)
         return values
     assert block is not None
-    turned = is_transposed(fmt, usage)
-    added = 0 if ndim is None or turned else data.ndim - ndim
+    transposed = is_transposed(fmt, usage)
+    added = 0 if ndim is None or transposed else data.ndim - ndim
     if has_rows_apart(fmt, usage) and data.ndim - added < 2:
         plane = plane._replace(data=data[..., None, :], scale_inv=plane.scale_inv[..., None, :])
     elif data.ndim - added < 2:
         plane = plane._replace(data=matrix_of(data, added))
     elif plane.scale_inv.ndim < data.ndim:
-        plane, block = _join_matrices(plane, fmt, block, 1 if turned else added, data.ndim if turned else data.ndim - 1)
+        plane, block = _join_matrices(
+            plane, fmt, block, 1 if transposed else added, data.ndim if transposed else data.ndim - 1
+        )
     plane, block = _divide_blocks(plane, fmt, block)
     values = quantize_steps.dequantize(partitionable_ops, plane, fmt, usage, dtype, block=block)
     return unfold(values, (*data.shape[:-1], data.shape[-1] * fmt.element.codes_per_byte), added)
@@ -194,13 +196,13 @@ def _join_matrices(
     Where an Explicit mesh shards axes that cannot be folded, divide the blocks into smaller ones instead, each with the
     scale of the block that it is part of. A block spans more than one of these rows.
     """
-    sharding, turned = jax.typeof(plane.data).sharding, stop == plane.data.ndim
+    sharding, transposed = jax.typeof(plane.data).sharding, stop == plane.data.ndim
     if not any(sharding.spec[start + 1 : stop]):
         return plane._replace(data=fold_axes(plane.data, start, stop)), block
     sizes = list(plane.data.shape[start:stop])
-    if turned:
+    if transposed:
         sizes[-1] *= fmt.element.codes_per_byte
-    side = block[1] if turned else block[0]
+    side = block[1] if transposed else block[0]
     shards = count_shards(sharding.mesh.shape, names_of(sharding.spec[stop - 1]))
     part = math.gcd(sizes[-1] // shards, side)
     grid = plane.scale_inv
@@ -210,7 +212,7 @@ def _join_matrices(
     grid = lax.slice_in_dim(repeat_axis(grid, start, side // part), 0, math.prod(sizes), axis=start)
     shape = (*grid.shape[:start], *sizes, *grid.shape[start + 1 :])
     grid = reshape(grid, shape, (*entries[:start], *[None] * len(sizes), *entries[start + 1 :]))
-    return plane._replace(scale_inv=grid), (block[0], part) if turned else (part, block[1])
+    return plane._replace(scale_inv=grid), (block[0], part) if transposed else (part, block[1])
 
 
 def _divide_blocks(plane: Plane, fmt: Format, block: tuple[int, int]) -> tuple[Plane, tuple[int, int]]:

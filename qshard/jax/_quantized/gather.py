@@ -229,10 +229,10 @@ def spec_of_codes(
     `op`, `name` and `spec_name` are for errors: the public function, and its arguments that give `axes` and `spec`.
     """
     usage = Usage.COLUMNWISE if q.rowwise is None else Usage.ROWWISE
-    turned = is_transposed(q.format, usage)
+    transposed = is_transposed(q.format, usage)
     data = q.plane(usage).data
-    turned_axes = len(q.axes) if turned else None
-    return ShardSpec.along(data, axes, spec, op=op, name=name, spec_name=spec_name, transposed_of=turned_axes)
+    axis_count = len(q.axes) if transposed else None
+    return ShardSpec.along(data, axes, spec, op=op, name=name, spec_name=spec_name, transposed_of=axis_count)
 
 
 def _gather_plane(plane: Plane, fmt: Format, usage: Usage, axes: tuple[str, ...], shard_spec: ShardSpec) -> Plane:

@@ -25,10 +25,10 @@ from qshard.jax._sharding import partitionable_ops
 from qshard.jax._sharding.partial_blocks import PartialBlocks
 from qshard.jax._sharding.shard_spec import (
     ShardSpec,
-    draws_of,
     fold_axes,
     matrices_of,
     matrix_of,
+    philox_of,
     pin,
     scattered_rows_error,
     unfold,
@@ -119,7 +119,7 @@ def quantize_shard(
     seed: jax.Array | None = None,
     *,
     apart: bool = False,
-    turned: bool = False,
+    transposed: bool = False,
     columns: int | None = None,
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """Quantize a tensor, or the shard of it that `shard_spec` describes.
@@ -133,7 +133,7 @@ def quantize_shard(
       seed: uint64 as uint32 `[2]`, or None. In a layer, the seed of the layer.
       apart: keep leading axes separate, because a mesh may shard any of them. Transposed planes are then `[K, *lead]`,
         and grids of scales have these axes too. Only `gemm` reads this form.
-      turned: `x` is a transpose: use the random bits of the original matrix.
+      transposed: `x` is a transpose: use the random bits of the original matrix.
       columns: the number of shards of the last axis on an Auto mesh, if `shard_spec` does not give it.
 
     Returns:
@@ -141,15 +141,15 @@ def quantize_shard(
     """
     fmt, usage, op, name = operand.format, operand.usage, operand.op, operand.name
     check_dtype(op, name, x)
-    draws = draws_of(operand.seed_of(seed, xor_words), fmt, shard_spec, x.shape, turned)
+    philox = philox_of(operand.seed_of(seed, xor_words), fmt, shard_spec, x.shape, transposed)
     if operand.added_rows:
-        if draws is not None and draws.first.ndim > 1:
+        if philox is not None and philox.offset.ndim > 1:
             raise scattered_rows_error(x, fmt, max(fmt.block_shape()), shard_spec, op, name)
         x = jnp.pad(matrix_of(x), ((0, operand.added_rows), (0, 0)))
     places = operand.layouts(shard_spec.whole(x.shape))
     scales = WeightScales(*(scales or ()))
     check_scales(op, "scales" if op == "quantize" else "weight_scales", scales, fmt)
-    matrix, blocks_cut = matrices_of(x, places, shard_spec, op, name, draws is not None)
+    matrix, blocks_cut = matrices_of(x, places, shard_spec, op, name, philox is not None)
     kept = x if usage is Usage.ROWWISE and x.ndim > 1 and places[usage].keeps_axes else matrix
     at = partitionable_ops.ops_for(shard_spec) if columns is None else partitionable_ops.ShardedOps(columns)
     if operand.margin is not None:
@@ -162,7 +162,7 @@ def quantize_shard(
         each for each, where in places.items() if PartialBlocks.of_plane(where, blocks_cut, matrix.shape) is not None
     ]
     planes = {
-        each: _quantize_partial_blocks(matrix, places[each], blocks_cut, scales, draws, op, name) for each in broken
+        each: _quantize_partial_blocks(matrix, places[each], blocks_cut, scales, philox, op, name) for each in broken
     }
     whole = [each for each in places if each not in broken]
     # XLA cannot partition an op that computes both planes if an edge truncates blocks.
@@ -183,7 +183,7 @@ def quantize_shard(
             fmt,
             some,
             reduce_max=reduce_max,
-            draws=draws,
+            philox=philox,
             given=given,
         )
     return _array_of(x, places, planes, apart), None
@@ -223,7 +223,7 @@ def _quantize_partial_blocks(
     where: layout.PlaneLayout,
     shard_spec: ShardSpec,
     scales: WeightScales,
-    draws: quantize_steps.Draws | None,
+    philox: quantize_steps.Philox | None,
     op: str,
     name: str,
 ) -> Plane:
@@ -234,7 +234,7 @@ def _quantize_partial_blocks(
     fmt = where.format
     if (other := layout.source(fmt, where.usage)) is not where.usage:
         rowwise = layout.plane(fmt, where.shape, other)
-        made = _quantize_partial_blocks(x, rowwise, shard_spec, scales, draws, op, name)
+        made = _quantize_partial_blocks(x, rowwise, shard_spec, scales, philox, op, name)
         return quantize_steps.transpose_plane(partitionable_ops.ops_for(shard_spec), made, fmt)
     partial = PartialBlocks.of_plane(where, shard_spec, x.shape)
     assert partial is not None
@@ -247,7 +247,7 @@ def _quantize_partial_blocks(
     if amax is not None and x.ndim > 2 and partial.rows is None:
         amax = unfold(amax, (*x.shape[:-2], amax.shape[0] // math.prod(x.shape[:-2]), amax.shape[1]))
     if where.transposed:
-        draws = None if draws is None else draws.transposed(x.shape[-1])
+        philox = None if philox is None else philox.transposed(x.shape[-1])
         amax = None if amax is None else partitionable_ops.swap_last_axes(amax)
         x = partitionable_ops.swap_last_axes(x)
     amax = (
@@ -261,5 +261,5 @@ def _quantize_partial_blocks(
         whole = max_over(axes)(max_along(amax, amax.ndim - 1 if fmt.row_scaled else 0))
     scale, scale_inv, global_scale_inv = quantize_steps.scales(partitionable_ops, fmt, amax, whole)
     scale = partial.spread(pin(scale, partial.grid), partial.count(x.shape))
-    data = quantize_steps.cast(partitionable_ops, x, fmt, scale, partial.size, draws)
+    data = quantize_steps.cast(partitionable_ops, x, fmt, scale, partial.size, philox)
     return Plane(data, pin(scale_inv, partial.grid), global_scale_inv)

@@ -63,12 +63,12 @@ class PartialBlocks:
         if where.format.per_tensor:
             return None
         assert where.block is not None
-        last, turned = len(shape) - 1, where.transposed and not where.format.transposes
-        goes_on = last > 1 and shape[-2] % where.block[turned] != 0
-        if turned:
+        last, transposed = len(shape) - 1, where.transposed and not where.format.shares_codes
+        goes_on = last > 1 and shape[-2] % where.block[transposed] != 0
+        if transposed:
             spec = dataclasses.replace(spec, entries=(*spec.entries[-1:], *spec.entries[:-1]))
             shape = (shape[-1], *shape[:-1])
-        rows = (int(turned), last + turned) if goes_on else None
+        rows = (int(transposed), last + transposed) if goes_on else None
         return cls.of(spec, shape, where.block, rows=rows) if spec.splits(shape, where.block, rows) else None
 
     @property

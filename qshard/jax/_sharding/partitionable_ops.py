@@ -3,7 +3,7 @@
 XLA partitions an op over the leading axes that all operands share, and gathers an operand that is sharded along any
 other axis (`bind.py`). So `[..., K]` is viewed as runs `[..., K / run, run]`, a scale of the whole tensor is repeated
 for every run or block, and an amax is first taken of each run. Attributes report this to the op (`shared` in `ops.def`,
-`turned` in `ops/block.cc`), for GPU kernels that are specialized for one scale or one seed. Where nothing can be
+`transposed` in `ops/block.cc`), for GPU kernels that are specialized for one scale or one seed. Where nothing can be
 sharded, nothing is repeated. Multi-tensor ops run on local arrays and need no views.
 """
 
@@ -25,7 +25,7 @@ from qshard._core.flat_shards import SliceBatch
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.amaxes import max_along
 from qshard.jax._ops.mesh import count_shards, may_be_sharded, mesh_of, names_of, reshape, vary_alike
-from qshard.jax._ops.padded_rows import draws_of_rows, gather_rows, values_of_strips  # noqa: F401
+from qshard.jax._ops.padded_rows import gather_rows, philox_of_rows, values_of_strips  # noqa: F401
 from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.uint64 import Words, words_plus, words_times
 from qshard.jax._sharding import foreach
@@ -104,17 +104,17 @@ def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
     The Philox offset of the tensor becomes one offset for each block.
     """
     named = dict(zip((operand.name for operand in table()[op].inputs), operands, strict=True))
-    arrays = [a for name, a in named.items() if not name.startswith("global_") and name not in ("seed", "first")]
+    arrays = [a for name, a in named.items() if not name.startswith("global_") and name not in ("seed", "offset")]
     if may_be_sharded(arrays[0]):
         grid = arrays[-1].shape  # The shape of scales or amaxes.
         if len(arrays) == 1 and "block_rows" in options:
             *lead, rows, cols = grid
             grid = (*lead, rows // options["block_rows"], cols // options["block_cols"])
-        if "first" in named:
-            named |= _words_of_blocks(grid, arrays[0], named["seed"], named["first"], **options)
+        if "offset" in named:
+            named |= _words_of_blocks(grid, arrays[0], named["seed"], named["offset"], **options)
         named |= {name: _repeat(a, grid, options) for name, a in list(named.items()) if name.startswith("global_")}
-    elif "first" in named:
-        named["seed"] = jnp.broadcast_to(named["seed"], named["first"].shape)
+    elif "offset" in named:
+        named["seed"] = jnp.broadcast_to(named["seed"], named["offset"].shape)
     return getattr(ops, op)(*named.values(), **options)
 
 
@@ -207,19 +207,19 @@ def transposed_squares(
     return data_t, swap_last_axes(scale_inv)
 
 
-def cast_block_stochastic(x: jax.Array, scale: jax.Array, seed: jax.Array, first: jax.Array, **options: Any) -> Any:
+def cast_block_stochastic(x: jax.Array, scale: jax.Array, seed: jax.Array, offset: jax.Array, **options: Any) -> Any:
     """Cast blocks with stochastic rounding, with one Philox offset for each block where XLA may shard them."""
-    if may_be_sharded(x) or first.ndim > 1:
-        x, seed, first = _words_of_blocks(scale.shape, x, seed, first, **options).values()
-    turned = options["col_step"] > options["row_step"]
-    return ops.cast_block_stochastic(x, scale, seed, first, turned=turned, **options)
+    if may_be_sharded(x) or offset.ndim > 1:
+        x, seed, offset = _words_of_blocks(scale.shape, x, seed, offset, **options).values()
+    transposed = options["col_step"] > options["row_step"]
+    return ops.cast_block_stochastic(x, scale, seed, offset, transposed=transposed, **options)
 
 
 def _words_of_blocks(
     grid: tuple[int, ...],
     x: jax.Array,
     seed: jax.Array,
-    first: jax.Array,
+    offset: jax.Array,
     *,
     row_step: int,
     col_step: int,
@@ -232,27 +232,27 @@ def _words_of_blocks(
     A barrier ties them to `x`, so that XLA computes them when they are needed and does not keep them before.
     """
     seed, x = barrier(seed, x)
-    first = _first_of_blocks(grid, first, block_rows * row_step, block_cols * col_step)
-    return {"x": x, "seed": jnp.broadcast_to(seed, first.shape), "first": first}
+    offset = _offset_of_blocks(grid, offset, block_rows * row_step, block_cols * col_step)
+    return {"x": x, "seed": jnp.broadcast_to(seed, offset.shape), "offset": offset}
 
 
-def _first_of_blocks(grid: tuple[int, ...], first: jax.Array, row_step: int, col_step: int) -> jax.Array:
+def _offset_of_blocks(grid: tuple[int, ...], offset: jax.Array, row_step: int, col_step: int) -> jax.Array:
     """Return the Philox offset of each block of `[*outer, M, K]`, or of the transpose `[K, *outer, M]`.
 
-    `first` is the offset of `x`, if its outer axes are contiguous; or `[*outer, 2]`, the offset of each matrix.
+    `offset` is the offset of `x`, if its outer axes are contiguous; or `[*outer, 2]`, the offset of each matrix.
     """
-    outer = first.ndim - 1
-    turned = col_step > row_step  # In a transpose, the elements of a column are contiguous in the tensor.
-    rows = grid[:1] if turned else grid[-2:-1] if outer else grid[:-1]
-    cols = grid[-1:] if outer or not turned else grid[1:]
+    outer = offset.ndim - 1
+    transposed = col_step > row_step  # In a transpose, the elements of a column are contiguous in the tensor.
+    rows = grid[:1] if transposed else grid[-2:-1] if outer else grid[:-1]
+    cols = grid[-1:] if outer or not transposed else grid[1:]
 
     def along(size: tuple[int, ...], step: int, before: int) -> Words:
         index = lax.iota(jnp.uint32, math.prod(size))
         return words_times(index.reshape(*(1,) * before, *size, *(1,) * (len(grid) - before - len(size))), step)
 
-    row = along(rows, row_step, 0 if turned or not outer else outer)
+    row = along(rows, row_step, 0 if transposed or not outer else outer)
     col = along(cols, col_step, len(grid) - len(cols))
-    begin = first.reshape(*(1,) * turned, *first.shape[:-1], *(1,) * (len(grid) - outer - turned), 2)
+    begin = offset.reshape(*(1,) * transposed, *offset.shape[:-1], *(1,) * (len(grid) - outer - transposed), 2)
     made = words_plus(words_plus(row, col), (begin[..., 0], begin[..., 1]))
     return jnp.stack([jnp.broadcast_to(word, grid) for word in made], axis=-1)
 

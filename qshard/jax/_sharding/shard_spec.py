@@ -332,12 +332,12 @@ def matrices_of(
     shard_spec: ShardSpec,
     op: str,
     name: str,
-    draws: bool = False,
+    philox: bool = False,
 ) -> tuple[jax.Array, ShardSpec]:
     """Return the matrix `[M, K]` that the blocks of `x` tile, and its sharding.
 
     If a mesh may shard axes that would be folded, return `[*outer, M, K]` instead. It has the same blocks if M is a
-    whole number of blocks, and parts of them otherwise. `places` are the layouts of the planes to compute, and `draws`
+    whole number of blocks, and parts of them otherwise. `places` are the layouts of the planes to compute, and `philox`
     says whether random bits are used. Raises ValueError in `shard_map` if shards split blocks such that the rows of a
     block are not contiguous.
     """
@@ -347,7 +347,7 @@ def matrices_of(
     sides = {where.format.block_shape(where.usage)[0] for where in places.values()}
     if all(x.shape[-2] % side == 0 for side in sides) or (scattered and not shard_spec.local):
         return x, shard_spec
-    if scattered and (draws or not shard_spec.own_blocks):
+    if scattered and (philox or not shard_spec.own_blocks):
         raise scattered_rows_error(x, next(iter(places.values())).format, max(sides), shard_spec, op, name)
     return matrix_of(x), shard_spec.matrix
 
@@ -360,25 +360,27 @@ def scattered_rows_error(x: jax.Array, fmt: Format, unit: int, shard_spec: Shard
     )
 
 
-def draws_of(
-    seed: jax.Array | None, fmt: Format, shard_spec: ShardSpec, shape: layout.Shape, turned: bool = False
-) -> quantize_steps.Draws | None:
+def philox_of(
+    seed: jax.Array | None, fmt: Format, shard_spec: ShardSpec, shape: layout.Shape, transposed: bool = False
+) -> quantize_steps.Philox | None:
     """Return the Philox key and offset of a tensor, in `shard_map` of its shard; None if it needs no random bits.
 
-    With `turned`, the tensor is a transpose and uses the random bits of the original matrix.
+    With `transposed`, the tensor is a transpose and uses the random bits of the original matrix.
     """
     if seed is None or not fmt.stochastic:
         return None
     rows, columns = layout.matrix_shape(shape)
-    if turned:
-        of_transpose = draws_of(seed, fmt, shard_spec.transposed if shard_spec.entries else shard_spec, (columns, rows))
+    if transposed:
+        of_transpose = philox_of(
+            seed, fmt, shard_spec.transposed if shard_spec.entries else shard_spec, (columns, rows)
+        )
         return of_transpose and of_transpose.transposed(rows)
     if not shard_spec.local:
-        return quantize_steps.Draws(seed, jnp.asarray(words_of(0)), columns)
+        return quantize_steps.Philox(seed, jnp.asarray(words_of(0)), columns)
     if not shard_spec.inner_axes:
         shard_spec, shape = shard_spec.matrix, (rows, columns)
 
     def multiply_add(row: jax.Array, step: int, column: jax.Array) -> Words:
         return words_plus(words_times(row, step), (column, jnp.zeros_like(column)))
 
-    return shard_spec.box(shape).draws(seed, lambda words: jnp.stack(vary_alike(*words), axis=-1), multiply_add)
+    return shard_spec.box(shape).philox(seed, lambda words: jnp.stack(vary_alike(*words), axis=-1), multiply_add)

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kBlockMapThreads)
   Words<16> random[kStripCols];
   Regions::Draw draw = regions.template Of<true>(at.place);
 #pragma unroll
-  for (int j = 0; j < kStripCols; ++j, draw.index += regions.places.steps.col)
+  for (int j = 0; j < kStripCols; ++j, draw.index += regions.philox.steps.col)
     random[j] = RandomBytes(draw.index, draw.seed);
 
   uint8_t* to = data + at.first / 2;
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(kBlockMapThreads)
 }
 
 template <class In>
-bool TakesStrips(const In* x, const Places& places, const Blocks& b, const uint8_t* data) {
-  return places.steps.row == 1 && (places.run >= b.GridSize() || places.in_step) &&
+bool TakesStrips(const In* x, const Philox& philox, const Blocks& b, const uint8_t* data) {
+  return philox.steps.row == 1 && (philox.run >= b.GridSize() || philox.in_step) &&
          b.cols % kStripCols == 0 && (b.block_cols % kStripCols == 0 || b.block_cols == b.cols) &&
          HasSmallIndices(b) && IsAligned(x, kStripCols * sizeof(In)) &&
          IsAligned(data, kStripCols / 2);
@@ -112,24 +112,24 @@ bool TakesStrips(const In* x, const Places& places, const Blocks& b, const uint8
 
 template <class In>
 Status CastBlockStochastic(const Exec<Cuda>& exec, const In* x, const float* scale,
-                           const Places& places, const Blocks& blocks, uint8_t* data) {
+                           const Philox& philox, const Blocks& blocks, uint8_t* data) {
   if (blocks.GridSize() == 0) return {};
   const Blocks b = Simplify(blocks);
   using Rows = CastStochasticOp<In, false>;
   using Columns = CastStochasticOp<In, true>;
-  const Regions regions = RegionsOf(places, b);
+  const Regions regions = RegionsOf(philox, b);
   const Rows rows{x, scale, regions};
-  if (places.steps.col == 1 && TakesVectors<Rows>(b, x, data))
+  if (philox.steps.col == 1 && TakesVectors<Rows>(b, x, data))
     return LaunchBlockMap(exec, rows, x, data, b);
   // Blocks of one column, but one region per vector.
-  const bool whole_rows = places.run >= b.GridSize() || places.run % b.GridCols() == 0;
-  if (places.steps.col == 1 && b.block_cols == 1 && whole_rows) {
+  const bool whole_rows = philox.run >= b.GridSize() || philox.run % b.GridCols() == 0;
+  if (philox.steps.col == 1 && b.block_cols == 1 && whole_rows) {
     Blocks wide = b;  // block width as far as vectors are concerned
     wide.block_cols = b.cols;
     if (HasSmallIndices(b) && TakesVectors<Columns>(wide, x, data))
       return LaunchBlockMap(exec, Columns{x, scale, regions}, x, data, b);
   }
-  if (TakesStrips(x, places, b, data)) {
+  if (TakesStrips(x, philox, b, data)) {
     const MapTiles tiles(b, kStripCols, kStripRows);
     return Launch(exec, CastStochasticStrips<In>, tiles.tiles, kBlockMapThreads, x, scale, regions,
                   tiles, data);

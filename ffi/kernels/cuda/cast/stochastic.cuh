@@ -37,9 +37,9 @@ __device__ __forceinline__ uint32_t ByteOf(const Words<16>& bytes, int i) {
   return bytes.w[i / 4] >> (i % 4 * 8) & 0xFF;
 }
 
-// The regions of a Places, with the grid that they refer to.
+// The regions of Philox, with the grid that they refer to.
 struct Regions {
-  Places places;
+  Philox philox;
   int64_t grid_rows, grid_cols;          // of a matrix
   int64_t rows, block_rows, block_cols;  // of a matrix, and of a block
   Divider run, blocks_across, blocks_down;
@@ -54,27 +54,27 @@ struct Regions {
     const auto divide = [](int64_t n, const Divider& by, int64_t number) {
       return kSmall ? by.Divide(static_cast<uint32_t>(n)) : n / number;
     };
-    const int64_t region = divide(p.block, run, places.run);
-    const int64_t down = divide(region * places.run, blocks_across, grid_cols);
+    const int64_t region = divide(p.block, run, philox.run);
+    const int64_t down = divide(region * philox.run, blocks_across, grid_cols);
     const int64_t matrix = divide(down, blocks_down, grid_rows);
     const int64_t first_row = matrix * rows + (down - matrix * grid_rows) * block_rows;
-    const int64_t first_col = (region * places.run - down * grid_cols) * block_cols;
-    const uint64_t index = FromWords(places.first + 2 * region) +
-                           static_cast<uint64_t>(p.row - first_row) * places.steps.row +
-                           static_cast<uint64_t>(p.col - first_col) * places.steps.col;
-    return {index, FromWords(places.seed + 2 * region)};
+    const int64_t first_col = (region * philox.run - down * grid_cols) * block_cols;
+    const uint64_t index = FromWords(philox.offset + 2 * region) +
+                           static_cast<uint64_t>(p.row - first_row) * philox.steps.row +
+                           static_cast<uint64_t>(p.col - first_col) * philox.steps.col;
+    return {index, FromWords(philox.seed + 2 * region)};
   }
 };
 
-inline Regions RegionsOf(const Places& places, const Blocks& b) {
+inline Regions RegionsOf(const Philox& philox, const Blocks& b) {
   const int64_t most = kMaxDivided - 1;
-  return {places,
+  return {philox,
           b.GridRows(),
           b.GridCols(),
           b.rows,
           b.block_rows,
           b.block_cols,
-          Divider(std::min(places.run, most)),
+          Divider(std::min(philox.run, most)),
           Divider(std::min(b.GridCols(), most)),
           Divider(std::min(b.GridRows(), most))};
 }

@@ -237,8 +237,8 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
     [[maybe_unused]] uint64_t seed = 0, index = 0;
     if constexpr (kRandom && !kGathered) {
       if (a.one_region) {
-        seed = FromWords(a.regions.places.seed);
-        index = FromWords(a.regions.places.first) + in_all * a.regions.places.steps.row + col;
+        seed = FromWords(a.regions.philox.seed);
+        index = FromWords(a.regions.philox.offset) + in_all * a.regions.philox.steps.row + col;
       }
     }
     uint8_t* to = a.data + (in_all * a.grid.cols + col) / 2;
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(In) == 4 ? 2 : 3)
           index = draw.index, seed = draw.seed;
         }
         random = RandomBytes(index, seed);
-        if constexpr (!kGathered) index += kRowsAtOnce * a.regions.places.steps.row;
+        if constexpr (!kGathered) index += kRowsAtOnce * a.regions.philox.steps.row;
         if (a.second_data != nullptr)
           *reinterpret_cast<uint4*>(memory.random + Memory::Row(row, Memory::kRandomBytes) +
                                     block * kBlock16) =

@@ -11,10 +11,10 @@ namespace {
 
 template <class In>
 bool TakesNvfp4Tiles(const Nvfp4TileArguments<In, OwnNvfp4Rows>& a, const Blocks& cells,
-                     const Places* places) {
+                     const Philox* philox) {
   // One region must have all 16 elements of a row of a block, or everything.
   const bool draws =
-      places == nullptr || (places->steps.col == 1 && (a.one_region || cells.block_cols > 1));
+      philox == nullptr || (philox->steps.col == 1 && (a.one_region || cells.block_cols > 1));
   return draws && a.grid.cols % kEight == 0 && IsAligned(a.x, 16) && IsAligned(a.data, 8) &&
          IsAligned(a.second_data, 8) && a.grid.tiles < kMaxDivided && HasSmallIndices(cells);
 }
@@ -47,11 +47,11 @@ Status Quantize(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales& scales,
        second_scales,
        divider(matrices),
        divider(second_matrices),
-       RegionsOf(options.places != nullptr ? *options.places : Places{nullptr, nullptr, 1, {}},
+       RegionsOf(options.philox != nullptr ? *options.philox : Philox{nullptr, nullptr, 1, {}},
                  cells),
        divider(cells.block_rows),
        divider(cells.block_cols),
-       options.places != nullptr && options.places->run >= cells.GridSize()},
+       options.philox != nullptr && options.philox->run >= cells.GridSize()},
       x,
       TileGrid(cells.batch, cells.rows, cells.cols),
       options.hadamard,
@@ -60,10 +60,10 @@ Status Quantize(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales& scales,
       out.scale_inv,
       out.second_data,
       out.second_scale_inv};
-  if (matrices > 0 && second_matrices > 0 && TakesNvfp4Tiles(a, cells, options.places))
-    return options.places != nullptr ? LaunchNvfp4Tiles<In, true>(exec, a)
+  if (matrices > 0 && second_matrices > 0 && TakesNvfp4Tiles(a, cells, options.philox))
+    return options.philox != nullptr ? LaunchNvfp4Tiles<In, true>(exec, a)
                                      : LaunchNvfp4Tiles<In, false>(exec, a);
-  const bool random = options.places != nullptr;
+  const bool random = options.philox != nullptr;
   if (out.data != nullptr) {
     const Status status = LaunchNvfp4Blocks(
         exec, x, {scales, rows, false, random, a.regions, cells, {out.data, out.scale_inv}});
@@ -86,7 +86,7 @@ Status QuantizeNvfp4(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales& sca
                      const Nvfp4Options& options, const Blocks& blocks,
                      const BlockPlane<uint8_t>& out) {
   if (blocks.GridSize() == 0) return {};
-  if (!options.hadamard && options.places == nullptr)
+  if (!options.hadamard && options.philox == nullptr)
     return QuantizeBlock<In, E2M1>(exec, x, scales, blocks, out);
   return Quantize(exec, x, scales, scales, options, blocks,
                   {out.data, out.scale_inv, out.data_t, out.scale_inv_t, true});
@@ -100,7 +100,7 @@ Status QuantizeNvfp4Both(const Exec<Cuda>& exec, const In* x, const Nvfp4Scales&
   // Without options, one kernel writes both planes if they share global scales.
   const bool one = scales.global_amax == second_scales.global_amax &&
                    scales.run == second_scales.run && scales.step == second_scales.step;
-  if (!options.hadamard && options.places == nullptr && one)
+  if (!options.hadamard && options.philox == nullptr && one)
     return QuantizeBlockBoth<In, E2M1>(exec, x, scales, blocks, out);
   return Quantize(exec, x, scales, second_scales, options, blocks, out);
 }
