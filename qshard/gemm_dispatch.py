@@ -406,7 +406,7 @@ def multiply_grouped_values(
     return getattr(ops, f"gemm_grouped_values_{layout}")(a, b, stops, dtype=dtype, workspace=workspace)[0]
 
 
-class Way(NamedTuple):
+class ProductPlan(NamedTuple):
     """The plan of a product of two planes by ops, with their formats and usages and the workspace in bytes.
 
     Attributes:
@@ -418,7 +418,7 @@ class Way(NamedTuple):
     workspace: int
     values: Any = None
 
-    def product(self, ops: Any, a: Plane, b: Plane, *, dtype: Any, fast: bool = False) -> Array:
+    def multiply(self, ops: Any, a: Plane, b: Plane, *, dtype: Any, fast: bool = False) -> Array:
         """Compute `a @ b.T`; `dtype` and `fast` as in `multiply`."""
         if self.values is None:
             options = {"dtype": dtype, "fast": fast, "workspace": self.workspace}

@@ -32,7 +32,7 @@ from qshard.torch_bridge._distributed.recipe_planners import RecipeLoadPlanner, 
 from qshard.torch_bridge._distributed.scaling_state import load_scaling_state, scaling_state
 from qshard.torch_bridge._experts.grouped_linear import grouped_linear
 from qshard.torch_bridge._experts.layer import GroupedLinear
-from qshard.torch_bridge._fsdp.functional import gathered_weight, is_converted
+from qshard.torch_bridge._fsdp.gathered_weight import gathered_weight, is_converted
 from qshard.torch_bridge._fsdp.reduce_scatter import reduce_gradients_in_order
 from qshard.torch_bridge._fsdp.refresh import update_scales
 from qshard.torch_bridge._fsdp.weight import ShardedWeight

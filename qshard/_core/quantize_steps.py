@@ -92,7 +92,7 @@ def quantize(
     philox: Philox | None = None,
     given: Scales | None = None,
     amax: Array | None = None,
-    wholes: Sequence[Array] | None = None,
+    global_amaxes: Sequence[Array] | None = None,
     is_whole: bool = False,
 ) -> dict[Usage, Plane]:
     """Compute the planes of `x` with as few reads of `x` as the format allows.
@@ -103,29 +103,29 @@ def quantize(
     - `philox`: Philox key and offset, required for stochastic rounding and unused otherwise.
     - `given`: for formats with one scale per tensor: scales to use instead of computing them from the amax.
     - `amax`: amax of `x`, if already computed. Used by formats that need no other amax.
-    - `wholes`: `global_amaxes` of `x` after the max-reduction, in place of `reduce_max`.
+    - `global_amaxes`: `compute_global_amaxes` of `x` after the max-reduction, in place of `reduce_max`.
     - `is_whole`: `x` is a whole matrix on one device, so that one op may compute its only scale (`fits_one_op`).
 
     Raises ValueError if `fmt` rounds stochastically and `philox` is None.
     """
     if fmt.stochastic and philox is None:  # check before the amax, which may be a collective
         raise ValueError(seed_missing("quantize", fmt))
-    has_no_amax = reduce_max is None and given is None and amax is None and wholes is None
+    has_no_amax = reduce_max is None and given is None and amax is None and global_amaxes is None
     if is_whole and has_no_amax and fmt.block is None and fits_one_op(x.shape):
         return _quantize_whole(ops, x, fmt, usage)
-    if wholes is None and given is None:
-        wholes = global_amaxes(ops, x, fmt, usage, amax)
-        wholes = wholes if reduce_max is None else [reduce_max(each) for each in wholes]
+    if global_amaxes is None and given is None:
+        global_amaxes = compute_global_amaxes(ops, x, fmt, usage, amax)
+        global_amaxes = global_amaxes if reduce_max is None else [reduce_max(each) for each in global_amaxes]
     if fmt.block is None:
         if given is None:
-            assert wholes is not None
-            given = scales(ops, fmt, wholes[0])
+            assert global_amaxes is not None
+            given = scales(ops, fmt, global_amaxes[0])
         if usage is Usage.ROWWISE:
             codes = [ops.cast_tensor(x, given.scale, element=fmt.element.name)]
         else:
             codes = ops.cast_transpose(x, given.scale, element=fmt.element.name, **outer_axes(x))
         return planes_of_one_scale(codes, usage, given.scale_inv)
-    amaxes = _by_plane(wholes or (), usage)
+    amaxes = _by_plane(global_amaxes or (), usage)
     if fmt.scaling.four_over_six is not None:
         sources = {source(fmt, each): None for each in usage.planes}
         planes = {each: _in_steps(ops, x, fmt, each, amaxes[each]) for each in sources}
@@ -180,7 +180,7 @@ def global_amax(ops: Any, x: Array, fmt: Format, amax: Array | None = None) -> A
     return amax
 
 
-def global_amaxes(ops: Any, x: Array, fmt: Format, usage: Usage, amax: Array | None = None) -> Sequence[Array]:
+def compute_global_amaxes(ops: Any, x: Array, fmt: Format, usage: Usage, amax: Array | None = None) -> Sequence[Array]:
     """Compute the amaxes for scales of the whole tensor or of its rows, with one read of `x`.
 
     There are none, one for all planes, or with a rotation one for each plane of `usage`: as many for every shard of a
@@ -218,8 +218,10 @@ def scales(ops: Any, fmt: Format, amax: Array, whole: Array | None = None, *, re
     - `repeated`: for many tensors: repeats each element of `whole` for the parts of `amax` that it serves.
     """
     if fmt.scaling.global_scale is not None:
-        wholes = whole if repeated is None else repeated(whole)
-        scale, scale_inv = ops.scale_nvfp4(amax, wholes, scale_max=fmt.scaling.scale_max, nonfinite=fmt.nonfinite)
+        global_amaxes = whole if repeated is None else repeated(whole)
+        scale, scale_inv = ops.scale_nvfp4(
+            amax, global_amaxes, scale_max=fmt.scaling.scale_max, nonfinite=fmt.nonfinite
+        )
         return Scales(scale, scale_inv, global_scale_inv(ops, fmt, whole))
     if fmt.scale_dtype == E8M0.name:
         rule = {"rounding": fmt.scaling.scale_rounding, "nonfinite": fmt.nonfinite}

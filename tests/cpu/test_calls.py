@@ -219,7 +219,7 @@ def test_none_reaches_no_kernel():
 
 def test_what_is_no_array_of_jax():
     jnp = pytest.importorskip("jax.numpy")
-    from qshard.jax._sharding.foreach import bind
+    from qshard.jax._sharding.multi_tensor import bind
 
     given = {"block_rows": 0, "block_cols": 0, "rounded_to": "float32", "shapes": (1, 2), "whole": "none"}
     for operands, text in (

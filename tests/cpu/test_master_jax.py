@@ -11,7 +11,7 @@ from qshard import formats, reference
 from qshard._core.flat_shards import FlatSlice, plan_master
 from qshard.formats import Usage
 from qshard.jax import cast_master, quantize
-from qshard.jax._sharding import foreach
+from qshard.jax._sharding import multi_tensor
 from support.awkward import TAME, assert_bits_equal, awkward_values
 
 
@@ -58,4 +58,4 @@ def test_bad_input():
 def test_handlers_check_for_themselves(change, message):
     options = {"block_cols": 2, "block_rows": 1, "rounded_to": "float32", "shapes": (2, 4), "whole": "none"} | change
     with pytest.raises(Exception, match=message):
-        foreach.bind("amax_slices")(np.zeros((1, 2), np.uint32), jnp.zeros(4), [jnp.ones(3)], **options)
+        multi_tensor.bind("amax_slices")(np.zeros((1, 2), np.uint32), jnp.zeros(4), [jnp.ones(3)], **options)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qshard import _ffi
 from qshard.jax import ops as jax_ops
-from qshard.jax._sharding import foreach
+from qshard.jax._sharding import multi_tensor
 from qshard.op_table import table
 from qshard.torch_bridge._ops.bind import into
 from support.awkward import assert_all_bits_equal
@@ -92,7 +92,7 @@ def test_torch_finds_nothing_wrong_with_the_op(spec):
 
 def jax_call(made):
     if made.spec.many:
-        return lambda *operands: foreach.bind(made.spec.name)(*operands, **made.options)
+        return lambda *operands: multi_tensor.bind(made.spec.name)(*operands, **made.options)
     return lambda *operands: getattr(jax_ops, made.spec.name)(*operands, **made.options)
 
 

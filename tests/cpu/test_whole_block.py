@@ -96,7 +96,7 @@ def test_scales_from_elsewhere_take_separate_ops():
         "reduced": (x, {"reduce_max": lambda amax: 2 * amax}),
         "amax": (x, {"amax": amax}),
         "scales": (x, {"given": given}),
-        "wholes": (x, {"wholes": [amax]}),
+        "global_amaxes": (x, {"global_amaxes": [amax]}),
         "stack": (torch.ones(2, 8, 8), {}),
         "empty": (torch.ones(0, 8), {}),
         "odd": (torch.ones(8, 9), {}),

@@ -132,9 +132,9 @@ class Jax:
         import jax
 
         from qshard.jax import ops as jax_ops
-        from qshard.jax._sharding import foreach
+        from qshard.jax._sharding import multi_tensor
 
-        op = foreach.bind(made.spec.name) if made.spec.many else getattr(jax_ops, made.spec.name)
+        op = multi_tensor.bind(made.spec.name) if made.spec.many else getattr(jax_ops, made.spec.name)
         self.operands = jax.device_put(made.operands)
         self.run = jax.jit(functools.partial(op, **made.options)).lower(*self.operands).compile()
 

@@ -35,7 +35,7 @@ from qshard._core.quantize_steps import Plane, plane_rows
 from qshard.formats import Usage
 from qshard.layout import block_alignment, is_transposed
 from qshard.recipes import Recipe, Role
-from qshard.torch_bridge._ops.collectives import Gathering
+from qshard.torch_bridge._ops.collectives import PendingGather
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling, may_reuse
 from qshard.torch_bridge._quantized.gemm import Operand, matmul, matmul_into
 from qshard.torch_bridge._torch_internals import functional_collectives as funcol
@@ -164,7 +164,7 @@ class Rows(NamedTuple):
         if is_compiling():
             begun = [funcol.all_gather_tensor(part, 0, self.group) for part in parts.values()]
         else:
-            gathering = Gathering.begin([*parts.values()], self.group)
+            gathering = PendingGather.begin([*parts.values()], self.group)
 
         def wait() -> dict[str, Tensor]:
             arrived = [*map(funcol.wait_tensor, begun)] if is_compiling() else gathering.wait()

@@ -15,7 +15,7 @@ from qshard.gemm_dispatch import UNIT
 from qshard.layout import is_transposed
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.eager import are_plain, is_compiling
-from qshard.torch_bridge._ops.foreach import adjacent_view
+from qshard.torch_bridge._ops.flat_plan import adjacent_view
 from qshard.torch_bridge._quantized.gemm import Operand
 
 

@@ -24,7 +24,7 @@ from qshard.torch_bridge._experts.operands import BatchedOps, GroupedOperand, Op
 from qshard.torch_bridge._nn.operands import operand_spec, planes_of_weight, values_of
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling
-from qshard.torch_bridge._ops.foreach import flat_plan
+from qshard.torch_bridge._ops.flat_plan import flat_plan
 from qshard.torch_bridge._ops.uint64 import xor_words
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor, format_of

@@ -34,8 +34,8 @@ from qshard.torch_bridge._distributed.tensor_shards import ShardSpec, merge_plan
 from qshard.torch_bridge._fsdp.scale_state import ScaleState
 from qshard.torch_bridge._fsdp.shard_plan import ShardPlan, compute_device
 from qshard.torch_bridge._fsdp.weight import memory_of
-from qshard.torch_bridge._ops.collectives import Gathering, begin_max, join_scalars
-from qshard.torch_bridge._ops.foreach import flat_plan
+from qshard.torch_bridge._ops.collectives import PendingGather, begin_max, join_scalars
+from qshard.torch_bridge._ops.flat_plan import flat_plan
 
 
 def row_shard_plan(op: str, weight: Tensor, fmt: Format) -> ShardPlan | None:
@@ -87,7 +87,7 @@ def _has_whole_blocks(part: ShardSpec, fmt: Format) -> bool:
     return True
 
 
-class Amaxes(NamedTuple):
+class PendingAmaxes(NamedTuple):
     """The first step of a gather: values of shards, amaxes, and their reductions, which may not be over.
 
     `delayed` has the states of weights with delayed scales, and then `amaxes` is None if no state needs them.
@@ -99,10 +99,10 @@ class Amaxes(NamedTuple):
     delayed: list[DelayedScale]
 
 
-class Codes(NamedTuple):
+class PendingCodes(NamedTuple):
     """The second step of a gather: codes and scales that are gathered, and the scales that this rank computed."""
 
-    gathering: Gathering
+    gathering: PendingGather
     scales: list[Scales]
 
 
@@ -119,7 +119,7 @@ class CodeGather:
         self._flat = flat_plan(tuple(plan.cast_slice for plan in plans), self._device)
         self._sizes = [math.prod(plan.padded_shape) for plan in plans]
 
-    def reduce(self, weights: Sequence[Tensor], *, observe: bool = False) -> Amaxes:
+    def reduce(self, weights: Sequence[Tensor], *, observe: bool = False) -> PendingAmaxes:
         """Compute the amaxes of the shards of `weights`, and begin their max-reduction.
 
         `observe` records the amaxes for the next delayed scales.
@@ -129,13 +129,13 @@ class CodeGather:
         delayed = [each.scale_state.delayed for each in states]
         has_scales = bool(delayed) and all([state.knows_scale() for state in delayed])  # noqa: C419, every state must be told.
         if has_scales and not observe:
-            return Amaxes(values, None, [], delayed)
+            return PendingAmaxes(values, None, [], delayed)
         amaxes = self._flat.amaxes(values)
         if observe:
             for state, (amax, _) in zip(delayed, self._flat.plan.split_amaxes(amaxes), strict=False):
                 state.observe(amax)
         if has_scales:
-            return Amaxes(values, None, [], delayed)
+            return PendingAmaxes(values, None, [], delayed)
         reduced = [amaxes]
         if not self._splits_blocks:
             parts = [(batch, *batch.part(amaxes)) for batch in self._flat.plan.batches]
@@ -143,18 +143,18 @@ class CodeGather:
             is_shared = [batch.fmt.tensor_scaled for batch, *_ in parts]
             reduced = [each for each, shared in zip(of_tensors, is_shared, strict=True) if shared and each is not None]
         works = [work for each in reduced if (work := begin_max(each, self._group)) is not None]
-        return Amaxes(values, amaxes, works, delayed)
+        return PendingAmaxes(values, amaxes, works, delayed)
 
-    def send(self, step: Amaxes, wholes: Sequence[Tensor | None] = ()) -> Codes:
+    def send(self, step: PendingAmaxes, global_amaxes: Sequence[Tensor | None] = ()) -> PendingCodes:
         """Cast the shards, and begin the all-gather of their codes.
 
-        `wholes` may give a weight, by its index, another amax for its global scale: of more than the weight.
+        `global_amaxes` may give a weight, by its index, another amax for its global scale: of more than the weight.
         """
         for work in step.reductions:
             work.wait()
         if step.amaxes is not None:
             merge_plan([plan.part for plan in self._plans], self._flat.plan, step.amaxes)
-            for given, (_, own) in zip(wholes, self._flat.plan.split_amaxes(step.amaxes), strict=False):
+            for given, (_, own) in zip(global_amaxes, self._flat.plan.split_amaxes(step.amaxes), strict=False):
                 if given is not None and own is not None:
                     own.copy_(given)
         scales = self._scales(step)
@@ -167,9 +167,9 @@ class CodeGather:
             arrays = [buffer[:size] for buffer, size in zip(buffers, self._sizes, strict=True)]
         else:
             arrays = [*buffers, *(array for each, of in self._batches(scales) for array in self._of_rows(each, of))]
-        return Codes(Gathering.begin(arrays, self._group), scales)
+        return PendingCodes(PendingGather.begin(arrays, self._group), scales)
 
-    def _scales(self, step: Amaxes) -> list[Scales]:
+    def _scales(self, step: PendingAmaxes) -> list[Scales]:
         """Return the scales of each batch."""
         amaxes = step.amaxes
         if not step.delayed:
@@ -183,7 +183,7 @@ class CodeGather:
             for scales in of_batches
         ]
 
-    def planes(self, step: Codes) -> list[Plane]:
+    def planes(self, step: PendingCodes) -> list[Plane]:
         """Return the rowwise planes of the whole weights, once they are gathered."""
         gathered = step.gathering.wait()
         codes = [plan.codes(each) for plan, each in zip(self._plans, gathered, strict=False)]
@@ -261,7 +261,7 @@ def _join_parts(planes: list[Plane], wheres: Sequence[PlaneLayout], part: ShardS
         group, dim = part.mesh.get_group(axis), placement.dim
         arrays = [each.data for each in planes]
         arrays += [each.scale_inv for each, where in zip(planes, wheres, strict=True) if where.scale_shape]
-        whole = _concatenate(Gathering.begin(arrays, group).wait(), arrays, dim)
+        whole = _concatenate(PendingGather.begin(arrays, group).wait(), arrays, dim)
         scales = iter(whole[len(planes) :])
         planes = [
             each._replace(data=data, scale_inv=next(scales) if where.scale_shape else each.scale_inv)
@@ -273,7 +273,7 @@ def _join_parts(planes: list[Plane], wheres: Sequence[PlaneLayout], part: ShardS
 def gather_ranks(whole: Plane, group: dist.ProcessGroup) -> list[Plane]:
     """All-gather the planes of as many weights as the group has ranks, one on each. Collective."""
     arrays = [array[None] for array in whole if array is not None]
-    gathered = iter(Gathering.begin(arrays, group).wait())
+    gathered = iter(PendingGather.begin(arrays, group).wait())
     parts = [None if array is None else next(gathered).unbind() for array in whole]
     ranks = range(dist.get_world_size(group))
     return [Plane(*(None if part is None else part[rank] for part in parts)) for rank in ranks]

@@ -36,14 +36,14 @@ from qshard.torch_bridge._fsdp.shard_plan import ShardPlan, compute_device
 from qshard.torch_bridge._modules import parameters_of
 from qshard.torch_bridge._ops.bind import into
 from qshard.torch_bridge._ops.collectives import max_over_ranks, unlike_ranks
-from qshard.torch_bridge._ops.foreach import FlatPlan, flat_plan
+from qshard.torch_bridge._ops.flat_plan import FlatPlan, flat_plan
 from qshard.torch_bridge._quantized.validation import check_model
 from qshard.torch_bridge._torch_internals import fsdp_groups
 
 _ALIGNMENT = 256  # Bytes, of the codes of each weight in a shared buffer: the alignment of GPU allocations.
 
 
-class Gather(NamedTuple):
+class WeightGather(NamedTuple):
     """A running gather. The pre-all-gather hook creates it, and FSDP2 passes it to the post-all-gather hook."""
 
     plan: ShardPlan
@@ -60,7 +60,7 @@ class Gather(NamedTuple):
         return Plane(self.plan.codes(gathered), state.stored.scale_inv, state.stored.global_scale_inv)
 
 
-def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: DeviceMesh) -> tuple[Tensor, Gather]:
+def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: DeviceMesh) -> tuple[Tensor, WeightGather]:
     """Cast a shard for its all-gather, after a refresh if it is the first of a pass.
 
     FSDP2 shards a tensor of this shape over `mesh`. Returns the padded codes, uint8, and the gather for the
@@ -82,7 +82,7 @@ def begin_gather(state: ScaleState, shard: Tensor, shape: torch.Size, mesh: Devi
         padded = state.primary.codes_on(weight.plan.device)
     restore_shape = _set_padded_shape(state, padded) if weight.plan.packs_shards else None
     assert state.refresh is not None
-    return padded, Gather(weight.plan, state.refresh, restore_shape)
+    return padded, WeightGather(weight.plan, state.refresh, restore_shape)
 
 
 def padded_values(

@@ -20,7 +20,7 @@ from qshard.formats import Format, Usage
 from qshard.layout import plane, splits_stack, stack_plane
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._ops.bind import dtype_name, into, ops
-from qshard.torch_bridge._ops.foreach import xp
+from qshard.torch_bridge._ops.flat_plan import xp
 
 
 class ShardPlan:

@@ -21,7 +21,7 @@ from qshard.torch_bridge._distributed.dtensor import local_of, wrapped_like
 from qshard.torch_bridge._fsdp.gather_hook import GatherHook, hook_signature
 from qshard.torch_bridge._fsdp.initial_values import RANDOM, box_of, exact_erfinv, fill
 from qshard.torch_bridge._fsdp.op_kinds import MAKES_PLAIN, STAYS_SHARDED, is_mutable, is_view
-from qshard.torch_bridge._fsdp.refresh import Gather, begin_gather, padded_values
+from qshard.torch_bridge._fsdp.refresh import WeightGather, begin_gather, padded_values
 from qshard.torch_bridge._fsdp.scale_state import ScaleState, Status
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -268,7 +268,7 @@ class ShardedWeight(Tensor):
             return GatherHook(self._cast_packed_rows, _CAST_PACKED_ROWS)
         return GatherHook(self._cast_shard, _CAST_SHARD)
 
-    def _cast_packed_rows(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Gather]:
+    def _cast_packed_rows(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], WeightGather]:
         """Cast a shard of rows to 4-bit codes, with the older signature of the hook.
 
         With the newer signature FSDP2 requires one element of codes for each element of an uneven shard, so 4-bit codes
@@ -283,7 +283,7 @@ class ShardedWeight(Tensor):
         outer_stride: tuple[int, ...] = (),
         module: nn.Module | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
-    ) -> tuple[tuple[Tensor, ...], Gather]:
+    ) -> tuple[tuple[Tensor, ...], WeightGather]:
         """Cast the shard to padded codes. FSDP2 calls it before each gather, on all ranks."""
         padded, gather = begin_gather(self.scale_state, self.shard, outer_size, mesh)
         return (padded,), gather
@@ -305,7 +305,7 @@ class ShardedWeight(Tensor):
     def fsdp_post_all_gather(
         self,
         all_gather_outputs: tuple[Tensor, ...],
-        metadata: Gather | None,
+        metadata: WeightGather | None,
         param_dtype: torch.dtype,
         *,
         out: Tensor | None = None,

@@ -17,7 +17,7 @@ from qshard.torch_bridge._distributed.activation_group import ActivationGroup
 from qshard.torch_bridge._distributed.dtensor import local_of
 from qshard.torch_bridge._distributed.scaling_state import load_state_if_present
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
-from qshard.torch_bridge._fsdp.functional import is_converted, warn_of_late_quantization
+from qshard.torch_bridge._fsdp.gathered_weight import is_converted, warn_of_late_quantization
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, wrap
 from qshard.torch_bridge._nn.functional import linear
 from qshard.torch_bridge._nn.weight_module import LinearOperands, WeightModule, wrap_weight

@@ -4,9 +4,9 @@ One program (`programs.py`) quantizes and multiplies the weight, and another com
 of `functional.py` in the same order, so the bits are the same. Intermediate tensors stay allocated until the call ends.
 Large layers are not limited by the host, so they run op by op instead.
 
-Programs need GEMMs that are qshard ops (`gemm.way_of`), so they run on GPUs only. Otherwise the caller uses PyTorch's
-matmul. Without programs, training steps on an H100 took 8 to 28 % longer (the examples' GPT, 256 to 1024 wide) and 21
-to 30 % longer (one Llama block).
+Programs need GEMMs that are qshard ops (`gemm.plan_product`), so they run on GPUs only. Otherwise the caller uses
+PyTorch's matmul. Without programs, training steps on an H100 took 8 to 28 % longer (the examples' GPT, 256 to 1024
+wide) and 21 to 30 % longer (one Llama block).
 
 In a compiled graph a program is one op in place of two or four. Dynamo does not trace plans and recorders, so
 `_product_text` and `_gradients_text` are constants of the graph, and take recipes as `Recipe.text`.
@@ -30,14 +30,14 @@ from qshard.gemm_dispatch import Sizes
 from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._nn.operands import ROLES, operand_spec, philox_of
 from qshard.torch_bridge._ops.programs import Memo, Steps, run_in_graph
-from qshard.torch_bridge._quantized.gemm import Operand, way_of
+from qshard.torch_bridge._quantized.gemm import Operand, plan_product
 from qshard.torch_bridge._quantized.target_gpu import Target, target_of
 from qshard.torch_bridge._torch_internals import base_of, has_memory_budget, has_static_shape
 
 aten = torch.ops.aten
 
 Product = Callable[..., Any]
-"""GEMM `a @ b.T` of two planes, with a fixed result dtype: `Way.product`."""
+"""GEMM `a @ b.T` of two planes, with a fixed result dtype: `ProductPlan.multiply`."""
 
 
 class BackwardPlan(NamedTuple):
@@ -262,8 +262,8 @@ def _gemm_op(
     m, n, k = sizes
     if target is None or max(m * k, n * k, m * n) > target.large:
         return None
-    way = way_of(a, a_usage, b, b_usage, sizes, target.gpu, dtype)
-    return None if way is None else functools.partial(way.product, dtype=dtype)
+    plan = plan_product(a, a_usage, b, b_usage, sizes, target.gpu, dtype)
+    return None if plan is None else functools.partial(plan.multiply, dtype=dtype)
 
 
 def _philox(recipe: Recipe, roles: Iterable[Role], seed: Tensor | None, device: torch.device) -> Iterator[Tensor]:

@@ -102,9 +102,9 @@ class LayerQuantizer(NamedTuple):
             by_row = spec.format.row_scaled
             if whole is None and part.axes(by_row=by_row):
                 reduce_max = functools.partial(part.merge_amax, by_row=by_row)
-        wholes = () if whole is None else (whole,)
+        global_amaxes = () if whole is None else (whole,)
         planes, observed = quantize_operand(
-            x, spec, scale=scale, philox=philox, amax=amax, wholes=wholes, reduce_max=reduce_max
+            x, spec, scale=scale, philox=philox, amax=amax, global_amaxes=global_amaxes, reduce_max=reduce_max
         )
         if spec.added_rows and Usage.ROWWISE in planes:
             planes[Usage.ROWWISE] = plane_rows(planes[Usage.ROWWISE], spec.format, Usage.ROWWISE, 0, rows)

@@ -29,7 +29,7 @@ from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._modules import parameters_of
 from qshard.torch_bridge._ops.bind import dtype_name, ops
 from qshard.torch_bridge._ops.eager import is_capturing, is_compiling
-from qshard.torch_bridge._ops.foreach import flat_plan
+from qshard.torch_bridge._ops.flat_plan import flat_plan
 from qshard.torch_bridge._torch_internals import stream_of
 
 

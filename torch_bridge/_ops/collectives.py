@@ -41,7 +41,7 @@ def begin_max(amax: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None
     return work
 
 
-class Gathering(NamedTuple):
+class PendingGather(NamedTuple):
     """An all-gather of several arrays with one call, which may still run.
 
     Attributes:
@@ -55,7 +55,7 @@ class Gathering(NamedTuple):
     work: dist.Work | None
 
     @classmethod
-    def begin(cls, arrays: Sequence[Tensor], group: dist.ProcessGroup | None) -> Gathering:
+    def begin(cls, arrays: Sequence[Tensor], group: dist.ProcessGroup | None) -> PendingGather:
         """Begin to gather arrays, which have equal shapes on all ranks. Collective."""
         if group is None or not arrays or (ranks := dist.get_world_size(group)) == 1:
             return cls(arrays, arrays, None)

@@ -20,7 +20,7 @@ from qshard.formats import Usage
 from qshard.layout import matrix_shape, plane, source
 from qshard.torch_bridge._ops.bind import dtype_name, ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks
-from qshard.torch_bridge._ops.foreach import SliceOps
+from qshard.torch_bridge._ops.flat_plan import SliceOps
 from qshard.torch_bridge._ops.uint64 import words
 from qshard.torch_bridge._optim.slices import QuantizedSlice
 from qshard.torch_bridge._quantized.stack import QuantizedStack

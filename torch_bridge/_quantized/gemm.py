@@ -23,12 +23,12 @@ from qshard import gemm_dispatch
 from qshard._core import quantize_steps
 from qshard._core.quantize_steps import Plane
 from qshard.formats import Format, Usage
-from qshard.gemm_dispatch import Gpu, Kind, Sizes, Way
+from qshard.gemm_dispatch import Gpu, Kind, ProductPlan, Sizes
 from qshard.layout import block_alignment, multiplies_codes
 from qshard.torch_bridge._ops.bind import into, ops
 from qshard.torch_bridge._ops.eager import is_compiling, may_skip_dispatcher, without_autocast
 from qshard.torch_bridge._ops.programs import Memo
-from qshard.torch_bridge._quantized.plane_programs import dequantize, multiply
+from qshard.torch_bridge._quantized.plane_programs import dequantize, multiply_planes
 from qshard.torch_bridge._quantized.target_gpu import Target, target_of
 
 PANEL = 2**18
@@ -88,12 +88,12 @@ def matmul(a: Operand | Values, b: Operand | Values, dtype: torch.dtype, *, fast
     if isinstance(a, Values) or isinstance(b, Values):
         x, y = (one.parts[0] if one.usage is Usage.ROWWISE else one.parts[0].t() for one in (a, b))
         return _multiply_bfloat16(x, y.t(), dtype)
-    device, (way, at_once) = a.parts.data.device, _plan(a, b, dtype)
-    if way is not None and at_once:
-        return multiply(a.parts, b.parts, dtype, fast, way)
+    device, (plan, at_once) = a.parts.data.device, _plan(a, b, dtype)
+    if plan is not None and at_once:
+        return multiply_planes(a.parts, b.parts, dtype, fast, plan)
     exact = device.type != "cuda" or multiplies_codes(a.format, b.format)
     # Values take several times the bytes of codes. If the caller passed its last reference, `del` frees the codes here.
-    kind = way.values if way is not None else torch.float32 if exact else torch.bfloat16
+    kind = plan.values if plan is not None else torch.float32 if exact else torch.bfloat16
     in_order = a.in_order, b.in_order
     x = a.stored_values(kind)
     if _goes_by_panels(a, b):
@@ -101,9 +101,9 @@ def matmul(a: Operand | Values, b: Operand | Values, dtype: torch.dtype, *, fast
     del a
     y = b.stored_values(kind)
     del b
-    if way is not None:
+    if plan is not None:
         result: Tensor = gemm_dispatch.multiply_values(
-            ops, x, in_order[0], y, in_order[1], dtype=dtype, workspace=way.workspace
+            ops, x, in_order[0], y, in_order[1], dtype=dtype, workspace=plan.workspace
         )
         return result
     x, y = x if in_order[0] else x.t(), y.t() if in_order[1] else y
@@ -155,39 +155,39 @@ def _multiply_by_panels(x: Tensor, b: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def matmul_into(a: Operand, b: Operand, out: Tensor, *, fast: bool = False) -> None:
-    way, _ = _plan(a, b, out.dtype)
-    if way is not None and way.values is None:
-        workspace = torch.empty(way.workspace, dtype=torch.uint8, device=out.device)
-        way.product(into(out, workspace), a.parts, b.parts, dtype=out.dtype, fast=fast)
+    plan, _ = _plan(a, b, out.dtype)
+    if plan is not None and plan.values is None:
+        workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=out.device)
+        plan.multiply(into(out, workspace), a.parts, b.parts, dtype=out.dtype, fast=fast)
     else:
         out.copy_(matmul(a, b, out.dtype, fast=fast))
 
 
-def _plan(a: Operand, b: Operand, dtype: torch.dtype) -> tuple[Way | None, bool]:
+def _plan(a: Operand, b: Operand, dtype: torch.dtype) -> tuple[ProductPlan | None, bool]:
     """Return the op that multiplies two operands, or None, and whether one call dequantizes and multiplies."""
     target = None if b.is_transposed else target_of(a.parts.data.device)
     if target is None:
         return None, False
     sides = a.format, a.usage, a.parts.data.shape, b.format, b.usage, b.parts.data.shape
-    return (_way_of_shapes if is_compiling() else _ways)(*sides, target, dtype)
+    return (_plan_product_of_codes if is_compiling() else _cached_plan)(*sides, target, dtype)
 
 
-def way_of(
+def plan_product(
     a: Format, a_usage: Usage, b: Format, b_usage: Usage, sizes: Sizes, gpu: Gpu, dtype: torch.dtype
-) -> Way | None:
-    """Return the op that multiplies two planes into `dtype`, or None if PyTorch multiplies dequantized values."""
+) -> ProductPlan | None:
+    """Plan the op that multiplies two planes into `dtype`. None if PyTorch multiplies dequantized values."""
     planes = (a, a_usage), (b, b_usage)
     kind = gemm_dispatch.kind_of(a, b)
     in_order = gemm_dispatch.contracts_last(*planes[0]) and gemm_dispatch.contracts_last(*planes[1])
     if kind is not None and in_order and gemm_dispatch.fits(kind, sizes) and gemm_dispatch.runs_on(kind, gpu):
-        return Way(*planes, gemm_dispatch.workspace_size(a, b, sizes))
+        return ProductPlan(*planes, gemm_dispatch.workspace_size(a, b, sizes))
     # cuBLASLt has no GEMM from bfloat16 to float16. PyTorch's settings decide how float32 values are multiplied.
     if multiplies_codes(a, b) or dtype == torch.float16 or not gemm_dispatch.runs_on("values", gpu):
         return None
-    return Way(*planes, gemm_dispatch.LIBRARY_BYTES, torch.bfloat16)
+    return ProductPlan(*planes, gemm_dispatch.LIBRARY_BYTES, torch.bfloat16)
 
 
-def _way_of_shapes(
+def _plan_product_of_codes(
     a: Format,
     a_usage: Usage,
     a_shape: tuple[int, int],
@@ -196,17 +196,17 @@ def _way_of_shapes(
     b_shape: tuple[int, int],
     target: Target,
     dtype: torch.dtype,
-) -> tuple[Way | None, bool]:
-    """Return `way_of` planes with codes of these shapes, and whether to dequantize and multiply in one call."""
+) -> tuple[ProductPlan | None, bool]:
+    """Plan the product of planes with codes of these shapes, and whether to dequantize and multiply in one call."""
     (m, k), (n, _) = _sizes(a, a_usage, a_shape), _sizes(b, b_usage, b_shape)
-    way = way_of(a, a_usage, b, b_usage, (m, n, k), target.gpu, dtype)
+    plan = plan_product(a, a_usage, b, b_usage, (m, n, k), target.gpu, dtype)
     # The compiled graph is the same either way.
-    if way is None or way.values is None or is_compiling():
-        return way, True
-    return way, max(m * k, n * k, m * n) <= target.large
+    if plan is None or plan.values is None or is_compiling():
+        return plan, True
+    return plan, max(m * k, n * k, m * n) <= target.large
 
 
-_ways = Memo(_way_of_shapes)
+_cached_plan = Memo(_plan_product_of_codes)
 
 
 def _sizes(fmt: Format, usage: Usage, shape: tuple[int, int]) -> tuple[int, int]:

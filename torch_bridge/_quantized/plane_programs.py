@@ -18,7 +18,7 @@ from qshard._core.operands import OperandSpec
 from qshard._core.quantize_steps import Philox, Plane, Reduce
 from qshard._core.validation import seed_missing
 from qshard.formats import Format, Usage
-from qshard.gemm_dispatch import Way
+from qshard.gemm_dispatch import ProductPlan
 from qshard.layout import PlaneLayout, matrix_shape, plane
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.programs import Steps
@@ -29,7 +29,7 @@ Parts = tuple[Any, ...]
 NO_PLANE = (None,) * len(Plane._fields)
 
 
-def planes_of(parts: Parts) -> dict[Usage, Plane]:
+def planes_by_usage(parts: Parts) -> dict[Usage, Plane]:
     row, column = parts[: len(NO_PLANE)], parts[len(NO_PLANE) :]
     # Written out: comprehensions take two to three times as long, in each call of `quantize`.
     planes = {} if row[0] is None else {Usage.ROWWISE: Plane(*row)}
@@ -53,15 +53,16 @@ def quantize_operand(
     scale: Tensor | None = None,
     philox: Philox | None = None,
     amax: Tensor | None = None,
-    wholes: Sequence[Tensor] = (),
+    global_amaxes: Sequence[Tensor] = (),
     reduce_max: Reduce | None = None,
     check: Callable[[], object] | None = None,
 ) -> tuple[dict[Usage, Plane], Tensor | None]:
     """Apply `operands.quantize_operand` to `x`, and return planes in the shapes of `layout.plane`.
 
     `check` raises an error that names x, and is called only if the program does not run; the default checks the
-    layouts. `wholes` are `quantize_steps.global_amaxes` of the whole tensor, if x is a shard. With `reduce_max` they
-    are computed and reduced here, in one call. Under delayed scaling, with `scale`, also returns the amax of x.
+    layouts. `global_amaxes` are `quantize_steps.compute_global_amaxes` of the whole tensor, if x is a shard. With
+    `reduce_max` they are computed and reduced here, in one call. Under delayed scaling, with `scale`, also returns the
+    amax of x.
     """
     fmt, usage = spec.format, spec.usage
     if check is None:  # Dynamo of torch 2.11 cannot ask a `partial` for its truth, as `or` does.
@@ -75,23 +76,23 @@ def quantize_operand(
         check()  # Before the collective, so that all ranks raise.
         if fmt.stochastic and philox is None:
             raise ValueError(seed_missing("quantize", fmt))
-        wholes = _reduced_amaxes(x, fmt, usage, amax, reduce_max)
+        global_amaxes = _reduced_amaxes(x, fmt, usage, amax, reduce_max)
     if scale is not None:
-        *delayed_parts, amax = _quantize_delayed((x, scale, *wholes), fmt, usage, spec.margin)
-        return planes_of(tuple(delayed_parts)), amax
-    if wholes or philox is not None:
+        *delayed_parts, amax = _quantize_delayed((x, scale, *global_amaxes), fmt, usage, spec.margin)
+        return planes_by_usage(tuple(delayed_parts)), amax
+    if global_amaxes or philox is not None:
         drawn, row_step = ((), None) if philox is None else ((philox.seed, philox.offset), philox.row_step)
-        parts = _quantize_from((x, *wholes, *drawn), len(wholes), fmt, usage, row_step, check=check)
+        parts = _quantize_from((x, *global_amaxes, *drawn), len(global_amaxes), fmt, usage, row_step, check=check)
     elif amax is not None:
         parts = _quantize_known((x, amax), fmt, usage, check=check)
     else:
         parts = _quantize((x,), fmt, usage, check=check)
-    return planes_of(parts), None
+    return planes_by_usage(parts), None
 
 
 def _reduced_amaxes(x: Tensor, fmt: Format, usage: Usage, amax: Tensor | None, reduce_max: Reduce) -> Sequence[Tensor]:
-    """Return `quantize_steps.global_amaxes` after one max-reduction. A program cannot contain a collective."""
-    found = quantize_steps.global_amaxes(ops, _matrix(x), fmt, usage, amax)
+    """Return `quantize_steps.compute_global_amaxes` after one max-reduction. A program cannot contain a collective."""
+    found = quantize_steps.compute_global_amaxes(ops, _matrix(x), fmt, usage, amax)
     return [reduce_max(each) for each in found] if len(found) < 2 else reduce_max(torch.stack([*found])).unbind()
 
 
@@ -111,9 +112,9 @@ def transpose(parts: Plane, fmt: Format) -> Plane:
     return parts._replace(data=data, scale_inv=scale_inv)
 
 
-def multiply(a: Plane, b: Plane, dtype: torch.dtype, fast: bool, way: Way) -> Tensor:
+def multiply_planes(a: Plane, b: Plane, dtype: torch.dtype, fast: bool, plan: ProductPlan) -> Tensor:
     tensors = [tuple(part for part in parts if part is not None) for parts in (a, b)]
-    (product,) = _multiply((*tensors[0], *tensors[1]), len(tensors[0]), dtype, fast, way)
+    (product,) = _multiply((*tensors[0], *tensors[1]), len(tensors[0]), dtype, fast, plan)
     result: Tensor = product
     return result
 
@@ -125,13 +126,13 @@ def _parts(
     usage: Usage,
     philox: Philox | None = None,
     amax: Any = None,
-    wholes: Sequence[Any] | None = None,
+    global_amaxes: Sequence[Any] | None = None,
 ) -> Parts:
     layouts = {one: plane(fmt, tuple(x.shape), one) for one in usage.planes}
     matrix = _matrix(x)
     is_whole = has_static_shape(matrix)
     planes = quantize_steps.quantize(
-        ops, matrix, as_constant(fmt), usage, philox=philox, amax=amax, wholes=wholes, is_whole=is_whole
+        ops, matrix, as_constant(fmt), usage, philox=philox, amax=amax, global_amaxes=global_amaxes, is_whole=is_whole
     )
     if x.ndim != 2:
         planes = {one: view_plane(parts, layouts[one]) for one, parts in planes.items()}
@@ -151,15 +152,15 @@ def _quantize_known(ops: Any, x: Any, amax: Any, fmt: Format, usage: Usage) -> P
 @Steps
 def _quantize_from(ops: Any, x: Any, *args: Any) -> Parts:
     *tensors, count, fmt, usage, row_step = args
-    wholes, drawn = tensors[:count], tensors[count:]
+    global_amaxes, drawn = tensors[:count], tensors[count:]
     philox = Philox(drawn[0], drawn[1], row_step) if drawn else None
-    return _parts(ops, x, fmt, usage, philox, wholes=wholes or None)
+    return _parts(ops, x, fmt, usage, philox, global_amaxes=global_amaxes or None)
 
 
 @Steps
 def _quantize_delayed(ops: Any, x: Any, scale: Any, *args: Any) -> Parts:
-    *wholes, fmt, usage, margin = args
-    spec, global_amax = OperandSpec(fmt, usage, margin=margin), wholes[0] if wholes else None
+    *global_amaxes, fmt, usage, margin = args
+    spec, global_amax = OperandSpec(fmt, usage, margin=margin), global_amaxes[0] if global_amaxes else None
     planes, amax = operands.quantize_operand(ops, x, spec, scale=scale, global_amax=global_amax)
     return (*_flat(planes), amax)
 
@@ -188,8 +189,8 @@ def _transpose(ops: Any, data: Any, scale_inv: Any, fmt: Format) -> Parts:
 
 @Steps
 def _multiply(ops: Any, *args: Any) -> Parts:
-    *parts, count, dtype, fast, way = args
-    return (way.product(ops, Plane(*parts[:count]), Plane(*parts[count:]), dtype=dtype, fast=fast),)
+    *parts, count, dtype, fast, plan = args
+    return (plan.multiply(ops, Plane(*parts[:count]), Plane(*parts[count:]), dtype=dtype, fast=fast),)
 
 
 def _matrix(x: Any) -> Any:

@@ -17,9 +17,9 @@ from qshard._files.engine_stream import EngineWeight
 from qshard.formats import Usage
 from qshard.torch_bridge._convert.export import quantized_weight
 from qshard.torch_bridge._distributed.dtensor import local_of
-from qshard.torch_bridge._fsdp.code_gather import Amaxes, CodeGather, Codes, device_of, gather_ranks
+from qshard.torch_bridge._fsdp.code_gather import CodeGather, PendingAmaxes, PendingCodes, device_of, gather_ranks
 from qshard.torch_bridge._fsdp.weight import ShardedWeight, plain
-from qshard.torch_bridge._ops.collectives import Gathering
+from qshard.torch_bridge._ops.collectives import PendingGather
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand, transpose
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -103,9 +103,11 @@ class BucketPass:
     @torch.no_grad()
     def __init__(self, bucket: StreamBucket, values: Sequence[Tensor], shared: Sequence[Tensor | None]):
         self._bucket, self._values, self._shared = bucket, values, shared
-        self._amaxes: list[Amaxes] = [gather.reduce([values[i] for i in members]) for members, gather in bucket.gathers]
-        self._codes: list[Codes] = []
-        self._rows: list[Gathering] = []
+        self._amaxes: list[PendingAmaxes] = [
+            gather.reduce([values[i] for i in members]) for members, gather in bucket.gathers
+        ]
+        self._codes: list[PendingCodes] = []
+        self._rows: list[PendingGather] = []
 
     @torch.no_grad()
     def send(self) -> None:
@@ -118,7 +120,7 @@ class BucketPass:
         self._amaxes = []
         for (group, device), members in bucket.row_gathers.items():
             arrays = [bucket.cast(local_of(self._values[i]).to(device)) for i in members]
-            self._rows.append(Gathering.begin(arrays, group))
+            self._rows.append(PendingGather.begin(arrays, group))
 
     @torch.no_grad()
     def pairs(self) -> list[tuple[str, Tensor]]:
@@ -178,7 +180,7 @@ def _whole_plane(item: Item, value: Tensor, amax: Tensor | None) -> Plane:
 def _cast(item: Item, values: Tensor, amax: Tensor | None) -> Plane:
     assert item.fmt is not None
     spec = OperandSpec(item.fmt, Usage.ROWWISE)
-    return quantize_operand(values.contiguous(), spec, wholes=() if amax is None else (amax,))[0][Usage.ROWWISE]
+    return quantize_operand(values.contiguous(), spec, global_amaxes=() if amax is None else (amax,))[0][Usage.ROWWISE]
 
 
 def _planes_of_stack(item: Item, value: Tensor, amaxes: Tensor | None) -> Iterator[Plane]:

@@ -26,7 +26,7 @@ from qshard.torch_bridge._moe.layer import MoE
 from qshard.torch_bridge._nn.linear import WeightLayer
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.collectives import max_over_ranks
-from qshard.torch_bridge._ops.foreach import FlatPlan
+from qshard.torch_bridge._ops.flat_plan import FlatPlan
 from qshard.torch_bridge._optim.cast_master import Parity
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_dtype

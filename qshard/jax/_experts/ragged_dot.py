@@ -20,7 +20,7 @@ from qshard._core.validation import WeightLayout, as_layout, quote, seed_missing
 from qshard.formats import Usage
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._experts.expert_parallel import GroupedRows
-from qshard.jax._experts.ragged_dot_vjp import Config, NonDifferentiable, Result, ragged_product
+from qshard.jax._experts.ragged_dot_vjp import CallArrays, Config, Result, ragged_product
 from qshard.jax._experts.ragged_values import ValueConfig, value_product
 from qshard.jax._nn.activations import swiglu_gate_up
 from qshard.jax._nn.linear import check_arguments
@@ -247,7 +247,7 @@ def _checked_ragged_dot(
     if isinstance(groups, GroupedRows) and groups.exchange is not None:
         sinks = [groups.exchange.guard(sink) for sink in sinks]
     weight = CodedWeight(codes, sinks[0] if sinks else None, None)
-    return ragged_product(config, x, weight, NonDifferentiable(groups, seeds, state, weight_amax, row_amaxes))
+    return ragged_product(config, x, weight, CallArrays(groups, seeds, state, weight_amax, row_amaxes))
 
 
 def _check_rows(x: jax.Array, group_sizes: Any) -> None:

@@ -42,7 +42,7 @@ class Config:
     swiglu: bool = False
 
 
-class NonDifferentiable(NamedTuple):
+class CallArrays(NamedTuple):
     """Arguments without a gradient, except for `state`, which gets a cotangent. Seeds are `[E, 2]`.
 
     `groups` are the sizes of groups, `[E]`, or padded rows. `row_amaxes` are the amaxes of the rows of x, if known.
@@ -63,7 +63,7 @@ class Residuals(NamedTuple):
 
     x: QuantizedArray
     w: QuantizedArray
-    given: NonDifferentiable
+    arrays: CallArrays
     amaxes: tuple[jax.Array | None, jax.Array | None]
     gate_up: jax.Array | None
 
@@ -73,20 +73,20 @@ Result = tuple[jax.Array, jax.Array | None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ragged_product(config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable) -> Result:
-    return _forward(config, x, w, given, learns=False)[0]
+def ragged_product(config: Config, x: jax.Array, w: CodedWeight, arrays: CallArrays) -> Result:
+    return _forward(config, x, w, arrays, learns=False)[0]
 
 
 def _forward(
-    config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable, *, learns: bool = True
+    config: Config, x: jax.Array, w: CodedWeight, arrays: CallArrays, *, learns: bool = True
 ) -> tuple[Result, Residuals]:
     recipe, sharding, rows, none = config.recipe, config.sharding, Usage.ROWWISE, Usage(0)
-    groups = _rows_of(recipe, x, given)
+    groups = _rows_of(recipe, x, arrays)
     x_saved = _stored_rows(recipe, Role.ACTIVATION, x) if learns and config.learns else none
     read = _stored_weight(config, w, Role.ACTIVATION, x)
     w_saved = _stored_weight(config, w, Role.GRADIENT, x) if learns else none
-    xq, x_amax = _quantize_rows(config, x, given, Role.ACTIVATION, rows | x_saved, groups)
-    wq, w_amax = _weight(config, w, given, read | w_saved)
+    xq, x_amax = _quantize_rows(config, x, arrays, Role.ACTIVATION, rows | x_saved, groups)
+    wq, w_amax = _weight(config, w, arrays, read | w_saved)
     whole = _gather_plane(config, wq, read)
     y = row_product(xq, whole, sharding.contracted, groups.y, x.dtype, fast=True)
     if learns and not config.reshard_after_forward:
@@ -95,22 +95,22 @@ def _forward(
     if config.swiglu:
         gate_up = y
         y, row_amaxes = gate_up_and_amaxes(gate_up)
-    given = given._replace(row_amaxes=None)
-    saved = Residuals(keep_planes(xq, x_saved), keep_planes(wq, w_saved), given, (x_amax, w_amax), gate_up)
+    arrays = arrays._replace(row_amaxes=None)
+    saved = Residuals(keep_planes(xq, x_saved), keep_planes(wq, w_saved), arrays, (x_amax, w_amax), gate_up)
     return (y, row_amaxes), saved
 
 
-def _backward(config: Config, saved: Residuals, grads: Result) -> tuple[jax.Array, CodedWeight, NonDifferentiable]:
-    recipe, given, wq, dy = config.recipe, saved.given, saved.w, grads[0]
+def _backward(config: Config, saved: Residuals, grads: Result) -> tuple[jax.Array, CodedWeight, CallArrays]:
+    recipe, arrays, wq, dy = config.recipe, saved.arrays, saved.w, grads[0]
     if saved.gate_up is not None:
         dy, row_amaxes = gate_up_grad_and_amaxes(saved.gate_up, dy)
-        given = given._replace(row_amaxes=row_amaxes)
+        arrays = arrays._replace(row_amaxes=row_amaxes)
     if config.sharding.gather_axes and config.reshard_after_forward:
         wq, dy = barrier(wq, dy)
         wq = _gather_plane(config, wq, source(recipe.weight, config.sharding.contracted_back))
-    groups = _rows_of(recipe, dy, given)
+    groups = _rows_of(recipe, dy, arrays)
     read = Usage.ROWWISE | (_stored_rows(recipe, Role.GRADIENT, dy) if config.learns else Usage(0))
-    dyq, dy_amax = _quantize_rows(config, dy, given, Role.GRADIENT, read, groups)
+    dyq, dy_amax = _quantize_rows(config, dy, arrays, Role.GRADIENT, read, groups)
     dx = row_product(dyq, wq, config.sharding.contracted_back, groups.x, dy.dtype, fast=False)
     dw = None
     if config.learns:
@@ -120,30 +120,30 @@ def _backward(config: Config, saved: Residuals, grads: Result) -> tuple[jax.Arra
             dw, dx = barrier(dw, dx)
     x_amax, w_amax = saved.amaxes
     observed = None
-    if given.state is not None:
-        observed = observe_all(given.state, w_amax, x_amax, dy_amax, config.axes)
-    nothing: Any = NonDifferentiable(None, None, observed, None, None)  # type: ignore[arg-type]
+    if arrays.state is not None:
+        observed = observe_all(arrays.state, w_amax, x_amax, dy_amax, config.axes)
+    nothing: Any = CallArrays(None, None, observed, None, None)  # type: ignore[arg-type]
     return groups.combine(dx, Role.ACTIVATION), CodedWeight(None, dw, None), nothing
 
 
 ragged_product.defvjp(*rules_of_product("ragged_dot", _forward, _backward))
 
 
-def _rows_of(recipe: Recipe, x: jax.Array, given: NonDifferentiable) -> GroupedRows:
-    if isinstance(given.groups, GroupedRows):
-        return given.groups
-    tiles = tiles_of(recipe, x.shape[0], given.groups)
+def _rows_of(recipe: Recipe, x: jax.Array, arrays: CallArrays) -> GroupedRows:
+    if isinstance(arrays.groups, GroupedRows):
+        return arrays.groups
+    tiles = tiles_of(recipe, x.shape[0], arrays.groups)
     return GroupedRows(tiles, tiles)
 
 
 def _quantize_rows(
-    config: Config, x: jax.Array, given: NonDifferentiable, role: Role, usage: Usage, groups: GroupedRows
+    config: Config, x: jax.Array, arrays: CallArrays, role: Role, usage: Usage, groups: GroupedRows
 ) -> tuple[QuantizedArray, jax.Array | None]:
     operand, tiles = OperandSpec.of(config.recipe, role, usage), groups.x if role is Role.ACTIVATION else groups.y
-    options: dict[str, Any] = {"axes": config.axes, "seeds": given.seeds, "scales": _scales(given, role)}
+    options: dict[str, Any] = {"axes": config.axes, "seeds": arrays.seeds, "scales": _scales(arrays, role)}
     exchange = groups.exchange_of(role)
     if exchange is None:
-        return quantize_tiles(x, operand, tiles, row_amaxes=given.row_amaxes, **options)
+        return quantize_tiles(x, operand, tiles, row_amaxes=arrays.row_amaxes, **options)
     return quantize_dispatched(x, operand, tiles, exchange, **options)
 
 
@@ -167,17 +167,17 @@ def _stored_weight(config: Config, w: CodedWeight, role: Role, x: jax.Array) -> 
     return source(fmt, usage)
 
 
-def _scales(given: NonDifferentiable, role: Role) -> jax.Array | None:
+def _scales(arrays: CallArrays, role: Role) -> jax.Array | None:
     """The scale of each expert, under delayed scaling."""
-    return None if given.state is None else getattr(given.state, role.value).scale
+    return None if arrays.state is None else getattr(arrays.state, role.value).scale
 
 
 def _weight(
-    config: Config, w: CodedWeight, given: NonDifferentiable, usage: Usage
+    config: Config, w: CodedWeight, arrays: CallArrays, usage: Usage
 ) -> tuple[QuantizedArray, jax.Array | None]:
     """The local codes of all experts, and their amaxes under delayed scaling. Quantizes weights that are arrays."""
     if w.codes is not None:
-        return w.codes, given.weight_amax
+        return w.codes, arrays.weight_amax
     assert w.sink is not None
     operand = OperandSpec.of(config.recipe, Role.WEIGHT, usage, op="ragged_dot", name="w")
 
@@ -185,8 +185,8 @@ def _weight(
         made = None if scale is None else WeightScales(scale)
         return quantize_shard(own, operand, config.sharding.spec, made, seed, transposed=config.sharding.layout == "KN")
 
-    scales = _scales(given, Role.WEIGHT)
-    made: tuple[QuantizedArray, jax.Array | None] = jax.vmap(cast)(w.sink, given.seeds, scales)
+    scales = _scales(arrays, Role.WEIGHT)
+    made: tuple[QuantizedArray, jax.Array | None] = jax.vmap(cast)(w.sink, arrays.seeds, scales)
     return made
 
 

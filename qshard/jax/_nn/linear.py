@@ -21,7 +21,7 @@ from qshard.jax import _probes as probes
 from qshard.jax._delayed_scaling import LinearState, check_shared, require_gradient
 from qshard.jax._nn.linear_parallel import TensorParallelOptions
 from qshard.jax._nn.linear_vjp import folding_product, product
-from qshard.jax._nn.operands import Config, NonDifferentiable, whole_weight
+from qshard.jax._nn.operands import CallArrays, Config, whole_weight
 from qshard.jax._ops.mesh import AxisName, Spec, explicit_sharding, mesh_of, names_of, spec_of, vary_alike
 from qshard.jax._ops.validation import (
     Seed,
@@ -181,11 +181,11 @@ def linear(
         tensor_parallel = TensorParallelOptions.of("linear", gather_rows, scatter_rows, overlap, vmap_as_rows)
     if state is not None:
         check_shared("linear", names)
-    given = check_arguments("linear", w, weight_spec, weight_scales, seed, state)
+    arrays = check_arguments("linear", w, weight_spec, weight_scales, seed, state)
     gather_axes = as_names("linear", "gather_axis", gather_axis)
-    staged = is_staged((x, w, given))
+    staged = is_staged((x, w, arrays))
     if staged:  # No nested jit: it would be lowered separately, and could not share a quantized x with other calls.
-        x, w, given = jax.tree.map(jnp.asarray, (x, w, given))
+        x, w, arrays = jax.tree.map(jnp.asarray, (x, w, arrays))
     if probe is not None:
         apart = local_axes is not None or tensor_parallel is not None or vmap_as_rows
         probes.check_probe("linear", probe, apart)
@@ -204,7 +204,7 @@ def linear(
                 state=state,
             )
             x = probes.observe_weight(x, w, whole, probe, weight_spec, gather_axes)
-        x = probes.observe_activation(how, x, probe, given.seed, state)
+        x = probes.observe_activation(how, x, probe, arrays.seed, state)
     wire_dtype, wire_format = _as_wire(grad_dtype)
     call = functools.partial(
         _checked_linear if staged else _jitted_linear,
@@ -221,9 +221,9 @@ def linear(
         vmap_as_rows=vmap_as_rows,
     )
     if local_axes is not None:
-        return _in_shard_map(call, x, w, given, weight_spec, gather_axes, local_axes)
-    y: jax.Array = call(x, w, given, weight_spec=weight_spec)
-    return y if probe is None else probes.observe_gradient(how, y, probe.gradient, given.seed, state)
+        return _in_shard_map(call, x, w, arrays, weight_spec, gather_axes, local_axes)
+    y: jax.Array = call(x, w, arrays, weight_spec=weight_spec)
+    return y if probe is None else probes.observe_gradient(how, y, probe.gradient, arrays.seed, state)
 
 
 def gathered_weight(
@@ -267,14 +267,14 @@ def gathered_weight(
     recipe = as_recipe(recipe, "gathered_weight")
     if not recipe.has_one_weight:
         raise two_formats_error("gathered_weight", "w")
-    w, given = lax.stop_gradient((w, check_arguments("gathered_weight", w, weight_spec, weight_scales, seed, state)))
+    w, arrays = lax.stop_gradient((w, check_arguments("gathered_weight", w, weight_spec, weight_scales, seed, state)))
     axes = as_names("gathered_weight", "gather_axis", gather_axis)
     options = {"recipe": recipe, "weight_spec": weight_spec, "gather_axes": axes}
-    whole: QuantizedArray = _checked_weight(w, given, layout=as_layout("gathered_weight", weight_layout), **options)
+    whole: QuantizedArray = _checked_weight(w, arrays, layout=as_layout("gathered_weight", weight_layout), **options)
     return whole
 
 
-def check_arguments(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> NonDifferentiable:
+def check_arguments(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed: Any, state: Any) -> CallArrays:
     """Check the types of arguments that `jit` would reject or misread."""
     if not isinstance(w, CODED):
         check_array(op, "w", w)
@@ -284,14 +284,14 @@ def check_arguments(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed:
             f"{op}: state ({quote(state)}) is not a LinearState; pass the state of this layer from init_delayed"
         )
     scales = None if weight_scales is None else as_scales(op, "weight_scales", weight_scales)
-    return NonDifferentiable(scales, seed_words(op, seed), state)
+    return CallArrays(scales, seed_words(op, seed), state)
 
 
 def _in_shard_map(
     call: Callable[..., jax.Array],
     x: jax.Array,
     w: Any,
-    given: NonDifferentiable,
+    arrays: CallArrays,
     weight_spec: Spec,
     gather_axes: tuple[str, ...],
     local_axes: AxisName,
@@ -319,7 +319,7 @@ def _in_shard_map(
         out_specs=PartitionSpec(axes),
         axis_names=set(names),
     )
-    return inside(x, w, given)
+    return inside(x, w, arrays)
 
 
 def _as_wire(dtype: Any) -> tuple[str | None, Format | None]:
@@ -335,7 +335,7 @@ def _as_wire(dtype: Any) -> tuple[str | None, Format | None]:
 def _checked_linear(
     x: jax.Array,
     w: Any,
-    given: NonDifferentiable,
+    arrays: CallArrays,
     *,
     recipe: Recipe,
     weight_spec: Spec,
@@ -349,26 +349,26 @@ def _checked_linear(
     lead = x.shape[:-1]
     if isinstance(w, CODED):
         w, amax = open_weight(w)
-        given = given._replace(weight_amax=amax)
+        arrays = arrays._replace(weight_amax=amax)
     if tensor_parallel is not None:
         weight_spec = tensor_parallel.weight_spec("linear", options["layout"], gather_axes, weight_spec)
-        parallel = tensor_parallel.parallel("linear", x, w, given, recipe, options["axes"], options["rows"])
+        parallel = tensor_parallel.parallel("linear", x, w, arrays, recipe, options["axes"], options["rows"])
         options |= {"parallel": parallel, "axes": tuple(dict.fromkeys((*options["axes"], parallel.axis)))}
     if vmap_as_rows:
         x = matrix_of(x)
     config, weight = Config.of(
-        "linear", w, given, recipe, weight_spec, gather_axes, x_type=explicit_sharding(x), **options
+        "linear", w, arrays, recipe, weight_spec, gather_axes, x_type=explicit_sharding(x), **options
     )
-    if given.state is not None and weight.sink is not None:
-        array, state = require_gradient("linear", weight.sink, given.state)
-        weight, given = CodedWeight(weight.codes, array, weight.shards), given._replace(state=state)
+    if arrays.state is not None and weight.sink is not None:
+        array, state = require_gradient("linear", weight.sink, arrays.state)
+        weight, arrays = CodedWeight(weight.codes, array, weight.shards), arrays._replace(state=state)
     # In shard_map, cast an operand to vary over more axes outside of the custom_vjp: there JAX sums its gradient.
     x, *sink = vary_alike(x, *jax.tree.leaves(weight.sink))
     weight = CodedWeight(weight.codes, sink[0] if sink else None, weight.shards)
     if vmap_as_rows:
-        y = folding_product(config, x, weight, given)
+        y = folding_product(config, x, weight, arrays)
         return unfold(y, (*lead, y.shape[-1]))
-    return product(config, x, weight, given)
+    return product(config, x, weight, arrays)
 
 
 # For eager callers, also of gradients: one dispatch, and checks run once per shape.
@@ -386,7 +386,7 @@ _jitted_linear = jax.jit(
 @functools.partial(jax.jit, static_argnames=("recipe", "layout", "weight_spec", "gather_axes"), inline=True)
 def _checked_weight(
     w: Any,
-    given: NonDifferentiable,
+    arrays: CallArrays,
     *,
     recipe: Recipe,
     layout: WeightLayout,
@@ -394,5 +394,5 @@ def _checked_weight(
     gather_axes: tuple[str, ...],
 ) -> QuantizedArray:
     w = open_weight(w)[0] if isinstance(w, CODED) else w
-    config, weight = Config.of("gathered_weight", w, given, recipe, weight_spec, gather_axes, layout=layout)
-    return whole_weight(config, weight, given)
+    config, weight = Config.of("gathered_weight", w, arrays, recipe, weight_spec, gather_axes, layout=layout)
+    return whole_weight(config, weight, arrays)

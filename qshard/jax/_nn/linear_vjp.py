@@ -20,8 +20,8 @@ from qshard.jax import policies
 from qshard.jax._delayed_scaling import observe_all
 from qshard.jax._gemm.gemm import apply_scale, gemm, row_product, stored_for
 from qshard.jax._nn.operands import (
+    CallArrays,
     Config,
-    NonDifferentiable,
     gather_plane,
     keep_planes,
     local_codes,
@@ -52,18 +52,18 @@ class Residuals(NamedTuple):
     x: Any
     w: Any
     scales: Plane | None
-    given: NonDifferentiable
+    arrays: CallArrays
     amaxes: tuple[jax.Array | None, jax.Array | None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable) -> jax.Array:
+def product(config: Config, x: jax.Array, w: CodedWeight, arrays: CallArrays) -> jax.Array:
     """The differentiable product that `linear` calls, once arguments are checked."""
-    return _forward(config, x, w, given, saves=False)[0]
+    return _forward(config, x, w, arrays, saves=False)[0]
 
 
 def _forward(
-    config: Config, x: jax.Array, w: CodedWeight, given: NonDifferentiable, *, saves: bool = True
+    config: Config, x: jax.Array, w: CodedWeight, arrays: CallArrays, *, saves: bool = True
 ) -> tuple[jax.Array, Residuals]:
     none = Usage(0)
     forward, dgrad, wgrad = map(config.of_product, Product)
@@ -77,7 +77,7 @@ def _forward(
             # Check x before w is cast: if both are wrong, the error names x, as in PyTorch.
             layout.plane(fmt, whole_x, Usage.ROWWISE, op=config.op, name="x")
     read = forward.stored(config.sharding.contracted)
-    wq, w_amax = local_codes(forward, w, given, read | (w_saved if shares_w else none))
+    wq, w_amax = local_codes(forward, w, arrays, read | (w_saved if shares_w else none))
     wq = name_residuals(forward, wq, w_saved if shares_w else none, policies.W_CODES)
     whole = name_residuals(forward, gather_plane(forward, wq, read), read, None)
     if not x.shape or len(whole.shape) != 2 or x.shape[-1] != whole.shape[config.sharding.layout.index("K")]:
@@ -92,17 +92,17 @@ def _forward(
     there = x
     if config.gathers and _reduces_amax(forward, x):
         whole, there = barrier(whole, x)  # Schedules the gather of w before the all-reduce of the amax.
-    xq, x_amax = _quantized_x(forward, x, there, given, Usage.ROWWISE, x_saved if shares_x else none)
+    xq, x_amax = _quantized_x(forward, x, there, arrays, Usage.ROWWISE, x_saved if shares_x else none)
     w_amax = None if w_amax is None else name_residual(w_amax, policies.SCALES)
     saved_w, scales = wq, None  # The local codes: saving the gathered weights of all layers would undo FSDP.
     if w_saved and not shares_w:
-        saved_w = name_residuals(dgrad, local_codes(dgrad, w, given, w_saved)[0], w_saved, policies.W_CODES)
+        saved_w = name_residuals(dgrad, local_codes(dgrad, w, arrays, w_saved)[0], w_saved, policies.W_CODES)
     if w_saved and config.gathers and not config.reshard_after_forward:
         saved_w = whole if shares_w and w_saved is read else gather_plane(dgrad, saved_w, w_saved)
     elif shares_w and w_saved is read and config.gathers and not dgrad.values:
         scales = whole.plane(read)._replace(data=None)
     y, scale, _ = row_product_of_w(forward, xq, Role.ACTIVATION, whole, x.shape[:-1], x.dtype)
-    saved_x = xq if shares_x or not x_saved else _quantized_x(wgrad, x, x, given, none, x_saved)[0]
+    saved_x = xq if shares_x or not x_saved else _quantized_x(wgrad, x, x, arrays, none, x_saved)[0]
     saved_x = keep_planes(saved_x, x_saved)
     if x_saved and x_saved is not Usage.ROWWISE and _casts_apart(forward, wgrad):
         y, saved_x = barrier(y, saved_x)  # Without it XLA saves x, and computes this plane in backward.
@@ -111,19 +111,19 @@ def _forward(
         saved_x if x_saved else None,
         keep_planes(saved_w, w_saved) if w_saved else None,
         scales,
-        given._replace(scales=None),
+        arrays._replace(scales=None),
         (x_amax, w_amax),
     )
     return checkpoint_name(y, policies.PRODUCTS), saved
 
 
 def _quantized_x(
-    config: Config, x: jax.Array, there: jax.Array, given: NonDifferentiable, read: Usage, saved: Usage
+    config: Config, x: jax.Array, there: jax.Array, arrays: CallArrays, read: Usage, saved: Usage
 ) -> tuple[Any, jax.Array | None]:
     """Quantize x, once for all calls that do it alike, and name its residuals. `there` is x, maybe behind a barrier."""
-    made = quantize_role(config, there, given, Role.ACTIVATION, read | saved)
-    seed = given.seed if config.recipe.activation.stochastic else None
-    state = None if given.state is None else given.state.activation.scale
+    made = quantize_role(config, there, arrays, Role.ACTIVATION, read | saved)
+    seed = arrays.seed if config.recipe.activation.stochastic else None
+    state = None if arrays.state is None else arrays.state.activation.scale
     how = (config.recipe, config.values, saved, config.axes, config.rows, config.out_sharding, config.parallel)
     xq, amax = cse(made, of=(x, seed, state), how=(read, *how))
     xq = name_residuals(config, xq, saved, policies.X_CODES)
@@ -135,10 +135,10 @@ def _casts_apart(forward: Config, wgrad: Config) -> bool:
     return forward != wgrad or (not wgrad.values and makes_planes_apart(wgrad.recipe.activation))
 
 
-def _product_bwd(config: Config, saved: Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, NonDifferentiable]:
+def _product_bwd(config: Config, saved: Residuals, dy: jax.Array) -> tuple[jax.Array, CodedWeight, CallArrays]:
     dgrad, wgrad = config.of_product(Product.DGRAD), config.of_product(Product.WGRAD)
     x, w, columns = saved.x, saved.w, Usage.COLUMNWISE
-    dys, dy_amax = _quantized_gradient(config, dgrad, wgrad, dy, saved.given)
+    dys, dy_amax = _quantized_gradient(config, dgrad, wgrad, dy, saved.arrays)
     if config.gathers and config.reshard_after_forward:
         # Wait for dy: otherwise XLA merges the two gathers of w, and keeps the result from forward to backward.
         w, dys = barrier(w, dys)
@@ -168,13 +168,13 @@ def _product_bwd(config: Config, saved: Residuals, dy: jax.Array) -> tuple[jax.A
     dx = apply_scale(dx, dx_scale, dy.dtype)
     x_amax, w_amax = saved.amaxes
     observed = None
-    if saved.given.state is not None:
-        observed = observe_all(saved.given.state, w_amax, x_amax, dy_amax, config.axes)
-    return dx, CodedWeight(None, dw, config.shards), NonDifferentiable(None, None, observed)
+    if saved.arrays.state is not None:
+        observed = observe_all(saved.arrays.state, w_amax, x_amax, dy_amax, config.axes)
+    return dx, CodedWeight(None, dw, config.shards), CallArrays(None, None, observed)
 
 
 def _quantized_gradient(
-    config: Config, dgrad: Config, wgrad: Config, dy: jax.Array, given: NonDifferentiable
+    config: Config, dgrad: Config, wgrad: Config, dy: jax.Array, arrays: CallArrays
 ) -> tuple[tuple[Any, ...], jax.Array | None]:
     """Quantize dy for the product for dx, then for dw: one operand if both take the same. Also return its amax."""
     for_dx = Usage.ROWWISE
@@ -182,10 +182,10 @@ def _quantized_gradient(
         for_dx = stored_for(dgrad.recipe.gradient, dgrad.recipe.weight, for_dx)
     for_dw = wgrad.stored_for_dw(Role.GRADIENT) if config.learns else Usage(0)
     shared = dgrad == wgrad
-    dyq, amax = quantize_role(dgrad, dy, given, Role.GRADIENT, for_dx | (for_dw if shared else Usage(0)))
+    dyq, amax = quantize_role(dgrad, dy, arrays, Role.GRADIENT, for_dx | (for_dw if shared else Usage(0)))
     if shared or not config.learns:
         return (dyq,), amax
-    return (dyq, quantize_role(wgrad, dy, given, Role.GRADIENT, for_dw)[0]), None
+    return (dyq, quantize_role(wgrad, dy, arrays, Role.GRADIENT, for_dw)[0]), None
 
 
 product.defvjp(*rules_of_product(None, _forward, _product_bwd))

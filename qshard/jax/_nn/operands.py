@@ -76,7 +76,7 @@ class Config:
         cls,
         op: str,
         w: Any,
-        given: NonDifferentiable,
+        arrays: CallArrays,
         recipe: Recipe,
         weight_spec: Spec,
         gather_axes: tuple[str, ...],
@@ -89,7 +89,7 @@ class Config:
         An array becomes a `CodedWeight` without codes, which is its own gradient sink. `grad_format` is the format of
         its gradient on the wire, for weights that are gathered in `shard_map`.
         """
-        _check_given(op, recipe, given)
+        _check_arrays(op, recipe, arrays)
         names: dict[str, Any] = {"op": op, "name": "gather_axis", "spec_name": "weight_spec"}
         w_type, gathers, spec = None, bool(gather_axes), ShardSpec()
         if isinstance(w, CodedWeight) and w.shards is not None:
@@ -129,7 +129,7 @@ class Config:
             **options,
         )
         if recipe.by_product:
-            _check_products(config, weight, given)
+            _check_products(config, weight, arrays)
         return config, weight
 
     def of_product(self, product: Product) -> Config:
@@ -172,7 +172,7 @@ class Config:
         return not self.values and multiplies_codes(self.recipe.gradient, self.recipe.activation)
 
 
-class NonDifferentiable(NamedTuple):
+class CallArrays(NamedTuple):
     """Arguments of `linear` without a gradient, except for `state`, which gets a cotangent.
 
     `scales` are the scales of the weight, if the caller computed them, and `weight_amax` the amax of a primary weight,
@@ -185,14 +185,14 @@ class NonDifferentiable(NamedTuple):
     weight_amax: jax.Array | None = None
 
 
-def _check_given(op: str, recipe: Recipe, given: NonDifferentiable) -> None:
+def _check_arrays(op: str, recipe: Recipe, arrays: CallArrays) -> None:
     """Check that seed, scales and state are those that the recipe needs. No operand is read."""
-    if given.seed is None and recipe.stochastic:
+    if arrays.seed is None and recipe.stochastic:
         raise ValueError(f"{seed_missing(op, type(recipe).__name__)}, such as jax.random.fold_in(key, layer)")
     advice = "the state of this layer from init_delayed, without weight_scales"
-    fits = given.state is None or given.scales is None
-    check_state(op, "state", "given" if given.state else None, recipe, advice, fits=fits)
-    for tensor in (given.state.weight, given.state.activation, given.state.gradient) if given.state else ():
+    fits = arrays.state is None or arrays.scales is None
+    check_state(op, "state", "given" if arrays.state else None, recipe, advice, fits=fits)
+    for tensor in (arrays.state.weight, arrays.state.activation, arrays.state.gradient) if arrays.state else ():
         shapes = {"scale": tensor.scale.shape, "amax_history": tensor.amax_history.shape}
         if shapes != recipe.state_shapes:
             raise ValueError(
@@ -200,14 +200,14 @@ def _check_given(op: str, recipe: Recipe, given: NonDifferentiable) -> None:
             )
 
 
-def _check_products(config: Config, w: CodedWeight, given: NonDifferentiable) -> None:
+def _check_products(config: Config, w: CodedWeight, arrays: CallArrays) -> None:
     """Raise if a call uses what recipes with formats of single products do not support."""
     op, recipe = config.op, config.recipe
     if config.parallel is not None:
         raise NotImplementedError(f"{op}: gather_rows and scatter_rows need one format a role: {recipe} {NO_PRODUCTS}")
     if recipe.has_one_weight:
         return
-    if given.scales is not None:
+    if arrays.scales is not None:
         raise ValueError(
             f"{op}: weight_scales is for one weight format, but forward and dgrad of {recipe} have two; leave it out"
         )
@@ -216,7 +216,7 @@ def _check_products(config: Config, w: CodedWeight, given: NonDifferentiable) ->
 
 
 def quantize_role(
-    config: Config, x: jax.Array, given: NonDifferentiable, role: Role, usage: Usage
+    config: Config, x: jax.Array, arrays: CallArrays, role: Role, usage: Usage
 ) -> tuple[Operand, jax.Array | None]:
     """Quantize x, w or dy, or round it to bfloat16. Also return its amax under delayed scaling.
 
@@ -225,9 +225,9 @@ def quantize_role(
     if config.values:
         return x.astype(jnp.bfloat16), None
     weight, name = role is Role.WEIGHT, _NAMES[role]
-    scales = given.scales if weight else None
-    if given.state is not None:
-        state: TensorState = getattr(given.state, role.value)
+    scales = arrays.scales if weight else None
+    if arrays.state is not None:
+        state: TensorState = getattr(arrays.state, role.value)
         scales = WeightScales(state.scale)
     shard_spec = config.sharding.spec if weight else config.shard_spec(x, role)
     operand = OperandSpec.of(config.recipe, role, usage, math.prod(x.shape[:-1]), op=config.op, name=name)
@@ -236,21 +236,21 @@ def quantize_role(
     columns = None if weight or shard_spec.local else config.sharding.count("K" if role is Role.ACTIVATION else "N")
     transposed = weight and config.sharding.layout == "KN"
     return quantize_shard(
-        x, operand, shard_spec, scales, given.seed, apart=not weight, transposed=transposed, columns=columns
+        x, operand, shard_spec, scales, arrays.seed, apart=not weight, transposed=transposed, columns=columns
     )
 
 
-def local_codes(config: Config, w: CodedWeight, given: NonDifferentiable, usage: Usage) -> tuple[Any, jax.Array | None]:
+def local_codes(config: Config, w: CodedWeight, arrays: CallArrays, usage: Usage) -> tuple[Any, jax.Array | None]:
     """Return the local codes of the weight, quantized if it is an array, and its amax under delayed scaling."""
     if w.codes is not None or w.sink is None:
-        return w.codes, given.weight_amax
-    return quantize_role(config, w.sink, given, Role.WEIGHT, usage)
+        return w.codes, arrays.weight_amax
+    return quantize_role(config, w.sink, arrays, Role.WEIGHT, usage)
 
 
-def whole_weight(config: Config, w: CodedWeight, given: NonDifferentiable) -> QuantizedArray:
+def whole_weight(config: Config, w: CodedWeight, arrays: CallArrays) -> QuantizedArray:
     """Quantize and gather the plane of w that forward reads."""
     usage = config.stored(config.sharding.contracted)
-    whole: QuantizedArray = gather_plane(config, local_codes(config, w, given, usage)[0], usage)
+    whole: QuantizedArray = gather_plane(config, local_codes(config, w, arrays, usage)[0], usage)
     return whole
 
 
@@ -279,7 +279,7 @@ def whole_k(config: Config, x: Operand) -> Operand:
 
 
 def name_residuals(config: Config, operand: Any, saved: Usage, name: str | None) -> Any:
-    """Name scales, and codes if `name` is given, for checkpoint policies. Codes in the form of custom `Shards` pass.
+    """Name scales, and codes if `name` is passed, for checkpoint policies. Codes in the form of custom `Shards` pass.
 
     Values are named only if they are saved.
     """

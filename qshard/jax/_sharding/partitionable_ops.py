@@ -28,14 +28,14 @@ from qshard.jax._ops.mesh import count_shards, may_be_sharded, mesh_of, names_of
 from qshard.jax._ops.padded_rows import gather_rows, philox_of_rows, values_of_strips  # noqa: F401
 from qshard.jax._ops.scheduling import barrier
 from qshard.jax._ops.uint64 import Words, words_plus, words_times
-from qshard.jax._sharding import foreach
+from qshard.jax._sharding import multi_tensor
 from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.op_table import multi_table, table
 
 
 def __getattr__(name: str) -> Any:
     if name in multi_table():
-        return foreach.bind(name)
+        return multi_tensor.bind(name)
     operands = table()[name].inputs if name in table() else ()
     if any(operand.name in ("global_amax", "global_scale_inv") for operand in operands[1:]):
         return functools.partial(_under_global, name)
