@@ -13,7 +13,7 @@ from qshard.recipes import Recipe, RecipeLike, as_recipe
 
 CHUNK_BYTES = 1 << 28  # bytes of logits that `linear_cross_entropy` may compute at a time, however small w is
 LABELS = ("int64", "int32")
-WORD = (-(1 << 31), (1 << 31) - 1)  # range of labels in ops: int32
+INT32_RANGE = (-(1 << 31), (1 << 31) - 1)  # range of labels in ops: int32
 _REDUCTIONS = ("mean", "sum", "none")
 _SUM_BYTES = 4  # of an element of the sum of gradients of w: float32
 _ROWS = 128  # default row alignment of chunks: whole blocks, and efficient sizes for GEMMs
@@ -39,7 +39,7 @@ class LossRule:
         """Validate the arguments of `op`, and build the rule."""
         if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
             raise TypeError(f"{op}: ignore_index ({quote(ignore_index)}) is not an integer; pass one, such as -100")
-        if not WORD[0] <= ignore_index <= WORD[1]:
+        if not INT32_RANGE[0] <= ignore_index <= INT32_RANGE[1]:
             raise ValueError(
                 f"{op}: ignore_index ({ignore_index}) does not fit in 32 bits; pass a smaller one, such as -100"
             )
@@ -107,7 +107,7 @@ def count_classes(op: str, name: str, columns: int, num_classes: int | None) -> 
     classes = columns if num_classes is None else num_classes
     if not classes:
         raise ValueError(f"{op}: {name} has no classes; pass at least one column")
-    if classes > WORD[1]:
+    if classes > INT32_RANGE[1]:
         raise ValueError(f"{op}: {name} has {classes} classes, which do not fit in 32 bits; use fewer")
     return classes
 

@@ -211,10 +211,10 @@ def _parse_format(text: str, op: str, name: str) -> Format:
     return FORMATS[parts[1]].with_options(**options)
 
 
-def word_pair(what: str, number: SupportsIndex) -> tuple[int, int]:
+def uint32_pair(what: str, number: SupportsIndex) -> tuple[int, int]:
     """Split a uint64 into two uint32, low first, as ops take starts and seeds. `what` names the number in errors.
 
-    >>> word_pair("quantize: seed", 2**32 + 5)
+    >>> uint32_pair("quantize: seed", 2**32 + 5)
     (5, 1)
     """
     try:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from qshard import _ffi
 from qshard._core.quantize_steps import Philox, Plane
-from qshard._core.validation import word_pair
+from qshard._core.validation import uint32_pair
 from qshard.formats import ELEMENTS, Format
 from qshard.op_table import OpSpec, table
 
@@ -78,7 +78,7 @@ ops = SimpleNamespace(
 
 def philox(op: str, seed: int) -> Philox:
     """Return the Philox key for `seed`, with offset 0. `op` names the caller in errors."""
-    return Philox(np.array(word_pair(f"{op}: seed", seed), np.uint32), np.zeros(2, np.uint32))
+    return Philox(np.array(uint32_pair(f"{op}: seed", seed), np.uint32), np.zeros(2, np.uint32))
 
 
 def block_scales(parts: Plane, fmt: Format) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from qshard._core import quantize_steps
 from qshard._core.placement import Box, quantize_boxes, raise_to
 from qshard._core.quantize_steps import Philox
-from qshard._core.validation import word_pair
+from qshard._core.validation import uint32_pair
 from qshard.formats import Format, Usage
 from qshard.layout import PlaneLayout, matrix_shape, plane, source
 from qshard.numerics import _kernels as kernels
@@ -100,5 +100,5 @@ def _philox(key: Array | None, box: Box, of_transpose: bool = False) -> Philox |
     """Return the Philox key and offset of a box of the matrix, or of its transpose."""
     if key is None:
         return None
-    philox = box.philox(key, lambda offset: np.array(word_pair("stats: offset", offset), np.uint32))
+    philox = box.philox(key, lambda offset: np.array(uint32_pair("stats: offset", offset), np.uint32))
     return philox.transposed(box.size[0]) if of_transpose else philox

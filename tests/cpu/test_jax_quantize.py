@@ -15,7 +15,7 @@ import qshard.jax as qj
 from qshard import formats, reference
 from qshard.formats import FP8_E4M3, FP8_E5M2, NVFP4, Usage
 from qshard.jax import ops
-from qshard.jax._ops.uint64 import words_plus, words_times
+from qshard.jax._ops.uint64 import add_uint64, multiply_uint64
 from support import fronts
 from support.awkward import BFLOAT16, DTYPES, TAME, assert_bits_equal, awkward_values
 from support.formats import NAMED, VARIANTS, every_format, stochastic, usages_of
@@ -104,7 +104,7 @@ def test_large_indices():
     """Philox offsets of a shard far into the whole are 64 bits, as uint64 in two uint32."""
     for number in (3, 0x12345, 0xFFFFFFFF, 2**32, 0x123456789AB):
         a = np.array([0, 1, 0xFFFF, 0x10000, 0xFFFFFFFF], np.uint32)
-        low, high = words_plus(words_times(jnp.asarray(a), number), (np.uint32(0xFFFFFFFF), np.uint32(1)))
+        low, high = add_uint64(multiply_uint64(jnp.asarray(a), number), (np.uint32(0xFFFFFFFF), np.uint32(1)))
         want = [(int(i) * number + 0x1FFFFFFFF) % 2**64 for i in a]
         assert [int(high_) << 32 | int(low_) for low_, high_ in zip(low, high, strict=True)] == want
 

@@ -7,7 +7,7 @@ import pytest
 
 from qshard._core.placement import Box, box_amax, cast_box, quantize_boxes, slice_boxes
 from qshard._core.quantize_steps import Philox, global_amax, quantize
-from qshard._core.validation import word_pair
+from qshard._core.validation import uint32_pair
 from qshard.formats import Usage
 from qshard.layout import is_transposed, matrix_shape, source, stored_block
 from qshard.numerics._kernels import ops
@@ -42,7 +42,7 @@ def codes_of(fmt, data):
 
 
 def words(offset):
-    return np.array(word_pair("offset", offset), np.uint32)
+    return np.array(uint32_pair("offset", offset), np.uint32)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 7), (3, 5, 7), (2, 3, 5, 7)], ids=str)
@@ -60,8 +60,8 @@ def test_offsets_of_arrays_and_of_words():
     first = np.arange(6, dtype=np.int64).reshape(2, 3)
     assert_bits_equal(Box((9, 2**33), (first, 0), (1, 1)).philox_offset(), first * 2**33)
     box = Box((4, 2**20, 2**33 + 1), (np.uint32(3), np.uint32(5), np.uint32(6)), (1, 1, 1))
-    made = box.philox_offset(lambda row, columns, column: word_pair("offset", int(row) * columns + int(column)))
-    assert made == word_pair("offset", (3 * 2**20 + 5) * (2**33 + 1) + 6)
+    made = box.philox_offset(lambda row, columns, column: uint32_pair("offset", int(row) * columns + int(column)))
+    assert made == uint32_pair("offset", (3 * 2**20 + 5) * (2**33 + 1) + 6)
 
 
 CUTS = [*itertools.product([(0, 2, 3), (0, 3)], [(0, 1, 4), (0, 4)], [(0, 5), (0, 2, 5)])]

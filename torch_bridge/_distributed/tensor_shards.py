@@ -39,7 +39,7 @@ from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._distributed.sequence_parallel import Rows, rows_of
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._ops.eager import is_compiling
-from qshard.torch_bridge._ops.uint64 import words
+from qshard.torch_bridge._ops.uint64 import as_uint64
 
 
 class ShardSpec(NamedTuple):
@@ -87,7 +87,7 @@ class ShardSpec(NamedTuple):
         axes = {placement.dim for placement in self.placements if isinstance(placement, Shard)}
         if any(math.prod(self.shape[:axis]) > 1 for axis in axes - {len(self.shape) - 1}):
             shift = (1 + self.mesh.get_rank()) * math.prod(self.shape)
-        return self.box.philox(seed, lambda offset: words("linear", "offset", offset + shift, seed.device))
+        return self.box.philox(seed, lambda offset: as_uint64("linear", "offset", offset + shift, seed.device))
 
 
 class LinearSharding(NamedTuple):

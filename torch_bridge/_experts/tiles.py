@@ -28,7 +28,7 @@ from qshard.torch_bridge._experts.fusion import Fusion
 from qshard.torch_bridge._experts.operands import GroupedOperand
 from qshard.torch_bridge._ops.bind import ops
 from qshard.torch_bridge._ops.padded_rows import experts_of_strips
-from qshard.torch_bridge._ops.uint64 import xor_words
+from qshard.torch_bridge._ops.uint64 import xor_uint64
 from qshard.torch_bridge._quantized.gemm import grouped_runs_on
 
 _LEAST_UNIT = 16
@@ -150,7 +150,7 @@ def quantize_experts(
     fmt, usage = spec.format, spec.usage
     if usage is Usage.COLUMNWISE:
         spec = spec._replace(usage=Usage.BOTH)
-    seeds = spec.seed_of(seeds, xor_words)
+    seeds = spec.seed_of(seeds, xor_uint64)
     known: dict[str, Any] = {"scale": scale, "seeds": seeds, "row_amaxes": row_amaxes}
     planes, amax = quantize_rows(ops, x.contiguous(), spec, tiles.rows, tiles.stops, **known)
     return {each: GroupedOperand(fmt, each, planes[each]) for each in usage.planes}, amax

@@ -25,7 +25,7 @@ from qshard.torch_bridge._nn.operands import operand_spec, planes_of_weight, val
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.flat_plan import flat_plan
-from qshard.torch_bridge._ops.uint64 import xor_words
+from qshard.torch_bridge._ops.uint64 import xor_uint64
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor, format_of
 
@@ -71,7 +71,7 @@ def quantize_weights(
     each = [values_of(weight) for weight in weights]
     values = each[0] if each[0].ndim == 3 else stack_tensors(each)
     spec = operand_spec(recipe, Role.WEIGHT, usage)
-    seeds = spec.seed_of(seeds, xor_words)
+    seeds = spec.seed_of(seeds, xor_uint64)
     philox = None if seeds is None else Philox(seeds, torch.zeros_like(seeds))
     planes, amax = quantize_operand(BatchedOps(), values.contiguous(), spec, scale=scale, philox=philox)
     return {each: GroupedOperand(fmt, each, planes[each]) for each in usage.planes}, amax

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qshard._core.losses import WORD, LossRule, check_num_classes, check_rows
+from qshard._core.losses import INT32_RANGE, LossRule, check_num_classes, check_rows
 from qshard._core.validation import quote
 from qshard.torch_bridge._losses.class_shards import ClassShard, class_shard
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
@@ -165,7 +165,7 @@ def as_int32(labels: Tensor) -> Tensor:
     """Convert labels to int32. Labels out of its range are clamped: they are not classes either way."""
     if labels.dtype == torch.int32:
         return labels.contiguous()
-    return labels.clamp(*WORD).to(torch.int32).contiguous()
+    return labels.clamp(*INT32_RANGE).to(torch.int32).contiguous()
 
 
 def row_loss(

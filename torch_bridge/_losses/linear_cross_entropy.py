@@ -27,7 +27,7 @@ from qshard.torch_bridge._nn.operands import LayerQuantizer, check_gathered, mat
 from qshard.torch_bridge._ops.autograd_node import Node, apply_node
 from qshard.torch_bridge._ops.bind import dtype_name
 from qshard.torch_bridge._ops.eager import autocast_dtype, is_compiling
-from qshard.torch_bridge._ops.uint64 import constant_words, words
+from qshard.torch_bridge._ops.uint64 import as_uint64, constant_uint64
 from qshard.torch_bridge._quantized.gemm import Operand, matmul
 from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -174,12 +174,14 @@ class _How(NamedTuple):
             check_tensor(op, "w", w)
             check_gathered(w)
         observer = None if is_compiling() else _OBSERVER.get()
-        return cls(recipe, words(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None, observer)
+        return cls(
+            recipe, as_uint64(op, "seed", seed, device).view(torch.int32) if recipe.stochastic else None, observer
+        )
 
     def of_chunk(self, number: int, device: torch.device) -> Tensor | None:
         if self.seed is None or not number:
             return self.seed
-        return self.seed ^ constant_words(number << CHUNK_SEED_BIT, device)
+        return self.seed ^ constant_uint64(number << CHUNK_SEED_BIT, device)
 
 
 class _Values:

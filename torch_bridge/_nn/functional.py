@@ -37,7 +37,7 @@ from qshard.torch_bridge._nn.weight_amax import whole_amax
 from qshard.torch_bridge._ops.autograd_node import apply_node, check_no_tangent
 from qshard.torch_bridge._ops.eager import is_compiling
 from qshard.torch_bridge._ops.programs import run_in_graph
-from qshard.torch_bridge._ops.uint64 import words
+from qshard.torch_bridge._ops.uint64 import as_uint64
 from qshard.torch_bridge._quantized.gemm import Operand
 from qshard.torch_bridge._quantized.plane_programs import transpose
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -164,7 +164,7 @@ def linear(
     elif seed is None:
         raise ValueError(seed_missing("linear", type(recipe).__name__))
     else:
-        seed = words("linear", "seed", seed, x.device).view(torch.int32)
+        seed = as_uint64("linear", "seed", seed, x.device).view(torch.int32)
     scale_args: list[Tensor] = []
     advice = "a DelayedScale for each role"
     check_state("linear", "delayed", None if delayed is None else "given", recipe, advice)

@@ -19,7 +19,7 @@ from qshard.recipes import Recipe, Role
 from qshard.torch_bridge._distributed.tensor_shards import ShardSpec
 from qshard.torch_bridge._fsdp.weight import ShardedWeight
 from qshard.torch_bridge._ops.eager import is_compiling
-from qshard.torch_bridge._ops.uint64 import constant_words, xor_words
+from qshard.torch_bridge._ops.uint64 import constant_uint64, xor_uint64
 from qshard.torch_bridge._quantized.gemm import Operand, Values
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor, format_of
@@ -113,8 +113,8 @@ class LayerQuantizer(NamedTuple):
 
 def philox_of(spec: OperandSpec, seed: Tensor | None, device: torch.device) -> Philox | None:
     """Return the Philox key and offset of a matrix, from the seed of its layer; None without stochastic rounding."""
-    seed = spec.seed_of(seed, xor_words)
-    return None if seed is None else Philox(seed, constant_words(0, device))
+    seed = spec.seed_of(seed, xor_uint64)
+    return None if seed is None else Philox(seed, constant_uint64(0, device))
 
 
 def check_operand(op: str, weight: Tensor, recipe: Recipe, *, frozen: bool = False) -> None:

@@ -15,7 +15,7 @@ from qshard._core import flat_shards
 from qshard._core.flat_shards import FlatSlice, MasterPlan, SliceBatch
 from qshard._core.quantize_steps import Scales
 from qshard.torch_bridge._ops.bind import ops
-from qshard.torch_bridge._ops.uint64 import words
+from qshard.torch_bridge._ops.uint64 import as_uint64
 
 __all__ = ["FlatPlan", "SliceOps", "adjacent_view", "flat_plan", "xp"]
 
@@ -75,7 +75,7 @@ class FlatPlan:
 
     @functools.cached_property
     def starts(self) -> Tensor:
-        return words("flat_plan", "starts", [s.start for s in self._slices], self._device, len(self._slices))
+        return as_uint64("flat_plan", "starts", [s.start for s in self._slices], self._device, len(self._slices))
 
     def amaxes(self, shards: Sequence[Tensor]) -> Tensor:
         """Compute the contribution of these slices to the amaxes of all weights, fp32 `[plan.amaxes]`."""

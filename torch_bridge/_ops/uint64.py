@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qshard._core.validation import quote, word_pair
+from qshard._core.validation import quote, uint32_pair
 from qshard.torch_bridge._ops.eager import is_capturing, may_skip_dispatcher
 
 _WORDS = (torch.int32, torch.uint32)
 
 
-def words(op: str, name: str, numbers: Any, device: torch.device, count: int | None = None) -> Tensor:
+def as_uint64(op: str, name: str, numbers: Any, device: torch.device, count: int | None = None) -> Tensor:
     """Convert one number to `[2]`, or `count` numbers to `[count, 2]`.
 
     `numbers` is an int, or a list of ints with `count`; or a tensor of words, int32 or uint32; with `count` also int64
@@ -24,9 +24,9 @@ def words(op: str, name: str, numbers: Any, device: torch.device, count: int | N
     A CUDA graph can capture the call for one int, which is written without a copy from the host, and for tensors on the
     device.
 
-    >>> words("quantize", "seed", 2**32 + 5, torch.device("cpu"))
+    >>> as_uint64("quantize", "seed", 2**32 + 5, torch.device("cpu"))
     tensor([5, 1], dtype=torch.int32)
-    >>> words("cast_master", "starts", [-1], torch.device("cpu"), 1)
+    >>> as_uint64("cast_master", "starts", [-1], torch.device("cpu"), 1)
     Traceback (most recent call last):
     ValueError: cast_master: starts (-1) is not in [0, 2**64); pass an integer in that range
     """
@@ -47,7 +47,7 @@ def words(op: str, name: str, numbers: Any, device: torch.device, count: int | N
     if numbers.dtype == torch.int64 and numbers.ndim == 1:
         # On a GPU this check would wait for the device.
         if numbers.device.type == "cpu" and numbers.numel():
-            word_pair(what, int(numbers.min()))
+            uint32_pair(what, int(numbers.min()))
         numbers = numbers.contiguous().view(torch.int32).view(-1, 2)
     if numbers.dtype not in _WORDS:
         raise TypeError(
@@ -61,25 +61,25 @@ def words(op: str, name: str, numbers: Any, device: torch.device, count: int | N
     return result
 
 
-def constant_words(number: int, device: torch.device) -> Tensor:
-    """Return `words` of a constant, cached per device. Do not write to it.
+def constant_uint64(number: int, device: torch.device) -> Tensor:
+    """Return `as_uint64` of a constant, cached per device. Do not write to it.
 
     It is not cached in a captured graph, which must not read memory written on another stream, nor while a mode, hook
     or tracer is active.
     """
     if not may_skip_dispatcher(()) or torch.is_inference_mode_enabled() or is_capturing(device):
-        return words("words", "number", number, device)
-    return _cached_words(number, device)
+        return as_uint64("as_uint64", "number", number, device)
+    return _cached_uint64(number, device)
 
 
-def xor_words(pairs: Tensor, number: int) -> Tensor:
-    return pairs ^ constant_words(number, pairs.device)
+def xor_uint64(pairs: Tensor, number: int) -> Tensor:
+    return pairs ^ constant_uint64(number, pairs.device)
 
 
 @functools.lru_cache(maxsize=64)
-def _cached_words(number: int, device: torch.device) -> Tensor:
+def _cached_uint64(number: int, device: torch.device) -> Tensor:
     # The copy is synchronous, so any stream may read the result.
-    return torch.tensor(_pair("words: number", number), dtype=torch.int32).to(device)
+    return torch.tensor(_pair("as_uint64: number", number), dtype=torch.int32).to(device)
 
 
 def _one(what: str, number: Any, device: torch.device) -> Tensor:
@@ -95,5 +95,5 @@ def _one(what: str, number: Any, device: torch.device) -> Tensor:
 
 
 def _pair(what: str, number: int) -> tuple[int, int]:
-    low, high = ((word ^ 2**31) - 2**31 for word in word_pair(what, number))
+    low, high = ((word ^ 2**31) - 2**31 for word in uint32_pair(what, number))
     return low, high

@@ -21,7 +21,7 @@ from qshard.layout import matrix_shape, plane, source
 from qshard.torch_bridge._ops.bind import dtype_name, ops
 from qshard.torch_bridge._ops.collectives import max_over_ranks
 from qshard.torch_bridge._ops.flat_plan import SliceOps
-from qshard.torch_bridge._ops.uint64 import words
+from qshard.torch_bridge._ops.uint64 import as_uint64
 from qshard.torch_bridge._optim.slices import QuantizedSlice
 from qshard.torch_bridge._quantized.stack import QuantizedStack
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
@@ -108,13 +108,13 @@ class CastPlan:
         twice = len(planes) > len(weights)
         self._owners = torch.tensor(self.owners).to(self.device) if twice else None
 
-    def words(self, name: str, numbers: Sequence[int] | Tensor) -> Tensor:
+    def as_uint64(self, name: str, numbers: Sequence[int] | Tensor) -> Tensor:
         """Convert 64-bit numbers, one for each weight, to int32 `[planes, 2]` on the device, the low half first.
 
         `numbers` are ints, or a tensor: int64 `[n]`, or int32 or uint32 `[n, 2]`. With a tensor on the device,
         `cast_master` can be captured in a CUDA graph. Errors call them `name`.
         """
-        pairs = words("cast_master", name, numbers, self.device, self.weights)
+        pairs = as_uint64("cast_master", name, numbers, self.device, self.weights)
         # Index as int32: CUDA cannot index uint32.
         return pairs if self._owners is None else pairs.view(torch.int32)[self._owners]
 
@@ -179,11 +179,11 @@ def cast_master(
         plan.ops,
         [target.data for target in targets],
         [slices[i] for i in plan.owners],
-        plan.words("starts", starts),
+        plan.as_uint64("starts", starts),
         None if group is None else lambda amax: max_over_ranks(amax, group),
         plan=plan.plan,
         pieces=plan.pieces,
-        seeds=None if seeds is None else plan.words("seeds", seeds),
+        seeds=None if seeds is None else plan.as_uint64("seeds", seeds),
     )
     _write_scales(weights, targets, planes)
 

@@ -13,7 +13,7 @@ from qshard._core.validation import FormatLike, as_format, as_usage
 from qshard.formats import Format, Usage
 from qshard.layout import plane
 from qshard.torch_bridge._ops.collectives import max_over_ranks
-from qshard.torch_bridge._ops.uint64 import words
+from qshard.torch_bridge._ops.uint64 import as_uint64
 from qshard.torch_bridge._quantized.plane_programs import quantize_operand
 from qshard.torch_bridge._quantized.tensor import QuantizedTensor
 from qshard.torch_bridge._quantized.validation import check_contiguous, check_group, check_tensor
@@ -78,7 +78,7 @@ def quantize(
     if fmt.stochastic and seed is not None:
         _check(x, fmt, usage)
         philox = Philox(
-            words("quantize", "seed", seed, x.device), words("quantize", "offset", offset, x.device), row_step
+            as_uint64("quantize", "seed", seed, x.device), as_uint64("quantize", "offset", offset, x.device), row_step
         )
     check = functools.partial(_check, x, fmt, usage)
     planes, _ = quantize_operand(x, OperandSpec(fmt, usage), philox=philox, reduce_max=reduce_max, check=check)

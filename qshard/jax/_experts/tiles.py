@@ -26,7 +26,7 @@ from qshard.jax._gemm import grouped_gemm
 from qshard.jax._gemm.gemm import apply_scale, product_scale
 from qshard.jax._ops.amaxes import max_over
 from qshard.jax._ops.padded_rows import experts_of_strips, values_of_strips
-from qshard.jax._ops.uint64 import xor_words
+from qshard.jax._ops.uint64 import xor_uint64
 from qshard.jax._quantized.array import QuantizedArray, plane_values
 from qshard.jax._sharding import partitionable_ops
 from qshard.layout import block_alignment, is_transposed, multiplies_codes, source
@@ -109,7 +109,7 @@ def quantize_tiles(
         tiles.rows,
         tiles.stops,
         scale=scales,
-        seeds=operand.seed_of(seeds, xor_words),
+        seeds=operand.seed_of(seeds, xor_uint64),
         reduce_max=max_over(axes),
         row_amaxes=row_amaxes,
     )

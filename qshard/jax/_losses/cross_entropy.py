@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from qshard._core.losses import WORD, LossRule, check_num_classes, check_rows, count_classes, wrong_label
+from qshard._core.losses import INT32_RANGE, LossRule, check_num_classes, check_rows, count_classes, wrong_label
 from qshard.jax._ops import bind as ops
 from qshard.jax._ops.mesh import AxisName, types_tell
 from qshard.jax._ops.validation import as_axes, check_array, check_dtype
@@ -86,9 +86,9 @@ def cross_entropy(
     columns = (logits.shape[-1] if logits.ndim else 0) * count_class_shards(names)
     check_shapes("cross_entropy", "logits", logits.shape, labels, reduction)
     of = RowLoss(rule, count_classes("cross_entropy", "logits", columns, num_classes), names, columns)
-    words = as_words("cross_entropy", labels, of)
-    (logits,), words = cast_varying((logits,), words, names)
-    return reduce_losses(_losses(of, logits, words), words, reduction, ignore_index)
+    labels = int32_labels("cross_entropy", labels, of)
+    (logits,), labels = cast_varying((logits,), labels, names)
+    return reduce_losses(_losses(of, logits, labels), labels, reduction, ignore_index)
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def check_shapes(op: str, name: str, shape: Sequence[int], labels: Any, reductio
     check_rows(op, name, shape, labels.shape, str(labels.dtype), reduction)
 
 
-def as_words(op: str, labels: Any, of: RowLoss) -> jax.Array:
+def int32_labels(op: str, labels: Any, of: RowLoss) -> jax.Array:
     """Convert labels to int32, clipped to its range. Raise ValueError if the host knows one that is not a class."""
     labels = labels if hasattr(labels, "dtype") else jnp.asarray(labels)
     if _is_known(labels):
@@ -282,7 +282,7 @@ def as_words(op: str, labels: Any, of: RowLoss) -> jax.Array:
         if wrong.size:
             raise wrong_label(op, int(wrong[0]), of.classes, ignored)
     if str(labels.dtype) != "int32":  # `jnp.asarray` would truncate int64 of NumPy to the low 32 bits.
-        labels = (np if isinstance(labels, np.ndarray | np.generic) else jnp).clip(labels, *WORD).astype("int32")
+        labels = (np if isinstance(labels, np.ndarray | np.generic) else jnp).clip(labels, *INT32_RANGE).astype("int32")
     return jnp.asarray(labels)
 
 

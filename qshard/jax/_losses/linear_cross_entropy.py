@@ -22,17 +22,17 @@ from qshard._core.losses import (
 )
 from qshard.jax._losses.cross_entropy import (
     RowLoss,
-    as_words,
     cast_varying,
     check_shapes,
     count_class_shards,
+    int32_labels,
     reduce_losses,
     rows_that_count,
     shard_as,
 )
 from qshard.jax._losses.quantized_head import QuantizedHead, check_recipe
 from qshard.jax._ops.mesh import AxisName
-from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, seed_words
+from qshard.jax._ops.validation import Seed, as_axes, as_seed, check_array, check_dtype
 from qshard.jax._sharding.row_partitioning import RowFunction, RowSharding, on_devices
 from qshard.recipes import Recipe, RecipeLike
 
@@ -105,17 +105,17 @@ def linear_cross_entropy(
     check_head(op, x.shape, str(x.dtype), w.shape, str((w if recipe is None else x).dtype), chunk)
     rule = LossRule.of(op, ignore_index, label_smoothing, z_loss)
     coded = None if recipe is None else check_recipe(recipe, x, w, seed)
-    drawn = seed_words(op, seed) if coded is not None and coded.stochastic else None
+    drawn = as_seed(op, seed) if coded is not None and coded.stochastic else None
     check_num_classes(op, num_classes)
     check_shapes(op, "x", x.shape, labels, reduction)
     columns = w.shape[0] * count_class_shards(names)
     of = RowLoss(rule, count_classes(op, "x", columns, num_classes), names, columns)
     head = Head(of, reduction, chunk, str(w.dtype), coded)
-    words = as_words(op, labels, of)
-    (x, w), words = cast_varying((x, w), words, names)
+    labels = int32_labels(op, labels, of)
+    (x, w), labels = cast_varying((x, w), labels, names)
     if makes_gradients_early(reduction, str(x.dtype)):
-        return _early(head, x, w, words, drawn)
-    return reduce_losses(_late(head, x, w, words, drawn), words, reduction, ignore_index)
+        return _early(head, x, w, labels, drawn)
+    return reduce_losses(_late(head, x, w, labels, drawn), labels, reduction, ignore_index)
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ from qshard.jax._ops.validation import (
     as_axes,
     as_float_name,
     as_names,
+    as_seed,
     check_array,
     check_dtype,
     check_spec,
     check_spec_fits,
     is_staged,
-    seed_words,
 )
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._quantized.gather import CodedWeight
@@ -284,7 +284,7 @@ def check_arguments(op: str, w: Any, weight_spec: Any, weight_scales: Any, seed:
             f"{op}: state ({quote(state)}) is not a LinearState; pass the state of this layer from init_delayed"
         )
     scales = None if weight_scales is None else as_scales(op, "weight_scales", weight_scales)
-    return CallArrays(scales, seed_words(op, seed), state)
+    return CallArrays(scales, as_seed(op, seed), state)
 
 
 def _in_shard_map(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from qshard.jax._ops.uint64 import words_times
+from qshard.jax._ops.uint64 import multiply_uint64
 
 
 def gather_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -37,5 +37,5 @@ def philox_of_rows(seeds: jax.Array, stops: jax.Array, rows: int, columns: int) 
     """Return the Philox key and offset of each padded row, uint32 `[rows, 2]`: each expert counts its own elements."""
     expert = experts_of_strips(stops, 1, rows)
     begin = jnp.concatenate([jnp.zeros(1, jnp.int32), stops])[expert]
-    first = words_times((jnp.arange(rows, dtype=jnp.int32) - begin).astype(jnp.uint32), columns)
+    first = multiply_uint64((jnp.arange(rows, dtype=jnp.int32) - begin).astype(jnp.uint32), columns)
     return seeds[jnp.minimum(expert, stops.shape[0] - 1)], jnp.stack(first, axis=-1)

@@ -18,7 +18,7 @@ from qshard._core.validation import already_quantized, check_float, join_names, 
 from qshard.formats import FLOATS, Format
 from qshard.jax._jax_internals import wrapped_value
 from qshard.jax._ops.mesh import names_of
-from qshard.jax._ops.uint64 import words_of
+from qshard.jax._ops.uint64 import as_uint64
 
 Seed = jax.Array | int | None
 
@@ -137,7 +137,7 @@ def check_mesh_axis(op: str, subject: str, axis: str, mesh: Any, spec_name: str)
         )
 
 
-def seed_words(op: str, seed: Any) -> Any:
+def as_seed(op: str, seed: Any) -> Any:
     """Return a seed as uint32 `[2]`, low half first, or None."""
     if seed is None:
         return None
@@ -148,7 +148,7 @@ def seed_words(op: str, seed: Any) -> Any:
     if shape == (2,) and dtype in (jnp.uint32, jnp.int32):
         return jnp.asarray(seed)
     if isinstance(seed, int) or (dtype is not None and jnp.issubdtype(dtype, jnp.integer) and shape == ()):
-        return jnp.asarray(words_of(seed, f"{op}: seed"))
+        return jnp.asarray(as_uint64(seed, f"{op}: seed"))
     raise TypeError(
         f"{op}: seed ({quote(seed)}) is not an integer, a jax.random key, or int32 or uint32 of shape (2,); pass one "
         "of these"

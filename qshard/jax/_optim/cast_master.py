@@ -22,8 +22,8 @@ from qshard._core.validation import FormatLike, as_format, quote
 from qshard.formats import Usage
 from qshard.jax._ops.amaxes import max_over
 from qshard.jax._ops.mesh import AxisName, vary_alike
-from qshard.jax._ops.uint64 import words_of
-from qshard.jax._ops.validation import Seed, as_axes, check_array, seed_words
+from qshard.jax._ops.uint64 import as_uint64
+from qshard.jax._ops.validation import Seed, as_axes, as_seed, check_array
 from qshard.jax._quantized.array import QuantizedArray
 from qshard.jax._sharding import partitionable_ops
 from qshard.layout import Shape
@@ -112,11 +112,11 @@ def cast_master(
         partitionable_ops,
         data,
         flat,
-        _words(starts, n),
+        _uint64_pairs(starts, n),
         max_over(as_axes("cast_master", axis_name)),
         plan=plan,
         pieces=weights is None,
-        seeds=None if seeds is None else jnp.stack([seed_words("cast_master", seed) for seed in seeds]),
+        seeds=None if seeds is None else jnp.stack([as_seed("cast_master", seed) for seed in seeds]),
     )
     if weights is None:
         return made
@@ -161,7 +161,7 @@ def join_pieces(
     count, room = pieces.shape
     data_shape = layout.plane(fmt, shape, usage, op="join_pieces").data_shape
     size = math.prod(data_shape)
-    words = _words(starts, count)
+    words = _uint64_pairs(starts, count)
     per_byte = fmt.element.codes_per_byte
     # A weight has fewer than 2**32 bytes. A piece past its end goes to the buffer behind it.
     first = words[:, 0] if not fmt.element.packed else words[:, 0] >> 1 | words[:, 1] << 31
@@ -177,7 +177,7 @@ def join_pieces(
     return codes.view(fmt.data_dtype)
 
 
-def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
+def _uint64_pairs(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
     if isinstance(numbers, jax.Array | np.ndarray) and numbers.ndim == 2:
         words = jnp.asarray(numbers).astype(jnp.uint32)
     else:
@@ -185,7 +185,7 @@ def _words(numbers: Sequence[Start] | jax.Array, n: int) -> jax.Array:
             raise TypeError(
                 f"cast_master: starts ({numbers}) is not a list of integers; pass one for each of {n} weights"
             )
-        pairs = [jnp.asarray(words_of(number, "cast_master: starts")) for number in numbers]
+        pairs = [jnp.asarray(as_uint64(number, "cast_master: starts")) for number in numbers]
         words = jnp.stack(vary_alike(*pairs)) if pairs else jnp.zeros((0, 2), jnp.uint32)
     if words.shape != (n, 2):
         raise ValueError(

@@ -26,7 +26,7 @@ from qshard._core.optimizers.adam import BLOCK
 from qshard._core.quantize_steps import Plane
 from qshard._core.validation import FormatLike, as_format, quote
 from qshard.formats import Format, Usage
-from qshard.jax._ops.uint64 import words_times
+from qshard.jax._ops.uint64 import multiply_uint64
 from qshard.jax._ops.validation import check_dtype
 from qshard.jax._optim.cast_master import cast_master
 from qshard.jax._quantized.array import QuantizedArray
@@ -57,7 +57,7 @@ class _FlatWeight:
     def start(self) -> jax.Array:
         """The index of this device's first element: a uint64 as two uint32, as int32 would wrap in large weights."""
         here = lax.axis_index(self.axis_name).astype(jnp.uint32)
-        return jnp.stack(words_times(here, self.length))
+        return jnp.stack(multiply_uint64(here, self.length))
 
     def slices(self, count: int) -> Shape:
         return (count, self.length) if len(self.shape) > 1 else (count * self.length,)

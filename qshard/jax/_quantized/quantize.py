@@ -17,8 +17,8 @@ from qshard._core.validation import FormatLike, as_format, as_usage
 from qshard.formats import Format, Usage
 from qshard.jax._ops.amaxes import max_along, max_over
 from qshard.jax._ops.mesh import AxisName, Spec, may_be_sharded, mesh_of
-from qshard.jax._ops.uint64 import xor_words
-from qshard.jax._ops.validation import Seed, as_axes, check_array, check_dtype, check_spec, check_spec_fits, seed_words
+from qshard.jax._ops.uint64 import xor_uint64
+from qshard.jax._ops.validation import Seed, as_axes, as_seed, check_array, check_dtype, check_spec, check_spec_fits
 from qshard.jax._quantized.array import QuantizedArray, axes_of_shape
 from qshard.jax._quantized.weight_scales import WeightScales, as_scales, check_scales
 from qshard.jax._sharding import partitionable_ops
@@ -91,7 +91,7 @@ def quantize(
     """
     check_array("quantize", "x", x)
     check_spec("quantize", "spec", spec)
-    scales, seed = as_scales("quantize", "scales", scales), seed_words("quantize", seed)
+    scales, seed = as_scales("quantize", "scales", scales), as_seed("quantize", seed)
     program = _program(as_format(fmt, "quantize"), as_usage(usage, "quantize"), as_axes("quantize", axis_name), spec)
     q: QuantizedArray = program(x, scales, seed)
     return q
@@ -141,7 +141,7 @@ def quantize_shard(
     """
     fmt, usage, op, name = operand.format, operand.usage, operand.op, operand.name
     check_dtype(op, name, x)
-    philox = philox_of(operand.seed_of(seed, xor_words), fmt, shard_spec, x.shape, transposed)
+    philox = philox_of(operand.seed_of(seed, xor_uint64), fmt, shard_spec, x.shape, transposed)
     if operand.added_rows:
         if philox is not None and philox.offset.ndim > 1:
             raise scattered_rows_error(x, fmt, max(fmt.block_shape()), shard_spec, op, name)

@@ -27,7 +27,7 @@ from qshard.jax._ops.amaxes import max_along
 from qshard.jax._ops.mesh import count_shards, may_be_sharded, mesh_of, names_of, reshape, vary_alike
 from qshard.jax._ops.padded_rows import gather_rows, philox_of_rows, values_of_strips  # noqa: F401
 from qshard.jax._ops.scheduling import barrier
-from qshard.jax._ops.uint64 import Words, words_plus, words_times
+from qshard.jax._ops.uint64 import Uint64, add_uint64, multiply_uint64
 from qshard.jax._sharding import multi_tensor
 from qshard.jax._sharding.shard_spec import ShardSpec
 from qshard.op_table import multi_table, table
@@ -111,7 +111,7 @@ def _under_global(op: str, *operands: jax.Array, **options: Any) -> Any:
             *lead, rows, cols = grid
             grid = (*lead, rows // options["block_rows"], cols // options["block_cols"])
         if "offset" in named:
-            named |= _words_of_blocks(grid, arrays[0], named["seed"], named["offset"], **options)
+            named |= _philox_of_blocks(grid, arrays[0], named["seed"], named["offset"], **options)
         named |= {name: _repeat(a, grid, options) for name, a in list(named.items()) if name.startswith("global_")}
     elif "offset" in named:
         named["seed"] = jnp.broadcast_to(named["seed"], named["offset"].shape)
@@ -210,12 +210,12 @@ def transposed_squares(
 def cast_block_stochastic(x: jax.Array, scale: jax.Array, seed: jax.Array, offset: jax.Array, **options: Any) -> Any:
     """Cast blocks with stochastic rounding, with one Philox offset for each block where XLA may shard them."""
     if may_be_sharded(x) or offset.ndim > 1:
-        x, seed, offset = _words_of_blocks(scale.shape, x, seed, offset, **options).values()
+        x, seed, offset = _philox_of_blocks(scale.shape, x, seed, offset, **options).values()
     transposed = options["col_step"] > options["row_step"]
     return ops.cast_block_stochastic(x, scale, seed, offset, transposed=transposed, **options)
 
 
-def _words_of_blocks(
+def _philox_of_blocks(
     grid: tuple[int, ...],
     x: jax.Array,
     seed: jax.Array,
@@ -246,14 +246,14 @@ def _offset_of_blocks(grid: tuple[int, ...], offset: jax.Array, row_step: int, c
     rows = grid[:1] if transposed else grid[-2:-1] if outer else grid[:-1]
     cols = grid[-1:] if outer or not transposed else grid[1:]
 
-    def along(size: tuple[int, ...], step: int, before: int) -> Words:
+    def along(size: tuple[int, ...], step: int, before: int) -> Uint64:
         index = lax.iota(jnp.uint32, math.prod(size))
-        return words_times(index.reshape(*(1,) * before, *size, *(1,) * (len(grid) - before - len(size))), step)
+        return multiply_uint64(index.reshape(*(1,) * before, *size, *(1,) * (len(grid) - before - len(size))), step)
 
     row = along(rows, row_step, 0 if transposed or not outer else outer)
     col = along(cols, col_step, len(grid) - len(cols))
     begin = offset.reshape(*(1,) * transposed, *offset.shape[:-1], *(1,) * (len(grid) - outer - transposed), 2)
-    made = words_plus(words_plus(row, col), (begin[..., 0], begin[..., 1]))
+    made = add_uint64(add_uint64(row, col), (begin[..., 0], begin[..., 1]))
     return jnp.stack([jnp.broadcast_to(word, grid) for word in made], axis=-1)
 
 

@@ -23,7 +23,7 @@ from qshard._core import quantize_steps
 from qshard._core.placement import Box
 from qshard.formats import Format, Usage
 from qshard.jax._ops.mesh import Spec, may_be_sharded, mesh_of, names_of, reshape, spec_of, vary_alike
-from qshard.jax._ops.uint64 import Words, words_of, words_plus, words_times
+from qshard.jax._ops.uint64 import Uint64, add_uint64, as_uint64, multiply_uint64
 from qshard.jax._ops.validation import check_mesh_axis, check_spec_fits
 from qshard.layout import Shape
 
@@ -376,11 +376,11 @@ def philox_of(
         )
         return of_transpose and of_transpose.transposed(rows)
     if not shard_spec.local:
-        return quantize_steps.Philox(seed, jnp.asarray(words_of(0)), columns)
+        return quantize_steps.Philox(seed, jnp.asarray(as_uint64(0)), columns)
     if not shard_spec.inner_axes:
         shard_spec, shape = shard_spec.matrix, (rows, columns)
 
-    def multiply_add(row: jax.Array, step: int, column: jax.Array) -> Words:
-        return words_plus(words_times(row, step), (column, jnp.zeros_like(column)))
+    def multiply_add(row: jax.Array, step: int, column: jax.Array) -> Uint64:
+        return add_uint64(multiply_uint64(row, step), (column, jnp.zeros_like(column)))
 
     return shard_spec.box(shape).philox(seed, lambda words: jnp.stack(vary_alike(*words), axis=-1), multiply_add)

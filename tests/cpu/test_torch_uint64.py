@@ -1,4 +1,4 @@
-"""64-bit numbers as words, and what follows from a number that is none."""
+"""64-bit numbers as int32 pairs, and errors for values that are not such numbers."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from qshard.formats import FP8_E4M3, MXFP8_32x32, Usage
 from qshard.torch_bridge import cast_master, quantize, update_columnwise
-from qshard.torch_bridge._ops.uint64 import words
+from qshard.torch_bridge._ops.uint64 import as_uint64
 
 CPU = torch.device("cpu")
 NUMBERS = [0, 5, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1]
@@ -14,12 +14,12 @@ NUMBERS = [0, 5, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1]
 
 def test_words_are_the_number():
     expected = np.array(NUMBERS, np.uint64).view(np.int32).reshape(-1, 2)
-    each = torch.stack([words("op", "seed", number, CPU) for number in NUMBERS])
+    each = torch.stack([as_uint64("op", "seed", number, CPU) for number in NUMBERS])
     assert np.array_equal(each.numpy(), expected)
-    assert np.array_equal(words("op", "starts", NUMBERS, CPU, len(NUMBERS)).numpy(), expected)
+    assert np.array_equal(as_uint64("op", "starts", NUMBERS, CPU, len(NUMBERS)).numpy(), expected)
     as_int64 = torch.from_numpy(np.array(NUMBERS[:5], np.int64))
-    assert np.array_equal(words("op", "starts", as_int64, CPU, 5).numpy(), expected[:5])
-    assert words("op", "starts", [], CPU, 0).shape == (0, 2)
+    assert np.array_equal(as_uint64("op", "starts", as_int64, CPU, 5).numpy(), expected[:5])
+    assert as_uint64("op", "starts", [], CPU, 0).shape == (0, 2)
 
 
 @pytest.mark.parametrize("starts", [[-1], torch.tensor([-1])], ids=["int", "tensor"])
