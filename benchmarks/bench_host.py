@@ -6,9 +6,9 @@ tensor (`torch.add`, or `jnp.add` for JAX), `nn.Linear`, or a bf16 step of the e
 and captured steps (`torch.compile` with mode "reduce-overhead") are of width 512, 6 layers and 8 x 256 tokens.
 
 Some rows are lower bounds and have no target. A layer written as a Python `autograd.Function` costs at least as much as
-such a function of three `torch.mm`, plus its launches. The bound adds as many launches as qshard's layer has, by
-`torch.add` into an existing tensor. A jitted function in JAX costs at least as much as one kernel with four results,
-returned as a tuple or a dataclass.
+such a function of three `torch.mm`, plus its launches. A compiled step costs at least as much as the step in bf16, plus
+its further launches. Both bounds add as many launches as qshard has, by `torch.add` into an existing tensor. A jitted
+function in JAX costs at least as much as one kernel with four results, returned as a tuple or a dataclass.
 
     python benchmarks/bench_host.py [--rounds 15]
 """
@@ -174,12 +174,43 @@ def gpt_calls() -> Calls:
     return {f"GPT {recipe}": (1, gpt_step(train_torch.CONFIG, recipe, batch=16)) for recipe in options.RECIPES}
 
 
-def compiled_gpt_calls(mode: str) -> Calls:
+def gpt_steps(mode: str) -> dict[str, Callable[[], None]]:
     """Return compiled steps of a GPT of width 512, in the recipes without state."""
     torch._dynamo.reset()
     config = dataclasses.replace(train_torch.CONFIG, layers=6, width=512, context=256)
     what = {"default": "compiled GPT", "reduce-overhead": "captured GPT"}[mode]
-    return {f"{what} {recipe}": (1, gpt_step(config, recipe, 8, mode)) for recipe in ("bf16", "fp8", "block", "mxfp8")}
+    return {f"{what} {recipe}": gpt_step(config, recipe, 8, mode) for recipe in ("bf16", "fp8", "block", "mxfp8")}
+
+
+def step_launches() -> dict[str, int]:
+    """Count the launches of each compiled step."""
+    found = {}
+    for name, step in gpt_steps("default").items():
+        for _ in range(3):
+            step()  # warm up
+        found[name] = len(kernels_of(step))
+    return found
+
+
+def compiled_gpt_calls() -> Calls:
+    # In another process, because a profiler may slow down later calls.
+    with multiprocessing.get_context("spawn").Pool(1) as child:
+        launched = child.apply(step_launches)
+    made = gpt_steps("default")
+    (base, step), *_ = made.items()
+    out = torch.zeros(64, 64, device="cuda")
+    for name in [*made][1:]:
+
+        def with_launches(more: int = launched[name] - launched[base]) -> None:
+            step()
+            launch(more, out)
+
+        made[f"{base}, and the {launched[name]} launches of {name}"] = with_launches
+    return {name: (1, call) for name, call in made.items()}
+
+
+def captured_gpt_calls() -> Calls:
+    return {name: (1, step) for name, step in gpt_steps("reduce-overhead").items()}
 
 
 @dataclass
@@ -242,8 +273,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(message="bench_host: no CUDA device, nothing to measure\n")
     made: list[dict[str, object]] = []
-    compiled = (functools.partial(compiled_gpt_calls, mode) for mode in ("default", "reduce-overhead"))
-    for calls in (small_calls, layer_calls, gpt_calls, *compiled):
+    for calls in (small_calls, layer_calls, gpt_calls, compiled_gpt_calls, captured_gpt_calls):
         made += table(microseconds(calls(), parsed.rounds, lambda _: torch.cuda.synchronize()))
     import jax
 
